@@ -1,0 +1,1 @@
+//! The per-VM process: serves borrowed devices to QEMU over vfio-user.

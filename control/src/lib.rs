@@ -1,0 +1,1 @@
+//! The versioned protocol between a backend and a lender.

@@ -1,0 +1,1 @@
+//! Software device models that a lender can lend.

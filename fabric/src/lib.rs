@@ -1,0 +1,1 @@
+//! Address domains and windows between a lender and a borrower.

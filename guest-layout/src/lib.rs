@@ -1,0 +1,1 @@
+//! Finds where guest RAM is and plans DMA windows from it.

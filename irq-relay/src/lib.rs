@@ -1,0 +1,1 @@
+//! Interrupt vectors, masks and eventfds.

@@ -1,0 +1,1 @@
+//! The daemon that owns devices and lends them.

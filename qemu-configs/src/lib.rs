@@ -1,0 +1,1 @@
+//! QEMU command lines for VMs that borrow devices.

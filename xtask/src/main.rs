@@ -1,0 +1,2 @@
+//! Developer chores: demo, test, bench.
+fn main() {}
