@@ -1,1 +1,8 @@
-//! Address domains and windows between a lender and a borrower.
+//! Address domains between a lender and a borrower: IOMMU domains, NTB windows
+//! and their limits.
+
+pub mod memory;
+
+mod fault;
+
+pub use fault::{Access, Fault, FaultReason};
