@@ -1,1 +1,34 @@
 //! The versioned protocol between a backend and a lender.
+//!
+//! One UNIX `SOCK_SEQPACKET` connection carries requests and their replies
+//! ([`Request`], [`Reply`]); descriptors (guest RAM, eventfds) ride along. The
+//! socket keeps message boundaries, `serde` and `postcard` encode, so there is
+//! no framing of our own. A borrow adds a second connection, the *register
+//! channel* ([`registers`]), on which BAR accesses travel one way and relayed
+//! interrupts the other, without waiting behind slow requests.
+//!
+//! ```text
+//!   backend                                   lender
+//!     | Hello{version, vm}  ------------------> |
+//!     | <------------------------ Welcome       |
+//!     | Describe{device} ---------------------> |   nothing is borrowed
+//!     | <---------------------- Description     |
+//!     | Borrow{device} + BAR memory ----------> |
+//!     | <------ Lease{epoch} + register channel |
+//!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
+//!     | SetCommand, Reset, ... (epoch) -------> |
+//!     | Return (epoch), or just close --------> |
+//! ```
+
+pub mod registers;
+
+mod channel;
+mod client;
+mod message;
+
+pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
+pub use client::{CallError, Client};
+pub use message::{
+    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, IrqAction,
+    IrqUpdate, IrqVectors, PathUsage, RemoteError, Reply, Request, VERSION,
+};

@@ -1,0 +1,230 @@
+//! The backend's end: one request, one reply, with a deadline.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use farside_devices::Description;
+
+use crate::{
+    Channel, ChannelError, DeviceEntry, DeviceStatus, Envelope, Epoch, IrqUpdate, RemoteError,
+    Reply, Request, VERSION,
+};
+
+/// How long a lender may take to answer. Longer than it waits for a device's
+/// DMA to drain, shorter than a VMM's message timeout of 5 s.
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    /// Nobody listens there.
+    #[error("cannot reach the lender at {path}: {source}; is `farside lend` running?", path = path.display())]
+    Unreachable {
+        /// Its socket.
+        path: PathBuf,
+        /// What connecting said.
+        source: std::io::Error,
+    },
+    /// The connection failed; the lease, if there was one, is lost.
+    #[error("lost the lender: {0}")]
+    Lost(#[from] ChannelError),
+    /// The lender said no; nothing changed.
+    #[error(transparent)]
+    Refused(#[from] RemoteError),
+    /// The lender answered something else than was asked.
+    #[error("the lender answered {0} to a request that does not expect it")]
+    Unexpected(String),
+}
+
+/// A connection to a lender.
+#[derive(Debug)]
+pub struct Client {
+    channel: Channel,
+    epoch: Epoch,
+    lender: String,
+}
+
+impl Client {
+    /// Connects to the lender at `path` and agrees on the version. `vm` is the
+    /// VM that borrows through this connection; tools give none.
+    pub fn connect(path: &Path, vm: Option<&str>) -> Result<Self, CallError> {
+        let channel = Channel::connect(path).map_err(|source| CallError::Unreachable {
+            path: path.to_owned(),
+            source,
+        })?;
+        let mut client = Self {
+            channel,
+            epoch: Epoch(0),
+            lender: String::new(),
+        };
+        let hello = Request::Hello {
+            version: VERSION,
+            vm: vm.map(str::to_owned),
+        };
+        match client.call(hello, &[])? {
+            (Reply::Welcome { lender }, _) => client.lender = lender,
+            (other, _) => return Err(unexpected(&other)),
+        }
+        Ok(client)
+    }
+
+    /// The lender's name.
+    pub fn lender(&self) -> &str {
+        &self.lender
+    }
+
+    /// The lease's fencing number; zero when there is no lease.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// The devices of this lender.
+    pub fn devices(&mut self) -> Result<Vec<DeviceEntry>, CallError> {
+        match self.call(Request::Devices, &[])? {
+            (Reply::Devices(devices), _) => Ok(devices),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// What a device looks like.
+    pub fn describe(&mut self, device: &str) -> Result<Description, CallError> {
+        let device = device.to_owned();
+        match self.call(Request::Describe { device }, &[])? {
+            (Reply::Description(description), _) => Ok(*description),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// A device's counters.
+    pub fn status(&mut self, device: &str) -> Result<DeviceStatus, CallError> {
+        let device = device.to_owned();
+        match self.call(Request::Status { device }, &[])? {
+            (Reply::Status(status), _) => Ok(*status),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// Borrows a device. `bar_memory` backs its mappable areas, in the order
+    /// of the description. Returns the register channel; from now on this
+    /// connection is the lease.
+    pub fn borrow_device(
+        &mut self,
+        device: &str,
+        bar_memory: &[BorrowedFd<'_>],
+    ) -> Result<Channel, CallError> {
+        let device = device.to_owned();
+        match self.call(Request::Borrow { device }, bar_memory)? {
+            (Reply::Lease { epoch }, fds) => {
+                let socket = fds
+                    .into_iter()
+                    .next()
+                    .ok_or_else(|| CallError::Unexpected("a lease with no register channel".into()))?;
+                self.epoch = epoch;
+                Ok(Channel::from_socket(socket))
+            }
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// Gives the device back.
+    pub fn return_device(&mut self) -> Result<(), CallError> {
+        self.done(Request::Return, &[])?;
+        self.epoch = Epoch(0);
+        Ok(())
+    }
+
+    /// See [`Request::Reset`].
+    pub fn reset(&mut self) -> Result<(), CallError> {
+        self.done(Request::Reset, &[])
+    }
+
+    /// See [`Request::SetCommand`].
+    pub fn set_command(&mut self, bus_master: bool, intx_disable: bool) -> Result<(), CallError> {
+        self.done(
+            Request::SetCommand {
+                bus_master,
+                intx_disable,
+            },
+            &[],
+        )
+    }
+
+    /// See [`Request::FarMap`].
+    pub fn far_map(
+        &mut self,
+        far: u64,
+        len: u64,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        writable: bool,
+    ) -> Result<(), CallError> {
+        self.done(
+            Request::FarMap {
+                far,
+                len,
+                offset,
+                writable,
+            },
+            &[file],
+        )
+    }
+
+    /// See [`Request::FarUnmap`].
+    pub fn far_unmap(&mut self, far: u64, len: u64) -> Result<(), CallError> {
+        self.done(Request::FarUnmap { far, len }, &[])
+    }
+
+    /// See [`Request::OpenWindow`]. Returns the LUT entries it costs.
+    pub fn open_window(&mut self, iova: u64, far: u64, len: u64) -> Result<u32, CallError> {
+        match self.call(Request::OpenWindow { iova, far, len }, &[])? {
+            (Reply::Window { lut_entries }, _) => Ok(lut_entries),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// See [`Request::CloseWindow`].
+    pub fn close_window(&mut self, iova: u64) -> Result<(), CallError> {
+        self.done(Request::CloseWindow { iova }, &[])
+    }
+
+    /// See [`Request::SetIrqs`].
+    pub fn set_irqs(&mut self, update: IrqUpdate, fds: &[BorrowedFd<'_>]) -> Result<(), CallError> {
+        self.done(Request::SetIrqs(update), fds)
+    }
+
+    fn done(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<(), CallError> {
+        match self.call(request, fds)? {
+            (Reply::Done, _) => Ok(()),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    fn call(
+        &mut self,
+        request: Request,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(Reply, Vec<OwnedFd>), CallError> {
+        let envelope = Envelope {
+            epoch: self.epoch,
+            request,
+        };
+        self.channel.send(&envelope, fds, TIMEOUT)?;
+        match self.channel.receive(TIMEOUT)? {
+            (Reply::Refused(error), _) => Err(error.into()),
+            answer => Ok(answer),
+        }
+    }
+}
+
+impl AsFd for Client {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+}
+
+fn unexpected(reply: &Reply) -> CallError {
+    CallError::Unexpected(format!("{reply:?}"))
+}

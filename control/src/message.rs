@@ -1,0 +1,277 @@
+//! Requests and replies.
+
+use farside_devices::Description;
+use serde::{Deserialize, Serialize};
+
+/// The protocol version of this build. Peers of different versions refuse each
+/// other by name.
+pub const VERSION: u32 = 1;
+
+/// Fencing number of a lease: each borrow of a device has a larger one than
+/// the borrow before.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct Epoch(pub u64);
+
+impl std::fmt::Display for Epoch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What travels from backend to lender.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Envelope {
+    /// The lease it is sent under; zero before there is one.
+    pub epoch: Epoch,
+    /// The request itself.
+    pub request: Request,
+}
+
+/// What a backend (or `farside devices`, `farside status`) asks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// First message of a connection.
+    Hello {
+        /// [`VERSION`] of the sender.
+        version: u32,
+        /// The VM it speaks for; none for tools.
+        vm: Option<String>,
+    },
+    /// The devices of this lender.
+    Devices,
+    /// One device's outside.
+    Describe {
+        /// Device id.
+        device: String,
+    },
+    /// One device's counters.
+    Status {
+        /// Device id.
+        device: String,
+    },
+    /// Takes the device exclusively and resets it. Descriptors: the memory of
+    /// each mappable BAR area, in the order of the description. After the
+    /// reply the connection is the lease: closing it returns the device.
+    Borrow {
+        /// Device id.
+        device: String,
+    },
+    /// Resets the device. Its windows, and what the borrower's domain maps,
+    /// are gone when the reply comes.
+    Reset,
+    /// The command register's bits that matter beyond configuration space.
+    /// When bus mastering goes off, no DMA is in flight when the reply comes.
+    SetCommand {
+        /// Bit 2.
+        bus_master: bool,
+        /// Bit 10.
+        intx_disable: bool,
+    },
+    /// Maps memory into the borrower's IOMMU domain (soft fabric: the lender
+    /// holds the model of both hosts' IOMMUs). Descriptor: the memory's file.
+    FarMap {
+        /// Borrower-side bus address.
+        far: u64,
+        /// Bytes.
+        len: u64,
+        /// Offset in the file.
+        offset: u64,
+        /// Whether the device may write.
+        writable: bool,
+    },
+    /// Removes a mapping of the borrower's domain. When the reply comes, no
+    /// DMA reaches the memory any more.
+    FarUnmap {
+        /// Borrower-side bus address.
+        far: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// Opens an NTB window of `len` bytes onto `far` and maps it at `iova` in
+    /// the device's domain.
+    OpenWindow {
+        /// IOVA of the first byte.
+        iova: u64,
+        /// Borrower-side bus address of the first byte.
+        far: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// Closes the window that starts at `iova`.
+    CloseWindow {
+        /// IOVA of its first byte.
+        iova: u64,
+    },
+    /// Changes triggers or masks. Descriptors: the eventfds of
+    /// [`IrqVectors::EventFds`].
+    SetIrqs(IrqUpdate),
+    /// Gives the device back.
+    Return,
+}
+
+/// One change to a function's interrupts (VFIO's `SET_IRQS`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IrqUpdate {
+    /// VFIO interrupt index.
+    pub index: u8,
+    /// First vector.
+    pub start: u16,
+    /// What to do to the vectors.
+    pub action: IrqAction,
+    /// Which vectors, from `start`.
+    pub vectors: IrqVectors,
+}
+
+/// What [`IrqUpdate`] does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum IrqAction {
+    /// Hold back.
+    Mask,
+    /// Let through; what was held back fires.
+    Unmask,
+    /// Set where they go, or fire them.
+    Trigger,
+}
+
+/// The vectors of an [`IrqUpdate`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum IrqVectors {
+    /// All `count` of them; with `Trigger` and zero, disables the index.
+    All {
+        /// Number of vectors.
+        count: u16,
+    },
+    /// Those that are true.
+    Some(Vec<bool>),
+    /// Signals these eventfds: the next descriptor for each true, none (take
+    /// the trigger away) for each false.
+    EventFds(Vec<bool>),
+    /// Sends them as events on the register channel (true), or takes the
+    /// trigger away (false).
+    Relay(Vec<bool>),
+}
+
+/// What a lender answers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// To `Hello`.
+    Welcome {
+        /// The lender's name.
+        lender: String,
+    },
+    /// To `Devices`.
+    Devices(Vec<DeviceEntry>),
+    /// To `Describe`.
+    Description(Box<Description>),
+    /// To `Status`.
+    Status(Box<DeviceStatus>),
+    /// To `Borrow`. Descriptor: the register channel.
+    Lease {
+        /// The lease's fencing number.
+        epoch: Epoch,
+    },
+    /// To `OpenWindow`.
+    Window {
+        /// LUT entries that it costs.
+        lut_entries: u32,
+    },
+    /// To all else.
+    Done,
+    /// The request was refused and had no effect.
+    Refused(RemoteError),
+}
+
+/// Why a lender refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct RemoteError {
+    /// For programs.
+    pub kind: ErrorKind,
+    /// For people: names the thing, the value and the limit.
+    pub message: String,
+}
+
+/// Classes of refusals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ErrorKind {
+    /// Other protocol version.
+    Version,
+    /// No such device here.
+    UnknownDevice,
+    /// Another VM has it.
+    Busy,
+    /// The lease is over: someone may have borrowed it since.
+    StaleEpoch,
+    /// A window, LUT, requester or mapping limit.
+    Limit,
+    /// The request makes no sense as it is.
+    Invalid,
+    /// The lender itself failed.
+    Internal,
+}
+
+/// A line of `farside devices`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceEntry {
+    /// Cluster-wide device id.
+    pub id: String,
+    /// Device source, such as `model`.
+    pub source: String,
+    /// Model name and size.
+    pub summary: String,
+    /// Who has it now.
+    pub borrowed_by: Option<BorrowedBy>,
+}
+
+/// The lender's record of a borrow.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BorrowedBy {
+    /// VM name.
+    pub vm: String,
+    /// Fencing number.
+    pub epoch: Epoch,
+    /// Seconds since it was borrowed.
+    pub seconds: u64,
+}
+
+/// What a lender knows of one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceStatus {
+    /// As in the listing.
+    pub entry: DeviceEntry,
+    /// Bus-master enable at the device.
+    pub bus_master: bool,
+    /// Windows and mappings of the current borrow.
+    pub usage: PathUsage,
+    /// Fired interrupts of the current borrow: (index, vector, count), those
+    /// that are not zero.
+    pub interrupts: Vec<(u8, u16, u64)>,
+    /// DMA refused in the current borrow.
+    pub fault_count: u64,
+    /// The latest of them, oldest first.
+    pub faults: Vec<FaultEntry>,
+    /// The model's own counters.
+    pub counters: Vec<(String, u64)>,
+}
+
+/// What a borrow uses of the fabric.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PathUsage {
+    /// Open NTB windows.
+    pub windows: u32,
+    /// LUT entries of those.
+    pub lut_entries: u32,
+    /// Bytes that the borrower's domain maps.
+    pub bytes_mapped: u64,
+}
+
+/// One refused DMA.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultEntry {
+    /// What was refused and by which translation.
+    pub fault: farside_fabric::Fault,
+    /// Seconds since it happened.
+    pub seconds_ago: u64,
+}

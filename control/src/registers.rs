@@ -1,0 +1,49 @@
+//! Messages of the register channel.
+//!
+//! Order is kept, as on PCIe: a write is posted (no answer), a read is
+//! answered after all writes that went before it.
+
+use serde::{Deserialize, Serialize};
+
+/// From the borrower's side: a BAR access of 1 to 8 bytes that does not cross
+/// an 8-byte boundary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Access {
+    /// Answered by [`Event::Data`].
+    Read {
+        /// 0 to 5.
+        bar: u8,
+        /// Bytes from the start of the BAR.
+        offset: u64,
+        /// 1 to 8.
+        len: u8,
+    },
+    /// Not answered.
+    Write {
+        /// 0 to 5.
+        bar: u8,
+        /// Bytes from the start of the BAR.
+        offset: u64,
+        /// 1 to 8.
+        len: u8,
+        /// Little-endian value in the low `len` bytes.
+        value: u64,
+    },
+}
+
+/// From the lender's side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Event {
+    /// The answer to the oldest unanswered [`Access::Read`].
+    Data {
+        /// Little-endian value.
+        value: u64,
+    },
+    /// A relayed interrupt: signal the eventfd of this vector.
+    Interrupt {
+        /// VFIO interrupt index (0 INTx, 1 MSI, 2 MSI-X, 3 error, 4 request).
+        index: u8,
+        /// Vector of that index.
+        vector: u16,
+    },
+}
