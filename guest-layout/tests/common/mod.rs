@@ -1,0 +1,39 @@
+//! What the tests share: short ways to write layouts, and a naive oracle.
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
+use farside_guest_layout::{Gpa, GpaRange, Oracle, Resolution};
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+pub const GIB: u64 = 1 << 30;
+pub const TIB: u64 = 1 << 40;
+
+/// The range from `start` up to `end`.
+pub fn span(start: u64, end: u64) -> GpaRange {
+    GpaRange::between(Gpa::new(start), Gpa::new(end)).expect("the test's ranges are not empty")
+}
+
+/// Ranges that do not overlap (but may touch), searched one after the other.
+pub struct Naive(pub Vec<GpaRange>);
+
+impl Oracle for Naive {
+    fn resolve(&mut self, range: GpaRange) -> Resolution {
+        let common: u64 = self
+            .0
+            .iter()
+            .map(|ram| {
+                let start = ram.start().max(range.start());
+                let end = ram.end().min(range.end());
+                end.checked_sub(start).unwrap_or(0)
+            })
+            .sum();
+        if common == range.len() {
+            Resolution::All
+        } else if common == 0 {
+            Resolution::None
+        } else {
+            Resolution::Some
+        }
+    }
+}
