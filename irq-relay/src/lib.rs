@@ -1,1 +1,48 @@
-//! Interrupt vectors, masks and eventfds.
+//! Interrupt vectors, masks and eventfds: what stands between a device that
+//! raises an interrupt and the eventfd on which QEMU waits for it.
+//!
+//! The rules are those of Linux VFIO (`linux/vfio.h`, `VFIO_DEVICE_SET_IRQS`),
+//! because QEMU speaks them and because a physical device behind vfio-pci
+//! obeys them already. In layers:
+//!
+//! - [`IrqCounts`], [`IrqRange`], [`SetIrqs`]: a client's request, checked
+//!   before anything acts on it;
+//! - `state`: masks, pending bits and the INTx line; pure, it answers each
+//!   event with the interrupt to [`Fire`], if any;
+//! - [`Vectors`]: that state with a [`Sink`] for each vector, which performs
+//!   what the state decides;
+//! - [`Relay`]: the sink for a borrower on another host. It collects what fired
+//!   until a message can carry it; over there [`Vectors::deliver`] passes it
+//!   on.
+//!
+//! # On one host
+//!
+//! QEMU's eventfds travel from backend to lender; the device's thread signals
+//! them itself (`Sink::EventFd`) and the backend is not on the way.
+//!
+//! # On two hosts
+//!
+//! ```text
+//!  lender                                    borrower
+//!  device → Vectors → Sink::Relay ──message──→ Vectors::deliver → eventfd
+//! ```
+//!
+//! Each side masks on its own: the lender so that nothing needless travels,
+//! the borrower because a message may be under way when the client masks.
+
+#![forbid(unsafe_code)]
+
+mod bits;
+mod index;
+mod relay;
+mod set_irqs;
+mod state;
+mod trigger;
+mod vectors;
+
+pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
+pub use relay::Relay;
+pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, WireHeader, wire};
+pub use state::Fire;
+pub use trigger::{Sink, TriggerFd};
+pub use vectors::{VectorCount, Vectors, VectorsStatus};

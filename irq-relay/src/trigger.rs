@@ -1,0 +1,140 @@
+//! Where a fired vector goes.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use rustix::{
+    event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
+    fs::{OFlags, fcntl_getfl, fstatfs},
+    io::{Errno, read, write},
+};
+
+use crate::{Fire, Relay, SetIrqsError};
+
+/// `ANON_INODE_FS_MAGIC` of `linux/magic.h`.
+const ANON_INODE_FS: u64 = 0x0904_1934;
+
+/// An eventfd that a client gave for a vector. Clones share the descriptor.
+///
+/// The client is not trusted, so:
+/// - a descriptor of anything that has a name (file, device, socket, pipe) is
+///   refused: writing to it would lend our rights to the client;
+/// - a descriptor in blocking mode, whose counter the client could fill up, is
+///   only written to when there is room. A client that refills it in just that
+///   moment can block the writing thread; a signal to the thread frees it (the
+///   interrupt counts as failed). Where that is not good enough, relay the
+///   interrupts, so that only the client's own backend writes to it.
+///
+/// vmm-sys-util's `EventFd` cannot be made from an [`OwnedFd`] without unsafe
+/// code, which is why this type stands on rustix.
+#[derive(Clone, Debug)]
+pub struct TriggerFd {
+    fd: Arc<OwnedFd>,
+    may_block: bool,
+}
+
+impl TriggerFd {
+    /// A new non-blocking eventfd, with counter 0.
+    pub fn new() -> io::Result<Self> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self {
+            fd: Arc::new(fd),
+            may_block: false,
+        })
+    }
+
+    /// Adds 1 to the counter. A full counter is left as it is: the reader has
+    /// been woken and not looked yet.
+    pub fn signal(&self) -> Result<(), Errno> {
+        if self.may_block && !self.has_room()? {
+            return Ok(());
+        }
+        match write(&*self.fd, &1u64.to_ne_bytes()) {
+            Ok(_) | Err(Errno::AGAIN) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes the counter, leaving 0. `None` when it is 0 already and the
+    /// descriptor is non-blocking.
+    pub fn take(&self) -> Result<Option<u64>, Errno> {
+        let mut counter = [0; 8];
+        match read(&*self.fd, &mut counter) {
+            Ok(_) => Ok(Some(u64::from_ne_bytes(counter))),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn has_room(&self) -> Result<bool, Errno> {
+        let mut fds = [PollFd::new(&*self.fd, PollFlags::OUT)];
+        poll(&mut fds, Some(&Timespec::default())).map(|ready| ready != 0)
+    }
+}
+
+impl TryFrom<OwnedFd> for TriggerFd {
+    type Error = SetIrqsError;
+
+    fn try_from(fd: OwnedFd) -> Result<Self, SetIrqsError> {
+        let descriptor = |error: Errno| SetIrqsError::Descriptor(error.into());
+        // The kernel has no call that says "eventfd" without /proc. Of the
+        // other nameless kinds none does harm with the eight bytes we write.
+        if fstatfs(&fd).map_err(descriptor)?.f_type as u64 != ANON_INODE_FS {
+            return Err(SetIrqsError::NotAnEventFd);
+        }
+        let may_block = !fcntl_getfl(&fd)
+            .map_err(descriptor)?
+            .contains(OFlags::NONBLOCK);
+        Ok(Self {
+            fd: Arc::new(fd),
+            may_block,
+        })
+    }
+}
+
+impl AsFd for TriggerFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Where a vector goes when it fires.
+#[derive(Clone, Debug)]
+pub enum Sink {
+    /// To an eventfd, at once.
+    EventFd(TriggerFd),
+    /// Into a relay, from where it goes to the borrower's host.
+    Relay(Arc<Relay>),
+}
+
+impl Sink {
+    pub(crate) fn fire(&self, fire: Fire) -> Result<(), Errno> {
+        match self {
+            Self::EventFd(trigger) => trigger.signal(),
+            Self::Relay(relay) => relay.post(fire),
+        }
+    }
+
+    /// The eventfd, when it is one.
+    pub fn trigger(&self) -> Option<&TriggerFd> {
+        match self {
+            Self::EventFd(trigger) => Some(trigger),
+            Self::Relay(_) => None,
+        }
+    }
+}
+
+impl From<TriggerFd> for Sink {
+    fn from(trigger: TriggerFd) -> Self {
+        Self::EventFd(trigger)
+    }
+}
+
+impl From<Arc<Relay>> for Sink {
+    fn from(relay: Arc<Relay>) -> Self {
+        Self::Relay(relay)
+    }
+}

@@ -1,0 +1,314 @@
+//! The vectors of one function, with what each of them signals.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs, SetIrqsError, Sink,
+    state::{Raised, State},
+};
+
+/// A function's interrupts, from the device to the eventfds.
+///
+/// - INTx, MSI and MSI-X exclude each other. One is *enabled* from the first
+///   request that sets triggers of it (even to none: QEMU enables MSI-X so)
+///   until it is disabled as a whole.
+/// - An MSI or MSI-X vector that is raised while it is masked *or has no
+///   trigger* stays pending and fires once when both obstacles are gone. To the
+///   guest a vector without trigger is a masked one: QEMU gives the trigger
+///   only when the guest unmasks the vector.
+/// - INTx fires when the line is asserted and nothing holds it back, and is
+///   masked by that; on unmask it fires again if the line is still asserted. A
+///   line that fell in between leaves nothing behind.
+/// - Error and request interrupts are not masked and not remembered.
+///
+/// Owned by one thread, the device's; nothing here locks, and raising an
+/// interrupt neither allocates nor searches.
+#[derive(Debug)]
+pub struct Vectors {
+    state: State,
+    /// By index, by vector.
+    slots: [Box<[Slot]>; IrqIndex::ALL.len()],
+    /// Raised while nobody listened.
+    dropped: u64,
+    /// Fired, but the sink refused it.
+    failed: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Slot {
+    sink: Option<Sink>,
+    fired: u64,
+}
+
+impl Vectors {
+    /// Nothing enabled, nothing masked.
+    pub fn new(counts: IrqCounts) -> Self {
+        Self {
+            state: State::new(counts),
+            slots: IrqIndex::ALL
+                .map(|index| vec![Slot::default(); counts.count(index).into()].into()),
+            dropped: 0,
+            failed: 0,
+        }
+    }
+
+    /// What the function has.
+    pub fn counts(&self) -> IrqCounts {
+        self.state.counts()
+    }
+
+    /// Which of INTx, MSI and MSI-X is enabled: the one whose triggers were
+    /// set last.
+    pub fn enabled(&self) -> Option<IrqIndex> {
+        self.state.enabled()
+    }
+
+    /// Does what a client asks. On an error nothing has changed.
+    ///
+    /// A backend that only records, because a lender's `Vectors` does the work,
+    /// passes everything here too, except triggers without sinks (loopback
+    /// tests): those would fire on both sides.
+    pub fn apply(&mut self, request: SetIrqs) -> Result<(), SetIrqsError> {
+        let (range, action, data) = request.into_parts();
+        range.recheck(&self.state.counts())?;
+        match (action, data) {
+            (Action::Trigger, IrqData::None) if range.count() == 0 => self.disable(range.index()),
+            (Action::Trigger, IrqData::Sinks(sinks)) => self.set_sinks(range, sinks)?,
+            (Action::Trigger, data) => self.loop_back(range, &data)?,
+            (Action::Mask, data) => self.set_masked(range, &data, true),
+            (Action::Unmask, data) => self.set_masked(range, &data, false),
+        }
+        Ok(())
+    }
+
+    /// Disables every index, as when the client goes away.
+    pub fn disable_all(&mut self) {
+        for index in IrqIndex::ALL {
+            self.disable(index);
+        }
+    }
+
+    /// The device sends the message of `vector` (MSI or MSI-X, whichever is
+    /// enabled). Without either, or without such a vector, it is counted and
+    /// dropped.
+    pub fn raise(&mut self, vector: u16) {
+        let raised = self.state.raise(vector);
+        self.take(raised);
+    }
+
+    /// The device drives its INTx line.
+    pub fn set_intx(&mut self, asserted: bool) {
+        let fire = self.state.set_intx(asserted);
+        self.perform(fire);
+    }
+
+    /// The level that the device drives, for bit 3 of the PCI status register.
+    pub fn intx_asserted(&self) -> bool {
+        self.state.intx_asserted()
+    }
+
+    /// The guest sets or clears INTx disable (command register, bit 10).
+    pub fn set_intx_disabled(&mut self, disabled: bool) {
+        let fire = self.state.set_intx_disabled(disabled);
+        self.perform(fire);
+    }
+
+    /// The device cannot go on: tells the client, if it wants to know.
+    pub fn signal_err(&mut self) {
+        self.deliver(Fire::at(IrqIndex::Err, 0));
+    }
+
+    /// Asks the client to give the device back, if it wants to know.
+    pub fn signal_req(&mut self) {
+        self.deliver(Fire::at(IrqIndex::Req, 0));
+    }
+
+    /// Passes on what a [`Relay`](crate::Relay) on another host sent. It fires
+    /// once; masked vectors stay pending. An INTx interrupt masks the line
+    /// here, as it did there. What comes for an index that was disabled in the
+    /// meantime is counted and dropped.
+    pub fn deliver(&mut self, fire: Fire) {
+        let raised = self.state.deliver(fire);
+        self.take(raised);
+    }
+
+    /// The function is reset: nothing is pending, the line is low, INTx disable
+    /// is clear. Triggers and masks are the client's and stay.
+    pub fn reset(&mut self) {
+        self.state.reset();
+    }
+
+    /// Whether the message of `vector` is held back: its bit in the MSI-X
+    /// pending bit array.
+    pub fn is_pending(&self, vector: u16) -> bool {
+        self.state.is_pending(vector)
+    }
+
+    /// How often `vector` of `index` has fired.
+    pub fn fired(&self, index: IrqIndex, vector: u16) -> u64 {
+        self.slots[index as usize]
+            .get(usize::from(vector))
+            .map_or(0, |slot| slot.fired)
+    }
+
+    /// The figures that people and tests look at.
+    pub fn status(&self) -> VectorsStatus {
+        let fired = IrqIndex::ALL.into_iter().flat_map(|index| {
+            let slots = self.slots[index as usize].iter().zip(0..);
+            slots
+                .filter(|(slot, _)| slot.fired != 0)
+                .map(move |(slot, vector)| VectorCount {
+                    index,
+                    vector,
+                    fired: slot.fired,
+                })
+        });
+        VectorsStatus {
+            enabled: self.enabled(),
+            fired: fired.collect(),
+            pending: self.state.pending(),
+            dropped: self.dropped,
+            failed: self.failed,
+        }
+    }
+
+    /// Requests that bring new [`Vectors`] of the same function into the
+    /// configuration of these (masks, triggers; not what is pending), in order.
+    /// None has more than `max_vectors` sinks, except that MSI is never split:
+    /// VFIO enables its vectors together.
+    pub fn configuration(&self, max_vectors: u16) -> Vec<SetIrqs> {
+        let mut requests = Vec::new();
+        for index in IrqIndex::ALL {
+            let masks = self.state.masks(index);
+            if !masks.is_empty() {
+                requests.push(self.request(index, 0, Action::Mask, IrqData::Bool(masks)));
+            }
+            // Triggers last, so that nothing fires that should be masked.
+            let slots = &self.slots[index as usize];
+            let used = slots.iter().rposition(|slot| slot.sink.is_some());
+            let used = match used {
+                Some(last) => last + 1,
+                // Enabled, with no trigger yet.
+                None if self.enabled() == Some(index) => 1,
+                None => continue,
+            };
+            let step = match index {
+                IrqIndex::Msix => usize::from(max_vectors.max(1)),
+                _ => used,
+            };
+            for (chunk, start) in slots[..used].chunks(step).zip((0..).step_by(step)) {
+                let sinks = chunk.iter().map(|slot| slot.sink.clone()).collect();
+                requests.push(self.request(index, start, Action::Trigger, IrqData::Sinks(sinks)));
+            }
+        }
+        requests
+    }
+
+    fn request(&self, index: IrqIndex, start: u32, action: Action, data: IrqData) -> SetIrqs {
+        let count = match &data {
+            IrqData::None => 0,
+            IrqData::Bool(chosen) => chosen.len(),
+            IrqData::Sinks(sinks) => sinks.len(),
+        };
+        IrqRange::new(&self.counts(), index as u32, start, count as u32)
+            .and_then(|range| SetIrqs::new(range, action, data))
+            .expect("our own configuration is within our own counts")
+    }
+
+    fn disable(&mut self, index: IrqIndex) {
+        self.state.disable(index);
+        for slot in &mut self.slots[index as usize] {
+            slot.sink = None;
+        }
+        // INTx can be enabled again only by a request: nothing fires here.
+    }
+
+    fn set_sinks(&mut self, range: IrqRange, sinks: Vec<Option<Sink>>) -> Result<(), SetIrqsError> {
+        let index = range.index();
+        self.state.enable(index)?;
+        for (vector, sink) in range.vectors().zip(sinks) {
+            let present = sink.is_some();
+            // The sink first: setting the trigger may fire what was pending.
+            self.slots[index as usize][usize::from(vector)].sink = sink;
+            let fire = self.state.set_trigger(index, vector, present);
+            self.perform(fire);
+        }
+        Ok(())
+    }
+
+    fn loop_back(&mut self, range: IrqRange, data: &IrqData) -> Result<(), SetIrqsError> {
+        let index = range.index();
+        let single = matches!(index, IrqIndex::Err | IrqIndex::Req);
+        if !single && self.enabled() != Some(index) {
+            return Err(SetIrqsError::NotEnabled { index });
+        }
+        for vector in chosen(range, data) {
+            self.deliver(Fire::at(index, vector));
+        }
+        Ok(())
+    }
+
+    fn set_masked(&mut self, range: IrqRange, data: &IrqData, masked: bool) {
+        for vector in chosen(range, data) {
+            let fire = self.state.set_masked(range.index(), vector, masked);
+            self.perform(fire);
+        }
+    }
+
+    fn take(&mut self, raised: Raised) {
+        match raised {
+            Raised::Fire(fire) => self.perform(Some(fire)),
+            Raised::Held => {}
+            Raised::Dropped => self.dropped += 1,
+        }
+    }
+
+    fn perform(&mut self, fire: Option<Fire>) {
+        let Some(fire) = fire else { return };
+        let slot = &mut self.slots[fire.index() as usize][usize::from(fire.vector())];
+        slot.fired += 1;
+        let sent = slot.sink.as_ref().map(|sink| sink.fire(fire));
+        if !matches!(sent, Some(Ok(()))) {
+            self.failed += 1;
+        }
+    }
+}
+
+/// The vectors of `range` that `data` means.
+fn chosen(range: IrqRange, data: &IrqData) -> impl Iterator<Item = u16> {
+    range
+        .vectors()
+        .enumerate()
+        .filter(move |(entry, _)| match data {
+            IrqData::None => true,
+            IrqData::Bool(chosen) => chosen[*entry],
+            IrqData::Sinks(_) => false,
+        })
+        .map(|(_, vector)| vector)
+}
+
+/// What a function's interrupts have come to.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VectorsStatus {
+    /// Which of INTx, MSI and MSI-X is enabled.
+    pub enabled: Option<IrqIndex>,
+    /// Every vector that fired, and how often.
+    pub fired: Vec<VectorCount>,
+    /// Vectors that are held back now.
+    pub pending: u32,
+    /// Interrupts that were raised while nobody listened.
+    pub dropped: u64,
+    /// Interrupts that fired, but whose eventfd could not be written.
+    pub failed: u64,
+}
+
+/// How often one vector fired.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VectorCount {
+    /// The kind of interrupt.
+    pub index: IrqIndex,
+    /// The vector.
+    pub vector: u16,
+    /// How often.
+    pub fired: u64,
+}
