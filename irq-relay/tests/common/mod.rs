@@ -1,0 +1,64 @@
+//! A client's requests, written short.
+#![allow(dead_code, reason = "each test file uses what it needs")]
+
+use farside_irq_relay::{
+    Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs, SetIrqsError, Sink, TriggerFd, Vectors,
+};
+
+/// Every interrupt a function can have: INTx, 32 MSI, 2048 MSI-X, error,
+/// request.
+pub fn all_counts() -> IrqCounts {
+    IrqCounts::new()
+        .with_intx()
+        .with_msi(32)
+        .and_then(|counts| counts.with_msix(2048))
+        .unwrap()
+        .with_err()
+        .with_req()
+}
+
+pub fn vectors() -> Vectors {
+    Vectors::new(all_counts())
+}
+
+pub fn request(
+    index: IrqIndex,
+    start: u32,
+    count: u32,
+    action: Action,
+    data: IrqData,
+) -> Result<SetIrqs, SetIrqsError> {
+    let range = IrqRange::new(&all_counts(), index as u32, start, count)?;
+    SetIrqs::new(range, action, data)
+}
+
+/// Sets new eventfds as the triggers of `start..start + count`.
+pub fn set_triggers(
+    vectors: &mut Vectors,
+    index: IrqIndex,
+    start: u32,
+    count: u32,
+) -> Vec<TriggerFd> {
+    let triggers: Vec<_> = (0..count).map(|_| TriggerFd::new().unwrap()).collect();
+    let sinks = triggers.iter().cloned().map(|fd| Some(Sink::from(fd)));
+    let data = IrqData::Sinks(sinks.collect());
+    let set = request(index, start, count, Action::Trigger, data).unwrap();
+    vectors.apply(set).unwrap();
+    triggers
+}
+
+pub fn set_masked(vectors: &mut Vectors, index: IrqIndex, vector: u32, masked: bool) {
+    let action = if masked { Action::Mask } else { Action::Unmask };
+    let set = request(index, vector, 1, action, IrqData::None).unwrap();
+    vectors.apply(set).unwrap();
+}
+
+pub fn disable(vectors: &mut Vectors, index: IrqIndex) {
+    let set = request(index, 0, 0, Action::Trigger, IrqData::None).unwrap();
+    vectors.apply(set).unwrap();
+}
+
+/// How often the eventfd was signalled since it was last asked.
+pub fn taken(trigger: &TriggerFd) -> u64 {
+    trigger.take().unwrap().unwrap_or(0)
+}
