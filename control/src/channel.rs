@@ -21,8 +21,9 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Most bytes of one encoded message. Bounds what a peer can make us hold.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
-/// Most descriptors that ride with one message.
-pub const MAX_FDS: usize = 16;
+/// Most descriptors that ride with one message: as many as MSI has vectors,
+/// which are enabled together.
+pub const MAX_FDS: usize = 32;
 
 /// Room for [`MAX_FDS`] descriptors and their header.
 const ANCILLARY_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));

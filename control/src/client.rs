@@ -107,8 +107,8 @@ impl Client {
         }
     }
 
-    /// Borrows a device. `bar_memory` backs its mappable areas, in the order
-    /// of the description. Returns the register channel; from now on this
+    /// Borrows a device. `bar_memory` backs its BARs with mappable areas, in
+    /// their order. Returns the register channel; from now on this
     /// connection is the lease.
     pub fn borrow_device(
         &mut self,
@@ -141,15 +141,19 @@ impl Client {
         self.done(Request::Reset, &[])
     }
 
-    /// See [`Request::SetCommand`].
-    pub fn set_command(&mut self, bus_master: bool, intx_disable: bool) -> Result<(), CallError> {
-        self.done(
-            Request::SetCommand {
-                bus_master,
-                intx_disable,
-            },
-            &[],
-        )
+    /// See [`Request::EnableBusMaster`].
+    pub fn enable_bus_master(&mut self) -> Result<(), CallError> {
+        self.done(Request::EnableBusMaster, &[])
+    }
+
+    /// See [`Request::Close`].
+    pub fn close(&mut self) -> Result<(), CallError> {
+        self.done(Request::Close, &[])
+    }
+
+    /// See [`Request::SetIntxDisable`].
+    pub fn set_intx_disable(&mut self, disabled: bool) -> Result<(), CallError> {
+        self.done(Request::SetIntxDisable { disabled }, &[])
     }
 
     /// See [`Request::FarMap`].

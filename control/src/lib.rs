@@ -20,15 +20,20 @@
 //!     | Return (epoch), or just close --------> |
 //! ```
 
+pub mod paths;
 pub mod registers;
 
 mod channel;
 mod client;
+mod irqs;
 mod message;
+mod wakeup;
 
 pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
+pub use wakeup::Wakeup;
 pub use client::{CallError, Client};
+pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use message::{
-    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, IrqAction,
-    IrqUpdate, IrqVectors, PathUsage, RemoteError, Reply, Request, VERSION,
+    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, PathUsage,
+    RemoteError, Reply, Request, VERSION,
 };

@@ -3,6 +3,8 @@
 use farside_devices::Description;
 use serde::{Deserialize, Serialize};
 
+use crate::IrqUpdate;
+
 /// The protocol version of this build. Peers of different versions refuse each
 /// other by name.
 pub const VERSION: u32 = 1;
@@ -51,9 +53,10 @@ pub enum Request {
         /// Device id.
         device: String,
     },
-    /// Takes the device exclusively and resets it. Descriptors: the memory of
-    /// each mappable BAR area, in the order of the description. After the
-    /// reply the connection is the lease: closing it returns the device.
+    /// Takes the device exclusively and resets it. Descriptors: a file of the
+    /// BAR's size for each BAR with mappable areas, in the order of the BARs.
+    /// After the reply the connection is the lease: closing it returns the
+    /// device.
     Borrow {
         /// Device id.
         device: String,
@@ -61,13 +64,16 @@ pub enum Request {
     /// Resets the device. Its windows, and what the borrower's domain maps,
     /// are gone when the reply comes.
     Reset,
-    /// The command register's bits that matter beyond configuration space.
-    /// When bus mastering goes off, no DMA is in flight when the reply comes.
-    SetCommand {
-        /// Bit 2.
-        bus_master: bool,
-        /// Bit 10.
-        intx_disable: bool,
+    /// Lets the device master the bus: from here on it does DMA through the
+    /// windows that are open.
+    EnableBusMaster,
+    /// Stops DMA, closes all windows and removes all mappings of the
+    /// borrower's domain. When the reply comes, no DMA is in flight.
+    Close,
+    /// The command register's INTx disable (bit 10).
+    SetIntxDisable {
+        /// The bit.
+        disabled: bool,
     },
     /// Maps memory into the borrower's IOMMU domain (soft fabric: the lender
     /// holds the model of both hosts' IOMMUs). Descriptor: the memory's file.
@@ -105,52 +111,10 @@ pub enum Request {
         iova: u64,
     },
     /// Changes triggers or masks. Descriptors: the eventfds of
-    /// [`IrqVectors::EventFds`].
+    /// [`IrqVectors::EventFds`](crate::IrqVectors::EventFds).
     SetIrqs(IrqUpdate),
     /// Gives the device back.
     Return,
-}
-
-/// One change to a function's interrupts (VFIO's `SET_IRQS`).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct IrqUpdate {
-    /// VFIO interrupt index.
-    pub index: u8,
-    /// First vector.
-    pub start: u16,
-    /// What to do to the vectors.
-    pub action: IrqAction,
-    /// Which vectors, from `start`.
-    pub vectors: IrqVectors,
-}
-
-/// What [`IrqUpdate`] does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum IrqAction {
-    /// Hold back.
-    Mask,
-    /// Let through; what was held back fires.
-    Unmask,
-    /// Set where they go, or fire them.
-    Trigger,
-}
-
-/// The vectors of an [`IrqUpdate`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum IrqVectors {
-    /// All `count` of them; with `Trigger` and zero, disables the index.
-    All {
-        /// Number of vectors.
-        count: u16,
-    },
-    /// Those that are true.
-    Some(Vec<bool>),
-    /// Signals these eventfds: the next descriptor for each true, none (take
-    /// the trigger away) for each false.
-    EventFds(Vec<bool>),
-    /// Sends them as events on the register channel (true), or takes the
-    /// trigger away (false).
-    Relay(Vec<bool>),
 }
 
 /// What a lender answers.

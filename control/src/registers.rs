@@ -40,10 +40,5 @@ pub enum Event {
         value: u64,
     },
     /// A relayed interrupt: signal the eventfd of this vector.
-    Interrupt {
-        /// VFIO interrupt index (0 INTx, 1 MSI, 2 MSI-X, 3 error, 4 request).
-        index: u8,
-        /// Vector of that index.
-        vector: u16,
-    },
+    Interrupt(farside_irq_relay::Fire),
 }

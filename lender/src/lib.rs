@@ -1,1 +1,26 @@
 //! The daemon that owns devices and lends them.
+//!
+//! - [`config`]: what to lend, from TOML.
+//! - `registry`: device ids and leases; who has what.
+//! - `device_loop`: one thread a device. It alone touches the device, its
+//!   address domains and its interrupts, so the data path takes no lock.
+//! - `connection`: what a peer may ask before it has a lease. With the lease,
+//!   the connection itself moves into the device's thread.
+//!
+//! ```text
+//!  peers --> Listener --> connection threads --Borrow--> device thread
+//!                              |                            |  Device (model)
+//!                              +---- Registry (leases) -----+  Path  (fabric)
+//!                                                           |  Vectors (irq-relay)
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod config;
+
+mod connection;
+mod device_loop;
+mod registry;
+mod server;
+
+pub use server::{Lender, StartError};

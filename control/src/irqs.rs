@@ -1,0 +1,130 @@
+//! Interrupt requests on their way to the lender.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use farside_devices::Description;
+use farside_irq_relay::{
+    Action, IrqCounts, IrqCountsError, IrqData, IrqRange, Relay, SetIrqs, SetIrqsError, Sink,
+    TriggerFd,
+};
+use serde::{Deserialize, Serialize};
+
+/// One change to a function's interrupts (VFIO's `SET_IRQS`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IrqUpdate {
+    index: u8,
+    start: u16,
+    count: u16,
+    action: Action,
+    vectors: IrqVectors,
+}
+
+/// The vectors of an [`IrqUpdate`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum IrqVectors {
+    /// All of them.
+    All,
+    /// Those that are true.
+    Some(Vec<bool>),
+    /// Signal these eventfds: the next descriptor for each true, nothing for
+    /// each false.
+    EventFds(Vec<bool>),
+    /// Send an event on the register channel for each true, nothing for each
+    /// false.
+    Relay(Vec<bool>),
+}
+
+impl IrqUpdate {
+    /// The message for `request`, and the descriptors that go with it: those
+    /// of its triggers, or none when interrupts are to be relayed.
+    pub fn new(request: &SetIrqs, relayed: bool) -> (Self, Vec<BorrowedFd<'_>>) {
+        let range = request.range();
+        let mut fds = Vec::new();
+        let vectors = match request.data() {
+            IrqData::None => IrqVectors::All,
+            IrqData::Bool(chosen) => IrqVectors::Some(chosen.clone()),
+            IrqData::Sinks(sinks) => {
+                let present = sinks.iter().map(Option::is_some).collect();
+                if relayed {
+                    IrqVectors::Relay(present)
+                } else {
+                    let triggers = sinks.iter().flatten().filter_map(Sink::trigger);
+                    fds.extend(triggers.map(TriggerFd::as_fd));
+                    IrqVectors::EventFds(present)
+                }
+            }
+        };
+        let update = Self {
+            index: range.index() as u8,
+            start: range.start(),
+            count: range.count(),
+            action: request.action(),
+            vectors,
+        };
+        (update, fds)
+    }
+
+    /// The request, checked against the function; relayed vectors go to
+    /// `relay`.
+    pub fn into_request(
+        self,
+        counts: &IrqCounts,
+        fds: Vec<OwnedFd>,
+        relay: &Arc<Relay>,
+    ) -> Result<SetIrqs, SetIrqsError> {
+        let range = IrqRange::new(
+            counts,
+            self.index.into(),
+            self.start.into(),
+            self.count.into(),
+        )?;
+        let data = match self.vectors {
+            IrqVectors::All => IrqData::None,
+            IrqVectors::Some(chosen) => IrqData::Bool(chosen),
+            IrqVectors::Relay(present) => IrqData::Sinks(
+                present
+                    .into_iter()
+                    .map(|present| present.then(|| Sink::Relay(Arc::clone(relay))))
+                    .collect(),
+            ),
+            IrqVectors::EventFds(present) => {
+                let wrong_count = SetIrqsError::WrongCount {
+                    index: range.index(),
+                    vectors: present.iter().filter(|present| **present).count() as u16,
+                    entries: fds.len(),
+                };
+                let mut fds = fds.into_iter();
+                let mut sinks = Vec::with_capacity(present.len());
+                for present in present {
+                    sinks.push(match (present, present.then(|| fds.next()).flatten()) {
+                        (false, _) => None,
+                        (true, Some(fd)) => Some(Sink::EventFd(TriggerFd::try_from(fd)?)),
+                        (true, None) => return Err(wrong_count),
+                    });
+                }
+                if fds.next().is_some() {
+                    return Err(wrong_count);
+                }
+                IrqData::Sinks(sinks)
+            }
+        };
+        SetIrqs::new(range, self.action, data)
+    }
+}
+
+/// The interrupts of a function: what its description says, and the two that
+/// every function of ours has for the client's sake, error and request.
+pub fn irq_counts(description: &Description) -> Result<IrqCounts, IrqCountsError> {
+    let mut counts = IrqCounts::new()
+        .with_msi(description.msi_vectors)?
+        .with_msix(description.msix_vectors)?
+        .with_err()
+        .with_req();
+    if description.intx {
+        counts = counts.with_intx();
+    }
+    Ok(counts)
+}

@@ -1,0 +1,155 @@
+//! A peer that has no lease: tools, and backends before they borrow.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc},
+    time::Duration,
+};
+
+use farside_control::{
+    Channel, ChannelError, Envelope, ErrorKind, RemoteError, Reply, Request, VERSION, Wakeup,
+};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::registry::{Lease, Mail, Registry};
+
+/// How long a peer may leave an answer unread.
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a device's thread may take to say how it stands.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Answers requests until the peer goes, `stop` is readable, or a lease takes
+/// the connection away.
+pub(crate) fn serve(mut channel: Channel, lender: &str, registry: &Arc<Registry>, stop: &Wakeup) {
+    let mut peer = None;
+    loop {
+        let (envelope, fds): (Envelope, _) = match channel.try_receive() {
+            Ok(Some(message)) => message,
+            Ok(None) => {
+                let mut fds = [
+                    PollFd::new(&channel, PollFlags::IN),
+                    PollFd::new(stop, PollFlags::IN),
+                ];
+                match poll(&mut fds, None) {
+                    Err(errno) if errno != rustix::io::Errno::INTR => return,
+                    _ if !fds[1].revents().is_empty() => return,
+                    _ => continue,
+                }
+            }
+            Err(ChannelError::Closed) => return,
+            Err(error) => {
+                log::warn!("dropping a peer of the lender: {error}");
+                return;
+            }
+        };
+        let reply = match answer(envelope.request, lender, registry, &mut peer) {
+            Ok(Answer::Reply(reply)) => reply,
+            Ok(Answer::Borrow { device, vm }) => match lend(channel, fds, device, vm, registry) {
+                Ok(()) => return,
+                Err((kept, error)) => {
+                    channel = kept;
+                    Reply::Refused(error)
+                }
+            },
+            Err(error) => Reply::Refused(error),
+        };
+        if let Err(error) = channel.send(&reply, &[], SEND_TIMEOUT) {
+            log::warn!("dropping a peer of the lender: {error}");
+            return;
+        }
+    }
+}
+
+enum Answer {
+    Reply(Reply),
+    Borrow { device: String, vm: String },
+}
+
+/// What the peer said of itself.
+struct Peer {
+    vm: Option<String>,
+}
+
+fn answer(
+    request: Request,
+    lender: &str,
+    registry: &Registry,
+    peer: &mut Option<Peer>,
+) -> Result<Answer, RemoteError> {
+    let invalid = |message: String| RemoteError {
+        kind: ErrorKind::Invalid,
+        message,
+    };
+    let reply = match (request, &*peer) {
+        (Request::Hello { version, vm }, None) => {
+            if version != VERSION {
+                return Err(RemoteError {
+                    kind: ErrorKind::Version,
+                    message: format!(
+                        "lender {lender} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both"
+                    ),
+                });
+            }
+            *peer = Some(Peer { vm });
+            Reply::Welcome {
+                lender: lender.to_owned(),
+            }
+        }
+        (_, None) => return Err(invalid("the first message must be Hello".into())),
+        (Request::Devices, _) => Reply::Devices(registry.entries()),
+        (Request::Describe { device }, _) => {
+            Reply::Description(Box::new((*registry.description(&device)?).clone()))
+        }
+        (Request::Status { device }, _) => {
+            let (sender, receiver) = mpsc::sync_channel(1);
+            registry.mailbox(&device)?.post(Mail::Status(sender))?;
+            let status = receiver
+                .recv_timeout(STATUS_TIMEOUT)
+                .map_err(|_| RemoteError {
+                    kind: ErrorKind::Internal,
+                    message: format!("device {device} does not answer within {STATUS_TIMEOUT:?}"),
+                })?;
+            Reply::Status(Box::new(status))
+        }
+        (Request::Borrow { device }, Some(Peer { vm: Some(vm) })) => {
+            return Ok(Answer::Borrow {
+                device,
+                vm: vm.clone(),
+            });
+        }
+        (Request::Borrow { .. }, Some(Peer { vm: None })) => {
+            return Err(invalid("only a VM can borrow: Hello named none".into()));
+        }
+        (Request::Hello { .. }, Some(_)) => return Err(invalid("Hello was said already".into())),
+        (_, Some(_)) => return Err(invalid("that needs a lease: Borrow first".into())),
+    };
+    Ok(Answer::Reply(reply))
+}
+
+/// Moves the connection into the device's thread, which answers the request.
+fn lend(
+    connection: Channel,
+    bar_memory: Vec<OwnedFd>,
+    device: String,
+    vm: String,
+    registry: &Registry,
+) -> Result<(), (Channel, RemoteError)> {
+    let (epoch, mailbox) = match registry.borrow_device(&device, &vm) {
+        Ok(granted) => granted,
+        Err(error) => return Err((connection, error)),
+    };
+    // A thread that is gone closes the connection with the mail: the borrower
+    // sees a lender that is lost, as it is.
+    let posted = mailbox.post(Mail::Lease(Lease {
+        connection,
+        vm,
+        epoch,
+        bar_memory,
+    }));
+    if let Err(error) = posted {
+        log::error!("device {device}: {error}");
+        registry.release(&device, epoch);
+    }
+    Ok(())
+}

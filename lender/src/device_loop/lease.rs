@@ -1,0 +1,541 @@
+//! A device while it is borrowed.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    Channel, ChannelError, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, PathUsage,
+    RemoteError, Reply, Request, irq_counts,
+    registers::{Access, Event},
+};
+use farside_devices::{Bus, Device};
+use farside_fabric::{
+    FarAddress, Iova, LenderPath, MemoryRange,
+    memory::SharedMemory,
+    soft::Path,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{
+    DeviceLoop, counters,
+    ports::{DmaPort, IrqPort},
+};
+use crate::registry::{Lease, Mail};
+
+/// How long a borrower may leave an answer unread.
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long DMA in flight may take to drain before the borrower is told that
+/// it does not.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Rounds of a busy device between two looks at the connections. A look costs
+/// a system call, a round usually none.
+const ROUNDS_PER_LOOK: u32 = 16;
+
+/// The thread's state for the length of one lease.
+pub(super) struct LeaseLoop<'a> {
+    owner: &'a mut DeviceLoop,
+    connection: Channel,
+    registers: Channel,
+    vm: String,
+    epoch: Epoch,
+    path: Path,
+    irq: IrqPort,
+}
+
+/// Why a lease ended.
+enum End {
+    Returned,
+    PeerGone(ChannelError),
+    Stopped,
+}
+
+impl<'a> LeaseLoop<'a> {
+    /// Serves one lease from its grant to its end.
+    pub(super) fn serve(owner: &'a mut DeviceLoop, lease: Lease) {
+        let Lease {
+            mut connection,
+            vm,
+            epoch,
+            bar_memory,
+        } = lease;
+        let id = owner.id.clone();
+        let granted = owner
+            .device_memory(bar_memory)
+            .and_then(|()| {
+                let counts = irq_counts(owner.device.description()).map_err(internal)?;
+                let path = owner.adapter.attach(&id).map_err(limit)?;
+                let (ours, theirs) = Channel::pair().map_err(internal)?;
+                Ok((IrqPort::new(counts), path, ours, theirs))
+            });
+        let (irq, path, registers, theirs) = match granted {
+            Ok(granted) => granted,
+            Err(error) => {
+                log::error!("device {id}: cannot lend to VM {vm}: {error}");
+                owner.take_device_memory();
+                // The peer is refused either way.
+                let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
+                return;
+            }
+        };
+        owner.device.reset();
+        let theirs = theirs.into_socket();
+        let sent = connection.send(&Reply::Lease { epoch }, &[theirs.as_fd()], SEND_TIMEOUT);
+        drop(theirs);
+        let mut lease = LeaseLoop {
+            owner,
+            connection,
+            registers,
+            vm,
+            epoch,
+            path,
+            irq,
+        };
+        log::info!("device {id}: borrowed by VM {} (epoch {epoch})", lease.vm);
+        let end = match sent {
+            Ok(()) => lease.run(),
+            Err(error) => End::PeerGone(error),
+        };
+        lease.take_back(end);
+    }
+
+    fn run(&mut self) -> End {
+        let mut idle_since = Instant::now();
+        let mut rounds = 0;
+        loop {
+            if self.poll_device() {
+                idle_since = Instant::now();
+                rounds += 1;
+                if rounds % ROUNDS_PER_LOOK != 0 {
+                    continue;
+                }
+            }
+            let spinning = idle_since.elapsed() < self.owner.poll_time;
+            let sleep = !spinning && self.arm_device();
+            match self.wait(sleep) {
+                Ok(true) => idle_since = Instant::now(),
+                Ok(false) => std::hint::spin_loop(),
+                Err(end) => return end,
+            }
+        }
+    }
+
+    /// Handles what is there; first waits for it when `sleep`. Returns whether
+    /// there was anything.
+    fn wait(&mut self, sleep: bool) -> Result<bool, End> {
+        let relay_waits = if self.irq.relay_waits() {
+            PollFlags::OUT
+        } else {
+            PollFlags::empty()
+        };
+        let owner = &self.owner;
+        // A device with no descriptor of its own is woken by its other ones.
+        let device = owner.device.wake_fd().unwrap_or(owner.stop_fd());
+        let mut fds = [
+            PollFd::new(&self.registers, PollFlags::IN | relay_waits),
+            PollFd::new(&self.connection, PollFlags::IN),
+            PollFd::new(&owner.mail_wake, PollFlags::IN),
+            PollFd::new(&owner.stop, PollFlags::IN),
+            PollFd::from_borrowed_fd(device, PollFlags::IN),
+        ];
+        let now = Timespec::default();
+        let ready = match poll(&mut fds, (!sleep).then_some(&now)) {
+            Ok(ready) => ready,
+            Err(rustix::io::Errno::INTR) => 0,
+            Err(errno) => {
+                log::error!("device {}: cannot wait: {errno}", owner.id);
+                return Err(End::Stopped);
+            }
+        };
+        if ready == 0 {
+            return Ok(false);
+        }
+        let is_ready = |n: usize| !fds[n].revents().is_empty();
+        let (registers, connection) = (is_ready(0), is_ready(1));
+        let (mail, stop) = (is_ready(2), is_ready(3));
+        if registers {
+            self.serve_registers()?;
+        }
+        if mail {
+            self.serve_mail();
+        }
+        if connection {
+            // A request must not overtake the register accesses that went
+            // before it.
+            self.serve_registers()?;
+            self.serve_request()?;
+        }
+        if stop {
+            return Err(End::Stopped);
+        }
+        Ok(true)
+    }
+
+    fn poll_device(&mut self) -> bool {
+        let worked = self.with_bus(|device, bus| device.poll(bus));
+        if worked {
+            self.send_relayed();
+        }
+        worked
+    }
+
+    fn arm_device(&mut self) -> bool {
+        self.with_bus(|device, bus| device.arm(bus))
+    }
+
+    fn with_bus<T>(&mut self, call: impl FnOnce(&mut dyn Device, &mut Bus<'_>) -> T) -> T {
+        let mut dma = DmaPort(&mut self.path);
+        let mut bus = Bus {
+            dma: &mut dma,
+            irq: &mut self.irq,
+        };
+        call(&mut *self.owner.device, &mut bus)
+    }
+
+    fn serve_registers(&mut self) -> Result<(), End> {
+        loop {
+            let access = match self.registers.try_receive::<Access>() {
+                Ok(Some((access, _))) => access,
+                Ok(None) => break,
+                Err(error) => return Err(End::PeerGone(error)),
+            };
+            match access {
+                Access::Read { bar, offset, len } => {
+                    let mut data = [0xff; 8];
+                    if self.owner.is_valid(bar, offset, len) {
+                        let data = &mut data[..usize::from(len)];
+                        self.with_bus(|device, bus| device.bar_read(bar, offset, data, bus));
+                    }
+                    let value = u64::from_le_bytes(data);
+                    self.registers
+                        .send(&Event::Data { value }, &[], SEND_TIMEOUT)
+                        .map_err(End::PeerGone)?;
+                }
+                Access::Write {
+                    bar,
+                    offset,
+                    len,
+                    value,
+                } => {
+                    if self.owner.is_valid(bar, offset, len) {
+                        let data = value.to_le_bytes();
+                        let data = &data[..usize::from(len)];
+                        self.with_bus(|device, bus| device.bar_write(bar, offset, data, bus));
+                    }
+                }
+            }
+        }
+        self.send_relayed();
+        Ok(())
+    }
+
+    /// Sends what fired in the relayed form. What finds no room stays in the
+    /// relay, where repeats of a vector cost nothing.
+    fn send_relayed(&mut self) {
+        let registers = &mut self.registers;
+        self.irq.drain_relay(|fire| {
+            // An error shows again, and is handled, when the channel is read.
+            matches!(registers.try_send(&Event::Interrupt(fire), &[]), Ok(true))
+        });
+    }
+
+    fn serve_mail(&mut self) {
+        self.owner.mail_wake.lower();
+        while let Ok(mail) = self.owner.mail.try_recv() {
+            match mail {
+                Mail::Status(reply) => {
+                    if let Some(status) = self.status() {
+                        // Whoever asked may have gone.
+                        let _ = reply.try_send(status);
+                    }
+                }
+                Mail::Lease(lease) => {
+                    // The registry grants one lease at a time.
+                    log::error!(
+                        "device {}: a second lease (epoch {}) while epoch {} runs",
+                        self.owner.id,
+                        lease.epoch,
+                        self.epoch
+                    );
+                }
+            }
+        }
+    }
+
+    fn serve_request(&mut self) -> Result<(), End> {
+        let (envelope, fds) = match self.connection.try_receive::<Envelope>() {
+            Ok(Some(message)) => message,
+            Ok(None) => return Ok(()),
+            Err(error) => return Err(End::PeerGone(error)),
+        };
+        let returned = matches!(envelope.request, Request::Return);
+        let reply = if envelope.epoch == self.epoch {
+            self.answer(envelope.request, fds)
+        } else {
+            Err(RemoteError {
+                kind: ErrorKind::StaleEpoch,
+                message: format!(
+                    "device {}: request under epoch {}, but the lease has epoch {}",
+                    self.owner.id, envelope.epoch, self.epoch
+                ),
+            })
+        };
+        if returned && reply.is_ok() {
+            // Answered when all is undone.
+            return Err(End::Returned);
+        }
+        let reply = reply.unwrap_or_else(|error| {
+            log::warn!(
+                "device {}: refused a request of VM {}: {error}",
+                self.owner.id,
+                self.vm
+            );
+            Reply::Refused(error)
+        });
+        self.connection
+            .send(&reply, &[], SEND_TIMEOUT)
+            .map_err(End::PeerGone)
+    }
+
+    fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, RemoteError> {
+        match request {
+            Request::Reset => {
+                self.close()?;
+                self.owner.device.reset();
+                self.irq.reset();
+            }
+            Request::EnableBusMaster => self.path.set_bus_master(true),
+            Request::Close => {
+                self.close()?;
+                self.resume();
+            }
+            Request::SetIntxDisable { disabled } => self.irq.set_intx_disable(disabled),
+            Request::FarMap {
+                far,
+                len,
+                offset,
+                writable,
+            } => {
+                let file = fds.into_iter().next().ok_or_else(|| {
+                    invalid(format!("FarMap of {far:#x} came without a descriptor"))
+                })?;
+                let memory = MemoryRange::new(file.into(), offset, len, writable).map_err(limit)?;
+                self.path
+                    .far_map(FarAddress::new(far), &memory)
+                    .map_err(limit)?;
+            }
+            Request::FarUnmap { far, len } => {
+                self.drained(|path| path.far_unmap(FarAddress::new(far), len).map_err(limit))?;
+            }
+            Request::OpenWindow { iova, far, len } => {
+                let window = self
+                    .path
+                    .open_window(Iova::new(iova), FarAddress::new(far), len)
+                    .map_err(limit)?;
+                return Ok(Reply::Window {
+                    lut_entries: window.lut_entries,
+                });
+            }
+            Request::CloseWindow { iova } => {
+                self.drained(|path| path.close_window(Iova::new(iova)).map_err(limit))?;
+            }
+            Request::SetIrqs(update) => {
+                self.irq.apply(update, fds)?;
+                self.send_relayed();
+            }
+            Request::Status { .. } => {
+                return self
+                    .status()
+                    .map(|status| Reply::Status(Box::new(status)))
+                    .ok_or_else(|| invalid("the device is gone".into()));
+            }
+            Request::Return => {}
+            other @ (Request::Hello { .. }
+            | Request::Devices
+            | Request::Describe { .. }
+            | Request::Borrow { .. }) => {
+                return Err(invalid(format!("{other:?} has no place within a lease")));
+            }
+        }
+        Ok(Reply::Done)
+    }
+
+    /// Does `change` while no DMA is in flight, then lets the device go on.
+    fn drained(
+        &mut self,
+        change: impl FnOnce(&mut Path) -> Result<(), RemoteError>,
+    ) -> Result<(), RemoteError> {
+        self.drain(DRAIN_TIMEOUT)?;
+        let changed = change(&mut self.path);
+        self.resume();
+        changed
+    }
+
+    /// Leaves the device quiesced, with no way to memory.
+    fn close(&mut self) -> Result<(), RemoteError> {
+        self.path.set_bus_master(false);
+        self.drain(DRAIN_TIMEOUT)?;
+        self.path.close_all();
+        Ok(())
+    }
+
+    fn drain(&mut self, timeout: Duration) -> Result<(), RemoteError> {
+        let deadline = Instant::now() + timeout;
+        while !self.with_bus(|device, bus| device.quiesce(bus)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(RemoteError {
+                    kind: ErrorKind::Internal,
+                    message: format!(
+                        "device {}: DMA in flight has not drained within {timeout:?}",
+                        self.owner.id
+                    ),
+                });
+            }
+            let Some(fd) = self.owner.device.wake_fd() else {
+                continue;
+            };
+            let left = Timespec::try_from(left).unwrap_or_default();
+            // An interrupted or failed wait is only a shorter one.
+            let _ = poll(
+                &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
+                Some(&left),
+            );
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) {
+        self.with_bus(|device, bus| device.resume(bus));
+    }
+
+    fn status(&self) -> Option<DeviceStatus> {
+        let usage = self.path.usage();
+        let faults = self.path.faults();
+        Some(DeviceStatus {
+            entry: self.owner.registry.entry(&self.owner.id)?,
+            bus_master: self.path.bus_master(),
+            usage: PathUsage {
+                windows: usage.windows,
+                lut_entries: usage.lut_entries,
+                bytes_mapped: usage.bytes_mapped,
+            },
+            interrupts: self.irq.fired(),
+            fault_count: faults.total(),
+            faults: faults
+                .recent()
+                .map(|entry| FaultEntry {
+                    fault: entry.fault,
+                    seconds_ago: entry.at.elapsed().as_secs(),
+                })
+                .collect(),
+            counters: counters(&*self.owner.device),
+        })
+    }
+
+    /// Undoes the lease, in the order the module documentation gives.
+    fn take_back(mut self, end: End) {
+        while let Err(error) = self.close() {
+            log::error!("{error}; VM {} keeps its lease until it has", self.vm);
+        }
+        self.owner.device.reset();
+        self.owner.take_device_memory();
+        let why = match &end {
+            End::Returned => "returned".to_owned(),
+            End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
+            End::PeerGone(error) => format!("taken back: {error}"),
+            End::Stopped => "taken back: the lender stops".to_owned(),
+        };
+        log::info!(
+            "device {}: {why} (VM {}, epoch {}, {} DMA faults)",
+            self.owner.id,
+            self.vm,
+            self.epoch,
+            self.path.faults().total()
+        );
+        self.owner.registry.release(&self.owner.id, self.epoch);
+        if matches!(end, End::Returned) {
+            // The lease is over whether or not the borrower hears of it.
+            let _ = self.connection.send(&Reply::Done, &[], SEND_TIMEOUT);
+        }
+    }
+}
+
+impl DeviceLoop {
+    fn stop_fd(&self) -> BorrowedFd<'_> {
+        self.stop.as_fd()
+    }
+
+    /// Gives the device the borrower's files for its BARs with mappable areas.
+    fn device_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        let bars: Vec<_> = (0u8..)
+            .zip(self.device.description().bars.clone())
+            .filter_map(|(n, bar)| bar.map(|bar| (n, bar.mappable)))
+            .filter(|(_, mappable)| !mappable.is_empty())
+            .collect();
+        if files.len() != bars.len() {
+            return Err(invalid(format!(
+                "device {} has {} BARs with mappable areas, but the borrower gave memory for {}",
+                self.id,
+                bars.len(),
+                files.len()
+            )));
+        }
+        for ((bar, mappable), file) in bars.into_iter().zip(files) {
+            for (n, area) in mappable.into_iter().enumerate() {
+                let file = file.try_clone().map_err(internal)?;
+                let memory = SharedMemory::map(file, area.offset, area.len as usize, true)
+                    .map_err(internal)?;
+                let whole = memory.slice(0, memory.len());
+                self.device.set_bar_memory(bar, n, whole);
+            }
+        }
+        Ok(())
+    }
+
+    fn take_device_memory(&mut self) {
+        let bars = self.device.description().bars.clone();
+        for (bar, description) in bars.iter().enumerate() {
+            for n in 0..description.iter().map(|bar| bar.mappable.len()).sum() {
+                self.device.set_bar_memory(bar as u8, n, None);
+            }
+        }
+    }
+
+    /// Whether a register access is one that the device's contract allows.
+    fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
+        let size = match self.device.description().bars.get(usize::from(bar)) {
+            Some(Some(bar)) => bar.size,
+            _ => return false,
+        };
+        matches!(len, 1 | 2 | 4 | 8)
+            && offset.is_multiple_of(u64::from(len))
+            && offset
+                .checked_add(u64::from(len))
+                .is_some_and(|end| end <= size)
+    }
+}
+
+fn invalid(message: String) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Invalid,
+        message,
+    }
+}
+
+fn limit(error: impl std::fmt::Display) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Limit,
+        message: error.to_string(),
+    }
+}
+
+fn internal(error: impl std::fmt::Display) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Internal,
+        message: error.to_string(),
+    }
+}

@@ -1,0 +1,164 @@
+//! Device ids and leases: the one record of who has what.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    time::Instant,
+};
+
+use farside_control::{BorrowedBy, Channel, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RemoteError, Wakeup};
+use farside_devices::Description;
+
+/// A message to a device's thread.
+pub(crate) enum Mail {
+    /// Serve this borrower.
+    Lease(Lease),
+    /// Say how it stands.
+    Status(mpsc::SyncSender<DeviceStatus>),
+}
+
+/// A borrow that the registry has granted.
+pub(crate) struct Lease {
+    /// The borrower's connection.
+    pub(crate) connection: Channel,
+    /// The borrower's VM.
+    pub(crate) vm: String,
+    /// Fencing number.
+    pub(crate) epoch: Epoch,
+    /// Files behind the BARs with mappable areas.
+    pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
+}
+
+/// How to reach a device's thread.
+pub(crate) struct Mailbox {
+    sender: mpsc::Sender<Mail>,
+    wake: Wakeup,
+}
+
+impl Mailbox {
+    pub(crate) fn new(sender: mpsc::Sender<Mail>, wake: Wakeup) -> Self {
+        Self { sender, wake }
+    }
+
+    /// Fails when the thread is gone.
+    pub(crate) fn post(&self, mail: Mail) -> Result<(), RemoteError> {
+        let gone = || RemoteError {
+            kind: ErrorKind::Internal,
+            message: "the device's thread has stopped; see the lender's log".into(),
+        };
+        self.sender.send(mail).map_err(|_| gone())?;
+        self.wake.raise();
+        Ok(())
+    }
+}
+
+struct Slot {
+    summary: String,
+    source: &'static str,
+    description: Arc<Description>,
+    mailbox: Arc<Mailbox>,
+    /// The last epoch given out.
+    epoch: Epoch,
+    lease: Option<(String, Instant)>,
+}
+
+/// All devices of a lender.
+#[derive(Default)]
+pub(crate) struct Registry {
+    slots: Mutex<BTreeMap<String, Slot>>,
+}
+
+impl Registry {
+    /// Adds a device. `epoch` is the one before its first lease.
+    pub(crate) fn add(
+        &self,
+        id: &str,
+        source: &'static str,
+        description: Description,
+        mailbox: Mailbox,
+        epoch: Epoch,
+    ) {
+        let slot = Slot {
+            summary: description.summary.clone(),
+            source,
+            description: Arc::new(description),
+            mailbox: Arc::new(mailbox),
+            epoch,
+            lease: None,
+        };
+        self.lock().insert(id.to_owned(), slot);
+    }
+
+    /// Grants a lease, or says who has it.
+    pub(crate) fn borrow_device(&self, id: &str, vm: &str) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
+        let mut slots = self.lock();
+        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        if let Some((holder, since)) = &slot.lease {
+            return Err(RemoteError {
+                kind: ErrorKind::Busy,
+                message: format!(
+                    "device {id} is borrowed by VM {holder} (epoch {}, for {} s); stop that VM, or borrow another device",
+                    slot.epoch,
+                    since.elapsed().as_secs()
+                ),
+            });
+        }
+        slot.epoch.0 += 1;
+        slot.lease = Some((vm.to_owned(), Instant::now()));
+        Ok((slot.epoch, Arc::clone(&slot.mailbox)))
+    }
+
+    /// Ends the lease `epoch`; a later one is left alone.
+    pub(crate) fn release(&self, id: &str, epoch: Epoch) {
+        if let Some(slot) = self.lock().get_mut(id)
+            && slot.epoch == epoch
+        {
+            slot.lease = None;
+        }
+    }
+
+    pub(crate) fn description(&self, id: &str) -> Result<Arc<Description>, RemoteError> {
+        let slots = self.lock();
+        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
+        Ok(Arc::clone(&slot.description))
+    }
+
+    pub(crate) fn mailbox(&self, id: &str) -> Result<Arc<Mailbox>, RemoteError> {
+        let slots = self.lock();
+        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
+        Ok(Arc::clone(&slot.mailbox))
+    }
+
+    pub(crate) fn entry(&self, id: &str) -> Option<DeviceEntry> {
+        self.lock().get_key_value(id).map(|(id, slot)| entry(id, slot))
+    }
+
+    pub(crate) fn entries(&self) -> Vec<DeviceEntry> {
+        self.lock().iter().map(|(id, slot)| entry(id, slot)).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
+        // Every change is one assignment: a panic elsewhere leaves it whole.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn entry(id: &str, slot: &Slot) -> DeviceEntry {
+    DeviceEntry {
+        id: id.to_owned(),
+        source: slot.source.to_owned(),
+        summary: slot.summary.clone(),
+        borrowed_by: slot.lease.as_ref().map(|(vm, since)| BorrowedBy {
+            vm: vm.clone(),
+            epoch: slot.epoch,
+            seconds: since.elapsed().as_secs(),
+        }),
+    }
+}
+
+fn unknown(id: &str) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::UnknownDevice,
+        message: format!("no device {id:?} at this lender; `farside devices` lists what can be borrowed"),
+    }
+}

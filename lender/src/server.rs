@@ -1,0 +1,193 @@
+//! Start and stop: sockets, threads, devices.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::JoinHandle,
+};
+
+use farside_control::{Epoch, Listener, Wakeup};
+use farside_devices::{Device, dma_test, nvme};
+use farside_fabric::soft::Adapter;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::{
+    config::{Config, ConfigError, DeviceConfig, Model},
+    connection,
+    device_loop::DeviceLoop,
+    registry::Registry,
+};
+
+/// Most peers without a lease at a time. Bounds threads.
+const MAX_PEERS: usize = 256;
+
+/// Why a lender does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration is no good.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A device cannot be opened.
+    #[error("device {id}: {source}")]
+    Device {
+        /// Its id.
+        id: String,
+        /// What opening it said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The socket cannot be made.
+    #[error("cannot listen for backends: {0}")]
+    Listen(io::Error),
+    /// The system refused a thread or an eventfd.
+    #[error("cannot start: {0}")]
+    System(#[from] io::Error),
+}
+
+/// A running lender.
+pub struct Lender {
+    listener: Listener,
+    name: Arc<str>,
+    registry: Arc<Registry>,
+    devices: Vec<JoinHandle<()>>,
+    stop: Wakeup,
+}
+
+impl Lender {
+    /// Opens all devices, starts their threads, and listens.
+    pub fn start(config: Config) -> Result<Self, StartError> {
+        config.check()?;
+        let stop = Wakeup::new()?;
+        let registry = Arc::new(Registry::default());
+        let adapter = Adapter::new(config.fabric.clone()).map_err(|source| StartError::Device {
+            id: "fabric".into(),
+            source: source.into(),
+        })?;
+        let mut opened = Vec::new();
+        for device in &config.device {
+            let model = open(device).map_err(|source| StartError::Device {
+                id: device.id.clone(),
+                source,
+            })?;
+            log::info!("lending {} ({})", device.id, model.description().summary);
+            opened.push((device.id.clone(), model));
+        }
+        if let Some(folder) = config.socket.parent() {
+            std::fs::create_dir_all(folder).map_err(StartError::Listen)?;
+        }
+        let listener = Listener::bind(&config.socket).map_err(StartError::Listen)?;
+        let mut lender = Self {
+            listener,
+            name: config.name.as_str().into(),
+            registry,
+            devices: Vec::new(),
+            stop,
+        };
+        // Larger than any epoch of a lender that ran here before, whose
+        // borrowers may still be about.
+        let epoch = Epoch(
+            std::time::SystemTime::UNIX_EPOCH
+                .elapsed()
+                .map_or(0, |since| since.as_secs()),
+        );
+        for (id, model) in opened {
+            let description = model.description().clone();
+            let (device_loop, mailbox) = DeviceLoop::new(
+                id.clone(),
+                model,
+                Arc::clone(&adapter),
+                Arc::clone(&lender.registry),
+                lender.stop.try_clone()?,
+                std::time::Duration::from_micros(config.poll_us),
+            )?;
+            lender
+                .registry
+                .add(&id, "model", description, mailbox, epoch);
+            let thread = std::thread::Builder::new()
+                .name(format!("dev-{id}"))
+                .spawn(move || device_loop.run())?;
+            lender.devices.push(thread);
+        }
+        log::info!("lender {} listens at {}", lender.name, config.socket.display());
+        Ok(lender)
+    }
+
+    /// What to write to, to stop [`Lender::run`].
+    pub fn stop_handle(&self) -> io::Result<Wakeup> {
+        self.stop.try_clone()
+    }
+
+    /// Serves until stopped; then takes every device back and unlinks the
+    /// socket.
+    pub fn run(mut self) -> io::Result<()> {
+        let peers = Arc::new(AtomicUsize::new(0));
+        loop {
+            let mut fds = [
+                PollFd::new(&self.listener, PollFlags::IN),
+                PollFd::new(&self.stop, PollFlags::IN),
+            ];
+            match poll(&mut fds, None) {
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(errno) => return Err(errno.into()),
+            }
+            if !fds[1].revents().is_empty() {
+                return Ok(());
+            }
+            while let Some(channel) = self.listener.accept()? {
+                if peers.load(Ordering::Relaxed) >= MAX_PEERS {
+                    log::warn!("refusing a connection: {MAX_PEERS} peers are connected already");
+                    continue;
+                }
+                let guard = Counted::new(&peers);
+                let (name, registry) = (Arc::clone(&self.name), Arc::clone(&self.registry));
+                let stop = self.stop.try_clone()?;
+                std::thread::Builder::new()
+                    .name("peer".into())
+                    .spawn(move || {
+                        connection::serve(channel, &name, &registry, &stop);
+                        drop(guard);
+                    })?;
+            }
+        }
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        self.stop.raise();
+        for device in self.devices.drain(..) {
+            if device.join().is_err() {
+                log::error!("a device's thread panicked");
+            }
+        }
+        log::info!("lender {} stopped", self.name);
+    }
+}
+
+/// Counts itself for as long as it lives.
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn open(
+    config: &DeviceConfig,
+) -> Result<Box<dyn Device>, Box<dyn std::error::Error + Send + Sync>> {
+    Ok(match &config.model {
+        Model::Nvme(nvme) => Box::new(nvme::Nvme::open(&config.id, nvme)?),
+        Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
+    })
+}
