@@ -1,1 +1,186 @@
 //! Real QEMU, a real guest kernel and a small guest userland, for tests and demos.
+//!
+//! [`Testbed::prepare`] makes all of it in the user's cache folder, from Debian
+//! packages, without root. [`Testbed::vm`] then starts virtual machines, and a
+//! [`Vm`] is driven from Rust: shell commands, device registers and physical
+//! memory through an agent in the guest ([`Vm::exec`] and others), QEMU through
+//! QMP ([`Vm::qmp`]).
+//!
+//! ```no_run
+//! # fn main() -> anyhow::Result<()> {
+//! use std::time::Duration;
+//! use farside_testbed::{Progress, Testbed};
+//!
+//! let testbed = Testbed::prepare(&Progress::auto())?;
+//! let vm = testbed.vm("example").memory(512 << 20).launch()?;
+//! vm.wait_agent(Duration::from_secs(60))?;
+//! println!("{}", vm.exec_ok("lspci", Duration::from_secs(10))?);
+//! vm.shutdown(Duration::from_secs(30))?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod accel;
+mod agent_build;
+mod apt;
+mod archive;
+mod boot_image;
+mod cache;
+mod command;
+mod debian;
+mod elf;
+mod host;
+mod modules;
+mod progress;
+mod recipe;
+mod vm;
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+
+use anyhow::{Context, Result};
+
+pub use accel::Accel;
+pub use farside_guest_agent::{BarAddress, Width};
+pub use progress::{Progress, Task};
+pub use vm::{
+    Boot, Event, Firmware, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm, VmBuilder,
+};
+
+use archive::Archive;
+use cache::Cache;
+use debian::Debian;
+use host::Host;
+
+/// QEMU, a guest kernel and a guest userland, ready to be used. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Testbed(Arc<Parts>);
+
+#[derive(Debug)]
+struct Parts {
+    cache: PathBuf,
+    debian: Debian,
+    host: Host,
+    initramfs: PathBuf,
+    accel: OnceLock<Accel>,
+}
+
+impl Testbed {
+    /// Makes, or finds in the cache, all that is needed. Two processes may do
+    /// so at once: one waits for the other.
+    ///
+    /// The cache is in `$FARSIDE_CACHE`, else in `farside` in `$XDG_CACHE_HOME`
+    /// or `~/.cache`.
+    pub fn prepare(progress: &Progress) -> Result<Self> {
+        Self::prepare_in(cache::default_root()?, progress)
+    }
+
+    /// As [`Testbed::prepare`], with the cache in that folder.
+    pub fn prepare_in(folder: PathBuf, progress: &Progress) -> Result<Self> {
+        let cache = Cache::open(folder, || {
+            progress.note("Waiting for another process that prepares the test bed");
+        })?;
+        let debian = Debian::prepare(&cache, progress)
+            .context("cannot prepare the test bed's Debian packages")?;
+        let host = Host::prepare(&cache, &debian)?;
+        let (agent, agent_key) = agent_build::prepare(&cache, progress)?;
+        let key = cache::key([&debian.key, &agent_key]);
+        let guest = cache.entry("guest", &key, |folder| {
+            make_initramfs(&debian.userland(), &agent, &folder.join("initramfs.cpio"))
+        })?;
+        let testbed = Testbed(Arc::new(Parts {
+            cache: cache.root().to_owned(),
+            debian,
+            host,
+            initramfs: guest.join("initramfs.cpio"),
+            accel: OnceLock::new(),
+        }));
+        // While the cache is still locked: one process tries, the others read.
+        let accel = accel::choose(&testbed, progress)?;
+        testbed.0.accel.get_or_init(|| accel);
+        Ok(testbed)
+    }
+
+    /// The program `qemu-system-x86_64`, at least version 10.1.
+    pub fn qemu(&self) -> &Path {
+        &self.0.host.qemu
+    }
+
+    /// How that QEMU names itself.
+    pub fn qemu_version(&self) -> &str {
+        &self.0.host.qemu_version
+    }
+
+    /// What guests run on: KVM where it runs the guest kernel, else TCG.
+    pub fn accel(&self) -> Accel {
+        self.0.accel.get().copied().unwrap_or(Accel::Tcg)
+    }
+
+    /// The guest's kernel image. It is also an EFI program.
+    pub fn kernel(&self) -> &Path {
+        &self.0.debian.kernel
+    }
+
+    /// The guest's initramfs: userland, modules and agent.
+    pub fn initramfs(&self) -> &Path {
+        &self.0.initramfs
+    }
+
+    /// The kernel command line that shows the console on the serial port.
+    pub fn kernel_args(&self) -> &'static str {
+        vm::KERNEL_ARGS
+    }
+
+    /// OVMF's code, to be mapped read-only.
+    pub fn ovmf_code(&self) -> PathBuf {
+        self.0.debian.root().join("usr/share/OVMF/OVMF_CODE_4M.fd")
+    }
+
+    /// OVMF's initial variables, of which each VM needs a copy of its own.
+    pub fn ovmf_vars(&self) -> PathBuf {
+        self.0.debian.root().join("usr/share/OVMF/OVMF_VARS_4M.fd")
+    }
+
+    /// systemd-boot, an EFI boot loader.
+    pub fn systemd_boot(&self) -> PathBuf {
+        self.0
+            .debian
+            .root()
+            .join("usr/lib/systemd/boot/efi/systemd-bootx64.efi")
+    }
+
+    /// A program to run on the host: `qemu-img`, `qemu-io`, `mcopy`, `mformat`,
+    /// `mmd`, `debugfs`, `fsck.ext4`, `xfs_repair`.
+    pub fn tool(&self, name: &str) -> Command {
+        Command::new(self.0.host.bin.join(name))
+    }
+
+    /// Writes a disk image of `len` bytes from which OVMF boots the guest, with
+    /// `append` added to the kernel command line.
+    pub fn make_boot_image(&self, image: &Path, len: u64, append: &str) -> Result<()> {
+        boot_image::make(self, image, len, append)
+    }
+
+    /// A new virtual machine. The name shows in messages and in `ps`.
+    pub fn vm(&self, name: &str) -> VmBuilder {
+        VmBuilder::new(self.clone(), name)
+    }
+}
+
+/// Puts the agent behind the userland: the kernel unpacks both.
+fn make_initramfs(userland: &Path, agent: &Path, to: &Path) -> Result<()> {
+    let context = || format!("writing {}", to.display());
+    let mut file = File::create(to).with_context(context)?;
+    let mut userland_file =
+        File::open(userland).with_context(|| format!("opening {}", userland.display()))?;
+    io::copy(&mut userland_file, &mut file).with_context(context)?;
+    let mut archive = Archive::new(file);
+    let program = fs::read(agent).with_context(|| format!("reading {}", agent.display()))?;
+    archive.file("init", 0o755, &program)?;
+    archive.symlink("usr/bin/guest-agent", "/init")?;
+    archive.finish()?;
+    Ok(())
+}

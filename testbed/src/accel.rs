@@ -1,0 +1,85 @@
+//! Chooses between KVM and emulation by trying: a machine may have `/dev/kvm`
+//! and yet a KVM that stock kernels do not run on.
+
+use std::fs::{self, OpenOptions};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::progress::Progress;
+use crate::{Testbed, cache};
+
+/// With KVM, the guest answers within two seconds.
+const TRIAL: Duration = Duration::from_secs(20);
+
+/// What executes the guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accel {
+    /// The processor's virtualization.
+    Kvm,
+    /// QEMU's emulation.
+    Tcg,
+}
+
+impl Accel {
+    /// QEMU's options for it.
+    pub fn args(self) -> [&'static str; 4] {
+        match self {
+            Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
+            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", TCG_CPU],
+        }
+    }
+}
+
+/// Everything that TCG can do, except five-level page tables: they make each
+/// walk longer, and no guest here has that much memory.
+const TCG_CPU: &str = "max,la57=off";
+
+/// Tries KVM once per boot of the machine and version of QEMU and guest.
+pub(crate) fn choose(testbed: &Testbed, progress: &Progress) -> Result<Accel> {
+    let usable = OpenOptions::new().read(true).write(true).open("/dev/kvm");
+    if let Err(error) = usable {
+        log::info!("no KVM: /dev/kvm: {error}");
+        return Ok(Accel::Tcg);
+    }
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .context("reading this machine's boot id")?;
+    let key = cache::key([boot.trim(), testbed.qemu_version(), &testbed.0.debian.key]);
+    let path = testbed.0.cache.join("accel.json");
+    let known = fs::read(&path)
+        .ok()
+        .and_then(|text| serde_json::from_slice::<Verdict>(&text).ok())
+        .filter(|verdict| verdict.key == key);
+    if let Some(verdict) = known {
+        return Ok(verdict.accel);
+    }
+    let task = progress.spinner("Trying KVM");
+    let accel = match trial(testbed) {
+        Ok(()) => Accel::Kvm,
+        Err(error) => {
+            log::info!("KVM does not run the guest kernel: {error:#}");
+            Accel::Tcg
+        }
+    };
+    task.done();
+    let verdict = serde_json::to_vec(&Verdict { key, accel }).context("encoding the verdict")?;
+    fs::write(&path, verdict).with_context(|| format!("writing {}", path.display()))?;
+    Ok(accel)
+}
+
+#[derive(Serialize, Deserialize)]
+struct Verdict {
+    key: String,
+    accel: Accel,
+}
+
+fn trial(testbed: &Testbed) -> Result<()> {
+    let vm = testbed
+        .vm("kvm-trial")
+        .memory(512 << 20)
+        .accel(Accel::Kvm)
+        .launch()?;
+    vm.wait_agent(TRIAL)
+}

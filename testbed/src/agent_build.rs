@@ -1,0 +1,76 @@
+//! Builds the guest agent, statically linked, from this checkout.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cache::{self, Cache};
+use crate::command::output;
+use crate::progress::Progress;
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// The agent's program file, and the key of the sources it was made from.
+pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, String)> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest-agent");
+    let key = source_key(&source)?;
+    let entry = cache.entry("agent", &key, |folder| {
+        let task = progress.spinner("Building the guest agent");
+        let target = cache.root().join("agent-target");
+        build(&source, &target)?;
+        let built = target.join(TARGET).join("release/guest-agent");
+        fs::copy(&built, folder.join("guest-agent"))
+            .with_context(|| format!("copying {}", built.display()))?;
+        task.done();
+        Ok(())
+    })?;
+    Ok((entry.join("guest-agent"), key))
+}
+
+fn build(source: &Path, target: &Path) -> Result<()> {
+    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    output(
+        Command::new(cargo)
+            .arg("build")
+            .arg("--manifest-path")
+            .arg(source.join("Cargo.toml"))
+            .args(["--release", "--bin", "guest-agent", "--target", TARGET])
+            .args(["--config", "profile.release.strip=true"])
+            .env("CARGO_TARGET_DIR", target)
+            .env("RUSTFLAGS", "-C target-feature=+crt-static")
+            // It would win over RUSTFLAGS.
+            .env_remove("CARGO_ENCODED_RUSTFLAGS"),
+        "the guest agent is built from source, so it needs cargo",
+    )
+    .with_context(|| {
+        format!("building the guest agent (it needs Rust's target {TARGET} and a static libc)")
+    })?;
+    Ok(())
+}
+
+fn source_key(source: &Path) -> Result<String> {
+    let mut files = vec![source.join("Cargo.toml")];
+    let folder = source.join("src");
+    let entries = fs::read_dir(&folder)
+        .with_context(|| format!("listing {} (the checkout is needed)", folder.display()))?;
+    for entry in entries {
+        let entry = entry.with_context(|| format!("listing {}", folder.display()))?;
+        files.push(entry.path());
+    }
+    files.sort();
+    let mut parts = Vec::new();
+    for file in files {
+        let content = fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        parts.push(
+            file.file_name()
+                .unwrap_or_default()
+                .as_encoded_bytes()
+                .to_vec(),
+        );
+        parts.push(content);
+    }
+    Ok(cache::key(parts))
+}

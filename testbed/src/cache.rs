@@ -1,0 +1,179 @@
+//! The cache folder: entries named by what they were made from, made in a
+//! temporary folder and renamed into place, so that half an entry never looks
+//! like one.
+
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use rustix::fs::{FlockOperation, flock};
+use sha2::{Digest, Sha256};
+
+/// The cache folder, locked by this process while the value lives.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    root: PathBuf,
+    _lock: File,
+}
+
+/// Which folder the user's environment names.
+pub(crate) fn default_root() -> Result<PathBuf> {
+    root_from(|name| env::var_os(name).filter(|value| !value.is_empty()))
+}
+
+fn root_from(var: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<PathBuf> {
+    if let Some(root) = var("FARSIDE_CACHE") {
+        return std::path::absolute(&root)
+            .with_context(|| format!("FARSIDE_CACHE={}", root.display()));
+    }
+    // The XDG specification says that a relative path is to be ignored.
+    if let Some(base) = var("XDG_CACHE_HOME").map(PathBuf::from)
+        && base.is_absolute()
+    {
+        return Ok(base.join("farside"));
+    }
+    let home = var("HOME").context(
+        "no cache folder: neither FARSIDE_CACHE nor XDG_CACHE_HOME nor HOME is set; \
+         set FARSIDE_CACHE to a folder with 1 GB of room",
+    )?;
+    Ok(PathBuf::from(home).join(".cache/farside"))
+}
+
+impl Cache {
+    /// Opens and locks the cache; waits while another process prepares it.
+    pub(crate) fn open(root: PathBuf, waiting: impl FnOnce()) -> Result<Self> {
+        fs::create_dir_all(&root)
+            .with_context(|| format!("creating the cache folder {}", root.display()))?;
+        let path = root.join("lock");
+        let lock = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            waiting();
+            flock(&lock, FlockOperation::LockExclusive)
+                .with_context(|| format!("locking {}", path.display()))?;
+        }
+        Ok(Cache { root, _lock: lock })
+    }
+
+    /// The folder itself.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The entry `name`-`key`; made by `make` in an empty folder when it is not there.
+    /// Entries of that name with other keys are superseded, but stay: another
+    /// checkout may use them.
+    pub(crate) fn entry(
+        &self,
+        name: &str,
+        key: &str,
+        make: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<PathBuf> {
+        let entry = self.root.join(format!("{name}-{key}"));
+        if entry.is_dir() {
+            return Ok(entry);
+        }
+        let temporary = tempfile::Builder::new()
+            .prefix(".making-")
+            .tempdir_in(&self.root)
+            .with_context(|| format!("creating a folder in {}", self.root.display()))?;
+        let content = temporary.path().join("entry");
+        fs::create_dir(&content).with_context(|| format!("creating {}", content.display()))?;
+        make(&content)?;
+        fs::rename(&content, &entry)
+            .with_context(|| format!("moving {} into place", entry.display()))?;
+        Ok(entry)
+    }
+}
+
+/// A short name for what something was made from. Each part is hashed with its
+/// length, so that parts cannot run into each other.
+pub(crate) fn key<P: AsRef<[u8]>>(parts: impl IntoIterator<Item = P>) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        let part = part.as_ref();
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize()[..8]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+
+    fn root(vars: &[(&str, &str)]) -> Result<PathBuf> {
+        root_from(|name| {
+            vars.iter()
+                .find(|(var, _)| *var == name)
+                .map(|(_, value)| OsString::from(value))
+        })
+    }
+
+    #[test]
+    fn the_most_specific_variable_names_the_folder() {
+        let all = [
+            ("FARSIDE_CACHE", "/a"),
+            ("XDG_CACHE_HOME", "/b"),
+            ("HOME", "/c"),
+        ];
+        assert_eq!(root(&all).unwrap(), Path::new("/a"));
+        assert_eq!(root(&all[1..]).unwrap(), Path::new("/b/farside"));
+        assert_eq!(root(&all[2..]).unwrap(), Path::new("/c/.cache/farside"));
+        let relative = [("XDG_CACHE_HOME", "b"), ("HOME", "/c")];
+        assert_eq!(root(&relative).unwrap(), Path::new("/c/.cache/farside"));
+        assert!(root(&[]).unwrap_err().to_string().contains("FARSIDE_CACHE"));
+    }
+
+    #[test]
+    fn half_an_entry_is_not_an_entry() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().into(), || {}).unwrap();
+        let failed = cache.entry("thing", "1", |path| {
+            fs::write(path.join("part"), "x")?;
+            anyhow::bail!("the network went away")
+        });
+        assert!(failed.is_err());
+        let entry = cache
+            .entry("thing", "1", |path| {
+                assert!(!path.join("part").exists());
+                Ok(fs::write(path.join("whole"), "x")?)
+            })
+            .unwrap();
+        assert!(entry.join("whole").exists());
+        let again = cache.entry("thing", "1", |_| panic!("made twice")).unwrap();
+        assert_eq!(again, entry);
+        let left: Vec<_> = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .filter(|name| name != "lock" && name != "thing-1")
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+
+    #[test]
+    fn a_second_opener_waits_for_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Cache::open(dir.path().into(), || panic!("nobody else is here")).unwrap();
+        let (waiting, waits) = std::sync::mpsc::channel();
+        let path = dir.path().to_path_buf();
+        let second = std::thread::spawn(move || {
+            Cache::open(path, move || waiting.send(()).unwrap()).unwrap();
+        });
+        waits.recv().unwrap();
+        assert!(!second.is_finished());
+        drop(first);
+        second.join().unwrap();
+    }
+
+    #[test]
+    fn parts_of_a_key_do_not_run_into_each_other() {
+        assert_ne!(key(["ab", "c"]), key(["a", "bc"]));
+        assert_eq!(key(["ab", "c"]), key(["ab", "c"]));
+    }
+}

@@ -1,0 +1,161 @@
+//! The unpacked Debian packages, and the guest's kernel and userland made of them.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::archive::Archive;
+use crate::cache::{self, Cache};
+use crate::progress::Progress;
+use crate::{apt, elf, modules, recipe};
+
+/// Bumped when the code below makes something else of the same recipe.
+const MAKER: &str = "1";
+
+/// What the packages became; everything lies in one cache entry.
+#[derive(Debug, Clone)]
+pub(crate) struct Debian {
+    pub(crate) key: String,
+    folder: PathBuf,
+    /// The guest's kernel.
+    pub(crate) kernel: PathBuf,
+}
+
+impl Debian {
+    /// Where packages are unpacked, as if it were `/`.
+    pub(crate) fn root(&self) -> PathBuf {
+        self.folder.join("root")
+    }
+
+    /// The guest's userland, without the agent.
+    pub(crate) fn userland(&self) -> PathBuf {
+        self.folder.join("userland.cpio")
+    }
+
+    /// Fetches and makes everything, when it is not in the cache.
+    pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<Self> {
+        let key = cache::key(recipe::parts().into_iter().chain([MAKER]));
+        let folder = cache.entry("debian", &key, |folder| {
+            let packages = apt::download(&cache.root().join("apt"), progress)?;
+            let root = folder.join("root");
+            apt::unpack(&packages, &root, progress)?;
+            let task = progress.spinner("Making the guest's userland");
+            for unused in recipe::UNUSED_FOLDERS {
+                remove(&root.join(unused))?;
+            }
+            make_guest(&root, folder)?;
+            task.done();
+            Ok(())
+        })?;
+        Ok(Debian {
+            key,
+            kernel: folder.join("vmlinuz"),
+            folder,
+        })
+    }
+}
+
+fn make_guest(root: &Path, folder: &Path) -> Result<()> {
+    let (release, kernel) = find_kernel(root)?;
+    let to = folder.join("vmlinuz");
+    fs::copy(&kernel, &to).with_context(|| format!("copying {}", kernel.display()))?;
+
+    let userland = folder.join("userland.cpio");
+    let file =
+        File::create(&userland).with_context(|| format!("creating {}", userland.display()))?;
+    let mut archive = Archive::new(BufWriter::new(file));
+    for (link, target) in [
+        ("bin", "usr/bin"),
+        ("sbin", "usr/sbin"),
+        ("lib", "usr/lib"),
+        ("lib64", "usr/lib64"),
+    ] {
+        archive.symlink(link, target)?;
+    }
+    for folder in [
+        "dev", "etc", "mnt", "proc", "root", "run", "sys", "tmp", "var/tmp",
+    ] {
+        archive.folder(folder)?;
+    }
+    archive.copy(recipe::BUSYBOX, &root.join(recipe::BUSYBOX))?;
+    for name in recipe::BUSYBOX_NAMES {
+        archive.symlink(format!("usr/bin/{name}"), "busybox")?;
+    }
+    // Where the kernel looks when it wants a module.
+    archive.symlink("usr/sbin/modprobe", "../bin/busybox")?;
+    for program in recipe::GUEST_PROGRAMS.iter().chain(recipe::GUEST_FILES) {
+        archive.copy(program, &root.join(program))?;
+    }
+    archive.copy(elf::LOADER, &root.join(elf::LOADER))?;
+    for library in elf::library_closure(root, recipe::GUEST_PROGRAMS)? {
+        archive.copy(&library, &root.join(&library))?;
+    }
+    add_modules(&mut archive, &root.join("usr/lib/modules").join(&release))?;
+    archive
+        .finish()?
+        .flush()
+        .with_context(|| format!("writing {}", userland.display()))?;
+    // 150 MB that nothing reads any more.
+    remove(&root.join("usr/lib/modules"))
+}
+
+fn add_modules<W: Write>(archive: &mut Archive<W>, source: &Path) -> Result<()> {
+    let release = source
+        .file_name()
+        .context("the kernel has no release")?
+        .to_string_lossy();
+    let folder = format!("usr/lib/modules/{release}");
+    let at_boot = modules::collect(source, recipe::BOOT_MODULES)?;
+    let list: String = at_boot
+        .iter()
+        .map(|module| format!("/{folder}/{}\n", module.path.display()))
+        .collect();
+    archive.file("etc/farside/modules", 0o644, list.as_bytes())?;
+
+    let wanted = [recipe::BOOT_MODULES, recipe::MODULES].concat();
+    let all = modules::collect(source, &wanted)?;
+    for module in &all {
+        let path = Path::new(&folder).join(&module.path);
+        archive.file(path, 0o644, &module.bytes)?;
+    }
+    for (name, text) in [
+        ("modules.dep", modules::modules_dep(&all)),
+        ("modules.alias", modules::modules_alias(&all)),
+        // busybox complains when it is not there.
+        ("modules.symbols", String::new()),
+    ] {
+        archive.file(format!("{folder}/{name}"), 0o644, text.as_bytes())?;
+    }
+    let builtin = source.join("modules.builtin");
+    archive.copy(format!("{folder}/modules.builtin"), &builtin)
+}
+
+/// The kernel's release and image: its place differs between Debian's releases.
+fn find_kernel(root: &Path) -> Result<(String, PathBuf)> {
+    let folder = root.join("usr/lib/modules");
+    let release = fs::read_dir(&folder)
+        .with_context(|| format!("listing {}", folder.display()))?
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .max()
+        .with_context(|| format!("no kernel in {}", folder.display()))?;
+    [
+        folder.join(&release).join("vmlinuz"),
+        root.join("boot").join(format!("vmlinuz-{release}")),
+    ]
+    .into_iter()
+    .find(|path| path.exists())
+    .map(|path| (release.clone(), path))
+    .with_context(|| format!("the packages brought no image of the kernel {release}"))
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}

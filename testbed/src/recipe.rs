@@ -1,0 +1,246 @@
+//! What the test bed consists of. Changing anything here rebuilds it.
+
+/// The Debian release that everything comes from; its backports are used for
+/// the source packages in [`FROM_BACKPORTS`].
+pub(crate) const RELEASE: &str = "trixie";
+
+/// Source packages that the release itself has too old.
+pub(crate) const FROM_BACKPORTS: &[&str] = &["qemu", "seabios", "linux", "linux-signed-amd64"];
+
+/// Packages to fetch, with what they depend on.
+pub(crate) const PACKAGES: &[&str] = &[
+    // The host's side.
+    "qemu-system-x86",
+    "qemu-utils",
+    "seabios",
+    "ovmf",
+    "mtools",
+    "systemd-boot-efi",
+    // The guest's side.
+    "linux-image-amd64",
+    "busybox-static",
+    "dosfstools",
+    "e2fsprogs",
+    "fio",
+    "nvme-cli",
+    "pciutils",
+    "util-linux",
+    "xfsprogs",
+];
+
+/// Packages that others depend on, but only to be installed, configured or
+/// booted, which never happens here: taken for installed.
+pub(crate) const NOT_NEEDED: &[&str] = &[
+    "adduser",
+    "base-passwd",
+    "debconf",
+    "dmsetup",
+    "dpkg",
+    "dracut",
+    "init-system-helpers",
+    "linux-base",
+    "initramfs-tools",
+    "kmod",
+    "libpam-modules",
+    "libpam-runtime",
+    "login.defs",
+    "media-types",
+    "netbase",
+    "passwd",
+    "perl",
+    "perl-base",
+    "python3",
+    "readline-common",
+    "systemd",
+    "tar",
+    "tzdata",
+    "udev",
+    "uuid-runtime",
+];
+
+/// Folders of the unpacked packages that nothing here reads.
+pub(crate) const UNUSED_FOLDERS: &[&str] = &[
+    "usr/share/bash-completion",
+    "usr/share/doc",
+    "usr/share/info",
+    "usr/share/lintian",
+    "usr/share/locale",
+    "usr/share/man",
+    "usr/share/zoneinfo",
+    "usr/share/zsh",
+];
+
+/// Programs that become runnable on the host, beside QEMU.
+pub(crate) const HOST_TOOLS: &[&str] = &[
+    "usr/bin/qemu-img",
+    "usr/bin/qemu-io",
+    "usr/bin/mcopy",
+    "usr/bin/mformat",
+    "usr/bin/mmd",
+    "usr/sbin/debugfs",
+    "usr/sbin/fsck.ext4",
+    "usr/sbin/xfs_repair",
+];
+
+/// Programs that go into the guest, with the libraries they need.
+pub(crate) const GUEST_PROGRAMS: &[&str] = &[
+    "usr/bin/fio",
+    "usr/bin/lspci",
+    "usr/bin/setpci",
+    "usr/sbin/nvme",
+    "usr/sbin/blkdiscard",
+    "usr/sbin/blockdev",
+    "usr/sbin/fstrim",
+    "usr/sbin/fsck.ext4",
+    "usr/sbin/mkfs.ext4",
+    "usr/sbin/mkfs.vfat",
+    "usr/sbin/mkfs.xfs",
+    "usr/sbin/sfdisk",
+    "usr/sbin/xfs_repair",
+];
+
+/// Files that go into the guest as they are.
+pub(crate) const GUEST_FILES: &[&str] = &["usr/share/misc/pci.ids", "etc/mke2fs.conf"];
+
+/// The static busybox, for everything else.
+pub(crate) const BUSYBOX: &str = "usr/bin/busybox";
+
+/// What busybox is called in the guest.
+pub(crate) const BUSYBOX_NAMES: &[&str] = &[
+    "[",
+    "awk",
+    "base64",
+    "basename",
+    "cat",
+    "chmod",
+    "cmp",
+    "cp",
+    "cut",
+    "date",
+    "dd",
+    "df",
+    "dirname",
+    "dmesg",
+    "du",
+    "echo",
+    "env",
+    "expr",
+    "false",
+    "find",
+    "free",
+    "grep",
+    "gunzip",
+    "gzip",
+    "head",
+    "hexdump",
+    "hostname",
+    "id",
+    "insmod",
+    "kill",
+    "ln",
+    "losetup",
+    "ls",
+    "lsmod",
+    "md5sum",
+    "mkdir",
+    "mkfifo",
+    "mknod",
+    "mktemp",
+    "modinfo",
+    "modprobe",
+    "mount",
+    "mountpoint",
+    "mv",
+    "nproc",
+    "od",
+    "pgrep",
+    "pidof",
+    "pkill",
+    "printf",
+    "ps",
+    "pwd",
+    "readlink",
+    "realpath",
+    "rm",
+    "rmdir",
+    "rmmod",
+    "sed",
+    "seq",
+    "setsid",
+    "sh",
+    "sha256sum",
+    "sha512sum",
+    "sleep",
+    "sort",
+    "stat",
+    "sync",
+    "sysctl",
+    "tail",
+    "tar",
+    "taskset",
+    "tee",
+    "test",
+    "time",
+    "timeout",
+    "touch",
+    "tr",
+    "true",
+    "truncate",
+    "tty",
+    "umount",
+    "uname",
+    "uniq",
+    "uptime",
+    "wc",
+    "which",
+    "xargs",
+    "xxd",
+    "yes",
+    "zcat",
+];
+
+/// Modules that init loads, in this order: the way to the agent, and NVMe,
+/// which nothing else would load without udev.
+pub(crate) const BOOT_MODULES: &[&str] = &["virtio_pci", "virtio_console", "nvme"];
+
+/// Modules that are there to be loaded: by mount, by hand.
+pub(crate) const MODULES: &[&str] = &[
+    "9p",
+    "9pnet_virtio",
+    "ext4",
+    "loop",
+    "nls_ascii",
+    "nls_cp437",
+    "nls_iso8859_1",
+    "nls_utf8",
+    "pvpanic_pci",
+    "uio_pci_generic",
+    "vfat",
+    "vfio_iommu_type1",
+    "vfio_pci",
+    "virtio_balloon",
+    "virtio_blk",
+    "virtio_mem",
+    "xfs",
+];
+
+/// Everything above, for the cache key.
+pub(crate) fn parts() -> Vec<&'static str> {
+    let mut parts = vec![RELEASE, BUSYBOX];
+    for list in [
+        FROM_BACKPORTS,
+        PACKAGES,
+        NOT_NEEDED,
+        UNUSED_FOLDERS,
+        HOST_TOOLS,
+        GUEST_PROGRAMS,
+        GUEST_FILES,
+        BUSYBOX_NAMES,
+        BOOT_MODULES,
+        MODULES,
+    ] {
+        parts.extend(list);
+        parts.push("");
+    }
+    parts
+}

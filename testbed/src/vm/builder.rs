@@ -1,0 +1,363 @@
+//! Describes a virtual machine and starts it.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use farside_guest_agent::{PORT_NAME, SKIP_MODULES_OPTION};
+use tempfile::TempDir;
+
+use super::process::Process;
+use super::{KERNEL_ARGS, Vm, qemu_log, serial_log};
+use crate::archive::Archive;
+use crate::{Accel, Testbed};
+
+/// Which chipset the machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Machine {
+    /// PCI Express.
+    #[default]
+    Q35,
+    /// Conventional PCI.
+    I440fx,
+}
+
+/// Which firmware the machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Firmware {
+    /// A BIOS.
+    #[default]
+    SeaBios,
+    /// UEFI.
+    Ovmf,
+}
+
+/// Where the guest's kernel comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Boot {
+    /// From the test bed, handed to the machine by QEMU.
+    #[default]
+    Kernel,
+    /// From wherever the firmware finds one; see [`Testbed::make_boot_image`].
+    Device,
+}
+
+/// Describes a virtual machine; unless told otherwise, a Q35 with SeaBIOS, 1 GiB
+/// of shared memory and 2 processors.
+#[derive(Debug, Clone)]
+pub struct VmBuilder {
+    testbed: Testbed,
+    name: String,
+    base: Option<(PathBuf, Vec<OsString>)>,
+    machine: Machine,
+    firmware: Firmware,
+    boot: Boot,
+    accel: Option<Accel>,
+    memory: u64,
+    vcpus: u32,
+    append: Vec<String>,
+    skip_modules: Vec<String>,
+    args: Vec<OsString>,
+    files: Vec<(PathBuf, u32, Vec<u8>)>,
+}
+
+/// A VM about to be started: its folder and sockets are there, and QEMU's
+/// arguments refer to them.
+#[derive(Debug)]
+pub struct Staged {
+    name: String,
+    program: PathBuf,
+    base: Vec<OsString>,
+    extra: Vec<OsString>,
+    folder: TempDir,
+    sockets: Sockets,
+}
+
+/// Where QEMU connects to when it starts.
+#[derive(Debug)]
+pub(super) struct Sockets {
+    pub(super) agent: UnixListener,
+    pub(super) qmp: UnixListener,
+}
+
+impl VmBuilder {
+    pub(crate) fn new(testbed: Testbed, name: &str) -> Self {
+        VmBuilder {
+            testbed,
+            name: name.to_owned(),
+            base: None,
+            machine: Machine::default(),
+            firmware: Firmware::default(),
+            boot: Boot::default(),
+            accel: None,
+            memory: 1 << 30,
+            vcpus: 2,
+            append: Vec::new(),
+            skip_modules: Vec::new(),
+            args: Vec::new(),
+            files: Vec::new(),
+        }
+    }
+
+    /// Starts this program with these arguments, which describe the whole
+    /// machine; only boot, console, agent and monitor are added to them. Machine,
+    /// memory, processors and accelerator of this builder are then ignored.
+    pub fn base(
+        mut self,
+        program: impl Into<PathBuf>,
+        args: impl IntoIterator<Item = impl Into<OsString>>,
+    ) -> Self {
+        let args = args.into_iter().map(Into::into).collect();
+        self.base = Some((program.into(), args));
+        self
+    }
+
+    /// The chipset.
+    pub fn machine(mut self, machine: Machine) -> Self {
+        self.machine = machine;
+        self
+    }
+
+    /// The firmware. OVMF's variables are this VM's own.
+    pub fn firmware(mut self, firmware: Firmware) -> Self {
+        self.firmware = firmware;
+        self
+    }
+
+    /// Where the kernel comes from.
+    pub fn boot(mut self, boot: Boot) -> Self {
+        self.boot = boot;
+        self
+    }
+
+    /// What executes the guest, instead of [`Testbed::accel`].
+    pub fn accel(mut self, accel: Accel) -> Self {
+        self.accel = Some(accel);
+        self
+    }
+
+    /// Guest memory in bytes.
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// How many processors.
+    pub fn vcpus(mut self, count: u32) -> Self {
+        self.vcpus = count;
+        self
+    }
+
+    /// More for the kernel command line (when the kernel is booted directly).
+    pub fn append(mut self, text: impl Into<String>) -> Self {
+        self.append.push(text.into());
+        self
+    }
+
+    /// Keeps init from loading a module, such as `nvme`; `modprobe` still can.
+    pub fn without_module(mut self, name: impl Into<String>) -> Self {
+        self.skip_modules.push(name.into());
+        self
+    }
+
+    /// One more argument for QEMU.
+    pub fn arg(mut self, arg: impl Into<OsString>) -> Self {
+        self.args.push(arg.into());
+        self
+    }
+
+    /// More arguments for QEMU.
+    pub fn args(mut self, args: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// Puts a file into the guest's initramfs (when the kernel is booted
+    /// directly). The path is relative to `/`.
+    pub fn file(mut self, path: impl Into<PathBuf>, mode: u32, data: impl Into<Vec<u8>>) -> Self {
+        self.files.push((path.into(), mode, data.into()));
+        self
+    }
+
+    /// Starts the machine; see [`Vm::wait_agent`] for what to do next.
+    pub fn launch(&self) -> Result<Vm> {
+        self.stage()?.launch()
+    }
+
+    /// Makes folder and sockets, and the arguments that refer to them, without
+    /// starting anything.
+    pub fn stage(&self) -> Result<Staged> {
+        let folder = tempfile::Builder::new()
+            .prefix("farside-vm-")
+            .tempdir()
+            .context("creating a folder for a VM")?;
+        let path = folder.path();
+        let listen = |name: &str| {
+            UnixListener::bind(path.join(name))
+                .with_context(|| format!("listening on {}", path.join(name).display()))
+        };
+        let sockets = Sockets {
+            agent: listen("agent.sock")?,
+            qmp: listen("qmp.sock")?,
+        };
+        let (program, base) = match &self.base {
+            Some(base) => base.clone(),
+            None => (self.testbed.qemu().to_owned(), self.machine_args()),
+        };
+        let mut extra = self.guest_args(path)?;
+        extra.extend(self.args.iter().cloned());
+        Ok(Staged {
+            name: self.name.clone(),
+            program,
+            base,
+            extra,
+            folder,
+            sockets,
+        })
+    }
+
+    /// The machine itself, with memory that other processes can be given.
+    fn machine_args(&self) -> Vec<OsString> {
+        let machine = match self.machine {
+            Machine::Q35 => "q35",
+            Machine::I440fx => "pc",
+        };
+        let accel = self.accel.unwrap_or_else(|| self.testbed.accel());
+        let mut args: Vec<OsString> = [
+            "-name",
+            &self.name,
+            "-machine",
+            &format!("{machine},memory-backend=mem"),
+            "-m",
+            &format!("{}b", self.memory),
+            "-object",
+            &format!("memory-backend-memfd,id=mem,size={}b,share=on", self.memory),
+            "-smp",
+            &self.vcpus.to_string(),
+        ]
+        .map(OsString::from)
+        .into();
+        args.extend(accel.args().map(OsString::from));
+        args
+    }
+
+    /// What makes the machine ours: boot, console, agent, monitor.
+    fn guest_args(&self, folder: &Path) -> Result<Vec<OsString>> {
+        let chardev = |kind: &str, id: &str, path: &Path| {
+            // A comma in a value is doubled.
+            let path = path.display().to_string().replace(',', ",,");
+            format!("{kind},id={id},path={path}")
+        };
+        let mut args: Vec<OsString> = [
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-chardev",
+            &chardev("file", "farside-console", &serial_log(folder)),
+            "-serial",
+            "chardev:farside-console",
+            "-chardev",
+            &chardev("socket", "farside-qmp", &folder.join("qmp.sock")),
+            "-mon",
+            "chardev=farside-qmp,mode=control",
+            "-chardev",
+            &chardev("socket", "farside-agent", &folder.join("agent.sock")),
+            "-device",
+            "virtio-serial-pci,id=farside-serial",
+            "-device",
+            &format!("virtserialport,bus=farside-serial.0,chardev=farside-agent,name={PORT_NAME}"),
+        ]
+        .map(OsString::from)
+        .into();
+        if self.firmware == Firmware::Ovmf {
+            let vars = folder.join("vars.fd");
+            fs::copy(self.testbed.ovmf_vars(), &vars).context("copying OVMF's variables")?;
+            for (unit, path, options) in
+                [(0, self.testbed.ovmf_code(), ",readonly=on"), (1, vars, "")]
+            {
+                let path = path.display().to_string().replace(',', ",,");
+                args.push("-drive".into());
+                args.push(format!("if=pflash,format=raw,unit={unit},file={path}{options}").into());
+            }
+        }
+        if self.boot == Boot::Kernel {
+            args.extend([
+                "-kernel".into(),
+                self.testbed.kernel().into(),
+                "-initrd".into(),
+                self.initramfs(folder)?.into(),
+                "-append".into(),
+                self.kernel_command_line().into(),
+            ]);
+        }
+        Ok(args)
+    }
+
+    fn kernel_command_line(&self) -> String {
+        let mut words = vec![KERNEL_ARGS.to_owned()];
+        words.extend(self.append.iter().cloned());
+        if !self.skip_modules.is_empty() {
+            words.push(format!(
+                "{SKIP_MODULES_OPTION}={}",
+                self.skip_modules.join(",")
+            ));
+        }
+        words.join(" ")
+    }
+
+    /// The test bed's initramfs, or a copy with this VM's files behind it.
+    fn initramfs(&self, folder: &Path) -> Result<PathBuf> {
+        let common = self.testbed.initramfs();
+        if self.files.is_empty() {
+            return Ok(common.to_owned());
+        }
+        let path = folder.join("initramfs.cpio");
+        let context = || format!("writing {}", path.display());
+        let mut file = File::create(&path).with_context(context)?;
+        let mut common_file =
+            File::open(common).with_context(|| format!("opening {}", common.display()))?;
+        io::copy(&mut common_file, &mut file).with_context(context)?;
+        let mut archive = Archive::new(file);
+        for (path, mode, data) in &self.files {
+            let path = path.strip_prefix("/").unwrap_or(path);
+            archive.file(path, *mode, data)?;
+        }
+        archive.finish()?;
+        Ok(path)
+    }
+}
+
+impl Staged {
+    /// The arguments for boot, console, agent and monitor, and those of
+    /// [`VmBuilder::args`]: all but what describes machine and memory.
+    pub fn guest_args(&self) -> &[OsString] {
+        &self.extra
+    }
+
+    /// The VM's folder.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Starts the machine.
+    pub fn launch(self) -> Result<Vm> {
+        let mut command = Command::new(&self.program);
+        command.args(&self.base).args(&self.extra);
+        self.launch_with(command)
+    }
+
+    /// Starts the machine with a command that the caller made, with
+    /// [`Staged::guest_args`] among its arguments.
+    pub fn launch_with(self, command: Command) -> Result<Vm> {
+        let path = qemu_log(self.folder.path());
+        let log = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        log::debug!("VM {}: {command:?}", self.name);
+        let process = Process::spawn(command, log).with_context(|| format!("VM {}", self.name))?;
+        Vm::start(self.name, self.folder, process, self.sockets)
+    }
+}

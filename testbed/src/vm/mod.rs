@@ -1,0 +1,235 @@
+//! Virtual machines: how they are described, started, driven and ended.
+
+mod agent;
+mod board;
+mod builder;
+mod process;
+mod qmp;
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use tempfile::TempDir;
+
+use board::Board;
+use process::Process;
+
+pub use agent::{GuestPage, Output, Pending};
+pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
+pub use qmp::{Event, Qmp};
+
+/// What every guest's kernel is told. The serial console is slow when emulated,
+/// so it shows only warnings and what programs print.
+pub(crate) const KERNEL_ARGS: &str = "console=ttyS0 quiet loglevel=5 panic=0";
+
+/// How long QEMU may take from its start until it opens its sockets.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long a QEMU whose socket closed may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How much of a log an error quotes.
+const QUOTE: usize = 2000;
+
+/// A running virtual machine. Dropped, it is killed and its folder removed.
+#[derive(Debug)]
+pub struct Vm {
+    name: String,
+    board: Board,
+    agent: agent::Client,
+    qmp: Qmp,
+    /// Before `folder`, so that QEMU is gone when its files go.
+    process: Process,
+    folder: TempDir,
+}
+
+impl Vm {
+    fn start(
+        name: String,
+        folder: TempDir,
+        process: Process,
+        sockets: builder::Sockets,
+    ) -> Result<Self> {
+        let board = Board::default();
+        let deadline = Instant::now() + START_TIMEOUT;
+        let connect = |listener| -> Result<UnixStream> {
+            process.accept(listener, deadline).with_context(|| {
+                died(
+                    &name,
+                    "before it opened its sockets",
+                    &process,
+                    folder.path(),
+                )
+            })
+        };
+        let qmp = Qmp::start(connect(&sockets.qmp)?, board.clone())?;
+        let agent = agent::Client::start(connect(&sockets.agent)?, board.clone())?;
+        qmp.negotiate()
+            .with_context(|| died(&name, "before it answered QMP", &process, folder.path()))?;
+        Ok(Vm {
+            name,
+            board,
+            agent,
+            qmp,
+            process,
+            folder,
+        })
+    }
+
+    /// The name it was given.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// QEMU's process id.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// The folder of this VM's sockets, logs and other files.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// What the guest wrote to its serial console so far.
+    pub fn serial_log(&self) -> String {
+        read_lossy(&serial_log(self.folder.path()))
+    }
+
+    /// What QEMU printed so far.
+    pub fn qemu_log(&self) -> String {
+        read_lossy(&qemu_log(self.folder.path()))
+    }
+
+    /// QEMU's control channel.
+    pub fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+
+    /// Waits until the agent in the guest has started. The error says how far
+    /// the guest came.
+    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
+        self.wait_boot(1, timeout)
+    }
+
+    /// How often the agent has started: 1 after the first boot, 2 after a reboot.
+    pub fn boots(&self) -> u64 {
+        self.board.look(|state| state.agent.hellos)
+    }
+
+    /// Waits until the agent has started that often.
+    pub fn wait_boot(&self, boots: u64, timeout: Duration) -> Result<()> {
+        enum Seen {
+            Booted,
+            Stopped,
+            Closed,
+        }
+        let seen = self.board.wait(timeout, |state| {
+            if state.agent.hellos >= boots {
+                Some(Seen::Booted)
+            } else if state.agent.closed || state.qmp.closed {
+                Some(Seen::Closed)
+            } else if state.qmp.stopped {
+                Some(Seen::Stopped)
+            } else {
+                None
+            }
+        });
+        match seen {
+            Some(Seen::Booted) => Ok(()),
+            Some(Seen::Closed) => Err(self.quote("QEMU ended before the guest's agent started")),
+            Some(Seen::Stopped) => {
+                let why = self.qmp.status()?;
+                Err(self.quote(&format!(
+                    "the guest stopped ({why}) before its agent started"
+                )))
+            }
+            None => Err(self.quote(&format!(
+                "the guest's agent did not start within {timeout:?}"
+            ))),
+        }
+    }
+
+    /// Reboots the guest by its kernel, and waits until the agent is back.
+    pub fn reboot(&self, timeout: Duration) -> Result<()> {
+        let boots = self.boots();
+        self.agent.reboot()?;
+        self.wait_boot(boots + 1, timeout)
+    }
+
+    /// Powers the guest off by its kernel, and waits until QEMU has ended.
+    pub fn shutdown(self, timeout: Duration) -> Result<ExitStatus> {
+        self.agent.power_off()?;
+        self.wait_exit(timeout)
+    }
+
+    /// Waits until QEMU has ended.
+    pub fn wait_exit(&self, timeout: Duration) -> Result<ExitStatus> {
+        match self.process.wait(Instant::now() + timeout)? {
+            Some(status) => Ok(status),
+            None => Err(self.quote(&format!("QEMU has not ended within {timeout:?}"))),
+        }
+    }
+
+    /// Kills QEMU at once, as if the machine lost power, and waits for its end.
+    pub fn kill(self) -> Result<()> {
+        self.process.kill();
+        match self.process.wait(Instant::now() + END_TIMEOUT)? {
+            Some(_) => Ok(()),
+            None => bail!("VM {}: QEMU survives SIGKILL", self.name),
+        }
+    }
+
+    /// An error with all that helps to understand it.
+    fn quote(&self, what: &str) -> anyhow::Error {
+        anyhow!(
+            "VM {}: {what}{}",
+            self.name,
+            logs(&self.process, self.folder.path())
+        )
+    }
+}
+
+fn died(name: &str, when: &str, process: &Process, folder: &Path) -> String {
+    format!("VM {name}: QEMU failed {when}{}", logs(process, folder))
+}
+
+/// How QEMU ended, if it did, and the ends of its logs.
+fn logs(process: &Process, folder: &Path) -> String {
+    let mut text = match process.wait(Instant::now()) {
+        Ok(Some(status)) => format!("\n-- QEMU ended: {status}"),
+        Ok(None) => String::new(),
+        Err(error) => format!("\n-- how QEMU ended is unknown: {error:#}"),
+    };
+    for (what, path) in [
+        ("QEMU printed", qemu_log(folder)),
+        ("the serial console ends with", serial_log(folder)),
+    ] {
+        let log = read_lossy(&path);
+        let log = log.trim();
+        if log.is_empty() {
+            continue;
+        }
+        let mut start = log.len().saturating_sub(QUOTE);
+        while !log.is_char_boundary(start) {
+            start += 1;
+        }
+        text.push_str(&format!("\n-- {what}:\n{}", &log[start..]));
+    }
+    text
+}
+
+fn read_lossy(path: &Path) -> String {
+    String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
+}
+
+fn serial_log(folder: &Path) -> PathBuf {
+    folder.join("serial.log")
+}
+
+fn qemu_log(folder: &Path) -> PathBuf {
+    folder.join("qemu.log")
+}

@@ -1,0 +1,187 @@
+//! QEMU as a child process that does not outlive this one.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
+};
+
+/// A child process; killed on drop.
+#[derive(Debug)]
+pub(super) struct Process {
+    child: Mutex<Child>,
+    id: u32,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// Starts a command whose output goes to `log`.
+    pub(super) fn spawn(mut command: Command, log: File) -> Result<Self> {
+        let program = command.get_program().display().to_string();
+        let out = log.try_clone().context("duplicating a log file")?;
+        command.stdin(Stdio::null()).stdout(out).stderr(log);
+        let child =
+            spawn_from_lasting_thread(command).with_context(|| format!("starting {program}"))?;
+        let pid = Pid::from_child(&child);
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
+        Ok(Process {
+            id: child.id(),
+            child: Mutex::new(child),
+            pidfd,
+        })
+    }
+
+    pub(super) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Accepts the child's connection; an error when it ends instead.
+    pub(super) fn accept(&self, listener: &UnixListener, deadline: Instant) -> Result<UnixStream> {
+        let mut fds = [
+            PollFd::new(listener, PollFlags::IN),
+            PollFd::new(&self.pidfd, PollFlags::IN),
+        ];
+        if !poll_until(&mut fds, deadline)? {
+            bail!("it did not connect to its socket in time");
+        }
+        if fds[0].revents().is_empty() {
+            bail!("it ended");
+        }
+        Ok(listener.accept().context("accepting a connection")?.0)
+    }
+
+    /// How the child ended, when it does so before the deadline.
+    pub(super) fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        if !poll_until(&mut fds, deadline)? {
+            return Ok(None);
+        }
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Some(child.wait().context("waiting for a child process")?))
+    }
+
+    pub(super) fn kill(&self) {
+        // The only failure is that it has ended already.
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+        let child = self.child.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = child.wait() {
+            log::warn!("waiting for process {}: {error}", self.id);
+        }
+    }
+}
+
+/// Polls; false when the deadline passes first.
+fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        match poll(fds, Some(&timeout)) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error).context("poll"),
+        }
+    }
+}
+
+type Order = (Command, Sender<std::io::Result<Child>>);
+
+/// The kernel sends the parent-death signal when the *thread* that started the
+/// child ends, so children are started by a thread that lasts as long as the
+/// process.
+fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
+    static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
+    let parent = rustix::process::getpid();
+    let hook = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have died before the line above took effect.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(std::io::Error::from(rustix::io::Errno::SRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe code may run; the hook
+    // makes two system calls and neither allocates nor locks.
+    unsafe { command.pre_exec(hook) };
+
+    let spawner = SPAWNER.get_or_init(|| {
+        let (sender, orders) = channel::<Order>();
+        std::thread::Builder::new()
+            .name("spawner".to_owned())
+            .spawn(move || {
+                for (mut command, result) in orders {
+                    // Whoever ordered it waits for the result.
+                    let _ = result.send(command.spawn());
+                }
+            })
+            .expect("a process can have one more thread");
+        Mutex::new(sender)
+    });
+    let (sender, result) = channel();
+    spawner
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .send((command, sender))
+        .ok()
+        .context("the thread that starts processes is gone")?;
+    Ok(result
+        .recv()
+        .context("the thread that starts processes is gone")??)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn spawn(script: &str) -> Process {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Process::spawn(command, tempfile::tempfile().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_child_outlives_the_thread_that_asked_for_it() {
+        let process = std::thread::spawn(|| spawn("sleep 60")).join().unwrap();
+        let soon = Instant::now() + Duration::from_millis(200);
+        assert!(process.wait(soon).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_end_is_seen() {
+        let process = spawn("exit 3");
+        let status = process
+            .wait(Instant::now() + Duration::from_secs(20))
+            .unwrap();
+        assert_eq!(status.unwrap().code(), Some(3));
+    }
+
+    #[test]
+    fn accept_ends_when_the_child_does() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        let process = spawn("exit 1");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let error = process.accept(&listener, deadline).unwrap_err();
+        assert_eq!(error.to_string(), "it ended");
+    }
+}
