@@ -1,1 +1,3 @@
 //! The per-VM process: serves borrowed devices to QEMU over vfio-user.
+
+pub mod vfio_user;

@@ -1,0 +1,152 @@
+//! The 16 bytes before every message ("Header").
+
+use super::wire::{Cursor, Put};
+
+/// Bytes of a header.
+pub const HEADER_SIZE: usize = 16;
+
+const TYPE_MASK: u32 = 0xf;
+const TYPE_COMMAND: u32 = 0;
+const TYPE_REPLY: u32 = 1;
+const NO_REPLY: u32 = 1 << 4;
+const ERROR: u32 = 1 << 5;
+
+/// A message header, as it was received: nothing in it has been checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Chosen by the sender, echoed in the reply.
+    pub id: u16,
+    /// Command number; may be none that exists.
+    pub command: u16,
+    /// Bytes of the message including this header, as the peer says.
+    pub size: u32,
+    /// Type and flag bits.
+    pub flags: u32,
+    /// Errno of an error reply; reserved in a command.
+    pub error: u32,
+}
+
+/// What a message is, by the type bits of its header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MessageType {
+    /// A command, which wants a reply unless it says otherwise.
+    Command,
+    /// A reply to a command.
+    Reply,
+    /// A value that the protocol does not define.
+    Unknown(u8),
+}
+
+/// Where an answer goes: what is kept of a command until it is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a command that is never answered hangs the client"]
+pub struct ReplyTo {
+    pub(super) id: u16,
+    pub(super) command: u16,
+    pub(super) wanted: bool,
+}
+
+impl Header {
+    /// Decodes a header.
+    pub fn decode(bytes: &[u8; HEADER_SIZE]) -> Self {
+        // The array has exactly the bytes of the five fields, so no default is
+        // ever used.
+        let mut cursor = Cursor::new(bytes);
+        Self {
+            id: cursor.u16().unwrap_or_default(),
+            command: cursor.u16().unwrap_or_default(),
+            size: cursor.u32().unwrap_or_default(),
+            flags: cursor.u32().unwrap_or_default(),
+            error: cursor.u32().unwrap_or_default(),
+        }
+    }
+
+    /// Command or reply.
+    pub fn message_type(&self) -> MessageType {
+        match self.flags & TYPE_MASK {
+            TYPE_COMMAND => MessageType::Command,
+            TYPE_REPLY => MessageType::Reply,
+            // Four bits fit in a byte.
+            other => MessageType::Unknown(other as u8),
+        }
+    }
+
+    /// Whether the sender wants no reply.
+    pub fn no_reply(&self) -> bool {
+        self.flags & NO_REPLY != 0
+    }
+
+    /// What is needed to answer this message.
+    pub fn reply_to(&self) -> ReplyTo {
+        ReplyTo {
+            id: self.id,
+            command: self.command,
+            wanted: !self.no_reply() && self.message_type() != MessageType::Reply,
+        }
+    }
+}
+
+impl ReplyTo {
+    /// Whether the client wants an answer at all. Sending one that is not
+    /// wanted does nothing.
+    pub fn wanted(&self) -> bool {
+        self.wanted
+    }
+
+    /// Starts a reply in `out`: a header whose size [`finish`] fills in.
+    pub(super) fn begin(&self, error: Option<u32>, out: &mut Vec<u8>) {
+        out.put_u16(self.id);
+        out.put_u16(self.command);
+        out.put_u32(HEADER_SIZE as u32);
+        out.put_u32(TYPE_REPLY | if error.is_some() { ERROR } else { 0 });
+        out.put_u32(error.unwrap_or(0));
+    }
+}
+
+/// Writes the size of the message in `out`, which starts with its header.
+pub(super) fn finish(out: &mut [u8]) {
+    // Replies are bounded by the region read limit, far below 4 GiB.
+    let size = out.len() as u32;
+    out[4..8].copy_from_slice(&size.to_ne_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reply_echoes_id_and_command() {
+        let mut bytes = [0; HEADER_SIZE];
+        bytes[..2].copy_from_slice(&0xbeef_u16.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&9_u16.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&32_u32.to_ne_bytes());
+        let header = Header::decode(&bytes);
+        assert_eq!(header.message_type(), MessageType::Command);
+        assert!(!header.no_reply());
+
+        let mut out = Vec::new();
+        header.reply_to().begin(Some(22), &mut out);
+        finish(&mut out);
+        let reply = Header::decode(out.first_chunk().unwrap());
+        assert_eq!((reply.id, reply.command, reply.size), (0xbeef, 9, 16));
+        assert_eq!(reply.message_type(), MessageType::Reply);
+        assert_eq!((reply.flags, reply.error), (TYPE_REPLY | ERROR, 22));
+    }
+
+    #[test]
+    fn no_reply_and_replies_want_no_answer() {
+        let mut header = Header {
+            id: 0,
+            command: 1,
+            size: 16,
+            flags: NO_REPLY,
+            error: 0,
+        };
+        assert!(!header.reply_to().wanted());
+        header.flags = TYPE_REPLY;
+        assert!(!header.reply_to().wanted());
+        header.flags = 7;
+        assert!(header.reply_to().wanted());
+        assert_eq!(header.message_type(), MessageType::Unknown(7));
+    }
+}

@@ -1,0 +1,113 @@
+//! Replies on their way to a client that may not be reading.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::MAX_QUEUED_BYTES;
+use super::connection::ConnectionError;
+
+/// A bounded queue of encoded messages. Empty nearly always: a message is
+/// queued only if the socket did not take all of it.
+#[derive(Debug, Default)]
+pub struct Outbox {
+    queue: VecDeque<Queued>,
+    bytes: usize,
+}
+
+/// A message of which `bytes[sent..]` has not been sent. `fd` goes with the
+/// first byte, so it is `None` as soon as that has gone.
+#[derive(Debug)]
+struct Queued {
+    bytes: Vec<u8>,
+    sent: usize,
+    fd: Option<OwnedFd>,
+}
+
+impl Outbox {
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Sends `bytes` with `fd`, or queues what the socket does not take.
+    pub fn send(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        bytes: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<(), ConnectionError> {
+        let sent = if self.queue.is_empty() {
+            send_some(socket, bytes, fd)?
+        } else {
+            0
+        };
+        if sent == bytes.len() {
+            return Ok(());
+        }
+        let waiting = self.bytes + (bytes.len() - sent);
+        if waiting > MAX_QUEUED_BYTES {
+            return Err(ConnectionError::ClientDoesNotRead { waiting });
+        }
+        let fd = match fd {
+            Some(fd) if sent == 0 => {
+                Some(fd.try_clone_to_owned().map_err(ConnectionError::QueueFd)?)
+            }
+            _ => None,
+        };
+        self.bytes = waiting;
+        self.queue.push_back(Queued {
+            bytes: bytes[sent..].to_vec(),
+            sent: 0,
+            fd,
+        });
+        Ok(())
+    }
+
+    /// Sends what the socket takes. Returns whether nothing is left.
+    pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<bool, ConnectionError> {
+        while let Some(first) = self.queue.front_mut() {
+            let fd = first.fd.as_ref().map(|fd| fd.as_fd());
+            let sent = send_some(socket, &first.bytes[first.sent..], fd)?;
+            if sent == 0 {
+                return Ok(false);
+            }
+            first.fd = None;
+            first.sent += sent;
+            self.bytes -= sent;
+            if first.sent == first.bytes.len() {
+                self.queue.pop_front();
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Sends a part of `bytes`, which is not empty; 0 when the socket is full.
+fn send_some(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    fd: Option<BorrowedFd<'_>>,
+) -> Result<usize, ConnectionError> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.as_slice();
+    if !fds.is_empty() {
+        let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
+        assert!(pushed, "the buffer was made for one descriptor");
+    }
+    // NOSIGNAL: a client that is gone is an error, not a SIGPIPE.
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    loop {
+        return match sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
+            Ok(sent) => Ok(sent),
+            Err(Errno::INTR) => continue,
+            Err(Errno::AGAIN) => Ok(0),
+            Err(Errno::PIPE | Errno::CONNRESET) => Err(ConnectionError::Closed),
+            Err(errno) => Err(ConnectionError::Send(errno)),
+        };
+    }
+}

@@ -1,0 +1,462 @@
+//! Typed requests, checked as far as can be without knowing the device.
+
+use std::os::fd::OwnedFd;
+
+use super::irq::{IrqIndex, SetIrqs};
+use super::refusal::Refusal;
+use super::region::{REGION_INFO_SIZE, Region};
+use super::version::Negotiated;
+use super::wire::Cursor;
+use super::{Command, DMA_PAGE_SIZE, MAX_DATA_XFER_SIZE};
+
+/// A request that keeps the protocol's rules. What depends on the device, such
+/// as the size of a region, is for the device to check.
+#[derive(Debug)]
+pub enum Request<'a> {
+    /// The first request. Already decided: answer with
+    /// [`Reply::Version`](super::Reply::Version).
+    Version(Negotiated),
+    /// Makes client memory known.
+    DmaMap(DmaMap),
+    /// Takes client memory back.
+    DmaUnmap(DmaUnmap),
+    /// Asks what the device is.
+    DeviceGetInfo,
+    /// Asks what a region is.
+    DeviceGetRegionInfo {
+        /// Which region.
+        region: Region,
+        /// Most bytes that the client takes in the reply's payload.
+        argsz: u32,
+    },
+    /// Asks what an interrupt type is.
+    DeviceGetIrqInfo {
+        /// Which type.
+        index: IrqIndex,
+    },
+    /// Sets up, masks or triggers interrupts.
+    DeviceSetIrqs(SetIrqs<'a>),
+    /// Reads `count` bytes, at most [`MAX_DATA_XFER_SIZE`].
+    ///
+    /// An error reply to this one hangs clients built on the crate
+    /// `vfio_user`; for what a device would answer with an unsupported
+    /// request, reply all ones.
+    RegionRead {
+        /// Which region.
+        region: Region,
+        /// Offset in it, bytes; `offset + count` does not overflow.
+        offset: u64,
+        /// Bytes.
+        count: u32,
+    },
+    /// Writes to a region.
+    RegionWrite(RegionWrite<'a>),
+    /// Several writes, in order, of at most 8 bytes each.
+    RegionWriteMulti(WriteMulti<'a>),
+    /// Resets the device.
+    DeviceReset,
+}
+
+/// A range of client memory that the device may reach.
+#[derive(Debug)]
+pub struct DmaMap {
+    /// First address on the device's bus: page aligned; the range does not
+    /// wrap.
+    pub address: u64,
+    /// Bytes: page aligned, not 0.
+    pub size: u64,
+    /// Where the range starts in `fd`, bytes: page aligned; the range does not
+    /// wrap. Whether the file is that long is not known.
+    pub offset: u64,
+    /// Whether the device may read it.
+    pub readable: bool,
+    /// Whether the device may write it.
+    pub writable: bool,
+    /// What to map; without it the range cannot be mapped.
+    pub fd: Option<OwnedFd>,
+}
+
+/// Which client memory is taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DmaUnmap {
+    /// The range that was mapped with exactly this address and size; anything
+    /// else is `ENOENT`.
+    Range {
+        /// First address on the device's bus.
+        address: u64,
+        /// Bytes, not 0; the range does not wrap.
+        size: u64,
+    },
+    /// Every range.
+    All,
+}
+
+/// A write to a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionWrite<'a> {
+    /// Which region.
+    pub region: Region,
+    /// Offset in it, bytes; `offset + data.len()` does not overflow.
+    pub offset: u64,
+    /// What to write, at most [`MAX_DATA_XFER_SIZE`] bytes.
+    pub data: &'a [u8],
+}
+
+/// The writes of a `REGION_WRITE_MULTI`, all checked before the first is seen.
+#[derive(Clone, Copy, Debug)]
+pub struct WriteMulti<'a> {
+    records: &'a [u8],
+}
+
+/// Bytes of one record of a `REGION_WRITE_MULTI`.
+const MULTI_RECORD: usize = 24;
+
+/// `DMA_MAP` flags. Others (newer clients set bits that say how the descriptor
+/// is best used) are hints and are ignored.
+const MAP_READ: u32 = 1 << 0;
+const MAP_WRITE: u32 = 1 << 1;
+
+/// `DMA_UNMAP` flags, as in `linux/vfio.h`.
+const UNMAP_DIRTY_BITMAP: u32 = 1 << 0;
+const UNMAP_ALL: u32 = 1 << 1;
+
+impl<'a> Request<'a> {
+    /// Decodes the payload of `command`. `DEVICE_GET_REGION_IO_FDS` is
+    /// refused rather than answered with an empty list: its reply carries at
+    /// least one descriptor.
+    pub(super) fn decode(
+        command: Command,
+        payload: &'a [u8],
+        mut fds: Vec<OwnedFd>,
+    ) -> Result<Self, Refusal> {
+        let most_fds = match command {
+            Command::DeviceSetIrqs => super::MAX_MSG_FDS,
+            Command::DmaMap => 1,
+            _ => 0,
+        };
+        if fds.len() > most_fds {
+            return Err(Refusal::FdCount {
+                command,
+                actual: fds.len(),
+                expected: most_fds,
+            });
+        }
+        let fields = Fields { command, payload };
+
+        match command {
+            Command::Version => Ok(Self::Version(Negotiated::decode(payload)?)),
+            Command::DmaMap => DmaMap::decode(fields, fds.pop()).map(Self::DmaMap),
+            Command::DmaUnmap => DmaUnmap::decode(fields).map(Self::DmaUnmap),
+            Command::DeviceGetInfo => {
+                fields.query(16)?;
+                Ok(Self::DeviceGetInfo)
+            }
+            Command::DeviceGetRegionInfo => {
+                let (argsz, index) = fields.query(REGION_INFO_SIZE)?;
+                Ok(Self::DeviceGetRegionInfo {
+                    region: index.try_into()?,
+                    argsz,
+                })
+            }
+            Command::DeviceGetIrqInfo => {
+                let (_, index) = fields.query(16)?;
+                Ok(Self::DeviceGetIrqInfo {
+                    index: index.try_into()?,
+                })
+            }
+            Command::DeviceSetIrqs => SetIrqs::decode(payload, fds).map(Self::DeviceSetIrqs),
+            Command::RegionRead => {
+                let access = fields.access()?;
+                fields.exactly(16)?;
+                let Access {
+                    region,
+                    offset,
+                    count,
+                    ..
+                } = access.checked()?;
+                Ok(Self::RegionRead {
+                    region,
+                    offset,
+                    count,
+                })
+            }
+            Command::RegionWrite => {
+                let Access {
+                    region,
+                    offset,
+                    count,
+                    data,
+                } = fields.access()?.checked()?;
+                // `count` is at most MAX_DATA_XFER_SIZE by now.
+                fields.exactly(16 + count as usize)?;
+                Ok(Self::RegionWrite(RegionWrite {
+                    region,
+                    offset,
+                    data,
+                }))
+            }
+            Command::RegionWriteMulti => WriteMulti::decode(fields).map(Self::RegionWriteMulti),
+            Command::DeviceReset => {
+                fields.exactly(0)?;
+                Ok(Self::DeviceReset)
+            }
+            Command::DeviceGetRegionIoFds
+            | Command::DmaRead
+            | Command::DmaWrite
+            | Command::DirtyPages
+            | Command::DeviceFeature
+            | Command::MigDataRead
+            | Command::MigDataWrite => Err(Refusal::Unsupported(command)),
+        }
+    }
+
+    /// The request's command.
+    pub fn command(&self) -> Command {
+        match self {
+            Self::Version(_) => Command::Version,
+            Self::DmaMap(_) => Command::DmaMap,
+            Self::DmaUnmap(_) => Command::DmaUnmap,
+            Self::DeviceGetInfo => Command::DeviceGetInfo,
+            Self::DeviceGetRegionInfo { .. } => Command::DeviceGetRegionInfo,
+            Self::DeviceGetIrqInfo { .. } => Command::DeviceGetIrqInfo,
+            Self::DeviceSetIrqs(_) => Command::DeviceSetIrqs,
+            Self::RegionRead { .. } => Command::RegionRead,
+            Self::RegionWrite(_) => Command::RegionWrite,
+            Self::RegionWriteMulti(_) => Command::RegionWriteMulti,
+            Self::DeviceReset => Command::DeviceReset,
+        }
+    }
+}
+
+impl DmaMap {
+    fn decode(fields: Fields<'_>, fd: Option<OwnedFd>) -> Result<Self, Refusal> {
+        const SIZE: usize = 32;
+        let mut cursor = fields.exactly(SIZE)?;
+        let parts = (
+            cursor.u32(),
+            cursor.u32(),
+            cursor.u64(),
+            cursor.u64(),
+            cursor.u64(),
+        );
+        let (Some(argsz), Some(flags), Some(offset), Some(address), Some(size)) = parts else {
+            return Err(fields.size(SIZE));
+        };
+        fields.argsz(argsz, SIZE as u32)?;
+        check_dma_range(address, size)?;
+        if !offset.is_multiple_of(DMA_PAGE_SIZE) || offset.checked_add(size).is_none() {
+            return Err(Refusal::DmaOffset { offset, size });
+        }
+        Ok(Self {
+            address,
+            size,
+            offset,
+            readable: flags & MAP_READ != 0,
+            writable: flags & MAP_WRITE != 0,
+            fd,
+        })
+    }
+}
+
+impl DmaUnmap {
+    fn decode(fields: Fields<'_>) -> Result<Self, Refusal> {
+        const SIZE: usize = 24;
+        let command = fields.command;
+        let mut cursor = Cursor::new(fields.payload);
+        let parts = (cursor.u32(), cursor.u32(), cursor.u64(), cursor.u64());
+        let (Some(argsz), Some(flags), Some(address), Some(size)) = parts else {
+            return Err(fields.size(SIZE));
+        };
+        // Before the length: a request for the dirty bitmap is longer, and
+        // "not supported" is the truer answer.
+        match flags {
+            0 | UNMAP_ALL => fields.exactly(SIZE)?,
+            _ if flags == UNMAP_ALL | UNMAP_DIRTY_BITMAP => {
+                return Err(Refusal::Flags { command, flags });
+            }
+            _ => return Err(Refusal::UnsupportedFlags { command, flags }),
+        };
+        fields.argsz(argsz, SIZE as u32)?;
+        if flags == UNMAP_ALL {
+            if address != 0 || size != 0 {
+                return Err(Refusal::DmaRange { address, size });
+            }
+            return Ok(Self::All);
+        }
+        check_dma_range(address, size)?;
+        Ok(Self::Range { address, size })
+    }
+}
+
+/// Not empty, whole pages, and the last byte is below 2⁶⁴.
+fn check_dma_range(address: u64, size: u64) -> Result<(), Refusal> {
+    let aligned = address.is_multiple_of(DMA_PAGE_SIZE) && size.is_multiple_of(DMA_PAGE_SIZE);
+    // With `size` not 0, `size - 1` is the distance to the last byte: a range
+    // that ends at 2⁶⁴ exactly is fine.
+    match size
+        .checked_sub(1)
+        .and_then(|last| address.checked_add(last))
+    {
+        Some(_) if aligned => Ok(()),
+        _ => Err(Refusal::DmaRange { address, size }),
+    }
+}
+
+impl<'a> WriteMulti<'a> {
+    fn decode(fields: Fields<'a>) -> Result<Self, Refusal> {
+        let mut cursor = Cursor::new(fields.payload);
+        let count = cursor.u64().ok_or_else(|| fields.size(8))?;
+        let records = cursor.rest();
+        let expected = usize::try_from(count)
+            .ok()
+            .and_then(|count| count.checked_mul(MULTI_RECORD))
+            .unwrap_or(usize::MAX);
+        if records.len() != expected {
+            return Err(fields.size(expected.saturating_add(8)));
+        }
+        // All of it is checked before any of it is done.
+        for record in records.chunks_exact(MULTI_RECORD) {
+            record_write(fields.command, record)?;
+        }
+        Ok(Self { records })
+    }
+
+    /// Number of writes.
+    pub fn len(&self) -> usize {
+        self.records.len() / MULTI_RECORD
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    /// The writes, in order.
+    pub fn writes(&self) -> impl Iterator<Item = RegionWrite<'a>> + use<'a> {
+        self.records.chunks_exact(MULTI_RECORD).map(|record| {
+            record_write(Command::RegionWriteMulti, record)
+                .expect("every record was checked when the request was decoded")
+        })
+    }
+}
+
+fn record_write(command: Command, record: &[u8]) -> Result<RegionWrite<'_>, Refusal> {
+    let Access {
+        region,
+        offset,
+        count,
+        data,
+    } = Fields {
+        command,
+        payload: record,
+    }
+    .access()?
+    .checked()?;
+    let data = data
+        .get(..count as usize)
+        .ok_or(Refusal::MultiWriteTooLarge(count))?;
+    Ok(RegionWrite {
+        region,
+        offset,
+        data,
+    })
+}
+
+/// A payload on its way to be checked.
+#[derive(Clone, Copy)]
+struct Fields<'a> {
+    command: Command,
+    payload: &'a [u8],
+}
+
+/// The head that region reads and writes share, and what follows it.
+struct Access<'a, R> {
+    region: R,
+    offset: u64,
+    count: u32,
+    data: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    fn size(&self, expected: usize) -> Refusal {
+        Refusal::PayloadSize {
+            command: self.command,
+            actual: self.payload.len(),
+            expected,
+        }
+    }
+
+    /// The payload, when it has exactly `expected` bytes.
+    fn exactly(&self, expected: usize) -> Result<Cursor<'a>, Refusal> {
+        if self.payload.len() != expected {
+            return Err(self.size(expected));
+        }
+        Ok(Cursor::new(self.payload))
+    }
+
+    fn argsz(&self, argsz: u32, needed: u32) -> Result<(), Refusal> {
+        if argsz < needed {
+            return Err(Refusal::Argsz {
+                command: self.command,
+                argsz,
+                needed,
+            });
+        }
+        Ok(())
+    }
+
+    /// `argsz` and the index of a query whose reply has at least `reply`
+    /// bytes. More than the fixed part may follow: clients send the buffer
+    /// that they want filled.
+    fn query(&self, reply: u32) -> Result<(u32, u32), Refusal> {
+        let needed = reply as usize;
+        let mut cursor = Cursor::new(self.payload);
+        let (Some(argsz), Some(_flags), Some(index)) = (cursor.u32(), cursor.u32(), cursor.u32())
+        else {
+            return Err(self.size(needed));
+        };
+        if self.payload.len() < needed {
+            return Err(self.size(needed));
+        }
+        self.argsz(argsz, reply)?;
+        Ok((argsz, index))
+    }
+
+    fn access(&self) -> Result<Access<'a, u32>, Refusal> {
+        let mut cursor = Cursor::new(self.payload);
+        let (Some(offset), Some(region), Some(count)) = (cursor.u64(), cursor.u32(), cursor.u32())
+        else {
+            return Err(self.size(16));
+        };
+        Ok(Access {
+            region,
+            offset,
+            count,
+            data: cursor.rest(),
+        })
+    }
+}
+
+impl<'a> Access<'a, u32> {
+    fn checked(self) -> Result<Access<'a, Region>, Refusal> {
+        let Self {
+            region,
+            offset,
+            count,
+            data,
+        } = self;
+        if count > MAX_DATA_XFER_SIZE {
+            return Err(Refusal::TransferTooLarge(count));
+        }
+        let region = Region::try_from(region)?;
+        if offset.checked_add(count.into()).is_none() {
+            return Err(Refusal::RegionRange { offset, count });
+        }
+        Ok(Access {
+            region,
+            offset,
+            count,
+            data,
+        })
+    }
+}

@@ -1,0 +1,68 @@
+//! From framed messages to typed requests.
+
+use super::connection::Message;
+use super::header::{HEADER_SIZE, MessageType};
+use super::refusal::Refusal;
+use super::request::Request;
+use super::version::Negotiated;
+use super::{Command, MAX_MESSAGE_SIZE};
+
+/// What a connection has agreed on. Does no I/O.
+#[derive(Debug, Default)]
+pub struct Session {
+    negotiated: Option<Negotiated>,
+}
+
+impl Session {
+    /// A session that has not negotiated yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What was agreed on, once `VERSION` has come.
+    pub fn negotiated(&self) -> Option<&Negotiated> {
+        self.negotiated.as_ref()
+    }
+
+    /// Decodes and checks a message. Descriptors that the request does not
+    /// take are closed.
+    ///
+    /// # Errors
+    ///
+    /// A [`Refusal`], with the errno to send and what becomes of the
+    /// connection.
+    pub fn decode<'a>(&mut self, message: Message<'a>) -> Result<Request<'a>, Refusal> {
+        let Message {
+            header,
+            payload,
+            fds,
+            fds_refused,
+        } = message;
+        if (header.size as usize) < HEADER_SIZE {
+            return Err(Refusal::ShorterThanHeader(header.size));
+        }
+        match header.message_type() {
+            MessageType::Command => {}
+            MessageType::Reply => return Err(Refusal::UnsolicitedReply { id: header.id }),
+            MessageType::Unknown(value) => return Err(Refusal::UnknownType(value)),
+        }
+        if header.size > MAX_MESSAGE_SIZE {
+            return Err(Refusal::TooLarge(header.size));
+        }
+        let command =
+            Command::from_number(header.command).ok_or(Refusal::UnknownCommand(header.command))?;
+        if fds_refused {
+            return Err(Refusal::TooManyFds);
+        }
+        match (command, &self.negotiated) {
+            (Command::Version, Some(_)) => return Err(Refusal::AlreadyNegotiated),
+            (Command::Version, None) | (_, Some(_)) => {}
+            (_, None) => return Err(Refusal::NotNegotiated(command)),
+        }
+        let request = Request::decode(command, payload, fds)?;
+        if let Request::Version(negotiated) = &request {
+            self.negotiated = Some(*negotiated);
+        }
+        Ok(request)
+    }
+}

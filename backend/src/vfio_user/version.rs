@@ -1,0 +1,119 @@
+//! Version and capability negotiation ("`VFIO_USER_VERSION`").
+
+use serde::{Deserialize, Serialize};
+
+use super::refusal::Refusal;
+use super::wire::{Cursor, Put};
+use super::{
+    Command, DMA_PAGE_SIZE, MAX_DATA_XFER_SIZE, MAX_DMA_MAPS, MAX_MSG_FDS, VERSION_MAJOR,
+    VERSION_MINOR,
+};
+
+/// Longest version data that is parsed, bytes. QEMU's has about 200; the limit
+/// keeps a client from feeding the JSON parser a megabyte.
+pub const MAX_VERSION_DATA: usize = 16 << 10;
+
+/// What client and server agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Negotiated {
+    /// Minor version; the major is 0.
+    pub minor: u16,
+    /// Most descriptors that the client takes in one message. A client that
+    /// takes none must not be offered mappable regions.
+    pub client_max_msg_fds: u64,
+    /// Most bytes of one `DMA_READ` or `DMA_WRITE` that the client serves.
+    pub client_max_data_xfer_size: u64,
+    /// Whether `REGION_WRITE_MULTI` may be used: the client proposed it.
+    pub write_multiple: bool,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Proposal {
+    capabilities: Proposed,
+}
+
+/// Capabilities that matter here; others are ignored, so newer clients work.
+#[derive(Deserialize)]
+#[serde(default)]
+struct Proposed {
+    max_msg_fds: u64,
+    max_data_xfer_size: u64,
+    write_multiple: bool,
+}
+
+impl Default for Proposed {
+    fn default() -> Self {
+        Self {
+            max_msg_fds: 1,
+            max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
+            write_multiple: false,
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Offer {
+    capabilities: Offered,
+}
+
+#[derive(Serialize)]
+struct Offered {
+    max_msg_fds: usize,
+    max_data_xfer_size: u32,
+    max_dma_maps: u32,
+    pgsizes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    write_multiple: Option<bool>,
+}
+
+impl Negotiated {
+    pub(super) fn decode(payload: &[u8]) -> Result<Self, Refusal> {
+        let mut cursor = Cursor::new(payload);
+        let (Some(major), Some(minor)) = (cursor.u16(), cursor.u16()) else {
+            return Err(Refusal::PayloadSize {
+                command: Command::Version,
+                actual: payload.len(),
+                expected: 4,
+            });
+        };
+        if major != VERSION_MAJOR {
+            return Err(Refusal::Version { major, minor });
+        }
+        let data = cursor.rest();
+        if data.len() > MAX_VERSION_DATA {
+            return Err(Refusal::VersionDataTooLong(data.len()));
+        }
+        let proposal = match data.split_last() {
+            None => Proposal::default(),
+            Some((0, json)) => serde_json::from_slice(json).map_err(Refusal::VersionData)?,
+            Some(_) => return Err(Refusal::VersionDataUnterminated),
+        };
+        let proposed = proposal.capabilities;
+        Ok(Self {
+            minor: minor.min(VERSION_MINOR),
+            client_max_msg_fds: proposed.max_msg_fds,
+            client_max_data_xfer_size: proposed.max_data_xfer_size,
+            write_multiple: proposed.write_multiple,
+        })
+    }
+
+    /// Appends the reply's payload. Our limits are always in it, whether the
+    /// client named its own or not: without them it would assume one
+    /// descriptor a message. A feature is in it only when it was proposed.
+    pub(super) fn encode(&self, out: &mut Vec<u8>) {
+        let offer = Offer {
+            capabilities: Offered {
+                max_msg_fds: MAX_MSG_FDS,
+                max_data_xfer_size: MAX_DATA_XFER_SIZE,
+                max_dma_maps: MAX_DMA_MAPS,
+                pgsizes: DMA_PAGE_SIZE,
+                write_multiple: self.write_multiple.then_some(true),
+            },
+        };
+        out.put_u16(VERSION_MAJOR);
+        out.put_u16(self.minor);
+        serde_json::to_writer(&mut *out, &offer).expect("numbers and booleans go into a Vec");
+        out.push(0);
+    }
+}

@@ -1,0 +1,58 @@
+//! Integers in and out of byte slices.
+//!
+//! All data is in the byte order of the host ("Protocol Specification"): both
+//! ends of a UNIX socket are on one machine.
+
+/// Takes integers off the front of a payload; `None` when it is used up.
+#[derive(Clone, Copy, Debug)]
+pub struct Cursor<'a>(&'a [u8]);
+
+impl<'a> Cursor<'a> {
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk::<N>()?;
+        self.0 = rest;
+        Some(*head)
+    }
+
+    pub fn u16(&mut self) -> Option<u16> {
+        self.take().map(u16::from_ne_bytes)
+    }
+
+    pub fn u32(&mut self) -> Option<u32> {
+        self.take().map(u32::from_ne_bytes)
+    }
+
+    pub fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_ne_bytes)
+    }
+
+    /// What has not been taken.
+    pub fn rest(self) -> &'a [u8] {
+        self.0
+    }
+}
+
+/// Puts integers at the end of a message.
+pub trait Put {
+    fn put_u16(&mut self, value: u16);
+    fn put_u32(&mut self, value: u32);
+    fn put_u64(&mut self, value: u64);
+}
+
+impl Put for Vec<u8> {
+    fn put_u16(&mut self, value: u16) {
+        self.extend_from_slice(&value.to_ne_bytes());
+    }
+
+    fn put_u32(&mut self, value: u32) {
+        self.extend_from_slice(&value.to_ne_bytes());
+    }
+
+    fn put_u64(&mut self, value: u64) {
+        self.extend_from_slice(&value.to_ne_bytes());
+    }
+}
