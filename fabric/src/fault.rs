@@ -1,5 +1,7 @@
 //! Refused DMA: who was refused what, and by which of the translations.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// Direction of a DMA, seen from the device.
@@ -24,13 +26,46 @@ pub enum FaultReason {
     BorrowerDomain,
     /// It is mapped, but not for this direction.
     Permission,
-    /// The memory behind the mapping is gone: its file shrank.
+    /// The memory behind the mapping is gone: its file shrank, or the system
+    /// had no page for it.
     MemoryGone,
+}
+
+impl FaultReason {
+    /// All of them, in the order of a path.
+    pub const ALL: [Self; 6] = [
+        Self::BusMasterDisabled,
+        Self::LenderDomain,
+        Self::Window,
+        Self::BorrowerDomain,
+        Self::Permission,
+        Self::MemoryGone,
+    ];
+
+    /// Its place in [`FaultReason::ALL`].
+    pub(crate) fn index(self) -> usize {
+        self as usize
+    }
+}
+
+impl fmt::Display for FaultReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::BusMasterDisabled => "bus mastering is off",
+            Self::LenderDomain => "the lender's IOMMU maps nothing there (outside every window)",
+            Self::Window => "no NTB window is open there",
+            Self::BorrowerDomain => {
+                "the borrower's IOMMU maps nothing there (a hole in the guest's RAM)"
+            }
+            Self::Permission => "the memory may not be written",
+            Self::MemoryGone => "the memory is gone (its file was truncated or is out of space)",
+        })
+    }
 }
 
 /// One refused DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("DMA {access:?} of {len} bytes at IOVA {iova:#x} refused: {reason:?}")]
+#[error("DMA {access:?} of {len} bytes at IOVA {iova:#x} refused: {reason}")]
 pub struct Fault {
     /// First IOVA that was refused.
     pub iova: u64,

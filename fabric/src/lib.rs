@@ -1,8 +1,49 @@
-//! Address domains between a lender and a borrower: IOMMU domains, NTB windows
-//! and their limits.
+//! The path of a DMA from a borrowed device to the borrower's memory.
+//!
+//! A device at the lender puts an IOVA on its bus, and the bytes must land in
+//! guest RAM at another host. Three tables stand between, each owned by
+//! somebody else, each able to refuse:
+//!
+//! ```text
+//!            lender                                borrower
+//!   device ──► lender's IOMMU ──► NTB window ──► borrower's IOMMU ──► memory
+//!       IOVA (= GPA)       BusAddress       FarAddress          fd + offset
+//!              │                  │                  │
+//!        LenderDomain           Window         BorrowerDomain     a refusal is a Fault
+//! ```
+//!
+//! [`LenderPath`] sets up the first two for one borrow, [`BorrowerDomain`] the
+//! third. [`soft`] implements all of them on one machine and enforces in
+//! software the limits ([`NtbLimits`]) that an adapter has in hardware; Linux
+//! VFIO and register-programmed NTBs are further implementations of the same
+//! calls.
+//!
+//! [`memory`] maps what the other side shares, and survives its being
+//! truncated; [`pin`] keeps it resident while a device may reach it.
+#![deny(unsafe_code)]
 
+pub mod limits;
 pub mod memory;
+pub mod pin;
+pub mod soft;
 
+mod address;
+mod backing;
+mod error;
 mod fault;
+mod fault_log;
+mod mapping;
+mod pages;
+mod path;
+mod sigbus;
+mod size;
 
+pub use address::{Address, AddressRange, BusAddress, FarAddress, Iova};
+pub use error::FabricError;
 pub use fault::{Access, Fault, FaultReason};
+pub use fault_log::{FaultLog, FaultRecord, FaultSummary, ReasonCounts};
+pub use limits::{LimitError, NtbLimits, NtbUse, fits};
+pub use memory::MemoryRange;
+pub use pages::{PAGE_SIZE, PageCounts};
+pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};
+pub use size::Size;

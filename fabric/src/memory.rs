@@ -3,52 +3,127 @@
 //! The other side can write to it at any time and may even shrink the file.
 //! So there are no references into it, only copies and atomic accesses, and a
 //! slice keeps the mapping alive for as long as anything (an I/O in flight
-//! included) may touch it.
+//! included) may touch it. When the file shrinks, accesses go to zero pages
+//! from then on, and [`SharedMemory::is_gone`] says so.
 
 use std::{
+    fs::File,
+    io,
     os::fd::OwnedFd,
     sync::{Arc, atomic::Ordering},
 };
 
-use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
+use rustix::fs::{MemfdFlags, SealFlags};
+use vm_memory::{Bytes, VolatileSlice};
+
+use crate::{PAGE_SIZE, backing::Backing, mapping::Mapping, sigbus::Guarded};
+
+/// A part of a file that is somebody's memory.
+#[derive(Clone, Debug)]
+pub struct MemoryRange {
+    /// The file.
+    pub file: Arc<File>,
+    /// Where the part begins in the file, bytes; a multiple of its page size.
+    pub offset: u64,
+    /// Bytes; a multiple of 4096.
+    pub len: u64,
+    /// Whether a device may write to it.
+    pub writable: bool,
+}
+
+impl MemoryRange {
+    /// All `len` bytes of `file`, writable.
+    pub fn whole(file: impl Into<File>, len: u64) -> Self {
+        Self {
+            file: Arc::new(file.into()),
+            offset: 0,
+            len,
+            writable: true,
+        }
+    }
+}
+
+/// Makes a memfd of `len` zero bytes whose size can never change. `name` shows
+/// up in `/proc`.
+pub fn create_sealed(name: &str, len: u64) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&fd, len)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(fd)
+}
 
 /// A mapped range of a shared file.
 #[derive(Debug)]
 pub struct SharedMemory {
-    region: MmapRegion<()>,
+    // Dropped in this order: the guard must not outlive the mapping.
+    guard: Guarded,
+    mapping: Mapping,
+    page_size: u64,
 }
 
 impl SharedMemory {
-    /// Maps `len` bytes at `offset` of `file`.
-    pub fn map(
-        file: OwnedFd,
-        offset: u64,
-        len: usize,
-        writable: bool,
-    ) -> std::io::Result<Arc<Self>> {
-        use rustix::mm::{MapFlags, ProtFlags};
-        let mut prot = ProtFlags::READ;
-        if writable {
-            prot |= ProtFlags::WRITE;
-        }
-        let region = MmapRegion::build(
-            Some(FileOffset::new(file.into(), offset)),
-            len,
-            prot.bits() as i32,
-            (MapFlags::SHARED | MapFlags::NORESERVE).bits() as i32,
-        )
-        .map_err(std::io::Error::other)?;
-        Ok(Arc::new(Self { region }))
+    /// Maps `len` bytes at `offset` of `file`. The descriptor is not needed
+    /// afterwards.
+    ///
+    /// # Errors
+    /// What the system reports, and [`io::ErrorKind::InvalidInput`] when the
+    /// file is no memory, or the range is empty, unaligned, or not all inside.
+    pub fn map(file: OwnedFd, offset: u64, len: usize, writable: bool) -> io::Result<Arc<Self>> {
+        Self::map_file(&file.into(), offset, len, writable)
+    }
+
+    /// Maps `range`.
+    ///
+    /// # Errors
+    /// As [`SharedMemory::map`].
+    pub fn map_range(range: &MemoryRange) -> io::Result<Arc<Self>> {
+        let len = usize::try_from(range.len).map_err(io::Error::other)?;
+        Self::map_file(&range.file, range.offset, len, range.writable)
+    }
+
+    /// Maps `len` new zero bytes that nobody else has, rounded up to pages:
+    /// for BARs and tests.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn anonymous(len: usize) -> io::Result<Arc<Self>> {
+        let len = len.max(1).next_multiple_of(PAGE_SIZE as usize);
+        Self::map(create_sealed("farside", len as u64)?, 0, len, true)
+    }
+
+    fn map_file(file: &File, offset: u64, len: usize, writable: bool) -> io::Result<Arc<Self>> {
+        let backing = Backing::check(file, offset, len as u64)?;
+        let mapping = Mapping::new(file, offset, len, writable)?;
+        // Also where the file is sealed: then it cannot shrink, but the system
+        // can still be out of pages.
+        let guard = Guarded::new(mapping.start(), len, backing.page_size as usize)?;
+        Ok(Arc::new(Self {
+            guard,
+            mapping,
+            page_size: backing.page_size,
+        }))
     }
 
     /// Bytes mapped.
     pub fn len(&self) -> usize {
-        self.region.size()
+        self.mapping.len()
     }
 
     /// Whether nothing is mapped.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Bytes of the pages it consists of.
+    pub fn page_size(&self) -> u64 {
+        self.page_size
+    }
+
+    /// Whether an access found that the file had shrunk (or that the system
+    /// had no page for it). From then on all of it is zero pages of our own,
+    /// which nobody else sees.
+    pub fn is_gone(&self) -> bool {
+        self.guard.is_gone()
     }
 
     /// The part `[offset, offset + len)`, or `None` when it is not all inside.
@@ -61,7 +136,8 @@ impl SharedMemory {
     }
 }
 
-/// A part of a [`SharedMemory`], which it keeps mapped.
+/// A part of a [`SharedMemory`], which it keeps mapped. A clone costs one
+/// atomic increment.
 #[derive(Clone, Debug)]
 pub struct HostSlice {
     memory: Arc<SharedMemory>,
@@ -80,6 +156,16 @@ impl HostSlice {
         self.len == 0
     }
 
+    /// The memory that it is a part of.
+    pub fn memory(&self) -> &Arc<SharedMemory> {
+        &self.memory
+    }
+
+    /// Where it begins in [`HostSlice::memory`], bytes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
     /// Host virtual address of the first byte, for handing to the kernel. It
     /// is good for as long as `self` or a clone of it lives.
     pub fn as_ptr(&self) -> *mut u8 {
@@ -95,18 +181,17 @@ impl HostSlice {
         })
     }
 
-    /// Copies from the start of the slice; `buf` must not be longer than it.
-    pub fn read(&self, buf: &mut [u8]) {
-        self.volatile()
-            .read_slice(buf, 0)
-            .expect("caller keeps within the slice");
+    /// Copies from the start of the slice and returns how many bytes: all of
+    /// `buf`, or as many as the slice has.
+    pub fn read(&self, buf: &mut [u8]) -> usize {
+        self.volatile().read(buf, 0).unwrap_or(0)
     }
 
-    /// Copies to the start of the slice; `buf` must not be longer than it.
-    pub fn write(&self, buf: &[u8]) {
-        self.volatile()
-            .write_slice(buf, 0)
-            .expect("caller keeps within the slice");
+    /// Copies to the start of the slice and returns how many bytes: all of
+    /// `buf`, or as many as the slice has. The slice must be of writable
+    /// memory, as one translated for [`crate::Access::Write`] is.
+    pub fn write(&self, buf: &[u8]) -> usize {
+        self.volatile().write(buf, 0).unwrap_or(0)
     }
 
     /// Loads a little-endian word at `offset`, or `None` when it is not inside
@@ -124,10 +209,20 @@ impl HostSlice {
         self.volatile().store(value.to_le(), offset, order).ok()
     }
 
+    /// As [`HostSlice::load_u32`], 64 bits.
+    pub fn load_u64(&self, offset: usize, order: Ordering) -> Option<u64> {
+        self.volatile()
+            .load::<u64>(offset, order)
+            .ok()
+            .map(u64::from_le)
+    }
+
+    /// As [`HostSlice::store_u32`], 64 bits.
+    pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
+        self.volatile().store(value.to_le(), offset, order).ok()
+    }
+
     fn volatile(&self) -> VolatileSlice<'_> {
-        self.memory
-            .region
-            .get_slice(self.offset, self.len)
-            .expect("checked when the slice was made")
+        self.memory.mapping.volatile(self.offset, self.len)
     }
 }

@@ -7,7 +7,7 @@ use crate::{Gpa, GpaRange, Oracle, Resolution};
 ///
 /// ```
 /// use farside_guest_layout::{Gpa, GpaRange, RangeSet};
-/// let page = |n| GpaRange::new(Gpa::new(n * 4096), 4096).unwrap();
+/// let page = |n: u64| GpaRange::new(Gpa::new(n * 4096), 4096).unwrap();
 /// let set: RangeSet = [page(5), page(1), page(2)].into_iter().collect();
 /// assert_eq!(set.ranges().len(), 2); // pages 1 and 2 are one range
 /// ```

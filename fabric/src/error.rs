@@ -1,0 +1,110 @@
+//! What can go wrong when a path is set up or taken down.
+
+use std::io;
+
+use crate::{Iova, LimitError, Size};
+
+/// Why a fabric refused to change a path. The path is as it was before.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FabricError {
+    /// A range is empty or ends past the end of its space.
+    #[error("{space} range of {len:#x} bytes at {start:#x} is empty or ends beyond 2^64")]
+    BadRange {
+        /// Name of the address space.
+        space: &'static str,
+        /// First address.
+        start: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// A range does not begin or end where it must.
+    #[error(
+        "{space} range of {len:#x} bytes at {start:#x} must begin and end at multiples of {}",
+        Size(*alignment)
+    )]
+    Unaligned {
+        /// Name of the address space.
+        space: &'static str,
+        /// First address.
+        start: u64,
+        /// Bytes.
+        len: u64,
+        /// What it must be a multiple of, bytes.
+        alignment: u64,
+    },
+    /// Something is mapped there already.
+    #[error(
+        "{space} range of {len:#x} bytes at {start:#x} overlaps the mapping of {other_len:#x} \
+         bytes at {other_start:#x}; unmap that first"
+    )]
+    Overlap {
+        /// Name of the address space.
+        space: &'static str,
+        /// First address asked for.
+        start: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// First address of what is there.
+        other_start: u64,
+        /// Bytes of what is there.
+        other_len: u64,
+    },
+    /// An unmap would cut a mapping in two.
+    #[error(
+        "cannot unmap {len:#x} bytes at {space} {start:#x}: it would cut the mapping of \
+         {mapping_len:#x} bytes at {mapping_start:#x}; unmap whole mappings"
+    )]
+    SplitMapping {
+        /// Name of the address space.
+        space: &'static str,
+        /// First address asked for.
+        start: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// First address of the mapping.
+        mapping_start: u64,
+        /// Bytes of the mapping.
+        mapping_len: u64,
+    },
+    /// Nothing is mapped there.
+    #[error("nothing is mapped in the {len:#x} bytes at {space} {start:#x}")]
+    NotMapped {
+        /// Name of the address space.
+        space: &'static str,
+        /// First address asked for.
+        start: u64,
+        /// Bytes asked for.
+        len: u64,
+    },
+    /// A domain has as many mappings as it may have.
+    #[error("the limit of {limit} mappings of one domain ({space}) is reached")]
+    TooManyMappings {
+        /// Name of the address space.
+        space: &'static str,
+        /// The limit.
+        limit: usize,
+    },
+    /// No window begins there.
+    #[error("no window begins at IOVA {iova}")]
+    NoWindow {
+        /// The IOVA asked for.
+        iova: Iova,
+    },
+    /// The adapter does not have what it takes.
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    /// The memory could not be mapped.
+    #[error("cannot map {len:#x} bytes at offset {offset:#x} of the shared memory file: {source}")]
+    Memory {
+        /// Offset in the file.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// What an implementation beyond this crate reports: a proxy, a driver.
+    #[error(transparent)]
+    Other(Box<dyn std::error::Error + Send + Sync>),
+}

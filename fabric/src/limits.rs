@@ -1,0 +1,274 @@
+//! What an NTB adapter has to give, and whether it is enough.
+//!
+//! An adapter has one BAR for DMA windows. Its look-up table (LUT) cuts the
+//! BAR into equal segments and translates each on its own; a window takes as
+//! many consecutive entries as its span needs. Another table maps requesters
+//! (devices and CPUs), so that completions of reads find their way back: each
+//! borrowed device takes an entry of it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{PAGE_SIZE, Size};
+
+/// Limits of an NTB adapter.
+///
+/// The default is an adapter of the Dolphin PXH830 class: 32 requester entries,
+/// of which CPUs take 2, so 30 devices between a pair of hosts. The size of its
+/// BAR is configurable, and its users advise to make it as large as possible:
+/// 32 GiB with 256 LUT entries, so 128 MiB each, is *our* choice. As delivered
+/// its prefetchable BAR is 256 MiB, too small for the RAM of most guests.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NtbLimits {
+    /// Bytes of the BAR that windows are in; a power of two.
+    pub bar_size: u64,
+    /// Entries of the look-up table; a power of two.
+    pub lut_entries: u32,
+    /// What a far address must be a multiple of, bytes; a power of two. Left
+    /// out, it is the segment size. (Older Intel NTBs: the BAR's size. AMD:
+    /// 4096.)
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alignment: Option<u64>,
+    /// Entries of the requester table.
+    pub requester_entries: u32,
+    /// How many of those the CPUs take.
+    pub reserved_requesters: u32,
+}
+
+impl Default for NtbLimits {
+    fn default() -> Self {
+        Self {
+            bar_size: 32 << 30,
+            lut_entries: 256,
+            alignment: None,
+            requester_entries: 32,
+            reserved_requesters: 2,
+        }
+    }
+}
+
+impl NtbLimits {
+    /// Largest BAR that makes sense: a quarter of what x86 can address.
+    const MAX_BAR: u64 = 1 << 50;
+    /// Largest LUT: far beyond real ones (Switchtec has 512 entries).
+    const MAX_LUT: u32 = 1 << 16;
+
+    /// Checks that the numbers can be those of an adapter.
+    ///
+    /// # Errors
+    /// [`LimitError::Invalid`] names the first that cannot.
+    pub fn validate(&self) -> Result<(), LimitError> {
+        let invalid = |name, value, rule| Err(LimitError::Invalid { name, value, rule });
+        let lut = u64::from(self.lut_entries);
+        if !self.bar_size.is_power_of_two() || !(PAGE_SIZE..=Self::MAX_BAR).contains(&self.bar_size)
+        {
+            let rule = "a power of two from 4096 to 2^50 bytes";
+            return invalid("bar_size", self.bar_size, rule);
+        }
+        if !lut.is_power_of_two() || self.lut_entries > Self::MAX_LUT {
+            return invalid("lut_entries", lut, "a power of two from 1 to 65536");
+        }
+        if self.bar_size / lut < PAGE_SIZE {
+            return invalid("lut_entries", lut, "at most bar_size / 4096");
+        }
+        if !self.alignment().is_power_of_two() || self.alignment() < PAGE_SIZE {
+            let rule = "a power of two, at least 4096 bytes";
+            return invalid("alignment", self.alignment(), rule);
+        }
+        if self.requester_entries <= self.reserved_requesters {
+            let value = u64::from(self.requester_entries);
+            return invalid("requester_entries", value, "more than reserved_requesters");
+        }
+        if self.requester_entries > Self::MAX_LUT {
+            let value = u64::from(self.requester_entries);
+            return invalid("requester_entries", value, "at most 65536");
+        }
+        Ok(())
+    }
+
+    /// Bytes that one LUT entry translates.
+    pub fn segment(&self) -> u64 {
+        self.bar_size / u64::from(self.lut_entries.max(1))
+    }
+
+    /// What a far address must be a multiple of, bytes.
+    pub fn alignment(&self) -> u64 {
+        self.alignment.unwrap_or_else(|| self.segment())
+    }
+
+    /// LUT entries that a window of `len` bytes takes.
+    pub fn entries_for(&self, len: u64) -> u64 {
+        len.div_ceil(self.segment().max(1))
+    }
+
+    /// Devices that can be lent at once.
+    pub fn max_devices(&self) -> u32 {
+        self.requester_entries
+            .saturating_sub(self.reserved_requesters)
+    }
+
+    /// The smallest BAR, larger than this one, that windows of `spans` bytes
+    /// fit in with as many LUT entries; `None` when no size helps.
+    pub(crate) fn larger_bar(&self, spans: impl Iterator<Item = u64> + Clone) -> Option<u64> {
+        let mut larger = self.clone();
+        while larger.bar_size < Self::MAX_BAR {
+            larger.bar_size *= 2;
+            let needed = spans
+                .clone()
+                .map(|span| larger.entries_for(span))
+                .fold(0, u64::saturating_add);
+            if needed <= u64::from(larger.lut_entries) {
+                return Some(larger.bar_size);
+            }
+        }
+        None
+    }
+}
+
+/// What some windows take of an adapter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NtbUse {
+    /// Windows.
+    pub windows: u32,
+    /// LUT entries.
+    pub lut_entries: u32,
+    /// Bytes of the BAR: the entries' segments.
+    pub bar_bytes: u64,
+}
+
+/// Whether windows of `spans` bytes fit in an adapter that has nothing else to
+/// do, and what they take. Ask before a VM boots.
+///
+/// # Errors
+/// [`LimitError::GuestTooLarge`] says what would fit, and which BAR would do.
+pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
+    limits.validate()?;
+    let needed = spans
+        .iter()
+        .map(|&span| limits.entries_for(span))
+        .fold(0, u64::saturating_add);
+    let available = u64::from(limits.lut_entries);
+    if needed <= available {
+        return Ok(NtbUse {
+            windows: spans.len() as u32, // each takes an entry, or is empty
+            lut_entries: needed as u32,
+            bar_bytes: needed * limits.segment(),
+        });
+    }
+    // All windows but one may end in a segment that they only begin.
+    let spare = available.saturating_sub((spans.len() as u64).saturating_sub(1));
+    Err(LimitError::GuestTooLarge {
+        bytes: spans.iter().copied().fold(0, u64::saturating_add),
+        windows: spans.len(),
+        needed,
+        limit: limits.lut_entries,
+        segment: limits.segment(),
+        fits: spare * limits.segment(),
+        bar_size: limits.bar_size,
+        remedy: Remedy(limits.larger_bar(spans.iter().copied())),
+    })
+}
+
+/// A limit of the adapter that does not allow what was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LimitError {
+    /// A configured limit cannot be.
+    #[error("NTB limit {name} = {value} must be {rule}")]
+    Invalid {
+        /// Its name in the configuration.
+        name: &'static str,
+        /// What it was set to.
+        value: u64,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// Windows for a whole guest do not fit in an empty adapter.
+    #[error(
+        "guest too large for the NTB's BAR of {}: {windows} windows over {} need {needed} LUT \
+         entries of {}, the limit is {limit}; guest RAM of at most {} fits; {remedy}",
+        Size(*bar_size), Size(*bytes), Size(*segment), Size(*fits)
+    )]
+    GuestTooLarge {
+        /// Bytes that the windows span.
+        bytes: u64,
+        /// How many windows.
+        windows: usize,
+        /// LUT entries they need.
+        needed: u64,
+        /// LUT entries there are.
+        limit: u32,
+        /// Bytes an entry translates.
+        segment: u64,
+        /// Bytes of RAM that are sure to fit in as many windows.
+        fits: u64,
+        /// Bytes of the BAR.
+        bar_size: u64,
+        /// What to do.
+        remedy: Remedy,
+    },
+    /// A window does not fit in what is left of the LUT.
+    #[error(
+        "no room for a window of {} in the NTB's BAR: it needs {needed} consecutive LUT entries \
+         of {}; of {limit}, {free} are free, at most {largest_run} of them consecutive; a window of \
+         at most {} fits; {remedy}",
+        Size(*bytes), Size(*segment), Size(*segment * u64::from(*largest_run))
+    )]
+    LutEntries {
+        /// Bytes of the window.
+        bytes: u64,
+        /// LUT entries it needs.
+        needed: u64,
+        /// LUT entries there are.
+        limit: u32,
+        /// LUT entries that are free.
+        free: u32,
+        /// Most consecutive ones that are free.
+        largest_run: u32,
+        /// Bytes an entry translates.
+        segment: u64,
+        /// What to do.
+        remedy: Remedy,
+    },
+    /// A far address is not aligned as the adapter needs.
+    #[error(
+        "far address {far:#x} is not a multiple of {}, the alignment of the NTB's translation",
+        Size(*alignment)
+    )]
+    Alignment {
+        /// The far address.
+        far: u64,
+        /// What it must be a multiple of, bytes.
+        alignment: u64,
+    },
+    /// Every requester entry is taken.
+    #[error(
+        "no requester entry is free for {device}: of requester_entries = {limit}, {reserved} are \
+         reserved for CPUs and {used} taken by borrowed devices; return a device or lend through \
+         another adapter"
+    )]
+    Requesters {
+        /// The device that wanted one.
+        device: String,
+        /// Entries there are.
+        limit: u32,
+        /// Entries CPUs take.
+        reserved: u32,
+        /// Entries devices take.
+        used: u32,
+    },
+}
+
+/// What helps when windows do not fit: a larger BAR (its size in bytes), or,
+/// where none is large enough, something else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remedy(pub Option<u64>);
+
+impl std::fmt::Display for Remedy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(bar_size) => write!(f, "raise bar_size to {}", Size(bar_size)),
+            None => f.write_str("raise lut_entries, give the VM less RAM, or return a device"),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! What a fabric implements.
+//!
+//! An implementation must hold to this:
+//!
+//! - *Nothing before it is asked for.* A new domain or path has no mapping, no
+//!   window, and bus mastering off.
+//! - *Done when it returns.* After a map or open returned `Ok`, a DMA there is
+//!   carried out; after an error, the path is as it was.
+//! - *Never again after it returns.* After an unmap or close returned `Ok`, no
+//!   DMA that a device has not already begun reaches the range. For what has
+//!   begun, the caller quiesces the device first (hardware drains in the unmap
+//!   itself; see [`crate::soft::Path::draining`] for software).
+//! - *No sharing.* A path reaches the memory of its own borrow only, whatever
+//!   IOVA its device uses.
+//!
+//! While something is mapped, the memory must stay pinned by whoever mapped
+//! it ([`crate::pin`]). It stays legal to map and unmap other ranges.
+//!
+//! Order of setting up: pin, [`BorrowerDomain::map`],
+//! [`LenderPath::open_window`], [`LenderPath::set_bus_master`]. Taking down is
+//! the reverse: the device stops first, then windows go, then mappings, then
+//! pins.
+//!
+//! Remapping can be slow in hardware (a Switchtec NTB takes 100 ms or more for
+//! one window), so none of these calls belongs on an I/O path.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{BusAddress, FabricError, FarAddress, Iova, MemoryRange, PageCounts};
+
+/// The IOMMU domain of the borrower's NTB endpoint, for one borrow.
+///
+/// With VFIO type1 `map` is a `VFIO_IOMMU_MAP_DMA`, which pins; the rules for
+/// `unmap` are those of its second version.
+pub trait BorrowerDomain {
+    /// Maps `memory` at `at`. Both are whole pages.
+    ///
+    /// # Errors
+    /// [`FabricError::Overlap`], [`FabricError::TooManyMappings`],
+    /// [`FabricError::Memory`] when the file is shorter than the range, and
+    /// what [`crate::AddressRange::new`] refuses.
+    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError>;
+
+    /// Unmaps all mappings inside the `len` bytes at `at`.
+    ///
+    /// # Errors
+    /// [`FabricError::SplitMapping`] when the range covers only a part of a
+    /// mapping, [`FabricError::NotMapped`] when it covers none.
+    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError>;
+}
+
+/// One borrow's path at the lender: the device's IOMMU domain and the NTB
+/// windows behind it.
+pub trait LenderPath {
+    /// Opens a window: the `len` bytes at `iova` reach those at `far`. Holes
+    /// are allowed: whether there is memory at the far side is not asked.
+    ///
+    /// # Errors
+    /// [`FabricError::Limit`] when the adapter has too little left (the message
+    /// says what would fit) or `far` is not aligned as it needs;
+    /// [`FabricError::Overlap`] with another window's IOVA; and what
+    /// [`crate::AddressRange::new`] refuses.
+    fn open_window(
+        &mut self,
+        iova: Iova,
+        far: FarAddress,
+        len: u64,
+    ) -> Result<WindowUse, FabricError>;
+
+    /// Closes the window that begins at `iova` and gives back what it cost.
+    ///
+    /// # Errors
+    /// [`FabricError::NoWindow`].
+    fn close_window(&mut self, iova: Iova) -> Result<(), FabricError>;
+
+    /// Closes every window.
+    ///
+    /// # Errors
+    /// What the hardware reports; as many windows as possible are closed then.
+    fn close_all(&mut self) -> Result<(), FabricError>;
+
+    /// What the path takes now.
+    fn usage(&self) -> Usage;
+
+    /// Lets the device master the bus, or stops it. Stopping is the first step
+    /// of every end of a borrow.
+    ///
+    /// # Errors
+    /// What the hardware reports.
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError>;
+}
+
+/// Where a window is and what it costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowUse {
+    /// Where it begins in the lender's physical address space.
+    pub bus: BusAddress,
+    /// Bytes that can be reached through it.
+    pub bytes: u64,
+    /// First of its consecutive LUT entries.
+    pub first_lut_entry: u32,
+    /// How many LUT entries it takes.
+    pub lut_entries: u32,
+}
+
+/// What a path takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Open windows.
+    pub windows: u32,
+    /// LUT entries that they take.
+    pub lut_entries: u32,
+    /// Bytes of IOVA that they span, holes included.
+    pub window_bytes: u64,
+    /// Bytes of memory mapped in the borrower's domain, where this side knows
+    /// (the `soft` fabric does).
+    pub bytes_mapped: u64,
+    /// Pages in the lender's IOMMU domain.
+    pub lender_pages: PageCounts,
+    /// Pages in the borrower's IOMMU domain, where this side knows.
+    pub borrower_pages: PageCounts,
+}

@@ -1,0 +1,236 @@
+//! Surviving SIGBUS. One of the two places with `unsafe`.
+//!
+//! A CPU access to a mapped file raises SIGBUS when the file has become
+//! shorter, or when the system has no page to give (a full tmpfs, an empty
+//! pool of huge pages). The first is in the hands of whoever gave us the file,
+//! so it must not end the process.
+//!
+//! Every mapping that the CPU accesses is entered in a fixed table. The signal
+//! handler looks the faulting address up there; when it finds it, it replaces
+//! the *whole* mapping by anonymous zero pages, marks the entry as gone, and
+//! returns, so that the access is repeated and succeeds. Replacing all of it
+//! at once means one fault per mapping, and no growth of the process's list of
+//! mappings under a peer's control. Whoever translates a DMA next sees the
+//! mark and refuses. Any other SIGBUS goes to the handler that was there
+//! before ours.
+//!
+//! The handler does only what POSIX allows it: atomics and system calls.
+//!
+//! # Why the handler replaces the right pages
+//!
+//! The thread that faults is using the mapping, so it keeps it alive, and its
+//! entry unchanged, until the handler returns. Entries of other mappings may
+//! come and go meanwhile; a sequence number shows when one was read torn.
+#![allow(unsafe_code)]
+
+use std::{
+    ffi::{c_int, c_void},
+    io, mem, ptr,
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Entries: as many as the kernel allows a process to have mappings (by
+/// default). Untouched ones take no memory.
+const SLOTS: usize = 65_536;
+
+struct Slot {
+    /// Odd while the entry is being changed.
+    sequence: AtomicUsize,
+    /// First address; 0 when the entry is free.
+    start: AtomicUsize,
+    /// First address after the mapping.
+    end: AtomicUsize,
+    gone: AtomicBool,
+}
+
+static TABLE: [Slot; SLOTS] = [const {
+    Slot {
+        sequence: AtomicUsize::new(0),
+        start: AtomicUsize::new(0),
+        end: AtomicUsize::new(0),
+        gone: AtomicBool::new(false),
+    }
+}; SLOTS];
+
+/// Entries from here on have never been used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Free entries below [`USED`]. Never locked by the handler.
+static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+/// What handled SIGBUS before us.
+static PREVIOUS: OnceLock<Result<libc::sigaction, i32>> = OnceLock::new();
+
+/// A mapping's entry in the table; removed on drop, which must come before
+/// the unmapping.
+#[derive(Debug)]
+pub(crate) struct Guarded(usize);
+
+impl Guarded {
+    /// Enters the mapping `start..start + len`, of pages of `page_size` bytes.
+    pub(crate) fn new(start: *mut u8, len: usize, page_size: usize) -> io::Result<Self> {
+        install()?;
+        let start = start as usize;
+        let len = len.checked_next_multiple_of(page_size);
+        let end = len
+            .and_then(|len| start.checked_add(len))
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = match free.pop() {
+            Some(index) => index,
+            None if USED.load(SeqCst) < SLOTS => USED.fetch_add(1, SeqCst),
+            None => {
+                return Err(io::Error::other(format!(
+                    "the limit of {SLOTS} mappings of shared memory is reached"
+                )));
+            }
+        };
+        drop(free);
+        let slot = &TABLE[index];
+        slot.sequence.fetch_add(1, SeqCst);
+        slot.gone.store(false, SeqCst);
+        slot.end.store(end, SeqCst);
+        slot.start.store(start, SeqCst);
+        slot.sequence.fetch_add(1, SeqCst);
+        Ok(Self(index))
+    }
+
+    /// Whether the mapping has been replaced by zero pages.
+    pub(crate) fn is_gone(&self) -> bool {
+        // Who reads the mark late writes into the zero pages: no harm done.
+        TABLE[self.0]
+            .gone
+            .load(std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        let slot = &TABLE[self.0];
+        slot.sequence.fetch_add(1, SeqCst);
+        slot.start.store(0, SeqCst);
+        slot.end.store(0, SeqCst);
+        slot.sequence.fetch_add(1, SeqCst);
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(self.0);
+    }
+}
+
+/// Replaces the mapping that contains `address`. Called by the signal handler.
+fn replace(address: usize) -> bool {
+    let used = USED.load(SeqCst).min(SLOTS);
+    for slot in &TABLE[..used] {
+        let sequence = slot.sequence.load(SeqCst);
+        let (start, end) = (slot.start.load(SeqCst), slot.end.load(SeqCst));
+        let torn = !sequence.is_multiple_of(2) || slot.sequence.load(SeqCst) != sequence;
+        if torn || address < start || address >= end {
+            continue;
+        }
+        if slot.gone.load(SeqCst) {
+            return true; // Another thread was faster.
+        }
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: validity and length: start..end is a whole mapping of ours,
+        // which the faulting thread keeps alive (see the module's text), so
+        // MAP_FIXED replaces nothing else. Aliasing: other threads that access
+        // it make volatile and atomic accesses only, and see either the file
+        // or zeroes. The Mapping's munmap later removes the replacement.
+        let done =
+            unsafe { rustix::mm::mmap_anonymous(start as *mut c_void, end - start, prot, flags) };
+        if done.is_ok() {
+            slot.gone.store(true, SeqCst);
+        }
+        return done.is_ok();
+    }
+    false
+}
+
+/// Installs the handler, once a process.
+fn install() -> io::Result<()> {
+    let previous = PREVIOUS.get_or_init(|| {
+        // SAFETY: sigaction is plain data, for which zeroes are a value.
+        let mut previous: libc::sigaction = unsafe { mem::zeroed() };
+        // SAFETY: a null action only asks; `previous` is ours.
+        match unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) } {
+            0 => Ok(previous),
+            _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)),
+        }
+    });
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    previous
+        .as_ref()
+        .map(|_| ())
+        .and_then(|()| {
+            // Only now: the handler must find `PREVIOUS` set.
+            INSTALLED
+                .get_or_init(|| {
+                    // SAFETY: as above.
+                    let mut action: libc::sigaction = unsafe { mem::zeroed() };
+                    action.sa_sigaction = on_sigbus as *const () as usize;
+                    // On the alternative stack where a thread has one, as the
+                    // handler of Rust's runtime needs.
+                    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+                    // SAFETY: `action` is fully set, and the handler does only
+                    // what is allowed in one.
+                    match unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } {
+                        0 => Ok(()),
+                        _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)),
+                    }
+                })
+                .as_ref()
+                .map(|_| ())
+        })
+        .map_err(|&errno| io::Error::from_raw_os_error(errno))
+}
+
+extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel passes a valid siginfo_t; for BUS_ADRERR it has an
+    // address.
+    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
+    // A memory error (BUS_MCEERR_*) or a signal that someone sent is not ours.
+    if code != libc::BUS_ADRERR || !replace(address) {
+        forward(signal, info, context);
+    }
+}
+
+/// Lets the handler before ours have the signal.
+fn forward(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel passes a valid siginfo_t.
+    let sent_by_someone = unsafe { (*info).si_code } <= 0;
+    let Some(Ok(previous)) = PREVIOUS.get() else {
+        return;
+    };
+    let handler = previous.sa_sigaction;
+    match handler {
+        libc::SIG_IGN if sent_by_someone => {}
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // SAFETY: sigaction is plain data; zeroes are SIG_DFL.
+            let default: libc::sigaction = unsafe { mem::zeroed() };
+            // SAFETY: both calls are async-signal-safe. The raised signal is
+            // blocked until this handler returns, then ends the process, as it
+            // would have without us.
+            unsafe {
+                libc::sigaction(libc::SIGBUS, &default, ptr::null_mut());
+                libc::raise(libc::SIGBUS);
+            }
+        }
+        _ if previous.sa_flags & libc::SA_SIGINFO != 0 => {
+            // SAFETY: SA_SIGINFO says that the address is of a function of
+            // this type; whoever installed it vouches for it.
+            let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
+                unsafe { mem::transmute(handler) };
+            handler(signal, info, context);
+        }
+        _ => {
+            // SAFETY: without SA_SIGINFO it is of a function of this type.
+            let handler: extern "C" fn(c_int) = unsafe { mem::transmute(handler) };
+            handler(signal);
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! One borrow's path: three tables, and a cache of what they say together.
+
+use std::sync::{Arc, Weak};
+
+use super::{
+    adapter::{LutRun, Requester},
+    iotlb::{Entry, Iotlb},
+    table::Table,
+};
+use crate::{
+    Access, AddressRange, BorrowerDomain, BusAddress, FabricError, FarAddress, Fault, FaultLog,
+    FaultReason, Iova, LenderPath, MemoryRange, PageCounts, Usage, WindowUse,
+    memory::{HostSlice, SharedMemory},
+};
+
+/// The path of one borrowed device's DMA, from [`Adapter::attach`]
+/// (`super::Adapter`) on. Dropping it closes and gives back everything.
+///
+/// [`Adapter::attach`]: super::Adapter::attach
+#[derive(Debug)]
+pub struct Path {
+    bus_master: bool,
+    iotlb: Iotlb,
+    /// The lender's IOMMU domain of the device.
+    lender: Table<Iova, ToBus>,
+    /// The NTB's windows, as far as they are this path's. (Those of others are
+    /// out of reach anyway: `lender` maps nothing to them.)
+    windows: Table<BusAddress, ToFar>,
+    /// The borrower's IOMMU domain of the NTB endpoint.
+    borrower: Table<FarAddress, ToMemory>,
+    /// Memory that is unmapped but was still in use when it was.
+    draining: Vec<Weak<SharedMemory>>,
+    faults: Arc<FaultLog>,
+    // Last: its drop gives back the requester entry.
+    requester: Requester,
+}
+
+/// What the lender's IOMMU makes of an IOVA. Windows are always readable and
+/// writable; what may be written is the borrower's to say.
+#[derive(Debug)]
+struct ToBus {
+    bus: BusAddress,
+}
+
+/// What the NTB makes of a bus address.
+#[derive(Debug)]
+struct ToFar {
+    far: FarAddress,
+    lut: LutRun,
+}
+
+/// What the borrower's IOMMU makes of a far address.
+#[derive(Debug)]
+struct ToMemory {
+    memory: Arc<SharedMemory>,
+    file_offset: u64,
+    writable: bool,
+}
+
+impl Path {
+    pub(super) fn new(device: &str, requester: Requester) -> Self {
+        Self {
+            bus_master: false,
+            iotlb: Iotlb::default(),
+            lender: Table::default(),
+            windows: Table::default(),
+            borrower: Table::default(),
+            draining: Vec::new(),
+            faults: Arc::new(FaultLog::new(device)),
+            requester,
+        }
+    }
+
+    /// The device's refused DMAs. The log outlives the path.
+    pub fn faults(&self) -> &Arc<FaultLog> {
+        &self.faults
+    }
+
+    /// Whether the device may master the bus.
+    pub fn bus_master(&self) -> bool {
+        self.bus_master
+    }
+
+    /// Maps `memory` at `at` in the borrower's domain; see
+    /// [`BorrowerDomain::map`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        let range = AddressRange::new(at, memory.len)?;
+        self.borrower.check(range)?;
+        let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
+            offset: memory.offset,
+            len: memory.len,
+            source,
+        })?;
+        self.iotlb.clear();
+        let target = ToMemory {
+            memory: shared,
+            file_offset: memory.offset,
+            writable: memory.writable,
+        };
+        self.borrower.map(range, target)
+    }
+
+    /// Unmaps all mappings inside the `len` bytes at `at`; see
+    /// [`BorrowerDomain::unmap`]. Slices that were translated before keep their
+    /// memory until they are dropped: quiesce the device first, or wait until
+    /// [`Path::draining`] is false.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+        let range = AddressRange::new(at, len)?;
+        let unmapped = self.borrower.unmap(range)?;
+        self.retire(unmapped);
+        Ok(())
+    }
+
+    /// Unmaps all of the borrower's domain; as [`Path::far_unmap`].
+    pub fn far_unmap_all(&mut self) {
+        let unmapped = self.borrower.clear();
+        self.retire(unmapped);
+    }
+
+    /// Whether an I/O still holds memory that has been unmapped since: until
+    /// this is false, a DMA that had begun may reach it.
+    pub fn draining(&mut self) -> bool {
+        self.draining.retain(|memory| memory.strong_count() > 0);
+        !self.draining.is_empty()
+    }
+
+    /// Translates the run that begins at `iova`: up to `len` bytes, fewer where
+    /// a mapping or a window ends. The slice is of writable memory when
+    /// `access` is a write.
+    ///
+    /// Neither locks nor allocates, but for faults.
+    ///
+    /// # Errors
+    /// The refusal, already counted and logged in [`Path::faults`].
+    #[inline]
+    pub fn translate(
+        &mut self,
+        iova: Iova,
+        len: usize,
+        access: Access,
+    ) -> Result<HostSlice, Fault> {
+        let found = match self.bus_master {
+            true => match self.iotlb.find(iova) {
+                Some(entry) => run(entry, iova, len, access),
+                None => self.walk(iova, len, access),
+            },
+            false => Err(FaultReason::BusMasterDisabled),
+        };
+        found.map_err(|reason| self.refuse(iova, len, access, reason))
+    }
+
+    /// Asks the three tables, one after the other, and remembers the answer.
+    #[cold]
+    fn walk(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, FaultReason> {
+        // Each table narrows `run` to what its mapping covers.
+        let (range, to_bus) = self.lender.find(iova).ok_or(FaultReason::LenderDomain)?;
+        let mut run = Around::new(*range, iova);
+        let bus = to_bus.bus.checked_add(run.before);
+        let bus = bus.ok_or(FaultReason::LenderDomain)?;
+
+        let (range, to_far) = self.windows.find(bus).ok_or(FaultReason::Window)?;
+        let within = Around::new(*range, bus);
+        let far = to_far.far.checked_add(within.before);
+        let far = far.ok_or(FaultReason::Window)?;
+        run = run.and(within);
+
+        let found = self.borrower.find(far);
+        let (range, to_memory) = found.ok_or(FaultReason::BorrowerDomain)?;
+        let within = Around::new(*range, far);
+        let offset = within.before;
+        run = run.and(within);
+
+        let entry = Entry {
+            start: Iova::new(iova.get() - run.before),
+            len: run.before + run.from,
+            memory: Arc::clone(&to_memory.memory),
+            offset: offset - run.before,
+            writable: to_memory.writable,
+        };
+        self.iotlb.insert(entry);
+        let entry = self.iotlb.find(iova).ok_or(FaultReason::LenderDomain)?;
+        self::run(entry, iova, len, access)
+    }
+
+    #[cold]
+    fn refuse(&self, iova: Iova, len: usize, access: Access, reason: FaultReason) -> Fault {
+        let fault = Fault {
+            iova: iova.get(),
+            len: len as u64,
+            access,
+            reason,
+        };
+        self.faults.record(fault);
+        fault
+    }
+
+    /// Drops unmapped memory, but keeps an eye on what is still in use.
+    fn retire(&mut self, unmapped: Vec<(AddressRange<FarAddress>, ToMemory)>) {
+        self.iotlb.clear();
+        self.draining.retain(|memory| memory.strong_count() > 0);
+        for (_, target) in unmapped {
+            let memory = Arc::downgrade(&target.memory);
+            drop(target);
+            if memory.strong_count() > 0 {
+                self.draining.push(memory);
+            }
+        }
+    }
+}
+
+/// How far a mapping reaches around an address in it.
+#[derive(Clone, Copy)]
+struct Around {
+    /// Bytes of it before the address.
+    before: u64,
+    /// Bytes of it from the address on.
+    from: u64,
+}
+
+impl Around {
+    fn new<A: crate::Address>(range: AddressRange<A>, at: A) -> Self {
+        Self {
+            before: at.get() - range.start().get(),
+            from: range.end().get() - at.get(),
+        }
+    }
+
+    /// What both cover.
+    fn and(self, other: Self) -> Self {
+        Self {
+            before: self.before.min(other.before),
+            from: self.from.min(other.from),
+        }
+    }
+}
+
+/// The run of up to `len` bytes at `iova`, which is in `entry`.
+#[inline]
+fn run(entry: &Entry, iova: Iova, len: usize, access: Access) -> Result<HostSlice, FaultReason> {
+    if access == Access::Write && !entry.writable {
+        return Err(FaultReason::Permission);
+    }
+    if entry.memory.is_gone() {
+        return Err(FaultReason::MemoryGone);
+    }
+    let skip = iova.get() - entry.start.get();
+    let len = (entry.len - skip).min(len as u64);
+    entry
+        .memory
+        .slice((entry.offset + skip) as usize, len as usize)
+        // Not reached: an entry is never longer than its memory.
+        .ok_or(FaultReason::BorrowerDomain)
+}
+
+impl BorrowerDomain for Path {
+    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.far_map(at, memory)
+    }
+
+    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+        self.far_unmap(at, len)
+    }
+}
+
+impl LenderPath for Path {
+    fn open_window(
+        &mut self,
+        iova: Iova,
+        far: FarAddress,
+        len: u64,
+    ) -> Result<WindowUse, FabricError> {
+        let range = AddressRange::new(iova, len)?;
+        AddressRange::new(far, len)?;
+        self.lender.check(range)?;
+        let lut = self.requester.take_window(far, len)?;
+        let window = lut.window;
+        self.iotlb.clear();
+        // The window first, then the way to it. Entries are this path's alone,
+        // and both tables have the same number of rows: what `check` found
+        // holds for both.
+        self.windows
+            .map(AddressRange::new(window.bus, len)?, ToFar { far, lut })?;
+        self.lender.map(range, ToBus { bus: window.bus })?;
+        Ok(window)
+    }
+
+    fn close_window(&mut self, iova: Iova) -> Result<(), FabricError> {
+        let found = self.lender.find(iova);
+        let (range, to_bus) = found
+            .filter(|(range, _)| range.start() == iova)
+            .ok_or(FabricError::NoWindow { iova })?;
+        let (range, bus) = (*range, to_bus.bus);
+        self.iotlb.clear();
+        self.lender.unmap(range)?;
+        self.windows.unmap(AddressRange::new(bus, range.len())?)?;
+        Ok(())
+    }
+
+    fn close_all(&mut self) -> Result<(), FabricError> {
+        self.iotlb.clear();
+        self.lender.clear();
+        self.windows.clear();
+        Ok(())
+    }
+
+    fn usage(&self) -> Usage {
+        let mut usage = Usage::default();
+        for (range, to_bus) in self.lender.rows() {
+            let (from, to) = (range.start().get(), to_bus.bus.get());
+            usage.lender_pages += PageCounts::of(from, to, range.len(), 1 << 30);
+        }
+        for (range, to_far) in self.windows.rows() {
+            usage.windows += 1;
+            usage.lut_entries += to_far.lut.window.lut_entries;
+            usage.window_bytes += range.len();
+        }
+        for (range, target) in self.borrower.rows() {
+            let (from, to) = (range.start().get(), target.file_offset);
+            let largest = target.memory.page_size();
+            usage.bytes_mapped += range.len();
+            usage.borrower_pages += PageCounts::of(from, to, range.len(), largest);
+        }
+        usage
+    }
+
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        self.bus_master = enabled;
+        if !enabled {
+            self.iotlb.clear();
+        }
+        Ok(())
+    }
+}

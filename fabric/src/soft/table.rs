@@ -1,0 +1,104 @@
+//! A translation table: ranges of one address space, each mapped to something.
+
+use crate::{Address, AddressRange, FabricError};
+
+/// Most mappings of one table. It bounds what a client can make us remember;
+/// a VM has some tens.
+pub const MAX_MAPPINGS: usize = 4096;
+
+/// Ranges that do not overlap, ascending, with the rules of VFIO type1: an
+/// overlapping map is an error, and so is an unmap that would cut a mapping.
+#[derive(Debug)]
+pub(super) struct Table<A, T> {
+    rows: Vec<(AddressRange<A>, T)>,
+}
+
+impl<A, T> Default for Table<A, T> {
+    fn default() -> Self {
+        Self { rows: Vec::new() }
+    }
+}
+
+impl<A: Address, T> Table<A, T> {
+    /// What is at `at`, and its range.
+    pub(super) fn find(&self, at: A) -> Option<&(AddressRange<A>, T)> {
+        let index = self.first_ending_after(at);
+        self.rows
+            .get(index)
+            .filter(|(range, _)| range.start() <= at)
+    }
+
+    /// Whether `range` could be mapped now.
+    pub(super) fn check(&self, range: AddressRange<A>) -> Result<(), FabricError> {
+        if let Some((other, _)) = self
+            .rows
+            .get(self.first_ending_after(range.start()))
+            .filter(|(other, _)| other.start() < range.end())
+        {
+            return Err(FabricError::Overlap {
+                space: A::SPACE,
+                start: range.start().get(),
+                len: range.len(),
+                other_start: other.start().get(),
+                other_len: other.len(),
+            });
+        }
+        if self.rows.len() >= MAX_MAPPINGS {
+            return Err(FabricError::TooManyMappings {
+                space: A::SPACE,
+                limit: MAX_MAPPINGS,
+            });
+        }
+        Ok(())
+    }
+
+    /// Maps `range` to `target`.
+    pub(super) fn map(&mut self, range: AddressRange<A>, target: T) -> Result<(), FabricError> {
+        self.check(range)?;
+        let index = self.first_ending_after(range.start());
+        self.rows.insert(index, (range, target));
+        Ok(())
+    }
+
+    /// Unmaps all mappings inside `range` and returns them.
+    pub(super) fn unmap(
+        &mut self,
+        range: AddressRange<A>,
+    ) -> Result<Vec<(AddressRange<A>, T)>, FabricError> {
+        let first = self.first_ending_after(range.start());
+        let last = self
+            .rows
+            .partition_point(|(row, _)| row.start() < range.end());
+        let (start, len) = (range.start().get(), range.len());
+        if first >= last {
+            let space = A::SPACE;
+            return Err(FabricError::NotMapped { space, start, len });
+        }
+        for (row, _) in [&self.rows[first], &self.rows[last - 1]] {
+            if row.start() < range.start() || row.end() > range.end() {
+                return Err(FabricError::SplitMapping {
+                    space: A::SPACE,
+                    start,
+                    len,
+                    mapping_start: row.start().get(),
+                    mapping_len: row.len(),
+                });
+            }
+        }
+        Ok(self.rows.drain(first..last).collect())
+    }
+
+    /// Unmaps everything and returns it.
+    pub(super) fn clear(&mut self) -> Vec<(AddressRange<A>, T)> {
+        std::mem::take(&mut self.rows)
+    }
+
+    /// All mappings, ascending.
+    pub(super) fn rows(&self) -> &[(AddressRange<A>, T)] {
+        &self.rows
+    }
+
+    fn first_ending_after(&self, at: A) -> usize {
+        self.rows.partition_point(|(range, _)| range.end() <= at)
+    }
+}
