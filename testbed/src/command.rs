@@ -16,8 +16,10 @@ pub(crate) fn output(command: &mut Command, provided_by: &str) -> Result<String>
         result => result.with_context(|| format!("running {program}"))?,
     };
     if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        bail!("{program}: {}\n{}", output.status, stderr.trim_end());
+        // Some (apt) complain on one, some on the other.
+        let said = [output.stderr, output.stdout].concat();
+        let said = String::from_utf8_lossy(&said);
+        bail!("{program}: {}\n{}", output.status, said.trim_end());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -50,6 +50,7 @@ pub(crate) const NOT_NEEDED: &[&str] = &[
     "perl",
     "perl-base",
     "python3",
+    "python3-dbus",
     "readline-common",
     "systemd",
     "tar",
@@ -95,7 +96,6 @@ pub(crate) const GUEST_PROGRAMS: &[&str] = &[
     "usr/sbin/mkfs.ext4",
     "usr/sbin/mkfs.vfat",
     "usr/sbin/mkfs.xfs",
-    "usr/sbin/sfdisk",
     "usr/sbin/xfs_repair",
 ];
 
