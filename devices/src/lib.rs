@@ -7,6 +7,7 @@
 
 pub mod bus;
 pub mod description;
+pub mod dma_test;
 
 pub use bus::{Bus, Dma, Interrupts};
 pub use description::{Bar, BarKind, Description, MappableArea};

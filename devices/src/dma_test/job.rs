@@ -1,0 +1,193 @@
+//! A command being done, piece by piece.
+
+use farside_fabric::Fault;
+
+use super::{CHUNK, Command, MAX_LENGTH, Registers, SRAM_SIZE, control, sram::Sram};
+use crate::{Bus, Dma};
+
+/// One side of a transfer.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Iova(u64),
+    Sram(u64),
+}
+
+impl Place {
+    /// `None` when `len` bytes do not fit there.
+    fn new(address: u64, len: u64, in_sram: bool) -> Option<Self> {
+        if in_sram {
+            Sram::contains(SRAM_SIZE, address, len).then_some(Self::Sram(address))
+        } else {
+            // The last byte must have an address.
+            address.checked_add(len - 1)?;
+            Some(Self::Iova(address))
+        }
+    }
+
+    fn read(
+        self,
+        skip: u64,
+        buf: &mut [u8],
+        r: &mut Registers,
+        sram: &Sram,
+        dma: &mut dyn Dma,
+    ) -> Result<(), Fault> {
+        match self {
+            Self::Sram(offset) => sram.read(offset + skip, buf),
+            Self::Iova(iova) => {
+                dma.read(iova + skip, buf)?;
+                r.bytes_read += buf.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// On a fault what came before it is counted.
+    fn write(
+        self,
+        skip: u64,
+        buf: &[u8],
+        r: &mut Registers,
+        sram: &mut Sram,
+        dma: &mut dyn Dma,
+    ) -> Result<(), Fault> {
+        let (written, result) = match self {
+            Self::Sram(offset) => {
+                sram.write(offset + skip, buf);
+                (0, Ok(()))
+            }
+            Self::Iova(iova) => match dma.write(iova + skip, buf) {
+                Ok(()) => (buf.len() as u64, Ok(())),
+                Err(fault) => {
+                    let before = fault.iova.saturating_sub(iova + skip);
+                    (before.min(buf.len() as u64), Err(fault))
+                }
+            },
+        };
+        r.bytes_written += written;
+        if result.is_err() {
+            r.moved += written as u32;
+        }
+        result
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Copy { from: Place, to: Place },
+    Fill { to: Place, pattern: u32 },
+    Checksum { from: Place, crc: u32 },
+    Read { from: Place },
+    Write { to: Place, data: u64 },
+    Raise,
+}
+
+/// A command that makes sense. It keeps what the registers said when it was
+/// given.
+#[derive(Debug)]
+pub(super) struct Job {
+    work: Work,
+    len: u64,
+    done: u64,
+}
+
+/// What became of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// There is more to do.
+    More,
+    /// The command is done.
+    Done {
+        /// It was the command to raise an interrupt.
+        raise: bool,
+    },
+}
+
+impl Job {
+    /// `None` when the registers do not make sense for `command`.
+    pub(super) fn new(command: Command, r: &Registers) -> Option<Self> {
+        let len = u64::from(r.length);
+        let fits = match command {
+            Command::Raise => r.vector().is_some(),
+            Command::Read | Command::Write => matches!(len, 1 | 2 | 4 | 8),
+            Command::Copy | Command::Fill | Command::Checksum => {
+                (1..=MAX_LENGTH).contains(&r.length)
+            }
+        };
+        if !fits {
+            return None;
+        }
+        let from = || Place::new(r.src, len, r.control & control::SRC_IN_SRAM != 0);
+        let to = || Place::new(r.dst, len, r.control & control::DST_IN_SRAM != 0);
+        let work = match command {
+            Command::Copy => Work::Copy {
+                from: from()?,
+                to: to()?,
+            },
+            Command::Fill => Work::Fill {
+                to: to()?,
+                pattern: r.pattern,
+            },
+            Command::Checksum => Work::Checksum {
+                from: from()?,
+                crc: 0,
+            },
+            Command::Read => Work::Read { from: from()? },
+            Command::Write => Work::Write {
+                to: to()?,
+                data: r.data,
+            },
+            Command::Raise => Work::Raise,
+        };
+        Some(Self { work, len, done: 0 })
+    }
+
+    /// Does up to [`CHUNK`] bytes, through `buffer` of that size.
+    pub(super) fn step(
+        &mut self,
+        r: &mut Registers,
+        sram: &mut Sram,
+        buffer: &mut [u8],
+        bus: &mut Bus<'_>,
+    ) -> Result<Step, Fault> {
+        let skip = self.done;
+        let piece = (self.len - skip).min(CHUNK as u64) as usize;
+        let buf = &mut buffer[..piece];
+        match &mut self.work {
+            Work::Raise => return Ok(Step::Done { raise: true }),
+            Work::Copy { from, to } => {
+                from.read(skip, buf, r, sram, bus.dma)?;
+                to.write(skip, buf, r, sram, bus.dma)?;
+            }
+            Work::Fill { to, pattern } => {
+                // Pieces are whole words, but for the end of the last.
+                for (byte, value) in buf.iter_mut().zip(pattern.to_le_bytes().iter().cycle()) {
+                    *byte = *value;
+                }
+                to.write(skip, buf, r, sram, bus.dma)?;
+            }
+            Work::Checksum { from, crc } => {
+                from.read(skip, buf, r, sram, bus.dma)?;
+                *crc = crc32c::crc32c_append(*crc, buf);
+                r.result = *crc;
+            }
+            Work::Read { from } => {
+                r.data = u64::MAX;
+                from.read(skip, buf, r, sram, bus.dma)?;
+                let mut word = [0; 8];
+                word[..piece].copy_from_slice(buf);
+                r.data = u64::from_le_bytes(word);
+            }
+            Work::Write { to, data } => {
+                to.write(skip, &data.to_le_bytes()[..piece], r, sram, bus.dma)?;
+            }
+        }
+        self.done += piece as u64;
+        r.moved += piece as u32;
+        if self.done == self.len {
+            Ok(Step::Done { raise: false })
+        } else {
+            Ok(Step::More)
+        }
+    }
+}
