@@ -1,0 +1,44 @@
+//! Advanced error reporting (PCIe 7.8.4).
+//!
+//! Masks and severities take what the guest writes; nothing is ever logged, as
+//! errors on the lender's bus are the lender's to handle. ECRC is the
+//! lender's too.
+
+use super::builder::Builder;
+
+pub const LENGTH: usize = 0x2c;
+
+const UNCORRECTABLE_STATUS: usize = 0x04;
+const UNCORRECTABLE_MASK: usize = 0x08;
+const UNCORRECTABLE_SEVERITY: usize = 0x0c;
+const CORRECTABLE_STATUS: usize = 0x10;
+const CORRECTABLE_MASK: usize = 0x14;
+const CONTROL: usize = 0x18;
+
+/// Bits 4, 5 and 12 to 26.
+const UNCORRECTABLE: u32 = 0x07ff_f030;
+/// Internal errors.
+const UNCORRECTABLE_MASK_POWER_ON: u32 = 1 << 22;
+/// Data link protocol, surprise down, flow control, overflow, malformed,
+/// internal.
+const UNCORRECTABLE_SEVERITY_POWER_ON: u32 = 0x0046_2030;
+/// Bits 0, 6 to 8 and 12 to 15.
+const CORRECTABLE: u32 = 0xf1c1;
+/// Advisory, internal, header log overflow.
+const CORRECTABLE_MASK_POWER_ON: u32 = 0xe000;
+
+pub fn build(builder: &mut Builder, at: usize) {
+    builder
+        .set_u32(at + UNCORRECTABLE_STATUS, 0)
+        .clearable_u32(at + UNCORRECTABLE_STATUS, UNCORRECTABLE)
+        .set_u32(at + UNCORRECTABLE_MASK, UNCORRECTABLE_MASK_POWER_ON)
+        .writable_u32(at + UNCORRECTABLE_MASK, UNCORRECTABLE)
+        .set_u32(at + UNCORRECTABLE_SEVERITY, UNCORRECTABLE_SEVERITY_POWER_ON)
+        .writable_u32(at + UNCORRECTABLE_SEVERITY, UNCORRECTABLE)
+        .set_u32(at + CORRECTABLE_STATUS, 0)
+        .clearable_u32(at + CORRECTABLE_STATUS, CORRECTABLE)
+        .set_u32(at + CORRECTABLE_MASK, CORRECTABLE_MASK_POWER_ON)
+        .writable_u32(at + CORRECTABLE_MASK, CORRECTABLE)
+        // Control and header log.
+        .zero(at + CONTROL..at + LENGTH);
+}

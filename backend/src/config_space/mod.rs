@@ -1,0 +1,344 @@
+//! The configuration space that the guest sees of a borrowed function.
+//!
+//! It is made from the device's own image, which the lender read once, and
+//! from then on lives here: the guest's accesses never reach the device. Each
+//! bit is read-only, read-write or write-1-to-clear as the PCI Express Base
+//! Specification (6.0; cited as "PCIe") says for a type 0 function, and a write
+//! tells its consequences as values, [`Effect`]s, for the caller to carry out.
+//!
+//! # Writes in two steps
+//!
+//! Setting bus-master enable can fail: it is when the guest's memory is pinned
+//! and mapped. So a write can be looked at before it takes effect:
+//!
+//! ```
+//! # use farside_backend::config_space::{ConfigSpace, Edge};
+//! # use farside_devices::Description;
+//! # let mut config = vec![0; 256];
+//! # config[..4].copy_from_slice(&[0x36, 0x1b, 0x10, 0x00]);
+//! # let description = Description {
+//! #     config, bars: Default::default(), intx: false, msi_vectors: 0, msix_vectors: 0,
+//! #     summary: String::new(),
+//! # };
+//! # fn let_the_device_dma() -> Result<(), ()> { Err(()) }
+//! let mut space = ConfigSpace::new(&description)?;
+//! let mut staged = space.stage(4, &[0x04, 0x00]); // the guest sets bus-master enable
+//! if staged.dma() == Edge::Rising && let_the_device_dma().is_err() {
+//!     staged.refuse_bus_master();
+//! }
+//! let effects = space.commit(staged);
+//! assert!(effects.is_empty() && !space.may_dma());
+//! # Ok::<(), farside_backend::config_space::ConfigSpaceError>(())
+//! ```
+//!
+//! # What the guest does not see
+//!
+//! A capability whose controls act on something that the guest does not have
+//! is taken out of the chain and reads as zero; [`policy`] says which and why,
+//! and [`ConfigSpace::hidden`] which of them this device has. What belongs to
+//! no capability is read-only.
+//!
+//! # Trust
+//!
+//! The image comes from another host. Chains that loop, structures that
+//! overlap or leave the space, and tables outside their BAR are errors of
+//! [`ConfigSpace::new`]; after that no access by the guest can fail.
+
+#![forbid(unsafe_code)]
+
+mod aer;
+mod af;
+mod ari;
+mod bar;
+mod builder;
+mod effects;
+mod error;
+mod header;
+mod msi;
+mod msix;
+mod pcie;
+mod pm;
+pub mod policy;
+mod walk;
+
+pub use bar::GuestBarAddress;
+pub use effects::{Edge, Effect, Effects, ResetCause};
+pub use error::ConfigSpaceError;
+pub use msi::Msi;
+pub use msix::Msix;
+pub use pm::PowerState;
+pub use policy::Hidden;
+
+use farside_devices::Description;
+
+use bar::BarRegister;
+use builder::Builder;
+use effects::View;
+
+/// Offset of the command register.
+const COMMAND: usize = 0x04;
+/// Offset of the status register.
+const STATUS: usize = 0x06;
+
+const COMMAND_IO: u16 = 1 << 0;
+const COMMAND_MEMORY: u16 = 1 << 1;
+const COMMAND_BUS_MASTER: u16 = 1 << 2;
+const COMMAND_INTX_DISABLE: u16 = 1 << 10;
+/// In the low byte of the status register.
+const STATUS_INTERRUPT: u8 = 1 << 3;
+
+/// A function's configuration space.
+#[derive(Clone, Debug)]
+pub struct ConfigSpace {
+    bytes: Vec<u8>,
+    power_on: Vec<u8>,
+    /// Bits that take what is written.
+    writable: Vec<u8>,
+    /// Bits that a written 1 clears.
+    clearable: Vec<u8>,
+    registers: Registers,
+    hidden: Vec<Hidden>,
+}
+
+/// Where the registers are that mean something to us.
+#[derive(Clone, Debug, Default)]
+struct Registers {
+    bars: [Option<BarRegister>; 6],
+    pm: Option<pm::Registers>,
+    msi: Option<msi::Registers>,
+    msix: Option<msix::Registers>,
+    pcie: Option<pcie::Registers>,
+    af: Option<af::Registers>,
+}
+
+/// A write that has not taken effect: from [`ConfigSpace::stage`].
+#[derive(Debug)]
+#[must_use = "a staged write has no effect until it is committed"]
+pub struct Staged {
+    offset: u64,
+    data: Vec<u8>,
+    bus_master_refused: bool,
+    effects: Effects,
+    dma: Edge,
+}
+
+impl Staged {
+    /// What the write would do, as things stand.
+    pub fn effects(&self) -> &Effects {
+        &self.effects
+    }
+
+    /// Whether the device may begin to, or must cease to, master the bus. More
+    /// than the bus-master bit: a function that is not in D0 may not either.
+    pub fn dma(&self) -> Edge {
+        self.dma
+    }
+
+    /// Leaves the bus-master bit clear, whatever else the write does.
+    pub fn refuse_bus_master(&mut self) {
+        self.bus_master_refused = true;
+    }
+}
+
+impl ConfigSpace {
+    /// Makes the guest's view of a device.
+    ///
+    /// # Errors
+    ///
+    /// When the description contradicts itself or the specification; see
+    /// [`ConfigSpaceError`].
+    pub fn new(description: &Description) -> Result<Self, ConfigSpaceError> {
+        let mut builder = Builder::new(&description.config)?;
+        let bars = bar::build(&mut builder, &description.bars)?;
+        header::build(&mut builder, description)?;
+        let mut registers = Registers {
+            bars,
+            ..Registers::default()
+        };
+        let hidden = walk::build(&mut builder, description, &mut registers)?;
+        let (power_on, writable, clearable) = builder.finish();
+        Ok(Self {
+            bytes: power_on.clone(),
+            power_on,
+            writable,
+            clearable,
+            registers,
+            hidden,
+        })
+    }
+
+    /// Bytes of the space: 256 or 4096.
+    pub fn size(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// Capabilities of the device that the guest does not see.
+    pub fn hidden(&self) -> &[Hidden] {
+        &self.hidden
+    }
+
+    /// Reads `data.len()` bytes at `offset`. Past the end reads as all ones,
+    /// as from a function that is not there.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        for (at, byte) in (0..).zip(data) {
+            *byte = self
+                .index(offset, at)
+                .map_or(0xff, |index| self.bytes[index]);
+        }
+    }
+
+    /// Writes at once: [`stage`](Self::stage) and [`commit`](Self::commit).
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Effects {
+        let staged = self.stage(offset, data);
+        self.commit(staged)
+    }
+
+    /// Works out what a write of any length and alignment would do. What lies
+    /// past the end is ignored.
+    pub fn stage(&self, offset: u64, data: &[u8]) -> Staged {
+        let before = View::of(&self.registers, &self.bytes);
+        let outcome = self.outcome(offset, data);
+        let after = View::of(&self.registers, &outcome.bytes);
+        Staged {
+            offset,
+            data: data.to_vec(),
+            bus_master_refused: false,
+            dma: Edge::between(before.may_dma(), after.may_dma()),
+            effects: Effects::between(&before, &after, outcome.reset),
+        }
+    }
+
+    /// Carries out a staged write and returns what it did. Other writes and
+    /// resets may have come between: the write acts on the registers as they
+    /// are now.
+    pub fn commit(&mut self, staged: Staged) -> Effects {
+        let before = View::of(&self.registers, &self.bytes);
+        let outcome = self.outcome(staged.offset, &staged.data);
+        self.bytes = outcome.bytes;
+        if staged.bus_master_refused {
+            self.bytes[COMMAND] &= !(COMMAND_BUS_MASTER as u8);
+        }
+        let after = View::of(&self.registers, &self.bytes);
+        Effects::between(&before, &after, outcome.reset)
+    }
+
+    /// Returns to the values after power-on, as after a conventional reset.
+    /// Returns what that changed, without an [`Effect::Reset`].
+    pub fn reset(&mut self) -> Effects {
+        let before = View::of(&self.registers, &self.bytes);
+        self.bytes.copy_from_slice(&self.power_on);
+        let after = View::of(&self.registers, &self.bytes);
+        Effects::between(&before, &after, None)
+    }
+
+    /// The address the guest gave BAR `bar`, while the function decodes it:
+    /// memory or I/O space is enabled and the function is in D0. `None` too
+    /// for the second half of a 64-bit BAR and for those that do not exist.
+    pub fn bar_address(&self, bar: u8) -> Option<GuestBarAddress> {
+        let view = View::of(&self.registers, &self.bytes);
+        view.bars.get(usize::from(bar)).copied().flatten()
+    }
+
+    /// Whether the guest lets the function master the bus: the bus-master bit
+    /// is set and the function is in D0.
+    pub fn may_dma(&self) -> bool {
+        View::of(&self.registers, &self.bytes).may_dma()
+    }
+
+    /// Whether the bus-master bit is set.
+    pub fn bus_master(&self) -> bool {
+        self.command() & COMMAND_BUS_MASTER != 0
+    }
+
+    /// Whether the guest has turned INTx off.
+    pub fn intx_disabled(&self) -> bool {
+        self.command() & COMMAND_INTX_DISABLE != 0
+    }
+
+    /// The function's power state; D0 when it has no power management.
+    pub fn power_state(&self) -> PowerState {
+        View::of(&self.registers, &self.bytes).power
+    }
+
+    /// The state of MSI, if the function has it.
+    pub fn msi(&self) -> Option<Msi> {
+        View::of(&self.registers, &self.bytes).msi
+    }
+
+    /// The state of MSI-X, if the function has it.
+    pub fn msix(&self) -> Option<Msix> {
+        View::of(&self.registers, &self.bytes).msix
+    }
+
+    /// Shows the level of the INTx line in the status register (PCIe
+    /// 7.5.1.1.4).
+    pub fn set_interrupt_status(&mut self, asserted: bool) {
+        if asserted {
+            self.bytes[STATUS] |= STATUS_INTERRUPT;
+        } else {
+            self.bytes[STATUS] &= !STATUS_INTERRUPT;
+        }
+    }
+
+    fn command(&self) -> u16 {
+        builder::get_u16(&self.bytes, COMMAND)
+    }
+
+    /// Index of byte `at` of an access at `offset`, if it is in the space.
+    fn index(&self, offset: u64, at: u64) -> Option<usize> {
+        let index = usize::try_from(offset.checked_add(at)?).ok()?;
+        (index < self.bytes.len()).then_some(index)
+    }
+
+    /// What the registers would be after a write. The one place where partial
+    /// and straddling writes are dealt with: bytes are taken one by one, each
+    /// under its masks.
+    fn outcome(&self, offset: u64, data: &[u8]) -> Outcome {
+        let mut bytes = self.bytes.clone();
+        let mut reset = None;
+        for (at, &data) in (0..).zip(data) {
+            let Some(index) = self.index(offset, at) else {
+                break;
+            };
+            let old = self.bytes[index];
+            let (writable, clearable) = (self.writable[index], self.clearable[index]);
+            bytes[index] =
+                (old & !(writable | clearable)) | (data & writable) | (old & clearable & !data);
+            if self.registers.starts_flr(index, data) {
+                reset = Some(ResetCause::FunctionLevel);
+            }
+        }
+        if let Some(pm) = &self.registers.pm {
+            pm.settle(&self.bytes, &mut bytes);
+            if reset.is_none() && pm.resets(&self.bytes, &bytes) {
+                reset = Some(ResetCause::LeftD3hot);
+            }
+        }
+        if reset.is_some() {
+            bytes.copy_from_slice(&self.power_on);
+        }
+        Outcome { bytes, reset }
+    }
+}
+
+struct Outcome {
+    bytes: Vec<u8>,
+    reset: Option<ResetCause>,
+}
+
+impl Registers {
+    /// Whether `data`, written to the byte at `index`, initiates a function
+    /// level reset. Those bits read as 0, so they are in no mask.
+    fn starts_flr(&self, index: usize, data: u8) -> bool {
+        let bits = [
+            self.pcie.as_ref().and_then(pcie::Registers::flr_bit),
+            self.af.as_ref().and_then(af::Registers::flr_bit),
+        ];
+        bits.into_iter()
+            .flatten()
+            .any(|(at, bit)| at == index && data & bit != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,318 @@
+//! The capability lists: found, checked, and linked anew without what is
+//! hidden.
+
+use farside_devices::Description;
+
+use super::builder::{Builder, CONVENTIONAL, EXTENDED};
+use super::policy::{self, Hidden, List, Shown, Treatment};
+use super::{ConfigSpaceError, Registers, STATUS, aer, af, ari, msi, msix, pcie, pm};
+
+const POINTER: usize = 0x34;
+const STATUS_CAPABILITY_LIST: u16 = 1 << 4;
+
+/// Where standard capabilities may be.
+const STANDARD_FROM: usize = 0x40;
+/// Where extended capabilities begin.
+const EXTENDED_FROM: usize = CONVENTIONAL;
+
+/// A capability in the device's image.
+struct Found {
+    id: u16,
+    at: usize,
+}
+
+/// Finds all capabilities, makes the registers of those that are shown, hides
+/// the others.
+pub fn build(
+    builder: &mut Builder,
+    description: &Description,
+    registers: &mut Registers,
+) -> Result<Vec<Hidden>, ConfigSpaceError> {
+    let mut hidden = Vec::new();
+
+    let has_list = status_has_list(&description.config);
+    let found = if has_list {
+        find_standard(builder)?
+    } else {
+        Vec::new()
+    };
+    let shown = treat(
+        builder,
+        description,
+        registers,
+        List::Standard,
+        &found,
+        &mut hidden,
+    )?;
+    link_standard(builder, &shown);
+
+    if builder.bytes().len() == EXTENDED {
+        if registers.pcie.is_some() {
+            let found = find_extended(builder)?;
+            let shown = treat(
+                builder,
+                description,
+                registers,
+                List::Extended,
+                &found,
+                &mut hidden,
+            )?;
+            link_extended(builder, &shown);
+        } else {
+            // Only PCI Express has an extended space.
+            builder.zero(EXTENDED_FROM..EXTENDED);
+        }
+    }
+
+    for (name, described, found) in [
+        ("MSI", description.msi_vectors, registers.msi.is_some()),
+        ("MSI-X", description.msix_vectors, registers.msix.is_some()),
+    ] {
+        if described != 0 && !found {
+            return Err(ConfigSpaceError::Vectors {
+                name,
+                in_config: 0,
+                described,
+            });
+        }
+    }
+    Ok(hidden)
+}
+
+/// The header's builder has cleared this bit, so it is asked of the image.
+fn status_has_list(image: &[u8]) -> bool {
+    super::builder::get_u16(image, STATUS) & STATUS_CAPABILITY_LIST != 0
+}
+
+/// Standard capabilities in the order of the list. Each must be at a place of
+/// its own, so the walk ends after at most 48.
+fn find_standard(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
+    let mut found: Vec<Found> = Vec::new();
+    let mut at = pointer(builder.u8(POINTER));
+    while at != 0 {
+        if at < STANDARD_FROM {
+            return Err(ConfigSpaceError::CapabilityPointer {
+                at,
+                from: STANDARD_FROM,
+                to: CONVENTIONAL,
+            });
+        }
+        if found.iter().any(|capability| capability.at == at) {
+            return Err(ConfigSpaceError::CapabilityLoop { at });
+        }
+        found.push(Found {
+            id: builder.u8(at).into(),
+            at,
+        });
+        at = pointer(builder.u8(at + 1));
+    }
+    Ok(found)
+}
+
+/// "The bottom two bits are Reserved […] Software must mask these bits off"
+/// (PCIe 7.5.1.1.11). So a structure's first dword is inside the space.
+fn pointer(byte: u8) -> usize {
+    usize::from(byte & !0b11)
+}
+
+/// Extended capabilities in the order of the list: at most 960.
+fn find_extended(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
+    let mut found = Vec::new();
+    let mut seen = [false; EXTENDED / 4];
+    let mut at = EXTENDED_FROM;
+    loop {
+        if std::mem::replace(&mut seen[at / 4], true) {
+            return Err(ConfigSpaceError::CapabilityLoop { at });
+        }
+        let header = builder.u32(at);
+        // Nothing there, or nobody who answers.
+        if at == EXTENDED_FROM && (header == 0 || header == !0) {
+            return Ok(found);
+        }
+        // The id is the low half.
+        found.push(Found {
+            id: header as u16,
+            at,
+        });
+        // Bits 1:0 of the pointer are reserved and masked off (7.6.3).
+        at = (header >> 20) as usize & !0b11;
+        if at == 0 {
+            return Ok(found);
+        }
+        if at < EXTENDED_FROM {
+            return Err(ConfigSpaceError::CapabilityPointer {
+                at,
+                from: EXTENDED_FROM,
+                to: EXTENDED,
+            });
+        }
+    }
+}
+
+/// Makes the registers of shown capabilities and zeroes hidden ones. Returns
+/// where the shown ones are.
+fn treat(
+    builder: &mut Builder,
+    description: &Description,
+    registers: &mut Registers,
+    list: List,
+    found: &[Found],
+    hidden: &mut Vec<Hidden>,
+) -> Result<Vec<usize>, ConfigSpaceError> {
+    let end = match list {
+        List::Standard => CONVENTIONAL,
+        List::Extended => EXTENDED,
+    };
+    let mut shown_at = Vec::new();
+    for &Found { id, at } in found {
+        let next = found
+            .iter()
+            .map(|other| other.at)
+            .filter(|&other| other > at)
+            .min();
+        let (name, treatment) = policy::rule(list, id);
+        match treatment {
+            Treatment::Hide(reason) => {
+                // How long it is need not be known: what is up to the next one
+                // may be its.
+                builder.zero(at..next.unwrap_or(end));
+                // A placeholder (7.9.28) is nothing that could be seen.
+                if !(list == List::Extended && id == 0) {
+                    hidden.push(Hidden {
+                        list,
+                        id,
+                        name,
+                        reason,
+                    });
+                }
+            }
+            Treatment::Show(shown) => {
+                let length = length(builder, shown, name, at)?;
+                if at + length > end {
+                    return Err(ConfigSpaceError::CapabilityOutside { name, at, length });
+                }
+                if let Some(other) = next.filter(|&next| next < at + length) {
+                    return Err(ConfigSpaceError::CapabilityOverlap {
+                        name,
+                        at,
+                        length,
+                        other,
+                    });
+                }
+                make(builder, description, registers, shown, name, at)?;
+                shown_at.push(at);
+            }
+        }
+    }
+    Ok(shown_at)
+}
+
+/// Bytes of a capability, by its first dword or two.
+fn length(
+    builder: &Builder,
+    shown: Shown,
+    name: &'static str,
+    at: usize,
+) -> Result<usize, ConfigSpaceError> {
+    let at_least = |length: usize, least| {
+        if length < least {
+            return Err(ConfigSpaceError::CapabilityTooShort { name, at, length });
+        }
+        Ok(length)
+    };
+    Ok(match shown {
+        Shown::PowerManagement => pm::LENGTH,
+        Shown::Msi => msi::length(builder.u16(at + 2)),
+        Shown::VendorSpecific => at_least(builder.u8(at + 2).into(), 3)?,
+        Shown::PciExpress => pcie::length(builder.u16(at + 2)),
+        Shown::Msix => msix::LENGTH,
+        Shown::AdvancedFeatures => af::LENGTH,
+        Shown::AdvancedErrors => aer::LENGTH,
+        Shown::SerialNumber => 12,
+        Shown::VendorSpecificExtended => {
+            if at + 8 > EXTENDED {
+                return Err(ConfigSpaceError::CapabilityOutside {
+                    name,
+                    at,
+                    length: 8,
+                });
+            }
+            at_least((builder.u32(at + 4) >> 20) as usize, 8)?
+        }
+        Shown::Ari => ari::LENGTH,
+    })
+}
+
+fn make(
+    builder: &mut Builder,
+    description: &Description,
+    registers: &mut Registers,
+    shown: Shown,
+    name: &'static str,
+    at: usize,
+) -> Result<(), ConfigSpaceError> {
+    let taken = match shown {
+        Shown::PowerManagement => registers.pm.is_some(),
+        Shown::Msi => registers.msi.is_some(),
+        Shown::PciExpress => registers.pcie.is_some(),
+        Shown::Msix => registers.msix.is_some(),
+        Shown::AdvancedFeatures => registers.af.is_some(),
+        _ => false,
+    };
+    if taken {
+        return Err(ConfigSpaceError::CapabilityTwice { name, at });
+    }
+    match shown {
+        Shown::PowerManagement => registers.pm = Some(pm::Registers::build(builder, at)),
+        Shown::Msi => {
+            registers.msi = Some(msi::Registers::build(builder, at, description.msi_vectors)?);
+        }
+        Shown::PciExpress => registers.pcie = Some(pcie::Registers::build(builder, at)?),
+        Shown::Msix => {
+            let vectors = description.msix_vectors;
+            registers.msix = Some(msix::Registers::build(
+                builder,
+                at,
+                vectors,
+                &registers.bars,
+            )?);
+        }
+        Shown::AdvancedFeatures => registers.af = Some(af::Registers::build(builder, at)),
+        Shown::AdvancedErrors => aer::build(builder, at),
+        Shown::Ari => ari::build(builder, at),
+        // Read-only as they are: identification, or hints for the driver.
+        Shown::VendorSpecific | Shown::SerialNumber | Shown::VendorSpecificExtended => {}
+    }
+    Ok(())
+}
+
+fn link_standard(builder: &mut Builder, shown: &[usize]) {
+    // Below 256, so they fit.
+    let mut link = POINTER;
+    for &at in shown {
+        builder.set_u8(link, at as u8);
+        link = at + 1;
+    }
+    builder.set_u8(link, 0);
+    if !shown.is_empty() {
+        let status = builder.u16(STATUS) | STATUS_CAPABILITY_LIST;
+        builder.set_u16(STATUS, status);
+    }
+}
+
+/// The list begins at 0x100 whatever is there: where that is hidden, a
+/// capability without meaning (id 0, PCIe 7.9.28) leads on.
+fn link_extended(builder: &mut Builder, shown: &[usize]) {
+    let mut link = EXTENDED_FROM;
+    for &at in shown.iter().filter(|&&at| at != EXTENDED_FROM) {
+        set_next(builder, link, at);
+        link = at;
+    }
+    set_next(builder, link, 0);
+}
+
+fn set_next(builder: &mut Builder, at: usize, next: usize) {
+    // Below 4096, so it fits in 12 bits.
+    let header = builder.u32(at) & 0x000f_ffff | (next as u32) << 20;
+    builder.set_u32(at, header);
+}
