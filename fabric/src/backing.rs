@@ -12,6 +12,13 @@ pub(crate) struct Backing {
     pub(crate) page_size: u64,
     /// Whether it is in hugetlbfs, whose pages are never swapped.
     pub(crate) hugetlb: bool,
+    /// What to map: the range, rounded out to whole pages of the file. (With
+    /// huge pages, RAM that begins at 1 MiB begins inside a page.)
+    pub(crate) offset: u64,
+    /// Bytes to map.
+    pub(crate) len: usize,
+    /// Where the range begins in what is mapped.
+    pub(crate) skip: usize,
 }
 
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
@@ -40,19 +47,31 @@ impl Backing {
         if !page_size.is_power_of_two() || page_size < PAGE_SIZE {
             return invalid(format!("its pages of {page_size} bytes are not supported"));
         }
-        if len == 0 || !offset.is_multiple_of(page_size) {
+        if len == 0 || !offset.is_multiple_of(PAGE_SIZE) {
             return invalid(format!(
                 "{len:#x} bytes at offset {offset:#x}: the length must not be 0 and the offset a \
                  multiple of {}",
-                Size(page_size)
+                Size(PAGE_SIZE)
             ));
         }
         let size = u64::try_from(status.st_size).unwrap_or(0);
-        if offset.checked_add(len).is_none_or(|end| end > size) {
+        let Some(end) = offset.checked_add(len).filter(|&end| end <= size) else {
             return invalid(format!(
                 "{len:#x} bytes at offset {offset:#x} are not all in the file, which has {size:#x}"
             ));
-        }
-        Ok(Self { page_size, hugetlb })
+        };
+        let skip = offset % page_size;
+        let rounded = (end - (offset - skip)).checked_next_multiple_of(page_size);
+        let Some(rounded) = rounded.and_then(|len| usize::try_from(len).ok()) else {
+            return invalid(format!("{len:#x} bytes are more than can be mapped"));
+        };
+        Ok(Self {
+            page_size,
+            hugetlb,
+            offset: offset - skip,
+            // Other files have any length; a last part of a page is theirs.
+            len: if hugetlb { rounded } else { len as usize },
+            skip: skip as usize,
+        })
     }
 }

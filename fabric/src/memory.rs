@@ -58,7 +58,11 @@ pub struct SharedMemory {
     // Dropped in this order: the guard must not outlive the mapping.
     guard: Guarded,
     mapping: Mapping,
+    /// Where the range begins in the mapping.
+    skip: usize,
+    len: usize,
     page_size: u64,
+    writable: bool,
 }
 
 impl SharedMemory {
@@ -69,7 +73,7 @@ impl SharedMemory {
     /// What the system reports, and [`io::ErrorKind::InvalidInput`] when the
     /// file is no memory, or the range is empty, unaligned, or not all inside.
     pub fn map(file: OwnedFd, offset: u64, len: usize, writable: bool) -> io::Result<Arc<Self>> {
-        Self::map_file(&file.into(), offset, len, writable)
+        Self::map_file(&file.into(), offset, len as u64, writable)
     }
 
     /// Maps `range`.
@@ -77,8 +81,7 @@ impl SharedMemory {
     /// # Errors
     /// As [`SharedMemory::map`].
     pub fn map_range(range: &MemoryRange) -> io::Result<Arc<Self>> {
-        let len = usize::try_from(range.len).map_err(io::Error::other)?;
-        Self::map_file(&range.file, range.offset, len, range.writable)
+        Self::map_file(&range.file, range.offset, range.len, range.writable)
     }
 
     /// Maps `len` new zero bytes that nobody else has, rounded up to pages:
@@ -91,22 +94,25 @@ impl SharedMemory {
         Self::map(create_sealed("farside", len as u64)?, 0, len, true)
     }
 
-    fn map_file(file: &File, offset: u64, len: usize, writable: bool) -> io::Result<Arc<Self>> {
-        let backing = Backing::check(file, offset, len as u64)?;
-        let mapping = Mapping::new(file, offset, len, writable)?;
+    fn map_file(file: &File, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
+        let backing = Backing::check(file, offset, len)?;
+        let mapping = Mapping::new(file, backing.offset, backing.len, writable)?;
         // Also where the file is sealed: then it cannot shrink, but the system
         // can still be out of pages.
-        let guard = Guarded::new(mapping.start(), len, backing.page_size as usize)?;
+        let guard = Guarded::new(mapping.start(), backing.len, backing.page_size as usize)?;
         Ok(Arc::new(Self {
             guard,
             mapping,
+            skip: backing.skip,
+            len: len as usize, // no more than is mapped
             page_size: backing.page_size,
+            writable,
         }))
     }
 
     /// Bytes mapped.
     pub fn len(&self) -> usize {
-        self.mapping.len()
+        self.len
     }
 
     /// Whether nothing is mapped.
@@ -188,10 +194,11 @@ impl HostSlice {
     }
 
     /// Copies to the start of the slice and returns how many bytes: all of
-    /// `buf`, or as many as the slice has. The slice must be of writable
-    /// memory, as one translated for [`crate::Access::Write`] is.
+    /// `buf`, or as many as the slice has; none when it is of memory that may
+    /// not be written (one translated for [`crate::Access::Write`] may).
     pub fn write(&self, buf: &[u8]) -> usize {
-        self.volatile().write(buf, 0).unwrap_or(0)
+        let writable = self.writable();
+        writable.and_then(|to| to.write(buf, 0).ok()).unwrap_or(0)
     }
 
     /// Loads a little-endian word at `offset`, or `None` when it is not inside
@@ -204,9 +211,9 @@ impl HostSlice {
     }
 
     /// Stores a little-endian word at `offset`, or returns `None` when it is
-    /// not inside or not aligned.
+    /// not inside, not aligned, or not to be written.
     pub fn store_u32(&self, offset: usize, value: u32, order: Ordering) -> Option<()> {
-        self.volatile().store(value.to_le(), offset, order).ok()
+        self.writable()?.store(value.to_le(), offset, order).ok()
     }
 
     /// As [`HostSlice::load_u32`], 64 bits.
@@ -219,10 +226,17 @@ impl HostSlice {
 
     /// As [`HostSlice::store_u32`], 64 bits.
     pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
-        self.volatile().store(value.to_le(), offset, order).ok()
+        self.writable()?.store(value.to_le(), offset, order).ok()
+    }
+
+    /// The bytes, when they may be written: a store to a read-only mapping
+    /// would end the process.
+    fn writable(&self) -> Option<VolatileSlice<'_>> {
+        self.memory.writable.then(|| self.volatile())
     }
 
     fn volatile(&self) -> VolatileSlice<'_> {
-        self.memory.mapping.volatile(self.offset, self.len)
+        let memory = &self.memory;
+        memory.mapping.volatile(memory.skip + self.offset, self.len)
     }
 }

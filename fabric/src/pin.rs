@@ -252,7 +252,10 @@ pub struct Pins {
 #[derive(Debug)]
 struct Pinned {
     mapping: Mapping,
+    /// Where the mapping begins in the file.
     offset: u64,
+    /// Bytes asked for; the mapping has whole pages of the file.
+    bytes: u64,
     page_size: u64,
     hugetlb: bool,
     writable: bool,
@@ -287,10 +290,10 @@ impl Pins {
         let mut report = PinReport::default();
         for range in &mapped {
             let len = range.mapping.len() as u64;
-            report.bytes_pinned += len;
+            report.bytes_pinned += range.bytes;
             report.pages += PageCounts::of(range.offset, range.offset, len, range.page_size);
             if range.hugetlb {
-                report.bytes_locked += len;
+                report.bytes_locked += range.bytes;
             }
         }
         report.bytes_locked += job.locked.into_inner();
@@ -320,18 +323,18 @@ impl Pinned {
             source,
         };
         let backing = Backing::check(&range.file, range.offset, range.len).map_err(map_error)?;
-        let len = usize::try_from(range.len).map_err(|e| map_error(io::Error::other(e)))?;
-        let mapping =
-            Mapping::new(&range.file, range.offset, len, range.writable).map_err(map_error)?;
+        let mapping = Mapping::new(&range.file, backing.offset, backing.len, range.writable)
+            .map_err(map_error)?;
         if !backing.hugetlb {
             // Only a hint, and only where the system is set to take it.
-            if let Err(error) = mapping.make(Residency::HugePages, 0, len) {
+            if let Err(error) = mapping.make(Residency::HugePages, 0, backing.len) {
                 log::debug!("no transparent huge pages for guest memory: {error}");
             }
         }
         Ok(Self {
             mapping,
-            offset: range.offset,
+            offset: backing.offset,
+            bytes: range.len,
             page_size: backing.page_size,
             hugetlb: backing.hugetlb,
             writable: range.writable,

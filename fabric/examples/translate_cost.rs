@@ -1,0 +1,36 @@
+//! What a translation costs, when the cache hits and when it does not.
+
+use std::{hint::black_box, time::Instant};
+
+use farside_fabric::{
+    Access, FarAddress, Iova, LenderPath, MemoryRange, NtbLimits, memory::create_sealed,
+    soft::Adapter,
+};
+
+const RUNS: u64 = 20_000_000;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let adapter = Adapter::new(NtbLimits::default())?;
+    let mut path = adapter.attach("example")?;
+    let page = MemoryRange::whole(create_sealed("ram", 4096)?, 4096);
+    // More pages than the cache has entries, each a mapping of its own.
+    for n in 0..64 {
+        path.far_map(FarAddress::new(n * 4096), page.clone())?;
+    }
+    path.open_window(Iova::new(0), FarAddress::new(0), 64 * 4096)?;
+    path.set_bus_master(true)?;
+
+    let mut measure = |what: &str, pages: u64| -> Result<(), Box<dyn std::error::Error>> {
+        let start = Instant::now();
+        for n in 0..RUNS {
+            let iova = Iova::new(n % pages * 4096);
+            black_box(path.translate(black_box(iova), 512, Access::Write)?);
+        }
+        let each = start.elapsed().as_secs_f64() * 1e9 / RUNS as f64;
+        println!("{what:30} {each:5.1} ns");
+        Ok(())
+    };
+    measure("hit, same entry as before", 1)?;
+    measure("hit, another of 8 entries", 8)?;
+    measure("miss", 64)
+}

@@ -1,0 +1,209 @@
+//! Pinning real memory: resident when it returns, limits looked at first,
+//! nothing left after an error.
+
+use std::{
+    num::NonZeroUsize,
+    os::fd::OwnedFd,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::Instant,
+};
+
+use farside_fabric::{
+    MemoryRange,
+    memory::{SharedMemory, create_sealed},
+    pin::{PinError, PinOptions, PinPolicy, Pins, check_memlock},
+};
+use rustix::{
+    fs::fstat,
+    process::{Resource, Rlimit, setrlimit},
+};
+
+const MIB: u64 = 1 << 20;
+
+fn ram(len: u64) -> MemoryRange {
+    MemoryRange::whole(create_sealed("ram", len).expect("memfd"), len)
+}
+
+/// Bytes of the file that have pages.
+fn resident(range: &MemoryRange) -> u64 {
+    fstat(&range.file).expect("fstat").st_blocks as u64 * 512
+}
+
+#[test]
+fn pinned_memory_is_resident_and_unchanged() {
+    let ranges = [ram(200 * MIB), ram(4096)];
+    assert_eq!(resident(&ranges[0]), 0);
+    let seen = AtomicU64::new(0);
+    let progress = |progress: farside_fabric::pin::PinProgress| {
+        assert_eq!(progress.total, 200 * MIB + 4096);
+        seen.fetch_max(progress.done, Ordering::Relaxed);
+    };
+    let options = PinOptions {
+        workers: NonZeroUsize::new(4),
+        progress: Some(&progress),
+        ..PinOptions::new(PinPolicy::Prefer)
+    };
+    let pins = Pins::new(&ranges, &options).expect("pin");
+    let report = pins.report();
+    assert_eq!(report.bytes_pinned, 200 * MIB + 4096);
+    assert_eq!(report.pages.bytes(), report.bytes_pinned);
+    assert_eq!(seen.into_inner(), report.bytes_pinned);
+    assert_eq!(resident(&ranges[0]), 200 * MIB);
+    assert_eq!(resident(&ranges[1]), 4096);
+    // Either all of it is locked, or none.
+    assert!([0, report.bytes_pinned].contains(&report.bytes_locked));
+    drop(pins);
+    assert_eq!(resident(&ranges[0]), 200 * MIB);
+}
+
+#[test]
+fn a_part_of_a_file_is_pinned() {
+    let range = MemoryRange {
+        offset: MIB,
+        len: 2 * MIB,
+        ..ram(16 * MIB)
+    };
+    let pins = Pins::new(
+        std::slice::from_ref(&range),
+        &PinOptions::new(PinPolicy::Prefer),
+    )
+    .expect("pin");
+    assert_eq!(pins.report().bytes_pinned, 2 * MIB);
+    let resident = resident(&range);
+    assert!((2 * MIB..=16 * MIB).contains(&resident), "{resident}");
+}
+
+#[test]
+fn nothing_to_pin_is_fine() {
+    let pins = Pins::new(&[], &PinOptions::new(PinPolicy::Require)).expect("pin");
+    assert_eq!(pins.report().bytes_pinned, 0);
+}
+
+#[test]
+fn a_file_too_short_is_refused() {
+    let range = MemoryRange {
+        len: 8192,
+        ..ram(4096)
+    };
+    let error = Pins::new(&[range], &PinOptions::new(PinPolicy::Prefer)).expect_err("too short");
+    assert!(matches!(error, PinError::Map { .. }), "{error}");
+}
+
+#[test]
+fn a_deadline_and_a_cancel_stop_it() {
+    let range = [ram(512 * MIB)];
+    let late = PinOptions {
+        deadline: Some(Instant::now()),
+        ..PinOptions::new(PinPolicy::Prefer)
+    };
+    let error = Pins::new(&range, &late).expect_err("no time");
+    assert!(
+        matches!(error, PinError::Deadline { done: 0, .. }),
+        "{error}"
+    );
+
+    // Cancelled by the first chunk that is done.
+    let cancel = AtomicBool::new(false);
+    let progress = |_| cancel.store(true, Ordering::Relaxed);
+    let options = PinOptions {
+        cancel: Some(&cancel),
+        progress: Some(&progress),
+        workers: NonZeroUsize::new(2),
+        ..PinOptions::new(PinPolicy::Prefer)
+    };
+    let error = Pins::new(&range, &options).expect_err("cancelled");
+    assert!(matches!(error, PinError::Cancelled { .. }), "{error}");
+    assert!(resident(&range[0]) < 512 * MIB);
+}
+
+/// The limit is the process's, so this and its opposite are one test, run in a
+/// process of its own.
+#[test]
+fn the_memlock_limit_is_looked_at_first() {
+    let program = std::env::current_exe().expect("this program");
+    let output = std::process::Command::new(program)
+        .args(["--ignored", "--exact", "child_with_a_small_memlock_limit"])
+        .output()
+        .expect("run it again");
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stdout)
+    );
+}
+
+#[test]
+#[ignore = "changes a limit of the process; run by another test"]
+fn child_with_a_small_memlock_limit() {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    // Root may lock without limit: be somebody else.
+    let mut sets = capabilities(None).expect("capabilities");
+    sets.effective -= CapabilitySet::IPC_LOCK;
+    set_capabilities(None, sets).expect("drop CAP_IPC_LOCK");
+    let limit = Rlimit {
+        current: Some(MIB),
+        maximum: Some(MIB),
+    };
+    setrlimit(Resource::Memlock, limit).expect("lower the limit");
+
+    check_memlock(MIB).expect("just enough");
+    let small = [ram(MIB / 2)];
+    let pins = Pins::new(&small, &PinOptions::new(PinPolicy::Require)).expect("small enough");
+    assert_eq!(pins.report().bytes_locked, MIB / 2);
+
+    let large = [ram(8 * MIB)];
+    let error = Pins::new(&large, &PinOptions::new(PinPolicy::Require)).expect_err("too large");
+    let text = error.to_string();
+    for part in [
+        "RLIMIT_MEMLOCK is 1 MiB",
+        "512 KiB are locked",
+        "8 MiB more",
+        "ulimit -l 8704",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert_eq!(resident(&large[0]), 0, "nothing was populated");
+
+    let pins = Pins::new(&large, &PinOptions::new(PinPolicy::Prefer)).expect("without locking");
+    assert_eq!(pins.report().bytes_locked, 0);
+    assert_eq!(resident(&large[0]), 8 * MIB);
+}
+
+#[test]
+fn huge_pages_are_used_where_the_memory_has_them() {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let fd: OwnedFd = match memfd_create("huge", flags) {
+        Ok(fd) => fd,
+        Err(error) => return eprintln!("skipped: no hugetlbfs ({error})"),
+    };
+    ftruncate(&fd, 4 * MIB).expect("set its size");
+    let whole = MemoryRange::whole(fd, 4 * MIB);
+    // As a PC has it: RAM from 0 to 640 KiB and from 1 MiB, in one file.
+    let low = MemoryRange {
+        len: 640 << 10,
+        ..whole.clone()
+    };
+    let rest = MemoryRange {
+        offset: MIB,
+        len: 3 * MIB,
+        ..whole
+    };
+    match Pins::new(&[low, rest.clone()], &PinOptions::new(PinPolicy::Require)) {
+        Ok(pins) => {
+            // The first page is in both.
+            assert_eq!(pins.report().pages.pages_2m, 3);
+            assert_eq!(pins.report().bytes_pinned, 3 * MIB + (640 << 10));
+            assert_eq!(pins.report().bytes_locked, pins.report().bytes_pinned);
+            let memory = SharedMemory::map_range(&rest).expect("map");
+            assert_eq!(memory.len() as u64, 3 * MIB);
+            let slice = memory.slice(3 << 19, 3 << 19).expect("inside");
+            assert_eq!(slice.write(&[1; 100]), 100);
+        }
+        // An empty pool is an error, not a signal.
+        Err(error) => {
+            assert!(matches!(error, PinError::Populate { .. }), "{error}");
+            eprintln!("skipped: no huge page is free ({error})");
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! A shared file that shrinks must not end the process; other SIGBUS must.
+
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::process::ExitStatusExt},
+    process::{Command, ExitStatus},
+    sync::atomic::Ordering,
+    thread,
+};
+
+use farside_fabric::{
+    Access, FarAddress, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits,
+    memory::SharedMemory, soft::Adapter,
+};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+const LEN: u64 = 64 << 10;
+
+/// A memfd that may shrink.
+fn unsealed(len: u64) -> OwnedFd {
+    let fd = memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("memfd");
+    ftruncate(&fd, len).expect("set its size");
+    fd
+}
+
+fn shrunk(keep: u64) -> std::sync::Arc<SharedMemory> {
+    let fd = unsealed(LEN);
+    let other = fd.try_clone().expect("dup");
+    let memory = SharedMemory::map(fd, 0, LEN as usize, true).expect("map");
+    ftruncate(&other, keep).expect("shrink");
+    memory
+}
+
+#[test]
+fn reading_a_shrunk_file_gives_zeroes() {
+    let memory = shrunk(0);
+    assert!(!memory.is_gone());
+    let slice = memory.slice(0, LEN as usize).expect("inside");
+    let mut buf = vec![0xff; LEN as usize];
+    assert_eq!(slice.read(&mut buf), buf.len());
+    assert!(buf.iter().all(|&byte| byte == 0));
+    assert!(memory.is_gone());
+}
+
+#[test]
+fn writing_to_a_shrunk_file_does_no_harm() {
+    let memory = shrunk(4096);
+    let slice = memory.slice(8190, 100).expect("inside");
+    assert_eq!(slice.write(&[7; 100]), 100);
+    assert!(memory.is_gone());
+}
+
+#[test]
+fn atomics_on_a_shrunk_file_do_no_harm() {
+    let memory = shrunk(0);
+    let slice = memory.slice(0, 16).expect("inside");
+    assert_eq!(slice.load_u32(4, Ordering::Acquire), Some(0));
+    let memory = shrunk(0);
+    let slice = memory.slice(0, 16).expect("inside");
+    assert_eq!(slice.store_u64(8, 1, Ordering::Release), Some(()));
+    assert!(memory.is_gone());
+}
+
+#[test]
+fn many_threads_may_fault_at_once() {
+    let memories: Vec<_> = (0..8).map(|_| shrunk(0)).collect();
+    thread::scope(|scope| {
+        for n in 0..16 {
+            let memories = &memories;
+            scope.spawn(move || {
+                for memory in memories {
+                    let slice = memory.slice(n * 4096, 4096).expect("inside");
+                    assert_eq!(slice.write(&[1; 4096]), 4096);
+                }
+            });
+        }
+    });
+    assert!(memories.iter().all(|memory| memory.is_gone()));
+}
+
+#[test]
+fn neighbours_of_a_shrunk_file_are_untouched() {
+    let whole: Vec<_> = (0..4)
+        .map(|_| SharedMemory::anonymous(4096).expect("memory"))
+        .collect();
+    let gone = shrunk(0);
+    for memory in &whole {
+        memory.slice(0, 4096).expect("inside").write(&[9; 4096]);
+    }
+    gone.slice(0, 1).expect("inside").write(&[1]);
+    for memory in &whole {
+        let mut buf = [0; 4096];
+        memory.slice(0, 4096).expect("inside").read(&mut buf);
+        assert_eq!(buf, [9; 4096]);
+        assert!(!memory.is_gone());
+    }
+}
+
+#[test]
+fn an_entry_is_used_again_without_the_old_mark() {
+    for _ in 0..100 {
+        let memory = shrunk(0);
+        assert!(!memory.is_gone());
+        memory.slice(0, 1).expect("inside").write(&[1]);
+        assert!(memory.is_gone());
+    }
+}
+
+#[test]
+fn a_translation_to_gone_memory_is_refused() {
+    let fd = unsealed(LEN);
+    let other = fd.try_clone().expect("dup");
+    let adapter = Adapter::new(NtbLimits::default()).expect("limits");
+    let mut path = adapter.attach("nvme0").expect("attach");
+    let far = FarAddress::new(1 << 40);
+    path.far_map(far, MemoryRange::whole(File::from(fd), LEN))
+        .expect("map");
+    path.open_window(Iova::new(0), far, LEN).expect("window");
+    path.set_bus_master(true).expect("bus master");
+    let slice = path
+        .translate(Iova::new(0), 16, Access::Write)
+        .expect("mapped");
+    ftruncate(&other, 0).expect("shrink");
+    slice.write(&[1; 16]);
+    let fault = path
+        .translate(Iova::new(4096), 16, Access::Read)
+        .expect_err("gone");
+    assert_eq!(fault.reason, FaultReason::MemoryGone);
+    assert_eq!(path.faults().summary().by_reason.memory_gone, 1);
+}
+
+#[test]
+fn an_empty_pool_of_huge_pages_does_no_harm() {
+    // More than any pool has; mapping reserves nothing.
+    const LEN: u64 = 1 << 40;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let Ok(fd) = memfd_create("huge", flags) else {
+        return eprintln!("skipped: no hugetlbfs");
+    };
+    ftruncate(&fd, LEN).expect("set its size");
+    let memory = SharedMemory::map(fd, 1 << 20, 1 << 30, true).expect("map");
+    assert_eq!(memory.page_size(), 2 << 20);
+    for at in (0..1 << 30).step_by(2 << 20) {
+        assert_eq!(memory.slice(at, 8).expect("inside").write(&[1; 8]), 8);
+    }
+    eprintln!("gone: {}", memory.is_gone());
+}
+
+/// Runs the test `name` of this program, which is ignored otherwise, on its
+/// own.
+fn in_child(name: &str) -> ExitStatus {
+    let program = std::env::current_exe().expect("this program");
+    Command::new(program)
+        .args(["--ignored", "--exact", "--test-threads=1", name])
+        .output()
+        .expect("run it again")
+        .status
+}
+
+/// Raises SIGBUS at an address that nobody has registered.
+fn touch_foreign_memory() {
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    let fd = unsealed(4096);
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, of which nothing else knows.
+    let at = unsafe { mmap(std::ptr::null_mut(), 4096, prot, MapFlags::SHARED, &fd, 0) };
+    let at = at.expect("map").cast::<u8>();
+    ftruncate(&fd, 0).expect("shrink");
+    // SAFETY: the address is mapped for writing; that the file behind it has
+    // shrunk, and the access raises SIGBUS, is what is tested.
+    unsafe { at.write_volatile(1) };
+}
+
+#[test]
+fn sigbus_elsewhere_still_ends_the_process() {
+    assert_eq!(
+        in_child("child_touches_foreign_memory").signal(),
+        Some(libc::SIGBUS)
+    );
+    assert_eq!(
+        in_child("child_is_sent_sigbus").signal(),
+        Some(libc::SIGBUS)
+    );
+}
+
+#[test]
+fn sigbus_elsewhere_reaches_the_handler_before_ours() {
+    assert_eq!(in_child("child_has_a_handler").code(), Some(42));
+}
+
+#[test]
+#[ignore = "ends the process; run by another test"]
+fn child_touches_foreign_memory() {
+    let _guarded = SharedMemory::anonymous(4096).expect("memory");
+    touch_foreign_memory();
+}
+
+#[test]
+#[ignore = "ends the process; run by another test"]
+fn child_is_sent_sigbus() {
+    // The handler of Rust's runtime would ignore it.
+    // SAFETY: the default action is not a function.
+    unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    let _guarded = SharedMemory::anonymous(4096).expect("memory");
+    // SAFETY: sends a signal to this thread; touches no memory.
+    unsafe { libc::raise(libc::SIGBUS) };
+}
+
+#[test]
+#[ignore = "ends the process; run by another test"]
+fn child_has_a_handler() {
+    extern "C" fn leave(_: libc::c_int) {
+        // SAFETY: _exit is async-signal-safe.
+        unsafe { libc::_exit(42) };
+    }
+    // SAFETY: the handler is a function of the right type.
+    unsafe { libc::signal(libc::SIGBUS, leave as *const () as libc::sighandler_t) };
+    let _guarded = SharedMemory::anonymous(4096).expect("memory");
+    touch_foreign_memory();
+}
