@@ -119,14 +119,14 @@ fn devices_come_and_go_and_guests_reboot() {
         });
         vm.qmp().execute("blockdev-add", drive).unwrap();
         let device = json!({
-            "driver": "nvme", "id": "drive", "bus": "slot0", "drive": "disk", "serial": "1",
+            "driver": "nvme", "id": "nvme0", "bus": "slot0", "drive": "disk", "serial": "1",
         });
         vm.qmp().device_add(device).unwrap();
         vm.wait_path("/dev/nvme0n1", SHORT).unwrap();
         let script = "mkfs.ext4 -q /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt \
                       && echo here >/mnt/file && umount /mnt && fsck.ext4 -fn /dev/nvme0n1";
         shell(&vm, script);
-        vm.qmp().device_del("drive", SHORT).unwrap();
+        vm.qmp().device_del("nvme0", SHORT).unwrap();
         vm.wait_no_path("/dev/nvme0n1", SHORT).unwrap();
         let node = json!({"node-name": "disk"});
         vm.qmp().execute("blockdev-del", node).unwrap();

@@ -65,7 +65,11 @@ impl Vm {
                 )
             })
         };
-        let qmp = Qmp::start(connect(&sockets.qmp)?, board.clone())?;
+        let qmp = Qmp::start(
+            connect(&sockets.qmp)?,
+            board.clone(),
+            qemu_log(folder.path()),
+        )?;
         let agent = agent::Client::start(connect(&sockets.agent)?, board.clone())?;
         qmp.negotiate()
             .with_context(|| died(&name, "before it answered QMP", &process, folder.path()))?;
@@ -213,13 +217,18 @@ fn logs(process: &Process, folder: &Path) -> String {
         if log.is_empty() {
             continue;
         }
-        let mut start = log.len().saturating_sub(QUOTE);
-        while !log.is_char_boundary(start) {
-            start += 1;
-        }
-        text.push_str(&format!("\n-- {what}:\n{}", &log[start..]));
+        text.push_str(&format!("\n-- {what}:\n{}", tail(log)));
     }
     text
+}
+
+/// The end of a log.
+fn tail(log: &str) -> &str {
+    let mut start = log.len().saturating_sub(QUOTE);
+    while !log.is_char_boundary(start) {
+        start += 1;
+    }
+    &log[start..]
 }
 
 fn read_lossy(path: &Path) -> String {

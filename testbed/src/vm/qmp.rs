@@ -6,6 +6,7 @@
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -24,6 +25,8 @@ pub struct Qmp {
     board: Board,
     socket: Mutex<UnixStream>,
     next_id: AtomicU64,
+    /// Where QEMU's last words are.
+    log: PathBuf,
 }
 
 /// Something that QEMU reported of itself.
@@ -36,7 +39,7 @@ pub struct Event {
 }
 
 impl Qmp {
-    pub(super) fn start(socket: UnixStream, board: Board) -> Result<Self> {
+    pub(super) fn start(socket: UnixStream, board: Board, log: PathBuf) -> Result<Self> {
         let (on_line, on_close) = (board.clone(), board.clone());
         read_lines(
             "qmp",
@@ -48,7 +51,17 @@ impl Qmp {
             board,
             socket: Mutex::new(socket),
             next_id: AtomicU64::new(0),
+            log,
         })
+    }
+
+    /// QEMU is gone; it mostly printed why.
+    fn ended(&self) -> String {
+        let log = super::read_lossy(&self.log);
+        match log.trim() {
+            "" => "QEMU ended".to_owned(),
+            text => format!("QEMU ended, having printed:\n{}", super::tail(text)),
+        }
     }
 
     pub(super) fn negotiate(&self) -> Result<()> {
@@ -71,7 +84,7 @@ impl Qmp {
             .write_all(line.as_bytes())
             .with_context(|| format!("sending {command} to QEMU"))?;
         let reply = self.board.wait(REPLY_TIMEOUT, |state| {
-            let closed = || Err("QEMU ended".to_owned());
+            let closed = || Err(self.ended());
             let reply = state.qmp.replies.remove(&id);
             reply.or_else(|| state.qmp.closed.then(closed))
         });
@@ -102,7 +115,7 @@ impl Qmp {
                 .find(|event| matches(&event.data))
                 .cloned()
                 .map(Ok)
-                .or_else(|| state.qmp.closed.then(|| Err(anyhow!("QEMU ended"))))
+                .or_else(|| state.qmp.closed.then(|| Err(anyhow!(self.ended()))))
         });
         match event {
             Some(event) => event.with_context(|| format!("no {name} came")),
@@ -202,7 +215,7 @@ mod tests {
                 out.write_all(answer.as_bytes()).unwrap();
             }
         });
-        Qmp::start(ours, Board::default()).unwrap()
+        Qmp::start(ours, Board::default(), "/no/log".into()).unwrap()
     }
 
     #[test]
