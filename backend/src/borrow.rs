@@ -71,6 +71,8 @@ pub(crate) enum Event {
     MemoryChange,
     /// The client is gone, or we are told to stop.
     ClientGone,
+    /// The lender closed the register channel.
+    LenderGone,
 }
 
 /// What is to be done about it, in this order.
@@ -88,6 +90,8 @@ pub(crate) enum Step {
     Remap,
     /// As `Close`, and give the device back.
     Return,
+    /// Unpin what is pinned: there is nobody left to tell.
+    Abandon,
 }
 
 impl State {
@@ -105,15 +109,22 @@ impl State {
             (S::Ready, E::DisableBusMaster) => &[Step::Close],
             (S::Ready, E::MemoryChange) => &[Step::Remap],
             (S::Leased | S::Ready, E::ClientGone) => &[Step::Return],
+            (S::Leased | S::Ready, E::LenderGone) => &[Step::Abandon],
 
             // Nothing is borrowed, so there is nothing to undo.
             (
                 S::Described,
-                E::FunctionReset | E::DisableBusMaster | E::MemoryChange | E::ClientGone,
+                E::FunctionReset
+                | E::DisableBusMaster
+                | E::MemoryChange
+                | E::ClientGone
+                | E::LenderGone,
             ) => &[],
             // No window is open: memory is recorded only.
             (S::Leased, E::MemoryChange | E::DisableBusMaster | E::BarAccess) => &[],
             (S::Ready, E::EnableBusMaster | E::BarAccess) => &[],
+            // The next client starts over.
+            (S::Lost, E::ClientGone) => &[Step::Return],
             // The lender took everything with it.
             (S::Lost, _) => &[],
         }
@@ -125,6 +136,7 @@ impl State {
             Step::Borrow | Step::Close | Step::Reset => State::Leased,
             Step::Open | Step::Remap => State::Ready,
             Step::Return => State::Described,
+            Step::Abandon => State::Lost,
         }
     }
 
@@ -136,6 +148,7 @@ impl State {
             Step::Borrow => State::Described,
             Step::Open | Step::Close | Step::Reset | Step::Remap => State::Leased,
             Step::Return => State::Described,
+            Step::Abandon => State::Lost,
         }
     }
 }
@@ -145,7 +158,7 @@ mod tests {
     use super::{Event::*, State::*, *};
 
     const STATES: [State; 4] = [Described, Leased, Ready, Lost];
-    const EVENTS: [Event; 7] = [
+    const EVENTS: [Event; 8] = [
         Reset,
         FunctionReset,
         BarAccess,
@@ -153,6 +166,7 @@ mod tests {
         DisableBusMaster,
         MemoryChange,
         ClientGone,
+        LenderGone,
     ];
 
     fn after_all(state: State, event: Event) -> State {
@@ -186,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_client_that_goes_leaves_nothing_borrowed() {
-        for state in [Described, Leased, Ready] {
+        for state in STATES {
             assert_eq!(after_all(state, ClientGone), Described);
         }
     }
@@ -209,7 +223,10 @@ mod tests {
     #[test]
     fn a_lender_that_came_back_is_found_by_a_reset_only() {
         assert_eq!(after_all(Lost, Reset), Leased);
-        for event in EVENTS.into_iter().filter(|event| *event != Reset) {
+        for event in EVENTS {
+            if matches!(event, Reset | ClientGone) {
+                continue;
+            }
             assert_eq!(after_all(Lost, event), Lost);
         }
     }

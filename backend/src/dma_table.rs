@@ -1,14 +1,14 @@
 //! What the client said of guest memory: every `DMA_MAP` that was not taken
 //! back. Recording maps nothing and pins nothing.
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
+use std::{collections::BTreeMap, fs::File, sync::Arc};
 
 use farside_guest_layout::{Gpa, GpaRange, Oracle, PAGE_SIZE, RangeSet, Resolution};
 use rustix::io::Errno;
 
-/// Most mappings of one client. Bounds memory and descriptors; the same number
-/// is announced in the version reply.
-pub(crate) const MAX_MAPPINGS: usize = 8192;
+/// Most mappings of one client: what the version reply announces. Bounds memory
+/// and descriptors.
+const MAX_MAPPINGS: usize = crate::vfio_user::MAX_DMA_MAPS as usize;
 
 /// Memory without a descriptor that is larger than this is guest RAM that the
 /// client keeps to itself; what is smaller may be a ROM.
@@ -17,7 +17,7 @@ const LARGEST_ROM: u64 = 16 << 20;
 /// A file that holds guest memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Backing {
-    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) file: Arc<File>,
     /// Offset of the mapping's first byte in the file.
     pub(crate) offset: u64,
 }
@@ -51,7 +51,9 @@ pub(crate) enum DmaError {
     NotMapped { start: u64, len: u64 },
     #[error("{start:#x}+{len:#x} would split a mapping")]
     Split { start: u64, len: u64 },
-    #[error("the file of {start:#x}+{len:#x} is no memory of at least that size at offset {offset:#x}")]
+    #[error(
+        "the file of {start:#x}+{len:#x} is no memory of at least that size at offset {offset:#x}"
+    )]
     File { start: u64, len: u64, offset: u64 },
 }
 
@@ -67,7 +69,7 @@ impl DmaError {
 }
 
 /// All mappings of one client, by first address.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct DmaTable {
     mappings: BTreeMap<u64, Mapping>,
 }
@@ -107,10 +109,9 @@ impl DmaTable {
         if found.is_empty() {
             return Err(DmaError::NotMapped { start, len });
         }
-        if found
-            .iter()
-            .any(|mapping| mapping.range.start() < range.start() || mapping.range.end() > range.end())
-        {
+        if found.iter().any(|mapping| {
+            mapping.range.start() < range.start() || mapping.range.end() > range.end()
+        }) {
             return Err(DmaError::Split { start, len });
         }
         Ok(found)
@@ -140,7 +141,8 @@ impl DmaTable {
 
     /// The parts of `range` that a device can reach, in order.
     pub(crate) fn shared_in(&self, range: GpaRange) -> impl Iterator<Item = &Mapping> {
-        self.overlapping(range).filter(|mapping| mapping.is_shared())
+        self.overlapping(range)
+            .filter(|mapping| mapping.is_shared())
     }
 
     /// Which ranges resolve to memory that a device can reach.
@@ -211,7 +213,7 @@ mod tests {
         let file = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, len).unwrap();
         Some(Backing {
-            file: Arc::new(file),
+            file: Arc::new(file.into()),
             offset: 0,
         })
     }
@@ -274,7 +276,7 @@ mod tests {
         assert_eq!(error.errno(), Errno::INVAL);
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         let pipe = Backing {
-            file: Arc::new(pipe),
+            file: Arc::new(pipe.into()),
             offset: 0,
         };
         assert_eq!(

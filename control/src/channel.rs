@@ -38,7 +38,9 @@ pub enum ChannelError {
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
     /// The message is over a limit.
-    #[error("message of {len} bytes with {fds} descriptors is over the limit of {MAX_MESSAGE} bytes, {MAX_FDS} descriptors")]
+    #[error(
+        "message of {len} bytes with {fds} descriptors is over the limit of {MAX_MESSAGE} bytes, {MAX_FDS} descriptors"
+    )]
     TooLarge {
         /// Encoded bytes.
         len: usize,
@@ -287,18 +289,27 @@ impl Listener {
                 Err(errno) if errno != Errno::AGAIN => {
                     return Err(io::Error::new(
                         io::ErrorKind::AddrInUse,
-                        format!("{} exists and is no lender's socket ({errno}): remove it or choose another path", path.display()),
+                        format!(
+                            "{} exists and is no lender's socket ({errno}): remove it or choose another path",
+                            path.display()
+                        ),
                     ));
                 }
                 _ => {
                     return Err(io::Error::new(
                         io::ErrorKind::AddrInUse,
-                        format!("another process listens at {}: stop it or choose another path", path.display()),
+                        format!(
+                            "another process listens at {}: stop it or choose another path",
+                            path.display()
+                        ),
                     ));
                 }
             }
         } else if !path.exists() {
-            return Err(io::Error::other(format!("cannot listen at {}", path.display())));
+            return Err(io::Error::other(format!(
+                "cannot listen at {}",
+                path.display()
+            )));
         }
         rustix::fs::chmod(path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
         listen(&socket, 128)?;

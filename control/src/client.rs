@@ -118,10 +118,9 @@ impl Client {
         let device = device.to_owned();
         match self.call(Request::Borrow { device }, bar_memory)? {
             (Reply::Lease { epoch }, fds) => {
-                let socket = fds
-                    .into_iter()
-                    .next()
-                    .ok_or_else(|| CallError::Unexpected("a lease with no register channel".into()))?;
+                let socket = fds.into_iter().next().ok_or_else(|| {
+                    CallError::Unexpected("a lease with no register channel".into())
+                })?;
                 self.epoch = epoch;
                 Ok(Channel::from_socket(socket))
             }

@@ -30,10 +30,10 @@ mod message;
 mod wakeup;
 
 pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
-pub use wakeup::Wakeup;
 pub use client::{CallError, Client};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use message::{
-    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, PathUsage,
-    RemoteError, Reply, Request, VERSION,
+    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
+    VERSION,
 };
+pub use wakeup::Wakeup;

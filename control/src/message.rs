@@ -1,6 +1,7 @@
 //! Requests and replies.
 
 use farside_devices::Description;
+use farside_fabric::{FaultSummary, Usage};
 use serde::{Deserialize, Serialize};
 
 use crate::IrqUpdate;
@@ -208,34 +209,12 @@ pub struct DeviceStatus {
     /// Bus-master enable at the device.
     pub bus_master: bool,
     /// Windows and mappings of the current borrow.
-    pub usage: PathUsage,
+    pub usage: Usage,
     /// Fired interrupts of the current borrow: (index, vector, count), those
     /// that are not zero.
     pub interrupts: Vec<(u8, u16, u64)>,
-    /// DMA refused in the current borrow.
-    pub fault_count: u64,
-    /// The latest of them, oldest first.
-    pub faults: Vec<FaultEntry>,
+    /// DMA refused in the current borrow, or in the last one.
+    pub faults: FaultSummary,
     /// The model's own counters.
     pub counters: Vec<(String, u64)>,
-}
-
-/// What a borrow uses of the fabric.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PathUsage {
-    /// Open NTB windows.
-    pub windows: u32,
-    /// LUT entries of those.
-    pub lut_entries: u32,
-    /// Bytes that the borrower's domain maps.
-    pub bytes_mapped: u64,
-}
-
-/// One refused DMA.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FaultEntry {
-    /// What was refused and by which translation.
-    pub fault: farside_fabric::Fault,
-    /// Seconds since it happened.
-    pub seconds_ago: u64,
 }

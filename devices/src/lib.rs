@@ -8,6 +8,7 @@
 pub mod bus;
 pub mod description;
 pub mod dma_test;
+pub mod nvme;
 
 pub use bus::{Bus, Dma, Interrupts};
 pub use description::{Bar, BarKind, Description, MappableArea};
@@ -58,6 +59,11 @@ pub trait Device: Send {
 
     /// Ends a quiesce that was not followed by a reset.
     fn resume(&mut self, bus: &mut Bus<'_>);
+
+    /// Counters for people, by name, since the device was made.
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
 
     /// Puts the function in its state after power-on (conventional or
     /// function-level reset; PCIe 6.6). The owner has quiesced it, and resumes

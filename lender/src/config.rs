@@ -92,7 +92,9 @@ pub enum ConfigError {
         source: Box<toml::de::Error>,
     },
     /// A device id cannot be used.
-    #[error("device id {id:?} {why}; use 1 to {MAX_ID} letters, digits, `-`, `_` and `.`, first a letter or digit")]
+    #[error(
+        "device id {id:?} {why}; use 1 to {MAX_ID} letters, digits, `-`, `_` and `.`, first a letter or digit"
+    )]
     Id {
         /// The id.
         id: String,
@@ -100,7 +102,9 @@ pub enum ConfigError {
         why: &'static str,
     },
     /// Nothing to lend.
-    #[error("nothing to lend: name at least one device (`[[device]]` in lender.toml, or --nvme ID=IMAGE)")]
+    #[error(
+        "nothing to lend: name at least one device (`[[device]]` in lender.toml, or --nvme ID=IMAGE)"
+    )]
     Empty,
 }
 

@@ -21,7 +21,7 @@ use std::{
 
 use farside_control::{DeviceStatus, Wakeup};
 use farside_devices::Device;
-use farside_fabric::soft::Adapter;
+use farside_fabric::{FaultSummary, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::registry::{Mail, Mailbox, Registry};
@@ -31,12 +31,14 @@ use lease::LeaseLoop;
 pub(crate) struct DeviceLoop {
     id: String,
     device: Box<dyn Device>,
-    adapter: Arc<Adapter>,
+    adapter: Adapter,
     registry: Arc<Registry>,
     mail: mpsc::Receiver<Mail>,
     mail_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
+    /// Of the last lease, for whoever looks afterwards.
+    last_faults: FaultSummary,
 }
 
 impl DeviceLoop {
@@ -44,7 +46,7 @@ impl DeviceLoop {
     pub(crate) fn new(
         id: String,
         device: Box<dyn Device>,
-        adapter: Arc<Adapter>,
+        adapter: Adapter,
         registry: Arc<Registry>,
         stop: Wakeup,
         poll_time: Duration,
@@ -61,6 +63,7 @@ impl DeviceLoop {
             mail_wake,
             stop,
             poll_time,
+            last_faults: FaultSummary::default(),
         };
         Ok((device_loop, mailbox))
     }
@@ -106,8 +109,7 @@ impl DeviceLoop {
             bus_master: false,
             usage: Default::default(),
             interrupts: Vec::new(),
-            fault_count: 0,
-            faults: Vec::new(),
+            faults: self.last_faults.clone(),
             counters: counters(&*self.device),
         })
     }

@@ -6,7 +6,9 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{BorrowedBy, Channel, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RemoteError, Wakeup};
+use farside_control::{
+    BorrowedBy, Channel, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RemoteError, Wakeup,
+};
 use farside_devices::Description;
 
 /// A message to a device's thread.
@@ -90,7 +92,11 @@ impl Registry {
     }
 
     /// Grants a lease, or says who has it.
-    pub(crate) fn borrow_device(&self, id: &str, vm: &str) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
+    pub(crate) fn borrow_device(
+        &self,
+        id: &str,
+        vm: &str,
+    ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
         let mut slots = self.lock();
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         if let Some((holder, since)) = &slot.lease {
@@ -130,11 +136,16 @@ impl Registry {
     }
 
     pub(crate) fn entry(&self, id: &str) -> Option<DeviceEntry> {
-        self.lock().get_key_value(id).map(|(id, slot)| entry(id, slot))
+        self.lock()
+            .get_key_value(id)
+            .map(|(id, slot)| entry(id, slot))
     }
 
     pub(crate) fn entries(&self) -> Vec<DeviceEntry> {
-        self.lock().iter().map(|(id, slot)| entry(id, slot)).collect()
+        self.lock()
+            .iter()
+            .map(|(id, slot)| entry(id, slot))
+            .collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
@@ -159,6 +170,8 @@ fn entry(id: &str, slot: &Slot) -> DeviceEntry {
 fn unknown(id: &str) -> RemoteError {
     RemoteError {
         kind: ErrorKind::UnknownDevice,
-        message: format!("no device {id:?} at this lender; `farside devices` lists what can be borrowed"),
+        message: format!(
+            "no device {id:?} at this lender; `farside devices` lists what can be borrowed"
+        ),
     }
 }

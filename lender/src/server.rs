@@ -11,7 +11,7 @@ use std::{
 
 use farside_control::{Epoch, Listener, Wakeup};
 use farside_devices::{Device, dma_test, nvme};
-use farside_fabric::soft::Adapter;
+use farside_fabric::{LimitError, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -30,6 +30,9 @@ pub enum StartError {
     /// The configuration is no good.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// The fabric's limits are no good.
+    #[error("[fabric]: {0}")]
+    Fabric(#[from] LimitError),
     /// A device cannot be opened.
     #[error("device {id}: {source}")]
     Device {
@@ -61,10 +64,7 @@ impl Lender {
         config.check()?;
         let stop = Wakeup::new()?;
         let registry = Arc::new(Registry::default());
-        let adapter = Adapter::new(config.fabric.clone()).map_err(|source| StartError::Device {
-            id: "fabric".into(),
-            source: source.into(),
-        })?;
+        let adapter = Adapter::new(config.fabric.clone())?;
         let mut opened = Vec::new();
         for device in &config.device {
             let model = open(device).map_err(|source| StartError::Device {
@@ -97,7 +97,7 @@ impl Lender {
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
                 model,
-                Arc::clone(&adapter),
+                adapter.clone(),
                 Arc::clone(&lender.registry),
                 lender.stop.try_clone()?,
                 std::time::Duration::from_micros(config.poll_us),
@@ -110,7 +110,11 @@ impl Lender {
                 .spawn(move || device_loop.run())?;
             lender.devices.push(thread);
         }
-        log::info!("lender {} listens at {}", lender.name, config.socket.display());
+        log::info!(
+            "lender {} listens at {}",
+            lender.name,
+            config.socket.display()
+        );
         Ok(lender)
     }
 
@@ -121,7 +125,7 @@ impl Lender {
 
     /// Serves until stopped; then takes every device back and unlinks the
     /// socket.
-    pub fn run(mut self) -> io::Result<()> {
+    pub fn run(self) -> io::Result<()> {
         let peers = Arc::new(AtomicUsize::new(0));
         loop {
             let mut fds = [

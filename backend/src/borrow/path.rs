@@ -1,19 +1,21 @@
 //! The way from a device to guest RAM: pins, mappings in the borrower's IOMMU
 //! domain, and windows onto them.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{collections::BTreeMap, os::fd::AsFd, sync::Arc};
 
 use farside_control::{CallError, Client};
-use farside_fabric::{MemoryRange, pin::{PinError, PinPolicy, Pins}};
+use farside_fabric::{
+    MemoryRange,
+    pin::{PinError, PinOptions, Pins},
+};
 use farside_guest_layout::{GpaRange, Plan};
 use serde::Serialize;
 
 use crate::dma_table::Mapping;
 
-/// Where guest-physical address 0 is in the borrower's IOMMU domain. The domain
-/// is the VM's own, so a constant distance makes every window contiguous; and
-/// far above all host RAM, a stray untranslated access hits nothing.
-const FAR_BASE: u64 = 1 << 46;
+/// Windows begin at multiples of this in the borrower's IOMMU domain: more than
+/// any NTB asks for, and few enough bits for a 48-bit IOVA.
+const FAR_STEP: u64 = 64 << 30;
 
 /// Why a way to guest RAM could not be made or changed.
 #[derive(Debug, thiserror::Error)]
@@ -22,11 +24,6 @@ pub(crate) enum PathError {
     Lender(#[from] CallError),
     #[error("cannot pin guest RAM: {0}")]
     Pin(#[from] PinError),
-    #[error("guest memory at GPA {start:#x}: {source}")]
-    Memory {
-        start: u64,
-        source: farside_fabric::FabricError,
-    },
 }
 
 /// What opening came to.
@@ -36,20 +33,31 @@ pub(crate) struct OpenReport {
     pub(crate) bytes_pinned: u64,
     /// Of those, bytes locked in memory.
     pub(crate) bytes_locked: u64,
-    pub(crate) windows: u32,
+    pub(crate) dma_windows: u32,
     pub(crate) lut_entries: u32,
 }
 
+/// A mapping that the device reaches.
 struct Segment {
     range: GpaRange,
+    far: u64,
     pins: Pins,
+}
+
+/// A window, and where the borrower's domain has it.
+struct Window {
+    range: GpaRange,
+    far: u64,
+    lut_entries: u32,
 }
 
 /// The open way of one borrow. Empty when closed.
 #[derive(Default)]
 pub(crate) struct OpenPath {
     segments: BTreeMap<u64, Segment>,
-    windows: Vec<(GpaRange, u32)>,
+    windows: Vec<Window>,
+    /// Windows that were opened since the last close.
+    opened: u64,
 }
 
 impl OpenPath {
@@ -61,17 +69,13 @@ impl OpenPath {
         client: &mut Client,
         plan: &Plan,
         mappings: &[Mapping],
-        pinning: &mut Pinning<'_>,
+        pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        let planned = |mapping: &&Mapping| {
-            let mut windows = plan.windows.iter();
-            windows.any(|window| window.range.covers(mapping.range))
-        };
-        for mapping in mappings.iter().filter(planned) {
-            self.add(client, mapping, pinning)?;
-        }
         for window in &plan.windows {
             self.open_window(client, window.range)?;
+        }
+        for mapping in mappings {
+            self.add(client, mapping, pinning)?;
         }
         Ok(())
     }
@@ -81,32 +85,40 @@ impl OpenPath {
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
-        pinning: &mut Pinning<'_>,
+        pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        self.add(client, mapping, pinning)?;
-        let range = mapping.range;
-        if !self.windows.iter().any(|(window, _)| window.covers(range)) {
-            self.open_window(client, range)?;
+        if mapping.is_shared() && self.window_of(mapping.range).is_none() {
+            self.open_window(client, mapping.range)?;
         }
-        Ok(())
+        self.add(client, mapping, pinning)
     }
 
     /// Makes a mapping unreachable, then unpins it. A window that has nothing
     /// left in it is closed.
-    pub(crate) fn unmap(&mut self, client: &mut Client, mapping: &Mapping) -> Result<(), PathError> {
+    pub(crate) fn unmap(
+        &mut self,
+        client: &mut Client,
+        mapping: &Mapping,
+    ) -> Result<(), PathError> {
         let range = mapping.range;
-        if !self.segments.contains_key(&range.start().get()) {
+        let Some(far) = self
+            .segments
+            .get(&range.start().get())
+            .map(|segment| segment.far)
+        else {
             return Ok(());
-        }
-        client.far_unmap(far(range), range.len())?;
+        };
+        client.far_unmap(far, range.len())?;
         self.segments.remove(&range.start().get());
         let segments = &self.segments;
-        let (used, empty) = std::mem::take(&mut self.windows)
-            .into_iter()
-            .partition(|(window, _)| segments.values().any(|left| left.range.overlaps(*window)));
-        self.windows = used;
-        for (window, _) in empty as Vec<(GpaRange, u32)> {
-            client.close_window(window.start().get())?;
+        let in_use = |window: &Window| {
+            segments
+                .values()
+                .any(|left| left.range.overlaps(window.range))
+        };
+        while let Some(at) = self.windows.iter().position(|window| !in_use(window)) {
+            client.close_window(self.windows[at].range.start().get())?;
+            self.windows.swap_remove(at);
         }
         Ok(())
     }
@@ -120,74 +132,70 @@ impl OpenPath {
 
     /// Unpins, when the lender has undone its part already.
     pub(crate) fn forget(&mut self) {
-        self.windows.clear();
-        self.segments.clear();
+        *self = Self::default();
     }
 
     pub(crate) fn report(&self) -> OpenReport {
-        let pins = || self.segments.values().map(|segment| &segment.pins);
+        let pins = || self.segments.values().map(|segment| segment.pins.report());
         OpenReport {
-            bytes_pinned: pins().map(Pins::bytes).sum(),
-            bytes_locked: pins().map(Pins::bytes_locked).sum(),
-            windows: self.windows.len() as u32,
-            lut_entries: self.windows.iter().map(|(_, entries)| entries).sum(),
+            bytes_pinned: pins().map(|pins| pins.bytes_pinned).sum(),
+            bytes_locked: pins().map(|pins| pins.bytes_locked).sum(),
+            dma_windows: self.windows.len() as u32,
+            lut_entries: self.windows.iter().map(|window| window.lut_entries).sum(),
         }
     }
 
+    /// Pins a mapping and puts it in its window. What is in no window is
+    /// beyond what any device can address.
     fn add(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
-        pinning: &mut Pinning<'_>,
+        pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        let Some(backing) = &mapping.backing else {
+        let range = mapping.range;
+        let (Some(backing), Some(far)) = (&mapping.backing, self.window_of(range)) else {
             return Ok(());
         };
-        let range = mapping.range;
-        let memory = MemoryRange::new(
-            backing.file.clone(),
-            backing.offset,
-            range.len(),
-            mapping.writable,
-        )
-        .map_err(|source| PathError::Memory {
-            start: range.start().get(),
-            source,
-        })?;
-        let pins = pinning.pin(&memory)?;
+        let memory = MemoryRange {
+            file: Arc::clone(&backing.file),
+            offset: backing.offset,
+            len: range.len(),
+            writable: mapping.writable,
+        };
+        let pins = Pins::new(&[memory], pinning)?;
         client.far_map(
-            far(range),
+            far,
             range.len(),
-            std::os::fd::AsFd::as_fd(&*backing.file),
+            backing.file.as_fd(),
             backing.offset,
             mapping.writable,
         )?;
-        self.segments
-            .insert(range.start().get(), Segment { range, pins });
+        let segment = Segment { range, far, pins };
+        self.segments.insert(range.start().get(), segment);
         Ok(())
     }
 
     fn open_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
-        let entries = client.open_window(range.start().get(), far(range), range.len())?;
-        self.windows.push((range, entries));
+        // Any place does that no other window of this borrow has.
+        let far = (self.opened + 1) * FAR_STEP;
+        let lut_entries = client.open_window(range.start().get(), far, range.len())?;
+        self.opened += range.len().div_ceil(FAR_STEP);
+        self.windows.push(Window {
+            range,
+            far,
+            lut_entries,
+        });
         Ok(())
     }
-}
 
-/// How pinning goes about it, and how far it has come.
-pub(crate) struct Pinning<'a> {
-    pub(crate) policy: PinPolicy,
-    pub(crate) deadline: Instant,
-    /// Called with the bytes done since the last call.
-    pub(crate) progress: &'a (dyn Fn(u64) + Sync),
-}
-
-impl Pinning<'_> {
-    fn pin(&mut self, memory: &MemoryRange) -> Result<Pins, PinError> {
-        Pins::new(memory, self.policy, self.deadline, self.progress)
+    /// Where the borrower's domain has `range`, by the window that covers it.
+    fn window_of(&self, range: GpaRange) -> Option<u64> {
+        let window = self
+            .windows
+            .iter()
+            .find(|window| window.range.covers(range))?;
+        let offset = range.start().checked_sub(window.range.start())?;
+        Some(window.far + offset)
     }
-}
-
-fn far(range: GpaRange) -> u64 {
-    FAR_BASE + range.start().get()
 }

@@ -15,13 +15,13 @@ use std::{
 
 use farside_control::{CallError, Channel, Client, Epoch, ErrorKind, IrqUpdate, MAX_FDS, Wakeup};
 use farside_devices::Description;
-use farside_fabric::pin::PinPolicy;
+use farside_fabric::pin::{PinOptions, PinPolicy, PinProgress, check_memlock};
 use farside_guest_layout::{PlanRules, ProbeError, ProbeLimits, plan, probe};
 use farside_irq_relay::{SetIrqs, Vectors};
 
 use super::{
     State, Step,
-    path::{OpenPath, OpenReport, PathError, Pinning},
+    path::{OpenPath, OpenReport, PathError},
 };
 use crate::dma_table::{DmaTable, Mapping};
 
@@ -92,8 +92,10 @@ pub(crate) struct Outcome {
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub(crate) struct LayoutReport {
     pub(crate) guest_ram_bytes: u64,
-    pub(crate) probes: u32,
-    pub(crate) open_us: u64,
+    pub(crate) layout_probes: u32,
+    pub(crate) bme_to_ready_us: u64,
+    /// What was pinned when bus-master enable came.
+    pub(crate) bytes_pinned_before_bme: u64,
 }
 
 /// Why work was not done.
@@ -103,9 +105,13 @@ pub(crate) enum WorkError {
     Path(#[from] PathError),
     #[error("the guest's memory layout cannot be found: {0}")]
     Layout(#[from] ProbeError),
-    #[error("guest RAM at GPA {start:#x} ({len} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`")]
+    #[error(
+        "guest RAM at GPA {start:#x} ({len} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`"
+    )]
     PrivateRam { start: u64, len: u64 },
-    #[error("device {0} is not the one that was described when the backend started: restart the backend")]
+    #[error(
+        "device {0} is not the one that was described when the backend started: restart the backend"
+    )]
     Changed(String),
 }
 
@@ -180,7 +186,8 @@ impl Worker {
     /// Hands out work. One job at a time: its outcome comes first.
     pub(crate) fn post(&self, job: Job) {
         if let Some(jobs) = &self.jobs {
-            jobs.send(job).expect("the thread lives as long as its queue");
+            jobs.send(job)
+                .expect("the thread lives as long as its queue");
         }
     }
 
@@ -278,9 +285,11 @@ impl Borrow {
                 Ok(())
             }
             Step::Return => {
-                self.lease(|client| client.return_device())?;
+                self.give_back();
+                Ok(())
+            }
+            Step::Abandon => {
                 self.drop_lease();
-                self.log("returned");
                 Ok(())
             }
         }
@@ -292,18 +301,20 @@ impl Borrow {
             self.drop_lease();
             return match step {
                 // Nothing was lost that we had.
-                Step::Borrow if state == State::Described => State::Described,
-                Step::Return => State::Described,
+                Step::Borrow => state,
                 _ => State::Lost,
             };
         }
         match step {
-            Step::Borrow | Step::Return => self.drop_lease(),
+            Step::Borrow | Step::Return | Step::Abandon => self.drop_lease(),
             Step::Open | Step::Close | Step::Reset | Step::Remap => {
                 let path = &mut self.path;
                 if let Err(error) = with_lease(&mut self.client, |client| path.close(client)) {
                     // Closing the connection makes the lender stop the device.
-                    log::error!("{}: cannot stop DMA ({error}): giving the device up", self.name());
+                    log::error!(
+                        "{}: cannot stop DMA ({error}): giving the device up",
+                        self.name()
+                    );
                     self.drop_lease();
                     return State::Lost;
                 }
@@ -313,7 +324,9 @@ impl Borrow {
     }
 
     fn check(&mut self) -> Result<(), WorkError> {
-        let Settings { vm, device, lender, .. } = &self.settings;
+        let Settings {
+            vm, device, lender, ..
+        } = &self.settings;
         let mut client = Client::connect(lender, Some(vm))?;
         if client.describe(device)? != self.description {
             return Err(WorkError::Changed(device.clone()));
@@ -333,7 +346,9 @@ impl Borrow {
     }
 
     fn borrow_device(&mut self, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
-        let Settings { vm, device, lender, .. } = &self.settings;
+        let Settings {
+            vm, device, lender, ..
+        } = &self.settings;
         let mut client = Client::connect(lender, Some(vm))?;
         if client.describe(device)? != self.description {
             return Err(WorkError::Changed(device.clone()));
@@ -341,7 +356,10 @@ impl Borrow {
         let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
         let registers = client.borrow_device(device, &files)?;
         let epoch = client.epoch();
-        self.log(&format!("borrowed from lender {} (epoch {epoch})", client.lender()));
+        self.log(&format!(
+            "borrowed from lender {} (epoch {epoch})",
+            client.lender()
+        ));
         self.client = Some(client);
         self.lease(|client| client.set_intx_disable(run.intx_disable))?;
         for request in &run.irqs {
@@ -353,6 +371,7 @@ impl Borrow {
 
     fn open(&mut self, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
         let started = Instant::now();
+        let before = self.path.report().bytes_pinned;
         let table = run.memory.as_ref().expect("Open comes with the table");
         if let Some(range) = table.private_ram() {
             return Err(WorkError::PrivateRam {
@@ -363,28 +382,31 @@ impl Borrow {
         let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
         let mappings: Vec<Mapping> = table.iter().cloned().collect();
-        let progress = Progress::new(self.name(), layout.ram_bytes());
-        let mut pinning = Pinning {
-            policy: self.settings.pin_policy,
-            deadline: started + self.settings.open_timeout,
-            progress: &|bytes| progress.add(bytes),
-        };
+        if self.settings.pin_policy == PinPolicy::Require {
+            check_memlock(layout.ram_bytes()).map_err(PathError::from)?;
+        }
+        let progress = Progress::new(self.name());
+        let mut pinning = PinOptions::new(self.settings.pin_policy);
+        pinning.deadline = Some(started + self.settings.open_timeout);
+        let show = |at| progress.show(at);
+        pinning.progress = Some(&show);
         let path = &mut self.path;
         let client = leased(&mut self.client)?;
-        path.open(client, &plan, &mappings, &mut pinning)?;
+        path.open(client, &plan, &mappings, &pinning)?;
         client.enable_bus_master()?;
         let report = path.report();
         let open_us = started.elapsed().as_micros() as u64;
         outcome.opened = Some(report);
         outcome.layout = Some(LayoutReport {
             guest_ram_bytes: layout.ram_bytes(),
-            probes: layout.probes,
-            open_us,
+            layout_probes: layout.probes,
+            bme_to_ready_us: open_us,
+            bytes_pinned_before_bme: before,
         });
         self.log(&format!(
             "DMA-ready {open_us} µs after bus-master enable: {} MiB pinned, {} windows, {} LUT entries",
             report.bytes_pinned >> 20,
-            report.windows,
+            report.dma_windows,
             report.lut_entries
         ));
         Ok(())
@@ -394,12 +416,9 @@ impl Borrow {
         let client = leased(&mut self.client)?;
         match change {
             Some(MemoryChange::Map(mapping)) => {
-                let mut pinning = Pinning {
-                    policy: self.settings.pin_policy,
-                    deadline: Instant::now() + self.settings.open_timeout,
-                    progress: &|_| {},
-                };
-                self.path.map(client, mapping, &mut pinning)?;
+                let mut pinning = PinOptions::new(self.settings.pin_policy);
+                pinning.deadline = Some(Instant::now() + self.settings.open_timeout);
+                self.path.map(client, mapping, &pinning)?;
             }
             Some(MemoryChange::Unmap(mappings)) => {
                 for mapping in mappings {
@@ -423,7 +442,7 @@ impl Borrow {
         with_lease(&mut self.client, call)
     }
 
-    /// At the end of the thread, and so of the backend.
+    /// Whatever the lender says to it, the lease is over afterwards.
     fn give_back(&mut self) {
         if self.client.is_some() {
             match self.lease(|client| client.return_device()) {
@@ -472,32 +491,28 @@ pub(crate) fn recorded_irqs(vectors: &Vectors) -> Vec<SetIrqs> {
 /// Says how far pinning is, every second of it.
 struct Progress {
     name: String,
-    total: u64,
-    done: AtomicU64,
     started: Instant,
     said: AtomicU64,
 }
 
 impl Progress {
-    fn new(name: String, total: u64) -> Self {
+    fn new(name: String) -> Self {
         Self {
             name,
-            total,
-            done: AtomicU64::new(0),
             started: Instant::now(),
             said: AtomicU64::new(0),
         }
     }
 
-    fn add(&self, bytes: u64) {
-        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    fn show(&self, at: PinProgress) {
         let second = self.started.elapsed().as_secs();
         if self.said.fetch_max(second, Ordering::Relaxed) < second {
+            let PinProgress { done, total } = at;
             log::info!(
                 "{}: pinning guest RAM, {} of {} MiB",
                 self.name,
                 done >> 20,
-                self.total >> 20
+                total >> 20
             );
         }
     }

@@ -2,20 +2,17 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use farside_control::{
-    Channel, ChannelError, DeviceStatus, Envelope, Epoch, ErrorKind, FaultEntry, PathUsage,
-    RemoteError, Reply, Request, irq_counts,
+    Channel, ChannelError, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
+    irq_counts,
     registers::{Access, Event},
 };
 use farside_devices::{Bus, Device};
-use farside_fabric::{
-    FarAddress, Iova, LenderPath, MemoryRange,
-    memory::SharedMemory,
-    soft::Path,
-};
+use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, memory::SharedMemory, soft::Path};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
@@ -63,14 +60,12 @@ impl<'a> LeaseLoop<'a> {
             bar_memory,
         } = lease;
         let id = owner.id.clone();
-        let granted = owner
-            .device_memory(bar_memory)
-            .and_then(|()| {
-                let counts = irq_counts(owner.device.description()).map_err(internal)?;
-                let path = owner.adapter.attach(&id).map_err(limit)?;
-                let (ours, theirs) = Channel::pair().map_err(internal)?;
-                Ok((IrqPort::new(counts), path, ours, theirs))
-            });
+        let granted = owner.device_memory(bar_memory).and_then(|()| {
+            let counts = irq_counts(owner.device.description()).map_err(internal)?;
+            let path = owner.adapter.attach(&id).map_err(limit)?;
+            let (ours, theirs) = Channel::pair().map_err(internal)?;
+            Ok((IrqPort::new(counts), path, ours, theirs))
+        });
         let (irq, path, registers, theirs) = match granted {
             Ok(granted) => granted,
             Err(error) => {
@@ -307,7 +302,7 @@ impl<'a> LeaseLoop<'a> {
                 self.owner.device.reset();
                 self.irq.reset();
             }
-            Request::EnableBusMaster => self.path.set_bus_master(true),
+            Request::EnableBusMaster => self.path.set_bus_master(true).map_err(internal)?,
             Request::Close => {
                 self.close()?;
                 self.resume();
@@ -322,9 +317,14 @@ impl<'a> LeaseLoop<'a> {
                 let file = fds.into_iter().next().ok_or_else(|| {
                     invalid(format!("FarMap of {far:#x} came without a descriptor"))
                 })?;
-                let memory = MemoryRange::new(file.into(), offset, len, writable).map_err(limit)?;
+                let memory = MemoryRange {
+                    file: Arc::new(file.into()),
+                    offset,
+                    len,
+                    writable,
+                };
                 self.path
-                    .far_map(FarAddress::new(far), &memory)
+                    .far_map(FarAddress::new(far), memory)
                     .map_err(limit)?;
             }
             Request::FarUnmap { far, len } => {
@@ -376,9 +376,10 @@ impl<'a> LeaseLoop<'a> {
 
     /// Leaves the device quiesced, with no way to memory.
     fn close(&mut self) -> Result<(), RemoteError> {
-        self.path.set_bus_master(false);
+        self.path.set_bus_master(false).map_err(internal)?;
         self.drain(DRAIN_TIMEOUT)?;
-        self.path.close_all();
+        self.path.close_all().map_err(internal)?;
+        self.path.far_unmap_all();
         Ok(())
     }
 
@@ -413,25 +414,12 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn status(&self) -> Option<DeviceStatus> {
-        let usage = self.path.usage();
-        let faults = self.path.faults();
         Some(DeviceStatus {
             entry: self.owner.registry.entry(&self.owner.id)?,
             bus_master: self.path.bus_master(),
-            usage: PathUsage {
-                windows: usage.windows,
-                lut_entries: usage.lut_entries,
-                bytes_mapped: usage.bytes_mapped,
-            },
+            usage: self.path.usage(),
             interrupts: self.irq.fired(),
-            fault_count: faults.total(),
-            faults: faults
-                .recent()
-                .map(|entry| FaultEntry {
-                    fault: entry.fault,
-                    seconds_ago: entry.at.elapsed().as_secs(),
-                })
-                .collect(),
+            faults: self.path.faults().summary(),
             counters: counters(&*self.owner.device),
         })
     }
@@ -443,6 +431,7 @@ impl<'a> LeaseLoop<'a> {
         }
         self.owner.device.reset();
         self.owner.take_device_memory();
+        self.owner.last_faults = self.path.faults().summary();
         let why = match &end {
             End::Returned => "returned".to_owned(),
             End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),

@@ -4,7 +4,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 
 use farside_control::{ErrorKind, IrqUpdate, RemoteError};
 use farside_devices::{Dma, Interrupts};
-use farside_fabric::{Access, Fault, memory::HostSlice, soft::Path};
+use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
 use farside_irq_relay::{Fire, IrqCounts, Relay, Vectors};
 
 /// DMA through the fabric.
@@ -12,7 +12,7 @@ pub(super) struct DmaPort<'a>(pub(super) &'a mut Path);
 
 impl Dma for DmaPort<'_> {
     fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
-        self.0.translate(iova, len, access)
+        self.0.translate(Iova::new(iova), len, access)
     }
 }
 
@@ -33,7 +33,11 @@ impl IrqPort {
     }
 
     /// Does what the borrower asks.
-    pub(super) fn apply(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
+    pub(super) fn apply(
+        &mut self,
+        update: IrqUpdate,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(), RemoteError> {
         update
             .into_request(&self.counts, fds, &self.relay)
             .and_then(|request| self.vectors.apply(request))

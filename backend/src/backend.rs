@@ -1,0 +1,273 @@
+//! The assembly: devices are looked up, sockets made, the event loop run.
+
+use std::{
+    fs::File,
+    io,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use farside_control::{CallError, Client, ErrorKind, Wakeup, paths};
+use farside_devices::Description;
+use farside_fabric::pin::PinPolicy;
+
+use crate::{
+    borrow::worker::Settings,
+    device::{Device, DeviceError},
+    server::{DeviceServer, ServerError},
+    status::StatusServer,
+    vfio_user::ListenError,
+};
+
+/// How a device's interrupts reach the VMM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Interrupts {
+    /// The lender's device signals the VMM's eventfd itself. On one machine.
+    #[default]
+    Direct,
+    /// The lender tells the backend, which signals it. Across machines; or to
+    /// test that form.
+    Relayed,
+}
+
+/// A VM and the devices it is to borrow.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The VM's name.
+    pub vm: String,
+    /// Device ids.
+    pub devices: Vec<String>,
+    /// Sockets of the lenders to look for them at, in this order.
+    pub lenders: Vec<PathBuf>,
+    /// The form of interrupts.
+    pub interrupts: Interrupts,
+    /// What to do when the memlock limit is too small for the VM's RAM.
+    pub pin_policy: PinPolicy,
+    /// Longest time for a bus-master enable: below QEMU's `x-msg-timeout`.
+    pub open_timeout: Duration,
+}
+
+/// Why a backend does not start.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum StartError {
+    /// No lender has the device.
+    #[error(
+        "no lender has device {device:?} (asked: {asked}); `farside devices` lists what can be borrowed"
+    )]
+    UnknownDevice { device: String, asked: String },
+    /// A lender failed.
+    #[error(transparent)]
+    Lender(#[from] CallError),
+    /// The same device twice, or none.
+    #[error("{0}")]
+    Devices(String),
+    /// What the lender said of the device makes no sense.
+    #[error("device {device}: {source}")]
+    Device {
+        device: String,
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Another backend serves the VM.
+    #[error("VM {vm} has a backend already ({folder} is locked): stop it, or choose another --vm", folder = folder.display())]
+    Running { vm: String, folder: PathBuf },
+    /// A socket or folder cannot be made.
+    #[error("{path}: {source}", path = path.display())]
+    Path { path: PathBuf, source: io::Error },
+    /// A socket cannot be made.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The system refused something.
+    #[error("cannot start: {0}")]
+    System(#[from] io::Error),
+    /// The event loop cannot be made.
+    #[error("cannot start the event loop: {0}")]
+    EventLoop(#[from] event_manager::Error),
+}
+
+type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
+
+/// A running backend.
+pub struct Backend {
+    manager: EventManager<Subscriber>,
+    sockets: Vec<(String, PathBuf)>,
+    vm: String,
+    /// Held for as long as the VM's folder is ours.
+    _lock: File,
+}
+
+impl Backend {
+    /// Looks the devices up and makes their sockets. Nothing is borrowed yet.
+    pub fn start(config: &Config) -> Result<Self, StartError> {
+        check_devices(&config.devices)?;
+        let mut found = Vec::new();
+        for device in &config.devices {
+            found.push(find(config, device)?);
+        }
+        let folder = paths::vm_dir(&config.vm);
+        let lock = lock(&config.vm, &folder)?;
+        let mut manager = EventManager::new()?;
+        let mut sockets = Vec::new();
+        let mut servers = Vec::new();
+        for (id, (lender, description)) in config.devices.iter().zip(found) {
+            let settings = Settings {
+                vm: config.vm.clone(),
+                device: id.clone(),
+                lender,
+                relay_interrupts: config.interrupts == Interrupts::Relayed,
+                pin_policy: config.pin_policy,
+                open_timeout: config.open_timeout,
+            };
+            let device = Device::new(settings, description).map_err(|source: DeviceError| {
+                StartError::Device {
+                    device: id.clone(),
+                    source: source.into(),
+                }
+            })?;
+            let socket = paths::device_socket(&config.vm, id);
+            let server = DeviceServer::new(device, &socket).map_err(|error| match error {
+                ServerError::Listen(error) => StartError::Listen(error),
+                ServerError::System(error) => StartError::System(error),
+            })?;
+            let server = Arc::new(Mutex::new(server));
+            manager.add_subscriber(Arc::clone(&server) as Subscriber);
+            log::info!(
+                "device {id} (VM {}): served at {}",
+                config.vm,
+                socket.display()
+            );
+            servers.push(server);
+            sockets.push((id.clone(), socket));
+        }
+        let path = paths::status_socket(&config.vm);
+        let status = StatusServer::bind(&config.vm, &path, servers)
+            .map_err(|source| StartError::Path { path, source })?;
+        manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
+        Ok(Self {
+            manager,
+            sockets,
+            vm: config.vm.clone(),
+            _lock: lock,
+        })
+    }
+
+    /// Device ids and the sockets at which QEMU finds them.
+    pub fn sockets(&self) -> &[(String, PathBuf)] {
+        &self.sockets
+    }
+
+    /// Serves until `stop` is raised; then gives every device back and unlinks
+    /// the sockets.
+    pub fn run(mut self, stop: Wakeup) -> Result<(), StartError> {
+        let stopped = Arc::new(Mutex::new(Stop {
+            wakeup: stop,
+            raised: false,
+        }));
+        self.manager
+            .add_subscriber(Arc::clone(&stopped) as Subscriber);
+        while !stopped.lock().is_ok_and(|stop| stop.raised) {
+            match self.manager.run() {
+                Ok(_) => {}
+                Err(event_manager::Error::Epoll(errno)) if errno.errno() == libc_eintr() => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let vm = self.vm.clone();
+        drop(self);
+        log::info!("backend of VM {vm} stopped");
+        Ok(())
+    }
+}
+
+fn libc_eintr() -> i32 {
+    rustix::io::Errno::INTR.raw_os_error()
+}
+
+/// Ends [`Backend::run`].
+struct Stop {
+    wakeup: Wakeup,
+    raised: bool,
+}
+
+impl MutEventSubscriber for Stop {
+    fn init(&mut self, ops: &mut EventOps) {
+        let events = Events::new_raw(self.wakeup.as_raw_fd(), EventSet::IN);
+        if let Err(error) = ops.add(events) {
+            log::error!("the backend cannot be stopped by a signal: {error}");
+        }
+    }
+
+    fn process(&mut self, _events: Events, _ops: &mut EventOps) {
+        self.raised = true;
+    }
+}
+
+fn check_devices(devices: &[String]) -> Result<(), StartError> {
+    if devices.is_empty() {
+        return Err(StartError::Devices(
+            "no device to serve: name at least one with --device ID".into(),
+        ));
+    }
+    for (n, device) in devices.iter().enumerate() {
+        if devices[..n].contains(device) {
+            return Err(StartError::Devices(format!(
+                "device {device} is named twice; a VM borrows a device once"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The lender that has the device, and what it says of it.
+fn find(config: &Config, device: &str) -> Result<(PathBuf, Description), StartError> {
+    let mut unreachable = None;
+    for lender in &config.lenders {
+        let described = Client::connect(lender, Some(&config.vm))
+            .and_then(|mut client| client.describe(device));
+        match described {
+            Ok(description) => return Ok((lender.clone(), description)),
+            Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
+            Err(error) => {
+                if config.lenders.len() > 1 {
+                    log::warn!("looking for device {device}: {error}");
+                }
+                unreachable.get_or_insert(error);
+            }
+        }
+    }
+    match unreachable {
+        Some(error) => Err(error.into()),
+        None => Err(StartError::UnknownDevice {
+            device: device.to_owned(),
+            asked: config
+                .lenders
+                .iter()
+                .map(|lender| lender.display().to_string())
+                .collect::<Vec<_>>()
+                .join(", "),
+        }),
+    }
+}
+
+/// Makes the VM's folder ours.
+fn lock(vm: &str, folder: &Path) -> Result<File, StartError> {
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        |source: io::Error| StartError::Path { path, source }
+    };
+    std::fs::create_dir_all(folder).map_err(at(folder))?;
+    let path = folder.join("lock");
+    let file = File::create(&path).map_err(at(&path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => Err(StartError::Running {
+            vm: vm.to_owned(),
+            folder: folder.to_owned(),
+        }),
+        Err(std::fs::TryLockError::Error(error)) => Err(at(&path)(error)),
+    }
+}

@@ -1,0 +1,71 @@
+//! Writes to configuration space and what they set in motion.
+
+use super::{Device, report::BarAddress, task::Task};
+use crate::{
+    borrow::{Event, State},
+    config_space::{Edge, Effect, GuestBarAddress, Staged},
+};
+
+impl Device {
+    /// Finds out what a write does, and has it done before the write shows.
+    pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) {
+        let staged = self.config.stage(offset, data);
+        let mut tasks = Vec::new();
+        if staged.effects().reset().is_some() {
+            tasks.push(Task::Event(Event::FunctionReset));
+        } else {
+            match staged.dma() {
+                Edge::Rising => tasks.push(Task::Event(Event::EnableBusMaster)),
+                Edge::Falling => tasks.push(Task::Event(Event::DisableBusMaster)),
+                Edge::Steady => {}
+            }
+        }
+        for effect in staged.effects().iter() {
+            if let Effect::CommandChanged { intx_disable, .. } = effect {
+                match intx_disable {
+                    Edge::Rising => tasks.push(Task::SetIntxDisable(true)),
+                    Edge::Falling => tasks.push(Task::SetIntxDisable(false)),
+                    Edge::Steady => {}
+                }
+            }
+        }
+        tasks.push(Task::Commit(Box::new(staged)));
+        self.tasks.push_front(tasks);
+    }
+
+    /// Lets a write show, without the bus-master bit if that was refused.
+    pub(super) fn commit_config(&mut self, mut staged: Staged) {
+        if staged.dma() == Edge::Rising && self.state != State::Ready {
+            log::error!(
+                "{}: bus-master enable is refused; the device cannot DMA",
+                self.name()
+            );
+            staged.refuse_bus_master();
+        }
+        for effect in self.config.commit(staged) {
+            if let Effect::BarMoved(bar) = effect {
+                match self.config.bar_address(bar) {
+                    Some(address) => log::debug!("{}: BAR {bar} at {address:?}", self.name()),
+                    None => log::debug!("{}: BAR {bar} off", self.name()),
+                }
+            }
+        }
+    }
+
+    /// Where the guest put the memory BARs.
+    pub(super) fn bar_addresses(&self) -> Vec<BarAddress> {
+        (0..6)
+            .filter_map(|bar| {
+                let GuestBarAddress::Memory(gpa) = self.config.bar_address(bar)? else {
+                    return None;
+                };
+                let size = self.description.bars.get(usize::from(bar))?.as_ref()?.size;
+                Some(BarAddress {
+                    bar,
+                    gpa,
+                    size,
+                })
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,161 @@
+//! Tasks, one after another, until one has to wait.
+
+use farside_control::registers::Event as RegisterEvent;
+
+use super::{
+    Device,
+    bars::BarFiles,
+    registers,
+    task::{Task, Waiting},
+};
+use crate::{
+    borrow::{
+        Event, Step,
+        worker::{Job, MemoryChange, Run, recorded_irqs},
+    },
+    dma_table::DmaTable,
+};
+
+impl Device {
+    /// Takes tasks until the queue is empty or one waits.
+    pub(super) fn advance(&mut self) {
+        while let Some(task) = self.tasks.take() {
+            self.perform(task);
+        }
+    }
+
+    fn perform(&mut self, task: Task) {
+        match task {
+            Task::Check => self.post(Job::Check),
+            Task::Event(event) => self.take_steps(event, None),
+            Task::Memory(change) => self.take_steps(Event::MemoryChange, Some(change)),
+            Task::SetIrqs(request) => {
+                if self.registers.is_some() {
+                    self.post(Job::SetIrqs(request));
+                }
+            }
+            Task::SetIntxDisable(disabled) => {
+                if self.registers.is_some() {
+                    self.post(Job::SetIntxDisable(disabled));
+                }
+            }
+            Task::ConfigWrite { offset, data } => self.write_config(offset, &data),
+            Task::Commit(staged) => self.commit_config(*staged),
+            Task::ResetConfig => {
+                self.config.reset();
+            }
+            Task::BarRead { bar, offset, done } => self.read_bar(bar, offset, done),
+            Task::BarWrite {
+                bar,
+                offset,
+                data,
+                done,
+            } => self.write_bar(bar, offset, data, done),
+            Task::Forget => self.forget_client(),
+        }
+    }
+
+    fn post(&mut self, job: Job) {
+        self.worker.post(job);
+        self.tasks.waiting = Waiting::Worker;
+    }
+
+    fn take_steps(&mut self, event: Event, change: Option<MemoryChange>) {
+        let steps = self.state.on(event);
+        if steps.is_empty() {
+            return;
+        }
+        // A borrow that was refused is not asked for at every access.
+        if event == Event::BarAccess && self.absent {
+            return;
+        }
+        let run = Run {
+            state: self.state,
+            steps,
+            bar_files: self.bars.files(),
+            irqs: recorded_irqs(&self.vectors),
+            intx_disable: self.config.intx_disabled(),
+            memory: steps.contains(&Step::Open).then(|| self.memory.clone()),
+            change,
+        };
+        self.post(Job::Run(Box::new(run)));
+    }
+
+    fn read_bar(&mut self, bar: u8, offset: u64, done: usize) {
+        let left = self.buffer.len() - done;
+        let Some(channel) = &mut self.registers else {
+            return;
+        };
+        if left == 0 {
+            return;
+        }
+        match registers::request_read(channel, bar, offset + done as u64, left) {
+            Ok(Some(len)) => {
+                self.tasks.waiting = Waiting::Register(len);
+                self.register_reads += 1;
+                let done = done + len;
+                self.tasks
+                    .push_front(vec![Task::BarRead { bar, offset, done }]);
+            }
+            Ok(None) => {
+                self.tasks.waiting = Waiting::Room;
+                self.tasks
+                    .push_front(vec![Task::BarRead { bar, offset, done }]);
+            }
+            Err(error) => self.lender_gone(&error),
+        }
+    }
+
+    fn write_bar(&mut self, bar: u8, offset: u64, data: Vec<u8>, done: usize) {
+        let Some(channel) = &mut self.registers else {
+            return;
+        };
+        match registers::post_write(channel, bar, offset + done as u64, &data[done..]) {
+            Ok(sent) if done + sent == data.len() => {}
+            Ok(sent) => {
+                self.tasks.waiting = Waiting::Room;
+                let done = done + sent;
+                self.tasks.push_front(vec![Task::BarWrite {
+                    bar,
+                    offset,
+                    data,
+                    done,
+                }]);
+            }
+            Err(error) => self.lender_gone(&error),
+        }
+    }
+
+    pub(super) fn on_register_event(&mut self, event: RegisterEvent) {
+        match event {
+            RegisterEvent::Interrupt(fire) => self.vectors.deliver(fire),
+            RegisterEvent::Data { value } => {
+                // The lender is asked for one piece at a time; an answer that
+                // nobody waits for is to a client that has gone.
+                if let Waiting::Register(len) = self.tasks.waiting
+                    && let Some(Task::BarRead { done, .. }) = self.tasks.front()
+                    && let Some(piece) = self.buffer.get_mut(done - len..*done)
+                {
+                    piece.copy_from_slice(&value.to_le_bytes()[..len]);
+                    self.tasks.finish_current();
+                }
+            }
+        }
+    }
+
+    fn forget_client(&mut self) {
+        self.memory = DmaTable::default();
+        self.vectors.disable_all();
+        self.vectors.reset();
+        self.config.reset();
+        self.absent = false;
+        match BarFiles::new(&self.description) {
+            Ok(bars) => self.bars = bars,
+            Err(error) => log::error!(
+                "device {} (VM {}): no fresh memory for its BARs ({error}): the next client gets that of the last",
+                self.settings.device,
+                self.settings.vm
+            ),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! BAR accesses on their way to the lender.
+
+use farside_control::{
+    Channel, ChannelError,
+    registers::{Access, Event},
+};
+
+/// Bytes of the next access of a transfer: naturally aligned, 1, 2, 4 or 8.
+pub(crate) fn piece(offset: u64, left: usize) -> usize {
+    let aligned = 1 << offset.trailing_zeros().min(3);
+    let fits = 1 << left.max(1).ilog2().min(3);
+    usize::min(aligned, fits)
+}
+
+/// Posts as much of a write as there is room for. Returns the bytes that were
+/// sent.
+pub(crate) fn post_write(
+    channel: &mut Channel,
+    bar: u8,
+    offset: u64,
+    data: &[u8],
+) -> Result<usize, ChannelError> {
+    let mut done = 0;
+    while done < data.len() {
+        let at = offset + done as u64;
+        let len = piece(at, data.len() - done);
+        let mut value = [0; 8];
+        value[..len].copy_from_slice(&data[done..done + len]);
+        let access = Access::Write {
+            bar,
+            offset: at,
+            len: len as u8,
+            value: u64::from_le_bytes(value),
+        };
+        if !channel.try_send(&access, &[])? {
+            break;
+        }
+        done += len;
+    }
+    Ok(done)
+}
+
+/// Asks for the next piece of a read of `left` bytes. Returns its length; none
+/// when there is no room now.
+pub(crate) fn request_read(
+    channel: &mut Channel,
+    bar: u8,
+    offset: u64,
+    left: usize,
+) -> Result<Option<usize>, ChannelError> {
+    let len = piece(offset, left);
+    let access = Access::Read {
+        bar,
+        offset,
+        len: len as u8,
+    };
+    Ok(channel.try_send(&access, &[])?.then_some(len))
+}
+
+/// The next event, if there is one.
+pub(crate) fn next_event(channel: &mut Channel) -> Result<Option<Event>, ChannelError> {
+    Ok(channel.try_receive()?.map(|(event, _)| event))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_naturally_aligned_and_cover_the_transfer() {
+        for offset in 0..32u64 {
+            for len in 1..40usize {
+                let (mut at, mut left) = (offset, len);
+                while left > 0 {
+                    let piece = piece(at, left);
+                    assert!(piece <= left && at.is_multiple_of(piece as u64));
+                    at += piece as u64;
+                    left -= piece;
+                }
+                assert_eq!(at, offset + len as u64);
+            }
+        }
+        assert_eq!(piece(0x1000, 4), 4);
+        assert_eq!(piece(0x1000, 8), 8);
+        assert_eq!(piece(0x1001, 8), 1);
+    }
+}

@@ -1,0 +1,58 @@
+//! What `farside status` says of a device at the borrower.
+
+use farside_control::Epoch;
+use farside_devices::Description;
+use farside_irq_relay::VectorsStatus;
+use serde::Serialize;
+
+use crate::borrow::{
+    State,
+    path::OpenReport,
+    worker::{LayoutReport, Settings},
+};
+
+/// One device of a backend.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct DeviceReport {
+    pub(crate) device: String,
+    pub(crate) summary: String,
+    pub(crate) lender: std::path::PathBuf,
+    pub(crate) state: State,
+    /// Of the last lease; zero before the first.
+    pub(crate) epoch: Epoch,
+    /// What is open now; zeros when nothing is.
+    #[serde(flatten)]
+    pub(crate) open: OpenReport,
+    /// What the last bus-master enable found.
+    #[serde(flatten)]
+    pub(crate) layout: LayoutReport,
+    /// Guest-physical addresses of the BARs, while they decode.
+    pub(crate) bars: Vec<BarAddress>,
+    pub(crate) interrupts: VectorsStatus,
+    pub(crate) last_error: Option<String>,
+}
+
+/// Where the guest put a BAR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct BarAddress {
+    pub(crate) bar: u8,
+    pub(crate) gpa: u64,
+    pub(crate) size: u64,
+}
+
+impl DeviceReport {
+    pub(crate) fn new(settings: &Settings, description: &Description) -> Self {
+        Self {
+            device: settings.device.clone(),
+            summary: description.summary.clone(),
+            lender: settings.lender.clone(),
+            state: State::default(),
+            epoch: Epoch::default(),
+            open: OpenReport::default(),
+            layout: LayoutReport::default(),
+            bars: Vec::new(),
+            interrupts: VectorsStatus::default(),
+            last_error: None,
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! One device on the event loop: its listener, its client, its worker and its
+//! register channel.
+
+use std::{
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    path::Path,
+    time::Duration,
+};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
+
+use crate::{
+    device::{Conclusion, Device, DeviceReport},
+    vfio_user::{
+        Connection, ConnectionError, ListenError, Listener, Session, Slot,
+        serve::{Pumped, pump},
+    },
+};
+
+/// Requests of one client that are served before others have their turn.
+const BUDGET: usize = 64;
+
+/// How long a lender may leave a register read unanswered. Shorter than a
+/// VMM's message timeout of 5 s.
+const REGISTER_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What the event loop waits for on behalf of a device; the `data` of its
+/// events.
+#[derive(Clone, Copy)]
+enum Source {
+    Listener,
+    Client,
+    Worker,
+    Registers,
+    Timer,
+}
+
+impl Source {
+    const ALL: [Source; 5] = [
+        Source::Listener,
+        Source::Client,
+        Source::Worker,
+        Source::Registers,
+        Source::Timer,
+    ];
+}
+
+/// A served device.
+pub(crate) struct DeviceServer {
+    device: Device,
+    listener: Listener,
+    client: Option<Client>,
+    timer: OwnedFd,
+    /// Whether the timer runs, and for which register read.
+    timed: Option<u64>,
+    /// What is registered with the event loop now.
+    watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
+    /// A client that is gone, until the event loop no longer watches it.
+    retired: Option<Client>,
+}
+
+struct Client {
+    connection: Connection,
+    session: Session,
+}
+
+impl DeviceServer {
+    pub(crate) fn new(device: Device, socket: &Path) -> Result<Self, ServerError> {
+        let listener = Listener::bind(socket)?;
+        let timer = timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+        )
+        .map_err(std::io::Error::from)?;
+        Ok(Self {
+            device,
+            listener,
+            client: None,
+            timer,
+            timed: None,
+            watched: [None; Source::ALL.len()],
+            retired: None,
+        })
+    }
+
+    /// What there is to say about the device now.
+    pub(crate) fn report(&self) -> DeviceReport {
+        self.device.report()
+    }
+
+    fn accept(&mut self) {
+        // One client at a time; while the last one's device is being given
+        // back, the next waits in the backlog.
+        let slot = match self.client {
+            Some(_) => Slot::Taken,
+            None => Slot::Free,
+        };
+        match self.listener.accept(slot) {
+            Ok(Some(connection)) => {
+                log::info!("{}: a client connected", self.device.name());
+                self.client = Some(Client {
+                    connection,
+                    session: Session::new(),
+                });
+            }
+            Ok(None) => {}
+            Err(error) => log::error!("{}: {error}", self.device.name()),
+        }
+    }
+
+    /// Serves what the client has sent, until it has to wait.
+    fn pump(&mut self) {
+        while let Some(client) = &mut self.client {
+            if self.device.is_busy() {
+                return;
+            }
+            let Client {
+                connection,
+                session,
+            } = client;
+            match pump(connection, session, &mut self.device, BUDGET) {
+                Ok(Pumped::Idle | Pumped::Full) => return,
+                // Some may be read already, of which the socket says nothing.
+                Ok(Pumped::Budget) => return self.device.worker().wakeup().raise(),
+                // The answer may be there already.
+                Ok(Pumped::Later) => {}
+                Err(error) => return self.drop_client(&error),
+            }
+        }
+    }
+
+    fn drop_client(&mut self, error: &ConnectionError) {
+        match error {
+            ConnectionError::Closed => {
+                log::info!("{}: the client closed the connection", self.device.name());
+            }
+            error => log::warn!("{}: dropping the client: {error}", self.device.name()),
+        }
+        self.retired = self.client.take();
+        self.device.client_gone();
+    }
+
+    fn flush(&mut self) {
+        if let Some(client) = &mut self.client
+            && let Err(error) = client.connection.flush()
+        {
+            self.drop_client(&error);
+        }
+    }
+
+    fn on_timer(&mut self) {
+        // Only the expiry matters, not how often.
+        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+        let timed = self.timed.take();
+        if timed.is_some() && timed == self.device.register_read() {
+            let concluded = self.device.on_register_timeout(REGISTER_TIMEOUT);
+            send(&mut self.client, concluded);
+        }
+    }
+
+    /// Makes the event loop watch what matters now, and the timer run while a
+    /// register read waits.
+    fn watch(&mut self, ops: &mut EventOps) {
+        for source in Source::ALL {
+            let wanted = self.wanted(source);
+            let watched = &mut self.watched[source as usize];
+            if *watched == wanted {
+                continue;
+            }
+            let events = |(fd, set)| Events::with_data_raw(fd, source as u32, set);
+            let same_fd = matches!((&*watched, &wanted), (Some((a, _)), Some((b, _))) if a == b);
+            let result = match (*watched, wanted) {
+                (_, Some(wanted)) if same_fd => ops.modify(events(wanted)),
+                (before, now) => before
+                    .map_or(Ok(()), |before| ops.remove(events(before)))
+                    .and_then(|()| now.map_or(Ok(()), |now| ops.add(events(now)))),
+            };
+            *watched = wanted;
+            if let Err(error) = result {
+                log::error!("{}: event loop: {error}", self.device.name());
+            }
+        }
+        if self.timed.is_none()
+            && let Some(read) = self.device.register_read()
+        {
+            let once = Itimerspec {
+                it_interval: Timespec::default(),
+                it_value: Timespec {
+                    tv_sec: REGISTER_TIMEOUT.as_secs() as i64,
+                    tv_nsec: 0,
+                },
+            };
+            match timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
+                Ok(_) => self.timed = Some(read),
+                Err(errno) => log::error!("{}: timer: {errno}", self.device.name()),
+            }
+        }
+    }
+
+    fn wanted(&self, source: Source) -> Option<(RawFd, EventSet)> {
+        match source {
+            Source::Listener => {
+                let fd = self.listener.as_fd().as_raw_fd();
+                let leaving = self.client.is_none() && self.device.is_busy();
+                (!leaving).then_some((fd, EventSet::IN))
+            }
+            Source::Client => self.client.as_ref().map(|client| {
+                let mut set = EventSet::empty();
+                // What it sends while a request is held stays in the socket;
+                // that it hangs up is told all the same.
+                set.set(EventSet::IN, !self.device.is_busy());
+                set.set(EventSet::OUT, client.connection.wants_write());
+                (client.connection.as_fd().as_raw_fd(), set)
+            }),
+            Source::Worker => Some((self.device.worker().wakeup().as_raw_fd(), EventSet::IN)),
+            Source::Registers => self.device.registers().map(|channel| {
+                let mut set = EventSet::IN;
+                set.set(EventSet::OUT, self.device.wants_register_room());
+                (channel.as_fd().as_raw_fd(), set)
+            }),
+            Source::Timer => Some((self.timer.as_raw_fd(), EventSet::IN)),
+        }
+    }
+}
+
+impl MutEventSubscriber for DeviceServer {
+    fn init(&mut self, ops: &mut EventOps) {
+        self.watch(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match Source::ALL.get(events.data() as usize) {
+            Some(Source::Listener) => self.accept(),
+            Some(Source::Client) => {
+                let hung_up = events
+                    .event_set()
+                    .intersects(EventSet::HANG_UP | EventSet::ERROR);
+                if hung_up && self.device.is_busy() {
+                    self.drop_client(&ConnectionError::Closed);
+                } else {
+                    self.flush();
+                }
+            }
+            Some(Source::Worker) => {
+                let concluded = self.device.on_worker();
+                send(&mut self.client, concluded);
+            }
+            Some(Source::Registers) => {
+                let concluded = self.device.on_registers();
+                send(&mut self.client, concluded);
+            }
+            Some(Source::Timer) => self.on_timer(),
+            None => {}
+        }
+        self.pump();
+        self.watch(ops);
+        // Only now may descriptors close that the event loop watched.
+        self.retired = None;
+        self.device.drop_retired();
+    }
+}
+
+/// Sends the answer to a held request. A client that cannot take it is found
+/// out when it is served next.
+fn send(client: &mut Option<Client>, concluded: Option<Conclusion<'_>>) {
+    if let (Some(client), Some((to, reply))) = (client, concluded)
+        && let Err(error) = client.connection.send(to, reply)
+    {
+        log::warn!("cannot answer the client: {error}");
+    }
+}
+
+/// Why a device cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ServerError {
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error(transparent)]
+    System(#[from] std::io::Error),
+}
