@@ -86,4 +86,12 @@ pub trait Interrupts {
     /// Whether the message of `vector` is held back by a mask: the vector's
     /// bit in the MSI-X pending bit array.
     fn is_pending(&self, vector: u16) -> bool;
+
+    /// Whether [`Interrupts::set_intx`] drives the line now: neither MSI nor
+    /// MSI-X is enabled. A device whose line depends on memory that the guest
+    /// writes watches that memory only then. True is always safe, and costs
+    /// the guest a trap now and then.
+    fn intx_in_use(&self) -> bool {
+        true
+    }
 }

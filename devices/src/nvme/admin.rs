@@ -1,0 +1,359 @@
+//! Admin commands (NVM Express 1.4, 5).
+
+use farside_fabric::{Access, memory::HostSlice};
+
+use super::{
+    block::BlockQueue,
+    command::{Command, DataPointer, NSID_ALL, admin},
+    controller::{Nvme, Outcome},
+    doorbells::DoorbellBuffer,
+    events::Event,
+    features::{self, Features, Select},
+    identify,
+    io::Target,
+    logs::Health,
+    namespace::NSID,
+    queues::{CompletionQueue, SubmissionQueue},
+    registers::MAX_QUEUE_ENTRIES,
+    slots::Work,
+    status::Status,
+};
+use crate::{Bus, Dma};
+
+/// Executes a command of the admin queue.
+pub(super) fn execute(
+    nvme: &mut Nvme,
+    command: &Command,
+    bus: &mut Bus<'_>,
+) -> Result<Outcome, Status> {
+    if command.is_fused() {
+        return Err(Status::INVALID_FIELD);
+    }
+    match command.opcode() {
+        admin::DELETE_SQ => delete_sq(nvme, command),
+        admin::CREATE_SQ => create_sq(nvme, command, bus.dma),
+        admin::GET_LOG_PAGE => get_log_page(nvme, command, bus.dma),
+        admin::DELETE_CQ => delete_cq(nvme, command),
+        admin::CREATE_CQ => create_cq(nvme, command, bus.dma),
+        admin::IDENTIFY => identify(nvme, command, bus.dma),
+        admin::ABORT => abort(nvme, command, bus),
+        admin::SET_FEATURES => set_features(nvme, command, bus.dma),
+        admin::GET_FEATURES => get_features(nvme, command, bus.dma),
+        admin::ASYNC_EVENT_REQUEST => async_event_request(nvme, command),
+        admin::DOORBELL_BUFFER_CONFIG => doorbell_buffer_config(nvme, command),
+        admin::FORMAT_NVM => format(nvme, command),
+        _ => Err(Status::INVALID_OPCODE),
+    }
+}
+
+const DONE: Result<Outcome, Status> = Ok(Outcome::Done(0));
+
+/// What both Create commands say in dwords 10 and 11 and PRP entry 1.
+struct NewQueue {
+    id: u16,
+    entries: u16,
+    base: u64,
+}
+
+impl NewQueue {
+    /// `entry_shift` is what CC has for the kind of queue, `needed` what it
+    /// has to be.
+    fn parse(
+        nvme: &Nvme,
+        command: &Command,
+        entry_shift: u32,
+        needed: u32,
+    ) -> Result<Self, Status> {
+        let id = command.cdw(10) as u16;
+        let entries = (command.cdw(10) >> 16) + 1;
+        if !(2..=MAX_QUEUE_ENTRIES).contains(&entries) || entry_shift != needed {
+            return Err(Status::INVALID_QUEUE_SIZE);
+        }
+        // CAP.CQR: physically contiguous only.
+        if command.cdw(11) & 1 == 0 {
+            return Err(Status::INVALID_FIELD);
+        }
+        let base = command.prp1();
+        if base & (nvme.page_size() - 1) != 0 {
+            return Err(Status::PRP_OFFSET_INVALID);
+        }
+        Ok(Self {
+            id,
+            entries: entries as u16,
+            base,
+        })
+    }
+}
+
+/// 5.3.
+fn create_cq(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    nvme.queues.check_new_cq(command.cdw(10) as u16)?;
+    let queue = NewQueue::parse(nvme, command, nvme.registers.cc.cqe_shift(), 4)?;
+    let vector = (command.cdw(11) >> 16) as u16;
+    let interrupts = command.cdw(11) >> 1 & 1 != 0;
+    if interrupts && vector >= nvme.vectors() {
+        return Err(Status::INVALID_VECTOR);
+    }
+    let vector = interrupts.then_some(vector);
+    nvme.queues
+        .create_cq(
+            dma,
+            queue.id,
+            CompletionQueue::new(queue.base, queue.entries, vector),
+        )
+        .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+    DONE
+}
+
+/// 5.4.
+fn create_sq(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    let cq = (command.cdw(11) >> 16) as u16;
+    nvme.queues.check_new_sq(command.cdw(10) as u16, cq)?;
+    let queue = NewQueue::parse(nvme, command, nvme.registers.cc.sqe_shift(), 6)?;
+    nvme.queues
+        .create_sq(
+            dma,
+            queue.id,
+            SubmissionQueue::new(queue.base, queue.entries, cq),
+        )
+        .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+    DONE
+}
+
+/// 5.5.
+fn delete_cq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    nvme.queues.delete_cq(command.cdw(10) as u16)?;
+    DONE
+}
+
+/// 5.6. Completes when the queue's last command has.
+fn delete_sq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    nvme.queues
+        .start_delete_sq(command.cdw(10) as u16, command.id())?;
+    Ok(Outcome::Open)
+}
+
+/// 5.15.
+fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    let nsid = command.nsid();
+    let controller = (command.cdw(10) >> 16) as u16;
+    let data = match command.cdw(10) as u8 {
+        0x00 | 0x11 => {
+            nvme.namespace.check_id(nsid)?;
+            identify::namespace(&nvme.namespace)
+        }
+        0x01 => identify::controller(&nvme.names),
+        // The two largest identifiers cannot be started from (5.15.2.3).
+        0x02 | 0x10 if nsid >= NSID_ALL - 1 => return Err(Status::INVALID_NAMESPACE),
+        0x02 | 0x10 => identify::namespace_list(nsid),
+        0x03 => {
+            nvme.namespace.check_id(nsid)?;
+            identify::descriptors(&nvme.namespace)
+        }
+        // Only the NVM command set, number 0 (dword 11, CSI).
+        0x06 if command.cdw(11) >> 24 == 0 => identify::command_set_controller(),
+        0x12 => {
+            nvme.namespace.check_id(nsid)?;
+            identify::controller_list(controller)
+        }
+        0x13 => identify::controller_list(controller),
+        _ => return Err(Status::INVALID_FIELD),
+    };
+    send(nvme, command, dma, &data[..])?;
+    DONE
+}
+
+/// Largest log page transfer that is served at once, bytes.
+const MAX_LOG: u64 = identify::MAX_TRANSFER;
+
+/// 5.14.
+fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    let page = command.cdw(10) as u8;
+    let retain_event = command.cdw(10) >> 15 & 1 != 0;
+    let dwords = u64::from(command.cdw(10) >> 16) | u64::from(command.cdw(11) & 0xffff) << 16;
+    let len = (dwords + 1) * 4;
+    let from = u64::from(command.cdw(12)) | u64::from(command.cdw(13)) << 32;
+    if len > MAX_LOG || from & 3 != 0 {
+        return Err(Status::INVALID_FIELD);
+    }
+    // The health of the only namespace is that of the controller.
+    if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
+        return Err(Status::INVALID_NAMESPACE);
+    }
+    let health = Health {
+        warnings: nvme.features.warnings(),
+        read_only: nvme.namespace.read_only,
+    };
+    let log = nvme
+        .logs
+        .page(page, &nvme.stats, health)
+        .ok_or(Status::INVALID_LOG_PAGE)?;
+    let from = usize::try_from(from)
+        .ok()
+        .filter(|&from| from <= log.len())
+        .ok_or(Status::INVALID_FIELD)?;
+    // What is asked for beyond the end of the log is left alone.
+    let end = log.len().min(from + len as usize);
+    if from < end {
+        send(nvme, command, dma, &log[from..end])?;
+    }
+    if !retain_event {
+        nvme.events.unmask(page);
+    }
+    DONE
+}
+
+/// 5.1. Only event requests can be aborted; all else ends by itself.
+fn abort(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
+    const NOT_ABORTED: u32 = 1;
+    let sq_id = command.cdw(10) as u16;
+    let command_id = (command.cdw(10) >> 16) as u16;
+    if !nvme.queues.has_sq(sq_id) {
+        return Err(Status::INVALID_FIELD);
+    }
+    if sq_id == 0 && nvme.events.is_open(command_id) && nvme.queues.owe(0) {
+        nvme.events.close(command_id);
+        nvme.complete(bus, 0, command_id, Err(Status::ABORT_REQUESTED), None);
+        return DONE;
+    }
+    Ok(Outcome::Done(NOT_ABORTED))
+}
+
+/// 5.21.
+fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    let feature = command.cdw(10) as u8;
+    if command.cdw(10) >> 31 != 0 {
+        return Err(Status::NOT_SAVEABLE);
+    }
+    match command.nsid() {
+        0 | NSID_ALL => {}
+        NSID if Features::is_of_namespace(feature) => {}
+        NSID => return Err(Status::NOT_NAMESPACE_SPECIFIC),
+        _ => return Err(Status::INVALID_NAMESPACE),
+    }
+    match feature {
+        features::TIMESTAMP => {
+            let mut data = [0; 8];
+            let pointer = command.admin_data_pointer()?;
+            let slices = nvme.gather_small(dma, &pointer, data.len(), Access::Read)?;
+            copy_out(&slices, &mut data);
+            nvme.features.set_timestamp(data);
+            DONE
+        }
+        features::QUEUE_COUNT if nvme.queues.has_io_queues() => Err(Status::COMMAND_SEQUENCE_ERROR),
+        features::WRITE_CACHE => {
+            let was_on = nvme.features.write_cache;
+            nvme.features.set(feature, command.cdw(11))?;
+            // What the cache holds must not outlive it.
+            match was_on && !nvme.features.write_cache && !nvme.namespace.read_only {
+                true => flush_cache(nvme, command),
+                false => DONE,
+            }
+        }
+        _ => {
+            let result = nvme.features.set(feature, command.cdw(11))?;
+            if nvme.features.health_event_due() {
+                nvme.events.raise(Event::TemperatureThreshold);
+            }
+            Ok(Outcome::Done(result))
+        }
+    }
+}
+
+fn flush_cache(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    let tag = Target::admin(command).take_slot(nvme, Work::Flush)?;
+    nvme.stats.flushes += 1;
+    nvme.block.flush(tag);
+    Ok(Outcome::InFlight)
+}
+
+/// 5.13.
+fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
+    let feature = command.cdw(10) as u8;
+    let select = Select::from_bits(command.cdw(10) >> 8)?;
+    if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
+        return Err(Status::INVALID_NAMESPACE);
+    }
+    let result = nvme.features.get(feature, select, command.cdw(11))?;
+    if feature == features::TIMESTAMP && select != Select::Capabilities {
+        let data = nvme.features.timestamp(select);
+        send(nvme, command, dma, &data)?;
+    }
+    Ok(Outcome::Done(result))
+}
+
+/// 5.2.
+fn async_event_request(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    if !nvme.events.open(command.id()) {
+        return Err(Status::TOO_MANY_EVENT_REQUESTS);
+    }
+    // It may stay open for ever, so it must not hold a place for a completion.
+    nvme.queues.forgive(0);
+    Ok(Outcome::Open)
+}
+
+/// 5.7.
+fn doorbell_buffer_config(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    let page_size = nvme.page_size();
+    if (command.prp1() | command.prp2()) & (page_size - 1) != 0 {
+        return Err(Status::INVALID_FIELD);
+    }
+    nvme.queues.set_buffer(DoorbellBuffer::new(
+        command.prp1(),
+        command.prp2(),
+        page_size as usize,
+    ));
+    DONE
+}
+
+/// 5.23. There is one format; a secure erase makes all blocks zeroes, and
+/// without one they are too, where that is cheap.
+fn format(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    const NO_ERASE: u32 = 0;
+    const USER_DATA_ERASE: u32 = 1;
+    let options = command.cdw(10);
+    nvme.namespace.check_id_or_all(command.nsid())?;
+    nvme.namespace.check_writable()?;
+    // LBA format 0, no metadata or protection information.
+    if options & 0x1ff != 0 {
+        return Err(Status::INVALID_FORMAT);
+    }
+    let whole = nvme.namespace.whole();
+    match options >> 9 & 7 {
+        NO_ERASE => {
+            let tag = Target::admin(command).take_slot(nvme, Work::Deallocate)?;
+            nvme.block.punch(tag, whole.offset, whole.len);
+        }
+        USER_DATA_ERASE => {
+            let tag = Target::admin(command).take_slot(nvme, Work::Zero { durable: true })?;
+            nvme.block.zero(tag, whole.offset, whole.len, true);
+        }
+        _ => return Err(Status::INVALID_FIELD),
+    }
+    Ok(Outcome::InFlight)
+}
+
+/// Writes a data structure to the memory that the command names.
+fn send(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma, data: &[u8]) -> Result<(), Status> {
+    let pointer: DataPointer = command.admin_data_pointer()?;
+    let slices = nvme.gather_small(dma, &pointer, data.len(), Access::Write)?;
+    let mut rest = data;
+    for slice in slices {
+        let (part, after) = rest.split_at(slice.len().min(rest.len()));
+        slice.write(part);
+        rest = after;
+    }
+    Ok(())
+}
+
+/// Copies the front of `slices`, once.
+pub(super) fn copy_out(slices: &[HostSlice], data: &mut [u8]) {
+    let mut done = 0;
+    for slice in slices {
+        let len = slice.len().min(data.len() - done);
+        slice.read(&mut data[done..done + len]);
+        done += len;
+    }
+}
+
+const _: () = assert!(BlockQueue::SCRATCH.is_multiple_of(4096));

@@ -1,0 +1,180 @@
+//! Opening an image file or block device.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Seek, SeekFrom},
+    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
+
+/// Why an image cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// There is no such file.
+    #[error("image {path}: no such file; create one with `truncate -s 10G {path}`")]
+    Missing {
+        /// The image.
+        path: PathBuf,
+    },
+    /// A directory cannot hold blocks.
+    #[error("image {path} is a directory; it has to be a file or a block device")]
+    Directory {
+        /// The image.
+        path: PathBuf,
+    },
+    /// Neither a regular file nor a block device.
+    #[error("image {path} is neither a regular file nor a block device")]
+    WrongKind {
+        /// The image.
+        path: PathBuf,
+    },
+    /// An image of no blocks.
+    #[error("image {path} is empty; give it a size with `truncate -s 10G {path}`")]
+    Empty {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The last block would be cut off.
+    #[error(
+        "image {path} has {size} bytes, which is not a multiple of the block size, {block_size} bytes"
+    )]
+    NotMultiple {
+        /// The image.
+        path: PathBuf,
+        /// Bytes of the image.
+        size: u64,
+        /// Bytes of a block.
+        block_size: u32,
+    },
+    /// The file is write-protected and `read_only` is not set.
+    #[error(
+        "image {path} cannot be written to; make it writable or set `read-only = true` for this device"
+    )]
+    WriteProtected {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The file may not be opened at all.
+    #[error("image {path} cannot be read: permission denied")]
+    PermissionDenied {
+        /// The image.
+        path: PathBuf,
+    },
+    /// Another process, or another device, has it.
+    #[error("image {path} is in use by another process or device")]
+    InUse {
+        /// The image.
+        path: PathBuf,
+    },
+    /// Something else went wrong.
+    #[error("image {path}: {source}")]
+    Io {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// Whether the image may be written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageAccess {
+    ReadOnly,
+    ReadWrite,
+}
+
+/// An open image, locked for as long as the file is open: exclusively, or
+/// shared with other readers when read-only.
+#[derive(Debug)]
+pub struct Image {
+    pub file: File,
+    /// Bytes, a multiple of the block size.
+    pub size: u64,
+    /// Whether a hole can be punched, and reads as zeroes.
+    pub punches_holes: bool,
+}
+
+impl Image {
+    pub fn open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
+        let at = || path.to_owned();
+        let io = |source| ImageError::Io { path: at(), source };
+        let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => ImageError::Missing { path: at() },
+            io::ErrorKind::PermissionDenied => ImageError::PermissionDenied { path: at() },
+            _ => io(source),
+        })?;
+        let kind = metadata.file_type();
+        if kind.is_dir() {
+            return Err(ImageError::Directory { path: at() });
+        }
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(ImageError::WrongKind { path: at() });
+        }
+        let writable = access == ImageAccess::ReadWrite;
+        // The superuser may write to what is write-protected; that is not a
+        // reason to do it.
+        if writable && metadata.permissions().readonly() {
+            return Err(ImageError::WriteProtected { path: at() });
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(writable);
+        if kind.is_block_device() && writable {
+            // Refused while it is mounted or otherwise claimed.
+            options.custom_flags(libc::O_EXCL);
+        }
+        let mut file =
+            options
+                .open(path)
+                .map_err(|source| match (source.kind(), source.raw_os_error()) {
+                    (_, Some(libc::EBUSY)) => ImageError::InUse { path: at() },
+                    (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem, _)
+                        if writable =>
+                    {
+                        ImageError::WriteProtected { path: at() }
+                    }
+                    (io::ErrorKind::PermissionDenied, _) => {
+                        ImageError::PermissionDenied { path: at() }
+                    }
+                    _ => io(source),
+                })?;
+        let lock = match access {
+            ImageAccess::ReadOnly => FlockOperation::NonBlockingLockShared,
+            ImageAccess::ReadWrite => FlockOperation::NonBlockingLockExclusive,
+        };
+        flock(&file, lock).map_err(|errno| match errno {
+            rustix::io::Errno::WOULDBLOCK => ImageError::InUse { path: at() },
+            _ => io(errno.into()),
+        })?;
+        // A block device's metadata has no size.
+        let size = file.seek(SeekFrom::End(0)).map_err(io)?;
+        if size == 0 {
+            return Err(ImageError::Empty { path: at() });
+        }
+        if !size.is_multiple_of(u64::from(block_size)) {
+            return Err(ImageError::NotMultiple {
+                path: at(),
+                size,
+                block_size,
+            });
+        }
+        let punches_holes = writable && kind.is_file() && can_punch(&file, size, block_size);
+        Ok(Self {
+            file,
+            size,
+            punches_holes,
+        })
+    }
+}
+
+/// Tries a hole behind the end, where it changes nothing.
+fn can_punch(file: &File, size: u64, block_size: u32) -> bool {
+    fallocate(
+        file,
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        size,
+        block_size.into(),
+    )
+    .is_ok()
+}

@@ -1,0 +1,342 @@
+//! The medium: an image file or block device, and the I/O on it that is in
+//! flight.
+//!
+//! This module is the safe face of the engines below it. An engine hands
+//! pointers to guest memory to the kernel; what keeps them good is here:
+//!
+//! - a [`Tag`]'s slices, vectors and scratch memory belong to the
+//!   [`BlockQueue`] and cannot be changed while the tag is in flight;
+//! - a slice keeps its mapping alive, and is dropped only when the kernel is
+//!   done with it;
+//! - dropping the queue waits for all that is in flight.
+//!
+//! Nothing is allocated per transfer once a tag's vectors have grown.
+
+mod image;
+mod threads;
+mod transfer;
+mod uring;
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+};
+
+use farside_fabric::memory::HostSlice;
+use serde::{Deserialize, Serialize};
+
+pub use image::{Image, ImageAccess, ImageError};
+
+use threads::Threads;
+use transfer::{Job, Step, Transfer};
+use uring::Uring;
+
+/// How I/O reaches the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EngineChoice {
+    /// io_uring where the kernel has it, else threads.
+    #[default]
+    Auto,
+    /// io_uring, or refuse to start.
+    IoUring,
+    /// A small pool of threads that call `preadv` and `pwritev`.
+    Threads,
+}
+
+/// Number of a place for I/O in flight, below the queue's depth.
+pub type Tag = u16;
+
+/// When a write counts as done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// In the host's page cache; a flush brings it to the medium.
+    Cached,
+    /// On the medium.
+    Durable,
+}
+
+/// Why an I/O failed, from the guest's point of view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockError {
+    /// Guest memory went away while the kernel used it.
+    GuestMemory,
+    /// The file system under the image is full.
+    NoSpace,
+    /// The medium cannot do this kind of operation.
+    Unsupported,
+    /// The medium failed or ended early.
+    Medium,
+}
+
+/// What an engine does with one tag.
+#[derive(Clone, Copy, Debug)]
+enum RawOp {
+    Read {
+        iovecs: *const libc::iovec,
+        count: u32,
+        offset: u64,
+    },
+    Write {
+        iovecs: *const libc::iovec,
+        count: u32,
+        offset: u64,
+        durability: Durability,
+    },
+    /// `fdatasync`.
+    Sync,
+    /// `fallocate` with `mode`.
+    Allocate { mode: i32, offset: u64, len: u64 },
+}
+
+/// What an engine must provide.
+///
+/// Guaranteed by the caller: at most `depth` tags in flight, each once.
+/// Guaranteed by the engine: a tag that was queued is handed out by `reap`
+/// exactly once, and only when the kernel no longer touches its memory;
+/// dropping the engine waits until that is so for all.
+trait Engine: Send {
+    /// Takes an operation; it may start only with [`Engine::submit`].
+    ///
+    /// # Safety
+    ///
+    /// The `iovecs` and the memory they name must stay allocated, and be
+    /// neither moved nor freed, until `reap` has handed out `tag` or the
+    /// engine has been dropped. (That the guest changes the bytes or shrinks
+    /// the file behind them is fine: only the kernel touches them.)
+    unsafe fn queue(&mut self, tag: Tag, op: RawOp);
+
+    /// Starts what was queued. Returns whether all of it was started; what
+    /// was not stays queued for the next call.
+    fn submit(&mut self) -> bool;
+
+    /// Appends the finished tags with the system call's result: bytes, or a
+    /// negative errno.
+    fn reap(&mut self, done: &mut Vec<(Tag, i32)>);
+
+    /// Whether `reap` would find something. Clears readiness of `wake_fd`
+    /// that is out of date.
+    fn has_finished(&mut self) -> bool;
+
+    /// Readable when something has finished.
+    fn wake_fd(&self) -> BorrowedFd<'_>;
+
+    /// Blocks until something that was started has finished, or a signal
+    /// comes.
+    fn wait(&mut self);
+}
+
+/// I/O on an image, by tag.
+pub struct BlockQueue {
+    // Dropped first: waits for the kernel, so that the memory of `transfers`
+    // is no longer in use when that goes.
+    engine: Box<dyn Engine>,
+    transfers: Box<[Transfer]>,
+    in_flight: usize,
+    finished: Vec<(Tag, i32)>,
+    done: Vec<(Tag, Result<(), BlockError>)>,
+    all_submitted: bool,
+}
+
+impl BlockQueue {
+    /// Opens an engine on `file` for up to `depth` transfers in flight.
+    pub fn open(file: File, choice: EngineChoice, depth: u16) -> io::Result<Self> {
+        let file = Arc::new(file);
+        let engine: Box<dyn Engine> = match choice {
+            EngineChoice::Threads => Box::new(Threads::start(file, depth)?),
+            EngineChoice::IoUring => Box::new(Uring::open(file, depth)?),
+            EngineChoice::Auto => match Uring::open(Arc::clone(&file), depth) {
+                Ok(uring) => Box::new(uring),
+                Err(refusal) => {
+                    log::info!("no io_uring here ({refusal}): using threads for I/O");
+                    Box::new(Threads::start(file, depth)?)
+                }
+            },
+        };
+        Ok(Self {
+            engine,
+            transfers: (0..depth).map(|_| Transfer::default()).collect(),
+            in_flight: 0,
+            finished: Vec::with_capacity(depth.into()),
+            done: Vec::with_capacity(depth.into()),
+            all_submitted: true,
+        })
+    }
+
+    /// The guest memory of an idle tag, to be filled before a transfer.
+    ///
+    /// # Panics
+    ///
+    /// When `tag` is in flight.
+    pub fn slices(&mut self, tag: Tag) -> &mut Vec<HostSlice> {
+        self.transfers[usize::from(tag)].slices_mut()
+    }
+
+    /// What a scratch read brought, and the guest memory of the tag.
+    ///
+    /// # Panics
+    ///
+    /// When `tag` is in flight.
+    pub fn scratch(&self, tag: Tag) -> (&[u8], &[HostSlice]) {
+        self.transfers[usize::from(tag)].scratch()
+    }
+
+    /// Drops the guest memory of an idle tag.
+    ///
+    /// # Panics
+    ///
+    /// When `tag` is in flight.
+    pub fn release(&mut self, tag: Tag) {
+        self.transfers[usize::from(tag)].release();
+    }
+
+    /// Reads from byte `offset` of the image into the tag's guest memory.
+    pub fn read(&mut self, tag: Tag, offset: u64) {
+        self.start(tag, Job::ReadGuest { offset });
+    }
+
+    /// Writes the tag's guest memory to byte `offset` of the image.
+    pub fn write(&mut self, tag: Tag, offset: u64, durability: Durability) {
+        self.start(tag, Job::WriteGuest { offset, durability });
+    }
+
+    /// Reads `len` bytes at `offset` into the tag's scratch memory, at most
+    /// [`BlockQueue::SCRATCH`].
+    pub fn read_scratch(&mut self, tag: Tag, offset: u64, len: usize) {
+        self.start(tag, Job::ReadScratch { offset, len });
+    }
+
+    /// Most bytes of a scratch read.
+    pub const SCRATCH: usize = 64 << 10;
+
+    /// Brings all writes that have completed to the medium.
+    pub fn flush(&mut self, tag: Tag) {
+        self.start(tag, Job::Flush);
+    }
+
+    /// Gives `[offset, offset + len)` back to the file system; it reads as
+    /// zeroes from then on.
+    pub fn punch(&mut self, tag: Tag, offset: u64, len: u64) {
+        self.start(tag, Job::Punch { offset, len });
+    }
+
+    /// Makes `[offset, offset + len)` zeroes, by whatever way the medium has;
+    /// as a hole first when `punch`.
+    pub fn zero(&mut self, tag: Tag, offset: u64, len: u64, punch: bool) {
+        self.start(tag, Job::zero(offset, len, punch));
+    }
+
+    fn start(&mut self, tag: Tag, job: Job) {
+        match self.transfers[usize::from(tag)].begin(job) {
+            Some(op) => {
+                self.in_flight += 1;
+                self.queue(tag, op);
+            }
+            // Nothing to move.
+            None => self.done.push((tag, Ok(()))),
+        }
+    }
+
+    fn queue(&mut self, tag: Tag, op: RawOp) {
+        // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
+        // `tag`, which point it at the transfer's own iovecs. These and what
+        // they name (guest slices, which keep their mapping alive; scratch;
+        // the static zeroes) live in `self.transfers`, whose methods refuse
+        // to change an entry in flight; the entry stays in flight until
+        // `reap` below. The boxes and vectors do not move their contents when
+        // `self` is moved, and `engine` is dropped before `transfers`.
+        unsafe { self.engine.queue(tag, op) };
+        self.all_submitted = false;
+    }
+
+    /// Starts what was asked for since the last call and takes what has
+    /// finished; [`BlockQueue::next_done`] hands it out.
+    pub fn turn(&mut self) {
+        loop {
+            if !self.all_submitted {
+                self.all_submitted = self.engine.submit();
+            }
+            self.engine.reap(&mut self.finished);
+            if !self.take_finished() || !self.all_submitted {
+                return;
+            }
+        }
+    }
+
+    /// Handles what `reap` brought. Returns whether a further step of some
+    /// transfer was queued.
+    fn take_finished(&mut self) -> bool {
+        let mut more = false;
+        while let Some((tag, result)) = self.finished.pop() {
+            match self.transfers[usize::from(tag)].finish(result) {
+                Step::Continue(op) => {
+                    self.queue(tag, op);
+                    more = true;
+                }
+                Step::Done(result) => {
+                    self.in_flight -= 1;
+                    self.done.push((tag, result));
+                }
+            }
+        }
+        if more {
+            self.all_submitted = self.engine.submit();
+        }
+        more
+    }
+
+    /// The next finished transfer.
+    pub fn next_done(&mut self) -> Option<(Tag, Result<(), BlockError>)> {
+        self.done.pop()
+    }
+
+    /// Whether a call of [`BlockQueue::turn`] would do something. Clears
+    /// out-of-date readiness of the wake descriptor, so that after a false
+    /// the owner may sleep on it.
+    pub fn is_busy(&mut self) -> bool {
+        !self.all_submitted || !self.done.is_empty() || self.engine.has_finished()
+    }
+
+    /// Readable when something has finished.
+    pub fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.engine.wake_fd()
+    }
+
+    /// Blocks until nothing is in flight and drops all results.
+    pub fn drain(&mut self) {
+        while self.in_flight > 0 {
+            self.turn();
+            if self.in_flight > 0 && self.all_submitted {
+                self.engine.wait();
+            }
+        }
+        self.done.clear();
+    }
+}
+
+impl Drop for BlockQueue {
+    fn drop(&mut self) {
+        self.drain();
+    }
+}
+
+fn last_errno() -> i32 {
+    -io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}
+
+fn eventfd() -> io::Result<std::os::fd::OwnedFd> {
+    use rustix::event::{EventfdFlags, eventfd};
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+fn raw(file: &File) -> i32 {
+    use std::os::fd::AsRawFd;
+    file.as_fd().as_raw_fd()
+}

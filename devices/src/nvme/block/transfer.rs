@@ -1,0 +1,332 @@
+//! One tag's transfer: from what was asked, over short reads and refused
+//! operations, to the result.
+
+use farside_fabric::memory::HostSlice;
+
+use super::{BlockError, BlockQueue, Durability, RawOp};
+
+/// Most vectors of one system call (`IOV_MAX`).
+const MAX_IOVECS: usize = 1024;
+
+/// Most tries of an operation that was interrupted and moved nothing.
+const MAX_RETRIES: u8 = 16;
+
+const ZEROES: usize = 64 << 10;
+static ZERO: [u8; ZEROES] = [0; ZEROES];
+
+/// What a transfer is to do.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum Job {
+    #[default]
+    Idle,
+    ReadGuest {
+        offset: u64,
+    },
+    WriteGuest {
+        offset: u64,
+        durability: Durability,
+    },
+    ReadScratch {
+        offset: u64,
+        len: usize,
+    },
+    Flush,
+    Punch {
+        offset: u64,
+        len: u64,
+    },
+    /// Zeroes by allocation, in the order of `ZeroWay`.
+    Zero {
+        offset: u64,
+        len: u64,
+        way: ZeroWay,
+        punch: bool,
+    },
+}
+
+/// How to make zeroes; what the file system refuses, the next may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ZeroWay {
+    First,
+    Second,
+    Write,
+}
+
+impl Job {
+    pub(super) fn zero(offset: u64, len: u64, punch: bool) -> Self {
+        Job::Zero {
+            offset,
+            len,
+            way: ZeroWay::First,
+            punch,
+        }
+    }
+}
+
+/// What follows a finished system call.
+pub(super) enum Step {
+    Continue(RawOp),
+    Done(Result<(), BlockError>),
+}
+
+/// A tag's memory and progress.
+#[derive(Default)]
+pub(super) struct Transfer {
+    /// `Idle` when the tag is not in flight.
+    job: Job,
+    slices: Vec<HostSlice>,
+    /// What of the transfer is still to be moved; the kernel reads this while
+    /// the tag is in flight.
+    iovecs: Vec<libc::iovec>,
+    /// Index of the first vector that is not done.
+    next: usize,
+    /// Bytes of the image that are done.
+    moved: u64,
+    scratch: Vec<u8>,
+    retries: u8,
+}
+
+// SAFETY: `iovecs` holds the only pointers. They are into memory that `slices`
+// and `scratch` of the same transfer own, or into a static, and are followed
+// by the kernel alone; so a transfer can move between threads as its parts can.
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    fn assert_idle(&self) {
+        assert!(
+            matches!(self.job, Job::Idle),
+            "the kernel is using this transfer's memory"
+        );
+    }
+
+    pub(super) fn slices_mut(&mut self) -> &mut Vec<HostSlice> {
+        self.assert_idle();
+        &mut self.slices
+    }
+
+    pub(super) fn scratch(&self) -> (&[u8], &[HostSlice]) {
+        self.assert_idle();
+        (&self.scratch, &self.slices)
+    }
+
+    pub(super) fn release(&mut self) {
+        self.assert_idle();
+        self.slices.clear();
+        self.iovecs.clear();
+        self.scratch = Vec::new();
+    }
+
+    /// Starts a job on an idle transfer; `None` when there is nothing to move.
+    pub(super) fn begin(&mut self, job: Job) -> Option<RawOp> {
+        self.assert_idle();
+        self.iovecs.clear();
+        self.next = 0;
+        self.moved = 0;
+        self.retries = 0;
+        match job {
+            Job::Idle => return None,
+            Job::ReadGuest { .. } | Job::WriteGuest { .. } => self.iovecs_from_slices(),
+            Job::ReadScratch { len, .. } => {
+                let len = len.min(BlockQueue::SCRATCH);
+                self.scratch.clear();
+                self.scratch.resize(len, 0);
+                self.iovecs.push(libc::iovec {
+                    iov_base: self.scratch.as_mut_ptr().cast(),
+                    iov_len: len,
+                });
+            }
+            Job::Flush | Job::Punch { .. } | Job::Zero { .. } => {}
+        }
+        let op = Self::op(&job, &self.iovecs, self.next, self.moved)?;
+        self.job = job;
+        Some(op)
+    }
+
+    /// One vector for each run that is contiguous in host memory.
+    fn iovecs_from_slices(&mut self) {
+        for slice in self.slices.iter().filter(|s| !s.is_empty()) {
+            let base = slice.as_ptr();
+            match self.iovecs.last_mut() {
+                Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => {
+                    last.iov_len += slice.len();
+                }
+                _ => self.iovecs.push(libc::iovec {
+                    iov_base: base.cast(),
+                    iov_len: slice.len(),
+                }),
+            }
+        }
+    }
+
+    fn op(job: &Job, iovecs: &[libc::iovec], next: usize, moved: u64) -> Option<RawOp> {
+        let rest = &iovecs[next..];
+        let count = rest.len().min(MAX_IOVECS) as u32;
+        let iovecs = rest.as_ptr();
+        match *job {
+            Job::Idle => None,
+            Job::ReadGuest { offset } | Job::ReadScratch { offset, .. } => {
+                (count > 0).then_some(RawOp::Read {
+                    iovecs,
+                    count,
+                    offset: offset + moved,
+                })
+            }
+            Job::WriteGuest { offset, durability } => (count > 0).then_some(RawOp::Write {
+                iovecs,
+                count,
+                offset: offset + moved,
+                durability,
+            }),
+            Job::Flush => Some(RawOp::Sync),
+            Job::Punch { offset, len } => Some(RawOp::Allocate {
+                mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                offset,
+                len,
+            }),
+            Job::Zero {
+                offset,
+                len,
+                way,
+                punch,
+            } => {
+                let hole = (way == ZeroWay::First) == punch;
+                match way {
+                    ZeroWay::Write => (count > 0).then_some(RawOp::Write {
+                        iovecs,
+                        count,
+                        offset: offset + moved,
+                        durability: Durability::Cached,
+                    }),
+                    _ => Some(RawOp::Allocate {
+                        mode: libc::FALLOC_FL_KEEP_SIZE
+                            | if hole {
+                                libc::FALLOC_FL_PUNCH_HOLE
+                            } else {
+                                libc::FALLOC_FL_ZERO_RANGE
+                            },
+                        offset,
+                        len,
+                    }),
+                }
+            }
+        }
+    }
+
+    /// Takes the result of the system call: bytes, or a negative errno.
+    pub(super) fn finish(&mut self, result: i32) -> Step {
+        match self.advance(result) {
+            Ok(true) => {
+                self.job = Job::Idle;
+                Step::Done(Ok(()))
+            }
+            Ok(false) => match Self::op(&self.job, &self.iovecs, self.next, self.moved) {
+                Some(op) => Step::Continue(op),
+                None => {
+                    self.job = Job::Idle;
+                    Step::Done(Ok(()))
+                }
+            },
+            Err(error) => {
+                self.job = Job::Idle;
+                Step::Done(Err(error))
+            }
+        }
+    }
+
+    /// Returns whether the job is complete.
+    fn advance(&mut self, result: i32) -> Result<bool, BlockError> {
+        if result < 0 {
+            return self.refused(-result).map(|()| false);
+        }
+        self.retries = 0;
+        match self.job {
+            Job::Idle | Job::Flush | Job::Punch { .. } => Ok(true),
+            Job::Zero {
+                len,
+                way: ZeroWay::Write,
+                ..
+            } => {
+                self.consume(result as usize)?;
+                if self.next == self.iovecs.len() && self.moved < len {
+                    self.zero_iovecs(len - self.moved);
+                }
+                Ok(self.moved == len)
+            }
+            Job::Zero { .. } => Ok(true),
+            Job::ReadGuest { .. } | Job::WriteGuest { .. } | Job::ReadScratch { .. } => {
+                self.consume(result as usize)?;
+                Ok(self.next == self.iovecs.len())
+            }
+        }
+    }
+
+    /// Steps over `bytes` that the kernel has moved. None moved means that
+    /// the image ended early.
+    fn consume(&mut self, mut bytes: usize) -> Result<(), BlockError> {
+        if bytes == 0 {
+            return Err(BlockError::Medium);
+        }
+        self.moved += bytes as u64;
+        while bytes > 0 {
+            let Some(iovec) = self.iovecs.get_mut(self.next) else {
+                return Err(BlockError::Medium);
+            };
+            let step = bytes.min(iovec.iov_len);
+            bytes -= step;
+            iovec.iov_len -= step;
+            iovec.iov_base = iovec.iov_base.cast::<u8>().wrapping_add(step).cast();
+            if iovec.iov_len == 0 {
+                self.next += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Vectors for up to 64 MiB of zeroes.
+    fn zero_iovecs(&mut self, len: u64) {
+        self.iovecs.clear();
+        self.next = 0;
+        let mut left = len.min((ZEROES * MAX_IOVECS) as u64) as usize;
+        while left > 0 {
+            let part = left.min(ZEROES);
+            self.iovecs.push(libc::iovec {
+                // The kernel only reads from it: it is used for writes alone.
+                iov_base: ZERO.as_ptr().cast_mut().cast(),
+                iov_len: part,
+            });
+            left -= part;
+        }
+    }
+
+    /// Decides what an error means: `Ok` to go on with the job as it now
+    /// stands.
+    fn refused(&mut self, errno: i32) -> Result<(), BlockError> {
+        if let Job::Zero {
+            len, ref mut way, ..
+        } = self.job
+            && matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL)
+            && *way != ZeroWay::Write
+        {
+            let last = *way == ZeroWay::Second;
+            *way = if last {
+                ZeroWay::Write
+            } else {
+                ZeroWay::Second
+            };
+            if last {
+                self.zero_iovecs(len);
+            }
+            return Ok(());
+        }
+        match errno {
+            libc::EINTR | libc::EAGAIN if self.retries < MAX_RETRIES => {
+                self.retries += 1;
+                Ok(())
+            }
+            libc::EFAULT => Err(BlockError::GuestMemory),
+            libc::ENOSPC | libc::EDQUOT => Err(BlockError::NoSpace),
+            libc::EOPNOTSUPP | libc::ENOSYS => Err(BlockError::Unsupported),
+            _ => Err(BlockError::Medium),
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! I/O through io_uring.
+//!
+//! Everything queued goes to the kernel with one system call. Reads that the
+//! page cache can answer are complete when that call returns, so at queue
+//! depth 1 a read is one system call and no wake-up. The ring's own
+//! descriptor is what the owner sleeps on: it is readable exactly while
+//! completions wait, so nothing has to be drained before a sleep.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+    sync::Arc,
+};
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+
+use super::{Durability, Engine, RawOp, Tag, raw};
+
+pub(super) struct Uring {
+    ring: IoUring,
+    /// Entries that await a place in the ring.
+    waiting: VecDeque<squeue::Entry>,
+    /// Started or waiting, not reaped.
+    in_flight: usize,
+    // Closed after the ring.
+    _file: Arc<File>,
+}
+
+/// The only registered file.
+const IMAGE: types::Fixed = types::Fixed(0);
+
+impl Uring {
+    pub(super) fn open(file: Arc<File>, depth: u16) -> io::Result<Self> {
+        let depth = u32::from(depth).next_power_of_two();
+        let ring: IoUring = IoUring::builder()
+            .dontfork()
+            .setup_clamp()
+            // One completion a tag at most, so it cannot overflow.
+            .setup_cqsize(depth * 2)
+            .build(depth)?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        for (code, name) in [
+            (opcode::Read::CODE, "READ"),
+            (opcode::Write::CODE, "WRITE"),
+            (opcode::Readv::CODE, "READV"),
+            (opcode::Writev::CODE, "WRITEV"),
+            (opcode::Fsync::CODE, "FSYNC"),
+            (opcode::Fallocate::CODE, "FALLOCATE"),
+        ] {
+            if !probe.is_supported(code) {
+                return Err(io::Error::other(format!(
+                    "the kernel's io_uring lacks IORING_OP_{name}"
+                )));
+            }
+        }
+        ring.submitter().register_files(&[raw(&file)])?;
+        Ok(Self {
+            ring,
+            waiting: VecDeque::with_capacity(depth as usize),
+            in_flight: 0,
+            _file: file,
+        })
+    }
+
+    fn entry(op: RawOp) -> squeue::Entry {
+        match op {
+            RawOp::Read {
+                iovecs,
+                count: 1,
+                offset,
+            } => {
+                // SAFETY: `Engine::queue` was promised one valid iovec.
+                let iovec = unsafe { *iovecs };
+                opcode::Read::new(IMAGE, iovec.iov_base.cast(), clamp(iovec.iov_len))
+                    .offset(offset)
+                    .build()
+            }
+            RawOp::Read {
+                iovecs,
+                count,
+                offset,
+            } => opcode::Readv::new(IMAGE, iovecs.cast(), count)
+                .offset(offset)
+                .build(),
+            RawOp::Write {
+                iovecs,
+                count: 1,
+                offset,
+                durability,
+            } => {
+                // SAFETY: `Engine::queue` was promised one valid iovec.
+                let iovec = unsafe { *iovecs };
+                let entry = opcode::Write::new(IMAGE, iovec.iov_base.cast(), clamp(iovec.iov_len))
+                    .offset(offset)
+                    .rw_flags(write_flags(durability))
+                    .build();
+                off_thread(entry, durability)
+            }
+            RawOp::Write {
+                iovecs,
+                count,
+                offset,
+                durability,
+            } => {
+                let entry = opcode::Writev::new(IMAGE, iovecs.cast(), count)
+                    .offset(offset)
+                    .rw_flags(write_flags(durability))
+                    .build();
+                off_thread(entry, durability)
+            }
+            RawOp::Sync => opcode::Fsync::new(IMAGE)
+                .flags(types::FsyncFlags::DATASYNC)
+                .build(),
+            RawOp::Allocate { mode, offset, len } => opcode::Fallocate::new(IMAGE, len)
+                .offset(offset)
+                .mode(mode)
+                .build()
+                .flags(squeue::Flags::ASYNC),
+        }
+    }
+
+    fn fill_ring(&mut self) {
+        let mut queue = self.ring.submission();
+        while let Some(entry) = self.waiting.front() {
+            // SAFETY: what the entry points to stays valid until it is
+            // reaped or the engine is dropped, by the contract of
+            // `Engine::queue`; dropping waits (see `Drop`).
+            if unsafe { queue.push(entry) }.is_err() {
+                return;
+            }
+            self.waiting.pop_front();
+        }
+    }
+}
+
+/// A write that must reach the medium would block in the submitting thread on
+/// some file systems.
+fn off_thread(entry: squeue::Entry, durability: Durability) -> squeue::Entry {
+    match durability {
+        Durability::Cached => entry,
+        Durability::Durable => entry.flags(squeue::Flags::ASYNC),
+    }
+}
+
+fn write_flags(durability: Durability) -> i32 {
+    match durability {
+        Durability::Cached => 0,
+        Durability::Durable => libc::RWF_DSYNC,
+    }
+}
+
+/// The kernel moves at most 2 GiB at a time; what is left follows.
+fn clamp(len: usize) -> u32 {
+    len.min(1 << 30) as u32
+}
+
+impl Engine for Uring {
+    unsafe fn queue(&mut self, tag: Tag, op: RawOp) {
+        let entry = Self::entry(op).user_data(tag.into());
+        self.waiting.push_back(entry);
+        self.in_flight += 1;
+    }
+
+    fn submit(&mut self) -> bool {
+        loop {
+            self.fill_ring();
+            if self.ring.submission().is_empty() {
+                return self.waiting.is_empty();
+            }
+            match self.ring.submit() {
+                Ok(_) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                // Out of memory or completions not yet reaped: later.
+                Err(_) => return false,
+            }
+        }
+    }
+
+    fn reap(&mut self, done: &mut Vec<(Tag, i32)>) {
+        for completion in self.ring.completion() {
+            self.in_flight -= 1;
+            done.push((completion.user_data() as Tag, completion.result()));
+        }
+    }
+
+    fn has_finished(&mut self) -> bool {
+        !self.ring.completion().is_empty()
+    }
+
+    fn wake_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the ring keeps its descriptor open for as long as `self`,
+        // which the result borrows.
+        unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
+    }
+
+    fn wait(&mut self) {
+        if self.in_flight > 0 && !self.has_finished() {
+            // A failure (a signal) is a return without a completion, which
+            // the caller expects.
+            let _ = self.ring.submit_and_wait(1);
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        let mut sink = Vec::new();
+        // What never reached the kernel needs no waiting for.
+        self.in_flight -= self.waiting.len();
+        self.waiting.clear();
+        while self.in_flight > 0 {
+            self.wait();
+            self.reap(&mut sink);
+            sink.clear();
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! What a user can say about an NVMe model, and what is wrong with it.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    block::{EngineChoice, ImageError},
+    registers::MAX_VECTORS,
+};
+
+/// Bytes of the serial number field of Identify (ASCII).
+pub const SERIAL_LEN: usize = 20;
+/// Bytes of the model number field of Identify (ASCII).
+pub const MODEL_LEN: usize = 40;
+
+/// An NVMe model: a controller with one namespace on an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Config {
+    /// The image file or block device that holds the namespace.
+    pub image: PathBuf,
+    /// Whether the namespace is write-protected. The image is then opened
+    /// read-only and may be shared with other readers.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Bytes of a logical block: 512 or 4096.
+    #[serde(default = "default_block_size")]
+    pub block_size: u32,
+    /// Serial number, 1 to 20 printable ASCII characters. By default it
+    /// derives from the device id. The namespace's UUID derives from it, so it
+    /// has to be unique among the drives of a VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Model name, 1 to 40 printable ASCII characters.
+    #[serde(default = "default_model")]
+    pub model: String,
+    /// Pairs of I/O queues, 1 to 255. There is one more interrupt vector than
+    /// pairs.
+    #[serde(default = "default_queues")]
+    pub queues: u16,
+    /// How I/O on the image reaches the kernel.
+    #[serde(default)]
+    pub engine: EngineChoice,
+}
+
+fn default_block_size() -> u32 {
+    512
+}
+
+fn default_model() -> String {
+    "farside NVMe".to_owned()
+}
+
+fn default_queues() -> u16 {
+    64
+}
+
+/// Why a model cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The block size is not one that the model has.
+    #[error("block-size = {0}: it has to be 512 or 4096 bytes")]
+    BlockSize(u32),
+    /// The number of queues is out of range.
+    #[error("queues = {0}: there can be 1 to {max} pairs of I/O queues", max = MAX_VECTORS - 1)]
+    Queues(u16),
+    /// A text does not fit into its field of Identify.
+    #[error(
+        "{field} = {value:?}: it has to be 1 to {max} printable ASCII characters, no space at the ends"
+    )]
+    Text {
+        /// Which setting.
+        field: &'static str,
+        /// What was given.
+        value: String,
+        /// Most characters.
+        max: usize,
+    },
+    /// The image cannot be used.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// No engine could be started.
+    #[error("cannot start I/O on image {image}: {source}")]
+    Engine {
+        /// The image.
+        image: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+impl Config {
+    /// A configuration with the defaults for all but the image.
+    pub fn new(image: impl Into<PathBuf>) -> Self {
+        Self {
+            image: image.into(),
+            read_only: false,
+            block_size: default_block_size(),
+            serial: None,
+            model: default_model(),
+            queues: default_queues(),
+            engine: EngineChoice::default(),
+        }
+    }
+
+    /// Checks all that can be checked without the image.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if !matches!(self.block_size, 512 | 4096) {
+            return Err(ConfigError::BlockSize(self.block_size));
+        }
+        if !(1..MAX_VECTORS).contains(&self.queues) {
+            return Err(ConfigError::Queues(self.queues));
+        }
+        if let Some(serial) = &self.serial {
+            check_text("serial", serial, SERIAL_LEN)?;
+        }
+        check_text("model", &self.model, MODEL_LEN)
+    }
+
+    /// The serial number of the device `id`.
+    pub(super) fn serial_for(&self, id: &str) -> String {
+        match &self.serial {
+            Some(serial) => serial.clone(),
+            None if check_text("id", id, SERIAL_LEN).is_ok() => id.to_owned(),
+            // Too long or not ASCII: what fits, and a hash to tell it apart.
+            None => {
+                let front: String = id
+                    .chars()
+                    .filter(char::is_ascii_alphanumeric)
+                    .take(SERIAL_LEN - 9)
+                    .collect();
+                format!("{front}-{:08x}", fnv(id.as_bytes()) as u32)
+            }
+        }
+    }
+}
+
+fn check_text(field: &'static str, value: &str, max: usize) -> Result<(), ConfigError> {
+    let printable = value.chars().all(|c| c.is_ascii_graphic() || c == ' ');
+    if value.is_empty() || value.len() > max || !printable || value.trim() != value {
+        return Err(ConfigError::Text {
+            field,
+            value: value.to_owned(),
+            max,
+        });
+    }
+    Ok(())
+}
+
+/// FNV-1a with 128 bits: tells serial numbers apart, protects nothing.
+pub(super) fn fnv(bytes: &[u8]) -> u128 {
+    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+    bytes.iter().fold(BASIS, |hash, &byte| {
+        (hash ^ u128::from(byte)).wrapping_mul(PRIME)
+    })
+}

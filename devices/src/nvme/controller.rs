@@ -1,0 +1,715 @@
+//! The controller: its state, its life from enable to reset, and the loop
+//! that fetches commands and completes them.
+//!
+//! ```text
+//!            CC.EN = 1                    CC.EN = 0
+//!  Disabled ───────────▶ Ready ─────────────────────▶ Draining
+//!     ▲                    │ a queue cannot be reached     │
+//!     │                    ▼                               │ nothing in flight
+//!     │                  Fatal (CSTS.CFS) ── CC.EN = 0 ──▶ │
+//!     └────────────────────────────────────────────────────┘
+//! ```
+//!
+//! While draining, CSTS.RDY stays set, so the guest does not reuse memory
+//! that I/O still moves to; results of that I/O are dropped.
+
+use farside_fabric::Fault;
+
+use super::{
+    admin,
+    block::{BlockError, BlockQueue, Durability, Image, ImageAccess, Tag},
+    command::DataPointer,
+    config::{Config, ConfigError},
+    doorbells::Doorbell,
+    events::{Event, Events},
+    features::Features,
+    identify::Names,
+    io,
+    logs::{ErrorEntry, Logs},
+    namespace::{Namespace, uuid_from},
+    pci,
+    queues::{CompletionQueue, DoorbellError, Queues, SubmissionQueue},
+    registers::{
+        BAR_SIZE, Configuration, DOORBELLS, MAX_PAGE_SHIFT, MSIX_PBA, MSIX_TABLE, Registers,
+        Shutdown, offset,
+    },
+    slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
+    stats::Stats,
+    status::Status,
+};
+use crate::{Bus, Description, Device, Dma};
+
+use std::os::fd::BorrowedFd;
+
+use farside_fabric::{Access, memory::HostSlice};
+
+/// Commands fetched from one queue before the next one's turn.
+const BURST: usize = 32;
+
+/// Steps of I/O without a return to the owner: bounds the time of one poll.
+const MAX_TURNS: usize = 8;
+
+/// An NVMe controller with one namespace on an image.
+pub struct Nvme {
+    description: Description,
+    pub(super) names: Names,
+    pub(super) namespace: Namespace,
+    pub(super) registers: Registers,
+    pub(super) queues: Queues,
+    pub(super) slots: Slots,
+    pub(super) block: BlockQueue,
+    pub(super) features: Features,
+    pub(super) logs: Logs,
+    pub(super) events: Events,
+    pub(super) stats: Stats,
+    /// Message address, data and control of each vector: plain storage, the
+    /// borrower's side acts on them.
+    msix_table: Box<[u8]>,
+    /// CC.EN went to 0 and I/O is still in flight.
+    draining: bool,
+    /// The flush of a shutdown is in flight.
+    shutdown_flush: bool,
+    quiesced: bool,
+    /// The I/O queue whose turn is first.
+    turn: usize,
+}
+
+/// What became of a command that was fetched.
+pub(super) enum Outcome {
+    /// Done, with dword 0 of the completion.
+    Done(u32),
+    /// A slot has it now.
+    InFlight,
+    /// It owes no completion (an event request), or the queues know of it.
+    Open,
+}
+
+impl Nvme {
+    /// Opens the image and makes a controller in its state after power-on.
+    /// `id` is the device id; the serial number derives from it unless it is
+    /// configured.
+    ///
+    /// # Errors
+    ///
+    /// A [`ConfigError`] whose text names the setting or the image, its value
+    /// and what would be accepted.
+    pub fn open(id: &str, config: &Config) -> Result<Self, ConfigError> {
+        config.validate()?;
+        let access = match config.read_only {
+            true => ImageAccess::ReadOnly,
+            false => ImageAccess::ReadWrite,
+        };
+        let image = Image::open(&config.image, access, config.block_size)?;
+        let serial = config.serial_for(id);
+        let block_shift = config.block_size.trailing_zeros();
+        let namespace = Namespace {
+            block_shift,
+            blocks: image.size >> block_shift,
+            read_only: config.read_only,
+            punches_holes: image.punches_holes,
+            uuid: uuid_from(&serial),
+        };
+        let block = BlockQueue::open(image.file, config.engine, IO_SLOTS + RESERVED_SLOTS)
+            .map_err(|source| ConfigError::Engine {
+                image: config.image.clone(),
+                source,
+            })?;
+        let vectors = config.queues + 1;
+        let summary = format!("{}, {}", config.model, size_text(image.size));
+        Ok(Self {
+            description: pci::description(vectors, summary),
+            names: Names {
+                serial,
+                model: config.model.clone(),
+            },
+            namespace,
+            registers: Registers::default(),
+            queues: Queues::new(config.queues),
+            slots: Slots::new(),
+            block,
+            features: Features::new(config.queues),
+            logs: Logs::new(),
+            events: Events::default(),
+            stats: Stats::default(),
+            msix_table: power_on_table(vectors),
+            draining: false,
+            shutdown_flush: false,
+            quiesced: false,
+            turn: 0,
+        })
+    }
+
+    /// The number of interrupt vectors.
+    pub(super) fn vectors(&self) -> u16 {
+        self.description.msix_vectors
+    }
+
+    /// The memory page size that the guest chose, bytes.
+    pub(super) fn page_size(&self) -> u64 {
+        self.registers.cc.page_size()
+    }
+
+    /// A queue or its doorbells cannot be reached: nothing more can be told to
+    /// the guest but by CSTS (9.5).
+    fn fatal(&mut self, fault: Fault) {
+        if !self.registers.csts.fatal {
+            log::warn!(
+                "NVMe {}: controller fatal status: {fault}",
+                self.names.serial
+            );
+            self.registers.csts.fatal = true;
+        }
+    }
+
+    fn may_fetch(&self) -> bool {
+        let csts = self.registers.csts;
+        csts.ready
+            && !csts.fatal
+            && !self.draining
+            && !self.quiesced
+            && csts.shutdown == Shutdown::None
+    }
+
+    fn write_configuration(&mut self, value: u32, bus: &mut Bus<'_>) {
+        let old = self.registers.cc;
+        let new = Configuration(value & Configuration::WRITABLE);
+        self.registers.cc = new;
+        if new.shutdown() && !old.shutdown() {
+            self.registers.csts.shutdown = Shutdown::Occurring;
+        }
+        match (old.enabled(), new.enabled()) {
+            (false, true) if !self.draining => self.enable(),
+            (true, false) => self.draining = true,
+            _ => {}
+        }
+        self.advance(bus);
+    }
+
+    /// CC.EN went to 1 (3.1.5). What cannot work is a fatal status.
+    fn enable(&mut self) {
+        let Registers { cc, asq, acq, .. } = self.registers;
+        let sq_entries = self.registers.admin_sq_entries();
+        let cq_entries = self.registers.admin_cq_entries();
+        let page = cc.page_shift();
+        let refused = if page > MAX_PAGE_SHIFT {
+            Some("memory page size above CAP.MPSMAX")
+        } else if cc.command_set() != 0 {
+            Some("command set other than NVM")
+        } else if cc.arbitration() != 0 {
+            Some("arbitration other than round robin")
+        } else if sq_entries < 2 || cq_entries < 2 {
+            Some("admin queue of less than 2 entries")
+        } else if (asq | acq) & (cc.page_size() - 1) != 0 {
+            Some("admin queue not aligned to the memory page")
+        } else {
+            None
+        };
+        self.registers.csts.shutdown = Shutdown::None;
+        if let Some(reason) = refused {
+            log::warn!("NVMe {}: cannot be enabled: {reason}", self.names.serial);
+            self.registers.csts.fatal = true;
+            return;
+        }
+        self.queues.clear();
+        // AQA has 12-bit sizes: 4096 entries at most.
+        self.queues.create_admin(
+            SubmissionQueue::new(asq, sq_entries as u16, 0),
+            CompletionQueue::new(acq, cq_entries as u16, Some(0)),
+        );
+        self.registers.csts.ready = true;
+    }
+
+    /// Takes the steps of a disable or shutdown that are due.
+    fn advance(&mut self, bus: &mut Bus<'_>) {
+        if self.registers.csts.shutdown == Shutdown::Occurring
+            && !self.shutdown_flush
+            && self.slots.busy() == 0
+        {
+            self.start_shutdown_flush();
+        }
+        if self.draining && self.slots.busy() == 0 {
+            self.finish_disable(bus);
+        }
+    }
+
+    fn start_shutdown_flush(&mut self) {
+        if self.namespace.read_only || self.quiesced {
+            // A quiesced device gets its flush on resume.
+            if self.namespace.read_only {
+                self.registers.csts.shutdown = Shutdown::Complete;
+            }
+            return;
+        }
+        if let Some(tag) = self.slots.take() {
+            self.slots[tag].work = Work::Shutdown;
+            self.shutdown_flush = true;
+            self.stats.flushes += 1;
+            self.block.flush(tag);
+            self.block.turn();
+        }
+    }
+
+    /// Nothing is in flight: the controller reset is complete (7.3.2).
+    fn finish_disable(&mut self, bus: &mut Bus<'_>) {
+        self.draining = false;
+        self.forget_session();
+        self.registers.csts.ready = false;
+        self.registers.csts.fatal = false;
+        self.registers.csts.shutdown = Shutdown::None;
+        self.queues.update_line(bus.irq, 0);
+        if self.registers.cc.enabled() {
+            // The guest did not wait for CSTS.RDY.
+            self.enable();
+        }
+    }
+
+    /// What a controller reset and a function reset have in common.
+    fn forget_session(&mut self) {
+        self.queues.clear();
+        self.events.clear();
+        self.features = Features::new(self.vectors() - 1);
+        self.registers.interrupt_mask = 0;
+        self.turn = 0;
+    }
+
+    fn fetch_all(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
+        let mut busy = self.fetch_from(0, bus)?;
+        let count = self.queues.io_queues();
+        for step in 0..count {
+            if let Some(id) = self.queues.io_queue((self.turn + step) % count) {
+                self.queues.refresh_tail(bus.dma, id)?;
+                busy |= self.fetch_from(id, bus)?;
+            }
+        }
+        if count > 0 {
+            self.turn = (self.turn + 1) % count;
+        }
+        // After the round, so that it does not move under it.
+        while let Some(command_id) = self.queues.take_deleted() {
+            self.complete(bus, 0, command_id, Ok(0), None);
+            busy = true;
+        }
+        Ok(busy)
+    }
+
+    fn has_slot_for(&self, id: u16) -> bool {
+        match id {
+            0 => self.slots.has_room_for_admin(),
+            _ => self.slots.has_room_for_io(),
+        }
+    }
+
+    fn fetch_from(&mut self, id: u16, bus: &mut Bus<'_>) -> Result<bool, Fault> {
+        for fetched in 0..BURST {
+            if !self.has_slot_for(id) || !self.may_fetch() {
+                return Ok(fetched > 0);
+            }
+            let Some(command) = self.queues.fetch(bus.dma, id)? else {
+                return Ok(fetched > 0);
+            };
+            let outcome = match id {
+                0 => {
+                    self.stats.admin_commands += 1;
+                    admin::execute(self, &command, bus)
+                }
+                _ => {
+                    self.stats.io_commands += 1;
+                    io::execute(self, id, &command, bus)
+                }
+            };
+            let lba = match id {
+                0 => 0,
+                _ => command.starting_lba(),
+            };
+            let about = Some((lba, command.nsid()));
+            match outcome {
+                Ok(Outcome::Done(result)) => {
+                    self.complete(bus, id, command.id(), Ok(result), about);
+                }
+                Ok(Outcome::InFlight | Outcome::Open) => {}
+                Err(status) => self.complete(bus, id, command.id(), Err(status), about),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Posts a completion; `about` is the LBA and namespace for the error log.
+    pub(super) fn complete(
+        &mut self,
+        bus: &mut Bus<'_>,
+        sq_id: u16,
+        command_id: u16,
+        result: Result<u32, Status>,
+        about: Option<(u64, u32)>,
+    ) {
+        let (dword, status) = match result {
+            Ok(dword) => (dword, Status::SUCCESS),
+            Err(status) => {
+                let (lba, nsid) = about.unwrap_or_default();
+                self.stats.errors += 1;
+                self.logs.record(ErrorEntry {
+                    sq_id,
+                    command_id,
+                    status,
+                    lba,
+                    nsid,
+                });
+                (0, status.with_more())
+            }
+        };
+        if let Err(fault) = self
+            .queues
+            .complete(bus.dma, sq_id, command_id, dword, status)
+        {
+            self.fatal(fault);
+        }
+    }
+
+    /// Moves I/O on, as far as it goes without waiting. Returns whether
+    /// anything finished.
+    fn turn_block(&mut self, bus: &mut Bus<'_>) -> bool {
+        let mut busy = false;
+        for _ in 0..MAX_TURNS {
+            self.block.turn();
+            let mut any = false;
+            while let Some((tag, result)) = self.block.next_done() {
+                any = true;
+                self.finish_io(tag, result, bus);
+            }
+            if !any {
+                break;
+            }
+            busy = true;
+        }
+        busy
+    }
+
+    fn finish_io(&mut self, tag: Tag, result: Result<(), BlockError>, bus: &mut Bus<'_>) {
+        if self.slots[tag].work == Work::Shutdown {
+            if let Err(error) = result {
+                log::error!(
+                    "NVMe {}: flush at shutdown failed: {error:?}",
+                    self.names.serial
+                );
+            }
+            self.shutdown_flush = false;
+            if self.registers.csts.shutdown == Shutdown::Occurring {
+                self.registers.csts.shutdown = Shutdown::Complete;
+            }
+            self.release(tag);
+            return;
+        }
+        // A disabled controller does no more than it has to.
+        let status = match self.draining {
+            true => Err(Status::ABORT_REQUESTED),
+            false => match io::step(self, tag, result) {
+                Some(status) => status,
+                None => return,
+            },
+        };
+        let slot = &self.slots[tag];
+        let (sq_id, command_id) = (slot.sq_id, slot.command_id);
+        let about = Some((slot.lba, slot.nsid));
+        self.release(tag);
+        if !self.draining {
+            self.complete(bus, sq_id, command_id, status, about);
+        }
+    }
+
+    pub(super) fn release(&mut self, tag: Tag) {
+        self.block.release(tag);
+        self.slots.release(tag);
+    }
+
+    /// Reports doorbell errors and completes event requests.
+    fn report_events(&mut self, bus: &mut Bus<'_>) {
+        while let Some(error) = self.queues.take_error() {
+            self.events.raise(match error {
+                DoorbellError::InvalidRegister => Event::InvalidDoorbellRegister,
+                DoorbellError::InvalidValue => Event::InvalidDoorbellValue,
+            });
+        }
+        if !self.may_fetch() {
+            return;
+        }
+        while self.events.is_due() && self.queues.owe(0) {
+            if let Some((command_id, result)) = self.events.take() {
+                self.complete(bus, 0, command_id, Ok(result), None);
+            }
+        }
+    }
+
+    fn run(&mut self, bus: &mut Bus<'_>) -> bool {
+        let mut busy = false;
+        if self.may_fetch() {
+            match self.fetch_all(bus) {
+                Ok(fetched) => busy |= fetched,
+                Err(fault) => self.fatal(fault),
+            }
+        }
+        busy |= self.turn_block(bus);
+        self.report_events(bus);
+        self.advance(bus);
+        if self.may_fetch()
+            && bus.irq.intx_in_use()
+            && let Err(fault) = self
+                .queues
+                .refresh_asserting(bus.dma, self.registers.interrupt_mask)
+        {
+            self.fatal(fault);
+        }
+        self.queues
+            .interrupt(bus.irq, self.registers.interrupt_mask);
+        busy
+    }
+
+    /// Whether anything can be done without an event from outside. The guest
+    /// has been asked for one.
+    fn look_once_more(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
+        if !self.may_fetch() {
+            return Ok(false);
+        }
+        let line = bus.irq.intx_in_use();
+        self.queues.publish_events(bus.dma, line)?;
+        let mut pending = self.has_slot_for(0) && self.queues.can_fetch(bus.dma, 0)?;
+        for index in 0..self.queues.io_queues() {
+            if let Some(id) = self.queues.io_queue(index) {
+                self.queues.refresh_tail(bus.dma, id)?;
+                pending |= self.has_slot_for(id) && self.queues.can_fetch(bus.dma, id)?;
+            }
+        }
+        if line {
+            let mask = self.registers.interrupt_mask;
+            self.queues.refresh_asserting(bus.dma, mask)?;
+            self.queues.update_line(bus.irq, mask);
+        }
+        Ok(pending)
+    }
+
+    fn read_dword(&mut self, at: u64, bus: &mut Bus<'_>) -> u32 {
+        match at {
+            ..DOORBELLS => self.registers.read(at),
+            // Doorbells read as anything (3.1.24).
+            DOORBELLS..MSIX_TABLE => 0,
+            MSIX_TABLE..MSIX_PBA => self.table_dword(at - MSIX_TABLE),
+            _ => self.pending_bits(at - MSIX_PBA, bus),
+        }
+    }
+
+    fn table_dword(&self, at: u64) -> u32 {
+        let at = at as usize;
+        match self.msix_table.get(at..at + 4) {
+            Some(bytes) => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+            None => 0,
+        }
+    }
+
+    fn pending_bits(&self, at: u64, bus: &mut Bus<'_>) -> u32 {
+        let first = at * 8;
+        (0..32)
+            .filter(|bit| {
+                let vector = first + bit;
+                vector < self.vectors().into() && bus.irq.is_pending(vector as u16)
+            })
+            .fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn write_dword(&mut self, at: u64, value: u32, bus: &mut Bus<'_>) {
+        match at {
+            offset::INTMS | offset::INTMC => {
+                if at == offset::INTMS {
+                    self.registers.interrupt_mask |= value;
+                } else {
+                    self.registers.interrupt_mask &= !value;
+                }
+                self.queues
+                    .update_line(bus.irq, self.registers.interrupt_mask);
+            }
+            offset::CC => self.write_configuration(value, bus),
+            ..DOORBELLS => self.registers.write_plain(at, value),
+            DOORBELLS..MSIX_TABLE => {
+                self.stats.doorbell_traps += 1;
+                if self.registers.csts.ready
+                    && let Some(doorbell) = Doorbell::at(at - DOORBELLS)
+                {
+                    self.queues.ring(doorbell, value);
+                    if let Doorbell::CompletionHead(_) = doorbell {
+                        self.queues
+                            .update_line(bus.irq, self.registers.interrupt_mask);
+                    }
+                }
+            }
+            MSIX_TABLE..MSIX_PBA => {
+                let at = (at - MSIX_TABLE) as usize;
+                if let Some(bytes) = self.msix_table.get_mut(at..at + 4) {
+                    bytes.copy_from_slice(&value.to_le_bytes());
+                }
+            }
+            // The pending bit array is read-only.
+            _ => {}
+        }
+    }
+
+    /// Gathers the guest memory of a command's data for slot `tag`.
+    pub(super) fn gather(
+        &mut self,
+        dma: &mut dyn Dma,
+        tag: Tag,
+        pointer: &DataPointer,
+        len: u64,
+        access: Access,
+    ) -> Result<(), Status> {
+        let page_size = self.page_size();
+        let slices = self.block.slices(tag);
+        slices.clear();
+        super::gather(dma, pointer, len as usize, page_size, access, slices)
+    }
+
+    /// Writes or reads a small data structure of an admin command.
+    pub(super) fn gather_small(
+        &mut self,
+        dma: &mut dyn Dma,
+        pointer: &DataPointer,
+        len: usize,
+        access: Access,
+    ) -> Result<Vec<HostSlice>, Status> {
+        let mut slices = Vec::new();
+        super::gather(dma, pointer, len, self.page_size(), access, &mut slices)?;
+        Ok(slices)
+    }
+
+    /// How a write that was not asked to be durable is done.
+    pub(super) fn durability(&self, fua: bool) -> Durability {
+        match fua || !self.features.write_cache {
+            true => Durability::Durable,
+            false => Durability::Cached,
+        }
+    }
+}
+
+impl Device for Nvme {
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
+        data.fill(0);
+        if bar != 0 || at >= BAR_SIZE {
+            return;
+        }
+        // Naturally aligned, so it is inside one doubleword, or is two.
+        let mut at = at;
+        for part in data.chunks_mut(4) {
+            let value = self.read_dword(at & !3, bus).to_le_bytes();
+            let from = (at & 3) as usize;
+            let len = part.len().min(4 - from);
+            part[..len].copy_from_slice(&value[from..from + len]);
+            at += 4;
+        }
+    }
+
+    fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
+        // Narrower accesses have no meaning in any register (3.1).
+        if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
+            return;
+        }
+        let mut at = at;
+        for part in data.chunks_exact(4) {
+            let value = u32::from_le_bytes([part[0], part[1], part[2], part[3]]);
+            self.write_dword(at, value, bus);
+            at += 4;
+        }
+    }
+
+    /// Nothing of BAR 0 is mappable.
+    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
+
+    fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.run(bus)
+    }
+
+    fn arm(&mut self, bus: &mut Bus<'_>) -> bool {
+        let pending = match self.look_once_more(bus) {
+            Ok(pending) => pending,
+            Err(fault) => {
+                self.fatal(fault);
+                false
+            }
+        };
+        !pending && !self.block.is_busy()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.block.wake_fd())
+    }
+
+    fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.quiesced = true;
+        self.turn_block(bus);
+        self.advance(bus);
+        self.queues
+            .interrupt(bus.irq, self.registers.interrupt_mask);
+        let quiet = self.slots.busy() == 0;
+        if quiet {
+            self.queues.forget_translations();
+        }
+        quiet
+    }
+
+    fn resume(&mut self, bus: &mut Bus<'_>) {
+        self.quiesced = false;
+        self.advance(bus);
+    }
+
+    fn reset(&mut self) {
+        // The owner has quiesced it, so nothing is waited for.
+        self.block.drain();
+        for tag in 0..IO_SLOTS + RESERVED_SLOTS {
+            self.block.release(tag);
+        }
+        self.slots.clear();
+        self.forget_session();
+        self.queues.forget_line();
+        self.registers = Registers::default();
+        self.msix_table = power_on_table(self.vectors());
+        self.draining = false;
+        self.shutdown_flush = false;
+        self.quiesced = false;
+    }
+
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        let stats = &self.stats;
+        vec![
+            ("admin_commands", stats.admin_commands),
+            ("io_commands", stats.io_commands),
+            ("reads", stats.reads),
+            ("writes", stats.writes),
+            ("bytes_read", stats.bytes_read),
+            ("bytes_written", stats.bytes_written),
+            ("flushes", stats.flushes),
+            ("errors", stats.errors),
+            ("doorbell_traps", stats.doorbell_traps),
+            ("shadow_polls", self.queues.shadow_polls()),
+        ]
+    }
+}
+
+/// An MSI-X table with every vector masked (PCI 3.0, 6.8.2.9).
+fn power_on_table(vectors: u16) -> Box<[u8]> {
+    let mut table = vec![0; usize::from(vectors) * 16].into_boxed_slice();
+    for entry in table.chunks_exact_mut(16) {
+        entry[12] = 1;
+    }
+    table
+}
+
+fn size_text(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut size = bytes;
+    let mut unit = 0;
+    while size >= 1024 && size.is_multiple_of(1024) && unit + 1 < UNITS.len() {
+        size /= 1024;
+        unit += 1;
+    }
+    format!("{size} {}", UNITS[unit])
+}

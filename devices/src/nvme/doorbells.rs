@@ -1,0 +1,139 @@
+//! Shadow doorbells (NVM Express 1.4, 5.7 and 7.13): the guest writes its
+//! doorbells to memory, and rings the register only when the write passes the
+//! event index that the controller published.
+//!
+//! While the controller polls, the event index stays behind the tail, so a
+//! busy guest never traps. Before its owner sleeps, it publishes the tail
+//! itself, fences, and looks once more: either it sees the guest's next write
+//! or the guest sees the event index and rings. The fence pairs with the
+//! guest's barrier between its two accesses.
+//!
+//! The admin queue is not shadowed: drivers ring its registers (Linux and SPDK
+//! both do), and a stale zero in its place must not be taken for a tail.
+
+use farside_fabric::{Access, Fault};
+
+use super::ring::GuestRange;
+use crate::Dma;
+
+/// One of the two doorbells of a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Doorbell {
+    /// The tail of a submission queue.
+    SubmissionTail(u16),
+    /// The head of a completion queue.
+    CompletionHead(u16),
+}
+
+impl Doorbell {
+    /// The doorbell at `offset` bytes behind the first (CAP.DSTRD = 0).
+    pub fn at(offset: u64) -> Option<Self> {
+        let index = offset / 4;
+        let queue = u16::try_from(index / 2).ok()?;
+        Some(match index % 2 {
+            0 => Self::SubmissionTail(queue),
+            _ => Self::CompletionHead(queue),
+        })
+    }
+
+    fn offset(self) -> usize {
+        match self {
+            Self::SubmissionTail(queue) => usize::from(queue) * 8,
+            Self::CompletionHead(queue) => usize::from(queue) * 8 + 4,
+        }
+    }
+}
+
+/// The two pages that Doorbell Buffer Config named.
+#[derive(Debug)]
+pub struct DoorbellBuffer {
+    values: GuestRange,
+    events: GuestRange,
+}
+
+impl DoorbellBuffer {
+    /// `page_size` bytes at each of the two IOVAs.
+    pub fn new(values: u64, events: u64, page_size: usize) -> Self {
+        Self {
+            values: GuestRange::new(values, page_size, Access::Read),
+            events: GuestRange::new(events, page_size, Access::Write),
+        }
+    }
+
+    /// The value that the guest last wrote.
+    pub fn load(&mut self, dma: &mut dyn Dma, doorbell: Doorbell) -> Result<u32, Fault> {
+        self.values.load(dma, doorbell.offset())
+    }
+
+    /// Publishes an event index: a write that passes it is rung.
+    pub fn publish(
+        &mut self,
+        dma: &mut dyn Dma,
+        doorbell: Doorbell,
+        value: u16,
+    ) -> Result<(), Fault> {
+        self.events.store(dma, doorbell.offset(), value.into())
+    }
+
+    /// Gives up translations.
+    pub fn forget(&mut self) {
+        self.values.forget();
+        self.events.forget();
+    }
+}
+
+/// What the controller knows of one shadow doorbell.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shadow {
+    /// What stood there before the guest first wrote to it.
+    baseline: u32,
+    /// The guest has written to it: the register is only a kick from then on,
+    /// since its writes may arrive later than newer ones to memory.
+    live: bool,
+    /// The last value that was out of range, so that it is reported once.
+    refused: Option<u32>,
+    /// The event index last published.
+    published: Option<u16>,
+}
+
+impl Shadow {
+    /// For a queue that is created now: what stands there is older than it.
+    pub fn for_new_queue(value: u32) -> Self {
+        Self {
+            baseline: value,
+            ..Self::default()
+        }
+    }
+
+    /// For a queue that was there when the buffer was configured: a value
+    /// other than zero has been written for it.
+    pub fn for_old_queue() -> Self {
+        Self::default()
+    }
+
+    /// Whether writes to the register carry no value any more.
+    pub fn is_live(&self) -> bool {
+        self.live
+    }
+
+    /// Takes what was loaded; returns it when the guest wrote it.
+    pub fn observe(&mut self, value: u32) -> Option<u32> {
+        self.live |= value != self.baseline;
+        self.live.then_some(value)
+    }
+
+    /// Notes a value that is out of range. Returns whether it is a new one.
+    pub fn refuse(&mut self, value: u32) -> bool {
+        self.refused.replace(value) != Some(value)
+    }
+
+    /// Whether `index` is not what stands published. It is taken to be
+    /// published then.
+    pub fn set_published(&mut self, index: u16) -> bool {
+        self.published.replace(index) != Some(index)
+    }
+
+    pub fn published(&self) -> Option<u16> {
+        self.published
+    }
+}

@@ -1,0 +1,125 @@
+//! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending
+//! event a type, masked from its report until the guest has read its log.
+
+/// Most requests that may be open.
+pub const MAX_EVENT_REQUESTS: usize = 4;
+
+/// What can be reported (figures 147 to 149).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A doorbell of no queue was written.
+    InvalidDoorbellRegister,
+    /// A doorbell got a value that it cannot take.
+    InvalidDoorbellValue,
+    /// The composite temperature crossed a threshold.
+    TemperatureThreshold,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Error = 0,
+    Health = 1,
+}
+
+const KINDS: [Kind; 2] = [Kind::Error, Kind::Health];
+
+impl Event {
+    fn kind(self) -> Kind {
+        match self {
+            Self::InvalidDoorbellRegister | Self::InvalidDoorbellValue => Kind::Error,
+            Self::TemperatureThreshold => Kind::Health,
+        }
+    }
+
+    fn information(self) -> u32 {
+        match self {
+            Self::InvalidDoorbellRegister => 0,
+            Self::InvalidDoorbellValue => 1,
+            Self::TemperatureThreshold => 1,
+        }
+    }
+
+    /// Dword 0 of the completion: type, information, log page.
+    fn result(self) -> u32 {
+        let log = match self.kind() {
+            Kind::Error => u32::from(super::logs::ERROR_INFORMATION),
+            Kind::Health => u32::from(super::logs::HEALTH),
+        };
+        self.kind() as u32 | self.information() << 8 | log << 16
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Events {
+    /// Command identifiers of open requests.
+    open: Vec<u16>,
+    pending: [Option<Event>; 2],
+    masked: [bool; 2],
+}
+
+impl Events {
+    /// Opens a request. Returns whether there was a place.
+    pub fn open(&mut self, command_id: u16) -> bool {
+        let free = self.open.len() < MAX_EVENT_REQUESTS;
+        if free {
+            self.open.push(command_id);
+        }
+        free
+    }
+
+    /// Closes a request that is to be aborted.
+    pub fn close(&mut self, command_id: u16) {
+        if let Some(index) = self.open.iter().position(|&id| id == command_id) {
+            self.open.remove(index);
+        }
+    }
+
+    /// Whether a request is open.
+    pub fn is_open(&self, command_id: u16) -> bool {
+        self.open.contains(&command_id)
+    }
+
+    /// Notes an event. It is dropped while one of its type is pending or
+    /// masked.
+    pub fn raise(&mut self, event: Event) {
+        let kind = event.kind() as usize;
+        if !self.masked[kind] && self.pending[kind].is_none() {
+            self.pending[kind] = Some(event);
+        }
+    }
+
+    /// Whether [`Events::take`] would give something.
+    pub fn is_due(&self) -> bool {
+        !self.open.is_empty() && self.pending.iter().any(Option::is_some)
+    }
+
+    /// A request and the result to complete it with.
+    pub fn take(&mut self) -> Option<(u16, u32)> {
+        if self.open.is_empty() {
+            return None;
+        }
+        for kind in KINDS.map(|kind| kind as usize) {
+            if let Some(event) = self.pending[kind].take() {
+                self.masked[kind] = true;
+                return Some((self.open.remove(0), event.result()));
+            }
+        }
+        None
+    }
+
+    /// The guest has read log `page`, and did not ask to keep the event.
+    pub fn unmask(&mut self, page: u8) {
+        match page {
+            super::logs::ERROR_INFORMATION => self.masked[Kind::Error as usize] = false,
+            super::logs::HEALTH => self.masked[Kind::Health as usize] = false,
+            _ => {}
+        }
+    }
+
+    /// Forgets all, as a reset does.
+    pub fn clear(&mut self) {
+        self.open.clear();
+        self.pending = [None; 2];
+        self.masked = [false; 2];
+    }
+}

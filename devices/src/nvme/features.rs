@@ -1,0 +1,283 @@
+//! Features (NVM Express 1.4, 5.21.1). None can be saved, so a saved value is
+//! the default one.
+
+use std::time::Instant;
+
+use super::{
+    identify::{TEMPERATURE, WARNING_TEMPERATURE},
+    status::Status,
+};
+
+const ARBITRATION: u8 = 0x01;
+const POWER_MANAGEMENT: u8 = 0x02;
+const TEMPERATURE_THRESHOLD: u8 = 0x04;
+const ERROR_RECOVERY: u8 = 0x05;
+/// Whether the volatile write cache is used.
+pub const WRITE_CACHE: u8 = 0x06;
+/// Number of I/O queues.
+pub const QUEUE_COUNT: u8 = 0x07;
+const INTERRUPT_COALESCING: u8 = 0x08;
+const VECTOR_CONFIG: u8 = 0x09;
+const WRITE_ATOMICITY: u8 = 0x0a;
+const EVENT_CONFIG: u8 = 0x0b;
+/// The time of day.
+pub const TIMESTAMP: u8 = 0x0e;
+
+/// What a Get Features asks for (SEL, figure 173).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Select {
+    Current,
+    /// Also stands for the saved value.
+    Default,
+    Capabilities,
+}
+
+impl Select {
+    pub fn from_bits(bits: u32) -> Result<Self, Status> {
+        match bits & 7 {
+            0 => Ok(Self::Current),
+            1 | 2 => Ok(Self::Default),
+            3 => Ok(Self::Capabilities),
+            _ => Err(Status::INVALID_FIELD),
+        }
+    }
+}
+
+/// The two sides of a temperature threshold (THSEL).
+#[derive(Clone, Copy, Debug)]
+struct Thresholds {
+    over: u16,
+    under: u16,
+}
+
+/// The milliseconds since 1970 that the host set, and when.
+#[derive(Clone, Copy, Debug)]
+struct Timestamp {
+    set_to: u64,
+    at: Instant,
+    by_host: bool,
+}
+
+/// Current values; [`Features::new`] has the defaults.
+#[derive(Debug)]
+pub struct Features {
+    queue_pairs: u16,
+    arbitration: u32,
+    thresholds: Thresholds,
+    error_recovery: u32,
+    /// Whether a write is complete when the page cache has it.
+    pub write_cache: bool,
+    coalescing: u32,
+    /// Bit n: coalescing is off for vector n (CD).
+    vectors_without_coalescing: [u64; 4],
+    write_atomicity: u32,
+    event_config: u32,
+    timestamp: Timestamp,
+}
+
+/// Critical warning bit of the composite temperature.
+const TEMPERATURE_WARNING: u8 = 1 << 1;
+
+impl Features {
+    pub fn new(queue_pairs: u16) -> Self {
+        Self {
+            queue_pairs,
+            arbitration: 0,
+            thresholds: Thresholds {
+                over: WARNING_TEMPERATURE,
+                under: 0,
+            },
+            error_recovery: 0,
+            write_cache: true,
+            coalescing: 0,
+            vectors_without_coalescing: [0; 4],
+            write_atomicity: 0,
+            event_config: 0,
+            timestamp: Timestamp {
+                set_to: 0,
+                at: Instant::now(),
+                by_host: false,
+            },
+        }
+    }
+
+    /// Critical warnings of the health log.
+    pub fn warnings(&self) -> u8 {
+        let Thresholds { over, under } = self.thresholds;
+        if TEMPERATURE >= over || TEMPERATURE <= under {
+            TEMPERATURE_WARNING
+        } else {
+            0
+        }
+    }
+
+    /// Whether a critical warning that is enabled as an event is due.
+    pub fn health_event_due(&self) -> bool {
+        u32::from(self.warnings()) & self.event_config & 0xff != 0
+    }
+
+    /// Submission and completion queues that there can be, zero-based.
+    pub fn queue_counts(&self) -> u32 {
+        let count = u32::from(self.queue_pairs) - 1;
+        count | count << 16
+    }
+
+    /// Dword 0 of the completion of a Get Features (5.13); the timestamp's
+    /// value is [`Features::timestamp`].
+    pub fn get(&self, feature: u8, select: Select, cdw11: u32) -> Result<u32, Status> {
+        let defaults;
+        let from = match select {
+            Select::Current => self,
+            Select::Default => {
+                defaults = Self::new(self.queue_pairs);
+                &defaults
+            }
+            Select::Capabilities => return Self::capabilities(feature),
+        };
+        Ok(match feature {
+            ARBITRATION => from.arbitration,
+            POWER_MANAGEMENT => 0,
+            TEMPERATURE_THRESHOLD => from.threshold(cdw11)?,
+            ERROR_RECOVERY => from.error_recovery,
+            WRITE_CACHE => from.write_cache.into(),
+            QUEUE_COUNT => from.queue_counts(),
+            INTERRUPT_COALESCING => from.coalescing,
+            VECTOR_CONFIG => from.vector_config(cdw11)?,
+            WRITE_ATOMICITY => from.write_atomicity,
+            EVENT_CONFIG => from.event_config,
+            TIMESTAMP => 0,
+            _ => return Err(Status::INVALID_FIELD),
+        })
+    }
+
+    /// Which features there are: changeable or not, of a namespace or not
+    /// (figure 175).
+    fn capabilities(feature: u8) -> Result<u32, Status> {
+        const OF_NAMESPACE: u32 = 1 << 1;
+        const CHANGEABLE: u32 = 1 << 2;
+        Ok(match feature {
+            ERROR_RECOVERY => OF_NAMESPACE | CHANGEABLE,
+            ARBITRATION
+            | POWER_MANAGEMENT
+            | TEMPERATURE_THRESHOLD
+            | WRITE_CACHE
+            | QUEUE_COUNT
+            | INTERRUPT_COALESCING
+            | VECTOR_CONFIG
+            | WRITE_ATOMICITY
+            | EVENT_CONFIG
+            | TIMESTAMP => CHANGEABLE,
+            _ => return Err(Status::INVALID_FIELD),
+        })
+    }
+
+    /// Whether a feature is of a namespace, not of the controller.
+    pub fn is_of_namespace(feature: u8) -> bool {
+        feature == ERROR_RECOVERY
+    }
+
+    /// Sets a feature whose value is in the command (5.21). Returns dword 0
+    /// of the completion.
+    pub fn set(&mut self, feature: u8, cdw11: u32) -> Result<u32, Status> {
+        match feature {
+            ARBITRATION => self.arbitration = cdw11 & 0xffff_ff07,
+            POWER_MANAGEMENT => {
+                // There is one power state.
+                if cdw11 & 0x1f != 0 {
+                    return Err(Status::INVALID_FIELD);
+                }
+            }
+            TEMPERATURE_THRESHOLD => self.set_threshold(cdw11)?,
+            ERROR_RECOVERY => {
+                // DULBE needs support that Identify does not claim.
+                if cdw11 >> 16 & 1 != 0 {
+                    return Err(Status::INVALID_FIELD);
+                }
+                self.error_recovery = cdw11 & 0xffff;
+            }
+            WRITE_CACHE => self.write_cache = cdw11 & 1 != 0,
+            QUEUE_COUNT => {
+                if cdw11 & 0xffff == 0xffff || cdw11 >> 16 == 0xffff {
+                    return Err(Status::INVALID_FIELD);
+                }
+                return Ok(self.queue_counts());
+            }
+            // The aggregation is only "desired" (5.21.1.8): a completion is
+            // signalled at the end of its batch in any case.
+            INTERRUPT_COALESCING => self.coalescing = cdw11 & 0xffff,
+            VECTOR_CONFIG => self.set_vector_config(cdw11)?,
+            WRITE_ATOMICITY => self.write_atomicity = cdw11 & 1,
+            EVENT_CONFIG => self.event_config = cdw11 & 0xff,
+            _ => return Err(Status::INVALID_FIELD),
+        }
+        Ok(0)
+    }
+
+    /// Which threshold dword 11 names: only the composite temperature has
+    /// any (TMPSEL 0; Fh names all when setting).
+    fn threshold(&self, cdw11: u32) -> Result<u32, Status> {
+        match (cdw11 >> 16 & 0xf, cdw11 >> 20 & 3) {
+            (0, 0) => Ok(self.thresholds.over.into()),
+            (0, 1) => Ok(self.thresholds.under.into()),
+            _ => Err(Status::INVALID_FIELD),
+        }
+    }
+
+    fn set_threshold(&mut self, cdw11: u32) -> Result<(), Status> {
+        let kelvins = cdw11 as u16;
+        match (cdw11 >> 16 & 0xf, cdw11 >> 20 & 3) {
+            (0 | 0xf, 0) => self.thresholds.over = kelvins,
+            (0 | 0xf, 1) => self.thresholds.under = kelvins,
+            _ => return Err(Status::INVALID_FIELD),
+        }
+        Ok(())
+    }
+
+    fn vector_bit(&self, cdw11: u32) -> Result<(usize, u64), Status> {
+        let vector = cdw11 & 0xffff;
+        if vector > u32::from(self.queue_pairs) {
+            return Err(Status::INVALID_FIELD);
+        }
+        Ok(((vector / 64) as usize, 1 << (vector % 64)))
+    }
+
+    fn vector_config(&self, cdw11: u32) -> Result<u32, Status> {
+        let (word, bit) = self.vector_bit(cdw11)?;
+        let without = self.vectors_without_coalescing[word] & bit != 0;
+        Ok(cdw11 & 0xffff | u32::from(without) << 16)
+    }
+
+    fn set_vector_config(&mut self, cdw11: u32) -> Result<(), Status> {
+        let (word, bit) = self.vector_bit(cdw11)?;
+        if cdw11 >> 16 & 1 != 0 {
+            self.vectors_without_coalescing[word] |= bit;
+        } else {
+            self.vectors_without_coalescing[word] &= !bit;
+        }
+        Ok(())
+    }
+
+    /// The timestamp data structure (figure 293).
+    pub fn timestamp(&self, select: Select) -> [u8; 8] {
+        let Timestamp {
+            set_to,
+            at,
+            by_host,
+        } = match select {
+            Select::Current => self.timestamp,
+            _ => return [0; 8],
+        };
+        let now = set_to.wrapping_add(at.elapsed().as_millis() as u64);
+        let mut data = (now & 0xffff_ffff_ffff).to_le_bytes();
+        data[6] = u8::from(by_host) << 1;
+        data
+    }
+
+    pub fn set_timestamp(&mut self, data: [u8; 8]) {
+        self.timestamp = Timestamp {
+            set_to: u64::from_le_bytes(data) & 0xffff_ffff_ffff,
+            at: Instant::now(),
+            by_host: true,
+        };
+    }
+}

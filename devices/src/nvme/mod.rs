@@ -1,0 +1,82 @@
+//! An NVMe controller (NVM Express 1.4) with one namespace on an image file or
+//! block device.
+//!
+//! # The way of a command
+//!
+//! 1. The guest writes an entry to a submission queue and moves the tail, by a
+//!    doorbell register ([`controller`](self)) or a shadow doorbell in memory.
+//! 2. A poll copies the entry out of guest memory, once, and decodes it
+//!    (`command`, `admin`, `io`). Lists of pages or descriptors are copied
+//!    once too, within bounds (`prp`, `sgl`).
+//! 3. The pages become host slices, the slices vectors of one system call
+//!    (`block`): data moves between the image and guest memory without a
+//!    bounce buffer.
+//! 4. When the medium is done, the completion is posted and, once a batch, the
+//!    interrupt raised (`queues`).
+//!
+//! # What is bounded
+//!
+//! Commands in flight (`slots`), bytes of a transfer (`identify::MDTS`),
+//! descriptors of a list (`sgl`), ranges of a deallocation (256), event
+//! requests (`events`), entries of the error log (`logs`), queues and their
+//! sizes (`registers`). The guest chooses within these and cannot make the
+//! model hold more.
+//!
+//! # Order of a teardown
+//!
+//! The guest memory of a command is let go when the kernel is done with it,
+//! and all of it before the device reports itself quiesced; a controller that
+//! is disabled stays ready until then.
+
+mod admin;
+mod block;
+mod command;
+mod config;
+mod controller;
+mod doorbells;
+mod events;
+mod features;
+mod identify;
+mod io;
+mod logs;
+mod namespace;
+mod pci;
+mod prp;
+mod queues;
+mod registers;
+mod ring;
+mod sgl;
+mod slots;
+mod stats;
+mod status;
+
+#[cfg(test)]
+mod tests;
+
+pub use block::{EngineChoice, ImageError};
+pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
+pub use controller::Nvme;
+pub use pci::{DEVICE_ID, VENDOR_ID};
+
+use farside_fabric::{Access, memory::HostSlice};
+
+use crate::Dma;
+use command::DataPointer;
+use status::Status;
+
+/// Appends the host memory behind `len` bytes at a data pointer.
+fn gather(
+    dma: &mut dyn Dma,
+    pointer: &DataPointer,
+    len: usize,
+    page_size: u64,
+    access: Access,
+    out: &mut Vec<HostSlice>,
+) -> Result<(), Status> {
+    match pointer {
+        DataPointer::Prp(prp1, prp2) => {
+            prp::gather(dma, (*prp1, *prp2), len, page_size, access, out)
+        }
+        DataPointer::Sgl(first) => sgl::gather(dma, first, len, access, out),
+    }
+}

@@ -1,0 +1,149 @@
+//! Physical region pages (NVM Express 1.4, 4.3).
+//!
+//! The guest's lists are copied once, entry by entry as needed, and never more
+//! entries than the transfer has pages; so a chain of lists, even a circular
+//! one, ends with the transfer.
+
+use farside_fabric::{Access, memory::HostSlice};
+
+use super::status::Status;
+use crate::Dma;
+
+/// Entries copied from a list at a time.
+const CHUNK: usize = 64;
+
+/// Appends the host memory behind `len` bytes at the two PRP entries.
+///
+/// `page_size` is CC.MPS in bytes. Adjacent pages are translated together.
+pub fn gather(
+    dma: &mut dyn Dma,
+    (prp1, prp2): (u64, u64),
+    len: usize,
+    page_size: u64,
+    access: Access,
+    out: &mut Vec<HostSlice>,
+) -> Result<(), Status> {
+    let mut pages = Pages {
+        dma,
+        access,
+        out,
+        start: 0,
+        pending: 0,
+    };
+    let offset = prp1 & (page_size - 1);
+    if prp1 & 3 != 0 {
+        return Err(Status::PRP_OFFSET_INVALID);
+    }
+    let first = (page_size - offset).min(len as u64);
+    pages.add(prp1, first)?;
+    let left = len as u64 - first;
+    if left == 0 {
+        return pages.finish();
+    }
+    if left <= page_size {
+        if prp2 & (page_size - 1) != 0 {
+            return Err(Status::PRP_OFFSET_INVALID);
+        }
+        pages.add(prp2, left)?;
+        return pages.finish();
+    }
+    walk_list(&mut pages, prp2, left, page_size)?;
+    pages.finish()
+}
+
+fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Result<(), Status> {
+    // The first list may start anywhere in its page; those it chains to start
+    // at the page's beginning.
+    if list & 7 != 0 {
+        return Err(Status::PRP_OFFSET_INVALID);
+    }
+    let mut at = list;
+    loop {
+        let wanted = left.div_ceil(page_size);
+        let room = (page_size - (at & (page_size - 1))) / 8;
+        // The last entry of a page is a pointer to the next list when the
+        // transfer does not end with it.
+        let (entries, chained) = if wanted > room {
+            (room - 1, true)
+        } else {
+            (wanted, false)
+        };
+        let mut done = 0;
+        while done < entries {
+            let mut bytes = [0; CHUNK * 8];
+            let take = (entries - done).min(CHUNK as u64);
+            let bytes = &mut bytes[..take as usize * 8];
+            pages.read(at + done * 8, bytes)?;
+            for entry in bytes.chunks_exact(8) {
+                let page = qword(entry);
+                if page & (page_size - 1) != 0 {
+                    return Err(Status::PRP_OFFSET_INVALID);
+                }
+                let part = left.min(page_size);
+                pages.add(page, part)?;
+                left -= part;
+            }
+            done += take;
+        }
+        if !chained {
+            return Ok(());
+        }
+        let mut next = [0; 8];
+        pages.read(at + entries * 8, &mut next)?;
+        at = qword(&next);
+        if at & (page_size - 1) != 0 {
+            return Err(Status::PRP_OFFSET_INVALID);
+        }
+        // A page holds at least 512 entries, so each list but the last takes
+        // pages off `left`, but the first: it may hold the chain pointer alone.
+    }
+}
+
+fn qword(bytes: &[u8]) -> u64 {
+    let mut raw = [0; 8];
+    raw.copy_from_slice(bytes);
+    u64::from_le_bytes(raw)
+}
+
+/// Joins runs of adjacent pages before they are translated.
+struct Pages<'a> {
+    dma: &'a mut dyn Dma,
+    access: Access,
+    out: &'a mut Vec<HostSlice>,
+    start: u64,
+    pending: u64,
+}
+
+impl Pages<'_> {
+    fn add(&mut self, page: u64, len: u64) -> Result<(), Status> {
+        if self.pending > 0 && self.start.checked_add(self.pending) == Some(page) {
+            self.pending += len;
+            return Ok(());
+        }
+        self.flush()?;
+        self.start = page;
+        self.pending = len;
+        Ok(())
+    }
+
+    fn read(&mut self, at: u64, bytes: &mut [u8]) -> Result<(), Status> {
+        self.dma
+            .read(at, bytes)
+            .map_err(|_| Status::DATA_TRANSFER_ERROR)
+    }
+
+    fn flush(&mut self) -> Result<(), Status> {
+        if self.pending > 0 {
+            // The fault has been counted and logged where it was refused.
+            self.dma
+                .gather(self.start, self.pending as usize, self.access, self.out)
+                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            self.pending = 0;
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<(), Status> {
+        self.flush()
+    }
+}

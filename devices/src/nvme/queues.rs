@@ -1,0 +1,659 @@
+//! Submission and completion queues (NVM Express 1.4, 4.1).
+//!
+//! A command is fetched only when its completion queue has room for the
+//! completion, counting the completions that are owed already. So a completion
+//! never waits, and a guest that does not consume its completions stops being
+//! served without costing memory.
+
+use std::sync::atomic::{Ordering, fence};
+
+use farside_fabric::{Access, Fault};
+
+use super::{
+    command::{CQE_SIZE, Command, Completion, SQE_SIZE},
+    doorbells::{Doorbell, DoorbellBuffer, Shadow},
+    ring::GuestRange,
+    status::Status,
+};
+use crate::{Dma, Interrupts};
+
+/// A submission queue.
+#[derive(Debug)]
+pub struct SubmissionQueue {
+    /// The completion queue it posts to.
+    pub cq: u16,
+    entries: u16,
+    head: u16,
+    tail: u16,
+    /// Commands fetched and not completed, event requests apart.
+    in_flight: u32,
+    /// Identifier of the admin command that waits for the queue to be empty,
+    /// so that it can be deleted.
+    deletion: Option<u16>,
+    ring: GuestRange,
+    shadow: Shadow,
+}
+
+impl SubmissionQueue {
+    /// A queue of `entries` (2 to 65,535) at `base`.
+    pub fn new(base: u64, entries: u16, cq: u16) -> Self {
+        Self {
+            cq,
+            entries,
+            head: 0,
+            tail: 0,
+            in_flight: 0,
+            deletion: None,
+            ring: GuestRange::new(base, usize::from(entries) * SQE_SIZE, Access::Read),
+            shadow: Shadow::default(),
+        }
+    }
+
+    /// Moves the tail; refuses what is out of range.
+    fn set_tail(&mut self, value: u32) -> Result<(), DoorbellError> {
+        match u16::try_from(value) {
+            Ok(tail) if tail < self.entries => {
+                self.tail = tail;
+                Ok(())
+            }
+            _ => Err(DoorbellError::InvalidValue),
+        }
+    }
+}
+
+/// A completion queue.
+#[derive(Debug)]
+pub struct CompletionQueue {
+    entries: u16,
+    /// The guest has consumed up to here.
+    head: u16,
+    tail: u16,
+    phase: bool,
+    /// Completions owed by commands in flight.
+    owed: u32,
+    /// Submission queues that post here.
+    users: u16,
+    /// The interrupt vector; `None` when interrupts are disabled (IEN).
+    vector: Option<u16>,
+    /// Completions were posted since the last interrupt.
+    dirty: bool,
+    ring: GuestRange,
+    shadow: Shadow,
+}
+
+impl CompletionQueue {
+    /// A queue of `entries` (2 to 65,535) at `base`.
+    pub fn new(base: u64, entries: u16, vector: Option<u16>) -> Self {
+        Self {
+            entries,
+            head: 0,
+            tail: 0,
+            phase: true,
+            owed: 0,
+            users: 0,
+            vector,
+            dirty: false,
+            ring: GuestRange::new(base, usize::from(entries) * CQE_SIZE, Access::Write),
+            shadow: Shadow::default(),
+        }
+    }
+
+    /// Entries posted and not consumed.
+    fn used(&self) -> u32 {
+        distance(self.head, self.tail, self.entries)
+    }
+
+    /// Whether one more completion has a place, beside those owed.
+    fn has_room(&self) -> bool {
+        self.used() + self.owed < u32::from(self.entries) - 1
+    }
+
+    /// Moves the head; refuses what is out of range or consumes entries that
+    /// were not posted.
+    fn set_head(&mut self, value: u32) -> Result<(), DoorbellError> {
+        match u16::try_from(value) {
+            Ok(head)
+                if head < self.entries
+                    && distance(self.head, head, self.entries) <= self.used() =>
+            {
+                self.head = head;
+                Ok(())
+            }
+            _ => Err(DoorbellError::InvalidValue),
+        }
+    }
+
+    fn asserts(&self, mask: u32) -> bool {
+        let Some(vector) = self.vector else {
+            return false;
+        };
+        let masked = vector < 32 && mask >> vector & 1 != 0;
+        self.head != self.tail && !masked
+    }
+}
+
+/// Steps from `from` to `to` in a ring.
+fn distance(from: u16, to: u16, entries: u16) -> u32 {
+    let (from, to) = (u32::from(from), u32::from(to));
+    if to >= from {
+        to - from
+    } else {
+        to + u32::from(entries) - from
+    }
+}
+
+fn next(index: u16, entries: u16) -> u16 {
+    if index + 1 == entries { 0 } else { index + 1 }
+}
+
+/// What went wrong with a doorbell (asynchronous error events, figure 148).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DoorbellError {
+    /// There is no such queue.
+    InvalidRegister,
+    /// The value is not one that the queue can take.
+    InvalidValue,
+}
+
+/// All queues of a controller; number 0 is the admin pair.
+#[derive(Debug)]
+pub struct Queues {
+    sqs: Vec<Option<SubmissionQueue>>,
+    cqs: Vec<Option<CompletionQueue>>,
+    /// Submission queues that exist, but for the admin queue.
+    active: Vec<u16>,
+    /// Completion queues that exist.
+    active_cqs: Vec<u16>,
+    buffer: Option<DoorbellBuffer>,
+    errors: Vec<DoorbellError>,
+    shadow_polls: u64,
+    line: bool,
+}
+
+impl Queues {
+    /// Room for the admin pair and `pairs` I/O pairs.
+    pub fn new(pairs: u16) -> Self {
+        let count = usize::from(pairs) + 1;
+        Self {
+            sqs: (0..count).map(|_| None).collect(),
+            cqs: (0..count).map(|_| None).collect(),
+            active: Vec::with_capacity(count),
+            active_cqs: Vec::with_capacity(count),
+            buffer: None,
+            errors: Vec::new(),
+            shadow_polls: 0,
+            line: false,
+        }
+    }
+
+    /// Deletes all queues, as a reset does.
+    pub fn clear(&mut self) {
+        self.sqs.iter_mut().for_each(|sq| *sq = None);
+        self.cqs.iter_mut().for_each(|cq| *cq = None);
+        self.active.clear();
+        self.active_cqs.clear();
+        self.buffer = None;
+        self.errors.clear();
+    }
+
+    /// Forgets the level of the INTx line: a function reset has lowered it.
+    pub fn forget_line(&mut self) {
+        self.line = false;
+    }
+
+    /// Gives up all translations, as a quiesce requires.
+    pub fn forget_translations(&mut self) {
+        self.sqs
+            .iter_mut()
+            .flatten()
+            .for_each(|sq| sq.ring.forget());
+        self.cqs
+            .iter_mut()
+            .flatten()
+            .for_each(|cq| cq.ring.forget());
+        if let Some(buffer) = &mut self.buffer {
+            buffer.forget();
+        }
+    }
+
+    /// Whether any I/O queue exists.
+    pub fn has_io_queues(&self) -> bool {
+        self.active_cqs.iter().any(|&id| id != 0)
+    }
+
+    /// The I/O submission queues that exist.
+    pub fn io_queue(&self, index: usize) -> Option<u16> {
+        self.active.get(index).copied()
+    }
+
+    /// How many I/O submission queues exist.
+    pub fn io_queues(&self) -> usize {
+        self.active.len()
+    }
+
+    /// Loads of shadow doorbells since power-on.
+    pub fn shadow_polls(&self) -> u64 {
+        self.shadow_polls
+    }
+
+    /// Whether `id` is the number of a submission queue that exists.
+    pub fn has_sq(&self, id: u16) -> bool {
+        self.sqs.get(usize::from(id)).is_some_and(Option::is_some)
+    }
+
+    /// Installs the admin pair.
+    pub fn create_admin(&mut self, sq: SubmissionQueue, mut cq: CompletionQueue) {
+        cq.users = 1;
+        self.sqs[0] = Some(sq);
+        self.cqs[0] = Some(cq);
+        self.active_cqs.push(0);
+    }
+
+    /// A number that names no queue yet, as Create I/O Queue wants it.
+    fn unused<T>(queues: &[Option<T>], id: u16) -> Result<usize, Status> {
+        match queues.get(usize::from(id)) {
+            Some(None) if id != 0 => Ok(usize::from(id)),
+            _ => Err(Status::INVALID_QUEUE_ID),
+        }
+    }
+
+    /// Checks the number of a completion queue to be created (5.3).
+    pub fn check_new_cq(&self, id: u16) -> Result<(), Status> {
+        Self::unused(&self.cqs, id).map(drop)
+    }
+
+    /// Checks the numbers of a submission queue to be created and of its
+    /// completion queue (5.4).
+    pub fn check_new_sq(&self, id: u16, cq: u16) -> Result<(), Status> {
+        Self::unused(&self.sqs, id)?;
+        match self.cqs.get(usize::from(cq)) {
+            None => Err(Status::INVALID_QUEUE_ID),
+            Some(Some(_)) if cq != 0 => Ok(()),
+            Some(_) => Err(Status::INVALID_CQ),
+        }
+    }
+
+    /// Adds an I/O completion queue.
+    pub fn create_cq(
+        &mut self,
+        dma: &mut dyn Dma,
+        id: u16,
+        mut cq: CompletionQueue,
+    ) -> Result<(), Fault> {
+        if let Some(buffer) = &mut self.buffer {
+            cq.shadow = Shadow::for_new_queue(buffer.load(dma, Doorbell::CompletionHead(id))?);
+        }
+        self.cqs[usize::from(id)] = Some(cq);
+        self.active_cqs.push(id);
+        Ok(())
+    }
+
+    /// Adds an I/O submission queue whose numbers were checked.
+    pub fn create_sq(
+        &mut self,
+        dma: &mut dyn Dma,
+        id: u16,
+        mut sq: SubmissionQueue,
+    ) -> Result<(), Fault> {
+        if let Some(buffer) = &mut self.buffer {
+            sq.shadow = Shadow::for_new_queue(buffer.load(dma, Doorbell::SubmissionTail(id))?);
+        }
+        if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
+            cq.users += 1;
+        }
+        self.sqs[usize::from(id)] = Some(sq);
+        self.active.push(id);
+        Ok(())
+    }
+
+    /// Removes a completion queue that no submission queue uses (5.5).
+    pub fn delete_cq(&mut self, id: u16) -> Result<(), Status> {
+        match self.cqs.get(usize::from(id)) {
+            Some(Some(cq)) if id != 0 => {
+                if cq.users > 0 {
+                    return Err(Status::INVALID_QUEUE_DELETION);
+                }
+            }
+            _ => return Err(Status::INVALID_QUEUE_ID),
+        }
+        self.cqs[usize::from(id)] = None;
+        self.active_cqs.retain(|&other| other != id);
+        Ok(())
+    }
+
+    /// Stops fetching from a submission queue, to delete it for the admin
+    /// command `command_id` (5.6). [`Queues::take_deleted`] tells the end.
+    pub fn start_delete_sq(&mut self, id: u16, command_id: u16) -> Result<(), Status> {
+        match self.sqs.get_mut(usize::from(id)) {
+            Some(Some(sq)) if id != 0 && sq.deletion.is_none() => {
+                sq.deletion = Some(command_id);
+                Ok(())
+            }
+            _ => Err(Status::INVALID_QUEUE_ID),
+        }
+    }
+
+    /// Removes a submission queue whose deletion is due and whose last
+    /// command has completed. Returns the admin command that asked for it.
+    pub fn take_deleted(&mut self) -> Option<u16> {
+        let index = self.active.iter().position(|&id| {
+            self.sqs[usize::from(id)]
+                .as_ref()
+                .is_some_and(|sq| sq.deletion.is_some() && sq.in_flight == 0)
+        })?;
+        let id = self.active.remove(index);
+        let sq = self.sqs[usize::from(id)].take()?;
+        if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
+            cq.users = cq.users.saturating_sub(1);
+        }
+        sq.deletion
+    }
+
+    /// Starts to use shadow doorbells for all I/O queues.
+    pub fn set_buffer(&mut self, buffer: DoorbellBuffer) {
+        self.buffer = Some(buffer);
+        for sq in self.sqs.iter_mut().flatten() {
+            sq.shadow = Shadow::for_old_queue();
+        }
+        for cq in self.cqs.iter_mut().flatten() {
+            cq.shadow = Shadow::for_old_queue();
+        }
+    }
+
+    /// Takes a write to a doorbell register.
+    pub fn ring(&mut self, doorbell: Doorbell, value: u32) {
+        let shadowed = self.buffer.is_some();
+        let outcome = match doorbell {
+            Doorbell::SubmissionTail(id) => {
+                match self.sqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
+                    None => Err(DoorbellError::InvalidRegister),
+                    // The value in memory is at least as new.
+                    Some(sq) if shadowed && id != 0 && sq.shadow.is_live() => Ok(()),
+                    Some(sq) => sq.set_tail(value),
+                }
+            }
+            Doorbell::CompletionHead(id) => {
+                match self.cqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
+                    None => Err(DoorbellError::InvalidRegister),
+                    Some(cq) if shadowed && id != 0 && cq.shadow.is_live() => Ok(()),
+                    Some(cq) => cq.set_head(value),
+                }
+            }
+        };
+        if let Err(error) = outcome {
+            self.report(error);
+        }
+    }
+
+    fn report(&mut self, error: DoorbellError) {
+        // The events that come of these are masked until the guest has read
+        // the first, so more of them would be dropped anyway.
+        if self.errors.len() < 8 {
+            self.errors.push(error);
+        }
+    }
+
+    /// The next doorbell error that is not reported yet.
+    pub fn take_error(&mut self) -> Option<DoorbellError> {
+        self.errors.pop()
+    }
+
+    /// Loads the shadow tail of an I/O submission queue and, while polling,
+    /// keeps the event index from being passed.
+    pub fn refresh_tail(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
+        let (Some(buffer), Some(Some(sq))) =
+            (self.buffer.as_mut(), self.sqs.get_mut(usize::from(id)))
+        else {
+            return Ok(());
+        };
+        if id == 0 {
+            return Ok(());
+        }
+        self.shadow_polls += 1;
+        let doorbell = Doorbell::SubmissionTail(id);
+        if let Some(value) = sq.shadow.observe(buffer.load(dma, doorbell)?)
+            && value != u32::from(sq.tail)
+            && sq.set_tail(value).is_err()
+            && sq.shadow.refuse(value)
+        {
+            self.errors.truncate(7);
+            self.errors.push(DoorbellError::InvalidValue);
+        }
+        // Just behind the tail is the value that takes the guest longest to
+        // come to; renewed once in half a ring so that the guest keeps the
+        // cache line.
+        let stale = match sq.shadow.published() {
+            None => true,
+            Some(index) => distance(index, sq.tail, sq.entries) > u32::from(sq.entries) / 2,
+        };
+        if stale {
+            let behind = if sq.tail == 0 {
+                sq.entries - 1
+            } else {
+                sq.tail - 1
+            };
+            sq.shadow.set_published(behind);
+            buffer.publish(dma, doorbell, behind)?;
+        }
+        Ok(())
+    }
+
+    /// Loads the shadow head of a completion queue.
+    fn refresh_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
+        let (Some(buffer), Some(Some(cq))) =
+            (self.buffer.as_mut(), self.cqs.get_mut(usize::from(id)))
+        else {
+            return Ok(());
+        };
+        if id == 0 {
+            return Ok(());
+        }
+        self.shadow_polls += 1;
+        if let Some(value) = cq
+            .shadow
+            .observe(buffer.load(dma, Doorbell::CompletionHead(id))?)
+            && value != u32::from(cq.head)
+            && cq.set_head(value).is_err()
+            && cq.shadow.refuse(value)
+        {
+            self.report(DoorbellError::InvalidValue);
+        }
+        Ok(())
+    }
+
+    /// Whether a submission queue has a command and may be fetched from, room
+    /// for its completion apart.
+    fn wants_fetch(&self, id: u16) -> Option<u16> {
+        let sq = self.sqs.get(usize::from(id))?.as_ref()?;
+        (sq.head != sq.tail && sq.deletion.is_none()).then_some(sq.cq)
+    }
+
+    fn has_room(&self, cq: u16) -> bool {
+        self.cqs[usize::from(cq)]
+            .as_ref()
+            .is_some_and(CompletionQueue::has_room)
+    }
+
+    /// Whether [`Queues::fetch`] would bring a command.
+    pub fn can_fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<bool, Fault> {
+        let Some(cq) = self.wants_fetch(id) else {
+            return Ok(false);
+        };
+        if !self.has_room(cq) {
+            self.refresh_head(dma, cq)?;
+        }
+        Ok(self.has_room(cq))
+    }
+
+    /// Fetches the next command of a submission queue and owes its completion.
+    pub fn fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<Option<Command>, Fault> {
+        if !self.can_fetch(dma, id)? {
+            return Ok(None);
+        }
+        let Some(sq) = self.sqs[usize::from(id)].as_mut() else {
+            return Ok(None);
+        };
+        let mut bytes = [0; SQE_SIZE];
+        sq.ring
+            .read(dma, usize::from(sq.head) * SQE_SIZE, &mut bytes)?;
+        sq.head = next(sq.head, sq.entries);
+        sq.in_flight += 1;
+        if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
+            cq.owed += 1;
+        }
+        Ok(Some(Command::from_bytes(&bytes)))
+    }
+
+    /// Lets a fetched command owe nothing: an event request may stay open for
+    /// ever.
+    pub fn forgive(&mut self, id: u16) {
+        if let Some(Some(sq)) = self.sqs.get_mut(usize::from(id)) {
+            sq.in_flight = sq.in_flight.saturating_sub(1);
+            if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
+                cq.owed = cq.owed.saturating_sub(1);
+            }
+        }
+    }
+
+    /// Owes a completion again, when there is room for it.
+    pub fn owe(&mut self, id: u16) -> bool {
+        if let Some(Some(sq)) = self.sqs.get_mut(usize::from(id))
+            && let Some(cq) = &mut self.cqs[usize::from(sq.cq)]
+            && cq.has_room()
+        {
+            sq.in_flight += 1;
+            cq.owed += 1;
+            return true;
+        }
+        false
+    }
+
+    /// Posts the completion of a fetched command.
+    pub fn complete(
+        &mut self,
+        dma: &mut dyn Dma,
+        sq_id: u16,
+        command_id: u16,
+        result: u32,
+        status: Status,
+    ) -> Result<(), Fault> {
+        let Some(Some(sq)) = self.sqs.get_mut(usize::from(sq_id)) else {
+            return Ok(());
+        };
+        sq.in_flight = sq.in_flight.saturating_sub(1);
+        let Some(cq) = self.cqs[usize::from(sq.cq)].as_mut() else {
+            return Ok(());
+        };
+        cq.owed = cq.owed.saturating_sub(1);
+        let completion = Completion {
+            result,
+            sq_head: sq.head,
+            sq_id,
+            command_id,
+            status,
+        };
+        cq.ring.publish(
+            dma,
+            usize::from(cq.tail) * CQE_SIZE,
+            &completion.front(),
+            completion.last(cq.phase),
+        )?;
+        cq.tail = next(cq.tail, cq.entries);
+        if cq.tail == 0 {
+            cq.phase = !cq.phase;
+        }
+        cq.dirty = true;
+        Ok(())
+    }
+
+    /// Raises the interrupts of completions that were posted since the last
+    /// call, once a queue, and sets the level of the line.
+    pub fn interrupt(&mut self, irq: &mut dyn Interrupts, mask: u32) {
+        for &id in &self.active_cqs {
+            if let Some(cq) = &mut self.cqs[usize::from(id)]
+                && std::mem::take(&mut cq.dirty)
+                && let Some(vector) = cq.vector
+            {
+                irq.raise(vector);
+            }
+        }
+        self.update_line(irq, mask);
+    }
+
+    /// Sets the level of the INTx line, when it changed: asserted while an
+    /// unmasked queue has entries that the guest has not consumed (7.5.1).
+    pub fn update_line(&mut self, irq: &mut dyn Interrupts, mask: u32) {
+        let level = self
+            .active_cqs
+            .iter()
+            .filter_map(|&id| self.cqs[usize::from(id)].as_ref())
+            .any(|cq| cq.asserts(mask));
+        if level != self.line {
+            self.line = level;
+            irq.set_intx(level);
+        }
+    }
+
+    /// Looks for consumed entries in the shadow doorbells of the queues that
+    /// assert the INTx line.
+    pub fn refresh_asserting(&mut self, dma: &mut dyn Dma, mask: u32) -> Result<(), Fault> {
+        if !self.line || self.buffer.is_none() {
+            return Ok(());
+        }
+        for index in 0..self.active_cqs.len() {
+            let id = self.active_cqs[index];
+            if self.cqs[usize::from(id)]
+                .as_ref()
+                .is_some_and(|cq| cq.asserts(mask))
+            {
+                self.refresh_head(dma, id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Publishes the event indexes that make the guest ring for whatever the
+    /// controller waits for: new commands, room in a full completion queue
+    /// and, with `line`, completions that hold the INTx line. Ends with a full
+    /// fence: what the caller loads after it is newer.
+    pub fn publish_events(&mut self, dma: &mut dyn Dma, line: bool) -> Result<(), Fault> {
+        if self.buffer.is_none() {
+            return Ok(());
+        }
+        for index in 0..self.active.len() {
+            let id = self.active[index];
+            let full = self.wants_fetch(id).filter(|&cq| !self.has_room(cq));
+            if let (Some(buffer), Some(sq)) = (&mut self.buffer, &mut self.sqs[usize::from(id)])
+                && sq.shadow.set_published(sq.tail)
+            {
+                buffer.publish(dma, Doorbell::SubmissionTail(id), sq.tail)?;
+            }
+            if let Some(cq) = full {
+                self.publish_head(dma, cq)?;
+            }
+        }
+        if line && self.line {
+            for index in 0..self.active_cqs.len() {
+                let id = self.active_cqs[index];
+                if self.cqs[usize::from(id)]
+                    .as_ref()
+                    .is_some_and(|cq| cq.asserts(0))
+                {
+                    self.publish_head(dma, id)?;
+                }
+            }
+        }
+        fence(Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn publish_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
+        if id != 0
+            && let (Some(buffer), Some(cq)) = (&mut self.buffer, &mut self.cqs[usize::from(id)])
+            && cq.shadow.set_published(cq.head)
+        {
+            buffer.publish(dma, Doorbell::CompletionHead(id), cq.head)?;
+        }
+        Ok(())
+    }
+}
