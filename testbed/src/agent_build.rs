@@ -19,7 +19,7 @@ pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, St
     let key = source_key(&source)?;
     let entry = cache.entry("agent", &key, |folder| {
         let task = progress.spinner("Building the guest agent");
-        let target = cache.root().join("agent-target");
+        let target = cache.root().join("build");
         build(&source, &target)?;
         let built = target.join(TARGET).join("release/guest-agent");
         fs::copy(&built, folder.join("guest-agent"))

@@ -180,6 +180,8 @@ fn config(folder: &Path, machine: &str) -> String {
         // The cache may be where only the user can read, and one lock is ours.
         ("APT::Sandbox::User", String::new()),
         ("Debug::NoLocking", "true".to_owned()),
+        // A list that cannot be fetched is an error, not a warning.
+        ("APT::Update::Error-Mode", "any".to_owned()),
         ("Acquire::Languages", "none".to_owned()),
         ("Acquire::Retries", "3".to_owned()),
     ];

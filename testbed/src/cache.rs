@@ -10,6 +10,12 @@ use anyhow::{Context, Result};
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
+/// How names of half-made entries begin.
+const MAKING: &str = ".making-";
+
+/// How many entries of one name stay.
+const KEPT: usize = 3;
+
 /// The cache folder, locked by this process while the value lives.
 #[derive(Debug)]
 pub(crate) struct Cache {
@@ -52,7 +58,24 @@ impl Cache {
             flock(&lock, FlockOperation::LockExclusive)
                 .with_context(|| format!("locking {}", path.display()))?;
         }
-        Ok(Cache { root, _lock: lock })
+        let cache = Cache { root, _lock: lock };
+        // Whoever was making these was killed: they would have held the lock.
+        for path in cache.entries(MAKING)? {
+            fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
+        }
+        Ok(cache)
+    }
+
+    /// The paths in the cache whose names begin with that.
+    fn entries(&self, prefix: &str) -> Result<Vec<PathBuf>> {
+        let mut paths: Vec<PathBuf> = fs::read_dir(&self.root)
+            .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
+            .with_context(|| format!("listing {}", self.root.display()))?;
+        paths.retain(|path| {
+            let name = path.file_name().unwrap_or_default();
+            name.to_string_lossy().starts_with(prefix)
+        });
+        Ok(paths)
     }
 
     /// The folder itself.
@@ -61,8 +84,8 @@ impl Cache {
     }
 
     /// The entry `name`-`key`; made by `make` in an empty folder when it is not there.
-    /// Entries of that name with other keys are superseded, but stay: another
-    /// checkout may use them.
+    /// Of entries of that name with other keys, which other checkouts may use,
+    /// the newest stay.
     pub(crate) fn entry(
         &self,
         name: &str,
@@ -74,7 +97,7 @@ impl Cache {
             return Ok(entry);
         }
         let temporary = tempfile::Builder::new()
-            .prefix(".making-")
+            .prefix(MAKING)
             .tempdir_in(&self.root)
             .with_context(|| format!("creating a folder in {}", self.root.display()))?;
         let content = temporary.path().join("entry");
@@ -82,7 +105,25 @@ impl Cache {
         make(&content)?;
         fs::rename(&content, &entry)
             .with_context(|| format!("moving {} into place", entry.display()))?;
+        self.prune(name)?;
         Ok(entry)
+    }
+
+    fn prune(&self, name: &str) -> Result<()> {
+        let mut entries = Vec::new();
+        for path in self.entries(&format!("{name}-"))? {
+            let made = fs::metadata(&path).and_then(|metadata| metadata.modified());
+            entries.push((
+                made.with_context(|| format!("asking for the age of {}", path.display()))?,
+                path,
+            ));
+        }
+        entries.sort();
+        let surplus = entries.len().saturating_sub(KEPT);
+        for (_, path) in &entries[..surplus] {
+            fs::remove_dir_all(path).with_context(|| format!("removing {}", path.display()))?;
+        }
+        Ok(())
     }
 }
 
@@ -154,6 +195,25 @@ mod tests {
             .filter(|name| name != "lock" && name != "thing-1")
             .collect();
         assert!(left.is_empty(), "{left:?}");
+    }
+
+    #[test]
+    fn what_was_left_half_made_and_what_is_old_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join(".making-x")).unwrap();
+        let cache = Cache::open(dir.path().into(), || {}).unwrap();
+        assert!(!dir.path().join(".making-x").exists());
+        cache.entry("other", "0", |_| Ok(())).unwrap();
+        for i in 0..5u64 {
+            let entry = cache.entry("thing", &i.to_string(), |_| Ok(())).unwrap();
+            let age = std::time::Duration::from_secs(100 - i);
+            let made = std::time::SystemTime::now() - age;
+            File::open(entry).unwrap().set_modified(made).unwrap();
+        }
+        let left = cache.entries("thing-").unwrap();
+        assert_eq!(left.len(), KEPT, "{left:?}");
+        assert!(left.contains(&dir.path().join("thing-4")), "{left:?}");
+        assert!(dir.path().join("other-0").exists());
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub fn run() -> Result<()> {
         port: Mutex::new(port.try_clone().context("duplicating the port")?),
         pages: Mutex::default(),
     });
+    // A reset may have cut the former agent's last line off: end it.
+    (&port).write_all(b"\n").context("writing to the port")?;
     let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
     agent.send(&FromGuest::Hello {
         boot_id: read("/proc/sys/kernel/random/boot_id")?.trim().to_owned(),
