@@ -1,1 +1,27 @@
 //! QEMU command lines for VMs that borrow devices.
+//!
+//! A borrowed device works only when several options agree: guest RAM that other
+//! processes can map, a port for each device, a message timeout that fits the
+//! RAM. [`Vm`] describes a VM, [`Vm::command_line`] is all of QEMU's arguments
+//! for it. For a command line that somebody else wrote, [`check_shared_memory`]
+//! says what is missing. [`QemuBinary::probe`] finds out whether a QEMU can do
+//! it at all.
+//!
+//! Everything here is text: only the probe runs anything, and it runs only
+//! QEMU's own help.
+
+#![forbid(unsafe_code)]
+
+mod check;
+mod command_line;
+mod probe;
+mod shared_memory;
+mod timeout;
+mod vm;
+
+pub use check::VmError;
+pub use command_line::CommandLine;
+pub use probe::{ProbeError, QemuBinary, Version};
+pub use shared_memory::{SharedMemoryError, check_shared_memory};
+pub use timeout::message_timeout_ms;
+pub use vm::{Accel, Device, Firmware, HugePages, Machine, Vm, qemu_id};

@@ -1,0 +1,182 @@
+//! Checks a description before QEMU sees it.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
+
+use crate::{Device, Firmware, Machine, SharedMemoryError, Vm, command_line::ports};
+
+/// Longest name of a VM or device, bytes: both become parts of socket paths.
+const MAX_NAME: usize = 48;
+/// Longest path of a UNIX socket, bytes (`sun_path` of unix(7), without the
+/// final zero).
+const MAX_SOCKET: usize = 107;
+/// Beyond this a guest needs an IOMMU that remaps interrupts.
+const MAX_VCPUS: u32 = 255;
+
+/// Why a description cannot be made into a command line.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum VmError {
+    /// A name or id cannot be used.
+    #[error(
+        "{what} {name:?}: use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, \
+         the first a letter or digit"
+    )]
+    Name { what: &'static str, name: String },
+    /// Guest RAM is not whole pages.
+    #[error(
+        "guest RAM of {ram} bytes is not a multiple of {granule} bytes: use {below} or {above}"
+    )]
+    Ram {
+        ram: u64,
+        granule: u64,
+        below: u64,
+        above: u64,
+    },
+    /// No guest RAM.
+    #[error("guest RAM of 0 bytes: give the VM some")]
+    NoRam,
+    /// No processors, or more than this configuration can have.
+    #[error("{vcpus} processors: a VM has 1 to {MAX_VCPUS}")]
+    Vcpus { vcpus: u32 },
+    /// Two of something that must be unique.
+    #[error("{what} {name:?} is used by two devices of this VM")]
+    Duplicate { what: &'static str, name: String },
+    /// The kernel does not take such a long socket path.
+    #[error(
+        "the socket path {path:?} has {len} bytes, and {MAX_SOCKET} is the most a UNIX \
+         socket can have: use a shorter folder"
+    )]
+    SocketPath { path: PathBuf, len: usize },
+    /// A path that cannot be put into an argument.
+    #[error("the path {path:?} is empty, not UTF-8, or has a zero byte: rename it")]
+    Path { path: PathBuf },
+    /// More devices and spare ports than places for them.
+    #[error("{wanted} devices and spare ports: a {machine} VM has room for {limit}")]
+    TooMany {
+        wanted: usize,
+        machine: &'static str,
+        limit: usize,
+    },
+    /// An argument that no program can be given.
+    #[error("the extra argument {argument:?} has a zero byte")]
+    Argument { argument: String },
+    /// The extra arguments undo the shared memory.
+    #[error("the extra arguments undo what borrowing needs")]
+    Memory(#[source] SharedMemoryError),
+}
+
+impl Vm {
+    /// Checks all that can be known without looking at the system.
+    pub fn check(&self) -> Result<(), VmError> {
+        check_name("VM name", &self.name)?;
+        self.check_ram()?;
+        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
+            return Err(VmError::Vcpus { vcpus: self.vcpus });
+        }
+        self.check_room()?;
+        if let Firmware::Ovmf { code, vars } = &self.firmware {
+            path_text(code)?;
+            path_text(vars)?;
+        }
+        for device in &self.devices {
+            device.check()?;
+        }
+        unique("device id", self.devices.iter().map(|d| d.id.clone()))?;
+        let sockets = self.devices.iter().map(|d| d.socket.display().to_string());
+        unique("socket", sockets)?;
+        let places = self.devices.iter().filter_map(|d| d.bootindex);
+        unique("bootindex", places.map(|place| place.to_string()))?;
+        match self.extra_args.iter().find(|arg| arg.contains('\0')) {
+            Some(argument) => Err(VmError::Argument {
+                argument: argument.clone(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    fn check_ram(&self) -> Result<(), VmError> {
+        let (ram, granule) = (self.ram, self.huge_pages.granule());
+        if ram == 0 {
+            return Err(VmError::NoRam);
+        }
+        if !ram.is_multiple_of(granule) {
+            // Zero would be no advice.
+            let below = (ram / granule * granule).max(granule);
+            return Err(VmError::Ram {
+                ram,
+                granule,
+                below,
+                above: below.saturating_add(granule),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_room(&self) -> Result<(), VmError> {
+        let spare = match self.machine {
+            Machine::Q35 => self.spare_ports.into(),
+            Machine::I440fx => 0,
+        };
+        let wanted = self.devices.len() + spare;
+        let limit = ports::limit(self.machine);
+        if wanted > limit {
+            return Err(VmError::TooMany {
+                wanted,
+                machine: self.machine.name(),
+                limit,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Device {
+    fn check(&self) -> Result<(), VmError> {
+        check_name("device id", &self.id)?;
+        let len = path_text(&self.socket)?.len();
+        if len > MAX_SOCKET {
+            return Err(VmError::SocketPath {
+                path: self.socket.clone(),
+                len,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn check_name(what: &'static str, name: &str) -> Result<(), VmError> {
+    let good = name.len() <= MAX_NAME
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    if good {
+        return Ok(());
+    }
+    Err(VmError::Name {
+        what,
+        name: name.to_owned(),
+    })
+}
+
+/// A path as text for an argument.
+pub(crate) fn path_text(path: &Path) -> Result<&str, VmError> {
+    path.to_str()
+        .filter(|text| !text.is_empty() && !text.contains('\0'))
+        .ok_or_else(|| VmError::Path {
+            path: path.to_owned(),
+        })
+}
+
+fn unique(what: &'static str, names: impl Iterator<Item = String>) -> Result<(), VmError> {
+    let mut seen = BTreeSet::new();
+    for name in names {
+        if let Some(name) = seen.replace(name) {
+            return Err(VmError::Duplicate { what, name });
+        }
+    }
+    Ok(())
+}

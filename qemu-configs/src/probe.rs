@@ -1,0 +1,159 @@
+//! Whether a QEMU can use borrowed devices.
+
+use std::{
+    ffi::OsStr,
+    fmt, io,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+/// A version of QEMU. Micro releases make no difference to us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// First number.
+    pub major: u32,
+    /// Second number.
+    pub minor: u32,
+}
+
+impl Version {
+    /// The first with `vfio-user-pci`.
+    pub const NEEDED: Self = Self {
+        major: 10,
+        minor: 1,
+    };
+
+    /// From what `--version` prints: "QEMU emulator version 11.1.3 (…)".
+    fn parse(text: &str) -> Option<Self> {
+        let (_, rest) = text.split_once("version ")?;
+        let mut numbers = rest.split(|c: char| !c.is_ascii_digit());
+        Some(Self {
+            major: numbers.next()?.parse().ok()?,
+            minor: numbers.next()?.parse().ok()?,
+        })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// A QEMU that can use borrowed devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QemuBinary {
+    path: PathBuf,
+    version: Version,
+}
+
+impl QemuBinary {
+    /// Asks the QEMU at `path` (or of that name in `PATH`) for its version and
+    /// devices.
+    pub fn probe(path: impl AsRef<Path>) -> Result<Self, ProbeError> {
+        let path = path.as_ref();
+        let text = ask(path, &["--version"])?;
+        let version = Version::parse(&text).ok_or_else(|| ProbeError::NotQemu {
+            path: path.to_owned(),
+            said: text.lines().next().unwrap_or_default().to_owned(),
+        })?;
+        if version < Version::NEEDED {
+            return Err(ProbeError::TooOld {
+                path: path.to_owned(),
+                found: version,
+            });
+        }
+        if !ask(path, &["-device", "help"])?.contains("\"vfio-user-pci\"") {
+            return Err(ProbeError::NoVfioUser {
+                path: path.to_owned(),
+                found: version,
+            });
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            version,
+        })
+    }
+
+    /// Where it is, as given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+}
+
+/// Why a QEMU cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum ProbeError {
+    /// It is not there, or cannot be run.
+    #[error("cannot run {path:?}; {WHERE}")]
+    Run {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    /// It ended with an error.
+    #[error("{path:?} {question} failed ({status}): {said}")]
+    Failed {
+        path: PathBuf,
+        question: String,
+        status: std::process::ExitStatus,
+        said: String,
+    },
+    /// It is something else.
+    #[error("{path:?} does not seem to be QEMU; asked for its version it says {said:?}")]
+    NotQemu { path: PathBuf, said: String },
+    /// It is too old.
+    #[error("{path:?} is QEMU {found}; {WHERE}")]
+    TooOld { path: PathBuf, found: Version },
+    /// It was built without the device.
+    #[error("{path:?} is QEMU {found}, but built without the device vfio-user-pci; {WHERE}")]
+    NoVfioUser { path: PathBuf, found: Version },
+}
+
+/// What is needed, and where it is to be had.
+const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci: \
+    on Debian 13 package qemu-system-x86 of trixie-backports, \
+    elsewhere your distribution's or https://www.qemu.org/download/";
+
+fn ask(path: &Path, args: &[&str]) -> Result<String, ProbeError> {
+    let output = Command::new(path)
+        .args(args.iter().map(OsStr::new))
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|source| ProbeError::Run {
+            path: path.to_owned(),
+            source,
+        })?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(ProbeError::Failed {
+            path: path.to_owned(),
+            question: args.join(" "),
+            status: output.status,
+            said: said.lines().next().unwrap_or_default().to_owned(),
+        });
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_versions_of_releases_distributions_and_development() {
+        let parse = |text| Version::parse(text).map(|v| (v.major, v.minor));
+        let debian = "QEMU emulator version 11.1.3 (Debian 1:11.1.3+ds-1~bpo13+1)\nCopyright";
+        assert_eq!(parse(debian), Some((11, 1)));
+        assert_eq!(parse("QEMU emulator version 10.0.50"), Some((10, 0)));
+        assert_eq!(parse("QEMU emulator version 10.1"), Some((10, 1)));
+        assert_eq!(parse("bash, version x"), None);
+        assert_eq!(parse(""), None);
+    }
+}

@@ -1,0 +1,138 @@
+//! What a VM consists of.
+
+use std::path::PathBuf;
+
+/// A VM that borrows devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vm {
+    /// 1 to 48 letters, digits, `-`, `_`, `.`; the first a letter or digit.
+    pub name: String,
+    /// Guest RAM, bytes: whole MiB, and whole huge pages where it has those.
+    pub ram: u64,
+    /// Processors, 1 to 255.
+    pub vcpus: u32,
+    /// Chipset.
+    pub machine: Machine,
+    /// What runs the guest's instructions.
+    pub accel: Accel,
+    /// Pages that guest RAM is made of.
+    pub huge_pages: HugePages,
+    /// What starts the guest.
+    pub firmware: Firmware,
+    /// Borrowed devices. Number n sits behind root port n, so the guest finds
+    /// a device at the same place as long as the order here is the same.
+    pub devices: Vec<Device>,
+    /// Root ports to leave free for devices that are added while the VM runs.
+    /// The i440FX has free slots on its bus and needs none.
+    pub spare_ports: u16,
+    /// More arguments, put at the end as they are: disks, networks, consoles.
+    pub extra_args: Vec<String>,
+}
+
+impl Vm {
+    /// A q35 with one processor, SeaBIOS, KVM where it works, and no devices.
+    pub fn new(name: impl Into<String>, ram: u64) -> Self {
+        Self {
+            name: name.into(),
+            ram,
+            vcpus: 1,
+            machine: Machine::default(),
+            accel: Accel::default(),
+            huge_pages: HugePages::default(),
+            firmware: Firmware::default(),
+            devices: Vec::new(),
+            spare_ports: 0,
+            extra_args: Vec::new(),
+        }
+    }
+}
+
+/// A borrowed device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// The cluster-wide id: letters, digits, `-`, `_`, `.`; the first a letter
+    /// or digit. QEMU knows the device by [`qemu_id`].
+    pub id: String,
+    /// Where the backend serves it, at most 107 bytes.
+    pub socket: PathBuf,
+    /// Place in the order in which the firmware tries devices; 0 is first.
+    /// `None` leaves it to the firmware.
+    pub bootindex: Option<u32>,
+}
+
+/// What QEMU's monitor calls the borrowed device `id`: `dev-` and the id, since
+/// QEMU's ids begin with a letter and must not meet those of ports and memory.
+pub fn qemu_id(id: &str) -> String {
+    format!("dev-{id}")
+}
+
+/// Chipset of a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Machine {
+    /// PCI Express, a root port for each borrowed device.
+    #[default]
+    Q35,
+    /// Conventional PCI (`-machine pc`), borrowed devices on the one bus.
+    I440fx,
+}
+
+impl Machine {
+    /// QEMU's name for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Q35 => "q35",
+            Self::I440fx => "pc",
+        }
+    }
+}
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Accel {
+    /// KVM, and TCG where that does not start.
+    #[default]
+    Auto,
+    /// KVM or nothing.
+    Kvm,
+    /// QEMU's translator, a thread for each processor.
+    Tcg,
+}
+
+/// Pages that guest RAM is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HugePages {
+    /// The system's ordinary pages.
+    #[default]
+    None,
+    /// 2 MiB, from the host's pool.
+    Of2MiB,
+    /// 1 GiB, from the host's pool.
+    Of1GiB,
+}
+
+impl HugePages {
+    /// Guest RAM comes in multiples of this many bytes. Without huge pages that
+    /// is a MiB.
+    pub fn granule(self) -> u64 {
+        match self {
+            Self::None => 1 << 20,
+            Self::Of2MiB => 2 << 20,
+            Self::Of1GiB => 1 << 30,
+        }
+    }
+}
+
+/// What starts the guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Firmware {
+    /// QEMU's default, SeaBIOS.
+    #[default]
+    Default,
+    /// OVMF from two flash images.
+    Ovmf {
+        /// The program, never written.
+        code: PathBuf,
+        /// The VM's own copy of the variables.
+        vars: PathBuf,
+    },
+}

@@ -1,0 +1,340 @@
+//! Descriptions and the exact arguments that they become.
+
+use std::process::Command;
+
+use farside_qemu_configs::{
+    Accel, Device, Firmware, HugePages, Machine, SharedMemoryError, Vm, VmError,
+    check_shared_memory, message_timeout_ms,
+};
+use proptest::prelude::*;
+
+fn device(id: &str) -> Device {
+    Device {
+        id: id.to_owned(),
+        socket: format!("/run/farside/vm1/{id}.sock").into(),
+        bootindex: None,
+    }
+}
+
+fn vm() -> Vm {
+    let mut vm = Vm::new("vm1", 1 << 30);
+    vm.devices.push(device("disk0"));
+    vm
+}
+
+fn args(vm: &Vm) -> Vec<String> {
+    vm.command_line("qemu-system-x86_64").unwrap().args
+}
+
+fn error(vm: &Vm) -> String {
+    vm.command_line("qemu-system-x86_64")
+        .unwrap_err()
+        .to_string()
+}
+
+#[test]
+fn a_q35_with_one_device() {
+    assert_eq!(
+        args(&vm()),
+        [
+            "-name",
+            "guest=vm1,debug-threads=on",
+            "-machine",
+            "q35,memory-backend=mem",
+            "-accel",
+            "kvm",
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "max",
+            "-smp",
+            "1",
+            "-m",
+            "1024M",
+            "-object",
+            "memory-backend-memfd,id=mem,size=1024M,share=on",
+            "-device",
+            r#"{"driver":"pcie-root-port","id":"port0","bus":"pcie.0","addr":"0x10.0x0","multifunction":true,"chassis":1,"slot":1}"#,
+            "-device",
+            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"port0","addr":"0x0","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":6000}"#,
+        ]
+    );
+}
+
+#[test]
+fn an_i440fx_with_two_devices_has_them_on_its_bus() {
+    let mut vm = vm();
+    vm.machine = Machine::I440fx;
+    vm.accel = Accel::Tcg;
+    vm.spare_ports = 4;
+    vm.vcpus = 2;
+    vm.devices[0].bootindex = Some(1);
+    vm.devices.push(device("0dma"));
+    vm.extra_args = vec!["-nographic".to_owned()];
+    assert_eq!(
+        args(&vm),
+        [
+            "-name",
+            "guest=vm1,debug-threads=on",
+            "-machine",
+            "pc,memory-backend=mem",
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "max",
+            "-smp",
+            "2",
+            "-m",
+            "1024M",
+            "-object",
+            "memory-backend-memfd,id=mem,size=1024M,share=on",
+            "-device",
+            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"pci.0","addr":"0x10","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":6000,"bootindex":1}"#,
+            "-device",
+            r#"{"driver":"vfio-user-pci","id":"dev-0dma","bus":"pci.0","addr":"0x11","socket":{"type":"unix","path":"/run/farside/vm1/0dma.sock"},"x-msg-timeout":6000}"#,
+            "-nographic",
+        ]
+    );
+}
+
+#[test]
+fn ovmf_is_two_flash_images_whose_paths_may_have_commas() {
+    let mut vm = vm();
+    vm.devices.clear();
+    vm.accel = Accel::Kvm;
+    vm.huge_pages = HugePages::Of2MiB;
+    vm.firmware = Firmware::Ovmf {
+        code: "/usr/share/OVMF/OVMF_CODE_4M.fd".into(),
+        vars: "/var/lib/a, b/vars.fd".into(),
+    };
+    assert_eq!(
+        args(&vm)[2..],
+        [
+            "-machine",
+            "q35,memory-backend=mem,pflash0=ovmf-code,pflash1=ovmf-vars",
+            "-accel",
+            "kvm",
+            "-cpu",
+            "max",
+            "-smp",
+            "1",
+            "-m",
+            "1024M",
+            "-object",
+            "memory-backend-memfd,id=mem,size=1024M,share=on,hugetlb=on,hugetlbsize=2M",
+            "-blockdev",
+            r#"{"driver":"raw","node-name":"ovmf-code","read-only":true,"file":{"driver":"file","filename":"/usr/share/OVMF/OVMF_CODE_4M.fd"}}"#,
+            "-blockdev",
+            r#"{"driver":"raw","node-name":"ovmf-vars","read-only":false,"file":{"driver":"file","filename":"/var/lib/a, b/vars.fd"}}"#,
+        ]
+    );
+}
+
+#[test]
+fn ports_stay_where_they_are_when_more_are_added() {
+    let mut vm = vm();
+    let before = args(&vm);
+    vm.spare_ports = 9;
+    let after = args(&vm);
+    let ports: Vec<_> = after
+        .iter()
+        .filter(|arg| arg.contains("pcie-root-port"))
+        .collect();
+    assert_eq!(ports.len(), 10);
+    assert_eq!(ports[0], &before[17]);
+    assert_eq!(
+        ports[9],
+        r#"{"driver":"pcie-root-port","id":"port9","bus":"pcie.0","addr":"0x11.0x1","multifunction":false,"chassis":10,"slot":10}"#
+    );
+    assert_eq!(before.last(), after.last(), "the device has not moved");
+}
+
+#[test]
+fn hot_plug_uses_what_the_command_line_uses() {
+    let mut vm = vm();
+    vm.spare_ports = 1;
+    vm.devices.push(device("disk1"));
+    let plug = vm.device_add(1).unwrap();
+    assert_eq!(plug["id"], "dev-disk1");
+    assert_eq!(plug["bus"], "port1");
+    let last: serde_json::Value = serde_json::from_str(args(&vm).last().unwrap()).unwrap();
+    assert_eq!(plug, last);
+}
+
+#[test]
+fn printed_for_a_shell_it_comes_back_the_same() {
+    let mut vm = vm();
+    vm.extra_args = vec![
+        "-append".into(),
+        "it's $HOME \"x\" \\".into(),
+        String::new(),
+    ];
+    let line = vm.command_line("/opt/my qemu/qemu").unwrap();
+    let printed = line.to_string();
+    assert!(
+        printed.starts_with("'/opt/my qemu/qemu' \\\n  -name 'guest=vm1,debug-threads=on' \\\n")
+    );
+    let said = Command::new("sh")
+        .args(["-c", &format!("printf '%s\\0' {printed}")])
+        .output()
+        .unwrap();
+    let words = String::from_utf8(said.stdout).unwrap();
+    let words: Vec<_> = words.split_terminator('\0').collect();
+    assert_eq!(words[0], "/opt/my qemu/qemu");
+    assert_eq!(words[1..], line.args);
+}
+
+#[test]
+fn the_timeout_grows_with_ram() {
+    assert_eq!(message_timeout_ms(0), 5_000);
+    assert_eq!(message_timeout_ms(5 << 30), 8_000);
+    assert_eq!(message_timeout_ms(4 << 40), 2_205_000);
+    assert_eq!(message_timeout_ms(u64::MAX), u32::MAX);
+}
+
+#[test]
+fn bad_descriptions_say_what_to_do() {
+    let with = |change: fn(&mut Vm)| {
+        let mut vm = vm();
+        change(&mut vm);
+        error(&vm)
+    };
+    let rule = "use 1 to 48 letters, digits, `-`, `_` and `.`, the first a letter or digit";
+    assert_eq!(
+        with(|vm| vm.name = "a,b".into()),
+        format!("VM name \"a,b\": {rule}")
+    );
+    assert_eq!(
+        with(|vm| vm.devices[0].id = ".x".into()),
+        format!("device id \".x\": {rule}")
+    );
+    assert_eq!(
+        with(|vm| vm.ram += 1),
+        "guest RAM of 1073741825 bytes is not a multiple of 1048576 bytes: \
+         use 1073741824 or 1074790400"
+    );
+    assert_eq!(
+        with(|vm| {
+            vm.huge_pages = HugePages::Of1GiB;
+            vm.ram = 512 << 20;
+        }),
+        "guest RAM of 536870912 bytes is not a multiple of 1073741824 bytes: \
+         use 1073741824 or 2147483648"
+    );
+    assert_eq!(
+        with(|vm| vm.ram = 0),
+        "guest RAM of 0 bytes: give the VM some"
+    );
+    assert_eq!(with(|vm| vm.vcpus = 0), "0 processors: a VM has 1 to 255");
+    assert_eq!(
+        with(|vm| vm.devices.push(device("disk0"))),
+        "device id \"disk0\" is used by two devices of this VM"
+    );
+    assert_eq!(
+        with(|vm| {
+            vm.devices.push(device("disk1"));
+            vm.devices[1].socket = vm.devices[0].socket.clone();
+        }),
+        "socket \"/run/farside/vm1/disk0.sock\" is used by two devices of this VM"
+    );
+    assert_eq!(
+        with(|vm| {
+            vm.devices.push(device("disk1"));
+            vm.devices.iter_mut().for_each(|d| d.bootindex = Some(0));
+        }),
+        "bootindex \"0\" is used by two devices of this VM"
+    );
+    assert!(
+        with(|vm| vm.devices[0].socket = format!("/{}", "x".repeat(107)).into()).ends_with(
+            "has 108 bytes, and 107 is the most a UNIX socket can have: use a shorter folder"
+        )
+    );
+    assert_eq!(
+        with(|vm| vm.spare_ports = 64),
+        "65 devices and spare ports: a q35 VM has room for 64"
+    );
+    assert_eq!(
+        with(|vm| vm.extra_args.push("a\0".into())),
+        "the extra argument \"a\\0\" has a zero byte"
+    );
+}
+
+#[test]
+fn extra_arguments_must_not_undo_the_shared_memory() {
+    let mut vm = vm();
+    vm.extra_args = vec!["-machine".into(), "memory-backend=other".into()];
+    let error = vm.command_line("qemu").unwrap_err();
+    let unknown = SharedMemoryError::UnknownBackend {
+        user: "-machine",
+        id: "other".to_owned(),
+    };
+    assert_eq!(error, VmError::Memory(unknown));
+}
+
+#[test]
+fn says_which_option_a_foreign_command_line_lacks() {
+    let check = |line: &str| check_shared_memory(&shlex::split(line).unwrap());
+    let said = |line: &str| check(line).unwrap_err().to_string();
+
+    assert_eq!(
+        said("-M q35 -m 2G -device vfio-user-pci"),
+        "guest RAM is private to QEMU: add `-object \
+         memory-backend-memfd,id=mem,size=SIZE,share=on` (SIZE as in -m) and \
+         `memory-backend=mem` to -machine"
+    );
+    assert_eq!(
+        said("-machine q35,memory-backend=mem -object memory-backend-ram,id=mem,size=2G"),
+        "the memory backend \"mem\" (memory-backend-ram) is private to QEMU: \
+         add share=on to its -object"
+    );
+    assert_eq!(
+        said("-machine q35,memory-backend=pc.ram -m 2G"),
+        "-machine names the memory backend \"pc.ram\", but no -object has that id"
+    );
+    let file = "memory-backend-file,mem-path=/dev/hugepages/a,,b,size=2G,id=m0";
+    assert!(check(&format!("-numa node,memdev=m0 -object {file}")).is_err());
+    assert!(check(&format!("-numa node,memdev=m0 -object {file},share=on")).is_ok());
+    assert!(
+        check(&format!(
+            "--machine memory-backend=m0 --object {file},share=yes"
+        ))
+        .is_ok()
+    );
+    assert!(check("-machine q35,memory-backend=m -object memory-backend-memfd,id=m").is_ok());
+    let off = "-machine q35,memory-backend=m -object memory-backend-memfd,id=m,share=off";
+    assert!(check(off).is_err());
+    let json = r#"-machine q35,memory-backend=m
+        -object '{"qom-type":"memory-backend-file","id":"m","share":true,"size":1}'"#;
+    assert!(check(json).is_ok());
+    assert!(check("-object").is_err());
+    assert!(check("-object '{' -machine ,,=,").is_err());
+}
+
+proptest! {
+    /// Whatever it is asked, it answers with arguments that QEMU's parser reads
+    /// back, or with an error.
+    #[test]
+    fn any_description_gives_arguments_or_an_error(
+        name in "[a-z0-9.,-]{0,4}",
+        mib in 0u64..1 << 40,
+        vcpus in 0u32..300,
+        ids in prop::collection::vec("[a-z0-9\"\\\\,]{0,3}", 0..5),
+        spare in 0u16..80,
+        i440fx in any::<bool>(),
+    ) {
+        let mut vm = Vm::new(name, mib << 20);
+        vm.vcpus = vcpus;
+        vm.spare_ports = spare;
+        vm.machine = if i440fx { Machine::I440fx } else { Machine::Q35 };
+        vm.devices = ids.iter().map(|id| device(id)).collect();
+        if let Ok(line) = vm.command_line("qemu") {
+            prop_assert!(check_shared_memory(&line.args).is_ok());
+            for arg in line.args.iter().filter(|arg| arg.starts_with('{')) {
+                serde_json::from_str::<serde_json::Value>(arg).unwrap();
+            }
+            let command = line.to_command();
+            prop_assert_eq!(command.get_program(), "qemu");
+            prop_assert_eq!(command.get_args().len(), line.args.len());
+        }
+    }
+}
