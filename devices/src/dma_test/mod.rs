@@ -212,6 +212,8 @@ pub fn fault_code(reason: FaultReason) -> u32 {
 pub struct DmaTest {
     description: Description,
     registers: Registers,
+    /// What the counters had come to before the last reset.
+    past: Counters,
     sram: Sram,
     msix_table: Vec<u8>,
     job: Option<Job>,
@@ -219,6 +221,9 @@ pub struct DmaTest {
     /// Where pieces of a command pass through.
     buffer: Vec<u8>,
 }
+
+/// Names and counts.
+type Counters = [(&'static str, u64); 5];
 
 /// What BAR 0 shows, all zero after a reset.
 #[derive(Default)]
@@ -249,6 +254,7 @@ impl DmaTest {
         let mut device = Self {
             description: description(),
             registers: Registers::default(),
+            past: Registers::default().counters(),
             sram: Sram::new(SRAM_SIZE as usize),
             msix_table: vec![0; TABLE_SIZE as usize],
             job: None,
@@ -397,6 +403,16 @@ impl Registers {
         u16::try_from(self.vector).ok().filter(|v| *v < VECTORS)
     }
 
+    fn counters(&self) -> Counters {
+        [
+            ("commands", self.commands),
+            ("bytes_read", self.bytes_read),
+            ("bytes_written", self.bytes_written),
+            ("interrupts", self.interrupts),
+            ("faults", self.faults.into()),
+        ]
+    }
+
     fn note_fault(&mut self, fault: &Fault) {
         self.status |= status::FAULT;
         self.fault_iova = fault.iova;
@@ -490,7 +506,19 @@ impl Device for DmaTest {
         self.quiesced = false;
     }
 
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        let now = self.registers.counters();
+        let past = self.past.iter().map(|(_, count)| count);
+        now.iter()
+            .zip(past)
+            .map(|((name, now), past)| (*name, now + past))
+            .collect()
+    }
+
     fn reset(&mut self) {
+        for ((_, past), (_, now)) in self.past.iter_mut().zip(self.registers.counters()) {
+            *past += now;
+        }
         self.registers = Registers::default();
         self.sram.clear();
         self.job = None;

@@ -393,6 +393,26 @@ fn a_reset_is_as_power_on() {
 }
 
 #[test]
+fn counters_for_people_outlive_a_reset() {
+    let mut bench = Bench::new();
+    bench.run(Command::Fill, 0, BASE, 16);
+    bench.device.reset();
+    assert_eq!(bench.get64(reg::BYTES_WRITTEN), 0);
+    bench.run(Command::Fill, 0, BASE, 4);
+    bench.run(Command::Read, 0, 0, 4);
+    assert_eq!(
+        bench.device.stats(),
+        [
+            ("commands", 3),
+            ("bytes_read", 0),
+            ("bytes_written", 20),
+            ("interrupts", 0),
+            ("faults", 1)
+        ]
+    );
+}
+
+#[test]
 fn configuration_space_lists_its_capabilities() {
     let device = DmaTest::new();
     let config = &device.description().config;
