@@ -28,8 +28,8 @@ use crate::{
     config_space::ConfigSpace,
     dma_table::{Backing, DmaTable, Mapping},
     vfio_user::{
-        DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite,
-        Reply, ReplyTo, Request, SetIrqs as WireIrqs,
+        DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
+        Request, SetIrqs as WireIrqs,
         serve::{Answer, Handler},
     },
 };
@@ -195,10 +195,7 @@ impl Device {
 
     /// The register channel has something, or room.
     pub(crate) fn on_registers(&mut self) -> Option<Conclusion<'_>> {
-        loop {
-            let Some(channel) = &mut self.registers else {
-                break;
-            };
+        while let Some(channel) = &mut self.registers {
             match registers::next_event(channel) {
                 Ok(Some(event)) => self.on_register_event(event),
                 Ok(None) => break,

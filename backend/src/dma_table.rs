@@ -139,12 +139,6 @@ impl DmaTable {
             .map(|mapping| mapping.range)
     }
 
-    /// The parts of `range` that a device can reach, in order.
-    pub(crate) fn shared_in(&self, range: GpaRange) -> impl Iterator<Item = &Mapping> {
-        self.overlapping(range)
-            .filter(|mapping| mapping.is_shared())
-    }
-
     /// Which ranges resolve to memory that a device can reach.
     pub(crate) fn oracle(&self) -> TableOracle {
         TableOracle(

@@ -67,6 +67,18 @@ pub enum Model {
     DmaTest(DmaTestConfig),
 }
 
+impl Model {
+    /// An NVMe drive on `image`, all else as by default.
+    pub fn nvme(image: PathBuf) -> Self {
+        Self::Nvme(nvme::Config::new(image))
+    }
+
+    /// The DMA test device.
+    pub fn dma_test() -> Self {
+        Self::DmaTest(DmaTestConfig {})
+    }
+}
+
 /// The DMA test device has nothing to configure.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]

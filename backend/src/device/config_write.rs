@@ -60,11 +60,7 @@ impl Device {
                     return None;
                 };
                 let size = self.description.bars.get(usize::from(bar))?.as_ref()?.size;
-                Some(BarAddress {
-                    bar,
-                    gpa,
-                    size,
-                })
+                Some(BarAddress { bar, gpa, size })
             })
             .collect()
     }

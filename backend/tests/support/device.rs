@@ -1,0 +1,250 @@
+//! A device without a point: regions of plain bytes, a list of DMA ranges, a
+//! record of what was asked. It answers as a backend would.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use farside_backend::vfio_user::serve::{Answer, Handler};
+use farside_backend::vfio_user::{
+    DeviceInfo, DmaMap, DmaUnmap, Errno, IrqData, IrqIndex, IrqInfo, Mappable, Region, RegionInfo,
+    Reply, ReplyTo, Request, SetIrqs, SparseArea,
+};
+
+/// Bytes of BAR 0, whose second page can be mapped.
+pub const BAR0_SIZE: u64 = 0x4000;
+/// Bytes of BAR 2, all of which can be mapped.
+pub const BAR2_SIZE: u64 = 0x1000;
+/// Bytes of configuration space.
+pub const CONFIG_SIZE: u64 = 4096;
+/// MSI-X vectors.
+pub const VECTORS: u32 = 8;
+/// Where BAR 0 begins in its file.
+pub const BAR0_FILE_OFFSET: u64 = 0x10000;
+
+const AREAS: &[SparseArea] = &[SparseArea {
+    offset: 0x1000,
+    size: 0x1000,
+}];
+
+/// The device.
+pub struct TestDevice {
+    bar0: Vec<u8>,
+    bar2: Vec<u8>,
+    config: Vec<u8>,
+    file: OwnedFd,
+    read: Vec<u8>,
+    /// Mapped ranges: address, size, whether a descriptor came.
+    pub dma: Vec<(u64, u64, bool)>,
+    /// Eventfds of the MSI-X vectors.
+    pub eventfds: Vec<Option<OwnedFd>>,
+    /// Vectors that a client triggered.
+    pub triggered: Vec<u32>,
+    /// How often it was reset.
+    pub resets: u32,
+    /// Whether resets are answered later, by the test.
+    pub defer_reset: Option<Option<ReplyTo>>,
+}
+
+impl TestDevice {
+    pub fn new() -> Self {
+        let file = rustix::fs::memfd_create("bar", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, BAR0_FILE_OFFSET + BAR0_SIZE).unwrap();
+        Self {
+            bar0: vec![0; BAR0_SIZE as usize],
+            bar2: vec![0; BAR2_SIZE as usize],
+            config: (0..CONFIG_SIZE).map(|at| at as u8).collect(),
+            file,
+            read: Vec::new(),
+            dma: Vec::new(),
+            eventfds: (0..VECTORS).map(|_| None).collect(),
+            triggered: Vec::new(),
+            resets: 0,
+            defer_reset: None,
+        }
+    }
+
+    fn memory(&mut self, region: Region) -> &mut [u8] {
+        match region {
+            Region::Bar(0) => &mut self.bar0,
+            Region::Bar(2) => &mut self.bar2,
+            Region::Config => &mut self.config,
+            _ => &mut [],
+        }
+    }
+
+    fn region_info(&self, region: Region) -> RegionInfo<'_> {
+        let (size, mappable) = match region {
+            Region::Bar(0) => (BAR0_SIZE, Some((BAR0_FILE_OFFSET, AREAS))),
+            Region::Bar(2) => (BAR2_SIZE, Some((0, &[][..]))),
+            Region::Config => (CONFIG_SIZE, None),
+            _ => return RegionInfo::absent(region),
+        };
+        let mappable = mappable.map(|(offset, areas)| Mappable {
+            fd: self.file.as_fd(),
+            offset,
+            areas,
+        });
+        RegionInfo {
+            region,
+            size,
+            readable: true,
+            writable: true,
+            mappable,
+        }
+    }
+
+    fn write(&mut self, region: Region, offset: u64, data: &[u8]) -> Result<(), Errno> {
+        let memory = self.memory(region);
+        let start = usize::try_from(offset).map_err(|_| Errno::INVAL)?;
+        let end = start.checked_add(data.len()).ok_or(Errno::INVAL)?;
+        memory
+            .get_mut(start..end)
+            .ok_or(Errno::INVAL)?
+            .copy_from_slice(data);
+        Ok(())
+    }
+
+    fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let last = map.address + (map.size - 1);
+        let overlaps = |&(address, size, _): &(u64, u64, bool)| {
+            address <= last && map.address <= address + (size - 1)
+        };
+        if self.dma.iter().any(overlaps) {
+            return Err(Errno::EXIST);
+        }
+        self.dma.push((map.address, map.size, map.fd.is_some()));
+        Ok(())
+    }
+
+    fn unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
+        match unmap {
+            DmaUnmap::All => self.dma.clear(),
+            DmaUnmap::Range { address, size } => {
+                let at = self
+                    .dma
+                    .iter()
+                    .position(|&(a, s, _)| (a, s) == (address, size));
+                self.dma.remove(at.ok_or(Errno::NOENT)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn set_irqs(&mut self, set: SetIrqs<'_>) -> Result<(), Errno> {
+        if set.start + set.count > vectors(set.index) {
+            return Err(Errno::INVAL);
+        }
+        if set.index != IrqIndex::Msix {
+            return Ok(());
+        }
+        let range = set.start as usize..(set.start + set.count) as usize;
+        if set.disables_all() {
+            self.eventfds.fill_with(|| None);
+            return Ok(());
+        }
+        match set.data {
+            IrqData::None => self.triggered.extend(set.start..set.start + set.count),
+            IrqData::Bool(flags) => self.triggered.extend(
+                flags
+                    .iter()
+                    .zip(set.start..)
+                    .filter(|(flag, _)| **flag != 0)
+                    .map(|(_, n)| n),
+            ),
+            IrqData::Eventfds(fds) => {
+                let mut fds = fds.into_iter();
+                self.eventfds[range].fill_with(|| fds.next());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn vectors(index: IrqIndex) -> u32 {
+    match index {
+        IrqIndex::Intx | IrqIndex::Error | IrqIndex::Request => 1,
+        IrqIndex::Msi => 0,
+        IrqIndex::Msix => VECTORS,
+    }
+}
+
+impl Handler for TestDevice {
+    fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
+        let done = |result: Result<(), Errno>, reply| match result {
+            Ok(()) => Answer::Reply(reply),
+            Err(errno) => Answer::Error(errno),
+        };
+        match request {
+            Request::Version(negotiated) => Answer::Reply(Reply::Version(negotiated)),
+            Request::DmaMap(map) => done(self.map(map), Reply::Done),
+            Request::DmaUnmap(range) => done(self.unmap(range), Reply::DmaUnmap(range)),
+            Request::DeviceGetInfo => {
+                Answer::Reply(Reply::DeviceInfo(DeviceInfo { resettable: true }))
+            }
+            Request::DeviceGetRegionInfo { region, argsz } => Answer::Reply(Reply::RegionInfo {
+                info: self.region_info(region),
+                argsz,
+            }),
+            Request::DeviceGetIrqInfo { index } => {
+                Answer::Reply(Reply::IrqInfo(IrqInfo::pci(index, vectors(index))))
+            }
+            Request::DeviceSetIrqs(set) => done(self.set_irqs(set), Reply::Done),
+            Request::RegionRead {
+                region,
+                offset,
+                count,
+            } => {
+                let mut read = std::mem::take(&mut self.read);
+                let memory = self.memory(region);
+                let start = usize::try_from(offset).unwrap_or(usize::MAX);
+                let end = start.saturating_add(count as usize);
+                read.clear();
+                let found = memory
+                    .get(start..end)
+                    .map(|data| read.extend_from_slice(data));
+                self.read = read;
+                match found {
+                    Some(()) => Answer::Reply(Reply::RegionRead {
+                        region,
+                        offset,
+                        data: &self.read,
+                    }),
+                    None => Answer::Error(Errno::INVAL),
+                }
+            }
+            Request::RegionWrite(write) => {
+                let count = write.data.len() as u32;
+                let (region, offset) = (write.region, write.offset);
+                let result = self.write(region, offset, write.data);
+                done(
+                    result,
+                    Reply::RegionWrite {
+                        region,
+                        offset,
+                        count,
+                    },
+                )
+            }
+            Request::RegionWriteMulti(multi) => {
+                let result = multi
+                    .writes()
+                    .try_for_each(|w| self.write(w.region, w.offset, w.data));
+                done(
+                    result,
+                    Reply::RegionWriteMulti {
+                        done: multi.len() as u64,
+                    },
+                )
+            }
+            Request::DeviceReset => {
+                self.resets += 1;
+                match &mut self.defer_reset {
+                    Some(deferred) => {
+                        *deferred = Some(to);
+                        Answer::Later
+                    }
+                    None => Answer::Reply(Reply::Done),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,194 @@
+use farside_backend::vfio_user::{Errno, MAX_MESSAGE_SIZE};
+
+use crate::harness::*;
+
+fn map(address: u64) -> Vec<u8> {
+    [words(&[32, 3]), longs(&[0, address, 0x1000])].concat()
+}
+
+/// `SET_IRQS`: eventfds for `count` MSI-X vectors from `start`.
+fn eventfds(start: u32, count: u32) -> Vec<u8> {
+    words(&[20, 1 << 2 | 1 << 5, 2, start, count])
+}
+
+#[test]
+fn a_command_that_takes_none_is_refused_and_they_are_closed() {
+    let cases = [
+        (GET_INFO, words(&[16, 0, 0, 0])),
+        (DMA_UNMAP, [words(&[24, 0]), longs(&[0, 0x1000])].concat()),
+        (REGION_READ, access(0, 0, 4)),
+        (REGION_WRITE, [access(0, 0, 4), vec![0; 4]].concat()),
+        (RESET, vec![]),
+        (6, vec![0; 16]),
+        (999, vec![]),
+    ];
+    let mut wire = Wire::negotiated();
+    for (command, payload) in cases {
+        let canary = Canary::new();
+        let errno = wire
+            .call_fds(command, &payload, &[canary.fd()])
+            .unwrap_err();
+        assert_eq!(errno, Errno::INVAL);
+        assert!(canary.is_closed(), "{command}");
+        wire.still_framed();
+    }
+    assert_eq!(wire.device.resets, 0);
+}
+
+#[test]
+fn more_than_sixteen_are_refused_and_closed() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let fds = [canary.fd(); 17];
+    let errno = wire.call_fds(SET_IRQS, &eventfds(0, 8), &fds).unwrap_err();
+    assert_eq!(errno, Errno::INVAL);
+    assert!(canary.is_closed());
+    wire.still_framed();
+}
+
+#[test]
+fn sixteen_in_parts_are_too_many_with_one_more() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let bytes = message(1, SET_IRQS, 0, &eventfds(0, 8));
+    for (part, count) in [(&bytes[..4], 16), (&bytes[4..8], 1), (&bytes[8..], 16)] {
+        wire.send_fds(part, &vec![canary.fd(); count]);
+        wire.run().unwrap();
+    }
+    assert_eq!(
+        wire.received().unwrap().error,
+        Errno::INVAL.raw_os_error() as u32
+    );
+    assert!(canary.is_closed());
+    wire.still_framed();
+}
+
+#[test]
+fn they_belong_to_the_message_they_came_with_however_it_is_cut() {
+    let bytes = message(1, SET_IRQS, 0, &eventfds(0, 1));
+    for split in 1..bytes.len() {
+        for with_second in [false, true] {
+            let mut wire = Wire::negotiated();
+            let canary = Canary::new();
+            let fds = [canary.fd()];
+            let (first, second) = if with_second {
+                (&[][..], &fds[..])
+            } else {
+                (&fds[..], &[][..])
+            };
+            wire.send_fds(&bytes[..split], first);
+            wire.run().unwrap();
+            wire.send_fds(&bytes[split..], second);
+            wire.run().unwrap();
+            assert_eq!(wire.received().unwrap().error, 0);
+            assert!(wire.device.eventfds[0].is_some());
+            wire.still_framed();
+            drop(wire);
+            assert!(canary.is_closed());
+        }
+    }
+}
+
+#[test]
+fn they_belong_to_the_right_one_of_pipelined_messages() {
+    // QEMU sends DMA_MAPs in bursts, with and without a descriptor.
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let with = [true, false, false, true, true, false, true];
+    for (page, with) in with.iter().enumerate() {
+        let bytes = message(page as u16, DMA_MAP, 0, &map(0x1000 * page as u64));
+        wire.send_fds(&bytes, if *with { &[canary.fd()] } else { &[] }.as_ref());
+    }
+    wire.run().unwrap();
+    let got: Vec<bool> = wire.device.dma.iter().map(|(_, _, fd)| *fd).collect();
+    assert_eq!(got, with);
+}
+
+#[test]
+fn they_belong_to_the_right_one_after_short_messages() {
+    // Messages before it that are shorter than one read.
+    for before in [
+        message(1, RESET, 0, &[]),
+        message(1, RESET, 0, &[]).repeat(2),
+        message(1, REGION_READ, 0, &access(0, 7, 4)),
+        message(1, GET_INFO, 0, &words(&[16, 0, 0, 0])),
+        message(1, SET_IRQS, 0, &words(&[20, 1 | 1 << 5, 2, 0, 1])),
+    ] {
+        for together in [false, true] {
+            let mut wire = Wire::negotiated();
+            let canary = Canary::new();
+            let set = message(2, SET_IRQS, 0, &eventfds(3, 1));
+            if together {
+                wire.send(&[before.as_slice(), &set[..1]].concat());
+                wire.send_fds(&set[1..], &[canary.fd()]);
+            } else {
+                wire.send(&before);
+                wire.send_fds(&set, &[canary.fd()]);
+            }
+            wire.run().unwrap();
+            while let Some(reply) = wire.received() {
+                assert_eq!(reply.error, 0);
+            }
+            assert!(wire.device.eventfds[3].is_some());
+        }
+    }
+}
+
+#[test]
+fn two_messages_in_one_segment_get_them_on_the_first_that_takes_them() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let both = [
+        message(1, SET_IRQS, 0, &eventfds(0, 1)),
+        message(2, RESET, 0, &[]),
+    ]
+    .concat();
+    wire.send_fds(&both, &[canary.fd()]);
+    wire.run().unwrap();
+    assert_eq!(wire.received().unwrap().error, 0);
+    assert_eq!(wire.received().unwrap().error, 0);
+    assert!(wire.device.eventfds[0].is_some());
+}
+
+#[test]
+fn those_with_a_body_that_is_thrown_away_are_closed() {
+    let mut wire = Wire::negotiated();
+    let (first, second) = (Canary::new(), Canary::new());
+    let header = raw_message(1, REGION_WRITE, MAX_MESSAGE_SIZE + 100, 0, &[]);
+    wire.send_fds(&header, &[first.fd()]);
+    wire.run().unwrap();
+    assert!(first.is_closed());
+    let body = vec![0; MAX_MESSAGE_SIZE as usize + 84];
+    for (at, part) in body.chunks(50_000).enumerate() {
+        wire.send_fds(part, if at == 3 { &[second.fd()] } else { &[] }.as_ref());
+        wire.run().unwrap();
+    }
+    assert!(second.is_closed());
+    wire.received().unwrap();
+    wire.still_framed();
+}
+
+#[test]
+fn those_of_a_message_that_never_ends_go_with_the_connection() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let bytes = message(1, SET_IRQS, 0, &eventfds(0, 1));
+    wire.send_fds(&bytes[..20], &[canary.fd()]);
+    wire.run().unwrap();
+    drop(wire);
+    assert!(canary.is_closed());
+}
+
+#[test]
+fn received_ones_close_on_exec() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    wire.call_fds(SET_IRQS, &eventfds(0, 1), &[canary.fd()])
+        .unwrap();
+    let fd = wire.device.eventfds[0].as_ref().unwrap();
+    assert!(
+        rustix::io::fcntl_getfd(fd)
+            .unwrap()
+            .contains(rustix::io::FdFlags::CLOEXEC)
+    );
+}

@@ -1,0 +1,34 @@
+use farside_backend::vfio_user::serve::Pumped;
+use farside_backend::vfio_user::{Errno, Reply};
+
+use crate::harness::*;
+
+#[test]
+fn resets() {
+    let mut wire = Wire::negotiated();
+    assert_eq!(wire.call(RESET, &[]).unwrap(), []);
+    assert_eq!(wire.device.resets, 1);
+}
+
+#[test]
+fn too_long_is_refused() {
+    let mut wire = Wire::negotiated();
+    wire.refused(RESET, &[0], Errno::INVAL);
+    assert_eq!(wire.device.resets, 0);
+}
+
+#[test]
+fn an_answer_may_come_later_and_holds_up_what_follows() {
+    let mut wire = Wire::negotiated();
+    wire.device.defer_reset = Some(None);
+    wire.send(&message(1, RESET, 0, &[]));
+    wire.send(&message(2, GET_INFO, 0, &words(&[16, 0, 0, 0])));
+    assert_eq!(wire.run().unwrap(), Pumped::Later);
+    assert!(wire.received().is_none());
+
+    let to = wire.device.defer_reset.take().flatten().unwrap();
+    wire.server.send(to, Ok(Reply::Done)).unwrap();
+    assert_eq!(wire.run().unwrap(), Pumped::Idle);
+    assert_eq!(wire.received().unwrap().id, 1);
+    assert_eq!(wire.received().unwrap().id, 2);
+}

@@ -1,0 +1,274 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+
+use crate::text::parse_size;
+
+/// Use a PCIe device that sits in another host from a VM.
+///
+/// A lender (`farside lend`) owns devices. For each VM a backend (`farside
+/// serve`) borrows them and serves them to QEMU over vfio-user. Neither QEMU
+/// nor the guest is changed.
+#[derive(Debug, Parser)]
+#[command(
+    name = "farside",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Start with:
+  farside lend --nvme disk0=disk0.img          lend an NVMe drive made of an image file
+  farside serve --vm demo --device disk0       serve it to the VM `demo`
+  farside qemu --vm demo --run -- DISK.qcow2   start QEMU with it
+
+Log lines go to standard error; FARSIDE_LOG=debug (or warn, error) changes how many."
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Lend devices: the daemon of a lending host
+    Lend(Lend),
+    /// List what can be borrowed, where, and by whom it is used
+    Devices(Devices),
+    /// Serve borrowed devices to a VM: its backend
+    Serve(Serve),
+    /// Print or start the QEMU command line of a VM
+    Qemu(Qemu),
+    /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
+    Status(Status),
+    /// Print a completion script for a shell
+    Completions {
+        /// Which shell.
+        shell: Shell,
+    },
+    /// Write man pages
+    Man {
+        /// Folder to write them to; made if missing.
+        #[arg(default_value = "man")]
+        folder: PathBuf,
+    },
+}
+
+/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then takes every device
+/// back.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Lend {
+    /// Configuration file (TOML); flags add to it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Name of this lender [default: the host name].
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+    /// Where backends connect [default: lender.sock in the runtime folder].
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+    /// Lend an NVMe drive made of an image file or block device.
+    #[arg(long, value_name = "ID=IMAGE", value_parser = parse_pair)]
+    pub(crate) nvme: Vec<(String, PathBuf)>,
+    /// Lend a DMA test device.
+    #[arg(long, value_name = "ID")]
+    pub(crate) dma_test: Vec<String>,
+    /// How long a device's thread looks for work before it sleeps, microseconds.
+    #[arg(long, value_name = "US")]
+    pub(crate) poll_us: Option<u64>,
+}
+
+/// Where lenders are.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Lenders {
+    /// Socket of a lender; may be given more than once [default: this host's].
+    #[arg(long = "lender", value_name = "PATH")]
+    pub(crate) lenders: Vec<PathBuf>,
+}
+
+impl Lenders {
+    /// Those named, or the one of this host.
+    pub(crate) fn sockets(&self) -> Vec<PathBuf> {
+        match self.lenders.as_slice() {
+            [] => vec![farside_control::paths::lender_socket()],
+            some => some.to_vec(),
+        }
+    }
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Devices {
+    #[command(flatten)]
+    pub(crate) lenders: Lenders,
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Serves devices to one VM until it is stopped (Ctrl-C, SIGTERM). A device is
+/// borrowed when QEMU resets it as the VM boots, and given back when QEMU goes;
+/// the VM may be started again without starting this again.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Serve {
+    /// Name of the VM.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) vm: Option<String>,
+    /// Id of a device to serve; may be given more than once.
+    #[arg(long = "device", value_name = "ID")]
+    pub(crate) devices: Vec<String>,
+    /// The VM's description (TOML); flags add to it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) lenders: Lenders,
+    /// How interrupts reach QEMU.
+    #[arg(long, value_enum)]
+    pub(crate) interrupts: Option<InterruptForm>,
+    /// What to do when the memlock limit is too small for the guest's RAM.
+    #[arg(long, value_enum)]
+    pub(crate) pin: Option<Pin>,
+    /// Longest time to make a device DMA-ready, seconds. Keep it below QEMU's
+    /// x-msg-timeout, which `farside qemu` derives from the guest's RAM.
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) open_timeout: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum InterruptForm {
+    /// The lender's device signals QEMU itself (on one machine).
+    Direct,
+    /// The lender tells the backend, which signals QEMU.
+    Relayed,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Pin {
+    /// Refuse: the device does not get DMA.
+    Require,
+    /// Populate the memory without locking it (software fabric only).
+    Prefer,
+}
+
+/// Prints the QEMU command line of a VM, or starts it. The VM's devices are
+/// those that its backend serves, unless --device names them.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Qemu {
+    /// Name of the VM.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) vm: Option<String>,
+    /// The VM's description (TOML); flags go before it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Guest RAM, such as 512M or 4G [default: 2G].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) memory: Option<u64>,
+    /// Virtual processors [default: 1].
+    #[arg(long, value_name = "N")]
+    pub(crate) cpus: Option<u32>,
+    /// Chipset [default: q35].
+    #[arg(long, value_enum)]
+    pub(crate) machine: Option<MachineArg>,
+    /// What runs the guest's instructions [default: auto].
+    #[arg(long, value_enum)]
+    pub(crate) accel: Option<AccelArg>,
+    /// Make guest RAM of huge pages of this size.
+    #[arg(long, value_enum, value_name = "SIZE")]
+    pub(crate) hugepages: Option<HugePagesArg>,
+    /// Boot OVMF: its program, and the VM's own copy of the variables.
+    #[arg(long, num_args = 2, value_names = ["CODE", "VARS"])]
+    pub(crate) ovmf: Option<Vec<PathBuf>>,
+    /// Give the VM this device, whether or not its backend runs yet.
+    #[arg(long = "device", value_name = "ID")]
+    pub(crate) devices: Vec<String>,
+    /// Boot from this device first.
+    #[arg(long, value_name = "ID")]
+    pub(crate) boot: Option<String>,
+    /// Root ports to leave free for hot plug.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub(crate) spare_ports: u16,
+    /// QEMU's program.
+    #[arg(long, value_name = "PATH", default_value = "qemu-system-x86_64")]
+    pub(crate) qemu: PathBuf,
+    /// Start it instead of printing it.
+    #[arg(long)]
+    pub(crate) run: bool,
+    /// More arguments for QEMU: disks, networks, consoles.
+    #[arg(last = true, value_name = "QEMU ARGUMENTS")]
+    pub(crate) extra: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum MachineArg {
+    /// PCI Express.
+    Q35,
+    /// Conventional PCI (i440FX).
+    Pc,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum AccelArg {
+    /// KVM, and TCG where that does not start.
+    Auto,
+    /// KVM or nothing.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
+pub(crate) enum HugePagesArg {
+    /// 2 MiB
+    #[value(name = "2M")]
+    #[serde(rename = "2M")]
+    Of2MiB,
+    /// 1 GiB
+    #[value(name = "1G")]
+    #[serde(rename = "1G")]
+    Of1GiB,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Status {
+    /// Only this VM.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) vm: Option<String>,
+    #[command(flatten)]
+    pub(crate) lenders: Lenders,
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn parse_pair(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((id, image)) if !id.is_empty() && !image.is_empty() => {
+            Ok((id.to_owned(), image.into()))
+        }
+        _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn an_nvme_drive_is_an_id_and_an_image() {
+        assert_eq!(
+            parse_pair("a=b=c").unwrap(),
+            ("a".to_owned(), PathBuf::from("b=c"))
+        );
+        assert!(parse_pair("a").is_err());
+        assert!(parse_pair("=b").is_err());
+    }
+}

@@ -1,0 +1,43 @@
+//! `farside devices`.
+
+use farside_control::{Client, DeviceEntry};
+
+use crate::{args::Devices, text::table};
+
+#[derive(serde::Serialize)]
+struct Listed {
+    lender: String,
+    #[serde(flatten)]
+    device: DeviceEntry,
+}
+
+pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
+    let mut listed = Vec::new();
+    for socket in args.lenders.sockets() {
+        let mut client = Client::connect(&socket, None)?;
+        let lender = client.lender().to_owned();
+        listed.extend(client.devices()?.into_iter().map(|device| Listed {
+            lender: lender.clone(),
+            device,
+        }));
+    }
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&listed)?);
+        return Ok(());
+    }
+    let rows: Vec<Vec<String>> = listed
+        .into_iter()
+        .map(|Listed { lender, device }| {
+            let used_by = match device.borrowed_by {
+                Some(by) => format!("VM {} (epoch {}, {} s)", by.vm, by.epoch, by.seconds),
+                None => "-".into(),
+            };
+            vec![device.id, lender, device.source, device.summary, used_by]
+        })
+        .collect();
+    print!(
+        "{}",
+        table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows)
+    );
+    Ok(())
+}

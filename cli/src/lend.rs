@@ -1,0 +1,39 @@
+//! `farside lend`.
+
+use anyhow::Context;
+use farside_lender::{
+    Lender,
+    config::{Config, DeviceConfig, Model},
+};
+
+use crate::{args::Lend, signals};
+
+pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
+    let mut config = match &args.config {
+        Some(path) => Config::load(path)?,
+        None => Config::default(),
+    };
+    if let Some(name) = args.name {
+        config.name = name;
+    }
+    if let Some(socket) = args.socket {
+        config.socket = socket;
+    }
+    if let Some(poll_us) = args.poll_us {
+        config.poll_us = poll_us;
+    }
+    let nvme = args.nvme.into_iter().map(|(id, image)| DeviceConfig {
+        id,
+        model: Model::nvme(image),
+    });
+    let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
+        id,
+        model: Model::dma_test(),
+    });
+    config.device.extend(nvme.chain(dma_test));
+
+    let lender = Lender::start(config)?;
+    signals::raise_on_signal(&lender.stop_handle()?).context("cannot wait for signals")?;
+    lender.run()?;
+    Ok(())
+}

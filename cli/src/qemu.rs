@@ -1,0 +1,105 @@
+//! `farside qemu`.
+
+use std::os::unix::process::CommandExt;
+
+use anyhow::{Context, bail};
+use farside_control::paths;
+use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm};
+
+use crate::{
+    args::{AccelArg, HugePagesArg, MachineArg, Qemu},
+    status,
+    vm_file::VmFile,
+};
+
+/// Guest RAM when nothing is said.
+const DEFAULT_RAM: u64 = 2 << 30;
+
+pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
+    let file = VmFile::load(args.config.as_deref())?;
+    let name = args
+        .vm
+        .or(file.name)
+        .context("which VM? Name it with --vm NAME")?;
+    let ids = if !args.devices.is_empty() {
+        args.devices
+    } else if !file.devices.is_empty() {
+        file.devices
+    } else {
+        served(&name)?
+    };
+    if let Some(boot) = &args.boot
+        && !ids.contains(boot)
+    {
+        bail!(
+            "cannot boot from {boot}: VM {name} has the devices {}",
+            ids.join(", ")
+        );
+    }
+    let mut vm = Vm::new(&name, args.memory.or(file.memory).unwrap_or(DEFAULT_RAM));
+    vm.vcpus = args.cpus.or(file.cpus).unwrap_or(1);
+    vm.machine = match args.machine.or(file.machine) {
+        Some(MachineArg::Pc) => Machine::I440fx,
+        Some(MachineArg::Q35) | None => Machine::Q35,
+    };
+    vm.accel = match args.accel.or(file.accel) {
+        Some(AccelArg::Kvm) => Accel::Kvm,
+        Some(AccelArg::Tcg) => Accel::Tcg,
+        Some(AccelArg::Auto) | None => Accel::Auto,
+    };
+    vm.huge_pages = match args.hugepages.or(file.hugepages) {
+        Some(HugePagesArg::Of2MiB) => HugePages::Of2MiB,
+        Some(HugePagesArg::Of1GiB) => HugePages::Of1GiB,
+        None => HugePages::None,
+    };
+    if let Some([code, vars]) = args.ovmf.as_deref() {
+        vm.firmware = Firmware::Ovmf {
+            code: code.clone(),
+            vars: vars.clone(),
+        };
+    }
+    vm.spare_ports = args.spare_ports;
+    vm.devices = ids
+        .into_iter()
+        .map(|id| Device {
+            socket: paths::device_socket(&name, &id),
+            bootindex: (args.boot.as_ref() == Some(&id)).then_some(0),
+            id,
+        })
+        .collect();
+    vm.extra_args = args.extra;
+
+    let command_line = vm.command_line(&args.qemu)?;
+    if !args.run {
+        println!("{command_line}");
+        return Ok(());
+    }
+    let qemu = QemuBinary::probe(&args.qemu)?;
+    log::info!("starting QEMU {} for VM {name}", qemu.version());
+    for device in &vm.devices {
+        if !device.socket.exists() {
+            bail!(
+                "nobody serves device {} to VM {name} ({} is missing): start `farside serve --vm {name} --device {}` first",
+                device.id,
+                device.socket.display(),
+                device.id
+            );
+        }
+    }
+    let error = command_line.to_command().exec();
+    Err(error).with_context(|| format!("cannot start {}", args.qemu.display()))
+}
+
+/// The devices that the VM's backend serves.
+fn served(vm: &str) -> anyhow::Result<Vec<String>> {
+    let report = status::backend(&paths::status_socket(vm)).with_context(|| {
+        format!(
+            "no backend runs for VM {vm}: start `farside serve --vm {vm} --device ID`, or name the devices with --device"
+        )
+    })?;
+    let devices = report["devices"].as_array().context("malformed status")?;
+    let ids = devices
+        .iter()
+        .filter_map(|device| Some(device["device"].as_str()?.to_owned()));
+    Ok(ids.collect())
+}

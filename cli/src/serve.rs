@@ -1,0 +1,64 @@
+//! `farside serve`.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use farside_backend::{Backend, Config, Interrupts};
+use farside_control::Wakeup;
+use farside_fabric::pin::PinPolicy;
+
+use crate::{
+    args::{InterruptForm, Pin, Serve},
+    signals,
+    vm_file::VmFile,
+};
+
+/// Half a second below QEMU's `x-msg-timeout` when nothing raises that.
+const OPEN_TIMEOUT: Duration = Duration::from_millis(4500);
+
+pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
+    let mut file = VmFile::load(args.config.as_deref())?;
+    let vm = args
+        .vm
+        .or(file.name)
+        .context("which VM? Name it with --vm NAME")?;
+    file.devices.extend(args.devices);
+    if !args.lenders.lenders.is_empty() || file.lenders.is_empty() {
+        file.lenders = args.lenders.sockets();
+    }
+    let interrupts = match args.interrupts {
+        Some(InterruptForm::Direct) => Interrupts::Direct,
+        Some(InterruptForm::Relayed) => Interrupts::Relayed,
+        None => file.interrupts.unwrap_or_default(),
+    };
+    let pin_policy = match args.pin {
+        Some(Pin::Require) => PinPolicy::Require,
+        Some(Pin::Prefer) => PinPolicy::Prefer,
+        None => file.pin.unwrap_or(PinPolicy::Prefer),
+    };
+    let open_timeout = args
+        .open_timeout
+        .or(file.open_timeout)
+        .map_or_else(|| open_timeout(file.memory), Duration::from_secs);
+
+    let stop = Wakeup::new()?;
+    signals::raise_on_signal(&stop).context("cannot wait for signals")?;
+    let backend = Backend::start(&Config {
+        vm,
+        devices: file.devices,
+        lenders: file.lenders,
+        interrupts,
+        pin_policy,
+        open_timeout,
+    })?;
+    backend.run(stop)?;
+    Ok(())
+}
+
+/// Just below the message timeout that `farside qemu` gives a VM of this size.
+fn open_timeout(memory: Option<u64>) -> Duration {
+    memory.map_or(OPEN_TIMEOUT, |memory| {
+        let timeout = farside_qemu_configs::message_timeout_ms(memory);
+        Duration::from_millis(timeout.into()).saturating_sub(Duration::from_millis(500))
+    })
+}
