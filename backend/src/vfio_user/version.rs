@@ -1,6 +1,7 @@
 //! Version and capability negotiation ("`VFIO_USER_VERSION`").
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::refusal::Refusal;
 use super::wire::{Cursor, Put};
@@ -27,12 +28,6 @@ pub struct Negotiated {
     pub write_multiple: bool,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Proposal {
-    capabilities: Proposed,
-}
-
 /// Capabilities that matter here; others are ignored, so newer clients work.
 #[derive(Deserialize)]
 #[serde(default)]
@@ -49,6 +44,18 @@ impl Default for Proposed {
             max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
             write_multiple: false,
         }
+    }
+}
+
+impl Proposed {
+    /// By way of maps: a derived `Deserialize` would take arrays for objects.
+    fn parse(json: &[u8]) -> Result<Self, serde_json::Error> {
+        let mut data: Map<String, Value> = serde_json::from_slice(json)?;
+        let Some(capabilities) = data.remove("capabilities") else {
+            return Ok(Self::default());
+        };
+        let capabilities: Map<String, Value> = serde_json::from_value(capabilities)?;
+        serde_json::from_value(Value::Object(capabilities))
     }
 }
 
@@ -84,12 +91,11 @@ impl Negotiated {
         if data.len() > MAX_VERSION_DATA {
             return Err(Refusal::VersionDataTooLong(data.len()));
         }
-        let proposal = match data.split_last() {
-            None => Proposal::default(),
-            Some((0, json)) => serde_json::from_slice(json).map_err(Refusal::VersionData)?,
+        let proposed = match data.split_last() {
+            None => Proposed::default(),
+            Some((0, json)) => Proposed::parse(json).map_err(Refusal::VersionData)?,
             Some(_) => return Err(Refusal::VersionDataUnterminated),
         };
-        let proposed = proposal.capabilities;
         Ok(Self {
             minor: minor.min(VERSION_MINOR),
             client_max_msg_fds: proposed.max_msg_fds,

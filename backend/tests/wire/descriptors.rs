@@ -97,7 +97,7 @@ fn they_belong_to_the_right_one_of_pipelined_messages() {
     let with = [true, false, false, true, true, false, true];
     for (page, with) in with.iter().enumerate() {
         let bytes = message(page as u16, DMA_MAP, 0, &map(0x1000 * page as u64));
-        wire.send_fds(&bytes, if *with { &[canary.fd()] } else { &[] }.as_ref());
+        wire.send_fds(&bytes, &[canary.fd()][..usize::from(*with)]);
     }
     wire.run().unwrap();
     let got: Vec<bool> = wire.device.dma.iter().map(|(_, _, fd)| *fd).collect();
@@ -160,7 +160,7 @@ fn those_with_a_body_that_is_thrown_away_are_closed() {
     assert!(first.is_closed());
     let body = vec![0; MAX_MESSAGE_SIZE as usize + 84];
     for (at, part) in body.chunks(50_000).enumerate() {
-        wire.send_fds(part, if at == 3 { &[second.fd()] } else { &[] }.as_ref());
+        wire.send_fds(part, &[second.fd()][..usize::from(at == 3)]);
         wire.run().unwrap();
     }
     assert!(second.is_closed());

@@ -6,7 +6,7 @@ use crate::harness::*;
 #[test]
 fn resets() {
     let mut wire = Wire::negotiated();
-    assert_eq!(wire.call(RESET, &[]).unwrap(), []);
+    assert!(wire.call(RESET, &[]).unwrap().is_empty());
     assert_eq!(wire.device.resets, 1);
 }
 

@@ -11,16 +11,10 @@ fn maps_with_and_without_a_descriptor() {
     let mut wire = Wire::negotiated();
     let canary = Canary::new();
     let with = map(32, 3, 0x2000, 0, 0x1000);
-    assert_eq!(
-        wire.call_fds(DMA_MAP, &with, &[canary.fd()])
-            .unwrap()
-            .payload,
-        []
-    );
-    assert_eq!(
-        wire.call(DMA_MAP, &map(32, 1, 0, 0x1000, 0x1000)).unwrap(),
-        []
-    );
+    let reply = wire.call_fds(DMA_MAP, &with, &[canary.fd()]).unwrap();
+    assert!(reply.payload.is_empty());
+    let reply = wire.call(DMA_MAP, &map(32, 1, 0, 0x1000, 0x1000)).unwrap();
+    assert!(reply.is_empty());
     assert_eq!(
         wire.device.dma,
         [(0, 0x1000, true), (0x1000, 0x1000, false)]

@@ -37,7 +37,7 @@ fn a_message_may_come_in_any_two_parts() {
 fn many_messages_may_come_in_one_segment() {
     let mut wire = Wire::negotiated();
     let mut bytes = Vec::new();
-    for id in 0..100 {
+    for id in 0..50 {
         bytes.extend(message(3 * id, RESET, 0, &[]));
         bytes.extend(message(3 * id + 1, REGION_READ, 0, &access(0, 7, 4)));
         bytes.extend(message(
@@ -49,11 +49,11 @@ fn many_messages_may_come_in_one_segment() {
     }
     wire.send(&bytes);
     wire.run().unwrap();
-    for id in 0..300 {
+    for id in 0..150 {
         let reply = wire.received().unwrap();
         assert_eq!((reply.id, reply.error), (id, 0), "in order");
     }
-    assert_eq!(wire.device.resets, 100);
+    assert_eq!(wire.device.resets, 50);
     wire.still_framed();
 }
 

@@ -229,10 +229,6 @@ pub fn get_u32(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
 }
 
-pub fn get_u64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_ne_bytes(bytes[at..at + 8].try_into().unwrap())
-}
-
 /// A descriptor that tells whether it has been closed by everybody.
 pub struct Canary {
     reader: std::io::PipeReader,

@@ -75,6 +75,7 @@ fn refuses_malformed_data_and_lets_the_client_try_again() {
         b"{}{}",
         b"{}\0",
         br#"{"capabilities": "23"}"#,
+        br#"{"capabilities": []}"#,
         br#"{"capabilities": {"max_msg_fds": "foo"}}"#,
         br#"{"capabilities": {"max_msg_fds": -1}}"#,
         br#"{"capabilities": {"max_msg_fds": 1.5}}"#,
