@@ -20,6 +20,8 @@
 //! # }
 //! ```
 
+#![deny(unsafe_code)]
+
 mod accel;
 mod agent_build;
 mod apt;

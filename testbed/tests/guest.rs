@@ -59,6 +59,7 @@ fn the_agent_reaches_registers_and_memory() {
     let vm = testbed()
         .vm("registers")
         .machine(Machine::I440fx)
+        .memory(5 << 30)
         .append("memmap=1M$0x10000000")
         .args(["-device", "edu"])
         .file("/etc/extra", 0o644, "from the host")

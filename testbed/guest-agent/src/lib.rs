@@ -5,6 +5,8 @@
 //! then the host sends [`ToGuest`] and the agent answers each with one
 //! [`FromGuest::Reply`] of the same id, in the order in which the work ends.
 
+#![forbid(unsafe_code)]
+
 use serde::{Deserialize, Serialize};
 
 /// The virtio-serial port's name, as QEMU and the guest's sysfs show it.

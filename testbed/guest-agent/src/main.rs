@@ -3,9 +3,12 @@
 //! virtio-serial port. `guest-agent mmio …` does single register accesses for
 //! shell scripts.
 
+#![deny(unsafe_code)]
+
 mod exec;
 mod files;
 mod init;
+#[expect(unsafe_code, reason = "registers are reached through pointers")]
 mod mapping;
 mod pages;
 mod pci;

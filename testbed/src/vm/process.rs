@@ -107,6 +107,7 @@ type Order = (Command, Sender<std::io::Result<Child>>);
 /// The kernel sends the parent-death signal when the *thread* that started the
 /// child ends, so children are started by a thread that lasts as long as the
 /// process.
+#[expect(unsafe_code, reason = "the hook between fork and exec")]
 fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
     static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     let parent = rustix::process::getpid();
