@@ -1,1 +1,132 @@
+//! What the engines promise, below the controller.
 
+use std::{fs::File, os::unix::fs::FileExt, thread};
+
+use farside_fabric::memory::{HostSlice, SharedMemory};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fs::{MemfdFlags, ftruncate, memfd_create},
+};
+
+use super::{BlockError, BlockQueue, Durability, EngineChoice, Tag};
+
+const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
+
+fn file(len: u64) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    file
+}
+
+fn memory(len: usize) -> (rustix::fd::OwnedFd, HostSlice) {
+    let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, len as u64).unwrap();
+    let memory = SharedMemory::map(file.try_clone().unwrap(), 0, len, true).unwrap();
+    (file, memory.slice(0, len).unwrap())
+}
+
+fn finish(queue: &mut BlockQueue) -> (Tag, Result<(), BlockError>) {
+    loop {
+        queue.turn();
+        if let Some(done) = queue.next_done() {
+            return done;
+        }
+        if !queue.is_busy() {
+            let fd = queue.wake_fd();
+            poll(&mut [PollFd::new(&fd, PollFlags::IN)], None).unwrap();
+        }
+    }
+}
+
+#[test]
+fn more_vectors_than_one_call_takes() {
+    for engine in ENGINES {
+        let image = file(1 << 20);
+        let data: Vec<u8> = (0..3000u32).map(|index| (index * 31) as u8).collect();
+        image.write_all_at(&data, 0).unwrap();
+        let mut queue = BlockQueue::open(image, engine, 4).unwrap();
+        let (_fd, memory) = memory(1 << 20);
+        // 3000 pieces of one byte, apart.
+        for index in 0..3000 {
+            queue.slices(0).push(memory.slice(index * 3, 1).unwrap());
+        }
+        queue.read(0, 0);
+        assert_eq!(finish(&mut queue), (0, Ok(())));
+        let mut back = vec![0; 9000];
+        memory.read(&mut back);
+        assert!((0..3000).all(|index| back[index * 3] == data[index]));
+    }
+}
+
+#[test]
+fn guest_memory_that_is_gone_is_told_apart() {
+    for engine in ENGINES {
+        let image = file(1 << 20);
+        let mut queue = BlockQueue::open(image, engine, 4).unwrap();
+        let (fd, memory) = memory(1 << 16);
+        queue.slices(0).push(memory);
+        ftruncate(&fd, 8192).unwrap();
+        queue.read(0, 0);
+        assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));
+        queue.write(0, 0, Durability::Cached);
+        assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));
+    }
+}
+
+#[test]
+fn dropping_waits_for_what_is_in_flight() {
+    for engine in ENGINES {
+        let image = file(64 << 20);
+        let mut queue = BlockQueue::open(image.try_clone().unwrap(), engine, 64).unwrap();
+        let (_fd, memory) = memory(1 << 20);
+        memory.write(&[5; 1 << 20]);
+        for tag in 0..64 {
+            queue.slices(tag).push(memory.clone());
+            queue.write(tag, u64::from(tag) << 20, Durability::Durable);
+        }
+        queue.turn();
+        drop(memory);
+        drop(queue);
+        let mut byte = [0];
+        image.read_exact_at(&mut byte, (64 << 20) - 1).unwrap();
+        assert_eq!(byte, [5]);
+    }
+}
+
+#[test]
+#[should_panic(expected = "the kernel is using this transfer's memory")]
+fn memory_in_flight_cannot_be_reached() {
+    let mut queue = BlockQueue::open(file(1 << 20), EngineChoice::Threads, 4).unwrap();
+    queue.flush(1);
+    queue.slices(1);
+}
+
+#[test]
+fn a_file_without_holes_is_zeroed_by_writing() {
+    // /dev/shm has no FALLOC_FL_ZERO_RANGE, so the way over a hole is taken.
+    let Ok(image) = tempfile::tempfile_in("/dev/shm") else {
+        return;
+    };
+    image.write_all_at(&[7; 1 << 16], 0).unwrap();
+    for engine in ENGINES {
+        let mut queue = BlockQueue::open(image.try_clone().unwrap(), engine, 4).unwrap();
+        queue.zero(2, 100, 1000, false);
+        assert_eq!(finish(&mut queue), (2, Ok(())));
+        let mut back = vec![1; 1200];
+        image.read_exact_at(&mut back, 0).unwrap();
+        assert!(back[..100].iter().all(|&byte| byte == 7));
+        assert!(back[100..1100].iter().all(|&byte| byte == 0));
+        assert!(back[1100..].iter().all(|&byte| byte == 7));
+    }
+}
+
+#[test]
+fn a_queue_can_move_to_another_thread() {
+    for engine in ENGINES {
+        let mut queue = BlockQueue::open(file(1 << 20), engine, 4).unwrap();
+        queue.flush(0);
+        queue.turn();
+        let result = thread::spawn(move || finish(&mut queue)).join().unwrap();
+        assert_eq!(result, (0, Ok(())));
+    }
+}

@@ -1,1 +1,11 @@
+//! A small driver against the model, over memory that is an ordinary
+//! implementation of [`Dma`](crate::Dma).
 
+mod admin;
+mod bench;
+mod configuration;
+mod doorbells;
+mod hostile;
+mod io;
+mod life;
+mod world;

@@ -1,0 +1,184 @@
+//! Shadow doorbells, with a driver that decides as Linux does.
+
+use super::world::{BASE, DATA, Driver, OK, Sqe, on_each_engine};
+use crate::Device;
+
+fn read(block: u64) -> Sqe {
+    Sqe::new(2).nsid(1).prp(DATA, 0).blocks(block, 1)
+}
+
+#[test]
+fn configuration_is_checked() {
+    let mut driver = Driver::ready_with(|_| {});
+    let cqe = driver.admin(Sqe::new(0x7c).prp(BASE + 0x2008, BASE + 0x3000));
+    assert_eq!(cqe.status, (0, 0x02));
+    let cqe = driver.admin(Sqe::new(0x7c).prp(BASE + 0x2000, BASE + 0x3004));
+    assert_eq!(cqe.status, (0, 0x02));
+}
+
+#[test]
+fn a_busy_guest_rings_nothing() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        assert_eq!(driver.io(read(0)).status, OK);
+        driver.poll();
+        let rings = driver.rings;
+        // Many turns of the ring, with a device that is polled all the time.
+        for round in 0..500 {
+            for block in 0..7 {
+                driver.submit(1, read(round + block));
+            }
+            let mut done = 0;
+            while done < 7 {
+                driver.poll();
+                done += usize::from(driver.take(1).is_some());
+            }
+        }
+        let heads = driver.rings - rings;
+        // The head's event index stays where it is, so it is passed once a
+        // turn of the ring: 3500 entries of 64.
+        assert!(heads <= 3500 / 64 + 1, "{heads} doorbells rung");
+        assert_eq!(driver.stat("shadow_polls") > 500, true);
+    });
+}
+
+#[test]
+fn an_armed_device_is_rung_every_time() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        for round in 0..300 {
+            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            let rings = driver.rings;
+            driver.submit(1, read(round));
+            assert_eq!(driver.rings, rings + 1, "round {round}");
+            assert_eq!(driver.wait(1).status, OK);
+        }
+    });
+}
+
+#[test]
+fn arm_sees_what_came_before_the_event_index() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        driver.io(read(0));
+        driver.until("idle device", |driver| !driver.poll());
+        driver.submit(1, read(1));
+        assert!(!driver.arm(), "a command is there");
+        assert_eq!(driver.wait(1).status, OK);
+    });
+}
+
+#[test]
+fn late_register_writes_do_not_move_the_tail_back() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        for block in 0..20 {
+            assert_eq!(driver.io(read(block)).status, OK);
+        }
+        driver.write32(0x1008, 3);
+        driver.write32(0x100c, 3);
+        driver.until("idle device", |driver| !driver.poll());
+        assert!(driver.take(1).is_none(), "nothing is done twice");
+        assert_eq!(driver.io(read(1)).status, OK);
+    });
+}
+
+#[test]
+fn a_driver_that_never_writes_the_shadow_is_served() {
+    let mut driver = Driver::ready_with(|_| {});
+    for block in 0..5 {
+        assert_eq!(driver.io(read(block)).status, OK);
+    }
+    driver.configure_doorbells();
+    driver.shadow = None;
+    for block in 0..100 {
+        assert_eq!(driver.io(read(block)).status, OK);
+    }
+}
+
+#[test]
+fn queues_created_later_start_at_zero_whatever_is_there() {
+    let mut driver = Driver::ready_with(|_| {});
+    driver.configure_doorbells();
+    let (values, _) = driver.shadow.unwrap();
+    driver.memory.put(values + 16, &[9, 0, 0, 0, 7, 0, 0, 0]);
+    driver.create_pair(2, 16);
+    driver.poll();
+    assert!(driver.take(2).is_none());
+    for block in 0..40 {
+        driver.submit(2, read(block));
+        assert_eq!(driver.wait(2).status, OK);
+    }
+}
+
+#[test]
+fn a_full_completion_queue_asks_for_the_head() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        let at = driver.create_pair(2, 8);
+        // Twice the room: the second half waits for the guest.
+        for round in 0..20 {
+            for block in 0..7 {
+                driver.submit(at, read(block));
+            }
+            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            for _ in 0..7 {
+                assert_eq!(driver.wait(at).status, OK, "round {round}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_line_falls_without_a_trap_only_when_it_must() {
+    let mut driver = Driver::ready_with(|_| {});
+    driver.irq.intx = true;
+    driver.configure_doorbells();
+    driver.until("sleep", |driver| !driver.poll() && driver.arm());
+    for _ in 0..20 {
+        driver.submit(1, Sqe::new(0).nsid(1));
+        driver.until("interrupt", |driver| driver.irq.line);
+        driver.until("sleep", |driver| !driver.poll() && driver.arm());
+        // The device sleeps; consuming the entry has to wake it.
+        let rings = driver.rings;
+        assert_eq!(driver.take(1).unwrap().status, OK);
+        assert_eq!(driver.rings, rings + 1);
+        driver.poll();
+        assert!(!driver.irq.line);
+    }
+}
+
+#[test]
+fn values_out_of_range_are_an_event_once() {
+    let mut driver = Driver::ready_with(|_| {});
+    driver.configure_doorbells();
+    driver.io(read(0));
+    driver.submit_as(0, Sqe::new(0x0c), 77);
+    driver.poll();
+    let (values, _) = driver.shadow.unwrap();
+    driver.memory.put(values + 8, &64u32.to_le_bytes());
+    let event = driver.wait(0);
+    assert_eq!((event.id, event.result), (77, 0x01_01_00));
+    driver.log(1, 64);
+    driver.submit_as(0, Sqe::new(0x0c), 78);
+    for _ in 0..10 {
+        driver.poll();
+    }
+    assert!(driver.take(0).is_none(), "reported already");
+    let tail = u32::from(driver.pairs[1].tail);
+    driver.memory.put(values + 8, &tail.to_le_bytes());
+    assert_eq!(driver.io(read(0)).status, OK);
+}
+
+#[test]
+fn unreachable_doorbells_are_fatal() {
+    let mut driver = Driver::ready_with(|_| {});
+    driver.submit(0, Sqe::new(0x7c).prp(0x1000, 0x2000));
+    driver.poll();
+    driver.poll();
+    assert_eq!(driver.read32(0x1c), 3);
+    driver.with(|nvme, bus| nvme.arm(bus));
+    driver.enable();
+    driver.create_pair(1, 64);
+    assert_eq!(driver.io(read(0)).status, OK);
+}

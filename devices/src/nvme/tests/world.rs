@@ -1,0 +1,559 @@
+//! The guest's side: memory, interrupts and a driver.
+
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use farside_fabric::{
+    Access, Fault, FaultReason,
+    memory::{HostSlice, SharedMemory},
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{MemfdFlags, ftruncate, memfd_create},
+};
+use tempfile::TempDir;
+
+use crate::{
+    Bus, Device, Dma, Interrupts,
+    nvme::{Config, EngineChoice, Nvme},
+};
+
+/// First IOVA of the guest's memory.
+pub const BASE: u64 = 0x4000_0000;
+/// Bytes of it.
+pub const SIZE: usize = 48 << 20;
+/// Bytes of an image.
+pub const IMAGE: u64 = 16 << 20;
+
+pub const ASQ: u64 = BASE;
+pub const ACQ: u64 = BASE + 0x1000;
+/// Pages of queue pairs: submission, completion, at 64 KiB each.
+const RINGS: u64 = BASE + 0x10_0000;
+/// Where commands may put data.
+pub const DATA: u64 = BASE + 0x100_0000;
+/// Entries of the admin queues.
+pub const ADMIN_ENTRIES: u16 = 32;
+
+/// Guest memory: one mapped range, and faults elsewhere.
+pub struct Memory {
+    pub all: HostSlice,
+    /// Longest run that is contiguous in host memory.
+    pub run: usize,
+    pub faults: Vec<Fault>,
+    pub translations: u64,
+}
+
+impl Memory {
+    fn new() -> Self {
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, SIZE as u64).unwrap();
+        let memory = SharedMemory::map(file, 0, SIZE, true).unwrap();
+        Self {
+            all: memory.slice(0, SIZE).unwrap(),
+            run: usize::MAX,
+            faults: Vec::new(),
+            translations: 0,
+        }
+    }
+
+    pub fn put(&self, at: u64, bytes: &[u8]) {
+        let offset = (at - BASE) as usize;
+        self.all.slice(offset, bytes.len()).unwrap().write(bytes);
+    }
+
+    pub fn get(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let offset = (at - BASE) as usize;
+        self.all.slice(offset, len).unwrap().read(&mut bytes);
+        bytes
+    }
+
+    pub fn get_u32(&self, at: u64) -> u32 {
+        u32::from_le_bytes(self.get(at, 4).try_into().unwrap())
+    }
+
+    pub fn put_qwords(&self, at: u64, qwords: impl IntoIterator<Item = u64>) {
+        for (index, qword) in qwords.into_iter().enumerate() {
+            self.put(at + index as u64 * 8, &qword.to_le_bytes());
+        }
+    }
+}
+
+impl Dma for Memory {
+    fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
+        self.translations += 1;
+        let inside = iova
+            .checked_sub(BASE)
+            .filter(|&offset| offset < SIZE as u64)
+            .map(|offset| {
+                let offset = offset as usize;
+                let run = self.run - offset % self.run;
+                (offset, len.min(run).min(SIZE - offset))
+            });
+        match inside {
+            Some((offset, len)) => Ok(self.all.slice(offset, len).unwrap()),
+            None => {
+                let fault = Fault {
+                    iova,
+                    len: len as u64,
+                    access,
+                    reason: FaultReason::LenderDomain,
+                };
+                self.faults.push(fault);
+                Err(fault)
+            }
+        }
+    }
+}
+
+/// Interrupts that were raised.
+#[derive(Default)]
+pub struct Irq {
+    pub raised: Vec<u16>,
+    pub line: bool,
+    pub pending: Vec<u16>,
+    pub intx: bool,
+}
+
+impl Interrupts for Irq {
+    fn raise(&mut self, vector: u16) {
+        self.raised.push(vector);
+    }
+
+    fn set_intx(&mut self, asserted: bool) {
+        assert_ne!(self.line, asserted, "the line is set when it changes");
+        self.line = asserted;
+    }
+
+    fn is_pending(&self, vector: u16) -> bool {
+        self.pending.contains(&vector)
+    }
+
+    fn intx_in_use(&self) -> bool {
+        self.intx
+    }
+}
+
+/// A submission queue entry in the making.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sqe(pub [u32; 16]);
+
+impl Sqe {
+    pub fn new(opcode: u8) -> Self {
+        let mut sqe = Self::default();
+        sqe.0[0] = opcode.into();
+        sqe
+    }
+
+    pub fn nsid(mut self, nsid: u32) -> Self {
+        self.0[1] = nsid;
+        self
+    }
+
+    pub fn prp(mut self, prp1: u64, prp2: u64) -> Self {
+        self.0[6] = prp1 as u32;
+        self.0[7] = (prp1 >> 32) as u32;
+        self.0[8] = prp2 as u32;
+        self.0[9] = (prp2 >> 32) as u32;
+        self
+    }
+
+    pub fn sgl(mut self, address: u64, len: u32, kind: u8) -> Self {
+        self.0[0] |= 1 << 14;
+        self.prp(address, u64::from(len) | u64::from(kind) << 56)
+    }
+
+    pub fn cdw(mut self, index: usize, value: u32) -> Self {
+        self.0[index] = value;
+        self
+    }
+
+    pub fn blocks(self, first: u64, count: u32) -> Self {
+        let control = self.0[12] & 0xffff_0000;
+        self.cdw(10, first as u32)
+            .cdw(11, (first >> 32) as u32)
+            .cdw(12, control | (count - 1))
+    }
+
+    pub fn id(mut self, id: u16) -> Self {
+        self.0[0] = self.0[0] & 0xffff | u32::from(id) << 16;
+        self
+    }
+
+    fn bytes(&self) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        for (chunk, dword) in bytes.chunks_exact_mut(4).zip(self.0) {
+            chunk.copy_from_slice(&dword.to_le_bytes());
+        }
+        bytes
+    }
+}
+
+/// What a completion said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cqe {
+    pub result: u32,
+    pub sq_head: u16,
+    pub sq_id: u16,
+    pub id: u16,
+    /// Status code type and status code.
+    pub status: (u16, u16),
+}
+
+pub const OK: (u16, u16) = (0, 0);
+
+/// The driver's end of a queue pair.
+#[derive(Clone, Copy, Debug)]
+pub struct Pair {
+    pub id: u16,
+    pub entries: u16,
+    pub sq: u64,
+    pub cq: u64,
+    pub tail: u16,
+    pub head: u16,
+    pub phase: bool,
+}
+
+impl Pair {
+    fn new(id: u16, entries: u16) -> Self {
+        let at = RINGS + u64::from(id) * 0x2_0000;
+        Self {
+            id,
+            entries,
+            sq: at,
+            cq: at + 0x1_0000,
+            tail: 0,
+            head: 0,
+            phase: true,
+        }
+    }
+}
+
+/// Everything a test needs: device, memory, interrupts and queues.
+pub struct Driver {
+    pub nvme: Nvme,
+    pub memory: Memory,
+    pub irq: Irq,
+    pub pairs: Vec<Pair>,
+    /// Whether doorbells go to memory first, as Linux does it; at these
+    /// addresses.
+    pub shadow: Option<(u64, u64)>,
+    /// Writes to doorbell registers.
+    pub rings: u64,
+    pub image: PathBuf,
+    pub folder: TempDir,
+    next_id: u16,
+}
+
+pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
+
+/// A folder with an image of `size` bytes, each sector marked.
+pub fn image(size: u64) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk.img");
+    let file = File::create(&path).unwrap();
+    file.set_len(size).unwrap();
+    (folder, path)
+}
+
+/// Runs a test on each engine.
+pub fn on_each_engine(test: impl Fn(&mut Driver)) {
+    for engine in ENGINES {
+        let mut driver = Driver::ready(engine);
+        test(&mut driver);
+    }
+}
+
+impl Driver {
+    pub fn off(configure: impl FnOnce(&mut Config)) -> Self {
+        let (folder, path) = image(IMAGE);
+        let mut config = Config::new(&path);
+        configure(&mut config);
+        Self {
+            nvme: Nvme::open("disk0", &config).unwrap(),
+            memory: Memory::new(),
+            irq: Irq::default(),
+            pairs: Vec::new(),
+            shadow: None,
+            rings: 0,
+            image: path,
+            folder,
+            next_id: 0,
+        }
+    }
+
+    /// Enabled, with one I/O pair of 64 entries.
+    pub fn ready(engine: EngineChoice) -> Self {
+        Self::ready_with(|config| config.engine = engine)
+    }
+
+    pub fn ready_with(configure: impl FnOnce(&mut Config)) -> Self {
+        let mut driver = Self::off(configure);
+        driver.enable();
+        driver.create_pair(1, 64);
+        driver
+    }
+
+    pub fn with<R>(&mut self, act: impl FnOnce(&mut Nvme, &mut Bus<'_>) -> R) -> R {
+        let mut bus = Bus {
+            dma: &mut self.memory,
+            irq: &mut self.irq,
+        };
+        act(&mut self.nvme, &mut bus)
+    }
+
+    pub fn read32(&mut self, at: u64) -> u32 {
+        let mut data = [0; 4];
+        self.with(|nvme, bus| nvme.bar_read(0, at, &mut data, bus));
+        u32::from_le_bytes(data)
+    }
+
+    pub fn read64(&mut self, at: u64) -> u64 {
+        let mut data = [0; 8];
+        self.with(|nvme, bus| nvme.bar_read(0, at, &mut data, bus));
+        u64::from_le_bytes(data)
+    }
+
+    pub fn write32(&mut self, at: u64, value: u32) {
+        self.with(|nvme, bus| nvme.bar_write(0, at, &value.to_le_bytes(), bus));
+    }
+
+    pub fn write64(&mut self, at: u64, value: u64) {
+        self.with(|nvme, bus| nvme.bar_write(0, at, &value.to_le_bytes(), bus));
+    }
+
+    pub fn poll(&mut self) -> bool {
+        self.with(|nvme, bus| nvme.poll(bus))
+    }
+
+    pub fn arm(&mut self) -> bool {
+        self.with(|nvme, bus| nvme.arm(bus))
+    }
+
+    /// One turn of an owner: polls, and sleeps on the wake descriptor when
+    /// the device says that it may.
+    pub fn turn(&mut self) {
+        if !self.poll() && self.arm() {
+            let fd = self.nvme.wake_fd().unwrap();
+            let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+            let timeout = Timespec {
+                tv_sec: 0,
+                tv_nsec: 200_000_000,
+            };
+            let _ = poll(&mut fds, Some(&timeout));
+        }
+    }
+
+    /// Turns until `done`.
+    pub fn until(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> bool) {
+        let start = Instant::now();
+        while !done(self) {
+            assert!(start.elapsed() < Duration::from_secs(20), "no {what}");
+            self.turn();
+        }
+    }
+
+    /// The order in which Linux brings a controller up.
+    pub fn enable(&mut self) {
+        self.write32(0x14, 0);
+        self.until("disabled state", |driver| driver.read32(0x1c) & 1 == 0);
+        let entries = u32::from(ADMIN_ENTRIES) - 1;
+        self.write32(0x24, entries << 16 | entries);
+        self.write64(0x28, ASQ);
+        self.write64(0x30, ACQ);
+        self.memory.put(ASQ, &[0; 0x2000]);
+        self.write32(0x14, 4 << 20 | 6 << 16);
+        self.write32(0x14, 4 << 20 | 6 << 16 | 1);
+        assert_eq!(self.read32(0x1c), 1, "ready");
+        let mut admin = Pair::new(0, ADMIN_ENTRIES);
+        (admin.sq, admin.cq) = (ASQ, ACQ);
+        self.pairs = vec![admin];
+        self.shadow = None;
+    }
+
+    pub fn create_pair(&mut self, id: u16, entries: u16) -> usize {
+        let pair = Pair::new(id, entries);
+        self.memory
+            .put(pair.cq, &vec![0; usize::from(entries) * 16]);
+        let size = u32::from(entries - 1) << 16 | u32::from(id);
+        let cq = Sqe::new(5)
+            .prp(pair.cq, 0)
+            .cdw(10, size)
+            .cdw(11, u32::from(id) << 16 | 3);
+        assert_eq!(self.admin(cq).status, OK);
+        let sq = Sqe::new(1)
+            .prp(pair.sq, 0)
+            .cdw(10, size)
+            .cdw(11, u32::from(id) << 16 | 1);
+        assert_eq!(self.admin(sq).status, OK);
+        self.pairs.push(pair);
+        self.pairs.len() - 1
+    }
+
+    fn doorbell(&mut self, index: u64, value: u16, old: u16) {
+        if let Some((values, events)) = self.shadow
+            && index >= 2
+        {
+            self.memory
+                .put(values + index * 4, &u32::from(value).to_le_bytes());
+            std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+            let event = self.memory.get_u32(events + index * 4) as u16;
+            // As a driver decides whether the write passed the event index.
+            let passed = value.wrapping_sub(event).wrapping_sub(1) < value.wrapping_sub(old);
+            if !passed {
+                return;
+            }
+        }
+        self.rings += 1;
+        self.write32(0x1000 + index * 4, value.into());
+    }
+
+    /// Puts a command into queue `at` and rings; returns its id.
+    pub fn submit(&mut self, at: usize, sqe: Sqe) -> u16 {
+        self.next_id = self.next_id.wrapping_add(1);
+        let id = self.next_id;
+        self.submit_as(at, sqe, id);
+        id
+    }
+
+    pub fn submit_as(&mut self, at: usize, sqe: Sqe, id: u16) {
+        let pair = &mut self.pairs[at];
+        let slot = pair.sq + u64::from(pair.tail) * 64;
+        let old = pair.tail;
+        pair.tail = (pair.tail + 1) % pair.entries;
+        let (tail, queue) = (pair.tail, pair.id);
+        self.memory.put(slot, &sqe.id(id).bytes());
+        self.doorbell(u64::from(queue) * 2, tail, old);
+    }
+
+    /// Takes the next completion of queue `at`, if there is one.
+    pub fn take(&mut self, at: usize) -> Option<Cqe> {
+        let pair = &mut self.pairs[at];
+        let slot = pair.cq + u64::from(pair.head) * 16;
+        let raw = self.memory.get(slot, 16);
+        let word = |at: usize| u16::from_le_bytes([raw[at], raw[at + 1]]);
+        let status = word(14);
+        if (status & 1 != 0) != pair.phase {
+            return None;
+        }
+        let old = pair.head;
+        pair.head = (pair.head + 1) % pair.entries;
+        if pair.head == 0 {
+            pair.phase = !pair.phase;
+        }
+        let (head, queue) = (pair.head, pair.id);
+        self.doorbell(u64::from(queue) * 2 + 1, head, old);
+        Some(Cqe {
+            result: u32::from_le_bytes(raw[..4].try_into().unwrap()),
+            sq_head: word(8),
+            sq_id: word(10),
+            id: word(12),
+            status: (status >> 9 & 7, status >> 1 & 0xff),
+        })
+    }
+
+    /// Waits for the next completion of queue `at`.
+    pub fn wait(&mut self, at: usize) -> Cqe {
+        let mut cqe = None;
+        self.until("completion", |driver| {
+            cqe = driver.take(at);
+            cqe.is_some()
+        });
+        cqe.unwrap()
+    }
+
+    /// Executes an admin command.
+    pub fn admin(&mut self, sqe: Sqe) -> Cqe {
+        self.execute(0, sqe)
+    }
+
+    /// Executes a command of the first I/O queue.
+    pub fn io(&mut self, sqe: Sqe) -> Cqe {
+        self.execute(1, sqe)
+    }
+
+    fn execute(&mut self, at: usize, sqe: Sqe) -> Cqe {
+        let id = self.submit(at, sqe);
+        let cqe = self.wait(at);
+        assert_eq!((cqe.id, cqe.sq_id), (id, self.pairs[at].id));
+        cqe
+    }
+
+    pub fn identify(&mut self, cns: u32, nsid: u32) -> Vec<u8> {
+        let cqe = self.admin(Sqe::new(6).nsid(nsid).prp(DATA, 0).cdw(10, cns));
+        assert_eq!(cqe.status, OK);
+        self.memory.get(DATA, 4096)
+    }
+
+    pub fn feature(&mut self, feature: u32, cdw11: u32) -> Cqe {
+        self.admin(Sqe::new(0x0a).cdw(10, feature).cdw(11, cdw11))
+    }
+
+    pub fn set_feature(&mut self, feature: u32, cdw11: u32) -> Cqe {
+        self.admin(Sqe::new(9).cdw(10, feature).cdw(11, cdw11))
+    }
+
+    pub fn log(&mut self, page: u32, len: u32) -> Vec<u8> {
+        let cqe = self.admin(
+            Sqe::new(2)
+                .nsid(0xffff_ffff)
+                .prp(DATA, 0)
+                .cdw(10, page | (len / 4 - 1) << 16),
+        );
+        assert_eq!(cqe.status, OK);
+        self.memory.get(DATA, len as usize)
+    }
+
+    /// Starts to use shadow doorbells.
+    pub fn configure_doorbells(&mut self) {
+        let (values, events) = (BASE + 0x2000, BASE + 0x3000);
+        let cqe = self.admin(Sqe::new(0x7c).prp(values, events));
+        assert_eq!(cqe.status, OK);
+        self.shadow = Some((values, events));
+    }
+
+    /// The image's bytes, read past the device.
+    pub fn disk(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        File::open(&self.image)
+            .unwrap()
+            .read_exact_at(&mut bytes, at)
+            .unwrap();
+        bytes
+    }
+
+    pub fn set_disk(&self, at: u64, bytes: &[u8]) {
+        File::options()
+            .write(true)
+            .open(&self.image)
+            .unwrap()
+            .write_all_at(bytes, at)
+            .unwrap();
+    }
+
+    pub fn stat(&self, name: &str) -> u64 {
+        self.nvme
+            .stats()
+            .into_iter()
+            .find(|(other, _)| *other == name)
+            .unwrap()
+            .1
+    }
+}
+
+/// Bytes that differ by place and `seed`.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as u8
+        })
+        .collect()
+}
