@@ -47,21 +47,24 @@ pub fn build(
     link_standard(builder, &shown);
 
     if builder.bytes().len() == EXTENDED {
-        if registers.pcie.is_some() {
-            let found = find_extended(builder)?;
-            let shown = treat(
-                builder,
-                description,
-                registers,
-                List::Extended,
-                &found,
-                &mut hidden,
-            )?;
-            link_extended(builder, &shown);
+        // Only PCI Express has an extended space.
+        let found = if registers.pcie.is_some() {
+            find_extended(builder)?
         } else {
-            // Only PCI Express has an extended space.
+            Vec::new()
+        };
+        if found.is_empty() {
             builder.zero(EXTENDED_FROM..EXTENDED);
         }
+        let shown = treat(
+            builder,
+            description,
+            registers,
+            List::Extended,
+            &found,
+            &mut hidden,
+        )?;
+        link_extended(builder, &shown);
     }
 
     for (name, described, found) in [

@@ -2,6 +2,8 @@ use farside_backend::vfio_user::Errno;
 
 use crate::harness::*;
 
+const LAST_PAGE: u64 = !0xfff;
+
 fn map(argsz: u32, flags: u32, offset: u64, address: u64, size: u64) -> Vec<u8> {
     [words(&[argsz, flags]), longs(&[offset, address, size])].concat()
 }
@@ -55,9 +57,9 @@ fn ranges_that_are_empty_unaligned_or_wrap_are_refused() {
         (0, 0, 0x1001),
         (1, 0, 0x1000),
         (0, 0, u64::MAX),
-        (0, 0x2000, u64::MAX & !0xfff),
-        (0, u64::MAX & !0xfff, 0x2000),
-        (u64::MAX & !0xfff, 0, 0x1000),
+        (0, 0x2000, LAST_PAGE),
+        (0, LAST_PAGE, 0x2000),
+        (LAST_PAGE, 0, 0x1000),
     ] {
         wire.refused(DMA_MAP, &map(32, 3, offset, address, size), Errno::INVAL);
     }
@@ -67,7 +69,7 @@ fn ranges_that_are_empty_unaligned_or_wrap_are_refused() {
 #[test]
 fn the_last_page_of_the_address_space_can_be_mapped() {
     let mut wire = Wire::negotiated();
-    wire.call(DMA_MAP, &map(32, 3, 0, u64::MAX & !0xfff, 0x1000))
+    wire.call(DMA_MAP, &map(32, 3, 0, LAST_PAGE, 0x1000))
         .unwrap();
 }
 

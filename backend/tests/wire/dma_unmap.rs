@@ -67,11 +67,7 @@ fn ranges_that_are_empty_unaligned_or_wrap_are_refused() {
     let mut wire = with_maps(1);
     wire.refused(DMA_UNMAP, &unmap(24, 0, 0, 0), Errno::INVAL);
     wire.refused(DMA_UNMAP, &unmap(24, 0, 0, 1), Errno::INVAL);
-    wire.refused(
-        DMA_UNMAP,
-        &unmap(24, 0, 0x2000, u64::MAX & !0xfff),
-        Errno::INVAL,
-    );
+    wire.refused(DMA_UNMAP, &unmap(24, 0, 0x2000, !0xfff), Errno::INVAL);
 }
 
 #[test]
