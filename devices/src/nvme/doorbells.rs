@@ -49,6 +49,11 @@ impl Doorbell {
 pub struct DoorbellBuffer {
     values: GuestRange,
     events: GuestRange,
+    /// The guest has written to some shadow doorbell: from then on all of
+    /// them tell the truth, and the registers are only a kick, since writes
+    /// to them may arrive later than newer ones to memory. Until then the
+    /// registers count, and a zero in memory is not a value.
+    live: bool,
 }
 
 impl DoorbellBuffer {
@@ -57,12 +62,34 @@ impl DoorbellBuffer {
         Self {
             values: GuestRange::new(values, page_size, Access::Read),
             events: GuestRange::new(events, page_size, Access::Write),
+            live: false,
         }
     }
 
-    /// The value that the guest last wrote.
+    /// The value that stands in memory.
     pub fn load(&mut self, dma: &mut dyn Dma, doorbell: Doorbell) -> Result<u32, Fault> {
         self.values.load(dma, doorbell.offset())
+    }
+
+    /// The value that the guest last wrote, if it wrote any.
+    pub fn observe(
+        &mut self,
+        dma: &mut dyn Dma,
+        doorbell: Doorbell,
+        shadow: &mut Shadow,
+    ) -> Result<Option<u32>, Fault> {
+        let value = self.load(dma, doorbell)?;
+        if shadow.stale == Some(value) {
+            return Ok(None);
+        }
+        shadow.stale = None;
+        self.live |= value != 0;
+        Ok(self.live.then_some(value))
+    }
+
+    /// Whether a write to the register carries a value of its own.
+    pub fn register_counts(&self) -> bool {
+        !self.live
     }
 
     /// Publishes an event index: a write that passes it is rung.
@@ -85,11 +112,8 @@ impl DoorbellBuffer {
 /// What the controller knows of one shadow doorbell.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shadow {
-    /// What stood there before the guest first wrote to it.
-    baseline: u32,
-    /// The guest has written to it: the register is only a kick from then on,
-    /// since its writes may arrive later than newer ones to memory.
-    live: bool,
+    /// What an earlier queue of the same number left there.
+    stale: Option<u32>,
     /// The last value that was out of range, so that it is reported once.
     refused: Option<u32>,
     /// The event index last published.
@@ -97,29 +121,17 @@ pub struct Shadow {
 }
 
 impl Shadow {
-    /// For a queue that is created now: what stands there is older than it.
+    /// For a queue that is created now, while `value` stands in memory.
     pub fn for_new_queue(value: u32) -> Self {
         Self {
-            baseline: value,
+            stale: (value != 0).then_some(value),
             ..Self::default()
         }
     }
 
-    /// For a queue that was there when the buffer was configured: a value
-    /// other than zero has been written for it.
-    pub fn for_old_queue() -> Self {
-        Self::default()
-    }
-
-    /// Whether writes to the register carry no value any more.
-    pub fn is_live(&self) -> bool {
-        self.live
-    }
-
-    /// Takes what was loaded; returns it when the guest wrote it.
-    pub fn observe(&mut self, value: u32) -> Option<u32> {
-        self.live |= value != self.baseline;
-        self.live.then_some(value)
+    /// The guest rang the register, and so has written to memory before.
+    pub fn rung(&mut self) {
+        self.stale = None;
     }
 
     /// Notes a value that is out of range. Returns whether it is a new one.

@@ -281,7 +281,12 @@ impl Queues {
         mut cq: CompletionQueue,
     ) -> Result<(), Fault> {
         if let Some(buffer) = &mut self.buffer {
-            cq.shadow = Shadow::for_new_queue(buffer.load(dma, Doorbell::CompletionHead(id))?);
+            let doorbell = Doorbell::CompletionHead(id);
+            cq.shadow = Shadow::for_new_queue(buffer.load(dma, doorbell)?);
+            // The head is looked at only now and then: its first move is to
+            // be rung, so that it is not taken for what stood there before.
+            cq.shadow.set_published(0);
+            buffer.publish(dma, doorbell, 0)?;
         }
         self.cqs[usize::from(id)] = Some(cq);
         self.active_cqs.push(id);
@@ -353,30 +358,43 @@ impl Queues {
     pub fn set_buffer(&mut self, buffer: DoorbellBuffer) {
         self.buffer = Some(buffer);
         for sq in self.sqs.iter_mut().flatten() {
-            sq.shadow = Shadow::for_old_queue();
+            sq.shadow = Shadow::default();
         }
         for cq in self.cqs.iter_mut().flatten() {
-            cq.shadow = Shadow::for_old_queue();
+            cq.shadow = Shadow::default();
         }
     }
 
     /// Takes a write to a doorbell register.
     pub fn ring(&mut self, doorbell: Doorbell, value: u32) {
-        let shadowed = self.buffer.is_some();
+        // Where it does not, the value in memory is at least as new.
+        let counts = self
+            .buffer
+            .as_ref()
+            .is_none_or(DoorbellBuffer::register_counts);
         let outcome = match doorbell {
             Doorbell::SubmissionTail(id) => {
                 match self.sqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
                     None => Err(DoorbellError::InvalidRegister),
-                    // The value in memory is at least as new.
-                    Some(sq) if shadowed && id != 0 && sq.shadow.is_live() => Ok(()),
-                    Some(sq) => sq.set_tail(value),
+                    Some(sq) => {
+                        sq.shadow.rung();
+                        match counts || id == 0 {
+                            true => sq.set_tail(value),
+                            false => Ok(()),
+                        }
+                    }
                 }
             }
             Doorbell::CompletionHead(id) => {
                 match self.cqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
                     None => Err(DoorbellError::InvalidRegister),
-                    Some(cq) if shadowed && id != 0 && cq.shadow.is_live() => Ok(()),
-                    Some(cq) => cq.set_head(value),
+                    Some(cq) => {
+                        cq.shadow.rung();
+                        match counts || id == 0 {
+                            true => cq.set_head(value),
+                            false => Ok(()),
+                        }
+                    }
                 }
             }
         };
@@ -411,7 +429,7 @@ impl Queues {
         }
         self.shadow_polls += 1;
         let doorbell = Doorbell::SubmissionTail(id);
-        if let Some(value) = sq.shadow.observe(buffer.load(dma, doorbell)?)
+        if let Some(value) = buffer.observe(dma, doorbell, &mut sq.shadow)?
             && value != u32::from(sq.tail)
             && sq.set_tail(value).is_err()
             && sq.shadow.refuse(value)
@@ -449,9 +467,7 @@ impl Queues {
             return Ok(());
         }
         self.shadow_polls += 1;
-        if let Some(value) = cq
-            .shadow
-            .observe(buffer.load(dma, Doorbell::CompletionHead(id))?)
+        if let Some(value) = buffer.observe(dma, Doorbell::CompletionHead(id), &mut cq.shadow)?
             && value != u32::from(cq.head)
             && cq.set_head(value).is_err()
             && cq.shadow.refuse(value)

@@ -141,6 +141,7 @@ pub struct BlockQueue {
     finished: Vec<(Tag, i32)>,
     done: Vec<(Tag, Result<(), BlockError>)>,
     all_submitted: bool,
+    file: Arc<File>,
 }
 
 impl BlockQueue {
@@ -148,13 +149,13 @@ impl BlockQueue {
     pub fn open(file: File, choice: EngineChoice, depth: u16) -> io::Result<Self> {
         let file = Arc::new(file);
         let engine: Box<dyn Engine> = match choice {
-            EngineChoice::Threads => Box::new(Threads::start(file, depth)?),
-            EngineChoice::IoUring => Box::new(Uring::open(file, depth)?),
+            EngineChoice::Threads => Box::new(Threads::start(Arc::clone(&file), depth)?),
+            EngineChoice::IoUring => Box::new(Uring::open(Arc::clone(&file), depth)?),
             EngineChoice::Auto => match Uring::open(Arc::clone(&file), depth) {
                 Ok(uring) => Box::new(uring),
                 Err(refusal) => {
                     log::info!("no io_uring here ({refusal}): using threads for I/O");
-                    Box::new(Threads::start(file, depth)?)
+                    Box::new(Threads::start(Arc::clone(&file), depth)?)
                 }
             },
         };
@@ -165,6 +166,7 @@ impl BlockQueue {
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
             all_submitted: true,
+            file,
         })
     }
 
@@ -322,6 +324,10 @@ impl BlockQueue {
 impl Drop for BlockQueue {
     fn drop(&mut self) {
         self.drain();
+        // The kernel takes a ring and its reference to the file apart some
+        // time after it is closed; the image is to be free at once. A failure
+        // leaves it to that.
+        let _ = rustix::fs::flock(&self.file, rustix::fs::FlockOperation::Unlock);
     }
 }
 

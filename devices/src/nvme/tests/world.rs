@@ -245,7 +245,7 @@ pub struct Driver {
     /// Writes to doorbell registers.
     pub rings: u64,
     pub image: PathBuf,
-    pub folder: TempDir,
+    _folder: TempDir,
     next_id: u16,
 }
 
@@ -281,7 +281,7 @@ impl Driver {
             shadow: None,
             rings: 0,
             image: path,
-            folder,
+            _folder: folder,
             next_id: 0,
         }
     }
