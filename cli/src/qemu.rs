@@ -1,10 +1,16 @@
 //! `farside qemu`.
 
-use std::os::unix::process::CommandExt;
+use std::{
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, bail};
-use farside_control::paths;
-use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm};
+use farside_control::{Client, paths};
+use farside_fabric::{Size, fits};
+use farside_qemu_configs::{
+    Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm, ram_split,
+};
 
 use crate::{
     args::{AccelArg, HugePagesArg, MachineArg, Qemu},
@@ -26,7 +32,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     } else if !file.devices.is_empty() {
         file.devices
     } else {
-        served(&name)?
+        served(&name)?.devices
     };
     if let Some(boot) = &args.boot
         && !ids.contains(boot)
@@ -70,6 +76,11 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     vm.extra_args = args.extra;
 
     let command_line = vm.command_line(&args.qemu)?;
+    if let Ok(backend) = served(&name) {
+        for lender in &backend.lenders {
+            check_fits(&vm, lender)?;
+        }
+    }
     if !args.run {
         println!("{command_line}");
         return Ok(());
@@ -90,16 +101,47 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("cannot start {}", args.qemu.display()))
 }
 
-/// The devices that the VM's backend serves.
-fn served(vm: &str) -> anyhow::Result<Vec<String>> {
+/// What a VM's backend serves, and the sockets of the lenders it is from.
+struct Served {
+    devices: Vec<String>,
+    lenders: Vec<PathBuf>,
+}
+
+fn served(vm: &str) -> anyhow::Result<Served> {
     let report = status::backend(&paths::status_socket(vm)).with_context(|| {
         format!(
             "no backend runs for VM {vm}: start `farside serve --vm {vm} --device ID`, or name the devices with --device"
         )
     })?;
     let devices = report["devices"].as_array().context("malformed status")?;
-    let ids = devices
-        .iter()
-        .filter_map(|device| Some(device["device"].as_str()?.to_owned()));
-    Ok(ids.collect())
+    let field = |name: &'static str| {
+        let values = devices
+            .iter()
+            .filter_map(move |device| device[name].as_str());
+        values.map(str::to_owned)
+    };
+    let mut lenders: Vec<PathBuf> = field("lender").map(PathBuf::from).collect();
+    lenders.dedup();
+    Ok(Served {
+        devices: field("device").collect(),
+        lenders,
+    })
+}
+
+/// Says before the VM boots that its RAM cannot be reached through the
+/// lender's windows. The lender has the last word when the windows open.
+fn check_fits(vm: &Vm, lender: &Path) -> anyhow::Result<()> {
+    let limits = Client::connect(lender, None).and_then(|mut client| client.limits());
+    let limits = match limits {
+        Ok(limits) => limits,
+        Err(error) => {
+            log::warn!("cannot check whether VM {} fits: {error}", vm.name);
+            return Ok(());
+        }
+    };
+    let (low, high) = ram_split(vm.machine, vm.ram);
+    let spans: Vec<u64> = [low, high].into_iter().filter(|span| *span != 0).collect();
+    fits(&spans, &limits)
+        .map(|_| ())
+        .with_context(|| format!("VM {} with {} of RAM", vm.name, Size(vm.ram)))
 }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use farside_devices::Description;
+use farside_fabric::NtbLimits;
 
 use crate::{
     Channel, ChannelError, DeviceEntry, DeviceStatus, Envelope, Epoch, IrqUpdate, RemoteError,
@@ -85,6 +86,14 @@ impl Client {
     pub fn devices(&mut self) -> Result<Vec<DeviceEntry>, CallError> {
         match self.call(Request::Devices, &[])? {
             (Reply::Devices(devices), _) => Ok(devices),
+            (other, _) => Err(unexpected(&other)),
+        }
+    }
+
+    /// The limits of this lender's fabric.
+    pub fn limits(&mut self) -> Result<NtbLimits, CallError> {
+        match self.call(Request::Limits, &[])? {
+            (Reply::Limits(limits), _) => Ok(limits),
             (other, _) => Err(unexpected(&other)),
         }
     }

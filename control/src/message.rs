@@ -1,7 +1,7 @@
 //! Requests and replies.
 
 use farside_devices::Description;
-use farside_fabric::{FaultSummary, Usage};
+use farside_fabric::{FaultSummary, NtbLimits, Usage};
 use serde::{Deserialize, Serialize};
 
 use crate::IrqUpdate;
@@ -44,6 +44,9 @@ pub enum Request {
     },
     /// The devices of this lender.
     Devices,
+    /// The limits of this lender's fabric, so that a guest that cannot fit is
+    /// refused before it boots.
+    Limits,
     /// One device's outside.
     Describe {
         /// Device id.
@@ -128,6 +131,8 @@ pub enum Reply {
     },
     /// To `Devices`.
     Devices(Vec<DeviceEntry>),
+    /// To `Limits`.
+    Limits(NtbLimits),
     /// To `Describe`.
     Description(Box<Description>),
     /// To `Status`.

@@ -9,6 +9,7 @@ use std::{
 use farside_control::{
     Channel, ChannelError, Envelope, ErrorKind, RemoteError, Reply, Request, VERSION, Wakeup,
 };
+use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::registry::{Lease, Mail, Registry};
@@ -19,9 +20,15 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a device's thread may take to say how it stands.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// What a lender says of itself.
+pub(crate) struct About {
+    pub(crate) name: String,
+    pub(crate) limits: NtbLimits,
+}
+
 /// Answers requests until the peer goes, `stop` is readable, or a lease takes
 /// the connection away.
-pub(crate) fn serve(mut channel: Channel, lender: &str, registry: &Arc<Registry>, stop: &Wakeup) {
+pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registry>, stop: &Wakeup) {
     let mut peer = None;
     loop {
         let (envelope, fds): (Envelope, _) = match channel.try_receive() {
@@ -73,7 +80,7 @@ struct Peer {
 
 fn answer(
     request: Request,
-    lender: &str,
+    lender: &About,
     registry: &Registry,
     peer: &mut Option<Peer>,
 ) -> Result<Answer, RemoteError> {
@@ -87,17 +94,19 @@ fn answer(
                 return Err(RemoteError {
                     kind: ErrorKind::Version,
                     message: format!(
-                        "lender {lender} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both"
+                        "lender {} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both",
+                        lender.name
                     ),
                 });
             }
             *peer = Some(Peer { vm });
             Reply::Welcome {
-                lender: lender.to_owned(),
+                lender: lender.name.clone(),
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),
         (Request::Devices, _) => Reply::Devices(registry.entries()),
+        (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
         (Request::Describe { device }, _) => {
             Reply::Description(Box::new((*registry.description(&device)?).clone()))
         }

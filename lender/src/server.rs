@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
     config::{Config, ConfigError, DeviceConfig, Model},
-    connection,
+    connection::{self, About},
     device_loop::DeviceLoop,
     registry::Registry,
 };
@@ -52,7 +52,7 @@ pub enum StartError {
 /// A running lender.
 pub struct Lender {
     listener: Listener,
-    name: Arc<str>,
+    about: Arc<About>,
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<()>>,
     stop: Wakeup,
@@ -80,7 +80,10 @@ impl Lender {
         let listener = Listener::bind(&config.socket).map_err(StartError::Listen)?;
         let mut lender = Self {
             listener,
-            name: config.name.as_str().into(),
+            about: Arc::new(About {
+                name: config.name.clone(),
+                limits: config.fabric.clone(),
+            }),
             registry,
             devices: Vec::new(),
             stop,
@@ -112,7 +115,7 @@ impl Lender {
         }
         log::info!(
             "lender {} listens at {}",
-            lender.name,
+            lender.about.name,
             config.socket.display()
         );
         Ok(lender)
@@ -146,12 +149,12 @@ impl Lender {
                     continue;
                 }
                 let guard = Counted::new(&peers);
-                let (name, registry) = (Arc::clone(&self.name), Arc::clone(&self.registry));
+                let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
                 let stop = self.stop.try_clone()?;
                 std::thread::Builder::new()
                     .name("peer".into())
                     .spawn(move || {
-                        connection::serve(channel, &name, &registry, &stop);
+                        connection::serve(channel, &about, &registry, &stop);
                         drop(guard);
                     })?;
             }
@@ -167,7 +170,7 @@ impl Drop for Lender {
                 log::error!("a device's thread panicked");
             }
         }
-        log::info!("lender {} stopped", self.name);
+        log::info!("lender {} stopped", self.about.name);
     }
 }
 

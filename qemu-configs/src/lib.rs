@@ -14,6 +14,7 @@
 
 mod check;
 mod command_line;
+mod layout;
 mod probe;
 mod shared_memory;
 mod timeout;
@@ -21,6 +22,7 @@ mod vm;
 
 pub use check::VmError;
 pub use command_line::CommandLine;
+pub use layout::ram_split;
 pub use probe::{ProbeError, QemuBinary, Version};
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;

@@ -355,6 +355,7 @@ impl<'a> LeaseLoop<'a> {
             Request::Return => {}
             other @ (Request::Hello { .. }
             | Request::Devices
+            | Request::Limits
             | Request::Describe { .. }
             | Request::Borrow { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
