@@ -246,8 +246,8 @@ impl Canary {
         self.writer.as_fd()
     }
 
-    /// Whether nobody else holds it.
-    pub fn is_closed(self) -> bool {
+    /// Whether nobody else holds it any more.
+    pub fn closed_elsewhere(self) -> bool {
         let Self { mut reader, writer } = self;
         drop(writer);
         rustix::io::ioctl_fionbio(&reader, true).unwrap();

@@ -1,0 +1,109 @@
+//! A device's image, good but for some bytes, and what a guest does with the
+//! configuration space that is made of it.
+//!
+//! The input: a byte that says whether the image is one of 256 bytes, a byte
+//! that says how many bytes of it are changed, each as two bytes of offset and
+//! a value; then accesses, see [`run`].
+//!
+//! What must hold: no panic; walks of the lists end; identity does not change;
+//! what a write is said to do is what it does; a refused bus-master bit is
+//! clear; a reset leaves what was there at first.
+
+use farside_backend::config_space::{ConfigSpace, Edge};
+
+use crate::image::Image;
+use crate::input::Input;
+
+/// Makes the space of `input` and carries out its accesses.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let mut image = Image::nvme();
+    if input.u8() & 1 != 0 {
+        image.0.config.truncate(256);
+    }
+    for _ in 0..input.u8() {
+        let at = usize::from(input.u16()) % image.0.config.len();
+        image.put(at, &[input.u8()]);
+    }
+    let Ok(mut space) = ConfigSpace::new(&image.0) else {
+        return;
+    };
+    let fresh = bytes(&space);
+    walk(&fresh);
+
+    while !input.is_empty() {
+        let op = input.u8();
+        let offset = input.u16();
+        // Now and then far out.
+        let offset = if op & 0x80 != 0 {
+            u64::MAX - u64::from(offset)
+        } else {
+            offset.into()
+        };
+        let length = usize::from(input.u8());
+        match op & 3 {
+            0 => space.read(offset, &mut vec![0; length]),
+            1 => write(&mut space, offset, input.bytes(length), false),
+            2 => write(&mut space, offset, input.bytes(length), true),
+            _ if op & 4 == 0 => space.set_interrupt_status(op & 8 != 0),
+            _ => {
+                space.reset();
+                assert_eq!(bytes(&space), fresh);
+                assert!(!space.may_dma());
+            }
+        }
+        let now = bytes(&space);
+        assert_eq!(now[..4], fresh[..4], "identity");
+        walk(&now);
+    }
+}
+
+fn write(space: &mut ConfigSpace, offset: u64, data: &[u8], refuse: bool) {
+    let before = space.clone();
+    let mut staged = space.stage(offset, data);
+    assert_eq!(bytes(space), bytes(&before), "staging does nothing");
+    let promised = staged.effects().clone();
+    let dma = staged.dma();
+    if refuse && dma == Edge::Rising {
+        staged.refuse_bus_master();
+        space.commit(staged);
+        assert!(!space.bus_master() && !space.may_dma());
+        return;
+    }
+    let done = space.commit(staged);
+    assert_eq!(done, promised);
+    assert_eq!(dma, Edge::between(before.may_dma(), space.may_dma()));
+    assert_eq!(
+        done.bus_master(),
+        Edge::between(before.bus_master(), space.bus_master())
+    );
+    if done.reset().is_some() {
+        assert!(!space.bus_master());
+    }
+}
+
+fn bytes(space: &ConfigSpace) -> Vec<u8> {
+    let mut bytes = vec![0; space.size() as usize];
+    space.read(0, &mut bytes);
+    bytes
+}
+
+/// Walks both lists as a guest does.
+fn walk(bytes: &[u8]) {
+    let mut at = usize::from(bytes[0x34]);
+    for steps in 0.. {
+        if at == 0 {
+            break;
+        }
+        assert!(steps < 48 && at >= 0x40, "a list that does not end");
+        at = usize::from(bytes[at + 1]);
+    }
+    let mut at = if bytes.len() > 256 { 256 } else { 0 };
+    for steps in 0.. {
+        if at == 0 {
+            break;
+        }
+        assert!(steps < 960 && at >= 256, "a list that does not end");
+        at = usize::from(u16::from_le_bytes([bytes[at + 2], bytes[at + 3]]) >> 4);
+    }
+}

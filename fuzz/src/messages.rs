@@ -1,0 +1,338 @@
+//! A sequence of operations on a vfio-user connection: whole messages, parts
+//! of them, noise, descriptors anywhere, a client that reads or does not.
+//!
+//! The input is a list of operations: one byte says which, see [`Op`].
+//!
+//! What must hold: no panic; every reply is well formed and answers something
+//! that was asked; as long as the client sent whole messages only, its last one
+//! is answered; no descriptor is left open.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use farside_backend::vfio_user::serve::{Pumped, pump};
+use farside_backend::vfio_user::{Connection, ConnectionError, Errno, MAX_MSG_FDS, Reply, Session};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+use crate::device::TestDevice;
+use crate::input::Input;
+
+/// Most descriptors that are sent with one message: some more than are taken.
+const MOST_FDS: usize = 20;
+
+const VERSION: u16 = 1;
+const GET_INFO: u16 = 4;
+
+/// What an operation's byte means: the kind in the lowest three bits, a number
+/// of descriptors in the others.
+pub enum Op {
+    /// A whole message: command, flags, two bytes of length, payload.
+    Message = 0,
+    /// Bytes: two bytes of length, the bytes.
+    Noise = 1,
+    /// A whole message in two parts, the server run between: one byte for where
+    /// to cut, then as [`Op::Message`].
+    Split = 2,
+    /// Version negotiation.
+    Version = 3,
+    /// The server does one byte's worth of messages.
+    Pump = 4,
+    /// The client reads.
+    Read = 5,
+    /// Resets are answered later from now on, or again at once.
+    Defer = 6,
+    /// The client closes its sending side.
+    Shutdown = 7,
+}
+
+/// Runs the operations of `input`.
+pub fn run(input: &[u8]) {
+    let before = open_descriptors();
+    Peer::new().run(Input(input));
+    assert_eq!(open_descriptors(), before, "descriptors were left open");
+}
+
+struct Peer {
+    client: UnixStream,
+    server: Connection,
+    session: Session,
+    device: TestDevice,
+    passed: OwnedFd,
+    received: VecDeque<u8>,
+    /// Only whole messages have been sent.
+    framed: bool,
+    closed: bool,
+}
+
+impl Peer {
+    fn new() -> Self {
+        let (client, server) = UnixStream::pair().unwrap();
+        client.set_nonblocking(true).unwrap();
+        let passed = std::fs::File::open("/dev/null").unwrap().into();
+        Self {
+            client,
+            server: Connection::new(server).unwrap(),
+            session: Session::new(),
+            device: TestDevice::new(),
+            passed,
+            received: VecDeque::new(),
+            framed: true,
+            closed: false,
+        }
+    }
+
+    fn run(mut self, mut input: Input<'_>) {
+        while !input.is_empty() && !self.closed {
+            let op = input.u8();
+            let fds = usize::from(op >> 3).min(MOST_FDS);
+            match op & 7 {
+                0 => {
+                    let message = message(&mut input);
+                    self.send(&message, fds);
+                }
+                1 => {
+                    let length = input.u16();
+                    let bytes = input.bytes(length.into()).to_vec();
+                    self.framed &= bytes.is_empty();
+                    self.send(&bytes, fds);
+                }
+                2 => {
+                    let cut = usize::from(input.u8());
+                    let message = message(&mut input);
+                    let (first, second) = message.split_at(cut.min(message.len()));
+                    self.send(first, fds);
+                    self.pump(usize::MAX);
+                    self.send(second, fds / 2);
+                }
+                3 => self.send(&version(), 0),
+                4 => {
+                    let budget = input.u8();
+                    self.pump(budget.into());
+                }
+                5 => self.read(),
+                6 => {
+                    self.answer_deferred();
+                    self.device.defer_reset = match self.device.defer_reset {
+                        Some(_) => None,
+                        None => Some(None),
+                    };
+                }
+                _ => {
+                    self.client.shutdown(std::net::Shutdown::Write).unwrap();
+                    self.pump(usize::MAX);
+                    self.read();
+                    return;
+                }
+            }
+        }
+        if self.framed && !self.closed {
+            self.last_is_answered();
+        }
+    }
+
+    /// A client that kept to whole messages is understood to the end.
+    fn last_is_answered(&mut self) {
+        self.device.defer_reset = self.device.defer_reset.map(|_| None);
+        self.settle();
+        self.device.defer_reset = None;
+        self.received.clear();
+        let command = if self.session.negotiated().is_some() {
+            GET_INFO
+        } else {
+            VERSION
+        };
+        let last = if command == GET_INFO {
+            get_info()
+        } else {
+            version()
+        };
+        self.send(&last, 0);
+        self.settle();
+        if self.closed {
+            return;
+        }
+        assert!(!self.received.is_empty(), "no answer to the last message");
+    }
+
+    /// Lets both ends go on until nothing moves.
+    fn settle(&mut self) {
+        for _ in 0..10_000 {
+            self.answer_deferred();
+            self.pump(usize::MAX);
+            let had = self.received.len();
+            self.read();
+            if self.closed || (!self.server.wants_write() && self.received.len() == had) {
+                return;
+            }
+        }
+        panic!("no end to it");
+    }
+
+    fn send(&mut self, mut bytes: &[u8], fds: usize) {
+        let mut fds = fds;
+        for _ in 0..10_000 {
+            if bytes.is_empty() || self.closed {
+                return;
+            }
+            match send_some(&self.client, bytes, self.passed.as_fd(), fds) {
+                Ok(sent) => {
+                    bytes = &bytes[sent..];
+                    fds = 0;
+                }
+                Err(Errno::AGAIN) => {
+                    self.answer_deferred();
+                    self.pump(usize::MAX);
+                    self.read();
+                }
+                Err(Errno::PIPE) => self.closed = true,
+                Err(errno) => panic!("{errno}"),
+            }
+        }
+        panic!("the server does not take it");
+    }
+
+    fn pump(&mut self, budget: usize) {
+        // Nothing is taken while an answer is owed.
+        if self.closed || matches!(self.device.defer_reset, Some(Some(_))) {
+            return;
+        }
+        let budget = budget.min(100_000);
+        match pump(
+            &mut self.server,
+            &mut self.session,
+            &mut self.device,
+            budget,
+        ) {
+            Ok(Pumped::Idle | Pumped::Full | Pumped::Budget | Pumped::Later) => {}
+            Err(ConnectionError::Receive(errno) | ConnectionError::Send(errno)) => {
+                panic!("{errno}")
+            }
+            Err(_) => self.closed = true,
+        }
+    }
+
+    fn answer_deferred(&mut self) {
+        if let Some(to) = self.device.defer_reset.as_mut().and_then(Option::take)
+            && !self.closed
+            && self.server.send(to, Ok(Reply::Done)).is_err()
+        {
+            self.closed = true;
+        }
+    }
+
+    /// Reads all there is, and checks what is whole.
+    fn read(&mut self) {
+        let mut bytes = [0; 4096];
+        loop {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MSG_FDS))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut iov = [IoSliceMut::new(&mut bytes)];
+            let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+            let Ok(got) = rustix::net::recvmsg(&self.client, &mut iov, &mut control, flags) else {
+                break;
+            };
+            let fds: usize = control
+                .drain()
+                .map(|message| match message {
+                    RecvAncillaryMessage::ScmRights(fds) => fds.count(),
+                    _ => 0,
+                })
+                .sum();
+            assert!(fds <= 1, "a reply has one descriptor at most");
+            if got.bytes == 0 {
+                self.closed = true;
+                break;
+            }
+            self.received.extend(&bytes[..got.bytes]);
+        }
+        // Leaves the last whole message, so that the caller sees that something
+        // came.
+        while let Some(size) = self.check_first() {
+            if self.received.len() == size {
+                break;
+            }
+            self.received.drain(..size);
+        }
+    }
+
+    /// Size of the first message, if it is whole and in order.
+    fn check_first(&mut self) -> Option<usize> {
+        let bytes = self.received.make_contiguous();
+        let word = |at: usize| {
+            Some(u32::from_ne_bytes(
+                bytes.get(at..at + 4)?.try_into().unwrap(),
+            ))
+        };
+        let (size, flags, error) = (word(4)? as usize, word(8)?, word(12)?);
+        assert!(size >= 16 && size <= 16 + 16 + (1 << 20));
+        assert_eq!(flags & !0x20, 1, "a reply, or an error reply");
+        if flags & 0x20 != 0 {
+            assert_eq!(size, 16, "an error reply is a header");
+            assert!((1..134).contains(&error), "an errno");
+        } else {
+            assert_eq!(error, 0);
+        }
+        (bytes.len() >= size).then_some(size)
+    }
+}
+
+/// A whole message from command, flags, length and payload.
+fn message(input: &mut Input<'_>) -> Vec<u8> {
+    let command = input.u8();
+    let flags = input.u8();
+    let length = input.u16();
+    framed(command.into(), flags.into(), input.bytes(length.into()))
+}
+
+fn framed(command: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    bytes.extend(7_u16.to_ne_bytes());
+    bytes.extend(command.to_ne_bytes());
+    bytes.extend((16 + payload.len() as u32).to_ne_bytes());
+    bytes.extend(flags.to_ne_bytes());
+    bytes.extend(0_u32.to_ne_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+fn version() -> Vec<u8> {
+    framed(
+        VERSION,
+        0,
+        b"\0\0\x01\0{\"capabilities\":{\"max_msg_fds\":16}}\0",
+    )
+}
+
+fn get_info() -> Vec<u8> {
+    framed(
+        GET_INFO,
+        0,
+        &[[16, 0, 0, 0], [0; 4], [0; 4], [0; 4]].concat(),
+    )
+}
+
+fn send_some(
+    socket: &UnixStream,
+    bytes: &[u8],
+    fd: BorrowedFd<'_>,
+    fds: usize,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd; MOST_FDS].into_iter().take(fds).collect::<Vec<_>>();
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
+}
