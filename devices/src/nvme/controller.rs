@@ -49,6 +49,9 @@ const BURST: usize = 32;
 /// Steps of I/O without a return to the owner: bounds the time of one poll.
 const MAX_TURNS: usize = 8;
 
+/// Lines a guest can make this controller log, from power-on.
+const MAX_COMPLAINTS: u32 = 16;
+
 /// An NVMe controller with one namespace on an image.
 pub struct Nvme {
     description: Description,
@@ -72,6 +75,8 @@ pub struct Nvme {
     quiesced: bool,
     /// The I/O queue whose turn is first.
     turn: usize,
+    /// Lines logged about the guest.
+    complaints: u32,
 }
 
 /// What became of a command that was fetched.
@@ -80,7 +85,7 @@ pub(super) enum Outcome {
     Done(u32),
     /// A slot has it now.
     InFlight,
-    /// It owes no completion (an event request), or the queues know of it.
+    /// Its completion comes later, or never (an event request).
     Open,
 }
 
@@ -136,6 +141,7 @@ impl Nvme {
             shutdown_flush: false,
             quiesced: false,
             turn: 0,
+            complaints: 0,
         })
     }
 
@@ -153,11 +159,16 @@ impl Nvme {
     /// the guest but by CSTS (9.5).
     fn fatal(&mut self, fault: Fault) {
         if !self.registers.csts.fatal {
-            log::warn!(
-                "NVMe {}: controller fatal status: {fault}",
-                self.names.serial
-            );
+            self.blame_guest(format_args!("controller fatal status: {fault}"));
             self.registers.csts.fatal = true;
+        }
+    }
+
+    /// Logs what a guest did wrong, but not for ever.
+    fn blame_guest(&mut self, what: std::fmt::Arguments<'_>) {
+        if self.complaints < MAX_COMPLAINTS {
+            self.complaints += 1;
+            log::warn!("NVMe {}: {what}", self.names.serial);
         }
     }
 
@@ -206,7 +217,7 @@ impl Nvme {
         };
         self.registers.csts.shutdown = Shutdown::None;
         if let Some(reason) = refused {
-            log::warn!("NVMe {}: cannot be enabled: {reason}", self.names.serial);
+            self.blame_guest(format_args!("cannot be enabled: {reason}"));
             self.registers.csts.fatal = true;
             return;
         }
@@ -233,11 +244,8 @@ impl Nvme {
     }
 
     fn start_shutdown_flush(&mut self) {
-        if self.namespace.read_only || self.quiesced {
-            // A quiesced device gets its flush on resume.
-            if self.namespace.read_only {
-                self.registers.csts.shutdown = Shutdown::Complete;
-            }
+        if self.namespace.read_only {
+            self.registers.csts.shutdown = Shutdown::Complete;
             return;
         }
         if let Some(tag) = self.slots.take() {
@@ -283,11 +291,6 @@ impl Nvme {
         }
         if count > 0 {
             self.turn = (self.turn + 1) % count;
-        }
-        // After the round, so that it does not move under it.
-        while let Some(command_id) = self.queues.take_deleted() {
-            self.complete(bus, 0, command_id, Ok(0), None);
-            busy = true;
         }
         Ok(busy)
     }
@@ -448,6 +451,9 @@ impl Nvme {
             }
         }
         busy |= self.turn_block(bus);
+        while let Some(command_id) = self.queues.take_deleted() {
+            self.complete(bus, 0, command_id, Ok(0), None);
+        }
         self.report_events(bus);
         self.advance(bus);
         if self.may_fetch()
@@ -483,7 +489,7 @@ impl Nvme {
             self.queues.refresh_asserting(bus.dma, mask)?;
             self.queues.update_line(bus.irq, mask);
         }
-        Ok(pending)
+        Ok(pending || self.queues.has_errors())
     }
 
     fn read_dword(&mut self, at: u64, bus: &mut Bus<'_>) -> u32 {

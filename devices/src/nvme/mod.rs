@@ -4,7 +4,7 @@
 //! # The way of a command
 //!
 //! 1. The guest writes an entry to a submission queue and moves the tail, by a
-//!    doorbell register ([`controller`](self)) or a shadow doorbell in memory.
+//!    doorbell register (`controller`) or a shadow doorbell (`doorbells`).
 //! 2. A poll copies the entry out of guest memory, once, and decodes it
 //!    (`command`, `admin`, `io`). Lists of pages or descriptors are copied
 //!    once too, within bounds (`prp`, `sgl`).

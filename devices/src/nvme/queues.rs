@@ -411,6 +411,11 @@ impl Queues {
         }
     }
 
+    /// Whether there are doorbell errors to report.
+    pub fn has_errors(&self) -> bool {
+        !self.errors.is_empty()
+    }
+
     /// The next doorbell error that is not reported yet.
     pub fn take_error(&mut self) -> Option<DoorbellError> {
         self.errors.pop()

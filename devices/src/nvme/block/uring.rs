@@ -171,6 +171,7 @@ impl Engine for Uring {
                 return self.waiting.is_empty();
             }
             match self.ring.submit() {
+                Ok(0) => return false,
                 Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 // Out of memory or completions not yet reaped: later.

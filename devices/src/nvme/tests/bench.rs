@@ -5,7 +5,7 @@
 use std::{
     fs::File,
     io::IoSliceMut,
-    os::fd::AsFd,
+    os::{fd::AsFd, unix::fs::FileExt},
     time::{Duration, Instant},
 };
 
@@ -27,6 +27,21 @@ fn plain(driver: &Driver) -> f64 {
                 rustix::io::preadv(file.as_fd(), &mut slices, at).unwrap(),
                 4096
             );
+            done += 1;
+        }
+    }
+    done as f64 / start.elapsed().as_secs_f64()
+}
+
+fn plain_write(driver: &Driver) -> f64 {
+    let file = File::options().write(true).open(&driver.image).unwrap();
+    let buffer = vec![1; 4096];
+    let start = Instant::now();
+    let mut done = 0u64;
+    while start.elapsed() < RUN {
+        for _ in 0..64 {
+            let at = done.wrapping_mul(2_654_435_761) % (IMAGE / 4096) * 4096;
+            file.write_all_at(&buffer, at).unwrap();
             done += 1;
         }
     }
@@ -63,10 +78,11 @@ fn data_path() {
         driver.configure_doorbells();
         for round in 0..3 {
             println!(
-                "{engine:?} round {round}: preadv {:.0}/s, model QD1 {:.0}/s, QD32 {:.0}/s, writes QD1 {:.0}/s, QD32 {:.0}/s",
+                "{engine:?} round {round}: preadv {:.0}/s, model QD1 {:.0}/s, QD32 {:.0}/s, writes: pwrite {:.0}/s, model QD1 {:.0}/s, QD32 {:.0}/s",
                 plain(&driver),
                 model(&mut driver, 2, 1),
                 model(&mut driver, 2, 32),
+                plain_write(&driver),
                 model(&mut driver, 1, 1),
                 model(&mut driver, 1, 32),
             );

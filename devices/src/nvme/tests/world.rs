@@ -41,6 +41,9 @@ pub const ADMIN_ENTRIES: u16 = 32;
 /// Guest memory: one mapped range, and faults elsewhere.
 pub struct Memory {
     pub all: HostSlice,
+    /// The same memory, mapped read-only: a write to what was translated for
+    /// reading ends the test.
+    readable: HostSlice,
     /// Longest run that is contiguous in host memory.
     pub run: usize,
     pub faults: Vec<Fault>,
@@ -51,9 +54,11 @@ impl Memory {
     fn new() -> Self {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, SIZE as u64).unwrap();
+        let readable = SharedMemory::map(file.try_clone().unwrap(), 0, SIZE, false).unwrap();
         let memory = SharedMemory::map(file, 0, SIZE, true).unwrap();
         Self {
             all: memory.slice(0, SIZE).unwrap(),
+            readable: readable.slice(0, SIZE).unwrap(),
             run: usize::MAX,
             faults: Vec::new(),
             translations: 0,
@@ -95,7 +100,13 @@ impl Dma for Memory {
                 (offset, len.min(run).min(SIZE - offset))
             });
         match inside {
-            Some((offset, len)) => Ok(self.all.slice(offset, len).unwrap()),
+            Some((offset, len)) => {
+                let memory = match access {
+                    Access::Read => &self.readable,
+                    Access::Write => &self.all,
+                };
+                Ok(memory.slice(offset, len).unwrap())
+            }
             None => {
                 let fault = Fault {
                     iova,
@@ -341,10 +352,11 @@ impl Driver {
             let fd = self.nvme.wake_fd().unwrap();
             let mut fds = [PollFd::new(&fd, PollFlags::IN)];
             let timeout = Timespec {
-                tv_sec: 0,
-                tv_nsec: 200_000_000,
+                tv_sec: 10,
+                tv_nsec: 0,
             };
-            let _ = poll(&mut fds, Some(&timeout));
+            let ready = poll(&mut fds, Some(&timeout)).unwrap();
+            assert_ne!(ready, 0, "asleep, and nothing will wake it");
         }
     }
 
