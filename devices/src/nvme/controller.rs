@@ -424,8 +424,9 @@ impl Nvme {
         self.slots.release(tag);
     }
 
-    /// Reports doorbell errors and completes event requests.
-    fn report_events(&mut self, bus: &mut Bus<'_>) {
+    /// Reports doorbell errors and completes event requests. Returns whether
+    /// it completed any.
+    fn report_events(&mut self, bus: &mut Bus<'_>) -> bool {
         while let Some(error) = self.queues.take_error() {
             self.events.raise(match error {
                 DoorbellError::InvalidRegister => Event::InvalidDoorbellRegister,
@@ -433,13 +434,16 @@ impl Nvme {
             });
         }
         if !self.may_fetch() {
-            return;
+            return false;
         }
+        let mut busy = false;
         while self.events.is_due() && self.queues.owe(0) {
             if let Some((command_id, result)) = self.events.take() {
                 self.complete(bus, 0, command_id, Ok(result), None);
+                busy = true;
             }
         }
+        busy
     }
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
@@ -453,8 +457,9 @@ impl Nvme {
         busy |= self.turn_block(bus);
         while let Some(command_id) = self.queues.take_deleted() {
             self.complete(bus, 0, command_id, Ok(0), None);
+            busy = true;
         }
-        self.report_events(bus);
+        busy |= self.report_events(bus);
         self.advance(bus);
         if self.may_fetch()
             && bus.irq.intx_in_use()

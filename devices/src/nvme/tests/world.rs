@@ -345,27 +345,29 @@ impl Driver {
         self.with(|nvme, bus| nvme.arm(bus))
     }
 
-    /// One turn of an owner: polls, and sleeps on the wake descriptor when
-    /// the device says that it may.
-    pub fn turn(&mut self) {
-        if !self.poll() && self.arm() {
-            let fd = self.nvme.wake_fd().unwrap();
-            let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-            let timeout = Timespec {
-                tv_sec: 10,
-                tv_nsec: 0,
-            };
-            let ready = poll(&mut fds, Some(&timeout)).unwrap();
-            assert_ne!(ready, 0, "asleep, and nothing will wake it");
-        }
+    /// Sleeps as an owner does when the device says that it may.
+    fn sleep(&mut self) {
+        let fd = self.nvme.wake_fd().unwrap();
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+        let timeout = Timespec {
+            tv_sec: 10,
+            tv_nsec: 0,
+        };
+        let ready = poll(&mut fds, Some(&timeout)).unwrap();
+        assert_ne!(ready, 0, "asleep, and nothing will wake it");
     }
 
-    /// Turns until `done`.
+    /// Drives the device as its owner does, until `done`.
     pub fn until(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> bool) {
         let start = Instant::now();
         while !done(self) {
             assert!(start.elapsed() < Duration::from_secs(20), "no {what}");
-            self.turn();
+            if !self.poll() && self.arm() {
+                if done(self) {
+                    return;
+                }
+                self.sleep();
+            }
         }
     }
 
