@@ -180,11 +180,13 @@ impl ConfigSpace {
     /// Reads `data.len()` bytes at `offset`. Past the end reads as all ones,
     /// as from a function that is not there.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
-        for (at, byte) in (0..).zip(data) {
-            *byte = self
-                .index(offset, at)
-                .map_or(0xff, |index| self.bytes[index]);
-        }
+        let there = usize::try_from(offset)
+            .ok()
+            .and_then(|at| self.bytes.get(at..));
+        let there = there.unwrap_or_default();
+        let (inside, outside) = data.split_at_mut(there.len().min(data.len()));
+        inside.copy_from_slice(&there[..inside.len()]);
+        outside.fill(0xff);
     }
 
     /// Writes at once: [`stage`](Self::stage) and [`commit`](Self::commit).

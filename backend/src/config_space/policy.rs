@@ -3,6 +3,8 @@
 //! A capability that is not in the tables is hidden: what its registers would
 //! do to the lender's side is not known.
 
+use std::fmt;
+
 /// A capability of the device that the guest does not see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hidden {
@@ -14,6 +16,21 @@ pub struct Hidden {
     pub name: &'static str,
     /// Why it is hidden, for people.
     pub reason: &'static str,
+}
+
+impl fmt::Display for Hidden {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            list,
+            id,
+            name,
+            reason,
+        } = self;
+        match list {
+            List::Standard => write!(f, "capability {id:#04x} ({name}): {reason}"),
+            List::Extended => write!(f, "extended capability {id:#06x} ({name}): {reason}"),
+        }
+    }
 }
 
 /// The two capability lists.

@@ -179,8 +179,8 @@ fn treat(
                 // How long it is need not be known: what is up to the next one
                 // may be its.
                 builder.zero(at..next.unwrap_or(end));
-                // A placeholder (7.9.28) is nothing that could be seen.
-                if !(list == List::Extended && id == 0) {
+                // Id 0 is a placeholder ("Null Capability"): nothing is lost.
+                if id != 0 {
                     hidden.push(Hidden {
                         list,
                         id,
@@ -304,7 +304,7 @@ fn link_standard(builder: &mut Builder, shown: &[usize]) {
 }
 
 /// The list begins at 0x100 whatever is there: where that is hidden, a
-/// capability without meaning (id 0, PCIe 7.9.28) leads on.
+/// capability without meaning (id 0, "Null Extended Capability") leads on.
 fn link_extended(builder: &mut Builder, shown: &[usize]) {
     let mut link = EXTENDED_FROM;
     for &at in shown.iter().filter(|&&at| at != EXTENDED_FROM) {

@@ -18,6 +18,25 @@ fn the_list_goes_round_what_is_hidden_at_its_head_too() {
 }
 
 #[test]
+fn placeholders_are_passed_over_and_not_reported() {
+    let mut image = Image::nvme();
+    image.extended(0x100, 0, 0x140).extended(0x140, 0x03, 0);
+    image.standard(0x70, 0x00, 0x50);
+    let space = ConfigSpace::new(&image.0).unwrap();
+    assert_eq!(extended(&space), [(0, 0x100), (3, 0x140)]);
+    assert_eq!(space.hidden(), []);
+}
+
+#[test]
+fn what_is_hidden_is_told_in_a_line() {
+    assert_eq!(
+        nvme().hidden()[1].to_string(),
+        "extended capability 0x0010 (single-root I/O virtualization): \
+         virtual functions are lent on their own"
+    );
+}
+
+#[test]
 fn a_shown_head_is_the_head() {
     let mut image = Image::nvme();
     image.extended(0x100, 0x03, 0x140).extended(0x140, 0x03, 0);
