@@ -1,0 +1,82 @@
+//! A region access of eight bytes or less, there and back, allocates nothing.
+
+#[allow(dead_code, reason = "other tests use the rest of it")]
+#[path = "support/device.rs"]
+mod device;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use farside_backend::vfio_user::serve::pump;
+use farside_backend::vfio_user::{Connection, Session};
+
+/// The system's allocator, counted.
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came, which keeps the
+// contract; counting touches no memory that is allocated.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are those that `System` asks for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as above; `memory` came from `System` by way of `alloc`.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn message(command: u16, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0; 16];
+    bytes[2..4].copy_from_slice(&command.to_ne_bytes());
+    bytes[4..8].copy_from_slice(&(16 + payload.len() as u32).to_ne_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+#[test]
+fn small_region_accesses_allocate_nothing() {
+    let (mut client, server) = UnixStream::pair().unwrap();
+    let mut connection = Connection::new(server).unwrap();
+    let mut session = Session::new();
+    let mut device = device::TestDevice::new();
+
+    let mut exchange = |request: &[u8], reply: &mut [u8]| {
+        client.write_all(request).unwrap();
+        pump(&mut connection, &mut session, &mut device, 8).unwrap();
+        client.read_exact(reply).unwrap();
+    };
+    let mut reply = [0; 256];
+    exchange(&message(1, &[0, 0, 1, 0]), &mut reply[..16]);
+    let rest = u32::from_ne_bytes(reply[4..8].try_into().unwrap()) as usize - 16;
+    exchange(&[], &mut reply[..rest]);
+
+    // Offset 0, BAR 0, as many bytes.
+    let access = |count: u8| [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, count, 0, 0, 0];
+    let reads = [1, 2, 4, 8].map(|count| (message(9, &access(count)), 32 + usize::from(count)));
+    let writes = [1, 2, 4, 8].map(|count| {
+        let payload = [&access(count)[..], &vec![0x5a; count.into()]].concat();
+        (message(10, &payload), 32)
+    });
+    let mut round = || {
+        for (request, length) in reads.iter().chain(&writes) {
+            exchange(request, &mut reply[..*length]);
+        }
+    };
+    // What the device itself keeps.
+    round();
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    for _ in 0..100 {
+        round();
+    }
+    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before);
+}
