@@ -27,7 +27,6 @@ pub struct NtbLimits {
     /// What a far address must be a multiple of, bytes; a power of two. Left
     /// out, it is the segment size. (Older Intel NTBs: the BAR's size. AMD:
     /// 4096.)
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub alignment: Option<u64>,
     /// Entries of the requester table.
     pub requester_entries: u32,
