@@ -135,8 +135,6 @@ fn perform(driver: &mut Driver, act: &Act) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
-
     #[test]
     fn random_guests_are_survived(
         threads in any::<bool>(),
