@@ -12,7 +12,7 @@ use std::{
 use super::world::{DATA, Driver, ENGINES, IMAGE, OK, Sqe};
 use crate::Device;
 
-const RUN: Duration = Duration::from_millis(700);
+const RUN: Duration = Duration::from_millis(200);
 
 fn plain(driver: &Driver) -> f64 {
     let file = File::open(&driver.image).unwrap();
@@ -69,23 +69,45 @@ fn model(driver: &mut Driver, opcode: u8, depth: u64) -> f64 {
     done as f64 / start.elapsed().as_secs_f64()
 }
 
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures[figures.len() / 2]
+}
+
+/// Rounds take turns between the engines and the plain loops, so that other
+/// load of the machine meets all alike.
 #[test]
 #[ignore = "a measurement"]
 fn data_path() {
-    for engine in ENGINES {
+    const ROUNDS: usize = 9;
+    let mut drivers = ENGINES.map(|engine| {
         let mut driver = Driver::ready(engine);
         driver.set_disk(0, &vec![1; IMAGE as usize]);
         driver.configure_doorbells();
-        for round in 0..3 {
-            println!(
-                "{engine:?} round {round}: preadv {:.0}/s, model QD1 {:.0}/s, QD32 {:.0}/s, writes: pwrite {:.0}/s, model QD1 {:.0}/s, QD32 {:.0}/s",
-                plain(&driver),
-                model(&mut driver, 2, 1),
-                model(&mut driver, 2, 32),
-                plain_write(&driver),
-                model(&mut driver, 1, 1),
-                model(&mut driver, 1, 32),
-            );
+        driver
+    });
+    let mut figures = vec![Vec::new(); 10];
+    for _ in 0..ROUNDS {
+        figures[0].push(plain(&drivers[0]));
+        figures[1].push(plain_write(&drivers[0]));
+        for (at, driver) in drivers.iter_mut().enumerate() {
+            for (job, (opcode, depth)) in [(2, 1), (2, 32), (1, 1), (1, 32)].into_iter().enumerate()
+            {
+                figures[2 + at * 4 + job].push(model(driver, opcode, depth));
+            }
         }
+    }
+    let figures: Vec<f64> = figures.into_iter().map(median).collect();
+    println!("4 KiB commands/s, median of {ROUNDS} rounds");
+    println!(
+        "plain loop: preadv {:.0}, pwrite {:.0}",
+        figures[0], figures[1]
+    );
+    for (at, engine) in ENGINES.iter().enumerate() {
+        let of = &figures[2 + at * 4..];
+        println!(
+            "{engine:?}: read QD1 {:.0}, QD32 {:.0}; write QD1 {:.0}, QD32 {:.0}",
+            of[0], of[1], of[2], of[3]
+        );
     }
 }
