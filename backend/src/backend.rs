@@ -22,6 +22,9 @@ use crate::{
     vfio_user::ListenError,
 };
 
+/// Longest name of a VM, bytes; as `farside qemu` has it.
+const MAX_NAME: usize = 48;
+
 /// How a device's interrupts reach the VMM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -63,6 +66,11 @@ pub enum StartError {
     /// A lender failed.
     #[error(transparent)]
     Lender(#[from] CallError),
+    /// The VM's name cannot be that of a folder.
+    #[error(
+        "VM name {0:?} cannot be used; use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, first a letter or digit"
+    )]
+    Vm(String),
     /// The same device twice, or none.
     #[error("{0}")]
     Devices(String),
@@ -103,6 +111,7 @@ pub struct Backend {
 impl Backend {
     /// Looks the devices up and makes their sockets. Nothing is borrowed yet.
     pub fn start(config: &Config) -> Result<Self, StartError> {
+        check_vm(&config.vm)?;
         check_devices(&config.devices)?;
         let mut found = Vec::new();
         for device in &config.devices {
@@ -203,6 +212,19 @@ impl MutEventSubscriber for Stop {
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
         self.raised = true;
+    }
+}
+
+/// The name becomes that of a folder, in which sockets are made and removed.
+fn check_vm(vm: &str) -> Result<(), StartError> {
+    let is_name = (1..=MAX_NAME).contains(&vm.len())
+        && vm.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && vm
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    match is_name {
+        true => Ok(()),
+        false => Err(StartError::Vm(vm.to_owned())),
     }
 }
 
