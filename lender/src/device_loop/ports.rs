@@ -5,7 +5,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 use farside_control::{ErrorKind, IrqUpdate, RemoteError};
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
-use farside_irq_relay::{Fire, IrqCounts, Relay, Vectors};
+use farside_irq_relay::{Fire, IrqCounts, IrqIndex, Relay, Vectors};
 
 /// DMA through the fabric.
 pub(super) struct DmaPort<'a>(pub(super) &'a mut Path);
@@ -95,5 +95,12 @@ impl Interrupts for IrqPort {
 
     fn is_pending(&self, vector: u16) -> bool {
         self.vectors.is_pending(vector)
+    }
+
+    fn intx_in_use(&self) -> bool {
+        !matches!(
+            self.vectors.enabled(),
+            Some(IrqIndex::Msi | IrqIndex::Msix)
+        )
     }
 }
