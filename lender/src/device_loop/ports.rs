@@ -98,9 +98,6 @@ impl Interrupts for IrqPort {
     }
 
     fn intx_in_use(&self) -> bool {
-        !matches!(
-            self.vectors.enabled(),
-            Some(IrqIndex::Msi | IrqIndex::Msix)
-        )
+        !matches!(self.vectors.enabled(), Some(IrqIndex::Msi | IrqIndex::Msix))
     }
 }
