@@ -2,7 +2,7 @@
 //! them, and the seeds are written for them.
 //!
 //! ```text
-//! cargo run --manifest-path fuzz/Cargo.toml --bin seeds
+//! cargo run --manifest-path fuzz/Cargo.toml --example seeds
 //! cargo +nightly fuzz run message_sequences
 //! cargo +nightly fuzz run config_space
 //! ```

@@ -270,7 +270,7 @@ impl Peer {
             ))
         };
         let (size, flags, error) = (word(4)? as usize, word(8)?, word(12)?);
-        assert!(size >= 16 && size <= 16 + 16 + (1 << 20));
+        assert!((16..=16 + 16 + (1 << 20)).contains(&size));
         assert_eq!(flags & !0x20, 1, "a reply, or an error reply");
         if flags & 0x20 != 0 {
             assert_eq!(size, 16, "an error reply is a header");
