@@ -266,8 +266,11 @@ impl Connection {
     /// came.
     fn fill(&mut self, want: usize) -> Result<bool, ConnectionError> {
         let from = self.filled;
-        let Some((received, fds, refused)) =
-            receive_some(self.socket.as_fd(), &mut self.input[from..want])?
+        let Some(Received {
+            bytes: received,
+            fds,
+            refused,
+        }) = receive_some(self.socket.as_fd(), &mut self.input[from..want])?
         else {
             return Ok(false);
         };
@@ -324,7 +327,9 @@ impl Connection {
     /// Returns whether any came.
     fn drain(&mut self) -> Result<bool, ConnectionError> {
         let most = self.to_drain.min(self.input.len());
-        let Some((received, _fds, _)) = receive_some(self.socket.as_fd(), &mut self.input[..most])?
+        let Some(Received {
+            bytes: received, ..
+        }) = receive_some(self.socket.as_fd(), &mut self.input[..most])?
         else {
             return Ok(false);
         };
@@ -351,13 +356,20 @@ fn frame_size(header: &Header) -> Option<usize> {
     (header.size <= MAX_MESSAGE_SIZE).then_some((header.size as usize).max(HEADER_SIZE))
 }
 
-/// One `recvmsg`: bytes, descriptors, and whether there were too many of them;
-/// `None` when there is nothing to receive.
-#[allow(clippy::type_complexity, reason = "used twice, right below its name")]
+/// What one `recvmsg` brought.
+struct Received {
+    /// How many bytes; 0 at the end of the stream.
+    bytes: usize,
+    fds: Vec<OwnedFd>,
+    /// Not all descriptors could be taken.
+    refused: bool,
+}
+
+/// One `recvmsg`; `None` when there is nothing to receive.
 fn receive_some(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
-) -> Result<Option<(usize, Vec<OwnedFd>, bool)>, ConnectionError> {
+) -> Result<Option<Received>, ConnectionError> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MSG_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -380,5 +392,9 @@ fn receive_some(
     // Where the space does not suffice the kernel drops the rest, as it does
     // when this process is out of descriptors: either way some are missing.
     let refused = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok(Some((received.bytes, fds, refused)))
+    Ok(Some(Received {
+        bytes: received.bytes,
+        fds,
+        refused,
+    }))
 }
