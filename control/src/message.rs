@@ -206,6 +206,19 @@ pub struct BorrowedBy {
     pub seconds: u64,
 }
 
+impl BorrowedBy {
+    /// What somebody else is told who wants `device`.
+    pub fn refusal(&self, device: &str) -> RemoteError {
+        RemoteError {
+            kind: ErrorKind::Busy,
+            message: format!(
+                "device {device} is borrowed by VM {} (epoch {}, for {} s); stop that VM, or borrow another device",
+                self.vm, self.epoch, self.seconds
+            ),
+        }
+    }
+}
+
 /// What a lender knows of one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
@@ -222,4 +235,26 @@ pub struct DeviceStatus {
     pub faults: FaultSummary,
     /// The model's own counters.
     pub counters: Vec<(String, u64)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The encoding says nothing of field names: a field that is left out
+    /// when it has its default shifts all that follow.
+    #[test]
+    fn limits_survive_the_journey() {
+        for alignment in [None, Some(4096)] {
+            let limits = NtbLimits {
+                alignment,
+                ..NtbLimits::default()
+            };
+            let bytes = postcard::to_stdvec(&Reply::Limits(limits.clone())).unwrap();
+            match postcard::from_bytes(&bytes) {
+                Ok(Reply::Limits(received)) => assert_eq!(received, limits),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
 }
