@@ -33,7 +33,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     config.device.extend(nvme.chain(dma_test));
 
     let lender = Lender::start(config)?;
-    signals::raise_on_signal(&lender.stop_handle()?).context("cannot wait for signals")?;
+    signals::raise_on_signal(&lender.stop_handle()).context("cannot wait for signals")?;
     lender.run()?;
     Ok(())
 }

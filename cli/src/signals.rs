@@ -8,7 +8,7 @@ use signal_hook::{
 
 /// Raises `stop` at the first signal that asks us to end.
 pub(crate) fn raise_on_signal(stop: &Wakeup) -> std::io::Result<()> {
-    let stop = stop.try_clone()?;
+    let stop = stop.clone();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     std::thread::Builder::new()
         .name("signals".into())

@@ -2,18 +2,24 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    fs::{Mode, fchmod},
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-        SocketType, bind, connect, listen, recvmsg, sendmsg, socket_with, socketpair,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
+        SocketFlags, SocketType, accept_with, bind, connect, listen, recvmsg, sendmsg, shutdown,
+        socket_with, socketpair,
+        sockopt::{Timeout, set_socket_timeout},
     },
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -24,6 +30,9 @@ pub const MAX_MESSAGE: usize = 64 * 1024;
 /// Most descriptors that ride with one message: as many as MSI has vectors,
 /// which are enabled together.
 pub const MAX_FDS: usize = 32;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Room for [`MAX_FDS`] descriptors and their header.
 const ANCILLARY_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
@@ -73,15 +82,23 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Connects to the listener at `path`.
-    pub fn connect(path: &Path) -> io::Result<Self> {
+    /// Connects to the listener at `path`. Waits at most `timeout` where more
+    /// want to connect than it accepts.
+    pub fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
         let socket = socket_with(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
             SocketFlags::CLOEXEC,
             None,
         )?;
-        connect(&socket, &SocketAddrUnix::new(path)?)?;
+        // For a UNIX socket, the time that `connect` may wait. Not zero, which
+        // would mean for ever.
+        let timeout = timeout.max(Duration::from_millis(1));
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+        match connect(&socket, &SocketAddrUnix::new(path)?) {
+            Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            connected => connected?,
+        }
         rustix::io::ioctl_fionbio(&socket, true)?;
         Ok(Self::from_socket(socket))
     }
@@ -108,6 +125,12 @@ impl Channel {
     /// The socket, for handing to another process.
     pub fn into_socket(self) -> OwnedFd {
         self.socket
+    }
+
+    /// Ends what goes to the peer, which sees the connection closed; what it
+    /// still sends can be received.
+    pub fn shut_down_sending(&self) -> io::Result<()> {
+        Ok(shutdown(&self.socket, Shutdown::Write)?)
     }
 
     /// Sends at once; `false` when the peer's queue is full.
@@ -251,6 +274,9 @@ impl AsFd for Channel {
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
+    /// Device and inode of `path`: what is there later is removed only if it
+    /// is still this one.
+    identity: Option<(u64, u64)>,
 }
 
 impl Listener {
@@ -268,60 +294,33 @@ impl Listener {
                 ),
             )
         })?;
-        let new_socket = || {
-            socket_with(
-                AddressFamily::UNIX,
-                SocketType::SEQPACKET,
-                SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-                None,
-            )
+        let failed = |errno: Errno| {
+            let error = io::Error::from(errno);
+            io::Error::new(error.kind(), format!("{}: {error}", path.display()))
         };
-        let mut socket = new_socket()?;
-        if let Err(Errno::ADDRINUSE) = bind(&socket, &address) {
-            match connect(&new_socket()?, &address) {
-                Err(Errno::CONNREFUSED) => {
-                    log::info!("replacing the stale socket {}", path.display());
-                    std::fs::remove_file(path)?;
-                    socket = new_socket()?;
-                    bind(&socket, &address)?;
-                }
-                // Something else than a listening SOCK_SEQPACKET socket.
-                Err(errno) if errno != Errno::AGAIN => {
-                    return Err(io::Error::new(
-                        io::ErrorKind::AddrInUse,
-                        format!(
-                            "{} exists and is no lender's socket ({errno}): remove it or choose another path",
-                            path.display()
-                        ),
-                    ));
-                }
-                _ => {
-                    return Err(io::Error::new(
-                        io::ErrorKind::AddrInUse,
-                        format!(
-                            "another process listens at {}: stop it or choose another path",
-                            path.display()
-                        ),
-                    ));
-                }
+        let socket = new_socket().map_err(failed)?;
+        // Before the bind: Linux makes the path with the socket's mode, so at
+        // no time can another user connect.
+        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+        match bind(&socket, &address) {
+            Err(Errno::ADDRINUSE) => {
+                remove_stale(path, &address)?;
+                bind(&socket, &address).map_err(failed)?;
             }
-        } else if !path.exists() {
-            return Err(io::Error::other(format!(
-                "cannot listen at {}",
-                path.display()
-            )));
+            bound => bound.map_err(failed)?,
         }
-        rustix::fs::chmod(path, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
-        listen(&socket, 128)?;
-        Ok(Self {
+        let listener = Self {
             socket,
             path: path.to_owned(),
-        })
+            identity: identity(path),
+        };
+        // From here on a failure removes the path.
+        listen(&listener.socket, BACKLOG).map_err(failed)?;
+        Ok(listener)
     }
 
     /// Accepts one connection if one waits.
     pub fn accept(&self) -> io::Result<Option<Channel>> {
-        use rustix::net::{SocketFlags, accept_with};
         loop {
             return match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => Ok(Some(Channel::from_socket(socket))),
@@ -346,8 +345,55 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_file(&self.path) {
+        // Another process may have put its own socket there since.
+        if self.identity.is_some()
+            && self.identity == identity(&self.path)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
             log::warn!("cannot unlink {}: {error}", self.path.display());
         }
     }
 }
+
+fn new_socket() -> Result<OwnedFd, Errno> {
+    socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+}
+
+/// Removes what is at `path` if it is a socket on which nobody listens.
+fn remove_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<()> {
+    let in_use = |what: String| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
+    match connect(&new_socket()?, address) {
+        Err(Errno::CONNREFUSED) if is_socket(path) => {
+            log::info!("replacing the stale socket {}", path.display());
+            std::fs::remove_file(path)
+        }
+        // It went away by itself.
+        Err(Errno::NOENT) => Ok(()),
+        // AGAIN: so many want to connect that there is a listener.
+        Ok(()) | Err(Errno::AGAIN) => in_use(format!(
+            "another process listens at {}: stop it or choose another path",
+            path.display()
+        )),
+        Err(errno) => in_use(format!(
+            "{} exists and is no lender's socket ({errno}): remove it or choose another path",
+            path.display()
+        )),
+    }
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket())
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let meta = std::fs::symlink_metadata(path).ok()?;
+    Some((meta.dev(), meta.ino()))
+}
+
+#[cfg(test)]
+mod tests;

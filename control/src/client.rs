@@ -3,7 +3,7 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farside_devices::Description;
@@ -41,18 +41,35 @@ pub enum CallError {
 }
 
 /// A connection to a lender.
+///
+/// After an error other than [`CallError::Refused`] it is of no more use: the
+/// answer to the call that failed may still come, and must not be taken for that
+/// to another. Further calls fail.
 #[derive(Debug)]
 pub struct Client {
     channel: Channel,
     epoch: Epoch,
     lender: String,
+    deadline: Option<Instant>,
+    failed: bool,
 }
 
 impl Client {
     /// Connects to the lender at `path` and agrees on the version. `vm` is the
     /// VM that borrows through this connection; tools give none.
     pub fn connect(path: &Path, vm: Option<&str>) -> Result<Self, CallError> {
-        let channel = Channel::connect(path).map_err(|source| CallError::Unreachable {
+        Self::connect_by(path, vm, None)
+    }
+
+    /// As [`Client::connect`], with a [deadline](Client::set_deadline).
+    pub fn connect_by(
+        path: &Path,
+        vm: Option<&str>,
+        deadline: Option<Instant>,
+    ) -> Result<Self, CallError> {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
+        let channel = Channel::connect(path, timeout).map_err(|source| CallError::Unreachable {
             path: path.to_owned(),
             source,
         })?;
@@ -60,6 +77,8 @@ impl Client {
             channel,
             epoch: Epoch(0),
             lender: String::new(),
+            deadline,
+            failed: false,
         };
         let hello = Request::Hello {
             version: VERSION,
@@ -67,9 +86,36 @@ impl Client {
         };
         match client.call(hello, &[])? {
             (Reply::Welcome { lender }, _) => client.lender = lender,
-            (other, _) => return Err(unexpected(&other)),
+            (other, _) => return Err(client.unexpected(&other)),
         }
         Ok(client)
+    }
+
+    /// When calls from now on must be answered, all together. Each has
+    /// 4 s at most in any case.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// Closes the connection, and waits for at most `patience` until the
+    /// lender has done the same. Under a lease it does that last: when this
+    /// returns true, the device does no DMA any more and nothing is open. So
+    /// it is, too, if the lender is dead.
+    pub fn hang_up(mut self, patience: Duration) -> bool {
+        if self.channel.shut_down_sending().is_err() {
+            // The lender closed it first.
+            return true;
+        }
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.channel.receive::<Reply>(left) {
+                Err(ChannelError::Closed) => return true,
+                Err(ChannelError::TimedOut(_) | ChannelError::Io(_)) => return false,
+                // Late answers.
+                Ok(_) | Err(ChannelError::Malformed(_) | ChannelError::TooLarge { .. }) => {}
+            }
+        }
     }
 
     /// The lender's name.
@@ -86,7 +132,7 @@ impl Client {
     pub fn devices(&mut self) -> Result<Vec<DeviceEntry>, CallError> {
         match self.call(Request::Devices, &[])? {
             (Reply::Devices(devices), _) => Ok(devices),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -94,7 +140,7 @@ impl Client {
     pub fn limits(&mut self) -> Result<NtbLimits, CallError> {
         match self.call(Request::Limits, &[])? {
             (Reply::Limits(limits), _) => Ok(limits),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -103,7 +149,7 @@ impl Client {
         let device = device.to_owned();
         match self.call(Request::Describe { device }, &[])? {
             (Reply::Description(description), _) => Ok(*description),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -112,7 +158,7 @@ impl Client {
         let device = device.to_owned();
         match self.call(Request::Status { device }, &[])? {
             (Reply::Status(status), _) => Ok(*status),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -127,13 +173,16 @@ impl Client {
         let device = device.to_owned();
         match self.call(Request::Borrow { device }, bar_memory)? {
             (Reply::Lease { epoch }, fds) => {
-                let socket = fds.into_iter().next().ok_or_else(|| {
-                    CallError::Unexpected("a lease with no register channel".into())
-                })?;
+                let Some(socket) = fds.into_iter().next() else {
+                    self.failed = true;
+                    return Err(CallError::Unexpected(
+                        "a lease with no register channel".into(),
+                    ));
+                };
                 self.epoch = epoch;
                 Ok(Channel::from_socket(socket))
             }
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -193,7 +242,7 @@ impl Client {
     pub fn open_window(&mut self, iova: u64, far: u64, len: u64) -> Result<u32, CallError> {
         match self.call(Request::OpenWindow { iova, far, len }, &[])? {
             (Reply::Window { lut_entries }, _) => Ok(lut_entries),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -210,7 +259,7 @@ impl Client {
     fn done(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<(), CallError> {
         match self.call(request, fds)? {
             (Reply::Done, _) => Ok(()),
-            (other, _) => Err(unexpected(&other)),
+            (other, _) => Err(self.unexpected(&other)),
         }
     }
 
@@ -219,15 +268,45 @@ impl Client {
         request: Request,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>), CallError> {
+        if self.failed {
+            return Err(ChannelError::Closed.into());
+        }
+        let started = Instant::now();
+        let limit = started + TIMEOUT;
+        let deadline = self.deadline.map_or(limit, |deadline| deadline.min(limit));
         let envelope = Envelope {
             epoch: self.epoch,
             request,
         };
-        self.channel.send(&envelope, fds, TIMEOUT)?;
-        match self.channel.receive(TIMEOUT)? {
-            (Reply::Refused(error), _) => Err(error.into()),
-            answer => Ok(answer),
+        match self.exchange(&envelope, fds, deadline) {
+            Ok((Reply::Refused(error), _)) => Err(error.into()),
+            Ok(answer) => Ok(answer),
+            Err(error) => {
+                self.failed = true;
+                Err(match error {
+                    ChannelError::TimedOut(_) => ChannelError::TimedOut(started.elapsed()),
+                    other => other,
+                }
+                .into())
+            }
         }
+    }
+
+    fn unexpected(&mut self, reply: &Reply) -> CallError {
+        self.failed = true;
+        // A description is long.
+        CallError::Unexpected(format!("{reply:?}").chars().take(200).collect())
+    }
+
+    fn exchange(
+        &mut self,
+        envelope: &Envelope,
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> Result<(Reply, Vec<OwnedFd>), ChannelError> {
+        let left = || deadline.saturating_duration_since(Instant::now());
+        self.channel.send(envelope, fds, left())?;
+        self.channel.receive(left())
     }
 }
 
@@ -235,8 +314,4 @@ impl AsFd for Client {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.channel.as_fd()
     }
-}
-
-fn unexpected(reply: &Reply) -> CallError {
-    CallError::Unexpected(format!("{reply:?}"))
 }

@@ -20,6 +20,8 @@
 //!     | Return (epoch), or just close --------> |
 //! ```
 
+#![forbid(unsafe_code)]
+
 pub mod paths;
 pub mod registers;
 
@@ -27,6 +29,8 @@ mod channel;
 mod client;
 mod irqs;
 mod message;
+mod names;
+mod open_files;
 mod wakeup;
 
 pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
@@ -36,4 +40,6 @@ pub use message::{
     BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
     VERSION,
 };
+pub use names::{MAX_NAME, NAME_RULE, check_name};
+pub use open_files::raise_open_files;
 pub use wakeup::Wakeup;

@@ -2,45 +2,32 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
 };
 
-use rustix::{
-    event::{EventfdFlags, eventfd},
-    io::Errno,
-};
+use farside_irq_relay::TriggerFd;
 
-/// An eventfd used as a flag: raised by one thread, polled for by others.
-#[derive(Debug)]
-pub struct Wakeup(OwnedFd);
+/// A flag between threads: raised by some, polled for by others. Clones are
+/// handles to the same flag.
+#[derive(Clone, Debug)]
+pub struct Wakeup(TriggerFd);
 
 impl Wakeup {
     /// A flag that is down.
     pub fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(
-            0,
-            EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK,
-        )?))
-    }
-
-    /// Another handle to the same flag.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        self.0.try_clone().map(Self)
+        TriggerFd::new().map(Self)
     }
 
     /// Raises the flag: polls for reading end.
     pub fn raise(&self) {
-        // AGAIN means that the counter is full, so the flag is up.
-        if let Err(errno) = rustix::io::write(&self.0, &1u64.to_ne_bytes())
-            && errno != Errno::AGAIN
-        {
-            panic!("an eventfd of our own refuses a write: {errno}");
-        }
+        self.0
+            .signal()
+            .expect("an eventfd of our own takes a write");
     }
 
     /// Takes the flag down. Returns whether it was up.
     pub fn lower(&self) -> bool {
-        rustix::io::read(&self.0, &mut [0; 8]).is_ok()
+        matches!(self.0.take(), Ok(Some(_)))
     }
 }
 
@@ -52,6 +39,6 @@ impl AsFd for Wakeup {
 
 impl AsRawFd for Wakeup {
     fn as_raw_fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.as_fd().as_raw_fd()
     }
 }

@@ -17,13 +17,10 @@
 
 use std::path::{Path, PathBuf};
 
+use farside_control::{NAME_RULE, check_name};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use serde::Deserialize;
-
-/// Longest device id, bytes. Ids become file names of sockets, whose whole
-/// path may have 107 bytes.
-pub const MAX_ID: usize = 48;
 
 /// What a lender lends, and through what.
 #[derive(Clone, Debug, Deserialize)]
@@ -104,9 +101,7 @@ pub enum ConfigError {
         source: Box<toml::de::Error>,
     },
     /// A device id cannot be used.
-    #[error(
-        "device id {id:?} {why}; use 1 to {MAX_ID} letters, digits, `-`, `_` and `.`, first a letter or digit"
-    )]
+    #[error("device id {id:?} {why}; {NAME_RULE}")]
     Id {
         /// The id.
         id: String,
@@ -145,16 +140,8 @@ impl Config {
                     why,
                 })
             };
-            if device.id.is_empty() || device.id.len() > MAX_ID {
-                return wrong("has the wrong length");
-            }
-            if !device.id.starts_with(|c: char| c.is_ascii_alphanumeric())
-                || !device
-                    .id
-                    .chars()
-                    .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-            {
-                return wrong("has a character that is not allowed");
+            if let Err(why) = check_name(&device.id) {
+                return wrong(why);
             }
             if self.device[..n].iter().any(|other| other.id == device.id) {
                 return wrong("is used twice");

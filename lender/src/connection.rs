@@ -7,7 +7,8 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, ErrorKind, RemoteError, Reply, Request, VERSION, Wakeup,
+    Channel, ChannelError, Envelope, ErrorKind, NAME_RULE, RemoteError, Reply, Request, VERSION,
+    Wakeup, check_name,
 };
 use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -98,6 +99,10 @@ fn answer(
                         lender.name
                     ),
                 });
+            }
+            // It comes to be part of messages and log lines.
+            if let Some(Err(why)) = vm.as_deref().map(check_name) {
+                return Err(invalid(format!("the VM's name {why}; {NAME_RULE}")));
             }
             *peer = Some(Peer { vm });
             Reply::Welcome {

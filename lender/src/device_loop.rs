@@ -24,7 +24,7 @@ use farside_devices::Device;
 use farside_fabric::{FaultSummary, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::registry::{Mail, Mailbox, Registry};
+use crate::registry::{MAX_MAIL, Mail, Mailbox, Registry};
 use lease::LeaseLoop;
 
 /// A device and what its thread needs.
@@ -51,9 +51,9 @@ impl DeviceLoop {
         stop: Wakeup,
         poll_time: Duration,
     ) -> io::Result<(Self, Mailbox)> {
-        let (sender, mail) = mpsc::channel();
+        let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
         let mail_wake = Wakeup::new()?;
-        let mailbox = Mailbox::new(sender, mail_wake.try_clone()?);
+        let mailbox = Mailbox::new(sender, mail_wake.clone());
         let device_loop = Self {
             id,
             device,
@@ -93,11 +93,7 @@ impl DeviceLoop {
                             let _ = reply.try_send(status);
                         }
                     }
-                    Mail::Lease(lease) => {
-                        let epoch = lease.epoch;
-                        LeaseLoop::serve(&mut self, lease);
-                        self.registry.release(&self.id, epoch);
-                    }
+                    Mail::Lease(lease) => LeaseLoop::serve(&mut self, lease),
                 }
             }
         }

@@ -31,24 +31,35 @@ pub(crate) struct Lease {
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
 }
 
+/// Most messages that wait for a device's thread: one lease, and questions by
+/// peers that each wait for the answer. A thread that is held up by a stuck
+/// medium does not make memory grow.
+pub(crate) const MAX_MAIL: usize = 64;
+
 /// How to reach a device's thread.
 pub(crate) struct Mailbox {
-    sender: mpsc::Sender<Mail>,
+    sender: mpsc::SyncSender<Mail>,
     wake: Wakeup,
 }
 
 impl Mailbox {
-    pub(crate) fn new(sender: mpsc::Sender<Mail>, wake: Wakeup) -> Self {
+    pub(crate) fn new(sender: mpsc::SyncSender<Mail>, wake: Wakeup) -> Self {
         Self { sender, wake }
     }
 
-    /// Fails when the thread is gone.
+    /// Fails when the thread is gone or does not get to its mail.
     pub(crate) fn post(&self, mail: Mail) -> Result<(), RemoteError> {
-        let gone = || RemoteError {
+        self.sender.try_send(mail).map_err(|error| RemoteError {
             kind: ErrorKind::Internal,
-            message: "the device's thread has stopped; see the lender's log".into(),
-        };
-        self.sender.send(mail).map_err(|_| gone())?;
+            message: match error {
+                mpsc::TrySendError::Full(_) => {
+                    format!("the device's thread is held up: {MAX_MAIL} messages wait for it")
+                }
+                mpsc::TrySendError::Disconnected(_) => {
+                    "the device's thread has stopped; see the lender's log".into()
+                }
+            },
+        })?;
         self.wake.raise();
         Ok(())
     }
@@ -62,6 +73,16 @@ struct Slot {
     /// The last epoch given out.
     epoch: Epoch,
     lease: Option<(String, Instant)>,
+}
+
+impl Slot {
+    fn holder(&self) -> Option<BorrowedBy> {
+        self.lease.as_ref().map(|(vm, since)| BorrowedBy {
+            vm: vm.clone(),
+            epoch: self.epoch,
+            seconds: since.elapsed().as_secs(),
+        })
+    }
 }
 
 /// All devices of a lender.
@@ -99,15 +120,8 @@ impl Registry {
     ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
         let mut slots = self.lock();
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        if let Some((holder, since)) = &slot.lease {
-            return Err(RemoteError {
-                kind: ErrorKind::Busy,
-                message: format!(
-                    "device {id} is borrowed by VM {holder} (epoch {}, for {} s); stop that VM, or borrow another device",
-                    slot.epoch,
-                    since.elapsed().as_secs()
-                ),
-            });
+        if let Some(holder) = slot.holder() {
+            return Err(holder.refusal(id));
         }
         slot.epoch.0 += 1;
         slot.lease = Some((vm.to_owned(), Instant::now()));
@@ -159,11 +173,7 @@ fn entry(id: &str, slot: &Slot) -> DeviceEntry {
         id: id.to_owned(),
         source: slot.source.to_owned(),
         summary: slot.summary.clone(),
-        borrowed_by: slot.lease.as_ref().map(|(vm, since)| BorrowedBy {
-            vm: vm.clone(),
-            epoch: slot.epoch,
-            seconds: since.elapsed().as_secs(),
-        }),
+        borrowed_by: slot.holder(),
     }
 }
 

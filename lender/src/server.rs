@@ -9,7 +9,7 @@ use std::{
     thread::JoinHandle,
 };
 
-use farside_control::{Epoch, Listener, Wakeup};
+use farside_control::{Channel, Epoch, Listener, Wakeup, paths, raise_open_files};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::{LimitError, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -23,6 +23,10 @@ use crate::{
 
 /// Most peers without a lease at a time. Bounds threads.
 const MAX_PEERS: usize = 256;
+
+/// How long to wait when a connection cannot be accepted, so that the log does
+/// not overflow with it.
+const ACCEPT_PAUSE: std::time::Duration = std::time::Duration::from_millis(500);
 
 /// Why a lender does not start.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +44,14 @@ pub enum StartError {
         id: String,
         /// What opening it said.
         source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The socket's folder cannot be made.
+    #[error("{path}: {source}", path = path.display())]
+    Folder {
+        /// The folder.
+        path: std::path::PathBuf,
+        /// What making it said.
+        source: io::Error,
     },
     /// The socket cannot be made.
     #[error("cannot listen for backends: {0}")]
@@ -62,6 +74,8 @@ impl Lender {
     /// Opens all devices, starts their threads, and listens.
     pub fn start(config: Config) -> Result<Self, StartError> {
         config.check()?;
+        // Thirty functions with 2048 eventfds each are beyond the usual limit.
+        raise_open_files();
         let stop = Wakeup::new()?;
         let registry = Arc::new(Registry::default());
         let adapter = Adapter::new(config.fabric.clone())?;
@@ -75,7 +89,10 @@ impl Lender {
             opened.push((device.id.clone(), model));
         }
         if let Some(folder) = config.socket.parent() {
-            std::fs::create_dir_all(folder).map_err(StartError::Listen)?;
+            paths::create_folder(folder).map_err(|source| StartError::Folder {
+                path: folder.to_owned(),
+                source,
+            })?;
         }
         let listener = Listener::bind(&config.socket).map_err(StartError::Listen)?;
         let mut lender = Self {
@@ -89,11 +106,12 @@ impl Lender {
             stop,
         };
         // Larger than any epoch of a lender that ran here before, whose
-        // borrowers may still be about.
+        // borrowers may still be about: it gave out fewer than one a
+        // microsecond.
         let epoch = Epoch(
             std::time::SystemTime::UNIX_EPOCH
                 .elapsed()
-                .map_or(0, |since| since.as_secs()),
+                .map_or(0, |since| since.as_micros() as u64),
         );
         for (id, model) in opened {
             let description = model.description().clone();
@@ -102,7 +120,7 @@ impl Lender {
                 model,
                 adapter.clone(),
                 Arc::clone(&lender.registry),
-                lender.stop.try_clone()?,
+                lender.stop.clone(),
                 std::time::Duration::from_micros(config.poll_us),
             )?;
             lender
@@ -121,9 +139,9 @@ impl Lender {
         Ok(lender)
     }
 
-    /// What to write to, to stop [`Lender::run`].
-    pub fn stop_handle(&self) -> io::Result<Wakeup> {
-        self.stop.try_clone()
+    /// What to raise to stop [`Lender::run`].
+    pub fn stop_handle(&self) -> Wakeup {
+        self.stop.clone()
     }
 
     /// Serves until stopped; then takes every device back and unlinks the
@@ -143,21 +161,39 @@ impl Lender {
             if !fds[1].revents().is_empty() {
                 return Ok(());
             }
-            while let Some(channel) = self.listener.accept()? {
-                if peers.load(Ordering::Relaxed) >= MAX_PEERS {
-                    log::warn!("refusing a connection: {MAX_PEERS} peers are connected already");
-                    continue;
+            loop {
+                match self.listener.accept() {
+                    Ok(Some(channel)) => self.welcome(channel, &peers),
+                    Ok(None) => break,
+                    Err(error) => {
+                        // Such as for want of descriptors. Those who borrow
+                        // are served on; the peer is still there afterwards.
+                        log::error!("cannot accept a connection: {error}");
+                        std::thread::sleep(ACCEPT_PAUSE);
+                        break;
+                    }
                 }
-                let guard = Counted::new(&peers);
-                let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
-                let stop = self.stop.try_clone()?;
-                std::thread::Builder::new()
-                    .name("peer".into())
-                    .spawn(move || {
-                        connection::serve(channel, &about, &registry, &stop);
-                        drop(guard);
-                    })?;
             }
+        }
+    }
+
+    /// Serves a peer on a thread of its own.
+    fn welcome(&self, channel: Channel, peers: &Arc<AtomicUsize>) {
+        if peers.load(Ordering::Relaxed) >= MAX_PEERS {
+            log::warn!("refusing a connection: {MAX_PEERS} peers are connected already");
+            return;
+        }
+        let guard = Counted::new(peers);
+        let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
+        let stop = self.stop.clone();
+        let started = std::thread::Builder::new()
+            .name("peer".into())
+            .spawn(move || {
+                connection::serve(channel, &about, &registry, &stop);
+                drop(guard);
+            });
+        if let Err(error) = started {
+            log::error!("refusing a connection: no thread for it: {error}");
         }
     }
 }

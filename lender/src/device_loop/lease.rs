@@ -12,7 +12,9 @@ use farside_control::{
     registers::{Access, Event},
 };
 use farside_devices::{Bus, Device};
-use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, memory::SharedMemory, soft::Path};
+use farside_fabric::{
+    FabricError, FarAddress, Iova, LenderPath, MemoryRange, memory::SharedMemory, soft::Path,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
@@ -28,6 +30,18 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// it does not.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Register accesses that are served before others have their turn.
+const ACCESSES: usize = 64;
+
+/// Register accesses that are served before a request. More than a register
+/// channel holds, so all that were sent before the request are; and an end,
+/// should the borrower never stop sending.
+const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
+
+/// Refusals of one lease that are logged one by one. What a borrower is
+/// refused, its guest may have caused.
+const LOGGED_REFUSALS: u64 = 10;
+
 /// Rounds of a busy device between two looks at the connections. A look costs
 /// a system call, a round usually none.
 const ROUNDS_PER_LOOK: u32 = 16;
@@ -41,6 +55,7 @@ pub(super) struct LeaseLoop<'a> {
     epoch: Epoch,
     path: Path,
     irq: IrqPort,
+    refusals: u64,
 }
 
 /// Why a lease ended.
@@ -62,7 +77,7 @@ impl<'a> LeaseLoop<'a> {
         let id = owner.id.clone();
         let granted = owner.device_memory(bar_memory).and_then(|()| {
             let counts = irq_counts(owner.device.description()).map_err(internal)?;
-            let path = owner.adapter.attach(&id).map_err(limit)?;
+            let path = owner.adapter.attach(&id).map_err(refused)?;
             let (ours, theirs) = Channel::pair().map_err(internal)?;
             Ok((IrqPort::new(counts), path, ours, theirs))
         });
@@ -71,6 +86,8 @@ impl<'a> LeaseLoop<'a> {
             Err(error) => {
                 log::error!("device {id}: cannot lend to VM {vm}: {error}");
                 owner.take_device_memory();
+                // First, so that the peer can try again at once.
+                owner.registry.release(&id, epoch);
                 // The peer is refused either way.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return;
@@ -88,6 +105,7 @@ impl<'a> LeaseLoop<'a> {
             epoch,
             path,
             irq,
+            refusals: 0,
         };
         log::info!("device {id}: borrowed by VM {} (epoch {epoch})", lease.vm);
         let end = match sent {
@@ -152,7 +170,7 @@ impl<'a> LeaseLoop<'a> {
         let (registers, connection) = (is_ready(0), is_ready(1));
         let (mail, stop) = (is_ready(2), is_ready(3));
         if registers {
-            self.serve_registers()?;
+            self.serve_registers(ACCESSES)?;
         }
         if mail {
             self.serve_mail();
@@ -160,7 +178,7 @@ impl<'a> LeaseLoop<'a> {
         if connection {
             // A request must not overtake the register accesses that went
             // before it.
-            self.serve_registers()?;
+            self.serve_registers(ACCESSES_BEFORE_REQUEST)?;
             self.serve_request()?;
         }
         if stop {
@@ -190,8 +208,8 @@ impl<'a> LeaseLoop<'a> {
         call(&mut *self.owner.device, &mut bus)
     }
 
-    fn serve_registers(&mut self) -> Result<(), End> {
-        loop {
+    fn serve_registers(&mut self, most: usize) -> Result<(), End> {
+        for _ in 0..most {
             let access = match self.registers.try_receive::<Access>() {
                 Ok(Some((access, _))) => access,
                 Ok(None) => break,
@@ -283,11 +301,14 @@ impl<'a> LeaseLoop<'a> {
             return Err(End::Returned);
         }
         let reply = reply.unwrap_or_else(|error| {
-            log::warn!(
-                "device {}: refused a request of VM {}: {error}",
-                self.owner.id,
-                self.vm
-            );
+            self.refusals += 1;
+            if self.refusals <= LOGGED_REFUSALS {
+                log::warn!(
+                    "device {}: refused a request of VM {}: {error}",
+                    self.owner.id,
+                    self.vm
+                );
+            }
             Reply::Refused(error)
         });
         self.connection
@@ -325,22 +346,22 @@ impl<'a> LeaseLoop<'a> {
                 };
                 self.path
                     .far_map(FarAddress::new(far), memory)
-                    .map_err(limit)?;
+                    .map_err(refused)?;
             }
             Request::FarUnmap { far, len } => {
-                self.drained(|path| path.far_unmap(FarAddress::new(far), len).map_err(limit))?;
+                self.drained(|path| path.far_unmap(FarAddress::new(far), len).map_err(refused))?;
             }
             Request::OpenWindow { iova, far, len } => {
                 let window = self
                     .path
                     .open_window(Iova::new(iova), FarAddress::new(far), len)
-                    .map_err(limit)?;
+                    .map_err(refused)?;
                 return Ok(Reply::Window {
                     lut_entries: window.lut_entries,
                 });
             }
             Request::CloseWindow { iova } => {
-                self.drained(|path| path.close_window(Iova::new(iova)).map_err(limit))?;
+                self.drained(|path| path.close_window(Iova::new(iova)).map_err(refused))?;
             }
             Request::SetIrqs(update) => {
                 self.irq.apply(update, fds)?;
@@ -369,8 +390,8 @@ impl<'a> LeaseLoop<'a> {
         &mut self,
         change: impl FnOnce(&mut Path) -> Result<(), RemoteError>,
     ) -> Result<(), RemoteError> {
-        self.drain(DRAIN_TIMEOUT)?;
-        let changed = change(&mut self.path);
+        let drained = self.drain(DRAIN_TIMEOUT);
+        let changed = drained.and_then(|()| change(&mut self.path));
         self.resume();
         changed
     }
@@ -440,17 +461,28 @@ impl<'a> LeaseLoop<'a> {
             End::Stopped => "taken back: the lender stops".to_owned(),
         };
         log::info!(
-            "device {}: {why} (VM {}, epoch {}, {} DMA faults)",
+            "device {}: {why} (VM {}, epoch {}, {} DMA faults, {} requests refused)",
             self.owner.id,
             self.vm,
             self.epoch,
-            self.path.faults().total()
+            self.path.faults().total(),
+            self.refusals
         );
-        self.owner.registry.release(&self.owner.id, self.epoch);
+        let Self {
+            owner,
+            mut connection,
+            path,
+            epoch,
+            ..
+        } = self;
+        // The requester entry first: whoever sees the device free finds one.
+        drop(path);
+        owner.registry.release(&owner.id, epoch);
         if matches!(end, End::Returned) {
             // The lease is over whether or not the borrower hears of it.
-            let _ = self.connection.send(&Reply::Done, &[], SEND_TIMEOUT);
+            let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
         }
+        // Closing the connection tells the borrower that all of this is done.
     }
 }
 
@@ -516,9 +548,20 @@ fn invalid(message: String) -> RemoteError {
     }
 }
 
-fn limit(error: impl std::fmt::Display) -> RemoteError {
+fn refused(error: FabricError) -> RemoteError {
+    let kind = match &error {
+        FabricError::Limit(_) | FabricError::TooManyMappings { .. } => ErrorKind::Limit,
+        FabricError::BadRange { .. }
+        | FabricError::Unaligned { .. }
+        | FabricError::Overlap { .. }
+        | FabricError::SplitMapping { .. }
+        | FabricError::NotMapped { .. }
+        | FabricError::NoWindow { .. }
+        | FabricError::Memory { .. } => ErrorKind::Invalid,
+        _ => ErrorKind::Internal,
+    };
     RemoteError {
-        kind: ErrorKind::Limit,
+        kind,
         message: error.to_string(),
     }
 }

@@ -1,0 +1,23 @@
+//! How many descriptors this process may have.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Raises the soft limit of open files to the hard one. The soft limit is
+/// 1024 by custom, for the sake of `select()`, which we do not use; one function with
+/// 2048 vectors has more eventfds than that.
+pub fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current == limit.maximum {
+        return;
+    }
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(errno) = setrlimit(Resource::Nofile, raised) {
+        log::warn!(
+            "the limit of open files stays at {}: {errno}; devices with many vectors may need more",
+            limit.current.unwrap_or(u64::MAX)
+        );
+    }
+}
