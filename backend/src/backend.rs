@@ -10,7 +10,9 @@ use std::{
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{CallError, Client, ErrorKind, Wakeup, paths};
+use farside_control::{
+    CallError, Client, ErrorKind, NAME_RULE, Wakeup, check_name, paths, raise_open_files,
+};
 use farside_devices::Description;
 use farside_fabric::pin::PinPolicy;
 
@@ -42,6 +44,9 @@ pub enum Interrupts {
 pub struct Config {
     /// The VM's name.
     pub vm: String,
+    /// The folder of its sockets, which no other backend may use;
+    /// [`farside_control::paths::vm_dir`] by custom. Made if it is not there.
+    pub folder: PathBuf,
     /// Device ids.
     pub devices: Vec<String>,
     /// Sockets of the lenders to look for them at, in this order.
@@ -74,6 +79,13 @@ pub enum StartError {
     /// The same device twice, or none.
     #[error("{0}")]
     Devices(String),
+    /// A name that cannot be that of a file.
+    #[error("{what} {name:?} {why}; {NAME_RULE}")]
+    Name {
+        what: &'static str,
+        name: String,
+        why: &'static str,
+    },
     /// What the lender said of the device makes no sense.
     #[error("device {device}: {source}")]
     Device {
@@ -112,13 +124,15 @@ impl Backend {
     /// Looks the devices up and makes their sockets. Nothing is borrowed yet.
     pub fn start(config: &Config) -> Result<Self, StartError> {
         check_vm(&config.vm)?;
-        check_devices(&config.devices)?;
+        check_names(config)?;
+        // A client may bring thousands of eventfds.
+        raise_open_files();
         let mut found = Vec::new();
         for device in &config.devices {
             found.push(find(config, device)?);
         }
-        let folder = paths::vm_dir(&config.vm);
-        let lock = lock(&config.vm, &folder)?;
+        let folder = &config.folder;
+        let lock = lock(&config.vm, folder)?;
         let mut manager = EventManager::new()?;
         let mut sockets = Vec::new();
         let mut servers = Vec::new();
@@ -137,7 +151,7 @@ impl Backend {
                     source: source.into(),
                 }
             })?;
-            let socket = paths::device_socket(&config.vm, id);
+            let socket = folder.join(paths::device_socket_name(id));
             let server = DeviceServer::new(device, &socket).map_err(|error| match error {
                 ServerError::Listen(error) => StartError::Listen(error),
                 ServerError::System(error) => StartError::System(error),
@@ -152,7 +166,7 @@ impl Backend {
             servers.push(server);
             sockets.push((id.clone(), socket));
         }
-        let path = paths::status_socket(&config.vm);
+        let path = folder.join(paths::STATUS_SOCKET_NAME);
         let status = StatusServer::bind(&config.vm, &path, servers)
             .map_err(|source| StartError::Path { path, source })?;
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
@@ -179,21 +193,13 @@ impl Backend {
         self.manager
             .add_subscriber(Arc::clone(&stopped) as Subscriber);
         while !stopped.lock().is_ok_and(|stop| stop.raised) {
-            match self.manager.run() {
-                Ok(_) => {}
-                Err(event_manager::Error::Epoll(errno)) if errno.errno() == libc_eintr() => {}
-                Err(error) => return Err(error.into()),
-            }
+            self.manager.run()?;
         }
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");
         Ok(())
     }
-}
-
-fn libc_eintr() -> i32 {
-    rustix::io::Errno::INTR.raw_os_error()
 }
 
 /// Ends [`Backend::run`].
@@ -228,13 +234,23 @@ fn check_vm(vm: &str) -> Result<(), StartError> {
     }
 }
 
-fn check_devices(devices: &[String]) -> Result<(), StartError> {
+fn check_names(config: &Config) -> Result<(), StartError> {
+    let check = |what, name: &str| {
+        check_name(name).map_err(|why| StartError::Name {
+            what,
+            name: name.to_owned(),
+            why,
+        })
+    };
+    check("VM name", &config.vm)?;
+    let devices = &config.devices;
     if devices.is_empty() {
         return Err(StartError::Devices(
             "no device to serve: name at least one with --device ID".into(),
         ));
     }
     for (n, device) in devices.iter().enumerate() {
+        check("device id", device)?;
         if devices[..n].contains(device) {
             return Err(StartError::Devices(format!(
                 "device {device} is named twice; a VM borrows a device once"
@@ -281,7 +297,7 @@ fn lock(vm: &str, folder: &Path) -> Result<File, StartError> {
         let path = path.to_owned();
         |source: io::Error| StartError::Path { path, source }
     };
-    std::fs::create_dir_all(folder).map_err(at(folder))?;
+    paths::create_folder(folder).map_err(at(folder))?;
     let path = folder.join("lock");
     let file = File::create(&path).map_err(at(&path))?;
     match file.try_lock() {

@@ -1,31 +1,51 @@
 //! The life of a borrow, as a state machine.
 //!
 //! ```text
-//!                     first reset, BAR access or BME
-//!      +-----------+        Borrow            +--------+
-//!  +-->| Described |------------------------->| Leased |<-----------------+
-//!  |   +-----------+                          +--------+                  |
-//!  |     ^   ^   |  refused (another VM        |  |  ^                    |
-//!  |     |   +---+  has it): stays,            |  |  | BME 1->0, D3hot:   |
-//!  |     |          reads as absent            |  |  |   Close            |
-//!  |     |                        BME 0->1:    |  |  | reset, FLR: Reset  |
-//!  |     |  client gone:            Open       |  |  |                    |
-//!  |     |    Return              (write held) v  |  +------------+       |
-//!  |     +----------------------+--------------+  |  |   Ready    |-------+
-//!  |                            |  failed: stays, |  | windows    |
-//!  |                            |  BME stays 0    +->| open, RAM  |
-//!  |                            +--------------------| pinned     |
-//!  |  client resets again                            +------------+
-//!  |   (Borrow anew)          lender gone, from anywhere
-//!  +------------------ Lost <---------------
+//!                reset, BAR access: Borrow
+//!  +-----------+ BME 0->1: Borrow, Open   +--------+ reset, FLR: Reset
+//!  | Described |------------------------->| Leased |---+
+//!  +-----------+                          +--------+<--+
+//!    ^  ^  ^                               |  ^  |
+//!    |  |  |   client gone: Return         |  |  |
+//!    |  |  +-------------------------------+  |  | BME 0->1: Open
+//!    |  |                                     |  | (the write is held)
+//!    |  |      BME 1->0, D3hot: Close         |  |
+//!    |  |      reset, FLR: Reset              |  v
+//!    |  |      (Remap fails: Close)       +-------+ map, unmap: Remap
+//!    |  |                                 | Ready |---+
+//!    |  |      client gone: Return        +-------+<--+
+//!    |  +-----------------------------------+  |
+//!    |                                         | lender gone (from Leased,
+//!    |         client gone: Return             v too): Abandon
+//!    |                                     +------+
+//!    +-------------------------------------| Lost |--- reset: Borrow ---> Leased
+//!                                          +------+
 //! ```
 //!
 //! - *Described*: the device's description is known; nothing is borrowed.
 //! - *Leased*: the device is ours and reset; its IOMMU domain is empty. No page
 //!   of the VM is mapped or pinned, no window is open.
 //! - *Ready*: the device can DMA to guest RAM and to nothing else.
-//! - *Lost*: the lender is gone. Registers read as all ones, as a device that
-//!   was pulled out; the client's socket stays up.
+//! - *Lost*: the lender is gone. Registers and configuration space read as all
+//!   ones, as from a device that was pulled out; the client's socket stays up.
+//!
+//! "BME 0->1" stands for all that lets the function master the bus: also a
+//! function that wakes from D3hot with the bit set.
+//!
+//! # Steps that fail
+//!
+//! [`State::after_refusal`] is where they lead while the lender is still there:
+//!
+//! - *Borrow* (another VM has the device): to Described. The device reads as
+//!   absent. A reset or a bus-master enable asks again, a BAR access does not.
+//! - *Open*, *Remap*: to Leased, with everything closed. After Open the
+//!   bus-master bit stays 0. After Remap it stays 1, since nobody wrote it: DMA is
+//!   refused and counted until the guest clears and sets it, or resets.
+//! - *Close*, *Reset* (DMA in flight does not drain): to Lost. The connection
+//!   is closed, and the lender keeps the device until it has drained.
+//!
+//! When the lender is gone, every step leads to Lost, but for Borrow, which
+//! stays where it was: nothing was lost that we had.
 //!
 //! Firmware takes the same way: SeaBIOS and OVMF set BME for their own use and
 //! clear it, or leave the reset to the operating system.
@@ -63,15 +83,15 @@ pub(crate) enum Event {
     FunctionReset,
     /// The client reads or writes a BAR.
     BarAccess,
-    /// The guest sets bus-master enable.
+    /// The guest sets bus-master enable, or wakes the function with it set.
     EnableBusMaster,
     /// The guest clears bus-master enable, or puts the function in D3hot.
     DisableBusMaster,
-    /// The client maps or unmaps memory.
+    /// The client maps or unmaps memory, or was refused to.
     MemoryChange,
     /// The client is gone, or we are told to stop.
     ClientGone,
-    /// The lender closed the register channel.
+    /// The lender closed the register channel, or does not answer there.
     LenderGone,
 }
 
@@ -140,15 +160,14 @@ impl State {
         }
     }
 
-    /// The state after `step` was refused, with nothing done.
+    /// The state after the lender, or this machine, refused `step` and what it
+    /// had done was undone.
     pub(crate) fn after_refusal(self, step: Step) -> State {
         match step {
-            // The lender stops DMA on its own when it is told to and cannot
-            // drain it: what is left is a lease to give back.
-            Step::Borrow => State::Described,
-            Step::Open | Step::Close | Step::Reset | Step::Remap => State::Leased,
-            Step::Return => State::Described,
-            Step::Abandon => State::Lost,
+            Step::Borrow | Step::Return => State::Described,
+            Step::Open | Step::Remap => State::Leased,
+            // A device that does not stop is given up.
+            Step::Close | Step::Reset | Step::Abandon => State::Lost,
         }
     }
 }
@@ -202,6 +221,15 @@ mod tests {
     fn a_client_that_goes_leaves_nothing_borrowed() {
         for state in STATES {
             assert_eq!(after_all(state, ClientGone), Described);
+        }
+    }
+
+    #[test]
+    fn no_refusal_leaves_guest_memory_reachable() {
+        for state in STATES {
+            for step in EVENTS.iter().flat_map(|event| state.on(*event)) {
+                assert_ne!(state.after_refusal(*step), Ready, "{state:?} {step:?}");
+            }
         }
     }
 

@@ -13,9 +13,12 @@ mod registers;
 mod report;
 mod task;
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use farside_control::Channel;
+use farside_control::{Channel, ErrorKind};
 use farside_devices::Description;
 use farside_irq_relay::{IrqCounts, Vectors};
 use rustix::io::Errno;
@@ -26,7 +29,7 @@ use crate::{
         worker::{MemoryChange, Outcome, Settings, WorkError, Worker},
     },
     config_space::ConfigSpace,
-    dma_table::{Backing, DmaTable, Mapping},
+    dma_table::{Backing, DmaTable},
     vfio_user::{
         DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
         Request, SetIrqs as WireIrqs,
@@ -36,6 +39,9 @@ use crate::{
 use bars::BarFiles;
 pub(crate) use report::DeviceReport;
 use task::{Finish, Held, Task, Tasks};
+
+/// Events of the register channel that are taken before others have their turn.
+const REGISTER_EVENTS: usize = 256;
 
 /// Why a device cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -61,11 +67,10 @@ pub(crate) struct Device {
     bars: BarFiles,
     worker: Worker,
     registers: Option<Channel>,
-    /// A register channel that is done with, until the event loop no longer
-    /// watches it.
-    retired: Option<Channel>,
-    /// Register reads so far: tells one that waits from another.
-    register_reads: u64,
+    /// Register channels that are done with, until the event loop no longer
+    /// watches them: closed earlier, their numbers could come back as those of
+    /// other descriptors.
+    retired: Vec<Channel>,
     state: State,
     /// The lender refused the last borrow: the device is not there.
     absent: bool,
@@ -78,8 +83,22 @@ pub(crate) struct Device {
     report: DeviceReport,
 }
 
-/// What a finished request is answered with.
-pub(crate) type Conclusion<'a> = (ReplyTo, Result<Reply<'a>, Errno>);
+/// What a finished request comes to.
+pub(crate) struct Conclusion<'a> {
+    pub(crate) to: ReplyTo,
+    pub(crate) reply: Result<Reply<'a>, Errno>,
+    pub(crate) then: Then,
+}
+
+/// What becomes of the client after an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Then {
+    GoOn,
+    /// Its version was refused: the device is not for it now. Some clients
+    /// cannot read an error here and wait for the rest of a reply; all
+    /// understand a connection that closes.
+    HangUp,
+}
 
 impl Device {
     pub(crate) fn new(settings: Settings, description: Description) -> Result<Self, DeviceError> {
@@ -102,8 +121,7 @@ impl Device {
             bars: BarFiles::new(&description)?,
             worker: Worker::start(settings.clone(), description.clone())?,
             registers: None,
-            retired: None,
-            register_reads: 0,
+            retired: Vec::new(),
             state: State::default(),
             absent: false,
             held: None,
@@ -149,18 +167,13 @@ impl Device {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
     }
 
-    /// The register read that waits for the lender, if one does.
-    pub(crate) fn register_read(&self) -> Option<u64> {
-        self.tasks
-            .waits_for_register()
-            .then_some(self.register_reads)
+    /// Since when a register read waits for the lender, if one does.
+    pub(crate) fn register_read_since(&self) -> Option<Instant> {
+        self.tasks.register_read_since()
     }
 
     /// The lender has not answered a register read in time.
-    pub(crate) fn on_register_timeout(
-        &mut self,
-        timeout: std::time::Duration,
-    ) -> Option<Conclusion<'_>> {
+    pub(crate) fn on_register_timeout(&mut self, timeout: Duration) -> Option<Conclusion<'_>> {
         self.lender_gone(&format_args!(
             "no answer to a register read within {timeout:?}"
         ));
@@ -170,13 +183,14 @@ impl Device {
 
     /// Closes what is done with.
     pub(crate) fn drop_retired(&mut self) {
-        self.retired = None;
+        self.retired.clear();
     }
 
     /// The client is gone: everything it brought goes, the device is given
     /// back.
     pub(crate) fn client_gone(&mut self) {
         self.held = None;
+        self.worker.cancel();
         self.tasks.keep_current();
         self.tasks.push(Task::Event(Event::ClientGone));
         self.tasks.push(Task::Forget);
@@ -195,7 +209,10 @@ impl Device {
 
     /// The register channel has something, or room.
     pub(crate) fn on_registers(&mut self) -> Option<Conclusion<'_>> {
-        while let Some(channel) = &mut self.registers {
+        for _ in 0..REGISTER_EVENTS {
+            let Some(channel) = &mut self.registers else {
+                break;
+            };
             match registers::next_event(channel) {
                 Ok(Some(event)) => self.on_register_event(event),
                 Ok(None) => break,
@@ -216,7 +233,7 @@ impl Device {
             self.settings.device,
             self.settings.vm
         );
-        self.retired = self.registers.take();
+        self.retired.extend(self.registers.take());
         self.tasks.stop_waiting_for_registers();
         self.tasks.push(Task::Event(Event::LenderGone));
     }
@@ -227,27 +244,28 @@ impl Device {
             self.state = state;
         }
         if let Some((epoch, registers)) = outcome.lease {
-            self.retired = self.registers.replace(registers);
+            self.retired.extend(self.registers.replace(registers));
             self.absent = false;
             self.report.epoch = epoch;
         }
         if let Some(layout) = outcome.layout {
             self.report.layout = layout;
+            // All is well again.
+            self.report.last_error = None;
         }
         self.report.open = outcome.opened.unwrap_or(match self.state {
             State::Ready => self.report.open,
             _ => Default::default(),
         });
         match self.state {
-            State::Described | State::Lost => self.retired = self.registers.take(),
+            State::Described | State::Lost => self.retired.extend(self.registers.take()),
             State::Leased | State::Ready => {}
         }
         if let Some(error) = outcome.error {
-            log::error!(
-                "device {} (VM {}): {error}",
-                self.settings.device,
-                self.settings.vm
-            );
+            static FAILED: RateLimit = RateLimit::new();
+            if let Some(held_back) = FAILED.allow() {
+                log::error!("{}: {error}{held_back}", self.name());
+            }
             self.absent = self.state == State::Described;
             self.failure = Some(errno_of(&error));
             self.report.last_error = Some(error.to_string());
@@ -268,9 +286,9 @@ impl Device {
             self.tasks.push(task);
         }
         self.advance();
-        match self.conclusion() {
-            Some((_, Ok(reply))) => Answer::Reply(reply),
-            Some((_, Err(errno))) => Answer::Error(errno),
+        match self.conclusion().map(|conclusion| conclusion.reply) {
+            Some(Ok(reply)) => Answer::Reply(reply),
+            Some(Err(errno)) => Answer::Error(errno),
             None => Answer::Later,
         }
     }
@@ -282,6 +300,10 @@ impl Device {
         }
         let Held { to, finish } = self.held.take()?;
         let failure = self.failure.take();
+        let then = match (&finish, failure) {
+            (Finish::Version(_), Some(_)) => Then::HangUp,
+            _ => Then::GoOn,
+        };
         let reply = match (finish, failure) {
             (Finish::Version(negotiated), None) => {
                 self.absent = false;
@@ -311,8 +333,9 @@ impl Device {
             (Finish::WriteMulti { done }, _) => Ok(Reply::RegionWriteMulti { done }),
             (Finish::Done, None) => Ok(Reply::Done),
             (Finish::Version(_) | Finish::Done, Some(errno)) => Err(errno),
+            (Finish::Error(errno), _) => Err(errno),
         };
-        Some((to, reply))
+        Some(Conclusion { to, reply, then })
     }
 
     fn read(&mut self, region: Region, offset: u64, count: u32, to: ReplyTo) -> Answer<'_> {
@@ -322,7 +345,7 @@ impl Device {
         let bar = match region {
             Region::Config => {
                 let size = self.config.size();
-                if !self.absent && offset + count as u64 <= size {
+                if self.is_present() && offset + count as u64 <= size {
                     self.config.read(offset, &mut self.buffer);
                 }
                 None
@@ -407,6 +430,11 @@ impl Device {
         }
     }
 
+    /// Whether the guest is to find a device.
+    fn is_present(&self) -> bool {
+        !self.absent && self.state != State::Lost
+    }
+
     fn in_bar(&self, bar: u8, offset: u64, count: usize) -> bool {
         in_bar(&self.description, bar, offset, count)
     }
@@ -426,15 +454,17 @@ impl Device {
             }
             Err(error) => {
                 self.refuse_memory(&error);
-                Answer::Error(error.errno())
+                // The client carries on as if it were mapped.
+                let change = Task::Memory(MemoryChange::Refused(error));
+                self.hold(to, Finish::Error(error.errno()), [change])
             }
         }
     }
 
     fn unmap(&mut self, request: DmaUnmap, to: ReplyTo) -> Answer<'_> {
-        let mappings: Vec<Mapping> = match request {
-            DmaUnmap::All => self.memory.iter().cloned().collect(),
-            DmaUnmap::Range { address, size } => match self.memory.within(address, size) {
+        let mappings = match request {
+            DmaUnmap::All => self.memory.unmap_all(),
+            DmaUnmap::Range { address, size } => match self.memory.unmap(address, size) {
                 Ok(mappings) => mappings,
                 Err(error) => {
                     self.refuse_memory(&error);
@@ -442,7 +472,6 @@ impl Device {
                 }
             },
         };
-        self.memory.remove(&mappings);
         let change = Task::Memory(MemoryChange::Unmap(mappings));
         self.hold(to, Finish::Unmap(request), [change])
     }
@@ -451,11 +480,7 @@ impl Device {
     fn refuse_memory(&mut self, error: &crate::dma_table::DmaError) {
         static REFUSED: RateLimit = RateLimit::new();
         if let Some(held_back) = REFUSED.allow() {
-            log::warn!(
-                "device {} (VM {}): guest memory refused: {error}{held_back}",
-                self.settings.device,
-                self.settings.vm
-            );
+            log::warn!("{}: guest memory refused: {error}{held_back}", self.name());
         }
         self.report.last_error = Some(error.to_string());
     }
@@ -486,21 +511,22 @@ impl Device {
         let request = match task::irq_request(&self.counts, wire) {
             Ok(request) => request,
             Err(error) => {
-                log::warn!(
-                    "device {} (VM {}): interrupts refused: {error}",
-                    self.settings.device,
-                    self.settings.vm
-                );
+                static REFUSED: RateLimit = RateLimit::new();
+                if let Some(held_back) = REFUSED.allow() {
+                    log::warn!("{}: interrupts refused: {error}{held_back}", self.name());
+                }
                 return Answer::Error(error.errno());
             }
         };
         // A loopback trigger is for the one who signals; all else is recorded.
-        let records = !task::is_loopback(&request) || self.settings.relay_interrupts;
-        if records && let Err(error) = self.vectors.apply(request.clone()) {
+        let loopback = task::is_loopback(&request);
+        let we_signal = self.settings.relay_interrupts || self.registers.is_none();
+        if (!loopback || we_signal)
+            && let Err(error) = self.vectors.apply(request.clone())
+        {
             return Answer::Error(error.errno());
         }
-        let forward = (!task::is_loopback(&request) || !self.settings.relay_interrupts)
-            .then_some(Task::SetIrqs(request));
+        let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
         self.hold(to, Finish::Done, forward)
     }
 }
@@ -544,7 +570,9 @@ impl Handler for Device {
             Request::DeviceReset => self.hold(
                 to,
                 Finish::Done,
-                [Task::Event(Event::Reset), Task::ResetConfig],
+                // The lender is to be told of the registers as they are after
+                // the reset.
+                [Task::ResetConfig, Task::Event(Event::Reset)],
             ),
         }
     }
@@ -561,11 +589,11 @@ fn in_bar(description: &Description, bar: u8, offset: u64, count: usize) -> bool
 }
 
 fn errno_of(error: &WorkError) -> Errno {
-    if error.is_busy() {
-        Errno::BUSY
-    } else if error.is_lost() {
-        Errno::NODEV
-    } else {
-        Errno::IO
+    match error.refusal() {
+        Some(ErrorKind::Busy) => Errno::BUSY,
+        Some(ErrorKind::Limit) => Errno::NOSPC,
+        Some(ErrorKind::Invalid) => Errno::INVAL,
+        _ if error.is_lost() => Errno::NODEV,
+        _ => Errno::IO,
     }
 }

@@ -1,18 +1,35 @@
 //! What the client said of guest memory: every `DMA_MAP` that was not taken
 //! back. Recording maps nothing and pins nothing.
+//!
+//! A client only prints that a `DMA_MAP` was refused, and carries on. So what
+//! was refused is remembered too: until the client takes it back, the guest has
+//! RAM that a device cannot reach, and no device is let loose on it.
 
-use std::{collections::BTreeMap, fs::File, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    sync::{Arc, Weak},
+};
 
-use farside_guest_layout::{Gpa, GpaRange, Oracle, PAGE_SIZE, RangeSet, Resolution};
-use rustix::io::Errno;
+use farside_guest_layout::{Gpa, GpaRange, HIGH_MEMORY, Oracle, PAGE_SIZE, RangeSet, Resolution};
+use rustix::{
+    fs::{FileType, OFlags, Stat, fcntl_getfl, fstat},
+    io::Errno,
+};
 
-/// Most mappings of one client: what the version reply announces. Bounds memory
-/// and descriptors.
+/// Most mappings of one client: what the version reply announces. Bounds
+/// memory.
 const MAX_MAPPINGS: usize = crate::vfio_user::MAX_DMA_MAPS as usize;
 
-/// Memory without a descriptor that is larger than this is guest RAM that the
-/// client keeps to itself; what is smaller may be a ROM.
-const LARGEST_ROM: u64 = 16 << 20;
+/// Most files that one client's memory may be in. Bounds descriptors. QEMU has
+/// one for each memory backend, and at most 256 memory slots.
+const MAX_FILES: usize = 512;
+
+/// Most refusals that are remembered. One is enough to keep devices from DMA.
+const MAX_REFUSALS: usize = 64;
+
+/// Where low RAM is in any PC that has as much: above the legacy area.
+const LOW_MEMORY: Gpa = Gpa::new(1 << 20);
 
 /// A file that holds guest memory.
 #[derive(Clone, Debug)]
@@ -36,6 +53,13 @@ impl Mapping {
     pub(crate) fn is_shared(&self) -> bool {
         self.backing.is_some()
     }
+
+    /// Whether it is guest RAM that the client keeps to itself. Other memory
+    /// without a descriptor is a ROM, or a BAR of some device.
+    pub(crate) fn is_private_ram(&self) -> bool {
+        let well_known = [LOW_MEMORY, HIGH_MEMORY];
+        !self.is_shared() && well_known.iter().any(|at| self.range.contains(*at))
+    }
 }
 
 /// Why a map or unmap is refused; the errno is what the client is told.
@@ -47,6 +71,8 @@ pub(crate) enum DmaError {
     Overlap { start: u64, len: u64 },
     #[error("over {MAX_MAPPINGS} mappings")]
     TooMany,
+    #[error("its memory is in over {MAX_FILES} files")]
+    TooManyFiles,
     #[error("nothing is mapped at {start:#x}+{len:#x}")]
     NotMapped { start: u64, len: u64 },
     #[error("{start:#x}+{len:#x} would split a mapping")]
@@ -62,7 +88,7 @@ impl DmaError {
         match self {
             Self::Range { .. } | Self::Split { .. } | Self::File { .. } => Errno::INVAL,
             Self::Overlap { .. } => Errno::EXIST,
-            Self::TooMany => Errno::NOSPC,
+            Self::TooMany | Self::TooManyFiles => Errno::NOSPC,
             Self::NotMapped { .. } => Errno::NOENT,
         }
     }
@@ -72,16 +98,52 @@ impl DmaError {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DmaTable {
     mappings: BTreeMap<u64, Mapping>,
+    /// The files of the mappings. A client sends a descriptor with each
+    /// mapping, nearly always of the same file: one is kept.
+    files: BTreeMap<FileKey, Weak<File>>,
+    /// Ranges whose mapping was refused, by first address and length.
+    refused: BTreeMap<(u64, u64), DmaError>,
+}
+
+/// Device, inode and access mode: the same for descriptors that are as good as
+/// each other for `mmap`.
+type FileKey = (u64, u64, u32);
+
+/// Why no device may do DMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Blocked {
+    #[error(
+        "guest RAM at GPA {start:#x} ({mib} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`"
+    )]
+    PrivateRam { start: u64, mib: u64 },
+    #[error("a DMA_MAP was refused, so guest RAM may be out of reach: {0}")]
+    Refused(DmaError),
 }
 
 impl DmaTable {
-    /// Records a mapping.
+    /// Records a mapping, or that it was refused.
     pub(crate) fn map(
         &mut self,
         start: u64,
         len: u64,
         writable: bool,
         backing: Option<Backing>,
+    ) -> Result<Mapping, DmaError> {
+        let mapped = self.try_map(start, len, writable, backing);
+        if let Err(error) = &mapped
+            && self.refused.len() < MAX_REFUSALS
+        {
+            self.refused.insert((start, len), *error);
+        }
+        mapped
+    }
+
+    fn try_map(
+        &mut self,
+        start: u64,
+        len: u64,
+        writable: bool,
+        mut backing: Option<Backing>,
     ) -> Result<Mapping, DmaError> {
         let range = page_range(start, len)?;
         if self.overlapping(range).next().is_some() {
@@ -90,8 +152,9 @@ impl DmaTable {
         if self.mappings.len() >= MAX_MAPPINGS {
             return Err(DmaError::TooMany);
         }
-        if let Some(backing) = &backing {
-            check_file(start, len, backing)?;
+        if let Some(backing) = &mut backing {
+            let key = check_file(start, len, backing)?;
+            backing.file = self.one_of(key, &backing.file)?;
         }
         let mapping = Mapping {
             range,
@@ -102,26 +165,46 @@ impl DmaTable {
         Ok(mapping)
     }
 
-    /// The mappings that `unmap` of the same range would remove.
-    pub(crate) fn within(&self, start: u64, len: u64) -> Result<Vec<Mapping>, DmaError> {
+    /// Forgets the mappings within a range, and that some were refused there.
+    /// Returns what is to be unmapped.
+    pub(crate) fn unmap(&mut self, start: u64, len: u64) -> Result<Vec<Mapping>, DmaError> {
         let range = page_range(start, len)?;
+        let inside = |start: u64, len: u64| {
+            page_range(start, len).is_ok_and(|refused| range.covers(refused))
+        };
+        let before = self.refused.len();
+        self.refused.retain(|(start, len), _| !inside(*start, *len));
+        let forgiven = self.refused.len() != before;
+
         let found: Vec<Mapping> = self.overlapping(range).cloned().collect();
-        if found.is_empty() {
+        if found.is_empty() && !forgiven {
             return Err(DmaError::NotMapped { start, len });
         }
-        if found.iter().any(|mapping| {
-            mapping.range.start() < range.start() || mapping.range.end() > range.end()
-        }) {
+        if !found.iter().all(|mapping| range.covers(mapping.range)) {
             return Err(DmaError::Split { start, len });
+        }
+        for mapping in &found {
+            self.mappings.remove(&mapping.range.start().get());
         }
         Ok(found)
     }
 
-    /// Forgets the mappings, which [`DmaTable::within`] gave.
-    pub(crate) fn remove(&mut self, mappings: &[Mapping]) {
-        for mapping in mappings {
-            self.mappings.remove(&mapping.range.start().get());
+    /// Forgets everything. Returns what is to be unmapped.
+    pub(crate) fn unmap_all(&mut self) -> Vec<Mapping> {
+        std::mem::take(self).mappings.into_values().collect()
+    }
+
+    /// The descriptor that is kept for the file that `file` is one of.
+    fn one_of(&mut self, key: FileKey, file: &Arc<File>) -> Result<Arc<File>, DmaError> {
+        if let Some(kept) = self.files.get(&key).and_then(Weak::upgrade) {
+            return Ok(kept);
         }
+        self.files.retain(|_, file| file.strong_count() != 0);
+        if self.files.len() >= MAX_FILES {
+            return Err(DmaError::TooManyFiles);
+        }
+        self.files.insert(key, Arc::downgrade(file));
+        Ok(Arc::clone(file))
     }
 
     /// All mappings, lowest first.
@@ -129,14 +212,14 @@ impl DmaTable {
         self.mappings.values()
     }
 
-    /// Guest RAM that the client did not share, if there is any: what a device
-    /// cannot reach although the guest will tell it to.
-    pub(crate) fn private_ram(&self) -> Option<GpaRange> {
-        self.iter()
-            .find(|mapping| {
-                !mapping.is_shared() && mapping.writable && mapping.range.len() > LARGEST_ROM
-            })
-            .map(|mapping| mapping.range)
+    /// Why no device may do DMA, if there is a reason: guest RAM that the
+    /// guest will tell a device to use and the device cannot reach.
+    pub(crate) fn blocked(&self) -> Option<Blocked> {
+        let private = self.iter().find(|mapping| mapping.is_private_ram());
+        private.map(Blocked::private_ram).or_else(|| {
+            let refused = self.refused.values().next();
+            refused.copied().map(Blocked::Refused)
+        })
     }
 
     /// Which ranges resolve to memory that a device can reach.
@@ -164,6 +247,16 @@ impl DmaTable {
     }
 }
 
+impl Blocked {
+    /// By a mapping that [is private RAM](Mapping::is_private_ram).
+    pub(crate) fn private_ram(mapping: &Mapping) -> Self {
+        Self::PrivateRam {
+            start: mapping.range.start().get(),
+            mib: mapping.range.len() >> 20,
+        }
+    }
+}
+
 /// Answers the layout probe from the table.
 pub(crate) struct TableOracle(RangeSet);
 
@@ -183,18 +276,18 @@ fn page_range(start: u64, len: u64) -> Result<GpaRange, DmaError> {
 
 /// The file must be a memory file that holds the whole mapping now. (It may
 /// shrink later: whoever maps it guards against that.)
-fn check_file(start: u64, len: u64, backing: &Backing) -> Result<(), DmaError> {
+fn check_file(start: u64, len: u64, backing: &Backing) -> Result<FileKey, DmaError> {
     let offset = backing.offset;
     let bad = DmaError::File { start, len, offset };
-    let stat = rustix::fs::fstat(&*backing.file).map_err(|_| bad)?;
-    let is_file = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file();
+    let stat: Stat = fstat(&*backing.file).map_err(|_| bad)?;
+    let is_file = FileType::from_raw_mode(stat.st_mode).is_file();
     let end = offset.checked_add(len).ok_or(bad)?;
     let fits = u64::try_from(stat.st_size).is_ok_and(|size| end <= size);
-    if is_file && fits && offset.is_multiple_of(PAGE_SIZE) {
-        Ok(())
-    } else {
-        Err(bad)
+    if !is_file || !fits || !offset.is_multiple_of(PAGE_SIZE) {
+        return Err(bad);
     }
+    let mode = fcntl_getfl(&*backing.file).map_err(|_| bad)? & OFlags::RWMODE;
+    Ok((stat.st_dev, stat.st_ino, mode.bits()))
 }
 
 #[cfg(test)]
@@ -236,19 +329,76 @@ mod tests {
     #[test]
     fn unmap_takes_whole_mappings_only() {
         let mut table = mapped(&[(0, 0x2000), (0x2000, 0x2000)]);
-        assert_eq!(table.within(0, 0x1000).unwrap_err().errno(), Errno::INVAL);
+        assert_eq!(table.unmap(0, 0x1000).unwrap_err().errno(), Errno::INVAL);
         assert_eq!(
-            table.within(0x1000, 0x3000).unwrap_err().errno(),
+            table.unmap(0x1000, 0x3000).unwrap_err().errno(),
             Errno::INVAL
         );
         assert_eq!(
-            table.within(0x4000, 0x1000).unwrap_err().errno(),
+            table.unmap(0x4000, 0x1000).unwrap_err().errno(),
             Errno::NOENT
         );
-        let both = table.within(0, 0x4000).unwrap();
-        assert_eq!(both.len(), 2);
-        table.remove(&both);
+        assert_eq!(table.iter().count(), 2);
+        assert_eq!(table.unmap(0, 0x4000).unwrap().len(), 2);
         assert_eq!(table.iter().count(), 0);
+    }
+
+    #[test]
+    fn unmapping_everything_forgets_everything() {
+        let mut table = mapped(&[(0, 0x2000), (0x2000, 0x2000)]);
+        table.map(0, 0x1000, true, None).unwrap_err();
+        assert_eq!(table.unmap_all().len(), 2);
+        assert_eq!(table.blocked(), None);
+        assert!(table.unmap_all().is_empty());
+    }
+
+    #[test]
+    fn a_refusal_blocks_until_it_is_taken_back() {
+        let mut table = mapped(&[(0, 0x2000)]);
+        assert_eq!(table.blocked(), None);
+        let error = table.map(0x2000, 0x2000, true, memory(0x1000)).unwrap_err();
+        assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
+        // The rest of memory comes and goes; the refusal stays.
+        table.unmap(0, 0x2000).unwrap();
+        assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
+        assert!(table.unmap(0x2000, 0x2000).unwrap().is_empty());
+        assert_eq!(table.blocked(), None);
+        assert_eq!(
+            table.unmap(0x2000, 0x2000).unwrap_err().errno(),
+            Errno::NOENT
+        );
+    }
+
+    #[test]
+    fn one_descriptor_of_a_file_is_kept() {
+        let file = memory(0x10_0000).unwrap().file;
+        let mut table = DmaTable::default();
+        for start in (0..0x10_0000).step_by(0x1000) {
+            let backing = Backing {
+                file: Arc::new(file.try_clone().unwrap()),
+                offset: start,
+            };
+            table.map(start, 0x1000, true, Some(backing)).unwrap();
+        }
+        let kept = |mapping: &Mapping| mapping.backing.as_ref().map(|b| Arc::as_ptr(&b.file));
+        let first = table.iter().next().and_then(kept);
+        assert!(table.iter().all(|mapping| kept(mapping) == first));
+        assert_eq!(table.files.len(), 1);
+    }
+
+    #[test]
+    fn files_are_bounded_and_given_back() {
+        let mut table = DmaTable::default();
+        let at = |n: usize| n as u64 * 0x1000;
+        for n in 0..MAX_FILES {
+            table.map(at(n), 0x1000, true, memory(0x1000)).unwrap();
+        }
+        let next = at(MAX_FILES);
+        let error = table.map(next, 0x1000, true, memory(0x1000)).unwrap_err();
+        assert_eq!(error, DmaError::TooManyFiles);
+        table.unmap(next, 0x1000).unwrap();
+        table.unmap(0, 0x1000).unwrap();
+        table.map(next, 0x1000, true, memory(0x1000)).unwrap();
     }
 
     #[test]
@@ -280,11 +430,19 @@ mod tests {
     }
 
     #[test]
-    fn large_private_memory_is_ram_that_is_not_shared() {
-        let mut table = mapped(&[(0, 0x10_0000)]);
+    fn private_memory_at_the_well_known_places_is_ram_that_is_not_shared() {
+        let mut table = mapped(&[(0, 0xa_0000)]);
+        // ROMs, and a graphics card's memory, in BARs below and above 4 GiB.
         table.map(0xfffc_0000, 0x4_0000, false, None).unwrap();
-        assert_eq!(table.private_ram(), None);
-        table.map(0x10_0000, 1 << 30, true, None).unwrap();
-        assert_eq!(table.private_ram().unwrap().start(), Gpa::new(0x10_0000));
+        table.map(0xc_0000, 0x2_0000, true, None).unwrap();
+        table.map(0xc000_0000, 0x1000_0000, true, None).unwrap();
+        table.map(0x80_0000_0000, 0x1000_0000, true, None).unwrap();
+        assert_eq!(table.blocked(), None);
+        for (start, mib) in [(0x10_0000, 1024), (4 << 30, 1)] {
+            table.map(start, mib << 20, true, None).unwrap();
+            assert_eq!(table.blocked(), Some(Blocked::PrivateRam { start, mib }));
+            table.unmap(start, mib << 20).unwrap();
+            assert_eq!(table.blocked(), None);
+        }
     }
 }

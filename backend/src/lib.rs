@@ -14,6 +14,7 @@ pub mod vfio_user;
 
 mod backend;
 mod borrow;
+mod causes;
 mod device;
 mod dma_table;
 mod server;

@@ -4,7 +4,7 @@
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
     path::Path,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
@@ -14,9 +14,10 @@ use rustix::time::{
 };
 
 use crate::{
-    device::{Conclusion, Device, DeviceReport},
+    causes::Causes,
+    device::{Conclusion, Device, DeviceReport, Then},
     vfio_user::{
-        Connection, ConnectionError, ListenError, Listener, Session, Slot,
+        Connection, ConnectionError, ListenError, Listener, RateLimit, Session, Slot,
         serve::{Pumped, pump},
     },
 };
@@ -55,8 +56,8 @@ pub(crate) struct DeviceServer {
     listener: Listener,
     client: Option<Client>,
     timer: OwnedFd,
-    /// Whether the timer runs, and for which register read.
-    timed: Option<u64>,
+    /// Whether the timer runs.
+    timed: bool,
     /// What is registered with the event loop now.
     watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
     /// A client that is gone, until the event loop no longer watches it.
@@ -81,7 +82,7 @@ impl DeviceServer {
             listener,
             client: None,
             timer,
-            timed: None,
+            timed: false,
             watched: [None; Source::ALL.len()],
             retired: None,
         })
@@ -93,23 +94,37 @@ impl DeviceServer {
     }
 
     fn accept(&mut self) {
-        // One client at a time; while the last one's device is being given
-        // back, the next waits in the backlog.
+        static CONNECTED: RateLimit = RateLimit::new();
+        static FAILED: RateLimit = RateLimit::new();
+
         let slot = match self.client {
             Some(_) => Slot::Taken,
+            None if self.is_leaving() => return,
             None => Slot::Free,
         };
         match self.listener.accept(slot) {
             Ok(Some(connection)) => {
-                log::info!("{}: a client connected", self.device.name());
+                if let Some(held_back) = CONNECTED.allow() {
+                    log::info!("{}: a client connected{held_back}", self.device.name());
+                }
                 self.client = Some(Client {
                     connection,
                     session: Session::new(),
                 });
             }
             Ok(None) => {}
-            Err(error) => log::error!("{}: {error}", self.device.name()),
+            Err(error) => {
+                if let Some(held_back) = FAILED.allow() {
+                    log::error!("{}: {}{held_back}", self.device.name(), Causes(&error));
+                }
+            }
         }
+    }
+
+    /// Whether the last client's device is still being given back. The next
+    /// one waits in the backlog.
+    fn is_leaving(&self) -> bool {
+        self.client.is_none() && self.device.is_busy()
     }
 
     /// Serves what the client has sent, until it has to wait.
@@ -134,12 +149,26 @@ impl DeviceServer {
     }
 
     fn drop_client(&mut self, error: &ConnectionError) {
+        static CLOSED: RateLimit = RateLimit::new();
+        static DROPPED: RateLimit = RateLimit::new();
+
+        let name = self.device.name();
         match error {
             ConnectionError::Closed => {
-                log::info!("{}: the client closed the connection", self.device.name());
+                if let Some(held_back) = CLOSED.allow() {
+                    log::info!("{name}: the client closed the connection{held_back}");
+                }
             }
-            error => log::warn!("{}: dropping the client: {error}", self.device.name()),
+            error => {
+                if let Some(held_back) = DROPPED.allow() {
+                    log::warn!("{name}: dropping the client: {}{held_back}", Causes(error));
+                }
+            }
         }
+        self.let_go();
+    }
+
+    fn let_go(&mut self) {
         self.retired = self.client.take();
         self.device.client_gone();
     }
@@ -152,18 +181,56 @@ impl DeviceServer {
         }
     }
 
-    fn on_timer(&mut self) {
-        // Only the expiry matters, not how often.
-        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
-        let timed = self.timed.take();
-        if timed.is_some() && timed == self.device.register_read() {
-            let concluded = self.device.on_register_timeout(REGISTER_TIMEOUT);
-            send(&mut self.client, concluded);
+    /// Does what concludes a held request, if anything does.
+    fn conclude(&mut self, by: impl FnOnce(&mut Device) -> Option<Conclusion<'_>>) {
+        let Some(Conclusion { to, reply, then }) = by(&mut self.device) else {
+            return;
+        };
+        let Some(client) = &mut self.client else {
+            return;
+        };
+        match (client.connection.send(to, reply), then) {
+            (Ok(()), Then::GoOn) => {}
+            (Ok(()), Then::HangUp) => self.let_go(),
+            (Err(error), _) => self.drop_client(&error),
         }
     }
 
-    /// Makes the event loop watch what matters now, and the timer run while a
-    /// register read waits.
+    fn on_timer(&mut self) {
+        // Only that it expired matters.
+        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+        self.timed = false;
+        let since = self.device.register_read_since();
+        if since.is_some_and(|since| since.elapsed() >= REGISTER_TIMEOUT) {
+            self.conclude(|device| device.on_register_timeout(REGISTER_TIMEOUT));
+        }
+    }
+
+    /// Lets the timer run while a register read waits. It is left to run when
+    /// that is answered: setting it for each read would cost a system call.
+    fn set_timer(&mut self) {
+        let Some(since) = self.device.register_read_since().filter(|_| !self.timed) else {
+            return;
+        };
+        let due = since + REGISTER_TIMEOUT;
+        // Zero would stop it.
+        let left = due
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(1));
+        let once = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            },
+        };
+        match timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
+            Ok(_) => self.timed = true,
+            Err(errno) => log::error!("{}: timer: {errno}", self.device.name()),
+        }
+    }
+
+    /// Makes the event loop watch what matters now.
     fn watch(&mut self, ops: &mut EventOps) {
         for source in Source::ALL {
             let wanted = self.wanted(source);
@@ -184,29 +251,13 @@ impl DeviceServer {
                 log::error!("{}: event loop: {error}", self.device.name());
             }
         }
-        if self.timed.is_none()
-            && let Some(read) = self.device.register_read()
-        {
-            let once = Itimerspec {
-                it_interval: Timespec::default(),
-                it_value: Timespec {
-                    tv_sec: REGISTER_TIMEOUT.as_secs() as i64,
-                    tv_nsec: 0,
-                },
-            };
-            match timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
-                Ok(_) => self.timed = Some(read),
-                Err(errno) => log::error!("{}: timer: {errno}", self.device.name()),
-            }
-        }
     }
 
     fn wanted(&self, source: Source) -> Option<(RawFd, EventSet)> {
         match source {
             Source::Listener => {
                 let fd = self.listener.as_fd().as_raw_fd();
-                let leaving = self.client.is_none() && self.device.is_busy();
-                (!leaving).then_some((fd, EventSet::IN))
+                (!self.is_leaving()).then_some((fd, EventSet::IN))
             }
             Source::Client => self.client.as_ref().map(|client| {
                 let mut set = EventSet::empty();
@@ -245,32 +296,17 @@ impl MutEventSubscriber for DeviceServer {
                     self.flush();
                 }
             }
-            Some(Source::Worker) => {
-                let concluded = self.device.on_worker();
-                send(&mut self.client, concluded);
-            }
-            Some(Source::Registers) => {
-                let concluded = self.device.on_registers();
-                send(&mut self.client, concluded);
-            }
+            Some(Source::Worker) => self.conclude(Device::on_worker),
+            Some(Source::Registers) => self.conclude(Device::on_registers),
             Some(Source::Timer) => self.on_timer(),
             None => {}
         }
         self.pump();
+        self.set_timer();
         self.watch(ops);
         // Only now may descriptors close that the event loop watched.
         self.retired = None;
         self.device.drop_retired();
-    }
-}
-
-/// Sends the answer to a held request. A client that cannot take it is found
-/// out when it is served next.
-fn send(client: &mut Option<Client>, concluded: Option<Conclusion<'_>>) {
-    if let (Some(client), Some((to, reply))) = (client, concluded)
-        && let Err(error) = client.connection.send(to, reply)
-    {
-        log::warn!("cannot answer the client: {error}");
     }
 }
 

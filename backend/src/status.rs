@@ -2,8 +2,14 @@
 //! state of this backend as JSON, and the connection is closed.
 
 use std::{
-    io::{ErrorKind, Write},
-    os::unix::net::{UnixListener, UnixStream},
+    io::{self, ErrorKind, Write},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::{
+            fs::PermissionsExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -11,7 +17,11 @@ use std::{
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde::Serialize;
 
-use crate::{device::DeviceReport, server::DeviceServer};
+use crate::{device::DeviceReport, server::DeviceServer, vfio_user::RateLimit};
+
+/// Most peers that have not read all of their report yet. Others wait to be
+/// accepted. Bounds memory.
+const MAX_PEERS: usize = 16;
 
 #[derive(Serialize)]
 struct BackendReport<'a> {
@@ -26,6 +36,30 @@ pub(crate) struct StatusServer {
     listener: UnixListener,
     path: PathBuf,
     devices: Vec<Arc<Mutex<DeviceServer>>>,
+    peers: Vec<Peer>,
+}
+
+/// Who is being sent a report. One of functions with thousands of vectors can be
+/// more than a socket takes at once.
+struct Peer {
+    socket: UnixStream,
+    report: Vec<u8>,
+    sent: usize,
+}
+
+impl Peer {
+    /// Sends what the socket takes. Returns whether that was the rest.
+    fn send(&mut self) -> io::Result<bool> {
+        while self.sent < self.report.len() {
+            match self.socket.write(&self.report[self.sent..]) {
+                Ok(sent) => self.sent += sent,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl StatusServer {
@@ -35,35 +69,82 @@ impl StatusServer {
         vm: &str,
         path: &Path,
         devices: Vec<Arc<Mutex<DeviceServer>>>,
-    ) -> std::io::Result<Self> {
+    ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         listener.set_nonblocking(true)?;
         Ok(Self {
             vm: vm.to_owned(),
             listener,
             path: path.to_owned(),
             devices,
+            peers: Vec::new(),
         })
     }
 
-    fn answer(&self, mut peer: UnixStream) -> std::io::Result<()> {
+    fn report(&self) -> serde_json::Result<Vec<u8>> {
         let lock = |device: &Arc<Mutex<DeviceServer>>| {
             let device = device.lock().unwrap_or_else(PoisonError::into_inner);
             device.report()
         };
-        let report = BackendReport {
+        serde_json::to_vec(&BackendReport {
             vm: &self.vm,
             pid: std::process::id(),
             devices: self.devices.iter().map(lock).collect(),
+        })
+    }
+
+    /// Accepts and answers those who wait, for as long as there is room.
+    fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
+        while self.peers.len() < MAX_PEERS {
+            let socket = match self.listener.accept() {
+                Ok((socket, _)) => socket,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            };
+            socket.set_nonblocking(true)?;
+            let mut peer = Peer {
+                socket,
+                report: self.report()?,
+                sent: 0,
+            };
+            if !peer.send()? {
+                ops.add(Events::new(&peer.socket, EventSet::OUT))
+                    .map_err(io::Error::other)?;
+                self.peers.push(peer);
+            }
+        }
+        if self.peers.len() == MAX_PEERS {
+            // Until one has gone.
+            ops.modify(Events::new(&self.listener, EventSet::empty()))
+                .map_err(io::Error::other)?;
+        }
+        Ok(())
+    }
+
+    /// Sends more to a peer.
+    fn go_on(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
+        let Some(at) = self
+            .peers
+            .iter()
+            .position(|peer| peer.socket.as_raw_fd() == fd)
+        else {
+            return Ok(());
         };
-        // A report is far smaller than a socket's buffer: a peer that does not
-        // read cannot hold us up.
-        peer.set_nonblocking(true)?;
-        peer.write_all(&serde_json::to_vec(&report)?)
+        let sent = self.peers[at].send();
+        if let Ok(false) = sent {
+            return Ok(());
+        }
+        let peer = self.peers.swap_remove(at);
+        ops.remove(Events::empty(&peer.socket))
+            .map_err(io::Error::other)?;
+        ops.modify(Events::new(&self.listener, EventSet::IN))
+            .map_err(io::Error::other)?;
+        sent.map(|_| ())
     }
 }
 
@@ -74,17 +155,21 @@ impl MutEventSubscriber for StatusServer {
         }
     }
 
-    fn process(&mut self, _events: Events, _ops: &mut EventOps) {
-        loop {
-            let answered = match self.listener.accept() {
-                Ok((peer, _)) => self.answer(peer),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(error) => Err(error),
-            };
-            if let Err(error) = answered {
-                log::warn!("cannot answer a status request of VM {}: {error}", self.vm);
-                return;
-            }
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        static FAILED: RateLimit = RateLimit::new();
+
+        let answered = if events.fd() == self.listener.as_raw_fd() {
+            self.accept(ops)
+        } else {
+            self.go_on(events.fd(), ops)
+        };
+        if let Err(error) = answered
+            && let Some(held_back) = FAILED.allow()
+        {
+            log::warn!(
+                "cannot answer a status request of VM {}: {error}{held_back}",
+                self.vm
+            );
         }
     }
 }

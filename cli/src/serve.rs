@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::Wakeup;
+use farside_control::{Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
 
 use crate::{
@@ -44,6 +44,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let stop = Wakeup::new()?;
     signals::raise_on_signal(&stop).context("cannot wait for signals")?;
     let backend = Backend::start(&Config {
+        folder: paths::vm_dir(&vm),
         vm,
         devices: file.devices,
         lenders: file.lenders,

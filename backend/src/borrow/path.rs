@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, os::fd::AsFd, sync::Arc};
 use farside_control::{CallError, Client};
 use farside_fabric::{
     MemoryRange,
-    pin::{PinError, PinOptions, Pins},
+    pin::{PinError, PinOptions, PinProgress, Pins},
 };
 use farside_guest_layout::{GpaRange, Plan};
 use serde::Serialize;
@@ -40,8 +40,16 @@ pub(crate) struct OpenReport {
 /// A mapping that the device reaches.
 struct Segment {
     range: GpaRange,
-    far: u64,
+    /// Where the borrower's domain has it: one piece for each window that it
+    /// is in.
+    pieces: Vec<Piece>,
     pins: Pins,
+}
+
+#[derive(Clone, Copy)]
+struct Piece {
+    range: GpaRange,
+    far: u64,
 }
 
 /// A window, and where the borrower's domain has it.
@@ -56,14 +64,15 @@ struct Window {
 pub(crate) struct OpenPath {
     segments: BTreeMap<u64, Segment>,
     windows: Vec<Window>,
-    /// Windows that were opened since the last close.
-    opened: u64,
 }
 
 impl OpenPath {
-    /// Pins all that `mappings` share within `plan`, maps it contiguously, and
-    /// opens a window for each of the plan's. On an error some of that is
-    /// done; the caller closes.
+    /// Opens a window for each of the plan's, then pins all that `mappings`
+    /// share within them and maps it there. On an error some of that is done;
+    /// the caller closes.
+    ///
+    /// Windows come first, so that a guest that does not fit is found before
+    /// its RAM is pinned, which takes long. Nothing masters the bus meanwhile.
     pub(crate) fn open(
         &mut self,
         client: &mut Client,
@@ -74,21 +83,38 @@ impl OpenPath {
         for window in &plan.windows {
             self.open_window(client, window.range)?;
         }
-        for mapping in mappings {
-            self.add(client, mapping, pinning)?;
+        let total = plan.ram_bytes();
+        let mut before = 0;
+        for mapping in mappings.iter().filter(|mapping| mapping.is_shared()) {
+            // Of one mapping; people want to know of the guest.
+            let show = |at: PinProgress| {
+                if let Some(progress) = pinning.progress {
+                    let done = before + at.done;
+                    progress(PinProgress { done, total });
+                }
+            };
+            let pinning = PinOptions {
+                progress: Some(&show),
+                ..*pinning
+            };
+            self.add(client, mapping, &pinning)?;
+            before += mapping.range.len();
         }
         Ok(())
     }
 
-    /// Makes one more mapping reachable.
+    /// Makes one more mapping reachable, with windows for what no open one
+    /// spans.
     pub(crate) fn map(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        if mapping.is_shared() && self.window_of(mapping.range).is_none() {
-            self.open_window(client, mapping.range)?;
+        if mapping.is_shared() {
+            for range in self.without_window(mapping.range) {
+                self.open_window(client, range)?;
+            }
         }
         self.add(client, mapping, pinning)
     }
@@ -100,16 +126,14 @@ impl OpenPath {
         client: &mut Client,
         mapping: &Mapping,
     ) -> Result<(), PathError> {
-        let range = mapping.range;
-        let Some(far) = self
-            .segments
-            .get(&range.start().get())
-            .map(|segment| segment.far)
-        else {
+        let start = mapping.range.start().get();
+        let Some(segment) = self.segments.get(&start) else {
             return Ok(());
         };
-        client.far_unmap(far, range.len())?;
-        self.segments.remove(&range.start().get());
+        for piece in &segment.pieces {
+            client.far_unmap(piece.far, piece.range.len())?;
+        }
+        self.segments.remove(&start);
         let segments = &self.segments;
         let in_use = |window: &Window| {
             segments
@@ -145,7 +169,7 @@ impl OpenPath {
         }
     }
 
-    /// Pins a mapping and puts it in its window. What is in no window is
+    /// Pins a mapping and puts it in its windows. What is in no window is
     /// beyond what any device can address.
     fn add(
         &mut self,
@@ -153,34 +177,39 @@ impl OpenPath {
         mapping: &Mapping,
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        let range = mapping.range;
-        let (Some(backing), Some(far)) = (&mapping.backing, self.window_of(range)) else {
+        let pieces = self.pieces(mapping.range);
+        let Some(backing) = mapping.backing.as_ref().filter(|_| !pieces.is_empty()) else {
             return Ok(());
         };
         let memory = MemoryRange {
             file: Arc::clone(&backing.file),
             offset: backing.offset,
-            len: range.len(),
+            len: mapping.range.len(),
             writable: mapping.writable,
         };
         let pins = Pins::new(&[memory], pinning)?;
-        client.far_map(
-            far,
-            range.len(),
-            backing.file.as_fd(),
-            backing.offset,
-            mapping.writable,
-        )?;
-        let segment = Segment { range, far, pins };
-        self.segments.insert(range.start().get(), segment);
+        let start = mapping.range.start().get();
+        for piece in &pieces {
+            client.far_map(
+                piece.far,
+                piece.range.len(),
+                backing.file.as_fd(),
+                backing.offset + (piece.range.start().get() - start),
+                mapping.writable,
+            )?;
+        }
+        let segment = Segment {
+            range: mapping.range,
+            pieces,
+            pins,
+        };
+        self.segments.insert(start, segment);
         Ok(())
     }
 
     fn open_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
-        // Any place does that no other window of this borrow has.
-        let far = (self.opened + 1) * FAR_STEP;
+        let far = self.free_far(range.len());
         let lut_entries = client.open_window(range.start().get(), far, range.len())?;
-        self.opened += range.len().div_ceil(FAR_STEP);
         self.windows.push(Window {
             range,
             far,
@@ -189,13 +218,121 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Where the borrower's domain has `range`, by the window that covers it.
-    fn window_of(&self, range: GpaRange) -> Option<u64> {
-        let window = self
-            .windows
+    /// The lowest place in the borrower's domain that no window has.
+    fn free_far(&self, len: u64) -> u64 {
+        let taken = self.windows.iter();
+        let mut taken: Vec<_> = taken
+            .map(|window| {
+                (
+                    window.far,
+                    window.far.saturating_add(steps(window.range.len())),
+                )
+            })
+            .collect();
+        taken.sort_unstable();
+        let mut free = FAR_STEP;
+        for (start, end) in taken {
+            if free.saturating_add(steps(len)) <= start {
+                break;
+            }
+            free = end;
+        }
+        free
+    }
+
+    /// The parts of `range` by the windows that span them, and where the
+    /// borrower's domain has those.
+    fn pieces(&self, range: GpaRange) -> Vec<Piece> {
+        let part = |window: &Window| {
+            let start = window.range.start().max(range.start());
+            let end = window.range.end().min(range.end());
+            let skip = start.checked_sub(window.range.start())?;
+            Some(Piece {
+                range: GpaRange::between(start, end).ok()?,
+                far: window.far.checked_add(skip)?,
+            })
+        };
+        self.windows.iter().filter_map(part).collect()
+    }
+
+    /// The parts of `range` that no window spans.
+    fn without_window(&self, range: GpaRange) -> Vec<GpaRange> {
+        let mut spanned: Vec<_> = self.pieces(range);
+        spanned.sort_by_key(|piece| piece.range.start());
+        let mut gaps = Vec::new();
+        let mut at = range.start();
+        for piece in spanned {
+            gaps.extend(GpaRange::between(at, piece.range.start()));
+            at = piece.range.end();
+        }
+        gaps.extend(GpaRange::between(at, range.end()));
+        gaps
+    }
+}
+
+/// `len` in whole steps.
+fn steps(len: u64) -> u64 {
+    len.checked_next_multiple_of(FAR_STEP).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use farside_guest_layout::Gpa;
+
+    use super::*;
+
+    fn range(start: u64, end: u64) -> GpaRange {
+        GpaRange::between(Gpa::new(start), Gpa::new(end)).unwrap()
+    }
+
+    fn open(windows: &[(u64, u64)]) -> OpenPath {
+        let mut path = OpenPath::default();
+        for &(start, end) in windows {
+            let range = range(start, end);
+            let far = path.free_far(range.len());
+            path.windows.push(Window {
+                range,
+                far,
+                lut_entries: 1,
+            });
+        }
+        path
+    }
+
+    #[test]
+    fn a_mapping_is_cut_where_windows_end() {
+        let path = open(&[(0, 0x8000), (0xa000, 0xc000)]);
+        let pieces = path.pieces(range(0x6000, 0xe000));
+        let found: Vec<_> = pieces
             .iter()
-            .find(|window| window.range.covers(range))?;
-        let offset = range.start().checked_sub(window.range.start())?;
-        Some(window.far + offset)
+            .map(|piece| (piece.range, piece.far))
+            .collect();
+        let expected = [
+            (range(0x6000, 0x8000), FAR_STEP + 0x6000),
+            (range(0xa000, 0xc000), 2 * FAR_STEP),
+        ];
+        assert_eq!(found, expected);
+        let gaps = path.without_window(range(0x6000, 0xe000));
+        assert_eq!(gaps, [range(0x8000, 0xa000), range(0xc000, 0xe000)]);
+        assert_eq!(path.without_window(range(0x1000, 0x8000)), []);
+        assert_eq!(
+            path.without_window(range(0x10000, 0x11000)),
+            [range(0x10000, 0x11000)]
+        );
+    }
+
+    #[test]
+    fn far_addresses_are_used_again() {
+        let mut path = open(&[
+            (0, 0x1000),
+            (0x1000, 3 * FAR_STEP),
+            (4 * FAR_STEP, 5 * FAR_STEP),
+        ]);
+        let fars: Vec<_> = path.windows.iter().map(|window| window.far).collect();
+        assert_eq!(fars, [FAR_STEP, 2 * FAR_STEP, 5 * FAR_STEP]);
+        path.windows.remove(1);
+        assert_eq!(path.free_far(3 * FAR_STEP), 2 * FAR_STEP);
+        assert_eq!(path.free_far(3 * FAR_STEP + 1), 6 * FAR_STEP);
+        assert_eq!(path.free_far(u64::MAX), 6 * FAR_STEP);
     }
 }

@@ -7,7 +7,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
     time::{Duration, Instant},
@@ -23,7 +23,27 @@ use super::{
     State, Step,
     path::{OpenPath, OpenReport, PathError},
 };
-use crate::dma_table::{DmaTable, Mapping};
+use crate::{
+    dma_table::{Blocked, DmaError, DmaTable, Mapping},
+    vfio_user::RateLimit,
+};
+
+/// How long a job may take that pins nothing. Below a VMM's message timeout of
+/// 5 s.
+const CALLS_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// What calls to the lender may take when pinning has used up its time.
+const CALLS_MARGIN: Duration = Duration::from_millis(300);
+
+/// How long a lender may take to stop a device whose lease is broken off.
+const HANG_UP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long a lender may take to notice that a backend of this VM, which was
+/// here before, is gone.
+const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often to look whether it has.
+const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 
 /// What does not change in the life of a backend's device.
 #[derive(Clone, Debug)]
@@ -35,8 +55,8 @@ pub(crate) struct Settings {
     /// to the VMM.
     pub(crate) relay_interrupts: bool,
     pub(crate) pin_policy: PinPolicy,
-    /// How long a held bus-master enable may take; below the VMM's message
-    /// timeout.
+    /// How long a held bus-master enable, or a change of guest memory, may take
+    /// to pin; below the VMM's message timeout.
     pub(crate) open_timeout: Duration,
 }
 
@@ -67,9 +87,19 @@ pub(crate) struct Run {
     pub(crate) change: Option<MemoryChange>,
 }
 
+impl Run {
+    /// Whether it may have to pin guest RAM.
+    fn pins(&self) -> bool {
+        let pins = |step: &Step| matches!(step, Step::Open | Step::Remap);
+        self.steps.iter().any(pins)
+    }
+}
+
 /// A change of guest memory while windows are open.
 pub(crate) enum MemoryChange {
     Map(Mapping),
+    /// The client was refused a mapping that it will take for good.
+    Refused(DmaError),
     Unmap(Vec<Mapping>),
 }
 
@@ -105,14 +135,14 @@ pub(crate) enum WorkError {
     Path(#[from] PathError),
     #[error("the guest's memory layout cannot be found: {0}")]
     Layout(#[from] ProbeError),
-    #[error(
-        "guest RAM at GPA {start:#x} ({len} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`"
-    )]
-    PrivateRam { start: u64, len: u64 },
+    #[error(transparent)]
+    Memory(#[from] Blocked),
     #[error(
         "device {0} is not the one that was described when the backend started: restart the backend"
     )]
     Changed(String),
+    #[error("the thread that does the borrow's work has panicked")]
+    Panicked,
 }
 
 impl From<CallError> for WorkError {
@@ -132,12 +162,12 @@ impl WorkError {
         )
     }
 
-    /// Whether another VM has the device.
-    pub(crate) fn is_busy(&self) -> bool {
-        matches!(
-            self,
-            Self::Path(PathError::Lender(CallError::Refused(error))) if error.kind == ErrorKind::Busy
-        )
+    /// What the lender said, if it refused.
+    pub(crate) fn refusal(&self) -> Option<ErrorKind> {
+        match self {
+            Self::Path(PathError::Lender(CallError::Refused(error))) => Some(error.kind),
+            _ => None,
+        }
     }
 }
 
@@ -146,6 +176,7 @@ pub(crate) struct Worker {
     jobs: Option<mpsc::Sender<Job>>,
     outcomes: mpsc::Receiver<Outcome>,
     wakeup: Wakeup,
+    cancel: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -156,45 +187,71 @@ impl Worker {
         let (jobs, inbox) = mpsc::channel();
         let (outbox, outcomes) = mpsc::channel();
         let wakeup = Wakeup::new()?;
-        let raised = wakeup.try_clone()?;
+        let raised = wakeup.clone();
+        let cancel = Arc::new(AtomicBool::new(false));
+        let mut borrow = Borrow {
+            deadline: Instant::now(),
+            settings,
+            description,
+            client: None,
+            path: OpenPath::default(),
+            cancel: Arc::clone(&cancel),
+        };
         let thread = std::thread::Builder::new()
-            .name(format!("borrow-{}", settings.device))
+            .name(format!("borrow-{}", borrow.settings.device))
             .spawn(move || {
-                let mut borrow = Borrow {
-                    settings,
-                    description,
-                    client: None,
-                    path: OpenPath::default(),
-                };
+                // Dropped in the reverse order: whoever is woken when the
+                // thread panics finds the outbox closed.
+                let raised = RaisedAtLast(raised);
+                let outbox = outbox;
                 for job in inbox {
                     let outcome = borrow.work(job);
                     if outbox.send(outcome).is_err() {
                         break;
                     }
-                    raised.raise();
+                    raised.0.raise();
                 }
+                borrow.set_deadline(CALLS_TIMEOUT);
                 borrow.give_back();
             })?;
         Ok(Self {
             jobs: Some(jobs),
             outcomes,
             wakeup,
+            cancel,
             thread: Some(thread),
         })
     }
 
     /// Hands out work. One job at a time: its outcome comes first.
     pub(crate) fn post(&self, job: Job) {
-        if let Some(jobs) = &self.jobs {
-            jobs.send(job)
-                .expect("the thread lives as long as its queue");
+        self.cancel.store(false, Ordering::Relaxed);
+        if let Some(jobs) = &self.jobs
+            && jobs.send(job).is_err()
+        {
+            // The outcome is that the thread is gone.
+            self.wakeup.raise();
         }
+    }
+
+    /// Nobody waits for the job's outcome any more: ends what takes long.
+    pub(crate) fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
     }
 
     /// The outcome of the last job, once `wakeup` was raised.
     pub(crate) fn outcome(&self) -> Option<Outcome> {
         self.wakeup.lower();
-        self.outcomes.try_recv().ok()
+        match self.outcomes.try_recv() {
+            Ok(outcome) => Some(outcome),
+            Err(mpsc::TryRecvError::Empty) => None,
+            // With its connection the lease went.
+            Err(mpsc::TryRecvError::Disconnected) => Some(Outcome {
+                state: Some(State::Lost),
+                error: Some(WorkError::Panicked),
+                ..Outcome::default()
+            }),
+        }
     }
 
     /// Raised when an outcome is there.
@@ -205,6 +262,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
+        self.cancel();
         self.jobs = None;
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -214,16 +272,33 @@ impl Drop for Worker {
     }
 }
 
+/// Is raised by the time it is dropped.
+struct RaisedAtLast(Wakeup);
+
+impl Drop for RaisedAtLast {
+    fn drop(&mut self) {
+        self.0.raise();
+    }
+}
+
 /// The thread's state.
 struct Borrow {
     settings: Settings,
     description: Description,
     client: Option<Client>,
     path: OpenPath,
+    /// When pinning for the current job must be done; calls to the lender
+    /// have [`CALLS_MARGIN`] more.
+    deadline: Instant,
+    cancel: Arc<AtomicBool>,
 }
 
 impl Borrow {
     fn work(&mut self, job: Job) -> Outcome {
+        self.set_deadline(match &job {
+            Job::Run(run) if run.pins() => self.settings.open_timeout,
+            _ => CALLS_TIMEOUT,
+        });
         let result = match job {
             Job::Run(run) => return self.run(*run),
             Job::Check => self.check(),
@@ -244,6 +319,18 @@ impl Borrow {
             error,
             ..Outcome::default()
         }
+    }
+
+    fn set_deadline(&mut self, timeout: Duration) {
+        self.deadline = Instant::now() + timeout;
+        let deadline = self.calls_deadline();
+        if let Some(client) = &mut self.client {
+            client.set_deadline(deadline);
+        }
+    }
+
+    fn calls_deadline(&self) -> Option<Instant> {
+        Some(self.deadline + CALLS_MARGIN)
     }
 
     fn run(&mut self, run: Run) -> Outcome {
@@ -307,41 +394,48 @@ impl Borrow {
         }
         match step {
             Step::Borrow | Step::Return | Step::Abandon => self.drop_lease(),
-            Step::Open | Step::Close | Step::Reset | Step::Remap => {
+            Step::Open | Step::Remap => {
                 let path = &mut self.path;
                 if let Err(error) = with_lease(&mut self.client, |client| path.close(client)) {
-                    // Closing the connection makes the lender stop the device.
-                    log::error!(
-                        "{}: cannot stop DMA ({error}): giving the device up",
-                        self.name()
-                    );
-                    self.drop_lease();
+                    self.give_up(&error);
                     return State::Lost;
                 }
             }
+            // Asking again would only take longer.
+            Step::Close | Step::Reset => self.give_up(error),
         }
         state.after_refusal(step)
+    }
+
+    /// The lender does not stop the device when it is told to. Closing the
+    /// connection makes it do so before it does anything else with it.
+    fn give_up(&mut self, error: &WorkError) {
+        log::error!(
+            "{}: cannot stop DMA ({error}): giving the device up",
+            self.name()
+        );
+        self.drop_lease();
     }
 
     fn check(&mut self) -> Result<(), WorkError> {
         let Settings {
             vm, device, lender, ..
         } = &self.settings;
-        let mut client = Client::connect(lender, Some(vm))?;
+        let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
         if client.describe(device)? != self.description {
             return Err(WorkError::Changed(device.clone()));
         }
-        let status = client.status(device)?;
-        match status.entry.borrowed_by {
-            Some(holder) => Err(CallError::Refused(farside_control::RemoteError {
-                kind: ErrorKind::Busy,
-                message: format!(
-                    "device {device} is borrowed by VM {} (epoch {}, for {} s); stop that VM, or borrow another device",
-                    holder.vm, holder.epoch, holder.seconds
-                ),
-            })
-            .into()),
-            None => Ok(()),
+        let patience = Instant::now() + SUCCESSION_TIMEOUT;
+        loop {
+            match client.status(device)?.entry.borrowed_by {
+                None => return Ok(()),
+                // A backend that was here before us, was killed, and whose
+                // lease the lender is taking back.
+                Some(holder) if holder.vm == *vm && Instant::now() < patience => {
+                    std::thread::sleep(SUCCESSION_STEP);
+                }
+                Some(holder) => return Err(CallError::from(holder.refusal(device)).into()),
+            }
         }
     }
 
@@ -349,7 +443,7 @@ impl Borrow {
         let Settings {
             vm, device, lender, ..
         } = &self.settings;
-        let mut client = Client::connect(lender, Some(vm))?;
+        let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
         if client.describe(device)? != self.description {
             return Err(WorkError::Changed(device.clone()));
         }
@@ -373,11 +467,8 @@ impl Borrow {
         let started = Instant::now();
         let before = self.path.report().bytes_pinned;
         let table = run.memory.as_ref().expect("Open comes with the table");
-        if let Some(range) = table.private_ram() {
-            return Err(WorkError::PrivateRam {
-                start: range.start().get(),
-                len: range.len() >> 20,
-            });
+        if let Some(blocked) = table.blocked() {
+            return Err(blocked.into());
         }
         let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
@@ -386,10 +477,12 @@ impl Borrow {
             check_memlock(layout.ram_bytes()).map_err(PathError::from)?;
         }
         let progress = Progress::new(self.name());
-        let mut pinning = PinOptions::new(self.settings.pin_policy);
-        pinning.deadline = Some(started + self.settings.open_timeout);
         let show = |at| progress.show(at);
-        pinning.progress = Some(&show);
+        let cancel = Arc::clone(&self.cancel);
+        let pinning = PinOptions {
+            progress: Some(&show),
+            ..self.pinning(&cancel)
+        };
         let path = &mut self.path;
         let client = leased(&mut self.client)?;
         path.open(client, &plan, &mappings, &pinning)?;
@@ -413,13 +506,15 @@ impl Borrow {
     }
 
     fn remap(&mut self, change: Option<&MemoryChange>) -> Result<(), WorkError> {
+        let cancel = Arc::clone(&self.cancel);
+        let pinning = self.pinning(&cancel);
         let client = leased(&mut self.client)?;
         match change {
-            Some(MemoryChange::Map(mapping)) => {
-                let mut pinning = PinOptions::new(self.settings.pin_policy);
-                pinning.deadline = Some(Instant::now() + self.settings.open_timeout);
-                self.path.map(client, mapping, &pinning)?;
+            Some(MemoryChange::Map(mapping)) if mapping.is_private_ram() => {
+                return Err(Blocked::private_ram(mapping).into());
             }
+            Some(MemoryChange::Map(mapping)) => self.path.map(client, mapping, &pinning)?,
+            Some(MemoryChange::Refused(error)) => return Err(Blocked::Refused(*error).into()),
             Some(MemoryChange::Unmap(mappings)) => {
                 for mapping in mappings {
                     self.path.unmap(client, mapping)?;
@@ -428,6 +523,14 @@ impl Borrow {
             None => {}
         }
         Ok(())
+    }
+
+    fn pinning<'a>(&self, cancel: &'a AtomicBool) -> PinOptions<'a> {
+        PinOptions {
+            deadline: Some(self.deadline),
+            cancel: Some(cancel),
+            ..PinOptions::new(self.settings.pin_policy)
+        }
     }
 
     fn set_irqs(&mut self, request: &SetIrqs) -> Result<(), WorkError> {
@@ -454,9 +557,18 @@ impl Borrow {
     }
 
     /// Closing the connection is what ends the lease when all else fails: the
-    /// lender stops the device before it does anything else.
+    /// lender stops the device before it does anything else. Waits until it
+    /// has, so that a `DMA_UNMAP` is not answered before; a lender that is
+    /// alive but does not get to it cannot be waited for for ever.
     fn drop_lease(&mut self) {
-        self.client = None;
+        if let Some(client) = self.client.take()
+            && !client.hang_up(HANG_UP_TIMEOUT)
+        {
+            log::error!(
+                "{}: the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device does no DMA any more",
+                self.name()
+            );
+        }
         self.path.forget();
     }
 
@@ -464,8 +576,12 @@ impl Borrow {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
     }
 
+    /// For what a guest or client can cause as often as it likes.
     fn log(&self, what: &str) {
-        log::info!("{}: {what}", self.name());
+        static LINES: RateLimit = RateLimit::new();
+        if let Some(held_back) = LINES.allow() {
+            log::info!("{}: {what}{held_back}", self.name());
+        }
     }
 }
 

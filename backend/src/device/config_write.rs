@@ -4,6 +4,7 @@ use super::{Device, report::BarAddress, task::Task};
 use crate::{
     borrow::{Event, State},
     config_space::{Edge, Effect, GuestBarAddress, Staged},
+    vfio_user::RateLimit,
 };
 
 impl Device {
@@ -30,26 +31,33 @@ impl Device {
             }
         }
         tasks.push(Task::Commit(Box::new(staged)));
-        self.tasks.push_front(tasks);
+        self.tasks.push_all_front(tasks);
     }
 
     /// Lets a write show, without the bus-master bit if that was refused.
     pub(super) fn commit_config(&mut self, mut staged: Staged) {
         if staged.dma() == Edge::Rising && self.state != State::Ready {
-            log::error!(
-                "{}: bus-master enable is refused; the device cannot DMA",
-                self.name()
-            );
+            static REFUSED: RateLimit = RateLimit::new();
+            if let Some(held_back) = REFUSED.allow() {
+                log::error!(
+                    "{}: bus-master enable is refused; the device cannot DMA{held_back}",
+                    self.name()
+                );
+            }
             staged.refuse_bus_master();
         }
         for effect in self.config.commit(staged) {
-            if let Effect::BarMoved(bar) = effect {
-                match self.config.bar_address(bar) {
+            match effect {
+                Effect::BarMoved(bar) => match self.config.bar_address(bar) {
                     Some(address) => log::debug!("{}: BAR {bar} at {address:?}", self.name()),
                     None => log::debug!("{}: BAR {bar} off", self.name()),
-                }
+                },
+                // As at the lender, for what is still under way from there.
+                Effect::Reset(_) => self.vectors.reset(),
+                _ => {}
             }
         }
+        self.vectors.set_intx_disabled(self.config.intx_disabled());
     }
 
     /// Where the guest put the memory BARs.

@@ -1,5 +1,7 @@
 //! Tasks, one after another, until one has to wait.
 
+use std::time::Instant;
+
 use farside_control::registers::Event as RegisterEvent;
 
 use super::{
@@ -43,6 +45,7 @@ impl Device {
             Task::Commit(staged) => self.commit_config(*staged),
             Task::ResetConfig => {
                 self.config.reset();
+                self.vectors.reset();
             }
             Task::BarRead { bar, offset, done } => self.read_bar(bar, offset, done),
             Task::BarWrite {
@@ -69,15 +72,22 @@ impl Device {
         if event == Event::BarAccess && self.absent {
             return;
         }
-        let run = Run {
+        let mut run = Run {
             state: self.state,
             steps,
-            bar_files: self.bars.files(),
-            irqs: recorded_irqs(&self.vectors),
+            bar_files: Vec::new(),
+            irqs: Vec::new(),
             intx_disable: self.config.intx_disabled(),
-            memory: steps.contains(&Step::Open).then(|| self.memory.clone()),
+            memory: None,
             change,
         };
+        if steps.contains(&Step::Borrow) {
+            run.bar_files = self.bars.files();
+            run.irqs = recorded_irqs(&self.vectors);
+        }
+        if steps.contains(&Step::Open) {
+            run.memory = Some(self.memory.clone());
+        }
         self.post(Job::Run(Box::new(run)));
     }
 
@@ -91,16 +101,14 @@ impl Device {
         }
         match registers::request_read(channel, bar, offset + done as u64, left) {
             Ok(Some(len)) => {
-                self.tasks.waiting = Waiting::Register(len);
-                self.register_reads += 1;
+                let since = Instant::now();
+                self.tasks.waiting = Waiting::Register { len, since };
                 let done = done + len;
-                self.tasks
-                    .push_front(vec![Task::BarRead { bar, offset, done }]);
+                self.tasks.push_front(Task::BarRead { bar, offset, done });
             }
             Ok(None) => {
                 self.tasks.waiting = Waiting::Room;
-                self.tasks
-                    .push_front(vec![Task::BarRead { bar, offset, done }]);
+                self.tasks.push_front(Task::BarRead { bar, offset, done });
             }
             Err(error) => self.lender_gone(&error),
         }
@@ -115,12 +123,12 @@ impl Device {
             Ok(sent) => {
                 self.tasks.waiting = Waiting::Room;
                 let done = done + sent;
-                self.tasks.push_front(vec![Task::BarWrite {
+                self.tasks.push_front(Task::BarWrite {
                     bar,
                     offset,
                     data,
                     done,
-                }]);
+                });
             }
             Err(error) => self.lender_gone(&error),
         }
@@ -132,7 +140,7 @@ impl Device {
             RegisterEvent::Data { value } => {
                 // The lender is asked for one piece at a time; an answer that
                 // nobody waits for is to a client that has gone.
-                if let Waiting::Register(len) = self.tasks.waiting
+                if let Waiting::Register { len, .. } = self.tasks.waiting
                     && let Some(Task::BarRead { done, .. }) = self.tasks.front()
                     && let Some(piece) = self.buffer.get_mut(done - len..*done)
                 {

@@ -1,10 +1,11 @@
 //! What a held request still has to do.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Instant};
 
 use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqRange, SetIrqs, SetIrqsError, Sink, TriggerFd,
 };
+use rustix::io::Errno;
 
 use crate::{
     borrow::{Event, worker::MemoryChange},
@@ -24,6 +25,7 @@ pub(crate) struct Held {
 pub(crate) enum Finish {
     Version(Negotiated),
     Done,
+    Error(Errno),
     Unmap(DmaUnmap),
     Read {
         region: Region,
@@ -91,8 +93,13 @@ pub(crate) enum Waiting {
     No,
     /// The worker's outcome.
     Worker,
-    /// The answer to a register read of so many bytes.
-    Register(usize),
+    /// The answer to a register read.
+    Register {
+        /// Bytes.
+        len: usize,
+        /// When it was asked for.
+        since: Instant,
+    },
     /// Room in the register channel.
     Room,
 }
@@ -109,8 +116,13 @@ impl Tasks {
         self.queue.push_back(task);
     }
 
+    /// Puts a task before all others.
+    pub(crate) fn push_front(&mut self, task: Task) {
+        self.queue.push_front(task);
+    }
+
     /// Puts tasks before all others, in their order.
-    pub(crate) fn push_front(&mut self, tasks: Vec<Task>) {
+    pub(crate) fn push_all_front(&mut self, tasks: Vec<Task>) {
         for task in tasks.into_iter().rev() {
             self.queue.push_front(task);
         }
@@ -134,8 +146,12 @@ impl Tasks {
         self.queue.is_empty() && self.waiting == Waiting::No
     }
 
-    pub(crate) fn waits_for_register(&self) -> bool {
-        matches!(self.waiting, Waiting::Register(_))
+    /// Since when the front of the queue waits for a register read.
+    pub(crate) fn register_read_since(&self) -> Option<Instant> {
+        match self.waiting {
+            Waiting::Register { since, .. } => Some(since),
+            _ => None,
+        }
     }
 
     pub(crate) fn waits_for_room(&self) -> bool {
