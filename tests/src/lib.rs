@@ -1,1 +1,43 @@
-//! End-to-end tests with real QEMU and real guests.
+//! What the end-to-end tests share: real `farside` processes in a folder of
+//! their own, real QEMU, real guests.
+//!
+//! - [`Cluster`]: the runtime folder, images, and what is started in it;
+//! - [`Daemon`]: one process, with its log as it comes;
+//! - [`Status`]: `farside status --json`;
+//! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
+//! - [`DmaTester`]: drives the DMA test device from inside a guest.
+//!
+//! The program under test is `$FARSIDE_BIN`, else what `cargo build -p farside`
+//! makes.
+
+#![forbid(unsafe_code)]
+
+mod binary;
+mod cluster;
+mod daemon;
+mod dma_tester;
+mod guest;
+mod image;
+mod mtree;
+mod status;
+
+pub use cluster::{Cluster, Ended, Serve};
+pub use daemon::Daemon;
+pub use dma_tester::{Answer, DmaTester};
+pub use farside_testbed::{BarAddress, Machine, Vm, Width};
+pub use guest::{Guest, GuestBuilder, NVME, testbed};
+pub use image::{noise, sha256, sha256_of};
+pub use mtree::shared_ram;
+pub use status::{Borrow, Fault, Lent, Status};
+
+use std::time::Duration;
+
+/// For what takes no time unless the machine is very busy: emulated guests
+/// share its processors with whatever else runs.
+pub const SHORT: Duration = Duration::from_secs(60);
+
+/// For a guest to boot.
+pub const BOOT: Duration = Duration::from_secs(180);
+
+/// Bytes in a MiB.
+pub const MIB: u64 = 1 << 20;

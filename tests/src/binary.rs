@@ -1,0 +1,42 @@
+//! The program under test.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+
+/// `$FARSIDE_BIN`, else what cargo builds, once in a process. (Cargo's own lock
+/// keeps two processes from building at once.)
+pub(crate) fn farside() -> Result<&'static Path> {
+    static PROGRAM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    PROGRAM
+        .get_or_init(|| find().map_err(|error| format!("{error:#}")))
+        .as_deref()
+        .map_err(|error| anyhow!("{error}"))
+}
+
+fn find() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("FARSIDE_BIN") {
+        return Ok(path.into());
+    }
+    let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(["build", "--quiet", "--package", "farside"])
+        .args(["--message-format", "json-render-diagnostics"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .stderr(Stdio::inherit())
+        .output()
+        .context("running cargo to build farside")?;
+    if !output.status.success() {
+        bail!("cargo build -p farside failed ({})", output.status);
+    }
+    // The last artifact is the program, after all that it needs.
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter_map(|message| message["executable"].as_str().map(PathBuf::from))
+        .next_back()
+        .context("cargo build -p farside made no program")
+}

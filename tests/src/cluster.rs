@@ -1,0 +1,302 @@
+//! One lender or more and some backends in a runtime folder of their own.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+    process::{Command, ExitStatus, Stdio},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::{
+    SHORT, Status, binary,
+    daemon::{Daemon, Log},
+    guest::GuestBuilder,
+};
+
+/// How often a status is asked for while a condition is waited for: it has no
+/// event of its own.
+const LOOK_AGAIN: Duration = Duration::from_millis(25);
+
+/// A runtime folder and what was started in it.
+pub struct Cluster {
+    folder: TempDir,
+    logs: Mutex<Vec<(String, Log)>>,
+    notes: Mutex<Vec<String>>,
+}
+
+/// How a program that runs to its end ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its exit status.
+    pub status: ExitStatus,
+    /// What it printed.
+    pub stdout: String,
+    /// What it complained about.
+    pub stderr: String,
+}
+
+/// A backend to be started.
+pub struct Serve<'a> {
+    cluster: &'a Cluster,
+    vm: String,
+    args: Vec<String>,
+    wrapper: Vec<String>,
+}
+
+impl Cluster {
+    /// An empty one.
+    pub fn new() -> Result<Self> {
+        // Paths of sockets have to be short.
+        let folder = tempfile::Builder::new()
+            .prefix("fs-")
+            .tempdir_in("/tmp")
+            .context("creating a runtime folder")?;
+        Ok(Self {
+            folder,
+            logs: Mutex::default(),
+            notes: Mutex::default(),
+        })
+    }
+
+    /// Where sockets and images are.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// `farside` with this cluster's environment.
+    pub fn farside(&self, args: &[&str]) -> Result<Command> {
+        let mut command = Command::new(binary::farside()?);
+        command.args(args);
+        self.environment(&mut command);
+        Ok(command)
+    }
+
+    fn environment(&self, command: &mut Command) {
+        command
+            .env("FARSIDE_RUNTIME_DIR", self.folder())
+            .env("FARSIDE_LOG", "info");
+    }
+
+    /// Runs `farside` to its end.
+    pub fn run(&self, args: &[&str]) -> Result<Ended> {
+        let output = self
+            .farside(args)?
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("running farside {args:?}"))?;
+        Ok(Ended {
+            status: output.status,
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        })
+    }
+
+    /// Makes an empty image of `len` bytes.
+    pub fn image(&self, name: &str, len: u64) -> Result<PathBuf> {
+        let path = self.folder().join(format!("{name}.img"));
+        File::create(&path)
+            .and_then(|file| file.set_len(len))
+            .with_context(|| format!("making {}", path.display()))?;
+        Ok(path)
+    }
+
+    /// Writes a file, such as a configuration.
+    pub fn file(&self, name: &str, text: &str) -> Result<PathBuf> {
+        let path = self.folder().join(name);
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        Ok(path)
+    }
+
+    /// Starts `farside` in the background.
+    pub fn start(&self, name: &str, args: &[&str]) -> Result<Daemon> {
+        self.start_command(name, self.farside(args)?)
+    }
+
+    fn start_command(&self, name: &str, command: Command) -> Result<Daemon> {
+        let daemon = Daemon::start(name, command)?;
+        self.logs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((name.to_owned(), daemon.log_handle()));
+        Ok(daemon)
+    }
+
+    /// Starts a lender, and waits until it listens.
+    pub fn lend(&self, args: &[&str]) -> Result<Daemon> {
+        let daemon = self.start("the lender", &[&["lend", "--name", "rack1"], args].concat())?;
+        daemon.wait_log("listens at", SHORT)?;
+        Ok(daemon)
+    }
+
+    /// Starts a lender of the DMA test device `dma0` and the drive `disk0`, on
+    /// a new image of `len` bytes.
+    pub fn lend_disk(&self, len: u64) -> Result<(Daemon, PathBuf)> {
+        let image = self.image("disk0", len)?;
+        let drive = format!("disk0={}", image.display());
+        let lender = self.lend(&["--nvme", &drive, "--dma-test", "dma0"])?;
+        Ok((lender, image))
+    }
+
+    /// A backend for `vm`.
+    pub fn serve(&self, vm: &str, devices: &[&str]) -> Serve<'_> {
+        let mut serve = Serve {
+            cluster: self,
+            vm: vm.to_owned(),
+            args: Vec::new(),
+            wrapper: Vec::new(),
+        };
+        for device in devices {
+            serve = serve.args(&["--device", device]);
+        }
+        serve
+    }
+
+    /// A VM that borrows the devices that its backend serves.
+    pub fn guest(&self, vm: &str) -> GuestBuilder<'_> {
+        GuestBuilder::new(self, vm)
+    }
+
+    /// `farside status --json`.
+    pub fn status(&self) -> Result<Status> {
+        let ended = self.run(&["status", "--json"])?;
+        ensure!(ended.status.success(), "farside status: {ended:?}");
+        let value = serde_json::from_str(&ended.stdout)
+            .with_context(|| format!("farside status printed {}", ended.stdout))?;
+        Ok(Status(value))
+    }
+
+    /// Waits until `look` finds something in the status. An error of `look` is
+    /// no end: what it looks for may come.
+    pub fn wait_status<T>(
+        &self,
+        what: &str,
+        timeout: Duration,
+        look: impl Fn(&Status) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let status = self.status()?;
+            let found = look(&status);
+            if let Ok(Some(found)) = found {
+                return Ok(found);
+            }
+            if Instant::now() >= deadline {
+                let why = found
+                    .err()
+                    .map_or(String::new(), |error| format!("{error:#}\n"));
+                anyhow::bail!("no {what} within {timeout:?}; {why}status: {:#}", status.0);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+
+    /// Waits until the borrow of `device` is in `state`, and returns it.
+    pub fn wait_state(&self, vm: &str, device: &str, state: &str) -> Result<crate::Borrow> {
+        let what = format!("{device} of VM {vm} in state {state}");
+        self.wait_status(&what, SHORT, |status| {
+            let borrow = status.borrow(vm, device)?;
+            Ok((borrow.state == state).then_some(borrow))
+        })
+    }
+
+    /// Waits until the lender has `device` back.
+    pub fn wait_free(&self, device: &str) -> Result<crate::Lent> {
+        self.wait_status(&format!("return of {device}"), SHORT, |status| {
+            let lent = status.lent(device)?;
+            Ok((lent.borrowed_by.is_none() && lent.is_closed()).then_some(lent))
+        })
+    }
+
+    /// All sockets in the runtime folder.
+    pub fn sockets(&self) -> Result<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        let mut folders = vec![self.folder().to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder)? {
+                let entry = entry?;
+                let kind = entry.file_type()?;
+                if kind.is_dir() {
+                    folders.push(entry.path());
+                } else if kind.is_socket() {
+                    found.push(entry.path());
+                }
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
+
+    /// Keeps a text to be shown when the test fails.
+    pub(crate) fn note(&self, text: String) {
+        self.notes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(text);
+    }
+
+    /// Everything that helps to understand a failure.
+    pub fn story(&self) -> String {
+        let mut story = String::new();
+        for (name, log) in &*self.logs.lock().unwrap_or_else(PoisonError::into_inner) {
+            story.push_str(&format!("-- log of {name}:\n{}\n", log.text()));
+        }
+        for note in &*self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
+            story.push_str(note);
+            story.push('\n');
+        }
+        story
+    }
+}
+
+impl Serve<'_> {
+    /// More arguments of `farside serve`.
+    #[must_use]
+    pub fn args(mut self, args: &[&str]) -> Self {
+        self.args.extend(args.iter().map(|&arg| arg.to_owned()));
+        self
+    }
+
+    /// A program, with arguments, that runs the backend.
+    #[must_use]
+    pub fn under(mut self, wrapper: &[&str]) -> Self {
+        self.wrapper = wrapper.iter().map(|&word| word.to_owned()).collect();
+        self
+    }
+
+    /// Starts it, and waits until it serves all devices.
+    pub fn start(self) -> Result<Daemon> {
+        let mut words = self.wrapper;
+        words.push(binary::farside()?.display().to_string());
+        words.extend(["serve".into(), "--vm".into(), self.vm.clone()]);
+        words.extend(self.args);
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
+        self.cluster.environment(&mut command);
+        let name = format!("the backend of VM {}", self.vm);
+        let status = self
+            .cluster
+            .folder()
+            .join("vm")
+            .join(&self.vm)
+            .join("status");
+        // One that was killed leaves its sockets.
+        let _ = fs::remove_file(&status);
+        let mut daemon = self.cluster.start_command(&name, command)?;
+        // The status socket is the last thing a backend makes.
+        let deadline = Instant::now() + SHORT;
+        while !status.exists() {
+            ensure!(
+                daemon.is_running()? && Instant::now() < deadline,
+                "{name} does not serve; its log:\n{}",
+                daemon.log()
+            );
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        Ok(daemon)
+    }
+}

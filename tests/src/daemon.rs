@@ -1,0 +1,193 @@
+//! A process that runs in the background, and its log as it comes.
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    os::unix::process::ExitStatusExt,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
+
+/// What a process has printed so far. Outlives it.
+#[derive(Clone, Default)]
+pub(crate) struct Log(Arc<(Mutex<Lines>, Condvar)>);
+
+#[derive(Default)]
+struct Lines {
+    lines: Vec<String>,
+    closed: bool,
+}
+
+impl Log {
+    /// Collects what `stream` brings, in the background.
+    fn follow(&self, stream: impl Read + Send + 'static) {
+        let log = self.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
+                let line = String::from_utf8_lossy(&line).into_owned();
+                log.lock().lines.push(line);
+                log.0.1.notify_all();
+            }
+            log.lock().closed = true;
+            log.0.1.notify_all();
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lines> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn text(&self) -> String {
+        self.lock().lines.join("\n")
+    }
+
+    /// Waits until `look` finds something in the lines from `since` on. None
+    /// when the time is up or nothing can come any more.
+    fn wait<T>(
+        &self,
+        since: usize,
+        timeout: Duration,
+        look: impl Fn(&[String]) -> Option<T>,
+    ) -> Option<T> {
+        let deadline = Instant::now() + timeout;
+        let mut lines = self.lock();
+        loop {
+            if let Some(found) = look(lines.lines.get(since..).unwrap_or_default()) {
+                return Some(found);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if lines.closed || left.is_zero() {
+                return None;
+            }
+            lines = self
+                .0
+                .1
+                .wait_timeout(lines, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+/// A process in the background. Dropped, it is killed.
+pub struct Daemon {
+    name: String,
+    child: Child,
+    log: Log,
+}
+
+impl Daemon {
+    pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("starting {name}: {command:?}"))?;
+        let log = Log::default();
+        log.follow(child.stderr.take().context("no standard error")?);
+        Ok(Self {
+            name: name.to_owned(),
+            child,
+            log,
+        })
+    }
+
+    pub(crate) fn log_handle(&self) -> Log {
+        self.log.clone()
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has logged so far.
+    pub fn log(&self) -> String {
+        self.log.text()
+    }
+
+    /// How many lines it has logged: where [`Daemon::wait_log_since`] may begin.
+    pub fn log_lines(&self) -> usize {
+        self.log.lock().lines.len()
+    }
+
+    /// Waits for a line that contains `text`, and returns it.
+    pub fn wait_log(&self, text: &str, timeout: Duration) -> Result<String> {
+        self.wait_log_since(0, text, timeout)
+    }
+
+    /// As [`Daemon::wait_log`], for lines after the first `since`.
+    pub fn wait_log_since(&self, since: usize, text: &str, timeout: Duration) -> Result<String> {
+        self.log
+            .wait(since, timeout, |lines| {
+                lines.iter().find(|line| line.contains(text)).cloned()
+            })
+            .with_context(|| {
+                format!(
+                    "{} did not log {text:?} within {timeout:?} (or ended); its log:\n{}",
+                    self.name,
+                    self.log()
+                )
+            })
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_none())
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) -> Result<()> {
+        self.signal(Signal::TERM)
+    }
+
+    /// SIGKILL, and waits for the end.
+    pub fn kill(&mut self) -> Result<()> {
+        self.signal(Signal::KILL)?;
+        let status = self.wait_exit(Duration::from_secs(20))?;
+        if status.signal() != Some(Signal::KILL.as_raw()) {
+            bail!("{} had ended already: {status}", self.name);
+        }
+        Ok(())
+    }
+
+    /// Waits for its end, and for all of its log.
+    pub fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
+        let pid = Pid::from_child(&self.child);
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        let timespec = Timespec::try_from(timeout)?;
+        let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timespec))?;
+        if ended == 0 {
+            bail!(
+                "{} has not ended within {timeout:?}; its log:\n{}",
+                self.name,
+                self.log()
+            );
+        }
+        let status = self.child.wait()?;
+        // Its log ends when it has closed it.
+        self.log
+            .wait(usize::MAX, Duration::from_secs(5), |_| None::<()>);
+        Ok(status)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        kill_process(Pid::from_child(&self.child), signal)
+            .with_context(|| format!("signalling {}", self.name))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Both fail only where there is nothing left to end.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

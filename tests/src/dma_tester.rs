@@ -1,0 +1,147 @@
+//! Drives the DMA test device by its registers, from inside a guest.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use farside_devices::dma_test::{self, Command, reg, status};
+use farside_testbed::{BarAddress, Width};
+
+use crate::{Guest, SHORT};
+
+/// Offset of the command register in configuration space.
+const COMMAND: u64 = 4;
+/// Its bits.
+const MEMORY: u64 = 1 << 1;
+const BUS_MASTER: u64 = 1 << 2;
+
+/// A DMA test device in a guest.
+pub struct DmaTester<'a> {
+    guest: &'a Guest<'a>,
+    /// Where the guest has it.
+    pub bdf: String,
+}
+
+/// What came of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// Whether the device says that an access was refused.
+    pub faulted: bool,
+    /// Bytes moved.
+    pub moved: u64,
+    /// Of CHECKSUM.
+    pub result: u64,
+    /// Of READ.
+    pub data: u64,
+    /// Where the refused access began.
+    pub fault_iova: u64,
+}
+
+impl<'a> DmaTester<'a> {
+    /// Finds the device; no driver has it. Lets it decode its BARs.
+    pub fn new(guest: &'a Guest<'a>) -> Result<Self> {
+        let id = format!("{:04x}:{:04x}", dma_test::VENDOR_ID, dma_test::DEVICE_ID);
+        let bdf = guest.find(&id)?;
+        let tester = Self { guest, bdf };
+        tester.set_command(MEMORY, 0)?;
+        let found = tester.read(reg::ID, Width::U32)?;
+        ensure!(found == u64::from(dma_test::ID), "its ID is {found:#x}");
+        Ok(tester)
+    }
+
+    /// Sets or clears bus-master enable.
+    pub fn set_bus_master(&self, on: bool) -> Result<()> {
+        match on {
+            true => self.set_command(BUS_MASTER, 0),
+            false => self.set_command(0, BUS_MASTER),
+        }
+    }
+
+    /// Whether bus-master enable reads as set.
+    pub fn bus_master(&self) -> Result<bool> {
+        let command = self.guest.config_read(&self.bdf, COMMAND, Width::U16)?;
+        Ok(command & BUS_MASTER != 0)
+    }
+
+    /// What the ID register reads now.
+    pub fn answer(&self) -> Result<u64> {
+        self.read(reg::ID, Width::U32)
+    }
+
+    /// `PATTERN` over `len` bytes at `dst`.
+    pub fn fill(&self, dst: u64, len: u64, pattern: u32) -> Result<Answer> {
+        self.write(reg::PATTERN, Width::U32, pattern.into())?;
+        self.command(Command::Fill, 0, dst, len)
+    }
+
+    /// `len` bytes from `src` to `dst`.
+    pub fn copy(&self, src: u64, dst: u64, len: u64) -> Result<Answer> {
+        self.command(Command::Copy, src, dst, len)
+    }
+
+    /// CRC-32C of `len` bytes at `src`.
+    pub fn checksum(&self, src: u64, len: u64) -> Result<Answer> {
+        self.command(Command::Checksum, src, 0, len)
+    }
+
+    /// Reads 8 bytes at `src`.
+    pub fn read8(&self, src: u64) -> Result<Answer> {
+        self.command(Command::Read, src, 0, 8)
+    }
+
+    /// Writes 8 bytes to `dst`.
+    pub fn write8(&self, dst: u64, data: u64) -> Result<Answer> {
+        self.write(reg::DATA, Width::U64, data)?;
+        self.command(Command::Write, 0, dst, 8)
+    }
+
+    fn command(&self, command: Command, src: u64, dst: u64, len: u64) -> Result<Answer> {
+        self.write(reg::CONTROL, Width::U32, 0)?;
+        self.write(reg::STATUS, Width::U32, u32::MAX.into())?;
+        self.write(reg::SRC, Width::U64, src)?;
+        self.write(reg::DST, Width::U64, dst)?;
+        self.write(reg::LENGTH, Width::U32, len)?;
+        self.write(reg::COMMAND, Width::U32, command as u64)?;
+        let deadline = Instant::now() + SHORT;
+        let status = loop {
+            let status = self.read(reg::STATUS, Width::U32)? as u32;
+            if status & status::BUSY == 0 {
+                break status;
+            }
+            ensure!(Instant::now() < deadline, "{command:?} is busy for ever");
+        };
+        ensure!(
+            status & (status::DONE | status::REJECTED) == status::DONE,
+            "{command:?} of {len:#x} bytes, {src:#x} to {dst:#x}: status {status:#x}"
+        );
+        Ok(Answer {
+            faulted: status & status::FAULT != 0,
+            moved: self.read(reg::MOVED, Width::U32)?,
+            result: self.read(reg::RESULT, Width::U32)?,
+            data: self.read(reg::DATA, Width::U64)?,
+            fault_iova: self.read(reg::FAULT_IOVA, Width::U64)?,
+        })
+    }
+
+    fn set_command(&self, set: u64, clear: u64) -> Result<()> {
+        let before = self.guest.config_read(&self.bdf, COMMAND, Width::U16)?;
+        let after = (before | set) & !clear;
+        self.guest
+            .config_write(&self.bdf, COMMAND, Width::U16, after)
+    }
+
+    fn at(&self, offset: u64) -> BarAddress {
+        BarAddress {
+            bdf: self.bdf.clone(),
+            bar: 0,
+            offset,
+        }
+    }
+
+    fn read(&self, offset: u64, width: Width) -> Result<u64> {
+        self.guest.mmio_read(&self.at(offset), width)
+    }
+
+    fn write(&self, offset: u64, width: Width, value: u64) -> Result<()> {
+        self.guest.mmio_write(&self.at(offset), width, value)
+    }
+}

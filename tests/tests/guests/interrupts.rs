@@ -1,0 +1,90 @@
+//! Each way that an interrupt can take.
+
+use anyhow::ensure;
+use farside_tests::{Cluster, MIB, Machine, NVME};
+use libtest_mimic::Completion;
+
+use crate::{check, passed};
+
+/// VFIO's number of INTx.
+const INTX: u64 = 0;
+/// VFIO's number of MSI-X.
+const MSIX: u64 = 2;
+
+pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster
+        .guest("a")
+        .machine(Machine::I440fx)
+        .cpus(2)
+        .append("pci=nomsi")
+        .boot()?;
+    guest.wait_disk()?;
+    check::io(&guest, "/dev/nvme0n1", 7)?;
+    let bdf = guest.find(NVME)?;
+    let listed = guest.sh(&format!("lspci -v -s {bdf}"))?;
+    ensure!(listed.contains("MSI-X: Enable-"), "{listed}");
+    let lent = cluster.status()?.lent("disk0")?;
+    ensure!(
+        matches!(*lent.interrupts, [(INTX, 0, count)] if count > 8),
+        "{lent:?}"
+    );
+    check::open(cluster, &guest, "disk0", 1)?;
+    check::no_faults(cluster, &["disk0"])?;
+    guest.power_off()?;
+    passed()
+}
+
+pub fn relayed_interrupts_carry_io_and_are_counted_alike(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster
+        .serve("a", &["disk0"])
+        .args(&["--interrupts", "relayed"])
+        .start()?;
+    let guest = cluster.guest("a").cpus(2).boot()?;
+    guest.wait_disk()?;
+    for cpu in [1, 2] {
+        guest.sh(&format!(
+            "taskset {cpu} dd if=/dev/nvme0n1 of=/dev/null bs=4k count=200 iflag=direct"
+        ))?;
+    }
+    check::io(&guest, "/dev/nvme0n1", 8)?;
+    // What the lender sent and the backend has not passed on yet is on its way.
+    let (sent, passed_on) =
+        cluster.wait_status("equal counts", farside_tests::SHORT, |status| {
+            let borrow = status.borrow("a", "disk0")?;
+            let lent = status.lent("disk0")?;
+            let sent: Vec<(u64, u64)> = lent
+                .interrupts
+                .iter()
+                .filter(|(index, ..)| *index == MSIX)
+                .map(|(_, vector, count)| (*vector, *count))
+                .collect();
+            let passed_on: Vec<(u64, u64)> = borrow
+                .fired
+                .iter()
+                .filter(|(index, ..)| index == "Msix")
+                .map(|(_, vector, count)| (*vector, *count))
+                .collect();
+            Ok((sent == passed_on && !sent.is_empty()).then_some((sent, passed_on)))
+        })?;
+    // The admin queue's vector and one for each processor.
+    ensure!(sent.len() == 3, "{sent:?}");
+    // The guest cannot have seen more than were passed on.
+    let counted = guest.sh("grep nvme0q /proc/interrupts")?;
+    let seen: u64 = counted
+        .lines()
+        .flat_map(|line| line.split_whitespace().skip(1).take(2))
+        .filter_map(|word| word.parse::<u64>().ok())
+        .sum();
+    let total: u64 = passed_on.iter().map(|(_, count)| count).sum();
+    ensure!(
+        seen > 300 && seen <= total,
+        "{seen} seen in the guest, {total} passed on\n{counted}"
+    );
+    guest.power_off()?;
+    passed()
+}

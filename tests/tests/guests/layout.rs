@@ -1,0 +1,76 @@
+//! Where guest RAM is.
+
+use anyhow::ensure;
+use farside_tests::{Cluster, DmaTester, MIB, noise, sha256};
+use libtest_mimic::Completion;
+
+use crate::{check, passed};
+
+const RAM: u64 = 5 << 30;
+/// Guest RAM is populated on the host, besides what the rest needs.
+const NEEDED: u64 = RAM + (2 << 30);
+/// Memory below 4 GiB that the guest's kernel leaves alone.
+const LOW: u64 = 0x1000_0000;
+const FOUR_GIB: u64 = 1 << 32;
+
+pub fn a_5_gib_guest_gets_two_windows_and_dma_above_4_gib(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let available = available_memory()?;
+    if available < NEEDED {
+        return Ok(Completion::ignored_with(format!(
+            "{} MiB of memory are available, a guest of {} MiB needs {} MiB",
+            available / MIB,
+            RAM / MIB,
+            NEEDED / MIB
+        )));
+    }
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let text = "name = \"big\"\ndevices = [\"dma0\", \"disk0\"]\nmemory = \"5 GiB\"\ncpus = 2\n";
+    let config = cluster.file("big.toml", text)?;
+    let path = config.display().to_string();
+    let _backend = cluster
+        .serve("big", &[])
+        .args(&["--config", &path])
+        .start()?;
+    let guest = cluster
+        .guest("big")
+        .config(config)
+        .append(&format!("memmap=1M${LOW:#x}"))
+        .boot()?;
+    guest.wait_disk()?;
+    let borrow = check::open(cluster, &guest, "disk0", 2)?;
+    ensure!(borrow.guest_ram_bytes > RAM - MIB, "{borrow:?}");
+    ensure!(borrow.layout_probes < 200, "{borrow:?}");
+    ensure!(borrow.bytes_pinned_before_bme == 0, "{borrow:?}");
+    check::io(&guest, "/dev/nvme0n1", 5)?;
+
+    let tester = DmaTester::new(&guest)?;
+    tester.set_bus_master(true)?;
+    check::open(cluster, &guest, "dma0", 2)?;
+    let page = guest.alloc_page(2 * MIB)?;
+    ensure!(page.gpa >= FOUR_GIB, "the guest's page is low: {page:?}");
+    let data = noise(9, MIB as usize);
+    guest.write_page(page, 0, &data)?;
+    let down = tester.copy(page.gpa, LOW, MIB)?;
+    ensure!(!down.faulted && down.moved == MIB, "{down:?}");
+    ensure!(sha256(&guest.phys_read(LOW, MIB)?) == sha256(&data));
+    let up = tester.copy(LOW, page.gpa + MIB, MIB)?;
+    ensure!(!up.faulted && up.moved == MIB, "{up:?}");
+    ensure!(sha256(&guest.read_page(page, MIB, MIB)?) == sha256(&data));
+    check::no_faults(cluster, &["dma0", "disk0"])?;
+    guest.power_off()?;
+    cluster.wait_free("disk0")?;
+    cluster.wait_free("dma0")?;
+    passed()
+}
+
+fn available_memory() -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let kib = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|number| number.parse::<u64>().ok());
+    Ok(kib.unwrap_or(0) * 1024)
+}

@@ -1,0 +1,236 @@
+//! When the device can reach the guest's RAM, and when nothing is pinned.
+
+use anyhow::ensure;
+use farside_qemu_configs::{Device, Vm as VmConfig, qemu_id};
+use farside_tests::{BOOT, Cluster, Daemon, DmaTester, Guest, MIB, NVME, SHORT, Width};
+use libtest_mimic::Completion;
+use serde_json::json;
+
+use crate::{check, passed};
+
+const DISK: &str = "/dev/nvme0n1";
+
+pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
+    for device in ["disk0", "dma0"] {
+        let borrow = cluster.status()?.borrow("a", device)?;
+        ensure!(
+            borrow.state == "described" && borrow.is_closed(),
+            "{borrow:?}"
+        );
+    }
+    let guest = cluster.guest("a").without_module("nvme").paused().start()?;
+    // QEMU has reset it and mapped all memory; no processor has run.
+    let first = check::closed(cluster, "a", "disk0")?;
+    guest.qmp().execute("cont", json!({}))?;
+    guest.wait_agent(BOOT)?;
+    // The guest has not touched this one.
+    check::closed(cluster, "a", "dma0")?;
+    // This one may be as the firmware left it: what its register says, holds.
+    let bdf = guest.find(NVME)?;
+    let after_firmware = match guest.config_read(&bdf, 4, Width::U16)? & 4 {
+        0 => check::closed(cluster, "a", "disk0")?,
+        _ => check::open(cluster, &guest, "disk0", 1)?,
+    };
+    ensure!(
+        after_firmware.bytes_pinned_before_bme == 0,
+        "{after_firmware:?}"
+    );
+
+    guest.sh("modprobe nvme")?;
+    guest.wait_disk()?;
+    let borrow = check::open(cluster, &guest, "disk0", 1)?;
+    ensure!(borrow.bytes_pinned_before_bme == 0, "{borrow:?}");
+    ensure!(borrow.bme_to_ready_us > 0, "{borrow:?}");
+    check::closed(cluster, "a", "dma0")?;
+
+    the_guest_lets_the_drive_go(cluster, &guest, &backend, &bdf)?;
+    registers_end_dma(cluster, &guest, &backend)?;
+
+    let last = check::open(cluster, &guest, "disk0", 1)?;
+    ensure!(last.epoch == first.epoch, "one lease all along: {last:?}");
+    check::no_faults(cluster, &["disk0", "dma0"])?;
+    guest.power_off()?;
+    for device in ["disk0", "dma0"] {
+        cluster.wait_free(device)?;
+        let borrow = cluster.wait_state("a", device, "described")?;
+        ensure!(borrow.is_closed(), "{borrow:?}");
+    }
+    passed()
+}
+
+/// Driver unbind, removal, reset: by the guest's own files.
+fn the_guest_lets_the_drive_go(
+    cluster: &Cluster,
+    guest: &Guest<'_>,
+    backend: &Daemon,
+    bdf: &str,
+) -> anyhow::Result<()> {
+    let device = format!("/sys/bus/pci/devices/{bdf}");
+    let driver = "/sys/bus/pci/drivers/nvme";
+    let back = || -> anyhow::Result<()> {
+        guest.wait_disk()?;
+        check::open(cluster, guest, "disk0", 1)?;
+        check::io(guest, DISK, 10)
+    };
+
+    guest.sh(&format!("echo {bdf} >{driver}/unbind"))?;
+    check::closed(cluster, "a", "disk0")?;
+    // A reset of what nobody drives leaves it closed.
+    let before = backend.log_lines();
+    guest.sh(&format!("echo 1 >{device}/reset"))?;
+    backend.wait_log_since(before, "device disk0 (VM a): reset", SHORT)?;
+    check::closed(cluster, "a", "disk0")?;
+    guest.sh(&format!("echo {bdf} >{driver}/bind"))?;
+    back()?;
+
+    guest.sh(&format!("echo 1 >{device}/remove"))?;
+    guest.wait_no_path(DISK, SHORT)?;
+    check::closed(cluster, "a", "disk0")?;
+    guest.sh("echo 1 >/sys/bus/pci/rescan")?;
+    back()?;
+
+    // With a driver, the kernel restores bus-master enable after it.
+    let before = backend.log_lines();
+    guest.sh(&format!("echo 1 >{device}/reset"))?;
+    backend.wait_log_since(before, "device disk0 (VM a): reset", SHORT)?;
+    let reset = backend.log_lines();
+    backend.wait_log_since(before, "DMA-ready", SHORT)?;
+    ensure!(reset > before);
+    back()
+}
+
+/// Bus-master enable, D3hot and FLR: by the registers of a device that no
+/// driver has.
+fn registers_end_dma(cluster: &Cluster, guest: &Guest<'_>, backend: &Daemon) -> anyhow::Result<()> {
+    let tester = DmaTester::new(guest)?;
+    let bdf = tester.bdf.clone();
+    let page = guest.alloc_page(4096)?;
+    let works = |value: u64| -> anyhow::Result<()> {
+        check::open(cluster, guest, "dma0", 1)?;
+        let answer = tester.write8(page.gpa, value)?;
+        ensure!(!answer.faulted, "{answer:?}");
+        ensure!(guest.read_page(page, 0, 8)? == value.to_le_bytes());
+        Ok(())
+    };
+
+    tester.set_bus_master(true)?;
+    works(1)?;
+    tester.set_bus_master(false)?;
+    check::closed(cluster, "a", "dma0")?;
+
+    tester.set_bus_master(true)?;
+    works(2)?;
+    // D3hot by the power management capability.
+    guest.sh(&format!("setpci -s {bdf} CAP_PM+4.w=3:3"))?;
+    check::closed(cluster, "a", "dma0")?;
+    // It keeps its registers there (No_Soft_Reset), and so may do DMA again.
+    guest.sh(&format!("setpci -s {bdf} CAP_PM+4.w=0:3"))?;
+    ensure!(tester.bus_master()?, "D3hot cleared bus-master enable");
+    works(3)?;
+
+    // FLR: bit 15 of the device control register.
+    let before = backend.log_lines();
+    guest.sh(&format!("setpci -s {bdf} CAP_EXP+8.w=8000:8000"))?;
+    backend.wait_log_since(before, "device dma0 (VM a): reset", SHORT)?;
+    check::closed(cluster, "a", "dma0")?;
+    ensure!(!tester.bus_master()?, "FLR clears bus-master enable");
+    Ok(())
+}
+
+pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    let first = check::open(cluster, &guest, "disk0", 1)?;
+    check::io(&guest, DISK, 11)?;
+
+    let before = backend.log_lines();
+    guest.reboot(BOOT)?;
+    backend.wait_log_since(before, "device disk0 (VM a): reset", SHORT)?;
+    guest.wait_disk()?;
+    let rebooted = check::open(cluster, &guest, "disk0", 1)?;
+    ensure!(
+        rebooted.epoch == first.epoch,
+        "the lease goes on: {rebooted:?}"
+    );
+    check::io(&guest, DISK, 12)?;
+
+    // The reset button, in the middle of I/O.
+    let running = guest.exec_start(
+        &format!("dd if={DISK} of=/dev/null bs=4k iflag=direct"),
+        BOOT,
+    )?;
+    guest.qmp().system_reset()?;
+    guest.wait_boot(3, BOOT)?;
+    ensure!(running.wait().is_err(), "the command outlived its guest");
+    guest.wait_disk()?;
+    check::open(cluster, &guest, "disk0", 1)?;
+    check::io(&guest, DISK, 13)?;
+    check::no_faults(cluster, &["disk0"])?;
+    ensure!(guest.power_off()?.success());
+    cluster.wait_free("disk0")?;
+
+    // Another QEMU on the same backend.
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    let again = check::open(cluster, &guest, "disk0", 1)?;
+    ensure!(again.epoch > first.epoch, "a lease of its own: {again:?}");
+    check::io(&guest, DISK, 14)?;
+    guest.power_off()?;
+    passed()
+}
+
+pub fn a_device_is_unplugged_and_plugged_in_again(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
+    let builder = cluster.guest("a").device("disk0");
+    let mut config = VmConfig::new("a", 512 * MIB);
+    config.devices = ["disk0", "dma0"]
+        .map(|id| Device {
+            id: id.to_owned(),
+            socket: cluster.folder().join("vm/a").join(format!("{id}.sock")),
+            bootindex: None,
+        })
+        .into();
+    let guest = builder.boot()?;
+    guest.wait_disk()?;
+    let first = check::open(cluster, &guest, "disk0", 1)?;
+    check::io(&guest, DISK, 15)?;
+
+    let removed = guest.qmp().device_del(&qemu_id("disk0"), SHORT);
+    if let Err(error) = removed {
+        let dmesg = guest.sh("dmesg | tail -n 20")?;
+        return Err(error.context(dmesg));
+    }
+    guest.wait_no_path(DISK, SHORT)?;
+    cluster.wait_free("disk0")?;
+    cluster.wait_state("a", "disk0", "described")?;
+    ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+
+    // Into a spare port, a device that was never there; then the drive again.
+    guest.qmp().device_add(config.device_add(1)?)?;
+    let there = format!(
+        "for i in $(seq 100); do lspci -d {:04x}: | grep -q . && exit 0; sleep 0.2; done; exit 1",
+        farside_devices::dma_test::VENDOR_ID
+    );
+    guest.sh(&there)?;
+    let tester = DmaTester::new(&guest)?;
+    tester.set_bus_master(true)?;
+    check::open(cluster, &guest, "dma0", 1)?;
+
+    guest.qmp().device_add(config.device_add(0)?)?;
+    guest.wait_disk()?;
+    let again = check::open(cluster, &guest, "disk0", 1)?;
+    ensure!(again.epoch > first.epoch, "{first:?}, then {again:?}");
+    check::io(&guest, DISK, 16)?;
+    check::no_faults(cluster, &["disk0", "dma0"])?;
+    guest.power_off()?;
+    cluster.wait_free("dma0")?;
+    cluster.wait_free("disk0")?;
+    passed()
+}

@@ -1,0 +1,83 @@
+//! End to end with real guests. Each test has a cluster of its own; when one
+//! fails, the logs of all that ran in it are shown.
+//!
+//! Emulated guests are heavy: unless `--test-threads` says otherwise, two tests
+//! run at once.
+
+mod check;
+mod firmware;
+mod interrupts;
+mod io;
+mod isolation;
+mod layout;
+mod life;
+mod loss;
+mod refusals;
+mod sharing;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use farside_tests::Cluster;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+/// What a test is: it passes, fails, or says why it cannot be run here.
+type Test = fn(&Cluster) -> anyhow::Result<Completion>;
+
+/// Test functions, named as they are.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as Test)),*]
+    };
+}
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    args.test_threads.get_or_insert(2);
+    let trials = tests![
+        layout::a_5_gib_guest_gets_two_windows_and_dma_above_4_gib,
+        io::bytes_are_the_same_on_both_sides,
+        io::file_systems_fio_and_discard_work,
+        io::every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell,
+        firmware::ovmf_boots_the_guest_from_the_borrowed_drive,
+        firmware::ovmf_on_an_i440fx_leaves_the_drive_to_the_guest,
+        interrupts::intx_on_an_i440fx_carries_io,
+        interrupts::relayed_interrupts_carry_io_and_are_counted_alike,
+        isolation::dma_reaches_guest_ram_and_nothing_else,
+        life::nothing_is_pinned_before_bus_master_enable_and_after_its_end,
+        life::a_guest_reboots_and_a_vm_starts_again,
+        life::a_device_is_unplugged_and_plugged_in_again,
+        sharing::two_vms_use_their_own_drives_of_one_lender,
+        sharing::a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm,
+        loss::a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on,
+        loss::a_killed_backend_gives_its_device_back,
+        loss::a_killed_lender_leaves_backend_and_vm_alive_until_it_returns,
+        loss::a_lender_told_to_stop_takes_all_back,
+        loss::a_backend_told_to_stop_gives_all_back,
+        refusals::private_guest_ram_is_refused_with_the_option_to_add,
+        refusals::a_guest_too_large_for_the_window_is_told_what_fits,
+        refusals::memory_that_may_not_be_locked_is_refused,
+    ]
+    .map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    libtest_mimic::run(&args, trials.into()).exit();
+}
+
+fn run(test: Test) -> Result<Completion, Failed> {
+    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+    let result = catch_unwind(AssertUnwindSafe(|| test(&cluster)));
+    let what = match result {
+        Ok(Ok(completion)) => return Ok(completion),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(panic) => panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
+            .unwrap_or_else(|| "a panic without words".to_owned()),
+    };
+    Err(format!("{what}\n{}", cluster.story()).into())
+}
+
+/// The end of a test that was run.
+fn passed() -> anyhow::Result<Completion> {
+    Ok(Completion::Completed)
+}

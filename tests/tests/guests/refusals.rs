@@ -1,0 +1,152 @@
+//! Bus-master enable is refused: why is said, and the device stays mute.
+
+use anyhow::ensure;
+use farside_tests::{BOOT, Borrow, Cluster, DmaTester, Guest, MIB, testbed};
+use libtest_mimic::Completion;
+
+use crate::{check, passed};
+
+/// Sets bus-master enable and returns the backend's word on why it is not.
+fn refused(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<String> {
+    let tester = DmaTester::new(guest)?;
+    tester.set_bus_master(true)?;
+    ensure!(!tester.bus_master()?, "bus-master enable reads as set");
+    let Borrow { last_error, .. } = check::closed(cluster, guest.name(), "dma0")?;
+    let page = guest.alloc_page(4096)?;
+    let answer = tester.fill(page.gpa, 4096, 0x1111_1111)?;
+    ensure!(answer.faulted && answer.moved == 0, "{answer:?}");
+    ensure!(guest.read_page(page, 0, 4096)? == vec![0; 4096]);
+    let reason = cluster.status()?.lent("dma0")?.faults.last().cloned();
+    ensure!(
+        reason
+            .as_ref()
+            .is_some_and(|fault| fault.reason == "BusMasterDisabled"),
+        "{reason:?}"
+    );
+    last_error.ok_or_else(|| anyhow::anyhow!("no reason is given"))
+}
+
+pub fn private_guest_ram_is_refused_with_the_option_to_add(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
+    let testbed = testbed()?;
+    let mut args: Vec<String> = ["-machine", "q35", "-m", "512M", "-name", "a"]
+        .map(str::to_owned)
+        .into();
+    args.extend(testbed.accel().args().map(str::to_owned));
+    for id in ["disk0", "dma0"] {
+        let socket = cluster.folder().join("vm/a").join(format!("{id}.sock"));
+        args.extend([
+            "-device".to_owned(),
+            serde_json::json!({
+                "driver": "vfio-user-pci",
+                "socket": { "type": "unix", "path": socket.to_str() },
+            })
+            .to_string(),
+        ]);
+    }
+    let vm = testbed.vm("a").base(testbed.qemu(), args).launch()?;
+    let guest = Guest::adopt(cluster, vm);
+    guest.wait_agent(BOOT)?;
+    let error = refused(cluster, &guest)?;
+    let expected = "is not shared with the backend: start QEMU with `-object \
+        memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`";
+    ensure!(error.contains(expected), "{error}");
+    ensure!(backend.log().contains(expected), "{}", backend.log());
+    // The guest's driver finds a drive that does no DMA, and gives up on it.
+    let disk = cluster.status()?.borrow("a", "disk0")?;
+    ensure!(disk.is_closed(), "{disk:?}");
+    passed()
+}
+
+pub fn a_guest_too_large_for_the_window_is_told_what_fits(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let text = "name = \"small\"\n[fabric]\nbar_size = 536870912\nlut_entries = 64\n\
+                [[device]]\nid = \"dma0\"\nmodel.dma-test = {}\n";
+    let config = cluster.file("lender.toml", text)?;
+    let _lender = cluster.lend(&["--config", &config.display().to_string()])?;
+    let backend = cluster.serve("a", &["dma0"]).start()?;
+    let guest = cluster.guest("a").memory(1024 * MIB).boot()?;
+    let error = refused(cluster, &guest)?;
+    for part in [
+        "1 GiB",
+        "128 consecutive LUT entries",
+        "512 MiB",
+        "fits",
+        "bar_size to 1 GiB",
+    ] {
+        ensure!(error.contains(part), "no {part:?} in: {error}");
+    }
+    ensure!(backend.log().contains(&error), "{}", backend.log());
+    drop(guest);
+    cluster.wait_free("dma0")?;
+    // One that fits gets it.
+    let guest = cluster.guest("a").memory(512 * MIB).boot()?;
+    DmaTester::new(&guest)?.set_bus_master(true)?;
+    check::open(cluster, &guest, "dma0", 1)?;
+    passed()
+}
+
+pub fn memory_that_may_not_be_locked_is_refused(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let limit = "--memlock=65536:65536";
+    // Root may lock what it likes, unless that is taken from it.
+    let wrapper = match rustix::process::geteuid().is_root() {
+        true => vec![
+            "setpriv",
+            "--bounding-set=-ipc_lock",
+            "--inh-caps=-ipc_lock",
+            "prlimit",
+            limit,
+        ],
+        false => vec!["prlimit", limit],
+    };
+    for tool in wrapper
+        .iter()
+        .filter(|word| ["setpriv", "prlimit"].contains(word))
+    {
+        if std::process::Command::new(tool)
+            .arg("--version")
+            .output()
+            .is_err()
+        {
+            return Ok(Completion::ignored_with(format!(
+                "{tool} (util-linux) is not installed"
+            )));
+        }
+    }
+    let wrapped = |pin: &'static str| {
+        cluster
+            .serve("a", &["dma0"])
+            .args(&["--pin", pin])
+            .under(&wrapper)
+            .start()
+    };
+    let backend = wrapped("require")?;
+    let guest = cluster.guest("a").boot()?;
+    let error = refused(cluster, &guest)?;
+    for part in ["memlock", "64 KiB", "512 MiB"] {
+        ensure!(error.contains(part), "no {part:?} in: {error}");
+    }
+    guest.kill_qemu()?;
+    drop(backend);
+    cluster.wait_free("dma0")?;
+
+    // An ordinary user's demo: populated, not locked, and said once.
+    let backend = wrapped("prefer")?;
+    let guest = cluster.guest("a").boot()?;
+    let tester = DmaTester::new(&guest)?;
+    for _ in 0..2 {
+        tester.set_bus_master(true)?;
+        let borrow = check::open(cluster, &guest, "dma0", 1)?;
+        ensure!(borrow.bytes_locked <= 65536, "{borrow:?}");
+        tester.set_bus_master(false)?;
+        check::closed(cluster, "a", "dma0")?;
+    }
+    let log = backend.log();
+    ensure!(log.matches("memlock").count() == 1, "{log}");
+    passed()
+}
