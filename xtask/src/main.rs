@@ -1,2 +1,59 @@
-//! Developer chores: demo, test, bench.
-fn main() {}
+//! Developer chores: `cargo xtask demo`, `test`, `bench`.
+//!
+//! Each verb does all of its own set-up: it builds the product, and the test
+//! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
+//!
+//! - [`demo`]: the main job once, from the empty image to the proof;
+//! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
+//! - [`scene`]: what both play in: a lender, a backend, a VM.
+
+#![deny(unsafe_code)]
+
+mod args;
+mod bench;
+mod cargo;
+mod child;
+mod cpu;
+mod demo;
+mod interrupt;
+mod scene;
+mod status;
+mod text;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{CommandFactory, Parser};
+
+use args::{Args, Verb};
+
+/// What a shell expects of a program that a signal ended.
+const INTERRUPTED: u8 = 130;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    env_logger::Builder::from_env(env_logger::Env::new().filter_or("FARSIDE_LOG", "warn"))
+        .format_target(false)
+        .init();
+    match run(args) {
+        Ok(code) => code,
+        Err(_) if interrupt::happened() => {
+            eprintln!("interrupted; everything that was started has ended");
+            ExitCode::from(INTERRUPTED)
+        }
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    match args.verb {
+        None => Args::command().print_help()?,
+        Some(Verb::Demo(demo)) => return demo::run(&demo),
+        Some(Verb::Test(test)) => return cargo::test(&test.cargo_args),
+        Some(Verb::Bench(bench)) => bench::run(&bench)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

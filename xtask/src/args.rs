@@ -1,0 +1,107 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, value_parser};
+
+use crate::bench::JOB_NAMES;
+
+/// Chores of farside's developers. Each one does all of its own set-up.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) verb: Option<Verb>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Lend an NVMe drive to a VM, use it there, and prove where the bytes went
+    Demo(Demo),
+    /// Run every test of the workspace, those that boot guests included
+    Test(Test),
+    /// Compare the borrowed NVMe drive with QEMU's own, in one guest
+    Bench(Bench),
+}
+
+/// Lends an NVMe drive to a VM: boots the guest, makes a file system on the
+/// drive, writes and reads 256 MiB, shuts down, and proves by checksum that the
+/// bytes are in the lender's image.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Demo {
+    /// Write what was measured to this file, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Guest RAM, MiB. Above 2816 the guest has high memory too, and a second
+    /// DMA window.
+    #[arg(long, value_name = "MIB", default_value_t = 1024,
+          value_parser = value_parser!(u64).range(512..=1 << 20))]
+    pub(crate) memory: u64,
+}
+
+/// Prepares the test bed, builds the product and runs `cargo test --workspace`.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Test {
+    /// More arguments for `cargo test`, such as names of tests.
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "ARGUMENTS"
+    )]
+    pub(crate) cargo_args: Vec<String>,
+}
+
+/// Runs fio in one guest on the borrowed NVMe drive and on QEMU's own `nvme`
+/// device, in turns, on equal images.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Bench {
+    /// Write the ratios to this file, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Measurements of each job on each drive.
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = value_parser!(u32).range(1..=1000))]
+    pub(crate) repeats: u32,
+    /// Length of a measurement, seconds.
+    #[arg(long, value_name = "S", default_value_t = 4,
+          value_parser = value_parser!(u32).range(1..=3600))]
+    pub(crate) seconds: u32,
+    /// Only this job; may be given more than once.
+    #[arg(long = "job", value_name = "NAME", value_parser = JOB_NAMES)]
+    pub(crate) jobs: Vec<String>,
+    /// How QEMU's own device does I/O on its image.
+    #[arg(long, value_name = "HOW", default_value = "io_uring",
+          value_parser = ["io_uring", "threads"])]
+    pub(crate) own_aio: String,
+    /// Folder for the two images [default: /dev/shm where it has room, else the
+    /// temporary folder].
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) images: Option<PathBuf>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn without_a_verb_the_verbs_are_listed() {
+        assert!(Args::try_parse_from(["xtask"]).unwrap().verb.is_none());
+        let help = Args::command().render_help().to_string();
+        for verb in ["demo", "test", "bench"] {
+            assert!(help.contains(&format!("\n  {verb} ")), "{help}");
+        }
+    }
+
+    #[test]
+    fn a_job_is_one_of_those_there_are() {
+        assert!(Args::try_parse_from(["xtask", "bench", "--job", "randread-4k-qd1"]).is_ok());
+        let error = Args::try_parse_from(["xtask", "bench", "--job", "x"]).unwrap_err();
+        assert!(error.to_string().contains("seqwrite-128k"), "{error}");
+    }
+}

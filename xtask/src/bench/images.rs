@@ -1,0 +1,103 @@
+//! Two equal images: same size, same place, same bytes, no holes.
+
+use std::{
+    fs::{self, File},
+    io::{BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use farside_testbed::Progress;
+use tempfile::TempDir;
+
+/// Size of each. More only takes longer to make: both fit the page cache.
+const SIZE: u64 = 512 << 20;
+
+/// Memory that looks like a folder. Images there are as fast as storage can be,
+/// so what is compared is the way to them.
+const MEMORY: &str = "/dev/shm";
+
+/// The images; removed when dropped.
+pub(super) struct Images {
+    folder: TempDir,
+    pub(super) borrowed: PathBuf,
+    pub(super) own: PathBuf,
+}
+
+impl Images {
+    /// Makes them, in `folder` or where there is room.
+    pub(super) fn make(folder: Option<&Path>, progress: &Progress) -> Result<Self> {
+        let parent = match folder {
+            Some(folder) => folder.to_owned(),
+            // Twice, so that we do not use all of the machine's memory.
+            None if room(Path::new(MEMORY)) >= 4 * SIZE => MEMORY.into(),
+            None => std::env::temp_dir(),
+        };
+        let task = progress.bar("Making two equal images", 2 * SIZE);
+        let folder = tempfile::Builder::new()
+            .prefix("farside-bench-")
+            .tempdir_in(&parent)
+            .with_context(|| format!("creating a folder in {}", parent.display()))?;
+        let borrowed = folder.path().join("borrowed.img");
+        let own = folder.path().join("own.img");
+        write_noise(&borrowed, SIZE, |done| task.set(done))
+            .with_context(|| format!("writing {}", borrowed.display()))?;
+        fs::copy(&borrowed, &own).with_context(|| format!("writing {}", own.display()))?;
+        task.done();
+        Ok(Self {
+            folder,
+            borrowed,
+            own,
+        })
+    }
+
+    /// Where they are.
+    pub(super) fn folder(&self) -> &Path {
+        self.folder.path().parent().unwrap_or(self.folder.path())
+    }
+}
+
+/// Free bytes of the file system there; 0 when there is none.
+fn room(folder: &Path) -> u64 {
+    rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail * stat.f_frsize)
+}
+
+/// Fills a new file with bytes that neither compress nor repeat.
+fn write_noise(path: &Path, len: u64, mut progress: impl FnMut(u64)) -> std::io::Result<()> {
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    // xorshift64*
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for at in (0..len).step_by(8) {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        let word = state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_le_bytes();
+        file.write_all(&word[..(len - at).min(8) as usize])?;
+        if at % (16 << 20) == 0 {
+            progress(at);
+        }
+    }
+    file.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_noise_of_the_right_length() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        write_noise(file.path(), 8195, |_| {}).unwrap();
+        let bytes = fs::read(file.path()).unwrap();
+        assert_eq!(bytes.len(), 8195);
+        let zeros = bytes.iter().filter(|byte| **byte == 0).count();
+        assert!(zeros < 100, "{zeros} of 8195 bytes are zero");
+        assert_ne!(bytes[..4096], bytes[4096..8192]);
+    }
+
+    #[test]
+    fn there_is_no_room_where_there_is_nothing() {
+        assert_eq!(room(Path::new("/nothing/here")), 0);
+        assert!(room(Path::new("/proc/self/..")) == 0);
+    }
+}

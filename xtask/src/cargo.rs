@@ -1,0 +1,113 @@
+//! What cargo does for us: building the product, running the tests.
+
+use std::{
+    ffi::OsString,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::{Progress, Testbed};
+use serde::Deserialize;
+
+use crate::child::die_with_us;
+
+/// The product's package.
+const PRODUCT: &str = "farside";
+
+/// How the product is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// Assertions on; shares its dependencies with xtask and the tests.
+    Dev,
+    /// What users run.
+    Release,
+}
+
+/// Builds the program `farside`; cargo shows its progress. Returns its path.
+pub(crate) fn build_product(profile: Profile) -> Result<PathBuf> {
+    let mut command = cargo();
+    command
+        .args(["build", "--package", PRODUCT])
+        .args(["--message-format", "json-render-diagnostics"])
+        .stdout(Stdio::piped());
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    die_with_us(&mut command);
+    let output = command
+        .spawn()
+        .and_then(std::process::Child::wait_with_output)
+        .context("running cargo")?;
+    ensure!(
+        output.status.success(),
+        "building {PRODUCT} failed ({})",
+        output.status
+    );
+    program(&String::from_utf8_lossy(&output.stdout))
+        .with_context(|| format!("cargo built no program {PRODUCT}"))
+}
+
+/// Prepares what the tests need, then becomes `cargo test`, so that its output is
+/// the last and signals are its own. Returns only when that fails.
+pub(crate) fn test(more: &[String]) -> Result<ExitCode> {
+    let testbed = Testbed::prepare(&Progress::auto())?;
+    eprintln!(
+        "Test bed: {}, {:?}",
+        testbed.qemu_version(),
+        testbed.accel()
+    );
+    let program = build_product(Profile::Dev)?;
+    let mut command = cargo();
+    command
+        .args(["test", "--workspace"])
+        .args(more)
+        .env("FARSIDE_BIN", &program);
+    Err(command.exec()).context("running cargo test")
+}
+
+/// Cargo, in this workspace.
+fn cargo() -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let mut command = Command::new(program);
+    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+    command
+}
+
+/// One of cargo's messages, as far as it matters here.
+#[derive(Deserialize)]
+struct Message {
+    target: Option<Target>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+}
+
+/// The product among cargo's messages, one JSON document a line.
+fn program(messages: &str) -> Option<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Message>(line).ok())
+        .find(|message| matches!(&message.target, Some(target) if target.name == PRODUCT))
+        .and_then(|message| message.executable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_is_found_among_cargos_messages() {
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"log"},"executable":null}
+not JSON
+{"reason":"compiler-artifact","target":{"name":"farside"},"executable":"/t/debug/farside"}
+{"reason":"build-finished","success":true}
+"#;
+        assert_eq!(program(messages), Some("/t/debug/farside".into()));
+        assert_eq!(program(""), None);
+    }
+}

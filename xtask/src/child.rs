@@ -1,0 +1,204 @@
+//! Processes in the background that do not outlive this one.
+
+use std::{
+    fs::File,
+    os::{
+        fd::OwnedFd,
+        unix::process::{CommandExt, ExitStatusExt},
+    },
+    path::{Path, PathBuf},
+    process::{Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{
+        Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
+    },
+};
+
+use crate::interrupt::{self, Registration};
+
+/// How many lines of a log an error quotes.
+const QUOTE: usize = 20;
+
+/// A process in the background, its output in a file. Dropped, it is killed.
+#[derive(Debug)]
+pub(crate) struct Child {
+    name: String,
+    child: std::process::Child,
+    pidfd: OwnedFd,
+    log: PathBuf,
+    _registration: Registration,
+}
+
+impl Child {
+    /// Starts a command. To be called by the main thread: the child ends when
+    /// the thread ends that started it.
+    pub(crate) fn spawn(name: &str, mut command: Command, log: &Path) -> Result<Self> {
+        interrupt::check()?;
+        let file = File::create(log).with_context(|| format!("creating {}", log.display()))?;
+        let out = file.try_clone().context("duplicating a log file")?;
+        command.stdin(Stdio::null()).stdout(out).stderr(file);
+        die_with_us(&mut command);
+        // In a group of its own a terminal's Ctrl-C does not reach it: we end
+        // all in order, whoever sent the signal.
+        command.process_group(0);
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {name}: {command:?}"))?;
+        let pid = Pid::from_child(&child);
+        Ok(Self {
+            name: name.to_owned(),
+            _registration: Registration::new(child.id())?,
+            pidfd: pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?,
+            child,
+            log: log.to_owned(),
+        })
+    }
+
+    /// Its process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// An error, with its last words, when it has ended.
+    pub(crate) fn check_running(&mut self) -> Result<()> {
+        match self.child.try_wait().context("waiting for a process")? {
+            None => Ok(()),
+            Some(status) => bail!("{} ended ({status}){}", self.name, self.last_words()),
+        }
+    }
+
+    /// Ends it by SIGTERM, which has to lead to a good exit status in time.
+    pub(crate) fn stop(mut self, timeout: Duration) -> Result<()> {
+        self.check_running()?;
+        pidfd_send_signal(&self.pidfd, Signal::TERM)
+            .with_context(|| format!("stopping {}", self.name))?;
+        let Some(status) = self.wait(timeout)? else {
+            bail!(
+                "{} did not end within {timeout:?} of SIGTERM{}",
+                self.name,
+                self.last_words()
+            );
+        };
+        ensure!(
+            status.success(),
+            "{} ended badly at SIGTERM ({}){}",
+            self.name,
+            match status.signal() {
+                Some(signal) => format!("killed by signal {signal}"),
+                None => status.to_string(),
+            },
+            self.last_words()
+        );
+        Ok(())
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).context("timeout")?;
+            let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+            match poll(&mut fds, Some(&left)) {
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error).context("poll"),
+                Ok(0) => return Ok(None),
+                Ok(_) => break,
+            }
+        }
+        Ok(Some(self.child.wait().context("waiting for a process")?))
+    }
+
+    /// The end of its log, to be appended to an error.
+    pub(crate) fn last_words(&self) -> String {
+        let log = std::fs::read(&self.log).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let lines: Vec<&str> = log.trim_end().lines().collect();
+        if lines.is_empty() {
+            return String::new();
+        }
+        let tail = &lines[lines.len().saturating_sub(QUOTE)..];
+        format!("; its log ends with:\n{}", tail.join("\n"))
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // Failures only say that it has ended, or has been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Has the kernel kill the child when the thread that starts it ends.
+#[expect(unsafe_code, reason = "the hook between fork and exec")]
+pub(crate) fn die_with_us(command: &mut Command) {
+    let parent = rustix::process::getpid();
+    let hook = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // We may have died before the line above took effect.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(Errno::SRCH.into());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe code may run; the
+    // hook makes two system calls and neither allocates nor locks.
+    unsafe { command.pre_exec(hook) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// A shell that has run the first line of `script` when this returns.
+    fn shell(script: &str) -> (tempfile::TempDir, Child) {
+        let folder = tempfile::tempdir().unwrap();
+        let ready = folder.path().join("ready");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &ready,
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(script).env("READY", &ready);
+        let child = Child::spawn("a shell", command, &folder.path().join("log")).unwrap();
+        // Blocks until the shell opens it.
+        std::fs::read(&ready).unwrap();
+        (folder, child)
+    }
+
+    #[test]
+    fn a_process_that_ends_at_sigterm_is_fine() {
+        let (_folder, child) =
+            shell("trap 'exit 0' TERM; : > $READY; while :; do sleep 0.05; done");
+        child.stop(LONG).unwrap();
+    }
+
+    #[test]
+    fn one_that_does_not_end_well_is_quoted() {
+        let (_folder, child) = shell("echo moo >&2; : > $READY; exec sleep 600");
+        let error = child.stop(LONG).unwrap_err().to_string();
+        assert!(error.contains("killed by signal 15"), "{error}");
+        assert!(error.ends_with("moo"), "{error}");
+    }
+
+    #[test]
+    fn one_that_ignores_sigterm_is_reported_and_killed() {
+        let (_folder, child) = shell("trap '' TERM; : > $READY; exec sleep 600");
+        let pid = child.pid();
+        let error = child.stop(Duration::from_millis(100)).unwrap_err();
+        assert!(error.to_string().contains("did not end"), "{error}");
+        assert!(!Path::new(&format!("/proc/{pid}")).exists());
+    }
+}

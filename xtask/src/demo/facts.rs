@@ -1,0 +1,358 @@
+//! What was measured, and what it must be.
+
+use std::{path::PathBuf, time::Duration};
+
+use super::{
+    guest::{FILE_SIZE, GuestFacts},
+    kernel_view::KernelView,
+    outside::OutsideFacts,
+};
+use crate::{
+    status::{Borrow, Lent},
+    text::bytes,
+};
+
+/// How much of QEMU's RAM the layout may lack, at most: what a PC has instead of
+/// RAM between 640 KiB and 1 MiB. How much of that it has depends on the video
+/// card (none here) and on which ROM shadows the firmware has locked so far.
+const LEGACY_HOLE: u64 = 384 << 10;
+
+/// Shared memory that a backend has mapped when it has no guest RAM, at most:
+/// registers and rings that it shares with the lender.
+const OWN_SHARED: u64 = 4 << 20;
+
+/// Everything that was measured.
+#[derive(Debug, Default)]
+pub(super) struct Facts {
+    /// What was typed to start QEMU.
+    pub(super) typed: String,
+    pub(super) qemu: String,
+    pub(super) accel: String,
+    /// Guest RAM as QEMU was told.
+    pub(super) memory: u64,
+    /// Before the guest's first instruction.
+    pub(super) paused: Option<Seen>,
+    /// When the guest has used the drive.
+    pub(super) running: Option<Seen>,
+    /// When QEMU has ended.
+    pub(super) after: Option<Seen>,
+    pub(super) guest: GuestFacts,
+    pub(super) outside: OutsideFacts,
+    /// Sockets that backend and lender left behind.
+    pub(super) sockets_left: Vec<PathBuf>,
+    pub(super) wall: Duration,
+}
+
+/// The drive at one moment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Seen {
+    pub(super) borrow: Borrow,
+    pub(super) lent: Lent,
+    pub(super) kernel: KernelView,
+}
+
+/// Something that must be so.
+#[derive(Debug)]
+pub(super) struct Check {
+    pub(super) what: &'static str,
+    pub(super) holds: bool,
+    /// The figures, for when it is not.
+    pub(super) why: String,
+}
+
+impl Facts {
+    /// What was pinned before bus-master enable: the most that anyone saw.
+    pub(super) fn pinned_before_bme(&self) -> u64 {
+        let paused = self
+            .paused
+            .as_ref()
+            .map_or(0, |seen| seen.borrow.bytes_pinned);
+        let running = self.running.as_ref();
+        paused.max(running.map_or(0, |seen| seen.borrow.bytes_pinned_before_bme))
+    }
+
+    /// Refused DMA: the most that was counted.
+    pub(super) fn dma_faults(&self) -> u64 {
+        let seen = [&self.paused, &self.running, &self.after];
+        let totals = seen
+            .into_iter()
+            .flatten()
+            .map(|seen| seen.lent.faults.total);
+        totals.max().unwrap_or(0)
+    }
+
+    /// Whether the bytes that the guest wrote are those it read, and those in
+    /// the image.
+    pub(super) fn checksum_ok(&self) -> bool {
+        self.guest_ok() && self.outside_ok()
+    }
+
+    fn guest_ok(&self) -> bool {
+        let guest = &self.guest;
+        !guest.sha256_written.is_empty()
+            && guest.sha256_written == guest.sha256_read
+            && guest.bytes_read_back >= FILE_SIZE
+    }
+
+    fn outside_ok(&self) -> bool {
+        !self.outside.sha256.is_empty()
+            && self.guest.sha256_written == self.outside.sha256
+            && self.outside.file_size == FILE_SIZE
+    }
+
+    /// What must be so, in the order of the events.
+    pub(super) fn checks(&self) -> Vec<Check> {
+        let none = Seen::default();
+        let paused = self.paused.as_ref().unwrap_or(&none);
+        let running = self.running.as_ref().unwrap_or(&none);
+        let after = self.after.as_ref().unwrap_or(&none);
+        let ram = running.borrow.guest_ram_bytes;
+        let check = |what, holds, why| Check { what, holds, why };
+        vec![
+            check(
+                "before bus-master enable nothing is pinned and no window is open",
+                self.paused.is_some()
+                    && paused.is_shut()
+                    && !paused.lent.bus_master
+                    && self.pinned_before_bme() == 0,
+                format!(
+                    "{paused:?}, {} pinned when it came",
+                    bytes(running.borrow.bytes_pinned_before_bme)
+                ),
+            ),
+            check(
+                "the layout found is QEMU's RAM but for the hole below 1 MiB",
+                self.memory
+                    .checked_sub(ram)
+                    .is_some_and(|hole| ram > 0 && hole <= LEGACY_HOLE),
+                format!("QEMU has {}, {ram} bytes were found", self.memory),
+            ),
+            check(
+                "after it exactly the guest's RAM is pinned, and windows are open",
+                ram > 0
+                    && running.borrow.bytes_pinned == ram
+                    && running.borrow.state == "ready"
+                    && running.borrow.dma_windows > 0
+                    && running.borrow.lut_entries > 0,
+                format!("{:?}", running.borrow),
+            ),
+            check(
+                "lender and kernel agree with what the backend says of that",
+                ram > 0
+                    && running.lent.usage.bytes_mapped == ram
+                    && running.lent.usage.windows == running.borrow.dma_windows
+                    && running.lent.usage.lut_entries == running.borrow.lut_entries
+                    && running.kernel.locked == running.borrow.bytes_locked
+                    && running.kernel.shared >= ram,
+                format!("{:?}, {:?}", running.lent.usage, running.kernel),
+            ),
+            check(
+                "the guest read back from the drive what it had written",
+                self.guest_ok(),
+                format!(
+                    "written {}, read {}, {} of it from the drive",
+                    self.guest.sha256_written,
+                    self.guest.sha256_read,
+                    bytes(self.guest.bytes_read_back)
+                ),
+            ),
+            check(
+                "the same bytes are in the lender's image",
+                self.outside_ok(),
+                format!(
+                    "{} with SHA-256 {}",
+                    bytes(self.outside.file_size),
+                    self.outside.sha256
+                ),
+            ),
+            check(
+                "the file system in the image is clean",
+                self.outside.fsck.is_empty() && self.outside.file_size > 0,
+                self.outside.fsck.clone(),
+            ),
+            check(
+                "interrupts fired and none was lost",
+                !running.lent.interrupts.is_empty()
+                    && running.borrow.interrupts.dropped == 0
+                    && running.borrow.interrupts.failed == 0,
+                format!(
+                    "{:?}, {:?}",
+                    running.lent.interrupts, running.borrow.interrupts
+                ),
+            ),
+            check(
+                "no DMA was refused and no error is recorded",
+                self.running.is_some()
+                    && self.dma_faults() == 0
+                    && running.borrow.last_error.is_none(),
+                format!(
+                    "{} faults, {:?}",
+                    self.dma_faults(),
+                    running.borrow.last_error
+                ),
+            ),
+            check(
+                "at the end the drive is free and nothing is pinned or open",
+                after.is_shut() && after.lent.is_free() && self.after.is_some(),
+                format!("{after:?}"),
+            ),
+            check(
+                "backend and lender left no socket",
+                self.sockets_left.is_empty(),
+                format!("{:?}", self.sockets_left),
+            ),
+        ]
+    }
+}
+
+impl Seen {
+    /// Whether backend, lender and kernel all say that nothing is open.
+    fn is_shut(&self) -> bool {
+        self.borrow.bytes_pinned == 0
+            && self.borrow.bytes_locked == 0
+            && self.borrow.dma_windows == 0
+            && self.borrow.lut_entries == 0
+            && self.lent.usage.windows == 0
+            && self.lent.usage.lut_entries == 0
+            && self.lent.usage.bytes_mapped == 0
+            && self.kernel.locked == 0
+            && self.kernel.shared <= OWN_SHARED
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::status::{Fired, Relayed, Usage};
+
+    /// A demo in which all went well.
+    pub(in crate::demo) fn good() -> Facts {
+        let memory = 1 << 30;
+        let ram = memory - (256 << 10);
+        let sha256 = "ab".repeat(32);
+        let running = Seen {
+            borrow: Borrow {
+                state: "ready".to_owned(),
+                bytes_pinned: ram,
+                bytes_locked: ram,
+                dma_windows: 1,
+                lut_entries: 8,
+                guest_ram_bytes: ram,
+                layout_probes: 40,
+                bme_to_ready_us: 250_000,
+                interrupts: Relayed::default(),
+                ..Borrow::default()
+            },
+            lent: Lent {
+                bus_master: true,
+                usage: Usage {
+                    windows: 1,
+                    lut_entries: 8,
+                    bytes_mapped: ram,
+                },
+                interrupts: vec![Fired(2, 0, 14), Fired(2, 1, 1000)],
+                ..Lent::default()
+            },
+            kernel: KernelView {
+                locked: ram,
+                shared: ram,
+            },
+        };
+        Facts {
+            memory,
+            paused: Some(Seen::default()),
+            running: Some(running),
+            after: Some(Seen::default()),
+            guest: GuestFacts {
+                sha256_written: sha256.clone(),
+                sha256_read: sha256.clone(),
+                bytes_read_back: FILE_SIZE,
+                ..GuestFacts::default()
+            },
+            outside: OutsideFacts {
+                file_size: FILE_SIZE,
+                sha256,
+                fsck: String::new(),
+            },
+            ..Facts::default()
+        }
+    }
+
+    /// The checks that fail after a change.
+    fn broken(change: impl FnOnce(&mut Facts)) -> Vec<&'static str> {
+        let mut facts = good();
+        change(&mut facts);
+        let failed = facts.checks().into_iter().filter(|check| !check.holds);
+        failed.map(|check| check.what).collect()
+    }
+
+    fn running(facts: &mut Facts) -> &mut Seen {
+        facts.running.as_mut().unwrap()
+    }
+
+    #[test]
+    fn a_good_demo_passes() {
+        assert_eq!(broken(|_| {}), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn a_demo_that_measured_nothing_passes_nothing() {
+        let failed = broken(|facts| *facts = Facts::default());
+        // But that it left no socket.
+        assert_eq!(failed.len(), good().checks().len() - 1, "{failed:?}");
+    }
+
+    #[test]
+    fn each_thing_that_may_go_wrong_is_seen() {
+        type Change = fn(&mut Facts);
+        let changes: &[(&str, Change)] = &[
+            ("before", |f| {
+                f.paused.as_mut().unwrap().borrow.bytes_pinned = 4096
+            }),
+            ("before", |f| {
+                f.paused.as_mut().unwrap().kernel.locked = 4096
+            }),
+            ("before", |f| {
+                f.paused.as_mut().unwrap().lent.usage.windows = 1
+            }),
+            ("before", |f| {
+                running(f).borrow.bytes_pinned_before_bme = 4096
+            }),
+            ("layout", |f| f.memory += 1 << 20),
+            ("layout", |f| f.memory -= 1 << 20),
+            ("after it", |f| running(f).borrow.bytes_pinned += 4096),
+            ("after it", |f| {
+                running(f).borrow.state = "leased".to_owned()
+            }),
+            ("lender and kernel", |f| running(f).kernel.locked = 0),
+            ("lender and kernel", |f| running(f).kernel.shared -= 4096),
+            ("lender and kernel", |f| {
+                running(f).lent.usage.bytes_mapped -= 4096
+            }),
+            ("read back", |f| f.guest.sha256_read.clear()),
+            ("read back", |f| f.guest.bytes_read_back = 0),
+            ("same bytes", |f| f.outside.sha256.clear()),
+            ("same bytes", |f| f.outside.file_size -= 1),
+            ("clean", |f| f.outside.fsck = "bad inode".to_owned()),
+            ("interrupts", |f| running(f).lent.interrupts.clear()),
+            ("interrupts", |f| running(f).borrow.interrupts.failed = 1),
+            ("refused", |f| running(f).lent.faults.total = 1),
+            ("refused", |f| {
+                f.after.as_mut().unwrap().lent.faults.total = 1
+            }),
+            ("at the end", |f| {
+                f.after.as_mut().unwrap().borrow.dma_windows = 1
+            }),
+            ("at the end", |f| {
+                f.after.as_mut().unwrap().lent.bus_master = true
+            }),
+            ("at the end", |f| f.after = None),
+            ("socket", |f| f.sockets_left.push("/s".into())),
+        ];
+        for (position, (what, change)) in changes.iter().enumerate() {
+            let failed = broken(change);
+            assert_eq!(failed.len(), 1, "change {position} ({what}): {failed:?}");
+            assert!(failed[0].contains(what), "change {position}: {failed:?}");
+        }
+    }
+}

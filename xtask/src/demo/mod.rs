@@ -1,0 +1,165 @@
+//! The main job, once: a guest uses a borrowed NVMe drive, and everything is
+//! given back.
+//!
+//! [`guest`] is what happens in the guest, [`outside`] the proof that does not
+//! believe it, [`facts`] what was measured and what it must be, [`report`] how
+//! that is shown. What is not as it should be makes the exit status non-zero.
+
+mod facts;
+mod guest;
+mod kernel_view;
+mod outside;
+mod report;
+
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::ExitCode,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use farside_testbed::{Progress, Testbed};
+
+use crate::{
+    args::Demo,
+    cargo::{self, Profile},
+    interrupt,
+    scene::{self, BOOT, DEVICE, Guest, Scene, Size},
+};
+use facts::{Facts, Seen};
+use kernel_view::KernelView;
+
+/// Name of the VM.
+const VM: &str = "demo";
+/// Virtual processors.
+const CPUS: u32 = 2;
+/// Size of the drive. The image is sparse.
+const DRIVE: u64 = 1 << 30;
+
+pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
+    let start = Instant::now();
+    let program = cargo::build_product(Profile::Dev)?;
+    let progress = Progress::auto();
+    let testbed = Testbed::prepare(&progress)?;
+    interrupt::watch()?;
+
+    let size = Size {
+        memory_mib: args.memory,
+        cpus: CPUS,
+    };
+    let images = tempfile::tempdir().context("creating a folder for the image")?;
+    let image = images.path().join(format!("{DEVICE}.img"));
+    File::create(&image)
+        .and_then(|file| file.set_len(DRIVE))
+        .with_context(|| format!("making {}", image.display()))?;
+    let scene = Scene::start(program, scene::folder(VM)?, &image, VM)?;
+
+    let mut facts = Facts {
+        memory: size.memory_mib << 20,
+        qemu: testbed.qemu_version().to_owned(),
+        accel: format!("{:?}", testbed.accel()).to_uppercase(),
+        ..Facts::default()
+    };
+    play(&scene, &testbed, &size, &progress, &mut facts)
+        .map_err(|error| error.context(format!("the demo failed{}", scene.last_words())))?;
+    facts.sockets_left = scene.stop()?;
+    prove(&testbed, &image, &progress, &mut facts)?;
+    facts.wall = start.elapsed();
+
+    print!("{}", report::text(&facts));
+    if let Some(path) = &args.json {
+        let json = serde_json::to_string_pretty(&report::json(&facts))?;
+        fs::write(path, json + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(match facts.checks().iter().all(|check| check.holds) {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// From the VM's start to its end.
+fn play(
+    scene: &Scene,
+    testbed: &Testbed,
+    size: &Size,
+    progress: &Progress,
+    facts: &mut Facts,
+) -> Result<()> {
+    let guest = boot(scene, testbed, size, progress, facts)?;
+    facts.guest = guest::use_drive(&guest.vm, progress)?;
+    facts.running = Some(look(scene)?);
+
+    let task = progress.spinner("Shutting the guest down");
+    guest.shutdown()?;
+    scene.wait_for("the drive's return to the lender", |scene| {
+        let (borrow, lent) = scene.device()?;
+        Ok(lent.is_free() && borrow.state == "described")
+    })?;
+    facts.after = Some(look(scene)?);
+    task.done();
+    Ok(())
+}
+
+/// Starts the VM, looks before its first instruction, and lets it boot.
+fn boot(
+    scene: &Scene,
+    testbed: &Testbed,
+    size: &Size,
+    progress: &Progress,
+    facts: &mut Facts,
+) -> Result<Guest> {
+    let task = progress.bar("Booting the guest", 4);
+    let guest = scene.launch(testbed, size, &[])?;
+    facts.typed.clone_from(&guest.typed);
+    task.set(1);
+    task.detail("QEMU is started, the guest stands still");
+    facts.paused = Some(look(scene)?);
+
+    guest.vm.qmp().execute("cont", serde_json::json!({}))?;
+    task.set(2);
+    task.detail("firmware and kernel");
+    let booted = AtomicBool::new(false);
+    thread::scope(|threads| {
+        // Only for the eye: what it cannot see, it does not show.
+        threads.spawn(|| {
+            while !booted.load(Ordering::Relaxed) {
+                if scene
+                    .device()
+                    .is_ok_and(|(borrow, _)| borrow.dma_windows > 0)
+                {
+                    task.set(3);
+                    task.detail("the drive can reach guest RAM");
+                    break;
+                }
+                thread::sleep(Duration::from_millis(200));
+            }
+        });
+        let result = guest.vm.wait_agent(BOOT);
+        booted.store(true, Ordering::Relaxed);
+        result
+    })?;
+    task.set(4);
+    task.done();
+    Ok(guest)
+}
+
+/// Both sides of the drive, and the kernel's view of the backend.
+fn look(scene: &Scene) -> Result<Seen> {
+    let (borrow, lent) = scene.device()?;
+    Ok(Seen {
+        borrow,
+        lent,
+        kernel: KernelView::of(scene.backend_pid())?,
+    })
+}
+
+/// The bytes in the lender's image, now that nobody uses it.
+fn prove(testbed: &Testbed, image: &Path, progress: &Progress, facts: &mut Facts) -> Result<()> {
+    let task = progress.spinner("Looking into the lender's image");
+    facts.outside = outside::examine(testbed, image, guest::FILE)?;
+    task.done();
+    Ok(())
+}

@@ -1,0 +1,229 @@
+//! How the facts are shown: to people, and as JSON.
+
+use console::style;
+use serde_json::{Value, json};
+
+use super::{
+    facts::{Facts, Seen},
+    guest::Direction,
+};
+use crate::text::{bytes, micros};
+
+/// The report at the end of the demo.
+pub(super) fn text(facts: &Facts) -> String {
+    let none = Seen::default();
+    let running = facts.running.as_ref().unwrap_or(&none);
+    let after = facts.after.as_ref().unwrap_or(&none);
+    let borrow = &running.borrow;
+    let mut text = String::new();
+    let heading = |text: &mut String, name: &str| {
+        *text += &format!("\n{}\n", style(name).bold());
+    };
+    let line = |text: &mut String, name: &str, value: String| {
+        *text += &format!("  {name:<22} {value}\n");
+    };
+
+    heading(&mut text, "What the guest saw (lspci -v)");
+    for row in facts.guest.lspci.trim_end().lines() {
+        text += &format!("  {row}\n");
+    }
+
+    heading(&mut text, "The borrow");
+    let entry = &running.lent.entry;
+    line(
+        &mut text,
+        "borrowed",
+        format!("{}: {}", entry.id, entry.summary),
+    );
+    if let Some(by) = &entry.borrowed_by {
+        line(
+            &mut text,
+            "by",
+            format!("VM {} (epoch {})", by.vm, by.epoch),
+        );
+    }
+    line(&mut text, "started with", facts.typed.clone());
+    line(
+        &mut text,
+        "on",
+        format!(
+            "{}, {}, Linux {}",
+            facts.qemu, facts.accel, facts.guest.kernel
+        ),
+    );
+    line(
+        &mut text,
+        "guest RAM found",
+        format!(
+            "{} of {}, by {} probes",
+            bytes(borrow.guest_ram_bytes),
+            bytes(facts.memory),
+            borrow.layout_probes
+        ),
+    );
+    line(
+        &mut text,
+        "pinned",
+        format!(
+            "{} before bus-master enable, {} after, {} after shutdown",
+            bytes(facts.pinned_before_bme()),
+            bytes(borrow.bytes_pinned),
+            bytes(after.borrow.bytes_pinned)
+        ),
+    );
+    line(
+        &mut text,
+        "locked of that",
+        match borrow.bytes_locked == borrow.bytes_pinned {
+            true => "all".to_owned(),
+            false => format!("{} (memlock limit)", bytes(borrow.bytes_locked)),
+        },
+    );
+    line(
+        &mut text,
+        "NTB",
+        format!(
+            "{}, {}",
+            counted(borrow.dma_windows, "DMA window", "DMA windows"),
+            counted(borrow.lut_entries, "LUT entry", "LUT entries")
+        ),
+    );
+    line(
+        &mut text,
+        "BME to DMA-ready",
+        micros(borrow.bme_to_ready_us as f64),
+    );
+    let fired: Vec<String> = running
+        .lent
+        .interrupts
+        .iter()
+        .map(|f| f.to_string())
+        .collect();
+    line(&mut text, "interrupts", fired.join(", "));
+    line(&mut text, "DMA faults", facts.dma_faults().to_string());
+
+    heading(&mut text, "I/O in the guest");
+    line(
+        &mut text,
+        "256 MiB, SHA-256",
+        facts.guest.sha256_written.clone(),
+    );
+    for (name, direction) in [
+        ("fio random reads", &facts.guest.fio.read),
+        ("fio random writes", &facts.guest.fio.write),
+    ] {
+        line(&mut text, name, figures(direction));
+    }
+
+    heading(&mut text, "Verdict");
+    for check in facts.checks() {
+        match check.holds {
+            true => text += &format!("  {} {}\n", style("ok").green(), check.what),
+            false => {
+                text += &format!(
+                    "  {} {}\n       but: {}\n",
+                    style("NO").red().bold(),
+                    check.what,
+                    check.why
+                );
+            }
+        }
+    }
+    text += &format!("\nThe demo took {:.1} s.\n", facts.wall.as_secs_f64());
+    text
+}
+
+fn counted(count: u64, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
+fn figures(direction: &Direction) -> String {
+    format!(
+        "{:.0} IOPS of 4 KiB, {:.1} MiB/s, mean latency {} (queue depth 16, on the file system)",
+        direction.iops,
+        direction.bw_bytes / f64::from(1 << 20),
+        micros(direction.clat_ns.mean / 1000.0),
+    )
+}
+
+/// The machine-readable form. Names stay; more may come.
+pub(super) fn json(facts: &Facts) -> Value {
+    let none = Seen::default();
+    let running = facts.running.as_ref().unwrap_or(&none);
+    let after = facts.after.as_ref().unwrap_or(&none);
+    let fired = running.lent.interrupts.iter();
+    json!({
+        "guest_ram_bytes": running.borrow.guest_ram_bytes,
+        "bytes_pinned_before_bme": facts.pinned_before_bme(),
+        "bytes_pinned_after_bme": running.borrow.bytes_pinned,
+        "bytes_pinned_after_shutdown": after.borrow.bytes_pinned,
+        "dma_windows": running.borrow.dma_windows,
+        "lut_entries": running.borrow.lut_entries,
+        "layout_probes": running.borrow.layout_probes,
+        "bme_to_ready_us": running.borrow.bme_to_ready_us,
+        "dma_faults": facts.dma_faults(),
+        "checksum_ok": facts.checksum_ok(),
+        "wall_s": facts.wall.as_secs_f64(),
+        "bytes_locked_after_bme": running.borrow.bytes_locked,
+        "qemu_ram_bytes": facts.memory,
+        "accel": facts.accel.to_lowercase(),
+        "sha256": facts.guest.sha256_written,
+        "interrupts": fired.map(|f| json!({"index": f.0, "vector": f.1, "count": f.2}))
+            .collect::<Vec<_>>(),
+        "checks": facts.checks().iter().map(|check| json!({"what": check.what, "ok": check.holds}))
+            .collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::demo::facts::tests::good;
+
+    /// The names that the users of the file rely on.
+    const FIXED: &[&str] = &[
+        "guest_ram_bytes",
+        "bytes_pinned_before_bme",
+        "bytes_pinned_after_bme",
+        "bytes_pinned_after_shutdown",
+        "dma_windows",
+        "lut_entries",
+        "layout_probes",
+        "bme_to_ready_us",
+        "dma_faults",
+        "checksum_ok",
+        "wall_s",
+    ];
+
+    #[test]
+    fn the_json_has_its_fixed_names() {
+        let json = json(&good());
+        for name in FIXED {
+            match *name {
+                "checksum_ok" => assert_eq!(json[name], true),
+                name => assert!(json[name].is_number(), "{name}: {json}"),
+            }
+        }
+        assert_eq!(json["bytes_pinned_after_bme"], json["guest_ram_bytes"]);
+    }
+
+    #[test]
+    fn the_report_says_what_is_wrong() {
+        let mut facts = good();
+        let text_of = |facts: &Facts| console::strip_ansi_codes(&text(facts)).into_owned();
+        let report = text_of(&facts);
+        assert!(!report.contains("NO "), "{report}");
+        assert!(report.contains("MSI-X 0: 14, MSI-X 1: 1000"), "{report}");
+        assert!(
+            report.contains("BME to DMA-ready       250.0 ms"),
+            "{report}"
+        );
+        facts.outside.fsck = "bad inode".to_owned();
+        let report = text_of(&facts);
+        assert!(
+            report.contains("NO the file system in the image is clean"),
+            "{report}"
+        );
+        assert!(report.contains("but: bad inode"), "{report}");
+    }
+}

@@ -1,0 +1,106 @@
+//! Ctrl-C and SIGTERM: end what was started, then ourselves.
+//!
+//! Every process that we start is registered here. At a signal all of them are
+//! told to end, so that whatever the main thread waits for fails, and it comes
+//! back through its destructors, which remove files. Should it not, we leave
+//! all the same; the kernel then kills the processes (see [`crate::child`]).
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    iterator::Signals,
+};
+
+/// How long the main thread may take to come back.
+const GRACE: Duration = Duration::from_secs(10);
+
+static HAPPENED: AtomicBool = AtomicBool::new(false);
+static CHILDREN: Mutex<Vec<(u64, OwnedFd)>> = Mutex::new(Vec::new());
+
+/// Whether a signal asked us to end.
+pub(crate) fn happened() -> bool {
+    HAPPENED.load(Ordering::SeqCst)
+}
+
+/// An error when a signal asked us to end.
+pub(crate) fn check() -> Result<()> {
+    if happened() {
+        bail!("interrupted");
+    }
+    Ok(())
+}
+
+/// From here on signals end us in order.
+pub(crate) fn watch() -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot wait for signals")?;
+    thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || {
+            for _ in signals.forever() {
+                if HAPPENED.swap(true, Ordering::SeqCst) {
+                    // Asked twice: at once.
+                    std::process::exit(crate::INTERRUPTED.into());
+                }
+                end_children();
+                thread::spawn(|| {
+                    thread::sleep(GRACE);
+                    std::process::exit(crate::INTERRUPTED.into());
+                });
+            }
+        })
+        .context("cannot start a thread")?;
+    Ok(())
+}
+
+fn end_children() {
+    let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner);
+    for (_, child) in &*children {
+        // The only failure is that it has ended already.
+        let _ = pidfd_send_signal(child, Signal::TERM);
+    }
+}
+
+/// A process that a signal ends too, while this lives.
+#[derive(Debug)]
+pub(crate) struct Registration(u64);
+
+impl Registration {
+    /// Registers a child that has not been waited for.
+    pub(crate) fn new(pid: u32) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pid = pid.context("a process id is positive")?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        CHILDREN
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((id, pidfd));
+        let registration = Self(id);
+        // The signal may have come before the child was on the list.
+        if happened() {
+            end_children();
+        }
+        Ok(registration)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        CHILDREN
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|(id, _)| *id != self.0);
+    }
+}

@@ -1,0 +1,300 @@
+//! A lender, a backend and a VM, each started as a user would: by the program
+//! `farside`, as processes, with sockets in a folder of their own.
+
+use std::{
+    ffi::OsString,
+    fs,
+    os::unix::{ffi::OsStrExt, fs::FileTypeExt},
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use farside_testbed::{Accel, Testbed, Vm};
+use tempfile::TempDir;
+
+use crate::{
+    child::Child,
+    interrupt::{self, Registration},
+    status::{Borrow, Lent, Status},
+};
+
+/// The borrowed drive.
+pub(crate) const DEVICE: &str = "disk0";
+
+/// For what takes no time unless the machine is very busy.
+pub(crate) const SHORT: Duration = Duration::from_secs(60);
+
+/// For a guest to boot.
+pub(crate) const BOOT: Duration = Duration::from_secs(180);
+
+/// How often a condition is looked at that has no event of its own.
+const LOOK_AGAIN: Duration = Duration::from_millis(25);
+
+/// The longest path that a UNIX socket can have.
+const SOCKET_PATH_MAX: usize = 107;
+
+/// A lender of one drive, and the backend of one VM that borrows it. Dropped,
+/// both are killed and their folder is removed.
+pub(crate) struct Scene {
+    program: PathBuf,
+    vm: &'static str,
+    backend: Child,
+    lender: Child,
+    folder: TempDir,
+}
+
+/// A VM's size.
+pub(crate) struct Size {
+    /// Guest RAM, MiB.
+    pub(crate) memory_mib: u64,
+    /// Virtual processors.
+    pub(crate) cpus: u32,
+}
+
+/// A VM in the scene. Dropped, it is killed.
+pub(crate) struct Guest {
+    pub(crate) vm: Vm,
+    /// What was typed to start it, without what makes it a test guest.
+    pub(crate) typed: String,
+    _registration: Registration,
+}
+
+impl Guest {
+    /// Powers the guest off; QEMU has to end well.
+    pub(crate) fn shutdown(self) -> Result<()> {
+        let Self {
+            vm, _registration, ..
+        } = self;
+        let status = vm.shutdown(SHORT)?;
+        ensure!(status.success(), "QEMU ended badly: {status}");
+        Ok(())
+    }
+}
+
+/// A folder for sockets and other things, with a path that is short enough.
+pub(crate) fn folder(vm: &str) -> Result<TempDir> {
+    let folder = tempfile::Builder::new()
+        .prefix("farside-")
+        .tempdir()
+        .context("creating a folder for sockets")?;
+    let longest = socket(folder.path(), vm).as_os_str().as_bytes().len();
+    ensure!(
+        longest <= SOCKET_PATH_MAX,
+        "sockets in {} would have paths of {longest} bytes, and {SOCKET_PATH_MAX} is the most: \
+         set TMPDIR to a shorter path",
+        folder.path().display()
+    );
+    Ok(folder)
+}
+
+fn socket(folder: &Path, vm: &str) -> PathBuf {
+    folder.join("vm").join(vm).join(format!("{DEVICE}.sock"))
+}
+
+impl Scene {
+    /// Starts a lender of `image` and a backend for `vm`. `folder` is from
+    /// [`folder`].
+    pub(crate) fn start(
+        program: PathBuf,
+        folder: TempDir,
+        image: &Path,
+        vm: &'static str,
+    ) -> Result<Self> {
+        let path = folder.path();
+        let mut drive = OsString::from(format!("{DEVICE}="));
+        drive.push(image);
+        let mut lend = farside(&program, path, &["lend", "--name", "here", "--nvme"]);
+        lend.arg(drive);
+        let mut lender = Child::spawn("the lender", lend, &path.join("lender.log"))?;
+        await_socket(&path.join("lender.sock"), &mut lender)?;
+
+        let serve = farside(&program, path, &["serve", "--vm", vm, "--device", DEVICE]);
+        let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
+        await_socket(&socket(path, vm), &mut backend)?;
+        let scene = Self {
+            program,
+            vm,
+            backend,
+            lender,
+            folder,
+        };
+        scene.wait_for("the backend's status", |scene| {
+            Ok(scene.status()?.borrow(DEVICE).is_some())
+        })?;
+        Ok(scene)
+    }
+
+    /// The backend's process id.
+    pub(crate) fn backend_pid(&self) -> u32 {
+        self.backend.pid()
+    }
+
+    /// The lender's process id.
+    pub(crate) fn lender_pid(&self) -> u32 {
+        self.lender.pid()
+    }
+
+    /// The ends of the logs, to be appended to an error.
+    pub(crate) fn last_words(&self) -> String {
+        format!(
+            "\nbackend{}\nlender{}",
+            self.backend.last_words(),
+            self.lender.last_words()
+        )
+    }
+
+    /// Starts the VM by `farside qemu --run`, its processors standing still.
+    pub(crate) fn launch(
+        &self,
+        testbed: &Testbed,
+        size: &Size,
+        more: &[OsString],
+    ) -> Result<Guest> {
+        interrupt::check()?;
+        let staged = testbed.vm(self.vm).stage()?;
+        let tcg = testbed.accel() == Accel::Tcg;
+        let memory = format!("{}M", size.memory_mib);
+        let cpus = size.cpus.to_string();
+        let accel = if tcg { "tcg" } else { "kvm" };
+        let args = [
+            "qemu", "--vm", self.vm, "--memory", &memory, "--cpus", &cpus, "--accel", accel,
+            "--run",
+        ];
+        let mut command = farside(&self.program, self.folder.path(), &args);
+        command.arg("--qemu").arg(testbed.qemu());
+        command.arg("--").args(staged.guest_args()).args(more);
+        if tcg {
+            // Page tables of five levels only make an emulated guest slower.
+            command.args(["-cpu", "max,la57=off"]);
+        }
+        command.arg("-S");
+        let vm = staged
+            .launch_with(command)
+            .with_context(|| self.last_words())?;
+        Ok(Guest {
+            _registration: Registration::new(vm.pid())?,
+            vm,
+            typed: format!("farside {}", args.join(" ")),
+        })
+    }
+
+    /// `farside status --json`.
+    pub(crate) fn status(&self) -> Result<Status> {
+        interrupt::check()?;
+        let output = farside(&self.program, self.folder.path(), &["status", "--json"])
+            .output()
+            .context("running farside status")?;
+        ensure!(
+            output.status.success(),
+            "farside status failed:\n{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        serde_json::from_slice(&output.stdout).context("reading what farside status printed")
+    }
+
+    /// Both sides of the drive.
+    pub(crate) fn device(&self) -> Result<(Borrow, Lent)> {
+        let status = self.status()?;
+        let both = (status.borrow(DEVICE).cloned(), status.lent(DEVICE).cloned());
+        match both {
+            (Some(borrow), Some(lent)) => Ok((borrow, lent)),
+            (None, _) => bail!("the backend's status does not name {DEVICE}"),
+            (_, None) => bail!("the lender's status does not name {DEVICE}"),
+        }
+    }
+
+    /// Waits until `done`.
+    pub(crate) fn wait_for(
+        &self,
+        what: &str,
+        mut done: impl FnMut(&Self) -> Result<bool>,
+    ) -> Result<()> {
+        let deadline = Instant::now() + SHORT;
+        while !done(self)? {
+            ensure!(
+                Instant::now() < deadline,
+                "{what}: not within {SHORT:?}{}",
+                self.last_words()
+            );
+            thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
+    }
+
+    /// Stops backend and lender by SIGTERM; both have to end well. Returns the
+    /// sockets that are left.
+    pub(crate) fn stop(self) -> Result<Vec<PathBuf>> {
+        self.backend.stop(SHORT)?;
+        self.lender.stop(SHORT)?;
+        sockets(self.folder.path())
+    }
+}
+
+/// `farside` with its sockets in that folder.
+fn farside(program: &Path, folder: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    command.args(args).env("FARSIDE_RUNTIME_DIR", folder);
+    command
+}
+
+fn await_socket(path: &Path, server: &mut Child) -> Result<()> {
+    let deadline = Instant::now() + SHORT;
+    while !path.exists() {
+        interrupt::check()?;
+        server.check_running()?;
+        ensure!(
+            Instant::now() < deadline,
+            "{} is not there after {SHORT:?}{}",
+            path.display(),
+            server.last_words()
+        );
+        thread::sleep(LOOK_AGAIN);
+    }
+    Ok(())
+}
+
+/// All sockets in a folder and those in it.
+fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let context = || format!("listing {}", folder.display());
+        for entry in fs::read_dir(&folder).with_context(context)? {
+            let entry = entry.with_context(context)?;
+            let kind = entry.file_type().with_context(context)?;
+            if kind.is_dir() {
+                folders.push(entry.path());
+            } else if kind.is_socket() {
+                found.push(entry.path());
+            }
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sockets_are_found_in_every_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let deep = folder.path().join("vm/demo");
+        fs::create_dir_all(&deep).unwrap();
+        fs::write(deep.join("file"), "").unwrap();
+        assert!(sockets(folder.path()).unwrap().is_empty());
+        let path = deep.join("s");
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert_eq!(sockets(folder.path()).unwrap(), [path]);
+    }
+
+    #[test]
+    fn a_folder_for_sockets_is_short_enough() {
+        let folder = folder("demo").unwrap();
+        std::os::unix::net::UnixListener::bind(folder.path().join("s")).unwrap();
+        assert!(socket(folder.path(), "demo").as_os_str().len() <= SOCKET_PATH_MAX);
+    }
+}
