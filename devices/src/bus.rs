@@ -13,6 +13,12 @@ pub struct Bus<'a> {
 /// DMA by IOVA. Each access is translated and may be refused; a refusal has
 /// already been counted and logged when it is returned.
 pub trait Dma {
+    /// Whether the function may master the bus (bus-master enable). All DMA is
+    /// refused while it may not.
+    fn is_bus_master(&self) -> bool {
+        true
+    }
+
     /// Translates the longest run of `[iova, iova + len)` that starts at
     /// `iova` and is contiguous in host memory: 1 to `len` bytes. The slice is
     /// good until the device next reports itself quiesced.

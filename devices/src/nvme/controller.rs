@@ -172,9 +172,13 @@ impl Nvme {
         }
     }
 
-    fn may_fetch(&self) -> bool {
+    /// Whether the controller may look for work in guest memory. A guest that
+    /// resets or lets go of a drive it has not shut down clears bus-master
+    /// enable while the controller is enabled: no error, but nothing to do.
+    fn may_fetch(&self, bus: &Bus<'_>) -> bool {
         let csts = self.registers.csts;
         csts.ready
+            && bus.dma.is_bus_master()
             && !csts.fatal
             && !self.draining
             && !self.quiesced
@@ -304,7 +308,7 @@ impl Nvme {
 
     fn fetch_from(&mut self, id: u16, bus: &mut Bus<'_>) -> Result<bool, Fault> {
         for fetched in 0..BURST {
-            if !self.has_slot_for(id) || !self.may_fetch() {
+            if !self.has_slot_for(id) || !self.may_fetch(bus) {
                 return Ok(fetched > 0);
             }
             let Some(command) = self.queues.fetch(bus.dma, id)? else {
@@ -433,7 +437,7 @@ impl Nvme {
                 DoorbellError::InvalidValue => Event::InvalidDoorbellValue,
             });
         }
-        if !self.may_fetch() {
+        if !self.may_fetch(bus) {
             return false;
         }
         let mut busy = false;
@@ -448,7 +452,7 @@ impl Nvme {
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut busy = false;
-        if self.may_fetch() {
+        if self.may_fetch(bus) {
             match self.fetch_all(bus) {
                 Ok(fetched) => busy |= fetched,
                 Err(fault) => self.fatal(fault),
@@ -461,7 +465,7 @@ impl Nvme {
         }
         busy |= self.report_events(bus);
         self.advance(bus);
-        if self.may_fetch()
+        if self.may_fetch(bus)
             && bus.irq.intx_in_use()
             && let Err(fault) = self
                 .queues
@@ -477,7 +481,7 @@ impl Nvme {
     /// Whether anything can be done without an event from outside. The guest
     /// has been asked for one.
     fn look_once_more(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
-        if !self.may_fetch() {
+        if !self.may_fetch(bus) {
             return Ok(false);
         }
         let line = bus.irq.intx_in_use();

@@ -398,8 +398,11 @@ impl<'a> LeaseLoop<'a> {
 
     /// Leaves the device quiesced, with no way to memory.
     fn close(&mut self) -> Result<(), RemoteError> {
+        // In this order: what is in flight completes in the guest's memory. What
+        // does not, is cut off.
+        let drained = self.drain(DRAIN_TIMEOUT);
         self.path.set_bus_master(false).map_err(internal)?;
-        self.drain(DRAIN_TIMEOUT)?;
+        drained?;
         self.path.close_all().map_err(internal)?;
         self.path.far_unmap_all();
         Ok(())

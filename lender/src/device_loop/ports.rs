@@ -11,6 +11,10 @@ use farside_irq_relay::{Fire, IrqCounts, IrqIndex, Relay, Vectors};
 pub(super) struct DmaPort<'a>(pub(super) &'a mut Path);
 
 impl Dma for DmaPort<'_> {
+    fn is_bus_master(&self) -> bool {
+        self.0.bus_master()
+    }
+
     fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.0.translate(Iova::new(iova), len, access)
     }

@@ -128,6 +128,22 @@ fn quiesce_drains_then_holds_then_resumes() {
 }
 
 #[test]
+fn without_bus_master_enable_an_enabled_controller_waits() {
+    on_each_engine(|driver| {
+        driver.configure_doorbells();
+        driver.memory.bus_master = false;
+        driver.submit(1, Sqe::new(0).nsid(1));
+        let translations = driver.memory.translations;
+        driver.poll();
+        assert!(driver.arm(), "nothing to do");
+        assert_eq!(driver.memory.translations, translations, "no DMA");
+        driver.memory.bus_master = true;
+        assert_eq!(driver.wait(1).status, OK);
+        assert_eq!(driver.read32(0x1c) & 2, 0, "no fatal status");
+    });
+}
+
+#[test]
 fn function_reset_is_power_on() {
     on_each_engine(|driver| {
         driver.configure_doorbells();

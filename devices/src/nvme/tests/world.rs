@@ -48,6 +48,8 @@ pub struct Memory {
     pub run: usize,
     pub faults: Vec<Fault>,
     pub translations: u64,
+    /// Bus-master enable.
+    pub bus_master: bool,
 }
 
 impl Memory {
@@ -62,6 +64,7 @@ impl Memory {
             run: usize::MAX,
             faults: Vec::new(),
             translations: 0,
+            bus_master: true,
         }
     }
 
@@ -89,6 +92,10 @@ impl Memory {
 }
 
 impl Dma for Memory {
+    fn is_bus_master(&self) -> bool {
+        self.bus_master
+    }
+
     fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.translations += 1;
         let inside = iova
