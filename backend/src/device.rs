@@ -71,6 +71,9 @@ pub(crate) struct Device {
     /// watches them: closed earlier, their numbers could come back as those of
     /// other descriptors.
     retired: Vec<Channel>,
+    /// The worker gives the device back: the lender closes the register
+    /// channel, and that is no loss.
+    returning: bool,
     state: State,
     /// The lender refused the last borrow: the device is not there.
     absent: bool,
@@ -122,6 +125,7 @@ impl Device {
             worker: Worker::start(settings.clone(), description.clone())?,
             registers: None,
             retired: Vec::new(),
+            returning: false,
             state: State::default(),
             absent: false,
             held: None,
@@ -228,6 +232,10 @@ impl Device {
     }
 
     fn lender_gone(&mut self, error: &dyn std::fmt::Display) {
+        if self.returning {
+            self.retired.extend(self.registers.take());
+            return;
+        }
         log::error!(
             "device {} (VM {}): the lender is gone ({error}); its registers read as all ones from here on",
             self.settings.device,
@@ -240,6 +248,7 @@ impl Device {
 
     /// Takes over what the worker did.
     fn absorb(&mut self, outcome: Outcome) {
+        self.returning = false;
         if let Some(state) = outcome.state {
             self.state = state;
         }

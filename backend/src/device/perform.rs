@@ -88,6 +88,7 @@ impl Device {
         if steps.contains(&Step::Open) {
             run.memory = Some(self.memory.clone());
         }
+        self.returning = steps.contains(&Step::Return);
         self.post(Job::Run(Box::new(run)));
     }
 
