@@ -13,8 +13,8 @@ use crate::{
     vm_file::VmFile,
 };
 
-/// Half a second below QEMU's `x-msg-timeout` when nothing raises that.
-const OPEN_TIMEOUT: Duration = Duration::from_millis(4500);
+/// QEMU's `x-msg-timeout` when nothing raises that.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let mut file = VmFile::load(args.config.as_deref())?;
@@ -56,10 +56,12 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Just below the message timeout that `farside qemu` gives a VM of this size.
+/// Below the message timeout that `farside qemu` gives a VM of this size, with
+/// time left to undo what was done so far: QEMU ends itself when an answer is
+/// late.
 fn open_timeout(memory: Option<u64>) -> Duration {
-    memory.map_or(OPEN_TIMEOUT, |memory| {
-        let timeout = farside_qemu_configs::message_timeout_ms(memory);
-        Duration::from_millis(timeout.into()).saturating_sub(Duration::from_millis(500))
-    })
+    let timeout = memory.map_or(MESSAGE_TIMEOUT, |memory| {
+        Duration::from_millis(farside_qemu_configs::message_timeout_ms(memory).into())
+    });
+    timeout * 4 / 5
 }

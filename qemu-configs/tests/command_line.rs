@@ -56,7 +56,7 @@ fn a_q35_with_one_device() {
             "-device",
             r#"{"driver":"pcie-root-port","id":"port0","bus":"pcie.0","addr":"0x10.0x0","multifunction":true,"chassis":1,"slot":1}"#,
             "-device",
-            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"port0","addr":"0x0","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":6000}"#,
+            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"port0","addr":"0x0","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":10000}"#,
         ]
     );
 }
@@ -89,9 +89,9 @@ fn an_i440fx_with_two_devices_has_them_on_its_bus() {
             "-object",
             "memory-backend-memfd,id=mem,size=1024M,share=on",
             "-device",
-            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"pci.0","addr":"0x10","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":6000,"bootindex":1}"#,
+            r#"{"driver":"vfio-user-pci","id":"dev-disk0","bus":"pci.0","addr":"0x10","socket":{"type":"unix","path":"/run/farside/vm1/disk0.sock"},"x-msg-timeout":10000,"bootindex":1}"#,
             "-device",
-            r#"{"driver":"vfio-user-pci","id":"dev-0dma","bus":"pci.0","addr":"0x11","socket":{"type":"unix","path":"/run/farside/vm1/0dma.sock"},"x-msg-timeout":6000}"#,
+            r#"{"driver":"vfio-user-pci","id":"dev-0dma","bus":"pci.0","addr":"0x11","socket":{"type":"unix","path":"/run/farside/vm1/0dma.sock"},"x-msg-timeout":10000}"#,
             "-nographic",
         ]
     );
@@ -187,8 +187,8 @@ fn printed_for_a_shell_it_comes_back_the_same() {
 #[test]
 fn the_timeout_grows_with_ram() {
     assert_eq!(message_timeout_ms(0), 5_000);
-    assert_eq!(message_timeout_ms(5 << 30), 8_000);
-    assert_eq!(message_timeout_ms(4 << 40), 2_205_000);
+    assert_eq!(message_timeout_ms(5 << 30), 27_000);
+    assert_eq!(message_timeout_ms(4 << 40), 17_598_000);
     assert_eq!(message_timeout_ms(u64::MAX), u32::MAX);
 }
 
