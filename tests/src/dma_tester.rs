@@ -67,9 +67,19 @@ impl<'a> DmaTester<'a> {
         self.read(reg::ID, Width::U32)
     }
 
+    /// Sets the PATTERN register, which a reset clears.
+    pub fn set_pattern(&self, pattern: u32) -> Result<()> {
+        self.write(reg::PATTERN, Width::U32, pattern.into())
+    }
+
+    /// What PATTERN reads.
+    pub fn pattern(&self) -> Result<u64> {
+        self.read(reg::PATTERN, Width::U32)
+    }
+
     /// `PATTERN` over `len` bytes at `dst`.
     pub fn fill(&self, dst: u64, len: u64, pattern: u32) -> Result<Answer> {
-        self.write(reg::PATTERN, Width::U32, pattern.into())?;
+        self.set_pattern(pattern)?;
         self.command(Command::Fill, 0, dst, len)
     }
 

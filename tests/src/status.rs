@@ -162,7 +162,7 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-fn find<'a>(value: &'a Value, is: impl Fn(&Value) -> bool) -> Option<&'a Value> {
+fn find(value: &Value, is: impl Fn(&Value) -> bool) -> Option<&Value> {
     list(value).iter().find(|entry| is(entry))
 }
 

@@ -118,7 +118,8 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
         BOOT,
     )?;
     ensure!(
-        !failed.success() && !failed.timed_out,
+        // Or it has no bytes any more.
+        !failed.timed_out && (!failed.success() || failed.stderr.contains("0+0 records in")),
         "I/O without a lender: {failed}"
     );
     ensure!(backend.is_running()?);

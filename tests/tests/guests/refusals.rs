@@ -31,25 +31,8 @@ pub fn private_guest_ram_is_refused_with_the_option_to_add(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
-    let testbed = testbed()?;
-    let mut args: Vec<String> = ["-machine", "q35", "-m", "512M", "-name", "a"]
-        .map(str::to_owned)
-        .into();
-    args.extend(testbed.accel().args().map(str::to_owned));
-    for id in ["disk0", "dma0"] {
-        let socket = cluster.folder().join("vm/a").join(format!("{id}.sock"));
-        args.extend([
-            "-device".to_owned(),
-            serde_json::json!({
-                "driver": "vfio-user-pci",
-                "socket": { "type": "unix", "path": socket.to_str() },
-            })
-            .to_string(),
-        ]);
-    }
-    let vm = testbed.vm("a").base(testbed.qemu(), args).launch()?;
-    let guest = Guest::adopt(cluster, vm);
-    guest.wait_agent(BOOT)?;
+    let private = ["-machine", "q35", "-m", "512M", "-name", "a"];
+    let guest = own_qemu(cluster, &private, &["disk0", "dma0"])?;
     let error = refused(cluster, &guest)?;
     let expected = "is not shared with the backend: start QEMU with `-object \
         memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`";
@@ -61,6 +44,30 @@ pub fn private_guest_ram_is_refused_with_the_option_to_add(
     passed()
 }
 
+/// A guest in a QEMU that a user starts by hand, without what `farside qemu`
+/// checks before.
+fn own_qemu<'a>(
+    cluster: &'a Cluster,
+    machine: &[&str],
+    devices: &[&str],
+) -> anyhow::Result<Guest<'a>> {
+    let testbed = testbed()?;
+    let mut args: Vec<String> = machine.iter().map(|&arg| arg.to_owned()).collect();
+    args.extend(testbed.accel().args().map(str::to_owned));
+    for id in devices {
+        let socket = cluster.folder().join("vm/a").join(format!("{id}.sock"));
+        let device = serde_json::json!({
+            "driver": "vfio-user-pci",
+            "socket": { "type": "unix", "path": socket.to_str() },
+        });
+        args.extend(["-device".to_owned(), device.to_string()]);
+    }
+    let vm = testbed.vm("a").base(testbed.qemu(), args).launch()?;
+    let guest = Guest::adopt(cluster, vm);
+    guest.wait_agent(BOOT)?;
+    Ok(guest)
+}
+
 pub fn a_guest_too_large_for_the_window_is_told_what_fits(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
@@ -69,17 +76,34 @@ pub fn a_guest_too_large_for_the_window_is_told_what_fits(
     let config = cluster.file("lender.toml", text)?;
     let _lender = cluster.lend(&["--config", &config.display().to_string()])?;
     let backend = cluster.serve("a", &["dma0"]).start()?;
-    let guest = cluster.guest("a").memory(1024 * MIB).boot()?;
-    let error = refused(cluster, &guest)?;
-    for part in [
-        "1 GiB",
-        "128 consecutive LUT entries",
-        "512 MiB",
-        "fits",
-        "bar_size to 1 GiB",
-    ] {
-        ensure!(error.contains(part), "no {part:?} in: {error}");
+    let says = |error: &str| -> anyhow::Result<()> {
+        for part in [
+            "of 1 GiB",
+            "128",
+            "of at most 512 MiB fits",
+            "bar_size to 1 GiB",
+        ] {
+            ensure!(error.contains(part), "no {part:?} in: {error}");
+        }
+        Ok(())
+    };
+    // Before the VM boots, where farside starts it.
+    match cluster.guest("a").memory(1024 * MIB).start() {
+        Ok(_) => anyhow::bail!("a guest that does not fit was started"),
+        Err(error) => says(&format!("{error:#}").replace("over 1 GiB", "of 1 GiB"))?,
     }
+    // At bus-master enable, where it does not.
+    let by_hand = [
+        "-machine",
+        "q35,memory-backend=mem",
+        "-m",
+        "1G",
+        "-object",
+        "memory-backend-memfd,id=mem,size=1G,share=on",
+    ];
+    let guest = own_qemu(cluster, &by_hand, &["dma0"])?;
+    let error = refused(cluster, &guest)?;
+    says(&error)?;
     ensure!(backend.log().contains(&error), "{}", backend.log());
     drop(guest);
     cluster.wait_free("dma0")?;
