@@ -4,7 +4,7 @@
 use std::{
     ffi::OsString,
     fs,
-    os::unix::{ffi::OsStrExt, fs::FileTypeExt},
+    os::unix::{ffi::OsStrExt, fs::FileTypeExt, process::CommandExt},
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -171,6 +171,8 @@ impl Scene {
             command.args(["-cpu", "max,la57=off"]);
         }
         command.arg("-S");
+        // As for the others: a terminal's Ctrl-C does not reach it.
+        command.process_group(0);
         let vm = staged
             .launch_with(command)
             .with_context(|| self.last_words())?;
