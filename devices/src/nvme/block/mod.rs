@@ -13,6 +13,7 @@
 //! Nothing is allocated per transfer once a tag's vectors have grown.
 
 mod image;
+mod inline;
 mod threads;
 mod transfer;
 mod uring;
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 
 pub use image::{Image, ImageAccess, ImageError};
 
+use inline::Inline;
 use threads::Threads;
 use transfer::{Job, Step, Transfer};
 use uring::Uring;
@@ -137,6 +139,7 @@ pub struct BlockQueue {
     // is no longer in use when that goes.
     engine: Box<dyn Engine>,
     transfers: Box<[Transfer]>,
+    inline: Inline,
     in_flight: usize,
     finished: Vec<(Tag, i32)>,
     done: Vec<(Tag, Result<(), BlockError>)>,
@@ -162,6 +165,7 @@ impl BlockQueue {
         Ok(Self {
             engine,
             transfers: (0..depth).map(|_| Transfer::default()).collect(),
+            inline: Inline::default(),
             in_flight: 0,
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
@@ -245,6 +249,11 @@ impl BlockQueue {
     }
 
     fn queue(&mut self, tag: Tag, op: RawOp) {
+        // SAFETY: as below, and the call is over before anything changes.
+        if let Some(result) = unsafe { self.inline.try_now(&self.file, &op) } {
+            self.finished.push((tag, result));
+            return;
+        }
         // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
         // `tag`, which point it at the transfer's own iovecs. These and what
         // they name (guest slices, which keep their mapping alive; scratch;
@@ -301,7 +310,9 @@ impl BlockQueue {
     /// out-of-date readiness of the wake descriptor, so that after a false
     /// the owner may sleep on it.
     pub fn is_busy(&mut self) -> bool {
-        !self.all_submitted || !self.done.is_empty() || self.engine.has_finished()
+        // The engine is asked in any case: it clears its readiness.
+        let finished = self.engine.has_finished() || !self.finished.is_empty();
+        !self.all_submitted || !self.done.is_empty() || finished
     }
 
     /// Readable when something has finished.
@@ -313,7 +324,7 @@ impl BlockQueue {
     pub fn drain(&mut self) {
         while self.in_flight > 0 {
             self.turn();
-            if self.in_flight > 0 && self.all_submitted {
+            if self.in_flight > 0 && self.all_submitted && self.finished.is_empty() {
                 self.engine.wait();
             }
         }
