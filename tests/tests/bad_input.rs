@@ -292,7 +292,7 @@ fn fake_qemu(cluster: &Cluster, script: &str) -> String {
     path.display().to_string()
 }
 
-fn run_qemu<'a>(path: &'a str) -> Vec<&'a str> {
+fn run_qemu(path: &str) -> Vec<&str> {
     vec![
         "qemu", "--vm", "a", "--device", "dma0", "--run", "--qemu", path,
     ]
