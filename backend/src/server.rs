@@ -8,9 +8,12 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
-    timerfd_settime,
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    },
 };
 
 use crate::{
@@ -69,6 +72,14 @@ struct Client {
     session: Session,
 }
 
+impl Client {
+    fn has_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.connection, PollFlags::empty())];
+        let ready = poll(&mut fds, Some(&Timespec::default()));
+        ready.is_ok_and(|ready| ready != 0)
+    }
+}
+
 impl DeviceServer {
     pub(crate) fn new(device: Device, socket: &Path) -> Result<Self, ServerError> {
         let listener = Listener::bind(socket)?;
@@ -97,6 +108,11 @@ impl DeviceServer {
         static CONNECTED: RateLimit = RateLimit::new();
         static FAILED: RateLimit = RateLimit::new();
 
+        // The last client's end may be waiting to be told in this same round:
+        // a VM that is started again at once is not to be turned away for it.
+        if self.client.as_ref().is_some_and(Client::has_hung_up) {
+            self.drop_client(&ConnectionError::Closed);
+        }
         let slot = match self.client {
             Some(_) => Slot::Taken,
             None if self.is_leaving() => return,

@@ -223,6 +223,10 @@ impl<'a> LeaseLoop<'a> {
                         self.with_bus(|device, bus| device.bar_read(bar, offset, data, bus));
                     }
                     let value = u64::from_le_bytes(data);
+                    // As on PCIe, where a completion does not pass messages.
+                    if self.irq.relay_waits() {
+                        self.send_relayed();
+                    }
                     self.registers
                         .send(&Event::Data { value }, &[], SEND_TIMEOUT)
                         .map_err(End::PeerGone)?;

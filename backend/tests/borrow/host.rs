@@ -1,0 +1,269 @@
+//! A lender and backends, each on a thread, on sockets in a temporary folder.
+
+use std::{
+    io::Read,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use farside_backend::{Backend, Config, Interrupts};
+use farside_control::{Client, DeviceStatus, Wakeup};
+use farside_fabric::{NtbLimits, Usage, pin::PinPolicy};
+use farside_lender::{
+    Lender,
+    config::{DeviceConfig, Model},
+};
+use serde_json::Value;
+
+use crate::vmm::Vmm;
+
+/// How long anything may take that is not about time.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+
+/// The DMA test device.
+pub const DMA: &str = "dma0";
+/// The NVMe drive.
+pub const DISK: &str = "disk0";
+/// Bytes of its image.
+pub const DISK_SIZE: u64 = 16 << 20;
+
+/// Waits until `done`, which asks somebody, so that this is no busy loop.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A host with a lender.
+pub struct Host {
+    lender: Option<RunningLender>,
+    limits: NtbLimits,
+    devices: Vec<DeviceConfig>,
+    dir: tempfile::TempDir,
+}
+
+struct RunningLender {
+    stop: Wakeup,
+    thread: JoinHandle<()>,
+}
+
+impl Host {
+    /// One that lends a DMA test device.
+    pub fn new() -> Self {
+        Self::lending(NtbLimits::default(), |_| vec![dma_test(DMA)])
+    }
+
+    /// One that lends an NVMe drive.
+    pub fn with_disk() -> Self {
+        Self::lending(NtbLimits::default(), |dir| vec![disk(DISK, dir)])
+    }
+
+    /// One that lends these, through an adapter with these limits.
+    pub fn lending(limits: NtbLimits, devices: impl FnOnce(&Path) -> Vec<DeviceConfig>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let devices = devices(dir.path());
+        let mut host = Self {
+            lender: None,
+            limits,
+            devices,
+            dir,
+        };
+        host.start_lender();
+        host
+    }
+
+    pub fn lender_socket(&self) -> PathBuf {
+        self.dir.path().join("lender.sock")
+    }
+
+    pub fn folder(&self, vm: &str) -> PathBuf {
+        self.dir.path().join(vm)
+    }
+
+    pub fn start_lender(&mut self) {
+        let lender = Lender::start(farside_lender::config::Config {
+            name: "test".into(),
+            socket: self.lender_socket(),
+            fabric: self.limits.clone(),
+            device: self.devices.clone(),
+            ..Default::default()
+        })
+        .unwrap();
+        let stop = lender.stop_handle();
+        let thread = std::thread::spawn(move || lender.run().unwrap());
+        self.lender = Some(RunningLender { stop, thread });
+    }
+
+    /// Returns when it has taken every device back and is gone.
+    pub fn stop_lender(&mut self) {
+        if let Some(RunningLender { stop, thread }) = self.lender.take() {
+            stop.raise();
+            thread.join().unwrap();
+        }
+    }
+
+    /// What it lends from its next start on.
+    pub fn lend_instead(&mut self, devices: Vec<DeviceConfig>) {
+        self.devices = devices;
+    }
+
+    /// The lender's word on a device.
+    pub fn lender_status(&self, device: &str) -> DeviceStatus {
+        let mut client = Client::connect(&self.lender_socket(), None).unwrap();
+        client.status(device).unwrap()
+    }
+
+    /// A configuration of a backend for `vm`.
+    pub fn config(&self, vm: &str, devices: &[&str]) -> Config {
+        Config {
+            vm: vm.into(),
+            folder: self.folder(vm),
+            devices: devices.iter().map(|&id| id.to_owned()).collect(),
+            lenders: vec![self.lender_socket()],
+            interrupts: Interrupts::Direct,
+            pin_policy: PinPolicy::Prefer,
+            open_timeout: Duration::from_millis(4500),
+        }
+    }
+
+    /// A backend that serves the device to VM `a`.
+    pub fn serve(&self, device: &str) -> Served {
+        Served::start(self.config("a", &[device]))
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.stop_lender();
+    }
+}
+
+pub fn dma_test(id: &str) -> DeviceConfig {
+    DeviceConfig {
+        id: id.into(),
+        model: Model::dma_test(),
+    }
+}
+
+pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
+    let path = dir.join(format!("{id}.img"));
+    let image = std::fs::File::create(&path).unwrap();
+    image.set_len(DISK_SIZE).unwrap();
+    DeviceConfig {
+        id: id.into(),
+        model: Model::nvme(path),
+    }
+}
+
+/// A running backend.
+pub struct Served {
+    folder: PathBuf,
+    stop: Wakeup,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    pub fn start(config: Config) -> Self {
+        let backend = Backend::start(&config).unwrap();
+        let stop = Wakeup::new().unwrap();
+        let raised = stop.clone();
+        let thread = std::thread::spawn(move || backend.run(raised).unwrap());
+        Self {
+            folder: config.folder,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    /// Returns when it has given every device back and is gone.
+    pub fn stop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.stop.raise();
+            thread.join().unwrap();
+        }
+    }
+
+    pub fn socket(&self, device: &str) -> PathBuf {
+        self.folder.join(format!("{device}.sock"))
+    }
+
+    /// A client that has not said anything.
+    pub fn connect(&self, device: &str) -> Vmm {
+        Vmm::connect(&self.socket(device))
+    }
+
+    /// A client that has negotiated the version.
+    pub fn client(&self, device: &str) -> Vmm {
+        let mut vmm = self.connect(device);
+        vmm.negotiate().unwrap();
+        vmm
+    }
+
+    /// The backend's word on its first device.
+    pub fn status(&self) -> Value {
+        self.full_status()["devices"][0].clone()
+    }
+
+    pub fn full_status(&self) -> Value {
+        let mut socket = UnixStream::connect(self.folder.join("status")).unwrap();
+        socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut report = Vec::new();
+        socket.read_to_end(&mut report).unwrap();
+        serde_json::from_slice(&report).unwrap()
+    }
+
+    pub fn state(&self) -> String {
+        self.status()["state"].as_str().unwrap().to_owned()
+    }
+
+    pub fn last_error(&self) -> String {
+        match &self.status()["last_error"] {
+            Value::String(error) => error.clone(),
+            other => panic!("last_error is {other}"),
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // A test that fails shall say why itself.
+        if !std::thread::panicking() {
+            self.stop();
+        }
+    }
+}
+
+/// Both sides agree that nothing is open or pinned.
+#[track_caller]
+pub fn assert_closed(host: &Host, served: &Served, device: &str, state: &str) {
+    let status = served.status();
+    assert_eq!(status["state"], state, "{status}");
+    for name in ["bytes_pinned", "bytes_locked", "dma_windows", "lut_entries"] {
+        assert_eq!(status[name], 0, "{name} in {status}");
+    }
+    let lender = host.lender_status(device);
+    assert!(!lender.bus_master);
+    assert_eq!(lender.usage, Usage::default());
+    let holder = lender.entry.borrowed_by.map(|holder| holder.vm);
+    let expected = (state == "leased").then_some("a");
+    assert_eq!(holder.as_deref(), expected);
+}
+
+/// Both sides agree that so much RAM is reached through so many windows.
+#[track_caller]
+pub fn assert_open(host: &Host, served: &Served, device: &str, bytes: u64, windows: u32) {
+    let status = served.status();
+    assert_eq!(status["state"], "ready", "{status}");
+    assert_eq!(status["bytes_pinned"], bytes, "{status}");
+    assert_eq!(status["dma_windows"], windows, "{status}");
+    let lender = host.lender_status(device);
+    assert!(lender.bus_master);
+    assert_eq!(lender.usage.bytes_mapped, bytes);
+    assert_eq!(lender.usage.windows, windows);
+    assert_eq!(status["lut_entries"], lender.usage.lut_entries);
+    assert_eq!(lender.entry.borrowed_by.unwrap().vm, "a");
+}

@@ -1,0 +1,237 @@
+//! Lenders that go away, come back, or stop to answer.
+
+use std::{
+    os::fd::AsFd,
+    sync::mpsc,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    Channel, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener, Reply, Request,
+};
+use farside_devices::{
+    Device as _,
+    dma_test::{self, DmaTest, reg},
+};
+use rustix::io::Errno;
+
+use crate::{
+    guest::{
+        BUS_MASTER, CONFIG, Event, MEMORY, SMALL, command, enable, fill, raise, read_u32,
+        set_command, small,
+    },
+    host::{DEADLINE, DMA, Host, Served, assert_closed, assert_open, until},
+    vmm::{DATA_EVENTFD, TRIGGER},
+};
+
+#[test]
+fn a_backend_outlives_its_lender_and_finds_the_next_one() {
+    let mut host = Host::new();
+    let served = host.serve(DMA);
+    let mut vmm = served.client(DMA);
+    let ram = small(&mut vmm);
+    let event = Event::new();
+    vmm.set_irqs(2, DATA_EVENTFD | TRIGGER, 0, 1, &[&event])
+        .unwrap();
+    vmm.reset().unwrap();
+    assert!(enable(&mut vmm));
+    let epoch = served.status()["epoch"].as_u64().unwrap();
+    host.stop_lender();
+    until("the loss is seen", || served.state() == "lost");
+
+    // As a device that was pulled out.
+    assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
+    assert_eq!(read_u32(&mut vmm, CONFIG, 0), !0);
+    vmm.try_write(0, reg::SCRATCH, &[1; 4]).unwrap();
+    let status = served.status();
+    assert_eq!(
+        (&status["bytes_pinned"], &status["dma_windows"]),
+        (&0.into(), &0.into())
+    );
+    // Everything else of the protocol goes on.
+    vmm.map(8 << 30, SMALL, ram.fd(0)).unwrap();
+    vmm.unmap(8 << 30, SMALL).unwrap();
+    set_command(&mut vmm, MEMORY | BUS_MASTER);
+    assert_eq!(served.state(), "lost");
+    assert_eq!(vmm.reset(), Err(Errno::NODEV), "still away");
+    assert_eq!(served.state(), "lost");
+
+    host.start_lender();
+    assert_eq!(
+        read_u32(&mut vmm, 0, reg::ID),
+        !0,
+        "the guest has not reset it"
+    );
+    vmm.reset().unwrap();
+    assert_closed(&host, &served, DMA, "leased");
+    assert!(served.status()["epoch"].as_u64().unwrap() > epoch);
+    assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
+    assert_eq!(command(&mut vmm), 0);
+    assert!(enable(&mut vmm));
+    assert_open(&host, &served, DMA, SMALL, 1);
+    assert!(!fill(&mut vmm, 0, 0x1000, 3).faulted());
+    ram.assert_filled(0, 0x1000, 3);
+    // The vectors were handed on.
+    raise(&mut vmm, 0);
+    assert_eq!(event.wait(), 1);
+}
+
+#[test]
+fn a_client_of_a_lost_device_can_go_and_the_next_gets_the_new_lender() {
+    let mut host = Host::new();
+    let served = host.serve(DMA);
+    let mut vmm = served.client(DMA);
+    vmm.reset().unwrap();
+    host.stop_lender();
+    until("the loss is seen", || served.state() == "lost");
+    drop(vmm);
+    until("the client is forgotten", || served.state() == "described");
+    host.start_lender();
+    let mut vmm = served.client(DMA);
+    vmm.reset().unwrap();
+    assert_closed(&host, &served, DMA, "leased");
+}
+
+/// What a lender of ours stops to do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mute {
+    Registers,
+    FarUnmap,
+}
+
+/// A lender that answers everything, until it does not.
+struct Muted {
+    /// Raised when the backend hung up.
+    left: mpsc::Receiver<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Muted {
+    /// Listens once it returns.
+    fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
+        let listener = Listener::bind(&socket).unwrap();
+        let (leave, left) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            // Lookup, check, lease.
+            for _ in 0..3 {
+                let peer = loop {
+                    if let Some(peer) = listener.accept().unwrap() {
+                        break peer;
+                    }
+                    let mut fds = [rustix::event::PollFd::new(
+                        &listener,
+                        rustix::event::PollFlags::IN,
+                    )];
+                    rustix::event::poll(&mut fds, None).unwrap();
+                };
+                Self::serve(peer, mute);
+            }
+            leave.send(()).unwrap();
+        });
+        Self { left, thread }
+    }
+
+    fn serve(mut peer: Channel, mute: Mute) {
+        let mut registers = Vec::new();
+        while let Ok((Envelope { request, .. }, _)) = peer.receive::<Envelope>(DEADLINE) {
+            let mut fds = Vec::new();
+            let reply = match request {
+                Request::Hello { .. } => Reply::Welcome {
+                    lender: "muted".into(),
+                },
+                Request::Describe { .. } => {
+                    Reply::Description(Box::new(DmaTest::new().description().clone()))
+                }
+                Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {
+                    entry: DeviceEntry {
+                        id: DMA.into(),
+                        source: "model".into(),
+                        summary: String::new(),
+                        borrowed_by: None,
+                    },
+                    bus_master: false,
+                    usage: Default::default(),
+                    interrupts: Vec::new(),
+                    faults: Default::default(),
+                    counters: Vec::new(),
+                })),
+                Request::Borrow { .. } => {
+                    let (ours, theirs) = Channel::pair().unwrap();
+                    fds.push(theirs.into_socket());
+                    registers.push(ours);
+                    Reply::Lease { epoch: Epoch(7) }
+                }
+                Request::OpenWindow { .. } => Reply::Window { lut_entries: 1 },
+                Request::FarUnmap { .. } if mute == Mute::FarUnmap => continue,
+                _ => Reply::Done,
+            };
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            peer.send(&reply, &fds, DEADLINE).unwrap();
+        }
+    }
+}
+
+/// A backend of a lender that goes mute, and how long its VMM would wait.
+fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("lender.sock");
+    let lender = Muted::start(socket.clone(), mute);
+    let served = Served::start(farside_backend::Config {
+        vm: "a".into(),
+        folder: dir.path().join("a"),
+        devices: vec![DMA.into()],
+        lenders: vec![socket],
+        interrupts: Default::default(),
+        pin_policy: farside_fabric::pin::PinPolicy::Prefer,
+        open_timeout: Duration::from_secs(4),
+    });
+    (dir, lender, served)
+}
+
+/// QEMU's message timeout, after which the VM does without.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[test]
+fn a_register_read_that_is_not_answered_is_all_ones_in_time() {
+    let (_dir, lender, served) = muted(Mute::Registers);
+    let mut vmm = served.client(DMA);
+    vmm.reset().unwrap();
+    let started = Instant::now();
+    assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
+    assert!(
+        started.elapsed() < MESSAGE_TIMEOUT,
+        "{:?}",
+        started.elapsed()
+    );
+    assert_eq!(served.state(), "lost");
+    // Hanging up was the first thing that it was told.
+    lender.left.recv_timeout(DEADLINE).unwrap();
+    lender.thread.join().unwrap();
+    // The next read does not wait again.
+    assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
+}
+
+/// The call that timed out may be answered late: nothing else is sent on its
+/// connection, which closes, and that is what stops the device.
+#[test]
+fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
+    let (_dir, lender, served) = muted(Mute::FarUnmap);
+    let mut vmm = served.client(DMA);
+    let _ram = small(&mut vmm);
+    vmm.reset().unwrap();
+    assert!(enable(&mut vmm));
+    assert_eq!(served.state(), "ready");
+    vmm.unmap(0, SMALL).unwrap();
+    assert!(
+        lender.left.try_recv().is_ok(),
+        "answered before the lender hung up"
+    );
+    let status = served.status();
+    assert_eq!(status["state"], "lost");
+    assert_eq!(
+        (&status["bytes_pinned"], &status["dma_windows"]),
+        (&0.into(), &0.into())
+    );
+    lender.thread.join().unwrap();
+}

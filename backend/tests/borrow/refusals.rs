@@ -1,0 +1,147 @@
+//! Who wants a device that he cannot have.
+
+use std::time::Duration;
+
+use farside_backend::{Backend, StartError};
+use farside_devices::dma_test::{self, reg};
+use farside_fabric::NtbLimits;
+use rustix::io::Errno;
+
+use crate::{
+    guest::{CONFIG, enable, read_u32, small},
+    host::{DMA, Host, Served, assert_closed, disk, dma_test, until},
+    vmm::Vmm,
+};
+
+#[test]
+fn a_taken_device_is_refused_at_the_version_by_its_holders_name() {
+    let host = Host::new();
+    let first = host.serve(DMA);
+    let mut vmm = first.client(DMA);
+    vmm.reset().unwrap();
+    let second = Served::start(host.config("b", &[DMA]));
+    let mut refused = second.connect(DMA);
+    assert_eq!(refused.negotiate(), Err(Errno::BUSY));
+    refused.expect_closed();
+    let error = second.last_error();
+    assert!(error.contains("borrowed by VM a"), "{error}");
+    // The first is not disturbed, and the second can have it afterwards.
+    assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
+    drop(vmm);
+    until("the device is returned", || first.state() == "described");
+    let mut vmm = second.client(DMA);
+    vmm.reset().unwrap();
+    assert_eq!(second.state(), "leased");
+}
+
+/// Both have connected; the one that resets first gets it.
+#[test]
+fn a_device_that_was_taken_in_between_reads_as_absent() {
+    let host = Host::new();
+    let (first, second) = (host.serve(DMA), Served::start(host.config("b", &[DMA])));
+    let mut winner = first.client(DMA);
+    let mut loser = second.client(DMA);
+    winner.reset().unwrap();
+    assert_eq!(loser.reset(), Err(Errno::BUSY));
+    assert_eq!(read_u32(&mut loser, CONFIG, 0), !0);
+    assert_eq!(read_u32(&mut loser, 0, reg::ID), !0);
+    loser.try_write(0, reg::SCRATCH, &[1; 4]).unwrap();
+    let _ram = small(&mut loser);
+    loser.try_write(CONFIG, 4, &4u16.to_le_bytes()).unwrap();
+    assert_eq!(second.state(), "described");
+    assert_eq!(second.status()["bytes_pinned"], 0);
+    drop(winner);
+    until("the device is returned", || first.state() == "described");
+    // The guest is reset, and finds it.
+    loser.reset().unwrap();
+    assert_eq!(read_u32(&mut loser, 0, reg::ID), dma_test::ID);
+    assert!(enable(&mut loser));
+}
+
+#[test]
+fn a_lender_that_is_away_refuses_the_version() {
+    let mut host = Host::new();
+    let served = host.serve(DMA);
+    host.stop_lender();
+    let mut vmm = served.connect(DMA);
+    assert_eq!(vmm.negotiate(), Err(Errno::NODEV));
+    vmm.expect_closed();
+    let error = served.last_error();
+    assert!(error.contains("is `farside lend` running?"), "{error}");
+    host.start_lender();
+    served.client(DMA).reset().unwrap();
+}
+
+#[test]
+fn a_device_that_is_another_one_now_is_refused() {
+    let mut host = Host::new();
+    let served = host.serve(DMA);
+    host.stop_lender();
+    let dir = tempfile::tempdir().unwrap();
+    host.lend_instead(vec![disk(DMA, dir.path())]);
+    host.start_lender();
+    let mut vmm = served.connect(DMA);
+    assert_eq!(vmm.negotiate(), Err(Errno::IO));
+    assert!(served.last_error().contains("restart the backend"));
+}
+
+#[test]
+fn an_adapter_without_requester_entries_refuses_by_the_limits_name() {
+    let limits = NtbLimits {
+        requester_entries: 3,
+        reserved_requesters: 1,
+        ..NtbLimits::default()
+    };
+    let ids = ["dma0", "dma1", "dma2"];
+    let host = Host::lending(limits, |_| ids.iter().map(|id| dma_test(id)).collect());
+    let served = Served::start(host.config("a", &ids));
+    let mut clients: Vec<Vmm> = ids.iter().map(|id| served.client(id)).collect();
+    clients[0].reset().unwrap();
+    clients[1].reset().unwrap();
+    assert_eq!(clients[2].reset(), Err(Errno::NOSPC));
+    let error = served.full_status()["devices"][2]["last_error"].to_string();
+    assert!(error.contains("requester_entries = 3"), "{error}");
+    assert_eq!(host.lender_status("dma2").entry.borrowed_by, None);
+    // One is returned: its entry is free at once.
+    drop(clients.remove(0));
+    until("the device is returned", || served.state() == "described");
+    clients[1].reset().unwrap();
+}
+
+#[test]
+fn a_bus_master_enable_that_takes_too_long_is_refused() {
+    let host = Host::new();
+    let served = Served::start(farside_backend::Config {
+        open_timeout: Duration::ZERO,
+        ..host.config("a", &[DMA])
+    });
+    let mut vmm = served.client(DMA);
+    let _ram = small(&mut vmm);
+    vmm.reset().unwrap();
+    assert!(!enable(&mut vmm));
+    assert_closed(&host, &served, DMA, "leased");
+    let error = served.last_error();
+    assert!(error.contains("longer message timeout"), "{error}");
+}
+
+fn start_error(config: farside_backend::Config) -> StartError {
+    match Backend::start(&config) {
+        Err(error) => error,
+        Ok(_) => panic!("it starts"),
+    }
+}
+
+#[test]
+fn a_backend_that_cannot_start_says_why() {
+    let mut host = Host::new();
+    let message = |config| start_error(config).to_string();
+    assert!(message(host.config("a", &[])).contains("no device to serve"));
+    assert!(message(host.config("a", &[DMA, DMA])).contains("named twice"));
+    assert!(message(host.config("a", &["dma7"])).contains("no lender has device \"dma7\""));
+    assert!(message(host.config("../a", &[DMA])).contains("VM name \"../a\""));
+    assert!(message(host.config("a", &["x/y"])).contains("device id \"x/y\""));
+    let _served = host.serve(DMA);
+    assert!(message(host.config("a", &[DMA])).contains("VM a has a backend already"));
+    host.stop_lender();
+    assert!(message(host.config("b", &[DMA])).contains("cannot reach the lender"));
+}
