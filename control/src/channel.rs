@@ -224,6 +224,8 @@ impl Channel {
         if received.bytes == 0 {
             return Err(ChannelError::Closed);
         }
+        // What follows the message is ignored: a later version of ours may say
+        // more in its Hello, and is to be refused by its number.
         let message = postcard::from_bytes(&self.buffer[..received.bytes])?;
         Ok(Some((message, fds)))
     }

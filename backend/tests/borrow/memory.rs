@@ -64,7 +64,7 @@ fn copies_and_checksums_go_through_both_windows() {
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0u32, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
-            crc >> 1 ^ 0x82f6_3b78 * (crc & 1)
+            (crc >> 1) ^ (0x82f6_3b78 * (crc & 1))
         })
     })
 }

@@ -1,0 +1,172 @@
+//! What a lease allows, and how it ends.
+
+use std::os::{fd::AsFd, unix::fs::FileExt};
+
+use farside_control::{Channel, Epoch, ErrorKind, Reply, Request};
+use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg};
+use farside_fabric::NtbLimits;
+
+use crate::peer::{DEVICE, Running, memory, read, write};
+
+const MIB: u64 = 1 << 20;
+const FAR: u64 = 64 << 30;
+
+/// Fills as much as one command can, at `dst`.
+fn start_fill(registers: &mut Channel, dst: u64) {
+    write(registers, 0, reg::DST, 8, dst);
+    write(registers, 0, reg::LENGTH, 4, MAX_LENGTH.into());
+    write(registers, 0, reg::PATTERN, 4, 0xffff_ffff);
+    write(registers, 0, reg::COMMAND, 4, Command::Fill as u64);
+}
+
+#[test]
+fn a_stale_epoch_has_no_effect() {
+    let lender = Running::new();
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    let epoch = peer.epoch;
+    for stale in [
+        Epoch(0),
+        Epoch(epoch.0 - 1),
+        Epoch(epoch.0 + 1),
+        Epoch(u64::MAX),
+    ] {
+        peer.epoch = stale;
+        for request in [Request::EnableBusMaster, Request::Reset, Request::Return] {
+            let numbers = [epoch.to_string(), stale.to_string()];
+            let numbers = numbers.each_ref().map(String::as_str);
+            let kind = peer.refused(request, &[], &numbers);
+            assert_eq!(kind, ErrorKind::StaleEpoch);
+        }
+    }
+    assert!(!lender.status(DEVICE).bus_master);
+    peer.epoch = epoch;
+    peer.call(Request::EnableBusMaster, &[]).unwrap();
+    assert_eq!(read(&mut registers, 0, reg::ID, 4) as u32, dma_test::ID);
+}
+
+#[test]
+fn a_restarted_lender_gives_out_larger_epochs() {
+    let mut first = Running::new();
+    let epoch = (0..50)
+        .map(|_| {
+            let (mut peer, _registers) = first.borrow(DEVICE, "a");
+            peer.call(Request::Return, &[]).unwrap();
+            peer.epoch
+        })
+        .max();
+    first.stop();
+    // It knows of none of those leases.
+    let later = Running::new();
+    let (peer, _registers) = later.borrow(DEVICE, "a");
+    assert!(Some(peer.epoch) > epoch);
+}
+
+#[test]
+fn closing_the_connection_returns_the_device_whenever_it_happens() {
+    let lender = Running::new();
+    let ram = memory(MAX_LENGTH.into());
+    // With the request to borrow under way.
+    let mut peer = lender.hello("a");
+    let sram = memory(SRAM_SIZE);
+    let device = DEVICE.to_owned();
+    peer.post(Request::Borrow { device }, &[sram.as_fd()]);
+    drop(peer);
+    lender.wait_until_free(DEVICE);
+
+    // With everything open and DMA running.
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    peer.open(&ram, 0, FAR, MAX_LENGTH.into());
+    start_fill(&mut registers, 0);
+    drop((peer, registers));
+    lender.wait_until_free(DEVICE);
+    let marks = vec![0x5a; MAX_LENGTH as usize];
+    ram.write_all_at(&marks, 0).unwrap();
+    let (mut peer, registers) = lender.borrow(DEVICE, "b");
+    let mut found = vec![0; MAX_LENGTH as usize];
+    ram.read_exact_at(&mut found, 0).unwrap();
+    assert!(found == marks, "the last lease writes on");
+
+    // With only the register channel closed.
+    peer.open(&ram, 0, FAR, MAX_LENGTH.into());
+    drop(registers);
+    peer.expect_closed();
+    lender.wait_until_free(DEVICE);
+
+    // With only the sending half shut, as a backend that hangs up does: the
+    // lender closes when all is undone.
+    let (mut peer, _registers) = lender.borrow(DEVICE, "a");
+    peer.open(&ram, 0, FAR, MAX_LENGTH.into());
+    peer.channel.shut_down_sending().unwrap();
+    peer.expect_closed();
+    assert_eq!(lender.holder(DEVICE), None);
+}
+
+#[test]
+fn a_stopped_lender_takes_everything_back() {
+    let mut lender = Running::new();
+    let ram = memory(MAX_LENGTH.into());
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    let mut idle = lender.hello("b");
+    peer.open(&ram, 0, FAR, MAX_LENGTH.into());
+    start_fill(&mut registers, 0);
+    lender.stop();
+    assert!(!lender.socket().exists());
+    ram.write_all_at(&[1; 4096], 0).unwrap();
+    peer.expect_closed();
+    idle.expect_closed();
+    let mut found = [0; 4096];
+    ram.read_exact_at(&mut found, 0).unwrap();
+    assert_eq!(found, [1; 4096]);
+}
+
+#[test]
+fn a_request_does_not_overtake_the_accesses_before_it() {
+    let lender = Running::new();
+    let ram = memory(MIB);
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    peer.open(&ram, 0, FAR, MIB);
+    for round in 0..200u64 {
+        let value = 0x0101_0101 * (round & 0xff);
+        write(&mut registers, 0, reg::DST, 8, 0);
+        write(&mut registers, 0, reg::LENGTH, 4, 4096);
+        write(&mut registers, 0, reg::PATTERN, 4, value);
+        write(&mut registers, 0, reg::COMMAND, 4, Command::Fill as u64);
+        // The command was given before the window closed.
+        peer.call(Request::CloseWindow { iova: 0 }, &[]).unwrap();
+        let mut found = [0; 4];
+        ram.read_exact_at(&mut found, 4092).unwrap();
+        assert_eq!(u64::from(u32::from_le_bytes(found)), value);
+        let (iova, far) = (0, FAR);
+        peer.call(
+            Request::OpenWindow {
+                iova,
+                far,
+                len: MIB,
+            },
+            &[],
+        )
+        .unwrap();
+    }
+}
+
+#[test]
+fn every_requester_entry_can_be_had_and_no_more() {
+    let lender = Running::with(31, NtbLimits::default());
+    let mut leases: Vec<_> = (0..30)
+        .map(|n| lender.borrow(&format!("dma{n}"), "a"))
+        .collect();
+    for _ in 0..20 {
+        let mut last = lender.hello("b");
+        let error = last.borrow("dma30").expect_err("no entry is left");
+        assert_eq!(error.kind, ErrorKind::Limit);
+        assert!(error.message.contains("requester_entries = 32"), "{error}");
+        assert_eq!(lender.holder("dma30"), None);
+        // An answer to Return means that the entry is free.
+        let (mut peer, _registers) = leases.pop().unwrap();
+        assert!(matches!(peer.call(Request::Return, &[]), Ok(Reply::Done)));
+        leases.push(lender.borrow("dma30", "b"));
+        let (mut peer, _registers) = leases.pop().unwrap();
+        peer.call(Request::Return, &[]).unwrap();
+        leases.push(lender.borrow("dma29", "a"));
+    }
+}

@@ -1,0 +1,7 @@
+//! The control protocol, spoken to a lender by backends that know it and by
+//! some that break its rules.
+
+mod before_lease;
+mod hostile;
+mod lease;
+mod peer;

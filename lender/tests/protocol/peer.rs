@@ -1,0 +1,263 @@
+//! A lender, and a peer that can send it anything.
+
+use std::{
+    fs::File,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply,
+    Request, VERSION, Wakeup,
+    registers::{Access, Event},
+};
+use farside_devices::dma_test::SRAM_SIZE;
+use farside_fabric::{NtbLimits, Usage};
+use farside_lender::{
+    Lender,
+    config::{Config, DeviceConfig, Model},
+};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+pub const DEADLINE: Duration = Duration::from_secs(20);
+pub const DEVICE: &str = "dma0";
+
+/// Waits until `done`, which asks somebody, so that this is no busy loop.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A lender that runs as long as this lives.
+pub struct Running {
+    dir: tempfile::TempDir,
+    stop: Wakeup,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Lends one DMA test device.
+    pub fn new() -> Self {
+        Self::with(1, NtbLimits::default())
+    }
+
+    /// Lends DMA test devices `dma0`, `dma1`, ...
+    pub fn with(devices: usize, fabric: NtbLimits) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let device = (0..devices).map(|n| DeviceConfig {
+            id: format!("dma{n}"),
+            model: Model::dma_test(),
+        });
+        let lender = Lender::start(Config {
+            name: "test".into(),
+            socket: dir.path().join("lender.sock"),
+            fabric,
+            device: device.collect(),
+            ..Config::default()
+        })
+        .unwrap();
+        let stop = lender.stop_handle();
+        let thread = std::thread::spawn(move || lender.run().unwrap());
+        Self {
+            dir,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    pub fn socket(&self) -> std::path::PathBuf {
+        self.dir.path().join("lender.sock")
+    }
+
+    pub fn peer(&self) -> Peer {
+        Peer::connect(&self.socket())
+    }
+
+    /// A peer that has said Hello for `vm`.
+    pub fn hello(&self, vm: &str) -> Peer {
+        let mut peer = self.peer();
+        let reply = peer.hello(VERSION, Some(vm)).unwrap();
+        assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
+        peer
+    }
+
+    /// A peer that has the device for `vm`, and the register channel.
+    pub fn borrow(&self, device: &str, vm: &str) -> (Peer, Channel) {
+        let mut peer = self.hello(vm);
+        let registers = peer.borrow(device).unwrap();
+        (peer, registers)
+    }
+
+    pub fn status(&self, device: &str) -> DeviceStatus {
+        Client::connect(&self.socket(), None)
+            .unwrap()
+            .status(device)
+            .unwrap()
+    }
+
+    pub fn holder(&self, device: &str) -> Option<String> {
+        self.status(device)
+            .entry
+            .borrowed_by
+            .map(|holder| holder.vm)
+    }
+
+    /// Waits until nobody has the device, and then nothing of it is open.
+    pub fn wait_until_free(&self, device: &str) {
+        until("the device is free", || self.holder(device).is_none());
+        let status = self.status(device);
+        assert_eq!(status.usage, Usage::default());
+        assert!(!status.bus_master);
+    }
+
+    /// Returns when it is gone.
+    pub fn stop(&mut self) {
+        self.stop.raise();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.stop();
+        }
+    }
+}
+
+/// A connection to a lender that checks nothing that it sends.
+pub struct Peer {
+    pub channel: Channel,
+    pub epoch: Epoch,
+}
+
+impl Peer {
+    pub fn connect(path: &Path) -> Self {
+        Self {
+            channel: Channel::connect(path, DEADLINE).unwrap(),
+            epoch: Epoch(0),
+        }
+    }
+
+    pub fn post(&mut self, request: Request, fds: &[BorrowedFd<'_>]) {
+        let epoch = self.epoch;
+        let envelope = Envelope { epoch, request };
+        self.channel.send(&envelope, fds, DEADLINE).unwrap();
+    }
+
+    pub fn reply(&mut self) -> Result<(Reply, Vec<OwnedFd>), RemoteError> {
+        match self.channel.receive::<Reply>(DEADLINE).unwrap() {
+            (Reply::Refused(error), _) => Err(error),
+            reply => Ok(reply),
+        }
+    }
+
+    pub fn call(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<Reply, RemoteError> {
+        self.post(request, fds);
+        self.reply().map(|(reply, _)| reply)
+    }
+
+    /// The kind of a refusal that names each of `words`.
+    #[track_caller]
+    pub fn refused(
+        &mut self,
+        request: Request,
+        fds: &[BorrowedFd<'_>],
+        words: &[&str],
+    ) -> ErrorKind {
+        let error = self.call(request, fds).unwrap_err();
+        for word in words {
+            assert!(error.message.contains(word), "no {word:?} in {error}");
+        }
+        error.kind
+    }
+
+    pub fn hello(&mut self, version: u32, vm: Option<&str>) -> Result<Reply, RemoteError> {
+        let vm = vm.map(str::to_owned);
+        self.call(Request::Hello { version, vm }, &[])
+    }
+
+    pub fn borrow(&mut self, device: &str) -> Result<Channel, RemoteError> {
+        let sram = memory(SRAM_SIZE);
+        let device = device.to_owned();
+        self.post(Request::Borrow { device }, &[sram.as_fd()]);
+        match self.reply()? {
+            (Reply::Lease { epoch }, fds) => {
+                self.epoch = epoch;
+                let socket = fds.into_iter().next().expect("a register channel");
+                Ok(Channel::from_socket(socket))
+            }
+            (other, _) => panic!("{other:?}"),
+        }
+    }
+
+    /// Maps `file` at `far`, with a window at `iova`, and lets the device
+    /// master the bus.
+    pub fn open(&mut self, file: &File, iova: u64, far: u64, len: u64) {
+        let map = Request::FarMap {
+            far,
+            len,
+            offset: 0,
+            writable: true,
+        };
+        self.call(map, &[file.as_fd()]).unwrap();
+        self.call(Request::OpenWindow { iova, far, len }, &[])
+            .unwrap();
+        self.call(Request::EnableBusMaster, &[]).unwrap();
+    }
+
+    /// Sends bytes that need not be a message.
+    pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        }
+        let iov = [IoSlice::new(bytes)];
+        sendmsg(&self.channel, &iov, &mut control, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// Waits for the lender to close the connection.
+    #[track_caller]
+    pub fn expect_closed(&mut self) {
+        match self.channel.receive::<Reply>(DEADLINE) {
+            Err(ChannelError::Closed) => {}
+            other => panic!("not closed: {other:?}"),
+        }
+    }
+}
+
+pub fn read(registers: &mut Channel, bar: u8, offset: u64, len: u8) -> u64 {
+    registers
+        .send(&Access::Read { bar, offset, len }, &[], DEADLINE)
+        .unwrap();
+    match registers.receive::<Event>(DEADLINE).unwrap().0 {
+        Event::Data { value } => value,
+        other => panic!("{other:?}"),
+    }
+}
+
+pub fn write(registers: &mut Channel, bar: u8, offset: u64, len: u8, value: u64) {
+    let access = Access::Write {
+        bar,
+        offset,
+        len,
+        value,
+    };
+    registers.send(&access, &[], DEADLINE).unwrap();
+}
+
+pub fn memory(len: u64) -> File {
+    let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    fd.into()
+}
