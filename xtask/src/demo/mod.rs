@@ -50,7 +50,10 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
         memory_mib: args.memory,
         cpus: CPUS,
     };
-    let images = tempfile::tempdir().context("creating a folder for the image")?;
+    let images = tempfile::Builder::new()
+        .prefix("farside-demo-")
+        .tempdir()
+        .context("creating a folder for the image")?;
     let image = images.path().join(format!("{DEVICE}.img"));
     File::create(&image)
         .and_then(|file| file.set_len(DRIVE))
