@@ -1,5 +1,7 @@
 //! When the device can reach the guest's RAM, and when nothing is pinned.
 
+use std::time::{Duration, Instant};
+
 use anyhow::ensure;
 use farside_qemu_configs::{Device, Vm as VmConfig, qemu_id};
 use farside_tests::{BOOT, Cluster, DmaTester, Guest, MIB, NVME, SHORT, Width};
@@ -183,52 +185,70 @@ pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Resul
     passed()
 }
 
-pub fn a_device_is_unplugged_and_plugged_in_again(cluster: &Cluster) -> anyhow::Result<Completion> {
+pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
-    let builder = cluster.guest("a").device("disk0");
     let mut config = VmConfig::new("a", 512 * MIB);
-    config.devices = ["disk0", "dma0"]
+    config.devices = ["dma0", "disk0"]
         .map(|id| Device {
             id: id.to_owned(),
             socket: cluster.folder().join("vm/a").join(format!("{id}.sock")),
             bootindex: None,
         })
         .into();
-    let guest = builder.boot()?;
+    // The drive is to come while the guest runs, into a spare port.
+    let guest = cluster.guest("a").device("dma0").boot()?;
+    ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+    let disk = cluster.status()?.borrow("a", "disk0")?;
+    ensure!(disk.state == "described", "{disk:?}");
+    guest.qmp().device_add(config.device_add(1)?)?;
     guest.wait_disk()?;
-    let first = check::open(cluster, &guest, "disk0", 1)?;
+    check::open(cluster, &guest, "disk0", 1)?;
     check::io(&guest, DISK, 15)?;
 
-    let removed = guest.qmp().device_del(&qemu_id("disk0"), SHORT);
-    if let Err(error) = removed {
-        let dmesg = guest.sh("dmesg | tail -n 8; lspci; ls /sys/bus/pci/slots; cat /sys/bus/pci/slots/*/address; cat /proc/cmdline; uptime")?;
-        return Err(error.context(dmesg));
-    }
+    unplug(&guest, "disk0")?;
     guest.wait_no_path(DISK, SHORT)?;
-    cluster.wait_free("disk0")?;
-    cluster.wait_state("a", "disk0", "described")?;
     ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+    check::closed(cluster, "a", "disk0")?;
 
-    // Into a spare port, a device that was never there; then the drive again.
-    guest.qmp().device_add(config.device_add(1)?)?;
-    let there = format!(
-        "for i in $(seq 100); do lspci -d {:04x}: | grep -q . && exit 0; sleep 0.2; done; exit 1",
-        farside_devices::dma_test::VENDOR_ID
-    );
-    guest.sh(&there)?;
+    // One that was there from the start, while it may do DMA.
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;
     check::open(cluster, &guest, "dma0", 1)?;
+    let gone = format!("/sys/bus/pci/devices/{}", tester.bdf);
+    unplug(&guest, "dma0")?;
+    guest.wait_no_path(&gone, SHORT)?;
+    check::closed(cluster, "a", "dma0")?;
 
-    guest.qmp().device_add(config.device_add(0)?)?;
-    guest.wait_disk()?;
-    let again = check::open(cluster, &guest, "disk0", 1)?;
-    ensure!(again.epoch > first.epoch, "{first:?}, then {again:?}");
-    check::io(&guest, DISK, 16)?;
     check::no_faults(cluster, &["disk0", "dma0"])?;
     guest.power_off()?;
     cluster.wait_free("dma0")?;
     cluster.wait_free("disk0")?;
     passed()
+}
+
+/// Unplugs a device, and waits until QEMU has let it go. No `DEVICE_DELETED` is
+/// waited for: QEMU 11.1 never frees a `vfio-user-pci` with MSI-X (its region
+/// for the pending bits holds a reference to the device that owns it), and
+/// keeps the socket open until it ends. So the device is not returned before.
+fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
+    let id = qemu_id(id);
+    guest.qmp().execute("device_del", json!({ "id": id }))?;
+    let deadline = Instant::now() + SHORT;
+    loop {
+        let path = json!({ "path": "/machine/peripheral" });
+        let left = guest.qmp().execute("qom-list", path)?;
+        let names = left.as_array().into_iter().flatten();
+        if !names.into_iter().any(|entry| entry["name"] == *id) {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{id} is still plugged in: {left:#}"
+        );
+        // QEMU has no event for it.
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }

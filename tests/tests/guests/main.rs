@@ -46,7 +46,7 @@ fn main() {
         isolation::dma_reaches_guest_ram_and_nothing_else,
         life::nothing_is_pinned_before_bus_master_enable_and_after_its_end,
         life::a_guest_reboots_and_a_vm_starts_again,
-        life::a_device_is_unplugged_and_plugged_in_again,
+        life::devices_are_plugged_in_and_unplugged_while_the_guest_runs,
         sharing::two_vms_use_their_own_drives_of_one_lender,
         sharing::a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm,
         loss::a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on,
