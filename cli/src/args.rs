@@ -74,7 +74,7 @@ pub(crate) struct Lend {
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<String>,
-    /// How long a device's thread looks for work before it sleeps, microseconds.
+    /// How long at most a device's thread looks for work before it sleeps, microseconds.
     #[arg(long, value_name = "US")]
     pub(crate) poll_us: Option<u64>,
 }

@@ -32,8 +32,9 @@ pub struct Config {
     /// Where backends connect. Default: `lender.sock` in the runtime folder.
     #[serde(default = "farside_control::paths::lender_socket")]
     pub socket: PathBuf,
-    /// How long a device's thread looks for work before it sleeps,
-    /// microseconds. Zero sleeps at once.
+    /// How long at most a device's thread looks for work before it sleeps,
+    /// microseconds; a guest that is not busy is not looked after that long.
+    /// Zero always sleeps at once.
     #[serde(default = "default_poll_us")]
     pub poll_us: u64,
     /// The limits of the NTB adapter that the soft fabric enforces.
@@ -165,5 +166,5 @@ fn host_name() -> String {
 }
 
 fn default_poll_us() -> u64 {
-    50
+    250
 }

@@ -12,6 +12,7 @@
 
 mod lease;
 mod ports;
+mod spin;
 
 use std::{
     io,

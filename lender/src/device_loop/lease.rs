@@ -20,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{
     DeviceLoop, counters,
     ports::{DmaPort, IrqPort},
+    spin::Spin,
 };
 use crate::registry::{Lease, Mail};
 
@@ -116,21 +117,32 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn run(&mut self) -> End {
+        let mut spin = Spin::new(self.owner.poll_time);
         let mut idle_since = Instant::now();
         let mut rounds = 0;
         loop {
-            if self.poll_device() {
-                idle_since = Instant::now();
-                rounds += 1;
-                if rounds % ROUNDS_PER_LOOK != 0 {
-                    continue;
-                }
+            rounds += 1;
+            let worked = self.poll_device();
+            let now = Instant::now();
+            if worked {
+                idle_since = now;
             }
-            let spinning = idle_since.elapsed() < self.owner.poll_time;
-            let sleep = !spinning && self.arm_device();
+            let sleep = !worked && now - idle_since >= spin.time() && self.arm_device();
+            if !sleep && rounds % ROUNDS_PER_LOOK != 0 {
+                if !worked {
+                    // Whoever makes the work may need this processor.
+                    std::thread::yield_now();
+                }
+                continue;
+            }
             match self.wait(sleep) {
-                Ok(true) => idle_since = Instant::now(),
-                Ok(false) => std::hint::spin_loop(),
+                Ok(true) => {
+                    idle_since = Instant::now();
+                    if sleep {
+                        spin.woke_after(idle_since - now);
+                    }
+                }
+                Ok(false) => {}
                 Err(end) => return end,
             }
         }

@@ -2,11 +2,15 @@
 
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
-use farside_control::{Channel, Epoch, ErrorKind, Reply, Request};
+use farside_control::{
+    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, irq_counts,
+    registers::{Access, Event},
+};
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg};
 use farside_fabric::NtbLimits;
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 
-use crate::peer::{DEVICE, Running, memory, read, write};
+use crate::peer::{DEADLINE, DEVICE, Running, memory, read, write};
 
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
@@ -168,5 +172,35 @@ fn every_requester_entry_can_be_had_and_no_more() {
         let (mut peer, _registers) = leases.pop().unwrap();
         peer.call(Request::Return, &[]).unwrap();
         leases.push(lender.borrow("dma29", "a"));
+    }
+}
+
+/// As on PCIe, where the answer to a read does not pass messages.
+#[test]
+fn a_relayed_interrupt_comes_before_the_read_after_it() {
+    let lender = Running::new();
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    let counts = irq_counts(
+        &Client::connect(&lender.socket(), None)
+            .unwrap()
+            .describe(DEVICE)
+            .unwrap(),
+    );
+    let range = IrqRange::new(&counts.unwrap(), IrqIndex::Msix as u32, 0, 1).unwrap();
+    let sinks = IrqData::Sinks(vec![Some(Sink::from(TriggerFd::new().unwrap()))]);
+    let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
+    let (update, _) = IrqUpdate::new(&request, true);
+    peer.call(Request::SetIrqs(update), &[]).unwrap();
+    for _ in 0..2000 {
+        write(&mut registers, 0, reg::COMMAND, 4, Command::Raise as u64);
+        let access = Access::Read {
+            bar: 0,
+            offset: reg::ID,
+            len: 4,
+        };
+        registers.send(&access, &[], DEADLINE).unwrap();
+        let mut event = || registers.receive::<Event>(DEADLINE).unwrap().0;
+        assert!(matches!(event(), Event::Interrupt(_)));
+        assert!(matches!(event(), Event::Data { .. }));
     }
 }
