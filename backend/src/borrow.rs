@@ -89,7 +89,7 @@ pub(crate) enum Event {
     DisableBusMaster,
     /// The client maps or unmaps memory, or was refused to.
     MemoryChange,
-    /// The client is gone, or we are told to stop.
+    /// The client is gone, has let the device go, or we are told to stop.
     ClientGone,
     /// The lender closed the register channel, or does not answer there.
     LenderGone,

@@ -535,8 +535,9 @@ impl Device {
         {
             return Answer::Error(error.errno());
         }
+        let unplugged = task::is_farewell(&request).then_some(Task::Event(Event::ClientGone));
         let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
-        self.hold(to, Finish::Done, forward)
+        self.hold(to, Finish::Done, forward.into_iter().chain(unplugged))
     }
 }
 
