@@ -14,7 +14,10 @@ use farside_devices::{
     Device as _,
     dma_test::{self, DmaTest, reg},
 };
-use rustix::io::Errno;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 
 use crate::{
     guest::{
@@ -22,7 +25,7 @@ use crate::{
         set_command, small,
     },
     host::{DEADLINE, DMA, Host, Served, assert_closed, assert_open, until},
-    vmm::{DATA_EVENTFD, TRIGGER},
+    vmm::{DATA_EVENTFD, DMA_UNMAP, TRIGGER, unmap},
 };
 
 #[test]
@@ -100,10 +103,11 @@ enum Mute {
     FarUnmap,
 }
 
-/// A lender that answers everything, until it does not.
+/// A lender that answers everything, until it does not. When the backend hangs
+/// up under a lease it sends how to reply to that on, and hangs up when it is
+/// told to.
 struct Muted {
-    /// Raised when the backend hung up.
-    left: mpsc::Receiver<()>,
+    hung_up: mpsc::Receiver<mpsc::Sender<()>>,
     thread: JoinHandle<()>,
 }
 
@@ -111,28 +115,28 @@ impl Muted {
     /// Listens once it returns.
     fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
         let listener = Listener::bind(&socket).unwrap();
-        let (leave, left) = mpsc::channel();
+        let (hang_up, hung_up) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             // Lookup, check, lease.
-            for _ in 0..3 {
-                let peer = loop {
+            for lease in [false, false, true] {
+                let mut peer = loop {
                     if let Some(peer) = listener.accept().unwrap() {
                         break peer;
                     }
-                    let mut fds = [rustix::event::PollFd::new(
-                        &listener,
-                        rustix::event::PollFlags::IN,
-                    )];
-                    rustix::event::poll(&mut fds, None).unwrap();
+                    poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
                 };
-                Self::serve(peer, mute);
+                Self::serve(&mut peer, mute);
+                if lease {
+                    let (go, wait) = mpsc::channel();
+                    hang_up.send(go).unwrap();
+                    wait.recv().unwrap();
+                }
             }
-            leave.send(()).unwrap();
         });
-        Self { left, thread }
+        Self { hung_up, thread }
     }
 
-    fn serve(mut peer: Channel, mute: Mute) {
+    fn serve(peer: &mut Channel, mute: Mute) {
         let mut registers = Vec::new();
         while let Ok((Envelope { request, .. }, _)) = peer.receive::<Envelope>(DEADLINE) {
             let mut fds = Vec::new();
@@ -198,6 +202,7 @@ fn a_register_read_that_is_not_answered_is_all_ones_in_time() {
     let mut vmm = served.client(DMA);
     vmm.reset().unwrap();
     let started = Instant::now();
+    // It does not even notice that the backend hangs up.
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
     assert!(
         started.elapsed() < MESSAGE_TIMEOUT,
@@ -205,11 +210,11 @@ fn a_register_read_that_is_not_answered_is_all_ones_in_time() {
         started.elapsed()
     );
     assert_eq!(served.state(), "lost");
-    // Hanging up was the first thing that it was told.
-    lender.left.recv_timeout(DEADLINE).unwrap();
-    lender.thread.join().unwrap();
     // The next read does not wait again.
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
+    let leave = lender.hung_up.recv_timeout(DEADLINE).unwrap();
+    leave.send(()).unwrap();
+    lender.thread.join().unwrap();
 }
 
 /// The call that timed out may be answered late: nothing else is sent on its
@@ -222,11 +227,14 @@ fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
     vmm.reset().unwrap();
     assert!(enable(&mut vmm));
     assert_eq!(served.state(), "ready");
-    vmm.unmap(0, SMALL).unwrap();
-    assert!(
-        lender.left.try_recv().is_ok(),
-        "answered before the lender hung up"
-    );
+    vmm.post(DMA_UNMAP, &unmap(0, SMALL), &[]);
+    let leave = lender.hung_up.recv_timeout(DEADLINE).unwrap();
+    // Its device may still do DMA, so there is no answer.
+    let while_it_may = Timespec::try_from(Duration::from_millis(200)).unwrap();
+    let mut fds = [PollFd::new(&vmm.socket, PollFlags::IN)];
+    assert_eq!(poll(&mut fds, Some(&while_it_may)), Ok(0));
+    leave.send(()).unwrap();
+    vmm.reply().unwrap();
     let status = served.status();
     assert_eq!(status["state"], "lost");
     assert_eq!(
