@@ -15,7 +15,7 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The agent's program file, and the key of the sources it was made from.
 pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, String)> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest-agent");
+    let source = source()?;
     let key = source_key(&source)?;
     let entry = cache.entry("agent", &key, |folder| {
         let task = progress.spinner("Building the guest agent");
@@ -28,6 +28,21 @@ pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, St
         Ok(())
     })?;
     Ok((entry.join("guest-agent"), key))
+}
+
+/// The agent's sources in the checkout that is being run. Cargo says at run
+/// time where that is; the path of the build may be another checkout's that
+/// shared the target folder.
+fn source() -> Result<PathBuf> {
+    let running = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).to_owned();
+    running
+        .into_iter()
+        .map(|package| package.join("../testbed"))
+        .chain([built])
+        .map(|testbed| testbed.join("guest-agent"))
+        .find(|source| source.join("Cargo.toml").exists())
+        .context("no sources of the guest agent: run through cargo, in a checkout")
 }
 
 fn build(source: &Path, target: &Path) -> Result<()> {

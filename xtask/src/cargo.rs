@@ -71,7 +71,11 @@ pub(crate) fn test(more: &[String]) -> Result<ExitCode> {
 fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
-    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+    // Cargo says at run time where the checkout is: the path of the build may
+    // be another one's that shared the target folder.
+    let xtask = std::env::var_os("CARGO_MANIFEST_DIR")
+        .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    command.current_dir(Path::new(&xtask).join(".."));
     command
 }
 
