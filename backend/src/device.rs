@@ -77,6 +77,8 @@ pub(crate) struct Device {
     state: State,
     /// The lender refused the last borrow: the device is not there.
     absent: bool,
+    /// The client has unplugged the device and may keep the connection.
+    unplugged: bool,
     held: Option<Held>,
     tasks: Tasks,
     /// The last refusal of the request being served.
@@ -128,6 +130,7 @@ impl Device {
             returning: false,
             state: State::default(),
             absent: false,
+            unplugged: false,
             held: None,
             tasks: Tasks::default(),
             failure: None,
@@ -149,6 +152,12 @@ impl Device {
 
     pub(crate) fn registers(&self) -> Option<&Channel> {
         self.registers.as_ref()
+    }
+
+    /// Whether the client has unplugged the device: its connection is of no
+    /// more use, and may go when another client comes.
+    pub(crate) fn is_unplugged(&self) -> bool {
+        self.unplugged && !self.is_busy()
     }
 
     /// Whether a register access waits for room in the channel.
@@ -535,9 +544,11 @@ impl Device {
         {
             return Answer::Error(error.errno());
         }
-        let unplugged = task::is_farewell(&request).then_some(Task::Event(Event::ClientGone));
+        let farewell = task::is_farewell(&request);
+        self.unplugged |= farewell;
+        let give_back = farewell.then_some(Task::Event(Event::ClientGone));
         let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
-        self.hold(to, Finish::Done, forward.into_iter().chain(unplugged))
+        self.hold(to, Finish::Done, forward.into_iter().chain(give_back))
     }
 }
 

@@ -113,6 +113,11 @@ impl DeviceServer {
         if self.client.as_ref().is_some_and(Client::has_hung_up) {
             self.drop_client(&ConnectionError::Closed);
         }
+        // A VMM that has unplugged the device may keep the connection for as
+        // long as it runs, and plug the device in again by another.
+        if self.client.is_some() && self.device.is_unplugged() {
+            self.let_go();
+        }
         let slot = match self.client {
             Some(_) => Slot::Taken,
             None if self.is_leaving() => return,

@@ -158,6 +158,7 @@ impl Device {
         self.vectors.reset();
         self.config.reset();
         self.absent = false;
+        self.unplugged = false;
         match BarFiles::new(&self.description) {
             Ok(bars) => self.bars = bars,
             Err(error) => log::error!(

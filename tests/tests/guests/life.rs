@@ -213,6 +213,15 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
     cluster.wait_free("disk0")?;
 
+    // And comes back, although QEMU keeps the connection of its first life.
+    guest.qmp().device_add(config.device_add(1)?)?;
+    guest.wait_disk()?;
+    check::open(cluster, &guest, "disk0", 1)?;
+    check::io(&guest, DISK, 16)?;
+    unplug(&guest, "disk0")?;
+    guest.wait_no_path(DISK, SHORT)?;
+    cluster.wait_free("disk0")?;
+
     // One that was there from the start, and that no driver quiets before it
     // goes: it may do DMA.
     let tester = DmaTester::new(&guest)?;
