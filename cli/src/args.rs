@@ -128,8 +128,13 @@ pub(crate) struct Serve {
     /// What to do when the memlock limit is too small for the guest's RAM.
     #[arg(long, value_enum)]
     pub(crate) pin: Option<Pin>,
-    /// Longest time to make a device DMA-ready, seconds. Keep it below QEMU's
-    /// x-msg-timeout, which `farside qemu` derives from the guest's RAM.
+    /// Guest RAM, such as 64G: how long pinning may take derives from it
+    /// [default: as long as QEMU waits when nothing raises its x-msg-timeout].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) memory: Option<u64>,
+    /// Longest time to make a device DMA-ready, seconds; goes before --memory.
+    /// Keep it below QEMU's x-msg-timeout, which `farside qemu` derives from
+    /// the guest's RAM.
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
 }

@@ -3,6 +3,7 @@
 use std::{
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use anyhow::{Context, bail};
@@ -14,7 +15,7 @@ use farside_qemu_configs::{
 
 use crate::{
     args::{AccelArg, HugePagesArg, MachineArg, Qemu},
-    status,
+    serve, status,
     vm_file::VmFile,
 };
 
@@ -80,6 +81,15 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         for lender in &backend.lenders {
             check_fits(&vm, lender)?;
         }
+        let needed = serve::open_timeout(Some(vm.ram));
+        if backend.open_timeout < needed {
+            log::warn!(
+                "pinning {} may take longer than the {:?} that the backend of VM {name} allows: start it with --memory {}M",
+                Size(vm.ram),
+                backend.open_timeout,
+                vm.ram >> 20
+            );
+        }
     }
     if !args.run {
         println!("{command_line}");
@@ -105,6 +115,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
 struct Served {
     devices: Vec<String>,
     lenders: Vec<PathBuf>,
+    open_timeout: Duration,
 }
 
 fn served(vm: &str) -> anyhow::Result<Served> {
@@ -122,9 +133,14 @@ fn served(vm: &str) -> anyhow::Result<Served> {
     };
     let mut lenders: Vec<PathBuf> = field("lender").map(PathBuf::from).collect();
     lenders.dedup();
+    let open_timeout = devices
+        .iter()
+        .filter_map(|device| device["open_timeout_ms"].as_u64());
+    let open_timeout = Duration::from_millis(open_timeout.min().unwrap_or(0));
     Ok(Served {
         devices: field("device").collect(),
         lenders,
+        open_timeout,
     })
 }
 

@@ -36,10 +36,10 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         Some(Pin::Prefer) => PinPolicy::Prefer,
         None => file.pin.unwrap_or(PinPolicy::Prefer),
     };
-    let open_timeout = args
-        .open_timeout
-        .or(file.open_timeout)
-        .map_or_else(|| open_timeout(file.memory), Duration::from_secs);
+    let open_timeout = args.open_timeout.or(file.open_timeout).map_or_else(
+        || open_timeout(args.memory.or(file.memory)),
+        Duration::from_secs,
+    );
 
     let stop = Wakeup::new()?;
     signals::raise_on_signal(&stop).context("cannot wait for signals")?;
@@ -59,7 +59,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
 /// Below the message timeout that `farside qemu` gives a VM of this size, with
 /// time left to undo what was done so far: QEMU ends itself when an answer is
 /// late.
-fn open_timeout(memory: Option<u64>) -> Duration {
+pub(crate) fn open_timeout(memory: Option<u64>) -> Duration {
     let timeout = memory.map_or(MESSAGE_TIMEOUT, |memory| {
         Duration::from_millis(farside_qemu_configs::message_timeout_ms(memory).into())
     });

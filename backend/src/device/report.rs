@@ -30,6 +30,8 @@ pub(crate) struct DeviceReport {
     pub(crate) bars: Vec<BarAddress>,
     pub(crate) interrupts: VectorsStatus,
     pub(crate) last_error: Option<String>,
+    /// Longest time that a bus-master enable may take.
+    pub(crate) open_timeout_ms: u64,
 }
 
 /// Where the guest put a BAR.
@@ -53,6 +55,7 @@ impl DeviceReport {
             bars: Vec::new(),
             interrupts: VectorsStatus::default(),
             last_error: None,
+            open_timeout_ms: settings.open_timeout.as_millis() as u64,
         }
     }
 }
