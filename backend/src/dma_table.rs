@@ -11,6 +11,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use farside_fabric::MemoryRange;
 use farside_guest_layout::{Gpa, GpaRange, HIGH_MEMORY, Oracle, PAGE_SIZE, RangeSet, Resolution};
 use rustix::{
     fs::{FileType, OFlags, Stat, fcntl_getfl, fstat},
@@ -52,6 +53,16 @@ impl Mapping {
     /// Whether a device can reach it.
     pub(crate) fn is_shared(&self) -> bool {
         self.backing.is_some()
+    }
+
+    /// What a device reaches, unless the client did not share it.
+    pub(crate) fn memory(&self) -> Option<MemoryRange> {
+        self.backing.as_ref().map(|backing| MemoryRange {
+            file: Arc::clone(&backing.file),
+            offset: backing.offset,
+            len: self.range.len(),
+            writable: self.writable,
+        })
     }
 
     /// Whether it is guest RAM that the client keeps to itself. Other memory

@@ -202,6 +202,41 @@ fn populate_hint(error: &io::Error) -> &'static str {
     }
 }
 
+/// Looks at the memlock limit for all of `ranges` together, before any of them
+/// is pinned. Huge pages are never swapped and need no lock.
+///
+/// # Errors
+/// [`PinError::Memlock`] when the limit is too small and `policy` requires it;
+/// otherwise that is said in the log, once. [`PinError::Map`] for a range that
+/// cannot be pinned at all.
+pub fn check(ranges: &[MemoryRange], policy: PinPolicy) -> Result<(), PinError> {
+    let mut to_lock = 0;
+    for range in ranges {
+        let backing = Backing::check(&range.file, range.offset, range.len);
+        let backing = backing.map_err(|source| PinError::Map {
+            offset: range.offset,
+            len: range.len,
+            source,
+        })?;
+        if !backing.hugetlb {
+            to_lock += range.len;
+        }
+    }
+    may_lock(to_lock, policy).map(|_| ())
+}
+
+/// Whether `needed` bytes are to be locked, by the limit and the policy.
+fn may_lock(needed: u64, policy: PinPolicy) -> Result<bool, PinError> {
+    match (check_memlock(needed), policy) {
+        (Ok(()), _) => Ok(true),
+        (Err(PinError::Memlock(error)), PinPolicy::Prefer) => {
+            warn_once(&error);
+            Ok(false)
+        }
+        (Err(error), _) => Err(error),
+    }
+}
+
 /// Checks that `needed` more bytes may be locked.
 ///
 /// # Errors
@@ -275,14 +310,7 @@ impl Pins {
             .filter(|range| !range.hugetlb)
             .map(|range| range.mapping.len() as u64)
             .sum();
-        let lock = match (check_memlock(to_lock), options.policy) {
-            (Ok(()), _) => true,
-            (Err(PinError::Memlock(error)), PinPolicy::Prefer) => {
-                warn_once(&error);
-                false
-            }
-            (Err(error), _) => return Err(error),
-        };
+        let lock = may_lock(to_lock, options.policy)?;
 
         let job = Job::new(&mapped, lock, options, began);
         job.run()?;

@@ -1,13 +1,10 @@
 //! The way from a device to guest RAM: pins, mappings in the borrower's IOMMU
 //! domain, and windows onto them.
 
-use std::{collections::BTreeMap, os::fd::AsFd, sync::Arc};
+use std::{collections::BTreeMap, os::fd::AsFd};
 
 use farside_control::{CallError, Client};
-use farside_fabric::{
-    MemoryRange,
-    pin::{PinError, PinOptions, PinProgress, Pins},
-};
+use farside_fabric::pin::{PinError, PinOptions, PinProgress, Pins};
 use farside_guest_layout::{GpaRange, Plan};
 use serde::Serialize;
 
@@ -178,24 +175,18 @@ impl OpenPath {
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
         let pieces = self.pieces(mapping.range);
-        let Some(backing) = mapping.backing.as_ref().filter(|_| !pieces.is_empty()) else {
+        let Some(memory) = mapping.memory().filter(|_| !pieces.is_empty()) else {
             return Ok(());
         };
-        let memory = MemoryRange {
-            file: Arc::clone(&backing.file),
-            offset: backing.offset,
-            len: mapping.range.len(),
-            writable: mapping.writable,
-        };
-        let pins = Pins::new(&[memory], pinning)?;
+        let pins = Pins::new(std::slice::from_ref(&memory), pinning)?;
         let start = mapping.range.start().get();
         for piece in &pieces {
             client.far_map(
                 piece.far,
                 piece.range.len(),
-                backing.file.as_fd(),
-                backing.offset + (piece.range.start().get() - start),
-                mapping.writable,
+                memory.file.as_fd(),
+                memory.offset + (piece.range.start().get() - start),
+                memory.writable,
             )?;
         }
         let segment = Segment {

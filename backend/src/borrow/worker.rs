@@ -15,7 +15,7 @@ use std::{
 
 use farside_control::{CallError, Channel, Client, Epoch, ErrorKind, IrqUpdate, MAX_FDS, Wakeup};
 use farside_devices::Description;
-use farside_fabric::pin::{PinOptions, PinPolicy, PinProgress, check_memlock};
+use farside_fabric::pin::{self, PinOptions, PinPolicy, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeError, ProbeLimits, plan, probe};
 use farside_irq_relay::{SetIrqs, Vectors};
 
@@ -473,9 +473,8 @@ impl Borrow {
         let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
         let mappings: Vec<Mapping> = table.iter().cloned().collect();
-        if self.settings.pin_policy == PinPolicy::Require {
-            check_memlock(layout.ram_bytes()).map_err(PathError::from)?;
-        }
+        let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
+        pin::check(&memory, self.settings.pin_policy).map_err(PathError::from)?;
         let progress = Progress::new(self.name());
         let show = |at| progress.show(at);
         let cancel = Arc::clone(&self.cancel);
