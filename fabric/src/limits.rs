@@ -18,7 +18,7 @@ use crate::{PAGE_SIZE, Size};
 /// 32 GiB with 256 LUT entries, so 128 MiB each, is *our* choice. As delivered
 /// its prefetchable BAR is 256 MiB, too small for the RAM of most guests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct NtbLimits {
     /// Bytes of the BAR that windows are in; a power of two.
     pub bar_size: u64,
@@ -62,13 +62,13 @@ impl NtbLimits {
         if !self.bar_size.is_power_of_two() || !(PAGE_SIZE..=Self::MAX_BAR).contains(&self.bar_size)
         {
             let rule = "a power of two from 4096 to 2^50 bytes";
-            return invalid("bar_size", self.bar_size, rule);
+            return invalid("bar-size", self.bar_size, rule);
         }
         if !lut.is_power_of_two() || self.lut_entries > Self::MAX_LUT {
-            return invalid("lut_entries", lut, "a power of two from 1 to 65536");
+            return invalid("lut-entries", lut, "a power of two from 1 to 65536");
         }
         if self.bar_size / lut < PAGE_SIZE {
-            return invalid("lut_entries", lut, "at most bar_size / 4096");
+            return invalid("lut-entries", lut, "at most bar-size / 4096");
         }
         if !self.alignment().is_power_of_two() || self.alignment() < PAGE_SIZE {
             let rule = "a power of two, at least 4096 bytes";
@@ -76,11 +76,11 @@ impl NtbLimits {
         }
         if self.requester_entries <= self.reserved_requesters {
             let value = u64::from(self.requester_entries);
-            return invalid("requester_entries", value, "more than reserved_requesters");
+            return invalid("requester-entries", value, "more than reserved-requesters");
         }
         if self.requester_entries > Self::MAX_LUT {
             let value = u64::from(self.requester_entries);
-            return invalid("requester_entries", value, "at most 65536");
+            return invalid("requester-entries", value, "at most 65536");
         }
         Ok(())
     }
@@ -242,7 +242,7 @@ pub enum LimitError {
     },
     /// Every requester entry is taken.
     #[error(
-        "no requester entry is free for {device}: of requester_entries = {limit}, {reserved} are \
+        "no requester entry is free for {device}: of requester-entries = {limit}, {reserved} are \
          reserved for CPUs and {used} taken by borrowed devices; return a device or lend through \
          another adapter"
     )]
@@ -266,8 +266,8 @@ pub struct Remedy(pub Option<u64>);
 impl std::fmt::Display for Remedy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0 {
-            Some(bar_size) => write!(f, "raise bar_size to {}", Size(bar_size)),
-            None => f.write_str("raise lut_entries, give the VM less RAM, or return a device"),
+            Some(bar_size) => write!(f, "raise bar-size to {}", Size(bar_size)),
+            None => f.write_str("raise lut-entries, give the VM less RAM, or return a device"),
         }
     }
 }

@@ -17,7 +17,7 @@ fn the_default_is_a_pxh830_class_adapter() {
 
 #[test]
 fn unknown_keys_are_errors_and_missing_ones_are_defaults() {
-    let limits: NtbLimits = serde_json::from_str(r#"{"bar_size": 268435456}"#).expect("valid");
+    let limits: NtbLimits = serde_json::from_str(r#"{"bar-size": 268435456}"#).expect("valid");
     assert_eq!(limits.bar_size, 256 * MIB);
     assert_eq!(limits.segment(), MIB);
     let error = serde_json::from_str::<NtbLimits>(r#"{"bar_sise": 1}"#).expect_err("typo");
@@ -29,35 +29,35 @@ fn impossible_limits_are_named() {
     let default = NtbLimits::default;
     let cases = [
         (
-            "bar_size",
+            "bar-size",
             NtbLimits {
                 bar_size: 3 * GIB,
                 ..default()
             },
         ),
         (
-            "bar_size",
+            "bar-size",
             NtbLimits {
                 bar_size: 0,
                 ..default()
             },
         ),
         (
-            "lut_entries",
+            "lut-entries",
             NtbLimits {
                 lut_entries: 0,
                 ..default()
             },
         ),
         (
-            "lut_entries",
+            "lut-entries",
             NtbLimits {
                 lut_entries: 48,
                 ..default()
             },
         ),
         (
-            "lut_entries",
+            "lut-entries",
             NtbLimits {
                 bar_size: 4096,
                 ..default()
@@ -71,7 +71,7 @@ fn impossible_limits_are_named() {
             },
         ),
         (
-            "requester_entries",
+            "requester-entries",
             NtbLimits {
                 requester_entries: 2,
                 ..default()
@@ -99,7 +99,7 @@ fn a_guest_too_large_is_told_what_fits() {
     assert_eq!(
         error.to_string(),
         "guest too large for the NTB's BAR of 32 GiB: 2 windows over 64 GiB need 512 LUT entries \
-         of 128 MiB, the limit is 256; guest RAM of at most 32640 MiB fits; raise bar_size to 64 GiB"
+         of 128 MiB, the limit is 256; guest RAM of at most 32640 MiB fits; raise bar-size to 64 GiB"
     );
     // The BAR as delivered does not even take a small guest.
     let delivered = NtbLimits {
@@ -113,7 +113,7 @@ fn a_guest_too_large_is_told_what_fits() {
         error.contains("guest RAM of at most 256 MiB fits"),
         "{error}"
     );
-    assert!(error.contains("raise bar_size to 512 MiB"), "{error}");
+    assert!(error.contains("raise bar-size to 512 MiB"), "{error}");
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn more_windows_than_entries_is_not_cured_by_a_larger_bar() {
         ..NtbLimits::default()
     };
     let error = fits(&[GIB, GIB], &limits).expect_err("two windows, one entry");
-    assert!(error.to_string().contains("raise lut_entries"), "{error}");
+    assert!(error.to_string().contains("raise lut-entries"), "{error}");
 }
 
 #[test]

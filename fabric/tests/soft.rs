@@ -260,7 +260,7 @@ fn devices_share_the_windows_of_an_adapter() {
         error.to_string(),
         "no room for a window of 16 GiB in the NTB's BAR: it needs 128 consecutive LUT entries of \
          128 MiB; of 256, 96 are free, at most 96 of them consecutive; a window of at most 12 GiB \
-         fits; raise bar_size to 64 GiB"
+         fits; raise bar-size to 64 GiB"
     );
     second
         .open_window(iova(0), far(0), 12 * GIB)
@@ -309,7 +309,7 @@ fn thirty_devices_a_pair() {
         )) => {
             let text = error.to_string();
             assert!(
-                text.contains("nvme30") && text.contains("requester_entries = 32"),
+                text.contains("nvme30") && text.contains("requester-entries = 32"),
                 "{text}"
             );
         }

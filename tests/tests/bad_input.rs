@@ -228,7 +228,7 @@ fn unknown_keys_are_named_with_those_there_are() {
             "lend",
             "[fabric]\nbar = 1\n",
             "unknown field `bar`",
-            "`lut_entries`",
+            "`lut-entries`",
         ),
     ];
     for (verb, text, unknown, known) in cases {
@@ -245,12 +245,12 @@ fn unknown_keys_are_named_with_those_there_are() {
 #[test]
 fn limits_that_no_adapter_has_are_refused() {
     let cluster = cluster();
-    let text = "[fabric]\nbar_size = 5\n[[device]]\nid = \"d\"\nmodel.dma-test = {}\n";
+    let text = "[fabric]\nbar-size = 5\n[[device]]\nid = \"d\"\nmodel.dma-test = {}\n";
     let path = cluster.file("lender.toml", text).unwrap();
     refused(
         &cluster,
         &["lend", "--config", &path.display().to_string()],
-        &["bar_size = 5", "power of two"],
+        &["bar-size = 5", "power of two"],
     );
 }
 

@@ -341,7 +341,7 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
     assert_closed(&host, &served, DMA, "leased");
     let error = served.last_error();
     assert!(error.contains("LUT entries"), "{error}");
-    assert!(error.contains("bar_size"), "{error}");
+    assert!(error.contains("bar-size"), "{error}");
     // What fits does; what comes on top closes it.
     vmm.unmap(0, 16 * MIB).unwrap();
     vmm.map(0, 6 * MIB, ram.fd(0)).unwrap();

@@ -100,7 +100,7 @@ fn an_adapter_without_requester_entries_refuses_by_the_limits_name() {
     clients[1].reset().unwrap();
     assert_eq!(clients[2].reset(), Err(Errno::NOSPC));
     let error = served.full_status()["devices"][2]["last_error"].to_string();
-    assert!(error.contains("requester_entries = 3"), "{error}");
+    assert!(error.contains("requester-entries = 3"), "{error}");
     assert_eq!(host.lender_status("dma2").entry.borrowed_by, None);
     // One is returned: its entry is free at once.
     drop(clients.remove(0));

@@ -163,7 +163,7 @@ fn every_requester_entry_can_be_had_and_no_more() {
         let mut last = lender.hello("b");
         let error = last.borrow("dma30").expect_err("no entry is left");
         assert_eq!(error.kind, ErrorKind::Limit);
-        assert!(error.message.contains("requester_entries = 32"), "{error}");
+        assert!(error.message.contains("requester-entries = 32"), "{error}");
         assert_eq!(lender.holder("dma30"), None);
         // An answer to Return means that the entry is free.
         let (mut peer, _registers) = leases.pop().unwrap();

@@ -71,7 +71,7 @@ fn own_qemu<'a>(
 pub fn a_guest_too_large_for_the_window_is_told_what_fits(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    let text = "name = \"small\"\n[fabric]\nbar_size = 536870912\nlut_entries = 64\n\
+    let text = "name = \"small\"\n[fabric]\nbar-size = 536870912\nlut-entries = 64\n\
                 [[device]]\nid = \"dma0\"\nmodel.dma-test = {}\n";
     let config = cluster.file("lender.toml", text)?;
     let _lender = cluster.lend(&["--config", &config.display().to_string()])?;
@@ -81,7 +81,7 @@ pub fn a_guest_too_large_for_the_window_is_told_what_fits(
             "of 1 GiB",
             "128",
             "of at most 512 MiB fits",
-            "bar_size to 1 GiB",
+            "bar-size to 1 GiB",
         ] {
             ensure!(error.contains(part), "no {part:?} in: {error}");
         }
