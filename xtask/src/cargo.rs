@@ -73,8 +73,8 @@ fn cargo() -> Command {
     let mut command = Command::new(program);
     // Cargo says at run time where the checkout is: the path of the build may
     // be another one's that shared the target folder.
-    let xtask = std::env::var_os("CARGO_MANIFEST_DIR")
-        .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let xtask =
+        std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     command.current_dir(Path::new(&xtask).join(".."));
     command
 }
