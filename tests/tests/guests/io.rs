@@ -197,3 +197,32 @@ pub fn every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell(
     guest.power_off()?;
     passed()
 }
+
+pub fn an_idle_drive_costs_no_processor_time(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    check::open(cluster, &guest, "disk0", 1)?;
+    check::io(&guest, DISK, 16)?;
+    let used = || Ok::<_, anyhow::Error>((cpu_ticks(lender.pid())?, cpu_ticks(backend.pid())?));
+    let before = used()?;
+    // The guest's clock ends the wait: it runs, and leaves the drive alone.
+    guest.sh("sleep 3")?;
+    let after = used()?;
+    // Of 300. The kernel's timers may make the guest write once.
+    ensure!(
+        after.0 - before.0 <= 3 && after.1 - before.1 <= 3,
+        "clock ticks of lender and backend: {before:?}, 3 s later {after:?}"
+    );
+    guest.power_off()?;
+    passed()
+}
+
+/// User and system time of a process, in clock ticks (proc(5), `stat`).
+fn cpu_ticks(pid: u32) -> anyhow::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = stat.rsplit_once(')').context("no name in stat")?;
+    let ticks = fields.split_whitespace().skip(11).take(2);
+    ticks.map(|ticks| Ok(ticks.parse::<u64>()?)).sum()
+}

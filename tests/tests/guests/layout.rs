@@ -3,6 +3,7 @@
 use anyhow::ensure;
 use farside_tests::{Cluster, DmaTester, MIB, noise, sha256};
 use libtest_mimic::Completion;
+use serde_json::json;
 
 use crate::{check, passed};
 
@@ -61,6 +62,52 @@ pub fn a_5_gib_guest_gets_two_windows_and_dma_above_4_gib(
     check::no_faults(cluster, &["dma0", "disk0"])?;
     guest.power_off()?;
     cluster.wait_free("disk0")?;
+    cluster.wait_free("dma0")?;
+    passed()
+}
+
+pub fn memory_that_is_plugged_in_is_reached_at_once_and_not_before(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let _lender = cluster.lend(&["--dma-test", "dma0"])?;
+    let _backend = cluster.serve("grows", &["dma0"]).start()?;
+    let guest = cluster
+        .guest("grows")
+        .args(&["-m", "slots=2,maxmem=2G"])
+        .append("memhp_default_state=offline")
+        .boot()?;
+    let tester = DmaTester::new(&guest)?;
+    tester.set_bus_master(true)?;
+    let small = check::open(cluster, &guest, "dma0", 1)?;
+    // Where QEMU puts the first DIMM of a guest without high memory.
+    let fill = || tester.fill(FOUR_GIB, MIB, 0x5eed_f00d);
+    let before = fill()?;
+    ensure!(before.faulted && before.moved == 0, "{before:?}");
+
+    let qmp = guest.qmp();
+    let memory = json!({
+        "qom-type": "memory-backend-memfd", "id": "more", "size": 256 * MIB, "share": true,
+    });
+    qmp.execute("object-add", memory)?;
+    qmp.device_add(json!({ "driver": "pc-dimm", "id": "dimm0", "memdev": "more" }))?;
+    // QEMU has told the backend of it before it answered. The guest's kernel
+    // leaves it alone.
+    let large = cluster.status()?.borrow("grows", "dma0")?;
+    ensure!(
+        large.bytes_pinned == small.bytes_pinned + 256 * MIB && large.dma_windows == 2,
+        "before: {small:?}, after: {large:?}"
+    );
+    let after = fill()?;
+    ensure!(!after.faulted && after.moved == MIB, "{after:?}");
+    let pattern = 0x5eed_f00d_u32.to_le_bytes().repeat(MIB as usize / 4);
+    let read = tester.checksum(FOUR_GIB, MIB)?;
+    ensure!(
+        read.result == u64::from(crc32c::crc32c(&pattern)),
+        "{read:?}"
+    );
+    let lent = cluster.status()?.lent("dma0")?;
+    ensure!(lent.fault_total == 1, "{lent:?}");
+    guest.power_off()?;
     cluster.wait_free("dma0")?;
     passed()
 }

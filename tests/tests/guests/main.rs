@@ -36,9 +36,11 @@ fn main() {
     args.test_threads.get_or_insert(2);
     let trials = tests![
         layout::a_5_gib_guest_gets_two_windows_and_dma_above_4_gib,
+        layout::memory_that_is_plugged_in_is_reached_at_once_and_not_before,
         io::bytes_are_the_same_on_both_sides,
         io::file_systems_fio_and_discard_work,
         io::every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell,
+        io::an_idle_drive_costs_no_processor_time,
         firmware::ovmf_boots_the_guest_from_the_borrowed_drive,
         firmware::ovmf_on_an_i440fx_leaves_the_drive_to_the_guest,
         interrupts::intx_on_an_i440fx_carries_io,
