@@ -15,9 +15,12 @@ use farside_qemu_configs::{
 
 use crate::{
     args::{AccelArg, HugePagesArg, MachineArg, Qemu},
-    serve, status,
+    status,
     vm_file::VmFile,
 };
+
+/// Bytes that a host can pin in a millisecond, if it is slow.
+const PINNED_PER_MS: u64 = 1_000_000;
 
 /// Guest RAM when nothing is said.
 const DEFAULT_RAM: u64 = 2 << 30;
@@ -81,8 +84,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         for lender in &backend.lenders {
             check_fits(&vm, lender)?;
         }
-        let needed = serve::open_timeout(Some(vm.ram));
-        if backend.open_timeout < needed {
+        if backend.open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
             log::warn!(
                 "pinning {} may take longer than the {:?} that the backend of VM {name} allows: start it with --memory {}M",
                 Size(vm.ram),

@@ -59,7 +59,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
 /// Below the message timeout that `farside qemu` gives a VM of this size, with
 /// time left to undo what was done so far: QEMU ends itself when an answer is
 /// late.
-pub(crate) fn open_timeout(memory: Option<u64>) -> Duration {
+fn open_timeout(memory: Option<u64>) -> Duration {
     let timeout = memory.map_or(MESSAGE_TIMEOUT, |memory| {
         Duration::from_millis(farside_qemu_configs::message_timeout_ms(memory).into())
     });
