@@ -56,6 +56,11 @@ pub enum ChannelError {
         /// Descriptors.
         fds: usize,
     },
+    /// A message came, and not all of its descriptors.
+    #[error(
+        "descriptors of a message were lost: there were over {MAX_FDS}, or this process may open no more (raise `ulimit -n`, `LimitNOFILE=` in a systemd unit)"
+    )]
+    DescriptorsLost,
     /// The bytes do not decode.
     #[error("malformed message from the peer: {0}")]
     Malformed(#[from] postcard::Error),
@@ -186,7 +191,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Takes the next message if one is there.
+    /// Takes the next message if one is there. After
+    /// [`ChannelError::DescriptorsLost`] the one after it can still be taken.
     pub fn try_receive<T: DeserializeOwned>(
         &mut self,
     ) -> Result<Option<(T, Vec<OwnedFd>)>, ChannelError> {
@@ -211,14 +217,14 @@ impl Channel {
                 fds.extend(received);
             }
         }
-        if received
-            .flags
-            .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC)
-        {
+        if received.flags.contains(ReturnFlags::TRUNC) {
             return Err(ChannelError::TooLarge {
                 len: received.bytes,
                 fds: fds.len(),
             });
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(ChannelError::DescriptorsLost);
         }
         // No message of ours encodes to nothing: zero bytes is end of stream.
         if received.bytes == 0 {

@@ -113,7 +113,12 @@ impl Client {
                 Err(ChannelError::Closed) => return true,
                 Err(ChannelError::TimedOut(_) | ChannelError::Io(_)) => return false,
                 // Late answers.
-                Ok(_) | Err(ChannelError::Malformed(_) | ChannelError::TooLarge { .. }) => {}
+                Ok(_)
+                | Err(
+                    ChannelError::Malformed(_)
+                    | ChannelError::TooLarge { .. }
+                    | ChannelError::DescriptorsLost,
+                ) => {}
             }
         }
     }

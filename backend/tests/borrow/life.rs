@@ -7,11 +7,11 @@ use farside_devices::dma_test::{self, Command, reg};
 
 use crate::{
     guest::{
-        BUS_MASTER, CONFIG, Job, MEMORY, SMALL, capability, command, enable, fill, place_bars,
-        read_u16, read_u32, set_command, small, start,
+        BUS_MASTER, CONFIG, Event, Job, MEMORY, SMALL, capability, command, enable, fill,
+        place_bars, read_u16, read_u32, set_command, small, start,
     },
     host::{DMA, Host, Served, assert_closed, assert_open, dma_test, until},
-    vmm::{DMA_MAP, REGION_READ, VERSION, Vmm, access, unmap, version},
+    vmm::{DATA_EVENTFD, DMA_MAP, REGION_READ, TRIGGER, VERSION, Vmm, access, unmap, version},
 };
 
 /// A guest whose device is ready.
@@ -265,6 +265,26 @@ fn a_device_is_borrowed_by_a_bar_access_too() {
     // And by bus-master enable, which then opens.
     let mut vmm = served.client(DMA);
     let _ram = small(&mut vmm);
+    assert!(enable(&mut vmm));
+    assert_open(&host, &served, DMA, SMALL, 1);
+}
+
+/// QEMU keeps the connection of an unplugged device; that its error interrupt
+/// loses its trigger tells of it.
+#[test]
+fn a_client_that_lets_the_device_go_returns_it() {
+    let host = Host::new();
+    let served = host.serve(DMA);
+    let (mut vmm, _ram) = ready(&host, &served);
+    let event = Event::new();
+    vmm.set_irqs(3, DATA_EVENTFD | TRIGGER, 0, 1, &[&event])
+        .unwrap();
+    assert_open(&host, &served, DMA, SMALL, 1);
+    vmm.set_irqs::<Event>(3, DATA_EVENTFD | TRIGGER, 0, 1, &[])
+        .unwrap();
+    assert_closed(&host, &served, DMA, "described");
+    // The connection is as good as before.
+    vmm.reset().unwrap();
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
 }

@@ -298,6 +298,15 @@ impl<'a> LeaseLoop<'a> {
         let (envelope, fds) = match self.connection.try_receive::<Envelope>() {
             Ok(Some(message)) => message,
             Ok(None) => return Ok(()),
+            // A guest that enables more vectors than there are descriptors
+            // left does not lose its device for that.
+            Err(error @ ChannelError::DescriptorsLost) => {
+                let refused = RemoteError {
+                    kind: ErrorKind::Limit,
+                    message: error.to_string(),
+                };
+                return self.reply(Err(refused));
+            }
             Err(error) => return Err(End::PeerGone(error)),
         };
         let returned = matches!(envelope.request, Request::Return);
@@ -316,6 +325,10 @@ impl<'a> LeaseLoop<'a> {
             // Answered when all is undone.
             return Err(End::Returned);
         }
+        self.reply(reply)
+    }
+
+    fn reply(&mut self, reply: Result<Reply, RemoteError>) -> Result<(), End> {
         let reply = reply.unwrap_or_else(|error| {
             self.refusals += 1;
             if self.refusals <= LOGGED_REFUSALS {

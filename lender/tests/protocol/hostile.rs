@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{ErrorKind, Request, registers::Access};
+use farside_control::{ErrorKind, MAX_FDS, Request, registers::Access};
 use farside_devices::dma_test::{self, reg};
 use farside_fabric::NtbLimits;
 
@@ -185,6 +185,22 @@ fn register_accesses_that_make_no_sense_read_as_all_ones() {
     }
     let id = read(&mut registers, 0, reg::ID, 4);
     assert_eq!(id as u32, dma_test::ID);
+}
+
+/// As when the lender is out of descriptors, which a guest's vectors can bring
+/// about.
+#[test]
+fn a_request_whose_descriptors_are_lost_is_refused_and_the_lease_stays() {
+    let lender = Running::new();
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    let file = memory(4096);
+    peer.send_raw(&[0; 8], &[file.as_fd(); MAX_FDS + 8]);
+    let error = peer.reply().unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Limit);
+    assert!(error.message.contains("LimitNOFILE"), "{error}");
+    let id = read(&mut registers, 0, reg::ID, 4);
+    assert_eq!(id as u32, dma_test::ID);
+    peer.call(Request::Reset, &[]).unwrap();
 }
 
 #[test]
