@@ -13,14 +13,16 @@
 //! While draining, CSTS.RDY stays set, so the guest does not reuse memory
 //! that I/O still moves to; results of that I/O are dropped.
 
-use farside_fabric::Fault;
+mod bar;
+mod device;
+
+use farside_fabric::{Access, Fault, memory::HostSlice};
 
 use super::{
     admin,
     block::{BlockError, BlockQueue, Durability, Image, ImageAccess, Tag},
     command::DataPointer,
     config::{Config, ConfigError},
-    doorbells::Doorbell,
     events::{Event, Events},
     features::Features,
     identify::Names,
@@ -29,19 +31,12 @@ use super::{
     namespace::{Namespace, uuid_from},
     pci,
     queues::{CompletionQueue, DoorbellError, Queues, SubmissionQueue},
-    registers::{
-        BAR_SIZE, Configuration, DOORBELLS, MAX_PAGE_SHIFT, MSIX_PBA, MSIX_TABLE, Registers,
-        Shutdown, offset,
-    },
+    registers::{Configuration, MAX_PAGE_SHIFT, Registers, Shutdown},
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
     stats::Stats,
     status::Status,
 };
-use crate::{Bus, Description, Device, Dma};
-
-use std::os::fd::BorrowedFd;
-
-use farside_fabric::{Access, memory::HostSlice};
+use crate::{Bus, Description, Dma};
 
 /// Commands fetched from one queue before the next one's turn.
 const BURST: usize = 32;
@@ -501,70 +496,6 @@ impl Nvme {
         Ok(pending || self.queues.has_errors())
     }
 
-    fn read_dword(&mut self, at: u64, bus: &mut Bus<'_>) -> u32 {
-        match at {
-            ..DOORBELLS => self.registers.read(at),
-            // Doorbells read as anything (3.1.24).
-            DOORBELLS..MSIX_TABLE => 0,
-            MSIX_TABLE..MSIX_PBA => self.table_dword(at - MSIX_TABLE),
-            _ => self.pending_bits(at - MSIX_PBA, bus),
-        }
-    }
-
-    fn table_dword(&self, at: u64) -> u32 {
-        let at = at as usize;
-        match self.msix_table.get(at..at + 4) {
-            Some(bytes) => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-            None => 0,
-        }
-    }
-
-    fn pending_bits(&self, at: u64, bus: &mut Bus<'_>) -> u32 {
-        let first = at * 8;
-        (0..32)
-            .filter(|bit| {
-                let vector = first + bit;
-                vector < self.vectors().into() && bus.irq.is_pending(vector as u16)
-            })
-            .fold(0, |bits, bit| bits | 1 << bit)
-    }
-
-    fn write_dword(&mut self, at: u64, value: u32, bus: &mut Bus<'_>) {
-        match at {
-            offset::INTMS | offset::INTMC => {
-                if at == offset::INTMS {
-                    self.registers.interrupt_mask |= value;
-                } else {
-                    self.registers.interrupt_mask &= !value;
-                }
-                self.queues
-                    .update_line(bus.irq, self.registers.interrupt_mask);
-            }
-            offset::CC => self.write_configuration(value, bus),
-            ..DOORBELLS => self.registers.write_plain(at, value),
-            DOORBELLS..MSIX_TABLE => {
-                self.stats.doorbell_traps += 1;
-                if self.registers.csts.ready
-                    && let Some(doorbell) = Doorbell::at(at - DOORBELLS)
-                {
-                    self.queues.ring(doorbell, value);
-                    if let Doorbell::CompletionHead(_) = doorbell {
-                        self.queues
-                            .update_line(bus.irq, self.registers.interrupt_mask);
-                    }
-                }
-            }
-            MSIX_TABLE..MSIX_PBA => {
-                let at = (at - MSIX_TABLE) as usize;
-                if let Some(bytes) = self.msix_table.get_mut(at..at + 4) {
-                    bytes.copy_from_slice(&value.to_le_bytes());
-                }
-            }
-            // The pending bit array is read-only.
-            _ => {}
-        }
-    }
-
     /// Gathers the guest memory of a command's data for slot `tag`.
     pub(super) fn gather(
         &mut self,
@@ -599,113 +530,6 @@ impl Nvme {
             true => Durability::Durable,
             false => Durability::Cached,
         }
-    }
-}
-
-impl Device for Nvme {
-    fn description(&self) -> &Description {
-        &self.description
-    }
-
-    fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
-        data.fill(0);
-        if bar != 0 || at >= BAR_SIZE {
-            return;
-        }
-        // Naturally aligned, so it is inside one doubleword, or is two.
-        let mut at = at;
-        for part in data.chunks_mut(4) {
-            let value = self.read_dword(at & !3, bus).to_le_bytes();
-            let from = (at & 3) as usize;
-            let len = part.len().min(4 - from);
-            part[..len].copy_from_slice(&value[from..from + len]);
-            at += 4;
-        }
-    }
-
-    fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
-        // Narrower accesses have no meaning in any register (3.1).
-        if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
-            return;
-        }
-        let mut at = at;
-        for part in data.chunks_exact(4) {
-            let value = u32::from_le_bytes([part[0], part[1], part[2], part[3]]);
-            self.write_dword(at, value, bus);
-            at += 4;
-        }
-    }
-
-    /// Nothing of BAR 0 is mappable.
-    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
-
-    fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
-        self.run(bus)
-    }
-
-    fn arm(&mut self, bus: &mut Bus<'_>) -> bool {
-        let pending = match self.look_once_more(bus) {
-            Ok(pending) => pending,
-            Err(fault) => {
-                self.fatal(fault);
-                false
-            }
-        };
-        !pending && !self.block.is_busy()
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.block.wake_fd())
-    }
-
-    fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
-        self.quiesced = true;
-        self.turn_block(bus);
-        self.advance(bus);
-        self.queues
-            .interrupt(bus.irq, self.registers.interrupt_mask);
-        let quiet = self.slots.busy() == 0;
-        if quiet {
-            self.queues.forget_translations();
-        }
-        quiet
-    }
-
-    fn resume(&mut self, bus: &mut Bus<'_>) {
-        self.quiesced = false;
-        self.advance(bus);
-    }
-
-    fn reset(&mut self) {
-        // The owner has quiesced it, so nothing is waited for.
-        self.block.drain();
-        for tag in 0..IO_SLOTS + RESERVED_SLOTS {
-            self.block.release(tag);
-        }
-        self.slots.clear();
-        self.forget_session();
-        self.queues.forget_line();
-        self.registers = Registers::default();
-        self.msix_table = power_on_table(self.vectors());
-        self.draining = false;
-        self.shutdown_flush = false;
-        self.quiesced = false;
-    }
-
-    fn stats(&self) -> Vec<(&'static str, u64)> {
-        let stats = &self.stats;
-        vec![
-            ("admin_commands", stats.admin_commands),
-            ("io_commands", stats.io_commands),
-            ("reads", stats.reads),
-            ("writes", stats.writes),
-            ("bytes_read", stats.bytes_read),
-            ("bytes_written", stats.bytes_written),
-            ("flushes", stats.flushes),
-            ("errors", stats.errors),
-            ("doorbell_traps", stats.doorbell_traps),
-            ("shadow_polls", self.queues.shadow_polls()),
-        ]
     }
 }
 

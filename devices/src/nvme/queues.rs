@@ -5,7 +5,7 @@
 //! never waits, and a guest that does not consume its completions stops being
 //! served without costing memory.
 
-use std::sync::atomic::{Ordering, fence};
+mod doorbell;
 
 use farside_fabric::{Access, Fault};
 
@@ -354,134 +354,6 @@ impl Queues {
         sq.deletion
     }
 
-    /// Starts to use shadow doorbells for all I/O queues.
-    pub fn set_buffer(&mut self, buffer: DoorbellBuffer) {
-        self.buffer = Some(buffer);
-        for sq in self.sqs.iter_mut().flatten() {
-            sq.shadow = Shadow::default();
-        }
-        for cq in self.cqs.iter_mut().flatten() {
-            cq.shadow = Shadow::default();
-        }
-    }
-
-    /// Takes a write to a doorbell register.
-    pub fn ring(&mut self, doorbell: Doorbell, value: u32) {
-        // Where it does not, the value in memory is at least as new.
-        let counts = self
-            .buffer
-            .as_ref()
-            .is_none_or(DoorbellBuffer::register_counts);
-        let outcome = match doorbell {
-            Doorbell::SubmissionTail(id) => {
-                match self.sqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
-                    None => Err(DoorbellError::InvalidRegister),
-                    Some(sq) => {
-                        sq.shadow.rung();
-                        match counts || id == 0 {
-                            true => sq.set_tail(value),
-                            false => Ok(()),
-                        }
-                    }
-                }
-            }
-            Doorbell::CompletionHead(id) => {
-                match self.cqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
-                    None => Err(DoorbellError::InvalidRegister),
-                    Some(cq) => {
-                        cq.shadow.rung();
-                        match counts || id == 0 {
-                            true => cq.set_head(value),
-                            false => Ok(()),
-                        }
-                    }
-                }
-            }
-        };
-        if let Err(error) = outcome {
-            self.report(error);
-        }
-    }
-
-    fn report(&mut self, error: DoorbellError) {
-        // The events that come of these are masked until the guest has read
-        // the first, so more of them would be dropped anyway.
-        if self.errors.len() < 8 {
-            self.errors.push(error);
-        }
-    }
-
-    /// Whether there are doorbell errors to report.
-    pub fn has_errors(&self) -> bool {
-        !self.errors.is_empty()
-    }
-
-    /// The next doorbell error that is not reported yet.
-    pub fn take_error(&mut self) -> Option<DoorbellError> {
-        self.errors.pop()
-    }
-
-    /// Loads the shadow tail of an I/O submission queue and, while polling,
-    /// keeps the event index from being passed.
-    pub fn refresh_tail(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
-        let (Some(buffer), Some(Some(sq))) =
-            (self.buffer.as_mut(), self.sqs.get_mut(usize::from(id)))
-        else {
-            return Ok(());
-        };
-        if id == 0 {
-            return Ok(());
-        }
-        self.shadow_polls += 1;
-        let doorbell = Doorbell::SubmissionTail(id);
-        if let Some(value) = buffer.observe(dma, doorbell, &mut sq.shadow)?
-            && value != u32::from(sq.tail)
-            && sq.set_tail(value).is_err()
-            && sq.shadow.refuse(value)
-        {
-            self.errors.truncate(7);
-            self.errors.push(DoorbellError::InvalidValue);
-        }
-        // Just behind the tail is the value that takes the guest longest to
-        // come to; renewed once in half a ring so that the guest keeps the
-        // cache line.
-        let stale = match sq.shadow.published() {
-            None => true,
-            Some(index) => distance(index, sq.tail, sq.entries) > u32::from(sq.entries) / 2,
-        };
-        if stale {
-            let behind = if sq.tail == 0 {
-                sq.entries - 1
-            } else {
-                sq.tail - 1
-            };
-            sq.shadow.set_published(behind);
-            buffer.publish(dma, doorbell, behind)?;
-        }
-        Ok(())
-    }
-
-    /// Loads the shadow head of a completion queue.
-    fn refresh_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
-        let (Some(buffer), Some(Some(cq))) =
-            (self.buffer.as_mut(), self.cqs.get_mut(usize::from(id)))
-        else {
-            return Ok(());
-        };
-        if id == 0 {
-            return Ok(());
-        }
-        self.shadow_polls += 1;
-        if let Some(value) = buffer.observe(dma, Doorbell::CompletionHead(id), &mut cq.shadow)?
-            && value != u32::from(cq.head)
-            && cq.set_head(value).is_err()
-            && cq.shadow.refuse(value)
-        {
-            self.report(DoorbellError::InvalidValue);
-        }
-        Ok(())
-    }
-
     /// Whether a submission queue has a command and may be fetched from, room
     /// for its completion apart.
     fn wants_fetch(&self, id: u16) -> Option<u16> {
@@ -629,51 +501,6 @@ impl Queues {
             {
                 self.refresh_head(dma, id)?;
             }
-        }
-        Ok(())
-    }
-
-    /// Publishes the event indexes that make the guest ring for whatever the
-    /// controller waits for: new commands, room in a full completion queue
-    /// and, with `line`, completions that hold the INTx line. Ends with a full
-    /// fence: what the caller loads after it is newer.
-    pub fn publish_events(&mut self, dma: &mut dyn Dma, line: bool) -> Result<(), Fault> {
-        if self.buffer.is_none() {
-            return Ok(());
-        }
-        for index in 0..self.active.len() {
-            let id = self.active[index];
-            let full = self.wants_fetch(id).filter(|&cq| !self.has_room(cq));
-            if let (Some(buffer), Some(sq)) = (&mut self.buffer, &mut self.sqs[usize::from(id)])
-                && sq.shadow.set_published(sq.tail)
-            {
-                buffer.publish(dma, Doorbell::SubmissionTail(id), sq.tail)?;
-            }
-            if let Some(cq) = full {
-                self.publish_head(dma, cq)?;
-            }
-        }
-        if line && self.line {
-            for index in 0..self.active_cqs.len() {
-                let id = self.active_cqs[index];
-                if self.cqs[usize::from(id)]
-                    .as_ref()
-                    .is_some_and(|cq| cq.asserts(0))
-                {
-                    self.publish_head(dma, id)?;
-                }
-            }
-        }
-        fence(Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn publish_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
-        if id != 0
-            && let (Some(buffer), Some(cq)) = (&mut self.buffer, &mut self.cqs[usize::from(id)])
-            && cq.shadow.set_published(cq.head)
-        {
-            buffer.publish(dma, Doorbell::CompletionHead(id), cq.head)?;
         }
         Ok(())
     }

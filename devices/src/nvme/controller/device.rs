@@ -1,0 +1,121 @@
+//! The controller as its owner drives it.
+
+use std::os::fd::BorrowedFd;
+
+use farside_fabric::memory::HostSlice;
+
+use super::{Nvme, power_on_table};
+use crate::{
+    Bus, Description, Device,
+    nvme::{
+        registers::{BAR_SIZE, Registers},
+        slots::{IO_SLOTS, RESERVED_SLOTS},
+    },
+};
+
+impl Device for Nvme {
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
+        data.fill(0);
+        if bar != 0 || at >= BAR_SIZE {
+            return;
+        }
+        // Naturally aligned, so it is inside one doubleword, or is two.
+        let mut at = at;
+        for part in data.chunks_mut(4) {
+            let value = self.read_dword(at & !3, bus).to_le_bytes();
+            let from = (at & 3) as usize;
+            let len = part.len().min(4 - from);
+            part[..len].copy_from_slice(&value[from..from + len]);
+            at += 4;
+        }
+    }
+
+    fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
+        // Narrower accesses have no meaning in any register (3.1).
+        if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
+            return;
+        }
+        let mut at = at;
+        for part in data.chunks_exact(4) {
+            let value = u32::from_le_bytes([part[0], part[1], part[2], part[3]]);
+            self.write_dword(at, value, bus);
+            at += 4;
+        }
+    }
+
+    /// Nothing of BAR 0 is mappable.
+    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
+
+    fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.run(bus)
+    }
+
+    fn arm(&mut self, bus: &mut Bus<'_>) -> bool {
+        let pending = match self.look_once_more(bus) {
+            Ok(pending) => pending,
+            Err(fault) => {
+                self.fatal(fault);
+                false
+            }
+        };
+        !pending && !self.block.is_busy()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.block.wake_fd())
+    }
+
+    fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.quiesced = true;
+        self.turn_block(bus);
+        self.advance(bus);
+        self.queues
+            .interrupt(bus.irq, self.registers.interrupt_mask);
+        let quiet = self.slots.busy() == 0;
+        if quiet {
+            self.queues.forget_translations();
+        }
+        quiet
+    }
+
+    fn resume(&mut self, bus: &mut Bus<'_>) {
+        self.quiesced = false;
+        self.advance(bus);
+    }
+
+    fn reset(&mut self) {
+        // The owner has quiesced it, so nothing is waited for.
+        self.block.drain();
+        for tag in 0..IO_SLOTS + RESERVED_SLOTS {
+            self.block.release(tag);
+        }
+        self.slots.clear();
+        self.forget_session();
+        self.queues.forget_line();
+        self.registers = Registers::default();
+        self.msix_table = power_on_table(self.vectors());
+        self.draining = false;
+        self.shutdown_flush = false;
+        self.quiesced = false;
+    }
+
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        let stats = &self.stats;
+        vec![
+            ("admin_commands", stats.admin_commands),
+            ("io_commands", stats.io_commands),
+            ("reads", stats.reads),
+            ("writes", stats.writes),
+            ("bytes_read", stats.bytes_read),
+            ("bytes_written", stats.bytes_written),
+            ("flushes", stats.flushes),
+            ("errors", stats.errors),
+            ("doorbell_traps", stats.doorbell_traps),
+            ("shadow_polls", self.queues.shadow_polls()),
+        ]
+    }
+}
