@@ -10,8 +10,10 @@
 //! lease released. While something in flight does not drain, the lease stays:
 //! a device that could still write to a VM's memory is nobody else's.
 
+mod bars;
 mod lease;
 mod ports;
+mod refusals;
 mod spin;
 
 use std::{

@@ -1,7 +1,7 @@
 //! A device while it is borrowed.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -12,14 +12,13 @@ use farside_control::{
     registers::{Access, Event},
 };
 use farside_devices::{Bus, Device};
-use farside_fabric::{
-    FabricError, FarAddress, Iova, LenderPath, MemoryRange, memory::SharedMemory, soft::Path,
-};
+use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, soft::Path};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     DeviceLoop, counters,
     ports::{DmaPort, IrqPort},
+    refusals::{internal, invalid, refused},
     spin::Spin,
 };
 use crate::registry::{Lease, Mail};
@@ -158,7 +157,7 @@ impl<'a> LeaseLoop<'a> {
         };
         let owner = &self.owner;
         // A device with no descriptor of its own is woken by its other ones.
-        let device = owner.device.wake_fd().unwrap_or(owner.stop_fd());
+        let device = owner.device.wake_fd().unwrap_or(owner.stop.as_fd());
         let mut fds = [
             PollFd::new(&self.registers, PollFlags::IN | relay_waits),
             PollFd::new(&self.connection, PollFlags::IN),
@@ -515,92 +514,5 @@ impl<'a> LeaseLoop<'a> {
             let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
         }
         // Closing the connection tells the borrower that all of this is done.
-    }
-}
-
-impl DeviceLoop {
-    fn stop_fd(&self) -> BorrowedFd<'_> {
-        self.stop.as_fd()
-    }
-
-    /// Gives the device the borrower's files for its BARs with mappable areas.
-    fn device_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
-        let bars: Vec<_> = (0u8..)
-            .zip(self.device.description().bars.clone())
-            .filter_map(|(n, bar)| bar.map(|bar| (n, bar.mappable)))
-            .filter(|(_, mappable)| !mappable.is_empty())
-            .collect();
-        if files.len() != bars.len() {
-            return Err(invalid(format!(
-                "device {} has {} BARs with mappable areas, but the borrower gave memory for {}",
-                self.id,
-                bars.len(),
-                files.len()
-            )));
-        }
-        for ((bar, mappable), file) in bars.into_iter().zip(files) {
-            for (n, area) in mappable.into_iter().enumerate() {
-                let file = file.try_clone().map_err(internal)?;
-                let memory = SharedMemory::map(file, area.offset, area.len as usize, true)
-                    .map_err(internal)?;
-                let whole = memory.slice(0, memory.len());
-                self.device.set_bar_memory(bar, n, whole);
-            }
-        }
-        Ok(())
-    }
-
-    fn take_device_memory(&mut self) {
-        let bars = self.device.description().bars.clone();
-        for (bar, description) in bars.iter().enumerate() {
-            for n in 0..description.iter().map(|bar| bar.mappable.len()).sum() {
-                self.device.set_bar_memory(bar as u8, n, None);
-            }
-        }
-    }
-
-    /// Whether a register access is one that the device's contract allows.
-    fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
-        let size = match self.device.description().bars.get(usize::from(bar)) {
-            Some(Some(bar)) => bar.size,
-            _ => return false,
-        };
-        matches!(len, 1 | 2 | 4 | 8)
-            && offset.is_multiple_of(u64::from(len))
-            && offset
-                .checked_add(u64::from(len))
-                .is_some_and(|end| end <= size)
-    }
-}
-
-fn invalid(message: String) -> RemoteError {
-    RemoteError {
-        kind: ErrorKind::Invalid,
-        message,
-    }
-}
-
-fn refused(error: FabricError) -> RemoteError {
-    let kind = match &error {
-        FabricError::Limit(_) | FabricError::TooManyMappings { .. } => ErrorKind::Limit,
-        FabricError::BadRange { .. }
-        | FabricError::Unaligned { .. }
-        | FabricError::Overlap { .. }
-        | FabricError::SplitMapping { .. }
-        | FabricError::NotMapped { .. }
-        | FabricError::NoWindow { .. }
-        | FabricError::Memory { .. } => ErrorKind::Invalid,
-        _ => ErrorKind::Internal,
-    };
-    RemoteError {
-        kind,
-        message: error.to_string(),
-    }
-}
-
-fn internal(error: impl std::fmt::Display) -> RemoteError {
-    RemoteError {
-        kind: ErrorKind::Internal,
-        message: error.to_string(),
     }
 }

@@ -1,0 +1,63 @@
+//! The device's BARs and the borrower.
+
+use std::os::fd::OwnedFd;
+
+use farside_control::RemoteError;
+use farside_fabric::memory::SharedMemory;
+
+use super::{
+    DeviceLoop,
+    refusals::{internal, invalid},
+};
+
+impl DeviceLoop {
+    /// Gives the device the borrower's files for its BARs with mappable areas.
+    pub(super) fn device_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        let bars: Vec<_> = (0u8..)
+            .zip(self.device.description().bars.clone())
+            .filter_map(|(n, bar)| bar.map(|bar| (n, bar.mappable)))
+            .filter(|(_, mappable)| !mappable.is_empty())
+            .collect();
+        if files.len() != bars.len() {
+            return Err(invalid(format!(
+                "device {} has {} BARs with mappable areas, but the borrower gave memory for {}",
+                self.id,
+                bars.len(),
+                files.len()
+            )));
+        }
+        for ((bar, mappable), file) in bars.into_iter().zip(files) {
+            for (n, area) in mappable.into_iter().enumerate() {
+                let file = file.try_clone().map_err(internal)?;
+                let memory = SharedMemory::map(file, area.offset, area.len as usize, true)
+                    .map_err(internal)?;
+                let whole = memory.slice(0, memory.len());
+                self.device.set_bar_memory(bar, n, whole);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes it back.
+    pub(super) fn take_device_memory(&mut self) {
+        let bars = self.device.description().bars.clone();
+        for (bar, description) in bars.iter().enumerate() {
+            for n in 0..description.iter().map(|bar| bar.mappable.len()).sum() {
+                self.device.set_bar_memory(bar as u8, n, None);
+            }
+        }
+    }
+
+    /// Whether a register access is one that the device's contract allows.
+    pub(super) fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
+        let size = match self.device.description().bars.get(usize::from(bar)) {
+            Some(Some(bar)) => bar.size,
+            _ => return false,
+        };
+        matches!(len, 1 | 2 | 4 | 8)
+            && offset.is_multiple_of(u64::from(len))
+            && offset
+                .checked_add(u64::from(len))
+                .is_some_and(|end| end <= size)
+    }
+}
