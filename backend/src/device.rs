@@ -546,9 +546,13 @@ impl Device {
         }
         let farewell = task::is_farewell(&request);
         self.unplugged |= farewell;
-        let give_back = farewell.then_some(Task::Event(Event::ClientGone));
+        let give_back = farewell.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
         let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
-        self.hold(to, Finish::Done, forward.into_iter().chain(give_back))
+        self.hold(
+            to,
+            Finish::Done,
+            forward.into_iter().chain(give_back.into_iter().flatten()),
+        )
     }
 }
 

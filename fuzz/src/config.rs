@@ -45,7 +45,6 @@ pub fn run(input: &[u8]) {
             0 => space.read(offset, &mut vec![0; length]),
             1 => write(&mut space, offset, input.bytes(length), false),
             2 => write(&mut space, offset, input.bytes(length), true),
-            _ if op & 4 == 0 => space.set_interrupt_status(op & 8 != 0),
             _ => {
                 space.reset();
                 assert_eq!(bytes(&space), fresh);

@@ -248,12 +248,6 @@ impl State {
         self.settle_intx()
     }
 
-    /// The level that the device drives: the interrupt status bit of the PCI
-    /// status register, whatever else holds INTx back.
-    pub(crate) fn intx_asserted(&self) -> bool {
-        self.intx.asserted
-    }
-
     /// The guest sets or clears INTx disable, bit 10 of the command register.
     pub(crate) fn set_intx_disabled(&mut self, disabled: bool) -> Option<Fire> {
         self.intx.disabled = disabled;

@@ -102,11 +102,6 @@ impl Vectors {
         self.perform(fire);
     }
 
-    /// The level that the device drives, for bit 3 of the PCI status register.
-    pub fn intx_asserted(&self) -> bool {
-        self.state.intx_asserted()
-    }
-
     /// The guest sets or clears INTx disable (command register, bit 10).
     pub fn set_intx_disabled(&mut self, disabled: bool) {
         let fire = self.state.set_intx_disabled(disabled);

@@ -84,8 +84,6 @@ const COMMAND_IO: u16 = 1 << 0;
 const COMMAND_MEMORY: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
 const COMMAND_INTX_DISABLE: u16 = 1 << 10;
-/// In the low byte of the status register.
-const STATUS_INTERRUPT: u8 = 1 << 3;
 
 /// A function's configuration space.
 #[derive(Clone, Debug)]
@@ -270,16 +268,6 @@ impl ConfigSpace {
     /// The state of MSI-X, if the function has it.
     pub fn msix(&self) -> Option<Msix> {
         View::of(&self.registers, &self.bytes).msix
-    }
-
-    /// Shows the level of the INTx line in the status register (PCIe
-    /// 7.5.1.1.4).
-    pub fn set_interrupt_status(&mut self, asserted: bool) {
-        if asserted {
-            self.bytes[STATUS] |= STATUS_INTERRUPT;
-        } else {
-            self.bytes[STATUS] &= !STATUS_INTERRUPT;
-        }
     }
 
     fn command(&self) -> u16 {

@@ -62,17 +62,6 @@ fn changes_of_the_command_register_are_told() {
 }
 
 #[test]
-fn the_interrupt_status_follows_the_line_and_not_the_guest() {
-    let mut space = nvme();
-    space.set_interrupt_status(true);
-    assert_eq!(read_u16(&space, 6) & 8, 8);
-    write_u16(&mut space, 6, !0);
-    assert_eq!(read_u16(&space, 6) & 8, 8);
-    space.set_interrupt_status(false);
-    assert_eq!(read_u16(&space, 6) & 8, 0);
-}
-
-#[test]
 fn error_bits_of_the_status_register_start_clear() {
     let mut image = Image::nvme();
     image.put(7, &[0xf9]);
