@@ -12,7 +12,7 @@ use std::{
 use farside_control::{Channel, Epoch, Listener, Wakeup, paths, raise_open_files};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::{LimitError, soft::Adapter};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     config::{Config, ConfigError, DeviceConfig, Model},
@@ -26,7 +26,10 @@ const MAX_PEERS: usize = 256;
 
 /// How long to wait when a connection cannot be accepted, so that the log does
 /// not overflow with it.
-const ACCEPT_PAUSE: std::time::Duration = std::time::Duration::from_millis(500);
+const ACCEPT_PAUSE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 500_000_000,
+};
 
 /// Why a lender does not start.
 #[derive(Debug, thiserror::Error)]
@@ -169,7 +172,9 @@ impl Lender {
                         // Such as for want of descriptors. Those who borrow
                         // are served on; the peer is still there afterwards.
                         log::error!("cannot accept a connection: {error}");
-                        std::thread::sleep(ACCEPT_PAUSE);
+                        let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
+                        // The stop itself is seen above.
+                        let _ = poll(&mut stop, Some(&ACCEPT_PAUSE));
                         break;
                     }
                 }
