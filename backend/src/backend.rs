@@ -15,13 +15,13 @@ use farside_control::{
 };
 use farside_devices::Description;
 use farside_fabric::pin::PinPolicy;
+use farside_vfio_user::ListenError;
 
 use crate::{
     borrow::worker::Settings,
     device::{Device, DeviceError},
     server::{DeviceServer, ServerError},
     status::StatusServer,
-    vfio_user::ListenError,
 };
 
 /// Longest name of a VM, bytes; as `farside qemu` has it.

@@ -18,9 +18,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_config_space::ConfigSpace;
 use farside_control::{Channel, ErrorKind};
 use farside_devices::Description;
 use farside_irq_relay::{IrqCounts, Vectors};
+use farside_vfio_user::{
+    DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
+    Request, SetIrqs as WireIrqs,
+    serve::{Answer, Handler},
+};
 use rustix::io::Errno;
 
 use crate::{
@@ -28,13 +34,7 @@ use crate::{
         Event, State,
         worker::{MemoryChange, Outcome, Settings, WorkError, Worker},
     },
-    config_space::ConfigSpace,
     dma_table::{Backing, DmaTable},
-    vfio_user::{
-        DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
-        Request, SetIrqs as WireIrqs,
-        serve::{Answer, Handler},
-    },
 };
 use bars::BarFiles;
 pub(crate) use report::DeviceReport;
@@ -47,7 +47,7 @@ const REGISTER_EVENTS: usize = 256;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeviceError {
     #[error("its configuration space makes no sense: {0}")]
-    Config(#[from] crate::config_space::ConfigSpaceError),
+    Config(#[from] farside_config_space::ConfigSpaceError),
     #[error("its interrupts make no sense: {0}")]
     Irqs(#[from] farside_irq_relay::IrqCountsError),
     #[error("{0}")]

@@ -20,7 +20,7 @@ use rustix::{
 
 /// Most mappings of one client: what the version reply announces. Bounds
 /// memory.
-const MAX_MAPPINGS: usize = crate::vfio_user::MAX_DMA_MAPS as usize;
+const MAX_MAPPINGS: usize = farside_vfio_user::MAX_DMA_MAPS as usize;
 
 /// Most files that one client's memory may be in. Bounds descriptors. QEMU has
 /// one for each memory backend, and at most 256 memory slots.

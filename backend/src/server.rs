@@ -8,6 +8,10 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_vfio_user::{
+    Connection, ConnectionError, ListenError, Listener, RateLimit, Session, Slot,
+    serve::{Pumped, pump},
+};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     time::{
@@ -19,10 +23,6 @@ use rustix::{
 use crate::{
     causes::Causes,
     device::{Conclusion, Device, DeviceReport, Then},
-    vfio_user::{
-        Connection, ConnectionError, ListenError, Listener, RateLimit, Session, Slot,
-        serve::{Pumped, pump},
-    },
 };
 
 /// Requests of one client that are served before others have their turn.

@@ -17,7 +17,8 @@ use std::{
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde::Serialize;
 
-use crate::{device::DeviceReport, server::DeviceServer, vfio_user::RateLimit};
+use crate::{device::DeviceReport, server::DeviceServer};
+use farside_vfio_user::RateLimit;
 
 /// Most peers that have not read all of their report yet. Others wait to be
 /// accepted. Bounds memory.

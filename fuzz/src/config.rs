@@ -9,7 +9,7 @@
 //! what a write is said to do is what it does; a refused bus-master bit is
 //! clear; a reset leaves what was there at first.
 
-use farside_backend::config_space::{ConfigSpace, Edge};
+use farside_config_space::{ConfigSpace, Edge};
 
 use crate::image::Image;
 use crate::input::Input;

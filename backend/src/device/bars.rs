@@ -10,7 +10,7 @@ use std::{
 
 use farside_devices::Description;
 
-use crate::vfio_user::{Mappable, SparseArea};
+use farside_vfio_user::{Mappable, SparseArea};
 
 /// A file for each BAR with mappable areas.
 pub(crate) struct BarFiles {

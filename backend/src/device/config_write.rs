@@ -1,11 +1,10 @@
 //! Writes to configuration space and what they set in motion.
 
+use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
+use farside_vfio_user::RateLimit;
+
 use super::{Device, report::BarAddress, task::Task};
-use crate::{
-    borrow::{Event, State},
-    config_space::{Edge, Effect, GuestBarAddress, Staged},
-    vfio_user::RateLimit,
-};
+use crate::borrow::{Event, State};
 
 impl Device {
     /// Finds out what a write does, and has it done before the write shows.

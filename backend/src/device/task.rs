@@ -2,18 +2,16 @@
 
 use std::{collections::VecDeque, time::Instant};
 
+use farside_config_space::Staged;
 use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqRange, SetIrqs, SetIrqsError, Sink, TriggerFd,
 };
+use farside_vfio_user::{
+    self as wire, DmaUnmap, IrqAction, IrqFlags, IrqIndex, IrqInfo, Negotiated, Region, ReplyTo,
+};
 use rustix::io::Errno;
 
-use crate::{
-    borrow::{Event, worker::MemoryChange},
-    config_space::Staged,
-    vfio_user::{
-        self as wire, DmaUnmap, IrqAction, IrqFlags, IrqIndex, IrqInfo, Negotiated, Region, ReplyTo,
-    },
-};
+use crate::borrow::{Event, worker::MemoryChange};
 
 /// A request whose answer waits.
 pub(crate) struct Held {

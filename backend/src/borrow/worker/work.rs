@@ -14,6 +14,7 @@ use farside_devices::Description;
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
+use farside_vfio_user::RateLimit;
 
 use super::{Job, LayoutReport, MemoryChange, Outcome, Run, Settings, WorkError};
 use crate::{
@@ -22,7 +23,6 @@ use crate::{
         path::{OpenPath, PathError},
     },
     dma_table::{Blocked, Mapping},
-    vfio_user::RateLimit,
 };
 
 /// How long a job may take that pins nothing. Below a VMM's message timeout of

@@ -4,7 +4,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
-use farside_backend::vfio_user::{ListenError, Listener, Slot};
+use farside_vfio_user::{ListenError, Listener, Slot};
 
 fn path(dir: &tempfile::TempDir) -> PathBuf {
     dir.path().join("vm.sock")

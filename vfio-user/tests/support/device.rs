@@ -3,8 +3,8 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use farside_backend::vfio_user::serve::{Answer, Handler};
-use farside_backend::vfio_user::{
+use farside_vfio_user::serve::{Answer, Handler};
+use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Errno, IrqData, IrqIndex, IrqInfo, Mappable, Region, RegionInfo,
     Reply, ReplyTo, Request, SetIrqs, SparseArea,
 };

@@ -1,4 +1,4 @@
-use farside_backend::vfio_user::Errno;
+use farside_vfio_user::Errno;
 
 use crate::device::{BAR0_FILE_OFFSET, BAR0_SIZE, BAR2_SIZE, CONFIG_SIZE};
 use crate::harness::*;

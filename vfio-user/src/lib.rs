@@ -1,7 +1,7 @@
 //! The server side of the vfio-user protocol, version 0.1.
 //!
 //! ```text
-//!   socket ⇄ Connection ──Message──▶ Session ──Request──▶ backend
+//!   socket ⇄ Connection ──Message──▶ Session ──Request──▶ handler
 //!              ▲                                             │
 //!              └───────────── send(ReplyTo, Reply) ──────────┘
 //! ```

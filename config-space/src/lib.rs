@@ -12,7 +12,7 @@
 //! and mapped. So a write can be looked at before it takes effect:
 //!
 //! ```
-//! # use farside_backend::config_space::{ConfigSpace, Edge};
+//! # use farside_config_space::{ConfigSpace, Edge};
 //! # use farside_devices::Description;
 //! # let mut config = vec![0; 256];
 //! # config[..4].copy_from_slice(&[0x36, 0x1b, 0x10, 0x00]);
@@ -28,7 +28,7 @@
 //! }
 //! let effects = space.commit(staged);
 //! assert!(effects.is_empty() && !space.may_dma());
-//! # Ok::<(), farside_backend::config_space::ConfigSpaceError>(())
+//! # Ok::<(), farside_config_space::ConfigSpaceError>(())
 //! ```
 //!
 //! # What the guest does not see

@@ -1,5 +1,5 @@
-use farside_backend::vfio_user::serve::Pumped;
-use farside_backend::vfio_user::{Errno, Reply};
+use farside_vfio_user::serve::Pumped;
+use farside_vfio_user::{Errno, Reply};
 
 use crate::harness::*;
 

@@ -1,4 +1,4 @@
-use farside_backend::vfio_user::{ConnectionError, Errno, Refusal};
+use farside_vfio_user::{ConnectionError, Errno, Refusal};
 
 use crate::harness::*;
 

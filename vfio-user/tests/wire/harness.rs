@@ -6,8 +6,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use farside_backend::vfio_user::serve::{Pumped, pump};
-use farside_backend::vfio_user::{Connection, ConnectionError, Errno, Session};
+use farside_vfio_user::serve::{Pumped, pump};
+use farside_vfio_user::{Connection, ConnectionError, Errno, Session};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,

@@ -2,8 +2,8 @@
 
 use std::io::Read;
 
-use farside_backend::vfio_user::serve::Pumped;
-use farside_backend::vfio_user::{ConnectionError, MAX_QUEUED_BYTES, Reply};
+use farside_vfio_user::serve::Pumped;
+use farside_vfio_user::{ConnectionError, MAX_QUEUED_BYTES, Reply};
 
 use crate::harness::*;
 
@@ -44,7 +44,7 @@ fn replies_that_wait_are_bounded() {
     wire.send(&message(1, RESET, 0, &[]));
     let to = wire.server.receive().unwrap().unwrap().header.reply_to();
     let data = vec![0; 1 << 20];
-    let region = farside_backend::vfio_user::Region::Config;
+    let region = farside_vfio_user::Region::Config;
     let mut sent = 0;
     let error = loop {
         match wire.server.send(
@@ -79,12 +79,12 @@ fn a_descriptor_waits_with_its_reply() {
     let mut to = to;
     to.flags = 0;
     let file = std::fs::File::open("/dev/null").unwrap();
-    let info = farside_backend::vfio_user::RegionInfo {
-        region: farside_backend::vfio_user::Region::Bar(0),
+    let info = farside_vfio_user::RegionInfo {
+        region: farside_vfio_user::Region::Bar(0),
         size: 0x1000,
         readable: true,
         writable: true,
-        mappable: Some(farside_backend::vfio_user::Mappable {
+        mappable: Some(farside_vfio_user::Mappable {
             fd: std::os::fd::AsFd::as_fd(&file),
             offset: 0,
             areas: &[],

@@ -9,8 +9,8 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farside_backend::vfio_user::serve::pump;
-use farside_backend::vfio_user::{Connection, Session};
+use farside_vfio_user::serve::pump;
+use farside_vfio_user::{Connection, Session};
 
 /// The system's allocator, counted.
 struct Counting;

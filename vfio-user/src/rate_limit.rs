@@ -13,7 +13,7 @@ const PERIOD: Duration = Duration::from_secs(5);
 /// A call site's allowance. Make it a `static` next to the log line:
 ///
 /// ```
-/// # use farside_backend::vfio_user::RateLimit;
+/// # use farside_vfio_user::RateLimit;
 /// static LIMIT: RateLimit = RateLimit::new();
 /// if let Some(held_back) = LIMIT.allow() {
 ///     log::warn!("refused a request{held_back}");

@@ -11,8 +11,8 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use device::{BAR0_FILE_OFFSET, BAR0_SIZE, BAR2_SIZE, CONFIG_SIZE, TestDevice};
-use farside_backend::vfio_user::serve::{Pumped, pump};
-use farside_backend::vfio_user::{Connection, ConnectionError, Listener, Session, Slot};
+use farside_vfio_user::serve::{Pumped, pump};
+use farside_vfio_user::{Connection, ConnectionError, Listener, Session, Slot};
 use rustix::event::{PollFd, PollFlags, poll};
 use vfio_user::Client;
 

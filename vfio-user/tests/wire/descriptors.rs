@@ -1,4 +1,4 @@
-use farside_backend::vfio_user::{Errno, MAX_MESSAGE_SIZE};
+use farside_vfio_user::{Errno, MAX_MESSAGE_SIZE};
 
 use crate::harness::*;
 

@@ -1,5 +1,5 @@
-use farside_backend::vfio_user::serve::Pumped;
-use farside_backend::vfio_user::{ConnectionError, Errno, MAX_MESSAGE_SIZE, Refusal};
+use farside_vfio_user::serve::Pumped;
+use farside_vfio_user::{ConnectionError, Errno, MAX_MESSAGE_SIZE, Refusal};
 
 use crate::harness::*;
 
@@ -67,7 +67,7 @@ fn a_budget_lets_others_have_their_turn() {
         device,
         ..
     } = &mut wire;
-    let pumped = farside_backend::vfio_user::serve::pump(server, session, device, 2).unwrap();
+    let pumped = farside_vfio_user::serve::pump(server, session, device, 2).unwrap();
     assert_eq!(pumped, Pumped::Budget);
     assert_eq!(wire.device.resets, 2);
     assert_eq!(wire.run().unwrap(), Pumped::Idle);

@@ -1,4 +1,4 @@
-use farside_backend::vfio_user::Errno;
+use farside_vfio_user::Errno;
 
 use crate::harness::*;
 
