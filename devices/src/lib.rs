@@ -8,6 +8,7 @@
 pub mod bus;
 pub mod description;
 pub mod dma_test;
+pub mod ntb;
 pub mod nvme;
 
 pub use bus::{Bus, Dma, Interrupts};
