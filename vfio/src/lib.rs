@@ -1,0 +1,1 @@
+//! Physical PCI functions and their IOMMU domains, through Linux VFIO.
