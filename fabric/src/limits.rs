@@ -28,6 +28,10 @@ pub struct NtbLimits {
     /// out, it is the segment size. (Older Intel NTBs: the BAR's size. AMD:
     /// 4096.)
     pub alignment: Option<u64>,
+    /// Most LUT entries that one window may take; left out, all of them. It is 1
+    /// where each window has a BAR and a translation register of its own (Intel,
+    /// AMD): what lies side by side there cannot be joined.
+    pub entries_per_window: Option<u32>,
     /// Entries of the requester table.
     pub requester_entries: u32,
     /// How many of those the CPUs take.
@@ -40,6 +44,7 @@ impl Default for NtbLimits {
             bar_size: 32 << 30,
             lut_entries: 256,
             alignment: None,
+            entries_per_window: None,
             requester_entries: 32,
             reserved_requesters: 2,
         }
@@ -74,6 +79,9 @@ impl NtbLimits {
             let rule = "a power of two, at least 4096 bytes";
             return invalid("alignment", self.alignment(), rule);
         }
+        if self.entries_per_window == Some(0) {
+            return invalid("entries-per-window", 0, "at least 1, or left out");
+        }
         if self.requester_entries <= self.reserved_requesters {
             let value = u64::from(self.requester_entries);
             return invalid("requester-entries", value, "more than reserved-requesters");
@@ -100,23 +108,43 @@ impl NtbLimits {
         len.div_ceil(self.segment().max(1))
     }
 
+    /// Most LUT entries that one window may take.
+    pub fn max_entries(&self) -> u32 {
+        let most = self.entries_per_window.unwrap_or(self.lut_entries);
+        most.min(self.lut_entries)
+    }
+
     /// Devices that can be lent at once.
     pub fn max_devices(&self) -> u32 {
         self.requester_entries
             .saturating_sub(self.reserved_requesters)
     }
 
+    /// Refuses a window of `bytes` that is too large whatever else is taken.
+    pub(crate) fn check_window(&self, bytes: u64) -> Result<(), LimitError> {
+        let needed = self.entries_for(bytes);
+        if needed <= u64::from(self.max_entries()) || self.max_entries() == self.lut_entries {
+            return Ok(());
+        }
+        Err(LimitError::WindowTooLarge {
+            bytes,
+            needed,
+            limit: self.max_entries(),
+            segment: self.segment(),
+            remedy: Remedy(self.larger_bar([bytes].into_iter())),
+        })
+    }
+
     /// The smallest BAR, larger than this one, that windows of `spans` bytes
     /// fit in with as many LUT entries; `None` when no size helps.
-    pub(crate) fn larger_bar(&self, spans: impl Iterator<Item = u64> + Clone) -> Option<u64> {
+    pub fn larger_bar(&self, spans: impl Iterator<Item = u64> + Clone) -> Option<u64> {
         let mut larger = self.clone();
         while larger.bar_size < Self::MAX_BAR {
             larger.bar_size *= 2;
-            let needed = spans
-                .clone()
-                .map(|span| larger.entries_for(span))
-                .fold(0, u64::saturating_add);
-            if needed <= u64::from(larger.lut_entries) {
+            let needed = || spans.clone().map(|span| larger.entries_for(span));
+            if needed().fold(0, u64::saturating_add) <= u64::from(larger.lut_entries)
+                && needed().all(|entries| entries <= u64::from(larger.max_entries()))
+            {
                 return Some(larger.bar_size);
             }
         }
@@ -139,9 +167,13 @@ pub struct NtbUse {
 /// do, and what they take. Ask before a VM boots.
 ///
 /// # Errors
-/// [`LimitError::GuestTooLarge`] says what would fit, and which BAR would do.
+/// [`LimitError::GuestTooLarge`] and [`LimitError::WindowTooLarge`] say what
+/// would fit, and which BAR would do.
 pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
     limits.validate()?;
+    spans
+        .iter()
+        .try_for_each(|&span| limits.check_window(span))?;
     let needed = spans
         .iter()
         .map(|&span| limits.entries_for(span))
@@ -156,6 +188,7 @@ pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
     }
     // All windows but one may end in a segment that they only begin.
     let spare = available.saturating_sub((spans.len() as u64).saturating_sub(1));
+    let spare = spare.min(limits.max_entries().into());
     Err(LimitError::GuestTooLarge {
         bytes: spans.iter().copied().fold(0, u64::saturating_add),
         windows: spans.len(),
@@ -203,6 +236,24 @@ pub enum LimitError {
         fits: u64,
         /// Bytes of the BAR.
         bar_size: u64,
+        /// What to do.
+        remedy: Remedy,
+    },
+    /// One window is larger than any of this adapter's can be.
+    #[error(
+        "a window of {} needs {needed} LUT entries of {}; this NTB has at most {limit} for one \
+         window (entries-per-window), so a window of at most {} fits; {remedy}",
+        Size(*bytes), Size(*segment), Size(*segment * u64::from(*limit))
+    )]
+    WindowTooLarge {
+        /// Bytes of the window.
+        bytes: u64,
+        /// LUT entries it needs.
+        needed: u64,
+        /// LUT entries that one window may take.
+        limit: u32,
+        /// Bytes an entry translates.
+        segment: u64,
         /// What to do.
         remedy: Remedy,
     },

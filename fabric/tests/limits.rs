@@ -1,6 +1,8 @@
 //! The adapter's limits: what fits, and what is said when it does not.
 
-use farside_fabric::{LimitError, NtbLimits, fits};
+use farside_fabric::{
+    FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits, fits, soft::Adapter,
+};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -71,6 +73,13 @@ fn impossible_limits_are_named() {
             },
         ),
         (
+            "entries-per-window",
+            NtbLimits {
+                entries_per_window: Some(0),
+                ..default()
+            },
+        ),
+        (
             "requester-entries",
             NtbLimits {
                 requester_entries: 2,
@@ -127,6 +136,31 @@ fn more_windows_than_entries_is_not_cured_by_a_larger_bar() {
 }
 
 #[test]
+fn windows_that_have_a_bar_each_are_not_joined() {
+    let limits = NtbLimits {
+        lut_entries: 2,
+        entries_per_window: Some(1),
+        ..NtbLimits::default()
+    };
+    assert!(fits(&[2 * GIB, 16 * GIB], &limits).is_ok());
+    let error = fits(&[20 * GIB], &limits).expect_err("larger than one BAR");
+    assert_eq!(
+        error.to_string(),
+        "a window of 20 GiB needs 2 LUT entries of 16 GiB; this NTB has at most 1 for one window \
+         (entries-per-window), so a window of at most 16 GiB fits; raise bar-size to 64 GiB"
+    );
+    let adapter = Adapter::new(limits).expect("limits");
+    let mut path = adapter.attach("disk0").expect("attach");
+    let far = FarAddress::new(64 * GIB);
+    let refused = path.open_window(Iova::new(0), far, 20 * GIB);
+    assert!(
+        matches!(refused, Err(FabricError::Limit(ref found)) if *found == error),
+        "{refused:?}"
+    );
+    path.open_window(Iova::new(0), far, 16 * GIB).expect("fits");
+}
+
+#[test]
 fn absurd_spans_do_not_overflow() {
     assert!(fits(&[u64::MAX, u64::MAX], &NtbLimits::default()).is_err());
     assert_eq!(
@@ -143,8 +177,13 @@ proptest! {
         high in 1u64..(1 << 45),
         lut_bits in 1u32..10,
         split in 0.0..1.0f64,
+        entries_per_window in prop::option::of(1u32..600),
     ) {
-        let limits = NtbLimits { lut_entries: 1 << lut_bits, ..NtbLimits::default() };
+        let limits = NtbLimits {
+            lut_entries: 1 << lut_bits,
+            entries_per_window,
+            ..NtbLimits::default()
+        };
         if let Err(LimitError::GuestTooLarge { fits: advised, remedy, .. }) =
             fits(&[low, high], &limits)
         {

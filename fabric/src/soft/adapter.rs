@@ -140,6 +140,7 @@ impl Requester {
                 alignment: limits.alignment(),
             }));
         }
+        limits.check_window(bytes)?;
         let needed = limits.entries_for(bytes);
         let mut state = self.adapter.state();
         let Some(first) = state.lut.take(needed, bytes) else {
