@@ -267,7 +267,7 @@ fn find(config: &Config, device: &str) -> Result<(PathBuf, Description), StartEr
         let described = Client::connect(lender, Some(&config.vm))
             .and_then(|mut client| client.describe(device));
         match described {
-            Ok(description) => return Ok((lender.clone(), description)),
+            Ok(described) => return Ok((lender.clone(), described.description)),
             Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
             Err(error) => {
                 if config.lenders.len() > 1 {

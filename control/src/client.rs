@@ -6,12 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_devices::Description;
 use farside_fabric::NtbLimits;
 
 use crate::{
-    Channel, ChannelError, DeviceEntry, DeviceStatus, Envelope, Epoch, IrqUpdate, RemoteError,
-    Reply, Request, VERSION,
+    BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
+    IrqUpdate, RamRange, RemoteError, Reply, Request, Route, VERSION,
 };
 
 /// How long a lender may take to answer. Longer than it waits for a device's
@@ -38,6 +37,17 @@ pub enum CallError {
     /// The lender answered something else than was asked.
     #[error("the lender answered {0} to a request that does not expect it")]
     Unexpected(String),
+}
+
+/// What comes with a lease.
+#[derive(Debug)]
+pub struct Lease {
+    /// The register channel.
+    pub registers: Channel,
+    /// For each BAR with mappable areas, how the CPU reaches them.
+    pub bars: Vec<BarMemory>,
+    /// The files of [`BarMemory::File`], in their order.
+    pub files: Vec<OwnedFd>,
 }
 
 /// A connection to a lender.
@@ -150,7 +160,7 @@ impl Client {
     }
 
     /// What a device looks like.
-    pub fn describe(&mut self, device: &str) -> Result<Description, CallError> {
+    pub fn describe(&mut self, device: &str) -> Result<Described, CallError> {
         let device = device.to_owned();
         match self.call(Request::Describe { device }, &[])? {
             (Reply::Description(description), _) => Ok(*description),
@@ -167,25 +177,46 @@ impl Client {
         }
     }
 
+    /// See [`Request::Check`].
+    pub fn check(
+        &mut self,
+        device: &str,
+        route: Route,
+        ram: Vec<RamRange>,
+    ) -> Result<(), CallError> {
+        let device = device.to_owned();
+        self.done(Request::Check { device, route, ram }, &[])
+    }
+
     /// Borrows a device. `bar_memory` backs its BARs with mappable areas, in
-    /// their order. Returns the register channel; from now on this
+    /// their order, where those are the borrower's. From now on this
     /// connection is the lease.
     pub fn borrow_device(
         &mut self,
         device: &str,
+        route: Route,
         bar_memory: &[BorrowedFd<'_>],
-    ) -> Result<Channel, CallError> {
+    ) -> Result<Lease, CallError> {
         let device = device.to_owned();
-        match self.call(Request::Borrow { device }, bar_memory)? {
-            (Reply::Lease { epoch }, fds) => {
-                let Some(socket) = fds.into_iter().next() else {
+        match self.call(Request::Borrow { device, route }, bar_memory)? {
+            (Reply::Lease { epoch, bars }, fds) => {
+                let mut fds = fds.into_iter();
+                let files = bars
+                    .iter()
+                    .filter(|bar| matches!(bar, BarMemory::File { .. }))
+                    .count();
+                let Some(socket) = fds.next().filter(|_| fds.len() == files) else {
                     self.failed = true;
                     return Err(CallError::Unexpected(
-                        "a lease with no register channel".into(),
+                        "a lease without its register channel and BAR files".into(),
                     ));
                 };
                 self.epoch = epoch;
-                Ok(Channel::from_socket(socket))
+                Ok(Lease {
+                    registers: Channel::from_socket(socket),
+                    bars,
+                    files: fds.collect(),
+                })
             }
             (other, _) => Err(self.unexpected(&other)),
         }

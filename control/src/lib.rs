@@ -14,7 +14,7 @@
 //!     | Describe{device} ---------------------> |   nothing is borrowed
 //!     | <---------------------- Description     |
 //!     | Borrow{device} + BAR memory ----------> |
-//!     | <------ Lease{epoch} + register channel |
+//!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
 //!     | SetCommand, Reset, ... (epoch) -------> |
 //!     | Return (epoch), or just close --------> |
@@ -34,11 +34,11 @@ mod open_files;
 mod wakeup;
 
 pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
-pub use client::{CallError, Client};
+pub use client::{CallError, Client, Lease};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use message::{
-    BorrowedBy, DeviceEntry, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
-    VERSION,
+    BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
+    ErrorKind, RamRange, RemoteError, Reply, Request, Route, VERSION,
 };
 pub use names::{MAX_NAME, NAME_RULE, check_name};
 pub use open_files::raise_open_files;

@@ -8,7 +8,7 @@ use crate::IrqUpdate;
 
 /// The protocol version of this build. Peers of different versions refuse each
 /// other by name.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Fencing number of a lease: each borrow of a device has a larger one than
 /// the borrow before.
@@ -57,13 +57,26 @@ pub enum Request {
         /// Device id.
         device: String,
     },
-    /// Takes the device exclusively and resets it. Descriptors: a file of the
-    /// BAR's size for each BAR with mappable areas, in the order of the BARs.
-    /// After the reply the connection is the lease: closing it returns the
-    /// device.
+    /// Whether a guest could borrow the device, as far as can be told before it
+    /// boots: addresses that the device cannot reach, windows that do not
+    /// fit, memory that may not be locked.
+    Check {
+        /// Device id.
+        device: String,
+        /// How the device would reach the guest.
+        route: Route,
+        /// The guest's RAM.
+        ram: Vec<RamRange>,
+    },
+    /// Takes the device exclusively and resets it. Descriptors, for a device
+    /// whose BARs are the [borrower's](BarOwner::Borrower): a file of the BAR's
+    /// size for each BAR with mappable areas, in the order of the BARs. After
+    /// the reply the connection is the lease: closing it returns the device.
     Borrow {
         /// Device id.
         device: String,
+        /// How the device reaches the guest.
+        route: Route,
     },
     /// Resets the device. Its windows, and what the borrower's domain maps,
     /// are gone when the reply comes.
@@ -79,8 +92,8 @@ pub enum Request {
         /// The bit.
         disabled: bool,
     },
-    /// Maps memory into the borrower's IOMMU domain (soft fabric: the lender
-    /// holds the model of both hosts' IOMMUs). Descriptor: the memory's file.
+    /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`]: the
+    /// lender holds both ends of the way. Descriptor: the memory's file.
     FarMap {
         /// Borrower-side bus address.
         far: u64,
@@ -134,13 +147,17 @@ pub enum Reply {
     /// To `Limits`.
     Limits(NtbLimits),
     /// To `Describe`.
-    Description(Box<Description>),
+    Description(Box<Described>),
     /// To `Status`.
     Status(Box<DeviceStatus>),
-    /// To `Borrow`. Descriptor: the register channel.
+    /// To `Borrow`. Descriptors: the register channel, then the files of
+    /// [`BarMemory::File`].
     Lease {
         /// The lease's fencing number.
         epoch: Epoch,
+        /// For each BAR with mappable areas, in the order of the BARs, how the
+        /// borrower's CPU reaches them.
+        bars: Vec<BarMemory>,
     },
     /// To `OpenWindow`.
     Window {
@@ -151,6 +168,67 @@ pub enum Reply {
     Done,
     /// The request was refused and had no effect.
     Refused(RemoteError),
+}
+
+/// What a device looks like before it is borrowed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Described {
+    /// Its configuration space, BARs and interrupts.
+    pub description: Description,
+    /// Who brings the memory of its mappable areas.
+    pub bars: BarOwner,
+}
+
+/// Who brings the memory behind the mappable areas of a device's BARs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum BarOwner {
+    /// The borrower: the device is a model, which looks at memory that the
+    /// guest writes to.
+    Borrower,
+    /// The lender: the device is hardware, and its BARs are its own. Who wants
+    /// to map them must borrow it first.
+    Lender,
+}
+
+/// How the borrower's CPU reaches the mappable areas of one BAR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum BarMemory {
+    /// By the file that the borrower brought.
+    Borrowers,
+    /// By the next descriptor: the BAR begins at this offset of it.
+    File {
+        /// Offset of the BAR's first byte in the file.
+        offset: u64,
+    },
+    /// Through the borrower's NTB: the BAR is at this address in the IOMMU
+    /// domain of the lender's NTB endpoint.
+    Far {
+        /// Address of the BAR's first byte.
+        address: u64,
+    },
+    /// Not at all: every access is to be sent on the register channel.
+    Trapped,
+}
+
+/// How a device's DMA reaches the guest's RAM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Route {
+    /// One machine: the borrower shares the memory's files with the lender
+    /// ([`Request::FarMap`]), which maps them.
+    #[default]
+    Memory,
+    /// Two machines: through an NTB. The borrower maps its memory in the IOMMU
+    /// domain of its own endpoint, the lender opens windows onto that.
+    Ntb,
+}
+
+/// A range of guest RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamRange {
+    /// GPA of the first byte.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
 }
 
 /// Why a lender refused.

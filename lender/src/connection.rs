@@ -7,8 +7,8 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, ErrorKind, NAME_RULE, RemoteError, Reply, Request, VERSION,
-    Wakeup, check_name,
+    Channel, ChannelError, Envelope, ErrorKind, NAME_RULE, RemoteError, Reply, Request, Route,
+    VERSION, Wakeup, check_name,
 };
 use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -18,8 +18,11 @@ use crate::registry::{Lease, Mail, Registry};
 /// How long a peer may leave an answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a device's thread may take to say how it stands.
-const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a device's thread may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Most ranges of guest RAM that a peer may ask about.
+const MAX_RAM_RANGES: usize = 4096;
 
 /// What a lender says of itself.
 pub(crate) struct About {
@@ -53,7 +56,7 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
         };
         let reply = match answer(envelope.request, lender, registry, &mut peer) {
             Ok(Answer::Reply(reply)) => reply,
-            Ok(Answer::Borrow { device, vm }) => match lend(channel, fds, device, vm, registry) {
+            Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry) {
                 Ok(()) => return,
                 Err((kept, error)) => {
                     channel = kept;
@@ -71,7 +74,14 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
 
 enum Answer {
     Reply(Reply),
-    Borrow { device: String, vm: String },
+    Borrow(Borrow),
+}
+
+/// What a peer wants to borrow.
+struct Borrow {
+    device: String,
+    vm: String,
+    route: Route,
 }
 
 /// What the peer said of itself.
@@ -113,24 +123,28 @@ fn answer(
         (Request::Devices, _) => Reply::Devices(registry.entries()),
         (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
         (Request::Describe { device }, _) => {
-            Reply::Description(Box::new((*registry.description(&device)?).clone()))
+            Reply::Description(Box::new((*registry.described(&device)?).clone()))
         }
         (Request::Status { device }, _) => {
-            let (sender, receiver) = mpsc::sync_channel(1);
-            registry.mailbox(&device)?.post(Mail::Status(sender))?;
-            let status = receiver
-                .recv_timeout(STATUS_TIMEOUT)
-                .map_err(|_| RemoteError {
-                    kind: ErrorKind::Internal,
-                    message: format!("device {device} does not answer within {STATUS_TIMEOUT:?}"),
-                })?;
+            let status = ask(registry, &device, Mail::Status)?;
             Reply::Status(Box::new(status))
         }
-        (Request::Borrow { device }, Some(Peer { vm: Some(vm) })) => {
-            return Ok(Answer::Borrow {
+        (Request::Check { device, route, ram }, _) => {
+            if ram.len() > MAX_RAM_RANGES {
+                return Err(invalid(format!(
+                    "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
+                    ram.len()
+                )));
+            }
+            ask(registry, &device, |reply| Mail::Check { route, ram, reply })??;
+            Reply::Done
+        }
+        (Request::Borrow { device, route }, Some(Peer { vm: Some(vm) })) => {
+            return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
-            });
+                route,
+            }));
         }
         (Request::Borrow { .. }, Some(Peer { vm: None })) => {
             return Err(invalid("only a VM can borrow: Hello named none".into()));
@@ -141,12 +155,27 @@ fn answer(
     Ok(Answer::Reply(reply))
 }
 
+/// Asks a device's thread.
+fn ask<T>(
+    registry: &Registry,
+    device: &str,
+    question: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
+) -> Result<T, RemoteError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    registry.mailbox(device)?.post(question(sender))?;
+    receiver
+        .recv_timeout(ANSWER_TIMEOUT)
+        .map_err(|_| RemoteError {
+            kind: ErrorKind::Internal,
+            message: format!("device {device} does not answer within {ANSWER_TIMEOUT:?}"),
+        })
+}
+
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
     bar_memory: Vec<OwnedFd>,
-    device: String,
-    vm: String,
+    Borrow { device, vm, route }: Borrow,
     registry: &Registry,
 ) -> Result<(), (Channel, RemoteError)> {
     let (epoch, mailbox) = match registry.borrow_device(&device, &vm) {
@@ -159,6 +188,7 @@ fn lend(
         connection,
         vm,
         epoch,
+        route,
         bar_memory,
     }));
     if let Err(error) = posted {

@@ -1,4 +1,4 @@
-//! One thread a device: it serves the lease, drives the model, and is the only
+//! One thread a device: it serves the lease, drives the device, and is the only
 //! one to touch either.
 //!
 //! ```text
@@ -10,10 +10,7 @@
 //! lease released. While something in flight does not drain, the lease stays:
 //! a device that could still write to a VM's memory is nobody else's.
 
-mod bars;
 mod lease;
-mod ports;
-mod refusals;
 mod spin;
 
 use std::{
@@ -23,33 +20,30 @@ use std::{
 };
 
 use farside_control::{DeviceStatus, Wakeup};
-use farside_devices::Device;
-use farside_fabric::{FaultSummary, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::registry::{MAX_MAIL, Mail, Mailbox, Registry};
+use crate::{
+    borrowable::{Borrowable, Report},
+    registry::{Lease, MAX_MAIL, Mail, Mailbox, Registry},
+};
 use lease::LeaseLoop;
 
 /// A device and what its thread needs.
 pub(crate) struct DeviceLoop {
     id: String,
-    device: Box<dyn Device>,
-    adapter: Adapter,
+    device: Box<dyn Borrowable>,
     registry: Arc<Registry>,
     mail: mpsc::Receiver<Mail>,
     mail_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
-    /// Of the last lease, for whoever looks afterwards.
-    last_faults: FaultSummary,
 }
 
 impl DeviceLoop {
     /// The loop and the mailbox of its thread.
     pub(crate) fn new(
         id: String,
-        device: Box<dyn Device>,
-        adapter: Adapter,
+        device: Box<dyn Borrowable>,
         registry: Arc<Registry>,
         stop: Wakeup,
         poll_time: Duration,
@@ -60,13 +54,11 @@ impl DeviceLoop {
         let device_loop = Self {
             id,
             device,
-            adapter,
             registry,
             mail,
             mail_wake,
             stop,
             poll_time,
-            last_faults: FaultSummary::default(),
         };
         Ok((device_loop, mailbox))
     }
@@ -89,35 +81,46 @@ impl DeviceLoop {
             }
             self.mail_wake.lower();
             while let Ok(mail) = self.mail.try_recv() {
-                match mail {
-                    Mail::Status(reply) => {
-                        if let Some(status) = self.idle_status() {
-                            // Whoever asked may have gone.
-                            let _ = reply.try_send(status);
-                        }
-                    }
-                    Mail::Lease(lease) => LeaseLoop::serve(&mut self, lease),
+                if let Some(lease) = self.take_mail(mail) {
+                    LeaseLoop::serve(&mut self, lease);
                 }
             }
         }
     }
 
-    fn idle_status(&self) -> Option<DeviceStatus> {
+    /// Answers a question; a lease is for the caller.
+    fn take_mail(&self, mail: Mail) -> Option<Lease> {
+        // Whoever asked may have gone.
+        match mail {
+            Mail::Status(reply) => {
+                if let Some(status) = self.status() {
+                    let _ = reply.try_send(status);
+                }
+                None
+            }
+            Mail::Check { route, ram, reply } => {
+                let _ = reply.try_send(self.device.check(route, &ram));
+                None
+            }
+            Mail::Lease(lease) => Some(lease),
+        }
+    }
+
+    fn status(&self) -> Option<DeviceStatus> {
+        let Report {
+            bus_master,
+            usage,
+            interrupts,
+            faults,
+            counters,
+        } = self.device.report();
         Some(DeviceStatus {
             entry: self.registry.entry(&self.id)?,
-            bus_master: false,
-            usage: Default::default(),
-            interrupts: Vec::new(),
-            faults: self.last_faults.clone(),
-            counters: counters(&*self.device),
+            bus_master,
+            usage,
+            interrupts,
+            faults,
+            counters,
         })
     }
-}
-
-fn counters(device: &dyn Device) -> Vec<(String, u64)> {
-    device
-        .stats()
-        .into_iter()
-        .map(|(name, value)| (name.to_owned(), value))
-        .collect()
 }

@@ -4,22 +4,26 @@
 //! - `registry`: device ids and leases; who has what.
 //! - `device_loop`: one thread a device. It alone touches the device, its
 //!   address domains and its interrupts, so the data path takes no lock.
+//! - `borrowable`: what a device source has to give; `model` is one.
 //! - `connection`: what a peer may ask before it has a lease. With the lease,
 //!   the connection itself moves into the device's thread.
 //!
 //! ```text
 //!  peers --> Listener --> connection threads --Borrow--> device thread
-//!                              |                            |  Device (model)
-//!                              +---- Registry (leases) -----+  Path  (fabric)
-//!                                                           |  Vectors (irq-relay)
+//!                              |                            |
+//!                              +---- Registry (leases) -----+  Borrowable:
+//!                                                              model + fabric + irq-relay
 //! ```
 
 #![forbid(unsafe_code)]
 
 pub mod config;
 
+mod borrowable;
 mod connection;
 mod device_loop;
+mod model;
+mod refusals;
 mod registry;
 mod server;
 

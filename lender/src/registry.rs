@@ -7,9 +7,9 @@ use std::{
 };
 
 use farside_control::{
-    BorrowedBy, Channel, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RemoteError, Wakeup,
+    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RamRange,
+    RemoteError, Route, Wakeup,
 };
-use farside_devices::Description;
 
 /// A message to a device's thread.
 pub(crate) enum Mail {
@@ -17,6 +17,12 @@ pub(crate) enum Mail {
     Lease(Lease),
     /// Say how it stands.
     Status(mpsc::SyncSender<DeviceStatus>),
+    /// Say whether a guest with this RAM could borrow the device.
+    Check {
+        route: Route,
+        ram: Vec<RamRange>,
+        reply: mpsc::SyncSender<Result<(), RemoteError>>,
+    },
 }
 
 /// A borrow that the registry has granted.
@@ -27,6 +33,8 @@ pub(crate) struct Lease {
     pub(crate) vm: String,
     /// Fencing number.
     pub(crate) epoch: Epoch,
+    /// How the device reaches the VM.
+    pub(crate) route: Route,
     /// Files behind the BARs with mappable areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
 }
@@ -68,7 +76,7 @@ impl Mailbox {
 struct Slot {
     summary: String,
     source: &'static str,
-    description: Arc<Description>,
+    described: Arc<Described>,
     mailbox: Arc<Mailbox>,
     /// The last epoch given out.
     epoch: Epoch,
@@ -97,14 +105,14 @@ impl Registry {
         &self,
         id: &str,
         source: &'static str,
-        description: Description,
+        described: Described,
         mailbox: Mailbox,
         epoch: Epoch,
     ) {
         let slot = Slot {
-            summary: description.summary.clone(),
+            summary: described.description.summary.clone(),
             source,
-            description: Arc::new(description),
+            described: Arc::new(described),
             mailbox: Arc::new(mailbox),
             epoch,
             lease: None,
@@ -137,10 +145,10 @@ impl Registry {
         }
     }
 
-    pub(crate) fn description(&self, id: &str) -> Result<Arc<Description>, RemoteError> {
+    pub(crate) fn described(&self, id: &str) -> Result<Arc<Described>, RemoteError> {
         let slots = self.lock();
         let slot = slots.get(id).ok_or_else(|| unknown(id))?;
-        Ok(Arc::clone(&slot.description))
+        Ok(Arc::clone(&slot.described))
     }
 
     pub(crate) fn mailbox(&self, id: &str) -> Result<Arc<Mailbox>, RemoteError> {

@@ -15,9 +15,11 @@ use farside_fabric::{LimitError, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
+    borrowable::Borrowable,
     config::{Config, ConfigError, DeviceConfig, Model},
     connection::{self, About},
     device_loop::DeviceLoop,
+    model::ModelDevice,
     registry::Registry,
 };
 
@@ -84,12 +86,13 @@ impl Lender {
         let adapter = Adapter::new(config.fabric.clone())?;
         let mut opened = Vec::new();
         for device in &config.device {
-            let model = open(device).map_err(|source| StartError::Device {
+            let opened_device = open(device, &adapter).map_err(|source| StartError::Device {
                 id: device.id.clone(),
                 source,
             })?;
-            log::info!("lending {} ({})", device.id, model.description().summary);
-            opened.push((device.id.clone(), model));
+            let summary = &opened_device.described().description.summary;
+            log::info!("lending {} ({summary})", device.id);
+            opened.push((device.id.clone(), opened_device));
         }
         if let Some(folder) = config.socket.parent() {
             paths::create_folder(folder).map_err(|source| StartError::Folder {
@@ -116,19 +119,16 @@ impl Lender {
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
         );
-        for (id, model) in opened {
-            let description = model.description().clone();
+        for (id, device) in opened {
+            let (source, described) = (device.source(), device.described().clone());
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
-                model,
-                adapter.clone(),
+                device,
                 Arc::clone(&lender.registry),
                 lender.stop.clone(),
                 std::time::Duration::from_micros(config.poll_us),
             )?;
-            lender
-                .registry
-                .add(&id, "model", description, mailbox, epoch);
+            lender.registry.add(&id, source, described, mailbox, epoch);
             let thread = std::thread::Builder::new()
                 .name(format!("dev-{id}"))
                 .spawn(move || device_loop.run())?;
@@ -233,9 +233,12 @@ impl Drop for Counted {
 
 fn open(
     config: &DeviceConfig,
-) -> Result<Box<dyn Device>, Box<dyn std::error::Error + Send + Sync>> {
-    Ok(match &config.model {
+    adapter: &Adapter,
+) -> Result<Box<dyn Borrowable>, Box<dyn std::error::Error + Send + Sync>> {
+    let model: Box<dyn Device> = match &config.model {
         Model::Nvme(nvme) => Box::new(nvme::Nvme::open(&config.id, nvme)?),
         Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
-    })
+    };
+    let device = ModelDevice::new(&config.id, model, adapter.clone())?;
+    Ok(Box::new(device))
 }

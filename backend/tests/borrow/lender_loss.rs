@@ -8,7 +8,8 @@ use std::{
 };
 
 use farside_control::{
-    Channel, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener, Reply, Request,
+    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
+    Reply, Request,
 };
 use farside_devices::{
     Device as _,
@@ -144,9 +145,10 @@ impl Muted {
                 Request::Hello { .. } => Reply::Welcome {
                     lender: "muted".into(),
                 },
-                Request::Describe { .. } => {
-                    Reply::Description(Box::new(DmaTest::new().description().clone()))
-                }
+                Request::Describe { .. } => Reply::Description(Box::new(Described {
+                    description: DmaTest::new().description().clone(),
+                    bars: BarOwner::Borrower,
+                })),
                 Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {
                     entry: DeviceEntry {
                         id: DMA.into(),
@@ -164,7 +166,10 @@ impl Muted {
                     let (ours, theirs) = Channel::pair().unwrap();
                     fds.push(theirs.into_socket());
                     registers.push(ours);
-                    Reply::Lease { epoch: Epoch(7) }
+                    Reply::Lease {
+                        epoch: Epoch(7),
+                        bars: vec![BarMemory::Borrowers],
+                    }
                 }
                 Request::OpenWindow { .. } => Reply::Window { lut_entries: 1 },
                 Request::FarUnmap { .. } if mute == Mute::FarUnmap => continue,

@@ -7,28 +7,21 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
-    irq_counts,
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
     registers::{Access, Event},
 };
-use farside_devices::{Bus, Device};
-use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, soft::Path};
+use farside_fabric::{FarAddress, Iova, MemoryRange};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{
-    DeviceLoop, counters,
-    ports::{DmaPort, IrqPort},
-    refusals::{internal, invalid, refused},
-    spin::Spin,
+use super::{DeviceLoop, spin::Spin};
+use crate::{
+    borrowable::Begun,
+    refusals::{internal, invalid},
+    registry::Lease,
 };
-use crate::registry::{Lease, Mail};
 
 /// How long a borrower may leave an answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How long DMA in flight may take to drain before the borrower is told that
-/// it does not.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Register accesses that are served before others have their turn.
 const ACCESSES: usize = 64;
@@ -53,8 +46,6 @@ pub(super) struct LeaseLoop<'a> {
     registers: Channel,
     vm: String,
     epoch: Epoch,
-    path: Path,
-    irq: IrqPort,
     refusals: u64,
 }
 
@@ -72,20 +63,18 @@ impl<'a> LeaseLoop<'a> {
             mut connection,
             vm,
             epoch,
+            route,
             bar_memory,
         } = lease;
         let id = owner.id.clone();
-        let granted = owner.device_memory(bar_memory).and_then(|()| {
-            let counts = irq_counts(owner.device.description()).map_err(internal)?;
-            let path = owner.adapter.attach(&id).map_err(refused)?;
-            let (ours, theirs) = Channel::pair().map_err(internal)?;
-            Ok((IrqPort::new(counts), path, ours, theirs))
+        let granted = Channel::pair().map_err(internal).and_then(|pair| {
+            let begun = owner.device.begin(route, &vm, bar_memory)?;
+            Ok((begun, pair))
         });
-        let (irq, path, registers, theirs) = match granted {
+        let (Begun { bars, files }, (registers, theirs)) = match granted {
             Ok(granted) => granted,
             Err(error) => {
                 log::error!("device {id}: cannot lend to VM {vm}: {error}");
-                owner.take_device_memory();
                 // First, so that the peer can try again at once.
                 owner.registry.release(&id, epoch);
                 // The peer is refused either way.
@@ -93,18 +82,17 @@ impl<'a> LeaseLoop<'a> {
                 return;
             }
         };
-        owner.device.reset();
         let theirs = theirs.into_socket();
-        let sent = connection.send(&Reply::Lease { epoch }, &[theirs.as_fd()], SEND_TIMEOUT);
-        drop(theirs);
+        let mut fds = vec![theirs.as_fd()];
+        fds.extend(files.iter().map(OwnedFd::as_fd));
+        let sent = connection.send(&Reply::Lease { epoch, bars }, &fds, SEND_TIMEOUT);
+        drop((theirs, files));
         let mut lease = LeaseLoop {
             owner,
             connection,
             registers,
             vm,
             epoch,
-            path,
-            irq,
             refusals: 0,
         };
         log::info!("device {id}: borrowed by VM {} (epoch {epoch})", lease.vm);
@@ -126,7 +114,7 @@ impl<'a> LeaseLoop<'a> {
             if worked {
                 idle_since = now;
             }
-            let sleep = !worked && now - idle_since >= spin.time() && self.arm_device();
+            let sleep = !worked && now - idle_since >= spin.time() && self.owner.device.arm();
             if !sleep && rounds % ROUNDS_PER_LOOK != 0 {
                 if !worked {
                     // Whoever makes the work may need this processor.
@@ -150,7 +138,7 @@ impl<'a> LeaseLoop<'a> {
     /// Handles what is there; first waits for it when `sleep`. Returns whether
     /// there was anything.
     fn wait(&mut self, sleep: bool) -> Result<bool, End> {
-        let relay_waits = if self.irq.relay_waits() {
+        let relay_waits = if self.owner.device.relay_waits() {
             PollFlags::OUT
         } else {
             PollFlags::empty()
@@ -199,24 +187,11 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn poll_device(&mut self) -> bool {
-        let worked = self.with_bus(|device, bus| device.poll(bus));
+        let worked = self.owner.device.poll();
         if worked {
             self.send_relayed();
         }
         worked
-    }
-
-    fn arm_device(&mut self) -> bool {
-        self.with_bus(|device, bus| device.arm(bus))
-    }
-
-    fn with_bus<T>(&mut self, call: impl FnOnce(&mut dyn Device, &mut Bus<'_>) -> T) -> T {
-        let mut dma = DmaPort(&mut self.path);
-        let mut bus = Bus {
-            dma: &mut dma,
-            irq: &mut self.irq,
-        };
-        call(&mut *self.owner.device, &mut bus)
     }
 
     fn serve_registers(&mut self, most: usize) -> Result<(), End> {
@@ -229,13 +204,13 @@ impl<'a> LeaseLoop<'a> {
             match access {
                 Access::Read { bar, offset, len } => {
                     let mut data = [0xff; 8];
-                    if self.owner.is_valid(bar, offset, len) {
+                    if self.is_valid(bar, offset, len) {
                         let data = &mut data[..usize::from(len)];
-                        self.with_bus(|device, bus| device.bar_read(bar, offset, data, bus));
+                        self.owner.device.bar_read(bar, offset, data);
                     }
                     let value = u64::from_le_bytes(data);
                     // As on PCIe, where a completion does not pass messages.
-                    if self.irq.relay_waits() {
+                    if self.owner.device.relay_waits() {
                         self.send_relayed();
                     }
                     self.registers
@@ -248,10 +223,10 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     value,
                 } => {
-                    if self.owner.is_valid(bar, offset, len) {
+                    if self.is_valid(bar, offset, len) {
                         let data = value.to_le_bytes();
                         let data = &data[..usize::from(len)];
-                        self.with_bus(|device, bus| device.bar_write(bar, offset, data, bus));
+                        self.owner.device.bar_write(bar, offset, data);
                     }
                 }
             }
@@ -260,11 +235,25 @@ impl<'a> LeaseLoop<'a> {
         Ok(())
     }
 
+    /// Whether a register access is one that the device's contract allows.
+    fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
+        let bars = &self.owner.device.described().description.bars;
+        let size = match bars.get(usize::from(bar)) {
+            Some(Some(bar)) => bar.size,
+            _ => return false,
+        };
+        matches!(len, 1 | 2 | 4 | 8)
+            && offset.is_multiple_of(u64::from(len))
+            && offset
+                .checked_add(u64::from(len))
+                .is_some_and(|end| end <= size)
+    }
+
     /// Sends what fired in the relayed form. What finds no room stays in the
     /// relay, where repeats of a vector cost nothing.
     fn send_relayed(&mut self) {
         let registers = &mut self.registers;
-        self.irq.drain_relay(|fire| {
+        self.owner.device.drain_relay(&mut |fire| {
             // An error shows again, and is handled, when the channel is read.
             matches!(registers.try_send(&Event::Interrupt(fire), &[]), Ok(true))
         });
@@ -273,22 +262,14 @@ impl<'a> LeaseLoop<'a> {
     fn serve_mail(&mut self) {
         self.owner.mail_wake.lower();
         while let Ok(mail) = self.owner.mail.try_recv() {
-            match mail {
-                Mail::Status(reply) => {
-                    if let Some(status) = self.status() {
-                        // Whoever asked may have gone.
-                        let _ = reply.try_send(status);
-                    }
-                }
-                Mail::Lease(lease) => {
-                    // The registry grants one lease at a time.
-                    log::error!(
-                        "device {}: a second lease (epoch {}) while epoch {} runs",
-                        self.owner.id,
-                        lease.epoch,
-                        self.epoch
-                    );
-                }
+            if let Some(lease) = self.owner.take_mail(mail) {
+                // The registry grants one lease at a time.
+                log::error!(
+                    "device {}: a second lease (epoch {}) while epoch {} runs",
+                    self.owner.id,
+                    lease.epoch,
+                    self.epoch
+                );
             }
         }
     }
@@ -345,18 +326,18 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, RemoteError> {
+        let device = &mut self.owner.device;
         match request {
             Request::Reset => {
-                self.close()?;
-                self.owner.device.reset();
-                self.irq.reset();
+                device.close()?;
+                device.reset()?;
             }
-            Request::EnableBusMaster => self.path.set_bus_master(true).map_err(internal)?,
+            Request::EnableBusMaster => device.enable_bus_master()?,
             Request::Close => {
-                self.close()?;
-                self.resume();
+                device.close()?;
+                device.resume();
             }
-            Request::SetIntxDisable { disabled } => self.irq.set_intx_disable(disabled),
+            Request::SetIntxDisable { disabled } => device.set_intx_disable(disabled)?,
             Request::FarMap {
                 far,
                 len,
@@ -372,31 +353,21 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     writable,
                 };
-                self.path
-                    .far_map(FarAddress::new(far), memory)
-                    .map_err(refused)?;
+                device.far_map(FarAddress::new(far), memory)?;
             }
-            Request::FarUnmap { far, len } => {
-                self.drained(|path| path.far_unmap(FarAddress::new(far), len).map_err(refused))?;
-            }
+            Request::FarUnmap { far, len } => device.far_unmap(FarAddress::new(far), len)?,
             Request::OpenWindow { iova, far, len } => {
-                let window = self
-                    .path
-                    .open_window(Iova::new(iova), FarAddress::new(far), len)
-                    .map_err(refused)?;
-                return Ok(Reply::Window {
-                    lut_entries: window.lut_entries,
-                });
+                let lut_entries = device.open_window(Iova::new(iova), FarAddress::new(far), len)?;
+                return Ok(Reply::Window { lut_entries });
             }
-            Request::CloseWindow { iova } => {
-                self.drained(|path| path.close_window(Iova::new(iova)).map_err(refused))?;
-            }
+            Request::CloseWindow { iova } => device.close_window(Iova::new(iova))?,
             Request::SetIrqs(update) => {
-                self.irq.apply(update, fds)?;
+                device.set_irqs(update, fds)?;
                 self.send_relayed();
             }
             Request::Status { .. } => {
                 return self
+                    .owner
                     .status()
                     .map(|status| Reply::Status(Box::new(status)))
                     .ok_or_else(|| invalid("the device is gone".into()));
@@ -406,6 +377,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::Devices
             | Request::Limits
             | Request::Describe { .. }
+            | Request::Check { .. }
             | Request::Borrow { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
             }
@@ -413,78 +385,14 @@ impl<'a> LeaseLoop<'a> {
         Ok(Reply::Done)
     }
 
-    /// Does `change` while no DMA is in flight, then lets the device go on.
-    fn drained(
-        &mut self,
-        change: impl FnOnce(&mut Path) -> Result<(), RemoteError>,
-    ) -> Result<(), RemoteError> {
-        let drained = self.drain(DRAIN_TIMEOUT);
-        let changed = drained.and_then(|()| change(&mut self.path));
-        self.resume();
-        changed
-    }
-
-    /// Leaves the device quiesced, with no way to memory.
-    fn close(&mut self) -> Result<(), RemoteError> {
-        // In this order: what is in flight completes in the guest's memory. What
-        // does not, is cut off.
-        let drained = self.drain(DRAIN_TIMEOUT);
-        self.path.set_bus_master(false).map_err(internal)?;
-        drained?;
-        self.path.close_all().map_err(internal)?;
-        self.path.far_unmap_all();
-        Ok(())
-    }
-
-    fn drain(&mut self, timeout: Duration) -> Result<(), RemoteError> {
-        let deadline = Instant::now() + timeout;
-        while !self.with_bus(|device, bus| device.quiesce(bus)) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(RemoteError {
-                    kind: ErrorKind::Internal,
-                    message: format!(
-                        "device {}: DMA in flight has not drained within {timeout:?}",
-                        self.owner.id
-                    ),
-                });
-            }
-            let Some(fd) = self.owner.device.wake_fd() else {
-                continue;
-            };
-            let left = Timespec::try_from(left).unwrap_or_default();
-            // An interrupted or failed wait is only a shorter one.
-            let _ = poll(
-                &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
-                Some(&left),
-            );
-        }
-        Ok(())
-    }
-
-    fn resume(&mut self) {
-        self.with_bus(|device, bus| device.resume(bus));
-    }
-
-    fn status(&self) -> Option<DeviceStatus> {
-        Some(DeviceStatus {
-            entry: self.owner.registry.entry(&self.owner.id)?,
-            bus_master: self.path.bus_master(),
-            usage: self.path.usage(),
-            interrupts: self.irq.fired(),
-            faults: self.path.faults().summary(),
-            counters: counters(&*self.owner.device),
-        })
-    }
-
     /// Undoes the lease, in the order the module documentation gives.
-    fn take_back(mut self, end: End) {
-        while let Err(error) = self.close() {
+    fn take_back(self, end: End) {
+        while let Err(error) = self.owner.device.close() {
             log::error!("{error}; VM {} keeps its lease until it has", self.vm);
         }
-        self.owner.device.reset();
-        self.owner.take_device_memory();
-        self.owner.last_faults = self.path.faults().summary();
+        // All that it took of the fabric first: whoever sees the device free
+        // finds room for it.
+        self.owner.device.end();
         let why = match &end {
             End::Returned => "returned".to_owned(),
             End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
@@ -496,18 +404,15 @@ impl<'a> LeaseLoop<'a> {
             self.owner.id,
             self.vm,
             self.epoch,
-            self.path.faults().total(),
+            self.owner.device.report().faults.total,
             self.refusals
         );
         let Self {
             owner,
             mut connection,
-            path,
             epoch,
             ..
         } = self;
-        // The requester entry first: whoever sees the device free finds one.
-        drop(path);
         owner.registry.release(&owner.id, epoch);
         if matches!(end, End::Returned) {
             // The lease is over whether or not the borrower hears of it.

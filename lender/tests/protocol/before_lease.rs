@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, VERSION};
+use farside_control::{Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION};
 use farside_devices::dma_test::SRAM_SIZE;
 
 use crate::peer::{DEVICE, Running, memory};
@@ -22,10 +22,15 @@ fn tools_see_everything_and_cannot_borrow() {
         (devices[0].id.as_str(), &devices[0].borrowed_by),
         (DEVICE, &None)
     );
-    assert_eq!(client.describe(DEVICE).unwrap().msix_vectors, 2048);
+    assert_eq!(
+        client.describe(DEVICE).unwrap().description.msix_vectors,
+        2048
+    );
     assert!(client.status(DEVICE).unwrap().usage == Default::default());
     client.limits().unwrap();
-    let error = client.borrow_device(DEVICE, &[]).unwrap_err();
+    let error = client
+        .borrow_device(DEVICE, Route::Memory, &[])
+        .unwrap_err();
     assert!(error.to_string().contains("only a VM can borrow"));
     // A refusal is not the end of a connection.
     client.devices().unwrap();
@@ -43,6 +48,7 @@ fn nothing_is_answered_before_hello() {
         },
         Request::Borrow {
             device: named(DEVICE),
+            route: Route::Memory,
         },
         Request::Return,
         Request::EnableBusMaster,
@@ -59,11 +65,12 @@ fn nothing_is_answered_before_hello() {
 fn another_version_is_refused_by_both_numbers() {
     let lender = Running::new();
     let mut peer = lender.peer();
-    let error = peer.hello(VERSION + 6, Some("a")).unwrap_err();
+    let other = VERSION + 6;
+    let error = peer.hello(other, Some("a")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Version);
     let said = error.message;
     assert!(
-        said.contains(&format!("version {VERSION}")) && said.contains("not 7"),
+        said.contains(&format!("version {VERSION}")) && said.contains(&format!("not {other}")),
         "{said}"
     );
     // It has not said Hello by that.
@@ -92,7 +99,10 @@ fn unknown_devices_are_unknown() {
     for request in [
         Request::Describe { device: device() },
         Request::Status { device: device() },
-        Request::Borrow { device: device() },
+        Request::Borrow {
+            device: device(),
+            route: Route::Memory,
+        },
     ] {
         assert_eq!(
             peer.refused(request, &[], &["disk9", "farside devices"]),
@@ -153,7 +163,14 @@ fn bar_memory_that_does_not_fit_the_device_is_refused() {
     for fds in [&[][..], &[right, right], &[short.as_fd()], &[pipe.as_fd()]] {
         let mut peer = lender.hello("a");
         let device = named(DEVICE);
-        peer.call(Request::Borrow { device }, fds).unwrap_err();
+        peer.call(
+            Request::Borrow {
+                device,
+                route: Route::Memory,
+            },
+            fds,
+        )
+        .unwrap_err();
         // Whoever is refused can try again at once.
         lender.borrow(DEVICE, "a");
         lender.wait_until_free(DEVICE);

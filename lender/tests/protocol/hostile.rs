@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{ErrorKind, MAX_FDS, Request, registers::Access};
+use farside_control::{ErrorKind, MAX_FDS, Request, Route, registers::Access};
 use farside_devices::dma_test::{self, reg};
 use farside_fabric::NtbLimits;
 
@@ -147,7 +147,10 @@ fn requests_that_have_no_place_in_a_lease_are_refused() {
         Request::Devices,
         Request::Limits,
         Request::Describe { device: device() },
-        Request::Borrow { device: device() },
+        Request::Borrow {
+            device: device(),
+            route: Route::Memory,
+        },
     ] {
         assert_eq!(
             peer.refused(request, &[], &["no place within a lease"]),

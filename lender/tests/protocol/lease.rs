@@ -3,7 +3,7 @@
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_control::{
-    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, irq_counts,
+    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
 };
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg};
@@ -73,7 +73,13 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
     let mut peer = lender.hello("a");
     let sram = memory(SRAM_SIZE);
     let device = DEVICE.to_owned();
-    peer.post(Request::Borrow { device }, &[sram.as_fd()]);
+    peer.post(
+        Request::Borrow {
+            device,
+            route: Route::Memory,
+        },
+        &[sram.as_fd()],
+    );
     drop(peer);
     lender.wait_until_free(DEVICE);
 
@@ -184,7 +190,8 @@ fn a_relayed_interrupt_comes_before_the_read_after_it() {
         &Client::connect(&lender.socket(), None)
             .unwrap()
             .describe(DEVICE)
-            .unwrap(),
+            .unwrap()
+            .description,
     );
     let range = IrqRange::new(&counts.unwrap(), IrqIndex::Msix as u32, 0, 1).unwrap();
     let sinks = IrqData::Sinks(vec![Some(Sink::from(TriggerFd::new().unwrap()))]);

@@ -12,7 +12,7 @@ use std::{
 
 use farside_control::{
     Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply,
-    Request, VERSION, Wakeup,
+    Request, Route, VERSION, Wakeup,
     registers::{Access, Event},
 };
 use farside_devices::dma_test::SRAM_SIZE;
@@ -189,9 +189,15 @@ impl Peer {
     pub fn borrow(&mut self, device: &str) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
         let device = device.to_owned();
-        self.post(Request::Borrow { device }, &[sram.as_fd()]);
+        self.post(
+            Request::Borrow {
+                device,
+                route: Route::Memory,
+            },
+            &[sram.as_fd()],
+        );
         match self.reply()? {
-            (Reply::Lease { epoch }, fds) => {
+            (Reply::Lease { epoch, .. }, fds) => {
                 self.epoch = epoch;
                 let socket = fds.into_iter().next().expect("a register channel");
                 Ok(Channel::from_socket(socket))

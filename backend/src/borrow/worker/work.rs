@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{CallError, Client, IrqUpdate};
+use farside_control::{CallError, Client, IrqUpdate, Route};
 use farside_devices::Description;
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
@@ -205,7 +205,7 @@ impl Borrow {
             vm, device, lender, ..
         } = &self.settings;
         let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
-        if client.describe(device)? != self.description {
+        if client.describe(device)?.description != self.description {
             return Err(WorkError::Changed(device.clone()));
         }
         let patience = Instant::now() + SUCCESSION_TIMEOUT;
@@ -227,11 +227,11 @@ impl Borrow {
             vm, device, lender, ..
         } = &self.settings;
         let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
-        if client.describe(device)? != self.description {
+        if client.describe(device)?.description != self.description {
             return Err(WorkError::Changed(device.clone()));
         }
         let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
-        let registers = client.borrow_device(device, &files)?;
+        let lease = client.borrow_device(device, Route::Memory, &files)?;
         let epoch = client.epoch();
         self.log(&format!(
             "borrowed from lender {} (epoch {epoch})",
@@ -242,7 +242,7 @@ impl Borrow {
         for request in &run.irqs {
             self.set_irqs(request)?;
         }
-        outcome.lease = Some((epoch, registers));
+        outcome.lease = Some((epoch, lease.registers));
         Ok(())
     }
 

@@ -66,7 +66,7 @@ impl IrqPort {
     }
 
     /// Sends what waits, for as long as `send` finds room.
-    pub(super) fn drain_relay(&self, mut send: impl FnMut(Fire) -> bool) {
+    pub(super) fn drain_relay(&self, send: &mut dyn FnMut(Fire) -> bool) {
         let mut room = true;
         self.relay.drain(|fire| {
             room = room && send(fire);

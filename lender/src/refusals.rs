@@ -3,14 +3,14 @@
 use farside_control::{ErrorKind, RemoteError};
 use farside_fabric::FabricError;
 
-pub(super) fn invalid(message: String) -> RemoteError {
+pub(crate) fn invalid(message: String) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Invalid,
         message,
     }
 }
 
-pub(super) fn refused(error: FabricError) -> RemoteError {
+pub(crate) fn refused(error: FabricError) -> RemoteError {
     let kind = match &error {
         FabricError::Limit(_) | FabricError::TooManyMappings { .. } => ErrorKind::Limit,
         FabricError::BadRange { .. }
@@ -28,9 +28,30 @@ pub(super) fn refused(error: FabricError) -> RemoteError {
     }
 }
 
-pub(super) fn internal(error: impl std::fmt::Display) -> RemoteError {
+pub(crate) fn internal(error: impl std::fmt::Display) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Internal,
         message: error.to_string(),
     }
+}
+
+/// A limit of the fabric.
+pub(crate) fn limit(error: impl std::fmt::Display) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Limit,
+        message: error.to_string(),
+    }
+}
+
+/// What this device, or this lender, cannot do.
+pub(crate) fn unsupported(message: &str) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Invalid,
+        message: message.to_owned(),
+    }
+}
+
+/// A request that needs a lease came without one.
+pub(crate) fn no_lease() -> RemoteError {
+    internal("the device is not lent")
 }

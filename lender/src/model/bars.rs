@@ -5,14 +5,12 @@ use std::os::fd::OwnedFd;
 use farside_control::RemoteError;
 use farside_fabric::memory::SharedMemory;
 
-use super::{
-    DeviceLoop,
-    refusals::{internal, invalid},
-};
+use super::ModelDevice;
+use crate::refusals::{internal, invalid};
 
-impl DeviceLoop {
+impl ModelDevice {
     /// Gives the device the borrower's files for its BARs with mappable areas.
-    pub(super) fn device_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
+    pub(super) fn take_bar_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
         let bars: Vec<_> = (0u8..)
             .zip(self.device.description().bars.clone())
             .filter_map(|(n, bar)| bar.map(|bar| (n, bar.mappable)))
@@ -39,25 +37,12 @@ impl DeviceLoop {
     }
 
     /// Takes it back.
-    pub(super) fn take_device_memory(&mut self) {
+    pub(super) fn drop_bar_memory(&mut self) {
         let bars = self.device.description().bars.clone();
         for (bar, description) in bars.iter().enumerate() {
             for n in 0..description.iter().map(|bar| bar.mappable.len()).sum() {
                 self.device.set_bar_memory(bar as u8, n, None);
             }
         }
-    }
-
-    /// Whether a register access is one that the device's contract allows.
-    pub(super) fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
-        let size = match self.device.description().bars.get(usize::from(bar)) {
-            Some(Some(bar)) => bar.size,
-            _ => return false,
-        };
-        matches!(len, 1 | 2 | 4 | 8)
-            && offset.is_multiple_of(u64::from(len))
-            && offset
-                .checked_add(u64::from(len))
-                .is_some_and(|end| end <= size)
     }
 }
