@@ -1,0 +1,1 @@
+//! The fabric between two hosts: NTB endpoints programmed from userspace.
