@@ -137,7 +137,7 @@ impl NtbLimits {
 
     /// The smallest BAR, larger than this one, that windows of `spans` bytes
     /// fit in with as many LUT entries; `None` when no size helps.
-    pub fn larger_bar(&self, spans: impl Iterator<Item = u64> + Clone) -> Option<u64> {
+    pub(crate) fn larger_bar(&self, spans: impl Iterator<Item = u64> + Clone) -> Option<u64> {
         let mut larger = self.clone();
         while larger.bar_size < Self::MAX_BAR {
             larger.bar_size *= 2;
