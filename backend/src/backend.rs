@@ -11,7 +11,7 @@ use std::{
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_control::{
-    CallError, Client, ErrorKind, NAME_RULE, Wakeup, check_name, paths, raise_open_files,
+    Address, CallError, Client, ErrorKind, NAME_RULE, Wakeup, check_name, paths, raise_open_files,
 };
 use farside_devices::Description;
 use farside_fabric::pin::PinPolicy;
@@ -49,8 +49,8 @@ pub struct Config {
     pub folder: PathBuf,
     /// Device ids.
     pub devices: Vec<String>,
-    /// Sockets of the lenders to look for them at, in this order.
-    pub lenders: Vec<PathBuf>,
+    /// The lenders to look for them at, in this order.
+    pub lenders: Vec<Address>,
     /// The form of interrupts.
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
@@ -140,8 +140,9 @@ impl Backend {
             let settings = Settings {
                 vm: config.vm.clone(),
                 device: id.clone(),
+                // No eventfd reaches another host.
+                relay_interrupts: config.interrupts == Interrupts::Relayed || lender.is_tcp(),
                 lender,
-                relay_interrupts: config.interrupts == Interrupts::Relayed,
                 pin_policy: config.pin_policy,
                 open_timeout: config.open_timeout,
             };
@@ -261,7 +262,7 @@ fn check_names(config: &Config) -> Result<(), StartError> {
 }
 
 /// The lender that has the device, and what it says of it.
-fn find(config: &Config, device: &str) -> Result<(PathBuf, Description), StartError> {
+fn find(config: &Config, device: &str) -> Result<(Address, Description), StartError> {
     let mut unreachable = None;
     for lender in &config.lenders {
         let described = Client::connect(lender, Some(&config.vm))
@@ -284,7 +285,7 @@ fn find(config: &Config, device: &str) -> Result<(PathBuf, Description), StartEr
             asked: config
                 .lenders
                 .iter()
-                .map(|lender| lender.display().to_string())
+                .map(Address::to_string)
                 .collect::<Vec<_>>()
                 .join(", "),
         }),

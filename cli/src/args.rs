@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use farside_control::Address;
 
 use crate::text::parse_size;
 
@@ -82,16 +83,17 @@ pub(crate) struct Lend {
 /// Where lenders are.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lenders {
-    /// Socket of a lender; may be given more than once [default: this host's].
-    #[arg(long = "lender", value_name = "PATH")]
-    pub(crate) lenders: Vec<PathBuf>,
+    /// Where a lender is: the path of its socket, or tcp:HOST:PORT; may be given
+    /// more than once [default: this host's].
+    #[arg(long = "lender", value_name = "ADDRESS")]
+    pub(crate) lenders: Vec<Address>,
 }
 
 impl Lenders {
     /// Those named, or the one of this host.
-    pub(crate) fn sockets(&self) -> Vec<PathBuf> {
+    pub(crate) fn addresses(&self) -> Vec<Address> {
         match self.lenders.as_slice() {
-            [] => vec![farside_control::paths::lender_socket()],
+            [] => vec![farside_control::paths::lender_socket().into()],
             some => some.to_vec(),
         }
     }

@@ -13,8 +13,8 @@ struct Listed {
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     let mut listed = Vec::new();
-    for socket in args.lenders.sockets() {
-        let mut client = Client::connect(&socket, None)?;
+    for address in args.lenders.addresses() {
+        let mut client = Client::connect(&address, None)?;
         let lender = client.lender().to_owned();
         listed.extend(client.devices()?.into_iter().map(|device| Listed {
             lender: lender.clone(),

@@ -1,13 +1,9 @@
 //! `farside qemu`.
 
-use std::{
-    os::unix::process::CommandExt,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{os::unix::process::CommandExt, time::Duration};
 
 use anyhow::{Context, bail};
-use farside_control::{Client, paths};
+use farside_control::{Address, Client, paths};
 use farside_fabric::{Size, fits};
 use farside_qemu_configs::{
     Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm, ram_split,
@@ -113,10 +109,10 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("cannot start {}", args.qemu.display()))
 }
 
-/// What a VM's backend serves, and the sockets of the lenders it is from.
+/// What a VM's backend serves, and where the lenders are.
 struct Served {
     devices: Vec<String>,
-    lenders: Vec<PathBuf>,
+    lenders: Vec<Address>,
     open_timeout: Duration,
 }
 
@@ -133,7 +129,8 @@ fn served(vm: &str) -> anyhow::Result<Served> {
             .filter_map(move |device| device[name].as_str());
         values.map(str::to_owned)
     };
-    let mut lenders: Vec<PathBuf> = field("lender").map(PathBuf::from).collect();
+    let lenders = field("lender").map(|text| text.parse());
+    let mut lenders: Vec<Address> = lenders.collect::<Result<_, _>>()?;
     lenders.dedup();
     let open_timeout = devices
         .iter()
@@ -148,7 +145,7 @@ fn served(vm: &str) -> anyhow::Result<Served> {
 
 /// Says before the VM boots that its RAM cannot be reached through the
 /// lender's windows. The lender has the last word when the windows open.
-fn check_fits(vm: &Vm, lender: &Path) -> anyhow::Result<()> {
+fn check_fits(vm: &Vm, lender: &Address) -> anyhow::Result<()> {
     let limits = Client::connect(lender, None).and_then(|mut client| client.limits());
     let limits = match limits {
         Ok(limits) => limits,

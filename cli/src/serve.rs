@@ -24,7 +24,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         .context("which VM? Name it with --vm NAME")?;
     file.devices.extend(args.devices);
     if !args.lenders.lenders.is_empty() || file.lenders.is_empty() {
-        file.lenders = args.lenders.sockets();
+        file.lenders = args.lenders.addresses();
     }
     let interrupts = match args.interrupts {
         Some(InterruptForm::Direct) => Interrupts::Direct,

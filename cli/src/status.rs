@@ -1,14 +1,9 @@
 //! `farside status`.
 
-use std::{
-    io::Read,
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{io::Read, os::unix::net::UnixStream, path::Path, time::Duration};
 
 use anyhow::Context;
-use farside_control::{Client, DeviceStatus, paths};
+use farside_control::{Address, Client, DeviceStatus, paths};
 use serde_json::{Value, json};
 
 use crate::args::Status;
@@ -33,8 +28,8 @@ pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
         }
     }
     let mut lenders = Vec::new();
-    for socket in args.lenders.sockets() {
-        match lender(&socket) {
+    for address in args.lenders.addresses() {
+        match lender(&address) {
             Ok(lender) => lenders.push(lender),
             Err(error) if args.lenders.lenders.is_empty() => log::warn!("{error:#}"),
             Err(error) => return Err(error),
@@ -63,12 +58,12 @@ pub(crate) fn backend(socket: &Path) -> anyhow::Result<Value> {
 #[derive(serde::Serialize)]
 struct LenderReport {
     lender: String,
-    socket: PathBuf,
+    address: Address,
     devices: Vec<DeviceStatus>,
 }
 
-fn lender(socket: &Path) -> anyhow::Result<LenderReport> {
-    let mut client = Client::connect(socket, None)?;
+fn lender(address: &Address) -> anyhow::Result<LenderReport> {
+    let mut client = Client::connect(address, None)?;
     let devices = client
         .devices()?
         .into_iter()
@@ -76,7 +71,7 @@ fn lender(socket: &Path) -> anyhow::Result<LenderReport> {
         .collect::<Result<_, _>>()?;
     Ok(LenderReport {
         lender: client.lender().to_owned(),
-        socket: socket.to_owned(),
+        address: address.clone(),
         devices,
     })
 }
@@ -148,10 +143,7 @@ fn text(backends: &[Value], lenders: &[LenderReport]) -> String {
         }
     }
     for lender in lenders {
-        line(
-            0,
-            format!("lender {} ({})", lender.lender, lender.socket.display()),
-        );
+        line(0, format!("lender {} ({})", lender.lender, lender.address));
         for device in &lender.devices {
             let lease = match &device.entry.borrowed_by {
                 Some(by) => format!(

@@ -7,10 +7,11 @@
 //! cpus = 2
 //! ```
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context;
 use farside_backend::Interrupts;
+use farside_control::Address;
 use farside_fabric::pin::PinPolicy;
 use serde::Deserialize;
 
@@ -26,8 +27,8 @@ pub(crate) struct VmFile {
     pub(crate) name: Option<String>,
     /// Ids of the devices it borrows, in the order of its root ports.
     pub(crate) devices: Vec<String>,
-    /// Sockets of the lenders.
-    pub(crate) lenders: Vec<PathBuf>,
+    /// Where the lenders are.
+    pub(crate) lenders: Vec<Address>,
     /// `direct` or `relayed`.
     pub(crate) interrupts: Option<Interrupts>,
     /// `require` or `prefer`.

@@ -24,6 +24,8 @@ use rustix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::Address;
+
 /// Most bytes of one encoded message. Bounds what a peer can make us hold.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
@@ -87,9 +89,13 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Connects to the listener at `path`. Waits at most `timeout` where more
-    /// want to connect than it accepts.
-    pub fn connect(path: &Path, timeout: Duration) -> io::Result<Self> {
+    /// Connects to the listener at `address`. Waits at most `timeout`, such as
+    /// where more want to connect than it accepts.
+    pub fn connect(address: &Address, timeout: Duration) -> io::Result<Self> {
+        let path = match address {
+            Address::Unix(path) => path.as_path(),
+            Address::Tcp { .. } => return Err(io::ErrorKind::Unsupported.into()),
+        };
         let socket = socket_with(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,

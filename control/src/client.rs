@@ -2,15 +2,14 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use farside_fabric::NtbLimits;
 
 use crate::{
-    BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
-    IrqUpdate, RamRange, RemoteError, Reply, Request, Route, VERSION,
+    Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
+    Epoch, IrqUpdate, RamRange, RemoteError, Reply, Request, Route, VERSION,
 };
 
 /// How long a lender may take to answer. Longer than it waits for a device's
@@ -21,10 +20,10 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     /// Nobody listens there.
-    #[error("cannot reach the lender at {path}: {source}; is `farside lend` running?", path = path.display())]
+    #[error("cannot reach the lender at {address}: {source}; is `farside lend` running?")]
     Unreachable {
-        /// Its socket.
-        path: PathBuf,
+        /// Where it should be.
+        address: Address,
         /// What connecting said.
         source: std::io::Error,
     },
@@ -65,24 +64,25 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the lender at `path` and agrees on the version. `vm` is the
+    /// Connects to the lender at `address` and agrees on the version. `vm` is the
     /// VM that borrows through this connection; tools give none.
-    pub fn connect(path: &Path, vm: Option<&str>) -> Result<Self, CallError> {
-        Self::connect_by(path, vm, None)
+    pub fn connect(address: &Address, vm: Option<&str>) -> Result<Self, CallError> {
+        Self::connect_by(address, vm, None)
     }
 
     /// As [`Client::connect`], with a [deadline](Client::set_deadline).
     pub fn connect_by(
-        path: &Path,
+        address: &Address,
         vm: Option<&str>,
         deadline: Option<Instant>,
     ) -> Result<Self, CallError> {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
-        let channel = Channel::connect(path, timeout).map_err(|source| CallError::Unreachable {
-            path: path.to_owned(),
-            source,
-        })?;
+        let channel =
+            Channel::connect(address, timeout).map_err(|source| CallError::Unreachable {
+                address: address.clone(),
+                source,
+            })?;
         let mut client = Self {
             channel,
             epoch: Epoch(0),

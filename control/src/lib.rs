@@ -25,6 +25,7 @@
 pub mod paths;
 pub mod registers;
 
+mod address;
 mod channel;
 mod client;
 mod irqs;
@@ -33,6 +34,7 @@ mod names;
 mod open_files;
 mod wakeup;
 
+pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};

@@ -132,7 +132,7 @@ mod tests {
             "bytes_pinned_before_bme": 0, "bars": [],
             "interrupts": {"enabled": null, "fired": [], "pending": 0, "dropped": 0, "failed": 0},
             "last_error": null}]}],
-        "lenders": [{"lender": "l", "socket": "/s", "devices": [{
+        "lenders": [{"lender": "l", "address": "/s", "devices": [{
             "entry": {"id": "disk0", "source": "model", "summary": "x",
                       "borrowed_by": {"vm": "demo", "epoch": 1, "seconds": 2}},
             "bus_master": true,

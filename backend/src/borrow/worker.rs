@@ -6,7 +6,6 @@ mod work;
 
 use std::{
     os::fd::OwnedFd,
-    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -15,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{CallError, Channel, Epoch, ErrorKind, MAX_FDS, Wakeup};
+use farside_control::{Address, CallError, Channel, Epoch, ErrorKind, MAX_FDS, Wakeup};
 use farside_devices::Description;
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
@@ -33,7 +32,7 @@ use work::Borrow;
 pub(crate) struct Settings {
     pub(crate) vm: String,
     pub(crate) device: String,
-    pub(crate) lender: PathBuf,
+    pub(crate) lender: Address,
     /// Interrupts go through the backend instead of from the device straight
     /// to the VMM.
     pub(crate) relay_interrupts: bool,

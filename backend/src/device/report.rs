@@ -1,6 +1,6 @@
 //! What `farside status` says of a device at the borrower.
 
-use farside_control::Epoch;
+use farside_control::{Address, Epoch};
 use farside_devices::Description;
 use farside_irq_relay::VectorsStatus;
 use serde::Serialize;
@@ -16,7 +16,7 @@ use crate::borrow::{
 pub(crate) struct DeviceReport {
     pub(crate) device: String,
     pub(crate) summary: String,
-    pub(crate) lender: std::path::PathBuf,
+    pub(crate) lender: Address,
     pub(crate) state: State,
     /// Of the last lease; zero before the first.
     pub(crate) epoch: Epoch,

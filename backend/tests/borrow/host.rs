@@ -9,7 +9,7 @@ use std::{
 };
 
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Client, DeviceStatus, Wakeup};
+use farside_control::{Address, Client, DeviceStatus, Wakeup};
 use farside_fabric::{NtbLimits, Usage, pin::PinPolicy};
 use farside_lender::{
     Lender,
@@ -80,6 +80,10 @@ impl Host {
         self.dir.path().join("lender.sock")
     }
 
+    pub fn lender(&self) -> Address {
+        self.lender_socket().into()
+    }
+
     pub fn folder(&self, vm: &str) -> PathBuf {
         self.dir.path().join(vm)
     }
@@ -113,7 +117,7 @@ impl Host {
 
     /// The lender's word on a device.
     pub fn lender_status(&self, device: &str) -> DeviceStatus {
-        let mut client = Client::connect(&self.lender_socket(), None).unwrap();
+        let mut client = Client::connect(&self.lender(), None).unwrap();
         client.status(device).unwrap()
     }
 
@@ -123,7 +127,7 @@ impl Host {
             vm: vm.into(),
             folder: self.folder(vm),
             devices: devices.iter().map(|&id| id.to_owned()).collect(),
-            lenders: vec![self.lender_socket()],
+            lenders: vec![self.lender()],
             interrupts: Interrupts::Direct,
             pin_policy: PinPolicy::Prefer,
             open_timeout: Duration::from_millis(4500),

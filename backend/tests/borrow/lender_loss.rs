@@ -190,7 +190,7 @@ fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
         vm: "a".into(),
         folder: dir.path().join("a"),
         devices: vec![DMA.into()],
-        lenders: vec![socket],
+        lenders: vec![socket.into()],
         interrupts: Default::default(),
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
         open_timeout: Duration::from_secs(4),

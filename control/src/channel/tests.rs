@@ -64,7 +64,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let error = Listener::bind(&path).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     assert!(error.to_string().contains("another process listens"));
-    Channel::connect(&path, SOON).unwrap();
+    Channel::connect(&path.clone().into(), SOON).unwrap();
     drop(listener);
     assert!(!path.exists());
 }
@@ -109,7 +109,7 @@ fn connecting_does_not_wait_for_ever() {
     listen(&socket, 0).unwrap();
     let mut waiting = Vec::new();
     let error = loop {
-        match Channel::connect(&path, Duration::from_millis(20)) {
+        match Channel::connect(&path.clone().into(), Duration::from_millis(20)) {
             Ok(channel) => waiting.push(channel),
             Err(error) => break error,
         }

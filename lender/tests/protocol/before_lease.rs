@@ -14,7 +14,7 @@ fn named(device: &str) -> String {
 #[test]
 fn tools_see_everything_and_cannot_borrow() {
     let lender = Running::new();
-    let mut client = Client::connect(&lender.socket(), None).unwrap();
+    let mut client = Client::connect(&lender.socket().into(), None).unwrap();
     assert_eq!(client.lender(), "test");
     let devices = client.devices().unwrap();
     assert_eq!(devices.len(), 1);

@@ -187,7 +187,7 @@ fn a_relayed_interrupt_comes_before_the_read_after_it() {
     let lender = Running::new();
     let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
     let counts = irq_counts(
-        &Client::connect(&lender.socket(), None)
+        &Client::connect(&lender.socket().into(), None)
             .unwrap()
             .describe(DEVICE)
             .unwrap()

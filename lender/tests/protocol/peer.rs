@@ -96,7 +96,7 @@ impl Running {
     }
 
     pub fn status(&self, device: &str) -> DeviceStatus {
-        Client::connect(&self.socket(), None)
+        Client::connect(&self.socket().into(), None)
             .unwrap()
             .status(device)
             .unwrap()
@@ -143,7 +143,7 @@ pub struct Peer {
 impl Peer {
     pub fn connect(path: &Path) -> Self {
         Self {
-            channel: Channel::connect(path, DEADLINE).unwrap(),
+            channel: Channel::connect(&path.into(), DEADLINE).unwrap(),
             epoch: Epoch(0),
         }
     }
