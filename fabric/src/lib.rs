@@ -32,11 +32,13 @@ mod backing;
 mod error;
 mod fault;
 mod fault_log;
+mod lut;
 mod mapping;
 mod pages;
 mod path;
 mod sigbus;
 mod size;
+mod tables;
 
 pub use address::{Address, AddressRange, BusAddress, FarAddress, Iova};
 pub use error::FabricError;
@@ -47,3 +49,4 @@ pub use memory::MemoryRange;
 pub use pages::{PAGE_SIZE, PageCounts};
 pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};
 pub use size::Size;
+pub use tables::{AdapterUsage, LutRange, NtbTables};

@@ -2,11 +2,10 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde::{Deserialize, Serialize};
-
-use super::{Path, lut::Lut};
+use super::Path;
 use crate::{
-    BusAddress, FabricError, FarAddress, LimitError, NtbLimits, WindowUse, limits::Remedy,
+    AdapterUsage, BusAddress, FabricError, FarAddress, LimitError, LutRange, NtbLimits, NtbTables,
+    WindowUse,
 };
 
 /// An NTB adapter in software, with an adapter's limits. A clone is another
@@ -19,30 +18,7 @@ pub struct Adapter {
 #[derive(Debug)]
 struct Shared {
     limits: NtbLimits,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    lut: Lut,
-    /// The device that has the entry, by requester entry (those of CPUs are
-    /// not in it).
-    requesters: Vec<Option<String>>,
-}
-
-/// What is taken of an adapter.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AdapterUsage {
-    /// Its limits.
-    pub limits: NtbLimits,
-    /// Devices that have a requester entry, sorted.
-    pub devices: Vec<String>,
-    /// Open windows.
-    pub windows: u32,
-    /// LUT entries they take.
-    pub lut_entries: u32,
-    /// Most consecutive LUT entries that are free.
-    pub largest_free_run: u32,
+    tables: Mutex<NtbTables>,
 }
 
 impl Adapter {
@@ -56,15 +32,10 @@ impl Adapter {
     /// # Errors
     /// [`LimitError::Invalid`] when `limits` cannot be.
     pub fn new(limits: NtbLimits) -> Result<Self, LimitError> {
-        limits.validate()?;
-        let state = State {
-            lut: Lut::new(limits.lut_entries),
-            requesters: vec![None; limits.max_devices() as usize],
-        };
         Ok(Self {
             shared: Arc::new(Shared {
+                tables: Mutex::new(NtbTables::new(limits.clone())?),
                 limits,
-                state: Mutex::new(state),
             }),
         })
     }
@@ -76,16 +47,7 @@ impl Adapter {
 
     /// What is taken.
     pub fn usage(&self) -> AdapterUsage {
-        let state = self.state();
-        let mut devices: Vec<String> = state.requesters.iter().flatten().cloned().collect();
-        devices.sort();
-        AdapterUsage {
-            limits: self.limits().clone(),
-            devices,
-            windows: state.lut.window_bytes().count() as u32,
-            lut_entries: self.limits().lut_entries - state.lut.free(),
-            largest_free_run: state.lut.largest_run(),
-        }
+        self.tables().usage()
     }
 
     /// Makes a path for `device`: takes a requester entry, nothing else.
@@ -94,30 +56,20 @@ impl Adapter {
     /// # Errors
     /// [`LimitError::Requesters`] when no entry is free.
     pub fn attach(&self, device: &str) -> Result<Path, FabricError> {
-        let mut state = self.state();
-        let Some(requester) = state.requesters.iter().position(Option::is_none) else {
-            return Err(FabricError::Limit(LimitError::Requesters {
-                device: device.to_owned(),
-                limit: self.limits().requester_entries,
-                reserved: self.limits().reserved_requesters,
-                used: state.requesters.len() as u32,
-            }));
-        };
-        state.requesters[requester] = Some(device.to_owned());
-        drop(state);
+        let entry = self.tables().take_requester(device)?;
         Ok(Path::new(
             device,
             Requester {
                 adapter: self.clone(),
-                entry: requester,
+                entry,
             },
         ))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn tables(&self) -> MutexGuard<'_, NtbTables> {
         // No code panics between two changes that belong together.
         self.shared
-            .state
+            .tables
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
@@ -133,37 +85,16 @@ pub(super) struct Requester {
 impl Requester {
     /// Takes LUT entries for a window of `bytes` to `far`.
     pub(super) fn take_window(&self, far: FarAddress, bytes: u64) -> Result<LutRun, FabricError> {
-        let limits = self.adapter.limits();
-        if !far.get().is_multiple_of(limits.alignment()) {
-            return Err(FabricError::Limit(LimitError::Alignment {
-                far: far.get(),
-                alignment: limits.alignment(),
-            }));
-        }
-        limits.check_window(bytes)?;
-        let needed = limits.entries_for(bytes);
-        let mut state = self.adapter.state();
-        let Some(first) = state.lut.take(needed, bytes) else {
-            let spans = state.lut.window_bytes().chain([bytes]);
-            return Err(FabricError::Limit(LimitError::LutEntries {
-                bytes,
-                needed,
-                limit: limits.lut_entries,
-                free: state.lut.free(),
-                largest_run: state.lut.largest_run(),
-                segment: limits.segment(),
-                remedy: Remedy(limits.larger_bar(spans)),
-            }));
-        };
-        drop(state);
+        let range = self.adapter.tables().take_window(far, bytes)?;
+        let offset = u64::from(range.first) * self.adapter.limits().segment();
         Ok(LutRun {
             adapter: self.adapter.clone(),
+            range,
             window: WindowUse {
-                bus: BusAddress::new(Adapter::BAR + u64::from(first) * limits.segment()),
+                bus: BusAddress::new(Adapter::BAR + offset),
                 bytes,
-                first_lut_entry: first,
-                // `take` has found that it fits in 32 bits.
-                lut_entries: needed as u32,
+                first_lut_entry: range.first,
+                lut_entries: range.entries,
             },
         })
     }
@@ -171,7 +102,7 @@ impl Requester {
 
 impl Drop for Requester {
     fn drop(&mut self) {
-        self.adapter.state().requesters[self.entry] = None;
+        self.adapter.tables().give_back_requester(self.entry);
     }
 }
 
@@ -179,12 +110,12 @@ impl Drop for Requester {
 #[derive(Debug)]
 pub(super) struct LutRun {
     adapter: Adapter,
+    range: LutRange,
     pub(super) window: WindowUse,
 }
 
 impl Drop for LutRun {
     fn drop(&mut self) {
-        let first = self.window.first_lut_entry;
-        self.adapter.state().lut.give_back(first);
+        self.adapter.tables().give_back_window(self.range);
     }
 }

@@ -12,10 +12,10 @@
 
 mod adapter;
 mod iotlb;
-mod lut;
 mod path;
 mod table;
 
-pub use adapter::{Adapter, AdapterUsage};
+pub use crate::AdapterUsage;
+pub use adapter::Adapter;
 pub use path::Path;
 pub use table::MAX_MAPPINGS;

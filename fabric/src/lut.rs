@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Which LUT entries are taken, and for windows of how many bytes.
 #[derive(Debug)]
-pub(super) struct Lut {
+pub(crate) struct Lut {
     entries: u32,
     /// By first entry.
     taken: BTreeMap<u32, Taken>,
@@ -17,7 +17,7 @@ struct Taken {
 }
 
 impl Lut {
-    pub(super) fn new(entries: u32) -> Self {
+    pub(crate) fn new(entries: u32) -> Self {
         Self {
             entries,
             taken: BTreeMap::new(),
@@ -26,7 +26,7 @@ impl Lut {
 
     /// Takes the lowest free run of `entries` (at least one) for a window of
     /// `bytes`; returns its first entry, or `None` when no run is long enough.
-    pub(super) fn take(&mut self, entries: u64, bytes: u64) -> Option<u32> {
+    pub(crate) fn take(&mut self, entries: u64, bytes: u64) -> Option<u32> {
         let entries = u32::try_from(entries).ok().filter(|&entries| entries > 0)?;
         let (first, _) = self.free_runs().find(|&(_, len)| len >= entries)?;
         self.taken.insert(first, Taken { entries, bytes });
@@ -34,22 +34,22 @@ impl Lut {
     }
 
     /// Gives back the run that begins at `first`.
-    pub(super) fn give_back(&mut self, first: u32) {
+    pub(crate) fn give_back(&mut self, first: u32) {
         self.taken.remove(&first);
     }
 
     /// Entries that are free.
-    pub(super) fn free(&self) -> u32 {
+    pub(crate) fn free(&self) -> u32 {
         self.free_runs().map(|(_, len)| len).sum()
     }
 
     /// Most consecutive entries that are free.
-    pub(super) fn largest_run(&self) -> u32 {
+    pub(crate) fn largest_run(&self) -> u32 {
         self.free_runs().map(|(_, len)| len).max().unwrap_or(0)
     }
 
     /// Bytes of each window, in the order of entries.
-    pub(super) fn window_bytes(&self) -> impl Iterator<Item = u64> + Clone + '_ {
+    pub(crate) fn window_bytes(&self) -> impl Iterator<Item = u64> + Clone + '_ {
         self.taken.values().map(|taken| taken.bytes)
     }
 

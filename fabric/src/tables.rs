@@ -1,0 +1,138 @@
+//! Who has what of an NTB adapter's two tables. Pure: whoever programs the
+//! tables, software or hardware, asks here first.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{FarAddress, LimitError, NtbLimits, limits::Remedy, lut::Lut};
+
+/// The LUT and the requester table of one adapter: what is taken, and whether
+/// more can be.
+#[derive(Debug)]
+pub struct NtbTables {
+    limits: NtbLimits,
+    lut: Lut,
+    /// The device that has the entry, by requester entry (those of CPUs are
+    /// not in it).
+    requesters: Vec<Option<String>>,
+}
+
+/// Consecutive LUT entries of one window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LutRange {
+    /// The first of them.
+    pub first: u32,
+    /// How many.
+    pub entries: u32,
+}
+
+/// What is taken of an adapter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdapterUsage {
+    /// Its limits.
+    pub limits: NtbLimits,
+    /// Devices that have a requester entry, sorted.
+    pub devices: Vec<String>,
+    /// Open windows.
+    pub windows: u32,
+    /// LUT entries they take.
+    pub lut_entries: u32,
+    /// Most consecutive LUT entries that are free.
+    pub largest_free_run: u32,
+}
+
+impl NtbTables {
+    /// Tables with nothing taken.
+    ///
+    /// # Errors
+    /// [`LimitError::Invalid`] when `limits` cannot be.
+    pub fn new(limits: NtbLimits) -> Result<Self, LimitError> {
+        limits.validate()?;
+        Ok(Self {
+            lut: Lut::new(limits.lut_entries),
+            requesters: vec![None; limits.max_devices() as usize],
+            limits,
+        })
+    }
+
+    /// The adapter's limits.
+    pub fn limits(&self) -> &NtbLimits {
+        &self.limits
+    }
+
+    /// What is taken.
+    pub fn usage(&self) -> AdapterUsage {
+        let mut devices: Vec<String> = self.requesters.iter().flatten().cloned().collect();
+        devices.sort();
+        AdapterUsage {
+            limits: self.limits.clone(),
+            devices,
+            windows: self.lut.window_bytes().count() as u32,
+            lut_entries: self.limits.lut_entries - self.lut.free(),
+            largest_free_run: self.lut.largest_run(),
+        }
+    }
+
+    /// Takes a requester entry for the device of that name; returns its number
+    /// among those for devices.
+    ///
+    /// # Errors
+    /// [`LimitError::Requesters`] when none is free.
+    pub fn take_requester(&mut self, device: &str) -> Result<usize, LimitError> {
+        let Some(entry) = self.requesters.iter().position(Option::is_none) else {
+            return Err(LimitError::Requesters {
+                device: device.to_owned(),
+                limit: self.limits.requester_entries,
+                reserved: self.limits.reserved_requesters,
+                used: self.requesters.len() as u32,
+            });
+        };
+        self.requesters[entry] = Some(device.to_owned());
+        Ok(entry)
+    }
+
+    /// Gives back a requester entry.
+    pub fn give_back_requester(&mut self, entry: usize) {
+        if let Some(device) = self.requesters.get_mut(entry) {
+            *device = None;
+        }
+    }
+
+    /// Takes LUT entries for a window of `bytes` to `far`.
+    ///
+    /// # Errors
+    /// [`LimitError::Alignment`], [`LimitError::WindowTooLarge`] and
+    /// [`LimitError::LutEntries`].
+    pub fn take_window(&mut self, far: FarAddress, bytes: u64) -> Result<LutRange, LimitError> {
+        let limits = &self.limits;
+        if !far.get().is_multiple_of(limits.alignment()) {
+            return Err(LimitError::Alignment {
+                far: far.get(),
+                alignment: limits.alignment(),
+            });
+        }
+        limits.check_window(bytes)?;
+        let needed = limits.entries_for(bytes);
+        let Some(first) = self.lut.take(needed, bytes) else {
+            let spans = self.lut.window_bytes().chain([bytes]);
+            return Err(LimitError::LutEntries {
+                bytes,
+                needed,
+                limit: limits.lut_entries,
+                free: self.lut.free(),
+                largest_run: self.lut.largest_run(),
+                segment: limits.segment(),
+                remedy: Remedy(limits.larger_bar(spans)),
+            });
+        };
+        Ok(LutRange {
+            first,
+            // `take` has found that it fits in 32 bits.
+            entries: needed as u32,
+        })
+    }
+
+    /// Gives back a window's LUT entries.
+    pub fn give_back_window(&mut self, window: LutRange) {
+        self.lut.give_back(window.first);
+    }
+}
