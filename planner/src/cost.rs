@@ -1,0 +1,116 @@
+//! What devices take of an adapter, and how many times it can be had.
+
+use farside_fabric::NtbLimits;
+use serde::Serialize;
+
+/// What some devices take of an adapter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Cost {
+    /// DMA windows.
+    pub windows: u64,
+    /// Bytes that they span, holes included.
+    pub span_bytes: u64,
+    /// LUT entries that they take.
+    pub lut_entries: u64,
+    /// Bytes of the BAR: the entries' segments.
+    pub bar_bytes: u64,
+    /// Entries of the requester table.
+    pub requester_entries: u64,
+}
+
+impl Cost {
+    /// Of a device that has windows of `spans` bytes.
+    pub(crate) fn of_device(spans: &[u64], limits: &NtbLimits) -> Self {
+        let entries = spans.iter().map(|&span| limits.entries_for(span));
+        let lut_entries = entries.fold(0, u64::saturating_add);
+        Self {
+            windows: spans.len() as u64,
+            span_bytes: spans.iter().copied().fold(0, u64::saturating_add),
+            lut_entries,
+            bar_bytes: lut_entries.saturating_mul(limits.segment()),
+            requester_entries: 1,
+        }
+    }
+
+    /// Of `times` as many.
+    pub(crate) fn times(self, times: u64) -> Self {
+        Self {
+            windows: self.windows.saturating_mul(times),
+            span_bytes: self.span_bytes.saturating_mul(times),
+            lut_entries: self.lut_entries.saturating_mul(times),
+            bar_bytes: self.bar_bytes.saturating_mul(times),
+            requester_entries: self.requester_entries.saturating_mul(times),
+        }
+    }
+
+    /// Of both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self {
+            windows: self.windows.saturating_add(other.windows),
+            span_bytes: self.span_bytes.saturating_add(other.span_bytes),
+            lut_entries: self.lut_entries.saturating_add(other.lut_entries),
+            bar_bytes: self.bar_bytes.saturating_add(other.bar_bytes),
+            requester_entries: self
+                .requester_entries
+                .saturating_add(other.requester_entries),
+        }
+    }
+}
+
+/// What of an adapter ends first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Limit {
+    /// Every requester entry would be taken.
+    RequesterEntries,
+    /// Windows would span more than the BAR has.
+    BarSize,
+    /// The BAR has the bytes, but entries translate too large a segment each, or
+    /// are too few for so many windows.
+    LutEntries,
+    /// One window would take more entries than one window may.
+    EntriesPerWindow,
+}
+
+impl Limit {
+    /// Its name in a lender's configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::RequesterEntries => "requester-entries",
+            Self::BarSize => "bar-size",
+            Self::LutEntries => "lut-entries",
+            Self::EntriesPerWindow => "entries-per-window",
+        }
+    }
+}
+
+/// How many VMs fit beside what is `taken`, one after the other, and what
+/// refuses the next. Each has `devices` devices with windows of `spans`.
+///
+/// Windows are taken lowest entries first and here none goes back, so what is
+/// free is one run, and counting is enough.
+pub(crate) fn room(spans: &[u64], devices: u64, taken: Cost, limits: &NtbLimits) -> (u64, Limit) {
+    let most = u64::from(limits.max_entries());
+    if spans.iter().any(|&span| limits.entries_for(span) > most) && most < limits.lut_entries.into()
+    {
+        return (0, Limit::EntriesPerWindow);
+    }
+    let device = Cost::of_device(spans, limits);
+    let requesters = u64::from(limits.max_devices()).saturating_sub(taken.requester_entries);
+    let entries = u64::from(limits.lut_entries).saturating_sub(taken.lut_entries);
+    let with_windows = entries
+        .checked_div(device.lut_entries)
+        .unwrap_or(requesters);
+    let vms = requesters.min(with_windows) / devices.max(1);
+    // A device takes its requester entry before its windows.
+    let limit = if requesters <= with_windows {
+        Limit::RequesterEntries
+    } else {
+        let next = device.times(devices).times(vms.saturating_add(1));
+        match taken.and(next).span_bytes > limits.bar_size {
+            true => Limit::BarSize,
+            false => Limit::LutEntries,
+        }
+    };
+    (vms, limit)
+}

@@ -1,0 +1,69 @@
+//! Answers before anything is built: which VMs, devices and hosts fit.
+//!
+//! ```text
+//!   Guest ──ram_split──► RAM ranges ──guest-layout──► DMA windows
+//!                                                        │
+//!           ┌────────────────────────┬───────────────────┴──────┐
+//!       plan_ntb                 plan_cluster               plan_vfio
+//!   LUT, BAR, requesters     hosts × devices a pair     IOVAs, pages, memlock
+//! ```
+//!
+//! It asks the parts that do the work later: where RAM is comes from
+//! `qemu-configs`, windows from `guest-layout`, what a window costs from the
+//! `fabric`'s limits. What the allocator then makes of it is computed, not
+//! tried, and property tests hold the two against each other.
+//!
+//! The crate is pure: no I/O, no threads. Sizes are bytes; ranges are
+//! guest-physical, which is what a borrowed device uses as IOVA. Any number may
+//! be typed by a user, so products saturate.
+#![forbid(unsafe_code)]
+
+mod addresses;
+mod cluster;
+mod cost;
+mod guest;
+mod largest;
+mod ntb;
+mod preset;
+mod remedy;
+mod vfio;
+
+pub use addresses::{AddressError, AddressRules, Reserved, Span};
+pub use cluster::{Cluster, ClusterPlan, Table, WindowsOfHost, plan_cluster};
+pub use cost::{Cost, Limit};
+pub use guest::{Guest, GuestError, MAX_RAM};
+pub use ntb::{NtbGuest, NtbPlan, NtbWindow, plan_ntb};
+pub use preset::{PRESETS, Preset};
+pub use remedy::Remedy;
+pub use vfio::{PagesBySize, VfioGuest, VfioPlan, plan_vfio};
+
+use farside_fabric::LimitError;
+
+/// A question that has no answer: what was asked cannot be.
+///
+/// That something does not fit is an answer, not an error.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// No guest was given.
+    #[error("no guest to plan for: give at least one")]
+    NoGuests,
+    /// A guest that cannot be.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// An adapter that cannot be.
+    #[error(transparent)]
+    Limits(#[from] LimitError),
+    /// Rules for addresses that cannot be.
+    #[error(transparent)]
+    Addresses(#[from] AddressError),
+    /// A cluster that cannot be.
+    #[error("{name} = {value} must be {rule}")]
+    Cluster {
+        /// The number's name.
+        name: &'static str,
+        /// What it is.
+        value: u64,
+        /// What it must be.
+        rule: String,
+    },
+}
