@@ -11,9 +11,9 @@ use std::{
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_control::{
-    Address, CallError, Client, ErrorKind, NAME_RULE, Wakeup, check_name, paths, raise_open_files,
+    Address, CallError, Client, Described, ErrorKind, NAME_RULE, RamRange, Wakeup, check_name,
+    paths, raise_open_files,
 };
-use farside_devices::Description;
 use farside_fabric::pin::PinPolicy;
 use farside_vfio_user::ListenError;
 
@@ -55,6 +55,9 @@ pub struct Config {
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
     pub pin_policy: PinPolicy,
+    /// Where the VM's RAM will be, if that is known: devices that cannot reach
+    /// it are found before the VM boots.
+    pub ram: Vec<RamRange>,
     /// Longest time for a bus-master enable: below QEMU's `x-msg-timeout`.
     pub open_timeout: Duration,
 }
@@ -129,24 +132,27 @@ impl Backend {
         raise_open_files();
         let mut found = Vec::new();
         for device in &config.devices {
-            found.push(find(config, device)?);
+            let (lender, described) = find(config, device)?;
+            check_ram(config, device, &lender)?;
+            found.push((lender, described));
         }
         let folder = &config.folder;
         let lock = lock(&config.vm, folder)?;
         let mut manager = EventManager::new()?;
         let mut sockets = Vec::new();
         let mut servers = Vec::new();
-        for (id, (lender, description)) in config.devices.iter().zip(found) {
+        for (id, (lender, described)) in config.devices.iter().zip(found) {
             let settings = Settings {
                 vm: config.vm.clone(),
                 device: id.clone(),
                 // No eventfd reaches another host.
                 relay_interrupts: config.interrupts == Interrupts::Relayed || lender.is_tcp(),
+                route: lender.route(),
                 lender,
                 pin_policy: config.pin_policy,
                 open_timeout: config.open_timeout,
             };
-            let device = Device::new(settings, description).map_err(|source: DeviceError| {
+            let device = Device::new(settings, described).map_err(|source: DeviceError| {
                 StartError::Device {
                     device: id.clone(),
                     source: source.into(),
@@ -262,13 +268,13 @@ fn check_names(config: &Config) -> Result<(), StartError> {
 }
 
 /// The lender that has the device, and what it says of it.
-fn find(config: &Config, device: &str) -> Result<(Address, Description), StartError> {
+fn find(config: &Config, device: &str) -> Result<(Address, Described), StartError> {
     let mut unreachable = None;
     for lender in &config.lenders {
         let described = Client::connect(lender, Some(&config.vm))
             .and_then(|mut client| client.describe(device));
         match described {
-            Ok(described) => return Ok((lender.clone(), described.description)),
+            Ok(described) => return Ok((lender.clone(), described)),
             Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
             Err(error) => {
                 if config.lenders.len() > 1 {
@@ -290,6 +296,15 @@ fn find(config: &Config, device: &str) -> Result<(Address, Description), StartEr
                 .join(", "),
         }),
     }
+}
+
+/// Whether the device can reach RAM where the VM will have it.
+fn check_ram(config: &Config, device: &str, lender: &Address) -> Result<(), CallError> {
+    if config.ram.is_empty() {
+        return Ok(());
+    }
+    let mut client = Client::connect(lender, Some(&config.vm))?;
+    client.check(device, lender.route(), config.ram.clone())
 }
 
 /// Makes the VM's folder ours.

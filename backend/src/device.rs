@@ -19,7 +19,7 @@ use std::{
 };
 
 use farside_config_space::ConfigSpace;
-use farside_control::{Channel, ErrorKind};
+use farside_control::{Channel, Described, ErrorKind};
 use farside_devices::Description;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_vfio_user::{
@@ -36,7 +36,8 @@ use crate::{
     },
     dma_table::{Backing, DmaTable},
 };
-use bars::BarFiles;
+pub(crate) use bars::BarFile;
+use bars::Bars;
 pub(crate) use report::DeviceReport;
 use task::{Finish, Held, Task, Tasks};
 
@@ -57,14 +58,14 @@ pub(crate) enum DeviceError {
 /// A device and the borrow behind it.
 pub(crate) struct Device {
     settings: Settings,
-    description: Description,
+    described: Described,
     counts: IrqCounts,
     config: ConfigSpace,
     memory: DmaTable,
     /// What the client set up: for the lender to be told at the borrow, and in
     /// the relayed form for signalling.
     vectors: Vectors,
-    bars: BarFiles,
+    bars: Bars,
     worker: Worker,
     registers: Option<Channel>,
     /// Register channels that are done with, until the event loop no longer
@@ -106,9 +107,9 @@ pub(crate) enum Then {
 }
 
 impl Device {
-    pub(crate) fn new(settings: Settings, description: Description) -> Result<Self, DeviceError> {
-        let config = ConfigSpace::new(&description)?;
-        let counts = farside_control::irq_counts(&description)?;
+    pub(crate) fn new(settings: Settings, described: Described) -> Result<Self, DeviceError> {
+        let config = ConfigSpace::new(&described.description)?;
+        let counts = farside_control::irq_counts(&described.description)?;
         for hidden in config.hidden() {
             log::info!(
                 "device {} (VM {}): capability {} is hidden from the guest: {}",
@@ -123,8 +124,8 @@ impl Device {
             config,
             memory: DmaTable::default(),
             vectors: Vectors::new(counts),
-            bars: BarFiles::new(&description)?,
-            worker: Worker::start(settings.clone(), description.clone())?,
+            bars: Bars::new(&described)?,
+            worker: Worker::start(settings.clone(), described.clone())?,
             registers: None,
             retired: Vec::new(),
             returning: false,
@@ -135,9 +136,9 @@ impl Device {
             tasks: Tasks::default(),
             failure: None,
             buffer: Vec::new(),
-            report: DeviceReport::new(&settings, &description),
+            report: DeviceReport::new(&settings, &described.description),
             settings,
-            description,
+            described,
         })
     }
 
@@ -261,10 +262,11 @@ impl Device {
         if let Some(state) = outcome.state {
             self.state = state;
         }
-        if let Some((epoch, registers)) = outcome.lease {
-            self.retired.extend(self.registers.replace(registers));
+        if let Some(lease) = outcome.lease {
+            self.retired.extend(self.registers.replace(lease.registers));
+            self.bars.adopt(lease.bars);
             self.absent = false;
-            self.report.epoch = epoch;
+            self.report.epoch = lease.epoch;
         }
         if let Some(layout) = outcome.layout {
             self.report.layout = layout;
@@ -350,7 +352,13 @@ impl Device {
             }),
             (Finish::WriteMulti { done }, _) => Ok(Reply::RegionWriteMulti { done }),
             (Finish::Done, None) => Ok(Reply::Done),
-            (Finish::Version(_) | Finish::Done, Some(errno)) => Err(errno),
+            (Finish::RegionInfo { region, argsz }, None) => Ok(Reply::RegionInfo {
+                info: self.region_info(region),
+                argsz,
+            }),
+            (Finish::Version(_) | Finish::Done | Finish::RegionInfo { .. }, Some(errno)) => {
+                Err(errno)
+            }
             (Finish::Error(errno), _) => Err(errno),
         };
         Some(Conclusion { to, reply, then })
@@ -400,7 +408,7 @@ impl Device {
         };
         if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
             // The common case, with no task and no copy.
-            if !in_bar(&self.description, bar, offset, data.len()) {
+            if !in_bar(&self.described.description, bar, offset, data.len()) {
                 return Answer::Error(Errno::INVAL);
             }
             match registers::post_write(channel, bar, offset, data) {
@@ -454,7 +462,7 @@ impl Device {
     }
 
     fn in_bar(&self, bar: u8, offset: u64, count: usize) -> bool {
-        in_bar(&self.description, bar, offset, count)
+        in_bar(&self.described.description, bar, offset, count)
     }
 
     fn map(&mut self, request: DmaMap, to: ReplyTo) -> Answer<'_> {
@@ -511,7 +519,7 @@ impl Device {
                 size: self.config.size(),
                 ..RegionInfo::absent(region)
             },
-            Region::Bar(bar) => match self.description.bars.get(usize::from(bar)) {
+            Region::Bar(bar) => match self.described.description.bars.get(usize::from(bar)) {
                 Some(Some(description)) => RegionInfo {
                     readable: true,
                     writable: true,
@@ -568,8 +576,10 @@ impl Handler for Device {
                 Answer::Reply(Reply::DeviceInfo(DeviceInfo { resettable: true }))
             }
             Request::DeviceGetRegionInfo { region, argsz } => {
-                let info = self.region_info(region);
-                Answer::Reply(Reply::RegionInfo { info, argsz })
+                // A BAR of hardware comes with a lease.
+                let borrow = matches!(region, Region::Bar(bar) if self.bars.need_a_lease(bar));
+                let borrow = borrow.then_some(Task::Event(Event::BarAccess));
+                self.hold(to, Finish::RegionInfo { region, argsz }, borrow)
             }
             Request::DeviceGetIrqInfo { index } => {
                 Answer::Reply(Reply::IrqInfo(task::irq_info(&self.counts, index)))

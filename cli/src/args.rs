@@ -6,6 +6,8 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_control::Address;
 
+use farside_qemu_configs::Machine;
+
 use crate::text::parse_size;
 
 /// Use a PCIe device that sits in another host from a VM.
@@ -130,10 +132,14 @@ pub(crate) struct Serve {
     /// What to do when the memlock limit is too small for the guest's RAM.
     #[arg(long, value_enum)]
     pub(crate) pin: Option<Pin>,
-    /// Guest RAM, such as 64G: how long pinning may take derives from it
+    /// Guest RAM, such as 64G: how long pinning may take derives from it, and
+    /// whether the devices can reach it is looked at before the VM boots
     /// [default: as long as QEMU waits when nothing raises its x-msg-timeout].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) memory: Option<u64>,
+    /// Chipset, which decides where that RAM is [default: q35].
+    #[arg(long, value_enum)]
+    pub(crate) machine: Option<MachineArg>,
     /// Longest time to make a device DMA-ready, seconds; goes before --memory.
     /// Keep it below QEMU's x-msg-timeout, which `farside qemu` derives from
     /// the guest's RAM.
@@ -212,6 +218,15 @@ pub(crate) enum MachineArg {
     Q35,
     /// Conventional PCI (i440FX).
     Pc,
+}
+
+impl MachineArg {
+    pub(crate) fn machine(self) -> Machine {
+        match self {
+            Self::Pc => Machine::I440fx,
+            Self::Q35 => Machine::Q35,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]

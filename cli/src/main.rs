@@ -8,6 +8,7 @@ mod args;
 mod devices;
 mod lend;
 mod qemu;
+mod ram;
 mod serve;
 mod signals;
 mod status;

@@ -3,14 +3,13 @@
 use std::{os::unix::process::CommandExt, time::Duration};
 
 use anyhow::{Context, bail};
-use farside_control::{Address, Client, paths};
-use farside_fabric::{Size, fits};
-use farside_qemu_configs::{
-    Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm, ram_split,
-};
+use farside_control::{Address, CallError, Client, paths};
+use farside_fabric::Size;
+use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm};
 
 use crate::{
     args::{AccelArg, HugePagesArg, MachineArg, Qemu},
+    ram::ram_ranges,
     status,
     vm_file::VmFile,
 };
@@ -32,7 +31,8 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     } else if !file.devices.is_empty() {
         file.devices
     } else {
-        served(&name)?.devices
+        let served = served(&name)?;
+        served.devices.into_iter().map(|(id, _)| id).collect()
     };
     if let Some(boot) = &args.boot
         && !ids.contains(boot)
@@ -44,10 +44,10 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     }
     let mut vm = Vm::new(&name, args.memory.or(file.memory).unwrap_or(DEFAULT_RAM));
     vm.vcpus = args.cpus.or(file.cpus).unwrap_or(1);
-    vm.machine = match args.machine.or(file.machine) {
-        Some(MachineArg::Pc) => Machine::I440fx,
-        Some(MachineArg::Q35) | None => Machine::Q35,
-    };
+    vm.machine = args
+        .machine
+        .or(file.machine)
+        .map_or(Machine::Q35, MachineArg::machine);
     vm.accel = match args.accel.or(file.accel) {
         Some(AccelArg::Kvm) => Accel::Kvm,
         Some(AccelArg::Tcg) => Accel::Tcg,
@@ -77,8 +77,8 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
 
     let command_line = vm.command_line(&args.qemu)?;
     if let Ok(backend) = served(&name) {
-        for lender in &backend.lenders {
-            check_fits(&vm, lender)?;
+        for (device, lender) in &backend.devices {
+            check(&vm, device, lender)?;
         }
         if backend.open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
             log::warn!(
@@ -109,10 +109,10 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("cannot start {}", args.qemu.display()))
 }
 
-/// What a VM's backend serves, and where the lenders are.
+/// What a VM's backend serves.
 struct Served {
-    devices: Vec<String>,
-    lenders: Vec<Address>,
+    /// Device ids, and where their lenders are.
+    devices: Vec<(String, Address)>,
     open_timeout: Duration,
 }
 
@@ -123,40 +123,35 @@ fn served(vm: &str) -> anyhow::Result<Served> {
         )
     })?;
     let devices = report["devices"].as_array().context("malformed status")?;
-    let field = |name: &'static str| {
-        let values = devices
-            .iter()
-            .filter_map(move |device| device[name].as_str());
-        values.map(str::to_owned)
-    };
-    let lenders = field("lender").map(|text| text.parse());
-    let mut lenders: Vec<Address> = lenders.collect::<Result<_, _>>()?;
-    lenders.dedup();
     let open_timeout = devices
         .iter()
         .filter_map(|device| device["open_timeout_ms"].as_u64());
     let open_timeout = Duration::from_millis(open_timeout.min().unwrap_or(0));
+    let devices = devices.iter().map(|device| {
+        let (id, lender) = (device["device"].as_str(), device["lender"].as_str());
+        let (id, lender) = id.zip(lender).context("malformed status")?;
+        Ok((id.to_owned(), lender.parse()?))
+    });
     Ok(Served {
-        devices: field("device").collect(),
-        lenders,
+        devices: devices.collect::<anyhow::Result<_>>()?,
         open_timeout,
     })
 }
 
-/// Says before the VM boots that its RAM cannot be reached through the
-/// lender's windows. The lender has the last word when the windows open.
-fn check_fits(vm: &Vm, lender: &Address) -> anyhow::Result<()> {
-    let limits = Client::connect(lender, None).and_then(|mut client| client.limits());
-    let limits = match limits {
-        Ok(limits) => limits,
+/// Says before the VM boots that a device cannot reach its RAM. The lender has
+/// the last word when the windows open.
+fn check(vm: &Vm, device: &str, lender: &Address) -> anyhow::Result<()> {
+    let ram = ram_ranges(vm.machine, vm.ram);
+    let checked = Client::connect(lender, None)
+        .and_then(|mut client| client.check(device, lender.route(), ram));
+    match checked {
+        Ok(()) => Ok(()),
+        Err(error @ CallError::Refused(_)) => {
+            Err(error).with_context(|| format!("VM {} with {} of RAM", vm.name, Size(vm.ram)))
+        }
         Err(error) => {
             log::warn!("cannot check whether VM {} fits: {error}", vm.name);
-            return Ok(());
+            Ok(())
         }
-    };
-    let (low, high) = ram_split(vm.machine, vm.ram);
-    let spans: Vec<u64> = [low, high].into_iter().filter(|span| *span != 0).collect();
-    fits(&spans, &limits)
-        .map(|_| ())
-        .with_context(|| format!("VM {} with {} of RAM", vm.name, Size(vm.ram)))
+    }
 }

@@ -6,9 +6,11 @@ use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
 use farside_control::{Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
+use farside_qemu_configs::Machine;
 
 use crate::{
-    args::{InterruptForm, Pin, Serve},
+    args::{InterruptForm, MachineArg, Pin, Serve},
+    ram::ram_ranges,
     signals,
     vm_file::VmFile,
 };
@@ -36,10 +38,15 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         Some(Pin::Prefer) => PinPolicy::Prefer,
         None => file.pin.unwrap_or(PinPolicy::Prefer),
     };
-    let open_timeout = args.open_timeout.or(file.open_timeout).map_or_else(
-        || open_timeout(args.memory.or(file.memory)),
-        Duration::from_secs,
-    );
+    let memory = args.memory.or(file.memory);
+    let machine = args
+        .machine
+        .or(file.machine)
+        .map_or(Machine::Q35, MachineArg::machine);
+    let open_timeout = args
+        .open_timeout
+        .or(file.open_timeout)
+        .map_or_else(|| open_timeout(memory), Duration::from_secs);
 
     let stop = Wakeup::new()?;
     signals::raise_on_signal(&stop).context("cannot wait for signals")?;
@@ -50,6 +57,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         lenders: file.lenders,
         interrupts,
         pin_policy,
+        ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
     })?;
     backend.run(stop)?;

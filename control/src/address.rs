@@ -7,6 +7,7 @@ use std::{
     str::FromStr,
 };
 
+use crate::Route;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
 /// What a TCP address begins with.
@@ -54,6 +55,14 @@ impl Address {
     /// Whether it is reached by TCP: then no descriptor can be sent there.
     pub fn is_tcp(&self) -> bool {
         matches!(self, Self::Tcp { .. })
+    }
+
+    /// How a device of the lender there reaches the memory of a VM here.
+    pub fn route(&self) -> Route {
+        match self.is_tcp() {
+            true => Route::Ntb,
+            false => Route::Memory,
+        }
     }
 
     /// The path of a UNIX socket.

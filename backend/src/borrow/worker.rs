@@ -14,8 +14,9 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Address, CallError, Channel, Epoch, ErrorKind, MAX_FDS, Wakeup};
-use farside_devices::Description;
+use farside_control::{
+    Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route, Wakeup,
+};
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};
@@ -24,7 +25,10 @@ use super::{
     State, Step,
     path::{OpenReport, PathError},
 };
-use crate::dma_table::{Blocked, DmaError, DmaTable, Mapping};
+use crate::{
+    device::BarFile,
+    dma_table::{Blocked, DmaError, DmaTable, Mapping},
+};
 use work::Borrow;
 
 /// What does not change in the life of a backend's device.
@@ -36,6 +40,8 @@ pub(crate) struct Settings {
     /// Interrupts go through the backend instead of from the device straight
     /// to the VMM.
     pub(crate) relay_interrupts: bool,
+    /// How the device reaches guest RAM.
+    pub(crate) route: Route,
     pub(crate) pin_policy: PinPolicy,
     /// How long a held bus-master enable, or a change of guest memory, may take
     /// to pin; below the VMM's message timeout.
@@ -63,7 +69,7 @@ pub(crate) struct Run {
     /// `Borrow`: interrupts that the client set up already.
     pub(crate) irqs: Vec<SetIrqs>,
     pub(crate) intx_disable: bool,
-    /// `Open`: what the client has mapped.
+    /// `Borrow`, `Open`: what the client has mapped.
     pub(crate) memory: Option<DmaTable>,
     /// `Remap`: what changed.
     pub(crate) change: Option<MemoryChange>,
@@ -91,13 +97,21 @@ pub(crate) struct Outcome {
     /// Where the borrow stands now; none when the job was no [`Job::Run`].
     pub(crate) state: Option<State>,
     /// From `Borrow`.
-    pub(crate) lease: Option<(Epoch, Channel)>,
+    pub(crate) lease: Option<NewLease>,
     /// From `Open` and `Remap`.
     pub(crate) opened: Option<OpenReport>,
     /// From `Open`.
     pub(crate) layout: Option<LayoutReport>,
     /// What stopped it.
     pub(crate) error: Option<WorkError>,
+}
+
+/// What `Borrow` brought.
+pub(crate) struct NewLease {
+    pub(crate) epoch: Epoch,
+    pub(crate) registers: Channel,
+    /// For each BAR with mappable areas, what a client maps of it, if anything.
+    pub(crate) bars: Vec<Option<BarFile>>,
 }
 
 /// What `Open` found.
@@ -163,16 +177,16 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread. `description` is what the client was or will be
+    /// Starts the thread. `described` is what the client was or will be
     /// told the device is.
-    pub(crate) fn start(settings: Settings, description: Description) -> std::io::Result<Self> {
+    pub(crate) fn start(settings: Settings, described: Described) -> std::io::Result<Self> {
         let (jobs, inbox) = mpsc::channel();
         let (outbox, outcomes) = mpsc::channel();
         let wakeup = Wakeup::new()?;
         let raised = wakeup.clone();
         let cancel = Arc::new(AtomicBool::new(false));
         let name = format!("borrow-{}", settings.device);
-        let mut borrow = Borrow::new(settings, description, Arc::clone(&cancel));
+        let mut borrow = Borrow::new(settings, described, Arc::clone(&cancel));
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             // Dropped in the reverse order: whoever is woken when the
             // thread panics finds the outbox closed.

@@ -1,54 +1,106 @@
 //! Memory behind BAR areas that the guest reaches without a trap.
 //!
-//! The borrower brings it: each client gets files of its own, so that one that
-//! keeps them mapped after its VM is gone sees nothing of the next.
+//! For a model the borrower brings it: each client gets files of its own, so
+//! that one that keeps them mapped after its VM is gone sees nothing of the
+//! next. For hardware it comes with the lease, so a client that asks where
+//! it is makes us borrow the device.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
 };
 
-use farside_devices::Description;
-
+use farside_control::{BarOwner, Described};
 use farside_vfio_user::{Mappable, SparseArea};
 
-/// A file for each BAR with mappable areas.
-pub(crate) struct BarFiles {
-    files: [Option<(Arc<OwnedFd>, Vec<SparseArea>)>; 6],
+/// Memory that a client maps for a BAR.
+#[derive(Clone, Debug)]
+pub(crate) struct BarFile {
+    pub(crate) file: Arc<OwnedFd>,
+    /// Where the BAR begins in the file, bytes.
+    pub(crate) offset: u64,
 }
 
-impl BarFiles {
-    /// Fresh files, all zero.
-    pub(crate) fn new(description: &Description) -> std::io::Result<Self> {
-        let mut files = [const { None }; 6];
-        for (slot, bar) in files.iter_mut().zip(&description.bars) {
+/// The BARs with mappable areas.
+pub(crate) struct Bars {
+    owner: BarOwner,
+    bars: [Option<Bar>; 6],
+}
+
+struct Bar {
+    areas: Vec<SparseArea>,
+    memory: Option<BarFile>,
+}
+
+impl Bars {
+    /// As before a lease: files of our own, all zero, or none.
+    pub(crate) fn new(described: &Described) -> std::io::Result<Self> {
+        let mut bars = [const { None }; 6];
+        for (slot, bar) in bars.iter_mut().zip(&described.description.bars) {
             let Some(bar) = bar else { continue };
             if bar.mappable.is_empty() {
                 continue;
             }
-            let file = farside_fabric::memory::create_sealed("farside-bar", bar.size)?;
+            let memory = match described.bars {
+                BarOwner::Lender => None,
+                BarOwner::Borrower => Some(BarFile {
+                    file: Arc::new(farside_fabric::memory::create_sealed(
+                        "farside-bar",
+                        bar.size,
+                    )?),
+                    offset: 0,
+                }),
+            };
             let areas = bar.mappable.iter().map(|area| SparseArea {
                 offset: area.offset,
                 size: area.len,
             });
-            *slot = Some((Arc::new(file), areas.collect()));
+            *slot = Some(Bar {
+                areas: areas.collect(),
+                memory,
+            });
         }
-        Ok(Self { files })
+        Ok(Self {
+            owner: described.bars,
+            bars,
+        })
     }
 
-    /// The files, in the order of the BARs.
+    /// The files that we bring to a lease, in the order of the BARs.
     pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
-        let files = self.files.iter().flatten();
-        files.map(|(file, _)| Arc::clone(file)).collect()
+        match self.owner {
+            BarOwner::Lender => Vec::new(),
+            BarOwner::Borrower => {
+                let bars = self.bars.iter().flatten();
+                bars.filter_map(|bar| Some(Arc::clone(&bar.memory.as_ref()?.file)))
+                    .collect()
+            }
+        }
+    }
+
+    /// Takes what came with a lease, in the order of the BARs.
+    pub(crate) fn adopt(&mut self, files: Vec<Option<BarFile>>) {
+        if self.owner == BarOwner::Lender {
+            for (bar, memory) in self.bars.iter_mut().flatten().zip(files) {
+                bar.memory = memory;
+            }
+        }
+    }
+
+    /// Whether where a BAR's memory is can only be said under a lease.
+    pub(crate) fn need_a_lease(&self, bar: u8) -> bool {
+        let bar = self.bars.get(usize::from(bar));
+        self.owner == BarOwner::Lender && matches!(bar, Some(Some(Bar { memory: None, .. })))
     }
 
     /// What the client may map of a BAR.
     pub(crate) fn mappable(&self, bar: u8) -> Option<Mappable<'_>> {
-        let (file, areas) = self.files.get(usize::from(bar))?.as_ref()?;
+        let bar = self.bars.get(usize::from(bar))?.as_ref()?;
+        let memory = bar.memory.as_ref()?;
         Some(Mappable {
-            fd: file.as_fd(),
-            offset: 0,
-            areas,
+            fd: memory.file.as_fd(),
+            offset: memory.offset,
+            areas: &bar.areas,
         })
     }
 }

@@ -66,7 +66,13 @@ impl Device {
                 let GuestBarAddress::Memory(gpa) = self.config.bar_address(bar)? else {
                     return None;
                 };
-                let size = self.description.bars.get(usize::from(bar))?.as_ref()?.size;
+                let size = self
+                    .described
+                    .description
+                    .bars
+                    .get(usize::from(bar))?
+                    .as_ref()?
+                    .size;
                 Some(BarAddress { bar, gpa, size })
             })
             .collect()

@@ -6,7 +6,7 @@ use farside_control::registers::Event as RegisterEvent;
 
 use super::{
     Device,
-    bars::BarFiles,
+    bars::Bars,
     registers,
     task::{Task, Waiting},
 };
@@ -85,7 +85,7 @@ impl Device {
             run.bar_files = self.bars.files();
             run.irqs = recorded_irqs(&self.vectors);
         }
-        if steps.contains(&Step::Open) {
+        if steps.contains(&Step::Borrow) || steps.contains(&Step::Open) {
             run.memory = Some(self.memory.clone());
         }
         self.returning = steps.contains(&Step::Return);
@@ -159,7 +159,7 @@ impl Device {
         self.config.reset();
         self.absent = false;
         self.unplugged = false;
-        match BarFiles::new(&self.description) {
+        match Bars::new(&self.described) {
             Ok(bars) => self.bars = bars,
             Err(error) => log::error!(
                 "device {} (VM {}): no fresh memory for its BARs ({error}): the next client gets that of the last",

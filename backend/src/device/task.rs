@@ -23,6 +23,10 @@ pub(crate) struct Held {
 pub(crate) enum Finish {
     Version(Negotiated),
     Done,
+    RegionInfo {
+        region: Region,
+        argsz: u32,
+    },
     Error(Errno),
     Unmap(DmaUnmap),
     Read {

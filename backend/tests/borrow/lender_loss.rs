@@ -191,6 +191,7 @@ fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
         folder: dir.path().join("a"),
         devices: vec![DMA.into()],
         lenders: vec![socket.into()],
+        ram: Vec::new(),
         interrupts: Default::default(),
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
         open_timeout: Duration::from_secs(4),

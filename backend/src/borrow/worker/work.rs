@@ -1,7 +1,7 @@
 //! The work itself: each step of the state machine, and how it is undone.
 
 use std::{
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -9,20 +9,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{CallError, Client, IrqUpdate, Route};
-use farside_devices::Description;
+use farside_control::{BarMemory, BarOwner, CallError, Client, Described, IrqUpdate, RamRange};
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_vfio_user::RateLimit;
 
-use super::{Job, LayoutReport, MemoryChange, Outcome, Run, Settings, WorkError};
+use super::{Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError};
 use crate::{
     borrow::{
         State, Step,
         path::{OpenPath, PathError},
     },
-    dma_table::{Blocked, Mapping},
+    device::BarFile,
+    dma_table::{Blocked, DmaTable, Mapping},
 };
 
 /// How long a job may take that pins nothing. Below a VMM's message timeout of
@@ -45,7 +45,7 @@ const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 /// The thread's state.
 pub(super) struct Borrow {
     settings: Settings,
-    description: Description,
+    described: Described,
     client: Option<Client>,
     path: OpenPath,
     /// When pinning for the current job must be done; calls to the lender
@@ -55,14 +55,10 @@ pub(super) struct Borrow {
 }
 
 impl Borrow {
-    pub(super) fn new(
-        settings: Settings,
-        description: Description,
-        cancel: Arc<AtomicBool>,
-    ) -> Self {
+    pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
         Self {
             settings,
-            description,
+            described,
             client: None,
             path: OpenPath::default(),
             deadline: Instant::now(),
@@ -205,7 +201,7 @@ impl Borrow {
             vm, device, lender, ..
         } = &self.settings;
         let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
-        if client.describe(device)?.description != self.description {
+        if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
         let patience = Instant::now() + SUCCESSION_TIMEOUT;
@@ -227,11 +223,16 @@ impl Borrow {
             vm, device, lender, ..
         } = &self.settings;
         let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
-        if client.describe(device)?.description != self.description {
+        if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
+        if self.described.bars == BarOwner::Lender {
+            // The client has not booted yet, and can still be told.
+            let ram = guest_ram(run.memory.as_ref())?;
+            client.check(device, self.settings.route, ram)?;
+        }
         let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
-        let lease = client.borrow_device(device, Route::Memory, &files)?;
+        let lease = client.borrow_device(device, self.settings.route, &files)?;
         let epoch = client.epoch();
         self.log(&format!(
             "borrowed from lender {} (epoch {epoch})",
@@ -242,7 +243,11 @@ impl Borrow {
         for request in &run.irqs {
             self.set_irqs(request)?;
         }
-        outcome.lease = Some((epoch, lease.registers));
+        outcome.lease = Some(NewLease {
+            epoch,
+            bars: bar_files(lease.bars, lease.files),
+            registers: lease.registers,
+        });
         Ok(())
     }
 
@@ -365,6 +370,33 @@ impl Borrow {
             log::info!("{}: {what}{held_back}", self.name());
         }
     }
+}
+
+/// Where the guest's RAM is, for a lender to look at.
+fn guest_ram(table: Option<&DmaTable>) -> Result<Vec<RamRange>, WorkError> {
+    let Some(table) = table else {
+        return Ok(Vec::new());
+    };
+    let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
+    let windows = plan(&layout, &PlanRules::default()).windows;
+    let ram = windows.iter().map(|window| RamRange {
+        start: window.range.start().get(),
+        len: window.range.len(),
+    });
+    Ok(ram.collect())
+}
+
+/// What a client maps of each BAR with mappable areas.
+fn bar_files(bars: Vec<BarMemory>, files: Vec<OwnedFd>) -> Vec<Option<BarFile>> {
+    let mut files = files.into_iter();
+    let memory = bars.into_iter().map(|bar| match bar {
+        BarMemory::File { offset } => Some(BarFile {
+            file: Arc::new(files.next()?),
+            offset,
+        }),
+        BarMemory::Borrowers | BarMemory::Far { .. } | BarMemory::Trapped => None,
+    });
+    memory.collect()
 }
 
 fn leased(client: &mut Option<Client>) -> Result<&mut Client, WorkError> {
