@@ -1,0 +1,96 @@
+//! Sizes of a port.
+
+use super::registers::{
+    DEFAULT_LUT_ENTRIES, DEFAULT_WINDOW_SIZE, FAR_ALIGN_SHIFT, MAX_LUT_ENTRIES, MAX_WINDOW_SIZE,
+    MIN_WINDOW_SIZE, caps,
+};
+
+/// Sizes of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortConfig {
+    /// Bytes of the window BAR: a power of two, [`MIN_WINDOW_SIZE`] to
+    /// [`MAX_WINDOW_SIZE`].
+    pub window_size: u64,
+    /// LUT entries, which is segments of the window: a power of two, 1 to
+    /// [`MAX_LUT_ENTRIES`]. A segment has at least 4 KiB.
+    pub lut_entries: u32,
+}
+
+impl Default for PortConfig {
+    fn default() -> Self {
+        Self {
+            window_size: DEFAULT_WINDOW_SIZE,
+            lut_entries: DEFAULT_LUT_ENTRIES,
+        }
+    }
+}
+
+impl PortConfig {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`], which says what would do.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let Self {
+            window_size,
+            lut_entries,
+        } = *self;
+        if !window_size.is_power_of_two()
+            || !(MIN_WINDOW_SIZE..=MAX_WINDOW_SIZE).contains(&window_size)
+        {
+            return Err(ConfigError::WindowSize(window_size));
+        }
+        if !lut_entries.is_power_of_two() || lut_entries > MAX_LUT_ENTRIES {
+            return Err(ConfigError::LutEntries(lut_entries));
+        }
+        if self.segment_shift() < FAR_ALIGN_SHIFT {
+            return Err(ConfigError::Segment {
+                window_size,
+                lut_entries,
+                most: window_size >> FAR_ALIGN_SHIFT,
+            });
+        }
+        Ok(())
+    }
+
+    /// log2 of the bytes of a segment, of checked sizes.
+    pub(super) fn segment_shift(&self) -> u32 {
+        let window_shift = self.window_size.trailing_zeros();
+        window_shift.saturating_sub(self.lut_entries.trailing_zeros())
+    }
+
+    /// The register `CAPS`, of checked sizes.
+    pub(super) fn caps(&self) -> u32 {
+        caps::pack(
+            self.window_size.trailing_zeros(),
+            self.lut_entries.trailing_zeros(),
+            FAR_ALIGN_SHIFT,
+        )
+    }
+}
+
+/// A port cannot have these sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// The window BAR.
+    #[error(
+        "a window of {0:#x} bytes: give a power of two from {MIN_WINDOW_SIZE:#x} to {MAX_WINDOW_SIZE:#x}"
+    )]
+    WindowSize(u64),
+    /// The LUT.
+    #[error("{0} LUT entries: give a power of two from 1 to {MAX_LUT_ENTRIES}")]
+    LutEntries(u32),
+    /// Both together.
+    #[error(
+        "{lut_entries} LUT entries for a window of {window_size:#x} bytes make segments below 4 KiB: at most {most} entries fit"
+    )]
+    Segment {
+        /// Bytes of the window.
+        window_size: u64,
+        /// Entries asked for.
+        lut_entries: u32,
+        /// Entries of 4 KiB each.
+        most: u64,
+    },
+}

@@ -1,0 +1,91 @@
+//! Laws, against an oracle that takes bytes one by one.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::{
+    super::{Port, registers::lut},
+    world::{SEGMENT, SMALL, World},
+};
+
+/// Pages that exist at the far side.
+const PAGES: u64 = 64;
+
+/// Where the oracle says that a byte of the window is.
+fn far_address(luts: &BTreeMap<u32, u64>, offset: u64) -> Option<u64> {
+    let entry = luts.get(&((offset / SEGMENT) as u32))?;
+    let address = entry.checked_add(offset % SEGMENT)?;
+    (address < PAGES * 4096).then_some(address)
+}
+
+fn entries() -> impl Strategy<Value = BTreeMap<u32, u64>> {
+    let address = prop_oneof![
+        4 => (0..PAGES).prop_map(|page| page * 4096),
+        1 => any::<u64>().prop_map(|address| address & lut::ADDRESS),
+    ];
+    proptest::collection::btree_map(0..SMALL.lut_entries, address, 0..8)
+}
+
+proptest! {
+    /// Every byte that is stored lands where its segment's entry says, or
+    /// nowhere; and is loaded from there, or is all ones.
+    #[test]
+    fn translation_is_the_entry_of_the_segment_and_the_offset_in_it(
+        luts in entries(),
+        accesses in proptest::collection::vec((0..SMALL.window_size, 1..0x2800usize, any::<u8>()), 1..12),
+    ) {
+        let mut world = World::up();
+        for page in 0..PAGES {
+            world.hosts.add_page(Port::B, page * 4096);
+        }
+        for (segment, address) in &luts {
+            world.lead(Port::A, *segment, *address);
+        }
+        let mut oracle = BTreeMap::new();
+        for (offset, len, seed) in accesses {
+            let len = len.min((SMALL.window_size - offset) as usize);
+            let data: Vec<u8> = (0..len).map(|n| seed.wrapping_add(n as u8)).collect();
+            world.store(Port::A, offset, &data);
+            for (at, byte) in (offset..).zip(&data) {
+                if let Some(address) = far_address(&luts, at) {
+                    oracle.insert(address, *byte);
+                }
+            }
+            let expected: Vec<u8> = (offset..offset + len as u64)
+                .map(|at| match far_address(&luts, at) {
+                    Some(address) => oracle[&address],
+                    None => 0xff,
+                })
+                .collect();
+            prop_assert_eq!(world.load(Port::A, offset, len), Some(expected));
+        }
+        for address in 0..PAGES * 4096 {
+            let there = world.hosts.bytes(Port::B, address, 1).unwrap()[0];
+            prop_assert_eq!(there, oracle.get(&address).copied().unwrap_or(0));
+        }
+    }
+
+    /// No access, wherever and however long, does more than it should.
+    #[test]
+    fn no_access_panics(
+        accesses in proptest::collection::vec(
+            (any::<bool>(), any::<bool>(), 0..6u8, prop_oneof![0..0x10010u64, any::<u64>()], proptest::collection::vec(any::<u8>(), 0..40)),
+            0..60,
+        ),
+    ) {
+        let mut world = World::up();
+        for (from_a, write, bar, offset, mut data) in accesses {
+            let port = if from_a { Port::A } else { Port::B };
+            if write {
+                world.ntb.write(port, bar, offset, &data, &mut world.hosts);
+            } else {
+                let read = world.ntb.read(port, bar, offset, &mut data, &mut world.hosts);
+                prop_assert_eq!(read, super::super::Read::Done);
+            }
+        }
+        for port in Port::BOTH {
+            prop_assert_eq!(world.get32(port, 0), super::super::registers::ID);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Accesses through a window.
+
+use super::{
+    Far, FarError, FarRead, Ntb, Port, Read, Target,
+    registers::{FAR_ALIGN_SHIFT, error, event},
+};
+
+/// Accesses are split at multiples of this, as PCIe requests are. Segments
+/// consist of such pages and far addresses are aligned to them, so that a
+/// piece is in one segment, and in one page at the far side.
+const PAGE: u64 = 1 << FAR_ALIGN_SHIFT;
+
+/// A read that waits for the far side.
+#[derive(Debug)]
+pub(super) struct PendingRead {
+    /// Where in the window it begins.
+    offset: u64,
+    data: Vec<u8>,
+    /// What is waited for: `data[at..at + len]`.
+    at: usize,
+    len: usize,
+    address: u64,
+}
+
+/// Bytes of the piece that begins at `offset` when `left` are left.
+fn piece(offset: u64, left: usize) -> usize {
+    let room = PAGE - offset % PAGE; // at most 4096
+    left.min(room as usize)
+}
+
+/// What a read waits for.
+struct Waits {
+    at: usize,
+    len: usize,
+    address: u64,
+}
+
+impl Ntb {
+    pub(super) fn window_read(
+        &mut self,
+        port: Port,
+        offset: u64,
+        data: &mut [u8],
+        far: &mut dyn Far,
+    ) -> Read {
+        match self.read_pieces(port, offset, data, 0, far) {
+            None => Read::Done,
+            Some(Waits { at, len, address }) => {
+                self.ports[port].pending = Some(PendingRead {
+                    offset,
+                    data: data.to_vec(),
+                    at,
+                    len,
+                    address,
+                });
+                Read::Later
+            }
+        }
+    }
+
+    /// The far side has the data of the read through the window of `port`
+    /// that waits, or has not. Returns all that was asked for when that
+    /// concludes the read; nothing when it goes on, or none waits.
+    pub fn complete_read(
+        &mut self,
+        port: Port,
+        answer: Result<&[u8], FarError>,
+        far: &mut dyn Far,
+    ) -> Option<&[u8]> {
+        let mut read = self.ports[port].pending.take()?;
+        let part = &mut read.data[read.at..read.at + read.len];
+        let answer = answer.and_then(|answer| match answer.len() == part.len() {
+            true => Ok(answer),
+            false => Err(FarError::Refused),
+        });
+        match answer {
+            Ok(answer) => {
+                part.copy_from_slice(answer);
+                self.ports[port].registers.window_reads += 1;
+            }
+            Err(error) => {
+                part.fill(0xff);
+                let at = Target {
+                    from: port,
+                    offset: read.offset + read.at as u64,
+                    address: read.address,
+                };
+                self.refuse(at, error.reason(), false, far);
+            }
+        }
+        let done = read.at + read.len;
+        match self.read_pieces(port, read.offset, &mut read.data, done, far) {
+            Some(Waits { at, len, address }) => {
+                self.ports[port].pending = Some(PendingRead {
+                    at,
+                    len,
+                    address,
+                    ..read
+                });
+                None
+            }
+            None => {
+                let finished = &mut self.ports[port].finished;
+                *finished = read.data;
+                Some(finished)
+            }
+        }
+    }
+
+    /// Nobody waits for the read through the window of `port` any more.
+    pub fn cancel_read(&mut self, port: Port) {
+        self.ports[port].pending = None;
+    }
+
+    /// A write that was passed to the far side turned out to be refused.
+    pub fn write_failed(&mut self, at: Target, error: FarError, far: &mut dyn Far) {
+        self.refuse(at, error.reason(), true, far);
+    }
+
+    /// Reads the pieces from `data[done..]` on, until one has to wait.
+    fn read_pieces(
+        &mut self,
+        port: Port,
+        offset: u64,
+        data: &mut [u8],
+        mut done: usize,
+        far: &mut dyn Far,
+    ) -> Option<Waits> {
+        while done < data.len() {
+            let at = offset + done as u64;
+            let len = piece(at, data.len() - done);
+            let part = &mut data[done..done + len];
+            match self.translate(port, at) {
+                Err(reason) => {
+                    part.fill(0xff);
+                    let at = Target {
+                        from: port,
+                        offset: at,
+                        address: 0,
+                    };
+                    self.refuse(at, reason, false, far);
+                }
+                Ok(target) => match far.memory_read(target, part) {
+                    Ok(FarRead::Done) => self.ports[port].registers.window_reads += 1,
+                    Ok(FarRead::Later) => {
+                        return Some(Waits {
+                            at: done,
+                            len,
+                            address: target.address,
+                        });
+                    }
+                    Err(error) => {
+                        part.fill(0xff);
+                        self.refuse(target, error.reason(), false, far);
+                    }
+                },
+            }
+            done += len;
+        }
+        None
+    }
+
+    pub(super) fn window_write(&mut self, port: Port, offset: u64, data: &[u8], far: &mut dyn Far) {
+        let mut done = 0;
+        while done < data.len() {
+            let at = offset + done as u64;
+            let len = piece(at, data.len() - done);
+            match self.translate(port, at) {
+                Err(reason) => {
+                    let at = Target {
+                        from: port,
+                        offset: at,
+                        address: 0,
+                    };
+                    self.refuse(at, reason, true, far);
+                }
+                Ok(target) => match far.memory_write(target, &data[done..done + len]) {
+                    Ok(()) => self.ports[port].registers.window_writes += 1,
+                    Err(error) => self.refuse(target, error.reason(), true, far),
+                },
+            }
+            done += len;
+        }
+    }
+
+    fn translate(&self, port: Port, offset: u64) -> Result<Target, u32> {
+        let state = &self.ports[port];
+        if state.closed != 0 {
+            return Err(state.closed);
+        }
+        let address = state.translate(offset)?;
+        Ok(Target {
+            from: port,
+            offset,
+            address,
+        })
+    }
+
+    /// Why accesses through the window of `port` are refused, whatever their
+    /// offset; 0 when they are not.
+    pub(super) fn closed(&self, port: Port) -> u32 {
+        if !self.link_is_up() {
+            error::LINK_DOWN
+        } else if !self.ports[port].has_requester() {
+            error::NO_REQUESTER
+        } else if !self.ports[port.peer()].bus_master {
+            error::NOT_BUS_MASTER
+        } else {
+            0
+        }
+    }
+
+    fn refuse(&mut self, at: Target, reason: u32, write: bool, far: &mut dyn Far) {
+        let registers = &mut self.ports[at.from].registers;
+        registers.error_count = registers.error_count.saturating_add(1);
+        registers.error_info = reason | if write { error::WRITE } else { 0 };
+        registers.error_offset = at.offset;
+        registers.error_address = at.address;
+        self.event(at.from, event::ERROR, far);
+    }
+}
