@@ -1,0 +1,258 @@
+//! Giving a function to vfio-pci, and back.
+//!
+//! The order that leaves no moment in which another driver could grab it:
+//!
+//! ```text
+//!   driver_override = vfio-pci     no other driver may take it from now on
+//!   driver/unbind   = BDF          its driver lets go (returns when it has)
+//!   drivers_probe   = BDF          vfio-pci takes it (returns when it has)
+//! ```
+//!
+//! and back: override cleared, unbound from vfio-pci, probed. Each write returns
+//! when its effect is there, so what is read afterwards is final.
+//!
+//! Source: Linux `Documentation/ABI/testing/sysfs-bus-pci`.
+
+use crate::bdf::Bdf;
+use crate::error::{NotLendable, PciError};
+use crate::function::{FunctionInfo, FunctionKind, HostPci, device_dir};
+use crate::vfio_driver::{DRIVERS, VFIO_PCI, is_for_users};
+
+const PROBE: &str = "sys/bus/pci/drivers_probe";
+
+/// Whether to take a function although the host uses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Force {
+    /// Refuse what is in use.
+    No,
+    /// Take it, and log what used it.
+    Yes,
+}
+
+/// What had the function before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Former {
+    /// This driver of the host.
+    Driver(String),
+    /// No driver.
+    None,
+    /// Not known: an earlier run gave it to vfio-pci and was killed. Whatever
+    /// driver wants it may have it back.
+    Unknown,
+    /// The administrator gave it to this driver for user programs, and keeps it
+    /// there: nothing was changed, nothing is undone.
+    Kept(String),
+}
+
+/// A function in the hands of vfio-pci, until this is dropped.
+///
+/// Close every descriptor of the function first: while one is open the kernel
+/// holds the unbinding, and so the drop, until it is closed.
+#[derive(Debug)]
+#[must_use = "dropping it gives the function back to its former driver"]
+pub struct Binding {
+    host: HostPci,
+    before: FunctionInfo,
+    former: Former,
+    done: bool,
+}
+
+impl HostPci {
+    /// Gives the function to vfio-pci. A function that vfio-pci has already stays
+    /// there.
+    ///
+    /// Other members of its IOMMU group are not looked at; see
+    /// [`crate::Group::viable`].
+    ///
+    /// # Errors
+    /// A bridge ([`PciError::NotLendable`]), no IOMMU ([`PciError::NoIommu`],
+    /// [`PciError::NoGroup`]), no such driver ([`PciError::VfioPciMissing`]), in
+    /// use and not forced ([`PciError::Busy`]): nothing was changed. When the kernel refuses
+    /// midway, the former driver gets the function back before the error is
+    /// returned.
+    pub fn bind_to_vfio(&self, bdf: &Bdf, force: Force) -> Result<Binding, PciError> {
+        let before = self.function(bdf)?;
+        let refused = |why| Err(PciError::NotLendable { bdf: *bdf, why });
+        match before.kind {
+            FunctionKind::Endpoint => {}
+            FunctionKind::PciBridge => return refused(NotLendable::PciBridge),
+            FunctionKind::HostBridge => return refused(NotLendable::HostBridge),
+        }
+        self.require_group(bdf)?;
+        self.require_vfio_pci()?;
+        if let Some(kept) = self.keep(&before) {
+            return Ok(kept);
+        }
+        let uses = self.usage(bdf)?;
+        if !uses.is_empty() {
+            if force == Force::No {
+                return Err(PciError::Busy { bdf: *bdf, uses });
+            }
+            for used in &uses {
+                log::warn!("{bdf} is taken from the host although {used}");
+            }
+        }
+        let former = before.driver.clone().map_or(Former::None, Former::Driver);
+        let mut binding = Binding {
+            host: self.clone(),
+            before,
+            former,
+            done: false,
+        };
+        // A failure drops the binding, which undoes what was done.
+        binding.take()?;
+        match &binding.former {
+            Former::Driver(driver) => log::info!("took {bdf} from {driver} for {VFIO_PCI}"),
+            _ => log::info!("took {bdf}, which had no driver, for {VFIO_PCI}"),
+        }
+        Ok(binding)
+    }
+
+    /// The binding of a function that a driver for user programs has already.
+    fn keep(&self, before: &FunctionInfo) -> Option<Binding> {
+        let bdf = before.bdf;
+        let driver = before.driver.as_deref().filter(|name| is_for_users(name))?;
+        let left_over = before.driver_override.as_deref() == Some(VFIO_PCI);
+        let former = if left_over {
+            log::info!("{bdf} was left on {driver}; its former driver is not known");
+            Former::Unknown
+        } else {
+            log::info!("{bdf} is on {driver} already and will stay there");
+            Former::Kept(driver.to_owned())
+        };
+        Some(Binding {
+            host: self.clone(),
+            before: before.clone(),
+            done: matches!(former, Former::Kept(_)),
+            former,
+        })
+    }
+}
+
+impl Binding {
+    /// The function's address.
+    pub fn bdf(&self) -> Bdf {
+        self.before.bdf
+    }
+
+    /// The function as it was before it was taken; in particular its driver and
+    /// what that driver had set as DMA mask.
+    pub fn before(&self) -> &FunctionInfo {
+        &self.before
+    }
+
+    /// What had the function before.
+    pub fn former(&self) -> &Former {
+        &self.former
+    }
+
+    /// Leaves the function where it is, and forgets it.
+    pub fn leave(mut self) {
+        self.done = true;
+    }
+
+    /// Gives the function back to its former driver. Waits until every
+    /// descriptor of it is closed.
+    ///
+    /// # Errors
+    /// A kernel file refuses; [`PciError::WrongDriver`] when the former driver
+    /// does not take it. Everything that could be done was done, and is not
+    /// tried again.
+    pub fn restore(mut self) -> Result<(), PciError> {
+        self.give_back()
+    }
+
+    fn take(&mut self) -> Result<(), PciError> {
+        let (host, bdf) = (&self.host, self.before.bdf);
+        let dir = device_dir(&bdf);
+        host.tree
+            .write(&format!("{dir}/driver_override"), VFIO_PCI)?;
+        if self.before.driver.is_some() {
+            host.tree
+                .write(&format!("{dir}/driver/unbind"), &bdf.to_string())?;
+        }
+        let probed = host.tree.write(PROBE, &bdf.to_string());
+        let found = host.driver(&bdf)?;
+        if found.as_deref() == Some(VFIO_PCI) {
+            return Ok(());
+        }
+        // What the probe was refused with says more than who has it now.
+        probed?;
+        Err(PciError::WrongDriver {
+            bdf,
+            wanted: VFIO_PCI.into(),
+            found,
+        })
+    }
+
+    fn give_back(&mut self) -> Result<(), PciError> {
+        if std::mem::replace(&mut self.done, true) {
+            return Ok(());
+        }
+        let (host, bdf) = (&self.host, self.before.bdf);
+        let address = bdf.to_string();
+        if host.must_exist(&bdf).is_err() {
+            log::info!("{bdf} is gone; there is nothing to give back");
+            return Ok(());
+        }
+        // An empty line is how the kernel is told "none". An override for vfio-pci
+        // that was there before comes from a run killed midway: kept, it would
+        // send the function back there.
+        let former_override = self
+            .before
+            .driver_override
+            .as_deref()
+            .filter(|driver| !is_for_users(driver));
+        host.tree.write(
+            &format!("{}/driver_override", device_dir(&bdf)),
+            former_override.unwrap_or("\n"),
+        )?;
+        if host.driver(&bdf)?.as_deref() == Some(VFIO_PCI) {
+            host.tree
+                .write(&format!("{DRIVERS}/{VFIO_PCI}/unbind"), &address)?;
+        }
+        let wanted = match &self.former {
+            Former::None | Former::Kept(_) => {
+                log::info!("gave {bdf} back; it has no driver, as before");
+                return Ok(());
+            }
+            Former::Unknown => None,
+            Former::Driver(driver) => Some(driver.as_str()),
+        };
+        let mut found = host.driver(&bdf)?;
+        if found.is_none() {
+            let probed = host.tree.write(PROBE, &address);
+            found = host.driver(&bdf)?;
+            if found.is_none() && wanted.is_some() {
+                probed?;
+            }
+        }
+        if let (None, Some(driver)) = (&found, wanted) {
+            // Bound by hand once, for example by an identifier that was added.
+            host.tree
+                .write(&format!("{DRIVERS}/{driver}/bind"), &address)?;
+            found = host.driver(&bdf)?;
+        }
+        if wanted.is_some() && found.as_deref() != wanted {
+            return Err(PciError::WrongDriver {
+                bdf,
+                wanted: wanted.unwrap_or_default().to_owned(),
+                found,
+            });
+        }
+        log::info!(
+            "gave {bdf} back to {}",
+            found.as_deref().unwrap_or("no driver: none wants it")
+        );
+        Ok(())
+    }
+}
+
+impl Drop for Binding {
+    fn drop(&mut self) {
+        let bdf = self.before.bdf;
+        if let Err(error) = self.give_back() {
+            log::error!("{bdf} was not given back as it was: {error}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! What can be wrong with a PCI function of this host, and what to do about it.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::bdf::Bdf;
+use crate::usage::InUse;
+
+/// Why something about a PCI function of this host could not be done.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum PciError {
+    /// No function has that address.
+    #[error("this host has no PCI function {bdf}; {near}")]
+    NoFunction {
+        /// The address asked for.
+        bdf: Bdf,
+        /// Which functions are close to it.
+        near: String,
+    },
+    /// A filter selects nothing.
+    #[error("no PCI function of this host matches {filter:?}; {near}")]
+    NothingMatches {
+        /// The filter as text.
+        filter: String,
+        /// Which functions come close.
+        near: String,
+    },
+    /// The host runs without an IOMMU.
+    #[error(
+        "this host runs without an IOMMU, so a lent device's DMA could not be confined: {advice}"
+    )]
+    NoIommu {
+        /// What to change, found from firmware tables and the kernel command line.
+        advice: String,
+    },
+    /// There is an IOMMU, but it does not cover this function.
+    #[error(
+        "PCI function {bdf} is in no IOMMU group although this host has an IOMMU: the IOMMU does \
+         not cover it (see \"iommu\" lines of `dmesg` for a firmware table that leaves it out)"
+    )]
+    NoGroup {
+        /// The function.
+        bdf: Bdf,
+    },
+    /// Other functions of the group are in the hands of host drivers.
+    #[error(
+        "IOMMU group {group} of {bdf} cannot be lent: the IOMMU cannot tell {bdf} from {others}, \
+         which the host uses. Lend all of them together, or take each from its driver (`echo BDF > \
+         /sys/bus/pci/devices/BDF/driver/unbind`), or put the device behind a port with ACS (another \
+         slot, or ACS enabled in the firmware)"
+    )]
+    GroupNotViable {
+        /// The function asked about.
+        bdf: Bdf,
+        /// The group's number.
+        group: u32,
+        /// The members in the way with their drivers, such as
+        /// `0000:00:1f.3 (snd_hda_intel)`.
+        others: String,
+    },
+    /// The driver vfio-pci is not there.
+    #[error("the kernel has no driver vfio-pci: {advice}")]
+    VfioPciMissing {
+        /// Which command or kernel option is missing.
+        advice: String,
+    },
+    /// Something on the host uses the function.
+    #[error(
+        "PCI function {bdf} is in use: {}. Unmount, stop or bring down what uses it, or force it \
+         (which can lose data)",
+        InUse::list(uses)
+    )]
+    Busy {
+        /// The function.
+        bdf: Bdf,
+        /// What uses it; never empty.
+        uses: Vec<InUse>,
+    },
+    /// The function is of a kind that is never lent.
+    #[error("PCI function {bdf} cannot be lent: {why}")]
+    NotLendable {
+        /// The function.
+        bdf: Bdf,
+        /// The reason.
+        why: NotLendable,
+    },
+    /// The kernel took the request, but the wrong driver has the function.
+    #[error(
+        "PCI function {bdf} should now have {wanted} but has {}: see the last lines of `dmesg` \
+         about {bdf}", driver_name(found.as_deref())
+    )]
+    WrongDriver {
+        /// The function.
+        bdf: Bdf,
+        /// The driver it should have, or "no driver".
+        wanted: String,
+        /// The driver that it has.
+        found: Option<String>,
+    },
+    /// The function, or its driver, makes no virtual functions.
+    #[error("PCI function {pf} cannot have virtual functions: {why}")]
+    NoSriov {
+        /// The physical function.
+        pf: Bdf,
+        /// The reason.
+        why: String,
+    },
+    /// More virtual functions than the device has, or none.
+    #[error("PCI function {pf} has 1 to {total} virtual functions, so {wanted} cannot be created")]
+    TooManyVfs {
+        /// The physical function.
+        pf: Bdf,
+        /// How many were asked for.
+        wanted: u32,
+        /// `sriov_totalvfs`.
+        total: u32,
+    },
+    /// Virtual functions would go while somebody uses them.
+    #[error(
+        "PCI function {pf} has {existing} virtual functions, and to have {wanted} they must all go \
+         first, but {vf} is in use: {}",
+        InUse::list(uses)
+    )]
+    VfsInUse {
+        /// The physical function.
+        pf: Bdf,
+        /// How many it has.
+        existing: u32,
+        /// How many were asked for.
+        wanted: u32,
+        /// One virtual function in use.
+        vf: Bdf,
+        /// What uses it.
+        uses: Vec<InUse>,
+    },
+    /// The kernel took the number, but not as many functions are there.
+    #[error(
+        "PCI function {pf} was told to have {wanted} virtual functions but has {found}: see the \
+         last lines of `dmesg` about {pf} (often: no bus numbers or no BAR space left for them)"
+    )]
+    VfsMissing {
+        /// The physical function.
+        pf: Bdf,
+        /// How many were asked for.
+        wanted: u32,
+        /// How many are there.
+        found: usize,
+    },
+    /// The kernel's log cannot be read.
+    #[error(
+        "{} cannot be read, so DMA faults cannot be shown: {source} (it needs root, or the \
+         capability CAP_SYSLOG where kernel.dmesg_restrict is set)", path.display()
+    )]
+    KernelLog {
+        /// `/dev/kmsg`.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A kernel file cannot be read.
+    #[error("{} cannot be read: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A kernel file cannot be written.
+    #[error("writing {text:?} to {} failed: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What was written.
+        text: String,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A kernel file has contents that are not understood.
+    #[error("{} says {text:?}, which is not understood: {why}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The part that is not understood.
+        text: String,
+        /// What was expected.
+        why: String,
+    },
+}
+
+/// Why a kind of function is never lent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotLendable {
+    /// It has a bridge's header: other functions are behind it.
+    PciBridge,
+    /// It is part of the host's chipset.
+    HostBridge,
+}
+
+impl fmt::Display for NotLendable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PciBridge => "it is a PCI bridge; name the function behind it",
+            Self::HostBridge => "it is a host or ISA bridge, which belongs to the host's chipset",
+        })
+    }
+}
+
+fn driver_name(driver: Option<&str>) -> &str {
+    driver.unwrap_or("no driver")
+}

@@ -1,0 +1,146 @@
+//! IOMMU groups: which functions the IOMMU cannot tell apart.
+//!
+//! VFIO gives a group away only when no driver of the host has any function in
+//! it, since a function could reach its neighbours' memory. What counts as out of
+//! the host's hands is what the kernel accepts (`vfio_dev_viable` and drivers
+//! that leave DMA alone, as `pcieport` does).
+
+use std::fmt;
+
+use crate::bdf::Bdf;
+use crate::error::PciError;
+use crate::function::{FunctionInfo, FunctionKind, HostPci, device_dir, some_of};
+use crate::vfio_driver::is_for_users;
+
+const GROUPS: &str = "sys/kernel/iommu_groups";
+
+/// A member of an IOMMU group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Member {
+    /// A PCI function.
+    Function(FunctionInfo),
+    /// A device of another bus, such as a platform device.
+    Other {
+        /// Its name in sysfs.
+        name: String,
+        /// The driver that has it.
+        driver: Option<String>,
+    },
+}
+
+/// An IOMMU group: what must be lent, if at all, to one borrower.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// Its number; `/dev/vfio/<id>` with the group interface of VFIO.
+    pub id: u32,
+    /// Its members, in order of their names.
+    pub members: Vec<Member>,
+}
+
+impl Group {
+    /// Its PCI functions.
+    pub fn functions(&self) -> impl Iterator<Item = &FunctionInfo> {
+        self.members.iter().filter_map(|member| match member {
+            Member::Function(info) => Some(info),
+            Member::Other { .. } => None,
+        })
+    }
+
+    /// Checks that no driver of the host has a member, except those of `lent`,
+    /// which are about to be taken from their drivers. `bdf` is what the error names.
+    ///
+    /// # Errors
+    /// [`PciError::GroupNotViable`] with every member in the way.
+    pub fn viable(&self, bdf: &Bdf, lent: &[Bdf]) -> Result<(), PciError> {
+        let others: Vec<&Member> = self
+            .members
+            .iter()
+            .filter(|member| !member.is_out_of_the_way(bdf, lent))
+            .collect();
+        if others.is_empty() {
+            return Ok(());
+        }
+        Err(PciError::GroupNotViable {
+            bdf: *bdf,
+            group: self.id,
+            others: some_of(&others),
+        })
+    }
+}
+
+impl Member {
+    fn is_out_of_the_way(&self, bdf: &Bdf, lent: &[Bdf]) -> bool {
+        let driver = match self {
+            Self::Function(info) if info.bdf == *bdf || lent.contains(&info.bdf) => return true,
+            Self::Function(info) if info.kind == FunctionKind::PciBridge => return true,
+            Self::Function(info) => info.driver.as_deref(),
+            Self::Other { driver, .. } => driver.as_deref(),
+        };
+        driver
+            .is_none_or(|driver| is_for_users(driver) || matches!(driver, "pci-stub" | "pcieport"))
+    }
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, driver): (&dyn fmt::Display, _) = match self {
+            Self::Function(info) => (&info.bdf, &info.driver),
+            Self::Other { name, driver } => (name, driver),
+        };
+        write!(f, "{name} ({})", driver.as_deref().unwrap_or("no driver"))
+    }
+}
+
+impl HostPci {
+    /// The IOMMU group of a function.
+    ///
+    /// # Errors
+    /// [`PciError::NoIommu`] or [`PciError::NoGroup`] where it is in none; as
+    /// [`HostPci::function`].
+    pub fn group(&self, bdf: &Bdf) -> Result<Group, PciError> {
+        self.must_exist(bdf)?;
+        let id = self.require_group(bdf)?;
+        let dir = format!("{GROUPS}/{id}/devices");
+        let mut members = Vec::new();
+        for name in self.tree.names(&dir)? {
+            members.push(match name.parse() {
+                Ok(member) => Member::Function(self.function(&member)?),
+                Err(_) => Member::Other {
+                    driver: self.tree.link_name(&format!("{dir}/{name}/driver"))?,
+                    name,
+                },
+            });
+        }
+        Ok(Group { id, members })
+    }
+
+    /// The number of the function's group, or why it has none.
+    pub(crate) fn require_group(&self, bdf: &Bdf) -> Result<u32, PciError> {
+        let Some(id) = self.iommu_group(bdf)? else {
+            self.require_iommu()?;
+            return Err(PciError::NoGroup { bdf: *bdf });
+        };
+        // VFIO can be told to make groups up, which confine nothing.
+        let name = self.tree.attribute(&format!("{GROUPS}/{id}/name"))?;
+        if name.as_deref() == Some("vfio-noiommu") {
+            return Err(PciError::NoIommu {
+                advice: format!(
+                    "group {id} of {bdf} was made up by vfio's enable_unsafe_noiommu_mode; turn that \
+                     off and the IOMMU on"
+                ),
+            });
+        }
+        Ok(id)
+    }
+
+    pub(crate) fn iommu_group(&self, bdf: &Bdf) -> Result<Option<u32>, PciError> {
+        let path = format!("{}/iommu_group", device_dir(bdf));
+        let Some(name) = self.tree.link_name(&path)? else {
+            return Ok(None);
+        };
+        match name.parse() {
+            Ok(id) => Ok(Some(id)),
+            Err(_) => Err(self.malformed(&path, &name, "a group's number was expected")),
+        }
+    }
+}

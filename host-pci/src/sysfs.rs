@@ -1,0 +1,219 @@
+//! Reading and writing the kernel's attribute files below a root folder.
+//!
+//! Every read is bounded and every text is checked to be text: the kernel is
+//! trusted, but a driver's attribute may hold what a device told it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{FileType, OFlags};
+
+use crate::error::PciError;
+
+/// An attribute is at most a page; none that is read here comes near.
+const MAX_ATTRIBUTE: u64 = 64 << 10;
+/// `/proc/interrupts` grows with CPUs times vectors, `mountinfo` with
+/// containers: tens of megabytes on the largest hosts.
+const MAX_TABLE: u64 = 64 << 20;
+/// A PCI domain has at most 65,536 functions.
+const MAX_ENTRIES: usize = 1 << 17;
+
+/// What a plain folder cannot stand in for: writes that have an effect, and
+/// what the kernel knows but shows in no file.
+pub trait Kernel: Send + Sync {
+    /// Writes `text` to the attribute at `path` in one call, and returns when
+    /// its effect is there.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    fn write(&self, path: &Path, text: &str) -> io::Result<()>;
+
+    /// Whether somebody has the block device at `node` for himself alone: a
+    /// file system (in any mount namespace), swap, device mapper, MD, ZFS.
+    ///
+    /// # Errors
+    /// The device cannot be opened.
+    fn is_claimed(&self, node: &Path) -> io::Result<bool>;
+}
+
+/// The kernel that runs this process.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LinuxKernel;
+
+impl Kernel for LinuxKernel {
+    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
+        let mut file = OpenOptions::new().write(true).truncate(true).open(path)?;
+        file.write_all(text.as_bytes())
+    }
+
+    fn is_claimed(&self, node: &Path) -> io::Result<bool> {
+        let opened = OpenOptions::new()
+            .read(true)
+            .custom_flags((OFlags::EXCL | OFlags::NONBLOCK).bits() as i32)
+            .open(node);
+        match opened {
+            // Only a block device gives O_EXCL this meaning.
+            Ok(file) => {
+                let kind = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
+                if kind == FileType::BlockDevice {
+                    Ok(false)
+                } else {
+                    Err(io::Error::other("not a block device"))
+                }
+            }
+            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) => {
+                Ok(true)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// A root folder and the kernel behind it.
+#[derive(Clone)]
+pub(crate) struct Tree {
+    root: PathBuf,
+    kernel: Arc<dyn Kernel>,
+}
+
+impl Tree {
+    pub(crate) fn new(root: PathBuf, kernel: Arc<dyn Kernel>) -> Self {
+        Self { root, kernel }
+    }
+
+    /// The full path of `path`, which is relative to the root.
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+
+    pub(crate) fn exists(&self, path: &str) -> bool {
+        self.path(path).exists()
+    }
+
+    /// A small attribute without its white space at both ends, `None` where it
+    /// does not exist.
+    pub(crate) fn attribute(&self, path: &str) -> Result<Option<String>, PciError> {
+        Ok(self
+            .text(path, MAX_ATTRIBUTE)?
+            .map(|text| text.trim().to_owned()))
+    }
+
+    /// A small attribute's bytes as far as `limit`, `None` where there is none.
+    pub(crate) fn bytes(&self, path: &str, limit: u64) -> Result<Option<Vec<u8>>, PciError> {
+        let path = self.path(path);
+        read_bounded(&path, limit).map_err(|source| PciError::Read { path, source })
+    }
+
+    /// A table such as `/proc/interrupts`, `None` where it does not exist.
+    pub(crate) fn table(&self, path: &str) -> Result<Option<String>, PciError> {
+        self.text(path, MAX_TABLE)
+    }
+
+    fn text(&self, path: &str, limit: u64) -> Result<Option<String>, PciError> {
+        let Some(bytes) = self.bytes(path, limit + 1)? else {
+            return Ok(None);
+        };
+        if bytes.len() as u64 > limit {
+            return Err(PciError::Malformed {
+                path: self.path(path),
+                text: String::new(),
+                why: format!("it is longer than {limit} bytes"),
+            });
+        }
+        // A mount point's name may be any bytes; what matters here is ASCII.
+        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    /// The last part of what the link at `path` points to, `None` where there
+    /// is no link: how sysfs names a device's driver or group.
+    pub(crate) fn link_name(&self, path: &str) -> Result<Option<String>, PciError> {
+        let path = self.path(path);
+        match fs::read_link(&path) {
+            Ok(target) => Ok(target
+                .file_name()
+                .map(|name| name.to_string_lossy().into_owned())),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(source) => Err(PciError::Read { path, source }),
+        }
+    }
+
+    /// The names in a folder, sorted; empty where there is no such folder.
+    pub(crate) fn names(&self, path: &str) -> Result<Vec<String>, PciError> {
+        let path = self.path(path);
+        let entries = match fs::read_dir(&path) {
+            Ok(entries) => entries,
+            Err(error) if is_absent(&error) => return Ok(Vec::new()),
+            Err(source) => return Err(PciError::Read { path, source }),
+        };
+        let mut names = Vec::new();
+        for entry in entries.take(MAX_ENTRIES) {
+            match entry {
+                Ok(entry) => names.push(entry.file_name().to_string_lossy().into_owned()),
+                Err(source) => return Err(PciError::Read { path, source }),
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Where `path` really is, with every link followed; `None` where it is gone.
+    pub(crate) fn real(&self, path: &str) -> Result<Option<PathBuf>, PciError> {
+        let path = self.path(path);
+        match fs::canonicalize(&path) {
+            Ok(real) => Ok(Some(real)),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(source) => Err(PciError::Read { path, source }),
+        }
+    }
+
+    /// Writes an attribute through the kernel.
+    pub(crate) fn write(&self, path: &str, text: &str) -> Result<(), PciError> {
+        let path = self.path(path);
+        self.kernel
+            .write(&path, text)
+            .map_err(|source| PciError::Write {
+                path,
+                text: text.trim_end().to_owned(),
+                source,
+            })
+    }
+
+    /// Whether the block device of that name has an exclusive holder; `None`
+    /// where it cannot be found out.
+    pub(crate) fn is_claimed(&self, block: &str) -> Option<bool> {
+        let node = self.path("dev").join(block.replace('!', "/"));
+        match self.kernel.is_claimed(&node) {
+            Ok(claimed) => Some(claimed),
+            Err(error) => {
+                log::debug!("whether {} is in use is unknown: {error}", node.display());
+                None
+            }
+        }
+    }
+}
+
+/// A device that is unplugged while it is read answers ENODEV or ENXIO.
+fn is_absent(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    error.kind() == io::ErrorKind::NotFound
+        || [Errno::NODEV, Errno::NXIO, Errno::NOTDIR]
+            .iter()
+            .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+fn read_bounded(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if is_absent(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut bytes = Vec::new();
+    match file.take(limit).read_to_end(&mut bytes) {
+        Ok(_) => Ok(Some(bytes)),
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
