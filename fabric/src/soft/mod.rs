@@ -13,9 +13,7 @@
 mod adapter;
 mod iotlb;
 mod path;
-mod table;
 
-pub use crate::AdapterUsage;
+pub use crate::{AdapterUsage, MAX_MAPPINGS};
 pub use adapter::Adapter;
 pub use path::Path;
-pub use table::MAX_MAPPINGS;

@@ -5,11 +5,10 @@ use std::sync::{Arc, Weak};
 use super::{
     adapter::{LutRun, Requester},
     iotlb::{Entry, Iotlb},
-    table::Table,
 };
 use crate::{
     Access, AddressRange, BorrowerDomain, BusAddress, FabricError, FarAddress, Fault, FaultLog,
-    FaultReason, Iova, LenderPath, MemoryRange, PageCounts, Usage, WindowUse,
+    FaultReason, Iova, LenderPath, MemoryRange, PageCounts, RangeTable, Usage, WindowUse,
     memory::{HostSlice, SharedMemory},
 };
 
@@ -22,12 +21,12 @@ pub struct Path {
     bus_master: bool,
     iotlb: Iotlb,
     /// The lender's IOMMU domain of the device.
-    lender: Table<Iova, ToBus>,
+    lender: RangeTable<Iova, ToBus>,
     /// The NTB's windows, as far as they are this path's. (Those of others are
     /// out of reach anyway: `lender` maps nothing to them.)
-    windows: Table<BusAddress, ToFar>,
+    windows: RangeTable<BusAddress, ToFar>,
     /// The borrower's IOMMU domain of the NTB endpoint.
-    borrower: Table<FarAddress, ToMemory>,
+    borrower: RangeTable<FarAddress, ToMemory>,
     /// Memory that is unmapped but was still in use when it was.
     draining: Vec<Weak<SharedMemory>>,
     faults: Arc<FaultLog>,
@@ -62,9 +61,9 @@ impl Path {
         Self {
             bus_master: false,
             iotlb: Iotlb::default(),
-            lender: Table::default(),
-            windows: Table::default(),
-            borrower: Table::default(),
+            lender: RangeTable::default(),
+            windows: RangeTable::default(),
+            borrower: RangeTable::default(),
             draining: Vec::new(),
             faults: Arc::new(FaultLog::new(device)),
             requester,

@@ -9,19 +9,19 @@ pub const MAX_MAPPINGS: usize = 4096;
 /// Ranges that do not overlap, ascending, with the rules of VFIO type1: an
 /// overlapping map is an error, and so is an unmap that would cut a mapping.
 #[derive(Debug)]
-pub(super) struct Table<A, T> {
+pub struct RangeTable<A, T> {
     rows: Vec<(AddressRange<A>, T)>,
 }
 
-impl<A, T> Default for Table<A, T> {
+impl<A, T> Default for RangeTable<A, T> {
     fn default() -> Self {
         Self { rows: Vec::new() }
     }
 }
 
-impl<A: Address, T> Table<A, T> {
+impl<A: Address, T> RangeTable<A, T> {
     /// What is at `at`, and its range.
-    pub(super) fn find(&self, at: A) -> Option<&(AddressRange<A>, T)> {
+    pub fn find(&self, at: A) -> Option<&(AddressRange<A>, T)> {
         let index = self.first_ending_after(at);
         self.rows
             .get(index)
@@ -29,7 +29,10 @@ impl<A: Address, T> Table<A, T> {
     }
 
     /// Whether `range` could be mapped now.
-    pub(super) fn check(&self, range: AddressRange<A>) -> Result<(), FabricError> {
+    ///
+    /// # Errors
+    /// [`FabricError::Overlap`], [`FabricError::TooManyMappings`].
+    pub fn check(&self, range: AddressRange<A>) -> Result<(), FabricError> {
         if let Some((other, _)) = self
             .rows
             .get(self.first_ending_after(range.start()))
@@ -53,7 +56,10 @@ impl<A: Address, T> Table<A, T> {
     }
 
     /// Maps `range` to `target`.
-    pub(super) fn map(&mut self, range: AddressRange<A>, target: T) -> Result<(), FabricError> {
+    ///
+    /// # Errors
+    /// As [`RangeTable::check`].
+    pub fn map(&mut self, range: AddressRange<A>, target: T) -> Result<(), FabricError> {
         self.check(range)?;
         let index = self.first_ending_after(range.start());
         self.rows.insert(index, (range, target));
@@ -61,7 +67,10 @@ impl<A: Address, T> Table<A, T> {
     }
 
     /// Unmaps all mappings inside `range` and returns them.
-    pub(super) fn unmap(
+    ///
+    /// # Errors
+    /// [`FabricError::SplitMapping`], [`FabricError::NotMapped`].
+    pub fn unmap(
         &mut self,
         range: AddressRange<A>,
     ) -> Result<Vec<(AddressRange<A>, T)>, FabricError> {
@@ -89,12 +98,12 @@ impl<A: Address, T> Table<A, T> {
     }
 
     /// Unmaps everything and returns it.
-    pub(super) fn clear(&mut self) -> Vec<(AddressRange<A>, T)> {
+    pub fn clear(&mut self) -> Vec<(AddressRange<A>, T)> {
         std::mem::take(&mut self.rows)
     }
 
     /// All mappings, ascending.
-    pub(super) fn rows(&self) -> &[(AddressRange<A>, T)] {
+    pub fn rows(&self) -> &[(AddressRange<A>, T)] {
         &self.rows
     }
 
