@@ -1,0 +1,16 @@
+//! A driver for NVMe drives (NVM Express 1.4), as small as one can be: one
+//! command at a time, each waited for by its interrupt. So a drive raises as
+//! many interrupts as it completes commands, and they can be counted.
+
+mod command;
+mod controller;
+mod identify;
+mod memory;
+mod queue;
+mod registers;
+
+pub use command::{Command, Completion, Opcode};
+pub use controller::{Controller, Transfer, is_ready, start, status, stop};
+pub use identify::Identity;
+pub use memory::{DRIVER_RAM, MAX_QUEUES};
+pub use queue::Queue;

@@ -1,0 +1,338 @@
+//! Guest RAM: one shared memfd, laid out as QEMU lays it out. Low RAM begins
+//! at GPA 0 and at offset 0 of the file; what does not fit below goes on at
+//! GPA 4 GiB, and in the file behind low RAM.
+
+use std::fs::File;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, ensure};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
+
+use crate::pattern::{Checksum, Pattern};
+
+/// Bytes of a page.
+pub const PAGE: u64 = 4096;
+/// GPA of high RAM.
+pub const HIGH: u64 = 4 << 30;
+/// Where low RAM ends at the latest: above are the holes for PCI and the
+/// interrupt controllers.
+pub const LOW_LIMIT: u64 = 0xc000_0000;
+
+const HUGE_PAGE: u64 = 2 << 20;
+/// Bytes that are copied at a time.
+const PIECE: usize = 64 << 10;
+
+/// How much RAM a guest has, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Bytes from GPA 0 on.
+    pub low: u64,
+    /// Bytes from GPA [`HIGH`] on.
+    pub high: u64,
+    /// Bytes of the pages it is made of.
+    pub page: u64,
+}
+
+impl Layout {
+    /// `total` bytes, of which no more than `low` are low; as many as fit,
+    /// where it is not said.
+    ///
+    /// # Errors
+    /// Says which size does not work with these pages.
+    pub fn new(total: u64, low: Option<u64>, huge_pages: bool) -> Result<Self> {
+        let page = if huge_pages { HUGE_PAGE } else { PAGE };
+        let low = low.unwrap_or(LOW_LIMIT).min(total);
+        ensure!(
+            low <= LOW_LIMIT,
+            "{low:#x} bytes of low RAM: at most {LOW_LIMIT:#x} fit below the PCI hole"
+        );
+        for (what, size) in [("RAM", total), ("low RAM", low)] {
+            ensure!(
+                size > 0 && size.is_multiple_of(page),
+                "{size:#x} bytes of {what} are no whole pages of {page:#x} bytes"
+            );
+        }
+        Ok(Self {
+            low,
+            high: total - low,
+            page,
+        })
+    }
+
+    /// Bytes in all.
+    pub fn total(&self) -> u64 {
+        self.low + self.high
+    }
+
+    /// The runs of RAM: one, or two where there is high RAM.
+    pub fn blocks(&self) -> Vec<Block> {
+        let low = Block {
+            gpa: 0,
+            len: self.low,
+            offset: 0,
+        };
+        let high = Block {
+            gpa: HIGH,
+            len: self.high,
+            offset: self.low,
+        };
+        let mut blocks = vec![low, high];
+        blocks.retain(|block| block.len > 0);
+        blocks
+    }
+}
+
+/// A run of guest RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Where the guest sees it.
+    pub gpa: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Where it begins in the file.
+    pub offset: u64,
+}
+
+impl Block {
+    /// Its guest-physical addresses.
+    pub fn gpas(&self) -> Range<u64> {
+        self.gpa..self.gpa + self.len
+    }
+}
+
+/// A guest's RAM.
+pub struct Ram {
+    layout: Layout,
+    file: Arc<File>,
+    memory: GuestMemoryMmap,
+}
+
+impl Ram {
+    /// Zeroed RAM. Its pages come when they are touched, huge ones at once.
+    ///
+    /// # Errors
+    /// What the system says; too few huge pages are named.
+    pub fn new(layout: Layout) -> Result<Self> {
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let huge = layout.page != PAGE;
+        if huge {
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        }
+        let total = layout.total();
+        let fd = rustix::fs::memfd_create("guest-ram", flags).context("making guest RAM")?;
+        rustix::fs::ftruncate(&fd, total).context("sizing guest RAM")?;
+        if huge {
+            // Else a page that is missing is a SIGBUS later on.
+            rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, total).with_context(|| {
+                format!(
+                    "guest RAM needs {} free huge pages of 2 MiB: write to /proc/sys/vm/nr_hugepages",
+                    total / HUGE_PAGE
+                )
+            })?;
+        }
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)
+            .context("sealing guest RAM")?;
+        let file = Arc::new(File::from(fd));
+        let ranges = layout.blocks().into_iter().map(|block| {
+            let part = FileOffset::from_arc(Arc::clone(&file), block.offset);
+            (GuestAddress(block.gpa), block.len as usize, Some(part))
+        });
+        let memory =
+            GuestMemoryMmap::from_ranges_with_files(ranges).context("mapping guest RAM")?;
+        Ok(Self {
+            layout,
+            file,
+            memory,
+        })
+    }
+
+    /// Where it is.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The file that it is made of.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Copies `data` to `gpa`.
+    ///
+    /// # Errors
+    /// When not all of that is RAM.
+    pub fn write(&self, gpa: u64, data: &[u8]) -> Result<()> {
+        self.memory
+            .write_slice(data, GuestAddress(gpa))
+            .with_context(|| format!("writing {:#x} bytes at GPA {gpa:#x}", data.len()))
+    }
+
+    /// Fills `data` from `gpa`.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn read(&self, gpa: u64, data: &mut [u8]) -> Result<()> {
+        let len = data.len();
+        self.memory
+            .read_slice(data, GuestAddress(gpa))
+            .with_context(|| format!("reading {len:#x} bytes at GPA {gpa:#x}"))
+    }
+
+    /// Reads the aligned word at `gpa` once, before anything that follows.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn load_u32(&self, gpa: u64) -> Result<u32> {
+        self.memory
+            .load(GuestAddress(gpa), Ordering::Acquire)
+            .with_context(|| format!("reading a word at GPA {gpa:#x}"))
+    }
+
+    /// Fills a range with the stream of `pattern`, which goes on behind it.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn fill(&self, gpas: Range<u64>, pattern: &mut Pattern) -> Result<()> {
+        let mut piece = vec![0; PIECE];
+        for (gpa, len) in pieces(gpas) {
+            pattern.fill(&mut piece[..len]);
+            self.write(gpa, &piece[..len])?;
+        }
+        Ok(())
+    }
+
+    /// Adds a range to a checksum.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn sum(&self, gpas: Range<u64>, checksum: &mut Checksum) -> Result<()> {
+        let mut piece = vec![0; PIECE];
+        for (gpa, len) in pieces(gpas) {
+            self.read(gpa, &mut piece[..len])?;
+            checksum.update(&piece[..len]);
+        }
+        Ok(())
+    }
+
+    /// A copy of a range.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn snapshot(&self, gpas: Range<u64>) -> Result<Snapshot> {
+        let mut bytes = vec![0; (gpas.end - gpas.start) as usize];
+        self.read(gpas.start, &mut bytes)?;
+        Ok(Snapshot { gpas, bytes })
+    }
+
+    /// A copy of all of it.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn snapshot_all(&self) -> Result<Vec<Snapshot>> {
+        let blocks = self.layout.blocks();
+        blocks
+            .iter()
+            .map(|block| self.snapshot(block.gpas()))
+            .collect()
+    }
+
+    /// How many bytes are not as they were, outside `except`.
+    ///
+    /// # Errors
+    /// As [`Ram::write`].
+    pub fn changed_since(&self, snapshots: &[Snapshot], except: &Range<u64>) -> Result<u64> {
+        let mut changed = 0;
+        let mut piece = vec![0; PIECE];
+        for snapshot in snapshots {
+            for (gpa, len) in pieces(snapshot.gpas.clone()) {
+                let now = &mut piece[..len];
+                self.read(gpa, now)?;
+                let at = (gpa - snapshot.gpas.start) as usize;
+                let before = &snapshot.bytes[at..at + len];
+                if now == before {
+                    continue;
+                }
+                let differ = (gpa..)
+                    .zip(now.iter().zip(before))
+                    .filter(|(gpa, (now, before))| now != before && !except.contains(gpa));
+                changed += differ.count() as u64;
+            }
+        }
+        Ok(changed)
+    }
+}
+
+/// What a range of RAM was.
+pub struct Snapshot {
+    gpas: Range<u64>,
+    bytes: Vec<u8>,
+}
+
+/// A range in pieces: (address, length).
+fn pieces(gpas: Range<u64>) -> impl Iterator<Item = (u64, usize)> {
+    let end = gpas.end;
+    gpas.step_by(PIECE)
+        .map(move |gpa| (gpa, (end - gpa).min(PIECE as u64) as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn ram_is_laid_out_as_qemu_does() {
+        let layout = Layout::new(256 * MIB, Some(128 * MIB), false).unwrap();
+        let low = Block {
+            gpa: 0,
+            len: 128 * MIB,
+            offset: 0,
+        };
+        let high = Block {
+            gpa: HIGH,
+            len: 128 * MIB,
+            offset: 128 * MIB,
+        };
+        assert_eq!(layout.blocks(), [low, high]);
+        let layout = Layout::new(64 * MIB, None, false).unwrap();
+        assert_eq!((layout.low, layout.high), (64 * MIB, 0));
+        let layout = Layout::new(8 << 30, None, false).unwrap();
+        assert_eq!((layout.low, layout.high), (3 << 30, 5 << 30));
+    }
+
+    #[test]
+    fn impossible_layouts_are_refused() {
+        for (total, low, huge) in [
+            (0, None, false),
+            (MIB + 1, None, false),
+            (4 * MIB, Some(0), false),
+            (4 * MIB, Some(MIB), true),
+            (8 << 30, Some(4 << 30), false),
+        ] {
+            assert!(Layout::new(total, low, huge).is_err(), "{total} {low:?}");
+        }
+    }
+
+    #[test]
+    fn a_change_is_found_to_the_byte() {
+        let ram = Ram::new(Layout::new(4 * MIB, Some(2 * MIB), false).unwrap()).unwrap();
+        ram.fill(HIGH..HIGH + 2 * MIB, &mut Pattern::new(1))
+            .unwrap();
+        let before = ram.snapshot_all().unwrap();
+        let nothing = 0..0;
+        assert_eq!(ram.changed_since(&before, &nothing).unwrap(), 0);
+        ram.write(0x1000, &[1; 16]).unwrap();
+        let mut last = [0];
+        ram.read(HIGH + 2 * MIB - 1, &mut last).unwrap();
+        ram.write(HIGH + 2 * MIB - 1, &[!last[0]]).unwrap();
+        assert_eq!(ram.changed_since(&before, &nothing).unwrap(), 17);
+        assert_eq!(ram.changed_since(&before, &(0x1000..0x100e)).unwrap(), 3);
+        assert!(
+            ram.write(2 * MIB - 1, &[0; 2]).is_err(),
+            "the hole is no RAM"
+        );
+    }
+}

@@ -1,0 +1,200 @@
+//! What a run consists of: the words of a script, and what they mean.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Error, Result, bail, ensure};
+
+use crate::number::parse;
+
+/// One step. Steps that need others to have happened have them happen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// `map`: gives all RAM that is not mapped (`DMA_MAP`).
+    Map,
+    /// `unmap low|high|all`: takes RAM back (`DMA_UNMAP`).
+    Unmap(Part),
+    /// `reset`: resets the device, as a VM does that boots; what the guest
+    /// had set up is forgotten.
+    Reset,
+    /// `place`: sizes and places BARs, enables memory space, sets up MSI-X.
+    Place,
+    /// `before-bme [MS]`: has the drive told to work while it may not DMA,
+    /// and waits that long (200) for nothing.
+    BeforeBme {
+        /// How long, milliseconds.
+        ms: u64,
+    },
+    /// `bme`: sets bus-master enable, timed.
+    Bme,
+    /// `driver`: brings the drive up.
+    Driver,
+    /// `io SIZE [OFFSET]`: writes a pattern to the drive, reads it back to
+    /// other memory, compares.
+    Io {
+        /// Bytes.
+        bytes: u64,
+        /// Where on the drive, bytes.
+        offset: u64,
+    },
+    /// `interrupts N`: N reads of one block, on the queues in turn; each must
+    /// bring one interrupt.
+    Interrupts(u64),
+    /// `rogue ADDRESS [SIZE]`: has the drive write to an address that is not
+    /// RAM, and looks whether any RAM changed.
+    Rogue {
+        /// Where.
+        to: Target,
+        /// Bytes (one page).
+        bytes: u64,
+    },
+    /// `irqs`: counts interrupts.
+    Irqs,
+    /// `latency [N]`: times N (1000) reads of configuration space and of a BAR.
+    Latency(u64),
+    /// `unbind`: what unbinding the guest's driver does: shutdown, disable,
+    /// MSI-X off, bus-master enable off.
+    Unbind,
+    /// `reconnect`: another VMM, after this one is gone.
+    Reconnect,
+    /// `hold [LABEL]`: prints `ready LABEL` and waits for a line of input.
+    Hold(String),
+    /// `quit`: the end.
+    Quit,
+}
+
+/// A part of guest RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// From 0 on.
+    Low,
+    /// From 4 GiB on.
+    High,
+    /// Both.
+    All,
+}
+
+/// An address outside RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// `hole`: right behind low RAM.
+    Hole,
+    /// `above`: right behind all RAM.
+    Above,
+    /// A number.
+    Address(u64),
+}
+
+/// How a script is written, for help and errors.
+pub const GRAMMAR: &str = "map, unmap low|high|all, reset, place, before-bme [MS], bme, driver, \
+io SIZE [OFFSET], interrupts N, rogue hole|above|ADDRESS [SIZE], irqs, latency [N], unbind, \
+reconnect, hold [LABEL], quit";
+
+impl FromStr for Step {
+    type Err = Error;
+
+    fn from_str(line: &str) -> Result<Self> {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let (verb, arguments) = words.split_first().context("an empty step")?;
+        parse_step(verb, arguments)
+            .with_context(|| format!("step `{}`; steps are: {GRAMMAR}", line.trim()))
+    }
+}
+
+fn parse_step(verb: &str, arguments: &[&str]) -> Result<Step> {
+    let number = |n: usize, default: Option<u64>| match (arguments.get(n), default) {
+        (Some(word), _) => parse(word),
+        (None, Some(default)) => Ok(default),
+        (None, None) => bail!("`{verb}` needs a number"),
+    };
+    let (step, most) = match verb {
+        "map" => (Step::Map, 0),
+        "unmap" => (Step::Unmap(part(arguments.first())?), 1),
+        "reset" => (Step::Reset, 0),
+        "place" => (Step::Place, 0),
+        "before-bme" => {
+            let ms = number(0, Some(200))?;
+            (Step::BeforeBme { ms }, 1)
+        }
+        "bme" => (Step::Bme, 0),
+        "driver" => (Step::Driver, 0),
+        "io" => {
+            let (bytes, offset) = (number(0, None)?, number(1, Some(0))?);
+            (Step::Io { bytes, offset }, 2)
+        }
+        "interrupts" => (Step::Interrupts(number(0, None)?), 1),
+        "rogue" => {
+            let to = match arguments.first() {
+                Some(&"hole") => Target::Hole,
+                Some(&"above") => Target::Above,
+                _ => Target::Address(number(0, None)?),
+            };
+            let bytes = number(1, Some(crate::ram::PAGE))?;
+            (Step::Rogue { to, bytes }, 2)
+        }
+        "irqs" => (Step::Irqs, 0),
+        "latency" => (Step::Latency(number(0, Some(1000))?), 1),
+        "unbind" => (Step::Unbind, 0),
+        "reconnect" => (Step::Reconnect, 0),
+        "hold" => (Step::Hold(arguments.join(" ")), usize::MAX),
+        "quit" => (Step::Quit, 0),
+        _ => bail!("there is no `{verb}`"),
+    };
+    ensure!(
+        arguments.len() <= most,
+        "`{verb}` takes no more than {most} arguments"
+    );
+    Ok(step)
+}
+
+fn part(word: Option<&&str>) -> Result<Part> {
+    match word {
+        Some(&"low") => Ok(Part::Low),
+        Some(&"high") => Ok(Part::High),
+        Some(&"all") => Ok(Part::All),
+        _ => bail!("`unmap` needs low, high or all"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_become_steps() {
+        let io = |bytes, offset| Step::Io { bytes, offset };
+        let rogue = |to, bytes| Step::Rogue { to, bytes };
+        for (line, step) in [
+            ("map", Step::Map),
+            ("unmap high", Step::Unmap(Part::High)),
+            ("io 8M", io(8 << 20, 0)),
+            (" io  64K 1M ", io(64 << 10, 1 << 20)),
+            ("rogue hole", rogue(Target::Hole, 4096)),
+            (
+                "rogue 0xfee00000 8K",
+                rogue(Target::Address(0xfee0_0000), 8192),
+            ),
+            ("before-bme", Step::BeforeBme { ms: 200 }),
+            ("hold after bme", Step::Hold("after bme".into())),
+        ] {
+            assert_eq!(line.parse::<Step>().unwrap(), step, "{line}");
+        }
+    }
+
+    #[test]
+    fn bad_steps_are_named_with_what_would_do() {
+        for line in [
+            "",
+            "io",
+            "io x",
+            "io 1 2 3",
+            "jump",
+            "unmap",
+            "unmap top",
+            "map 3",
+        ] {
+            let error = format!("{:#}", line.parse::<Step>().unwrap_err());
+            assert!(line.is_empty() || error.contains(line), "{error}");
+            assert!(line.is_empty() || error.contains("reconnect"), "{error}");
+        }
+    }
+}
