@@ -1,0 +1,409 @@
+//! An opened vfio-pci function.
+
+mod open;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use farside_devices::Description;
+use farside_fabric::PAGE_SIZE;
+use farside_host_pci::Bdf;
+use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
+use vfio_bindings::bindings::vfio::{
+    VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
+};
+
+use crate::description::{self, Region};
+use crate::irqs::Irqs;
+use crate::{Domain, RegionMemory, VfioError, ioctl};
+
+pub(crate) use open::Handle;
+
+const COMMAND: u64 = 0x04;
+const COMMAND_IO: u16 = 1 << 0;
+const COMMAND_MEMORY: u16 = 1 << 1;
+const COMMAND_BUS_MASTER: u16 = 1 << 2;
+
+/// A PCI function that is bound to vfio-pci and open in this process. Dropping
+/// it stops its DMA and interrupts and closes it; the kernel resets it when
+/// nobody has it open any more.
+///
+/// Calls may come from any thread.
+#[derive(Debug)]
+pub struct Function {
+    // Dropped in this order: a handle lives in its domain.
+    handle: Arc<Handle>,
+    domain: Domain,
+    regions: Vec<Region>,
+    irqs: Mutex<Irqs>,
+    counts: IrqCounts,
+    infos: [IrqInfo; 5],
+    can_reset: bool,
+    /// Two read-modify-writes of the command register at once would lose one.
+    command: Mutex<()>,
+}
+
+impl Function {
+    pub(crate) fn open(domain: &Domain, bdf: Bdf) -> Result<Self, VfioError> {
+        let handle = Arc::new(Handle::open(domain.iommu(), bdf)?);
+        let step = |step| move |source| VfioError::Open { bdf, step, source };
+        let flags = ioctl::device_flags(handle.file().as_fd());
+        let flags = flags.map_err(step("VFIO_DEVICE_GET_INFO"))?;
+        let regions = handle.regions();
+        let (counts, infos) = handle.irqs()?;
+        domain.joined();
+        // From here on, dropping it undoes what was done.
+        let function = Self {
+            irqs: Mutex::new(Irqs::new(bdf, infos)),
+            handle,
+            domain: domain.clone(),
+            regions,
+            counts,
+            infos,
+            can_reset: flags & VFIO_DEVICE_FLAGS_RESET != 0,
+            command: Mutex::default(),
+        };
+        // The guest's command register is the backend's; the device's always
+        // decodes, or accesses through a mapping would end this process.
+        function.change_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_BUS_MASTER)?;
+        Ok(function)
+    }
+
+    /// Where it is.
+    pub fn bdf(&self) -> Bdf {
+        self.handle.bdf()
+    }
+
+    /// The domain that its DMA goes through.
+    pub fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// What a borrower must know of it. Configuration space is as after a
+    /// reset.
+    ///
+    /// # Errors
+    /// [`VfioError::Access`], [`VfioError::Unsupported`].
+    pub fn description(&self) -> Result<Description, VfioError> {
+        let mut config = vec![0; description::config_size(&self.regions)];
+        self.config_read(0, &mut config)?;
+        description::describe(self.bdf(), config, &self.regions, self.counts)
+    }
+
+    /// Reads configuration space as VFIO shows it: a VF's ids are in it, BARs
+    /// and interrupts are VFIO's.
+    ///
+    /// # Errors
+    /// [`VfioError::BadAccess`], [`VfioError::Access`].
+    pub fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), VfioError> {
+        self.read(VFIO_PCI_CONFIG_REGION_INDEX, offset, data)
+    }
+
+    /// Writes configuration space through VFIO, which keeps to itself what
+    /// would harm the host. Leave decoding on and the function in D0; see
+    /// [`RegionMemory`].
+    ///
+    /// # Errors
+    /// As [`Function::config_read`].
+    pub fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), VfioError> {
+        self.write(VFIO_PCI_CONFIG_REGION_INDEX, offset, data)
+    }
+
+    /// Reads 1, 2, 4 or 8 bytes, naturally aligned, at `offset` of BAR `bar`.
+    ///
+    /// # Errors
+    /// As [`Function::config_read`].
+    pub fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) -> Result<(), VfioError> {
+        self.check_access(bar, offset, data.len())?;
+        self.read(bar.into(), offset, data)
+    }
+
+    /// Writes 1, 2, 4 or 8 bytes, naturally aligned, at `offset` of BAR `bar`.
+    ///
+    /// # Errors
+    /// As [`Function::config_read`].
+    pub fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) -> Result<(), VfioError> {
+        self.check_access(bar, offset, data.len())?;
+        self.write(bar.into(), offset, data)
+    }
+
+    /// Maps `len` bytes at `offset` of BAR `bar` into this process: whole
+    /// pages, in what the kernel allows.
+    ///
+    /// # Errors
+    /// [`VfioError::BadAccess`], [`VfioError::MapRegion`].
+    pub fn map_region(
+        &self,
+        bar: u8,
+        offset: u64,
+        len: u64,
+    ) -> Result<Arc<RegionMemory>, VfioError> {
+        let (region, bytes) = self.mappable(bar, offset, len)?;
+        RegionMemory::new(
+            Arc::clone(&self.handle),
+            bar,
+            offset,
+            bytes,
+            region.file_offset,
+        )
+        .map(Arc::new)
+        .map_err(|source| VfioError::MapRegion {
+            bdf: self.bdf(),
+            bar,
+            offset,
+            len,
+            source,
+        })
+    }
+
+    /// A descriptor to map BAR `bar` from, and where the BAR begins in it, for
+    /// another process (a VMM).
+    ///
+    /// It is the function's own descriptor: who has it can reach every
+    /// register, reset the function and change its interrupts, and keeps the
+    /// function from being opened again until it is closed and unmapped. Give
+    /// it only to whom that is trusted; the function's DMA stays confined to
+    /// its domain.
+    ///
+    /// # Errors
+    /// [`VfioError::BadAccess`], [`VfioError::MapRegion`].
+    pub fn bar_file(&self, bar: u8) -> Result<(OwnedFd, u64), VfioError> {
+        let (region, _) = self.mappable(bar, 0, PAGE_SIZE)?;
+        let file = self.handle.file().try_clone();
+        let file = file.map_err(|source| VfioError::MapRegion {
+            bdf: self.bdf(),
+            bar,
+            offset: 0,
+            len: region.size,
+            source,
+        })?;
+        Ok((file.into(), region.file_offset))
+    }
+
+    /// Whether [`Function::reset`] can work.
+    pub fn can_reset(&self) -> bool {
+        self.can_reset
+    }
+
+    /// Resets the function by the best way that it has and that leaves others
+    /// alone: function-level, by power state, or its bus. Its registers are
+    /// then as after power-on, but for decoding, bus mastering and what VFIO
+    /// set up, which are as before. Takes 100 ms and more.
+    ///
+    /// # Errors
+    /// [`VfioError::NoReset`], [`VfioError::Reset`].
+    pub fn reset(&self) -> Result<(), VfioError> {
+        let bdf = self.bdf();
+        if !self.can_reset {
+            return Err(VfioError::NoReset { bdf });
+        }
+        ioctl::reset(self.handle.file().as_fd()).map_err(|source| VfioError::Reset { bdf, source })
+    }
+
+    /// Lets the function master the bus, or stops it.
+    ///
+    /// # Errors
+    /// [`VfioError::Access`].
+    pub fn set_bus_master(&self, enabled: bool) -> Result<(), VfioError> {
+        match enabled {
+            true => self.change_command(COMMAND_BUS_MASTER, 0),
+            false => self.change_command(0, COMMAND_BUS_MASTER),
+        }
+    }
+
+    /// Whether the function masters the bus.
+    ///
+    /// # Errors
+    /// [`VfioError::Access`].
+    pub fn bus_master(&self) -> Result<bool, VfioError> {
+        let mut command = [0; 2];
+        self.config_read(COMMAND, &mut command)?;
+        Ok(u16::from_le_bytes(command) & COMMAND_BUS_MASTER != 0)
+    }
+
+    /// How many vectors it has.
+    pub fn irq_counts(&self) -> IrqCounts {
+        self.counts
+    }
+
+    /// What the kernel says of an interrupt index, `VFIO_IRQ_INFO_NORESIZE`
+    /// included. ([`Function::set_irqs`] copes with that.)
+    pub fn irq_info(&self, index: IrqIndex) -> IrqInfo {
+        self.infos[index as usize]
+    }
+
+    /// Carries out a `VFIO_DEVICE_SET_IRQS` whose triggers are eventfds. Those
+    /// are signalled by the kernel itself from then on.
+    ///
+    /// More can be asked for than of the kernel: vectors may be added where
+    /// the index cannot be resized (then it is disabled and set up again,
+    /// within which an interrupt may be lost), disabling twice is no error,
+    /// and MSI and MSI-X vectors can be masked: what fires meanwhile is kept
+    /// and signalled on unmask.
+    ///
+    /// # Errors
+    /// [`VfioError::NotAnEventFd`], [`VfioError::Irqs`].
+    pub fn set_irqs(&self, request: &SetIrqs) -> Result<(), VfioError> {
+        self.irqs_state().apply(&*self.handle, request)
+    }
+
+    /// Closes the function, and makes sure that nobody else has it open still.
+    ///
+    /// # Errors
+    /// [`VfioError::Busy`]: another process has a descriptor or a mapping of
+    /// it, so it must not be lent on. It is closed here all the same.
+    pub fn close(self) -> Result<(), VfioError> {
+        let (bdf, api) = (self.bdf(), self.domain.api());
+        drop(self);
+        open::check_free(bdf, api)
+    }
+
+    fn irqs_state(&self) -> MutexGuard<'_, Irqs> {
+        // `Irqs` notes what the kernel has done right after it did it.
+        self.irqs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change_command(&self, set: u16, clear: u16) -> Result<(), VfioError> {
+        let _one_at_a_time = self.command.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut command = [0; 2];
+        self.config_read(COMMAND, &mut command)?;
+        let old = u16::from_le_bytes(command);
+        let new = (old | set) & !clear;
+        self.config_write(COMMAND, &new.to_le_bytes())
+    }
+
+    /// The region and length of a part of a BAR that can be mapped.
+    fn mappable(&self, bar: u8, offset: u64, len: u64) -> Result<(&Region, usize), VfioError> {
+        let region = self.bar_region(bar, offset, len)?;
+        let refused = |text: &str| VfioError::MapRegion {
+            bdf: self.bdf(),
+            bar,
+            offset,
+            len,
+            source: io::Error::new(io::ErrorKind::InvalidInput, text.to_owned()),
+        };
+        if region.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
+            return Err(refused(
+                "the kernel does not let it be mapped (it is I/O space, or shares its page with \
+                 other registers)",
+            ));
+        }
+        let whole = offset.is_multiple_of(PAGE_SIZE) && len.is_multiple_of(PAGE_SIZE);
+        match usize::try_from(len) {
+            Ok(bytes) if whole && bytes != 0 => Ok((region, bytes)),
+            _ => Err(refused("it is not whole pages")),
+        }
+    }
+
+    /// The region of a BAR that has `len` bytes at `offset`.
+    fn bar_region(&self, bar: u8, offset: u64, len: u64) -> Result<&Region, VfioError> {
+        let region = self.regions.get(usize::from(bar)).filter(|_| bar < 6);
+        let size = region.map_or(0, |region| region.size);
+        let end = offset.checked_add(len).filter(|&end| end <= size);
+        match (region, end) {
+            (Some(region), Some(_)) => Ok(region),
+            _ => Err(VfioError::BadAccess {
+                bdf: self.bdf(),
+                region: format!("BAR {bar}"),
+                offset,
+                len: usize::try_from(len).unwrap_or(usize::MAX),
+                size,
+            }),
+        }
+    }
+
+    fn check_access(&self, bar: u8, offset: u64, len: usize) -> Result<(), VfioError> {
+        let natural = matches!(len, 1 | 2 | 4 | 8) && offset.is_multiple_of(len as u64);
+        let region = self.bar_region(bar, offset, len as u64)?;
+        if natural {
+            return Ok(());
+        }
+        Err(VfioError::BadAccess {
+            bdf: self.bdf(),
+            region: format!("BAR {bar} (1, 2, 4 or 8 bytes, naturally aligned)"),
+            offset,
+            len,
+            size: region.size,
+        })
+    }
+
+    fn read(&self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), VfioError> {
+        let at = self.file_offset(index, offset, data.len())?;
+        self.handle
+            .file()
+            .read_exact_at(data, at)
+            .map_err(|source| self.access_error("read", index, offset, data.len(), source))
+    }
+
+    fn write(&self, index: u32, offset: u64, data: &[u8]) -> Result<(), VfioError> {
+        let at = self.file_offset(index, offset, data.len())?;
+        self.handle
+            .file()
+            .write_all_at(data, at)
+            .map_err(|source| self.access_error("write", index, offset, data.len(), source))
+    }
+
+    fn file_offset(&self, index: u32, offset: u64, len: usize) -> Result<u64, VfioError> {
+        let region = self.regions.get(index as usize);
+        let size = region.map_or(0, |region| region.size);
+        let end = offset.checked_add(len as u64).filter(|&end| end <= size);
+        match (region, end) {
+            (Some(region), Some(_)) => Ok(region.file_offset + offset),
+            _ => Err(VfioError::BadAccess {
+                bdf: self.bdf(),
+                region: region_name(index),
+                offset,
+                len,
+                size,
+            }),
+        }
+    }
+
+    fn access_error(
+        &self,
+        verb: &'static str,
+        index: u32,
+        offset: u64,
+        len: usize,
+        source: io::Error,
+    ) -> VfioError {
+        VfioError::Access {
+            bdf: self.bdf(),
+            verb,
+            region: region_name(index),
+            offset,
+            len,
+            source,
+        }
+    }
+}
+
+impl Drop for Function {
+    fn drop(&mut self) {
+        // Whoever else holds a descriptor keeps the function open, so closing
+        // ours need not end anything: all of it is ended here.
+        let stopped = self.set_bus_master(false);
+        self.irqs_state().disable_all(&*self.handle);
+        self.domain.leaving();
+        if let Err(error) = stopped {
+            log::error!("{error}");
+        }
+    }
+}
+
+fn region_name(index: u32) -> String {
+    match index {
+        VFIO_PCI_CONFIG_REGION_INDEX => "configuration space".to_owned(),
+        bar => format!("BAR {bar}"),
+    }
+}
+
+impl crate::irqs::Kernel for Handle {
+    fn set_irqs(&self, set: ioctl::IrqSet<'_>) -> io::Result<()> {
+        let file: &File = self.file();
+        ioctl::set_irqs(file.as_fd(), set)
+    }
+}

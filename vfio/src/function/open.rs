@@ -1,0 +1,304 @@
+//! Opening a function, and what can be in the way.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use farside_host_pci::Bdf;
+use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo};
+use vfio_bindings::bindings::vfio::{VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX};
+use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionDmaRange, VfioRegionInfoCap};
+
+use crate::description::Region;
+use crate::iommu::{Iommu, with_causes};
+use crate::{Api, VfioError, ioctl};
+
+/// The open descriptor of a function, shared by all that needs it open.
+pub(crate) struct Handle {
+    bdf: Bdf,
+    // Closed before `device`, which takes the group out of its container.
+    file: Option<File>,
+    device: Option<VfioDevice>,
+}
+
+impl Handle {
+    pub(crate) fn open(iommu: &Iommu, bdf: Bdf) -> Result<Self, VfioError> {
+        let folder = sysfs(bdf);
+        if !folder.exists() {
+            return Err(VfioError::NoFunction { bdf });
+        }
+        let node = match iommu.api() {
+            Api::Type1 => group_node(bdf)?,
+            Api::Iommufd => device_node(bdf)?,
+        };
+        let device = VfioDevice::new(&folder, iommu.ops(), true)
+            .map_err(|error| explain(bdf, &node, error))?;
+        let file = ioctl::borrow(&device).try_clone_to_owned();
+        let file = file.map_err(|source| VfioError::Open {
+            bdf,
+            step: "duplicating its descriptor",
+            source,
+        })?;
+        Ok(Self {
+            bdf,
+            file: Some(file.into()),
+            device: Some(device),
+        })
+    }
+
+    pub(crate) fn bdf(&self) -> Bdf {
+        self.bdf
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        // Both are there until the drop.
+        self.file.as_ref().expect("a handle that is being dropped")
+    }
+
+    fn device(&self) -> &VfioDevice {
+        self.device
+            .as_ref()
+            .expect("a handle that is being dropped")
+    }
+
+    /// BARs 0 to 5, the expansion ROM and configuration space, by index.
+    pub(crate) fn regions(&self) -> Vec<Region> {
+        let device = self.device();
+        (VFIO_PCI_BAR0_REGION_INDEX..=VFIO_PCI_CONFIG_REGION_INDEX)
+            .map(|index| Region {
+                flags: device.get_region_flags(index),
+                size: device.get_region_size(index),
+                file_offset: device.get_region_offset(index),
+                sparse: device
+                    .get_region_caps(index)
+                    .into_iter()
+                    .find_map(|cap| match cap {
+                        VfioRegionInfoCap::SparseMmap(sparse) => Some(sparse.areas),
+                        _ => None,
+                    })
+                    .map(|areas| areas.iter().map(|area| (area.offset, area.size)).collect()),
+            })
+            .collect()
+    }
+
+    /// How many vectors each interrupt index has, and what the kernel says of
+    /// it.
+    pub(crate) fn irqs(&self) -> Result<(IrqCounts, [IrqInfo; 5]), VfioError> {
+        let infos = IrqIndex::ALL.map(|index| {
+            let irq = self.device().get_irq_info(index as u32);
+            IrqInfo {
+                flags: irq.map_or(0, |irq| irq.flags),
+                count: irq.map_or(0, |irq| irq.count),
+            }
+        });
+        let vectors = |index: IrqIndex| u16::try_from(infos[index as usize].count);
+        let there = |index: IrqIndex| infos[index as usize].count != 0;
+        let unsupported = |problem: String| VfioError::Unsupported {
+            bdf: self.bdf,
+            problem,
+        };
+        let too_many = || unsupported("the kernel reports more than 65535 vectors".to_owned());
+        let mut counts = IrqCounts::new();
+        if there(IrqIndex::Intx) {
+            counts = counts.with_intx();
+        }
+        if there(IrqIndex::Err) {
+            counts = counts.with_err();
+        }
+        if there(IrqIndex::Req) {
+            counts = counts.with_req();
+        }
+        let msi = vectors(IrqIndex::Msi).map_err(|_| too_many())?;
+        let msix = vectors(IrqIndex::Msix).map_err(|_| too_many())?;
+        counts = counts
+            .with_msi(msi)
+            .and_then(|counts| counts.with_msix(msix))
+            .map_err(|error| unsupported(error.to_string()))?;
+        Ok((counts, infos))
+    }
+
+    /// A dma-buf of a part of a BAR.
+    pub(crate) fn export(&self, bar: u8, offset: u64, length: u64) -> io::Result<File> {
+        let ranges = [VfioRegionDmaRange { offset, length }];
+        let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
+        match self.device().export_dma_buf(bar.into(), &ranges, flags) {
+            Ok(Some(buffer)) => Ok(buffer),
+            Ok(None) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this kernel cannot export a BAR as a dma-buf (Linux 6.19 with \
+                 CONFIG_VFIO_PCI_DMABUF can); use the type1 interface",
+            )),
+            Err(Refusal::VfioDeviceFeature(error)) => {
+                Err(io::Error::from_raw_os_error(error.errno()))
+            }
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.file = None;
+        let device = self.device.take();
+        // It reads the function's group from sysfs once more, and panics when
+        // the function is gone by then. Its descriptor is closed before that,
+        // and the rest of it on unwinding.
+        if catch_unwind(AssertUnwindSafe(|| drop(device))).is_err() {
+            log::warn!("{} vanished while it was closed", self.bdf);
+        }
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Handle").field(&self.bdf).finish()
+    }
+}
+
+/// Whether nobody has the function open: opens what only one can.
+pub(super) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
+    match api {
+        Api::Type1 => {
+            // The descriptor of a function holds its group's.
+            let node = group_node(bdf)?;
+            match OpenOptions::new().read(true).write(true).open(&node) {
+                Ok(_) => Ok(()),
+                Err(error) => Err(explain(
+                    bdf,
+                    &node,
+                    Refusal::OpenGroup(error, String::new()),
+                )),
+            }
+        }
+        // Any number may open the node, but only one may bind it to an iommufd.
+        Api::Iommufd => Handle::open(&Iommu::new(api)?, bdf).map(drop),
+    }
+}
+
+fn sysfs(bdf: Bdf) -> PathBuf {
+    Path::new("/sys/bus/pci/devices").join(bdf.to_string())
+}
+
+/// `/dev/vfio/<group>`.
+fn group_node(bdf: Bdf) -> Result<String, VfioError> {
+    let link = fs::read_link(sysfs(bdf).join("iommu_group"));
+    let group = link.map_err(|_| VfioError::NoIommu { bdf })?;
+    let group = group.file_name().unwrap_or_default().to_string_lossy();
+    Ok(format!("/dev/vfio/{group}"))
+}
+
+/// `/dev/vfio/devices/<name>`.
+fn device_node(bdf: Bdf) -> Result<String, VfioError> {
+    group_node(bdf)?;
+    let not_bound = || VfioError::NotBound {
+        bdf,
+        node: format!("{}/vfio-dev", sysfs(bdf).display()),
+    };
+    let mut names = fs::read_dir(sysfs(bdf).join("vfio-dev")).map_err(|_| not_bound())?;
+    let name = names.next().and_then(Result::ok).ok_or_else(not_bound)?;
+    let name = name.file_name();
+    Ok(format!("/dev/vfio/devices/{}", name.to_string_lossy()))
+}
+
+/// What it means that vfio-ioctls cannot open a function.
+fn explain(bdf: Bdf, node: &str, error: Refusal) -> VfioError {
+    let node = || node.to_owned();
+    let os = |errno: i32| io::Error::from_raw_os_error(errno);
+    let open = |step, source: io::Error| match source.raw_os_error() {
+        Some(libc::ENOENT) => VfioError::NotBound { bdf, node: node() },
+        Some(libc::EBUSY) => VfioError::Busy { bdf, node: node() },
+        Some(libc::EACCES | libc::EPERM) => VfioError::Permission { bdf, node: node() },
+        _ => VfioError::Open { bdf, step, source },
+    };
+    match error {
+        Refusal::OpenGroup(source, _) => open("opening its group", source),
+        Refusal::OpenDeviceCdev(source) => open("opening its device node", source),
+        Refusal::GroupViable => VfioError::NotViable {
+            bdf,
+            group: node().rsplit('/').next().unwrap_or_default().to_owned(),
+        },
+        Refusal::ContainerSetIOMMU(error) => match error.errno() {
+            libc::EPERM => VfioError::NoInterruptRemapping { bdf },
+            errno => VfioError::Open {
+                bdf,
+                step: "VFIO_SET_IOMMU (is vfio_iommu_type1 loaded?)",
+                source: os(errno),
+            },
+        },
+        Refusal::GroupGetDeviceFD(error) => match error.errno() {
+            // The group is there, but this member of it is not vfio-pci's.
+            libc::ENODEV | libc::EINVAL => VfioError::NotBound { bdf, node: node() },
+            libc::EBUSY => VfioError::Busy { bdf, node: node() },
+            errno => VfioError::Open {
+                bdf,
+                step: "VFIO_GROUP_GET_DEVICE_FD",
+                source: os(errno),
+            },
+        },
+        Refusal::VfioDeviceBindIommufd(error) => match error.errno() {
+            // "Open already" is EINVAL here.
+            libc::EBUSY | libc::EINVAL => VfioError::Busy { bdf, node: node() },
+            libc::EPERM => VfioError::NoInterruptRemapping { bdf },
+            errno => VfioError::Open {
+                bdf,
+                step: "VFIO_DEVICE_BIND_IOMMUFD",
+                source: os(errno),
+            },
+        },
+        Refusal::VfioDeviceAttachIommufdPt(error) => VfioError::Open {
+            bdf,
+            step: "VFIO_DEVICE_ATTACH_IOMMUFD_PT",
+            source: os(error.errno()),
+        },
+        other => VfioError::Open {
+            bdf,
+            step: "vfio-ioctls",
+            source: io::Error::other(with_causes(&other)),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_sys_util::errno::Error as SysError;
+
+    use super::*;
+
+    fn explained(error: Refusal) -> VfioError {
+        explain("0000:01:00.0".parse().unwrap(), "/dev/vfio/17", error)
+    }
+
+    #[test]
+    fn who_holds_a_group_is_told_from_who_must_be_bound() {
+        let open = |errno| {
+            explained(Refusal::OpenGroup(
+                io::Error::from_raw_os_error(errno),
+                "17".into(),
+            ))
+        };
+        assert!(matches!(open(libc::EBUSY), VfioError::Busy { .. }));
+        assert!(matches!(open(libc::ENOENT), VfioError::NotBound { .. }));
+        assert!(matches!(open(libc::EPERM), VfioError::Permission { .. }));
+        assert!(matches!(open(libc::EIO), VfioError::Open { .. }));
+        let error = explained(Refusal::GroupViable).to_string();
+        assert!(error.contains("IOMMU group 17 of 0000:01:00.0"), "{error}");
+    }
+
+    #[test]
+    fn a_machine_without_interrupt_remapping_is_told_so() {
+        let error = explained(Refusal::ContainerSetIOMMU(SysError::new(libc::EPERM)));
+        assert!(error.to_string().contains("intremap=on"), "{error}");
+        let error = explained(Refusal::ContainerSetIOMMU(SysError::new(libc::ENODEV)));
+        assert!(error.to_string().contains("vfio_iommu_type1"), "{error}");
+    }
+
+    #[test]
+    fn a_function_that_does_not_exist_is_named() {
+        // No machine has bus ff with a device 1f on domain ffff.
+        let bdf: Bdf = "ffff:ff:1f.7".parse().unwrap();
+        let error = check_free(bdf, Api::Type1).unwrap_err();
+        assert!(matches!(error, VfioError::NoIommu { .. }), "{error}");
+    }
+}

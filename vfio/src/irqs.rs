@@ -1,0 +1,301 @@
+//! Interrupts of a function, in the kernel's hands.
+//!
+//! A borrower's requests follow `linux/vfio.h`, but expect a little more than
+//! vfio-pci does:
+//!
+//! - vectors can be added where the kernel allocates them all at once
+//!   (`VFIO_IRQ_INFO_NORESIZE`): the index is disabled and set up again with
+//!   what it had. For MSI-X that is spared by asking for all vectors at first:
+//!   those without an eventfd stay masked in the device. (MSI tells the device
+//!   how many it may use, so there it would be wrong.)
+//! - MSI and MSI-X vectors can be masked, which vfio-pci answers with ENOTTY:
+//!   a masked vector signals an eventfd of ours, whose counter is its pending
+//!   bit.
+//! - an index that is not enabled may be disabled.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use farside_host_pci::Bdf;
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, SetIrqs, Sink, TriggerFd, wire};
+
+use crate::VfioError;
+use crate::ioctl::{IrqSet, IrqSetData};
+
+/// Who carries out `VFIO_DEVICE_SET_IRQS`.
+pub(crate) trait Kernel {
+    fn set_irqs(&self, set: IrqSet<'_>) -> io::Result<()>;
+}
+
+/// What is set up.
+#[derive(Debug)]
+pub(crate) struct Irqs {
+    bdf: Bdf,
+    banks: [Bank; 5],
+}
+
+/// One interrupt index.
+#[derive(Debug)]
+struct Bank {
+    index: IrqIndex,
+    /// Vectors that the function has.
+    available: usize,
+    no_resize: bool,
+    /// Vectors that the kernel has enabled; `None` when it has not enabled the
+    /// index.
+    enabled: Option<usize>,
+    /// Those that were ever mentioned since the index was enabled.
+    vectors: Vec<Vector>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Vector {
+    /// Where it goes.
+    trigger: Option<TriggerFd>,
+    /// While masked: what the kernel signals instead.
+    parked: Option<TriggerFd>,
+}
+
+impl Vector {
+    /// What the kernel is to signal.
+    fn signals(&self) -> Option<BorrowedFd<'_>> {
+        let trigger = self.trigger.as_ref()?;
+        Some(self.parked.as_ref().unwrap_or(trigger).as_fd())
+    }
+}
+
+impl Irqs {
+    /// Nothing is enabled.
+    pub(crate) fn new(bdf: Bdf, infos: [IrqInfo; 5]) -> Self {
+        let banks = IrqIndex::ALL.map(|index| {
+            let info = infos[index as usize];
+            Bank {
+                index,
+                available: info.count as usize,
+                no_resize: info.flags & wire::INFO_NORESIZE != 0,
+                enabled: None,
+                vectors: Vec::new(),
+            }
+        });
+        Self { bdf, banks }
+    }
+
+    /// Carries out a request. After an error things are as they were, as far
+    /// as the kernel allows.
+    pub(crate) fn apply(
+        &mut self,
+        kernel: &dyn Kernel,
+        request: &SetIrqs,
+    ) -> Result<(), VfioError> {
+        let range = request.range();
+        let index = range.index();
+        let (bdf, bank) = (self.bdf, &mut self.banks[index as usize]);
+        let start = usize::from(range.start());
+        let done = match (request.action(), request.data()) {
+            (Action::Trigger, IrqData::None) if range.count() == 0 => bank.disable(kernel),
+            (Action::Trigger, IrqData::Sinks(sinks)) => {
+                let triggers = (range.vectors().zip(sinks))
+                    .map(|(vector, sink)| match sink {
+                        None => Ok(None),
+                        Some(Sink::EventFd(trigger)) => Ok(Some(trigger.clone())),
+                        Some(Sink::Relay(_)) => Err(VfioError::NotAnEventFd { bdf, index, vector }),
+                    })
+                    .collect::<Result<Vec<_>, _>>()?;
+                bank.set_triggers(kernel, start, triggers)
+            }
+            // Firing from software, to test the way.
+            (Action::Trigger, IrqData::None) => {
+                let all = IrqSetData::All(range.count().into());
+                bank.send(kernel, wire::SET_ACTION_TRIGGER, start, all)
+            }
+            (Action::Trigger, IrqData::Bool(chosen)) => {
+                let chosen = IrqSetData::Chosen(chosen);
+                bank.send(kernel, wire::SET_ACTION_TRIGGER, start, chosen)
+            }
+            (action @ (Action::Mask | Action::Unmask), data) => {
+                let masked = action == Action::Mask;
+                let chosen: Vec<usize> = match data {
+                    IrqData::None => range.vectors().map(usize::from).collect(),
+                    IrqData::Bool(chosen) => (start..)
+                        .zip(chosen)
+                        .filter_map(|(vector, &chosen)| chosen.then_some(vector))
+                        .collect(),
+                    // `SetIrqs` lets no eventfd through here.
+                    IrqData::Sinks(_) => Vec::new(),
+                };
+                let mut chosen = chosen.into_iter();
+                chosen.try_for_each(|vector| bank.set_masked(kernel, vector, masked))
+            }
+        };
+        done.map_err(|source| VfioError::Irqs {
+            bdf,
+            index,
+            start: range.start(),
+            end: range.vectors().end,
+            source,
+        })
+    }
+
+    /// Disables every index; what fails is logged.
+    pub(crate) fn disable_all(&mut self, kernel: &dyn Kernel) {
+        for bank in &mut self.banks {
+            if let Err(error) = bank.disable(kernel) {
+                let (bdf, index) = (self.bdf, bank.index);
+                log::error!("{bdf}: cannot disable {index}: {error}");
+            }
+        }
+    }
+}
+
+impl Bank {
+    fn send(
+        &self,
+        kernel: &dyn Kernel,
+        action: u32,
+        start: usize,
+        data: IrqSetData<'_>,
+    ) -> io::Result<()> {
+        kernel.set_irqs(IrqSet {
+            action,
+            index: self.index as u32,
+            start: start as u32,
+            data,
+        })
+    }
+
+    /// Whether the index is of single vectors that the kernel allocates.
+    fn has_messages(&self) -> bool {
+        matches!(self.index, IrqIndex::Msi | IrqIndex::Msix)
+    }
+
+    fn disable(&mut self, kernel: &dyn Kernel) -> io::Result<()> {
+        if self.enabled.is_some() {
+            self.send(kernel, wire::SET_ACTION_TRIGGER, 0, IrqSetData::All(0))?;
+        }
+        self.enabled = None;
+        self.vectors.clear();
+        Ok(())
+    }
+
+    fn set_triggers(
+        &mut self,
+        kernel: &dyn Kernel,
+        start: usize,
+        triggers: Vec<Option<TriggerFd>>,
+    ) -> io::Result<()> {
+        let end = start + triggers.len();
+        let before = self.vectors.clone();
+        if self.vectors.len() < end {
+            self.vectors.resize(end, Vector::default());
+        }
+        for (vector, trigger) in self.vectors[start..end].iter_mut().zip(triggers) {
+            vector.trigger = trigger;
+        }
+        let result = match self.enabled {
+            Some(enabled) if self.no_resize && end > enabled => self.enable_again(kernel, &before),
+            Some(enabled) => self.tell(kernel, start, end, enabled),
+            None => self.enable(kernel),
+        };
+        if result.is_err() {
+            self.vectors = before;
+        }
+        result
+    }
+
+    /// Tells the kernel where the vectors `start..end` go.
+    fn tell(
+        &mut self,
+        kernel: &dyn Kernel,
+        start: usize,
+        end: usize,
+        enabled: usize,
+    ) -> io::Result<()> {
+        let fds: Vec<_> = (start..end)
+            .map(|at| self.vectors.get(at).and_then(Vector::signals))
+            .collect();
+        let data = IrqSetData::EventFds(&fds);
+        self.send(kernel, wire::SET_ACTION_TRIGGER, start, data)?;
+        // The error and request interrupts are enabled by having an eventfd.
+        let gone =
+            matches!(self.index, IrqIndex::Err | IrqIndex::Req) && fds.iter().all(Option::is_none);
+        self.enabled = (!gone).then_some(enabled.max(end));
+        Ok(())
+    }
+
+    /// Enables the index with all vectors that were mentioned.
+    fn enable(&mut self, kernel: &dyn Kernel) -> io::Result<()> {
+        let mentioned = self.vectors.len();
+        let spare = self.no_resize && self.index == IrqIndex::Msix;
+        if spare && self.available > mentioned {
+            // The host may not have as many to give.
+            let all = self.tell(kernel, 0, self.available, 0);
+            if all.is_ok() {
+                return all;
+            }
+        }
+        self.tell(kernel, 0, mentioned, 0)
+    }
+
+    /// Enables more vectors than the kernel can add. When it refuses, those of
+    /// `before` are enabled again.
+    fn enable_again(&mut self, kernel: &dyn Kernel, before: &[Vector]) -> io::Result<()> {
+        self.send(kernel, wire::SET_ACTION_TRIGGER, 0, IrqSetData::All(0))?;
+        self.enabled = None;
+        let result = self.enable(kernel);
+        if result.is_err() {
+            self.vectors = before.to_vec();
+            if let Err(error) = self.enable(kernel) {
+                log::error!("cannot enable {} as it was: {error}", self.index);
+            }
+        }
+        result
+    }
+
+    fn set_masked(&mut self, kernel: &dyn Kernel, at: usize, masked: bool) -> io::Result<()> {
+        if !self.has_messages() {
+            // The kernel masks INTx itself. Nothing to mask while disabled.
+            let action = match masked {
+                true => wire::SET_ACTION_MASK,
+                false => wire::SET_ACTION_UNMASK,
+            };
+            return match self.enabled {
+                Some(_) => self.send(kernel, action, at, IrqSetData::All(1)),
+                None => Ok(()),
+            };
+        }
+        if self.vectors.len() <= at {
+            if !masked {
+                return Ok(());
+            }
+            self.vectors.resize(at + 1, Vector::default());
+        }
+        let vector = &mut self.vectors[at];
+        if vector.parked.is_some() == masked {
+            return Ok(());
+        }
+        let new = if masked {
+            Some(TriggerFd::new()?)
+        } else {
+            None
+        };
+        let old = std::mem::replace(&mut vector.parked, new);
+        let signalled = vector.trigger.is_some();
+        if signalled
+            && let Some(enabled) = self.enabled.filter(|&enabled| at < enabled)
+            && let Err(error) = self.tell(kernel, at, at + 1, enabled)
+        {
+            self.vectors[at].parked = old;
+            return Err(error);
+        }
+        // After the kernel knows the new one: nothing goes to the old any more.
+        if let (Some(parked), Some(trigger)) = (old, &self.vectors[at].trigger)
+            && parked.take()?.is_some()
+        {
+            trigger.signal()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

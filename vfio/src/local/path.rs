@@ -1,0 +1,138 @@
+//! The fabric's calls on a domain and a function.
+
+use std::sync::Arc;
+
+use farside_fabric::memory::HostSlice;
+use farside_fabric::{
+    BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage, WindowUse,
+};
+
+use super::composition::{Composition, Mapper};
+use crate::{Domain, Function, VfioError};
+
+/// One borrow's path on one machine: [`LenderPath`] for the lender's windows,
+/// [`BorrowerDomain`] for the borrower's memory. It closes everything when it
+/// is dropped.
+#[derive(Debug)]
+pub struct LocalPath {
+    inner: Composition<Hardware>,
+}
+
+/// A domain that is this path's alone, and the function in it.
+#[derive(Debug)]
+struct Hardware {
+    domain: Domain,
+    function: Arc<Function>,
+}
+
+impl LocalPath {
+    /// A path for `function`, in the domain that it was opened in. That domain
+    /// must be this borrow's alone, and empty.
+    pub fn new(function: Arc<Function>) -> Self {
+        let domain = function.domain().clone();
+        Self {
+            inner: Composition::new(Hardware { domain, function }),
+        }
+    }
+
+    /// The function.
+    pub fn function(&self) -> &Arc<Function> {
+        &self.inner.mapper().function
+    }
+
+    /// The domain.
+    pub fn domain(&self) -> &Domain {
+        &self.inner.mapper().domain
+    }
+
+    /// Whether the device may master the bus.
+    pub fn bus_master(&self) -> bool {
+        self.inner.bus_master()
+    }
+
+    /// Checks ranges of guest RAM, as (GPA, bytes), against what the device
+    /// may use as IOVA on this machine. Ask before the VM boots.
+    ///
+    /// # Errors
+    /// [`VfioError::Reserved`] names the range and what it collides with.
+    pub fn check(&self, ranges: &[(u64, u64)]) -> Result<(), VfioError> {
+        self.domain().usable_iova()?.check(ranges)
+    }
+
+    /// Maps `memory` at `at`, for windows to reach; see
+    /// [`BorrowerDomain::map`].
+    ///
+    /// # Errors
+    /// As there, and what [`Domain::map`] refuses.
+    pub fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.inner.far_map(at, memory)
+    }
+
+    /// Unmaps all mappings inside the `len` bytes at `at`; see
+    /// [`BorrowerDomain::unmap`].
+    ///
+    /// # Errors
+    /// As there, and what [`Domain::unmap`] refuses.
+    pub fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+        self.inner.far_unmap(at, len)
+    }
+
+    /// Unmaps all that [`LocalPath::far_map`] has mapped.
+    ///
+    /// # Errors
+    /// What [`Domain::unmap`] refuses.
+    pub fn far_unmap_all(&mut self) -> Result<(), FabricError> {
+        self.inner.far_unmap_all()
+    }
+}
+
+impl Mapper for Hardware {
+    fn map(&mut self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
+        Ok(self.domain.map(at, memory, writable)?)
+    }
+
+    fn unmap(&mut self, at: Iova, len: u64) -> Result<(), FabricError> {
+        Ok(self.domain.unmap(at, len)?)
+    }
+
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        Ok(self.function.set_bus_master(enabled)?)
+    }
+}
+
+impl BorrowerDomain for LocalPath {
+    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.far_map(at, memory)
+    }
+
+    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+        self.far_unmap(at, len)
+    }
+}
+
+impl LenderPath for LocalPath {
+    fn open_window(
+        &mut self,
+        iova: Iova,
+        far: FarAddress,
+        len: u64,
+    ) -> Result<WindowUse, FabricError> {
+        self.inner.open_window(iova, far, len)
+    }
+
+    fn close_window(&mut self, iova: Iova) -> Result<(), FabricError> {
+        self.inner.close_window(iova)
+    }
+
+    fn close_all(&mut self) -> Result<(), FabricError> {
+        self.inner.close_all()
+    }
+
+    fn usage(&self) -> Usage {
+        self.inner.usage()
+    }
+
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        self.inner.set_bus_master(enabled)
+    }
+}
