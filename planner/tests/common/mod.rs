@@ -1,0 +1,129 @@
+//! Any adapter, any guest, and a lender on the real allocator.
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
+use farside_fabric::{
+    FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits,
+    soft::{Adapter, AdapterUsage, Path},
+};
+use farside_guest_layout::{PlanRules, ProbeLimits, RangeSet, plan, probe};
+use farside_planner::{Guest, Limit};
+use farside_qemu_configs::{HugePages, Machine};
+use proptest::{prelude::*, sample::select};
+
+pub const MIB: u64 = 1 << 20;
+pub const GIB: u64 = 1 << 30;
+
+/// Where a backend puts its windows at the borrower: at multiples of this, or
+/// of what the adapter needs.
+const FAR_STEP: u64 = 64 * GIB;
+
+/// Any adapter, small enough that it can be filled.
+pub fn limits() -> impl Strategy<Value = NtbLimits> {
+    let bits = (20u32..44, 0u32..9);
+    let alignment = prop::option::of((12u32..40).prop_map(|bits| 1 << bits));
+    let together = prop::option::of(1u32..40);
+    (bits, alignment, together, 0u32..4, 1u32..50).prop_map(
+        |((bar, lut), alignment, entries_per_window, reserved, devices)| NtbLimits {
+            bar_size: 1 << bar,
+            lut_entries: 1 << lut,
+            alignment,
+            entries_per_window,
+            requester_entries: reserved + devices,
+            reserved_requesters: reserved,
+        },
+    )
+}
+
+pub fn machine() -> impl Strategy<Value = Machine> {
+    select(vec![Machine::Q35, Machine::I440fx])
+}
+
+/// Any guest: from a MiB to tens of TiB, often where machines split RAM.
+pub fn guest() -> impl Strategy<Value = Guest> {
+    let ram = prop_oneof![
+        1u64..64,
+        (0u32..26).prop_flat_map(|bits| (1u64 << bits)..(2u64 << bits)),
+        2800u64..2830,
+        3570u64..3600,
+    ];
+    let pages = select(vec![HugePages::None, HugePages::Of2MiB, HugePages::Of1GiB]);
+    (1u32..40, ram, machine(), 1u16..4, pages).prop_map(|(vms, mib, machine, devices, pages)| {
+        let granule = pages.granule();
+        Guest {
+            vms,
+            ram: (mib * MIB).next_multiple_of(granule),
+            machine,
+            devices,
+            huge_pages: pages,
+        }
+    })
+}
+
+/// A lender with the adapter that the soft fabric enforces.
+pub struct Lender {
+    adapter: Adapter,
+    /// Paths of what is lent; they hold what they took.
+    paths: Vec<Path>,
+}
+
+impl Lender {
+    pub fn new(limits: &NtbLimits) -> Self {
+        Self {
+            adapter: Adapter::new(limits.clone()).expect("sane limits"),
+            paths: Vec::new(),
+        }
+    }
+
+    pub fn usage(&self) -> AdapterUsage {
+        self.adapter.usage()
+    }
+
+    /// Lends a VM its devices, as a backend does: RAM is found by probing, and
+    /// each device gets its windows. Nothing is kept when that fails.
+    pub fn borrow(&mut self, guest: &Guest) -> Result<(), Limit> {
+        let mut ram: RangeSet = guest.layout().ranges().collect();
+        let layout = probe(&mut ram, &ProbeLimits::default()).expect("sane layout");
+        let spans = plan(&layout, &PlanRules::default()).spans();
+        let before = self.paths.len();
+        for _ in 0..guest.devices {
+            if let Err(refused) = self.open(&spans) {
+                self.paths.truncate(before);
+                return Err(refused);
+            }
+        }
+        Ok(())
+    }
+
+    /// Lends a device whose windows span so much.
+    pub fn open(&mut self, spans: &[u64]) -> Result<(), Limit> {
+        let mut path = self.adapter.attach("device").map_err(limit)?;
+        let step = FAR_STEP.max(self.adapter.limits().alignment());
+        let (mut iova, mut far) = (0, step);
+        for &span in spans {
+            path.open_window(Iova::new(iova), FarAddress::new(far), span)
+                .map_err(limit)?;
+            iova += span;
+            far = (far + span).next_multiple_of(step);
+        }
+        self.paths.push(path);
+        Ok(())
+    }
+
+    /// Whether so many devices have a requester entry at once.
+    pub fn attach(&mut self, devices: u32) -> bool {
+        (0..devices).all(|_| {
+            let path = self.adapter.attach("device");
+            path.map(|path| self.paths.push(path)).is_ok()
+        })
+    }
+}
+
+fn limit(error: FabricError) -> Limit {
+    match error {
+        FabricError::Limit(LimitError::Requesters { .. }) => Limit::RequesterEntries,
+        FabricError::Limit(LimitError::LutEntries { .. }) => Limit::LutEntries,
+        FabricError::Limit(LimitError::WindowTooLarge { .. }) => Limit::EntriesPerWindow,
+        other => panic!("refused by no limit: {other}"),
+    }
+}
