@@ -26,9 +26,9 @@ pub enum Command {
     RegionRead = 9,
     /// Writes to a region.
     RegionWrite = 10,
-    /// Server to client: reads client memory. Not sent.
+    /// Server to client: reads client memory.
     DmaRead = 11,
-    /// Server to client: writes client memory. Not sent.
+    /// Server to client: writes client memory.
     DmaWrite = 12,
     /// Resets the device.
     DeviceReset = 13,

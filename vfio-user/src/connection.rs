@@ -10,7 +10,9 @@
 //! it asks for the rest of a message whose size is known, or for
 //! [`FIRST_READ`] bytes, the size of the shortest message that may carry any.
 //! A region read and a region write of up to four bytes, which is nearly all of
-//! the traffic, arrive whole in that first read: one system call each.
+//! the traffic, arrive whole in that first read: one system call each. A server
+//! for which that is not enough may give the exactness up:
+//! [`Connection::read_ahead`].
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -39,12 +41,15 @@ const BUFFER: usize = 8 << 10;
 #[derive(Debug)]
 pub struct Connection {
     socket: OwnedFd,
-    /// Received and not yet consumed: `input[..filled]`. It starts at the
+    /// Received and not yet consumed: `input[front..filled]`. It starts at the
     /// start of a message.
     input: Vec<u8>,
+    front: usize,
     filled: usize,
-    /// Bytes at the front of `input` that were handed out as the last message.
+    /// Bytes at the front that were handed out as the last message.
     consumed: usize,
+    /// Bytes to ask for when the message at the front is not there yet.
+    least_read: usize,
     /// Bytes of a refused message's body that are still to be thrown away.
     to_drain: usize,
     /// Descriptors of messages in `input`, by where the message starts.
@@ -125,13 +130,24 @@ impl Connection {
         Ok(Self {
             socket: stream.into(),
             input: vec![0; BUFFER],
+            front: 0,
             filled: 0,
             consumed: 0,
+            least_read: FIRST_READ,
             to_drain: 0,
             fds: Vec::new(),
             output: Vec::with_capacity(BUFFER),
             outbox: Outbox::default(),
         })
+    }
+
+    /// Receives many small messages with one system call from here on.
+    ///
+    /// That is right for clients that send each message with a call of its own,
+    /// as QEMU does. With others, descriptors may be taken for those of a later
+    /// message that came in the same call.
+    pub fn read_ahead(&mut self) {
+        self.least_read = BUFFER;
     }
 
     /// The next message, or `None` when it has not arrived whole: wait until
@@ -141,35 +157,55 @@ impl Connection {
     ///
     /// When the client has gone or the socket fails.
     pub fn receive(&mut self) -> Result<Option<Message<'_>>, ConnectionError> {
+        match self.arrived()? {
+            true => Ok(Some(self.hand_out())),
+            false => Ok(None),
+        }
+    }
+
+    /// The header of what [`receive`](Self::receive) would return, without
+    /// taking it.
+    ///
+    /// # Errors
+    ///
+    /// As [`receive`](Self::receive).
+    pub fn peek(&mut self) -> Result<Option<Header>, ConnectionError> {
+        match self.arrived()? {
+            true => Ok(self.header()),
+            false => Ok(None),
+        }
+    }
+
+    /// Receives until the next message has arrived whole. Returns whether it
+    /// has.
+    fn arrived(&mut self) -> Result<bool, ConnectionError> {
         self.discard_consumed();
         loop {
-            if self.to_drain > 0 {
+            let have = self.filled - self.front;
+            if self.to_drain > 0 && have == 0 {
                 if !self.drain()? {
-                    return Ok(None);
+                    return Ok(false);
                 }
                 continue;
             }
             let want = match self.header() {
                 Some(header) => match frame_size(&header) {
-                    Some(size) if size <= self.filled => break,
-                    Some(size) => size.max(FIRST_READ),
+                    Some(size) if size <= have => break,
+                    Some(size) => size,
                     None => {
                         // Too long: answered now, its body thrown away as it
                         // comes. What has come of it is in the input.
-                        self.to_drain = header.size as usize - self.filled;
+                        self.to_drain = header.size as usize - have;
                         break;
                     }
                 },
-                None => FIRST_READ,
+                None => 0,
             };
-            if want > self.input.len() {
-                self.input.resize(want, 0);
-            }
-            if !self.fill(want)? {
-                return Ok(None);
+            if !self.fill(want.max(self.least_read))? {
+                return Ok(false);
             }
         }
-        Ok(Some(self.hand_out()))
+        Ok(true)
     }
 
     /// Sends a reply, or queues it when the socket is full. Does nothing when
@@ -193,6 +229,12 @@ impl Connection {
         Ok(())
     }
 
+    /// Sends commands, or queues them behind what waits. They are encoded, one
+    /// after another.
+    pub(super) fn send_encoded(&mut self, commands: &[u8]) -> Result<(), ConnectionError> {
+        self.outbox.send(self.socket.as_fd(), commands, None)
+    }
+
     /// Whether replies wait for the socket to become writable. It is wise not
     /// to [`receive`](Self::receive) meanwhile: a client that pipelines more
     /// than it reads is then merely stopped.
@@ -211,24 +253,32 @@ impl Connection {
     }
 
     fn header(&self) -> Option<Header> {
-        self.input[..self.filled].first_chunk().map(Header::decode)
+        let input = &self.input[self.front..self.filled];
+        input.first_chunk().map(Header::decode)
     }
 
-    /// Moves what follows the last message to the front.
+    /// Takes the last message out of the input.
     fn discard_consumed(&mut self) {
-        if self.consumed == 0 {
-            return;
+        self.front += std::mem::take(&mut self.consumed);
+        if self.front == self.filled {
+            (self.front, self.filled) = (0, 0);
+            // A long message comes alone: its last read stops at its end.
+            if self.input.len() > BUFFER {
+                self.input.truncate(BUFFER);
+                self.input.shrink_to_fit();
+            }
         }
-        self.input.copy_within(self.consumed..self.filled, 0);
-        self.filled -= self.consumed;
-        for passed in &mut self.fds {
-            passed.start -= self.consumed;
-        }
-        self.consumed = 0;
-        // A long message comes alone: its last read stops at its end.
-        if self.input.len() > BUFFER && self.filled <= BUFFER {
-            self.input.truncate(BUFFER);
-            self.input.shrink_to_fit();
+    }
+
+    /// Moves what there is to the start of the buffer.
+    fn make_room(&mut self) {
+        if self.front != 0 {
+            self.input.copy_within(self.front..self.filled, 0);
+            self.filled -= self.front;
+            for passed in &mut self.fds {
+                passed.start -= self.front;
+            }
+            self.front = 0;
         }
     }
 
@@ -237,16 +287,14 @@ impl Connection {
         let header = self
             .header()
             .expect("a message is handed out when its header is there");
-        let end = match frame_size(&header) {
-            Some(size) => size,
+        let (front, filled) = (self.front, self.filled);
+        let (payload, end) = match frame_size(&header) {
+            Some(size) => (front + HEADER_SIZE..front + size, front + size),
             // Too long: all of the input is the start of its body.
-            None => self.filled,
+            None => (filled..filled, filled),
         };
-        self.consumed = end;
-        let payload = match frame_size(&header) {
-            Some(size) => &self.input[HEADER_SIZE..size],
-            None => &[],
-        };
+        self.consumed = end - front;
+        let payload = &self.input[payload];
         let (fds, fds_refused) = match self.fds.first() {
             Some(passed) if passed.start < end => {
                 let passed = self.fds.remove(0);
@@ -262,9 +310,12 @@ impl Connection {
         }
     }
 
-    /// Reads until the input has at most `want` bytes. Returns whether any
-    /// came.
+    /// Reads until there are at most `want` bytes. Returns whether any came.
     fn fill(&mut self, want: usize) -> Result<bool, ConnectionError> {
+        self.make_room();
+        if want > self.input.len() {
+            self.input.resize(want, 0);
+        }
         let from = self.filled;
         let Some(Received {
             bytes: received,
@@ -290,7 +341,7 @@ impl Connection {
 
     /// Where the message that has the last received byte starts.
     fn last_message_start(&self) -> usize {
-        let mut start = 0;
+        let mut start = self.front;
         while let Some(header) = self.input[start..self.filled]
             .first_chunk()
             .map(Header::decode)

@@ -1,5 +1,6 @@
 //! The 16 bytes before every message ("Header").
 
+use super::Command;
 use super::wire::{Cursor, Put};
 
 /// Bytes of a header.
@@ -76,6 +77,11 @@ impl Header {
         self.flags & NO_REPLY != 0
     }
 
+    /// Whether a reply tells of an error, which is then in `error`.
+    pub fn is_error(&self) -> bool {
+        self.flags & ERROR != 0
+    }
+
     /// What is needed to answer this message.
     pub fn reply_to(&self) -> ReplyTo {
         ReplyTo {
@@ -103,9 +109,21 @@ impl ReplyTo {
     }
 }
 
+/// Appends the header of a command of ours, whose size [`finish`] fills in.
+/// Returns where it starts.
+pub(super) fn begin_command(id: u16, command: Command, out: &mut Vec<u8>) -> usize {
+    let start = out.len();
+    out.put_u16(id);
+    out.put_u16(command.number());
+    out.put_u32(HEADER_SIZE as u32);
+    out.put_u32(TYPE_COMMAND);
+    out.put_u32(0);
+    start
+}
+
 /// Writes the size of the message in `out`, which starts with its header.
 pub(super) fn finish(out: &mut [u8]) {
-    // Replies are bounded by the region read limit, far below 4 GiB.
+    // Bounded by the limit of data transfers, far below 4 GiB.
     let size = out.len() as u32;
     out[4..8].copy_from_slice(&size.to_ne_bytes());
 }

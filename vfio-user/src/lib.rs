@@ -27,7 +27,7 @@
 //! | a size below 16 | `EINVAL`, then the connection is closed: nobody can tell where the next message starts |
 //! | a size above [`MAX_MESSAGE_SIZE`] | `E2BIG`; the body is read and thrown away, the stream goes on |
 //! | a type that is neither command nor reply | `EINVAL`, goes on |
-//! | a reply (we send no commands) | nothing: a reply is not replied to |
+//! | a reply to no command of ours | nothing: a reply is not replied to |
 //! | a command number that does not exist | `EINVAL`, goes on |
 //! | a command that exists and is not served | `ENOTSUP`, goes on |
 //! | any command before `VERSION`, or `VERSION` twice | `EINVAL`, goes on |
@@ -49,6 +49,7 @@
 
 mod command;
 pub mod connection;
+pub mod dma;
 mod header;
 pub mod irq;
 pub mod listener;
@@ -65,6 +66,7 @@ mod wire;
 
 pub use command::Command;
 pub use connection::{Connection, ConnectionError, Message};
+pub use dma::{DmaCommands, Matched, TooMany};
 pub use header::{HEADER_SIZE, Header, MessageType, ReplyTo};
 pub use irq::{IrqAction, IrqData, IrqFlags, IrqIndex, SetIrqs};
 pub use listener::{ListenError, Listener, Slot};

@@ -1,17 +1,25 @@
 //! Connection, session and a handler, tied together.
 
-use super::connection::{Connection, ConnectionError};
+use super::connection::{Connection, ConnectionError, Message};
+use super::header::{Header, MessageType};
 use super::rate_limit::RateLimit;
 use super::refusal::Fate;
 use super::reply::Reply;
 use super::request::Request;
 use super::session::Session;
-use super::{Errno, ReplyTo};
+use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
 
 /// What serves requests.
 pub trait Handler {
     /// Serves one request. Anything but a panic is a fine answer.
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_>;
+
+    /// Takes a reply to a command of ours (see [`dma`](super::dma)). Returns
+    /// whether it is to one; for a server that sends none it never is.
+    fn reply(&mut self, header: &Header, payload: &[u8]) -> bool {
+        let _ = (header, payload);
+        false
+    }
 }
 
 /// What a handler says.
@@ -64,6 +72,9 @@ pub fn pump(
             return Ok(Pumped::Idle);
         };
         let to = message.header.reply_to();
+        if to_handler(&message, handler) {
+            continue;
+        }
         match session.decode(message) {
             Ok(request) => match handler.handle(request, to) {
                 Answer::Reply(reply) => connection.send(to, Ok(reply))?,
@@ -86,4 +97,34 @@ pub fn pump(
         }
     }
     Ok(Pumped::Budget)
+}
+
+/// Takes the replies to commands of ours that have arrived, up to the next
+/// request: for while the last request waits for its answer. Returns whether
+/// there is such a next request; if not, wait until the socket is readable.
+///
+/// # Errors
+///
+/// When the connection is over; see [`ConnectionError`].
+pub fn pump_replies(
+    connection: &mut Connection,
+    handler: &mut impl Handler,
+) -> Result<bool, ConnectionError> {
+    while let Some(header) = connection.peek()? {
+        if header.message_type() != MessageType::Reply {
+            return Ok(true);
+        }
+        if let Some(message) = connection.receive()? {
+            to_handler(&message, handler);
+        }
+    }
+    Ok(false)
+}
+
+/// Gives the handler a message that is a reply to a command of its own.
+fn to_handler(message: &Message<'_>, handler: &mut impl Handler) -> bool {
+    // Of a reply that is too long nothing was kept.
+    message.header.message_type() == MessageType::Reply
+        && message.header.size <= MAX_MESSAGE_SIZE
+        && handler.reply(&message.header, message.payload)
 }

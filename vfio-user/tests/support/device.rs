@@ -27,7 +27,7 @@ const AREAS: &[SparseArea] = &[SparseArea {
 
 /// The device.
 pub struct TestDevice {
-    bar0: Vec<u8>,
+    pub bar0: Vec<u8>,
     bar2: Vec<u8>,
     config: Vec<u8>,
     file: OwnedFd,

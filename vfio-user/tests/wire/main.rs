@@ -12,6 +12,7 @@ mod device_get_irq_info;
 mod device_get_region_info;
 mod device_reset;
 mod device_set_irqs;
+mod dma_commands;
 mod dma_map;
 mod dma_unmap;
 mod flow;
