@@ -1,4 +1,5 @@
 //! A lender and backends, each on a thread, on sockets in a temporary folder.
+//! The tests of the scripted VMM use this file as well.
 
 use std::{
     io::Read,
@@ -16,8 +17,6 @@ use farside_lender::{
     config::{DeviceConfig, Model},
 };
 use serde_json::Value;
-
-use crate::vmm::Vmm;
 
 /// How long anything may take that is not about time.
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -194,18 +193,6 @@ impl Served {
 
     pub fn socket(&self, device: &str) -> PathBuf {
         self.folder.join(format!("{device}.sock"))
-    }
-
-    /// A client that has not said anything.
-    pub fn connect(&self, device: &str) -> Vmm {
-        Vmm::connect(&self.socket(device))
-    }
-
-    /// A client that has negotiated the version.
-    pub fn client(&self, device: &str) -> Vmm {
-        let mut vmm = self.connect(device);
-        vmm.negotiate().unwrap();
-        vmm
     }
 
     /// The backend's word on its first device.

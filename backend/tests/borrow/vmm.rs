@@ -16,7 +16,10 @@ use rustix::{
     net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
 };
 
-use crate::{guest::Port, host::DEADLINE};
+use crate::{
+    guest::Port,
+    host::{DEADLINE, Served},
+};
 
 pub const VERSION: u16 = 1;
 pub const DMA_MAP: u16 = 2;
@@ -173,6 +176,20 @@ impl Vmm {
     pub fn try_write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<(), Errno> {
         self.call(REGION_WRITE, &write(region, offset, data), &[])
             .map(|_| ())
+    }
+}
+
+impl Served {
+    /// A client that has not said anything.
+    pub fn connect(&self, device: &str) -> Vmm {
+        Vmm::connect(&self.socket(device))
+    }
+
+    /// A client that has negotiated the version.
+    pub fn client(&self, device: &str) -> Vmm {
+        let mut vmm = self.connect(device);
+        vmm.negotiate().unwrap();
+        vmm
     }
 }
 
