@@ -221,14 +221,13 @@ impl Binding {
         };
         let mut found = host.driver(&bdf)?;
         if found.is_none() {
-            let probed = host.tree.write(PROBE, &address);
-            found = host.driver(&bdf)?;
-            if found.is_none() && wanted.is_some() {
-                probed?;
+            if let Err(error) = host.tree.write(PROBE, &address) {
+                log::debug!("looking for a driver of {bdf}: {error}");
             }
+            found = host.driver(&bdf)?;
         }
         if let (None, Some(driver)) = (&found, wanted) {
-            // Bound by hand once, for example by an identifier that was added.
+            // It may have been bound by hand, against what the driver knows.
             host.tree
                 .write(&format!("{DRIVERS}/{driver}/bind"), &address)?;
             found = host.driver(&bdf)?;
