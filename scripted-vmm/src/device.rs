@@ -10,9 +10,10 @@
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use vfio_user::Client;
+use vfio_user::{Client, Error};
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
 use crate::ram::{Block, PAGE, Ram};
@@ -30,6 +31,8 @@ const MSIX: u32 = 2;
 const DATA_NONE: u32 = 1 << 0;
 const DATA_EVENTFD: u32 = 1 << 2;
 const TRIGGER: u32 = 1 << 5;
+/// How long after an attempt to connect comes the next.
+const RETRY: Duration = Duration::from_millis(10);
 /// Most descriptors that a message carries.
 const CHUNK: usize = 16;
 
@@ -58,14 +61,22 @@ pub struct Accesses {
 }
 
 impl Device {
-    /// Connects, negotiates, and asks for regions and interrupts.
+    /// Connects, for as long as `patience` until somebody serves the socket;
+    /// negotiates, and asks for regions and interrupts.
     ///
     /// # Errors
     /// When nobody serves the socket, or the device cannot be used: the
     /// backend's log says why.
-    pub fn connect(socket: &Path) -> Result<Self> {
-        let mut client = Client::new(socket)
-            .with_context(|| format!("connecting to the device socket {}", socket.display()))?;
+    pub fn connect(socket: &Path, patience: Duration) -> Result<Self> {
+        let until = Instant::now() + patience;
+        let mut client = loop {
+            match Client::new(socket) {
+                // Nothing announces a socket.
+                Err(Error::Connect(_)) if Instant::now() < until => std::thread::sleep(RETRY),
+                client => break client,
+            }
+        }
+        .with_context(|| format!("connecting to the device socket {}", socket.display()))?;
         let mapped = map_bars(&client)?;
         let msix = client.get_irq_info(MSIX).context("asking for MSI-X")?;
         Ok(Self {
@@ -195,7 +206,7 @@ impl Device {
         if let Some((memory, at)) = self.memory(bar, offset) {
             let value: u32 = memory
                 .as_volatile_slice()
-                .load(at, Ordering::SeqCst)
+                .load(at, Ordering::Acquire)
                 .with_context(|| format!("loading from BAR {bar} at {offset:#x}"))?;
             self.accesses.mapped += 1;
             return Ok(u32::from_le(value));
@@ -213,7 +224,8 @@ impl Device {
         if let Some((memory, at)) = self.memory(bar, offset) {
             memory
                 .as_volatile_slice()
-                .store(value.to_le(), at, Ordering::SeqCst)
+                // Stronger would be a locked exchange, which reads the register.
+                .store(value.to_le(), at, Ordering::Release)
                 .with_context(|| format!("storing to BAR {bar} at {offset:#x}"))?;
             self.accesses.mapped += 1;
             return Ok(());

@@ -52,6 +52,9 @@ struct Args {
     /// The pattern of the first `io`; each further one takes the next number.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// How long to wait for the socket, seconds.
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    wait: u64,
     /// How long the device may take for a command, seconds.
     #[arg(long, value_name = "S", default_value_t = 30)]
     timeout: u64,
@@ -129,6 +132,7 @@ fn run(args: &Args) -> Result<Report> {
         queues: args.queues,
         namespace: args.namespace,
         seed: args.seed,
+        patience: Duration::from_secs(args.wait),
         timeout: Duration::from_secs(args.timeout),
     })?;
     watchdog.rest();

@@ -335,4 +335,20 @@ mod tests {
             "the hole is no RAM"
         );
     }
+
+    /// With huge pages, or with the word on how to get them.
+    #[test]
+    fn huge_pages_are_there_before_they_are_touched() {
+        match Ram::new(Layout::new(4 * MIB, Some(2 * MIB), true).unwrap()) {
+            Ok(ram) => {
+                ram.write(HIGH + 2 * MIB - 1, &[1]).unwrap();
+                assert_eq!(ram.layout().page, 2 * MIB);
+            }
+            Err(error) => {
+                let error = format!("{error:#}");
+                assert!(error.contains("2 free huge pages"), "{error}");
+                eprintln!("skipped: {error}");
+            }
+        }
+    }
 }

@@ -41,6 +41,8 @@ pub struct Options {
     pub namespace: u32,
     /// The seed of the first pattern; each `io` takes the next number.
     pub seed: u64,
+    /// How long to wait for somebody to serve the socket.
+    pub patience: Duration,
     /// How long the device may take for a command or a change of state.
     pub timeout: Duration,
 }
@@ -79,7 +81,7 @@ impl Session {
     /// When there is no device, or no RAM.
     pub fn connect(options: Options) -> Result<Self> {
         let ram = Ram::new(options.layout)?;
-        let device = Device::connect(&options.socket)?;
+        let device = Device::connect(&options.socket, options.patience)?;
         let vectors = options.vectors.unwrap_or(device.vectors());
         ensure!(
             vectors <= device.vectors(),
@@ -418,7 +420,7 @@ impl Session {
         self.drive = None;
         self.mapped = None;
         self.stage = Stage::Connected;
-        self.machine.device = Device::connect(&self.options.socket)?;
+        self.machine.device = Device::connect(&self.options.socket, Duration::ZERO)?;
         self.report.areas = self.machine.device.areas();
         Ok(None)
     }
