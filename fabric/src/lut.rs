@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// Which LUT entries are taken, and for windows of how many bytes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Lut {
     entries: u32,
     /// By first entry.

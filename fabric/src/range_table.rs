@@ -1,5 +1,7 @@
 //! A translation table: ranges of one address space, each mapped to something.
 
+use std::ops::Range;
+
 use crate::{Address, AddressRange, FabricError};
 
 /// Most mappings of one table. It bounds what a client can make us remember;
@@ -66,14 +68,27 @@ impl<A: Address, T> RangeTable<A, T> {
         Ok(())
     }
 
-    /// Unmaps all mappings inside `range` and returns them.
+    /// The mappings inside `range`, none of which it cuts.
     ///
     /// # Errors
     /// [`FabricError::SplitMapping`], [`FabricError::NotMapped`].
+    pub fn inside(&self, range: AddressRange<A>) -> Result<&[(AddressRange<A>, T)], FabricError> {
+        Ok(&self.rows[self.indexes_inside(range)?])
+    }
+
+    /// Unmaps all mappings inside `range` and returns them.
+    ///
+    /// # Errors
+    /// As [`RangeTable::inside`].
     pub fn unmap(
         &mut self,
         range: AddressRange<A>,
     ) -> Result<Vec<(AddressRange<A>, T)>, FabricError> {
+        let indexes = self.indexes_inside(range)?;
+        Ok(self.rows.drain(indexes).collect())
+    }
+
+    fn indexes_inside(&self, range: AddressRange<A>) -> Result<Range<usize>, FabricError> {
         let first = self.first_ending_after(range.start());
         let last = self
             .rows
@@ -94,7 +109,7 @@ impl<A: Address, T> RangeTable<A, T> {
                 });
             }
         }
-        Ok(self.rows.drain(first..last).collect())
+        Ok(first..last)
     }
 
     /// Unmaps everything and returns it.

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{FarAddress, LimitError, NtbLimits, limits::Remedy, lut::Lut};
+use crate::{FarAddress, LimitError, NtbLimits, NtbUse, fits, limits::Remedy, lut::Lut};
 
 /// The LUT and the requester table of one adapter: what is taken, and whether
 /// more can be.
@@ -97,6 +97,21 @@ impl NtbTables {
         }
     }
 
+    /// Whether windows of `spans` bytes could all be opened now, and what they
+    /// would take. Takes nothing.
+    ///
+    /// # Errors
+    /// What [`fits`] says when they would not even fit in an empty adapter;
+    /// [`LimitError::LutEntries`] when others have taken too much.
+    pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
+        let needed = fits(spans, &self.limits)?;
+        let mut lut = self.lut.clone();
+        for &bytes in spans {
+            take(&self.limits, &mut lut, bytes)?;
+        }
+        Ok(needed)
+    }
+
     /// Takes LUT entries for a window of `bytes` to `far`.
     ///
     /// # Errors
@@ -110,29 +125,34 @@ impl NtbTables {
                 alignment: limits.alignment(),
             });
         }
-        limits.check_window(bytes)?;
-        let needed = limits.entries_for(bytes);
-        let Some(first) = self.lut.take(needed, bytes) else {
-            let spans = self.lut.window_bytes().chain([bytes]);
-            return Err(LimitError::LutEntries {
-                bytes,
-                needed,
-                limit: limits.lut_entries,
-                free: self.lut.free(),
-                largest_run: self.lut.largest_run(),
-                segment: limits.segment(),
-                remedy: Remedy(limits.larger_bar(spans)),
-            });
-        };
-        Ok(LutRange {
-            first,
-            // `take` has found that it fits in 32 bits.
-            entries: needed as u32,
-        })
+        take(limits, &mut self.lut, bytes)
     }
 
     /// Gives back a window's LUT entries.
     pub fn give_back_window(&mut self, window: LutRange) {
         self.lut.give_back(window.first);
     }
+}
+
+/// Takes entries of `lut` for a window of `bytes`.
+fn take(limits: &NtbLimits, lut: &mut Lut, bytes: u64) -> Result<LutRange, LimitError> {
+    limits.check_window(bytes)?;
+    let needed = limits.entries_for(bytes);
+    let Some(first) = lut.take(needed, bytes) else {
+        let spans = lut.window_bytes().chain([bytes]);
+        return Err(LimitError::LutEntries {
+            bytes,
+            needed,
+            limit: limits.lut_entries,
+            free: lut.free(),
+            largest_run: lut.largest_run(),
+            segment: limits.segment(),
+            remedy: Remedy(limits.larger_bar(spans)),
+        });
+    };
+    Ok(LutRange {
+        first,
+        // `take` has found that it fits in 32 bits.
+        entries: needed as u32,
+    })
 }

@@ -1,0 +1,452 @@
+//! This host's NTB endpoint, shared by all that is lent and borrowed through
+//! it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use farside_fabric::{
+    AdapterUsage, FarAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, fits,
+};
+use farside_host_pci::Bdf;
+use farside_irq_relay::TriggerFd;
+use farside_vfio::Function;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
+use crate::platform::{BarOf, DomainOps, FunctionOps};
+use crate::{FarSpace, NtbError};
+
+/// An NTB endpoint of this host that is in use. A clone is another handle on
+/// the same one; when the last is gone, and all paths and windows with it, the
+/// link goes down and the endpoint is closed.
+///
+/// Calls may come from any thread.
+pub struct Adapter<F: FunctionOps = Function> {
+    shared: Arc<Shared<F>>,
+}
+
+/// What an [`Adapter`] is made of.
+pub struct Parts<F: FunctionOps> {
+    /// The endpoint, alone in its domain.
+    pub function: Arc<F>,
+    /// Its driver.
+    pub driver: Box<dyn NtbDriver>,
+    /// All of its window BAR.
+    pub window: Arc<BarOf<F>>,
+    /// Where its window BAR is in this host's physical address space, as far as
+    /// that is known: for status.
+    pub window_address: u64,
+    /// Requester ids of CPUs: 0 (00:00.0), and what the host bridge uses
+    /// besides.
+    pub cpu_requesters: Vec<u16>,
+}
+
+struct Shared<F: FunctionOps> {
+    function: Arc<F>,
+    capabilities: Capabilities,
+    limits: NtbLimits,
+    window: Arc<BarOf<F>>,
+    window_address: u64,
+    far_space: FarSpace,
+    flush: Arc<dyn Flush>,
+    event: TriggerFd,
+    state: Mutex<State>,
+}
+
+struct State {
+    driver: Box<dyn NtbDriver>,
+    tables: NtbTables,
+    /// Seen by [`Adapter::wait_link`], not taken yet.
+    events: Events,
+}
+
+impl<F: FunctionOps> Adapter<F> {
+    /// Takes an endpoint into use: empties its tables, lets CPUs use its
+    /// window, lets it master the bus (its domain being empty, to no effect
+    /// yet) and asks for the link. Does not wait for that:
+    /// [`Adapter::wait_link`].
+    ///
+    /// # Errors
+    /// [`NtbError::Unusable`], [`NtbError::Limit`]; what the hardware and the
+    /// system report.
+    pub fn new(parts: Parts<F>) -> Result<Self, NtbError> {
+        let Parts {
+            function,
+            mut driver,
+            window,
+            window_address,
+            cpu_requesters,
+        } = parts;
+        let bdf = function.bdf();
+        let capabilities = driver.capabilities().clone();
+        let one_entry = capabilities.entries_per_window == Some(1);
+        if capabilities.far_alignment > capabilities.segment() && !one_entry {
+            let problem = format!(
+                "its far addresses must be multiples of {:#x}, more than a segment",
+                capabilities.far_alignment
+            );
+            return Err(NtbError::Unusable { bdf, problem });
+        }
+        // It cannot be more than the table has: `validate` says so.
+        let limits = capabilities.limits(cpu_requesters.len() as u32);
+        let tables = NtbTables::new(limits.clone())?;
+        let alignment = far_alignment(capabilities.far_alignment, capabilities.segment());
+        let far_space = FarSpace::new(function.domain().usable()?, alignment);
+        let event = TriggerFd::new().map_err(|source| NtbError::System {
+            bdf,
+            what: "make an eventfd",
+            source,
+        })?;
+
+        driver.clear_tables()?;
+        for &requester in &cpu_requesters {
+            driver.add_requester(requester)?;
+        }
+        function.signal(driver.event_vector(), event.clone())?;
+        driver.enable_events();
+        function.set_bus_master(true)?;
+        driver.enable_link()?;
+        Ok(Self {
+            shared: Arc::new(Shared {
+                function,
+                capabilities,
+                limits,
+                window,
+                window_address,
+                far_space,
+                flush: driver.flush(),
+                event,
+                state: Mutex::new(State {
+                    driver,
+                    tables,
+                    events: Events::default(),
+                }),
+            }),
+        })
+    }
+
+    /// Where the endpoint is.
+    pub fn bdf(&self) -> Bdf {
+        self.shared.function.bdf()
+    }
+
+    /// The endpoint.
+    pub fn function(&self) -> &Arc<F> {
+        &self.shared.function
+    }
+
+    /// This port's sizes.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.shared.capabilities
+    }
+
+    /// This port's limits, in the fabric's terms.
+    pub fn limits(&self) -> &NtbLimits {
+        &self.shared.limits
+    }
+
+    /// What is taken of this port.
+    pub fn usage(&self) -> AdapterUsage {
+        self.state().tables.usage()
+    }
+
+    /// Far addresses for what this host lets the other reach.
+    pub fn far_space(&self) -> &FarSpace {
+        &self.shared.far_space
+    }
+
+    /// How far the link has come.
+    pub fn link(&self) -> LinkState {
+        self.state().driver.link()
+    }
+
+    /// The peer port's sizes, once they are known.
+    pub fn peer(&self) -> Option<PeerCapabilities> {
+        self.state().driver.peer()
+    }
+
+    /// Waits until the link is up, and checks that the ports fit together.
+    ///
+    /// # Errors
+    /// [`NtbError::LinkDown`] after `timeout`, with what is missing;
+    /// [`NtbError::WindowSizesDiffer`]; [`NtbError::System`].
+    pub fn wait_link(&self, timeout: Duration) -> Result<(), NtbError> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let link = self.link();
+            if link.usable() {
+                return self.check_link();
+            }
+            let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Err(NtbError::LinkDown {
+                    bdf: self.bdf(),
+                    waited: Some(timeout),
+                    link,
+                });
+            }
+            self.wait_event(left)?;
+            self.note_events();
+        }
+    }
+
+    /// Checks that the link is up now and that the ports fit together.
+    ///
+    /// # Errors
+    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`].
+    pub fn check_link(&self) -> Result<(), NtbError> {
+        let state = self.state();
+        let (link, bdf) = (state.driver.link(), self.bdf());
+        let Some(peer) = state.driver.peer().filter(|_| link.usable()) else {
+            let waited = None;
+            return Err(NtbError::LinkDown { bdf, waited, link });
+        };
+        let own = self.shared.capabilities.window_size;
+        if peer.window_size != own {
+            return Err(NtbError::WindowSizesDiffer {
+                bdf,
+                own,
+                peer: peer.window_size,
+            });
+        }
+        let alignment = far_alignment(peer.far_alignment, peer.segment());
+        self.shared.far_space.raise_alignment(alignment);
+        Ok(())
+    }
+
+    /// Whether windows of `spans` bytes to the other host could all be opened
+    /// through this port now, and what they would take. For a lender.
+    ///
+    /// # Errors
+    /// [`LimitError`] says what would fit.
+    pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
+        self.state().tables.check_windows(spans)
+    }
+
+    /// Whether windows of `spans` bytes of guest RAM fit in the *peer's* port,
+    /// if nothing else is open there, and in the endpoint's domain. For a
+    /// borrower, before its VM boots. The link must be up.
+    ///
+    /// # Errors
+    /// [`NtbError::Limit`] says what would fit; [`NtbError::FarSpace`],
+    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`].
+    pub fn check_ram(&self, spans: &[u64]) -> Result<NtbUse, NtbError> {
+        self.check_link()?;
+        let peer = self.peer().ok_or(NtbError::LinkDown {
+            bdf: self.bdf(),
+            waited: None,
+            link: self.link(),
+        })?;
+        let needed = fits(
+            spans,
+            &NtbLimits {
+                bar_size: peer.window_size,
+                lut_entries: peer.lut_entries,
+                alignment: Some(peer.far_alignment),
+                ..self.limits().clone()
+            },
+        )?;
+        self.shared.far_space.check(spans)?;
+        Ok(needed)
+    }
+
+    /// Readable when something has happened: take it then, with
+    /// [`Adapter::take_events`].
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.shared.event.as_fd()
+    }
+
+    /// Takes what has happened since the last call.
+    pub fn take_events(&self) -> Events {
+        self.note_events();
+        std::mem::take(&mut self.state().events)
+    }
+
+    /// A descriptor of the window BAR and where the BAR begins in it, for a VMM
+    /// to map the part that a [`crate::BarWindow`] names.
+    ///
+    /// It is the endpoint's own descriptor; see
+    /// [`farside_vfio::Function::bar_file`] for what that means.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn bar_file(&self) -> Result<(OwnedFd, u64), NtbError> {
+        let bar = self.shared.capabilities.window_bar;
+        Ok(self.shared.function.bar_file(bar)?)
+    }
+
+    pub(crate) fn window(&self) -> &Arc<BarOf<F>> {
+        &self.shared.window
+    }
+
+    pub(crate) fn window_address(&self) -> u64 {
+        self.shared.window_address
+    }
+
+    pub(crate) fn flush(&self) -> &Arc<dyn Flush> {
+        &self.shared.flush
+    }
+
+    /// Takes a requester entry and lets the requester use the window.
+    pub(crate) fn add_requester(
+        &self,
+        device: &str,
+        requester: u16,
+    ) -> Result<RequesterEntry<F>, NtbError> {
+        let mut state = self.state();
+        let entry = state.tables.take_requester(device)?;
+        if let Err(error) = state.driver.add_requester(requester) {
+            state.tables.give_back_requester(entry);
+            return Err(error);
+        }
+        Ok(RequesterEntry {
+            adapter: self.clone(),
+            requester,
+            entry,
+        })
+    }
+
+    /// Takes LUT entries for a window of `bytes` and makes them lead to `far`.
+    pub(crate) fn open_run(&self, far: FarAddress, bytes: u64) -> Result<LutRun<F>, NtbError> {
+        let mut state = self.state();
+        let range = state.tables.take_window(far, bytes)?;
+        if let Err(error) = state.driver.set_window(range, far) {
+            state.tables.give_back_window(range);
+            return Err(error);
+        }
+        Ok(LutRun {
+            adapter: self.clone(),
+            range,
+            keep: false,
+        })
+    }
+
+    fn note_events(&self) {
+        // First the eventfd: what happens after it was read signals it again.
+        // It has nothing to take when somebody else was faster.
+        let _ = self.shared.event.take();
+        let mut state = self.state();
+        let events = state.driver.take_events();
+        state.events.merge(events);
+    }
+
+    fn wait_event(&self, timeout: Option<Duration>) -> Result<(), NtbError> {
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let fd = self.event_fd();
+        match poll(&mut [PollFd::new(&fd, PollFlags::IN)], timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(NtbError::System {
+                bdf: self.bdf(),
+                what: "wait for the link",
+                source: errno.into(),
+            }),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Tables and hardware are changed one after the other; no code panics
+        // in between.
+        self.shared
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What far addresses are best aligned to: what the LUT needs, and its
+/// segments, but no more than the largest page of IOMMUs.
+fn far_alignment(needed: u64, segment: u64) -> u64 {
+    needed.max(segment.min(1 << 30))
+}
+
+impl<F: FunctionOps> Clone for Adapter<F> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+}
+
+impl<F: FunctionOps> std::fmt::Debug for Adapter<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Adapter")
+            .field("bdf", &self.bdf())
+            .field("usage", &self.usage())
+            .finish()
+    }
+}
+
+impl<F: FunctionOps> Drop for Shared<F> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // The peer's accesses end first, then those of this host.
+        if let Err(error) = self.function.set_bus_master(false) {
+            log::error!("{error}");
+        }
+        state.driver.disable_link();
+        if let Err(error) = state.driver.clear_tables() {
+            log::error!("{error}");
+        }
+    }
+}
+
+/// A device's entry in the requester table; given back on drop.
+pub(crate) struct RequesterEntry<F: FunctionOps> {
+    adapter: Adapter<F>,
+    requester: u16,
+    entry: usize,
+}
+
+impl<F: FunctionOps> RequesterEntry<F> {
+    pub(crate) fn adapter(&self) -> &Adapter<F> {
+        &self.adapter
+    }
+}
+
+impl<F: FunctionOps> Drop for RequesterEntry<F> {
+    fn drop(&mut self) {
+        let mut state = self.adapter.state();
+        match state.driver.remove_requester(self.requester) {
+            Ok(()) => state.tables.give_back_requester(self.entry),
+            Err(error) => log::error!("{error}; the entry is not used again"),
+        }
+    }
+}
+
+/// Consecutive LUT entries that lead somewhere; cleared and given back on drop.
+pub(crate) struct LutRun<F: FunctionOps> {
+    adapter: Adapter<F>,
+    range: LutRange,
+    /// They are cleared, but nobody gets them again.
+    keep: bool,
+}
+
+impl<F: FunctionOps> LutRun<F> {
+    pub(crate) fn range(&self) -> LutRange {
+        self.range
+    }
+
+    /// Where the first begins in the window BAR, bytes.
+    pub(crate) fn offset(&self) -> u64 {
+        u64::from(self.range.first) * self.adapter.capabilities().segment()
+    }
+
+    /// Makes the entries lead nowhere for good: something may still be mapped
+    /// to them.
+    pub(crate) fn retire(mut self) {
+        self.keep = true;
+    }
+}
+
+impl<F: FunctionOps> Drop for LutRun<F> {
+    fn drop(&mut self) {
+        let mut state = self.adapter.state();
+        match state.driver.clear_window(self.range) {
+            Ok(()) if !self.keep => state.tables.give_back_window(self.range),
+            Ok(()) => {}
+            // What leads to the wrong place must not be reused.
+            Err(error) => log::error!("{error}; the entries are not used again"),
+        }
+    }
+}

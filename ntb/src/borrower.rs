@@ -1,0 +1,181 @@
+//! The borrower's end of a borrow: guest RAM in the endpoint's domain, and
+//! windows to the device's BARs.
+
+use farside_fabric::memory::SharedMemory;
+use farside_fabric::{
+    AddressRange, BorrowerDomain, FabricError, FarAddress, MemoryRange, PageCounts, RangeTable,
+    Usage,
+};
+use farside_vfio::Function;
+
+use crate::adapter::LutRun;
+use crate::platform::{DomainOps, FunctionOps};
+use crate::{Adapter, NtbError};
+
+/// What one borrow has mapped in the domain of this host's NTB endpoint.
+/// Dropping it unmaps everything.
+///
+/// Far addresses are the caller's to choose, from [`Adapter::far_space`]:
+/// pages that are scattered in the host are contiguous there, and the borrows
+/// of all VMs of this host share it.
+#[derive(Debug)]
+pub struct BorrowerNtb<F: FunctionOps = Function> {
+    adapter: Adapter<F>,
+    mapped: RangeTable<FarAddress, Mapped>,
+}
+
+/// For status.
+#[derive(Debug)]
+struct Mapped {
+    file_offset: u64,
+    page_size: u64,
+}
+
+impl<F: FunctionOps> BorrowerNtb<F> {
+    /// Nothing mapped yet.
+    pub fn new(adapter: &Adapter<F>) -> Self {
+        Self {
+            adapter: adapter.clone(),
+            mapped: RangeTable::default(),
+        }
+    }
+
+    /// The adapter that it goes through.
+    pub fn adapter(&self) -> &Adapter<F> {
+        &self.adapter
+    }
+
+    /// Unmaps everything.
+    ///
+    /// # Errors
+    /// What the system reports; as much as possible is unmapped then.
+    pub fn unmap_all(&mut self) -> Result<(), FabricError> {
+        let all: Vec<_> = self.mapped.rows().iter().map(|(range, _)| *range).collect();
+        let mut result = Ok(());
+        for range in all {
+            let unmapped = self.unmap_row(range);
+            result = result.and(unmapped);
+        }
+        result
+    }
+
+    /// What is mapped: bytes, and the pages that the IOMMU can use for them.
+    pub fn usage(&self) -> Usage {
+        let mut usage = Usage::default();
+        for (range, mapped) in self.mapped.rows() {
+            let (from, to) = (range.start().get(), mapped.file_offset);
+            usage.bytes_mapped += range.len();
+            usage.borrower_pages += PageCounts::of(from, to, range.len(), mapped.page_size);
+        }
+        usage
+    }
+
+    fn unmap_row(&mut self, range: AddressRange<FarAddress>) -> Result<(), FabricError> {
+        let domain = self.adapter.function().domain();
+        domain.unmap(range.start().get(), range.len())?;
+        self.mapped.unmap(range)?;
+        Ok(())
+    }
+}
+
+impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
+    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        let range = AddressRange::new(at, memory.len)?;
+        self.mapped.check(range)?;
+        let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
+            offset: memory.offset,
+            len: memory.len,
+            source,
+        })?;
+        let slice = shared.slice(0, shared.len());
+        // Not reached: that is all of it.
+        let slice = slice.ok_or(FabricError::BadRange {
+            space: "memory",
+            start: 0,
+            len: memory.len,
+        })?;
+        let domain = self.adapter.function().domain();
+        domain.map(at.get(), &slice, memory.writable)?;
+        let row = Mapped {
+            file_offset: memory.offset,
+            page_size: shared.page_size(),
+        };
+        self.mapped.map(range, row)
+    }
+
+    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+        let inside = self.mapped.inside(AddressRange::new(at, len)?)?;
+        let ranges: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
+        ranges
+            .into_iter()
+            .try_for_each(|range| self.unmap_row(range))
+    }
+}
+
+impl<F: FunctionOps> Drop for BorrowerNtb<F> {
+    fn drop(&mut self) {
+        if let Err(error) = self.unmap_all() {
+            log::error!("{error}");
+        }
+    }
+}
+
+/// A window through which this host's CPUs reach something of the other host:
+/// a part of this host's window BAR. Closed on drop; what is mapped of it in
+/// other processes leads nowhere then.
+pub struct BarWindow<F: FunctionOps = Function> {
+    run: LutRun<F>,
+    far: FarAddress,
+    len: u64,
+}
+
+impl<F: FunctionOps> Adapter<F> {
+    /// Opens a window to the `len` bytes at `far`, such as the other host's
+    /// [`crate::ExportedBars`].
+    ///
+    /// # Errors
+    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
+    /// [`NtbError::Limit`] when the LUT has too little left, or `far` is not
+    /// aligned as it needs; [`NtbError::Fabric`] for what is no range; what the
+    /// hardware reports.
+    pub fn open_bar_window(&self, far: FarAddress, len: u64) -> Result<BarWindow<F>, NtbError> {
+        self.check_link()?;
+        AddressRange::new(far, len)?;
+        let run = self.open_run(far, len)?;
+        Ok(BarWindow { run, far, len })
+    }
+}
+
+impl<F: FunctionOps> BarWindow<F> {
+    /// Where it begins in the window BAR, bytes. Where that BAR is in a
+    /// descriptor: [`Adapter::bar_file`].
+    pub fn offset(&self) -> u64 {
+        self.run.offset()
+    }
+
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// What it leads to.
+    pub fn far(&self) -> FarAddress {
+        self.far
+    }
+
+    /// LUT entries that it takes.
+    pub fn lut_entries(&self) -> u32 {
+        self.run.range().entries
+    }
+}
+
+impl<F: FunctionOps> std::fmt::Debug for BarWindow<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BarWindow")
+            .field("offset", &self.offset())
+            .field("len", &self.len)
+            .field("far", &self.far)
+            .finish()
+    }
+}

@@ -1,0 +1,99 @@
+//! Taking an endpoint of this host into use, through VFIO.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use farside_devices::ntb::registers::{
+    DEVICE_ID, REGISTERS_BAR, REGISTERS_SIZE, VENDOR_ID, WINDOW_BAR,
+};
+use farside_host_pci::Bdf;
+use farside_vfio::{Api, Domain, Function};
+
+use crate::adapter::Parts;
+use crate::{Adapter, FarsideNtb, NtbError, Registers};
+
+/// Which endpoint to take, and how.
+#[derive(Clone, Debug)]
+pub struct EndpointOptions {
+    /// Where it is. It must be bound to vfio-pci.
+    pub bdf: Bdf,
+    /// The kernel's interface. Only type1 maps BARs on kernels before 6.19.
+    pub api: Api,
+    /// Requester ids of this host's CPUs. 0, which is 00:00.0, is what root
+    /// complexes use.
+    pub cpu_requesters: Vec<u16>,
+}
+
+impl EndpointOptions {
+    /// The endpoint at `bdf`.
+    pub fn new(bdf: Bdf, api: Api) -> Self {
+        Self {
+            bdf,
+            api,
+            cpu_requesters: vec![0],
+        }
+    }
+
+    /// Opens the endpoint in an IOMMU domain of its own, finds its driver, and
+    /// asks for the link. Does not wait for that: [`Adapter::wait_link`].
+    ///
+    /// # Errors
+    /// What VFIO reports, such as [`farside_vfio::VfioError::NotBound`];
+    /// [`NtbError::WrongDevice`], [`NtbError::WrongRegisters`],
+    /// [`NtbError::Version`], [`NtbError::Unusable`].
+    pub fn open(&self) -> Result<Adapter, NtbError> {
+        let bdf = self.bdf;
+        let function = Domain::new(self.api)
+            .and_then(|domain| domain.open(bdf))
+            .map_err(|error| NtbError::Fabric(error.into()))?;
+        let driver = self::driver(&function)?;
+        let (driver, window) = driver;
+        Adapter::new(Parts {
+            function: Arc::new(function),
+            driver: Box::new(driver),
+            window,
+            window_address: bar_address(bdf, WINDOW_BAR).unwrap_or(0),
+            cpu_requesters: self.cpu_requesters.clone(),
+        })
+    }
+}
+
+/// The driver of a function, and its window.
+fn driver(function: &Function) -> Result<(FarsideNtb, Arc<farside_vfio::RegionMemory>), NtbError> {
+    let bdf = function.bdf();
+    let vfio = |error: farside_vfio::VfioError| NtbError::Fabric(error.into());
+    let mut ids = [0; 4];
+    function.config_read(0, &mut ids).map_err(vfio)?;
+    let [vendor, device] = [[ids[0], ids[1]], [ids[2], ids[3]]].map(u16::from_le_bytes);
+    if (vendor, device) != (VENDOR_ID, DEVICE_ID) {
+        return Err(NtbError::WrongDevice {
+            bdf,
+            vendor,
+            device,
+            want_vendor: VENDOR_ID,
+            want_device: DEVICE_ID,
+        });
+    }
+    let description = function.description().map_err(vfio)?;
+    let window_len = description.bars[usize::from(WINDOW_BAR)]
+        .as_ref()
+        .map_or(0, |bar| bar.size);
+    let registers = function
+        .map_region(REGISTERS_BAR, 0, REGISTERS_SIZE)
+        .map_err(vfio)?;
+    let window = function
+        .map_region(WINDOW_BAR, 0, window_len)
+        .map_err(vfio)?;
+    let through: Arc<dyn Registers> = Arc::clone(&window) as _;
+    let driver = FarsideNtb::new(bdf, registers, through, window_len)?;
+    Ok((driver, window))
+}
+
+/// Where a BAR is in this host's physical address space, as sysfs says.
+fn bar_address(bdf: Bdf, bar: u8) -> Option<u64> {
+    let path = Path::new("/sys/bus/pci/devices").join(bdf.to_string());
+    let text = std::fs::read_to_string(path.join("resource")).ok()?;
+    let line = text.lines().nth(bar.into())?;
+    let first = line.split_whitespace().next()?;
+    u64::from_str_radix(first.strip_prefix("0x")?, 16).ok()
+}

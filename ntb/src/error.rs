@@ -1,0 +1,146 @@
+//! What an NTB refuses, in words that say what to do.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use farside_fabric::{FabricError, LimitError, Size};
+use farside_host_pci::Bdf;
+
+use crate::LinkState;
+
+/// Why an NTB endpoint cannot be used as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum NtbError {
+    /// Not an NTB that there is a driver for.
+    #[error(
+        "{bdf} is no NTB endpoint that farside has a driver for: its PCI ids are \
+         {vendor:04x}:{device:04x}, expected {want_vendor:04x}:{want_device:04x}; name the NTB's \
+         own function (`lspci -D -d {want_vendor:04x}:{want_device:04x}`)"
+    )]
+    WrongDevice {
+        bdf: Bdf,
+        vendor: u16,
+        device: u16,
+        want_vendor: u16,
+        want_device: u16,
+    },
+    /// The registers are not those of the driver's device.
+    #[error(
+        "{bdf}: the identification register reads {found:#010x}, expected {expected:#010x}{}",
+        gone(*found)
+    )]
+    WrongRegisters { bdf: Bdf, found: u32, expected: u32 },
+    /// The register set has another version.
+    #[error(
+        "{bdf}: its register set has version {found}, this farside knows {supported}; use the \
+         same release of farside for the NTB and for both hosts"
+    )]
+    Version {
+        bdf: Bdf,
+        found: u32,
+        supported: u32,
+    },
+    /// What it says of itself makes no sense.
+    #[error("{bdf} cannot be used as an NTB: {problem}")]
+    Unusable { bdf: Bdf, problem: String },
+    /// The link does not come up, or is no longer up.
+    #[error(
+        "{bdf}: NTB link down{}: {}", after(*waited), peer(link)
+    )]
+    LinkDown {
+        bdf: Bdf,
+        /// How long it was waited for; `None` when it was only looked at.
+        waited: Option<Duration>,
+        link: LinkState,
+    },
+    /// The two ports' windows differ.
+    #[error(
+        "{bdf}: this port's window BAR has {}, the peer port's has {}; give both ports of the NTB \
+         the same size",
+        Size(*own), Size(*peer)
+    )]
+    WindowSizesDiffer { bdf: Bdf, own: u64, peer: u64 },
+    /// A register does not take what is written.
+    #[error(
+        "{bdf}: {register} reads {found:#x} after {written:#x} was written; the NTB was reset, or \
+         has failed: restart this farside, and if that does not help, this host's NTB"
+    )]
+    Register {
+        bdf: Bdf,
+        register: String,
+        written: u64,
+        found: u64,
+    },
+    /// The hardware's requester table is full.
+    #[error(
+        "{bdf}: no entry is free in the NTB's requester table of {limit}; return a device or lend \
+         through another adapter"
+    )]
+    RequesterTable { bdf: Bdf, limit: u32 },
+    /// The endpoint's domain has no room.
+    #[error(
+        "no room for {} of far addresses, aligned to {}, in the IOMMU domain of the NTB endpoint; \
+         at most {} fit: give the VM less RAM, or this host's IOMMU wider addresses",
+        Size(*bytes), Size(*alignment), Size(*largest)
+    )]
+    FarSpace {
+        bytes: u64,
+        alignment: u64,
+        largest: u64,
+    },
+    /// What the adapter has is taken, or too small.
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    /// What domains and functions report.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// A call of the system.
+    #[error("{bdf}: cannot {what}: {source}")]
+    System {
+        bdf: Bdf,
+        what: &'static str,
+        source: io::Error,
+    },
+}
+
+impl From<NtbError> for FabricError {
+    fn from(error: NtbError) -> Self {
+        match error {
+            NtbError::Limit(error) => Self::Limit(error),
+            NtbError::Fabric(error) => error,
+            error => Self::Other(Box::new(error)),
+        }
+    }
+}
+
+fn gone(found: u32) -> &'static str {
+    match found {
+        u32::MAX => ": the device does not answer; was it unplugged, or is its memory space off?",
+        _ => "",
+    }
+}
+
+fn after(waited: Option<Duration>) -> impl fmt::Display {
+    match waited {
+        Some(waited) => format!(" after {} s", waited.as_secs_f32()),
+        None => String::new(),
+    }
+}
+
+fn peer(link: &LinkState) -> &'static str {
+    if !link.peer_present {
+        "the peer port has no host; is the other host up, and is the cable (or `farside ntb`) in \
+         place?"
+    } else if !link.peer_enabled {
+        "the other host is up, but no farside there has enabled its port; is the other host's \
+         farside running, with --ntb naming its port?"
+    } else if !link.up {
+        "the other host enables its port and this one does not yet"
+    } else {
+        "the link is up, but the peer port may not master its bus; is the other host's farside \
+         still starting?"
+    }
+}

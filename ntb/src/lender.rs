@@ -1,0 +1,257 @@
+//! The lender's end of a borrow: NTB windows behind the device's IOMMU domain.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use farside_fabric::{
+    AddressRange, BusAddress, FabricError, FarAddress, Iova, LenderPath, NtbUse, PageCounts,
+    RangeTable, Usage, WindowUse,
+};
+use farside_vfio::Function;
+
+use crate::adapter::{LutRun, RequesterEntry};
+use crate::driver::Flush;
+use crate::export::{Export, ExportedBars};
+use crate::platform::{DomainOps, FunctionOps};
+use crate::{Adapter, NtbError};
+
+/// The path of one borrowed device to the borrower's host, from
+/// [`Adapter::attach`] on. Dropping it stops the device's DMA, closes and gives
+/// back everything.
+///
+/// A window is a run of LUT entries of the endpoint, and the same part of the
+/// endpoint's window BAR mapped into the device's domain. The device's domain
+/// should be its own, and hold nothing else.
+pub struct LenderNtb<F: FunctionOps = Function> {
+    device: Arc<F>,
+    windows: RangeTable<Iova, LutRun<F>>,
+    export: Option<Export<F>>,
+    flusher: Flusher,
+    // Last: gives back the requester entry, when no window is open any more.
+    requester: RequesterEntry<F>,
+}
+
+impl<F: FunctionOps> Adapter<F> {
+    /// Makes a path for `device`, called `name` in messages: takes a requester
+    /// entry for it, nothing else.
+    ///
+    /// # Errors
+    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
+    /// [`farside_fabric::LimitError::Requesters`] when no entry is free; what
+    /// the hardware reports.
+    pub fn attach(&self, name: &str, device: Arc<F>) -> Result<LenderNtb<F>, NtbError> {
+        self.check_link()?;
+        Ok(LenderNtb {
+            requester: self.add_requester(name, device.bdf().requester_id())?,
+            device,
+            windows: RangeTable::default(),
+            export: None,
+            flusher: Flusher {
+                flush: Arc::clone(self.flush()),
+                at: Arc::new(AtomicU64::new(Flusher::NOWHERE)),
+            },
+        })
+    }
+}
+
+impl<F: FunctionOps> LenderNtb<F> {
+    /// The adapter that it goes through.
+    pub fn adapter(&self) -> &Adapter<F> {
+        self.requester.adapter()
+    }
+
+    /// Whether windows, as (IOVA, bytes), could all be opened now, and what
+    /// they would take. Takes nothing; ask before the VM boots.
+    ///
+    /// # Errors
+    /// [`FabricError::Limit`] says what would fit; an IOVA range that the
+    /// device cannot use (such as the MSI window) is named.
+    pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
+        let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
+        let needed = self.adapter().check_windows(&spans)?;
+        let ranges: Vec<_> = windows.iter().map(|&(at, len)| (at.get(), len)).collect();
+        self.device.domain().check(&ranges)?;
+        Ok(needed)
+    }
+
+    /// Lets the borrower's CPUs reach the device's BARs: maps what can be
+    /// mapped of them into the endpoint's domain. The second call finds them
+    /// there. They go with the path.
+    ///
+    /// # Errors
+    /// [`NtbError::FarSpace`]; what the system reports. Nothing is mapped then.
+    pub fn export_bars(&mut self) -> Result<&ExportedBars, NtbError> {
+        let export = match self.export.take() {
+            Some(export) => export,
+            None => Export::new(self.adapter(), &self.device)?,
+        };
+        Ok(self.export.insert(export).bars())
+    }
+
+    /// Takes the device's BARs away from the borrower's CPUs.
+    ///
+    /// # Errors
+    /// What the system reports; then they are still there.
+    pub fn unexport_bars(&mut self) -> Result<(), NtbError> {
+        match self.export.take() {
+            None => Ok(()),
+            Some(export) => export.end().map_err(|(export, error)| {
+                self.export = Some(*export);
+                error
+            }),
+        }
+    }
+
+    /// Pushes what the device has written ahead of what is sent to the borrower
+    /// from now on: to be called before an interrupt is relayed. Nothing to do
+    /// while no window is open.
+    pub fn flush(&self) {
+        self.flusher.flush();
+    }
+
+    /// For calling [`LenderNtb::flush`] from another thread.
+    pub fn flusher(&self) -> Flusher {
+        self.flusher.clone()
+    }
+
+    /// Closes the window at the front of `range`.
+    fn close(&mut self, range: AddressRange<Iova>) -> Result<(), FabricError> {
+        // The way to the LUT entries first, then they.
+        self.device
+            .domain()
+            .unmap(range.start().get(), range.len())?;
+        let runs = self.windows.unmap(range)?;
+        self.aim_flusher();
+        drop(runs);
+        Ok(())
+    }
+
+    /// Lets the flusher read where a window begins: guest RAM does, too.
+    fn aim_flusher(&self) {
+        let rows = self.windows.rows();
+        let at = rows
+            .first()
+            .map_or(Flusher::NOWHERE, |(_, run)| run.offset());
+        self.flusher.at.store(at, Ordering::Relaxed);
+    }
+
+    fn bus(&self, run: &LutRun<F>) -> BusAddress {
+        BusAddress::new(self.adapter().window_address().wrapping_add(run.offset()))
+    }
+}
+
+impl<F: FunctionOps> LenderPath for LenderNtb<F> {
+    fn open_window(
+        &mut self,
+        iova: Iova,
+        far: FarAddress,
+        len: u64,
+    ) -> Result<WindowUse, FabricError> {
+        let range = AddressRange::new(iova, len)?;
+        AddressRange::new(far, len)?;
+        self.windows.check(range)?;
+        // The entries first, then the way to them. They go with `run` when
+        // that fails.
+        let run = self.adapter().open_run(far, len)?;
+        let bus = self.bus(&run);
+        let (lut, offset) = (run.range(), run.offset());
+        let window = self.adapter().window();
+        self.device
+            .domain()
+            .map_bar(iova.get(), window, offset, len)?;
+        self.windows.map(range, run)?;
+        self.aim_flusher();
+        Ok(WindowUse {
+            bus,
+            bytes: len,
+            first_lut_entry: lut.first,
+            lut_entries: lut.entries,
+        })
+    }
+
+    fn close_window(&mut self, iova: Iova) -> Result<(), FabricError> {
+        let found = self.windows.find(iova).map(|(range, _)| *range);
+        match found.filter(|range| range.start() == iova) {
+            Some(range) => self.close(range),
+            None => Err(FabricError::NoWindow { iova }),
+        }
+    }
+
+    fn close_all(&mut self) -> Result<(), FabricError> {
+        let all: Vec<_> = self
+            .windows
+            .rows()
+            .iter()
+            .map(|(range, _)| *range)
+            .collect();
+        let mut result = Ok(());
+        for range in all {
+            let closed = self.close(range);
+            result = result.and(closed);
+        }
+        result
+    }
+
+    fn usage(&self) -> Usage {
+        let mut usage = Usage::default();
+        for (range, run) in self.windows.rows() {
+            let (from, to) = (range.start().get(), self.bus(run).get());
+            usage.windows += 1;
+            usage.lut_entries += run.range().entries;
+            usage.window_bytes += range.len();
+            usage.lender_pages += PageCounts::of(from, to, range.len(), 1 << 30);
+        }
+        usage
+    }
+
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        self.device.set_bus_master(enabled)
+    }
+}
+
+impl<F: FunctionOps> Drop for LenderNtb<F> {
+    fn drop(&mut self) {
+        let stopped = self.set_bus_master(false);
+        for result in [stopped, self.close_all()] {
+            if let Err(error) = result {
+                log::error!("{error}");
+            }
+        }
+        // Whatever could not be unmapped leads nowhere from now on.
+        for (_, run) in self.windows.clear() {
+            run.retire();
+        }
+    }
+}
+
+impl<F: FunctionOps> std::fmt::Debug for LenderNtb<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LenderNtb")
+            .field("device", &self.device.bdf())
+            .field("usage", &self.usage())
+            .finish()
+    }
+}
+
+/// Flushes a path; see [`LenderNtb::flush`]. Clones are of the same path.
+///
+/// A flush while the path's last window is being closed may be refused by the
+/// NTB, which then counts it.
+#[derive(Clone)]
+pub struct Flusher {
+    flush: Arc<dyn Flush>,
+    /// Where in the window BAR to read.
+    at: Arc<AtomicU64>,
+}
+
+impl Flusher {
+    const NOWHERE: u64 = u64::MAX;
+
+    /// Pushes what the device has written through its windows.
+    pub fn flush(&self) {
+        let at = self.at.load(Ordering::Relaxed);
+        if at != Self::NOWHERE {
+            self.flush.flush(at);
+        }
+    }
+}
