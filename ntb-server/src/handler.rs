@@ -1,0 +1,247 @@
+//! One VMM's requests, and its answers to our messages.
+
+use farside_devices::ntb::{FarError, Ntb, Port, Read};
+use farside_vfio_user::{
+    DeviceInfo, Errno, Header, Matched, Negotiated, Region, RegionInfo, RegionWrite, Reply,
+    ReplyTo, Request, SetIrqs,
+    serve::{Answer, Handler},
+};
+
+use crate::{
+    hosts::Hosts,
+    irqs,
+    side::{Held, Tag},
+};
+
+/// The NTB and both VMs.
+pub(crate) struct Machine {
+    pub(crate) ntb: Ntb,
+    pub(crate) hosts: Hosts,
+}
+
+/// The machine, as one VMM sees it.
+pub(crate) struct PortHandler<'a> {
+    pub(crate) machine: &'a mut Machine,
+    pub(crate) port: Port,
+}
+
+impl Machine {
+    /// A VMM is gone, and all that it brought.
+    pub(crate) fn client_gone(&mut self, port: Port) {
+        let side = self.hosts.side(port);
+        side.memory.clear();
+        side.vectors.disable_all();
+        side.held = None;
+        let under_way = side.commands.clear();
+        self.ntb.cancel_read(port);
+        self.ntb.set_present(port, false, &mut self.hosts);
+        self.reset(port);
+        for tag in under_way {
+            self.concluded(tag, Err(FarError::Refused));
+        }
+    }
+
+    /// A conventional reset.
+    pub(crate) fn reset(&mut self, port: Port) {
+        let side = self.hosts.side(port);
+        side.config.reset();
+        side.vectors.reset();
+        self.ntb.set_bus_master(port, false, &mut self.hosts);
+        self.ntb.reset(port, &mut self.hosts);
+    }
+
+    /// What a message was for has come to an end.
+    pub(crate) fn concluded(&mut self, tag: Tag, result: Result<&[u8], FarError>) {
+        match tag {
+            Tag::Write(at) => {
+                if let Err(error) = result {
+                    self.ntb.write_failed(at, error, &mut self.hosts);
+                }
+            }
+            Tag::Read { port, number } => {
+                // The answer to a read that nobody waits for any more.
+                let side = self.hosts.side(port);
+                if side.held.is_none() || side.reads != number {
+                    return;
+                }
+                let data = self.ntb.complete_read(port, result, &mut self.hosts);
+                if let Some(data) = data {
+                    let side = self.hosts.side(port);
+                    side.buffer.clear();
+                    side.buffer.extend_from_slice(data);
+                    if let Some(held) = &mut side.held {
+                        held.done = true;
+                    }
+                }
+            }
+        }
+    }
+
+    fn config_write(&mut self, port: Port, offset: u64, data: &[u8]) {
+        let side = self.hosts.side(port);
+        let effects = side.config.write(offset, data);
+        let bus_master = side.config.may_dma();
+        if effects.reset().is_some() {
+            side.vectors.reset();
+            self.ntb.reset(port, &mut self.hosts);
+        }
+        self.ntb.set_bus_master(port, bus_master, &mut self.hosts);
+    }
+}
+
+impl PortHandler<'_> {
+    fn negotiate(&mut self, negotiated: Negotiated) -> Answer<'_> {
+        let Machine { ntb, hosts } = &mut *self.machine;
+        ntb.set_present(self.port, true, hosts);
+        Answer::Reply(Reply::Version(negotiated))
+    }
+
+    fn set_irqs(&mut self, request: SetIrqs<'_>) -> Result<(), Errno> {
+        let side = self.machine.hosts.side(self.port);
+        irqs::request(&side.counts, request)
+            .and_then(|request| side.vectors.apply(request))
+            .map_err(|error| {
+                log::debug!("{}: DEVICE_SET_IRQS: {error}", side.name);
+                error.errno()
+            })
+    }
+
+    fn read(&mut self, region: Region, offset: u64, count: u32, to: ReplyTo) -> Answer<'_> {
+        let Machine { ntb, hosts } = &mut *self.machine;
+        let side = hosts.side(self.port);
+        let mut buffer = std::mem::take(&mut side.buffer);
+        buffer.clear();
+        buffer.resize(count as usize, 0xff);
+        let read = match region {
+            Region::Bar(bar) => ntb.read(self.port, bar, offset, &mut buffer, hosts),
+            Region::Config => {
+                if side.contains(region, offset, buffer.len()) {
+                    side.config.read(offset, &mut buffer);
+                }
+                Read::Done
+            }
+            Region::Rom | Region::Vga => Read::Done,
+        };
+        let side = hosts.side(self.port);
+        side.buffer = buffer;
+        match read {
+            Read::Done => Answer::Reply(Reply::RegionRead {
+                region,
+                offset,
+                data: &side.buffer,
+            }),
+            Read::Later => {
+                side.held = Some(Held {
+                    to,
+                    region,
+                    offset,
+                    done: false,
+                });
+                Answer::Later
+            }
+        }
+    }
+
+    fn write(&mut self, write: RegionWrite<'_>) -> Result<(), Errno> {
+        let RegionWrite {
+            region,
+            offset,
+            data,
+        } = write;
+        let side = self.machine.hosts.side(self.port);
+        if !side.contains(region, offset, data.len()) {
+            return Err(Errno::INVAL);
+        }
+        match region {
+            Region::Bar(bar) => {
+                let Machine { ntb, hosts } = &mut *self.machine;
+                ntb.write(self.port, bar, offset, data, hosts);
+            }
+            _ => self.machine.config_write(self.port, offset, data),
+        }
+        Ok(())
+    }
+
+    fn region_info(&mut self, region: Region) -> RegionInfo<'static> {
+        let size = self.machine.hosts.side(self.port).region_size(region);
+        match size {
+            0 => RegionInfo::absent(region),
+            // Nothing may be mapped, which also lets QEMU post its writes.
+            _ => RegionInfo {
+                region,
+                size,
+                readable: true,
+                writable: true,
+                mappable: None,
+            },
+        }
+    }
+}
+
+impl Handler for PortHandler<'_> {
+    fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
+        let done = match request {
+            Request::Version(negotiated) => return self.negotiate(negotiated),
+            Request::DmaMap(map) => {
+                log::trace!("port {:?}: {map:x?}", self.port);
+                let mapped = self.machine.hosts.side(self.port).memory.map(map);
+                mapped.map(|()| Reply::Done)
+            }
+            Request::DmaUnmap(unmap) => {
+                log::trace!("port {:?}: {unmap:x?}", self.port);
+                let unmapped = self.machine.hosts.side(self.port).memory.unmap(unmap);
+                unmapped.map(|()| Reply::DmaUnmap(unmap))
+            }
+            Request::DeviceGetInfo => Ok(Reply::DeviceInfo(DeviceInfo { resettable: true })),
+            Request::DeviceGetRegionInfo { region, argsz } => {
+                let info = self.region_info(region);
+                Ok(Reply::RegionInfo { info, argsz })
+            }
+            Request::DeviceGetIrqInfo { index } => {
+                let counts = &self.machine.hosts.side(self.port).counts;
+                Ok(Reply::IrqInfo(irqs::info(counts, index)))
+            }
+            Request::DeviceSetIrqs(request) => self.set_irqs(request).map(|()| Reply::Done),
+            Request::RegionRead {
+                region,
+                offset,
+                count,
+            } => return self.read(region, offset, count, to),
+            Request::RegionWrite(write) => self.write(write).map(|()| Reply::RegionWrite {
+                region: write.region,
+                offset: write.offset,
+                count: write.data.len() as u32,
+            }),
+            Request::RegionWriteMulti(writes) => writes
+                .writes()
+                .try_for_each(|write| self.write(write))
+                .map(|()| Reply::RegionWriteMulti {
+                    done: writes.len() as u64,
+                }),
+            Request::DeviceReset => {
+                self.machine.reset(self.port);
+                Ok(Reply::Done)
+            }
+        };
+        match done {
+            Ok(reply) => Answer::Reply(reply),
+            Err(errno) => Answer::Error(errno),
+        }
+    }
+
+    fn reply(&mut self, header: &Header, payload: &[u8]) -> bool {
+        let side = self.machine.hosts.side(self.port);
+        match side.commands.on_reply(header, payload) {
+            Matched::Nothing => false,
+            Matched::Settled => true,
+            Matched::Command { tag, result } => {
+                let result = result.map_err(|errno| {
+                    log::debug!("{}: a message of ours: {errno}", side.name);
+                    FarError::Refused
+                });
+                self.machine.concluded(tag, result);
+                true
+            }
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Both VMs, as the model reaches them.
+
+use std::sync::atomic::Ordering;
+
+use farside_devices::ntb::{Far, FarError, FarRead, Port, Target};
+use farside_fabric::memory::HostSlice;
+
+use crate::{
+    memory::{Access, Found},
+    side::{Side, Tag},
+};
+
+/// Both VMs.
+pub(crate) struct Hosts(pub(crate) [Side; 2]);
+
+impl Hosts {
+    pub(crate) fn side(&mut self, port: Port) -> &mut Side {
+        &mut self.0[port as usize]
+    }
+
+    /// Whether an access to memory that `port` shares must wait its turn behind
+    /// messages to its VMM. Not when that VMM waits for an answer of ours: it
+    /// serves none until then.
+    fn must_queue(&self, port: Port) -> bool {
+        let side = &self.0[port as usize];
+        !side.commands.is_idle() && side.held.is_none()
+    }
+}
+
+impl Far for Hosts {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError> {
+        let (from, to) = (at.from, at.from.peer());
+        let must_queue = self.must_queue(to);
+        let number = self.side(from).reads + 1;
+        let side = self.side(to);
+        match side.memory.find(at.address, Access::Read) {
+            Found::Denied => return Err(FarError::Refused),
+            Found::Shared { memory, offset } if !must_queue => {
+                load(memory, offset, data);
+                return Ok(FarRead::Done);
+            }
+            Found::Shared { .. } | Found::Unknown => {}
+        }
+        if side.held.is_some() {
+            return Err(FarError::Busy);
+        }
+        let tag = Tag::Read { port: from, number };
+        // At most a page.
+        let count = data.len() as u32;
+        let sent = side.commands.read(at.address, count, tag);
+        sent.map_err(|_| FarError::Busy)?;
+        self.side(from).reads = number;
+        Ok(FarRead::Later)
+    }
+
+    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError> {
+        let to = at.from.peer();
+        let must_queue = self.must_queue(to);
+        let side = self.side(to);
+        match side.memory.find(at.address, Access::Write) {
+            Found::Denied => Err(FarError::Refused),
+            Found::Shared { memory, offset } if !must_queue => {
+                store(memory, offset, data);
+                Ok(())
+            }
+            Found::Shared { .. } | Found::Unknown => side
+                .commands
+                .write(at.address, data, Tag::Write(at))
+                .map_err(|_| FarError::Busy),
+        }
+    }
+
+    fn raise(&mut self, port: Port, vector: u16) {
+        self.side(port).vectors.raise(vector);
+    }
+
+    fn is_pending(&self, port: Port, vector: u16) -> bool {
+        self.0[port as usize].vectors.is_pending(vector)
+    }
+}
+
+/// Loads what a CPU or device would load at once, at once; the rest byte by
+/// byte. All of it is in `memory`.
+fn load(memory: &HostSlice, offset: usize, data: &mut [u8]) {
+    let whole = match data.len() {
+        4 => memory
+            .load_u32(offset, Ordering::Acquire)
+            .map(|value| data.copy_from_slice(&value.to_le_bytes())),
+        8 => memory
+            .load_u64(offset, Ordering::Acquire)
+            .map(|value| data.copy_from_slice(&value.to_le_bytes())),
+        _ => None,
+    };
+    if whole.is_none()
+        && let Some(part) = memory.slice(offset, data.len())
+    {
+        part.read(data);
+    }
+}
+
+/// Stores likewise.
+fn store(memory: &HostSlice, offset: usize, data: &[u8]) {
+    let whole = match *data {
+        [a, b, c, d] => {
+            memory.store_u32(offset, u32::from_le_bytes([a, b, c, d]), Ordering::Release)
+        }
+        [a, b, c, d, e, f, g, h] => {
+            let value = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+            memory.store_u64(offset, value, Ordering::Release)
+        }
+        _ => None,
+    };
+    if whole.is_none()
+        && let Some(part) = memory.slice(offset, data.len())
+    {
+        part.write(data);
+    }
+}

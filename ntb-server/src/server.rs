@@ -1,0 +1,418 @@
+//! The event loop: two listeners, at most two clients.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use farside_control::Wakeup;
+use farside_devices::ntb::{ConfigError, FarError, Ntb, Port, PortConfig};
+use farside_vfio_user::{
+    Connection, ConnectionError, ListenError, Listener, RateLimit, Reply, Session, Slot,
+    serve::{Pumped, pump, pump_replies},
+};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    time::Timespec,
+};
+
+use crate::{
+    handler::{Machine, PortHandler},
+    hosts::Hosts,
+    side::Side,
+};
+
+/// Requests of one client that are served before the other has its turn.
+const BUDGET: usize = 256;
+
+/// Index of the first client among what is polled.
+const CLIENTS: usize = 3;
+
+/// Where one port is served, and its sizes.
+#[derive(Clone, Debug)]
+pub struct PortAt {
+    /// Path of the socket.
+    pub socket: PathBuf,
+    /// Sizes of the port.
+    pub sizes: PortConfig,
+}
+
+/// What to serve: port A and port B.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The ports, A first.
+    pub ports: [PortAt; 2],
+}
+
+/// Why an NTB cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A port cannot have such sizes.
+    #[error(transparent)]
+    Sizes(#[from] ConfigError),
+    /// A socket cannot be had.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// Both ports at one path.
+    #[error("both ports are to be served at {}: give each a socket of its own", .0.display())]
+    SameSocket(PathBuf),
+    /// The model describes what cannot be: a bug of ours.
+    #[error("the NTB's description makes no sense: {0}")]
+    Description(String),
+}
+
+/// An NTB whose two ports can be connected to.
+pub struct NtbServer {
+    machine: Machine,
+    places: [Place; 2],
+}
+
+/// Where clients of one port come from.
+struct Place {
+    listener: Listener,
+    client: Option<Client>,
+}
+
+struct Client {
+    connection: Connection,
+    session: Session,
+    /// What it is waited for with.
+    next: Next,
+}
+
+/// What a client is waited for with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    /// Nothing: there is more to do.
+    Now,
+    /// Something to receive.
+    Input,
+    /// Room to send.
+    Room,
+    /// The end of the read that it waits for itself.
+    OwnRead,
+}
+
+impl NtbServer {
+    /// Listens at both sockets.
+    ///
+    /// # Errors
+    ///
+    /// When a socket cannot be had, or sizes cannot be.
+    pub fn start(config: &Config) -> Result<Self, StartError> {
+        let [a, b] = &config.ports;
+        if a.socket == b.socket {
+            return Err(StartError::SameSocket(a.socket.clone()));
+        }
+        let ntb = Ntb::new([a.sizes, b.sizes])?;
+        let side = |port, at: &PortAt| {
+            let name = format!("port {port:?} ({})", at.socket.display());
+            let side = Side::new(name, ntb.description(port));
+            side.map_err(|error| StartError::Description(error.to_string()))
+        };
+        let hosts = Hosts([side(Port::A, a)?, side(Port::B, b)?]);
+        let places = [Place::new(&a.socket)?, Place::new(&b.socket)?];
+        for port in Port::BOTH {
+            log::info!(
+                "{} at {}",
+                ntb.description(port).summary,
+                places[port as usize].listener.path().display()
+            );
+        }
+        Ok(Self {
+            machine: Machine { ntb, hosts },
+            places,
+        })
+    }
+
+    /// Serves until `stop` is raised.
+    ///
+    /// # Errors
+    ///
+    /// When the system cannot wait for events.
+    pub fn run(mut self, stop: &Wakeup) -> io::Result<()> {
+        loop {
+            let Ready {
+                stopped,
+                listeners,
+                clients,
+            } = self.wait(stop)?;
+            if stopped {
+                return Ok(());
+            }
+            for port in Port::BOTH {
+                if listeners[port as usize] {
+                    self.accept(port);
+                }
+                if let Some(ready) = clients[port as usize] {
+                    self.on_client(port, ready);
+                }
+            }
+            self.expire();
+            for port in Port::BOTH {
+                self.answer(port);
+                self.flush(port);
+            }
+        }
+    }
+
+    /// Waits until there is something to do.
+    fn wait(&self, stop: &Wakeup) -> io::Result<Ready> {
+        let [a, b] = &self.places;
+        let nothing = || PollFd::new(stop, PollFlags::empty());
+        let mut fds = [
+            PollFd::new(stop, PollFlags::IN),
+            PollFd::new(&a.listener, PollFlags::IN),
+            PollFd::new(&b.listener, PollFlags::IN),
+            nothing(),
+            nothing(),
+        ];
+        for (fd, place) in fds[CLIENTS..].iter_mut().zip(&self.places) {
+            if let Some(client) = &place.client {
+                *fd = PollFd::new(&client.connection, client.interest());
+            }
+        }
+        match poll(&mut fds, self.patience().as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let is_ready = |at: usize| !fds[at].revents().is_empty();
+        let mut ready = Ready {
+            stopped: is_ready(0),
+            listeners: [is_ready(1), is_ready(2)],
+            clients: [None, None],
+        };
+        for port in Port::BOTH {
+            let at = port as usize;
+            if let Some(client) = &self.places[at].client
+                && (client.next == Next::Now || is_ready(CLIENTS + at))
+            {
+                ready.clients[at] = Some(fds[CLIENTS + at].revents());
+            }
+        }
+        Ok(ready)
+    }
+
+    /// How long to wait at most; without an end when there is none.
+    fn patience(&self) -> Option<Timespec> {
+        let mut clients = self.places.iter().flat_map(|place| &place.client);
+        let mut sides = self.machine.hosts.0.iter();
+        if clients.any(|client| client.next == Next::Now)
+            || sides.any(|side| side.held.as_ref().is_some_and(|held| held.done))
+        {
+            return Some(Timespec::default());
+        }
+        let sides = self.machine.hosts.0.iter();
+        let deadline = sides.filter_map(|side| side.commands.deadline()).min()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        Some(Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        })
+    }
+
+    fn accept(&mut self, port: Port) {
+        static CONNECTED: RateLimit = RateLimit::new();
+        static FAILED: RateLimit = RateLimit::new();
+
+        // A VM that is started again at once is not to be turned away for an
+        // end of the last one that was not seen yet.
+        let place = &mut self.places[port as usize];
+        if place.client.as_ref().is_some_and(Client::has_hung_up) {
+            self.drop_client(port, &ConnectionError::Closed);
+        }
+        let place = &mut self.places[port as usize];
+        let slot = match place.client {
+            Some(_) => Slot::Taken,
+            None => Slot::Free,
+        };
+        let name = &self.machine.hosts.side(port).name;
+        match place.listener.accept(slot) {
+            Ok(Some(mut connection)) => {
+                if let Some(held_back) = CONNECTED.allow() {
+                    log::info!("{name}: a VMM connected{held_back}");
+                }
+                connection.read_ahead();
+                place.client = Some(Client {
+                    connection,
+                    session: Session::new(),
+                    next: Next::Now,
+                });
+            }
+            Ok(None) => {}
+            Err(error) => {
+                if let Some(held_back) = FAILED.allow() {
+                    log::error!("{name}: {}{held_back}", causes(&error));
+                }
+            }
+        }
+    }
+
+    fn on_client(&mut self, port: Port, ready: PollFlags) {
+        let Some(client) = &mut self.places[port as usize].client else {
+            return;
+        };
+        let hung_up = ready.intersects(PollFlags::HUP | PollFlags::ERR);
+        let result = match client.next {
+            // Nothing is received now that would tell.
+            Next::OwnRead if hung_up => Err(ConnectionError::Closed),
+            _ => self.serve(port),
+        };
+        if let Err(error) = result {
+            self.drop_client(port, &error);
+        }
+    }
+
+    /// Serves what a client has sent, for one turn.
+    fn serve(&mut self, port: Port) -> Result<(), ConnectionError> {
+        let Some(client) = &mut self.places[port as usize].client else {
+            return Ok(());
+        };
+        let Client {
+            connection,
+            session,
+            next,
+        } = client;
+        let waits = self.machine.hosts.side(port).held.is_some();
+        let mut handler = PortHandler {
+            machine: &mut self.machine,
+            port,
+        };
+        *next = if connection.wants_write() && !connection.flush()? {
+            Next::Room
+        } else if waits {
+            match pump_replies(connection, &mut handler)? {
+                true => Next::OwnRead,
+                false => Next::Input,
+            }
+        } else {
+            match pump(connection, session, &mut handler, BUDGET)? {
+                Pumped::Idle => Next::Input,
+                Pumped::Full => Next::Room,
+                Pumped::Budget | Pumped::Later => Next::Now,
+            }
+        };
+        Ok(())
+    }
+
+    /// Gives up on messages whose time is up.
+    fn expire(&mut self) {
+        static LATE: RateLimit = RateLimit::new();
+
+        let waiting = Port::BOTH.map(|port| self.machine.hosts.side(port).commands.deadline());
+        if waiting == [None; 2] {
+            return;
+        }
+        let now = Instant::now();
+        for port in Port::BOTH {
+            while let Some(tag) = self.machine.hosts.side(port).commands.expire(now) {
+                if let Some(held_back) = LATE.allow() {
+                    let name = &self.machine.hosts.side(port).name;
+                    log::warn!(
+                        "{name}: the VMM did not answer a DMA message in time (QEMU before 11.0 cannot){held_back}"
+                    );
+                }
+                self.machine.concluded(tag, Err(FarError::Timeout));
+            }
+        }
+    }
+
+    /// Answers the read that a client waits for, once it can be.
+    fn answer(&mut self, port: Port) {
+        let side = self.machine.hosts.side(port);
+        let Some(held) = side.held.take_if(|held| held.done) else {
+            return;
+        };
+        let Some(client) = &mut self.places[port as usize].client else {
+            return;
+        };
+        let reply = Reply::RegionRead {
+            region: held.region,
+            offset: held.offset,
+            data: &side.buffer,
+        };
+        // What came behind it may have been received already.
+        client.next = Next::Now;
+        if let Err(error) = client.connection.send(held.to, Ok(reply)) {
+            self.drop_client(port, &error);
+        }
+    }
+
+    /// Sends messages to a VMM.
+    fn flush(&mut self, port: Port) {
+        if let Some(client) = &mut self.places[port as usize].client {
+            let commands = &mut self.machine.hosts.side(port).commands;
+            if let Err(error) = commands.flush(&mut client.connection) {
+                self.drop_client(port, &error);
+            }
+        }
+    }
+
+    fn drop_client(&mut self, port: Port, error: &ConnectionError) {
+        static CLOSED: RateLimit = RateLimit::new();
+        static DROPPED: RateLimit = RateLimit::new();
+
+        let side = self.machine.hosts.side(port);
+        let (mappings, shared) = side.memory.counts();
+        let (name, stats) = (&side.name, self.machine.ntb.stats(port));
+        match error {
+            ConnectionError::Closed => {
+                if let Some(held_back) = CLOSED.allow() {
+                    log::info!(
+                        "{name}: the VMM closed the connection; {mappings} mappings, {shared} of shared memory; {stats:?}{held_back}"
+                    );
+                }
+            }
+            error => {
+                if let Some(held_back) = DROPPED.allow() {
+                    log::warn!("{name}: dropping the VMM: {}{held_back}", causes(error));
+                }
+            }
+        }
+        self.places[port as usize].client = None;
+        self.machine.client_gone(port);
+    }
+}
+
+/// What there is to do.
+struct Ready {
+    stopped: bool,
+    listeners: [bool; 2],
+    /// For each client that has its turn, what its socket is ready for.
+    clients: [Option<PollFlags>; 2],
+}
+
+impl Place {
+    fn new(socket: &Path) -> Result<Self, ListenError> {
+        Ok(Self {
+            listener: Listener::bind(socket)?,
+            client: None,
+        })
+    }
+}
+
+impl Client {
+    fn interest(&self) -> PollFlags {
+        let mut flags = match self.next {
+            Next::Now | Next::OwnRead => PollFlags::empty(),
+            Next::Input => PollFlags::IN,
+            Next::Room => PollFlags::OUT,
+        };
+        flags.set(PollFlags::OUT, self.connection.wants_write());
+        flags
+    }
+
+    fn has_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.connection, PollFlags::empty())];
+        let ready = poll(&mut fds, Some(&Timespec::default()));
+        ready.is_ok_and(|ready| ready != 0)
+    }
+}
+
+/// An error with its causes, on one line.
+fn causes(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let causes: Vec<_> = causes.map(ToString::to_string).collect();
+    causes.join(": ")
+}
