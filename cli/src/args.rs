@@ -8,7 +8,7 @@ use farside_control::Address;
 
 use farside_qemu_configs::Machine;
 
-use crate::text::parse_size;
+use crate::{ntb::Ntb, text::parse_size};
 
 /// Use a PCIe device that sits in another host from a VM.
 ///
@@ -45,6 +45,8 @@ pub(crate) enum Verb {
     Qemu(Qemu),
     /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
+    /// Join two VMs by an NTB in software, each at one of its ports
+    Ntb(Ntb),
     /// Print a completion script for a shell
     Completions {
         /// Which shell.

@@ -7,6 +7,7 @@
 mod args;
 mod devices;
 mod lend;
+mod ntb;
 mod qemu;
 mod ram;
 mod serve;
@@ -51,6 +52,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Verb::Serve(serve) => serve::run(serve),
         Verb::Qemu(qemu) => qemu::run(qemu),
         Verb::Status(status) => status::run(&status),
+        Verb::Ntb(ntb) => ntb::run(&ntb),
         Verb::Completions { shell } => {
             clap_complete::generate(
                 shell,
