@@ -291,7 +291,8 @@ impl DeviceServer {
             Source::Worker => Some((self.device.worker().wakeup().as_raw_fd(), EventSet::IN)),
             Source::Registers => self.device.registers().map(|channel| {
                 let mut set = EventSet::IN;
-                set.set(EventSet::OUT, self.device.wants_register_room());
+                let waits = channel.wants_write() || self.device.wants_register_room();
+                set.set(EventSet::OUT, waits);
                 (channel.as_fd().as_raw_fd(), set)
             }),
             Source::Timer => Some((self.timer.as_raw_fd(), EventSet::IN)),

@@ -1,30 +1,34 @@
-//! A `SOCK_SEQPACKET` connection that carries one encoded message a packet.
+//! A connection that carries messages: within a host over a UNIX socket, which
+//! also carries descriptors, between hosts over TCP, which does not.
+//!
+//! Whoever waits for several of them polls for [`Channel::interest`]. Of a
+//! message that is not whole yet, the channel keeps what has come; of the
+//! next one it takes nothing, so what poll says is always all there is.
+
+mod packets;
+mod stream;
+mod tcp;
 
 use std::{
     io,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::{FileTypeExt, MetadataExt},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
     },
-    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{Mode, fchmod},
     io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
-        SocketFlags, SocketType, accept_with, bind, connect, listen, recvmsg, sendmsg, shutdown,
-        socket_with, socketpair,
-        sockopt::{Timeout, set_socket_timeout},
-    },
+    net::{Shutdown, shutdown},
 };
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::Address;
+use packets::Packets;
+use stream::Stream;
 
 /// Most bytes of one encoded message. Bounds what a peer can make us hold.
 pub const MAX_MESSAGE: usize = 64 * 1024;
@@ -32,12 +36,6 @@ pub const MAX_MESSAGE: usize = 64 * 1024;
 /// Most descriptors that ride with one message: as many as MSI has vectors,
 /// which are enabled together.
 pub const MAX_FDS: usize = 32;
-
-/// Connections that may wait to be accepted.
-const BACKLOG: i32 = 128;
-
-/// Room for [`MAX_FDS`] descriptors and their header.
-const ANCILLARY_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
 
 /// Why a message could not be exchanged.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +61,11 @@ pub enum ChannelError {
         "descriptors of a message were lost: there were over {MAX_FDS}, or this process may open no more (raise `ulimit -n`, `LimitNOFILE=` in a systemd unit)"
     )]
     DescriptorsLost,
+    /// A message was to go to another host, with descriptors. It was not sent.
+    #[error(
+        "{0} descriptors (memory files or eventfds) cannot be sent over TCP: between hosts, memory is reached through an NTB and interrupts are relayed"
+    )]
+    NoDescriptors(usize),
     /// The bytes do not decode.
     #[error("malformed message from the peer: {0}")]
     Malformed(#[from] postcard::Error),
@@ -80,110 +83,159 @@ impl From<Errno> for ChannelError {
     }
 }
 
-/// One end of a connection. The buffer is reused: neither direction allocates
+/// One end of a connection. The buffers are reused: neither direction allocates
 /// for messages without descriptors.
 #[derive(Debug)]
 pub struct Channel {
-    socket: OwnedFd,
-    buffer: Box<[u8; MAX_MESSAGE]>,
+    transport: Transport,
+    sent: Arc<AtomicU64>,
+}
+
+#[derive(Debug)]
+enum Transport {
+    Packets(Packets),
+    Stream(Box<Stream>),
 }
 
 impl Channel {
     /// Connects to the listener at `address`. Waits at most `timeout`, such as
-    /// where more want to connect than it accepts.
+    /// where more want to connect than it accepts, or where no host answers.
+    /// Looking a name up is not bounded by it.
     pub fn connect(address: &Address, timeout: Duration) -> io::Result<Self> {
-        let path = match address {
-            Address::Unix(path) => path.as_path(),
-            Address::Tcp { .. } => return Err(io::ErrorKind::Unsupported.into()),
-        };
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
-        // For a UNIX socket, the time that `connect` may wait. Not zero, which
-        // would mean for ever.
+        // Not zero, which would mean for ever.
         let timeout = timeout.max(Duration::from_millis(1));
-        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
-        match connect(&socket, &SocketAddrUnix::new(path)?) {
-            Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
-            connected => connected?,
+        match address {
+            Address::Unix(path) => Packets::connect(path, timeout).map(Self::from_socket),
+            Address::Tcp { host, port } => Self::from_tcp(tcp::connect(host, *port, timeout)?),
         }
-        rustix::io::ioctl_fionbio(&socket, true)?;
-        Ok(Self::from_socket(socket))
     }
 
-    /// Two connected ends.
+    /// One more connection to a TCP peer.
+    pub(crate) fn connect_again(&self, timeout: Duration) -> io::Result<Self> {
+        let timeout = timeout.max(Duration::from_millis(1));
+        Self::from_tcp(tcp::connect_to(tcp::peer(self.as_fd())?, timeout)?)
+    }
+
+    /// Two connected ends, within this host.
     pub fn pair() -> io::Result<(Self, Self)> {
-        let (a, b) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )?;
+        let (a, b) = packets::pair()?;
         Ok((Self::from_socket(a), Self::from_socket(b)))
     }
 
-    /// Wraps a connected, nonblocking `SOCK_SEQPACKET` socket.
+    /// Wraps a connected, nonblocking UNIX socket of type `SOCK_SEQPACKET`.
     pub fn from_socket(socket: OwnedFd) -> Self {
+        Self::new(Transport::Packets(Packets::new(socket)))
+    }
+
+    /// Wraps a connected TCP socket.
+    pub fn from_tcp(socket: std::net::TcpStream) -> io::Result<Self> {
+        tcp::prepare(&socket)?;
+        let stream = Stream::new(socket.into());
+        Ok(Self::new(Transport::Stream(Box::new(stream))))
+    }
+
+    fn new(transport: Transport) -> Self {
         Self {
-            socket,
-            buffer: Box::new([0; MAX_MESSAGE]),
+            transport,
+            sent: Arc::default(),
         }
     }
 
-    /// The socket, for handing to another process.
+    /// The socket, for handing to another process. Over TCP that would lose
+    /// what is buffered.
     pub fn into_socket(self) -> OwnedFd {
-        self.socket
+        match self.transport {
+            Transport::Packets(packets) => packets.into_socket(),
+            Transport::Stream(stream) => stream.into_socket(),
+        }
+    }
+
+    /// Whether it leads to another host (or could): then no descriptors can be
+    /// sent.
+    pub fn is_tcp(&self) -> bool {
+        matches!(self.transport, Transport::Stream(_))
+    }
+
+    /// The peer, for log lines: its process, or its address.
+    pub fn peer(&self) -> String {
+        match &self.transport {
+            Transport::Packets(packets) => packets.peer(),
+            Transport::Stream(stream) => match tcp::peer(stream.as_fd()) {
+                Ok(address) => address.to_string(),
+                Err(error) => format!("unknown host ({error})"),
+            },
+        }
+    }
+
+    /// How many messages have been sent, also for another thread to read.
+    pub(crate) fn sent(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.sent)
+    }
+
+    /// The same connection; what was sent until now is not counted.
+    pub(crate) fn counted_anew(self) -> Self {
+        Self::new(self.transport)
     }
 
     /// Ends what goes to the peer, which sees the connection closed; what it
     /// still sends can be received.
-    pub fn shut_down_sending(&self) -> io::Result<()> {
-        Ok(shutdown(&self.socket, Shutdown::Write)?)
+    pub fn shut_down_sending(&mut self) -> io::Result<()> {
+        // An error would show again at the shutdown.
+        let _ = self.flush();
+        Ok(shutdown(&*self, Shutdown::Write)?)
     }
 
-    /// Sends at once; `false` when the peer's queue is full.
+    /// What to poll for.
+    pub fn interest(&self) -> PollFlags {
+        match self.wants_write() {
+            true => PollFlags::IN | PollFlags::OUT,
+            false => PollFlags::IN,
+        }
+    }
+
+    /// Whether part of a message that [`Channel::try_send`] took still has to
+    /// go, when there is room. Never so over a UNIX socket. Every call that
+    /// sends or receives sees to it first, so a loop that polls for
+    /// [`Channel::interest`] and then receives needs nothing else.
+    pub fn wants_write(&self) -> bool {
+        match &self.transport {
+            Transport::Packets(_) => false,
+            Transport::Stream(stream) => stream.wants_write(),
+        }
+    }
+
+    /// Sends of [`Channel::wants_write`] what there is room for.
+    pub fn flush(&mut self) -> Result<(), ChannelError> {
+        match &mut self.transport {
+            Transport::Packets(_) => Ok(()),
+            Transport::Stream(stream) => stream.flush(),
+        }
+    }
+
+    /// Sends at once; `false` when the peer's queue is full, and then nothing
+    /// is sent.
     pub fn try_send<T: Serialize>(
         &mut self,
         message: &T,
         fds: &[BorrowedFd<'_>],
     ) -> Result<bool, ChannelError> {
-        let too_large = |len| ChannelError::TooLarge {
-            len,
-            fds: fds.len(),
+        let sent = match &mut self.transport {
+            Transport::Packets(packets) => packets.try_send(message, fds)?,
+            Transport::Stream(_) if !fds.is_empty() => {
+                return Err(ChannelError::NoDescriptors(fds.len()));
+            }
+            Transport::Stream(stream) => stream.try_send(message)?,
         };
-        if fds.len() > MAX_FDS {
-            return Err(too_large(0));
+        if sent {
+            // Read by who was told of this message by other means.
+            self.sent.fetch_add(1, Ordering::Release);
         }
-        let bytes = match postcard::to_slice(message, &mut self.buffer[..]) {
-            Ok(bytes) => &*bytes,
-            Err(postcard::Error::SerializeBufferFull) => return Err(too_large(MAX_MESSAGE + 1)),
-            Err(error) => return Err(error.into()),
-        };
-        let mut space = [std::mem::MaybeUninit::uninit(); ANCILLARY_SPACE];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            let fits = ancillary.push(SendAncillaryMessage::ScmRights(fds));
-            debug_assert!(fits, "space is for MAX_FDS");
-        }
-        loop {
-            return match sendmsg(
-                &self.socket,
-                &[io::IoSlice::new(bytes)],
-                &mut ancillary,
-                SendFlags::NOSIGNAL,
-            ) {
-                Ok(_) => Ok(true),
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => Ok(false),
-                Err(errno) => Err(errno.into()),
-            };
-        }
+        Ok(sent)
     }
 
-    /// Sends, waiting for room until `deadline`.
+    /// Sends, waiting for room until `timeout` is over. After an error other
+    /// than [`ChannelError::TooLarge`] and [`ChannelError::NoDescriptors`] the
+    /// message may have been sent, or may yet be.
     pub fn send<T: Serialize>(
         &mut self,
         message: &T,
@@ -194,7 +246,13 @@ impl Channel {
         while !self.try_send(message, fds)? {
             self.wait(PollFlags::OUT, deadline, timeout)?;
         }
-        Ok(())
+        loop {
+            self.flush()?;
+            if !self.wants_write() {
+                return Ok(());
+            }
+            self.wait(PollFlags::OUT, deadline, timeout)?;
+        }
     }
 
     /// Takes the next message if one is there. After
@@ -202,44 +260,18 @@ impl Channel {
     pub fn try_receive<T: DeserializeOwned>(
         &mut self,
     ) -> Result<Option<(T, Vec<OwnedFd>)>, ChannelError> {
-        let mut space = [std::mem::MaybeUninit::uninit(); ANCILLARY_SPACE];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let received = loop {
-            match recvmsg(
-                &self.socket,
-                &mut [io::IoSliceMut::new(&mut self.buffer[..])],
-                &mut ancillary,
-                RecvFlags::CMSG_CLOEXEC,
-            ) {
-                Ok(received) => break received,
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(None),
-                Err(errno) => return Err(errno.into()),
-            }
-        };
-        let mut fds = Vec::new();
-        for message in ancillary.drain() {
-            if let RecvAncillaryMessage::ScmRights(received) = message {
-                fds.extend(received);
-            }
-        }
-        if received.flags.contains(ReturnFlags::TRUNC) {
-            return Err(ChannelError::TooLarge {
-                len: received.bytes,
-                fds: fds.len(),
-            });
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) {
-            return Err(ChannelError::DescriptorsLost);
-        }
-        // No message of ours encodes to nothing: zero bytes is end of stream.
-        if received.bytes == 0 {
-            return Err(ChannelError::Closed);
-        }
         // What follows the message is ignored: a later version of ours may say
         // more in its Hello, and is to be refused by its number.
-        let message = postcard::from_bytes(&self.buffer[..received.bytes])?;
-        Ok(Some((message, fds)))
+        match &mut self.transport {
+            Transport::Packets(packets) => match packets.try_receive()? {
+                Some((bytes, fds)) => Ok(Some((postcard::from_bytes(bytes)?, fds))),
+                None => Ok(None),
+            },
+            Transport::Stream(stream) => match stream.try_receive()? {
+                Some(bytes) => Ok(Some((postcard::from_bytes(bytes)?, Vec::new()))),
+                None => Ok(None),
+            },
+        }
     }
 
     /// Takes the next message, waiting for it for at most `timeout`.
@@ -252,7 +284,7 @@ impl Channel {
             if let Some(message) = self.try_receive()? {
                 return Ok(message);
             }
-            self.wait(PollFlags::IN, deadline, timeout)?;
+            self.wait(self.interest(), deadline, timeout)?;
         }
     }
 
@@ -270,7 +302,7 @@ impl Channel {
             tv_sec: i64::from(i32::MAX),
             tv_nsec: 0,
         });
-        match poll(&mut [PollFd::new(&self.socket, flags)], Some(&left)) {
+        match poll(&mut [PollFd::new(self, flags)], Some(&left)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
@@ -279,134 +311,27 @@ impl Channel {
 
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-}
-
-/// A listening socket that is unlinked when dropped.
-#[derive(Debug)]
-pub struct Listener {
-    socket: OwnedFd,
-    path: PathBuf,
-    /// Device and inode of `path`: what is there later is removed only if it
-    /// is still this one.
-    identity: Option<(u64, u64)>,
-}
-
-impl Listener {
-    /// Listens at `path`, readable and writable by the owner only. A socket
-    /// left behind by a process that died is replaced; one that answers is an
-    /// error (`AddrInUse`).
-    pub fn bind(path: &Path) -> io::Result<Self> {
-        let address = SocketAddrUnix::new(path).map_err(|_| {
-            io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!(
-                    "socket path {} is {} bytes long; the limit is 107: choose a shorter directory",
-                    path.display(),
-                    path.as_os_str().len()
-                ),
-            )
-        })?;
-        let failed = |errno: Errno| {
-            let error = io::Error::from(errno);
-            io::Error::new(error.kind(), format!("{}: {error}", path.display()))
-        };
-        let socket = new_socket().map_err(failed)?;
-        // Before the bind: Linux makes the path with the socket's mode, so at
-        // no time can another user connect.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
-        match bind(&socket, &address) {
-            Err(Errno::ADDRINUSE) => {
-                remove_stale(path, &address)?;
-                bind(&socket, &address).map_err(failed)?;
-            }
-            bound => bound.map_err(failed)?,
-        }
-        let listener = Self {
-            socket,
-            path: path.to_owned(),
-            identity: identity(path),
-        };
-        // From here on a failure removes the path.
-        listen(&listener.socket, BACKLOG).map_err(failed)?;
-        Ok(listener)
-    }
-
-    /// Accepts one connection if one waits.
-    pub fn accept(&self) -> io::Result<Option<Channel>> {
-        loop {
-            return match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(socket) => Ok(Some(Channel::from_socket(socket))),
-                Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                Err(Errno::AGAIN) => Ok(None),
-                Err(errno) => Err(errno.into()),
-            };
-        }
-    }
-
-    /// Where it listens.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        // Another process may have put its own socket there since.
-        if self.identity.is_some()
-            && self.identity == identity(&self.path)
-            && let Err(error) = std::fs::remove_file(&self.path)
-        {
-            log::warn!("cannot unlink {}: {error}", self.path.display());
+        match &self.transport {
+            Transport::Packets(packets) => packets.as_fd(),
+            Transport::Stream(stream) => stream.as_fd(),
         }
     }
 }
 
-fn new_socket() -> Result<OwnedFd, Errno> {
-    socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )
-}
-
-/// Removes what is at `path` if it is a socket on which nobody listens.
-fn remove_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<()> {
-    let in_use = |what: String| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
-    match connect(&new_socket()?, address) {
-        Err(Errno::CONNREFUSED) if is_socket(path) => {
-            log::info!("replacing the stale socket {}", path.display());
-            std::fs::remove_file(path)
-        }
-        // It went away by itself.
-        Err(Errno::NOENT) => Ok(()),
-        // AGAIN: so many want to connect that there is a listener.
-        Ok(()) | Err(Errno::AGAIN) => in_use(format!(
-            "another process listens at {}: stop it or choose another path",
-            path.display()
-        )),
-        Err(errno) => in_use(format!(
-            "{} exists and is no lender's socket ({errno}): remove it or choose another path",
-            path.display()
-        )),
+/// The encoded message, in `buffer`.
+fn encode<'a, T: Serialize>(
+    message: &T,
+    fds: usize,
+    buffer: &'a mut [u8],
+) -> Result<&'a mut [u8], ChannelError> {
+    match postcard::to_slice(message, buffer) {
+        Ok(bytes) => Ok(bytes),
+        Err(postcard::Error::SerializeBufferFull) => Err(ChannelError::TooLarge {
+            len: MAX_MESSAGE + 1,
+            fds,
+        }),
+        Err(error) => Err(error.into()),
     }
-}
-
-fn is_socket(path: &Path) -> bool {
-    std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket())
-}
-
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let meta = std::fs::symlink_metadata(path).ok()?;
-    Some((meta.dev(), meta.ino()))
 }
 
 #[cfg(test)]

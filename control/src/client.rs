@@ -2,6 +2,10 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -9,7 +13,7 @@ use farside_fabric::NtbLimits;
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
-    Epoch, IrqUpdate, RamRange, RemoteError, Reply, Request, Route, VERSION,
+    Epoch, IrqUpdate, RamRange, Registers, RemoteError, Reply, Request, Route, Ticket, VERSION,
 };
 
 /// How long a lender may take to answer. Longer than it waits for a device's
@@ -30,6 +34,9 @@ pub enum CallError {
     /// The connection failed; the lease, if there was one, is lost.
     #[error("lost the lender: {0}")]
     Lost(#[from] ChannelError),
+    /// What was to be sent can only be sent within a host; nothing changed.
+    #[error(transparent)]
+    NotSent(ChannelError),
     /// The lender said no; nothing changed.
     #[error(transparent)]
     Refused(#[from] RemoteError),
@@ -56,8 +63,11 @@ pub struct Lease {
 /// to another. Further calls fail.
 #[derive(Debug)]
 pub struct Client {
+    address: Address,
     channel: Channel,
     epoch: Epoch,
+    /// Counts what was sent on the register channel.
+    accesses: Arc<AtomicU64>,
     lender: String,
     deadline: Option<Instant>,
     failed: bool,
@@ -84,8 +94,10 @@ impl Client {
                 source,
             })?;
         let mut client = Self {
+            address: address.clone(),
             channel,
             epoch: Epoch(0),
+            accesses: Arc::default(),
             lender: String::new(),
             deadline,
             failed: false,
@@ -112,10 +124,8 @@ impl Client {
     /// returns true, the device does no DMA any more and nothing is open. So
     /// it is, too, if the lender is dead.
     pub fn hang_up(mut self, patience: Duration) -> bool {
-        if self.channel.shut_down_sending().is_err() {
-            // The lender closed it first.
-            return true;
-        }
+        // If the lender closed it first, that shows below.
+        let _ = self.channel.shut_down_sending();
         let deadline = Instant::now() + patience;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -127,7 +137,8 @@ impl Client {
                 | Err(
                     ChannelError::Malformed(_)
                     | ChannelError::TooLarge { .. }
-                    | ChannelError::DescriptorsLost,
+                    | ChannelError::DescriptorsLost
+                    | ChannelError::NoDescriptors(_),
                 ) => {}
             }
         }
@@ -199,21 +210,33 @@ impl Client {
     ) -> Result<Lease, CallError> {
         let device = device.to_owned();
         match self.call(Request::Borrow { device, route }, bar_memory)? {
-            (Reply::Lease { epoch, bars }, fds) => {
+            (
+                Reply::Lease {
+                    epoch,
+                    registers,
+                    bars,
+                },
+                fds,
+            ) => {
                 let mut fds = fds.into_iter();
                 let files = bars
                     .iter()
                     .filter(|bar| matches!(bar, BarMemory::File { .. }))
                     .count();
-                let Some(socket) = fds.next().filter(|_| fds.len() == files) else {
+                let channel = match registers {
+                    Registers::Descriptor => fds.next().map(Channel::from_socket),
+                    Registers::Ticket(ticket) => Some(self.open_registers(ticket)?),
+                };
+                let Some(registers) = channel.filter(|_| fds.len() == files) else {
                     self.failed = true;
                     return Err(CallError::Unexpected(
                         "a lease without its register channel and BAR files".into(),
                     ));
                 };
                 self.epoch = epoch;
+                self.accesses = registers.sent();
                 Ok(Lease {
-                    registers: Channel::from_socket(socket),
+                    registers,
                     bars,
                     files: fds.collect(),
                 })
@@ -222,10 +245,40 @@ impl Client {
         }
     }
 
+    /// Connects once more, for the register channel.
+    fn open_registers(&mut self, ticket: Ticket) -> Result<Channel, CallError> {
+        let opened = self.try_open_registers(ticket);
+        // Without it the lease is of no use.
+        self.failed |= opened.is_err();
+        opened
+    }
+
+    fn try_open_registers(&mut self, ticket: Ticket) -> Result<Channel, CallError> {
+        let (_, deadline) = self.deadline();
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let mut channel = self.channel.connect_again(left()).map_err(|source| {
+            let address = self.address.clone();
+            CallError::Unreachable { address, source }
+        })?;
+        let request = Envelope {
+            epoch: Epoch(0),
+            accesses: 0,
+            request: Request::Registers { ticket },
+        };
+        channel.send(&request, &[], left())?;
+        match channel.receive(left())?.0 {
+            // From here on its messages count.
+            Reply::Done => Ok(channel.counted_anew()),
+            Reply::Refused(error) => Err(error.into()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// Gives the device back.
     pub fn return_device(&mut self) -> Result<(), CallError> {
         self.done(Request::Return, &[])?;
         self.epoch = Epoch(0);
+        self.accesses = Arc::default();
         Ok(())
     }
 
@@ -307,11 +360,13 @@ impl Client {
         if self.failed {
             return Err(ChannelError::Closed.into());
         }
-        let started = Instant::now();
-        let limit = started + TIMEOUT;
-        let deadline = self.deadline.map_or(limit, |deadline| deadline.min(limit));
+        if !fds.is_empty() && self.channel.is_tcp() {
+            return Err(CallError::NotSent(ChannelError::NoDescriptors(fds.len())));
+        }
+        let (started, deadline) = self.deadline();
         let envelope = Envelope {
             epoch: self.epoch,
+            accesses: self.accesses.load(Ordering::Acquire),
             request,
         };
         match self.exchange(&envelope, fds, deadline) {
@@ -326,6 +381,13 @@ impl Client {
                 .into())
             }
         }
+    }
+
+    /// Now, and when a call that is made now must be answered.
+    fn deadline(&self) -> (Instant, Instant) {
+        let now = Instant::now();
+        let limit = now + TIMEOUT;
+        (now, self.deadline.map_or(limit, |at| at.min(limit)))
     }
 
     fn unexpected(&mut self, reply: &Reply) -> CallError {

@@ -67,6 +67,14 @@ impl IrqUpdate {
         (update, fds)
     }
 
+    /// How many descriptors must come with it.
+    pub fn descriptors(&self) -> usize {
+        match &self.vectors {
+            IrqVectors::EventFds(present) => present.iter().filter(|present| **present).count(),
+            IrqVectors::All | IrqVectors::Some(_) | IrqVectors::Relay(_) => 0,
+        }
+    }
+
     /// The request, checked against the function; relayed vectors go to
     /// `relay`.
     pub fn into_request(

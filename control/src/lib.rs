@@ -29,18 +29,21 @@ mod address;
 mod channel;
 mod client;
 mod irqs;
+mod listener;
 mod message;
 mod names;
 mod open_files;
 mod wakeup;
 
 pub use address::{Address, AddressError};
-pub use channel::{Channel, ChannelError, Listener, MAX_FDS, MAX_MESSAGE};
+pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
+pub use listener::{Listener, is_private};
 pub use message::{
     BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
-    ErrorKind, RamRange, RemoteError, Reply, Request, Route, VERSION,
+    ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
+    VERSION,
 };
 pub use names::{MAX_NAME, NAME_RULE, check_name};
 pub use open_files::raise_open_files;

@@ -28,6 +28,9 @@ impl std::fmt::Display for Epoch {
 pub struct Envelope {
     /// The lease it is sent under; zero before there is one.
     pub epoch: Epoch,
+    /// Register accesses that were sent under the lease before this request,
+    /// which must not overtake them: they come by another connection.
+    pub accesses: u64,
     /// The request itself.
     pub request: Request,
 }
@@ -132,7 +135,37 @@ pub enum Request {
     SetIrqs(IrqUpdate),
     /// Gives the device back.
     Return,
+    /// First and only message of a connection that becomes the register channel
+    /// of a lease, after the reply.
+    Registers {
+        /// What came with the lease.
+        ticket: Ticket,
+    },
 }
+
+/// The right to open the register channel of one lease, once and soon.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Ticket(pub [u8; 16]);
+
+impl std::fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Whoever sees it has it.
+        f.write_str("Ticket")
+    }
+}
+
+/// How the borrower comes by the register channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Registers {
+    /// It is the first descriptor of the reply.
+    Descriptor,
+    /// By another connection ([`Request::Registers`]), where no descriptor can
+    /// be sent. Good once, within [`TICKET_LIFE`].
+    Ticket(Ticket),
+}
+
+/// How long a [`Ticket`] is good for.
+pub const TICKET_LIFE: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// What a lender answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -150,11 +183,13 @@ pub enum Reply {
     Description(Box<Described>),
     /// To `Status`.
     Status(Box<DeviceStatus>),
-    /// To `Borrow`. Descriptors: the register channel, then the files of
-    /// [`BarMemory::File`].
+    /// To `Borrow`. Descriptors: the register channel, if it comes so, then the
+    /// files of [`BarMemory::File`].
     Lease {
         /// The lease's fencing number.
         epoch: Epoch,
+        /// How to come by the register channel.
+        registers: Registers,
         /// For each BAR with mappable areas, in the order of the BARs, how the
         /// borrower's CPU reaches them.
         bars: Vec<BarMemory>,

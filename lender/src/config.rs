@@ -17,7 +17,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_control::{NAME_RULE, check_name};
+use farside_control::{Address, NAME_RULE, check_name};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use serde::Deserialize;
@@ -29,9 +29,16 @@ pub struct Config {
     /// The lender's name in messages. Default: the host name.
     #[serde(default = "host_name")]
     pub name: String,
-    /// Where backends connect. Default: `lender.sock` in the runtime folder.
+    /// Where backends of this host connect. Default: `lender.sock` in the runtime folder.
     #[serde(default = "farside_control::paths::lender_socket")]
     pub socket: PathBuf,
+    /// Where backends of other hosts connect: `tcp:HOST:PORT`.
+    #[serde(default)]
+    pub listen: Vec<Address>,
+    /// Listen at addresses, too, that are neither the host's own nor private.
+    /// Whoever reaches them can borrow every device.
+    #[serde(default)]
+    pub listen_plain: bool,
     /// How long at most a device's thread looks for work before it sleeps,
     /// microseconds; a guest that is not busy is not looked after that long.
     /// Zero always sleeps at once.

@@ -3,20 +3,23 @@
 use std::{
     os::fd::OwnedFd,
     sync::{Arc, mpsc},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farside_control::{
     Channel, ChannelError, Envelope, ErrorKind, NAME_RULE, RemoteError, Reply, Request, Route,
-    VERSION, Wakeup, check_name,
+    TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
 };
 use farside_fabric::NtbLimits;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::registry::{Lease, Mail, Registry};
 
 /// How long a peer may leave an answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a peer may take to say who it is.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a device's thread may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -33,16 +36,27 @@ pub(crate) struct About {
 /// Answers requests until the peer goes, `stop` is readable, or a lease takes
 /// the connection away.
 pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registry>, stop: &Wakeup) {
+    let name = channel.peer();
     let mut peer = None;
+    let silent_since = Instant::now();
     loop {
         let (envelope, fds): (Envelope, _) = match channel.try_receive() {
             Ok(Some(message)) => message,
             Ok(None) => {
+                let patience = match peer {
+                    Some(_) => None,
+                    None => Some(HELLO_TIMEOUT.saturating_sub(silent_since.elapsed())),
+                };
+                if patience.is_some_and(|patience| patience.is_zero()) {
+                    log::warn!("dropping {name}: it has not said Hello within {HELLO_TIMEOUT:?}");
+                    return;
+                }
+                let patience = patience.and_then(|patience| Timespec::try_from(patience).ok());
                 let mut fds = [
-                    PollFd::new(&channel, PollFlags::IN),
+                    PollFd::new(&channel, channel.interest()),
                     PollFd::new(stop, PollFlags::IN),
                 ];
-                match poll(&mut fds, None) {
+                match poll(&mut fds, patience.as_ref()) {
                     Err(errno) if errno != rustix::io::Errno::INTR => return,
                     _ if !fds[1].revents().is_empty() => return,
                     _ => continue,
@@ -50,11 +64,15 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
             }
             Err(ChannelError::Closed) => return,
             Err(error) => {
-                log::warn!("dropping a peer of the lender: {error}");
+                log::warn!("dropping {name}, a peer of the lender: {error}");
                 return;
             }
         };
-        let reply = match answer(envelope.request, lender, registry, &mut peer) {
+        if let (Request::Registers { ticket }, None) = (&envelope.request, &peer) {
+            return become_registers(channel, *ticket, registry);
+        }
+        let tcp = channel.is_tcp();
+        let reply = match answer(envelope.request, lender, registry, &mut peer, tcp) {
             Ok(Answer::Reply(reply)) => reply,
             Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry) {
                 Ok(()) => return,
@@ -66,9 +84,33 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
             Err(error) => Reply::Refused(error),
         };
         if let Err(error) = channel.send(&reply, &[], SEND_TIMEOUT) {
-            log::warn!("dropping a peer of the lender: {error}");
+            log::warn!("dropping {name}, a peer of the lender: {error}");
             return;
         }
+    }
+}
+
+/// Makes the connection the register channel of the lease that `ticket` is
+/// from. A ticket that is no good costs the peer the connection.
+fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry) {
+    let name = channel.peer();
+    let redeemed = registry.tickets().redeem(ticket, Instant::now());
+    let reply = match &redeemed {
+        Some(_) => Reply::Done,
+        None => {
+            log::warn!("dropping {name}: it asked for registers with a ticket that is no good");
+            Reply::Refused(RemoteError {
+                kind: ErrorKind::Invalid,
+                message: format!(
+                    "that ticket is no good: it was used, or is older than {TICKET_LIFE:?}, or its lease is over"
+                ),
+            })
+        }
+    };
+    match (channel.send(&reply, &[], SEND_TIMEOUT), redeemed) {
+        (Ok(()), Some(redeemed)) => redeemed.hand_over(channel),
+        (Ok(()), None) => {}
+        (Err(error), _) => log::warn!("dropping {name}, a peer of the lender: {error}"),
     }
 }
 
@@ -94,6 +136,7 @@ fn answer(
     lender: &About,
     registry: &Registry,
     peer: &mut Option<Peer>,
+    tcp: bool,
 ) -> Result<Answer, RemoteError> {
     let invalid = |message: String| RemoteError {
         kind: ErrorKind::Invalid,
@@ -130,6 +173,7 @@ fn answer(
             Reply::Status(Box::new(status))
         }
         (Request::Check { device, route, ram }, _) => {
+            carries(route, tcp)?;
             if ram.len() > MAX_RAM_RANGES {
                 return Err(invalid(format!(
                     "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
@@ -140,6 +184,7 @@ fn answer(
             Reply::Done
         }
         (Request::Borrow { device, route }, Some(Peer { vm: Some(vm) })) => {
+            carries(route, tcp)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
@@ -149,10 +194,26 @@ fn answer(
         (Request::Borrow { .. }, Some(Peer { vm: None })) => {
             return Err(invalid("only a VM can borrow: Hello named none".into()));
         }
+        (Request::Registers { .. }, Some(_)) => {
+            return Err(invalid(
+                "Registers must be the first message of a connection".into(),
+            ));
+        }
         (Request::Hello { .. }, Some(_)) => return Err(invalid("Hello was said already".into())),
         (_, Some(_)) => return Err(invalid("that needs a lease: Borrow first".into())),
     };
     Ok(Answer::Reply(reply))
+}
+
+/// Refuses a route that the peer's connection does not carry.
+fn carries(route: Route, tcp: bool) -> Result<(), RemoteError> {
+    match route {
+        Route::Memory if tcp => Err(RemoteError {
+            kind: ErrorKind::Invalid,
+            message: "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
+        }),
+        Route::Memory | Route::Ntb => Ok(()),
+    }
 }
 
 /// Asks a device's thread.

@@ -10,6 +10,7 @@
 //! lease released. While something in flight does not drain, the lease stays:
 //! a device that could still write to a VM's memory is nobody else's.
 
+mod channel;
 mod lease;
 mod spin;
 
@@ -103,6 +104,21 @@ impl DeviceLoop {
                 None
             }
             Mail::Lease(lease) => Some(lease),
+        }
+    }
+
+    /// Answers what is asked while there is a lease.
+    fn answer_mail(&self) {
+        self.mail_wake.lower();
+        while let Ok(mail) = self.mail.try_recv() {
+            if let Some(lease) = self.take_mail(mail) {
+                // The registry grants one lease at a time.
+                log::error!(
+                    "device {}: a second lease (epoch {}) while there is one",
+                    self.id,
+                    lease.epoch
+                );
+            }
         }
     }
 

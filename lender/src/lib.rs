@@ -22,9 +22,11 @@ pub mod config;
 mod borrowable;
 mod connection;
 mod device_loop;
+mod listening;
 mod model;
 mod refusals;
 mod registry;
 mod server;
+mod tickets;
 
 pub use server::{Lender, StartError};

@@ -11,6 +11,8 @@ use farside_control::{
     RemoteError, Route, Wakeup,
 };
 
+use crate::tickets::Tickets;
+
 /// A message to a device's thread.
 pub(crate) enum Mail {
     /// Serve this borrower.
@@ -97,6 +99,7 @@ impl Slot {
 #[derive(Default)]
 pub(crate) struct Registry {
     slots: Mutex<BTreeMap<String, Slot>>,
+    tickets: Arc<Tickets>,
 }
 
 impl Registry {
@@ -118,6 +121,11 @@ impl Registry {
             lease: None,
         };
         self.lock().insert(id.to_owned(), slot);
+    }
+
+    /// Those of leases that wait for their register channel.
+    pub(crate) fn tickets(&self) -> &Arc<Tickets> {
+        &self.tickets
     }
 
     /// Grants a lease, or says who has it.

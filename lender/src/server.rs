@@ -1,15 +1,8 @@
-//! Start and stop: sockets, threads, devices.
+//! Start and stop: threads, devices.
 
-use std::{
-    io,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread::JoinHandle,
-};
+use std::{io, sync::Arc, thread::JoinHandle};
 
-use farside_control::{Channel, Epoch, Listener, Wakeup, paths, raise_open_files};
+use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::{LimitError, soft::Adapter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,12 +12,10 @@ use crate::{
     config::{Config, ConfigError, DeviceConfig, Model},
     connection::{self, About},
     device_loop::DeviceLoop,
+    listening::{Counted, Entrance},
     model::ModelDevice,
     registry::Registry,
 };
-
-/// Most peers without a lease at a time. Bounds threads.
-const MAX_PEERS: usize = 256;
 
 /// How long to wait when a connection cannot be accepted, so that the log does
 /// not overflow with it.
@@ -61,6 +52,16 @@ pub enum StartError {
     /// The socket cannot be made.
     #[error("cannot listen for backends: {0}")]
     Listen(io::Error),
+    /// `listen` is for TCP.
+    #[error(
+        "cannot listen at {0}: `listen` takes tcp:HOST:PORT; the socket for this host is `socket`"
+    )]
+    NotTcp(Address),
+    /// An address that others than the operator's hosts may reach.
+    #[error(
+        "cannot listen at {0}: the protocol is not encrypted and asks nobody who he is, so only loopback and private addresses are allowed; choose one (such as 10.0.0.2), or say `listen-plain = true` if this network is trusted all the same"
+    )]
+    Public(Address),
     /// The system refused a thread or an eventfd.
     #[error("cannot start: {0}")]
     System(#[from] io::Error),
@@ -68,7 +69,7 @@ pub enum StartError {
 
 /// A running lender.
 pub struct Lender {
-    listener: Listener,
+    entrances: Vec<Entrance>,
     about: Arc<About>,
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<()>>,
@@ -94,15 +95,9 @@ impl Lender {
             log::info!("lending {} ({summary})", device.id);
             opened.push((device.id.clone(), opened_device));
         }
-        if let Some(folder) = config.socket.parent() {
-            paths::create_folder(folder).map_err(|source| StartError::Folder {
-                path: folder.to_owned(),
-                source,
-            })?;
-        }
-        let listener = Listener::bind(&config.socket).map_err(StartError::Listen)?;
+        let entrances = Entrance::open_all(&config)?;
         let mut lender = Self {
-            listener,
+            entrances,
             about: Arc::new(About {
                 name: config.name.clone(),
                 limits: config.fabric.clone(),
@@ -134,12 +129,19 @@ impl Lender {
                 .spawn(move || device_loop.run())?;
             lender.devices.push(thread);
         }
-        log::info!(
-            "lender {} listens at {}",
-            lender.about.name,
-            config.socket.display()
-        );
+        for entrance in &lender.entrances {
+            log::info!(
+                "lender {} listens at {}",
+                lender.about.name,
+                entrance.address()
+            );
+        }
         Ok(lender)
+    }
+
+    /// Where it listens: first the socket of this host, then the ports.
+    pub fn addresses(&self) -> Vec<Address> {
+        self.entrances.iter().map(Entrance::address).collect()
     }
 
     /// What to raise to stop [`Lender::run`].
@@ -150,52 +152,52 @@ impl Lender {
     /// Serves until stopped; then takes every device back and unlinks the
     /// socket.
     pub fn run(self) -> io::Result<()> {
-        let peers = Arc::new(AtomicUsize::new(0));
         loop {
-            let mut fds = [
-                PollFd::new(&self.listener, PollFlags::IN),
-                PollFd::new(&self.stop, PollFlags::IN),
-            ];
+            let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
+            let doors = self.entrances.iter();
+            fds.extend(doors.map(|entrance| PollFd::new(entrance, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(errno) => return Err(errno.into()),
             }
-            if !fds[1].revents().is_empty() {
+            if !fds[0].revents().is_empty() {
                 return Ok(());
             }
-            loop {
-                match self.listener.accept() {
-                    Ok(Some(channel)) => self.welcome(channel, &peers),
-                    Ok(None) => break,
-                    Err(error) => {
-                        // Such as for want of descriptors. Those who borrow
-                        // are served on; the peer is still there afterwards.
-                        log::error!("cannot accept a connection: {error}");
-                        let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                        // The stop itself is seen above.
-                        let _ = poll(&mut stop, Some(&ACCEPT_PAUSE));
-                        break;
-                    }
+            for entrance in &self.entrances {
+                self.let_in(entrance);
+            }
+        }
+    }
+
+    /// Serves everyone who waits at an entrance.
+    fn let_in(&self, entrance: &Entrance) {
+        loop {
+            match entrance.accept() {
+                Ok(Some((channel, counted))) => self.welcome(channel, counted),
+                Ok(None) => return,
+                Err(error) => {
+                    // Such as for want of descriptors. Those who borrow
+                    // are served on; the peer is still there afterwards.
+                    log::error!("cannot accept a connection: {error}");
+                    let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
+                    // The stop itself is seen by the caller.
+                    let _ = poll(&mut stop, Some(&ACCEPT_PAUSE));
+                    return;
                 }
             }
         }
     }
 
     /// Serves a peer on a thread of its own.
-    fn welcome(&self, channel: Channel, peers: &Arc<AtomicUsize>) {
-        if peers.load(Ordering::Relaxed) >= MAX_PEERS {
-            log::warn!("refusing a connection: {MAX_PEERS} peers are connected already");
-            return;
-        }
-        let guard = Counted::new(peers);
+    fn welcome(&self, channel: Channel, counted: Counted) {
         let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
         let stop = self.stop.clone();
         let started = std::thread::Builder::new()
             .name("peer".into())
             .spawn(move || {
                 connection::serve(channel, &about, &registry, &stop);
-                drop(guard);
+                drop(counted);
             });
         if let Err(error) = started {
             log::error!("refusing a connection: no thread for it: {error}");
@@ -212,22 +214,6 @@ impl Drop for Lender {
             }
         }
         log::info!("lender {} stopped", self.about.name);
-    }
-}
-
-/// Counts itself for as long as it lives.
-struct Counted(Arc<AtomicUsize>);
-
-impl Counted {
-    fn new(count: &Arc<AtomicUsize>) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(count))
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 
 use farside_control::{
     BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
-    Reply, Request,
+    Registers, Reply, Request,
 };
 use farside_devices::{
     Device as _,
@@ -168,6 +168,7 @@ impl Muted {
                     registers.push(ours);
                     Reply::Lease {
                         epoch: Epoch(7),
+                        registers: Registers::Descriptor,
                         bars: vec![BarMemory::Borrowers],
                     }
                 }

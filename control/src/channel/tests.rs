@@ -1,119 +1,286 @@
-use std::os::unix::net::UnixListener;
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+};
+
+use proptest::prelude::*;
 
 use super::*;
 
 const SOON: Duration = Duration::from_secs(5);
 
+/// Two connected TCP sockets.
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (a, listener.accept().unwrap().0)
+}
+
+/// A channel over TCP, and the bare socket at its other end.
+fn channel_and_socket() -> (Channel, TcpStream) {
+    let (a, b) = sockets();
+    (Channel::from_tcp(a).unwrap(), b)
+}
+
+/// Two connected ends of each kind.
+fn pairs() -> [(Channel, Channel); 2] {
+    let (a, b) = sockets();
+    let tcp = [a, b].map(|socket| Channel::from_tcp(socket).unwrap());
+    [Channel::pair().unwrap(), tcp.into()]
+}
+
+fn frame(message: &[u8]) -> Vec<u8> {
+    let mut frame = (message.len() as u32).to_le_bytes().to_vec();
+    frame.extend(message);
+    frame
+}
+
+/// Whether poll says that there is something to read.
+fn is_readable(channel: &Channel) -> bool {
+    let mut fds = [PollFd::new(channel, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
+}
+
+fn wait_readable(channel: &Channel) {
+    let deadline = Instant::now() + SOON;
+    channel.wait(PollFlags::IN, deadline, SOON).unwrap();
+}
+
 #[test]
-fn messages_keep_their_boundaries_and_descriptors() {
-    let (mut a, mut b) = Channel::pair().unwrap();
+fn messages_keep_their_boundaries() {
+    for (mut a, mut b) in pairs() {
+        let long = vec![0x5au8; MAX_MESSAGE - 3];
+        a.send(&1u32, &[], SOON).unwrap();
+        a.send(&2u32, &[], SOON).unwrap();
+        assert_eq!(b.receive::<u32>(SOON).unwrap().0, 1);
+        assert_eq!(b.receive::<u32>(SOON).unwrap().0, 2);
+        assert!(b.try_receive::<u32>().unwrap().is_none());
+        b.send(&long, &[], SOON).unwrap();
+        assert!(a.receive::<Vec<u8>>(SOON).unwrap().0 == long);
+        drop(a);
+        assert!(matches!(b.receive::<u32>(SOON), Err(ChannelError::Closed)));
+    }
+}
+
+#[test]
+fn descriptors_ride_along_within_a_host_only() {
+    let [(mut a, mut b), (mut far, mut other)] = pairs();
     let file = tempfile::tempfile().unwrap();
     a.send(&1u32, &[file.as_fd()], SOON).unwrap();
-    a.send(&2u32, &[], SOON).unwrap();
-    let (first, fds) = b.receive::<u32>(SOON).unwrap();
-    assert_eq!((first, fds.len()), (1, 1));
-    let (second, fds) = b.receive::<u32>(SOON).unwrap();
-    assert_eq!((second, fds.len()), (2, 0));
-    assert!(b.try_receive::<u32>().unwrap().is_none());
-    drop(a);
-    assert!(matches!(b.receive::<u32>(SOON), Err(ChannelError::Closed)));
+    assert_eq!(b.receive::<u32>(SOON).unwrap().1.len(), 1);
+    assert!(far.is_tcp() && !a.is_tcp());
+    let error = far.send(&1u32, &[file.as_fd()], SOON).unwrap_err();
+    assert!(error.to_string().contains("cannot be sent over TCP"));
+    // That is all that happened.
+    far.send(&2u32, &[], SOON).unwrap();
+    assert_eq!(other.receive::<u32>(SOON).unwrap().0, 2);
 }
 
 #[test]
 fn a_message_over_a_limit_is_not_sent() {
-    let (mut a, mut b) = Channel::pair().unwrap();
-    let long = vec![0u8; MAX_MESSAGE];
-    let error = a.send(&long, &[], SOON).unwrap_err();
-    assert!(matches!(error, ChannelError::TooLarge { .. }), "{error}");
     let file = tempfile::tempfile().unwrap();
-    let error = a
-        .send(&0u8, &[file.as_fd(); MAX_FDS + 1], SOON)
-        .unwrap_err();
-    assert!(matches!(error, ChannelError::TooLarge { .. }), "{error}");
-    assert!(b.try_receive::<u8>().unwrap().is_none());
+    for (mut a, mut b) in pairs() {
+        let long = vec![0u8; MAX_MESSAGE];
+        let error = a.send(&long, &[], SOON).unwrap_err();
+        assert!(matches!(error, ChannelError::TooLarge { .. }), "{error}");
+        let many = [file.as_fd(); MAX_FDS + 1];
+        assert!(a.send(&0u8, &many, SOON).is_err());
+        assert!(b.try_receive::<u8>().unwrap().is_none());
+        a.send(&7u8, &[], SOON).unwrap();
+        assert_eq!(b.receive::<u8>(SOON).unwrap().0, 7);
+    }
 }
 
 #[test]
 fn a_full_queue_is_said_and_waited_for() {
-    let (mut a, mut b) = Channel::pair().unwrap();
-    let mut sent = 0u64;
-    while a.try_send(&sent, &[]).unwrap() {
-        sent += 1;
-    }
-    let short = Duration::from_millis(1);
-    let error = a.send(&sent, &[], short).unwrap_err();
-    assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
-    for expected in 0..sent {
-        assert_eq!(b.receive::<u64>(SOON).unwrap().0, expected);
-    }
-    a.send(&sent, &[], SOON).unwrap();
-}
-
-#[test]
-fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("lender.sock");
-    // Left behind: bound, then closed without an unlink.
-    let socket = new_socket().unwrap();
-    bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    drop(socket);
-    let listener = Listener::bind(&path).unwrap();
-    let mode = std::fs::metadata(&path).unwrap().mode();
-    assert_eq!(mode & 0o777, 0o600);
-
-    let error = Listener::bind(&path).unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
-    assert!(error.to_string().contains("another process listens"));
-    Channel::connect(&path.clone().into(), SOON).unwrap();
-    drop(listener);
-    assert!(!path.exists());
-}
-
-#[test]
-fn what_is_no_socket_of_ours_is_left_alone() {
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("file");
-    std::fs::write(&file, "precious").unwrap();
-    let error = Listener::bind(&file).unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::AddrInUse, "{error}");
-    assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
-
-    let stream = dir.path().join("stream");
-    let _other = UnixListener::bind(&stream).unwrap();
-    let error = Listener::bind(&stream).unwrap_err();
-    assert!(error.to_string().contains("no lender's socket"), "{error}");
-
-    let missing = dir.path().join("no/such/folder/sock");
-    let error = Listener::bind(&missing).unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::NotFound);
-    assert!(error.to_string().contains("no/such/folder"), "{error}");
-}
-
-#[test]
-fn a_socket_that_another_process_put_there_is_not_unlinked() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("lender.sock");
-    let first = Listener::bind(&path).unwrap();
-    std::fs::remove_file(&path).unwrap();
-    let _second = Listener::bind(&path).unwrap();
-    drop(first);
-    assert!(path.exists());
-}
-
-#[test]
-fn connecting_does_not_wait_for_ever() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("lender.sock");
-    let socket = new_socket().unwrap();
-    bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    listen(&socket, 0).unwrap();
-    let mut waiting = Vec::new();
-    let error = loop {
-        match Channel::connect(&path.clone().into(), Duration::from_millis(20)) {
-            Ok(channel) => waiting.push(channel),
-            Err(error) => break error,
+    for (mut a, mut b) in pairs() {
+        let mut sent = 0u64;
+        while a.try_send(&sent, &[]).unwrap() {
+            sent += 1;
         }
-        assert!(waiting.len() < 100, "the backlog has no end");
+        // The last one may have been cut.
+        assert_eq!(a.interest().contains(PollFlags::OUT), a.wants_write());
+        let short = Duration::from_millis(1);
+        let error = a.send(&sent, &[], short).unwrap_err();
+        assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
+        assert_eq!(a.sent.load(Ordering::Relaxed), sent);
+        for expected in 0..sent {
+            // As the loop of its owner does, which polls for OUT as well.
+            a.flush().unwrap();
+            assert_eq!(b.receive::<u64>(SOON).unwrap().0, expected);
+        }
+        a.send(&sent, &[], SOON).unwrap();
+        assert_eq!(b.receive::<u64>(SOON).unwrap().0, sent);
+    }
+}
+
+#[test]
+fn a_message_that_was_cut_goes_out_with_any_call() {
+    type Call = fn(&mut Channel);
+    let calls: [Call; 2] = [
+        |channel| assert!(channel.try_receive::<u8>().unwrap().is_none()),
+        |channel| assert!(channel.try_send(&0u8, &[]).is_ok()),
+    ];
+    for call in calls {
+        let (mut a, mut b) = channel_and_socket();
+        let message = vec![0x5au8; MAX_MESSAGE - 3];
+        let mut sent = 0;
+        while !a.wants_write() {
+            assert!(a.try_send(&message, &[]).unwrap());
+            sent += 1;
+        }
+        // Neither sent nor forgotten: nothing at all.
+        assert!(!a.try_send(&message, &[]).unwrap());
+        let reader = std::thread::spawn(move || {
+            let mut received = vec![0; sent * (HEADER + MAX_MESSAGE)];
+            b.read_exact(&mut received).unwrap();
+            (received, b)
+        });
+        while a.wants_write() {
+            let deadline = Instant::now() + SOON;
+            a.wait(PollFlags::OUT, deadline, SOON).unwrap();
+            call(&mut a);
+        }
+        let (received, _b) = reader.join().unwrap();
+        let encoded = postcard::to_stdvec(&message).unwrap();
+        assert!(received == frame(&encoded).repeat(sent));
+    }
+}
+
+/// Nobody reads; a message is larger than what a socket holds.
+#[test]
+fn a_peer_that_does_not_read_holds_nobody_longer_than_was_said() {
+    let (mut a, _b) = channel_and_socket();
+    let message = vec![0u8; MAX_MESSAGE - 3];
+    let patience = Duration::from_millis(20);
+    let error = loop {
+        let started = Instant::now();
+        if let Err(error) = a.send(&message, &[], patience) {
+            assert!(started.elapsed() >= patience);
+            break error;
+        }
     };
-    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
+}
+
+/// One byte every now and then does not put a deadline off.
+#[test]
+fn a_peer_that_dribbles_holds_nobody_longer_than_was_said() {
+    let (mut a, mut b) = channel_and_socket();
+    b.write_all(&100u32.to_le_bytes()).unwrap();
+    let patience = Duration::from_millis(30);
+    let dribble = std::thread::spawn(move || {
+        for _ in 0..99 {
+            // Fails when the channel is gone.
+            if b.write_all(&[0]).is_err() {
+                return;
+            }
+            std::thread::yield_now();
+        }
+        // Keeps the connection open until then.
+        let _ = b.read(&mut [0]);
+    });
+    let error = a.receive::<Vec<u8>>(patience).unwrap_err();
+    assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
+    drop(a);
+    dribble.join().unwrap();
+}
+
+#[test]
+fn lengths_that_no_message_has_are_refused_for_good() {
+    for len in [0, MAX_MESSAGE as u32 + 1, u32::MAX] {
+        let (mut a, mut b) = channel_and_socket();
+        b.write_all(&len.to_le_bytes()).unwrap();
+        b.write_all(&frame(&[1])).unwrap();
+        let error = a.receive::<u8>(SOON).unwrap_err();
+        match error {
+            ChannelError::TooLarge { len: said, .. } => assert_eq!(said, len as usize),
+            ChannelError::Malformed(_) => assert_eq!(len, 0),
+            other => panic!("{len}: {other}"),
+        }
+        // Not taken for the end that a lender gives a lease.
+        let error = a.receive::<u8>(SOON).unwrap_err();
+        assert!(matches!(error, ChannelError::Io(_)), "{error}");
+    }
+}
+
+#[test]
+fn what_follows_a_message_in_its_frame_is_ignored_and_garbage_is_not() {
+    let (mut a, mut b) = channel_and_socket();
+    b.write_all(&frame(&[5, 6, 7])).unwrap();
+    b.write_all(&frame(&[0xff; 20])).unwrap();
+    b.write_all(&frame(&[9])).unwrap();
+    assert_eq!(a.receive::<u8>(SOON).unwrap().0, 5);
+    let error = a.receive::<u64>(SOON).unwrap_err();
+    assert!(matches!(error, ChannelError::Malformed(_)), "{error}");
+    assert_eq!(a.receive::<u8>(SOON).unwrap().0, 9);
+}
+
+#[test]
+fn a_peer_that_goes_in_the_middle_of_a_message_is_gone() {
+    let whole = frame(&[0; 100]);
+    for cut in [0, 1, 4, 50] {
+        // By FIN: all is read first.
+        let (mut a, mut b) = channel_and_socket();
+        b.write_all(&frame(&[3])).unwrap();
+        b.write_all(&whole[..cut]).unwrap();
+        drop(b);
+        assert_eq!(a.receive::<u8>(SOON).unwrap().0, 3);
+        for _ in 0..2 {
+            let error = a.receive::<Vec<u8>>(SOON).unwrap_err();
+            assert!(matches!(error, ChannelError::Closed), "{error}");
+        }
+        // By RST, as from a host that has started anew.
+        let (mut a, mut b) = channel_and_socket();
+        b.write_all(&whole[..cut]).unwrap();
+        let linger = Some(Duration::ZERO);
+        rustix::net::sockopt::set_socket_linger(&b, linger).unwrap();
+        drop(b);
+        let error = a.receive::<Vec<u8>>(SOON).unwrap_err();
+        assert!(matches!(error, ChannelError::Closed), "{error}");
+        assert!(a.try_send(&0u8, &[]).is_err());
+    }
+}
+
+#[test]
+fn the_last_words_of_a_peer_are_heard() {
+    for (mut a, mut b) in pairs() {
+        a.send(&1u8, &[], SOON).unwrap();
+        a.shut_down_sending().unwrap();
+        assert_eq!(b.receive::<u8>(SOON).unwrap().0, 1);
+        assert!(matches!(b.receive::<u8>(SOON), Err(ChannelError::Closed)));
+        b.send(&2u8, &[], SOON).unwrap();
+        assert_eq!(a.receive::<u8>(SOON).unwrap().0, 2);
+    }
+}
+
+const HEADER: usize = 4;
+
+proptest! {
+    /// However the bytes are cut, the messages are the same; and whoever takes
+    /// one at a time when poll says so misses none.
+    #[test]
+    fn any_cuts_of_the_bytes_give_the_same_messages(
+        messages in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 1..12),
+        cuts in prop::collection::vec(1usize..200, 1..60),
+    ) {
+        let (mut a, mut b) = channel_and_socket();
+        let mut bytes = Vec::new();
+        for message in &messages {
+            bytes.extend(frame(&postcard::to_stdvec(message).unwrap()));
+        }
+        let mut received: Vec<Vec<u8>> = Vec::new();
+        let mut cuts = cuts.iter().cycle();
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let (piece, later) = rest.split_at(rest.len().min(*cuts.next().unwrap()));
+            b.write_all(piece).unwrap();
+            rest = later;
+            wait_readable(&a);
+            while is_readable(&a) {
+                received.extend(a.try_receive::<Vec<u8>>().unwrap().map(|(message, _)| message));
+            }
+        }
+        prop_assert_eq!(received, messages);
+    }
 }

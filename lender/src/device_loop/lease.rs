@@ -7,13 +7,13 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request, TICKET_LIFE,
     registers::{Access, Event},
 };
 use farside_fabric::{FarAddress, Iova, MemoryRange};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{DeviceLoop, spin::Spin};
+use super::{DeviceLoop, channel::Offer, spin::Spin};
 use crate::{
     borrowable::Begun,
     refusals::{internal, invalid},
@@ -31,6 +31,9 @@ const ACCESSES: usize = 64;
 /// should the borrower never stop sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
 
+/// How long register accesses may take that were sent before a request.
+const LATE_ACCESSES: Duration = Duration::from_secs(2);
+
 /// Refusals of one lease that are logged one by one. What a borrower is
 /// refused, its guest may have caused.
 const LOGGED_REFUSALS: u64 = 10;
@@ -46,13 +49,30 @@ pub(super) struct LeaseLoop<'a> {
     registers: Channel,
     vm: String,
     epoch: Epoch,
+    /// Register accesses that were served.
+    served: u64,
+    /// A request that came before the accesses that were sent before it.
+    held: Option<Held>,
     refusals: u64,
 }
 
+struct Held {
+    envelope: Envelope,
+    fds: Vec<OwnedFd>,
+    until: Instant,
+}
+
 /// Why a lease ended.
-enum End {
+pub(super) enum End {
     Returned,
     PeerGone(ChannelError),
+    /// The borrower did not connect for its registers.
+    NoRegisters,
+    /// Accesses that the borrower said it had sent did not come.
+    LostAccesses {
+        sent: u64,
+        came: u64,
+    },
     Stopped,
 }
 
@@ -67,11 +87,24 @@ impl<'a> LeaseLoop<'a> {
             bar_memory,
         } = lease;
         let id = owner.id.clone();
-        let granted = Channel::pair().map_err(internal).and_then(|pair| {
-            let begun = owner.device.begin(route, &vm, bar_memory)?;
-            Ok((begun, pair))
+        let peer = connection.peer();
+        let tickets = owner.registry.tickets();
+        let granted = Offer::new(&connection, tickets)
+            .map_err(internal)
+            .and_then(|offer| {
+                let begun = owner.device.begin(route, &vm, bar_memory)?;
+                Ok((begun, offer))
+            });
+        let granted = granted.and_then(|(begun, offer)| {
+            if begun.files.is_empty() || !connection.is_tcp() {
+                return Ok((begun, offer));
+            }
+            owner.device.end();
+            Err(internal(format_args!(
+                "the BARs of device {id} are files, which cannot be sent over TCP"
+            )))
         });
-        let (Begun { bars, files }, (registers, theirs)) = match granted {
+        let (Begun { bars, files }, offer) = match granted {
             Ok(granted) => granted,
             Err(error) => {
                 log::error!("device {id}: cannot lend to VM {vm}: {error}");
@@ -82,25 +115,53 @@ impl<'a> LeaseLoop<'a> {
                 return;
             }
         };
-        let theirs = theirs.into_socket();
-        let mut fds = vec![theirs.as_fd()];
-        fds.extend(files.iter().map(OwnedFd::as_fd));
-        let sent = connection.send(&Reply::Lease { epoch, bars }, &fds, SEND_TIMEOUT);
-        drop((theirs, files));
+        let (registers, theirs) = offer.for_borrower();
+        let fds: Vec<_> = theirs
+            .into_iter()
+            .chain(&files)
+            .map(OwnedFd::as_fd)
+            .collect();
+        let reply = Reply::Lease {
+            epoch,
+            registers,
+            bars,
+        };
+        let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
+        drop(files);
+        let accepted = match sent {
+            Ok(()) => offer.accepted(owner, &connection),
+            Err(error) => Err(End::PeerGone(error)),
+        };
+        let registers = match accepted {
+            Ok(registers) => registers,
+            Err(end) => {
+                log::info!("device {id}: lent to VM {vm} in vain (epoch {epoch}, {peer})");
+                return take_back(owner, connection, &vm, epoch, 0, end);
+            }
+        };
         let mut lease = LeaseLoop {
             owner,
             connection,
             registers,
             vm,
             epoch,
+            served: 0,
+            held: None,
             refusals: 0,
         };
-        log::info!("device {id}: borrowed by VM {} (epoch {epoch})", lease.vm);
-        let end = match sent {
-            Ok(()) => lease.run(),
-            Err(error) => End::PeerGone(error),
-        };
-        lease.take_back(end);
+        log::info!(
+            "device {id}: borrowed by VM {} (epoch {epoch}, {peer})",
+            lease.vm
+        );
+        let end = lease.run();
+        let LeaseLoop {
+            owner,
+            connection,
+            vm,
+            refusals,
+            ..
+        } = lease;
+        take_back(owner, connection, &vm, epoch, refusals, end);
     }
 
     fn run(&mut self) -> End {
@@ -138,23 +199,37 @@ impl<'a> LeaseLoop<'a> {
     /// Handles what is there; first waits for it when `sleep`. Returns whether
     /// there was anything.
     fn wait(&mut self, sleep: bool) -> Result<bool, End> {
-        let relay_waits = if self.owner.device.relay_waits() {
-            PollFlags::OUT
-        } else {
-            PollFlags::empty()
+        let mut registers = self.registers.interest();
+        registers.set(
+            PollFlags::OUT,
+            self.registers.wants_write() || self.owner.device.relay_waits(),
+        );
+        let now = Instant::now();
+        // While a request is held, others wait; that the borrower is gone is
+        // told all the same.
+        let (requests, patience) = match &self.held {
+            Some(held) => (
+                PollFlags::empty(),
+                Some(held.until.saturating_duration_since(now)),
+            ),
+            None => (PollFlags::IN, None),
         };
+        let patience = match sleep {
+            true => patience,
+            false => Some(Duration::ZERO),
+        };
+        let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device with no descriptor of its own is woken by its other ones.
         let device = owner.device.wake_fd().unwrap_or(owner.stop.as_fd());
         let mut fds = [
-            PollFd::new(&self.registers, PollFlags::IN | relay_waits),
-            PollFd::new(&self.connection, PollFlags::IN),
+            PollFd::new(&self.registers, registers),
+            PollFd::new(&self.connection, requests),
             PollFd::new(&owner.mail_wake, PollFlags::IN),
             PollFd::new(&owner.stop, PollFlags::IN),
             PollFd::from_borrowed_fd(device, PollFlags::IN),
         ];
-        let now = Timespec::default();
-        let ready = match poll(&mut fds, (!sleep).then_some(&now)) {
+        let ready = match poll(&mut fds, patience.as_ref()) {
             Ok(ready) => ready,
             Err(rustix::io::Errno::INTR) => 0,
             Err(errno) => {
@@ -163,6 +238,7 @@ impl<'a> LeaseLoop<'a> {
             }
         };
         if ready == 0 {
+            self.give_held_up()?;
             return Ok(false);
         }
         let is_ready = |n: usize| !fds[n].revents().is_empty();
@@ -174,7 +250,12 @@ impl<'a> LeaseLoop<'a> {
         if mail {
             self.serve_mail();
         }
-        if connection {
+        if self.held.is_some() {
+            if connection {
+                return Err(End::PeerGone(ChannelError::Closed));
+            }
+            self.serve_held()?;
+        } else if connection {
             // A request must not overtake the register accesses that went
             // before it.
             self.serve_registers(ACCESSES_BEFORE_REQUEST)?;
@@ -201,6 +282,7 @@ impl<'a> LeaseLoop<'a> {
                 Ok(None) => break,
                 Err(error) => return Err(End::PeerGone(error)),
             };
+            self.served = self.served.wrapping_add(1);
             match access {
                 Access::Read { bar, offset, len } => {
                     let mut data = [0xff; 8];
@@ -260,18 +342,7 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn serve_mail(&mut self) {
-        self.owner.mail_wake.lower();
-        while let Ok(mail) = self.owner.mail.try_recv() {
-            if let Some(lease) = self.owner.take_mail(mail) {
-                // The registry grants one lease at a time.
-                log::error!(
-                    "device {}: a second lease (epoch {}) while epoch {} runs",
-                    self.owner.id,
-                    lease.epoch,
-                    self.epoch
-                );
-            }
-        }
+        self.owner.answer_mail();
     }
 
     fn serve_request(&mut self) -> Result<(), End> {
@@ -289,6 +360,44 @@ impl<'a> LeaseLoop<'a> {
             }
             Err(error) => return Err(End::PeerGone(error)),
         };
+        // Within a host they have all come by now; between two, the other
+        // connection may be late.
+        if envelope.epoch == self.epoch && envelope.accesses > self.served {
+            self.held = Some(Held {
+                envelope,
+                fds,
+                until: Instant::now() + LATE_ACCESSES,
+            });
+            return Ok(());
+        }
+        self.serve_envelope(envelope, fds)
+    }
+
+    /// Answers the request that is held, when all that went before it is done.
+    fn serve_held(&mut self) -> Result<(), End> {
+        match self.held.take() {
+            Some(held) if held.envelope.accesses <= self.served => {
+                self.serve_envelope(held.envelope, held.fds)
+            }
+            held => {
+                self.held = held;
+                self.give_held_up()
+            }
+        }
+    }
+
+    /// Ends the lease when what a request waits for takes too long.
+    fn give_held_up(&mut self) -> Result<(), End> {
+        match &self.held {
+            Some(held) if Instant::now() >= held.until => Err(End::LostAccesses {
+                sent: held.envelope.accesses,
+                came: self.served,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn serve_envelope(&mut self, envelope: Envelope, fds: Vec<OwnedFd>) -> Result<(), End> {
         let returned = matches!(envelope.request, Request::Return);
         let reply = if envelope.epoch == self.epoch {
             self.answer(envelope.request, fds)
@@ -345,7 +454,11 @@ impl<'a> LeaseLoop<'a> {
                 writable,
             } => {
                 let file = fds.into_iter().next().ok_or_else(|| {
-                    invalid(format!("FarMap of {far:#x} came without a descriptor"))
+                    let hint = match self.connection.is_tcp() {
+                        true => ", which TCP cannot carry: between hosts, memory is reached through an NTB",
+                        false => "",
+                    };
+                    invalid(format!("FarMap of {far:#x} came without a descriptor{hint}"))
                 })?;
                 let memory = MemoryRange {
                     file: Arc::new(file.into()),
@@ -362,6 +475,11 @@ impl<'a> LeaseLoop<'a> {
             }
             Request::CloseWindow { iova } => device.close_window(Iova::new(iova))?,
             Request::SetIrqs(update) => {
+                if self.connection.is_tcp() && update.descriptors() != 0 {
+                    return Err(invalid(
+                        "SetIrqs with eventfds, which TCP cannot carry: between hosts, interrupts are relayed".into(),
+                    ));
+                }
                 device.set_irqs(update, fds)?;
                 self.send_relayed();
             }
@@ -378,46 +496,51 @@ impl<'a> LeaseLoop<'a> {
             | Request::Limits
             | Request::Describe { .. }
             | Request::Check { .. }
-            | Request::Borrow { .. }) => {
+            | Request::Borrow { .. }
+            | Request::Registers { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
             }
         }
         Ok(Reply::Done)
     }
+}
 
-    /// Undoes the lease, in the order the module documentation gives.
-    fn take_back(self, end: End) {
-        while let Err(error) = self.owner.device.close() {
-            log::error!("{error}; VM {} keeps its lease until it has", self.vm);
-        }
-        // All that it took of the fabric first: whoever sees the device free
-        // finds room for it.
-        self.owner.device.end();
-        let why = match &end {
-            End::Returned => "returned".to_owned(),
-            End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
-            End::PeerGone(error) => format!("taken back: {error}"),
-            End::Stopped => "taken back: the lender stops".to_owned(),
-        };
-        log::info!(
-            "device {}: {why} (VM {}, epoch {}, {} DMA faults, {} requests refused)",
-            self.owner.id,
-            self.vm,
-            self.epoch,
-            self.owner.device.report().faults.total,
-            self.refusals
-        );
-        let Self {
-            owner,
-            mut connection,
-            epoch,
-            ..
-        } = self;
-        owner.registry.release(&owner.id, epoch);
-        if matches!(end, End::Returned) {
-            // The lease is over whether or not the borrower hears of it.
-            let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
-        }
-        // Closing the connection tells the borrower that all of this is done.
+/// Undoes a lease, in the order the module documentation gives.
+fn take_back(
+    owner: &mut DeviceLoop,
+    mut connection: Channel,
+    vm: &str,
+    epoch: Epoch,
+    refusals: u64,
+    end: End,
+) {
+    while let Err(error) = owner.device.close() {
+        log::error!("{error}; VM {vm} keeps its lease until it has");
     }
+    // All that it took of the fabric first: whoever sees the device free
+    // finds room for it.
+    owner.device.end();
+    let why = match &end {
+        End::Returned => "returned".to_owned(),
+        End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
+        End::PeerGone(error) => format!("taken back: {error}"),
+        End::NoRegisters => format!(
+            "taken back: the backend did not connect for the registers within {TICKET_LIFE:?}"
+        ),
+        End::LostAccesses { sent, came } => {
+            format!("taken back: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
+        }
+        End::Stopped => "taken back: the lender stops".to_owned(),
+    };
+    log::info!(
+        "device {}: {why} (VM {vm}, epoch {epoch}, {} DMA faults, {refusals} requests refused)",
+        owner.id,
+        owner.device.report().faults.total,
+    );
+    owner.registry.release(&owner.id, epoch);
+    if matches!(end, End::Returned) {
+        // The lease is over whether or not the borrower hears of it.
+        let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
+    }
+    // Closing the connection tells the borrower that all of this is done.
 }

@@ -150,7 +150,11 @@ impl Peer {
 
     pub fn post(&mut self, request: Request, fds: &[BorrowedFd<'_>]) {
         let epoch = self.epoch;
-        let envelope = Envelope { epoch, request };
+        let envelope = Envelope {
+            epoch,
+            accesses: 0,
+            request,
+        };
         self.channel.send(&envelope, fds, DEADLINE).unwrap();
     }
 

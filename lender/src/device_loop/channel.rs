@@ -1,0 +1,87 @@
+//! How a borrower comes by the register channel of its lease.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Instant,
+};
+
+use farside_control::{Channel, Registers};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{DeviceLoop, lease::End};
+use crate::tickets::{Awaited, Tickets};
+
+/// The lender's end of a register channel that is about to be.
+pub(super) enum Offer {
+    /// Both ends, of which one goes with the lease.
+    Pair(Channel, OwnedFd),
+    /// A ticket that does.
+    Ticket(Awaited),
+}
+
+impl Offer {
+    /// What suits the borrower's connection.
+    pub(super) fn new(connection: &Channel, tickets: &Arc<Tickets>) -> io::Result<Self> {
+        if connection.is_tcp() {
+            return tickets.issue(Instant::now()).map(Self::Ticket);
+        }
+        let (ours, theirs) = Channel::pair()?;
+        Ok(Self::Pair(ours, theirs.into_socket()))
+    }
+
+    /// What the borrower is told, and the descriptor that goes with it.
+    pub(super) fn for_borrower(&self) -> (Registers, Option<&OwnedFd>) {
+        match self {
+            Self::Pair(_, theirs) => (Registers::Descriptor, Some(theirs)),
+            Self::Ticket(awaited) => (Registers::Ticket(awaited.ticket()), None),
+        }
+    }
+
+    /// The lender's end. The borrower may take its time to connect; until then
+    /// `owner` answers questions.
+    pub(super) fn accepted(
+        self,
+        owner: &mut DeviceLoop,
+        connection: &Channel,
+    ) -> Result<Channel, End> {
+        let awaited = match self {
+            Self::Pair(ours, _) => return Ok(ours),
+            Self::Ticket(awaited) => awaited,
+        };
+        loop {
+            if let Some(channel) = awaited.take() {
+                return Ok(channel);
+            }
+            let left = awaited.until().saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(End::NoRegisters);
+            }
+            let mut fds = [
+                PollFd::new(&awaited, PollFlags::IN),
+                // A request of an impatient borrower waits.
+                PollFd::new(connection, PollFlags::RDHUP),
+                PollFd::new(&owner.mail_wake, PollFlags::IN),
+                PollFd::from_borrowed_fd(owner.stop.as_fd(), PollFlags::IN),
+            ];
+            let left = Timespec::try_from(left).unwrap_or_default();
+            if let Err(errno) = poll(&mut fds, Some(&left))
+                && errno != rustix::io::Errno::INTR
+            {
+                return Err(End::PeerGone(io::Error::from(errno).into()));
+            }
+            let is_ready = |n: usize| !fds[n].revents().is_empty();
+            let (gone, mail, stop) = (is_ready(1), is_ready(2), is_ready(3));
+            if gone {
+                return Err(End::PeerGone(farside_control::ChannelError::Closed));
+            }
+            if stop {
+                return Err(End::Stopped);
+            }
+            if mail {
+                owner.answer_mail();
+            }
+        }
+    }
+}
