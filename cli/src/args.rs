@@ -8,7 +8,7 @@ use farside_control::Address;
 
 use farside_qemu_configs::Machine;
 
-use crate::{ntb::Ntb, text::parse_size};
+use crate::{ntb::Ntb, plan::Plan, text::parse_size};
 
 /// Use a PCIe device that sits in another host from a VM.
 ///
@@ -45,6 +45,8 @@ pub(crate) enum Verb {
     Qemu(Qemu),
     /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
+    /// Work out which VMs, devices and hosts fit an NTB or an IOMMU
+    Plan(Box<Plan>),
     /// Join two VMs by an NTB in software, each at one of its ports
     Ntb(Ntb),
     /// Print a completion script for a shell
@@ -213,7 +215,7 @@ pub(crate) struct Qemu {
     pub(crate) extra: Vec<String>,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum MachineArg {
     /// PCI Express.

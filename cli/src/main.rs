@@ -8,6 +8,7 @@ mod args;
 mod devices;
 mod lend;
 mod ntb;
+mod plan;
 mod qemu;
 mod ram;
 mod serve;
@@ -52,6 +53,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         Verb::Serve(serve) => serve::run(serve),
         Verb::Qemu(qemu) => qemu::run(qemu),
         Verb::Status(status) => status::run(&status),
+        Verb::Plan(plan) => plan::run(&plan),
         Verb::Ntb(ntb) => ntb::run(&ntb),
         Verb::Completions { shell } => {
             clap_complete::generate(

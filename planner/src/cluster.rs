@@ -85,6 +85,8 @@ pub struct ClusterPlan {
     pub all_pairs: Table,
     /// Most hosts that one adapter can lend so many devices to.
     pub most_peers: u64,
+    /// Most devices that one adapter can lend.
+    pub most_devices_per_adapter: u64,
     /// Most devices that one adapter can lend to each of `peers`.
     pub most_devices_per_pair: u64,
     /// Devices that a host lends, and as many that it borrows.
@@ -134,6 +136,7 @@ pub fn plan_cluster(
         one_adapter: table(lent),
         all_pairs: table(devices * others),
         most_peers: (most / devices).min(others),
+        most_devices_per_adapter: most,
         most_devices_per_pair: most / peers,
         lent_by_host: lent,
         lent_in_cluster: lent.saturating_mul(cluster.nodes.into()),
@@ -195,21 +198,32 @@ fn problems(
     let mut problems = Vec::new();
     let needed = plan.one_adapter;
     if !needed.fits {
-        let remedy = match plan.one_pair.fits {
-            true => "give each host an adapter for every host that it lends to, lend to",
-            false => "lend to",
-        };
+        let mut remedies = Vec::new();
+        if plan.peers > 1 && plan.one_pair.fits {
+            remedies.push(match plan.most_peers {
+                1 => "lend to 1 host at a time".to_owned(),
+                hosts => format!("lend to at most {hosts} hosts at a time"),
+            });
+            remedies.push("give each host an adapter for every host that it lends to".into());
+        }
+        if plan.most_devices_per_pair > 0 {
+            remedies.push(format!(
+                "lend at most {} devices to each",
+                plan.most_devices_per_pair
+            ));
+        }
+        if remedies.is_empty() {
+            remedies.push("use an adapter with a larger requester table".into());
+        }
         problems.push(format!(
-            "{} devices for each of {} hosts need {} requester entries of one adapter, {} are \
-             reserved for CPUs, the limit is {}; {remedy} at most {} hosts, or lend at most {} \
-             devices to each",
+            "{} devices for each of {} hosts and {} entries for CPUs need {} requester entries of \
+             one adapter, the limit is {}; {}",
             plan.devices_per_pair,
             plan.peers,
-            needed.needed,
             limits.reserved_requesters,
+            needed.needed,
             needed.limit,
-            plan.most_peers,
-            plan.most_devices_per_pair,
+            remedies.join(", or "),
         ));
     }
     if let (Some(windows), Some(guest)) = (plan.windows, guest) {

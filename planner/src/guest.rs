@@ -109,18 +109,19 @@ impl Guest {
     }
 }
 
-/// "30 VMs of 16 GiB (q35), 1 device each".
+/// "1 VM of 4 GiB (q35), 1 device", "30 VMs of 16 GiB (pc), 2 devices each".
 impl fmt::Display for Guest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (vms, each) = match self.vms {
+            1 => ("1 VM".to_owned(), ""),
+            vms => (format!("{vms} VMs"), " each"),
+        };
+        let devices = match self.devices {
+            1 => "1 device".to_owned(),
+            devices => format!("{devices} devices"),
+        };
         let (ram, machine) = (Size(self.ram), self.machine.name());
-        match self.vms {
-            1 => write!(f, "1 VM of {ram} ({machine})")?,
-            vms => write!(f, "{vms} VMs of {ram} ({machine})")?,
-        }
-        match self.devices {
-            1 => f.write_str(", 1 device each"),
-            devices => write!(f, ", {devices} devices each"),
-        }
+        write!(f, "{vms} of {ram} ({machine}), {devices}{each}")
     }
 }
 

@@ -1,6 +1,6 @@
 //! Guests behind an NTB adapter: what they take, and how many fit.
 
-use farside_fabric::{NtbLimits, Size, fits};
+use farside_fabric::{NtbLimits, Size};
 use farside_guest_layout::Plan;
 use serde::Serialize;
 
@@ -177,47 +177,53 @@ fn place(plan: &mut NtbPlan, guests: &[Guest]) {
             vms: 1,
             ..guest.clone()
         };
-        // What the fabric itself would say of the VM, where it alone is too
-        // large.
-        plan.problems.push(match fits(&spans, &limits) {
-            Err(error) => format!("{alone}: {error}"),
-            Ok(_) => format!(
-                "{} of {} fit: {}; {remedy}",
-                plan.vms_that_fit,
-                match plan.vms {
-                    1 => "1 VM".to_owned(),
-                    vms => format!("{vms} VMs"),
-                },
-                refusal(&alone, per_vm, limit, plan.taken, &limits)
-            ),
-        });
+        let all = match plan.vms {
+            1 => "1 VM fits".to_owned(),
+            vms => format!("{vms} VMs fit"),
+        };
+        plan.problems.push(format!(
+            "{} of {all}: {}; {remedy}",
+            plan.vms_that_fit,
+            refusal(&alone, limit, plan.taken, &limits)
+        ));
         plan.remedy = Some(remedy);
         return;
     }
 }
 
 /// What the next VM needs, and what is left of that.
-fn refusal(guest: &Guest, needs: Cost, limit: Limit, taken: Cost, limits: &NtbLimits) -> String {
-    let left = |most: u64, taken: u64| most.saturating_sub(taken);
+fn refusal(guest: &Guest, limit: Limit, taken: Cost, limits: &NtbLimits) -> String {
+    let spans = guest.windows().spans();
+    let needs = Cost::of_device(&spans, limits).times(guest.devices.into());
+    let segment = Size(limits.segment());
     match limit {
         Limit::RequesterEntries => {
-            let most = limits.max_devices().into();
+            let most = u64::from(limits.max_devices());
             format!(
                 "{guest} needs {} more requester entries, of {most} for devices (requester-entries \
                  = {}, {} the CPUs') {} are free",
                 needs.requester_entries,
                 limits.requester_entries,
                 limits.reserved_requesters,
-                left(most, taken.requester_entries)
+                most.saturating_sub(taken.requester_entries)
             )
         }
-        _ => format!(
-            "{guest} needs {} more LUT entries of {}, of {} (bar-size = {}) {} are free",
+        Limit::EntriesPerWindow => {
+            let largest = spans.iter().copied().max().unwrap_or(0);
+            format!(
+                "{guest} needs a window of {}, which is {} LUT entries of {segment}; the limit for \
+                 one window is {} (entries-per-window)",
+                Size(largest),
+                limits.entries_for(largest),
+                limits.max_entries()
+            )
+        }
+        Limit::BarSize | Limit::LutEntries => format!(
+            "{guest} needs {} more LUT entries of {segment}, of {} (bar-size = {}) {} are free",
             needs.lut_entries,
-            Size(limits.segment()),
             limits.lut_entries,
             Size(limits.bar_size),
-            left(limits.lut_entries.into(), taken.lut_entries)
+            u64::from(limits.lut_entries).saturating_sub(taken.lut_entries)
         ),
     }
 }

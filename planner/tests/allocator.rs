@@ -191,7 +191,11 @@ fn two_hosts_back_to_back_lend_thirty_devices_each_way() {
     let plan = plan_cluster(&cluster, &limits, None).unwrap();
     assert!(!plan.fits && plan.one_pair.fits);
     let said = &plan.problems[0];
-    for part in ["1772 requester entries", "limit is 32", "at most 1 hosts"] {
+    for part in [
+        "1772 requester entries",
+        "limit is 32",
+        "lend to 1 host at a time",
+    ] {
         assert!(said.contains(part), "no {part:?} in {said}");
     }
 }
