@@ -254,7 +254,8 @@ impl Function {
     ///
     /// # Errors
     /// [`VfioError::Busy`]: another process has a descriptor or a mapping of
-    /// it, so it must not be lent on. It is closed here all the same.
+    /// it, so it must not be lent on. It is closed here all the same. (While
+    /// handles on its [`Domain`] are left, those keep its group open then.)
     pub fn close(self) -> Result<(), VfioError> {
         let (bdf, api) = (self.bdf(), self.domain.api());
         drop(self);
