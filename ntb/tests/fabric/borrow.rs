@@ -1,0 +1,341 @@
+//! A borrow from end to end: device at B, guest RAM at A.
+
+use std::sync::atomic::Ordering;
+
+use farside_devices::ntb::Port;
+use farside_devices::ntb::registers::{WINDOW_BAR, reg};
+use farside_fabric::{
+    BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, LimitError, MemoryRange,
+};
+use farside_ntb::{BorrowerNtb, NtbError};
+
+use crate::world::{MIB, ModelFunction, World, ram};
+
+const HIGH: u64 = 4 << 30;
+
+#[test]
+fn what_a_device_writes_is_in_the_guest() {
+    let world = World::small();
+    let [a, b] = world.start_both();
+    // 4 MiB of low RAM with a hole of 1 MiB, and 2 MiB of high RAM, in one file.
+    let (file, view) = ram(6 * MIB);
+    let part = |offset, len| MemoryRange {
+        offset,
+        len,
+        ..file.clone()
+    };
+    let [low, high] = [4 * MIB, 2 * MIB].map(|span| a.far_space().take(span).unwrap());
+    let mut guest = BorrowerNtb::new(&a);
+    let far = |base: FarAddress, offset| FarAddress::new(base.get() + offset);
+    guest.map(low.start(), part(0, MIB)).unwrap();
+    guest
+        .map(far(low.start(), 2 * MIB), part(2 * MIB, 2 * MIB))
+        .unwrap();
+    let read_only = MemoryRange {
+        writable: false,
+        ..part(4 * MIB, 2 * MIB)
+    };
+    guest.map(high.start(), read_only).unwrap();
+
+    let device = ModelFunction::device(1, &[]);
+    let mut path = b.attach("drive", device.clone()).unwrap();
+    path.check(&[(Iova::new(0), 4 * MIB), (Iova::new(HIGH), 2 * MIB)])
+        .unwrap();
+    let window = path
+        .open_window(Iova::new(0), low.start(), 4 * MIB)
+        .unwrap();
+    assert_eq!((window.first_lut_entry, window.lut_entries), (0, 4));
+    path.open_window(Iova::new(HIGH), high.start(), 2 * MIB)
+        .unwrap();
+    assert_eq!(
+        device.dma_write(0, b"early"),
+        None,
+        "it may not master the bus"
+    );
+    path.set_bus_master(true).unwrap();
+
+    device.dma_write(0x1000, b"low").unwrap();
+    device.dma_write(3 * MIB - 3, b"across segments").unwrap();
+    let look = |offset, len| {
+        let mut bytes = vec![0; len];
+        view.slice(offset as usize, len).unwrap().read(&mut bytes);
+        bytes
+    };
+    assert_eq!(look(0x1000, 3), b"low");
+    assert_eq!(look(3 * MIB - 3, 15), b"across segments");
+    view.slice(4 * MIB as usize, 4).unwrap().write(b"high");
+    let mut bytes = [0; 4];
+    device.dma_read(HIGH, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"high");
+
+    // The hole, and what may only be read, are the far IOMMU's to refuse.
+    b.take_events();
+    device.dma_write(MIB, b"hole").unwrap();
+    device.dma_write(HIGH, b"rom!").unwrap();
+    let refused = b.take_events().refused.expect("both were refused");
+    assert_eq!((refused.count, refused.write), (2, true));
+    assert_eq!(refused.far, high.start().get());
+    assert_eq!(look(4 * MIB, 4), b"high");
+    // Beyond the windows, the device's own IOMMU refuses.
+    assert_eq!(device.dma_write(4 * MIB, b"x"), None);
+    assert_eq!(device.dma_write(HIGH - 1, b"x"), None);
+
+    let usage = path.usage();
+    assert_eq!((usage.windows, usage.lut_entries), (2, 6));
+    assert_eq!(usage.window_bytes, 6 * MIB);
+    assert_eq!(usage.lender_pages.bytes(), 6 * MIB);
+    assert_eq!(guest.usage().bytes_mapped, 5 * MIB);
+    assert_eq!(guest.usage().borrower_pages.bytes(), 5 * MIB);
+
+    path.close_window(Iova::new(0)).unwrap();
+    assert_eq!(device.dma_write(0x1000, b"late"), None);
+    device.dma_read(HIGH, &mut bytes).unwrap();
+    drop(path);
+    assert!(!device.bus_master());
+    assert!(device.table().ranges().is_empty());
+    assert!(b.usage().devices.is_empty());
+    drop(guest);
+    assert!(world.hosts[0].domain.ranges().is_empty());
+}
+
+#[test]
+fn the_borrowers_cpu_reaches_the_devices_bars() {
+    let world = World::small();
+    let [a, b] = world.start_both();
+    // The MSI-X table's page traps.
+    let areas: &[(u64, u64)] = &[(0, 0x2000), (0x3000, 0x1000)];
+    let device = ModelFunction::device(1, &[(0, 0x4000, areas), (4, MIB, &[(0, MIB)])]);
+    let mut path = b.attach("drive", device.clone()).unwrap();
+    let bars = path.export_bars().unwrap().clone();
+    assert_eq!(path.export_bars().unwrap(), &bars);
+    assert_eq!(bars.bars.len(), 2);
+    assert_eq!(world.hosts[1].domain.ranges().len(), 3);
+
+    let window = a.open_bar_window(bars.far, bars.len).unwrap();
+    assert_eq!(window.lut_entries(), 2, "1 MiB and 16 KiB, side by side");
+    let store = |bar: usize, offset: u64, value: u32| {
+        let at = window.offset() + bars.bars[bar].offset + offset;
+        world.write(Port::A, WINDOW_BAR, at, &value.to_le_bytes());
+    };
+    store(0, 0x1004, 1);
+    store(0, 0x3ffc, 2);
+    store(1, MIB - 4, 3);
+    let found = (
+        device.register(0, 0x1004),
+        device.register(0, 0x3ffc),
+        device.register(4, MIB - 4),
+    );
+    assert_eq!(found, (1, 2, 3));
+    let refused = |adapter: &farside_ntb::Adapter<_>| {
+        let events = adapter.take_events();
+        events.refused.map_or(0, |refused| refused.count)
+    };
+    assert_eq!(refused(&a), 0);
+    store(0, 0x2000, 4);
+    assert_eq!(refused(&a), 1, "what traps is not there");
+    assert_eq!(bars.far_of(4), Some(bars.far));
+    assert_eq!(bars.far_of(1), None);
+
+    path.unexport_bars().unwrap();
+    assert!(world.hosts[1].domain.ranges().is_empty());
+    assert_eq!(b.far_space().taken(), 0);
+    store(0, 0x1004, 5);
+    assert_eq!(device.register(0, 0x1004), 1);
+    assert_eq!(a.usage().lut_entries, 2);
+    drop(window);
+    assert_eq!(a.usage().lut_entries, 0);
+}
+
+#[test]
+fn a_flush_reads_through_an_open_window() {
+    let world = World::small();
+    let [a, b] = world.start_both();
+    let (file, _view) = ram(2 * MIB);
+    let range = a.far_space().take(2 * MIB).unwrap();
+    let mut guest = BorrowerNtb::new(&a);
+    guest.map(range.start(), file).unwrap();
+    let mut path = b.attach("drive", ModelFunction::device(1, &[])).unwrap();
+    let flusher = path.flusher();
+    let reads = || world.read64(Port::B, reg::WINDOW_READS);
+    flusher.flush();
+    assert_eq!(reads(), 0, "there is no window yet");
+    for at in [0, HIGH] {
+        path.open_window(Iova::new(at), range.start(), MIB).unwrap();
+    }
+    path.flush();
+    assert_eq!(reads(), 1);
+    path.close_window(Iova::new(0)).unwrap();
+    flusher.flush();
+    assert_eq!(reads(), 2);
+    path.close_all().unwrap();
+    flusher.flush();
+    assert_eq!(reads(), 2);
+    assert_eq!(b.take_events().refused, None);
+}
+
+#[test]
+fn requester_entries_are_counted() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let attach = |i: u8| {
+        let device = ModelFunction::device(i, &[]);
+        b.attach(&format!("drive{i}"), device)
+    };
+    let mut paths: Vec<_> = (0..31).map(|i| attach(i).unwrap()).collect();
+    let error = attach(31).unwrap_err();
+    let NtbError::Limit(LimitError::Requesters {
+        limit,
+        reserved,
+        used,
+        ..
+    }) = &error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!((*limit, *reserved, *used), (32, 1, 31));
+    paths.remove(7);
+    attach(31).unwrap();
+    assert_eq!(b.usage().devices.len(), 30);
+}
+
+#[test]
+fn a_refused_window_takes_nothing() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let device = ModelFunction::device(1, &[]);
+    let mut path = b.attach("drive", device.clone()).unwrap();
+    let far = FarAddress::new(MIB);
+    let mut open = |at, far, len| path.open_window(Iova::new(at), far, len).unwrap_err();
+    let error = open(0, far, 65 * MIB);
+    assert!(
+        matches!(error, FabricError::Limit(LimitError::LutEntries { .. })),
+        "{error}"
+    );
+    let error = open(0, FarAddress::new(0x800), MIB);
+    assert!(matches!(error, FabricError::Unaligned { .. }), "{error}");
+    let error = open(0, far, 0);
+    assert!(matches!(error, FabricError::BadRange { .. }), "{error}");
+    device.table().fail_map.store(true, Ordering::Relaxed);
+    let error = open(0, far, MIB);
+    assert!(error.to_string().contains("maps nothing"), "{error}");
+    device.table().fail_map.store(false, Ordering::Relaxed);
+    assert_eq!(b.usage().lut_entries, 0);
+    path.open_window(Iova::new(0), far, 64 * MIB).unwrap();
+    let error = path.open_window(Iova::new(MIB), far, MIB).unwrap_err();
+    assert!(matches!(error, FabricError::Overlap { .. }), "{error}");
+    let error = path.close_window(Iova::new(MIB)).unwrap_err();
+    assert!(matches!(error, FabricError::NoWindow { .. }), "{error}");
+}
+
+#[test]
+fn what_the_device_cannot_address_is_told_before_the_vm_boots() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let path = b.attach("drive", ModelFunction::device(1, &[])).unwrap();
+    let error = path
+        .check(&[(Iova::new(0xfe00_0000), 32 * MIB)])
+        .unwrap_err();
+    assert!(error.to_string().contains("0xfee00000"), "{error}");
+    let error = path.check(&[(Iova::new(0), 65 * MIB)]).unwrap_err();
+    assert!(matches!(error, FabricError::Limit(_)), "{error}");
+}
+
+#[test]
+fn far_mappings_are_unmapped_whole() {
+    let world = World::small();
+    let [a, _b] = world.start_both();
+    let (file, _view) = ram(4 * MIB);
+    let range = a.far_space().take(4 * MIB).unwrap();
+    let at = |offset| FarAddress::new(range.start().get() + offset);
+    let mut guest = BorrowerNtb::new(&a);
+    for offset in [0, 2 * MIB] {
+        let len = 2 * MIB;
+        guest
+            .map(
+                at(offset),
+                MemoryRange {
+                    offset,
+                    len,
+                    ..file.clone()
+                },
+            )
+            .unwrap();
+    }
+    let error = guest.unmap(at(MIB), 2 * MIB).unwrap_err();
+    assert!(matches!(error, FabricError::SplitMapping { .. }), "{error}");
+    let error = guest
+        .map(
+            at(MIB),
+            MemoryRange {
+                len: MIB,
+                ..file.clone()
+            },
+        )
+        .unwrap_err();
+    assert!(matches!(error, FabricError::Overlap { .. }), "{error}");
+    let short = MemoryRange {
+        offset: 4 * MIB,
+        len: MIB,
+        ..file
+    };
+    let error = guest.map(at(8 * MIB), short).unwrap_err();
+    assert!(matches!(error, FabricError::Memory { .. }), "{error}");
+    let domain = &world.hosts[0].domain;
+    domain.fail_unmap.store(true, Ordering::Relaxed);
+    guest.unmap(at(0), 4 * MIB).unwrap_err();
+    assert_eq!(guest.usage().bytes_mapped, 4 * MIB, "it is still there");
+    domain.fail_unmap.store(false, Ordering::Relaxed);
+    guest.unmap(at(0), 4 * MIB).unwrap();
+    assert!(domain.ranges().is_empty());
+    let error = guest.unmap(at(0), 4 * MIB).unwrap_err();
+    assert!(matches!(error, FabricError::NotMapped { .. }), "{error}");
+}
+
+#[test]
+fn entries_that_a_device_may_still_reach_are_not_reused() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let device = ModelFunction::device(1, &[]);
+    let mut path = b.attach("drive", device.clone()).unwrap();
+    path.open_window(Iova::new(0), FarAddress::new(MIB), 4 * MIB)
+        .unwrap();
+    device.table().fail_unmap.store(true, Ordering::Relaxed);
+    path.close_window(Iova::new(0)).unwrap_err();
+    assert_eq!(path.usage().windows, 1, "it is as it was");
+    drop(path);
+    assert_eq!(b.usage().lut_entries, 4);
+    let lut = |index| world.read64(Port::B, farside_devices::ntb::registers::lut_entry(index));
+    assert!(
+        (0..64).all(|index| lut(index) == 0),
+        "but they lead nowhere"
+    );
+    let mut next = b.attach("other", ModelFunction::device(2, &[])).unwrap();
+    let window = next
+        .open_window(Iova::new(0), FarAddress::new(MIB), MIB)
+        .unwrap();
+    assert_eq!(window.first_lut_entry, 4);
+}
+
+#[test]
+fn bars_that_cannot_be_exported_leave_nothing_behind() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let device = ModelFunction::device(1, &[(0, 0x4000, &[(0, 0x4000)])]);
+    let mut path = b.attach("drive", device).unwrap();
+    let domain = &world.hosts[1].domain;
+    domain.fail_map.store(true, Ordering::Relaxed);
+    path.export_bars().unwrap_err();
+    assert_eq!(b.far_space().taken(), 0);
+    domain.fail_map.store(false, Ordering::Relaxed);
+    let bars = path.export_bars().unwrap().clone();
+    domain.fail_unmap.store(true, Ordering::Relaxed);
+    path.unexport_bars().unwrap_err();
+    domain.fail_unmap.store(false, Ordering::Relaxed);
+    assert_eq!(path.export_bars().unwrap(), &bars, "they are still there");
+    drop(path);
+    assert!(domain.ranges().is_empty());
+    let nothing = ModelFunction::device(2, &[(0, 256, &[])]);
+    let mut path = b.attach("other", nothing).unwrap();
+    let bars = path.export_bars().unwrap();
+    assert_eq!((bars.len, bars.bars.len()), (0, 0));
+}
