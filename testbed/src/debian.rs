@@ -12,7 +12,7 @@ use crate::progress::Progress;
 use crate::{apt, elf, modules, recipe};
 
 /// Bumped when the code below makes something else of the same recipe.
-const MAKER: &str = "1";
+const MAKER: &str = "2";
 
 /// What the packages became; everything lies in one cache entry.
 #[derive(Debug, Clone)]
@@ -32,6 +32,11 @@ impl Debian {
     /// The guest's userland, without the agent.
     pub(crate) fn userland(&self) -> PathBuf {
         self.folder.join("userland.cpio")
+    }
+
+    /// The userland of a guest of a guest, without the agent.
+    pub(crate) fn nested_userland(&self) -> PathBuf {
+        self.folder.join("nested.cpio")
     }
 
     /// Fetches and makes everything, when it is not in the cache.
@@ -61,11 +66,43 @@ fn make_guest(root: &Path, folder: &Path) -> Result<()> {
     let (release, kernel) = find_kernel(root)?;
     let to = folder.join("vmlinuz");
     fs::copy(&kernel, &to).with_context(|| format!("copying {}", kernel.display()))?;
+    let modules = root.join("usr/lib/modules").join(&release);
 
-    let userland = folder.join("userland.cpio");
-    let file =
-        File::create(&userland).with_context(|| format!("creating {}", userland.display()))?;
+    write_archive(&folder.join("userland.cpio"), |archive| {
+        add_base(archive, root)?;
+        for program in recipe::GUEST_PROGRAMS.iter().chain(recipe::GUEST_FILES) {
+            archive.copy(program, &root.join(program))?;
+        }
+        archive.copy(elf::LOADER, &root.join(elf::LOADER))?;
+        for library in elf::library_closure(root, recipe::GUEST_PROGRAMS)? {
+            archive.copy(&library, &root.join(&library))?;
+        }
+        add_modules(archive, &modules, recipe::BOOT_MODULES, recipe::MODULES)
+    })?;
+    // Small: a nested guest has little memory and slow processors.
+    write_archive(&folder.join("nested.cpio"), |archive| {
+        add_base(archive, root)?;
+        add_modules(archive, &modules, &[], recipe::NESTED_MODULES)
+    })?;
+    // 150 MB that nothing reads any more.
+    remove(&root.join("usr/lib/modules"))
+}
+
+fn write_archive(
+    path: &Path,
+    add: impl FnOnce(&mut Archive<BufWriter<File>>) -> Result<()>,
+) -> Result<()> {
+    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
     let mut archive = Archive::new(BufWriter::new(file));
+    add(&mut archive)?;
+    archive
+        .finish()?
+        .flush()
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+/// Folders and busybox.
+fn add_base<W: Write>(archive: &mut Archive<W>, root: &Path) -> Result<()> {
     for (link, target) in [
         ("bin", "usr/bin"),
         ("sbin", "usr/sbin"),
@@ -84,37 +121,29 @@ fn make_guest(root: &Path, folder: &Path) -> Result<()> {
         archive.symlink(format!("usr/bin/{name}"), "busybox")?;
     }
     // Where the kernel looks when it wants a module.
-    archive.symlink("usr/sbin/modprobe", "../bin/busybox")?;
-    for program in recipe::GUEST_PROGRAMS.iter().chain(recipe::GUEST_FILES) {
-        archive.copy(program, &root.join(program))?;
-    }
-    archive.copy(elf::LOADER, &root.join(elf::LOADER))?;
-    for library in elf::library_closure(root, recipe::GUEST_PROGRAMS)? {
-        archive.copy(&library, &root.join(&library))?;
-    }
-    add_modules(&mut archive, &root.join("usr/lib/modules").join(&release))?;
-    archive
-        .finish()?
-        .flush()
-        .with_context(|| format!("writing {}", userland.display()))?;
-    // 150 MB that nothing reads any more.
-    remove(&root.join("usr/lib/modules"))
+    archive.symlink("usr/sbin/modprobe", "../bin/busybox")
 }
 
-fn add_modules<W: Write>(archive: &mut Archive<W>, source: &Path) -> Result<()> {
+/// The modules `boot`, which init loads, and `more`, which are there to be loaded.
+fn add_modules<W: Write>(
+    archive: &mut Archive<W>,
+    source: &Path,
+    boot: &[&str],
+    more: &[&str],
+) -> Result<()> {
     let release = source
         .file_name()
         .context("the kernel has no release")?
         .to_string_lossy();
     let folder = format!("usr/lib/modules/{release}");
-    let at_boot = modules::collect(source, recipe::BOOT_MODULES)?;
+    let at_boot = modules::collect(source, boot)?;
     let list: String = at_boot
         .iter()
         .map(|module| format!("/{folder}/{}\n", module.path.display()))
         .collect();
     archive.file("etc/farside/modules", 0o644, list.as_bytes())?;
 
-    let wanted = [recipe::BOOT_MODULES, recipe::MODULES].concat();
+    let wanted = [boot, more].concat();
     let all = modules::collect(source, &wanted)?;
     for module in &all {
         let path = Path::new(&folder).join(&module.path);

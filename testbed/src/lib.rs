@@ -3,8 +3,11 @@
 //! [`Testbed::prepare`] makes all of it in the user's cache folder, from Debian
 //! packages, without root. [`Testbed::vm`] then starts virtual machines, and a
 //! [`Vm`] is driven from Rust: shell commands, device registers and physical
-//! memory through an agent in the guest ([`Vm::exec`] and others), QEMU through
+//! memory through an agent in the guest ([`Guest::exec`] and others), QEMU through
 //! QMP ([`Vm::qmp`]).
+//!
+//! A VM may play a host ([`Testbed::host_vm`]): it has an emulated VT-d, and runs
+//! VMs of its own ([`HostVm::guest`]), which are driven in the same way.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -32,9 +35,11 @@ mod command;
 mod debian;
 mod elf;
 mod host;
+mod host_vm;
 mod modules;
 mod progress;
 mod recipe;
+mod tools_disk;
 mod vm;
 
 use std::fs::{self, File};
@@ -47,9 +52,10 @@ use anyhow::{Context, Result};
 
 pub use accel::Accel;
 pub use farside_guest_agent::{BarAddress, Width};
+pub use host_vm::{HostVm, Nested, NestedBuilder};
 pub use progress::{Progress, Task};
 pub use vm::{
-    Boot, Event, Firmware, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm, VmBuilder,
+    Boot, Event, Firmware, Guest, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm, VmBuilder,
 };
 
 use archive::Archive;
@@ -67,6 +73,7 @@ struct Parts {
     debian: Debian,
     host: Host,
     initramfs: PathBuf,
+    tools_disk: PathBuf,
     accel: OnceLock<Accel>,
 }
 
@@ -91,13 +98,20 @@ impl Testbed {
         let (agent, agent_key) = agent_build::prepare(&cache, progress)?;
         let key = cache::key([&debian.key, &agent_key]);
         let guest = cache.entry("guest", &key, |folder| {
-            make_initramfs(&debian.userland(), &agent, &folder.join("initramfs.cpio"))
+            make_initramfs(&debian.userland(), &agent, &folder.join("initramfs.cpio"))?;
+            make_initramfs(
+                &debian.nested_userland(),
+                &agent,
+                &folder.join("nested.cpio"),
+            )
         })?;
+        let tools_disk = tools_disk::prepare(&cache, &debian, &host, &guest, &key, progress)?;
         let testbed = Testbed(Arc::new(Parts {
             cache: cache.root().to_owned(),
             debian,
             host,
             initramfs: guest.join("initramfs.cpio"),
+            tools_disk,
             accel: OnceLock::new(),
         }));
         // While the cache is still locked: one process tries, the others read.
@@ -164,6 +178,18 @@ impl Testbed {
     /// `append` added to the kernel command line.
     pub fn make_boot_image(&self, image: &Path, len: u64, append: &str) -> Result<()> {
         boot_image::make(self, image, len, append)
+    }
+
+    /// An ext4 image with QEMU, the guest's kernel and a small initramfs, for VMs
+    /// that run VMs of their own.
+    pub fn tools_disk(&self) -> &Path {
+        &self.0.tools_disk
+    }
+
+    /// A new virtual machine that plays a host: with an IOMMU, room for two guests
+    /// of its own and 1.5 GiB of memory. Start it by [`VmBuilder::launch_host`].
+    pub fn host_vm(&self, name: &str) -> VmBuilder {
+        self.vm(name).memory(1536 << 20).iommu().nested_guests(2)
     }
 
     /// A new virtual machine. The name shows in messages and in `ps`.

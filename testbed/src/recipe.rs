@@ -81,6 +81,7 @@ pub(crate) const HOST_TOOLS: &[&str] = &[
     "usr/bin/mmd",
     "usr/sbin/debugfs",
     "usr/sbin/fsck.ext4",
+    "usr/sbin/mke2fs",
     "usr/sbin/xfs_repair",
 ];
 
@@ -138,7 +139,9 @@ pub(crate) const BUSYBOX_NAMES: &[&str] = &[
     "hexdump",
     "hostname",
     "id",
+    "ifconfig",
     "insmod",
+    "ip",
     "kill",
     "ln",
     "losetup",
@@ -153,10 +156,12 @@ pub(crate) const BUSYBOX_NAMES: &[&str] = &[
     "modprobe",
     "mountpoint",
     "mv",
+    "nc",
     "nproc",
     "od",
     "pgrep",
     "pidof",
+    "ping",
     "pkill",
     "printf",
     "ps",
@@ -209,7 +214,12 @@ pub(crate) const BOOT_MODULES: &[&str] = &["virtio_pci", "virtio_console", "nvme
 pub(crate) const MODULES: &[&str] = &[
     "9p",
     "9pnet_virtio",
+    "e1000e",
     "ext4",
+    "igb",
+    "igbvf",
+    "kvm_amd",
+    "kvm_intel",
     "loop",
     "nls_ascii",
     "nls_cp437",
@@ -223,7 +233,19 @@ pub(crate) const MODULES: &[&str] = &[
     "virtio_balloon",
     "virtio_blk",
     "virtio_mem",
+    "virtio_net",
     "xfs",
+];
+
+/// Modules of a nested guest, to be loaded by hand: what it borrows.
+pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme"];
+
+/// Firmware and option ROMs that a nested QEMU needs, in the packages.
+pub(crate) const NESTED_FIRMWARE: &[&str] = &[
+    "usr/share/qemu/kvmvapic.bin",
+    "usr/share/qemu/linuxboot_dma.bin",
+    "usr/share/qemu/pvh.bin",
+    "usr/share/seabios/bios-256k.bin",
 ];
 
 /// Everything above, for the cache key.
@@ -240,6 +262,8 @@ pub(crate) fn parts() -> Vec<&'static str> {
         BUSYBOX_NAMES,
         BOOT_MODULES,
         MODULES,
+        NESTED_MODULES,
+        NESTED_FIRMWARE,
     ] {
         parts.extend(list);
         parts.push("");

@@ -12,8 +12,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use farside_guest_agent::{Answer, BarAddress, FromGuest, Request, ToGuest, Width};
 
-use super::Vm;
-use super::board::{Board, read_lines};
+use super::board::{Board, hang_up, read_lines};
 
 /// Single accesses take microseconds; but an emulated guest may be busy.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -25,8 +24,19 @@ const GRACE: Duration = Duration::from_secs(30);
 /// How much of a file goes in one message.
 const CHUNK: usize = 1 << 20;
 
+/// A guest, driven through its agent: shell commands, files, device registers,
+/// memory.
+pub struct Guest {
+    name: String,
+    agent: Client,
+    last_words: LastWords,
+}
+
+/// Says what helps to understand why a guest is gone.
+type LastWords = Box<dyn Fn() -> String + Send + Sync>;
+
 #[derive(Debug)]
-pub(super) struct Client {
+struct Client {
     board: Board,
     socket: Mutex<UnixStream>,
     next_id: AtomicU64,
@@ -73,7 +83,7 @@ impl fmt::Display for Output {
 }
 
 /// Locked memory in the guest, at a known guest-physical address. It stays
-/// until [`Vm::free_page`] or the guest's end.
+/// until [`Guest::free_page`] or the guest's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestPage {
     handle: u64,
@@ -87,7 +97,7 @@ pub struct GuestPage {
 #[derive(Debug)]
 #[must_use = "the command's end is seen by `wait`"]
 pub struct Pending<'a> {
-    vm: &'a Vm,
+    guest: &'a Guest,
     id: u64,
     command: String,
     timeout: Duration,
@@ -96,17 +106,23 @@ pub struct Pending<'a> {
 impl Pending<'_> {
     /// Waits for the command's end.
     pub fn wait(self) -> Result<Output> {
+        let timeout = self.timeout + GRACE;
+        self.wait_for(timeout)
+    }
+
+    /// As [`Pending::wait`], for a command that may run longer than we wait.
+    pub fn wait_for(self, timeout: Duration) -> Result<Output> {
         let Self {
-            vm,
+            guest,
             id,
             command,
-            timeout,
+            timeout: _,
         } = self;
-        let context = || format!("VM {}: `{command}`", vm.name());
-        match vm
+        let context = || format!("VM {}: `{command}`", guest.name);
+        match guest
             .agent
-            .wait(id, timeout + GRACE)
-            .map_err(|error| vm.quote(&error.to_string()))
+            .wait(id, timeout)
+            .map_err(|error| guest.quote(&error.to_string()))
             .with_context(context)?
         {
             Answer::Exit {
@@ -128,13 +144,18 @@ impl Pending<'_> {
 }
 
 impl Client {
-    pub(super) fn start(socket: UnixStream, board: Board) -> Result<Self> {
+    fn start(socket: UnixStream, board: Board) -> Result<Self> {
         let (on_line, on_close) = (board.clone(), board.clone());
         read_lines(
             "guest-agent",
             &socket,
             move |line| receive(&on_line, line),
-            move || on_close.change(|state| state.agent.closed = true),
+            move || {
+                tell(on_close.change(|state| {
+                    state.agent.closed = true;
+                    state.agent.take_ended()
+                }))
+            },
         )?;
         Ok(Client {
             board,
@@ -144,11 +165,21 @@ impl Client {
     }
 
     fn send(&self, request: Request) -> Result<u64> {
+        self.send_for(request, None)
+    }
+
+    /// Sends a request; `nested` is closed when it is over.
+    fn send_for(&self, request: Request, nested: Option<&Board>) -> Result<u64> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let mut line =
             serde_json::to_vec(&ToGuest { id, request }).context("encoding a request")?;
         line.push(b'\n');
-        self.board.change(|state| state.agent.open.insert(id));
+        self.board.change(|state| {
+            state.agent.open.insert(id);
+            if let Some(board) = nested {
+                state.agent.nested.insert(id, board.clone());
+            }
+        });
         self.socket
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -175,33 +206,71 @@ impl Client {
             None => bail!("the guest's agent did not answer within {timeout:?}"),
         }
     }
+}
 
-    pub(super) fn power_off(&self) -> Result<()> {
-        let id = self.send(Request::PowerOff)?;
-        self.wait(id, REPLY_TIMEOUT)
-            .context("powering off")
-            .map(drop)
-    }
-
-    pub(super) fn reboot(&self) -> Result<()> {
-        let id = self.send(Request::Reboot)?;
-        self.wait(id, REPLY_TIMEOUT).context("rebooting").map(drop)
+impl Drop for Client {
+    fn drop(&mut self) {
+        hang_up(&self.socket);
     }
 }
 
-impl Vm {
+impl fmt::Debug for Guest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guest")
+            .field("name", &self.name)
+            .field("agent", &self.agent)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Guest {
+    /// `socket` leads to the agent; what it says goes to `board`.
+    pub(crate) fn start(
+        name: String,
+        socket: UnixStream,
+        board: Board,
+        last_words: LastWords,
+    ) -> Result<Self> {
+        Ok(Self {
+            name,
+            agent: Client::start(socket, board)?,
+            last_words,
+        })
+    }
+
+    /// The name it was given.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// An error with all that helps to understand it.
+    pub(crate) fn quote(&self, what: &str) -> anyhow::Error {
+        anyhow!("VM {}: {what}{}", self.name, (self.last_words)())
+    }
+
+    pub(crate) fn power_off(&self) -> Result<()> {
+        match self.ask(Request::PowerOff) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(error.context("powering off")),
+        }
+    }
+
+    pub(crate) fn ask_reboot(&self) -> Result<()> {
+        self.ask(Request::Reboot).context("rebooting").map(drop)
+    }
+
     /// Runs a shell command in the guest. It is killed when the time is up; that
     /// and a bad exit code are in the output, not errors.
     pub fn exec(&self, command: &str, timeout: Duration) -> Result<Output> {
         self.exec_start(command, timeout)?.wait()
     }
 
-    /// As [`Vm::exec`], but an end other than exit code 0 is an error. Returns
+    /// As [`Guest::exec`], but an end other than exit code 0 is an error. Returns
     /// what the command printed.
     pub fn exec_ok(&self, command: &str, timeout: Duration) -> Result<String> {
         let output = self.exec(command, timeout)?;
         if !output.success() {
-            bail!("VM {}: `{command}`: {output}", self.name());
+            bail!("VM {}: `{command}`: {output}", self.name);
         }
         Ok(output.stdout)
     }
@@ -213,8 +282,27 @@ impl Vm {
             timeout_ms: millis(timeout),
         })?;
         Ok(Pending {
-            vm: self,
+            guest: self,
             id,
+            command: command.to_owned(),
+            timeout,
+        })
+    }
+
+    /// As [`Guest::exec_start`], for a command that is the QEMU of a nested VM.
+    pub(crate) fn exec_qemu(
+        &self,
+        command: &str,
+        timeout: Duration,
+        nested: &Board,
+    ) -> Result<Pending<'_>> {
+        let request = Request::Exec {
+            command: command.to_owned(),
+            timeout_ms: millis(timeout),
+        };
+        Ok(Pending {
+            guest: self,
+            id: self.agent.send_for(request, Some(nested))?,
             command: command.to_owned(),
             timeout,
         })
@@ -222,7 +310,7 @@ impl Vm {
 
     /// The release of the guest's kernel.
     pub fn kernel_release(&self) -> String {
-        self.board.look(|state| state.agent.kernel.clone())
+        self.agent.board.look(|state| state.agent.kernel.clone())
     }
 
     /// Reads from a BAR with one access.
@@ -310,7 +398,7 @@ impl Vm {
         self.data(Request::PhysRead { gpa, len })
     }
 
-    /// Writes guest-physical memory; see [`Vm::phys_read`].
+    /// Writes guest-physical memory; see [`Guest::phys_read`].
     pub fn phys_write(&self, gpa: u64, data: &[u8]) -> Result<()> {
         self.done(Request::PhysWrite {
             gpa,
@@ -378,7 +466,7 @@ impl Vm {
         let id = self.agent.send(request)?;
         self.agent
             .wait(id, REPLY_TIMEOUT)
-            .with_context(|| format!("VM {}", self.name()))
+            .with_context(|| format!("VM {}", self.name))
     }
 
     fn done(&self, request: Request) -> Result<()> {
@@ -411,13 +499,22 @@ fn receive(board: &Board, line: &str) {
             state.agent.kernel = kernel;
             // The agent that would have answered these is gone.
             state.agent.open.clear();
+            tell(state.agent.take_ended());
         }),
         Ok(FromGuest::Reply { id, result }) => board.change(|state| {
             state.agent.open.remove(&id);
             state.agent.replies.insert(id, result);
+            tell(state.agent.take_ended());
         }),
         // Half a line of an agent that a reset cut off.
         Err(error) => log::warn!("the guest's agent said what it should not: {error}: {line}"),
+    }
+}
+
+/// Tells nested VMs that their QEMU has ended.
+fn tell(nested: Vec<Board>) {
+    for board in nested {
+        board.close();
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,34 +15,36 @@ use super::Event;
 
 /// Shared between a VM and its reader threads.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Board(Arc<(Mutex<State>, Condvar)>);
+pub(crate) struct Board(Arc<(Mutex<State>, Condvar)>);
 
 #[derive(Debug, Default)]
-pub(super) struct State {
-    pub(super) agent: AgentState,
-    pub(super) qmp: QmpState,
+pub(crate) struct State {
+    pub(crate) agent: AgentState,
+    pub(crate) qmp: QmpState,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct AgentState {
+pub(crate) struct AgentState {
     /// How often the agent has started.
-    pub(super) hellos: u64,
+    pub(crate) hellos: u64,
     /// The guest kernel's release.
-    pub(super) kernel: String,
+    pub(crate) kernel: String,
     /// Requests without an answer so far.
-    pub(super) open: HashSet<u64>,
-    pub(super) replies: HashMap<u64, Result<Answer, String>>,
-    pub(super) closed: bool,
+    pub(crate) open: HashSet<u64>,
+    pub(crate) replies: HashMap<u64, Result<Answer, String>>,
+    pub(crate) closed: bool,
+    /// VMs whose QEMU is a command in this guest: they end with its request.
+    pub(crate) nested: HashMap<u64, Board>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct QmpState {
-    pub(super) greeted: bool,
-    pub(super) replies: HashMap<u64, Result<Value, String>>,
-    pub(super) events: Vec<Event>,
+pub(crate) struct QmpState {
+    pub(crate) greeted: bool,
+    pub(crate) replies: HashMap<u64, Result<Value, String>>,
+    pub(crate) events: Vec<Event>,
     /// Whether the guest's processors stand still.
-    pub(super) stopped: bool,
-    pub(super) closed: bool,
+    pub(crate) stopped: bool,
+    pub(crate) closed: bool,
 }
 
 impl Board {
@@ -49,18 +52,30 @@ impl Board {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn look<T>(&self, read: impl FnOnce(&State) -> T) -> T {
+    pub(crate) fn look<T>(&self, read: impl FnOnce(&State) -> T) -> T {
         read(&self.lock())
     }
 
-    pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let result = change(&mut self.lock());
         self.0.1.notify_all();
         result
     }
 
+    /// Nothing will come any more: QEMU has ended.
+    pub(crate) fn close(&self) {
+        let nested = self.change(|state| {
+            state.agent.closed = true;
+            state.qmp.closed = true;
+            state.agent.take_ended()
+        });
+        for board in nested {
+            board.close();
+        }
+    }
+
     /// Waits until `done` says something, or the time is up.
-    pub(super) fn wait<T>(
+    pub(crate) fn wait<T>(
         &self,
         timeout: Duration,
         mut done: impl FnMut(&mut State) -> Option<T>,
@@ -82,8 +97,23 @@ impl Board {
     }
 }
 
+impl AgentState {
+    /// Takes the nested VMs that have ended: their request is answered, or never
+    /// will be. They are to be told by [`Board::close`].
+    pub(crate) fn take_ended(&mut self) -> Vec<Board> {
+        let ended: Vec<u64> = self
+            .nested
+            .keys()
+            .copied()
+            .filter(|id| self.closed || !self.open.contains(id))
+            .collect();
+        let boards = ended.iter().filter_map(|id| self.nested.remove(id));
+        boards.collect()
+    }
+}
+
 /// Reads lines from a socket in a thread of its own, until the socket closes.
-pub(super) fn read_lines(
+pub(crate) fn read_lines(
     name: &str,
     socket: &UnixStream,
     mut line: impl FnMut(&str) + Send + 'static,
@@ -105,4 +135,13 @@ pub(super) fn read_lines(
         })
         .context("starting a reader thread")?;
     Ok(())
+}
+
+/// Closes a socket for its reader thread too, so that the other end sees it.
+pub(crate) fn hang_up(socket: &Mutex<UnixStream>) {
+    // The only failure is that the other end has closed it.
+    let _ = socket
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .shutdown(Shutdown::Both);
 }

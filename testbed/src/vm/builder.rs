@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use super::process::Process;
 use super::{KERNEL_ARGS, Vm, qemu_log, serial_log};
 use crate::archive::Archive;
+use crate::host_vm;
 use crate::{Accel, Testbed};
 
 /// Which chipset the machine has.
@@ -63,6 +64,8 @@ pub struct VmBuilder {
     skip_modules: Vec<String>,
     args: Vec<OsString>,
     files: Vec<(PathBuf, u32, Vec<u8>)>,
+    iommu: bool,
+    nested: u32,
 }
 
 /// A VM about to be started: its folder and sockets are there, and QEMU's
@@ -84,6 +87,15 @@ pub(super) struct Sockets {
     pub(super) qmp: UnixListener,
 }
 
+/// Queued invalidation and interrupt remapping, as hardware has; with caching
+/// mode, QEMU itself learns of each mapping, which emulated devices need.
+const VTD: &str = "intel-iommu,intremap=on,caching-mode=on";
+
+/// A path as a value in one of QEMU's options: a comma is doubled.
+pub(crate) fn option_value(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
 impl VmBuilder {
     pub(crate) fn new(testbed: Testbed, name: &str) -> Self {
         VmBuilder {
@@ -100,6 +112,8 @@ impl VmBuilder {
             skip_modules: Vec::new(),
             args: Vec::new(),
             files: Vec::new(),
+            iommu: false,
+            nested: 0,
         }
     }
 
@@ -183,6 +197,24 @@ impl VmBuilder {
         self
     }
 
+    /// Gives the machine an emulated VT-d, which its kernel uses for all DMA and
+    /// interrupts. Only for a [`Machine::Q35`].
+    pub fn iommu(mut self) -> Self {
+        self.iommu = true;
+        self
+    }
+
+    /// Gives the machine the disk with QEMU ([`Testbed::tools_disk`]) and the
+    /// channels to so many guests of its own; see [`VmBuilder::launch_host`].
+    pub fn nested_guests(mut self, count: u32) -> Self {
+        self.nested = count;
+        self
+    }
+
+    pub(crate) fn nested_count(&self) -> u32 {
+        self.nested
+    }
+
     /// Starts the machine; see [`Vm::wait_agent`] for what to do next.
     pub fn launch(&self) -> Result<Vm> {
         self.stage()?.launch()
@@ -223,6 +255,8 @@ impl VmBuilder {
     /// The machine itself, with memory that other processes can be given.
     fn machine_args(&self) -> Vec<OsString> {
         let machine = match self.machine {
+            // Without the split, nobody remaps the interrupts.
+            Machine::Q35 if self.iommu => "q35,kernel-irqchip=split",
             Machine::Q35 => "q35",
             Machine::I440fx => "pc",
         };
@@ -242,15 +276,17 @@ impl VmBuilder {
         .map(OsString::from)
         .into();
         args.extend(accel.args().map(OsString::from));
+        if self.iommu {
+            // Before all other devices: it sees only those that come after it.
+            args.extend(["-device", VTD].map(OsString::from));
+        }
         args
     }
 
     /// What makes the machine ours: boot, console, agent, monitor.
     fn guest_args(&self, folder: &Path) -> Result<Vec<OsString>> {
         let chardev = |kind: &str, id: &str, path: &Path| {
-            // A comma in a value is doubled.
-            let path = path.display().to_string().replace(',', ",,");
-            format!("{kind},id={id},path={path}")
+            format!("{kind},id={id},path={}", option_value(path))
         };
         let mut args: Vec<OsString> = [
             "-nodefaults",
@@ -274,13 +310,16 @@ impl VmBuilder {
         ]
         .map(OsString::from)
         .into();
+        if self.nested > 0 {
+            args.extend(host_vm::channel_args(&self.testbed, self.nested, folder));
+        }
         if self.firmware == Firmware::Ovmf {
             let vars = folder.join("vars.fd");
             fs::copy(self.testbed.ovmf_vars(), &vars).context("copying OVMF's variables")?;
             for (unit, path, options) in
                 [(0, self.testbed.ovmf_code(), ",readonly=on"), (1, vars, "")]
             {
-                let path = path.display().to_string().replace(',', ",,");
+                let path = option_value(&path);
                 args.push("-drive".into());
                 args.push(format!("if=pflash,format=raw,unit={unit},file={path}{options}").into());
             }
@@ -300,6 +339,9 @@ impl VmBuilder {
 
     fn kernel_command_line(&self) -> String {
         let mut words = vec![KERNEL_ARGS.to_owned()];
+        if self.iommu {
+            words.push("intel_iommu=on".to_owned());
+        }
         words.extend(self.append.iter().cloned());
         if !self.skip_modules.is_empty() {
             words.push(format!(

@@ -6,6 +6,7 @@ mod builder;
 mod process;
 mod qmp;
 
+use std::ops::Deref;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -14,10 +15,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
 
-use board::Board;
 use process::Process;
 
-pub use agent::{GuestPage, Output, Pending};
+pub(crate) use board::Board;
+pub(crate) use builder::option_value;
+
+pub use agent::{Guest, GuestPage, Output, Pending};
 pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
 pub use qmp::{Event, Qmp};
 
@@ -34,12 +37,12 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much of a log an error quotes.
 const QUOTE: usize = 2000;
 
-/// A running virtual machine. Dropped, it is killed and its folder removed.
+/// A running virtual machine, and the guest in it. Dropped, it is killed and its
+/// folder removed.
 #[derive(Debug)]
 pub struct Vm {
-    name: String,
     board: Board,
-    agent: agent::Client,
+    guest: Guest,
     qmp: Qmp,
     /// Before `folder`, so that QEMU is gone when its files go.
     process: Process,
@@ -70,22 +73,24 @@ impl Vm {
             board.clone(),
             qemu_log(folder.path()),
         )?;
-        let agent = agent::Client::start(connect(&sockets.agent)?, board.clone())?;
+        let guest = {
+            let folder = folder.path().to_owned();
+            Guest::start(
+                name.clone(),
+                connect(&sockets.agent)?,
+                board.clone(),
+                Box::new(move || printed(&folder)),
+            )?
+        };
         qmp.negotiate()
             .with_context(|| died(&name, "before it answered QMP", &process, folder.path()))?;
         Ok(Vm {
-            name,
             board,
-            agent,
+            guest,
             qmp,
             process,
             folder,
         })
-    }
-
-    /// The name it was given.
-    pub fn name(&self) -> &str {
-        &self.name
     }
 
     /// QEMU's process id.
@@ -160,13 +165,13 @@ impl Vm {
     /// Reboots the guest by its kernel, and waits until the agent is back.
     pub fn reboot(&self, timeout: Duration) -> Result<()> {
         let boots = self.boots();
-        self.agent.reboot()?;
+        self.guest.ask_reboot()?;
         self.wait_boot(boots + 1, timeout)
     }
 
     /// Powers the guest off by its kernel, and waits until QEMU has ended.
     pub fn shutdown(self, timeout: Duration) -> Result<ExitStatus> {
-        self.agent.power_off()?;
+        self.guest.power_off()?;
         self.wait_exit(timeout)
     }
 
@@ -183,7 +188,7 @@ impl Vm {
         self.process.kill();
         match self.process.wait(Instant::now() + END_TIMEOUT)? {
             Some(_) => Ok(()),
-            None => bail!("VM {}: QEMU survives SIGKILL", self.name),
+            None => bail!("VM {}: QEMU survives SIGKILL", self.name()),
         }
     }
 
@@ -191,9 +196,17 @@ impl Vm {
     fn quote(&self, what: &str) -> anyhow::Error {
         anyhow!(
             "VM {}: {what}{}",
-            self.name,
+            self.name(),
             logs(&self.process, self.folder.path())
         )
+    }
+}
+
+impl Deref for Vm {
+    type Target = Guest;
+
+    fn deref(&self) -> &Guest {
+        &self.guest
     }
 }
 
@@ -203,27 +216,32 @@ fn died(name: &str, when: &str, process: &Process, folder: &Path) -> String {
 
 /// How QEMU ended, if it did, and the ends of its logs.
 fn logs(process: &Process, folder: &Path) -> String {
-    let mut text = match process.wait(Instant::now()) {
+    let text = match process.wait(Instant::now()) {
         Ok(Some(status)) => format!("\n-- QEMU ended: {status}"),
         Ok(None) => String::new(),
         Err(error) => format!("\n-- how QEMU ended is unknown: {error:#}"),
     };
+    text + &printed(folder)
+}
+
+/// The ends of a VM's logs.
+fn printed(folder: &Path) -> String {
+    let mut text = String::new();
     for (what, path) in [
         ("QEMU printed", qemu_log(folder)),
         ("the serial console ends with", serial_log(folder)),
     ] {
         let log = read_lossy(&path);
         let log = log.trim();
-        if log.is_empty() {
-            continue;
+        if !log.is_empty() {
+            text.push_str(&format!("\n-- {what}:\n{}", tail(log)));
         }
-        text.push_str(&format!("\n-- {what}:\n{}", tail(log)));
     }
     text
 }
 
 /// The end of a log.
-fn tail(log: &str) -> &str {
+pub(crate) fn tail(log: &str) -> &str {
     let mut start = log.len().saturating_sub(QUOTE);
     while !log.is_char_boundary(start) {
         start += 1;
@@ -231,7 +249,7 @@ fn tail(log: &str) -> &str {
     &log[start..]
 }
 
-fn read_lossy(path: &Path) -> String {
+pub(crate) fn read_lossy(path: &Path) -> String {
     String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
 }
 

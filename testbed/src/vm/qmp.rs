@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 
-use super::board::{Board, read_lines};
+use super::board::{Board, hang_up, read_lines};
 
 /// QEMU answers between two emulated instructions; on a busy machine, late.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -39,7 +39,7 @@ pub struct Event {
 }
 
 impl Qmp {
-    pub(super) fn start(socket: UnixStream, board: Board, log: PathBuf) -> Result<Self> {
+    pub(crate) fn start(socket: UnixStream, board: Board, log: PathBuf) -> Result<Self> {
         let (on_line, on_close) = (board.clone(), board.clone());
         read_lines(
             "qmp",
@@ -64,7 +64,7 @@ impl Qmp {
         }
     }
 
-    pub(super) fn negotiate(&self) -> Result<()> {
+    pub(crate) fn negotiate(&self) -> Result<()> {
         self.board
             .wait(REPLY_TIMEOUT, |state| {
                 (state.qmp.greeted || state.qmp.closed).then_some(())
@@ -157,6 +157,12 @@ impl Qmp {
     pub fn status(&self) -> Result<String> {
         let status = self.execute("query-status", json!({}))?;
         Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
+    }
+}
+
+impl Drop for Qmp {
+    fn drop(&mut self) {
+        hang_up(&self.socket);
     }
 }
 

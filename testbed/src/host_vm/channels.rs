@@ -1,0 +1,67 @@
+//! The channels from here to the guests of a VM that plays a host: ports of its
+//! virtio-serial device, which the nested QEMU opens as files. So a nested guest's
+//! agent and its QEMU's monitor are reached as those of a VM of our own.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use crate::Testbed;
+use crate::vm::option_value;
+
+/// The serial number by which the VM finds the disk with QEMU.
+pub(super) const TOOLS_SERIAL: &str = "farside-tools";
+
+/// What one nested guest has.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Channel {
+    Agent,
+    Qmp,
+    Console,
+}
+
+impl Channel {
+    const ALL: [Channel; 3] = [Channel::Agent, Channel::Qmp, Channel::Console];
+
+    /// The port's name in the VM.
+    pub(super) fn port(self, slot: u32) -> String {
+        let what = match self {
+            Channel::Agent => "agent",
+            Channel::Qmp => "qmp",
+            Channel::Console => "console",
+        };
+        format!("nested{slot}.{what}")
+    }
+
+    /// The socket, or for the console the file, at this end.
+    pub(super) fn path(self, folder: &Path, slot: u32) -> PathBuf {
+        folder.join(self.port(slot))
+    }
+}
+
+/// QEMU's options for the disk with QEMU and the channels to `count` guests.
+pub(crate) fn args(testbed: &Testbed, count: u32, folder: &Path) -> Vec<OsString> {
+    let disk = option_value(testbed.tools_disk());
+    let mut args: Vec<String> = vec![
+        "-drive".into(),
+        format!("if=none,id=farside-tools,format=raw,readonly=on,file.locking=off,file={disk}"),
+        "-device".into(),
+        format!("virtio-blk-pci,drive=farside-tools,serial={TOOLS_SERIAL},addr=1e.0"),
+    ];
+    for slot in 0..count {
+        for channel in Channel::ALL {
+            let port = channel.port(slot);
+            let path = option_value(&channel.path(folder, slot));
+            let chardev = match channel {
+                Channel::Console => format!("file,id={port},path={path}"),
+                _ => format!("socket,id={port},path={path},server=on,wait=off"),
+            };
+            args.extend([
+                "-chardev".into(),
+                chardev,
+                "-device".into(),
+                format!("virtserialport,bus=farside-serial.0,chardev={port},name={port}"),
+            ]);
+        }
+    }
+    args.into_iter().map(OsString::from).collect()
+}

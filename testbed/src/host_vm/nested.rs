@@ -1,0 +1,327 @@
+//! A guest of a VM that plays a host.
+
+use std::ops::Deref;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use farside_guest_agent::PORT_NAME;
+
+use super::channels::Channel;
+use super::{HostVm, SHORT};
+use crate::tools_disk;
+use crate::vm::{Board, Guest, KERNEL_ARGS, Output, Pending, Qmp, read_lossy};
+
+/// Longer than any test.
+const LIFE: Duration = Duration::from_secs(24 * 3600);
+
+/// Describes a guest of a VM that plays a host: a Q35 with shared memory, Debian's
+/// kernel, busybox and our agent. No module is loaded: `modprobe` has those for
+/// NVMe and for igb's virtual functions.
+#[derive(Debug)]
+pub struct NestedBuilder<'a> {
+    host: &'a HostVm,
+    name: String,
+    memory: u64,
+    vcpus: u32,
+    huge_pages: bool,
+    append: Vec<String>,
+    args: Vec<String>,
+}
+
+/// A running guest of a VM that plays a host. Dropped, its QEMU is killed.
+#[derive(Debug)]
+pub struct Nested<'a> {
+    host: &'a HostVm,
+    slot: u32,
+    board: Board,
+    guest: Guest,
+    qmp: Qmp,
+    /// QEMU's process id in the VM.
+    pid: u32,
+    /// None when its end has been seen.
+    qemu: Option<Pending<'a>>,
+}
+
+impl<'a> NestedBuilder<'a> {
+    pub(super) fn new(host: &'a HostVm, name: &str) -> Self {
+        Self {
+            host,
+            name: name.to_owned(),
+            memory: 256 << 20,
+            vcpus: 1,
+            huge_pages: false,
+            append: Vec::new(),
+            args: Vec::new(),
+        }
+    }
+
+    /// Guest memory in bytes.
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// How many processors.
+    pub fn vcpus(mut self, count: u32) -> Self {
+        self.vcpus = count;
+        self
+    }
+
+    /// Guest memory in huge pages of 2 MiB, which the VM has to have
+    /// (`/proc/sys/vm/nr_hugepages`).
+    pub fn huge_pages(mut self) -> Self {
+        self.huge_pages = true;
+        self
+    }
+
+    /// More for the kernel command line.
+    pub fn append(mut self, text: &str) -> Self {
+        self.append.push(text.to_owned());
+        self
+    }
+
+    /// More arguments for the nested QEMU.
+    pub fn args(mut self, args: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// A device that a backend in the VM serves at that socket.
+    pub fn vfio_user(self, socket: &str) -> Self {
+        let socket = serde_json::json!({"type": "unix", "path": socket});
+        let device = serde_json::json!({"driver": "vfio-user-pci", "socket": socket});
+        self.args(["-device".to_owned(), device.to_string()])
+    }
+
+    /// Starts the guest; see [`Nested::wait_agent`] for what to do next.
+    pub fn launch(self) -> Result<Nested<'a>> {
+        let slot = self.host.take_slot()?;
+        let launched = self.launch_in(slot);
+        if launched.is_err() {
+            self.host.give_slot(slot);
+        }
+        launched
+    }
+
+    fn launch_in(&self, slot: u32) -> Result<Nested<'a>> {
+        let host = self.host;
+        let folder = host.folder();
+        let connect = |channel: Channel| {
+            let path = channel.path(folder, slot);
+            UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))
+        };
+        let board = Board::default();
+        let console = Channel::Console.path(folder, slot);
+        // Earlier guests wrote to the same file.
+        let before = read_lossy(&console).len();
+        let words = move || {
+            let log = read_lossy(&console);
+            let log = log.get(before..).unwrap_or_default().trim();
+            match log {
+                "" => String::new(),
+                log => format!(
+                    "\n-- its serial console ends with:\n{}",
+                    crate::vm::tail(log)
+                ),
+            }
+        };
+        let name = format!("{} in {}", self.name, host.name());
+        let guest = Guest::start(
+            name.clone(),
+            connect(Channel::Agent)?,
+            board.clone(),
+            Box::new(words),
+        )?;
+        let qmp = Qmp::start(connect(Channel::Qmp)?, board.clone(), "/dev/null".into())?;
+
+        let pid_file = format!("/run/nested{slot}.pid");
+        let command = self.command(slot, &pid_file);
+        host.exec_ok(&format!("rm -f {pid_file}"), SHORT)?;
+        let qemu = host.exec_qemu(&command, LIFE, &board)?;
+        if let Err(error) = qmp.negotiate() {
+            return match board.look(|state| state.agent.closed) {
+                true => bail!("VM {name}: QEMU ended: {}", qemu.wait()?),
+                false => Err(error.context(format!("VM {name}"))),
+            };
+        }
+        let pid = host.exec_ok(&format!("cat {pid_file}"), SHORT)?;
+        let nested = Nested {
+            host,
+            slot,
+            board,
+            guest,
+            qmp,
+            pid: pid.trim().parse().context("reading QEMU's process id")?,
+            qemu: Some(qemu),
+        };
+        Ok(nested)
+    }
+
+    /// A shell command that runs QEMU.
+    fn command(&self, slot: u32, pid_file: &str) -> String {
+        let accel = match self.host.has_kvm() {
+            true => "-accel kvm -cpu host",
+            false => "-accel tcg",
+        };
+        let huge = match self.huge_pages {
+            true => ",hugetlb=on,hugetlbsize=2M",
+            false => "",
+        };
+        let append = [&[KERNEL_ARGS.to_owned()], &self.append[..]]
+            .concat()
+            .join(" ");
+        let mut words: Vec<String> = [
+            tools_disk::QEMU,
+            "-name",
+            &self.name,
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-pidfile",
+            pid_file,
+            "-machine",
+            "q35,memory-backend=mem",
+            "-m",
+            &format!("{}b", self.memory),
+            "-object",
+            &format!(
+                "memory-backend-memfd,id=mem,size={}b,share=on{huge}",
+                self.memory
+            ),
+            "-smp",
+            &self.vcpus.to_string(),
+            "-kernel",
+            tools_disk::KERNEL,
+            "-initrd",
+            tools_disk::INITRAMFS,
+            "-append",
+            &append,
+            "-serial",
+            "chardev:console",
+            "-qmp",
+            "chardev:qmp",
+            "-device",
+            "virtio-serial-pci,id=farside-serial",
+            "-device",
+            &format!("virtserialport,bus=farside-serial.0,chardev=agent,name={PORT_NAME}"),
+        ]
+        .map(str::to_owned)
+        .into();
+        words.extend(accel.split(' ').map(str::to_owned));
+        words.extend(self.args.iter().cloned());
+        let mut script = String::new();
+        for (id, channel) in [
+            ("agent", Channel::Agent),
+            ("qmp", Channel::Qmp),
+            ("console", Channel::Console),
+        ] {
+            script += &format!(
+                "for port in /sys/class/virtio-ports/*; do
+                    [ \"$(cat $port/name)\" != {} ] || {id}=/dev/${{port##*/}}
+                done\n",
+                channel.port(slot)
+            );
+            words.extend(["-chardev".to_owned(), format!("pipe,id={id},path=${id}")]);
+        }
+        script += "exec";
+        for word in words {
+            script.push(' ');
+            script += &quoted(&word);
+        }
+        script
+    }
+}
+
+/// One word of a shell command, in which `$name` stays a variable if it is at the
+/// end of the word.
+fn quoted(word: &str) -> String {
+    let escaped = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
+    match word.rsplit_once("path=$") {
+        Some((head, variable)) => format!("{}\"${variable}\"", escaped(&format!("{head}path="))),
+        None => escaped(word),
+    }
+}
+
+impl Nested<'_> {
+    /// Waits until the agent in the guest has started. The error says how far the
+    /// guest came.
+    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
+        let started = self.board.wait(timeout, |state| {
+            let agent = &state.agent;
+            (agent.hellos > 0 || agent.closed).then_some(agent.hellos > 0)
+        });
+        match started {
+            Some(true) => Ok(()),
+            Some(false) => Err(self.quote("QEMU ended before the guest's agent started")),
+            None => {
+                let what = format!("the guest's agent did not start within {timeout:?}");
+                Err(self.quote(&what))
+            }
+        }
+    }
+
+    /// QEMU's process id, in the VM that runs it.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// QEMU's control channel.
+    pub fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+
+    /// Powers the guest off by its kernel, and waits until QEMU has ended. Returns
+    /// how it ended and what it printed.
+    pub fn shutdown(mut self, timeout: Duration) -> Result<Output> {
+        self.guest.power_off()?;
+        let Some(qemu) = self.qemu.take() else {
+            bail!("VM {}: QEMU has ended before", self.guest.name());
+        };
+        qemu.wait_for(timeout)
+    }
+
+    /// Kills QEMU at once, and waits for its end.
+    pub fn kill(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let Some(qemu) = self.qemu.take() else {
+            return Ok(());
+        };
+        let kill = format!("kill -9 {} 2>/dev/null || true", self.pid);
+        self.host.exec_ok(&kill, SHORT)?;
+        qemu.wait_for(SHORT).map(drop)
+    }
+}
+
+impl Drop for Nested<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            log::warn!("killing VM {}: {error:#}", self.guest.name());
+        }
+        self.host.give_slot(self.slot);
+    }
+}
+
+impl Deref for Nested<'_> {
+    type Target = Guest;
+
+    fn deref(&self) -> &Guest {
+        &self.guest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_stay_words_and_ports_are_looked_up() {
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(quoted("$HOME"), "'$HOME'");
+        assert_eq!(quoted("pipe,path=$agent"), "'pipe,path='\"$agent\"");
+    }
+}

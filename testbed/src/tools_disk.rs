@@ -1,0 +1,108 @@
+//! A disk image for VMs that play hosts: QEMU with its libraries and firmware,
+//! the guest's kernel and a small initramfs for a VM in that VM.
+//!
+//! It is ext4, read through virtio-blk: what is not used is never copied, where
+//! an initramfs would be copied whole at each boot.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cache::{self, Cache};
+use crate::command::output;
+use crate::debian::Debian;
+use crate::host::Host;
+use crate::progress::Progress;
+use crate::{elf, recipe};
+
+/// Bumped when the code below makes something else of the same parts.
+const MAKER: &str = "1";
+
+/// Where a VM mounts the disk.
+pub(crate) const MOUNT: &str = "/tools";
+
+/// QEMU on the mounted disk.
+pub(crate) const QEMU: &str = "/tools/bin/qemu-system-x86_64";
+
+/// The nested guest's kernel on the mounted disk.
+pub(crate) const KERNEL: &str = "/tools/boot/vmlinuz";
+
+/// The nested guest's initramfs on the mounted disk.
+pub(crate) const INITRAMFS: &str = "/tools/boot/nested.cpio";
+
+/// Room for what is copied; the file is sparse.
+const LEN: &str = "512M";
+
+const QEMU_PROGRAM: &str = "usr/bin/qemu-system-x86_64";
+
+/// The image; made when it is not in the cache. `guest` is the cache entry with
+/// the initramfs, made from `guest_key`.
+pub(crate) fn prepare(
+    cache: &Cache,
+    debian: &Debian,
+    host: &Host,
+    guest: &Path,
+    guest_key: &str,
+    progress: &Progress,
+) -> Result<PathBuf> {
+    let key = cache::key([guest_key, &debian.key, MAKER]);
+    let entry = cache.entry("tools", &key, |folder| {
+        let task = progress.spinner("Making the disk with QEMU for nested guests");
+        let content = folder.join("content");
+        fill(&content, debian, guest)?;
+        let image = folder.join("tools.img");
+        output(
+            Command::new(host.bin.join("mke2fs"))
+                .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
+                .arg(&content)
+                .arg(&image)
+                .arg(LEN),
+            "mke2fs is part of the test bed",
+        )
+        .context("making the disk with QEMU for nested guests")?;
+        fs::remove_dir_all(&content).with_context(|| format!("removing {}", content.display()))?;
+        task.done();
+        Ok(())
+    })?;
+    Ok(entry.join("tools.img"))
+}
+
+fn fill(content: &Path, debian: &Debian, guest: &Path) -> Result<()> {
+    let root = debian.root();
+    let copy = |from: &Path, to: &str| {
+        let to = content.join(to);
+        let folder = to.parent().unwrap_or(content);
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))
+    };
+    for file in recipe::NESTED_FIRMWARE
+        .iter()
+        .chain(&[QEMU_PROGRAM, elf::LOADER])
+    {
+        copy(&root.join(file), file)?;
+    }
+    for library in elf::library_closure(&root, &[QEMU_PROGRAM])? {
+        let to = library.to_string_lossy();
+        copy(&root.join(&library), &to)?;
+    }
+    copy(&debian.kernel, "boot/vmlinuz")?;
+    copy(&guest.join("nested.cpio"), "boot/nested.cpio")?;
+
+    let script = content.join("bin/qemu-system-x86_64");
+    fs::create_dir_all(content.join("bin")).context("creating a folder for a script")?;
+    fs::write(&script, wrapper())
+        .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
+        .with_context(|| format!("writing {}", script.display()))
+}
+
+/// Starts QEMU with loader and libraries of its own, wherever the VM's are from.
+fn wrapper() -> String {
+    format!(
+        "#!/bin/sh\nexec {MOUNT}/{loader} --library-path {MOUNT}/usr/lib/x86_64-linux-gnu \
+         {MOUNT}/{QEMU_PROGRAM} -L {MOUNT}/usr/share/qemu -L {MOUNT}/usr/share/seabios \"$@\"\n",
+        loader = elf::LOADER,
+    )
+}
