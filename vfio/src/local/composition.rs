@@ -49,6 +49,12 @@ pub struct Piece {
     pub far: u64,
 }
 
+impl Piece {
+    fn overlaps(&self, other: &Self) -> bool {
+        self.iova < other.iova + other.len && other.iova < self.iova + self.len
+    }
+}
+
 /// What is open and mapped, and the pieces that follow from it.
 #[derive(Debug)]
 pub struct Composition<M: Mapper> {
@@ -149,7 +155,9 @@ impl<M: Mapper> Composition<M> {
     /// As there.
     pub fn far_unmap_all(&mut self) -> Result<(), FabricError> {
         let rows: Vec<u64> = self.memory.keys().copied().collect();
-        self.take_memory(&rows)
+        let taken = self.take_memory(&rows);
+        // What a failed mapping may have left behind.
+        taken.and(self.remove_pieces(|_| true))
     }
 
     /// Unmaps the borrower's memory that begins at these far addresses.
@@ -177,6 +185,9 @@ impl<M: Mapper> Composition<M> {
                 limit: MAX_MAPPINGS,
             });
         }
+        // Windows and memory overlap no others, so what is in the way is what
+        // an earlier failure left behind.
+        self.remove_pieces(|old| pieces.iter().any(|new| new.overlaps(old)))?;
         for (done, piece) in pieces.iter().enumerate() {
             if let Err(error) = self.install_one(piece) {
                 let mapped = &pieces[..done];
