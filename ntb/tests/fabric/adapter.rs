@@ -8,7 +8,8 @@ use farside_fabric::{FarAddress, LimitError};
 use farside_ntb::NtbError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::world::{MIB, ModelFunction, World};
+use crate::function::ModelFunction;
+use crate::world::{MIB, World};
 
 fn is_readable(fd: std::os::fd::BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];

@@ -9,7 +9,8 @@ use farside_fabric::{
 };
 use farside_ntb::{BorrowerNtb, NtbError};
 
-use crate::world::{MIB, ModelFunction, World, ram};
+use crate::function::ModelFunction;
+use crate::world::{MIB, World, ram};
 
 const HIGH: u64 = 4 << 30;
 

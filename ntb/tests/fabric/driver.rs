@@ -69,7 +69,7 @@ fn windows_are_lut_entries_in_a_row() {
     a.set_window(entries, FarAddress::new(far)).unwrap();
     let entry = |index| world.read64(Port::A, lut_entry(index));
     for (index, i) in (5..8).zip(0..) {
-        assert_eq!(entry(index), far + i * MIB | lut::VALID);
+        assert_eq!(entry(index), (far + i * MIB) | lut::VALID);
     }
     assert_eq!((entry(4), entry(8)), (0, 0));
     assert_eq!(

@@ -12,7 +12,8 @@ use farside_ntb::{Adapter, BarWindow, LenderNtb};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-use crate::world::{MIB, ModelFunction, World};
+use crate::function::ModelFunction;
+use crate::world::{MIB, World};
 
 const ENTRIES: u32 = 16;
 const SEGMENT: u64 = MIB;
@@ -81,7 +82,7 @@ fn expected(windows: impl Iterator<Item = (u32, u64, u64)>) -> BTreeMap<u32, u64
     let mut entries = BTreeMap::new();
     for (first, far, len) in windows {
         for (index, i) in (first..).zip(0..len.div_ceil(SEGMENT)) {
-            let before = entries.insert(index, far + i * SEGMENT | lut::VALID);
+            let before = entries.insert(index, (far + i * SEGMENT) | lut::VALID);
             assert_eq!(before, None, "LUT entry {index} is shared");
         }
     }

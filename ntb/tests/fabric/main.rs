@@ -4,5 +4,6 @@
 mod adapter;
 mod borrow;
 mod driver;
+mod function;
 mod leaks;
 mod world;

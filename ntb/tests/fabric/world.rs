@@ -3,19 +3,18 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_devices::ntb::registers::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
 use farside_devices::ntb::{Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target};
-use farside_devices::{Bar, BarKind, Description, MappableArea};
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{FabricError, MemoryRange};
-use farside_host_pci::Bdf;
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::{Adapter, FarsideNtb, Parts, Registers};
+
+use crate::function::ModelFunction;
 
 pub const MIB: u64 = 1 << 20;
 /// What an emulated VT-d lets devices use.
@@ -33,7 +32,7 @@ pub struct Host {
     /// The domain of its endpoint.
     pub domain: Table,
     /// Where the endpoint's vectors go.
-    vectors: Mutex<BTreeMap<u16, TriggerFd>>,
+    pub vectors: Mutex<BTreeMap<u16, TriggerFd>>,
 }
 
 /// What is mapped in a domain.
@@ -59,10 +58,10 @@ pub enum To {
 /// A part of a BAR that is mapped into this process.
 pub struct ModelBar {
     pub offset: u64,
-    kind: Kind,
+    pub kind: Kind,
 }
 
-enum Kind {
+pub enum Kind {
     /// A BAR of a port.
     Port(Arc<World>, Port, u8),
     /// A BAR of a device: its registers are memory.
@@ -98,7 +97,7 @@ impl World {
     /// A host connects to `port` and a farside takes the endpoint.
     pub fn start(self: &Arc<Self>, port: Port) -> Adapter<ModelFunction> {
         self.set_present(port, true);
-        let function = self.endpoint(port);
+        let function = ModelFunction::endpoint(self, port);
         let (registers, window) = self.bars(port);
         let size = self.window_size(port);
         let driver = FarsideNtb::new(function.bdf(), registers, Arc::clone(&window) as _, size);
@@ -119,16 +118,6 @@ impl World {
             adapter.check_link().expect("the link is up");
         }
         both
-    }
-
-    pub fn endpoint(self: &Arc<Self>, port: Port) -> Arc<ModelFunction> {
-        Arc::new(ModelFunction {
-            bdf: Bdf::new(0, 0x40, 0, 0).unwrap(),
-            domain: ModelDomain::Endpoint(Arc::clone(self), port),
-            bus_master: AtomicBool::new(false),
-            fail_bus_master: AtomicBool::new(false),
-            bars: Vec::new(),
-        })
     }
 
     pub fn bars(self: &Arc<Self>, port: Port) -> (Arc<ModelBar>, Arc<ModelBar>) {
@@ -166,7 +155,7 @@ impl World {
 }
 
 /// The two hosts, for the model.
-struct Hosts<'a>(&'a [Host; 2]);
+pub struct Hosts<'a>(pub &'a [Host; 2]);
 
 impl Hosts<'_> {
     fn far(&self, at: Target) -> &Host {
@@ -272,7 +261,7 @@ impl Table {
     }
 }
 
-fn refused(text: &'static str) -> FabricError {
+pub fn refused(text: &'static str) -> FabricError {
     FabricError::Other(io::Error::other(text).into())
 }
 
@@ -367,129 +356,6 @@ impl DomainOps for ModelDomain {
 
     fn check(&self, ranges: &[(u64, u64)]) -> Result<(), FabricError> {
         Ok(farside_vfio::UsableIova::new(USABLE.to_vec()).check(ranges)?)
-    }
-}
-
-/// A port's function, or a device.
-pub struct ModelFunction {
-    bdf: Bdf,
-    domain: ModelDomain,
-    bus_master: AtomicBool,
-    pub fail_bus_master: AtomicBool,
-    bars: Vec<(u8, Arc<SharedMemory>, Vec<MappableArea>)>,
-}
-
-impl ModelFunction {
-    /// A device with BARs, as (number, bytes, mappable areas as (offset,
-    /// bytes)).
-    pub fn device(number: u8, bars: &[(u8, u64, &[(u64, u64)])]) -> Arc<Self> {
-        let bars = bars.iter().map(|&(bar, size, areas)| {
-            let memory = SharedMemory::anonymous(size as usize).expect("memory");
-            let area = |&(offset, len): &(u64, u64)| MappableArea { offset, len };
-            (bar, memory, areas.iter().map(area).collect())
-        });
-        Arc::new(Self {
-            bdf: Bdf::new(0, 1, number, 0).unwrap(),
-            domain: ModelDomain::Device(Table::default()),
-            bus_master: AtomicBool::new(false),
-            fail_bus_master: AtomicBool::new(false),
-            bars: bars.collect(),
-        })
-    }
-
-    pub fn table(&self) -> &Table {
-        self.domain.table()
-    }
-
-    pub fn bus_master(&self) -> bool {
-        self.bus_master.load(Ordering::Relaxed)
-    }
-
-    /// The device writes; `None` for a fault.
-    pub fn dma_write(&self, iova: u64, data: &[u8]) -> Option<()> {
-        self.bus_master().then_some(())?;
-        self.table().write(iova, data)
-    }
-
-    /// The device reads; `None` for a fault.
-    pub fn dma_read(&self, iova: u64, data: &mut [u8]) -> Option<()> {
-        self.bus_master().then_some(())?;
-        self.table().read(iova, data)
-    }
-
-    /// A register of the device, in its own BAR.
-    pub fn register(&self, bar: u8, offset: u64) -> u32 {
-        let found = self.bars.iter().find(|it| it.0 == bar).expect("it has it");
-        let slice = found.1.slice(offset as usize, 4).expect("inside");
-        slice.load_u32(0, Ordering::SeqCst).expect("aligned")
-    }
-}
-
-impl FunctionOps for ModelFunction {
-    type Domain = ModelDomain;
-
-    fn bdf(&self) -> Bdf {
-        self.bdf
-    }
-
-    fn domain(&self) -> &ModelDomain {
-        &self.domain
-    }
-
-    fn set_bus_master(&self, enabled: bool) -> Result<(), FabricError> {
-        if self.fail_bus_master.load(Ordering::Relaxed) {
-            return Err(refused("the test's device is gone"));
-        }
-        self.bus_master.store(enabled, Ordering::Relaxed);
-        if let ModelDomain::Endpoint(world, port) = &self.domain {
-            let mut hosts = Hosts(&world.hosts);
-            world.ntb().set_bus_master(*port, enabled, &mut hosts);
-        }
-        Ok(())
-    }
-
-    fn description(&self) -> Result<Description, FabricError> {
-        let mut bars = [const { None }; 6];
-        for (bar, memory, mappable) in &self.bars {
-            bars[usize::from(*bar)] = Some(Bar {
-                size: memory.len() as u64,
-                kind: BarKind::Memory64 {
-                    prefetchable: false,
-                },
-                mappable: mappable.clone(),
-            });
-        }
-        Ok(Description {
-            config: vec![0; 256],
-            bars,
-            intx: false,
-            msi_vectors: 0,
-            msix_vectors: 0,
-            summary: String::new(),
-        })
-    }
-
-    fn map_region(&self, bar: u8, offset: u64, len: u64) -> Result<Arc<ModelBar>, FabricError> {
-        let found = self.bars.iter().find(|it| it.0 == bar);
-        let (_, memory, areas) = found.expect("only BARs that it has");
-        let area = MappableArea { offset, len };
-        assert!(areas.contains(&area), "only areas that can be mapped");
-        let kind = Kind::Device(Arc::clone(memory));
-        Ok(Arc::new(ModelBar { offset, kind }))
-    }
-
-    fn bar_file(&self, bar: u8) -> Result<(OwnedFd, u64), FabricError> {
-        assert_eq!(bar, WINDOW_BAR);
-        Err(refused("the model has no descriptor"))
-    }
-
-    fn signal(&self, vector: u16, to: TriggerFd) -> Result<(), FabricError> {
-        let ModelDomain::Endpoint(world, port) = &self.domain else {
-            panic!("only an endpoint's vectors are asked for");
-        };
-        let vectors = &world.hosts[*port as usize].vectors;
-        vectors.lock().unwrap().insert(vector, to);
-        Ok(())
     }
 }
 
