@@ -6,6 +6,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_control::Address;
 
+use farside_host_pci::{Bdf, Filter};
 use farside_qemu_configs::Machine;
 
 use crate::{ntb::Ntb, plan::Plan, text::parse_size};
@@ -81,6 +82,20 @@ pub(crate) struct Lend {
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<String>,
+    /// Lend a function of this host: its address, `vendor=…,device=…`,
+    /// `class=…`, or `vfs-of:BDF`.
+    #[arg(long, value_name = "ID=FUNCTION", value_parser = parse_function)]
+    pub(crate) vfio: Vec<(String, Filter)>,
+    /// Make virtual functions of a physical one first.
+    #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
+    pub(crate) vfs: Vec<(Bdf, u32)>,
+    /// Take functions that this host uses: mounted disks, network interfaces
+    /// that are up.
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// Lend functions that cannot be reset to one VM after another.
+    #[arg(long)]
+    pub(crate) allow_dirty: bool,
     /// How long at most a device's thread looks for work before it sleeps, microseconds.
     #[arg(long, value_name = "US")]
     pub(crate) poll_us: Option<u64>,
@@ -266,6 +281,23 @@ pub(crate) struct Status {
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+fn parse_function(text: &str) -> Result<(String, Filter), String> {
+    match text.split_once('=') {
+        Some((id, function)) if !id.is_empty() => {
+            let function = function.parse::<Filter>();
+            Ok((id.to_owned(), function.map_err(|error| error.to_string())?))
+        }
+        _ => Err("give a device id and a function, as in disk0=0000:03:00.0".into()),
+    }
+}
+
+fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
+    let wrong = || "give a function and a number, as in 0000:03:00.0=2".to_owned();
+    let (of, count) = text.split_once('=').ok_or_else(wrong)?;
+    let of = of.parse::<Bdf>().map_err(|error| error.to_string())?;
+    Ok((of, count.parse().map_err(|_| wrong())?))
 }
 
 fn parse_pair(text: &str) -> Result<(String, PathBuf), String> {

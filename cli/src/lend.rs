@@ -3,7 +3,7 @@
 use anyhow::Context;
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model},
+    config::{Config, DeviceConfig, Model, Source, VfioConfig, VfsConfig},
 };
 
 use crate::{args::Lend, signals};
@@ -24,13 +24,25 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     }
     let nvme = args.nvme.into_iter().map(|(id, image)| DeviceConfig {
         id,
-        model: Model::nvme(image),
+        source: Model::nvme(image).into(),
     });
     let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
         id,
-        model: Model::dma_test(),
+        source: Model::dma_test().into(),
     });
-    config.device.extend(nvme.chain(dma_test));
+    let vfio = args.vfio.into_iter().map(|(id, function)| DeviceConfig {
+        id,
+        source: Source::Vfio(VfioConfig {
+            function,
+            force: args.force,
+            allow_dirty: args.allow_dirty,
+        }),
+    });
+    config.device.extend(nvme.chain(dma_test).chain(vfio));
+    let vfs = args.vfs.into_iter();
+    config
+        .vfs
+        .extend(vfs.map(|(of, count)| VfsConfig { of, count }));
 
     let lender = Lender::start(config)?;
     signals::raise_on_signal(&lender.stop_handle()).context("cannot wait for signals")?;

@@ -63,13 +63,25 @@ impl fmt::Display for FaultReason {
     }
 }
 
+/// How many bytes, when that is known.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            bytes => write!(f, " of {bytes} bytes"),
+        }
+    }
+}
+
 /// One refused DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("DMA {access:?} of {len} bytes at IOVA {iova:#x} refused: {reason}")]
+#[error("DMA {access:?}{} at IOVA {iova:#x} refused: {reason}", Bytes(*len))]
 pub struct Fault {
     /// First IOVA that was refused.
     pub iova: u64,
-    /// Bytes asked for from there.
+    /// Bytes asked for from there; 0 where hardware does not say.
     pub len: u64,
     /// Direction.
     pub access: Access,

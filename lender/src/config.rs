@@ -11,8 +11,12 @@
 //!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
+//!
+//!     [[device]]
+//!     id = "disk1"
+//!     vfio = { function = "0000:03:00.0" }
 //! "#).unwrap();
-//! assert_eq!(config.device.len(), 2);
+//! assert_eq!(config.device.len(), 3);
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -20,6 +24,8 @@ use std::path::{Path, PathBuf};
 use farside_control::{Address, NAME_RULE, check_name};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
+use farside_host_pci::{Bdf, Filter};
+use farside_vfio::Api;
 use serde::Deserialize;
 
 /// What a lender lends, and through what.
@@ -50,16 +56,104 @@ pub struct Config {
     /// The devices.
     #[serde(default)]
     pub device: Vec<DeviceConfig>,
+    /// Virtual functions to make of physical ones, before devices are looked
+    /// for; removed at the end.
+    #[serde(default)]
+    pub vfs: Vec<VfsConfig>,
+    /// The kernel's interface to VFIO. Default: iommufd where it is, else
+    /// type1.
+    #[serde(default)]
+    pub vfio_api: Option<Api>,
+    /// This host's end of an NTB: without it, physical devices are lent to VMs
+    /// of this host only.
+    #[serde(default)]
+    pub ntb: Option<NtbConfig>,
 }
 
 /// One device to lend.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(try_from = "RawDevice")]
 pub struct DeviceConfig {
     /// Cluster-wide id: letters, digits, `-`, `_` and `.`.
     pub id: String,
-    /// A software model as the source of the device.
-    pub model: Model,
+    /// Where the device is from.
+    pub source: Source,
+}
+
+/// Where a device is from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// A software model.
+    Model(Model),
+    /// A function of this host, through Linux VFIO.
+    Vfio(VfioConfig),
+}
+
+impl From<Model> for Source {
+    fn from(model: Model) -> Self {
+        Self::Model(model)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawDevice {
+    id: String,
+    model: Option<Model>,
+    vfio: Option<VfioConfig>,
+}
+
+impl TryFrom<RawDevice> for DeviceConfig {
+    type Error = String;
+
+    fn try_from(raw: RawDevice) -> Result<Self, String> {
+        let RawDevice { id, model, vfio } = raw;
+        let source = match (model, vfio) {
+            (Some(model), None) => Source::Model(model),
+            (None, Some(vfio)) => Source::Vfio(vfio),
+            _ => {
+                return Err(format!(
+                    "device {id:?} must have one source, `model` or `vfio`"
+                ));
+            }
+        };
+        Ok(Self { id, source })
+    }
+}
+
+/// A function, or several, of this host.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct VfioConfig {
+    /// Which: an address (`0000:03:00.0`), `vendor=…,device=…`, `class=…`, or
+    /// `vfs-of:0000:03:00.0`. Where it matches several, their ids are the
+    /// device's with `-0`, `-1` and so on.
+    pub function: Filter,
+    /// Take it although the host uses it.
+    #[serde(default)]
+    pub force: bool,
+    /// Lend it on although it cannot be reset: what one VM leaves in it is the
+    /// next one's to find.
+    #[serde(default)]
+    pub allow_dirty: bool,
+}
+
+/// Virtual functions to make.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct VfsConfig {
+    /// The physical function.
+    pub of: Bdf,
+    /// How many.
+    pub count: u32,
+}
+
+/// An NTB endpoint of this host.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct NtbConfig {
+    /// Its address.
+    pub function: Bdf,
 }
 
 /// The software models.

@@ -4,7 +4,8 @@
 //! - `registry`: device ids and leases; who has what.
 //! - `device_loop`: one thread a device. It alone touches the device, its
 //!   address domains and its interrupts, so the data path takes no lock.
-//! - `borrowable`: what a device source has to give; `model` is one.
+//! - `borrowable`: what a device source has to give; `model` and `vfio` are
+//!   such sources.
 //! - `connection`: what a peer may ask before it has a lease. With the lease,
 //!   the connection itself moves into the device's thread.
 //!
@@ -24,9 +25,11 @@ mod connection;
 mod device_loop;
 mod listening;
 mod model;
+mod open;
 mod refusals;
 mod registry;
 mod server;
 mod tickets;
+mod vfio;
 
 pub use server::{Lender, StartError};

@@ -3,17 +3,16 @@
 use std::{io, sync::Arc, thread::JoinHandle};
 
 use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
-use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::{LimitError, soft::Adapter};
+use farside_host_pci::CreatedVfs;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    borrowable::Borrowable,
-    config::{Config, ConfigError, DeviceConfig, Model},
+    config::{Config, ConfigError},
     connection::{self, About},
     device_loop::DeviceLoop,
     listening::{Counted, Entrance},
-    model::ModelDevice,
+    open::open,
     registry::Registry,
 };
 
@@ -41,6 +40,12 @@ pub enum StartError {
         /// What opening it said.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A function of this host, or its IOMMU group, is not fit to be lent.
+    #[error(transparent)]
+    Pci(farside_host_pci::PciError),
+    /// The kernel has no VFIO.
+    #[error(transparent)]
+    Vfio(farside_vfio::VfioError),
     /// The socket's folder cannot be made.
     #[error("{path}: {source}", path = path.display())]
     Folder {
@@ -73,6 +78,9 @@ pub struct Lender {
     about: Arc<About>,
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<()>>,
+    fault_reader: Option<JoinHandle<()>>,
+    /// Removed when the devices are closed.
+    _vfs: Vec<CreatedVfs>,
     stop: Wakeup,
 }
 
@@ -85,16 +93,7 @@ impl Lender {
         let stop = Wakeup::new()?;
         let registry = Arc::new(Registry::default());
         let adapter = Adapter::new(config.fabric.clone())?;
-        let mut opened = Vec::new();
-        for device in &config.device {
-            let opened_device = open(device, &adapter).map_err(|source| StartError::Device {
-                id: device.id.clone(),
-                source,
-            })?;
-            let summary = &opened_device.described().description.summary;
-            log::info!("lending {} ({summary})", device.id);
-            opened.push((device.id.clone(), opened_device));
-        }
+        let opened = open(&config, &adapter, &stop)?;
         let entrances = Entrance::open_all(&config)?;
         let mut lender = Self {
             entrances,
@@ -104,6 +103,8 @@ impl Lender {
             }),
             registry,
             devices: Vec::new(),
+            fault_reader: opened.fault_reader,
+            _vfs: opened.vfs,
             stop,
         };
         // Larger than any epoch of a lender that ran here before, whose
@@ -114,7 +115,7 @@ impl Lender {
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
         );
-        for (id, device) in opened {
+        for (id, device) in opened.devices {
             let (source, described) = (device.source(), device.described().clone());
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
@@ -208,23 +209,11 @@ impl Lender {
 impl Drop for Lender {
     fn drop(&mut self) {
         self.stop.raise();
-        for device in self.devices.drain(..) {
-            if device.join().is_err() {
-                log::error!("a device's thread panicked");
+        for thread in self.devices.drain(..).chain(self.fault_reader.take()) {
+            if thread.join().is_err() {
+                log::error!("a thread of the lender has panicked");
             }
         }
         log::info!("lender {} stopped", self.about.name);
     }
-}
-
-fn open(
-    config: &DeviceConfig,
-    adapter: &Adapter,
-) -> Result<Box<dyn Borrowable>, Box<dyn std::error::Error + Send + Sync>> {
-    let model: Box<dyn Device> = match &config.model {
-        Model::Nvme(nvme) => Box::new(nvme::Nvme::open(&config.id, nvme)?),
-        Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
-    };
-    let device = ModelDevice::new(&config.id, model, adapter.clone())?;
-    Ok(Box::new(device))
 }

@@ -87,6 +87,16 @@ impl Bars {
         }
     }
 
+    /// Lets go of what came with a lease: a function that we have open is not
+    /// lent on.
+    pub(crate) fn let_go(&mut self) {
+        if self.owner == BarOwner::Lender {
+            for bar in self.bars.iter_mut().flatten() {
+                bar.memory = None;
+            }
+        }
+    }
+
     /// Whether where a BAR's memory is can only be said under a lease.
     pub(crate) fn need_a_lease(&self, bar: u8) -> bool {
         let bar = self.bars.get(usize::from(bar));

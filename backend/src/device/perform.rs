@@ -89,6 +89,9 @@ impl Device {
             run.memory = Some(self.memory.clone());
         }
         self.returning = steps.contains(&Step::Return);
+        if self.returning {
+            self.bars.let_go();
+        }
         self.post(Job::Run(Box::new(run)));
     }
 

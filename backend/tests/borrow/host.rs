@@ -149,7 +149,7 @@ impl Drop for Host {
 pub fn dma_test(id: &str) -> DeviceConfig {
     DeviceConfig {
         id: id.into(),
-        model: Model::dma_test(),
+        source: Model::dma_test().into(),
     }
 }
 
@@ -159,7 +159,7 @@ pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
     image.set_len(DISK_SIZE).unwrap();
     DeviceConfig {
         id: id.into(),
-        model: Model::nvme(path),
+        source: Model::nvme(path).into(),
     }
 }
 

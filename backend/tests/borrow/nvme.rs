@@ -4,7 +4,7 @@
 use std::{fs::File, io::Seek};
 
 use farside_control::Client;
-use farside_lender::config::Model;
+use farside_lender::config::{Model, Source};
 use rustix::fs::{Advice, fadvise};
 
 use crate::{
@@ -172,7 +172,7 @@ fn reads_in_flight_are_drained_before_memory_is_let_go() {
     let mut image = None;
     let host = Host::lending(Default::default(), |dir| {
         let disk = disk(DISK, dir);
-        if let Model::Nvme(nvme) = &disk.model {
+        if let Source::Model(Model::Nvme(nvme)) = &disk.source {
             std::fs::write(&nvme.image, vec![0xc3; DISK_SIZE as usize]).unwrap();
             image = Some(File::open(&nvme.image).unwrap());
         }

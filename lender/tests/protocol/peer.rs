@@ -53,7 +53,7 @@ impl Running {
         let dir = tempfile::tempdir().unwrap();
         let device = (0..devices).map(|n| DeviceConfig {
             id: format!("dma{n}"),
-            model: Model::dma_test(),
+            source: Model::dma_test().into(),
         });
         let lender = Lender::start(Config {
             name: "test".into(),

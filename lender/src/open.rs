@@ -1,0 +1,100 @@
+//! From the configuration to devices that can be borrowed.
+
+use std::{sync::Arc, thread::JoinHandle};
+
+use farside_control::{NAME_RULE, Wakeup, check_name};
+use farside_devices::{Device, dma_test, nvme};
+use farside_fabric::soft::Adapter;
+use farside_host_pci::{CreatedVfs, HostPci};
+use farside_vfio::Api;
+
+use crate::{
+    borrowable::Borrowable,
+    config::{Config, Model, Source},
+    model::ModelDevice,
+    server::StartError,
+    vfio::{self, FaultWatch, VfioDevice},
+};
+
+type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The devices of a lender, by id.
+pub(crate) struct Opened {
+    pub(crate) devices: Vec<(String, Box<dyn Borrowable>)>,
+    /// The thread that reads the kernel's log, until the lender stops.
+    pub(crate) fault_reader: Option<JoinHandle<()>>,
+    /// Virtual functions that were made for it: to be removed after all devices
+    /// are closed.
+    pub(crate) vfs: Vec<CreatedVfs>,
+}
+
+/// Opens all devices. On an error everything is as it was.
+pub(crate) fn open(
+    config: &Config,
+    adapter: &Adapter,
+    stop: &Wakeup,
+) -> Result<Opened, StartError> {
+    let host = HostPci::new();
+    let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
+    let mut found = Vec::new();
+    let mut devices: Vec<(String, Box<dyn Borrowable>)> = Vec::new();
+    for device in &config.device {
+        let failed = |source: AnyError| StartError::Device {
+            id: device.id.clone(),
+            source,
+        };
+        match &device.source {
+            Source::Model(model) => {
+                let model = open_model(&device.id, model, adapter).map_err(failed)?;
+                devices.push((device.id.clone(), Box::new(model)));
+            }
+            Source::Vfio(vfio) => vfio::find(&host, &device.id, vfio, &mut found)
+                .map_err(|error| failed(error.into()))?,
+        }
+    }
+    let mut fault_reader = None;
+    if !found.is_empty() {
+        vfio::check_groups(&host, &found).map_err(StartError::Pci)?;
+        let api = match config.vfio_api {
+            Some(api) => api,
+            None => Api::detect().map_err(StartError::Vfio)?,
+        };
+        log::info!("physical devices are reached through VFIO {api}");
+        let (watch, reader) = FaultWatch::start(stop.clone());
+        fault_reader = reader;
+        for found in found {
+            let id = found.id.clone();
+            let device = VfioDevice::open(found, api, Arc::clone(&watch), stop.clone());
+            let device = device.map_err(|source| StartError::Device {
+                id: id.clone(),
+                source: source.into(),
+            })?;
+            devices.push((id, Box::new(device)));
+        }
+    }
+    for (n, (id, device)) in devices.iter().enumerate() {
+        let wrong = |why| StartError::Device {
+            id: id.clone(),
+            source: format!("its id {why}; {NAME_RULE}").into(),
+        };
+        // Those of several functions are made of their number.
+        check_name(id).map_err(wrong)?;
+        if devices[..n].iter().any(|(other, _)| other == id) {
+            return Err(wrong("is used twice"));
+        }
+        log::info!("lending {id} ({})", device.described().description.summary);
+    }
+    Ok(Opened {
+        devices,
+        fault_reader,
+        vfs,
+    })
+}
+
+fn open_model(id: &str, model: &Model, adapter: &Adapter) -> Result<ModelDevice, AnyError> {
+    let device: Box<dyn Device> = match model {
+        Model::Nvme(config) => Box::new(nvme::Nvme::open(id, config)?),
+        Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
+    };
+    Ok(ModelDevice::new(id, device, adapter.clone())?)
+}

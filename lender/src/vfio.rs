@@ -1,0 +1,386 @@
+//! Device source `vfio`: a function of this host, through Linux VFIO.
+//!
+//! The function is on vfio-pci for as long as the lender runs. Each lease opens
+//! it anew in an IOMMU domain of its own, which is empty until the borrower
+//! enables bus mastering, and gone at the end:
+//!
+//! ```text
+//!   start: find, bind, look at it, close
+//!   lease: open in a new domain -> reset -> ... windows, DMA ... -> close
+//!   end:   back to its former driver
+//! ```
+//!
+//! The data path is the hardware's: the borrower maps the BARs, the kernel
+//! signals the VMM's eventfds, the IOMMU translates DMA. What is left for the
+//! device's thread are registers that must be trapped, relayed interrupts, and
+//! changes of all these.
+//!
+//! # What the borrower's VMM is trusted with
+//!
+//! To map the BARs of a function of this machine it gets VFIO's descriptor of
+//! the function, since the kernel has none for a BAR alone that can be mapped.
+//! With it, a VMM can reset the function, and reach all of its registers and
+//! its configuration space as VFIO shows that; not the IOMMU domain. It keeps
+//! the descriptor for as long as it likes, so a function is lent on only when
+//! the kernel says that nobody else has it open.
+
+mod faults;
+mod find;
+mod irqs;
+mod way;
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
+};
+use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
+use farside_host_pci::{Bdf, Binding, HostPci};
+use farside_irq_relay::Fire;
+use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::{
+    borrowable::{Begun, Borrowable, Report},
+    refusals::{internal, invalid, limit, no_lease, unsupported},
+};
+pub(crate) use faults::FaultWatch;
+pub(crate) use find::{Found, check_groups, create_vfs, find};
+use irqs::Irqs;
+use way::Way;
+
+/// How long a former borrower's VMM may take to let go of the function.
+const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often to look whether it has. The kernel tells nobody.
+const LET_GO_STEP: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 20_000_000,
+};
+
+/// A physical function, and its lease while it is lent.
+pub(crate) struct VfioDevice {
+    // Dropped in this order: a function that is open cannot be given back.
+    lease: Option<Lease>,
+    _binding: Binding,
+    id: String,
+    bdf: Bdf,
+    api: Api,
+    host: HostPci,
+    described: Described,
+    usable: UsableIova,
+    allow_dirty: bool,
+    /// The VM that had it, when it could not be reset since.
+    left_dirty_by: Option<String>,
+    watch: Arc<FaultWatch>,
+    /// Of this lease, or of the last.
+    faults: Arc<FaultLog>,
+    stop: Wakeup,
+}
+
+struct Lease {
+    vm: String,
+    way: Way,
+    irqs: Irqs,
+    function: Arc<Function>,
+}
+
+impl VfioDevice {
+    /// Looks at a function that is bound to vfio-pci.
+    pub(crate) fn open(
+        found: Found,
+        api: Api,
+        watch: Arc<FaultWatch>,
+        stop: Wakeup,
+    ) -> Result<Self, VfioError> {
+        let Found {
+            id,
+            bdf,
+            binding,
+            allow_dirty,
+            host,
+        } = found;
+        let domain = Domain::new(api)?;
+        let function = domain.open(bdf)?;
+        let described = Described {
+            description: function.description()?,
+            bars: BarOwner::Lender,
+        };
+        let usable = domain.usable_iova()?;
+        if !function.can_reset() && !allow_dirty {
+            log::warn!(
+                "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
+            );
+        }
+        function.close()?;
+        Ok(Self {
+            lease: None,
+            _binding: binding,
+            faults: Arc::new(FaultLog::new(&*id)),
+            id,
+            bdf,
+            api,
+            host,
+            described,
+            usable,
+            allow_dirty,
+            left_dirty_by: None,
+            watch,
+            stop,
+        })
+    }
+
+    fn lease(&mut self) -> Result<&mut Lease, RemoteError> {
+        self.lease.as_mut().ok_or_else(no_lease)
+    }
+
+    /// Opens the function, once those who had it have let go.
+    fn open_when_free(&self) -> Result<Function, RemoteError> {
+        let patience = Instant::now() + LET_GO_TIMEOUT;
+        loop {
+            let domain = Domain::new(self.api).map_err(internal)?;
+            match domain.open(self.bdf) {
+                Ok(function) => return Ok(function),
+                Err(VfioError::Busy { .. }) if Instant::now() < patience => {
+                    let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
+                    // A lender that stops asks once more, and is refused.
+                    let _ = poll(&mut stop, Some(&LET_GO_STEP));
+                }
+                Err(error) => return Err(internal(format_args!("device {}: {error}", self.id))),
+            }
+        }
+    }
+
+    /// Brings the function into its state after power-on, or refuses to lend
+    /// it as another VM left it.
+    fn clean(&self, function: &Function) -> Result<(), RemoteError> {
+        if function.can_reset() {
+            return function.reset().map_err(internal);
+        }
+        match &self.left_dirty_by {
+            Some(vm) if !self.allow_dirty => Err(invalid(format!(
+                "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
+                 would be the next VM's to find; power-cycle it, or lend it with allow-dirty",
+                self.id, self.bdf
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The way to the borrower's memory, and what it maps of the BARs.
+    fn way(&self, route: Route, function: &Arc<Function>) -> Result<(Way, Begun), RemoteError> {
+        let with_areas = (0u8..)
+            .zip(&self.described.description.bars)
+            .filter(|(_, bar)| bar.as_ref().is_some_and(|bar| !bar.mappable.is_empty()));
+        let mut begun = Begun::default();
+        let way = match route {
+            Route::Memory => {
+                for (bar, _) in with_areas {
+                    let (file, offset) = function.bar_file(bar).map_err(internal)?;
+                    begun.files.push(file);
+                    begun.bars.push(BarMemory::File { offset });
+                }
+                Way::local(Arc::clone(function))
+            }
+            Route::Ntb => return Err(no_ntb()),
+        };
+        Ok((way, begun))
+    }
+}
+
+impl Borrowable for VfioDevice {
+    fn source(&self) -> &'static str {
+        "vfio"
+    }
+
+    fn described(&self) -> &Described {
+        &self.described
+    }
+
+    fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
+        let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
+        let named = |error: &dyn std::fmt::Display| {
+            limit(format_args!("device {} ({}): {error}", self.id, self.bdf))
+        };
+        self.usable.check(&ranges).map_err(|error| named(&error))?;
+        match route {
+            Route::Memory => {
+                let total = ranges
+                    .iter()
+                    .fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
+                check_memlock(total).map_err(|error| named(&error))
+            }
+            Route::Ntb => Err(no_ntb()),
+        }
+    }
+
+    fn begin(
+        &mut self,
+        route: Route,
+        vm: &str,
+        bar_memory: Vec<OwnedFd>,
+    ) -> Result<Begun, RemoteError> {
+        if !bar_memory.is_empty() {
+            return Err(invalid(format!(
+                "device {} has BARs of its own: the borrower brings none",
+                self.id
+            )));
+        }
+        let function = self.open_when_free()?;
+        self.clean(&function)?;
+        let function = Arc::new(function);
+        let (way, begun) = self.way(route, &function)?;
+        self.faults = Arc::new(FaultLog::new(&*self.id));
+        self.watch.watch(self.bdf, &self.faults);
+        if !function.can_reset() {
+            self.left_dirty_by = Some(vm.to_owned());
+        }
+        let irqs = Irqs::new(&self.described.description)?;
+        self.lease = Some(Lease {
+            vm: vm.to_owned(),
+            way,
+            irqs,
+            function,
+        });
+        Ok(begun)
+    }
+
+    fn end(&mut self) {
+        let Some(Lease {
+            vm,
+            way,
+            irqs,
+            function,
+        }) = self.lease.take()
+        else {
+            return;
+        };
+        drop((way, irqs));
+        if function.can_reset()
+            && let Err(error) = function.reset()
+        {
+            log::error!("device {}: {error}", self.id);
+        }
+        // Its interrupts and mappings end with the descriptor; the kernel
+        // resets it once more.
+        match Arc::into_inner(function).map(Function::close) {
+            Some(Ok(())) => {}
+            Some(Err(error)) => log::warn!(
+                "device {}: the VMM of VM {vm} has not let go of it yet ({error})",
+                self.id
+            ),
+            None => log::error!("device {}: kept open by a bug in the lender", self.id),
+        }
+        self.watch.forget(self.bdf);
+    }
+
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        let function = Arc::clone(&self.lease()?.function);
+        match function.can_reset() {
+            true => function.reset().map_err(internal),
+            // The guest's own reset of what cannot be reset.
+            false => Ok(()),
+        }
+    }
+
+    fn close(&mut self) -> Result<(), RemoteError> {
+        self.lease()?.way.close()
+    }
+
+    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
+        self.lease()?.way.set_bus_master(true)
+    }
+
+    fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
+        self.lease()?.way.far_map(at, memory)
+    }
+
+    fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
+        self.lease()?.way.far_unmap(at, len)
+    }
+
+    fn open_window(&mut self, iova: Iova, far: FarAddress, len: u64) -> Result<u32, RemoteError> {
+        self.lease()?.way.open_window(iova, far, len)
+    }
+
+    fn close_window(&mut self, iova: Iova) -> Result<(), RemoteError> {
+        self.lease()?.way.close_window(iova)
+    }
+
+    fn set_irqs(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        let lease = self.lease()?;
+        lease.irqs.apply(&lease.function, update, fds)
+    }
+
+    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
+        let lease = self.lease()?;
+        irqs::set_intx_disable(&lease.function, disabled)
+    }
+
+    fn relay_waits(&self) -> bool {
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| lease.irqs.relay_waits())
+    }
+
+    fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
+        if let Some(lease) = &mut self.lease
+            && lease.irqs.relay_waits()
+        {
+            // What the device wrote before the interrupt must be there first.
+            lease.way.flush();
+            lease.irqs.drain_relay(send);
+        }
+    }
+
+    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
+        if let Some(lease) = &self.lease
+            && let Err(error) = lease.function.bar_read(bar, offset, data)
+        {
+            log::debug!("device {}: {error}", self.id);
+            data.fill(0xff);
+        }
+    }
+
+    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
+        if let Some(lease) = &self.lease
+            && let Err(error) = lease.function.bar_write(bar, offset, data)
+        {
+            log::debug!("device {}: {error}", self.id);
+        }
+    }
+
+    fn poll(&mut self) -> bool {
+        self.lease.as_mut().is_some_and(|lease| lease.irqs.poll())
+    }
+
+    fn arm(&mut self) -> bool {
+        true
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.lease.as_ref().map(|lease| lease.irqs.wake_fd())
+    }
+
+    fn report(&self) -> Report {
+        let lease = self.lease.as_ref();
+        Report {
+            bus_master: lease.is_some_and(|lease| lease.function.bus_master().unwrap_or(false)),
+            usage: lease.map(|lease| lease.way.usage()).unwrap_or_default(),
+            interrupts: irqs::counts(&self.host, self.bdf),
+            faults: self.faults.summary(),
+            counters: Vec::new(),
+        }
+    }
+}
+
+fn no_ntb() -> RemoteError {
+    unsupported(
+        "this lender has no NTB: borrow the device on the lender's own machine, or give the lender \
+         an NTB endpoint",
+    )
+}

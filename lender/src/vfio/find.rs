@@ -1,0 +1,73 @@
+//! From the configuration to functions that are bound to vfio-pci.
+
+use farside_host_pci::{Bdf, Binding, CreatedVfs, Filter, Force, HostPci, PciError};
+
+use crate::config::{VfioConfig, VfsConfig};
+
+/// A function that vfio-pci has.
+pub(crate) struct Found {
+    pub(crate) id: String,
+    pub(crate) bdf: Bdf,
+    pub(crate) binding: Binding,
+    pub(crate) allow_dirty: bool,
+    pub(crate) host: HostPci,
+}
+
+/// Why a function cannot be lent.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FindError {
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    #[error("function {bdf} is lent as {first} already; name it once")]
+    Twice { bdf: Bdf, first: String },
+}
+
+/// Makes virtual functions.
+pub(crate) fn create_vfs(host: &HostPci, vfs: &[VfsConfig]) -> Result<Vec<CreatedVfs>, PciError> {
+    let create = |vfs: &VfsConfig| host.create_vfs(&vfs.of, vfs.count, Force::No);
+    vfs.iter().map(create).collect()
+}
+
+/// Binds all functions that `config` means for device `id`, and adds them to
+/// `found`.
+pub(crate) fn find(
+    host: &HostPci,
+    id: &str,
+    config: &VfioConfig,
+    found: &mut Vec<Found>,
+) -> Result<(), FindError> {
+    let force = match config.force {
+        true => Force::Yes,
+        false => Force::No,
+    };
+    let functions = host.select(&config.function)?;
+    let several = functions.len() > 1 || matches!(config.function, Filter::VfsOf(_));
+    for (n, function) in functions.into_iter().enumerate() {
+        let bdf = function.bdf;
+        if let Some(first) = found.iter().find(|found| found.bdf == bdf) {
+            let first = first.id.clone();
+            return Err(FindError::Twice { bdf, first });
+        }
+        found.push(Found {
+            id: match several {
+                true => format!("{id}-{n}"),
+                false => id.to_owned(),
+            },
+            bdf,
+            binding: host.bind_to_vfio(&bdf, force)?,
+            allow_dirty: config.allow_dirty,
+            host: host.clone(),
+        });
+    }
+    Ok(())
+}
+
+/// Checks that the kernel will let each function have an IOMMU domain of its
+/// own.
+pub(crate) fn check_groups(host: &HostPci, found: &[Found]) -> Result<(), PciError> {
+    let lent: Vec<Bdf> = found.iter().map(|found| found.bdf).collect();
+    for bdf in &lent {
+        host.group(bdf)?.viable(bdf, &lent)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,224 @@
+//! A physical function's interrupts.
+//!
+//! In the direct form the kernel signals the VMM's eventfds itself. In the
+//! relayed form it signals eventfds of ours, whose counters the device's thread
+//! takes and passes on.
+
+use std::{
+    collections::BTreeMap,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use farside_control::{IrqUpdate, RemoteError, irq_counts};
+use farside_devices::Description;
+use farside_host_pci::{Bdf, HostPci, IrqKind};
+use farside_irq_relay::{
+    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
+};
+use farside_vfio::Function;
+use rustix::event::{Timespec, epoll};
+
+use crate::refusals::{internal, invalid};
+
+/// Offset of the command register (PCIe 7.5.1.1.3).
+const COMMAND: u64 = 4;
+/// INTx disable, in its high byte.
+const INTX_DISABLE_HIGH: u8 = 1 << 2;
+
+/// Vectors that are looked at in one go.
+const READY: usize = 64;
+
+/// Where the function's vectors go.
+pub(super) struct Irqs {
+    /// What the borrower is told that there is.
+    counts: IrqCounts,
+    relay: Arc<Relay>,
+    /// Our eventfds, by index and vector.
+    ours: BTreeMap<(IrqIndex, u16), TriggerFd>,
+    /// Readable when one of them is.
+    epoll: OwnedFd,
+}
+
+impl Irqs {
+    pub(super) fn new(description: &Description) -> Result<Self, RemoteError> {
+        Ok(Self {
+            counts: irq_counts(description).map_err(internal)?,
+            relay: Arc::default(),
+            ours: BTreeMap::new(),
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(internal)?,
+        })
+    }
+
+    /// Does what the borrower asks.
+    pub(super) fn apply(
+        &mut self,
+        function: &Function,
+        update: IrqUpdate,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(), RemoteError> {
+        let request = update
+            .into_request(&self.counts, fds, &self.relay)
+            .map_err(|error| invalid(error.to_string()))?;
+        let (range, action, data) = request.into_parts();
+        if function.irq_counts().count(range.index()) == 0 {
+            // Error and request interrupts, which every borrower is told that
+            // there are: this function raises none.
+            return Ok(());
+        }
+        let (data, ours) = match data {
+            IrqData::Sinks(sinks) => {
+                let (data, ours) = self.with_ours(range, sinks)?;
+                (data, Some(ours))
+            }
+            other => (other, None),
+        };
+        let disables = action == Action::Trigger && range.count() == 0;
+        let request =
+            SetIrqs::new(range, action, data).map_err(|error| invalid(error.to_string()))?;
+        function.set_irqs(&request).map_err(internal)?;
+        if disables {
+            self.forget(|(index, _)| index == range.index());
+        }
+        if let Some(ours) = ours {
+            self.forget(|(index, vector)| {
+                index == range.index() && range.vectors().contains(&vector)
+            });
+            self.adopt(range.index(), ours)?;
+        }
+        Ok(())
+    }
+
+    /// An eventfd of ours for each vector that is to be relayed.
+    #[allow(clippy::type_complexity)]
+    fn with_ours(
+        &self,
+        range: IrqRange,
+        sinks: Vec<Option<Sink>>,
+    ) -> Result<(IrqData, Vec<(u16, TriggerFd)>), RemoteError> {
+        let mut ours = Vec::new();
+        let mut triggers = Vec::with_capacity(sinks.len());
+        for (vector, sink) in range.vectors().zip(sinks) {
+            triggers.push(match sink {
+                Some(Sink::Relay(_)) => {
+                    let trigger = TriggerFd::new().map_err(internal)?;
+                    ours.push((vector, trigger.clone()));
+                    Some(Sink::EventFd(trigger))
+                }
+                other => other,
+            });
+        }
+        Ok((IrqData::Sinks(triggers), ours))
+    }
+
+    fn adopt(&mut self, index: IrqIndex, ours: Vec<(u16, TriggerFd)>) -> Result<(), RemoteError> {
+        for (vector, trigger) in ours {
+            let data = epoll::EventData::new_u64(key(index, vector));
+            epoll::add(&self.epoll, &trigger, data, epoll::EventFlags::IN).map_err(internal)?;
+            self.ours.insert((index, vector), trigger);
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, which: impl Fn((IrqIndex, u16)) -> bool) {
+        self.ours.retain(|at, trigger| {
+            let goes = which(*at);
+            if goes && let Err(error) = epoll::delete(&self.epoll, trigger) {
+                log::error!("cannot stop looking at an interrupt: {error}");
+            }
+            !goes
+        });
+    }
+
+    /// Takes what has fired into the relay. Returns whether anything had.
+    pub(super) fn poll(&mut self) -> bool {
+        if self.ours.is_empty() {
+            return false;
+        }
+        let mut ready = [const { MaybeUninit::uninit() }; READY];
+        let now = Timespec::default();
+        let Ok((ready, _)) = epoll::wait(&self.epoll, &mut ready, Some(&now)) else {
+            // Interrupted, so it found nothing.
+            return false;
+        };
+        for event in &*ready {
+            let (index, vector) = unkey(event.data.u64());
+            let fired = self
+                .ours
+                .get(&(index, vector))
+                .is_some_and(|trigger| matches!(trigger.take(), Ok(Some(_))));
+            if fired {
+                // Posting to a bit set cannot fail.
+                let _ = Fire::new(index, vector).map(|fire| self.relay.post(fire));
+            }
+        }
+        !ready.is_empty()
+    }
+
+    /// Readable when [`Irqs::poll`] has something to do.
+    pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    /// Whether relayed interrupts wait to be sent.
+    pub(super) fn relay_waits(&self) -> bool {
+        !self.relay.is_empty()
+    }
+
+    /// Sends what waits, for as long as `send` finds room.
+    pub(super) fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
+        let relay = &self.relay;
+        let mut room = true;
+        relay.drain(|fire| {
+            room = room && send(fire);
+            if !room {
+                // Back for the next time.
+                let _ = relay.post(fire);
+            }
+        });
+    }
+}
+
+fn key(index: IrqIndex, vector: u16) -> u64 {
+    (index as u64) << 16 | u64::from(vector)
+}
+
+fn unkey(key: u64) -> (IrqIndex, u16) {
+    (
+        IrqIndex::ALL[(key >> 16) as usize % IrqIndex::ALL.len()],
+        key as u16,
+    )
+}
+
+/// Sets the command register's INTx disable.
+pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<(), RemoteError> {
+    let mut high = [0];
+    function
+        .config_read(COMMAND + 1, &mut high)
+        .map_err(internal)?;
+    let wanted = match disabled {
+        true => high[0] | INTX_DISABLE_HIGH,
+        false => high[0] & !INTX_DISABLE_HIGH,
+    };
+    if wanted != high[0] {
+        function
+            .config_write(COMMAND + 1, &[wanted])
+            .map_err(internal)?;
+    }
+    Ok(())
+}
+
+/// (index, vector, count) of what the kernel has taken from the function.
+pub(super) fn counts(host: &HostPci, bdf: Bdf) -> Vec<(u8, u16, u64)> {
+    let counts = host.interrupt_counts(&bdf).unwrap_or_default();
+    let counts = counts.into_iter().map(|count| {
+        let index = match count.kind {
+            IrqKind::Intx => IrqIndex::Intx,
+            IrqKind::Msi => IrqIndex::Msi,
+            IrqKind::Msix => IrqIndex::Msix,
+        };
+        (index as u8, count.vector as u16, count.count)
+    });
+    counts.filter(|(_, _, count)| *count != 0).collect()
+}
