@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use farside_fabric::memory::create_sealed;
 use proptest::prelude::*;
@@ -148,15 +148,13 @@ fn take_step(path: &mut Composition<Recorder>, step: &Step) -> Result<(), Fabric
 /// What each page of IOVA reaches, by the two tables: the slow way.
 fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     let mut pages = BTreeSet::new();
-    for (&iova, window) in &path.windows {
-        for offset in (0..window.len).step_by(PAGE as usize) {
-            let far = window.far + offset;
-            let memory = path
-                .memory
-                .iter()
-                .find(|&(&start, memory)| (start..start + memory.len).contains(&far));
-            if let Some((_, memory)) = memory {
-                pages.insert((iova + offset, far, memory.writable));
+    for (window, to) in path.windows.rows() {
+        for offset in (0..window.len()).step_by(PAGE as usize) {
+            let far = to.get() + offset;
+            let row = (path.memory.rows().iter())
+                .find(|(row, _)| (row.start().get()..row.end().get()).contains(&far));
+            if let Some((_, memory)) = row {
+                pages.insert((window.start().get() + offset, far, memory.writable));
             }
         }
     }
@@ -200,7 +198,7 @@ proptest! {
         for step in &steps {
             let _ = take_step(&mut path, step);
             // Never more than both tables allow, and nothing forgotten.
-            let pieces: BTreeSet<_> = path.pieces().map(|it| (it.iova, it.len)).collect();
+            let pieces: BTreeSet<_> = path.pieces().map(|it| (it.iova.start().get(), it.iova.len())).collect();
             let known = path.mapper.mapped.iter().map(|(&at, &(len, ..))| (at, len));
             prop_assert_eq!(pieces, known.collect::<BTreeSet<_>>());
         }
@@ -217,7 +215,9 @@ fn nothing_is_mapped_before_both_sides_are_there() {
     assert_eq!(path.pieces().count(), 0);
     path.far_map(far(2), memory(2 * PAGE, 2, true)).unwrap();
     path.far_map(far(6), memory(6 * PAGE, 4, false)).unwrap();
-    let pieces: Vec<_> = path.pieces().map(|it| (it.iova, it.len, it.far)).collect();
+    let pieces: Vec<_> = (path.pieces())
+        .map(|it| (it.iova.start().get(), it.iova.len(), it.far.get()))
+        .collect();
     let page = |iova, pages, far| (iova * PAGE, pages * PAGE, far * PAGE);
     assert_eq!(pieces, [page(2, 2, 2), page(6, 2, 6)]);
 }
