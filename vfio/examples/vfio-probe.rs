@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use farside_config_space::ConfigSpace;
 use farside_fabric::memory::{SharedMemory, create_sealed};
-use farside_fabric::{BorrowerDomain, FarAddress, Iova, LenderPath, MemoryRange};
+use farside_fabric::{BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, MemoryRange};
 use farside_host_pci::Bdf;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 use farside_vfio::{Api, Domain, Function, LocalPath, VfioError};
@@ -165,18 +165,18 @@ fn mappings(domain: &Domain) -> Outcome {
     println!("usage: {usage:?}");
     assert_eq!((usage.mappings, usage.bytes), (2, 4 * MIB));
     expect(domain.map(Iova::new(MIB), &slice(0, MIB)?, true), |error| {
-        matches!(error, VfioError::Overlap { .. })
+        matches!(error, VfioError::Range(FabricError::Overlap { .. }))
     })?;
     expect(
         domain.map(Iova::new(MSI_WINDOW), &slice(0, 4096)?, true),
         |error| matches!(error, VfioError::Reserved { .. }),
     )?;
     expect(domain.unmap(Iova::new(0), MIB), |error| {
-        matches!(error, VfioError::SplitMapping { .. })
+        matches!(error, VfioError::Range(FabricError::SplitMapping { .. }))
     })?;
     domain.unmap(Iova::new(0), 2 * MIB)?;
     expect(domain.unmap(Iova::new(0), 2 * MIB), |error| {
-        matches!(error, VfioError::NotMapped { .. })
+        matches!(error, VfioError::Range(FabricError::NotMapped { .. }))
     })?;
     domain.unmap_all()?;
     assert_eq!(domain.usage(), before);

@@ -1,12 +1,11 @@
 //! One IOMMU domain and what is mapped in it.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farside_fabric::memory::HostSlice;
-use farside_fabric::{Iova, PAGE_SIZE};
+use farside_fabric::{AddressRange, Iova, PAGE_SIZE, RangeTable};
 use farside_host_pci::Bdf;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
@@ -14,9 +13,6 @@ use serde::{Deserialize, Serialize};
 use crate::iommu::Iommu;
 use crate::usable::{Capabilities, UsableIova};
 use crate::{Api, Function, RegionMemory, VfioError};
-
-/// Most mappings of one domain: type1's own limit by default.
-const MAX_MAPPINGS: usize = 65535;
 
 /// An IOMMU domain: what the functions in it can reach by DMA. A clone is
 /// another handle on the same one. Empty when new; when the last handle and the
@@ -33,16 +29,10 @@ struct Inner {
 struct State {
     /// Functions that are open in it.
     functions: usize,
-    /// By IOVA.
-    mapped: BTreeMap<u64, Mapped>,
+    mapped: RangeTable<Iova, Target>,
 }
 
-struct Mapped {
-    len: u64,
-    /// What is mapped stays mapped into this process for as long.
-    _what: Target,
-}
-
+/// What is mapped; it stays mapped into this process for as long.
 enum Target {
     Memory { _slice: HostSlice },
     Region { _region: Arc<RegionMemory> },
@@ -94,20 +84,18 @@ impl Domain {
     ///
     /// # Errors
     /// [`VfioError::EmptyDomain`] while no function is open,
-    /// [`VfioError::BadRange`], [`VfioError::Overlap`],
-    /// [`VfioError::Reserved`], [`VfioError::Memlock`],
+    /// [`VfioError::Range`], [`VfioError::Reserved`], [`VfioError::Memlock`],
     /// [`VfioError::TooManyMappings`], [`VfioError::Map`]. Nothing is mapped
     /// then.
     pub fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), VfioError> {
-        let (at, len) = (at.get(), memory.len() as u64);
         let mut state = self.0.state();
-        state.check(at, len)?;
+        let range = state.check(at, memory.len() as u64)?;
         self.0
             .iommu
-            .map(at, memory, writable)
-            .map_err(|error| self.0.explain(at, len, error))?;
-        let slice = memory.clone();
-        state.insert(at, len, Target::Memory { _slice: slice });
+            .map(at.get(), memory, writable)
+            .map_err(|error| self.0.explain(range, error))?;
+        let _slice = memory.clone();
+        state.mapped.map(range, Target::Memory { _slice })?;
         Ok(())
     }
 
@@ -123,7 +111,6 @@ impl Domain {
         offset: u64,
         len: u64,
     ) -> Result<(), VfioError> {
-        let at = at.get();
         let refused = |reason: String| VfioError::PeerToPeer {
             bdf: bar.handle().bdf(),
             bar: bar.bar(),
@@ -137,16 +124,16 @@ impl Domain {
             return Err(refused(text));
         }
         let mut state = self.0.state();
-        state.check(at, len)?;
+        let range = state.check(at, len)?;
         self.0
             .iommu
-            .map_region(at, bar, offset, len)
+            .map_region(at.get(), bar, offset, len)
             .map_err(|error| match error.raw_os_error() {
-                Some(libc::EINVAL | libc::ENOMEM | libc::ENOSPC) => self.0.explain(at, len, error),
+                Some(libc::EINVAL | libc::ENOMEM | libc::ENOSPC) => self.0.explain(range, error),
                 _ => refused(error.to_string()),
             })?;
-        let region = Arc::clone(bar);
-        state.insert(at, len, Target::Region { _region: region });
+        let _region = Arc::clone(bar);
+        state.mapped.map(range, Target::Region { _region })?;
         Ok(())
     }
 
@@ -154,14 +141,13 @@ impl Domain {
     /// after it returned `Ok`; after an error, some may still be mapped.
     ///
     /// # Errors
-    /// [`VfioError::NotMapped`], [`VfioError::SplitMapping`],
-    /// [`VfioError::BadRange`]; [`VfioError::Unmap`] when the kernel did not
-    /// unmap all of it.
+    /// [`VfioError::Range`] when the range cuts a mapping or covers none;
+    /// [`VfioError::Unmap`] when the kernel did not unmap all of it.
     pub fn unmap(&self, at: Iova, len: u64) -> Result<(), VfioError> {
-        let at = at.get();
         let mut state = self.0.state();
-        let found = state.inside(at, len)?;
-        self.0.unmap(&mut state, &found)
+        let inside = state.mapped.inside(AddressRange::new(at, len)?)?;
+        let inside: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
+        self.0.unmap(&mut state, &inside)
     }
 
     /// Unmaps everything. What cannot be unmapped does not keep the rest.
@@ -203,8 +189,8 @@ impl Domain {
         let mappings_left = self.0.capabilities().ok().and_then(|it| it.mappings_left);
         let state = self.0.state();
         DomainUsage {
-            mappings: state.mapped.len(),
-            bytes: state.mapped.values().map(|mapped| mapped.len).sum(),
+            mappings: state.mapped.rows().len(),
+            bytes: state.mapped.rows().iter().map(|(it, _)| it.len()).sum(),
             mappings_left,
         }
     }
@@ -244,13 +230,14 @@ impl Inner {
         self.iommu.capabilities()
     }
 
-    /// Unmaps whole mappings, given as (IOVA, bytes).
-    fn unmap(&self, state: &mut State, mappings: &[(u64, u64)]) -> Result<(), VfioError> {
+    /// Unmaps whole mappings, as many as possible.
+    fn unmap(&self, state: &mut State, mappings: &[AddressRange<Iova>]) -> Result<(), VfioError> {
         let mut result = Ok(());
-        for &(at, len) in mappings {
+        for &range in mappings {
+            let (at, len) = (range.start().get(), range.len());
             let (unmapped, source) = match self.iommu.unmap(at, len) {
                 Ok(unmapped) if unmapped == len => {
-                    state.mapped.remove(&at);
+                    state.mapped.unmap(range)?;
                     continue;
                 }
                 Ok(unmapped) => (unmapped, io::ErrorKind::UnexpectedEof.into()),
@@ -268,21 +255,21 @@ impl Inner {
     }
 
     fn unmap_all(&self, state: &mut State) -> Result<(), VfioError> {
-        let all: Vec<_> = state.mapped.iter().map(|(&at, it)| (at, it.len)).collect();
+        let rows = state.mapped.rows().iter();
+        let all: Vec<_> = rows.map(|(range, _)| *range).collect();
         self.unmap(state, &all)
     }
 
     /// Why the kernel refused to map.
-    fn explain(&self, at: u64, len: u64, source: io::Error) -> VfioError {
+    fn explain(&self, range: AddressRange<Iova>, source: io::Error) -> VfioError {
+        let (at, len) = (range.start().get(), range.len());
         match source.raw_os_error() {
             Some(libc::ENOMEM) => VfioError::Memlock {
                 at,
                 len,
                 limit: getrlimit(Resource::Memlock).current,
             },
-            Some(libc::ENOSPC) => VfioError::TooManyMappings {
-                limit: MAX_MAPPINGS,
-            },
+            Some(libc::ENOSPC) => VfioError::TooManyMappings { at, len },
             // It does not say which of its rules; this is the likely one.
             Some(libc::EINVAL | libc::EPERM | libc::EADDRINUSE) => {
                 let reserved = self
@@ -313,64 +300,14 @@ impl Drop for Inner {
 
 impl State {
     /// Whether a range can be mapped, as far as this side knows.
-    fn check(&self, at: u64, len: u64) -> Result<(), VfioError> {
-        let end = range_end(at, len)?;
+    fn check(&self, at: Iova, len: u64) -> Result<AddressRange<Iova>, VfioError> {
+        let range = AddressRange::new(at, len)?;
         if self.functions == 0 {
             return Err(VfioError::EmptyDomain);
         }
-        if self.mapped.len() >= MAX_MAPPINGS {
-            let limit = MAX_MAPPINGS;
-            return Err(VfioError::TooManyMappings { limit });
-        }
-        match self.mapped.range(..end).next_back() {
-            Some((&other_at, other)) if other_at + other.len > at => Err(VfioError::Overlap {
-                at,
-                len,
-                other_at,
-                other_len: other.len,
-            }),
-            _ => Ok(()),
-        }
+        self.mapped.check(range)?;
+        Ok(range)
     }
-
-    fn insert(&mut self, at: u64, len: u64, what: Target) {
-        self.mapped.insert(at, Mapped { len, _what: what });
-    }
-
-    /// All mappings inside a range, none of which it may cut.
-    fn inside(&self, at: u64, len: u64) -> Result<Vec<(u64, u64)>, VfioError> {
-        let end = range_end(at, len)?;
-        let before = self.mapped.range(..at).next_back();
-        let touched: Vec<_> = before
-            .filter(|(before_at, mapped)| *before_at + mapped.len > at)
-            .into_iter()
-            .chain(self.mapped.range(at..end))
-            .map(|(&at, mapped)| (at, mapped.len))
-            .collect();
-        if touched.is_empty() {
-            return Err(VfioError::NotMapped { at, len });
-        }
-        match touched
-            .iter()
-            .find(|&&(it, it_len)| it < at || it + it_len > end)
-        {
-            Some(&(mapping_at, mapping_len)) => Err(VfioError::SplitMapping {
-                at,
-                len,
-                mapping_at,
-                mapping_len,
-            }),
-            None => Ok(touched),
-        }
-    }
-}
-
-/// First address after a range of whole pages.
-fn range_end(at: u64, len: u64) -> Result<u64, VfioError> {
-    let whole = at.is_multiple_of(PAGE_SIZE) && len.is_multiple_of(PAGE_SIZE) && len != 0;
-    at.checked_add(len)
-        .filter(|_| whole)
-        .ok_or(VfioError::BadRange { at, len })
 }
 
 impl fmt::Debug for Domain {
@@ -379,69 +316,33 @@ impl fmt::Debug for Domain {
         f.debug_struct("Domain")
             .field("api", &self.api())
             .field("functions", &state.functions)
-            .field("mappings", &state.mapped.len())
+            .field("mappings", &state.mapped.rows().len())
             .finish()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use farside_fabric::FabricError;
     use farside_fabric::memory::SharedMemory;
 
     use super::*;
 
-    fn state(mappings: &[(u64, u64)]) -> State {
-        let slice = SharedMemory::anonymous(4096).unwrap().slice(0, 4096);
-        let mut state = State {
-            functions: 1,
-            ..State::default()
-        };
-        for &(at, len) in mappings {
-            let _slice = slice.clone().unwrap();
-            state.insert(at, len, Target::Memory { _slice });
-        }
-        state
-    }
-
     #[test]
-    fn overlaps_are_found_before_the_kernel_is_asked() {
-        let state = state(&[(0x4000, 0x2000)]);
-        for (at, len) in [
-            (0x4000, 0x1000),
-            (0x3000, 0x2000),
-            (0x5000, 0x4000),
-            (0, 0x9000),
-        ] {
-            let error = state.check(at, len).unwrap_err();
-            assert!(matches!(error, VfioError::Overlap { .. }), "{error}");
-        }
-        for (at, len) in [(0x3000, 0x1000), (0x6000, 0x1000), (0, 0x4000)] {
-            state.check(at, len).unwrap();
-        }
-    }
-
-    #[test]
-    fn only_whole_mappings_are_unmapped() {
-        let state = state(&[(0x1000, 0x2000), (0x4000, 0x1000), (0x8000, 0x1000)]);
-        let inside = state.inside(0, 0x5000).unwrap();
-        assert_eq!(inside, [(0x1000, 0x2000), (0x4000, 0x1000)]);
-        for (at, len) in [(0x2000, 0x4000), (0, 0x2000)] {
-            let error = state.inside(at, len).unwrap_err();
-            assert!(matches!(error, VfioError::SplitMapping { .. }), "{error}");
-        }
-        let error = state.inside(0x5000, 0x3000).unwrap_err();
-        assert!(matches!(error, VfioError::NotMapped { .. }), "{error}");
-    }
-
-    #[test]
-    fn ranges_are_whole_pages_of_a_domain_with_a_function() {
-        let mut state = state(&[]);
-        for (at, len) in [(0, 0), (1, 4096), (4096, 1), (u64::MAX - 4095, 4096)] {
-            let error = state.check(at, len).unwrap_err();
-            assert!(matches!(error, VfioError::BadRange { .. }), "{error}");
-        }
-        state.functions = 0;
-        let error = state.check(0, 4096).unwrap_err();
+    fn only_a_domain_with_a_function_is_mapped_in() {
+        let mut state = State::default();
+        let error = state.check(Iova::new(0), 4096).unwrap_err();
         assert!(matches!(error, VfioError::EmptyDomain), "{error}");
+        state.functions = 1;
+        let range = state.check(Iova::new(0), 8192).unwrap();
+        let memory = SharedMemory::anonymous(8192).unwrap();
+        let _slice = memory.slice(0, 8192).unwrap();
+        state.mapped.map(range, Target::Memory { _slice }).unwrap();
+        let error = state.check(Iova::new(4096), 4096).unwrap_err();
+        let overlap = matches!(error, VfioError::Range(FabricError::Overlap { .. }));
+        assert!(overlap, "{error}");
+        let error = state.check(Iova::new(1), 4096).unwrap_err();
+        let unaligned = matches!(error, VfioError::Range(FabricError::Unaligned { .. }));
+        assert!(unaligned, "{error}");
     }
 }

@@ -70,9 +70,10 @@ pub enum VfioError {
     /// A domain exists in the IOMMU only with a device in it.
     #[error("the IOMMU domain has no function in it yet: open one first")]
     EmptyDomain,
-    /// Not whole pages, or past the end.
-    #[error("IOVA range of {len:#x} bytes at {at:#x} must be whole pages of 4096 below 2^64")]
-    BadRange { at: u64, len: u64 },
+    /// A range that cannot be mapped or unmapped: unaligned, overlapping,
+    /// cutting a mapping.
+    #[error(transparent)]
+    Range(#[from] FabricError),
     /// A range of IOVA means something else to the platform.
     #[error(
         "IOVA range {at:#x}..{end:#x} cannot be mapped: {reserved_start:#x}..={reserved_last:#x} \
@@ -85,31 +86,6 @@ pub enum VfioError {
         reserved_start: u64,
         reserved_last: u64,
     },
-    /// Something is mapped there already.
-    #[error(
-        "IOVA range of {len:#x} bytes at {at:#x} overlaps the mapping of {other_len:#x} bytes at \
-         {other_at:#x}; unmap that first"
-    )]
-    Overlap {
-        at: u64,
-        len: u64,
-        other_at: u64,
-        other_len: u64,
-    },
-    /// An unmap would cut a mapping in two.
-    #[error(
-        "cannot unmap {len:#x} bytes at IOVA {at:#x}: it would cut the mapping of \
-         {mapping_len:#x} bytes at {mapping_at:#x}; unmap whole mappings"
-    )]
-    SplitMapping {
-        at: u64,
-        len: u64,
-        mapping_at: u64,
-        mapping_len: u64,
-    },
-    /// Nothing is mapped there.
-    #[error("nothing is mapped in the {len:#x} bytes at IOVA {at:#x}")]
-    NotMapped { at: u64, len: u64 },
     /// Pinning needs more memory than this process may lock.
     #[error(
         "cannot pin {} at IOVA {at:#x} for DMA: {}; raise it to the size of all guest RAM and \
@@ -125,10 +101,10 @@ pub enum VfioError {
     },
     /// The kernel's table of mappings is full.
     #[error(
-        "the limit of {limit} mappings of one domain is reached (module option dma_entry_limit of \
-         vfio_iommu_type1)"
+        "cannot map {len:#x} bytes at IOVA {at:#x}: the IOMMU domain has as many mappings as the \
+         kernel allows (module option dma_entry_limit of vfio_iommu_type1)"
     )]
-    TooManyMappings { limit: usize },
+    TooManyMappings { at: u64, len: u64 },
     /// Any other refusal to map.
     #[error("cannot map {len:#x} bytes at IOVA {at:#x} for DMA: {source}")]
     Map {
@@ -212,7 +188,10 @@ pub enum VfioError {
 
 impl From<VfioError> for FabricError {
     fn from(error: VfioError) -> Self {
-        Self::Other(Box::new(error))
+        match error {
+            VfioError::Range(error) => error,
+            other => Self::Other(Box::new(other)),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! What an IOMMU domain can map: the IOVA that devices may use, page sizes,
 //! how many mappings are left.
 
-use farside_fabric::PAGE_SIZE;
+use farside_fabric::{FabricError, PAGE_SIZE};
 use vfio_bindings::bindings::vfio::{
     VFIO_IOMMU_INFO_CAPS, VFIO_IOMMU_INFO_PGSIZES, VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE,
 };
@@ -44,11 +44,15 @@ impl UsableIova {
     ///
     /// # Errors
     /// [`VfioError::Reserved`] names the first that is not, and the reserved
-    /// range that it collides with; [`VfioError::BadRange`].
+    /// range that it collides with; [`VfioError::Range`].
     pub fn check(&self, ranges: &[(u64, u64)]) -> Result<(), VfioError> {
         for &(at, len) in ranges {
             let last = len.checked_sub(1).and_then(|more| at.checked_add(more));
-            let last = last.ok_or(VfioError::BadRange { at, len })?;
+            let last = last.ok_or(FabricError::BadRange {
+                space: "IOVA",
+                start: at,
+                len,
+            })?;
             if let Some((reserved_start, reserved_last)) = self.hole_in(at, last) {
                 return Err(VfioError::Reserved {
                     at,
@@ -193,7 +197,8 @@ mod tests {
     fn ranges_past_the_end_are_refused() {
         for range in [(0, 0), (u64::MAX, 2)] {
             let error = vtd().check(&[range]).unwrap_err();
-            assert!(matches!(error, VfioError::BadRange { .. }), "{error}");
+            let bad = matches!(error, VfioError::Range(FabricError::BadRange { .. }));
+            assert!(bad, "{error}");
         }
     }
 
