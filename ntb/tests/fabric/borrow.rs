@@ -340,3 +340,35 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     let bars = path.export_bars().unwrap();
     assert_eq!((bars.len, bars.bars.len()), (0, 0));
 }
+
+#[test]
+fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let device = ModelFunction::device(1, &[]);
+    let mut path = b.attach("drive", device.clone()).unwrap();
+    let far = FarAddress::new(MIB);
+    let stuck = &world.hosts[1].stuck;
+    stuck.store(true, Ordering::Relaxed);
+    let error = path.open_window(Iova::new(0), far, 2 * MIB).unwrap_err();
+    assert!(
+        error.to_string().contains("LUT entry 0 reads 0x0"),
+        "{error}"
+    );
+    assert_eq!(b.usage().lut_entries, 0);
+    assert!(device.table().ranges().is_empty());
+    let error = b
+        .attach("other", ModelFunction::device(2, &[]))
+        .unwrap_err();
+    assert!(error.to_string().contains("requester entry"), "{error}");
+    assert_eq!(b.usage().devices, ["drive"]);
+    stuck.store(false, Ordering::Relaxed);
+    path.open_window(Iova::new(0), far, 2 * MIB).unwrap();
+    // Entries that cannot be cleared are not given to somebody else.
+    stuck.store(true, Ordering::Relaxed);
+    path.close_window(Iova::new(0)).unwrap();
+    assert!(device.table().ranges().is_empty());
+    stuck.store(false, Ordering::Relaxed);
+    let window = path.open_window(Iova::new(0), far, MIB).unwrap();
+    assert_eq!(window.first_lut_entry, 2);
+}

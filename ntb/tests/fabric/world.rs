@@ -31,6 +31,8 @@ pub struct World {
 pub struct Host {
     /// The domain of its endpoint.
     pub domain: Table,
+    /// Its port takes no more writes, as after a fault.
+    pub stuck: AtomicBool,
     /// Where the endpoint's vectors go.
     pub vectors: Mutex<BTreeMap<u16, TriggerFd>>,
 }
@@ -143,6 +145,9 @@ impl World {
     }
 
     pub fn write(&self, port: Port, bar: u8, offset: u64, data: &[u8]) {
+        if self.hosts[port as usize].stuck.load(Ordering::Relaxed) {
+            return;
+        }
         self.ntb()
             .write(port, bar, offset, data, &mut Hosts(&self.hosts));
     }
