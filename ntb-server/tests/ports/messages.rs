@@ -1,0 +1,172 @@
+//! Windows that lead to what only the far VMM can reach.
+
+use std::time::{Duration, Instant};
+
+use farside_devices::ntb::registers::{WINDOW_BAR, error, event, reg};
+use rustix::io::Errno;
+
+use crate::{
+    vmm::Layout,
+    world::{RAM, World, lead},
+};
+
+/// Registers of some device in the far VM.
+const DEVICE: u64 = 0xfe00_0000;
+
+#[test]
+fn stores_and_loads_reach_the_far_vms_devices() {
+    for layout in [Layout::Qemu, Layout::Specified] {
+        let mut world = World::with(layout);
+        // As the VMM may tell of it, without a descriptor.
+        world.b.map(DEVICE, 0x1000, None);
+        lead(&mut world.a, 0, DEVICE);
+        lead(&mut world.a, 1, DEVICE + 0x10_0000);
+        world.a.post_write(WINDOW_BAR, 0x14, &[1, 2, 3, 4]);
+        world.a.post_write(WINDOW_BAR, 0x20_0000, &[5; 8]);
+        let first = world.b.expect_write(DEVICE + 0x14, &[1, 2, 3, 4]);
+        world.b.answer_write(&first, Ok(()));
+        let second = world.b.expect_write(DEVICE + 0x10_0000, &[5; 8]);
+        world.b.answer_write(&second, Ok(()));
+
+        for len in [4, 8] {
+            world.a.post_read(WINDOW_BAR, 0x1c, len);
+            let read = world.b.expect_read(DEVICE + 0x1c, len);
+            let data: Vec<u8> = (1..=len as u8).collect();
+            world.b.answer_read(&read, Ok(&data));
+            assert_eq!(world.a.read_reply(), data);
+        }
+        assert_eq!(world.a.get32(reg::ERROR_COUNT), 0);
+        assert_eq!(world.a.get64(reg::WINDOW_READS), 2);
+    }
+}
+
+#[test]
+fn while_a_message_is_unanswered_both_vmms_are_served() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    lead(&mut world.b, 0, RAM);
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    let read = world.b.expect_read(DEVICE, 4);
+    // The far VMM: registers, memory of the VM that waits.
+    assert_eq!(world.b.get32(reg::PORT), 1);
+    world.b.store(0x10, b"meanwhile");
+    assert_eq!(world.b.load(0x10, 9), b"meanwhile");
+    assert!(!world.a.has_heard());
+    world.b.answer_read(&read, Ok(&[1, 2, 3, 4]));
+    assert_eq!(world.a.read_reply(), [1, 2, 3, 4]);
+    assert_eq!(world.ram_a.read(0x10, 9), b"meanwhile");
+}
+
+#[test]
+fn requests_behind_a_read_wait_for_it_and_answers_do_not() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    lead(&mut world.b, 0, DEVICE);
+    // B's store to A's device is under way when A reads B's.
+    world.b.store(4, &[9; 4]);
+    let write = world.a.expect_write(DEVICE + 4, &[9; 4]);
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    world.a.post_write(WINDOW_BAR, 8, &[7; 4]);
+    let read = world.b.expect_read(DEVICE, 4);
+    assert!(!world.b.has_heard(), "a write overtook a read");
+    world.b.answer_read(&read, Ok(&[1; 4]));
+    let behind = world.b.expect_write(DEVICE + 8, &[7; 4]);
+    world.a.answer_write(&write, Ok(()));
+    world.b.answer_write(&behind, Ok(()));
+    assert_eq!(world.a.read_reply_before(1), [1; 4]);
+    assert_eq!(world.b.get32(reg::ERROR_COUNT), 0);
+}
+
+#[test]
+fn two_reads_that_wait_for_each_other_do_not_wait_long() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    lead(&mut world.b, 0, DEVICE);
+    let start = Instant::now();
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    let read = world.b.expect_read(DEVICE, 4);
+    // As QEMU would: B reads before it serves the message.
+    assert_eq!(world.b.load(0, 4), [0xff; 4]);
+    assert_eq!(world.b.get32(reg::ERROR_INFO), error::BUSY);
+    world.b.answer_read(&read, Ok(&[1; 4]));
+    assert_eq!(world.a.read_reply(), [1; 4]);
+    assert!(start.elapsed() < Duration::from_secs(2), "a timeout passed");
+    assert_eq!(world.a.get32(reg::ERROR_COUNT), 0);
+}
+
+#[test]
+fn accesses_behind_a_message_do_not_overtake_it() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    lead(&mut world.a, 1, RAM);
+    world.a.store(0, &[1; 4]);
+    let device = world.b.expect_write(DEVICE, &[1; 4]);
+    // To memory that is shared, which could be reached at once.
+    world.a.store(0x20_0000, &[2; 8]);
+    assert_eq!(world.ram_b.read(0, 8), [0; 8]);
+    let memory = world.b.expect_write(RAM, &[2; 8]);
+    world.a.post_read(WINDOW_BAR, 0x20_0000, 8);
+    let read = world.b.expect_read(RAM, 8);
+    world.b.answer_write(&device, Ok(()));
+    world.b.answer_write(&memory, Ok(()));
+    world.b.answer_read(&read, Ok(&[2; 8]));
+    assert_eq!(world.a.read_reply(), [2; 8]);
+    // With nothing under way the short way is taken again.
+    world.a.store(0x20_0000, &[3; 8]);
+    assert_eq!(world.ram_b.read(0, 8), [3; 8]);
+    assert!(!world.b.has_heard());
+}
+
+#[test]
+fn what_the_vmm_refuses_is_counted_and_told() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    let events = world.a.set_eventfd(32);
+    world.a.put32(reg::EVENT_STATUS, event::ALL);
+    world.a.store(0x40, &[1; 4]);
+    let write = world.b.expect_write(DEVICE + 0x40, &[1; 4]);
+    world.b.answer_write(&write, Err(Errno::NODEV));
+    assert_eq!(events.wait(), 1);
+    assert_eq!(world.a.get32(reg::ERROR_COUNT), 1);
+    let info = error::FAR_REFUSED | error::WRITE;
+    assert_eq!(world.a.get32(reg::ERROR_INFO), info);
+    assert_eq!(world.a.get64(reg::ERROR_OFFSET), 0x40);
+    assert_eq!(world.a.get64(reg::ERROR_ADDRESS), DEVICE + 0x40);
+}
+
+#[test]
+fn a_vmm_that_does_not_answer_is_not_waited_for() {
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    world.a.store(0, &[0; 4]);
+    let write = world.b.expect_write(DEVICE, &[0; 4]);
+    world.b.answer_write(&write, Ok(()));
+    let start = Instant::now();
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    let late = world.b.expect_read(DEVICE, 4);
+    assert_eq!(world.a.read_reply(), [0xff; 4]);
+    assert!(start.elapsed() >= Duration::from_secs(2));
+    assert_eq!(world.a.get32(reg::ERROR_INFO), error::TIMEOUT);
+    // It answers late, and is asked again.
+    world.b.answer_read(&late, Ok(&[1; 4]));
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    let read = world.b.expect_read(DEVICE, 4);
+    world.b.answer_read(&read, Ok(&[2; 4]));
+    assert_eq!(world.a.read_reply(), [2; 4]);
+}
+
+#[test]
+fn too_many_messages_are_refused() {
+    const MOST: u32 = 4096;
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    for n in 0..MOST + 10 {
+        world.a.post_write(WINDOW_BAR, 0, &n.to_le_bytes());
+    }
+    assert_eq!(world.a.get32(reg::ERROR_COUNT), 10);
+    assert_eq!(world.a.get32(reg::ERROR_INFO), error::BUSY | error::WRITE);
+    for n in 0..MOST {
+        let write = world.b.expect_write(DEVICE, &n.to_le_bytes());
+        world.b.answer_write(&write, Ok(()));
+    }
+}
