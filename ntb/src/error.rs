@@ -14,6 +14,9 @@ use crate::LinkState;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum NtbError {
+    /// The endpoint cannot be taken from the host.
+    #[error(transparent)]
+    Pci(#[from] farside_host_pci::PciError),
     /// Not an NTB that there is a driver for.
     #[error(
         "{bdf} is no NTB endpoint that farside has a driver for: its PCI ids are \

@@ -29,7 +29,11 @@ impl HostEndpoint {
             "NTB endpoint {bdf}: window BAR of {}, {} LUT entries; link {}",
             farside_fabric::Size(adapter.limits().bar_size),
             adapter.limits().lut_entries,
-            if adapter.link().usable() { "up" } else { "down" }
+            if adapter.link().usable() {
+                "up"
+            } else {
+                "down"
+            }
         );
         Ok(Self {
             adapter,

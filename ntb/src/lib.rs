@@ -17,6 +17,8 @@
 //!
 //! - [`Adapter`]: this host's endpoint in use: link, LUT, requester table, far
 //!   addresses. One process has it; lender and borrower alike.
+//! - [`HostEndpoint`]: the endpoint, taken from its driver for as long as it is
+//!   in use.
 //! - [`LenderNtb`]: a borrowed device's path, [`farside_fabric::LenderPath`].
 //! - [`BorrowerNtb`]: what a borrow maps for the device,
 //!   [`farside_fabric::BorrowerDomain`]; [`BarWindow`]: what its CPUs reach.
@@ -43,6 +45,7 @@ mod error;
 mod export;
 mod far_space;
 mod farside;
+mod host;
 mod lender;
 mod registers;
 
@@ -54,5 +57,6 @@ pub use error::NtbError;
 pub use export::{ExportedBar, ExportedBars};
 pub use far_space::{FarRange, FarSpace};
 pub use farside::FarsideNtb;
+pub use host::HostEndpoint;
 pub use lender::{Flusher, LenderNtb};
 pub use registers::Registers;
