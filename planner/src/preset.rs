@@ -60,16 +60,17 @@ pub static PRESETS: [Preset; 6] = [
         name: "intel",
         what: "Intel Xeon: 2 windows of a BAR each, 16 GiB, aligned to it",
         source: "2 windows (3 with a split BAR, but those are 32-bit), the far address a multiple \
-                 of the BAR's size: Linux, ntb_hw_gen1.c. The BAR's size is set in firmware; 16 GiB \
-                 is our choice. Windows end before requesters do",
+                 of the BAR's size (of 4 KiB from Sapphire Rapids on): Linux, ntb_hw_gen1.c and \
+                 ntb_hw_gen4.c. The BAR's size is set in firmware; 16 GiB is our choice. No requester \
+                 table is known; windows end first",
         limits: TWO_BARS,
     },
     Preset {
         name: "amd",
         what: "AMD: 2 windows of a BAR each, 16 GiB, aligned to 4 KiB",
         source: "64-bit windows in BARs 2 and 4 (the first parts have a 32-bit one too), the far \
-                 address a multiple of 4 KiB: Linux, ntb_hw_amd.c. 16 GiB is our choice. Windows \
-                 end before requesters do",
+                 address a multiple of 4 KiB: Linux, ntb_hw_amd.c. 16 GiB is our choice. No \
+                 requester table is known; windows end first",
         limits: NtbLimits {
             alignment: Some(4096),
             ..TWO_BARS
