@@ -73,9 +73,14 @@ pub(crate) struct Lend {
     /// Name of this lender [default: the host name].
     #[arg(long)]
     pub(crate) name: Option<String>,
-    /// Where backends connect [default: lender.sock in the runtime folder].
+    /// Where backends of this host connect [default: lender.sock in the runtime
+    /// folder].
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
+    /// Where backends of other hosts connect: tcp:HOST:PORT; may be given more
+    /// than once.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Vec<Address>,
     /// Lend an NVMe drive made of an image file or block device.
     #[arg(long, value_name = "ID=IMAGE", value_parser = parse_pair)]
     pub(crate) nvme: Vec<(String, PathBuf)>,

@@ -19,6 +19,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     if let Some(socket) = args.socket {
         config.socket = socket;
     }
+    config.listen.extend(args.listen);
     if let Some(poll_us) = args.poll_us {
         config.poll_us = poll_us;
     }

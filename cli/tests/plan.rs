@@ -170,5 +170,8 @@ fn what_cannot_be_is_refused_with_its_numbers() {
         "--devices-per-pair",
         "4294967295",
     ];
-    fails(&huge, &["18446744060824649732 requester entries", "limit is 32"]);
+    fails(
+        &huge,
+        &["18446744060824649732 requester entries", "limit is 32"],
+    );
 }

@@ -18,8 +18,8 @@ use crate::registry::{Lease, Mail, Registry};
 /// How long a peer may leave an answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a peer may take to say who it is.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a peer may take to say who it is. Short in tests, which wait for it.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// How long a device's thread may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);

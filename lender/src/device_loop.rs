@@ -11,6 +11,7 @@
 //! a device that could still write to a VM's memory is nobody else's.
 
 mod channel;
+mod end;
 mod lease;
 mod spin;
 

@@ -6,6 +6,8 @@
 //!   address domains and its interrupts, so the data path takes no lock.
 //! - `borrowable`: what a device source has to give; `model` and `vfio` are
 //!   such sources.
+//! - `listening`: the socket and the ports where peers come in; `tickets`: how
+//!   a register channel of another host is told from any other connection.
 //! - `connection`: what a peer may ask before it has a lease. With the lease,
 //!   the connection itself moves into the device's thread.
 //!
@@ -23,6 +25,8 @@ pub mod config;
 mod borrowable;
 mod connection;
 mod device_loop;
+#[cfg(test)]
+mod far_tests;
 mod listening;
 mod model;
 mod open;

@@ -10,7 +10,7 @@ use std::{
 use farside_control::{Channel, Registers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{DeviceLoop, lease::End};
+use super::{DeviceLoop, end::End};
 use crate::tickets::{Awaited, Tickets};
 
 /// The lender's end of a register channel that is about to be.

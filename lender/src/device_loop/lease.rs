@@ -7,21 +7,23 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request, TICKET_LIFE,
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
     registers::{Access, Event},
 };
 use farside_fabric::{FarAddress, Iova, MemoryRange};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{DeviceLoop, channel::Offer, spin::Spin};
+use super::{
+    DeviceLoop,
+    channel::Offer,
+    end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
+    spin::Spin,
+};
 use crate::{
     borrowable::Begun,
     refusals::{internal, invalid},
     registry::Lease,
 };
-
-/// How long a borrower may leave an answer unread.
-const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Register accesses that are served before others have their turn.
 const ACCESSES: usize = 64;
@@ -30,9 +32,6 @@ const ACCESSES: usize = 64;
 /// channel holds, so all that were sent before the request are; and an end,
 /// should the borrower never stop sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
-
-/// How long register accesses may take that were sent before a request.
-const LATE_ACCESSES: Duration = Duration::from_secs(2);
 
 /// Refusals of one lease that are logged one by one. What a borrower is
 /// refused, its guest may have caused.
@@ -60,20 +59,6 @@ struct Held {
     envelope: Envelope,
     fds: Vec<OwnedFd>,
     until: Instant,
-}
-
-/// Why a lease ended.
-pub(super) enum End {
-    Returned,
-    PeerGone(ChannelError),
-    /// The borrower did not connect for its registers.
-    NoRegisters,
-    /// Accesses that the borrower said it had sent did not come.
-    LostAccesses {
-        sent: u64,
-        came: u64,
-    },
-    Stopped,
 }
 
 impl<'a> LeaseLoop<'a> {
@@ -503,44 +488,4 @@ impl<'a> LeaseLoop<'a> {
         }
         Ok(Reply::Done)
     }
-}
-
-/// Undoes a lease, in the order the module documentation gives.
-fn take_back(
-    owner: &mut DeviceLoop,
-    mut connection: Channel,
-    vm: &str,
-    epoch: Epoch,
-    refusals: u64,
-    end: End,
-) {
-    while let Err(error) = owner.device.close() {
-        log::error!("{error}; VM {vm} keeps its lease until it has");
-    }
-    // All that it took of the fabric first: whoever sees the device free
-    // finds room for it.
-    owner.device.end();
-    let why = match &end {
-        End::Returned => "returned".to_owned(),
-        End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
-        End::PeerGone(error) => format!("taken back: {error}"),
-        End::NoRegisters => format!(
-            "taken back: the backend did not connect for the registers within {TICKET_LIFE:?}"
-        ),
-        End::LostAccesses { sent, came } => {
-            format!("taken back: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
-        }
-        End::Stopped => "taken back: the lender stops".to_owned(),
-    };
-    log::info!(
-        "device {}: {why} (VM {vm}, epoch {epoch}, {} DMA faults, {refusals} requests refused)",
-        owner.id,
-        owner.device.report().faults.total,
-    );
-    owner.registry.release(&owner.id, epoch);
-    if matches!(end, End::Returned) {
-        // The lease is over whether or not the borrower hears of it.
-        let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
-    }
-    // Closing the connection tells the borrower that all of this is done.
 }

@@ -1,0 +1,229 @@
+//! A lender of two such devices at a TCP port, and peers that send anything.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    sync::{Arc, Mutex},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    Address, Channel, Client, Envelope, Epoch, Listener, Registers, RemoteError, Reply, Request,
+    Route, Ticket, VERSION, Wakeup,
+};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::device::{Done, Recorder};
+use crate::{
+    connection::{self, About},
+    device_loop::DeviceLoop,
+    registry::Registry,
+};
+
+pub(super) const DEADLINE: Duration = Duration::from_secs(20);
+pub(super) const DEVICES: [&str; 2] = ["dev0", "dev1"];
+pub(super) const DEVICE: &str = DEVICES[0];
+
+/// Waits until `done`, which asks somebody, so that this is no busy loop.
+pub(super) fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+pub(super) struct Host {
+    pub(super) address: Address,
+    logs: Vec<Arc<Mutex<Vec<Done>>>>,
+    stop: Wakeup,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Host {
+    pub(super) fn new() -> Self {
+        let stop = Wakeup::new().unwrap();
+        let registry = Arc::new(Registry::default());
+        let mut threads = Vec::new();
+        let mut logs = Vec::new();
+        for id in DEVICES {
+            let (device, log) = Recorder::new();
+            let described = crate::borrowable::Borrowable::described(&device).clone();
+            let (device_loop, mailbox) = DeviceLoop::new(
+                id.into(),
+                Box::new(device),
+                Arc::clone(&registry),
+                stop.clone(),
+                Duration::ZERO,
+            )
+            .unwrap();
+            registry.add(id, "recorder", described, mailbox, Epoch(1));
+            threads.push(std::thread::spawn(move || device_loop.run()));
+            logs.push(log);
+        }
+        let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
+        let address = listener.address();
+        let about = Arc::new(About {
+            name: "far".into(),
+            limits: Default::default(),
+        });
+        let stopped = stop.clone();
+        threads.push(std::thread::spawn(move || {
+            loop {
+                let mut fds = [
+                    PollFd::new(&listener, PollFlags::IN),
+                    PollFd::new(&stopped, PollFlags::IN),
+                ];
+                poll(&mut fds, None).unwrap();
+                if !fds[1].revents().is_empty() {
+                    return;
+                }
+                while let Some(channel) = listener.accept().unwrap() {
+                    let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
+                    let stopped = stopped.clone();
+                    std::thread::spawn(move || {
+                        connection::serve(channel, &about, &registry, &stopped);
+                    });
+                }
+            }
+        }));
+        Self {
+            address,
+            logs,
+            stop,
+            threads,
+        }
+    }
+
+    pub(super) fn client(&self, vm: &str) -> Client {
+        Client::connect(&self.address, Some(vm)).unwrap()
+    }
+
+    pub(super) fn peer(&self) -> Peer {
+        Peer {
+            channel: Channel::connect(&self.address, DEADLINE).unwrap(),
+            epoch: Epoch(0),
+        }
+    }
+
+    /// A peer that has said Hello.
+    pub(super) fn hello(&self, vm: &str) -> Peer {
+        let mut peer = self.peer();
+        let vm = Some(vm.to_owned());
+        let hello = Request::Hello {
+            version: VERSION,
+            vm,
+        };
+        peer.call(hello, 0).unwrap();
+        peer
+    }
+
+    /// A peer with a lease, and the ticket for its registers.
+    pub(super) fn borrow(&self, vm: &str) -> (Peer, Ticket) {
+        let mut peer = self.hello(vm);
+        let device = DEVICE.to_owned();
+        let route = Route::Ntb;
+        match peer.call(Request::Borrow { device, route }, 0).unwrap() {
+            Reply::Lease {
+                epoch,
+                registers: Registers::Ticket(ticket),
+                ..
+            } => {
+                peer.epoch = epoch;
+                (peer, ticket)
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The connection that a ticket is for.
+    pub(super) fn registers(&self, ticket: Ticket) -> Result<Channel, RemoteError> {
+        let mut peer = self.peer();
+        match peer.call(Request::Registers { ticket }, 0)? {
+            Reply::Done => Ok(peer.channel),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A bare socket.
+    pub(super) fn socket(&self) -> TcpStream {
+        match &self.address {
+            Address::Tcp { host, port } => TcpStream::connect((host.as_str(), *port)).unwrap(),
+            Address::Unix(_) => unreachable!(),
+        }
+    }
+
+    pub(super) fn holder(&self) -> Option<String> {
+        let mut tool = Client::connect(&self.address, None).unwrap();
+        let status = tool.status(DEVICE).unwrap();
+        status.entry.borrowed_by.map(|by| by.vm)
+    }
+
+    /// Waits until nobody has the device; nor can it reach anything then.
+    pub(super) fn wait_until_free(&self) {
+        until("the device is free", || self.holder().is_none());
+        let log = self.log();
+        let end = &log[log.len() - 2..];
+        assert_eq!(end, [Done::Close, Done::End], "{log:?}");
+    }
+
+    pub(super) fn log(&self) -> Vec<Done> {
+        self.logs[0].lock().unwrap().clone()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.stop.raise();
+        for thread in self.threads.drain(..) {
+            let ended = thread.join();
+            if !std::thread::panicking() {
+                ended.unwrap();
+            }
+        }
+    }
+}
+
+pub(super) struct Peer {
+    pub(super) channel: Channel,
+    pub(super) epoch: Epoch,
+}
+
+impl Peer {
+    /// Sends a request that says it comes after `accesses` register accesses.
+    pub(super) fn post(&mut self, request: Request, accesses: u64) {
+        let envelope = Envelope {
+            epoch: self.epoch,
+            accesses,
+            request,
+        };
+        self.channel.send(&envelope, &[], DEADLINE).unwrap();
+    }
+
+    pub(super) fn call(&mut self, request: Request, accesses: u64) -> Result<Reply, RemoteError> {
+        self.post(request, accesses);
+        match self.channel.receive(DEADLINE).unwrap().0 {
+            Reply::Refused(error) => Err(error),
+            reply => Ok(reply),
+        }
+    }
+}
+
+/// Waits for the lender to close the connection, however it does.
+#[track_caller]
+pub(super) fn expect_closed(mut socket: impl Read) {
+    let mut rest = Vec::new();
+    match socket.read_to_end(&mut rest) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+}
+
+/// `message` with its length before it.
+pub(super) fn send_frame(socket: &mut impl Write, message: &[u8]) {
+    socket
+        .write_all(&(message.len() as u32).to_le_bytes())
+        .unwrap();
+    socket.write_all(message).unwrap();
+}

@@ -1,0 +1,99 @@
+//! Tickets, and the order between the two connections of a lease.
+
+use std::time::Duration;
+
+use farside_control::{ErrorKind, Reply, Request, TICKET_LIFE, registers::Event};
+
+use super::{
+    device::{Done, SCRATCH},
+    host::{DEADLINE, Host},
+    lease::write,
+};
+
+#[test]
+fn a_ticket_that_is_guessed_or_used_again_is_refused() {
+    let host = Host::new();
+    let (mut peer, ticket) = host.borrow("a");
+    let mut guess = ticket;
+    guess.0[0] ^= 1;
+    let error = host.registers(guess).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Invalid);
+    assert!(error.message.contains("no good"), "{error}");
+    // One guess is all that a connection has.
+    let mut guesser = host.peer();
+    guesser
+        .call(Request::Registers { ticket: guess }, 0)
+        .unwrap_err();
+    guesser.channel.receive::<Reply>(DEADLINE).unwrap_err();
+
+    let mut registers = host.registers(ticket).unwrap();
+    host.registers(ticket).unwrap_err();
+    // Neither did harm.
+    registers.send(&write(SCRATCH, 5), &[], DEADLINE).unwrap();
+    peer.call(Request::Reset, 1).unwrap();
+    assert_eq!(
+        host.log(),
+        [Done::Begin, Done::Write(5), Done::Close, Done::Reset]
+    );
+    drop(peer);
+    host.wait_until_free();
+    host.registers(ticket).unwrap_err();
+}
+
+#[test]
+fn a_ticket_is_no_message_for_a_connection_that_has_said_hello() {
+    let host = Host::new();
+    let (_peer, ticket) = host.borrow("a");
+    let mut other = host.hello("b");
+    let error = other.call(Request::Registers { ticket }, 0).unwrap_err();
+    assert!(error.message.contains("first message"), "{error}");
+    // It was not used up by that.
+    host.registers(ticket).unwrap();
+}
+
+#[test]
+fn a_borrower_that_does_not_come_for_its_registers_is_given_up() {
+    let host = Host::new();
+    let (mut peer, ticket) = host.borrow("a");
+    // Questions are answered meanwhile.
+    assert_eq!(host.holder().as_deref(), Some("a"));
+    let patience = TICKET_LIFE + DEADLINE;
+    peer.channel.receive::<Reply>(patience).unwrap_err();
+    host.wait_until_free();
+    host.registers(ticket).unwrap_err();
+}
+
+/// The request comes first, as it may by a connection of its own.
+#[test]
+fn a_request_waits_for_the_register_accesses_before_it() {
+    let host = Host::new();
+    let (mut peer, ticket) = host.borrow("a");
+    let mut registers = host.registers(ticket).unwrap();
+    peer.post(Request::Reset, 3);
+    for value in [1, 2] {
+        registers
+            .send(&write(SCRATCH, value), &[], DEADLINE)
+            .unwrap();
+    }
+    // The lender has both, and has not reset the device.
+    let short = Duration::from_millis(50);
+    peer.channel.receive::<Reply>(short).unwrap_err();
+    registers.send(&write(SCRATCH, 3), &[], DEADLINE).unwrap();
+    let (reply, _) = peer.channel.receive::<Reply>(DEADLINE).unwrap();
+    assert!(matches!(reply, Reply::Done), "{reply:?}");
+    let writes = [1, 2, 3].map(Done::Write);
+    let done = [&[Done::Begin][..], &writes, &[Done::Close, Done::Reset]].concat();
+    assert_eq!(host.log(), done);
+}
+
+#[test]
+fn accesses_that_never_come_end_the_lease() {
+    let host = Host::new();
+    let (mut peer, ticket) = host.borrow("a");
+    let mut registers = host.registers(ticket).unwrap();
+    peer.post(Request::EnableBusMaster, u64::MAX);
+    // Nor does it help to be gone meanwhile.
+    registers.receive::<Event>(DEADLINE).unwrap_err();
+    host.wait_until_free();
+    assert!(!host.log().contains(&Done::BusMaster));
+}
