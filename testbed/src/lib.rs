@@ -36,6 +36,7 @@ mod debian;
 mod elf;
 mod host;
 mod host_vm;
+pub mod kernel_view;
 mod modules;
 mod progress;
 mod recipe;
