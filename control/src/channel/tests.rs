@@ -256,6 +256,50 @@ fn the_last_words_of_a_peer_are_heard() {
 
 const HEADER: usize = 4;
 
+/// `cargo test -p farside-control --release -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement"]
+fn round_trip_times() {
+    use crate::registers::{Access, Event};
+
+    const ROUNDS: usize = 100_000;
+    for (mut a, mut b) in pairs() {
+        let kind = if a.is_tcp() { "TCP" } else { "UNIX" };
+        let echo = std::thread::spawn(move || {
+            while let Ok((Access::Read { offset, .. }, _)) = b.receive(SOON) {
+                b.send(&Event::Data { value: offset }, &[], SOON).unwrap();
+            }
+        });
+        let mut times: Vec<Duration> = (0..ROUNDS)
+            .map(|n| {
+                let started = Instant::now();
+                let read = Access::Read {
+                    bar: 0,
+                    offset: 4 * n as u64,
+                    len: 4,
+                };
+                a.send(&read, &[], SOON).unwrap();
+                let (event, _) = a.receive::<Event>(SOON).unwrap();
+                assert_eq!(
+                    event,
+                    Event::Data {
+                        value: 4 * n as u64
+                    }
+                );
+                started.elapsed()
+            })
+            .collect();
+        times.sort();
+        println!(
+            "{kind}: median {:?}, 99 % {:?}",
+            times[ROUNDS / 2],
+            times[ROUNDS * 99 / 100]
+        );
+        drop(a);
+        echo.join().unwrap();
+    }
+}
+
 proptest! {
     /// However the bytes are cut, the messages are the same; and whoever takes
     /// one at a time when poll says so misses none.

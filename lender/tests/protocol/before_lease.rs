@@ -2,10 +2,10 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION};
+use farside_control::{Address, Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION};
 use farside_devices::dma_test::SRAM_SIZE;
 
-use crate::peer::{DEVICE, Running, memory};
+use crate::peer::{DEVICE, Peer, Running, memory};
 
 fn named(device: &str) -> String {
     device.to_owned()
@@ -14,7 +14,13 @@ fn named(device: &str) -> String {
 #[test]
 fn tools_see_everything_and_cannot_borrow() {
     let lender = Running::new();
-    let mut client = Client::connect(&lender.socket().into(), None).unwrap();
+    for address in &lender.addresses {
+        tool_sees_everything_and_cannot_borrow(address);
+    }
+}
+
+fn tool_sees_everything_and_cannot_borrow(address: &Address) {
+    let mut client = Client::connect(address, None).unwrap();
     assert_eq!(client.lender(), "test");
     let devices = client.devices().unwrap();
     assert_eq!(devices.len(), 1);
@@ -28,9 +34,11 @@ fn tools_see_everything_and_cannot_borrow() {
     );
     assert!(client.status(DEVICE).unwrap().usage == Default::default());
     client.limits().unwrap();
-    let error = client
-        .borrow_device(DEVICE, Route::Memory, &[])
-        .unwrap_err();
+    let route = match address.is_tcp() {
+        true => Route::Ntb,
+        false => Route::Memory,
+    };
+    let error = client.borrow_device(DEVICE, route, &[]).unwrap_err();
     assert!(error.to_string().contains("only a VM can borrow"));
     // A refusal is not the end of a connection.
     client.devices().unwrap();
@@ -39,7 +47,12 @@ fn tools_see_everything_and_cannot_borrow() {
 #[test]
 fn nothing_is_answered_before_hello() {
     let lender = Running::new();
-    let mut peer = lender.peer();
+    for peer in lender.peers() {
+        nothing_before_hello(peer);
+    }
+}
+
+fn nothing_before_hello(mut peer: Peer) {
     for request in [
         Request::Devices,
         Request::Limits,
@@ -64,7 +77,12 @@ fn nothing_is_answered_before_hello() {
 #[test]
 fn another_version_is_refused_by_both_numbers() {
     let lender = Running::new();
-    let mut peer = lender.peer();
+    for peer in lender.peers() {
+        refuses_another_version(peer);
+    }
+}
+
+fn refuses_another_version(mut peer: Peer) {
     let other = VERSION + 6;
     let error = peer.hello(other, Some("a")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Version);
@@ -85,9 +103,11 @@ fn names_that_could_pass_for_something_else_are_refused() {
     let lender = Running::new();
     let long = "x".repeat(49);
     for name in ["", "a b", "a\nerror: all is lost", "../../etc", &long] {
-        let error = lender.peer().hello(VERSION, Some(name)).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Invalid, "{name:?}");
-        assert!(error.message.contains("letters"), "{error}");
+        for mut peer in lender.peers() {
+            let error = peer.hello(VERSION, Some(name)).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Invalid, "{name:?}");
+            assert!(error.message.contains("letters"), "{error}");
+        }
     }
 }
 
@@ -114,7 +134,12 @@ fn unknown_devices_are_unknown() {
 #[test]
 fn requests_of_a_lease_need_one() {
     let lender = Running::new();
-    let mut peer = lender.hello("a");
+    for peer in lender.peers() {
+        needs_a_lease(peer.greeted("a"));
+    }
+}
+
+fn needs_a_lease(mut peer: Peer) {
     peer.epoch = Epoch(1);
     let window = Request::OpenWindow {
         iova: 0,
@@ -138,14 +163,18 @@ fn requests_of_a_lease_need_one() {
 fn garbage_ends_the_connection_and_nothing_else() {
     let lender = Running::new();
     for bytes in [&[0xff; 40][..], &[0], &[0x80; 60_000]] {
-        let mut peer = lender.hello("a");
-        peer.send_raw(bytes, &[]);
-        peer.expect_closed();
+        for peer in lender.peers() {
+            let mut peer = peer.greeted("a");
+            peer.send_raw(bytes, &[]);
+            peer.expect_closed();
+        }
     }
     // Longer than any message.
-    let mut peer = lender.hello("a");
-    peer.send_raw(&[0; 70_000], &[]);
-    peer.expect_closed();
+    for peer in lender.peers() {
+        let mut peer = peer.greeted("a");
+        peer.send_raw(&[0; 70_000], &[]);
+        peer.expect_closed();
+    }
     // More descriptors than any message has.
     let mut peer = lender.hello("a");
     let file = memory(4096);

@@ -5,3 +5,4 @@ mod before_lease;
 mod hostile;
 mod lease;
 mod peer;
+mod ports;

@@ -5,14 +5,13 @@ use std::{
     io::IoSlice,
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::Path,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use farside_control::{
-    Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError, Reply,
-    Request, Route, VERSION, Wakeup,
+    Address, Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError,
+    Reply, Request, Route, VERSION, Wakeup,
     registers::{Access, Event},
 };
 use farside_devices::dma_test::SRAM_SIZE;
@@ -21,7 +20,7 @@ use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model},
 };
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 
 pub const DEADLINE: Duration = Duration::from_secs(20);
 pub const DEVICE: &str = "dma0";
@@ -38,6 +37,8 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
 /// A lender that runs as long as this lives.
 pub struct Running {
     dir: tempfile::TempDir,
+    /// Its socket, and a TCP port of this host.
+    pub addresses: Vec<Address>,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
 }
@@ -58,15 +59,18 @@ impl Running {
         let lender = Lender::start(Config {
             name: "test".into(),
             socket: dir.path().join("lender.sock"),
+            listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
             fabric,
             device: device.collect(),
             ..Config::default()
         })
         .unwrap();
         let stop = lender.stop_handle();
+        let addresses = lender.addresses();
         let thread = std::thread::spawn(move || lender.run().unwrap());
         Self {
             dir,
+            addresses,
             stop,
             thread: Some(thread),
         }
@@ -77,15 +81,17 @@ impl Running {
     }
 
     pub fn peer(&self) -> Peer {
-        Peer::connect(&self.socket())
+        Peer::connect(&self.socket().into())
+    }
+
+    /// A peer of each kind: of this host, and of what might be another.
+    pub fn peers(&self) -> Vec<Peer> {
+        self.addresses.iter().map(Peer::connect).collect()
     }
 
     /// A peer that has said Hello for `vm`.
     pub fn hello(&self, vm: &str) -> Peer {
-        let mut peer = self.peer();
-        let reply = peer.hello(VERSION, Some(vm)).unwrap();
-        assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
-        peer
+        self.peer().greeted(vm)
     }
 
     /// A peer that has the device for `vm`, and the register channel.
@@ -141,11 +147,18 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn connect(path: &Path) -> Self {
+    pub fn connect(address: &Address) -> Self {
         Self {
-            channel: Channel::connect(&path.into(), DEADLINE).unwrap(),
+            channel: Channel::connect(address, DEADLINE).unwrap(),
             epoch: Epoch(0),
         }
+    }
+
+    /// The same, after Hello for `vm`.
+    pub fn greeted(mut self, vm: &str) -> Self {
+        let reply = self.hello(VERSION, Some(vm)).unwrap();
+        assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
+        self
     }
 
     pub fn post(&mut self, request: Request, fds: &[BorrowedFd<'_>]) {
@@ -190,6 +203,17 @@ impl Peer {
         self.call(Request::Hello { version, vm }, &[])
     }
 
+    /// As [`Peer::hello`]; the lender may close the connection.
+    pub fn try_hello(&mut self, version: u32) -> Result<Reply, ChannelError> {
+        let envelope = Envelope {
+            epoch: self.epoch,
+            accesses: 0,
+            request: Request::Hello { version, vm: None },
+        };
+        self.channel.send(&envelope, &[], DEADLINE)?;
+        Ok(self.channel.receive(DEADLINE)?.0)
+    }
+
     pub fn borrow(&mut self, device: &str) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
         let device = device.to_owned();
@@ -225,8 +249,16 @@ impl Peer {
         self.call(Request::EnableBusMaster, &[]).unwrap();
     }
 
-    /// Sends bytes that need not be a message.
+    /// Sends bytes that need not be a message, framed as one.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        if self.channel.is_tcp() {
+            assert!(fds.is_empty());
+            let mut frame = (bytes.len() as u32).to_le_bytes().to_vec();
+            frame.extend(bytes);
+            let sent = send(&self.channel, &frame, SendFlags::NOSIGNAL);
+            assert_eq!(sent, Ok(frame.len()));
+            return;
+        }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {

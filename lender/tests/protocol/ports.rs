@@ -1,0 +1,97 @@
+//! TCP ports: where a lender listens, and how many it lets in.
+
+use farside_control::{Address, Request, Route, VERSION, raise_open_files};
+use farside_lender::{
+    Lender, StartError,
+    config::{Config, DeviceConfig, Model},
+};
+
+use crate::peer::{DEVICE, Peer, Running, until};
+
+/// As many as a lender serves at one port.
+const MAX_PEERS: usize = 256;
+
+fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
+    let dir = tempfile::tempdir().unwrap();
+    let lender = Lender::start(Config {
+        socket: dir.path().join("lender.sock"),
+        listen: vec![listen.parse().unwrap()],
+        listen_plain: plain,
+        device: vec![DeviceConfig {
+            id: DEVICE.into(),
+            source: Model::dma_test().into(),
+        }],
+        ..Config::default()
+    })?;
+    Ok(lender.addresses())
+}
+
+#[test]
+fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
+    for everywhere in ["tcp:0.0.0.0:0", "tcp:[::]:0"] {
+        let error = start(everywhere, false).unwrap_err();
+        assert!(matches!(error, StartError::Public(_)), "{error}");
+        let said = error.to_string();
+        assert!(
+            said.contains(everywhere) && said.contains("listen-plain"),
+            "{said}"
+        );
+    }
+    let addresses = start("tcp:0.0.0.0:0", true).unwrap();
+    assert!(addresses[1].is_tcp(), "{addresses:?}");
+    let addresses = start("tcp:127.0.0.1:0", false).unwrap();
+    // With the port that was free.
+    assert!(!addresses[1].to_string().ends_with(":0"), "{addresses:?}");
+}
+
+#[test]
+fn what_cannot_be_listened_at_is_named() {
+    let error = start("/run/other.sock", false).unwrap_err().to_string();
+    assert!(
+        error.contains("/run/other.sock") && error.contains("`socket`"),
+        "{error}"
+    );
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = format!("tcp:{}", other.local_addr().unwrap());
+    let error = start(&taken, false).unwrap_err().to_string();
+    assert!(error.contains(&taken), "{error}");
+    // An address of documentation (RFC 5737), which no host has.
+    let error = start("tcp:192.0.2.1:0", false).unwrap_err().to_string();
+    assert!(error.contains("tcp:192.0.2.1:0"), "{error}");
+}
+
+#[test]
+fn a_crowd_at_the_port_locks_nobody_out_of_the_socket() {
+    raise_open_files();
+    let lender = Running::new();
+    let port = &lender.addresses[1];
+    let mut crowd: Vec<Peer> = (0..MAX_PEERS)
+        .map(|_| Peer::connect(port).greeted("a"))
+        .collect();
+    // One too many.
+    Peer::connect(port).expect_closed();
+    let (mut peer, _registers) = lender.borrow(DEVICE, "b");
+    peer.call(Request::Reset, &[]).unwrap();
+    // Whoever is in is served, and who leaves makes room.
+    crowd[7].call(Request::Devices, &[]).unwrap();
+    crowd.pop();
+    until("there is room", || {
+        let mut peer = Peer::connect(port);
+        peer.try_hello(VERSION).is_ok()
+    });
+}
+
+#[test]
+fn a_model_is_not_lent_to_another_host() {
+    let lender = Running::new();
+    let mut peer = Peer::connect(&lender.addresses[1]).greeted("a");
+    let mut borrow = |route| {
+        let device = DEVICE.to_owned();
+        peer.call(Request::Borrow { device, route }, &[])
+            .unwrap_err()
+    };
+    let error = borrow(Route::Memory);
+    assert!(error.message.contains("through an NTB"), "{error}");
+    borrow(Route::Ntb);
+    assert_eq!(lender.holder(DEVICE), None);
+}
