@@ -11,10 +11,12 @@ use std::{
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_control::{
-    Address, CallError, Client, Described, ErrorKind, NAME_RULE, RamRange, Wakeup, check_name,
-    paths, raise_open_files,
+    Address, CallError, Client, Described, ErrorKind, NAME_RULE, RamRange, Route, Wakeup,
+    check_name, paths, raise_open_files,
 };
 use farside_fabric::pin::PinPolicy;
+use farside_host_pci::Bdf;
+use farside_ntb::{HostEndpoint, NtbError};
 use farside_vfio_user::ListenError;
 
 use crate::{
@@ -26,6 +28,9 @@ use crate::{
 
 /// Longest name of a VM, bytes; as `farside qemu` has it.
 const MAX_NAME: usize = 48;
+
+/// How long the other host may take to bring the NTB's link up.
+const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a device's interrupts reach the VMM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
@@ -51,6 +56,8 @@ pub struct Config {
     pub devices: Vec<String>,
     /// The lenders to look for them at, in this order.
     pub lenders: Vec<Address>,
+    /// This host's NTB endpoint, for devices of other hosts.
+    pub ntb: Option<Bdf>,
     /// The form of interrupts.
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
@@ -74,6 +81,14 @@ pub enum StartError {
     /// A lender failed.
     #[error(transparent)]
     Lender(#[from] CallError),
+    /// The NTB cannot be used.
+    #[error(transparent)]
+    Ntb(#[from] NtbError),
+    /// A lender of another host, and no NTB.
+    #[error(
+        "device {device} is at {lender}, on another host, and DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF"
+    )]
+    NoNtb { device: String, lender: Address },
     /// The VM's name cannot be that of a folder.
     #[error(
         "VM name {0:?} cannot be used; use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, first a letter or digit"
@@ -119,6 +134,8 @@ pub struct Backend {
     manager: EventManager<Subscriber>,
     sockets: Vec<(String, PathBuf)>,
     vm: String,
+    /// Given back after the devices.
+    _ntb: Option<HostEndpoint>,
     /// Held for as long as the VM's folder is ours.
     _lock: File,
 }
@@ -130,10 +147,20 @@ impl Backend {
         check_names(config)?;
         // A client may bring thousands of eventfds.
         raise_open_files();
+        let ntb = config.ntb.map(HostEndpoint::open).transpose()?;
+        if let Some(ntb) = &ntb {
+            ntb.adapter().wait_link(LINK_TIMEOUT)?;
+        }
         let mut found = Vec::new();
         for device in &config.devices {
             let (lender, described) = find(config, device)?;
-            check_ram(config, device, &lender)?;
+            if lender.route() == Route::Ntb && ntb.is_none() {
+                return Err(StartError::NoNtb {
+                    device: device.clone(),
+                    lender,
+                });
+            }
+            check_ram(config, device, &lender, ntb.as_ref())?;
             found.push((lender, described));
         }
         let folder = &config.folder;
@@ -147,6 +174,10 @@ impl Backend {
                 device: id.clone(),
                 // No eventfd reaches another host.
                 relay_interrupts: config.interrupts == Interrupts::Relayed || lender.is_tcp(),
+                ntb: match lender.route() {
+                    Route::Memory => None,
+                    Route::Ntb => ntb.as_ref().map(|ntb| ntb.adapter().clone()),
+                },
                 route: lender.route(),
                 lender,
                 pin_policy: config.pin_policy,
@@ -181,6 +212,7 @@ impl Backend {
             manager,
             sockets,
             vm: config.vm.clone(),
+            _ntb: ntb,
             _lock: lock,
         })
     }
@@ -299,12 +331,22 @@ fn find(config: &Config, device: &str) -> Result<(Address, Described), StartErro
 }
 
 /// Whether the device can reach RAM where the VM will have it.
-fn check_ram(config: &Config, device: &str, lender: &Address) -> Result<(), CallError> {
+fn check_ram(
+    config: &Config,
+    device: &str,
+    lender: &Address,
+    ntb: Option<&HostEndpoint>,
+) -> Result<(), StartError> {
     if config.ram.is_empty() {
         return Ok(());
     }
+    if let (Route::Ntb, Some(ntb)) = (lender.route(), ntb) {
+        let spans: Vec<u64> = config.ram.iter().map(|range| range.len).collect();
+        ntb.adapter().check_ram(&spans)?;
+    }
     let mut client = Client::connect(lender, Some(&config.vm))?;
-    client.check(device, lender.route(), config.ram.clone())
+    client.check(device, lender.route(), config.ram.clone())?;
+    Ok(())
 }
 
 /// Makes the VM's folder ours.

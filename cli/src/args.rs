@@ -91,6 +91,9 @@ pub(crate) struct Lend {
     /// `class=…`, or `vfs-of:BDF`.
     #[arg(long, value_name = "ID=FUNCTION", value_parser = parse_function)]
     pub(crate) vfio: Vec<(String, Filter)>,
+    /// This host's NTB endpoint: physical devices are then lent across it too.
+    #[arg(long, value_name = "BDF")]
+    pub(crate) ntb: Option<Bdf>,
     /// Make virtual functions of a physical one first.
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
@@ -150,6 +153,10 @@ pub(crate) struct Serve {
     pub(crate) config: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) lenders: Lenders,
+    /// This host's NTB endpoint, through which physical devices of another
+    /// host reach the VM. One VM of a host at a time has it.
+    #[arg(long, value_name = "BDF")]
+    pub(crate) ntb: Option<Bdf>,
     /// How interrupts reach QEMU.
     #[arg(long, value_enum)]
     pub(crate) interrupts: Option<InterruptForm>,

@@ -3,7 +3,7 @@
 use anyhow::Context;
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model, Source, VfioConfig, VfsConfig},
+    config::{Config, DeviceConfig, Model, NtbConfig, Source, VfioConfig, VfsConfig},
 };
 
 use crate::{args::Lend, signals};
@@ -40,6 +40,9 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         }),
     });
     config.device.extend(nvme.chain(dma_test).chain(vfio));
+    if let Some(function) = args.ntb {
+        config.ntb = Some(NtbConfig { function });
+    }
     let vfs = args.vfs.into_iter();
     config
         .vfs

@@ -55,6 +55,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         vm,
         devices: file.devices,
         lenders: file.lenders,
+        ntb: args.ntb.or(file.ntb),
         interrupts,
         pin_policy,
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),

@@ -13,6 +13,7 @@ use anyhow::Context;
 use farside_backend::Interrupts;
 use farside_control::Address;
 use farside_fabric::pin::PinPolicy;
+use farside_host_pci::Bdf;
 use serde::Deserialize;
 
 use crate::{
@@ -29,6 +30,8 @@ pub(crate) struct VmFile {
     pub(crate) devices: Vec<String>,
     /// Where the lenders are.
     pub(crate) lenders: Vec<Address>,
+    /// This host's NTB endpoint.
+    pub(crate) ntb: Option<Bdf>,
     /// `direct` or `relayed`.
     pub(crate) interrupts: Option<Interrupts>,
     /// `require` or `prefer`.

@@ -6,6 +6,7 @@ use farside_control::{NAME_RULE, Wakeup, check_name};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
+use farside_ntb::HostEndpoint;
 use farside_vfio::Api;
 
 use crate::{
@@ -23,6 +24,8 @@ pub(crate) struct Opened {
     pub(crate) devices: Vec<(String, Box<dyn Borrowable>)>,
     /// The thread that reads the kernel's log, until the lender stops.
     pub(crate) fault_reader: Option<JoinHandle<()>>,
+    /// This host's end of an NTB: to be given back after all devices are closed.
+    pub(crate) ntb: Option<HostEndpoint>,
     /// Virtual functions that were made for it: to be removed after all devices
     /// are closed.
     pub(crate) vfs: Vec<CreatedVfs>,
@@ -35,6 +38,8 @@ pub(crate) fn open(
     stop: &Wakeup,
 ) -> Result<Opened, StartError> {
     let host = HostPci::new();
+    let ntb = config.ntb.map(|ntb| HostEndpoint::open(ntb.function));
+    let ntb = ntb.transpose().map_err(StartError::Ntb)?;
     let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
     let mut found = Vec::new();
     let mut devices: Vec<(String, Box<dyn Borrowable>)> = Vec::new();
@@ -64,7 +69,13 @@ pub(crate) fn open(
         fault_reader = reader;
         for found in found {
             let id = found.id.clone();
-            let device = VfioDevice::open(found, api, Arc::clone(&watch), stop.clone());
+            let device = VfioDevice::open(
+                found,
+                api,
+                ntb.as_ref().map(|ntb| ntb.adapter().clone()),
+                Arc::clone(&watch),
+                stop.clone(),
+            );
             let device = device.map_err(|source| StartError::Device {
                 id: id.clone(),
                 source: source.into(),
@@ -87,6 +98,7 @@ pub(crate) fn open(
     Ok(Opened {
         devices,
         fault_reader,
+        ntb,
         vfs,
     })
 }

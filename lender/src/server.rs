@@ -5,6 +5,7 @@ use std::{io, sync::Arc, thread::JoinHandle};
 use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
+use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
@@ -43,6 +44,9 @@ pub enum StartError {
     /// A function of this host, or its IOMMU group, is not fit to be lent.
     #[error(transparent)]
     Pci(farside_host_pci::PciError),
+    /// This host's NTB endpoint cannot be used.
+    #[error("[ntb]: {0}")]
+    Ntb(farside_ntb::NtbError),
     /// The kernel has no VFIO.
     #[error(transparent)]
     Vfio(farside_vfio::VfioError),
@@ -79,7 +83,9 @@ pub struct Lender {
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<()>>,
     fault_reader: Option<JoinHandle<()>>,
-    /// Removed when the devices are closed.
+    /// Given back when the devices are closed.
+    _ntb: Option<HostEndpoint>,
+    /// Removed then.
     _vfs: Vec<CreatedVfs>,
     stop: Wakeup,
 }
@@ -104,6 +110,7 @@ impl Lender {
             registry,
             devices: Vec::new(),
             fault_reader: opened.fault_reader,
+            _ntb: opened.ntb,
             _vfs: opened.vfs,
             stop,
         };

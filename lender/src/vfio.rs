@@ -41,12 +41,13 @@ use farside_control::{
 use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
 use farside_host_pci::{Bdf, Binding, HostPci};
 use farside_irq_relay::Fire;
+use farside_ntb::Adapter;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     borrowable::{Begun, Borrowable, Report},
-    refusals::{internal, invalid, limit, no_lease, unsupported},
+    refusals::{internal, invalid, limit, no_lease},
 };
 pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
@@ -76,6 +77,7 @@ pub(crate) struct VfioDevice {
     allow_dirty: bool,
     /// The VM that had it, when it could not be reset since.
     left_dirty_by: Option<String>,
+    ntb: Option<Adapter>,
     watch: Arc<FaultWatch>,
     /// Of this lease, or of the last.
     faults: Arc<FaultLog>,
@@ -94,6 +96,7 @@ impl VfioDevice {
     pub(crate) fn open(
         found: Found,
         api: Api,
+        ntb: Option<Adapter>,
         watch: Arc<FaultWatch>,
         stop: Wakeup,
     ) -> Result<Self, VfioError> {
@@ -129,6 +132,7 @@ impl VfioDevice {
             usable,
             allow_dirty,
             left_dirty_by: None,
+            ntb,
             watch,
             stop,
         })
@@ -186,7 +190,19 @@ impl VfioDevice {
                 }
                 Way::local(Arc::clone(function))
             }
-            Route::Ntb => return Err(no_ntb()),
+            Route::Ntb => {
+                let adapter = way::adapter(self.ntb.as_ref())?;
+                let way = Way::ntb(adapter, &self.id, Arc::clone(function))?;
+                for (bar, _) in with_areas {
+                    let far = way.far_bar(bar);
+                    begun
+                        .bars
+                        .push(far.map_or(BarMemory::Trapped, |far| BarMemory::Far {
+                            address: far.get(),
+                        }));
+                }
+                way
+            }
         };
         Ok((way, begun))
     }
@@ -214,7 +230,13 @@ impl Borrowable for VfioDevice {
                     .fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
                 check_memlock(total).map_err(|error| named(&error))
             }
-            Route::Ntb => Err(no_ntb()),
+            Route::Ntb => {
+                let adapter = way::adapter(self.ntb.as_ref())?;
+                let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
+                adapter.check_link().map_err(|error| named(&error))?;
+                let fits = adapter.check_windows(&spans);
+                fits.map(|_| ()).map_err(|error| named(&error))
+            }
         }
     }
 
@@ -376,11 +398,4 @@ impl Borrowable for VfioDevice {
             counters: Vec::new(),
         }
     }
-}
-
-fn no_ntb() -> RemoteError {
-    unsupported(
-        "this lender has no NTB: borrow the device on the lender's own machine, or give the lender \
-         an NTB endpoint",
-    )
 }

@@ -1,18 +1,19 @@
 //! The way from a device to guest RAM: pins, mappings in the borrower's IOMMU
 //! domain, and windows onto them.
 
-use std::{collections::BTreeMap, os::fd::AsFd};
+use std::{collections::BTreeMap, sync::Arc};
 
 use farside_control::{CallError, Client};
-use farside_fabric::pin::{PinError, PinOptions, PinProgress, Pins};
+use farside_fabric::{
+    FabricError, MemoryRange,
+    pin::{PinError, PinOptions, PinProgress, Pins},
+};
 use farside_guest_layout::{GpaRange, Plan};
+use farside_ntb::NtbError;
 use serde::Serialize;
 
+use super::far::{FAR_STEP, Far, FarSide};
 use crate::dma_table::Mapping;
-
-/// Windows begin at multiples of this in the borrower's IOMMU domain: more than
-/// any NTB asks for, and few enough bits for a 48-bit IOVA.
-const FAR_STEP: u64 = 64 << 30;
 
 /// Why a way to guest RAM could not be made or changed.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +22,10 @@ pub(crate) enum PathError {
     Lender(#[from] CallError),
     #[error("cannot pin guest RAM: {0}")]
     Pin(#[from] PinError),
+    #[error("cannot bring guest RAM within the NTB's reach: {0}")]
+    Map(#[from] FabricError),
+    #[error(transparent)]
+    Ntb(#[from] NtbError),
 }
 
 /// What opening came to.
@@ -52,18 +57,27 @@ struct Piece {
 /// A window, and where the borrower's domain has it.
 struct Window {
     range: GpaRange,
-    far: u64,
+    far: Far,
     lut_entries: u32,
 }
 
 /// The open way of one borrow. Empty when closed.
 #[derive(Default)]
 pub(crate) struct OpenPath {
+    far_side: FarSide,
     segments: BTreeMap<u64, Segment>,
     windows: Vec<Window>,
 }
 
 impl OpenPath {
+    /// A closed way, whose far end is `far_side`.
+    pub(crate) fn new(far_side: FarSide) -> Self {
+        Self {
+            far_side,
+            ..Self::default()
+        }
+    }
+
     /// Opens a window for each of the plan's, then pins all that `mappings`
     /// share within them and maps it there. On an error some of that is done;
     /// the caller closes.
@@ -128,7 +142,7 @@ impl OpenPath {
             return Ok(());
         };
         for piece in &segment.pieces {
-            client.far_unmap(piece.far, piece.range.len())?;
+            self.far_side.unmap(client, piece.far, piece.range.len())?;
         }
         self.segments.remove(&start);
         let segments = &self.segments;
@@ -151,9 +165,12 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Unpins, when the lender has undone its part already.
+    /// Unmaps and unpins, when the lender has undone its part already, or is
+    /// gone.
     pub(crate) fn forget(&mut self) {
-        *self = Self::default();
+        self.far_side.unmap_all();
+        self.segments.clear();
+        self.windows.clear();
     }
 
     pub(crate) fn report(&self) -> OpenReport {
@@ -181,13 +198,13 @@ impl OpenPath {
         let pins = Pins::new(std::slice::from_ref(&memory), pinning)?;
         let start = mapping.range.start().get();
         for piece in &pieces {
-            client.far_map(
-                piece.far,
-                piece.range.len(),
-                memory.file.as_fd(),
-                memory.offset + (piece.range.start().get() - start),
-                memory.writable,
-            )?;
+            let part = MemoryRange {
+                file: Arc::clone(&memory.file),
+                offset: memory.offset + (piece.range.start().get() - start),
+                len: piece.range.len(),
+                writable: memory.writable,
+            };
+            self.far_side.map(client, piece.far, part)?;
         }
         let segment = Segment {
             range: mapping.range,
@@ -199,8 +216,10 @@ impl OpenPath {
     }
 
     fn open_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
-        let far = self.free_far(range.len());
-        let lut_entries = client.open_window(range.start().get(), far, range.len())?;
+        let far = self
+            .far_side
+            .take(range.len(), || self.free_far(range.len()))?;
+        let lut_entries = client.open_window(range.start().get(), far.start, range.len())?;
         self.windows.push(Window {
             range,
             far,
@@ -214,10 +233,8 @@ impl OpenPath {
         let taken = self.windows.iter();
         let mut taken: Vec<_> = taken
             .map(|window| {
-                (
-                    window.far,
-                    window.far.saturating_add(steps(window.range.len())),
-                )
+                let start = window.far.start;
+                (start, start.saturating_add(steps(window.range.len())))
             })
             .collect();
         taken.sort_unstable();
@@ -240,7 +257,7 @@ impl OpenPath {
             let skip = start.checked_sub(window.range.start())?;
             Some(Piece {
                 range: GpaRange::between(start, end).ok()?,
-                far: window.far.checked_add(skip)?,
+                far: window.far.start.checked_add(skip)?,
             })
         };
         self.windows.iter().filter_map(part).collect()
@@ -280,7 +297,7 @@ mod tests {
         let mut path = OpenPath::default();
         for &(start, end) in windows {
             let range = range(start, end);
-            let far = path.free_far(range.len());
+            let far = Far::at(path.free_far(range.len()));
             path.windows.push(Window {
                 range,
                 far,
@@ -319,7 +336,7 @@ mod tests {
             (0x1000, 3 * FAR_STEP),
             (4 * FAR_STEP, 5 * FAR_STEP),
         ]);
-        let fars: Vec<_> = path.windows.iter().map(|window| window.far).collect();
+        let fars: Vec<_> = path.windows.iter().map(|window| window.far.start).collect();
         assert_eq!(fars, [FAR_STEP, 2 * FAR_STEP, 5 * FAR_STEP]);
         path.windows.remove(1);
         assert_eq!(path.free_far(3 * FAR_STEP), 2 * FAR_STEP);

@@ -20,6 +20,7 @@ use farside_control::{
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};
+use farside_ntb::Adapter;
 
 use super::{
     State, Step,
@@ -32,7 +33,7 @@ use crate::{
 use work::Borrow;
 
 /// What does not change in the life of a backend's device.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Settings {
     pub(crate) vm: String,
     pub(crate) device: String,
@@ -42,6 +43,8 @@ pub(crate) struct Settings {
     pub(crate) relay_interrupts: bool,
     /// How the device reaches guest RAM.
     pub(crate) route: Route,
+    /// This host's NTB, for devices that are reached through it.
+    pub(crate) ntb: Option<Adapter>,
     pub(crate) pin_policy: PinPolicy,
     /// How long a held bus-master enable, or a change of guest memory, may take
     /// to pin; below the VMM's message timeout.

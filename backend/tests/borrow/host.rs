@@ -128,6 +128,7 @@ impl Host {
             devices: devices.iter().map(|&id| id.to_owned()).collect(),
             lenders: vec![self.lender()],
             ram: Vec::new(),
+            ntb: None,
             interrupts: Interrupts::Direct,
             pin_policy: PinPolicy::Prefer,
             open_timeout: Duration::from_millis(4500),

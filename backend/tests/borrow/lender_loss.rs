@@ -193,6 +193,7 @@ fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
         devices: vec![DMA.into()],
         lenders: vec![socket.into()],
         ram: Vec::new(),
+        ntb: None,
         interrupts: Default::default(),
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
         open_timeout: Duration::from_secs(4),

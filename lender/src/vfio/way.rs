@@ -3,15 +3,18 @@
 use std::sync::Arc;
 
 use farside_control::RemoteError;
-use farside_fabric::{FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage};
+use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, Usage};
+use farside_ntb::{Adapter, ExportedBars, LenderNtb};
 use farside_vfio::{Function, LocalPath};
 
-use crate::refusals::refused;
+use crate::refusals::{internal, invalid, refused, unsupported};
 
 /// By one of the fabrics of physical functions.
 pub(super) enum Way {
     /// The borrower is on this machine.
     Local(LocalPath),
+    /// The borrower is on the other side of an NTB.
+    Ntb { path: LenderNtb, bars: ExportedBars },
 }
 
 impl Way {
@@ -20,15 +23,35 @@ impl Way {
         Self::Local(LocalPath::new(function))
     }
 
+    /// For a borrower across the NTB, whose CPUs reach the function's BARs too.
+    pub(super) fn ntb(
+        adapter: &Adapter,
+        device: &str,
+        function: Arc<Function>,
+    ) -> Result<Self, RemoteError> {
+        let mut path = adapter.attach(device, function).map_err(internal)?;
+        let bars = path.export_bars().map_err(internal)?.clone();
+        Ok(Self::Ntb { path, bars })
+    }
+
+    /// Where a BAR is for the borrower's CPUs, if they reach it.
+    pub(super) fn far_bar(&self, bar: u8) -> Option<FarAddress> {
+        match self {
+            Self::Local(_) => None,
+            Self::Ntb { bars, .. } => bars.far_of(bar),
+        }
+    }
+
     /// Stops DMA, closes all windows and unmaps all memory.
     pub(super) fn close(&mut self) -> Result<(), RemoteError> {
-        let Self::Local(path) = self;
-        let close = |path: &mut LocalPath| -> Result<(), FabricError> {
-            path.set_bus_master(false)?;
-            path.close_all()?;
-            path.far_unmap_all()
-        };
-        close(path).map_err(refused)
+        let path = self.path();
+        path.set_bus_master(false).map_err(refused)?;
+        path.close_all().map_err(refused)?;
+        match self {
+            Self::Local(path) => path.far_unmap_all().map_err(refused),
+            // The borrower's own.
+            Self::Ntb { .. } => Ok(()),
+        }
     }
 
     pub(super) fn set_bus_master(&mut self, enabled: bool) -> Result<(), RemoteError> {
@@ -40,13 +63,11 @@ impl Way {
         at: FarAddress,
         memory: MemoryRange,
     ) -> Result<(), RemoteError> {
-        let Self::Local(path) = self;
-        path.far_map(at, memory).map_err(refused)
+        self.local_path()?.far_map(at, memory).map_err(refused)
     }
 
     pub(super) fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
-        let Self::Local(path) = self;
-        path.far_unmap(at, len).map_err(refused)
+        self.local_path()?.far_unmap(at, len).map_err(refused)
     }
 
     /// Returns the LUT entries that the window takes.
@@ -65,19 +86,48 @@ impl Way {
     }
 
     pub(super) fn usage(&self) -> Usage {
-        let Self::Local(path) = self;
-        path.usage()
+        match self {
+            Self::Local(path) => path.usage(),
+            Self::Ntb { path, .. } => path.usage(),
+        }
     }
 
     /// Sees to it that what the device has written is in the borrower's memory
     /// before anything that this host sends from now on.
     pub(super) fn flush(&self) {
-        // On one machine the kernel has taken the interrupt, which pushed the
-        // device's writes ahead of it.
+        match self {
+            // The kernel has taken the interrupt, which pushed the device's
+            // writes ahead of it.
+            Self::Local(_) => {}
+            // They may still be on their way through the NTB, which the message
+            // with the interrupt does not take.
+            Self::Ntb { path, .. } => path.flush(),
+        }
     }
 
     fn path(&mut self) -> &mut dyn LenderPath {
-        let Self::Local(path) = self;
-        path
+        match self {
+            Self::Local(path) => path,
+            Self::Ntb { path, .. } => path,
+        }
     }
+
+    fn local_path(&mut self) -> Result<&mut LocalPath, RemoteError> {
+        match self {
+            Self::Local(path) => Ok(path),
+            Self::Ntb { .. } => Err(invalid(
+                "a borrower across an NTB maps its memory itself".into(),
+            )),
+        }
+    }
+}
+
+/// This host's NTB, where there is one.
+pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
+    ntb.ok_or_else(|| {
+        unsupported(
+            "this lender has no NTB: start it with `--ntb BDF`, or borrow the device on the \
+             lender's own machine",
+        )
+    })
 }

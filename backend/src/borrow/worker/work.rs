@@ -1,7 +1,7 @@
 //! The work itself: each step of the state machine, and how it is undone.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -9,19 +9,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{BarMemory, BarOwner, CallError, Client, Described, IrqUpdate, RamRange};
+use farside_control::{BarOwner, CallError, Client, Described, IrqUpdate, RamRange};
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
+use farside_ntb::BarWindow;
 use farside_vfio_user::RateLimit;
 
 use super::{Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError};
 use crate::{
     borrow::{
         State, Step,
+        bars::LeasedBars,
+        far::FarSide,
         path::{OpenPath, PathError},
     },
-    device::BarFile,
     dma_table::{Blocked, DmaTable, Mapping},
 };
 
@@ -48,6 +50,8 @@ pub(super) struct Borrow {
     described: Described,
     client: Option<Client>,
     path: OpenPath,
+    /// The VM's way to the device's BARs, where that leads through an NTB.
+    bar_window: Option<BarWindow>,
     /// When pinning for the current job must be done; calls to the lender
     /// have [`CALLS_MARGIN`] more.
     deadline: Instant,
@@ -57,10 +61,11 @@ pub(super) struct Borrow {
 impl Borrow {
     pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
         Self {
+            path: OpenPath::new(FarSide::new(settings.ntb.as_ref())),
             settings,
             described,
             client: None,
-            path: OpenPath::default(),
+            bar_window: None,
             deadline: Instant::now(),
             cancel,
         }
@@ -243,9 +248,14 @@ impl Borrow {
         for request in &run.irqs {
             self.set_irqs(request)?;
         }
+        let description = &self.described.description;
+        let ntb = self.settings.ntb.as_ref();
+        let bars =
+            LeasedBars::new(description, ntb, &lease.bars, lease.files).map_err(PathError::from)?;
+        self.bar_window = bars.window;
         outcome.lease = Some(NewLease {
             epoch,
-            bars: bar_files(lease.bars, lease.files),
+            bars: bars.files,
             registers: lease.registers,
         });
         Ok(())
@@ -357,6 +367,7 @@ impl Borrow {
             );
         }
         self.path.forget();
+        self.bar_window = None;
     }
 
     fn name(&self) -> String {
@@ -384,19 +395,6 @@ fn guest_ram(table: Option<&DmaTable>) -> Result<Vec<RamRange>, WorkError> {
         len: window.range.len(),
     });
     Ok(ram.collect())
-}
-
-/// What a client maps of each BAR with mappable areas.
-fn bar_files(bars: Vec<BarMemory>, files: Vec<OwnedFd>) -> Vec<Option<BarFile>> {
-    let mut files = files.into_iter();
-    let memory = bars.into_iter().map(|bar| match bar {
-        BarMemory::File { offset } => Some(BarFile {
-            file: Arc::new(files.next()?),
-            offset,
-        }),
-        BarMemory::Borrowers | BarMemory::Far { .. } | BarMemory::Trapped => None,
-    });
-    memory.collect()
 }
 
 fn leased(client: &mut Option<Client>) -> Result<&mut Client, WorkError> {

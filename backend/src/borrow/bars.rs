@@ -1,0 +1,86 @@
+//! What a client maps of a physical device's BARs.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use farside_control::BarMemory;
+use farside_devices::Description;
+use farside_fabric::FarAddress;
+use farside_ntb::{Adapter, BarWindow, NtbError};
+
+use crate::device::BarFile;
+
+/// For each BAR with mappable areas, what a client maps of it.
+#[derive(Default)]
+pub(crate) struct LeasedBars {
+    pub(crate) files: Vec<Option<BarFile>>,
+    /// The way of the VM's CPUs to the other host, while the lease lasts.
+    pub(crate) window: Option<BarWindow>,
+}
+
+impl LeasedBars {
+    /// What the lender said, `bars`, and sent, `files`, made into what a client
+    /// can map. The two have as many entries as the device has BARs with
+    /// mappable areas, and files.
+    pub(crate) fn new(
+        description: &Description,
+        ntb: Option<&Adapter>,
+        bars: &[BarMemory],
+        files: Vec<OwnedFd>,
+    ) -> Result<Self, NtbError> {
+        let with_areas = description.bars.iter().flatten();
+        let with_areas = with_areas.filter(|bar| !bar.mappable.is_empty());
+        let far = with_areas
+            .zip(bars)
+            .filter_map(|(bar, memory)| match memory {
+                BarMemory::Far { address } => Some((*address, address.checked_add(bar.size)?)),
+                _ => None,
+            });
+        let span = far.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
+        let through = match (span, ntb) {
+            (Some((start, end)), Some(ntb)) => Some(Through::open(ntb, start, end - start)?),
+            _ => None,
+        };
+        let mut sent = files.into_iter();
+        let files = bars.iter().map(|memory| match memory {
+            BarMemory::File { offset } => Some(BarFile {
+                file: Arc::new(sent.next()?),
+                offset: *offset,
+            }),
+            BarMemory::Far { address } => through.as_ref()?.file(*address),
+            BarMemory::Borrowers | BarMemory::Trapped => None,
+        });
+        Ok(Self {
+            files: files.collect(),
+            window: through.map(|through| through.window),
+        })
+    }
+}
+
+/// A window of this host's NTB onto BARs at the other host.
+struct Through {
+    window: BarWindow,
+    /// The file to map, and where its window BAR begins in it.
+    file: Arc<OwnedFd>,
+    file_offset: u64,
+}
+
+impl Through {
+    fn open(ntb: &Adapter, far: u64, len: u64) -> Result<Self, NtbError> {
+        let window = ntb.open_bar_window(FarAddress::new(far), len)?;
+        let (file, file_offset) = ntb.bar_file()?;
+        Ok(Self {
+            window,
+            file: Arc::new(file),
+            file_offset,
+        })
+    }
+
+    /// How to map the BAR at far address `address`.
+    fn file(&self, address: u64) -> Option<BarFile> {
+        let skip = address.checked_sub(self.window.far().get())?;
+        Some(BarFile {
+            file: Arc::clone(&self.file),
+            offset: self.file_offset + self.window.offset() + skip,
+        })
+    }
+}
