@@ -85,6 +85,12 @@ fn sixty_hosts_with_thirty_devices_a_pair() {
     let all_at_once = [&cluster[..], &["--peers", "59"]].concat();
     let parts = ["1772 requester entries", "lend to 1 host at a time"];
     fails(&all_at_once, &parts);
+    let windows = [&cluster[..], &["--guest", "4G"]].concat();
+    fails(&windows, &["990 LUT entries", "raise bar-size to 256 GiB"]);
+    fits(
+        &[&windows[..], &["--bar-size", "256G"]].concat(),
+        &["Fits."],
+    );
     let answer = json(&cluster);
     assert_eq!(answer["cluster"]["one_pair"]["needed"], 32);
     assert_eq!(answer["cluster"]["all_pairs"]["fits"], false);

@@ -97,6 +97,8 @@ pub struct ClusterPlan {
     pub switch_port: u64,
     /// Windows, when a guest was given.
     pub windows: Option<WindowsOfHost>,
+    /// What to change of each adapter where windows do not fit.
+    pub remedy: Option<Remedy>,
     /// Whether it fits, with one adapter a host.
     pub fits: bool,
     /// What does not fit, and what to do; empty when all does.
@@ -142,6 +144,7 @@ pub fn plan_cluster(
         lent_in_cluster: lent.saturating_mul(cluster.nodes.into()),
         switch_port: lent.saturating_add(reserved).saturating_mul(others),
         windows: guest.map(|guest| windows(cluster, guest, lent, limits)),
+        remedy: guest.and_then(|guest| remedy(cluster, guest, lent, limits)),
         fits: true,
         problems: Vec::new(),
     };
@@ -227,7 +230,7 @@ fn problems(
         ));
     }
     if let (Some(windows), Some(guest)) = (plan.windows, guest) {
-        problems.extend(window_problem(plan, &windows, cluster, limits, guest));
+        problems.extend(window_problem(plan, &windows, limits, guest));
     }
     if let Some(limit) = cluster.switch_requesters.filter(|&n| plan.switch_port > n) {
         problems.push(format!(
@@ -240,29 +243,37 @@ fn problems(
     problems
 }
 
+/// What makes room for the windows of a host, where there is none.
+fn remedy(cluster: &Cluster, guest: &Guest, lent: u64, limits: &NtbLimits) -> Option<Remedy> {
+    let spans = guest.windows().spans();
+    let entries = |limits: &NtbLimits| {
+        let mut all = spans.iter().chain([&cluster.device_bars]);
+        let most = u64::from(limits.max_entries());
+        all.all(|&span| limits.entries_for(span) <= most)
+            .then(|| windows(cluster, guest, lent, limits).lut.needed)
+    };
+    let fits = entries(limits).is_some_and(|needed| needed <= limits.lut_entries.into());
+    // Of one device: what more of them ask of the requester table is another
+    // problem, with its own remedies.
+    (!fits).then(|| Remedy::raise(limits, 1, entries))
+}
+
 /// Why the windows of a host do not fit its adapter, if so.
 fn window_problem(
     plan: &ClusterPlan,
     windows: &WindowsOfHost,
-    cluster: &Cluster,
     limits: &NtbLimits,
     guest: &Guest,
 ) -> Option<String> {
-    let spans = guest.windows().spans();
-    let joined = |limits: &NtbLimits| {
-        let mut all = spans.iter().chain([&cluster.device_bars]);
-        all.all(|&span| limits.entries_for(span) <= limits.max_entries().into())
-    };
-    if windows.lut.fits && joined(limits) {
-        return None;
-    }
     let lent = plan.lent_by_host;
-    let remedy = Remedy::raise(limits, 0, |limits| {
-        joined(limits).then(|| self::windows(cluster, guest, lent, limits).lut.needed)
-    });
+    let remedy = plan.remedy?;
+    let window = match limits.entries_per_window {
+        Some(most) => format!(" (at most {most} for one window)"),
+        None => String::new(),
+    };
     Some(format!(
-        "{lent} devices lent to VMs of {} and {lent} borrowed need {} LUT entries of {} in each \
-         host's adapter, the limit is {}; {remedy}",
+        "{lent} devices lent to VMs of {} and {lent} borrowed need {} LUT entries of {}{window} in \
+         each host's adapter, the limit is {}; {remedy}",
         Size(guest.ram),
         windows.lut.needed,
         Size(limits.segment()),
