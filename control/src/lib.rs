@@ -2,10 +2,12 @@
 //!
 //! One UNIX `SOCK_SEQPACKET` connection carries requests and their replies
 //! ([`Request`], [`Reply`]); descriptors (guest RAM, eventfds) ride along. The
-//! socket keeps message boundaries, `serde` and `postcard` encode, so there is
-//! no framing of our own. A borrow adds a second connection, the *register
-//! channel* ([`registers`]), on which BAR accesses travel one way and relayed
-//! interrupts the other, without waiting behind slow requests.
+//! socket keeps message boundaries, `serde` and `postcard` encode. Between hosts
+//! the same messages go over TCP, each with its length before it, and without
+//! descriptors ([`Address`] says which it is). A borrow adds a second
+//! connection, the *register channel* ([`registers`]), on which BAR accesses
+//! travel one way and relayed interrupts the other, without waiting behind slow
+//! requests.
 //!
 //! ```text
 //!   backend                                   lender
@@ -18,6 +20,14 @@
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
 //!     | SetCommand, Reset, ... (epoch) -------> |
 //!     | Return (epoch), or just close --------> |
+//! ```
+//!
+//! Over TCP the lease comes with a [`Ticket`] instead of the register channel:
+//!
+//! ```text
+//!     | <------------ Lease{epoch, ticket}      |
+//!     | connects again, Registers{ticket} ----> |
+//!     | <--------- Done: now it is the register channel
 //! ```
 
 #![forbid(unsafe_code)]
