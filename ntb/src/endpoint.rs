@@ -65,15 +65,7 @@ fn driver(function: &Function) -> Result<(FarsideNtb, Arc<farside_vfio::RegionMe
     let mut ids = [0; 4];
     function.config_read(0, &mut ids).map_err(vfio)?;
     let [vendor, device] = [[ids[0], ids[1]], [ids[2], ids[3]]].map(u16::from_le_bytes);
-    if (vendor, device) != (VENDOR_ID, DEVICE_ID) {
-        return Err(NtbError::WrongDevice {
-            bdf,
-            vendor,
-            device,
-            want_vendor: VENDOR_ID,
-            want_device: DEVICE_ID,
-        });
-    }
+    check_ids(bdf, vendor, device)?;
     let description = function.description().map_err(vfio)?;
     let window_len = description.bars[usize::from(WINDOW_BAR)]
         .as_ref()
@@ -87,6 +79,23 @@ fn driver(function: &Function) -> Result<(FarsideNtb, Arc<farside_vfio::RegionMe
     let through: Arc<dyn Registers> = Arc::clone(&window) as _;
     let driver = FarsideNtb::new(bdf, registers, through, window_len)?;
     Ok((driver, window))
+}
+
+/// Checks that there is a driver for a function with these PCI ids.
+///
+/// # Errors
+/// [`NtbError::WrongDevice`].
+pub(crate) fn check_ids(bdf: Bdf, vendor: u16, device: u16) -> Result<(), NtbError> {
+    if (vendor, device) == (VENDOR_ID, DEVICE_ID) {
+        return Ok(());
+    }
+    Err(NtbError::WrongDevice {
+        bdf,
+        vendor,
+        device,
+        want_vendor: VENDOR_ID,
+        want_device: DEVICE_ID,
+    })
 }
 
 /// Where a BAR is in this host's physical address space, as sysfs says.

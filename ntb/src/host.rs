@@ -3,6 +3,7 @@
 use farside_host_pci::{Bdf, Binding, Force, HostPci};
 use farside_vfio::Api;
 
+use crate::endpoint::check_ids;
 use crate::{Adapter, EndpointOptions, NtbError};
 
 /// An endpoint that was taken from its driver. Its drop gives it back, and
@@ -18,9 +19,15 @@ impl HostEndpoint {
     /// [`EndpointOptions::open`].
     ///
     /// # Errors
-    /// What binding it refuses, [`NtbError::Pci`], and what opening it does.
+    /// [`NtbError::WrongDevice`], before anything is changed; what binding it
+    /// refuses, [`NtbError::Pci`], and what opening it does.
     pub fn open(bdf: Bdf) -> Result<Self, NtbError> {
-        let host = HostPci::new();
+        Self::open_of(&HostPci::new(), bdf)
+    }
+
+    fn open_of(host: &HostPci, bdf: Bdf) -> Result<Self, NtbError> {
+        let info = host.function(&bdf)?;
+        check_ids(bdf, info.vendor, info.device)?;
         let binding = host.bind_to_vfio(&bdf, Force::No)?;
         host.group(&bdf)?.viable(&bdf, &[bdf])?;
         let api = Api::detect().map_err(|error| NtbError::Fabric(error.into()))?;
@@ -44,5 +51,33 @@ impl HostEndpoint {
     /// The adapter.
     pub fn adapter(&self) -> &Adapter {
         &self.adapter
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn another_device_keeps_its_driver() {
+        let root = tempfile::tempdir().unwrap();
+        let bdf: Bdf = "0000:03:00.0".parse().unwrap();
+        let folder = root.path().join("sys/bus/pci/devices/0000:03:00.0");
+        fs::create_dir_all(&folder).unwrap();
+        for (file, text) in [("vendor", "0x8086\n"), ("device", "0x10d3\n")] {
+            fs::write(folder.join(file), text).unwrap();
+        }
+        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), bdf);
+        let error = opened.err().expect("it is a network card").to_string();
+        assert!(
+            error.contains("0000:03:00.0") && error.contains("8086:10d3, expected fa5d:b41d"),
+            "{error}"
+        );
+        assert!(!folder.join("driver_override").exists());
+        let nobody = "0000:04:00.0".parse().unwrap();
+        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), nobody);
+        assert!(matches!(opened.err(), Some(NtbError::Pci(_))));
     }
 }
