@@ -15,6 +15,8 @@ use farside_fabric::{BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, 
 use farside_host_pci::Bdf;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 use farside_vfio::{Api, Domain, Function, LocalPath, VfioError};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -40,6 +42,7 @@ fn main() -> Outcome {
     describe(&function)?;
     registers(&function)?;
     mappings(&domain)?;
+    memlock(&domain)?;
     interrupts(&function)?;
     reset(&function)?;
     bus_master(&function)?;
@@ -181,6 +184,25 @@ fn mappings(domain: &Domain) -> Outcome {
     domain.unmap_all()?;
     assert_eq!(domain.usage(), before);
     Ok(())
+}
+
+/// A process that may lock too little is told how much it may.
+fn memlock(domain: &Domain) -> Outcome {
+    let memory = SharedMemory::anonymous(MIB as usize)?;
+    let slice = memory.slice(0, MIB as usize).ok_or("no slice")?;
+    let (limit, all) = (getrlimit(Resource::Memlock), capabilities(None)?);
+    let set = |current, effective| -> Outcome {
+        let maximum = limit.maximum;
+        setrlimit(Resource::Memlock, Rlimit { current, maximum })?;
+        Ok(set_capabilities(None, CapabilitySets { effective, ..all })?)
+    };
+    set(Some(64 << 10), all.effective - CapabilitySet::IPC_LOCK)?;
+    let result = domain.map(Iova::new(0), &slice, true);
+    set(limit.current, all.effective)?;
+    expect(result, |error| {
+        let limit = Some(64 << 10);
+        matches!(error, VfioError::Memlock { limit: it, .. } if *it == limit)
+    })
 }
 
 /// Vectors fired by software come out where they should.
