@@ -14,6 +14,9 @@ use crate::LinkState;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum NtbError {
+    /// No thread, or no descriptor, to watch it with.
+    #[error("{bdf}: its events cannot be watched: {source}")]
+    Watch { bdf: Bdf, source: io::Error },
     /// The endpoint cannot be taken from the host.
     #[error(transparent)]
     Pci(#[from] farside_host_pci::PciError),

@@ -4,12 +4,14 @@ use farside_host_pci::{Bdf, Binding, Force, HostPci};
 use farside_vfio::Api;
 
 use crate::endpoint::check_ids;
+use crate::watch::Watch;
 use crate::{Adapter, EndpointOptions, NtbError};
 
 /// An endpoint that was taken from its driver. Its drop gives it back, and
 /// waits until nobody has the adapter any more: drop paths and windows first.
 pub struct HostEndpoint {
     // Dropped in this order.
+    _watch: Watch,
     adapter: Adapter,
     _binding: Binding,
 }
@@ -42,7 +44,9 @@ impl HostEndpoint {
                 "down"
             }
         );
+        let watch = Watch::start(&adapter).map_err(|source| NtbError::Watch { bdf, source })?;
         Ok(Self {
+            _watch: watch,
             adapter,
             _binding: binding,
         })

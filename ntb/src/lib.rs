@@ -48,6 +48,7 @@ mod farside;
 mod host;
 mod lender;
 mod registers;
+mod watch;
 
 pub use adapter::{Adapter, Parts};
 pub use borrower::{BarWindow, BorrowerNtb};

@@ -9,9 +9,9 @@ use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
 use super::path::PathError;
 
-/// Windows begin at multiples of this where far addresses are ours to choose:
-/// more than any NTB asks for, and few enough bits for a 48-bit IOVA.
-pub(super) const FAR_STEP: u64 = 64 << 30;
+/// Windows begin at multiples of this where far addresses are only numbers to
+/// the lender: a multiple of what any adapter's translation is aligned to.
+pub(super) const FAR_STEP: u64 = 1 << 40;
 
 /// Who maps guest RAM at far addresses.
 #[derive(Default)]
