@@ -19,17 +19,22 @@ pub(crate) fn farside() -> Result<&'static Path> {
 }
 
 fn find() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os("FARSIDE_BIN") {
-        return Ok(path.into());
+    match std::env::var_os("FARSIDE_BIN") {
+        Some(path) => Ok(path.into()),
+        None => build("farside"),
     }
+}
+
+/// The program that cargo makes of a package of this workspace.
+pub(crate) fn build(package: &str) -> Result<PathBuf> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-        .args(["build", "--quiet", "--package", "farside"])
+        .args(["build", "--quiet", "--package", package])
         .args(["--message-format", "json-render-diagnostics"])
         .stderr(Stdio::inherit())
         .output()
-        .context("running cargo to build farside")?;
+        .context("running cargo")?;
     if !output.status.success() {
-        bail!("cargo build -p farside failed ({})", output.status);
+        bail!("cargo build -p {package} failed ({})", output.status);
     }
     // The last artifact is the program, after all that it needs.
     String::from_utf8_lossy(&output.stdout)
@@ -37,5 +42,5 @@ fn find() -> Result<PathBuf> {
         .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
         .filter_map(|message| message["executable"].as_str().map(PathBuf::from))
         .next_back()
-        .context("cargo build -p farside made no program")
+        .with_context(|| format!("cargo build -p {package} made no program"))
 }

@@ -6,6 +6,7 @@
 //! - [`Status`]: `farside status --json`;
 //! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
 //! - [`DmaTester`]: drives the DMA test device from inside a guest.
+//! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
 //! The program under test is `$FARSIDE_BIN`, else what `cargo build -p farside`
 //! makes.
@@ -17,6 +18,7 @@ mod cluster;
 mod daemon;
 mod dma_tester;
 mod guest;
+pub mod hosts;
 mod image;
 mod mtree;
 mod status;

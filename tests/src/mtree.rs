@@ -1,15 +1,15 @@
 //! Guest RAM as QEMU itself tells it: an oracle for what is to be pinned.
 
 use anyhow::{Context, Result};
-use farside_testbed::Vm;
+use farside_testbed::Qmp;
 use serde_json::json;
 
 /// Ranges (first address, bytes) of the VM's address space that the shared
 /// memory backend `mem` is behind, in order: RAM, and RAM that the firmware has
 /// write-protected.
-pub fn shared_ram(vm: &Vm) -> Result<Vec<(u64, u64)>> {
+pub fn shared_ram(qmp: &Qmp) -> Result<Vec<(u64, u64)>> {
     let arguments = json!({ "command-line": "info mtree -f" });
-    let answer = vm.qmp().execute("human-monitor-command", arguments)?;
+    let answer = qmp.execute("human-monitor-command", arguments)?;
     let text = answer.as_str().context("info mtree answered no text")?;
     parse(text).with_context(|| format!("in QEMU's memory tree:\n{text}"))
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as ClapArgs, Parser, Subcommand, value_parser};
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 
 use crate::bench::JOB_NAMES;
 
@@ -20,6 +20,8 @@ pub(crate) enum Verb {
     Demo(Demo),
     /// Run every test of the workspace, those that boot guests included
     Test(Test),
+    /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
+    Cluster(Cluster),
     /// Compare the borrowed NVMe drive with QEMU's own, in one guest
     Bench(Bench),
 }
@@ -49,6 +51,31 @@ pub(crate) struct Test {
         value_name = "ARGUMENTS"
     )]
     pub(crate) cargo_args: Vec<String>,
+}
+
+/// Boots VMs that play hosts, each with an emulated VT-d and Linux's VFIO, lends a
+/// physical NVMe drive to a guest in such a VM, and shows from the kernels' own
+/// output what the drive could reach and when: on one host, and between two that
+/// an NTB joins.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Cluster {
+    /// Write what was seen to this file, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Only this; may be given more than once.
+    #[arg(long = "only", value_name = "WHAT", value_enum)]
+    pub(crate) only: Vec<Only>,
+}
+
+/// A part of `cargo xtask cluster`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Only {
+    /// Lender and borrower on one host.
+    SameHost,
+    /// Lender and borrower on two hosts.
+    TwoHosts,
+    /// Two virtual functions of one device for two guests.
+    Vfs,
 }
 
 /// Runs fio in one guest on the borrowed NVMe drive and on QEMU's own `nvme`

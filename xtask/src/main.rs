@@ -1,9 +1,10 @@
-//! Developer chores: `cargo xtask demo`, `test`, `bench`.
+//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`.
 //!
 //! Each verb does all of its own set-up: it builds the product, and the test
 //! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
 //!
 //! - [`demo`]: the main job once, from the empty image to the proof;
+//! - [`cluster`]: physical devices, lent in VMs that play hosts;
 //! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
 //! - [`scene`]: what both play in: a lender, a backend, a VM.
 
@@ -13,6 +14,7 @@ mod args;
 mod bench;
 mod cargo;
 mod child;
+mod cluster;
 mod cpu;
 mod demo;
 mod interrupt;
@@ -53,6 +55,7 @@ fn run(args: Args) -> Result<ExitCode> {
         None => Args::command().print_help()?,
         Some(Verb::Demo(demo)) => return demo::run(&demo),
         Some(Verb::Test(test)) => return cargo::test(&test.cargo_args),
+        Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
     }
     Ok(ExitCode::SUCCESS)

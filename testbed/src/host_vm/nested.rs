@@ -90,7 +90,11 @@ impl<'a> NestedBuilder<'a> {
     /// A device that a backend in the VM serves at that socket.
     pub fn vfio_user(self, socket: &str) -> Self {
         let socket = serde_json::json!({"type": "unix", "path": socket});
-        let device = serde_json::json!({"driver": "vfio-user-pci", "socket": socket});
+        // An emulated host on a busy machine answers slowly; QEMU ends when an answer
+        // is late.
+        let device = serde_json::json!({
+            "driver": "vfio-user-pci", "socket": socket, "x-msg-timeout": 120_000,
+        });
         self.args(["-device".to_owned(), device.to_string()])
     }
 

@@ -12,7 +12,7 @@ pub fn open(
     windows: u64,
 ) -> anyhow::Result<Borrow> {
     let borrow = cluster.wait_state(guest.name(), device, "ready")?;
-    let ram = shared_ram(guest)?;
+    let ram = shared_ram(guest.qmp())?;
     let bytes: u64 = ram.iter().map(|(_, len)| len).sum();
     let lent = cluster.status()?.lent(device)?;
     ensure!(

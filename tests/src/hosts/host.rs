@@ -1,0 +1,167 @@
+//! A host with the product's daemons in it.
+
+use std::{
+    ops::Deref,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::{HostVm, Pending, VmBuilder};
+
+use super::Programs;
+use crate::{BOOT, Borrow, Lent, SHORT, Status};
+
+/// Longer than any test.
+const LIFE: Duration = Duration::from_secs(24 * 3600);
+
+/// Where the daemons' sockets are.
+const RUNTIME: &str = "/run/farside";
+
+/// A VM that plays a host, with `farside` in it.
+pub(super) struct Host {
+    vm: HostVm,
+    logs: Mutex<Vec<String>>,
+}
+
+/// A daemon in a host.
+pub(super) struct Service<'a> {
+    host: &'a Host,
+    name: String,
+    running: Pending<'a>,
+}
+
+impl Host {
+    pub(super) fn launch(builder: VmBuilder, programs: &Programs) -> Result<Self> {
+        let vm = programs.into_vm(builder).launch_host(BOOT)?;
+        vm.exec_ok(&format!("mkdir -p {RUNTIME}"), SHORT)?;
+        Ok(Self {
+            vm,
+            logs: Mutex::default(),
+        })
+    }
+
+    /// Starts `farside lend`, and waits until it listens.
+    pub(super) fn lend(&self, args: &str) -> Result<Service<'_>> {
+        let socket = format!("{RUNTIME}/lender.sock");
+        self.start("lender", &format!("lend {args}"), &socket)
+    }
+
+    /// Starts `farside serve` for `vm`, and waits until it serves `device`.
+    pub(super) fn serve(&self, vm: &str, device: &str, args: &str) -> Result<Service<'_>> {
+        // A busy emulated host pins slowly.
+        let args = format!("serve --vm {vm} --device {device} --open-timeout 100 {args}");
+        self.start(&format!("backend-{vm}"), &args, &socket(vm, device))
+    }
+
+    fn start(&self, name: &str, args: &str, socket: &str) -> Result<Service<'_>> {
+        let log = format!("/tmp/{name}.log");
+        self.logs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(log.clone());
+        let command = format!(
+            "echo $$ >/run/{name}.pid
+            export FARSIDE_RUNTIME_DIR={RUNTIME}
+            exec farside {args} >{log} 2>&1"
+        );
+        let service = Service {
+            host: self,
+            name: name.to_owned(),
+            running: self.exec_start(&command, LIFE)?,
+        };
+        self.wait_path(socket, SHORT)
+            .with_context(|| format!("farside {args}{}", self.story()))?;
+        Ok(service)
+    }
+
+    /// The logs of all daemons, and the last words of the kernel.
+    pub(super) fn story(&self) -> String {
+        let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut story = String::new();
+        for what in logs.iter().map(|log| format!("cat {log}")).chain([
+            "dmesg | tail -n 20".to_owned(),
+            "cat /tmp/scripted-vmm.log".to_owned(),
+        ]) {
+            if let Ok(output) = self.exec(&what, SHORT)
+                && output.success()
+            {
+                story += &format!("\n-- {what} in {}:\n{}", self.name(), output.stdout);
+            }
+        }
+        story
+    }
+
+    /// `farside status --json`.
+    pub(super) fn status(&self) -> Result<Status> {
+        let command = format!("FARSIDE_RUNTIME_DIR={RUNTIME} farside status --json");
+        let text = self.exec_ok(&command, SHORT)?;
+        let value = serde_json::from_str(&text)
+            .with_context(|| format!("farside status printed {text}"))?;
+        Ok(Status(value))
+    }
+
+    /// What this host's lender says of a device.
+    pub(super) fn lent(&self, device: &str) -> Result<Lent> {
+        self.status()?.lent(device)
+    }
+
+    /// What this host's backend of `vm` says of a device.
+    pub(super) fn borrow(&self, vm: &str, device: &str) -> Result<Borrow> {
+        self.status()?.borrow(vm, device)
+    }
+
+    /// Waits until the lender has a device back.
+    pub(super) fn wait_returned(&self, device: &str) -> Result<()> {
+        let deadline = std::time::Instant::now() + SHORT;
+        loop {
+            let lent = self.lent(device)?;
+            if lent.borrowed_by.is_none() && lent.is_closed() {
+                return Ok(());
+            }
+            ensure!(
+                std::time::Instant::now() < deadline,
+                "{device} was not returned: {lent:?}"
+            );
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Where a backend serves a device.
+pub(super) fn socket(vm: &str, device: &str) -> String {
+    format!("{RUNTIME}/vm/{vm}/{device}.sock")
+}
+
+impl Service<'_> {
+    /// Stops it by SIGTERM; it has to end well.
+    pub(super) fn stop(self) -> Result<()> {
+        let kill = format!("kill -TERM $(cat /run/{}.pid)", self.name);
+        self.host.exec_ok(&kill, SHORT)?;
+        let ended = self.running.wait_for(SHORT)?;
+        ensure!(
+            ended.success(),
+            "{}: {ended}{}",
+            self.name,
+            self.host.story()
+        );
+        Ok(())
+    }
+}
+
+impl Deref for Host {
+    type Target = HostVm;
+
+    fn deref(&self) -> &HostVm {
+        &self.vm
+    }
+}
+
+impl Host {
+    /// Powers it off.
+    pub(super) fn shutdown(self) -> Result<()> {
+        let status = self.vm.shutdown(SHORT)?;
+        ensure!(status.success(), "QEMU ended badly: {status}");
+        Ok(())
+    }
+}

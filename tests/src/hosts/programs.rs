@@ -1,0 +1,45 @@
+//! The programs that go into the VMs.
+
+use std::{fs, path::Path, process::Command};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::VmBuilder;
+
+use crate::binary;
+
+/// The product and the scripted VMM, without what only a debugger needs.
+#[derive(Clone)]
+pub struct Programs {
+    farside: Vec<u8>,
+    scripted_vmm: Vec<u8>,
+}
+
+impl Programs {
+    /// Builds them.
+    pub fn build() -> Result<Self> {
+        Ok(Self {
+            farside: stripped(binary::farside()?)?,
+            scripted_vmm: stripped(&binary::build("farside-scripted-vmm")?)?,
+        })
+    }
+
+    /// Puts them into a VM.
+    pub(super) fn into_vm(&self, builder: VmBuilder) -> VmBuilder {
+        builder
+            .file("usr/bin/farside", 0o755, self.farside.clone())
+            .file("usr/bin/scripted-vmm", 0o755, self.scripted_vmm.clone())
+    }
+}
+
+/// A program's file: a tenth of it when built with debug information.
+fn stripped(program: &Path) -> Result<Vec<u8>> {
+    let folder = tempfile::tempdir().context("creating a temporary folder")?;
+    let to = folder.path().join("program");
+    let status = Command::new("objcopy")
+        .arg("--strip-debug")
+        .args([program, &to])
+        .status()
+        .context("running objcopy, which comes with the linker that Rust needs (binutils)")?;
+    ensure!(status.success(), "objcopy {} failed", program.display());
+    fs::read(&to).with_context(|| format!("reading {}", to.display()))
+}

@@ -1,0 +1,149 @@
+//! The stages: hosts, and the product's daemons in them.
+
+use std::{fs::File, path::Path, time::Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    Set,
+    facts::{Facts, seconds},
+    host::Host,
+    play::{self, DEVICE, DRIVE, NTB, Stage, VM},
+};
+use crate::{MIB, SHORT};
+
+/// Size of the drive; its image is sparse.
+const DISK: u64 = 64 * MIB;
+
+/// QEMU's options for a drive made of `image`, at [`DRIVE`].
+fn drive(image: &Path) -> [String; 4] {
+    [
+        "-drive".to_owned(),
+        format!("if=none,id=disk,format=raw,file={}", image.display()),
+        "-device".to_owned(),
+        "nvme,drive=disk,serial=farside,addr=4".to_owned(),
+    ]
+}
+
+fn image(set: &Set<'_>, name: &str) -> Result<std::path::PathBuf> {
+    let path = set.cluster.folder().join(name);
+    File::create(&path)
+        .and_then(|file| file.set_len(DISK))
+        .with_context(|| format!("making {}", path.display()))?;
+    Ok(path)
+}
+
+pub(super) fn same_host(set: &Set<'_>) -> Result<Facts> {
+    let started = Instant::now();
+    let mut facts = Facts::default();
+    let image = image(set, "same-host.img")?;
+    (set.tell)("booting the host");
+    let builder = set.testbed.host_vm("host").args(drive(&image));
+    let host = Host::launch(builder, set.programs)?;
+    let played = (|| {
+        let lender = host.lend(&format!("--name rack1 --vfio {DEVICE}={DRIVE}"))?;
+        let backend = host.serve(VM, DEVICE, "")?;
+        let stage = Stage {
+            borrower: &host,
+            lender: &host,
+            ntb: false,
+            image: &image,
+        };
+        play::guest_uses_drive(&stage, set, &mut facts)?;
+        play::rogue(&stage, set, &mut facts)?;
+        backend.stop()?;
+        lender.stop()
+    })();
+    played.map_err(|error: anyhow::Error| error.context(host.story()))?;
+    host.shutdown()?;
+    facts.wall_s = seconds(started.elapsed());
+    Ok(facts)
+}
+
+pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
+    let started = Instant::now();
+    let mut facts = Facts::default();
+    let image = image(set, "two-hosts.img")?;
+    let at = |name: &str| set.cluster.folder().join(name).display().to_string();
+    (set.tell)("starting the NTB between the hosts");
+    let ports = [format!("A={}", at("a.sock")), format!("B={}", at("b.sock"))];
+    let mut ntb = set.cluster.start(
+        "the NTB",
+        &["ntb", "--port", &ports[0], "--port", &ports[1]],
+    )?;
+    for name in ["a.sock", "b.sock"] {
+        await_path(&set.cluster.folder().join(name))?;
+    }
+    (set.tell)("booting both hosts");
+    let host = |name: &str, server: &str, mac: u8| {
+        let endpoint = serde_json::json!({
+            "driver": "vfio-user-pci",
+            "socket": {"type": "unix", "path": at(&format!("{name}.sock"))},
+            "addr": NTB.rsplit(':').next(),
+            "x-msg-timeout": 120_000,
+        });
+        let network = at("network.sock");
+        set.testbed.host_vm(name).args([
+            "-device".to_owned(),
+            endpoint.to_string(),
+            "-netdev".to_owned(),
+            format!("stream,id=net,server={server},addr.type=unix,addr.path={network}"),
+            "-device".to_owned(),
+            format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:00:00:{mac:02x}"),
+        ])
+    };
+    let b = Host::launch(host("b", "on", 2).args(drive(&image)), set.programs)?;
+    let a = Host::launch(host("a", "off", 1), set.programs)?;
+    for (host, address) in [(&a, "10.0.0.1"), (&b, "10.0.0.2")] {
+        let up = format!(
+            "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
+            ip link set lo up; ip link set eth0 up"
+        );
+        host.exec_ok(&up, SHORT)?;
+    }
+    a.exec_ok("ping -c 1 -W 30 10.0.0.2", SHORT)
+        .context("the hosts' network")?;
+
+    let played = (|| {
+        let lender = b.lend(&format!(
+            "--name b --listen tcp:10.0.0.2:4000 --vfio {DEVICE}={DRIVE} --ntb {NTB}"
+        ))?;
+        let backend = a.serve(
+            VM,
+            DEVICE,
+            &format!("--lender tcp:10.0.0.2:4000 --ntb {NTB}"),
+        )?;
+        let stage = Stage {
+            borrower: &a,
+            lender: &b,
+            ntb: true,
+            image: &image,
+        };
+        play::guest_uses_drive(&stage, set, &mut facts)?;
+        play::rogue(&stage, set, &mut facts)?;
+        backend.stop()?;
+        lender.stop()
+    })();
+    played.map_err(|error: anyhow::Error| error.context(format!("{}{}", a.story(), b.story())))?;
+    a.shutdown()?;
+    b.shutdown()?;
+    ntb.terminate()?;
+    let ended = ntb.wait_exit(SHORT)?;
+    ensure!(ended.success(), "farside ntb ended badly: {ended}");
+    facts.wall_s = seconds(started.elapsed());
+    Ok(facts)
+}
+
+/// Waits until something is there.
+fn await_path(path: &Path) -> Result<()> {
+    let deadline = Instant::now() + SHORT;
+    while !path.exists() {
+        ensure!(
+            Instant::now() < deadline,
+            "{} is not there after {SHORT:?}",
+            path.display()
+        );
+        std::thread::sleep(std::time::Duration::from_millis(25));
+    }
+    Ok(())
+}

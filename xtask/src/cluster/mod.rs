@@ -1,0 +1,63 @@
+//! Physical devices, lent in VMs that play hosts; the scenes are those of the
+//! tests ([`farside_tests::hosts`]), the report is ours.
+
+mod report;
+
+use std::{fs, process::ExitCode};
+
+use anyhow::{Context, Result};
+use farside_testbed::{Progress, Testbed};
+use farside_tests::{
+    Cluster as Folder,
+    hosts::{self, Programs, Set},
+};
+
+use crate::args::{Cluster, Only};
+use report::Report;
+
+pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
+    let progress = Progress::auto();
+    let testbed = Testbed::prepare(&progress)?;
+    let task = progress.spinner("Building the product");
+    let programs = Programs::build()?;
+    task.done();
+
+    let wanted = |what| args.only.is_empty() || args.only.contains(&what);
+    let mut report = Report::default();
+    if wanted(Only::SameHost) {
+        report.same_host = Some(scene(&testbed, &programs, "One host", hosts::same_host)?);
+    }
+    if wanted(Only::TwoHosts) {
+        report.two_hosts = Some(scene(&testbed, &programs, "Two hosts", hosts::two_hosts)?);
+    }
+    print!("{}", report.text());
+    if let Some(path) = &args.json {
+        let json = serde_json::to_string_pretty(&report.json())?;
+        fs::write(path, json + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(match report.checks().iter().all(|check| check.holds) {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// Plays one scene in a folder of its own.
+fn scene<T>(
+    testbed: &Testbed,
+    programs: &Programs,
+    name: &'static str,
+    play: impl FnOnce(&Set<'_>) -> Result<T>,
+) -> Result<T> {
+    let folder = Folder::new()?;
+    let progress = Progress::auto();
+    let task = progress.spinner(name);
+    let facts = play(&Set {
+        testbed,
+        programs,
+        cluster: &folder,
+        tell: &|what| task.detail(what),
+    })
+    .map_err(|error| error.context(format!("{name}{}", folder.story())))?;
+    task.done();
+    Ok(facts)
+}

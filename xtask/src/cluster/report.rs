@@ -1,0 +1,173 @@
+//! How the facts are shown: to people, and as JSON.
+
+use console::style;
+use farside_tests::hosts::{Facts, VfFacts};
+use serde_json::{Value, json};
+
+use crate::text::{bytes, micros};
+
+/// What was seen in the scenes that were played.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    pub(super) same_host: Option<Facts>,
+    pub(super) two_hosts: Option<Facts>,
+    pub(super) vfs: Option<VfFacts>,
+}
+
+/// Something that has to be so.
+pub(super) struct Check {
+    pub(super) what: String,
+    pub(super) holds: bool,
+}
+
+impl Report {
+    fn scenes(&self) -> impl Iterator<Item = (&'static str, &Facts)> {
+        [
+            ("one host", &self.same_host),
+            ("two hosts", &self.two_hosts),
+        ]
+        .into_iter()
+        .filter_map(|(name, facts)| Some((name, facts.as_ref()?)))
+    }
+
+    /// All that has to be so.
+    pub(super) fn checks(&self) -> Vec<Check> {
+        let mut checks = Vec::new();
+        let mut check = |what: String, holds| checks.push(Check { what, holds });
+        for (name, facts) in self.scenes() {
+            for (what, holds) in facts.checks() {
+                check(format!("{name}: {what}"), holds);
+            }
+        }
+        if let Some(vfs) = &self.vfs {
+            for (what, holds) in vfs.checks() {
+                check(format!("virtual functions: {what}"), holds);
+            }
+        }
+        checks
+    }
+
+    /// For people.
+    pub(super) fn text(&self) -> String {
+        let mut text = String::new();
+        for (name, facts) in self.scenes() {
+            text += &format!("\n{}\n", style(name).bold());
+            for (what, value) in rows(facts) {
+                text += &format!("  {what:<34} {value}\n");
+            }
+        }
+        if let Some(vfs) = &self.vfs {
+            text += &format!("\n{}\n", style("virtual functions").bold());
+            text += &format!("  {:<34} {}\n", "lent at the same time", vfs.vfs_lent);
+            text += &format!("  {:<34} {:.1} s\n", "took", vfs.wall_s);
+        }
+        text += &format!("\n{}\n", style("Verdict").bold());
+        for Check { what, holds } in self.checks() {
+            let mark = match holds {
+                true => style("ok").green(),
+                false => style("NO").red().bold(),
+            };
+            text += &format!("  {mark} {what}\n");
+        }
+        text
+    }
+
+    /// The machine-readable form. Names stay; more may come.
+    pub(super) fn json(&self) -> Value {
+        json!({
+            "same_host": self.same_host,
+            "two_hosts": self.two_hosts,
+            "vfs_lent": self.vfs.as_ref().map(|vfs| vfs.vfs_lent),
+            "vfs": self.vfs,
+        })
+    }
+}
+
+fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
+    vec![
+        ("guest RAM", bytes(facts.guest_ram_bytes)),
+        (
+            "IOMMU mappings before BME",
+            facts.dmar_mappings_before_bme.to_string(),
+        ),
+        ("mapped after BME", bytes(facts.bytes_mapped_after_bme)),
+        ("of it by the borrower", bytes(facts.borrower_bytes_mapped)),
+        (
+            "IOMMU mappings after unbind",
+            facts.dmar_mappings_after_unbind.to_string(),
+        ),
+        ("BME to DMA-ready", micros(facts.bme_to_ready_us as f64)),
+        (
+            "DMA outside of RAM",
+            format!(
+                "{} refused by the IOMMU, {} shown by farside status, {} changed",
+                facts.rogue_dma_faults,
+                facts.rogue_faults_in_status,
+                bytes(facts.rogue_bytes_written)
+            ),
+        ),
+        (
+            "MSI-X interrupts",
+            format!(
+                "{} by the drive, {} in the guest",
+                facts.msix_device, facts.msix_guest
+            ),
+        ),
+        (
+            "took",
+            format!(
+                "{:.1} s, of it {:.1} s for the guest's boot, {:.1} s for its I/O",
+                facts.wall_s, facts.nested_boot_s, facts.nested_io_s
+            ),
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The names that the users of the file rely on.
+    const FIXED: &[&str] = &[
+        "checksum_ok",
+        "dmar_mappings_before_bme",
+        "bytes_mapped_after_bme",
+        "guest_ram_bytes",
+        "dmar_mappings_after_unbind",
+        "rogue_dma_faults",
+        "rogue_bytes_written",
+        "msix_device",
+        "msix_guest",
+        "wall_s",
+    ];
+
+    #[test]
+    fn the_json_has_its_fixed_names() {
+        let report = Report {
+            same_host: Some(Facts::default()),
+            two_hosts: Some(Facts::default()),
+            vfs: Some(VfFacts {
+                vfs_lent: 2,
+                ..VfFacts::default()
+            }),
+        };
+        let json = report.json();
+        for scene in ["same_host", "two_hosts"] {
+            for name in FIXED {
+                assert!(!json[scene][name].is_null(), "{scene}.{name}: {json}");
+            }
+        }
+        assert_eq!(json["vfs_lent"], 2);
+    }
+
+    #[test]
+    fn the_report_says_what_is_wrong() {
+        let report = Report {
+            same_host: Some(Facts::default()),
+            ..Report::default()
+        };
+        let text = console::strip_ansi_codes(&report.text()).into_owned();
+        assert!(text.contains("NO one host: the guest read what"), "{text}");
+        assert!(!text.contains("two hosts"), "{text}");
+    }
+}
