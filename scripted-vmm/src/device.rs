@@ -45,7 +45,8 @@ struct Mapped {
 
 /// A connection to a device.
 pub struct Device {
-    client: Client,
+    /// None once the connection is closed.
+    client: Option<Client>,
     mapped: Vec<Mapped>,
     vectors: u32,
     accesses: Accesses,
@@ -80,7 +81,7 @@ impl Device {
         let mapped = map_bars(&client)?;
         let msix = client.get_irq_info(MSIX).context("asking for MSI-X")?;
         Ok(Self {
-            client,
+            client: Some(client),
             mapped,
             vectors: msix.count,
             accesses: Accesses::default(),
@@ -101,7 +102,8 @@ impl Device {
     pub fn areas(&self) -> Vec<Area> {
         let mut areas = Vec::new();
         for bar in 0..BARS {
-            let size = self.client.region(bar).map_or(0, |region| region.size);
+            let region = self.client.as_ref().and_then(|client| client.region(bar));
+            let size = region.map_or(0, |region| region.size);
             let mut mapped: Vec<_> = self
                 .mapped
                 .iter()
@@ -114,12 +116,15 @@ impl Device {
         areas
     }
 
-    /// Ends the connection, as a VMM does that goes.
-    ///
-    /// # Errors
-    /// When it is lost already.
-    pub fn close(&mut self) -> Result<()> {
-        self.client.shutdown().context("closing the connection")
+    /// Ends the connection and lets go of the BARs, as a VMM does that goes.
+    /// As long as anybody has a BAR mapped, the device is not lent on.
+    pub fn close(&mut self) {
+        self.client = None;
+        self.mapped.clear();
+    }
+
+    fn client(&mut self) -> Result<&mut Client> {
+        self.client.as_mut().context("the connection is closed")
     }
 
     /// Gives the device a run of RAM (`DMA_MAP`).
@@ -128,7 +133,7 @@ impl Device {
     /// When the connection is lost; a refusal is not seen.
     pub fn map(&mut self, ram: &Ram, block: Block) -> Result<()> {
         let fd = ram.file().as_raw_fd();
-        self.client
+        self.client()?
             .dma_map(block.offset, block.gpa, block.len, fd)
             .with_context(|| format!("DMA_MAP of {:#x} bytes at {:#x}", block.len, block.gpa))
     }
@@ -138,7 +143,7 @@ impl Device {
     /// # Errors
     /// When the connection is lost.
     pub fn unmap(&mut self, block: Block) -> Result<()> {
-        self.client
+        self.client()?
             .dma_unmap(block.gpa, block.len)
             .with_context(|| format!("DMA_UNMAP of {:#x} bytes at {:#x}", block.len, block.gpa))
     }
@@ -148,7 +153,7 @@ impl Device {
     /// # Errors
     /// When the connection is lost.
     pub fn reset(&mut self) -> Result<()> {
-        self.client.reset().context("DEVICE_RESET")
+        self.client()?.reset().context("DEVICE_RESET")
     }
 
     /// Has MSI-X vectors signal these eventfds.
@@ -159,7 +164,7 @@ impl Device {
         let fds = vectors.fds();
         for (n, chunk) in fds.chunks(CHUNK).enumerate() {
             let (start, count) = ((n * CHUNK) as u32, chunk.len() as u32);
-            self.client
+            self.client()?
                 .set_irqs(MSIX, DATA_EVENTFD | TRIGGER, start, count, chunk)
                 .with_context(|| format!("SET_IRQS of {count} vectors from {start} on"))?;
         }
@@ -171,7 +176,7 @@ impl Device {
     /// # Errors
     /// When the connection is lost.
     pub fn disable_vectors(&mut self) -> Result<()> {
-        self.client
+        self.client()?
             .set_irqs(MSIX, DATA_NONE | TRIGGER, 0, 0, &[])
             .context("SET_IRQS without vectors")
     }
@@ -182,7 +187,7 @@ impl Device {
     /// When the connection is lost.
     pub fn read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<()> {
         self.accesses.trapped += 1;
-        self.client
+        self.client()?
             .region_read(region, offset, data)
             .with_context(|| format!("reading region {region} at {offset:#x}"))
     }
@@ -193,7 +198,7 @@ impl Device {
     /// When the connection is lost.
     pub fn write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<()> {
         self.accesses.trapped += 1;
-        self.client
+        self.client()?
             .region_write(region, offset, data)
             .with_context(|| format!("writing region {region} at {offset:#x}"))
     }

@@ -416,7 +416,7 @@ impl Session {
         let old = &mut self.machine.device;
         self.past.mapped += old.accesses().mapped;
         self.past.trapped += old.accesses().trapped;
-        old.close()?;
+        old.close();
         self.drive = None;
         self.mapped = None;
         self.stage = Stage::Connected;
