@@ -23,8 +23,8 @@ use farside_control::{Channel, Described, ErrorKind};
 use farside_devices::Description;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
-    Request, SetIrqs as WireIrqs,
+    DeviceInfo, DmaMap, DmaUnmap, IrqInfo, RateLimit, Region, RegionInfo, RegionWrite, Reply,
+    ReplyTo, Request, SetIrqs as WireIrqs,
     serve::{Answer, Handler},
 };
 use rustix::io::Errno;
@@ -534,7 +534,7 @@ impl Device {
     }
 
     fn set_irqs(&mut self, wire: WireIrqs<'_>, to: ReplyTo) -> Answer<'_> {
-        let request = match task::irq_request(&self.counts, wire) {
+        let request = match wire.for_function(&self.counts) {
             Ok(request) => request,
             Err(error) => {
                 static REFUSED: RateLimit = RateLimit::new();
@@ -582,7 +582,7 @@ impl Handler for Device {
                 self.hold(to, Finish::RegionInfo { region, argsz }, borrow)
             }
             Request::DeviceGetIrqInfo { index } => {
-                Answer::Reply(Reply::IrqInfo(task::irq_info(&self.counts, index)))
+                Answer::Reply(Reply::IrqInfo(IrqInfo::of(&self.counts, index)))
             }
             Request::DeviceSetIrqs(request) => self.set_irqs(request, to),
             Request::RegionRead {

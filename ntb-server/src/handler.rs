@@ -2,14 +2,13 @@
 
 use farside_devices::ntb::{FarError, Ntb, Port, Read};
 use farside_vfio_user::{
-    DeviceInfo, Errno, Header, Matched, Negotiated, Region, RegionInfo, RegionWrite, Reply,
-    ReplyTo, Request, SetIrqs,
+    DeviceInfo, Errno, Header, IrqInfo, Matched, Negotiated, Region, RegionInfo, RegionWrite,
+    Reply, ReplyTo, Request, SetIrqs,
     serve::{Answer, Handler},
 };
 
 use crate::{
     hosts::Hosts,
-    irqs,
     side::{Held, Tag},
 };
 
@@ -32,13 +31,19 @@ impl Machine {
         side.memory.clear();
         side.vectors.disable_all();
         side.held = None;
+        side.unplugged = false;
         let under_way = side.commands.clear();
         self.ntb.cancel_read(port);
-        self.ntb.set_present(port, false, &mut self.hosts);
-        self.reset(port);
+        self.host_gone(port);
         for tag in under_way {
             self.concluded(tag, Err(FarError::Refused));
         }
+    }
+
+    /// A VM has the port no longer.
+    fn host_gone(&mut self, port: Port) {
+        self.ntb.set_present(port, false, &mut self.hosts);
+        self.reset(port);
     }
 
     /// A conventional reset.
@@ -98,12 +103,23 @@ impl PortHandler<'_> {
 
     fn set_irqs(&mut self, request: SetIrqs<'_>) -> Result<(), Errno> {
         let side = self.machine.hosts.side(self.port);
-        irqs::request(&side.counts, request)
-            .and_then(|request| side.vectors.apply(request))
-            .map_err(|error| {
+        let applied = request.for_function(&side.counts).and_then(|request| {
+            let farewell = request.is_farewell();
+            side.vectors.apply(request).map(|()| farewell)
+        });
+        match applied {
+            Ok(true) => {
+                log::info!("{}: the VMM has unplugged the port", side.name);
+                side.unplugged = true;
+                self.machine.host_gone(self.port);
+                Ok(())
+            }
+            Ok(false) => Ok(()),
+            Err(error) => {
                 log::debug!("{}: DEVICE_SET_IRQS: {error}", side.name);
-                error.errno()
-            })
+                Err(error.errno())
+            }
+        }
     }
 
     fn read(&mut self, region: Region, offset: u64, count: u32, to: ReplyTo) -> Answer<'_> {
@@ -199,7 +215,7 @@ impl Handler for PortHandler<'_> {
             }
             Request::DeviceGetIrqInfo { index } => {
                 let counts = &self.machine.hosts.side(self.port).counts;
-                Ok(Reply::IrqInfo(irqs::info(counts, index)))
+                Ok(Reply::IrqInfo(IrqInfo::of(counts, index)))
             }
             Request::DeviceSetIrqs(request) => self.set_irqs(request).map(|()| Reply::Done),
             Request::RegionRead {

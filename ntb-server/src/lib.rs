@@ -36,7 +36,6 @@
 
 mod handler;
 mod hosts;
-mod irqs;
 mod memory;
 mod server;
 mod side;

@@ -2,6 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
+use farside_irq_relay as relay;
+
 use super::refusal::Refusal;
 use super::wire::Cursor;
 use super::{Command, MAX_MSG_FDS};
@@ -117,6 +119,33 @@ impl<'a> SetIrqs<'a> {
     /// Whether this disables the whole interrupt type.
     pub fn disables_all(&self) -> bool {
         self.count == 0
+    }
+
+    /// The request for a function that has `counts`.
+    ///
+    /// # Errors
+    /// What such a function refuses; the errno is the client's.
+    pub fn for_function(
+        self,
+        counts: &relay::IrqCounts,
+    ) -> Result<relay::SetIrqs, relay::SetIrqsError> {
+        let action = match self.action {
+            IrqAction::Mask => ACTION_MASK,
+            IrqAction::Unmask => ACTION_UNMASK,
+            IrqAction::Trigger => ACTION_TRIGGER,
+        };
+        let (data, payload, fds) = match self.data {
+            IrqData::None => (DATA_NONE, &[][..], Vec::new()),
+            IrqData::Bool(chosen) => (DATA_BOOL, chosen, Vec::new()),
+            IrqData::Eventfds(fds) => (DATA_EVENTFD, &[][..], fds),
+        };
+        let header = relay::WireHeader {
+            flags: action | data,
+            index: self.index.index(),
+            start: self.start,
+            count: self.count,
+        };
+        relay::SetIrqs::from_wire(counts, header, payload, fds)
     }
 
     pub(super) fn decode(payload: &'a [u8], fds: Vec<OwnedFd>) -> Result<Self, Refusal> {

@@ -2,6 +2,8 @@
 
 use std::os::fd::BorrowedFd;
 
+use farside_irq_relay::IrqCounts;
+
 use super::header::{ReplyTo, finish};
 use super::irq::{IrqFlags, IrqIndex, NUM_IRQS};
 use super::region::{NUM_REGIONS, Region, RegionInfo};
@@ -77,6 +79,16 @@ pub struct IrqInfo {
 }
 
 impl IrqInfo {
+    /// What a function that has `counts` says of `index`.
+    pub fn of(counts: &IrqCounts, index: IrqIndex) -> Self {
+        let info = counts.info(farside_irq_relay::IrqIndex::ALL[index.index() as usize]);
+        Self {
+            index,
+            flags: IrqFlags::from_bits_truncate(info.flags),
+            count: info.count,
+        }
+    }
+
     /// The description of an interrupt type with `count` vectors, with the
     /// flags that Linux VFIO gives it: INTx is level triggered and masks
     /// itself; MSI and MSI-X are set up as a set; the rest just signal.

@@ -3,12 +3,8 @@
 use std::{collections::VecDeque, time::Instant};
 
 use farside_config_space::Staged;
-use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqRange, SetIrqs, SetIrqsError, Sink, TriggerFd,
-};
-use farside_vfio_user::{
-    self as wire, DmaUnmap, IrqAction, IrqFlags, IrqIndex, IrqInfo, Negotiated, Region, ReplyTo,
-};
+use farside_irq_relay::{Action, IrqData, SetIrqs};
+use farside_vfio_user::{DmaUnmap, Negotiated, Region, ReplyTo};
 use rustix::io::Errno;
 
 use crate::borrow::{Event, worker::MemoryChange};
@@ -187,35 +183,6 @@ impl Tasks {
     }
 }
 
-/// The request in the relay's terms.
-pub(crate) fn irq_request(
-    counts: &IrqCounts,
-    wire: wire::SetIrqs<'_>,
-) -> Result<SetIrqs, SetIrqsError> {
-    let range = IrqRange::new(counts, wire.index.index(), wire.start, wire.count)?;
-    let action = match wire.action {
-        IrqAction::Mask => Action::Mask,
-        IrqAction::Unmask => Action::Unmask,
-        IrqAction::Trigger => Action::Trigger,
-    };
-    let data = match wire.data {
-        wire::IrqData::None => IrqData::None,
-        wire::IrqData::Bool(chosen) => {
-            IrqData::Bool(chosen.iter().map(|byte| *byte != 0).collect())
-        }
-        wire::IrqData::Eventfds(fds) if fds.is_empty() => {
-            IrqData::Sinks(vec![None; range.count().into()])
-        }
-        wire::IrqData::Eventfds(fds) => {
-            let sinks = fds
-                .into_iter()
-                .map(|fd| TriggerFd::try_from(fd).map(|trigger| Some(Sink::EventFd(trigger))));
-            IrqData::Sinks(sinks.collect::<Result<_, _>>()?)
-        }
-    };
-    SetIrqs::new(range, action, data)
-}
-
 /// Whether the request fires vectors rather than configuring them.
 pub(crate) fn is_loopback(request: &SetIrqs) -> bool {
     request.action() == Action::Trigger
@@ -231,15 +198,4 @@ pub(crate) fn is_farewell(request: &SetIrqs) -> bool {
     request.range().index() == farside_irq_relay::IrqIndex::Err
         && request.range().count() != 0
         && matches!(request.data(), IrqData::Sinks(sinks) if sinks.iter().all(Option::is_none))
-}
-
-/// The answer to `DEVICE_GET_IRQ_INFO`.
-pub(crate) fn irq_info(counts: &IrqCounts, index: IrqIndex) -> IrqInfo {
-    let kind = farside_irq_relay::IrqIndex::ALL[index.index() as usize];
-    let info = counts.info(kind);
-    IrqInfo {
-        index,
-        flags: IrqFlags::from_bits_truncate(info.flags),
-        count: info.count,
-    }
 }
