@@ -552,7 +552,7 @@ impl Device {
         {
             return Answer::Error(error.errno());
         }
-        let farewell = task::is_farewell(&request);
+        let farewell = request.is_farewell();
         self.unplugged |= farewell;
         let give_back = farewell.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
         let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));

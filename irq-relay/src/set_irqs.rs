@@ -195,6 +195,16 @@ impl SetIrqs {
         &self.data
     }
 
+    /// Whether the request takes the trigger of the error interrupt away. QEMU
+    /// does that when the device is unplugged, and then, up to 11.1 at least,
+    /// keeps the connection of a device with MSI-X until it ends: this is all
+    /// there is to learn that nobody will clear bus-master enable.
+    pub fn is_farewell(&self) -> bool {
+        self.range.index() == IrqIndex::Err
+            && self.range.count() != 0
+            && matches!(&self.data, IrqData::Sinks(sinks) if sinks.iter().all(Option::is_none))
+    }
+
     /// The parts, for sending the request on.
     pub fn into_parts(self) -> (IrqRange, Action, IrqData) {
         (self.range, self.action, self.data)

@@ -11,11 +11,16 @@ use std::{
 };
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_vfio_user::{DmaMap, DmaUnmap, MAX_DMA_MAPS, RateLimit};
+use farside_vfio_user::{DmaMap, DmaUnmap, RateLimit};
 use rustix::{
     fs::{OFlags, fcntl_getfl, fstat},
     io::Errno,
 };
+
+/// Most mappings. Bounds memory. More than the protocol's limit that is
+/// announced: QEMU does not keep to that for a VM with an IOMMU. Enough for
+/// 4 GiB in pages of 4 KiB.
+const MAX_MAPPINGS: usize = 1 << 20;
 
 /// Most files that are mapped at once. Bounds mappings of ours; QEMU has one
 /// for each memory backend, and at most 256 memory slots.
@@ -70,7 +75,7 @@ impl Memory {
         if self.overlaps(map.address, map.size) {
             return Err(Errno::EXIST);
         }
-        if self.mappings.len() >= MAX_DMA_MAPS as usize {
+        if self.mappings.len() >= MAX_MAPPINGS {
             return Err(Errno::NOSPC);
         }
         let (address, len) = (map.address, map.size);
@@ -90,7 +95,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes a `DMA_UNMAP`: of whole mappings, as many as are in the range.
+    /// Takes a `DMA_UNMAP`: of whole mappings, as many as are in the range. None
+    /// is no error: QEMU asks for the whole address space of a VM's IOMMU, and
+    /// for what it did not tell of, and prints a line for each that is refused.
     pub(crate) fn unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
         self.last = None;
         let DmaUnmap::Range { address, size } = unmap else {
@@ -109,9 +116,6 @@ impl Memory {
             return Err(Errno::INVAL);
         }
         let inside: Vec<u64> = inside.map(|(start, _)| *start).collect();
-        if inside.is_empty() {
-            return Err(Errno::NOENT);
-        }
         for start in inside {
             self.mappings.remove(&start);
         }
@@ -319,7 +323,8 @@ mod tests {
         for (address, size) in [(0, PAGE), (PAGE, 2 * PAGE), (3 * PAGE, PAGE)] {
             assert_eq!(memory.unmap(unmap(address, size)), Err(Errno::INVAL));
         }
-        assert_eq!(memory.unmap(unmap(8 * PAGE, PAGE)), Err(Errno::NOENT));
+        memory.unmap(unmap(8 * PAGE, PAGE)).unwrap();
+        assert_eq!(memory.counts().0, 3);
         memory.unmap(unmap(0, 4 * PAGE)).unwrap();
         assert_eq!(memory.counts().0, 1);
         memory.unmap(DmaUnmap::All).unwrap();

@@ -217,9 +217,12 @@ impl NtbServer {
         static FAILED: RateLimit = RateLimit::new();
 
         // A VM that is started again at once is not to be turned away for an
-        // end of the last one that was not seen yet.
+        // end of the last one that was not seen yet, nor one whose port is
+        // plugged in again for the connection that it keeps.
+        let unplugged = self.machine.hosts.side(port).unplugged;
         let place = &mut self.places[port as usize];
-        if place.client.as_ref().is_some_and(Client::has_hung_up) {
+        let over = |client: &Client| unplugged || client.has_hung_up();
+        if place.client.as_ref().is_some_and(over) {
             self.drop_client(port, &ConnectionError::Closed);
         }
         let place = &mut self.places[port as usize];

@@ -31,6 +31,8 @@ pub(crate) struct Side {
     pub(crate) commands: DmaCommands<Tag>,
     /// A window read of this VMM's that waits for the other.
     pub(crate) held: Option<Held>,
+    /// The VMM has unplugged the port and may keep the connection.
+    pub(crate) unplugged: bool,
     /// Number of the last read that had to wait.
     pub(crate) reads: u64,
     /// What a read fills; kept, so that reads do not allocate.
@@ -69,6 +71,7 @@ impl Side {
             memory: Memory::default(),
             commands: DmaCommands::new(MESSAGE_TIMEOUT, MAX_MESSAGES),
             held: None,
+            unplugged: false,
             reads: 0,
             buffer: Vec::new(),
             bars: std::array::from_fn(|bar| {

@@ -235,5 +235,13 @@ fn rates() {
     a.load(8 * (COUNT - 1), Width::U64);
     let rate = COUNT as f64 / start.elapsed().as_secs_f64();
     println!("stores of 8 bytes to the far guest's memory: {rate:.0} a second");
+
+    let window = a.vm.config_read(&a.bdf, 0x18, Width::U32).unwrap() & !0xf
+        | a.vm.config_read(&a.bdf, 0x1c, Width::U32).unwrap() << 32;
+    let before = a.get(reg::WINDOW_READS);
+    let start = Instant::now();
+    a.vm.phys_read(window, 256 << 10).unwrap();
+    let rate = f64::from(a.get(reg::WINDOW_READS) - before) / start.elapsed().as_secs_f64();
+    println!("loads from the far guest's memory: {rate:.0} a second");
     drop(b);
 }

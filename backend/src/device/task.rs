@@ -189,13 +189,3 @@ pub(crate) fn is_loopback(request: &SetIrqs) -> bool {
         && request.range().count() != 0
         && !matches!(request.data(), IrqData::Sinks(_))
 }
-
-/// Whether the request takes the trigger of the error interrupt away. QEMU does
-/// that when the device is unplugged, and then, up to 11.1 at least, keeps the
-/// connection of a device with MSI-X until it ends: this is all there is to
-/// learn that nobody will clear bus-master enable.
-pub(crate) fn is_farewell(request: &SetIrqs) -> bool {
-    request.range().index() == farside_irq_relay::IrqIndex::Err
-        && request.range().count() != 0
-        && matches!(request.data(), IrqData::Sinks(sinks) if sinks.iter().all(Option::is_none))
-}

@@ -144,3 +144,17 @@ fn drivers_talk_by_scratchpads() {
     world.b.put32(scratchpad(2), 0x4321);
     assert_eq!(world.a.get32(peer_scratchpad(2)), 0x4321);
 }
+
+#[test]
+fn a_port_that_is_unplugged_can_be_plugged_in_again() {
+    let mut world = World::new();
+    let events = world.a.set_eventfd(32);
+    world.a.put32(reg::EVENT_STATUS, event::ALL);
+    // QEMU's farewell; the connection stays.
+    world.b.take_error_trigger();
+    assert_eq!(events.wait(), 1);
+    assert_eq!(world.a.get32(reg::LINK_STATUS), 0);
+    let mut again = Vmm::negotiated(&world.server.socket("b"), Layout::Qemu);
+    set_up(&mut again);
+    assert_ne!(world.a.get32(reg::LINK_STATUS) & link_status::UP, 0);
+}

@@ -3,6 +3,7 @@
 mod independent_client;
 mod life;
 mod messages;
+mod rates;
 mod vmm;
 mod windows;
 mod world;

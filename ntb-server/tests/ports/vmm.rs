@@ -377,6 +377,12 @@ impl Vmm {
         self.call(SET_IRQS, &payload, &[fd.as_fd()]).unwrap();
         Eventfd(fd)
     }
+
+    /// Takes the trigger of the error interrupt away.
+    pub fn take_error_trigger(&mut self) {
+        let payload = words(&[20, 1 << 2 | 1 << 5, 3, 0, 1]);
+        self.call(SET_IRQS, &payload, &[]).unwrap();
+    }
 }
 
 /// A vector's eventfd.
