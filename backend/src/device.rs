@@ -11,30 +11,23 @@ mod config_write;
 mod perform;
 mod registers;
 mod report;
+mod requests;
 mod task;
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use farside_config_space::ConfigSpace;
 use farside_control::{Channel, Described, ErrorKind};
-use farside_devices::Description;
 use farside_irq_relay::{IrqCounts, Vectors};
-use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, IrqInfo, RateLimit, Region, RegionInfo, RegionWrite, Reply,
-    ReplyTo, Request, SetIrqs as WireIrqs,
-    serve::{Answer, Handler},
-};
+use farside_vfio_user::{RateLimit, Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
 use crate::{
     borrow::{
         Event, State,
-        worker::{MemoryChange, Outcome, Settings, WorkError, Worker},
+        worker::{Outcome, Settings, WorkError, Worker},
     },
-    dma_table::{Backing, DmaTable},
+    dma_table::DmaTable,
 };
 pub(crate) use bars::BarFile;
 use bars::Bars;
@@ -363,264 +356,6 @@ impl Device {
         };
         Some(Conclusion { to, reply, then })
     }
-
-    fn read(&mut self, region: Region, offset: u64, count: u32, to: ReplyTo) -> Answer<'_> {
-        let count = count as usize;
-        self.buffer.clear();
-        self.buffer.resize(count, 0xff);
-        let bar = match region {
-            Region::Config => {
-                let size = self.config.size();
-                if self.is_present() && offset + count as u64 <= size {
-                    self.config.read(offset, &mut self.buffer);
-                }
-                None
-            }
-            Region::Bar(bar) => self.in_bar(bar, offset, count).then_some(bar),
-            Region::Rom | Region::Vga => None,
-        };
-        let finish = Finish::Read { region, offset };
-        match bar {
-            Some(bar) => {
-                let borrow = Task::Event(Event::BarAccess);
-                let read = Task::BarRead {
-                    bar,
-                    offset,
-                    done: 0,
-                };
-                self.hold(to, finish, [borrow, read])
-            }
-            None => self.hold(to, finish, []),
-        }
-    }
-
-    fn write(&mut self, write: RegionWrite<'_>, to: ReplyTo) -> Answer<'_> {
-        let RegionWrite {
-            region,
-            offset,
-            data,
-        } = write;
-        let count = data.len() as u32;
-        let finish = Finish::Write {
-            region,
-            offset,
-            count,
-        };
-        if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
-            // The common case, with no task and no copy.
-            if !in_bar(&self.described.description, bar, offset, data.len()) {
-                return Answer::Error(Errno::INVAL);
-            }
-            match registers::post_write(channel, bar, offset, data) {
-                Ok(done) if done == data.len() => {
-                    return Answer::Reply(Reply::RegionWrite {
-                        region,
-                        offset,
-                        count,
-                    });
-                }
-                Ok(done) => {
-                    let rest = Task::bar_write(bar, offset, data, done);
-                    return self.hold(to, finish, [rest]);
-                }
-                Err(error) => {
-                    self.lender_gone(&error);
-                    return self.hold(to, finish, []);
-                }
-            }
-        }
-        match self.write_tasks(region, offset, data) {
-            Ok(tasks) => self.hold(to, finish, tasks),
-            Err(errno) => Answer::Error(errno),
-        }
-    }
-
-    /// What a write comes to.
-    fn write_tasks(&self, region: Region, offset: u64, data: &[u8]) -> Result<Vec<Task>, Errno> {
-        match region {
-            Region::Config => {
-                let end = offset.checked_add(data.len() as u64);
-                if end.is_none_or(|end| end > self.config.size()) {
-                    return Err(Errno::INVAL);
-                }
-                Ok(vec![Task::ConfigWrite {
-                    offset,
-                    data: data.to_vec(),
-                }])
-            }
-            Region::Bar(bar) if self.in_bar(bar, offset, data.len()) => Ok(vec![
-                Task::Event(Event::BarAccess),
-                Task::bar_write(bar, offset, data, 0),
-            ]),
-            Region::Bar(_) | Region::Rom | Region::Vga => Err(Errno::INVAL),
-        }
-    }
-
-    /// Whether the guest is to find a device.
-    fn is_present(&self) -> bool {
-        !self.absent && self.state != State::Lost
-    }
-
-    fn in_bar(&self, bar: u8, offset: u64, count: usize) -> bool {
-        in_bar(&self.described.description, bar, offset, count)
-    }
-
-    fn map(&mut self, request: DmaMap, to: ReplyTo) -> Answer<'_> {
-        let backing = request.fd.map(|file| Backing {
-            file: Arc::new(file.into()),
-            offset: request.offset,
-        });
-        match self
-            .memory
-            .map(request.address, request.size, request.writable, backing)
-        {
-            Ok(mapping) => {
-                let change = Task::Memory(MemoryChange::Map(mapping));
-                self.hold(to, Finish::Done, [change])
-            }
-            Err(error) => {
-                self.refuse_memory(&error);
-                // The client carries on as if it were mapped.
-                let change = Task::Memory(MemoryChange::Refused(error));
-                self.hold(to, Finish::Error(error.errno()), [change])
-            }
-        }
-    }
-
-    fn unmap(&mut self, request: DmaUnmap, to: ReplyTo) -> Answer<'_> {
-        let mappings = match request {
-            DmaUnmap::All => self.memory.unmap_all(),
-            DmaUnmap::Range { address, size } => match self.memory.unmap(address, size) {
-                Ok(mappings) => mappings,
-                Err(error) => {
-                    self.refuse_memory(&error);
-                    return Answer::Error(error.errno());
-                }
-            },
-        };
-        let change = Task::Memory(MemoryChange::Unmap(mappings));
-        self.hold(to, Finish::Unmap(request), [change])
-    }
-
-    /// The client only prints the error reply, so say it here too.
-    fn refuse_memory(&mut self, error: &crate::dma_table::DmaError) {
-        static REFUSED: RateLimit = RateLimit::new();
-        if let Some(held_back) = REFUSED.allow() {
-            log::warn!("{}: guest memory refused: {error}{held_back}", self.name());
-        }
-        self.report.last_error = Some(error.to_string());
-    }
-
-    fn region_info(&self, region: Region) -> RegionInfo<'_> {
-        match region {
-            Region::Config => RegionInfo {
-                readable: true,
-                writable: true,
-                size: self.config.size(),
-                ..RegionInfo::absent(region)
-            },
-            Region::Bar(bar) => match self.described.description.bars.get(usize::from(bar)) {
-                Some(Some(description)) => RegionInfo {
-                    readable: true,
-                    writable: true,
-                    size: description.size,
-                    mappable: self.bars.mappable(bar),
-                    ..RegionInfo::absent(region)
-                },
-                _ => RegionInfo::absent(region),
-            },
-            Region::Rom | Region::Vga => RegionInfo::absent(region),
-        }
-    }
-
-    fn set_irqs(&mut self, wire: WireIrqs<'_>, to: ReplyTo) -> Answer<'_> {
-        let request = match wire.for_function(&self.counts) {
-            Ok(request) => request,
-            Err(error) => {
-                static REFUSED: RateLimit = RateLimit::new();
-                if let Some(held_back) = REFUSED.allow() {
-                    log::warn!("{}: interrupts refused: {error}{held_back}", self.name());
-                }
-                return Answer::Error(error.errno());
-            }
-        };
-        // A loopback trigger is for the one who signals; all else is recorded.
-        let loopback = task::is_loopback(&request);
-        let we_signal = self.settings.relay_interrupts || self.registers.is_none();
-        if (!loopback || we_signal)
-            && let Err(error) = self.vectors.apply(request.clone())
-        {
-            return Answer::Error(error.errno());
-        }
-        let farewell = request.is_farewell();
-        self.unplugged |= farewell;
-        let give_back = farewell.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
-        let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
-        self.hold(
-            to,
-            Finish::Done,
-            forward.into_iter().chain(give_back.into_iter().flatten()),
-        )
-    }
-}
-
-impl Handler for Device {
-    fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
-        match request {
-            Request::Version(negotiated) => {
-                self.hold(to, Finish::Version(negotiated), [Task::Check])
-            }
-            Request::DmaMap(request) => self.map(request, to),
-            Request::DmaUnmap(request) => self.unmap(request, to),
-            Request::DeviceGetInfo => {
-                Answer::Reply(Reply::DeviceInfo(DeviceInfo { resettable: true }))
-            }
-            Request::DeviceGetRegionInfo { region, argsz } => {
-                // A BAR of hardware comes with a lease.
-                let borrow = matches!(region, Region::Bar(bar) if self.bars.need_a_lease(bar));
-                let borrow = borrow.then_some(Task::Event(Event::BarAccess));
-                self.hold(to, Finish::RegionInfo { region, argsz }, borrow)
-            }
-            Request::DeviceGetIrqInfo { index } => {
-                Answer::Reply(Reply::IrqInfo(IrqInfo::of(&self.counts, index)))
-            }
-            Request::DeviceSetIrqs(request) => self.set_irqs(request, to),
-            Request::RegionRead {
-                region,
-                offset,
-                count,
-            } => self.read(region, offset, count, to),
-            Request::RegionWrite(write) => self.write(write, to),
-            Request::RegionWriteMulti(writes) => {
-                let done = writes.len() as u64;
-                let mut tasks = Vec::new();
-                for write in writes.writes() {
-                    match self.write_tasks(write.region, write.offset, write.data) {
-                        Ok(more) => tasks.extend(more),
-                        Err(errno) => return Answer::Error(errno),
-                    }
-                }
-                self.hold(to, Finish::WriteMulti { done }, tasks)
-            }
-            Request::DeviceReset => self.hold(
-                to,
-                Finish::Done,
-                // The lender is to be told of the registers as they are after
-                // the reset.
-                [Task::ResetConfig, Task::Event(Event::Reset)],
-            ),
-        }
-    }
-}
-
-fn in_bar(description: &Description, bar: u8, offset: u64, count: usize) -> bool {
-    let size = match description.bars.get(usize::from(bar)) {
-        Some(Some(bar)) => bar.size,
-        _ => return false,
-    };
-    offset
-        .checked_add(count as u64)
-        .is_some_and(|end| end <= size)
 }
 
 fn errno_of(error: &WorkError) -> Errno {
