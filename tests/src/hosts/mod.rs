@@ -4,7 +4,7 @@
 //!
 //! - [`same_host`]: lender and borrower are one host;
 //! - [`two_hosts`]: each is a host of its own, joined by an NTB and a network;
-//! - [`vfs`]: two virtual functions of one device, each lent to a guest of its own.
+//! - [`virtual_functions`]: two virtual functions of one device, each lent to a guest of its own.
 //!
 //! Each returns facts, most of them from the kernel's own output, and judges none.
 
@@ -14,6 +14,7 @@ mod play;
 mod programs;
 mod scripted;
 mod stage;
+mod vfs;
 
 pub use facts::{Facts, VfFacts};
 pub use programs::Programs;
@@ -46,4 +47,9 @@ pub fn same_host(set: &Set<'_>) -> Result<Facts> {
 /// Lender on one host, backend and guest on another.
 pub fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     stage::two_hosts(set)
+}
+
+/// Two virtual functions of one device, lent to two guests at once.
+pub fn virtual_functions(set: &Set<'_>) -> Result<VfFacts> {
+    vfs::vfs(set)
 }

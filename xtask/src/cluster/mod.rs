@@ -30,6 +30,10 @@ pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
     if wanted(Only::TwoHosts) {
         report.two_hosts = Some(scene(&testbed, &programs, "Two hosts", hosts::two_hosts)?);
     }
+    if wanted(Only::Vfs) {
+        let name = "Virtual functions";
+        report.vfs = Some(scene(&testbed, &programs, name, hosts::virtual_functions)?);
+    }
     print!("{}", report.text());
     if let Some(path) = &args.json {
         let json = serde_json::to_string_pretty(&report.json())?;

@@ -1,0 +1,86 @@
+//! Physical devices lent in VMs that play hosts, with Linux's VFIO and an emulated
+//! VT-d, and used by guests in these VMs. What is judged comes from the kernels'
+//! own output: IOMMU trace events, interrupt counts, refused DMA.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use anyhow::ensure;
+use farside_tests::{
+    Cluster,
+    hosts::{self, Programs, Set},
+    testbed,
+};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+type Test = fn(&Set<'_>) -> anyhow::Result<()>;
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    // Each has two VMs or three, some in others, and all of the machine.
+    args.test_threads.get_or_insert(1);
+    let tests: [(&str, Test); 3] = [
+        (
+            "a_guest_uses_a_physical_drive_of_its_own_host",
+            a_guest_uses_a_physical_drive_of_its_own_host,
+        ),
+        (
+            "a_guest_uses_a_physical_drive_of_another_host_through_an_ntb",
+            a_guest_uses_a_physical_drive_of_another_host_through_an_ntb,
+        ),
+        (
+            "two_guests_use_a_virtual_function_each_of_one_adapter",
+            two_guests_use_a_virtual_function_each_of_one_adapter,
+        ),
+    ];
+    let trials = tests.map(|(name, test)| Trial::test(name, move || run(test)));
+    libtest_mimic::run(&args, trials.into()).exit();
+}
+
+fn run(test: Test) -> Result<(), Failed> {
+    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        test(&Set {
+            testbed: testbed()?,
+            programs: &Programs::build()?,
+            cluster: &cluster,
+            tell: &|what| log::info!("{what}"),
+        })
+    }));
+    let what = match result {
+        Ok(Ok(())) => return Ok(()),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(_) => "a panic".to_owned(),
+    };
+    Err(format!("{what}\n{}", cluster.story()).into())
+}
+
+fn a_guest_uses_a_physical_drive_of_its_own_host(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::same_host(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn a_guest_uses_a_physical_drive_of_another_host_through_an_ntb(
+    set: &Set<'_>,
+) -> anyhow::Result<()> {
+    let facts = hosts::two_hosts(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn two_guests_use_a_virtual_function_each_of_one_adapter(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::virtual_functions(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn judge(checks: Vec<(String, bool)>, facts: &impl std::fmt::Debug) -> anyhow::Result<()> {
+    let broken: Vec<String> = checks
+        .into_iter()
+        .filter_map(|(what, holds)| (!holds).then_some(what))
+        .collect();
+    ensure!(
+        broken.is_empty(),
+        "not so: {}; seen: {facts:#?}",
+        broken.join("; ")
+    );
+    Ok(())
+}
