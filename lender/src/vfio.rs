@@ -74,6 +74,9 @@ pub(crate) struct VfioDevice {
     host: HostPci,
     described: Described,
     usable: UsableIova,
+    /// Bits of an address that the function can put on the bus, where its own
+    /// driver told the kernel.
+    address_bits: Option<u32>,
     allow_dirty: bool,
     /// The VM that had it, when it could not be reset since.
     left_dirty_by: Option<String>,
@@ -122,6 +125,7 @@ impl VfioDevice {
         function.close()?;
         Ok(Self {
             lease: None,
+            address_bits: binding.before().dma_limit_bits(),
             _binding: binding,
             faults: Arc::new(FaultLog::new(&*id)),
             id,
@@ -223,6 +227,7 @@ impl Borrowable for VfioDevice {
             limit(format_args!("device {} ({}): {error}", self.id, self.bdf))
         };
         self.usable.check(&ranges).map_err(|error| named(&error))?;
+        check_width(self.address_bits, ram).map_err(|error| named(&error))?;
         match route {
             Route::Memory => {
                 let total = ranges
@@ -396,6 +401,42 @@ impl Borrowable for VfioDevice {
             interrupts: irqs::counts(&self.host, self.bdf),
             faults: self.faults.summary(),
             counters: Vec::new(),
+        }
+    }
+}
+
+/// Whether a function with so many address bits reaches all of a guest's RAM.
+fn check_width(bits: Option<u32>, ram: &[RamRange]) -> Result<(), String> {
+    let Some(limit) = bits.and_then(|bits| 1u64.checked_shl(bits)) else {
+        return Ok(());
+    };
+    let beyond = |range: &&RamRange| range.start.saturating_add(range.len) > limit;
+    match ram.iter().find(beyond) {
+        None => Ok(()),
+        Some(RamRange { start, len }) => Err(format!(
+            "guest RAM of {len:#x} bytes at {start:#x} is beyond the {} bits of address that the \
+             function has (IOVA = GPA, so it reaches RAM below {limit:#x}); give the VM less RAM, \
+             or a chipset that puts it lower",
+            bits.unwrap_or(64)
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_beyond_the_functions_address_width_is_named() {
+        let ram = |start, len| [RamRange { start, len }];
+        let high = ram(4 << 30, 1 << 30);
+        assert_eq!(check_width(None, &high), Ok(()));
+        assert_eq!(check_width(Some(64), &high), Ok(()));
+        assert_eq!(check_width(Some(33), &high), Ok(()));
+        assert_eq!(check_width(Some(32), &ram(0, 4 << 30)), Ok(()));
+        let error = check_width(Some(32), &high).unwrap_err();
+        for named in ["0x100000000", "0x40000000", "32 bits"] {
+            assert!(error.contains(named), "{error}");
         }
     }
 }
