@@ -22,9 +22,25 @@ const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const INSTALL_APT: &str = "the test bed is made of Debian packages, so it needs apt and dpkg (on Debian and Ubuntu: \
      packages apt and dpkg)";
 
-/// Fetches the recipe's packages into `folder` and returns the package files.
-pub(crate) fn download(folder: &Path, progress: &Progress) -> Result<Vec<PathBuf>> {
-    let config = configure(folder)?;
+/// What to fetch.
+#[derive(Debug)]
+pub(crate) struct Wanted<'a> {
+    /// The suites to take packages from, such as `trixie` and `trixie-backports`.
+    pub(crate) suites: &'a [String],
+    /// Packages, fetched with what they depend on.
+    pub(crate) packages: &'a [&'a str],
+    /// Packages taken for installed.
+    pub(crate) installed: &'a [&'a str],
+}
+
+/// Fetches packages into `folder`, which is for these alone, and returns the
+/// package files.
+pub(crate) fn download(
+    folder: &Path,
+    wanted: &Wanted<'_>,
+    progress: &Progress,
+) -> Result<Vec<PathBuf>> {
+    let config = configure(folder, wanted)?;
     let apt = |args: &[&str]| {
         let mut command = Command::new("apt-get");
         command.env("APT_CONFIG", &config).args(args);
@@ -40,21 +56,21 @@ pub(crate) fn download(folder: &Path, progress: &Progress) -> Result<Vec<PathBuf
     task.done();
 
     // apt names only what it has yet to fetch: so look from an empty archive.
-    let mut wanted = vec!["install", "--yes"];
-    wanted.extend(recipe::PACKAGES);
+    let mut install = vec!["install", "--yes"];
+    install.extend(wanted.packages);
     let nothing = folder.join("nothing");
     fs::create_dir_all(nothing.join("partial"))
         .with_context(|| format!("creating {}", nothing.display()))?;
     let from_nothing = format!("Dir::Cache::archives={}", nothing.display());
     let listing = output(
-        apt(&wanted).args(["-qq", "--print-uris", "-o", &from_nothing]),
+        apt(&install).args(["-qq", "--print-uris", "-o", &from_nothing]),
         INSTALL_APT,
     )
     .context("choosing packages failed")?;
     let names = file_names(&listing);
 
     let task = progress.bar("Downloading Debian packages", 100);
-    let mut child = apt(&wanted)
+    let mut child = apt(&install)
         .args(["-qq", "--download-only", "-o", "APT::Status-Fd=1"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -109,7 +125,7 @@ pub(crate) fn unpack(packages: &[PathBuf], root: &Path, progress: &Progress) -> 
 }
 
 /// Writes the configuration of our apt and returns its path.
-fn configure(folder: &Path) -> Result<PathBuf> {
+fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
     for sub in ["lists/partial", "archives/partial"] {
         let path = folder.join(sub);
         fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -119,7 +135,7 @@ fn configure(folder: &Path) -> Result<PathBuf> {
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok::<_, anyhow::Error>(path)
     };
-    write("status", &installed(recipe::NOT_NEEDED))?;
+    write("status", &installed(wanted.installed))?;
     write("preferences", &preferences())?;
     ensure!(
         Path::new(KEYRING).exists(),
@@ -129,10 +145,10 @@ fn configure(folder: &Path) -> Result<PathBuf> {
     write(
         "farside.sources",
         &format!(
-            "Types: deb\nURIs: {}\nSuites: {release} {release}-backports\nComponents: main\n\
-             Architectures: amd64\nSigned-By: {KEYRING}\nTargets: Packages\n",
+            "Types: deb\nURIs: {}\nSuites: {}\nComponents: main\nArchitectures: amd64\n\
+             Signed-By: {KEYRING}\nTargets: Packages\n",
             mirror()?,
-            release = recipe::RELEASE,
+            wanted.suites.join(" "),
         ),
     )?;
     let machine = output(

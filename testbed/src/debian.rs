@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::apt::{self, Wanted};
 use crate::archive::Archive;
 use crate::cache::{self, Cache};
 use crate::progress::Progress;
-use crate::{apt, elf, modules, recipe};
+use crate::{elf, modules, recipe};
 
 /// Bumped when the code below makes something else of the same recipe.
 const MAKER: &str = "2";
@@ -43,7 +44,12 @@ impl Debian {
     pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<Self> {
         let key = cache::key(recipe::parts().into_iter().chain([MAKER]));
         let folder = cache.entry("debian", &key, |folder| {
-            let packages = apt::download(&cache.root().join("apt"), progress)?;
+            let wanted = Wanted {
+                suites: &recipe::suites(),
+                packages: recipe::PACKAGES,
+                installed: recipe::NOT_NEEDED,
+            };
+            let packages = apt::download(&cache.root().join("apt"), &wanted, progress)?;
             let root = folder.join("root");
             apt::unpack(&packages, &root, progress)?;
             let task = progress.spinner("Making the guest's userland");

@@ -248,6 +248,11 @@ pub(crate) const NESTED_FIRMWARE: &[&str] = &[
     "usr/share/seabios/bios-256k.bin",
 ];
 
+/// The release and its backports.
+pub(crate) fn suites() -> [String; 2] {
+    [RELEASE.to_owned(), format!("{RELEASE}-backports")]
+}
+
 /// Everything above, for the cache key.
 pub(crate) fn parts() -> Vec<&'static str> {
     let mut parts = vec![RELEASE, BUSYBOX];

@@ -57,6 +57,7 @@ pub struct VmBuilder {
     machine: Machine,
     firmware: Firmware,
     boot: Boot,
+    kernel: Option<PathBuf>,
     accel: Option<Accel>,
     memory: u64,
     vcpus: u32,
@@ -105,6 +106,7 @@ impl VmBuilder {
             machine: Machine::default(),
             firmware: Firmware::default(),
             boot: Boot::default(),
+            kernel: None,
             accel: None,
             memory: 1 << 30,
             vcpus: 2,
@@ -145,6 +147,14 @@ impl VmBuilder {
     /// Where the kernel comes from.
     pub fn boot(mut self, boot: Boot) -> Self {
         self.boot = boot;
+        self
+    }
+
+    /// A kernel's image to boot instead of [`Testbed::kernel`] (when the kernel is
+    /// booted directly). What it needs has to be built in: the initramfs has
+    /// modules for the other.
+    pub fn kernel(mut self, image: impl Into<PathBuf>) -> Self {
+        self.kernel = Some(image.into());
         self
     }
 
@@ -325,9 +335,10 @@ impl VmBuilder {
             }
         }
         if self.boot == Boot::Kernel {
+            let kernel = self.kernel.as_deref();
             args.extend([
                 "-kernel".into(),
-                self.testbed.kernel().into(),
+                kernel.unwrap_or_else(|| self.testbed.kernel()).into(),
                 "-initrd".into(),
                 self.initramfs(folder)?.into(),
                 "-append".into(),
