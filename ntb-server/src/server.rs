@@ -312,9 +312,7 @@ impl NtbServer {
             while let Some(tag) = self.machine.hosts.side(port).commands.expire(now) {
                 if let Some(held_back) = LATE.allow() {
                     let name = &self.machine.hosts.side(port).name;
-                    log::warn!(
-                        "{name}: the VMM did not answer a DMA message in time (QEMU before 11.0 cannot){held_back}"
-                    );
+                    log::warn!("{name}: the VMM did not answer a DMA message in time{held_back}");
                 }
                 self.machine.concluded(tag, Err(FarError::Timeout));
             }

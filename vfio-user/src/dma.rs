@@ -5,12 +5,13 @@
 //!
 //! # Two layouts
 //!
-//! The specification gives the count 64 bits. QEMU (11.1, at least) declares 32
-//! and lets the data begin right behind them, four bytes early, but counts four
-//! bytes more for the size of the message. Which of the two a client takes is
-//! asked for before the first command, by a `DMA_WRITE` of 2³² bytes that has
-//! none: to QEMU that is a write of nothing, which succeeds; to the
-//! specification's reader it is longer than its message, an error.
+//! The specification gives the count 64 bits, and so does QEMU 11.1.3. The
+//! source with which QEMU began declares 32 and lets the data begin right behind
+//! them, four bytes early, but counts four bytes more for the size of the
+//! message. Which of the two a client takes is asked for before the first
+//! command, by a `DMA_WRITE` of 2³² bytes that has none: a reader of 32 bits
+//! sees a write of nothing, which succeeds; to one of 64 it is longer than its
+//! message, an error.
 //!
 //! # A client that is busy
 //!
@@ -32,7 +33,7 @@ use super::wire::Put;
 /// Bytes of address and count, in either layout.
 const FIXED: usize = 16;
 
-/// Where the data begins in a payload of QEMU's layout.
+/// Where the data begins in a payload of the early layout.
 const EARLY: usize = 12;
 
 /// Commands that wait for their replies, each with a tag of the server's.
