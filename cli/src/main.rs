@@ -27,6 +27,8 @@ fn main() -> ExitCode {
     let args = Args::parse();
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FARSIDE_LOG", "info"))
         .format_target(false)
+        // It logs what it also returns, or what we look at ourselves.
+        .filter_module("vfio_ioctls", log::LevelFilter::Off)
         .init();
     match run(args) {
         Ok(()) => ExitCode::SUCCESS,

@@ -260,10 +260,12 @@ impl Default for Config {
 }
 
 fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
+    let name = rustix::system::uname();
+    match name.nodename().to_str() {
+        // What Linux has until somebody names the host.
+        Ok("" | "(none)") | Err(_) => "lender".to_owned(),
+        Ok(name) => name.to_owned(),
+    }
 }
 
 fn default_poll_us() -> u64 {
