@@ -33,7 +33,7 @@ pub(super) struct Service<'a> {
 
 impl Host {
     pub(super) fn launch(builder: VmBuilder, programs: &Programs) -> Result<Self> {
-        let vm = programs.into_vm(builder).launch_host(BOOT)?;
+        let vm = programs.add_to(builder).launch_host(BOOT)?;
         vm.exec_ok(&format!("mkdir -p {RUNTIME}"), SHORT)?;
         Ok(Self {
             vm,

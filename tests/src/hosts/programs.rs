@@ -24,7 +24,7 @@ impl Programs {
     }
 
     /// Puts them into a VM.
-    pub(super) fn into_vm(&self, builder: VmBuilder) -> VmBuilder {
+    pub(super) fn add_to(&self, builder: VmBuilder) -> VmBuilder {
         builder
             .file("usr/bin/farside", 0o755, self.farside.clone())
             .file("usr/bin/scripted-vmm", 0o755, self.scripted_vmm.clone())
