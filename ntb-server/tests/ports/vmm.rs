@@ -48,7 +48,7 @@ pub enum Layout {
 }
 
 pub struct Vmm {
-    socket: UnixStream,
+    pub socket: UnixStream,
     layout: Layout,
     id: u16,
     messages: VecDeque<Message>,
