@@ -4,6 +4,7 @@ mod args;
 mod text;
 
 use anyhow::{Context, bail};
+use farside_control::Client;
 use farside_fabric::NtbLimits;
 use farside_lender::config::Config;
 use farside_planner::{
@@ -134,12 +135,16 @@ fn guest(spec: &GuestArg, args: &Plan) -> Guest {
     }
 }
 
-/// Whose limits these are, and the limits: a preset or a lender's
-/// configuration, and flags on top.
+/// Whose limits these are, and the limits: a preset's, a configuration's or a
+/// running lender's, and flags on top.
 fn limits(args: &Plan) -> anyhow::Result<(String, NtbLimits)> {
-    let (mut name, base) = match &args.config {
-        Some(path) => (path.display().to_string(), Config::load(path)?.fabric),
-        None => {
+    let (mut name, base) = match (&args.config, &args.lender) {
+        (Some(path), _) => (path.display().to_string(), Config::load(path)?.fabric),
+        (None, Some(address)) => {
+            let mut client = Client::connect(address, None)?;
+            (format!("lender {}", client.lender()), client.limits()?)
+        }
+        (None, None) => {
             let preset = Preset::find(&args.adapter).with_context(|| {
                 let names = PRESETS.iter().map(|preset| preset.name);
                 format!(

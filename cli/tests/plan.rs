@@ -133,6 +133,37 @@ fn a_lenders_configuration_and_every_adapter_can_be_asked_about() {
 }
 
 #[test]
+fn a_running_lender_can_be_asked_about_its_adapter() {
+    let folder = std::env::temp_dir().join(format!("farside-plan-lender-{}", std::process::id()));
+    let fabric = farside_fabric::NtbLimits {
+        bar_size: 256 << 20,
+        ..Default::default()
+    };
+    let lender = farside_lender::Lender::start(farside_lender::config::Config {
+        name: "rack1".into(),
+        socket: folder.join("lender.sock"),
+        fabric,
+        device: vec![farside_lender::config::DeviceConfig {
+            id: "dma0".into(),
+            source: farside_lender::config::Model::dma_test().into(),
+        }],
+        ..Default::default()
+    })
+    .expect("a lender starts");
+    let stop = lender.stop_handle();
+    let running = std::thread::spawn(move || lender.run());
+    let address = folder.join("lender.sock").display().to_string();
+    fails(
+        &["--guest", "1G", "--lender", &address],
+        &["bar-size = 256 MiB", "raise bar-size to 1 GiB"],
+    );
+    fits(&["--guest", "64M", "--lender", &address], &["lender rack1"]);
+    stop.raise();
+    running.join().expect("no panic").expect("a clean end");
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+#[test]
 fn what_cannot_be_is_refused_with_its_numbers() {
     fails(&[], &["--guest 30x16G", "--nodes 60"]);
     fails(&["--guest", "0"], &["0 bytes"]);

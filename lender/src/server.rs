@@ -105,7 +105,10 @@ impl Lender {
             entrances,
             about: Arc::new(About {
                 name: config.name.clone(),
-                limits: config.fabric.clone(),
+                limits: match &opened.ntb {
+                    Some(ntb) => ntb.adapter().limits().clone(),
+                    None => config.fabric.clone(),
+                },
             }),
             registry,
             devices: Vec::new(),

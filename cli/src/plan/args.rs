@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::{Args as ClapArgs, ValueEnum};
+use farside_control::Address;
 use farside_guest_layout::{Gpa, GpaRange};
 use farside_planner::Reserved;
 
@@ -66,6 +67,14 @@ pub(crate) struct Plan {
         help_heading = "NTB adapter"
     )]
     pub(crate) config: Option<PathBuf>,
+    /// Ask a running lender for the limits of its adapter.
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        conflicts_with_all = ["adapter", "config"],
+        help_heading = "NTB adapter"
+    )]
+    pub(crate) lender: Option<Address>,
     /// BAR for all DMA windows, such as 32G; a power of two.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "NTB adapter")]
     pub(crate) bar_size: Option<u64>,
