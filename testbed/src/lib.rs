@@ -43,6 +43,7 @@ mod recipe;
 mod small_kernel;
 mod tools_disk;
 mod vm;
+mod vmlinux;
 
 use std::env;
 use std::fs::{self, File};

@@ -16,6 +16,7 @@ pub(crate) const PACKAGES: &[&str] = &[
     "ovmf",
     "mtools",
     "systemd-boot-efi",
+    "zstd",
     // The guest's side.
     "linux-image-amd64",
     "busybox-static",
@@ -79,6 +80,7 @@ pub(crate) const HOST_TOOLS: &[&str] = &[
     "usr/bin/mcopy",
     "usr/bin/mformat",
     "usr/bin/mmd",
+    "usr/bin/zstd",
     "usr/sbin/debugfs",
     "usr/sbin/fsck.ext4",
     "usr/sbin/mke2fs",

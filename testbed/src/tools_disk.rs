@@ -16,10 +16,10 @@ use crate::command::output;
 use crate::debian::Debian;
 use crate::host::Host;
 use crate::progress::Progress;
-use crate::{elf, recipe};
+use crate::{elf, recipe, vmlinux};
 
 /// Bumped when the code below makes something else of the same parts.
-const MAKER: &str = "1";
+const MAKER: &str = "2";
 
 /// Where a VM mounts the disk.
 pub(crate) const MOUNT: &str = "/tools";
@@ -28,7 +28,7 @@ pub(crate) const MOUNT: &str = "/tools";
 pub(crate) const QEMU: &str = "/tools/bin/qemu-system-x86_64";
 
 /// The nested guest's kernel on the mounted disk.
-pub(crate) const KERNEL: &str = "/tools/boot/vmlinuz";
+pub(crate) const KERNEL: &str = "/tools/boot/vmlinux";
 
 /// The nested guest's initramfs on the mounted disk.
 pub(crate) const INITRAMFS: &str = "/tools/boot/nested.cpio";
@@ -52,7 +52,7 @@ pub(crate) fn prepare(
     let entry = cache.entry("tools", &key, |folder| {
         let task = progress.spinner("Making the disk with QEMU for nested guests");
         let content = folder.join("content");
-        fill(&content, debian, guest)?;
+        fill(&content, debian, host, guest)?;
         let image = folder.join("tools.img");
         output(
             Command::new(host.bin.join("mke2fs"))
@@ -70,7 +70,7 @@ pub(crate) fn prepare(
     Ok(entry.join("tools.img"))
 }
 
-fn fill(content: &Path, debian: &Debian, guest: &Path) -> Result<()> {
+fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()> {
     let root = debian.root();
     let copy = |from: &Path, to: &str| {
         let to = content.join(to);
@@ -88,8 +88,12 @@ fn fill(content: &Path, debian: &Debian, guest: &Path) -> Result<()> {
         let to = library.to_string_lossy();
         copy(&root.join(&library), &to)?;
     }
-    copy(&debian.kernel, "boot/vmlinuz")?;
     copy(&guest.join("nested.cpio"), "boot/nested.cpio")?;
+    vmlinux::extract(
+        &debian.kernel,
+        &content.join("boot/vmlinux"),
+        &host.bin.join("zstd"),
+    )?;
 
     let script = content.join("bin/qemu-system-x86_64");
     fs::create_dir_all(content.join("bin")).context("creating a folder for a script")?;

@@ -34,14 +34,15 @@ pub struct HostVm {
 }
 
 impl VmBuilder {
-    /// Starts the machine, waits for its agent, mounts the disk with QEMU at
-    /// `/tools` and tracefs at `/sys/kernel/tracing`, and loads the modules of
-    /// VFIO and, if there is one, KVM.
+    /// Starts the machine, waits for its agent, mounts tracefs at
+    /// `/sys/kernel/tracing`, and loads the modules of VFIO, unless it is built in.
+    /// If there are to be guests, mounts the disk with QEMU at `/tools`, and loads
+    /// the modules of KVM where there is one.
     pub fn launch_host(&self, timeout: Duration) -> Result<HostVm> {
         let vm = self.launch()?;
         vm.wait_agent(timeout)?;
         let printed = vm
-            .exec_ok(&set_up_script(), SHORT)
+            .exec_ok(&set_up_script(self.nested_count() > 0), SHORT)
             .context("setting up a VM that plays a host")?;
         Ok(HostVm {
             kvm: printed.contains("has-kvm"),
@@ -51,11 +52,14 @@ impl VmBuilder {
     }
 }
 
-fn set_up_script() -> String {
-    format!(
-        "set -e
+fn set_up_script(guests: bool) -> String {
+    let mut script = "set -e
         mount -t tracefs tracefs /sys/kernel/tracing
-        modprobe -a vfio_pci vfio_iommu_type1 virtio_blk ext4
+        [ -e /sys/bus/pci/drivers/vfio-pci ] || modprobe -a vfio_pci vfio_iommu_type1\n"
+        .to_owned();
+    if guests {
+        script += &format!(
+            "modprobe -a virtio_blk ext4
         for disk in /sys/block/vd*; do
             [ \"$(cat $disk/serial)\" = {serial} ] || continue
             mkdir -p {mount}
@@ -63,9 +67,11 @@ fn set_up_script() -> String {
         done
         modprobe kvm_amd 2>/dev/null || modprobe kvm_intel 2>/dev/null || true
         [ ! -e /dev/kvm ] || echo has-kvm",
-        serial = channels::TOOLS_SERIAL,
-        mount = tools_disk::MOUNT,
-    )
+            serial = channels::TOOLS_SERIAL,
+            mount = tools_disk::MOUNT,
+        );
+    }
+    script
 }
 
 impl HostVm {

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use farside_testbed::{HostVm, Pending, VmBuilder};
 
 use super::Programs;
-use crate::{BOOT, Borrow, Lent, SHORT, Status};
+use crate::{BOOT, Borrow, Lent, MIB, SHORT, Status};
 
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
@@ -39,6 +39,20 @@ impl Host {
             vm,
             logs: Mutex::default(),
         })
+    }
+
+    /// Sets memory apart in huge pages of 2 MiB.
+    pub(super) fn reserve_huge_pages(&self, bytes: u64) -> Result<()> {
+        let wanted = bytes.div_ceil(2 * MIB);
+        let file = "/proc/sys/vm/nr_hugepages";
+        let got = self.exec_ok(&format!("echo {wanted} >{file}; cat {file}"), SHORT)?;
+        ensure!(
+            got.trim() == wanted.to_string(),
+            "VM {} has {} huge pages of 2 MiB, and {wanted} are needed",
+            self.name(),
+            got.trim()
+        );
+        Ok(())
     }
 
     /// Starts `farside lend`, and waits until it listens.

@@ -29,6 +29,8 @@ pub(super) const DRIVE: &str = "0000:00:04.0";
 pub(super) const NTB: &str = "0000:00:10.0";
 /// The endpoint's BAR with the window.
 const NTB_WINDOW: usize = 2;
+/// The guest's memory.
+pub(super) const GUEST_RAM: u64 = 256 * MIB;
 /// What the guest writes and reads.
 const IO: u64 = 8 * MIB;
 /// For what moves megabytes in a guest of an emulated guest.
@@ -42,6 +44,8 @@ pub(super) struct Stage<'a> {
     pub(super) lender: &'a Host,
     /// Whether an NTB is between them; else both are one.
     pub(super) ntb: bool,
+    /// Whether the guest's RAM is in huge pages, which the borrower has.
+    pub(super) huge_pages: bool,
     /// The drive's image, outside of all VMs.
     pub(super) image: &'a Path,
 }
@@ -93,11 +97,16 @@ pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Fac
     stage.trace()?;
     (set.tell)("starting a guest in the borrower");
     let started = Instant::now();
-    let guest = stage
+    let mut guest = stage
         .borrower
         .guest(VM)
+        .memory(GUEST_RAM)
         .vfio_user(&socket(VM, DEVICE))
-        .args(["-S"])
+        .args(["-S"]);
+    if stage.huge_pages {
+        guest = guest.huge_pages();
+    }
+    let guest = guest
         .launch()
         .map_err(|error| anyhow::anyhow!("{error:#}{}", stage.borrower.story()))?;
     // QEMU has told all guest RAM, and the guest has not begun.

@@ -8,7 +8,7 @@ use super::{
     Set,
     facts::{Facts, seconds},
     host::Host,
-    play::{self, DEVICE, DRIVE, NTB, Stage, VM},
+    play::{self, DEVICE, DRIVE, GUEST_RAM, NTB, Stage, VM},
 };
 use crate::{MIB, SHORT};
 
@@ -41,12 +41,14 @@ pub(super) fn same_host(set: &Set<'_>) -> Result<Facts> {
     let builder = set.testbed.host_vm("host").args(drive(&image));
     let host = Host::launch(builder, set.programs)?;
     let played = (|| {
+        host.reserve_huge_pages(GUEST_RAM)?;
         let lender = host.lend(&format!("--name rack1 --vfio {DEVICE}={DRIVE}"))?;
         let backend = host.serve(VM, DEVICE, "")?;
         let stage = Stage {
             borrower: &host,
             lender: &host,
             ntb: false,
+            huge_pages: true,
             image: &image,
         };
         play::guest_uses_drive(&stage, set, &mut facts)?;
@@ -117,6 +119,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
             borrower: &a,
             lender: &b,
             ntb: true,
+            huge_pages: false,
             image: &image,
         };
         play::guest_uses_drive(&stage, set, &mut facts)?;
