@@ -54,7 +54,8 @@
 //! while the request that asked for it is held; a device's requests are taken
 //! one at a time, so no event finds work half done.
 
-mod bars;
+pub(crate) mod bars;
+mod error;
 pub(crate) mod far;
 pub(crate) mod path;
 pub(crate) mod worker;

@@ -29,7 +29,6 @@ use crate::{
     },
     dma_table::DmaTable,
 };
-pub(crate) use bars::BarFile;
 use bars::Bars;
 pub(crate) use report::DeviceReport;
 use task::{Finish, Held, Task, Tasks};

@@ -7,7 +7,13 @@ use farside_devices::Description;
 use farside_fabric::FarAddress;
 use farside_ntb::{Adapter, BarWindow, NtbError};
 
-use crate::device::BarFile;
+/// Memory that a client maps for a BAR.
+#[derive(Clone, Debug)]
+pub(crate) struct BarFile {
+    pub(crate) file: Arc<OwnedFd>,
+    /// Where the BAR begins in the file, bytes.
+    pub(crate) offset: u64,
+}
 
 /// For each BAR with mappable areas, what a client maps of it.
 #[derive(Default)]

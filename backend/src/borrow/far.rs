@@ -7,7 +7,7 @@ use farside_control::Client;
 use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
 use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
-use super::path::PathError;
+use super::error::PathError;
 
 /// Windows begin at multiples of this where far addresses are only numbers to
 /// the lender: a multiple of what any adapter's translation is aligned to.

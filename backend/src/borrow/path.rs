@@ -5,28 +5,17 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use farside_control::{CallError, Client};
 use farside_fabric::{
-    FabricError, MemoryRange,
-    pin::{PinError, PinOptions, PinProgress, Pins},
+    MemoryRange,
+    pin::{PinOptions, PinProgress, Pins},
 };
 use farside_guest_layout::{GpaRange, Plan};
-use farside_ntb::NtbError;
 use serde::Serialize;
 
-use super::far::{FAR_STEP, Far, FarSide};
+use super::{
+    error::PathError,
+    far::{FAR_STEP, Far, FarSide},
+};
 use crate::dma_table::Mapping;
-
-/// Why a way to guest RAM could not be made or changed.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum PathError {
-    #[error(transparent)]
-    Lender(#[from] CallError),
-    #[error("cannot pin guest RAM: {0}")]
-    Pin(#[from] PinError),
-    #[error("cannot bring guest RAM within the NTB's reach: {0}")]
-    Map(#[from] FabricError),
-    #[error(transparent)]
-    Ntb(#[from] NtbError),
-}
 
 /// What opening came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

@@ -22,14 +22,8 @@ use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};
 use farside_ntb::Adapter;
 
-use super::{
-    State, Step,
-    path::{OpenReport, PathError},
-};
-use crate::{
-    device::BarFile,
-    dma_table::{Blocked, DmaError, DmaTable, Mapping},
-};
+use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
+use crate::dma_table::{Blocked, DmaError, DmaTable, Mapping};
 use work::Borrow;
 
 /// What does not change in the life of a backend's device.

@@ -13,13 +13,7 @@ use std::{
 use farside_control::{BarOwner, Described};
 use farside_vfio_user::{Mappable, SparseArea};
 
-/// Memory that a client maps for a BAR.
-#[derive(Clone, Debug)]
-pub(crate) struct BarFile {
-    pub(crate) file: Arc<OwnedFd>,
-    /// Where the BAR begins in the file, bytes.
-    pub(crate) offset: u64,
-}
+use crate::borrow::bars::BarFile;
 
 /// The BARs with mappable areas.
 pub(crate) struct Bars {

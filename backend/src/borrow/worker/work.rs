@@ -18,12 +18,7 @@ use farside_vfio_user::RateLimit;
 
 use super::{Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError};
 use crate::{
-    borrow::{
-        State, Step,
-        bars::LeasedBars,
-        far::FarSide,
-        path::{OpenPath, PathError},
-    },
+    borrow::{State, Step, bars::LeasedBars, error::PathError, far::FarSide, path::OpenPath},
     dma_table::{Blocked, DmaTable, Mapping},
 };
 
