@@ -3,7 +3,7 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::Client;
+use farside_control::{BarOwner, Client};
 use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
 use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
@@ -19,6 +19,8 @@ pub(crate) enum FarSide {
     /// The lender, which has both ends of the way.
     #[default]
     Lender,
+    /// The lender, by its IOMMU, which takes its time.
+    LendersIommu,
     /// We, in the IOMMU domain of this host's NTB endpoint.
     Ntb(BorrowerNtb),
 }
@@ -31,14 +33,18 @@ pub(crate) struct Far {
 }
 
 impl FarSide {
-    pub(crate) fn new(ntb: Option<&Adapter>) -> Self {
-        ntb.map_or(Self::Lender, |adapter| Self::Ntb(BorrowerNtb::new(adapter)))
+    pub(crate) fn new(bars: BarOwner, ntb: Option<&Adapter>) -> Self {
+        match (bars, ntb) {
+            (_, Some(adapter)) => Self::Ntb(BorrowerNtb::new(adapter)),
+            (BarOwner::Borrower, None) => Self::Lender,
+            (BarOwner::Lender, None) => Self::LendersIommu,
+        }
     }
 
     /// Room for a window; `free` finds it where nobody else takes any.
     pub(super) fn take(&self, len: u64, free: impl FnOnce() -> u64) -> Result<Far, PathError> {
         Ok(match self {
-            Self::Lender => Far::at(free()),
+            Self::Lender | Self::LendersIommu => Far::at(free()),
             Self::Ntb(domain) => {
                 let range = domain.adapter().far_space().take(len)?;
                 Far {
@@ -57,13 +63,18 @@ impl FarSide {
     ) -> Result<(), PathError> {
         match self {
             Self::Lender => {
-                let MemoryRange {
-                    file,
-                    offset,
-                    len,
-                    writable,
-                } = memory;
-                client.far_map(far, len, file.as_fd(), offset, writable)?;
+                let file = memory.file.as_fd();
+                client.far_map(far, memory.len, file, memory.offset, memory.writable)?;
+            }
+            Self::LendersIommu => {
+                let (file, step) = (memory.file.as_fd(), step(memory.len));
+                let mut done = 0;
+                while done < memory.len {
+                    let len = step.min(memory.len - done);
+                    let offset = memory.offset + done;
+                    client.far_map(far + done, len, file, offset, memory.writable)?;
+                    done += len;
+                }
             }
             Self::Ntb(domain) => domain.map(FarAddress::new(far), memory)?,
         }
@@ -77,7 +88,7 @@ impl FarSide {
         len: u64,
     ) -> Result<(), PathError> {
         match self {
-            Self::Lender => client.far_unmap(far, len)?,
+            Self::Lender | Self::LendersIommu => client.far_unmap(far, len)?,
             Self::Ntb(domain) => domain.unmap(FarAddress::new(far), len)?,
         }
         Ok(())
@@ -98,6 +109,28 @@ impl Far {
         Self {
             start,
             _range: None,
+        }
+    }
+}
+
+/// How much of `len` bytes a lender's IOMMU is asked to map at a time: little
+/// enough to be answered in time, and few enough steps for its tables.
+fn step(len: u64) -> u64 {
+    const STEPS: u64 = 64;
+    len.div_ceil(STEPS).next_multiple_of(256 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_few_and_short() {
+        assert_eq!(step(128 << 20), 256 << 20);
+        assert_eq!(step(64 << 30), 1 << 30);
+        assert_eq!(step(1 << 40), 16 << 30);
+        for len in [1 << 12, 3 << 30, 5 << 40] {
+            assert!(len / step(len) <= 64);
         }
     }
 }

@@ -56,7 +56,7 @@ pub(super) struct Borrow {
 impl Borrow {
     pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
         Self {
-            path: OpenPath::new(FarSide::new(settings.ntb.as_ref())),
+            path: OpenPath::new(FarSide::new(described.bars, settings.ntb.as_ref())),
             settings,
             described,
             client: None,
