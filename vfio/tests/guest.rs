@@ -5,21 +5,18 @@
 //! cargo test -p farside-vfio --test guest -- --ignored --nocapture
 //! ```
 //!
-//! Debian's kernel has type1 only. For iommufd, `FARSIDE_IOMMUFD_KERNEL` names
-//! the image of a kernel with `CONFIG_IOMMUFD`, `CONFIG_VFIO_DEVICE_CDEV`,
-//! `CONFIG_VFIO_PCI`, `CONFIG_VFIO_PCI_DMABUF`, `CONFIG_INTEL_IOMMU`,
-//! `CONFIG_IRQ_REMAP`, `CONFIG_VIRTIO_PCI` and `CONFIG_VIRTIO_CONSOLE` built in.
+//! Debian's kernel has type1 only. For iommufd there is the test bed's small kernel,
+//! which `cargo xtask kernel` builds.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
-use std::{env, fs};
 
-use farside_testbed::{Progress, Testbed};
+use farside_testbed::{Progress, Testbed, VmBuilder};
 use farside_vfio::Api;
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
-const KERNEL: &str = "FARSIDE_IOMMUFD_KERNEL";
 const BOOT: Duration = Duration::from_secs(120);
 const COMMAND: Duration = Duration::from_secs(60);
 
@@ -29,29 +26,30 @@ const FUNCTIONS: [&str; 2] = ["0000:00:10.0", "0000:00:11.0"];
 #[test]
 #[ignore = "boots a VM; the end-to-end tests cover the same ways"]
 fn debians_kernel_does_what_is_expected_of_type1() {
-    probe(Api::Type1, None);
+    let testbed = Testbed::prepare(&Progress::auto()).unwrap();
+    let vm = testbed.vm("vfio-probe");
+    probe(Api::Type1, vm);
 }
 
 #[test]
-#[ignore = "boots a VM with a kernel that FARSIDE_IOMMUFD_KERNEL names"]
+#[ignore = "boots a VM with the kernel of `cargo xtask kernel`; the end-to-end tests cover the same ways"]
 fn a_kernel_with_iommufd_does_what_is_expected() {
-    match env::var_os(KERNEL) {
-        Some(kernel) => probe(Api::Iommufd, Some(kernel.into())),
-        None => println!("skipped: {KERNEL} names no kernel with CONFIG_IOMMUFD"),
-    }
+    let testbed = Testbed::prepare(&Progress::auto()).unwrap();
+    let kernel = testbed
+        .iommufd_kernel()
+        .expect("no small kernel in the cache: build it with `cargo xtask kernel`");
+    let vm = testbed.vm("vfio-probe").kernel(kernel);
+    probe(Api::Iommufd, vm);
 }
 
-/// Runs the probe under a kernel that is to offer that interface: the test
-/// bed's own, or another.
-fn probe(api: Api, kernel: Option<PathBuf>) {
+/// Runs the probe in a VM whose kernel is to offer that interface.
+fn probe(api: Api, vm: VmBuilder) {
     let program = fs::read(build_probe()).unwrap();
-    let testbed = Testbed::prepare(&Progress::auto()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let disk = folder.path().join("disk.img");
     let file = fs::File::create(&disk).unwrap();
     file.set_len(16 << 20).unwrap();
-    let mut vm = testbed
-        .vm("vfio-probe")
+    let vm = vm
         .iommu()
         .without_module("nvme")
         .args([
@@ -65,10 +63,6 @@ fn probe(api: Api, kernel: Option<PathBuf>) {
             "ivshmem-plain,memdev=window,addr=11",
         ])
         .file("probe", 0o755, program);
-    if let Some(kernel) = kernel {
-        // The last of them counts.
-        vm = vm.arg("-kernel").arg(kernel);
-    }
     let vm = vm.launch().unwrap();
     vm.wait_agent(BOOT).unwrap();
     let bind = FUNCTIONS.map(|bdf| {

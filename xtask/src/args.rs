@@ -24,6 +24,11 @@ pub(crate) enum Verb {
     Cluster(Cluster),
     /// Compare the borrowed NVMe drive with QEMU's own, in one guest
     Bench(Bench),
+    /// Build the small kernel with iommufd, for the tests that are skipped without it
+    ///
+    /// It is built from Debian's source (170 MB), which takes some minutes and
+    /// 2 GB of room meanwhile, and stays in the test bed's cache.
+    Kernel,
 }
 
 /// Lends an NVMe drive to a VM: boots the guest, makes a file system on the
@@ -120,7 +125,7 @@ mod tests {
     fn without_a_verb_the_verbs_are_listed() {
         assert!(Args::try_parse_from(["xtask"]).unwrap().verb.is_none());
         let help = Args::command().render_help().to_string();
-        for verb in ["demo", "test", "bench"] {
+        for verb in ["demo", "test", "cluster", "bench", "kernel"] {
             assert!(help.contains(&format!("\n  {verb} ")), "{help}");
         }
     }
