@@ -1,21 +1,179 @@
 //! One host whose kernel offers iommufd: the same borrow by VFIO's newer interface.
-//! A scripted guest uses the drive, so the host needs to run no QEMU.
+//! A scripted guest uses the drive, for that kernel runs no QEMU.
 
-use std::{
-    fs::File,
-    io::Read,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{fs::File, io::Read, path::PathBuf, time::Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use farside_testbed::kernel_view::LiveMappings;
+use serde_json::Value;
 
 use super::{
     Set,
-    facts::{IommufdFacts, seconds},
+    facts::seconds,
     host::{Host, socket},
     play::{DEVICE, DRIVE, VM},
     scripted::Scripted,
-    stage::drive,
+    stage,
 };
+use crate::{MIB, SHORT, sha256};
+
+/// What the guest writes and reads.
+const IO: u64 = 8 * MIB;
+
+/// What was seen. Unless said otherwise, the words of the host's kernel.
+#[derive(Clone, Debug, Default)]
+pub struct IommufdFacts {
+    /// Whether the lender says that it uses iommufd, and the kernel has it.
+    pub iommufd: bool,
+    /// Whether the guest read what it had written, and the image on the outermost
+    /// machine has it.
+    pub checksum_ok: bool,
+    /// Mappings in the drive's domain before bus-master enable.
+    pub mappings_before_bme: u64,
+    /// Bytes mapped in it then.
+    pub bytes_mapped_after_bme: u64,
+    /// Guest RAM, as the scripted VMM has it.
+    pub guest_ram_bytes: u64,
+    /// Mappings after the guest's driver let the drive go.
+    pub mappings_after_unbind: u64,
+    /// DMA of the drive that the IOMMU refused.
+    pub rogue_dma_faults: u64,
+    /// Those that `farside status` shows.
+    pub rogue_faults_in_status: u64,
+    /// Bytes of guest RAM that changed by it, as the scripted VMM sees it.
+    pub rogue_bytes_written: u64,
+    /// Interrupts that the drive sent.
+    pub msix_device: u64,
+    /// Those that the scripted VMM counted.
+    pub msix_guest: u64,
+    /// All of it, seconds.
+    pub wall_s: f64,
+}
+
+impl IommufdFacts {
+    /// What has to be so, and whether it is.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let ram = self.guest_ram_bytes;
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        vec![
+            check("the lender used iommufd", self.iommufd),
+            check(
+                "the guest read what it wrote, and the image has it",
+                self.checksum_ok,
+            ),
+            check(
+                "nothing was mapped before bus-master enable",
+                self.mappings_before_bme == 0,
+            ),
+            check(
+                "then exactly guest RAM was",
+                ram > 0 && self.bytes_mapped_after_bme == ram,
+            ),
+            check(
+                "nothing was mapped after the driver let go",
+                self.mappings_after_unbind == 0,
+            ),
+            check("DMA to a hole met the IOMMU", self.rogue_dma_faults > 0),
+            check(
+                "farside status shows it",
+                self.rogue_faults_in_status >= self.rogue_dma_faults,
+            ),
+            check("it changed nothing", self.rogue_bytes_written == 0),
+            check(
+                "the guest got each of the drive's interrupts",
+                self.msix_guest > 0 && self.msix_device == self.msix_guest,
+            ),
+        ]
+    }
+}
+
+/// Lender, backend and a scripted guest on one host that boots `kernel`.
+pub fn iommufd(set: &Set<'_>, kernel: PathBuf) -> Result<IommufdFacts> {
+    let started = Instant::now();
+    let mut facts = IommufdFacts::default();
+    let image = stage::image(set, "iommufd.img")?;
+    (set.tell)("booting a host with iommufd");
+    let builder = set.testbed.host_vm("iommufd").nested_guests(0);
+    let builder = builder.kernel(kernel).args(stage::drive(&image));
+    let host = Host::launch(builder, set.programs)?;
+    let played = (|| {
+        let lender = host.lend(&format!("--name rack1 --vfio {DEVICE}={DRIVE}"))?;
+        let log = host.exec_ok("ls /dev/iommu && cat /tmp/lender.log", SHORT)?;
+        facts.iommufd = log.contains("through VFIO iommufd");
+        let backend = host.serve(VM, DEVICE, "")?;
+        let written = play(&host, set, &mut facts)?;
+        let mut bytes = vec![0; IO as usize];
+        File::open(&image)
+            .and_then(|mut file| file.read_exact(&mut bytes))
+            .with_context(|| format!("reading {}", image.display()))?;
+        facts.checksum_ok &= written == sha256(&bytes);
+        backend.stop()?;
+        lender.stop()
+    })();
+    played.map_err(|error: anyhow::Error| error.context(host.story()))?;
+    host.shutdown()?;
+    facts.wall_s = seconds(started.elapsed());
+    Ok(facts)
+}
+
+/// The scripted guest; returns the checksum of what it wrote.
+fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> {
+    host.trace_iommu()?;
+    let mapped = || anyhow::Ok(LiveMappings::after(&host.iommu_trace()?));
+    // Two windows: RAM above 4 GiB, too.
+    let mut vmm = Scripted::start(host, &socket(VM, DEVICE), "--ram 64M --low 32M")?;
+    vmm.step("place")?;
+    vmm.step("before-bme")?;
+    facts.mappings_before_bme = mapped()?.count();
+    (set.tell)("a scripted guest uses the drive");
+    vmm.step("bme")?;
+    facts.bytes_mapped_after_bme = mapped()?.bytes();
+    let io = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
+    facts.checksum_ok = io["checksum_ok"] == true;
+    facts.msix_guest = number(&vmm.step("irqs")?["interrupts"]["sum"])?;
+    facts.msix_device = interrupts(host)?;
+    (set.tell)("a scripted guest points the drive outside of its RAM");
+    vmm.step("rogue hole")?;
+    let faults = host.dmar_faults()?;
+    let of_drive = faults.iter().filter(|fault| fault.device == DRIVE);
+    facts.rogue_dma_faults = of_drive.count() as u64;
+    facts.rogue_faults_in_status = faults_in_status(host, facts.rogue_dma_faults)?;
+    vmm.step("unbind")?;
+    facts.mappings_after_unbind = mapped()?.count();
+    let report = vmm.quit()?;
+    facts.guest_ram_bytes = number(&report["guest_ram_bytes"])?;
+    facts.rogue_bytes_written = number(&report["rogue_bytes_written"])?;
+    host.wait_returned(DEVICE)?;
+    let written = io["sha256_pattern"].as_str();
+    Ok(written.context("no sha256_pattern")?.to_owned())
+}
+
+/// The drive's faults as its lender tells them: it reads them from the kernel's
+/// log, a moment after they are there.
+fn faults_in_status(host: &Host, expected: u64) -> Result<u64> {
+    let deadline = Instant::now() + SHORT;
+    loop {
+        let total = host.lent(DEVICE)?.fault_total;
+        if total >= expected || Instant::now() > deadline {
+            return Ok(total);
+        }
+    }
+}
+
+/// Interrupts of the drive, as the host counted them.
+fn interrupts(host: &Host) -> Result<u64> {
+    let of_drive = format!("({DRIVE})");
+    let interrupts = host.interrupts()?;
+    let counts = interrupts
+        .iter()
+        .filter(|interrupt| interrupt.what.contains("vfio-msi"))
+        .filter(|interrupt| interrupt.what.ends_with(&of_drive))
+        .map(|interrupt| interrupt.count);
+    Ok(counts.sum())
+}
+
+fn number(value: &Value) -> Result<u64> {
+    value
+        .as_u64()
+        .with_context(|| format!("{value} is no number"))
+}

@@ -4,12 +4,14 @@
 //!
 //! - [`same_host`]: lender and borrower are one host;
 //! - [`two_hosts`]: each is a host of its own, joined by an NTB and a network;
-//! - [`virtual_functions`]: two virtual functions of one device, each lent to a guest of its own.
+//! - [`virtual_functions`]: two virtual functions of one device, each lent to a guest of its own;
+//! - [`iommufd`]: one host whose kernel offers VFIO's newer interface.
 //!
 //! Each returns facts, most of them from the kernel's own output, and judges none.
 
 mod facts;
 mod host;
+mod iommufd;
 mod play;
 mod programs;
 mod scripted;
@@ -17,6 +19,7 @@ mod stage;
 mod vfs;
 
 pub use facts::{Facts, VfFacts};
+pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::Programs;
 
 use anyhow::Result;

@@ -16,7 +16,7 @@ use crate::{MIB, SHORT};
 const DISK: u64 = 64 * MIB;
 
 /// QEMU's options for a drive made of `image`, at [`DRIVE`].
-fn drive(image: &Path) -> [String; 4] {
+pub(super) fn drive(image: &Path) -> [String; 4] {
     [
         "-drive".to_owned(),
         format!("if=none,id=disk,format=raw,file={}", image.display()),
@@ -25,7 +25,7 @@ fn drive(image: &Path) -> [String; 4] {
     ]
 }
 
-fn image(set: &Set<'_>, name: &str) -> Result<std::path::PathBuf> {
+pub(super) fn image(set: &Set<'_>, name: &str) -> Result<std::path::PathBuf> {
     let path = set.cluster.folder().join(name);
     File::create(&path)
         .and_then(|file| file.set_len(DISK))

@@ -1,0 +1,51 @@
+//! A physical drive lent by VFIO's newer interface, iommufd, in a VM with a small
+//! kernel that has it: Debian's has not. `cargo xtask kernel` builds that kernel
+//! once; without it the test is skipped.
+
+use anyhow::{Result, ensure};
+use farside_tests::{
+    Cluster,
+    hosts::{self, Programs, Set},
+    testbed,
+};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+fn main() {
+    env_logger::init();
+    let name = "a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd";
+    let trial = Trial::ignorable_test(name, run);
+    libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit();
+}
+
+fn run() -> Result<Completion, Failed> {
+    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+    test(&cluster).map_err(|error| format!("{error:#}\n{}", cluster.story()).into())
+}
+
+fn test(cluster: &Cluster) -> Result<Completion> {
+    let testbed = testbed()?;
+    let Some(kernel) = testbed.iommufd_kernel() else {
+        return Ok(Completion::ignored_with(
+            "skipped: no small kernel in the cache: build it with `cargo xtask kernel`",
+        ));
+    };
+    let set = Set {
+        testbed,
+        programs: &Programs::build()?,
+        cluster,
+        tell: &|what| log::info!("{what}"),
+    };
+    let facts = hosts::iommufd(&set, kernel)?;
+    let broken: Vec<String> = facts
+        .checks()
+        .into_iter()
+        .filter_map(|(what, holds)| (!holds).then_some(what))
+        .collect();
+    ensure!(
+        broken.is_empty(),
+        "not so: {}; seen: {facts:#?}",
+        broken.join("; ")
+    );
+    log::info!("{facts:#?}");
+    Ok(Completion::Completed)
+}
