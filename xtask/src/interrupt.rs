@@ -41,6 +41,16 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
+/// Whether all children are to end, registered or not.
+static ALL: AtomicBool = AtomicBool::new(false);
+
+/// As [`watch`], for work that is done by others, who register nothing: signals
+/// end every child of this process.
+pub(crate) fn watch_all() -> Result<()> {
+    ALL.store(true, Ordering::SeqCst);
+    watch()
+}
+
 /// From here on signals end us in order.
 pub(crate) fn watch() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot wait for signals")?;
@@ -69,6 +79,27 @@ fn end_children() {
         // The only failure is that it has ended already.
         let _ = pidfd_send_signal(child, Signal::TERM);
     }
+    if ALL.load(Ordering::SeqCst) {
+        for child in children_of_ours() {
+            if let Ok(child) = pidfd_open(child, PidfdFlags::empty()) {
+                let _ = pidfd_send_signal(&child, Signal::TERM);
+            }
+        }
+    }
+}
+
+/// The children of all our threads, as the kernel lists them.
+fn children_of_ours() -> Vec<Pid> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    tasks
+        .flatten()
+        .filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok())
+        .flat_map(|list| {
+            let pids = list.split_whitespace().map(str::parse);
+            pids.collect::<Vec<_>>()
+        })
+        .filter_map(|pid| Pid::from_raw(pid.ok()?))
+        .collect()
 }
 
 /// A process that a signal ends too, while this lives.
@@ -102,5 +133,23 @@ impl Drop for Registration {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|(id, _)| *id != self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn children_are_found_whichever_thread_started_them() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        let found = thread::spawn(children_of_ours).join().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(found.contains(&pid), "{found:?}");
+        assert!(!children_of_ours().contains(&pid));
     }
 }

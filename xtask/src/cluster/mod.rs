@@ -12,7 +12,10 @@ use farside_tests::{
     hosts::{self, Programs, Set},
 };
 
-use crate::args::{Cluster, Only};
+use crate::{
+    args::{Cluster, Only},
+    interrupt,
+};
 use report::Report;
 
 pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
@@ -21,6 +24,8 @@ pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
     let task = progress.spinner("Building the product");
     let programs = Programs::build()?;
     task.done();
+
+    interrupt::watch_all()?;
 
     let wanted = |what| args.only.is_empty() || args.only.contains(&what);
     let mut report = Report::default();
@@ -52,6 +57,7 @@ fn scene<T>(
     name: &'static str,
     play: impl FnOnce(&Set<'_>) -> Result<T>,
 ) -> Result<T> {
+    interrupt::check()?;
     let folder = Folder::new()?;
     let progress = Progress::auto();
     let task = progress.spinner(name);
