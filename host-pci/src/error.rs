@@ -70,8 +70,8 @@ pub enum PciError {
     },
     /// Something on the host uses the function.
     #[error(
-        "PCI function {bdf} is in use: {}. Unmount, stop or bring down what uses it, or force it \
-         (which can lose data)",
+        "PCI function {bdf} is in use: {}. Unmount, stop or bring down what uses it, or take it \
+         with --force (which can lose data)",
         InUse::list(uses)
     )]
     Busy {
@@ -110,7 +110,10 @@ pub enum PciError {
         why: String,
     },
     /// More virtual functions than the device has, or none.
-    #[error("PCI function {pf} has 1 to {total} virtual functions, so {wanted} cannot be created")]
+    #[error(
+        "PCI function {pf} has 1 to {total} virtual functions, so {wanted} cannot be created; ask \
+         for {total} or fewer, and for one at least"
+    )]
     TooManyVfs {
         /// The physical function.
         pf: Bdf,

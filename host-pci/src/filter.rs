@@ -200,7 +200,7 @@ impl HostPci {
                 if vfs.is_empty() {
                     return nothing(match (info.sriov, info.physfn) {
                         (Some(sriov), _) => format!(
-                            "{info} has none of its {} virtual functions; have them created first",
+                            "{info} has none of its {} virtual functions; have them created first (--vfs)",
                             sriov.total
                         ),
                         (None, Some(parent)) => {
