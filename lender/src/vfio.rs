@@ -80,6 +80,8 @@ pub(crate) struct VfioDevice {
     allow_dirty: bool,
     /// The VM that had it, when it could not be reset since.
     left_dirty_by: Option<String>,
+    /// The VM that had it last.
+    last_vm: Option<String>,
     ntb: Option<Adapter>,
     watch: Arc<FaultWatch>,
     /// Of this lease, or of the last.
@@ -136,6 +138,7 @@ impl VfioDevice {
             usable,
             allow_dirty,
             left_dirty_by: None,
+            last_vm: None,
             ntb,
             watch,
             stop,
@@ -158,6 +161,11 @@ impl VfioDevice {
                     // A lender that stops asks once more, and is refused.
                     let _ = poll(&mut stop, Some(&LET_GO_STEP));
                 }
+                Err(error @ VfioError::Busy { .. }) => {
+                    let last = self.last_vm.as_ref();
+                    let last = last.map_or(String::new(), |vm| format!("; VM {vm} had it last"));
+                    return Err(internal(format_args!("device {}: {error}{last}", self.id)));
+                }
                 Err(error) => return Err(internal(format_args!("device {}: {error}", self.id))),
             }
         }
@@ -169,6 +177,11 @@ impl VfioDevice {
         if function.can_reset() {
             return function.reset().map_err(internal);
         }
+        self.check_clean()
+    }
+
+    /// Refuses to lend it as another VM left it.
+    fn check_clean(&self) -> Result<(), RemoteError> {
         match &self.left_dirty_by {
             Some(vm) if !self.allow_dirty => Err(invalid(format!(
                 "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
@@ -222,6 +235,7 @@ impl Borrowable for VfioDevice {
     }
 
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
+        self.check_clean()?;
         let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
         let named = |error: &dyn std::fmt::Display| {
             limit(format_args!("device {} ({}): {error}", self.id, self.bdf))
@@ -286,6 +300,7 @@ impl Borrowable for VfioDevice {
         else {
             return;
         };
+        self.last_vm = Some(vm.clone());
         drop((way, irqs));
         if function.can_reset()
             && let Err(error) = function.reset()
