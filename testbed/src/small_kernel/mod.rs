@@ -57,6 +57,9 @@ pub(crate) fn find(cache: &Path) -> Option<PathBuf> {
 
 /// The kernel's image; built when it is not in the cache.
 pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
+    if let Some(image) = find(&cache) {
+        return Ok(image);
+    }
     let folder = cache.join(BUILDING);
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let lock = folder.join("lock");
@@ -65,6 +68,7 @@ pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
         progress.note("Waiting for another process that builds the kernel");
         flock(&lock, FlockOperation::LockExclusive).context("locking the kernel's folder")?;
     }
+    // Another process may have built it meanwhile.
     if let Some(image) = find(&cache) {
         return Ok(image);
     }
