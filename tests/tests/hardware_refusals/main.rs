@@ -1,0 +1,99 @@
+//! What physical devices, IOMMUs and NTBs refuse, by the real program on a real
+//! kernel: each command ends with words that say what to do, before any VM
+//! starts, and leaves the host as it was.
+//!
+//! `RUST_LOG=info` shows each message.
+
+mod borrow;
+mod functions;
+mod host;
+mod ntb;
+mod programs;
+mod stage;
+mod unfit;
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use anyhow::{Result, anyhow};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use host::Host;
+use stage::Stage;
+
+/// A test with hosts of its own, and one on the host that most share.
+type Alone = fn() -> Result<()>;
+type Shared = fn(&Host) -> Result<()>;
+
+/// Test functions, named as they are.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as _)),*]
+    };
+}
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    // Most share one host, and boot it when they need it.
+    args.test_threads = Some(1);
+    let stage: Arc<Mutex<Option<Stage>>> = Arc::default();
+    let alone: [(&str, Alone); 2] = tests![
+        unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
+        unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
+    ];
+    let shared: [(&str, Shared); 6] = tests![
+        functions::what_cannot_be_lent_stays_with_its_driver,
+        functions::a_group_that_the_host_uses_names_its_members,
+        functions::what_is_in_use_is_taken_by_force_alone,
+        functions::vfio_pci_that_is_missing_says_how_to_get_it,
+        borrow::guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts,
+        ntb::ports_that_do_not_fit_together_are_told_so,
+    ];
+    let alone = alone
+        .into_iter()
+        .map(|(name, test)| Trial::test(name, move || run(test)));
+    let shared = shared.into_iter().map(|(name, test)| {
+        let stage = Arc::clone(&stage);
+        Trial::test(name, move || run(|| on(&stage, test)))
+    });
+    let conclusion = libtest_mimic::run(&args, alone.chain(shared).collect());
+    if let Some(stage) = lock(&stage).take()
+        && let Err(error) = stage.end()
+    {
+        eprintln!("the host did not end well: {error:#}");
+        std::process::exit(101);
+    }
+    conclusion.exit();
+}
+
+/// Runs a test on the host that it shares with others.
+fn on(stage: &Mutex<Option<Stage>>, test: fn(&Host) -> Result<()>) -> Result<()> {
+    let mut stage = lock(stage);
+    if stage.is_none() {
+        *stage = Some(Stage::new()?);
+    }
+    let host = &stage.as_ref().expect("just made").host;
+    let tested = test(host).and(host.verdict());
+    tested.map_err(|error| {
+        let story = host.story();
+        let cleaned = host.clean_up().err();
+        anyhow!(
+            "{error:#}\n{story}\n{}",
+            cleaned.map_or(String::new(), |error| format!("{error:#}"))
+        )
+    })
+}
+
+fn lock(stage: &Mutex<Option<Stage>>) -> std::sync::MutexGuard<'_, Option<Stage>> {
+    stage.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn run(test: impl FnOnce() -> Result<()>) -> Result<(), Failed> {
+    match catch_unwind(AssertUnwindSafe(test)) {
+        Ok(result) => result.map_err(|error| format!("{error:#}").into()),
+        Err(_) => Err("a panic".into()),
+    }
+}
