@@ -112,19 +112,21 @@ impl VfioDevice {
             allow_dirty,
             host,
         } = found;
-        let domain = Domain::new(api)?;
-        let function = domain.open(bdf)?;
-        let described = Described {
-            description: function.description()?,
-            bars: BarOwner::Lender,
+        let (described, usable, can_reset) = match look_at(api, bdf) {
+            Ok(found) => found,
+            Err(error) => {
+                if matches!(error, VfioError::Busy { .. }) {
+                    // Unbinding would wait for whoever has it, and take it away.
+                    binding.leave();
+                }
+                return Err(error);
+            }
         };
-        let usable = domain.usable_iova()?;
-        if !function.can_reset() && !allow_dirty {
+        if !can_reset && !allow_dirty {
             log::warn!(
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
             );
         }
-        function.close()?;
         Ok(Self {
             lease: None,
             address_bits: binding.before().dma_limit_bits(),
@@ -418,6 +420,20 @@ impl Borrowable for VfioDevice {
             counters: Vec::new(),
         }
     }
+}
+
+/// What a function looks like, what it may use as IOVA, and whether it can be
+/// reset. It is closed again.
+fn look_at(api: Api, bdf: Bdf) -> Result<(Described, UsableIova, bool), VfioError> {
+    let domain = Domain::new(api)?;
+    let function = domain.open(bdf)?;
+    let described = Described {
+        description: function.description()?,
+        bars: BarOwner::Lender,
+    };
+    let found = (described, domain.usable_iova()?, function.can_reset());
+    function.close()?;
+    Ok(found)
 }
 
 /// Whether a function with so many address bits reaches all of a guest's RAM.

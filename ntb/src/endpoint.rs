@@ -45,7 +45,7 @@ impl EndpointOptions {
         let bdf = self.bdf;
         let function = Domain::new(self.api)
             .and_then(|domain| domain.open(bdf))
-            .map_err(|error| NtbError::Fabric(error.into()))?;
+            .map_err(NtbError::Vfio)?;
         let driver = self::driver(&function)?;
         let (driver, window) = driver;
         Adapter::new(Parts {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use farside_fabric::{FabricError, LimitError, Size};
 use farside_host_pci::Bdf;
+use farside_vfio::VfioError;
 
 use crate::LinkState;
 
@@ -100,6 +101,9 @@ pub enum NtbError {
     /// What the adapter has is taken, or too small.
     #[error(transparent)]
     Limit(#[from] LimitError),
+    /// The endpoint cannot be opened.
+    #[error(transparent)]
+    Vfio(VfioError),
     /// What domains and functions report.
     #[error(transparent)]
     Fabric(#[from] FabricError),
@@ -112,11 +116,19 @@ pub enum NtbError {
     },
 }
 
+impl NtbError {
+    /// Whether somebody else has the endpoint.
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(self, Self::Vfio(VfioError::Busy { .. }))
+    }
+}
+
 impl From<NtbError> for FabricError {
     fn from(error: NtbError) -> Self {
         match error {
             NtbError::Limit(error) => Self::Limit(error),
             NtbError::Fabric(error) => error,
+            NtbError::Vfio(error) => error.into(),
             error => Self::Other(Box::new(error)),
         }
     }

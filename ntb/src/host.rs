@@ -33,7 +33,16 @@ impl HostEndpoint {
         let binding = host.bind_to_vfio(&bdf, Force::No)?;
         host.group(&bdf)?.viable(&bdf, &[bdf])?;
         let api = Api::detect().map_err(|error| NtbError::Fabric(error.into()))?;
-        let adapter = EndpointOptions::new(bdf, api).open()?;
+        let adapter = match EndpointOptions::new(bdf, api).open() {
+            Ok(adapter) => adapter,
+            Err(error) => {
+                if error.is_busy() {
+                    // Unbinding would wait for whoever has it, and take it away.
+                    binding.leave();
+                }
+                return Err(error);
+            }
+        };
         log::info!(
             "NTB endpoint {bdf}: window BAR of {}, {} LUT entries; link {}",
             farside_fabric::Size(adapter.limits().bar_size),
