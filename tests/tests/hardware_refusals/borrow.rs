@@ -1,10 +1,12 @@
 //! What a backend on the device's own host is refused.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use farside_tests::SHORT;
 
 use crate::{
     host::{HERE, Host},
-    stage::DRIVE,
+    scripted::Scripted,
+    stage::{DRIVE, NO_RESET},
 };
 
 pub fn guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts(
@@ -24,4 +26,127 @@ pub fn guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts(
     let backend = host.serve(HERE, "a", "disk0", "--memory 256M")?;
     backend.stop()?;
     lender.stop()
+}
+
+pub fn the_memlock_limit_is_looked_at_before_the_vm_starts(host: &Host) -> Result<()> {
+    // An ordinary user, whom the administrator gave the drive.
+    host.bind(DRIVE, "vfio-pci")?;
+    let user = format!(
+        "set -e
+        echo >/sys/bus/pci/devices/{DRIVE}/driver_override
+        grep -q ^op: /etc/passwd 2>/dev/null || echo op:x:1000:1000::/tmp:/bin/sh >>/etc/passwd
+        mkdir -p /run/op && chown 1000:1000 /run/op
+        chown 1000 /dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{DRIVE}/iommu_group))"
+    );
+    host.exec_ok(&user, SHORT)?;
+    let as_user = |limit: &str, args: &str| {
+        format!(
+            "ulimit -l {limit}
+            exec busybox su op -c 'export FARSIDE_RUNTIME_DIR=/run/op; exec farside {args}'"
+        )
+    };
+    let lend = as_user(
+        "64",
+        &format!("lend --name op --vfio disk0={DRIVE} >/tmp/op.log 2>&1"),
+    );
+    let running = host.exec_start(&lend, SHORT)?;
+    let up = host.wait_for("[ -S /run/op/lender.sock ]");
+    up.map_err(|error| error.context(host.story()))?;
+    let serve = as_user("64", "serve --vm a --device disk0 --memory 256M");
+    let words = ["disk0", "memlock", "64 KiB", "256 MiB"];
+    host.refuses_shell("the memlock limit", &serve, &words)?;
+    host.exec_ok("kill -TERM $(pidof farside)", SHORT)?;
+    let ended = running.wait_for(SHORT)?;
+    ensure!(ended.success(), "the user's lender: {ended}");
+    // It was not the lender that took it from its driver.
+    ensure!(host.driver(DRIVE)? == "vfio-pci");
+    let back = format!(
+        "cd /sys/bus/pci/devices/{DRIVE}; echo {DRIVE} >driver/unbind; echo {DRIVE} >/sys/bus/pci/drivers_probe"
+    );
+    host.exec_ok(&back, SHORT)?;
+    host.verdict()
+}
+
+pub fn a_device_that_another_vm_has_names_that_vm(host: &Host) -> Result<()> {
+    let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+    let first = host.serve(HERE, "first", "disk0", "")?;
+    let second = host.serve(HERE, "second", "disk0", "")?;
+    let mut vmm = Scripted::start(host, HERE, "first", "disk0")?;
+    vmm.step("io 1M")?;
+    let mut late = Scripted::start(host, HERE, "second", "disk0")?;
+    let answer = late.try_step("place")?;
+    second.wait_log("borrowed by VM first")?;
+    let borrow = host.status(HERE)?.borrow("second", "disk0")?;
+    let error = borrow.last_error.clone().unwrap_or_default();
+    log::info!("a device that another VM has: {error}; {answer}");
+    ensure!(
+        error.contains("VM first") && borrow.is_closed(),
+        "{borrow:?}"
+    );
+    late.kill()?;
+    // The first has not noticed.
+    vmm.step("io 1M")?;
+    vmm.step("unbind")?;
+    vmm.quit()?;
+    host.wait_free()?;
+    let mut vmm = Scripted::start(host, HERE, "second", "disk0")?;
+    vmm.step("io 1M")?;
+    vmm.quit()?;
+    first.stop()?;
+    second.stop()?;
+    lender.stop()
+}
+
+pub fn a_vmm_that_keeps_a_device_open_keeps_it_from_others(host: &Host) -> Result<()> {
+    let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+    let first = host.serve(HERE, "first", "disk0", "")?;
+    let mut vmm = Scripted::start(host, HERE, "first", "disk0")?;
+    vmm.step("io 1M")?;
+    first.kill()?;
+    lender.wait_log("has not let go")?;
+    let second = host.serve(HERE, "second", "disk0", "")?;
+    let mut late = Scripted::start(host, HERE, "second", "disk0")?;
+    late.try_step("place")?;
+    second.wait_log("in use")?;
+    let error = host.status(HERE)?.borrow("second", "disk0")?.last_error;
+    let error = error.unwrap_or_default();
+    log::info!("a VMM that keeps the device: {error}");
+    for word in [DRIVE, "VM first", "descriptor"] {
+        ensure!(error.contains(word), "no {word:?} in: {error}");
+    }
+    late.kill()?;
+    vmm.kill()?;
+    let mut vmm = Scripted::start(host, HERE, "second", "disk0")?;
+    vmm.step("io 1M")?;
+    vmm.quit()?;
+    second.stop()?;
+    lender.stop()
+}
+
+pub fn what_cannot_be_reset_is_lent_to_one_vm(host: &Host) -> Result<()> {
+    for (more, refused) in [("", true), ("--allow-dirty", false)] {
+        let lender = host.lend(HERE, &format!("--vfio odd={NO_RESET} {more}"))?;
+        if refused {
+            lender.wait_log("cannot be reset")?;
+        }
+        let first = host.serve(HERE, "first", "odd", "")?;
+        let mut vmm = Scripted::start(host, HERE, "first", "odd")?;
+        vmm.step("reset")?;
+        vmm.quit()?;
+        first.stop()?;
+        let serve = "serve --vm second --device odd --memory 256M";
+        if refused {
+            let words = ["odd", NO_RESET, "VM first", "allow-dirty"];
+            host.refuses("a device that cannot be reset", HERE, serve, &words)?;
+        } else {
+            let second = host.serve(HERE, "second", "odd", "--memory 256M")?;
+            let mut vmm = Scripted::start(host, HERE, "second", "odd")?;
+            vmm.step("reset")?;
+            second.wait_log("borrowed")?;
+            vmm.quit()?;
+            second.stop()?;
+        }
+        lender.stop()?;
+    }
+    Ok(())
 }

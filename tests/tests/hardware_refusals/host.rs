@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::{HostVm, Pending, VmBuilder};
-use farside_tests::{BOOT, SHORT};
+use farside_tests::{BOOT, SHORT, Status};
 
 use crate::programs;
 
@@ -132,7 +132,7 @@ impl Host {
         let socket = format!("{}/lender.sock", place.0);
         self.start(
             place,
-            "lender",
+            &format!("lender-{}", place.0.rsplit('/').next().unwrap_or_default()),
             &format!("lend --name rack1 {args}"),
             &socket,
         )
@@ -167,6 +167,29 @@ impl Host {
             return Ok(service);
         }
         bail!("farside {args} does not come up:\n{}", service.log()?)
+    }
+
+    pub fn status(&self, place: Place) -> Result<Status> {
+        let command = format!("FARSIDE_RUNTIME_DIR={} farside status --json", place.0);
+        let text = self.exec_ok(&command, SHORT)?;
+        let value = serde_json::from_str(&text).with_context(|| format!("status: {text}"))?;
+        Ok(Status(value))
+    }
+
+    /// Waits for a shell condition, whose truth no event tells.
+    pub fn wait_for(&self, condition: &str) -> Result<()> {
+        let script = format!("until {condition}; do sleep 0.05; done");
+        let output = self.exec(&script, SHORT)?;
+        ensure!(
+            output.success(),
+            "not within {SHORT:?}: {condition}: {output}"
+        );
+        Ok(())
+    }
+
+    /// Waits until the lender here has its device back.
+    pub fn wait_free(&self) -> Result<()> {
+        self.wait_for("FARSIDE_RUNTIME_DIR=/run/farside farside devices | grep -q ' - *$'")
     }
 
     /// Ends what a test that failed has left, for the next.
@@ -212,12 +235,31 @@ impl Service<'_> {
             .exec_ok(&format!("cat /tmp/{}.log", self.name), SHORT)
     }
 
+    /// Waits until it logs something.
+    pub fn wait_log(&self, text: &str) -> Result<()> {
+        let waited = self
+            .host
+            .wait_for(&format!("grep -q '{text}' /tmp/{}.log", self.name));
+        if let Err(error) = waited {
+            bail!("{error:#}\n-- {}:\n{}", self.name, self.log()?);
+        }
+        Ok(())
+    }
+
     /// Stops it by SIGTERM; it has to end well.
     pub fn stop(self) -> Result<()> {
         self.signal("TERM")?;
         let log = self.log()?;
         let ended = self.running.wait_for(SHORT)?;
         ensure!(ended.success(), "{}: {ended}\n{log}", self.name);
+        Ok(())
+    }
+
+    /// Kills it; its sockets stay.
+    pub fn kill(self) -> Result<()> {
+        self.signal("KILL")?;
+        let ended = self.running.wait_for(SHORT)?;
+        ensure!(ended.signal == Some(9), "{}: {ended}", self.name);
         Ok(())
     }
 

@@ -22,7 +22,10 @@ pub const GROUPED: &str = "0000:02:01.0";
 pub const NEIGHBOUR: &str = "0000:02:02.0";
 /// A function without any reset.
 pub const NO_RESET: &str = "0000:00:08.0";
-/// Both ports of an NTB whose windows differ.
+/// Both ports of an NTB.
+pub const PORT_A: &str = "0000:00:10.0";
+pub const PORT_B: &str = "0000:00:11.0";
+/// Both ports of another, whose windows differ.
 pub const SMALL: &str = "0000:00:12.0";
 pub const LARGE: &str = "0000:00:13.0";
 

@@ -1,0 +1,117 @@
+//! Processes that are killed in the middle of I/O: the device can reach nothing
+//! afterwards, the next lender lends it again, and its driver gets it back.
+
+use anyhow::{Result, ensure};
+use farside_testbed::kernel_view::LiveMappings;
+use farside_tests::SHORT;
+
+use crate::{
+    host::{HERE, Host, Service},
+    scripted::Scripted,
+    stage::DRIVE,
+};
+
+/// Lender, backend and VMM, with I/O that goes on for a while.
+struct Busy<'a> {
+    lender: Service<'a>,
+    backend: Service<'a>,
+    vmm: Scripted<'a>,
+}
+
+impl<'a> Busy<'a> {
+    fn new(host: &'a Host) -> Result<Self> {
+        let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+        let backend = host.serve(HERE, "a", "disk0", "")?;
+        host.trace_iommu()?;
+        let mut vmm = Scripted::start(host, HERE, "a", "disk0")?;
+        vmm.step("driver")?;
+        ensure!(mapped(host)? > 0, "nothing is mapped for the drive");
+        let done = interrupts(host)?;
+        vmm.begin("interrupts 1000000")?;
+        host.wait_for(&format!("[ $({INTERRUPTS}) -gt {} ]", done + 20))?;
+        Ok(Self {
+            lender,
+            backend,
+            vmm,
+        })
+    }
+}
+
+/// As the scripted VMM's guest has.
+const RAM: u64 = 64 << 20;
+
+/// How many interrupts the drive sent to user programs.
+const INTERRUPTS: &str =
+    "awk '/vfio-msix/ { for (i = 2; i <= 3; i++) n += $i } END { print n + 0 }' /proc/interrupts";
+
+fn interrupts(host: &Host) -> Result<u64> {
+    Ok(host.exec_ok(INTERRUPTS, SHORT)?.trim().parse()?)
+}
+
+/// Bytes mapped where the guests have RAM, since the trace began. (The host's own
+/// drivers map elsewhere: the kernel gives them IOVA from the top of 4 GiB down.)
+fn mapped(host: &Host) -> Result<u64> {
+    let mappings = LiveMappings::after(&host.iommu_trace()?).ranges();
+    let of_guests = |start: u64, end: u64| {
+        let inside = mappings.iter().map(move |range| {
+            let (from, to) = (range.start.max(start), range.end.min(end));
+            to.saturating_sub(from)
+        });
+        inside.sum::<u64>()
+    };
+    Ok(of_guests(0, RAM) + of_guests(4 << 30, (4 << 30) + RAM))
+}
+
+/// Nothing is mapped; a lender can lend the drive, and gives it back.
+fn all_is_well(host: &Host) -> Result<()> {
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+    let backend = host.serve(HERE, "b", "disk0", "")?;
+    let mut vmm = Scripted::start(host, HERE, "b", "disk0")?;
+    vmm.step("io 1M")?;
+    vmm.quit()?;
+    backend.stop()?;
+    lender.stop()?;
+    ensure!(host.driver(DRIVE)? == "nvme");
+    host.exec_ok(
+        &format!(
+            "for n in $(seq 100); do
+                disk=$(ls /sys/bus/pci/devices/{DRIVE}/nvme)n1
+                [ -b /dev/$disk ] && break; sleep 0.1
+            done; dd if=/dev/$disk of=/dev/null bs=64k count=1 iflag=direct"
+        ),
+        SHORT,
+    )?;
+    Ok(())
+}
+
+pub fn a_killed_lender_leaves_a_device_that_the_next_can_lend(host: &Host) -> Result<()> {
+    let busy = Busy::new(host)?;
+    busy.lender.kill()?;
+    // The VMM has a descriptor of the drive, and so keeps its domain, until the
+    // backend ends; its guest's RAM is all that the drive can reach.
+    busy.backend.wait_log("lender")?;
+    busy.vmm.kill()?;
+    busy.backend.stop()?;
+    all_is_well(host)
+}
+
+pub fn a_killed_backend_gives_its_device_back(host: &Host) -> Result<()> {
+    let busy = Busy::new(host)?;
+    busy.backend.kill()?;
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.vmm.kill()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
+pub fn a_killed_vmm_gives_its_device_back(host: &Host) -> Result<()> {
+    let busy = Busy::new(host)?;
+    busy.vmm.kill()?;
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.backend.stop()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
