@@ -185,19 +185,35 @@ fn to_vfio_pci_and_back(host: &Host) {
     assert_eq!(host.driver(DRIVE), "nvme");
     let forced = "cat /sys/bus/pci/devices/0000:00:04.0/driver_override";
     assert_eq!(host.shell(forced).trim(), "(null)");
-    host.disk("/dev/nvme0n1");
+    host.disk(disks(host).0);
+}
+
+/// The disk of the drive, and the other one. The kernel looks at both drives at
+/// once, and numbers them as they come.
+fn disks(host: &Host) -> (&'static str, &'static str) {
+    let (first, second) = ("/dev/nvme0n1", "/dev/nvme1n1");
+    let at = format!("ls /sys/bus/pci/devices/{DRIVE}/nvme");
+    match host.shell(&at).trim() {
+        "nvme0" => (first, second),
+        "nvme1" => (second, first),
+        other => panic!("the drive is {other:?}"),
+    }
 }
 
 fn what_is_in_use_is_refused(host: &Host) {
-    // Multipath: this disk lies below no PCI function.
-    let shared = "/dev/nvme1n1";
+    // Multipath: the second disk lies below no PCI function.
+    let (own, shared) = disks(host);
     host.disk(shared);
-    let controller = "basename $(realpath /sys/class/nvme/nvme1/device)";
-    let controller = host.shell(controller).trim().to_owned();
+    let controller = shared
+        .trim_start_matches("/dev/")
+        .trim_end_matches("n1")
+        .to_owned();
+    let controller = format!("basename $(realpath /sys/class/nvme/{controller}/device)");
+    let controller = host.shell(&controller).trim().to_owned();
     host.shell(&format!(
-        "mkdir -p /mnt && mkfifo /tmp/end && mkfs.ext4 -q /dev/nvme0n1 && mkfs.ext4 -q {shared}"
+        "mkdir -p /mnt && mkfifo /tmp/end && mkfs.ext4 -q {own} && mkfs.ext4 -q {shared}"
     ));
-    for (bdf, disk) in [(DRIVE, "/dev/nvme0n1"), (controller.as_str(), shared)] {
+    for (bdf, disk) in [(DRIVE, own), (controller.as_str(), shared)] {
         let name = disk.trim_start_matches("/dev/");
         assert_has(&host.run(&format!("show {bdf}")), "unused");
         host.shell(&format!("mount -t ext4 {disk} /mnt"));
