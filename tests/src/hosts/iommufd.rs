@@ -150,7 +150,7 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
 
 /// The drive's faults as its lender tells them: it reads them from the kernel's
 /// log, a moment after they are there.
-fn faults_in_status(host: &Host, expected: u64) -> Result<u64> {
+pub(super) fn faults_in_status(host: &Host, expected: u64) -> Result<u64> {
     let deadline = Instant::now() + SHORT;
     loop {
         let total = host.lent(DEVICE)?.fault_total;

@@ -246,7 +246,8 @@ pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Resu
     vmm.step("unmap high")?;
     vmm.step("rogue 0x100000000")?;
     facts.rogue_dma_faults = of_drive(stage.lender)? - before;
-    facts.rogue_faults_in_status = stage.lender.lent(DEVICE)?.fault_total;
+    facts.rogue_faults_in_status =
+        super::iommufd::faults_in_status(stage.lender, facts.rogue_dma_faults)?;
     vmm.step("unbind")?;
     facts.dmar_mappings_after_unbind += stage.mappings()?;
     let report = vmm.quit()?;
