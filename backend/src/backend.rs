@@ -16,6 +16,7 @@ use farside_control::{
 };
 use farside_fabric::pin::PinPolicy;
 use farside_host_pci::Bdf;
+use farside_irq_relay::Interrupts;
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_vfio_user::ListenError;
 
@@ -31,18 +32,6 @@ const MAX_NAME: usize = 48;
 
 /// How long the other host may take to bring the NTB's link up.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How a device's interrupts reach the VMM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Interrupts {
-    /// The lender's device signals the VMM's eventfd itself. On one machine.
-    #[default]
-    Direct,
-    /// The lender tells the backend, which signals it. Across machines; or to
-    /// test that form.
-    Relayed,
-}
 
 /// A VM and the devices it is to borrow.
 #[derive(Clone, Debug)]

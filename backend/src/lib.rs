@@ -18,4 +18,5 @@ mod dma_table;
 mod server;
 mod status;
 
-pub use backend::{Backend, Config, Interrupts, StartError};
+pub use backend::{Backend, Config, StartError};
+pub use farside_irq_relay::Interrupts;

@@ -7,9 +7,21 @@ use clap_complete::Shell;
 use farside_control::Address;
 
 use farside_host_pci::{Bdf, Filter};
-use farside_qemu_configs::Machine;
+use farside_qemu_configs::{Accel, HugePages, Machine};
 
-use crate::{ntb::Ntb, plan::Plan, text::parse_size};
+use farside_vm_config::parse_size;
+
+use crate::{
+    bench::Bench,
+    doctor::Doctor,
+    hook::Hook,
+    hotplug::{Attach, Detach},
+    libvirt::Libvirt,
+    migrate::Migrate,
+    ntb::Ntb,
+    plan::Plan,
+    run::{Start, Stop},
+};
 
 /// Use a PCIe device that sits in another host from a VM.
 ///
@@ -44,8 +56,27 @@ pub(crate) enum Verb {
     Serve(Serve),
     /// Print or start the QEMU command line of a VM
     Qemu(Qemu),
+    /// Print a VM's libvirt domain, or put its devices into one that exists
+    Libvirt(Libvirt),
+    /// Start a VM in the background: its backend and QEMU
+    Start(Start),
+    /// Shut a VM down that `farside start` or libvirt started, and its backend
+    Stop(Stop),
+    /// Plug a device into a running VM
+    Attach(Attach),
+    /// Unplug a device from a running VM
+    Detach(Detach),
+    /// Move a VM and its devices to another host
+    Migrate(Migrate),
     /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
+    /// Say what is wrong on this host, and how to mend it
+    Doctor(Doctor),
+    /// Measure drives in a guest, make reports, compare two measurements
+    Bench(Bench),
+    /// What libvirt calls before a domain starts and after it has ended
+    #[command(hide = true)]
+    Hook(Hook),
     /// Work out which VMs, devices and hosts fit an NTB or an IOMMU
     Plan(Box<Plan>),
     /// Join two VMs by an NTB in software, each at one of its ports
@@ -228,12 +259,12 @@ pub(crate) struct Qemu {
     /// Boot from this device first.
     #[arg(long, value_name = "ID")]
     pub(crate) boot: Option<String>,
-    /// Root ports to leave free for hot plug.
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    pub(crate) spare_ports: u16,
-    /// QEMU's program.
-    #[arg(long, value_name = "PATH", default_value = "qemu-system-x86_64")]
-    pub(crate) qemu: PathBuf,
+    /// Root ports to leave free for hot plug [default: 2].
+    #[arg(long, value_name = "N")]
+    pub(crate) spare_ports: Option<u16>,
+    /// QEMU's program [default: qemu-system-x86_64].
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qemu: Option<PathBuf>,
     /// Start it instead of printing it.
     #[arg(long)]
     pub(crate) run: bool,
@@ -242,8 +273,7 @@ pub(crate) struct Qemu {
     pub(crate) extra: Vec<String>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MachineArg {
     /// PCI Express.
     Q35,
@@ -260,8 +290,7 @@ impl MachineArg {
     }
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum AccelArg {
     /// KVM, and TCG where that does not start.
     Auto,
@@ -271,16 +300,33 @@ pub(crate) enum AccelArg {
     Tcg,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum, serde::Deserialize)]
+impl AccelArg {
+    pub(crate) fn accel(self) -> Accel {
+        match self {
+            Self::Auto => Accel::Auto,
+            Self::Kvm => Accel::Kvm,
+            Self::Tcg => Accel::Tcg,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum HugePagesArg {
     /// 2 MiB
     #[value(name = "2M")]
-    #[serde(rename = "2M")]
     Of2MiB,
     /// 1 GiB
     #[value(name = "1G")]
-    #[serde(rename = "1G")]
     Of1GiB,
+}
+
+impl HugePagesArg {
+    pub(crate) fn pages(self) -> HugePages {
+        match self {
+            Self::Of2MiB => HugePages::Of2MiB,
+            Self::Of1GiB => HugePages::Of1GiB,
+        }
+    }
 }
 
 #[derive(Debug, ClapArgs)]

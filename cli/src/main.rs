@@ -5,17 +5,23 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod devices;
+mod doctor;
+mod hook;
+mod hotplug;
 mod lend;
+mod libvirt;
+mod migrate;
 mod ntb;
 mod plan;
 mod qemu;
 mod ram;
+mod run;
 mod serve;
 mod signals;
 mod status;
 mod text;
-mod vm_file;
 
 use std::process::ExitCode;
 
@@ -30,7 +36,7 @@ fn main() -> ExitCode {
         // It logs what it also returns, or what we look at ourselves.
         .filter_module("vfio_ioctls", log::LevelFilter::Off)
         .init();
-    match run(args) {
+    match dispatch(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -48,13 +54,22 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: Args) -> anyhow::Result<()> {
+fn dispatch(args: Args) -> anyhow::Result<()> {
     match args.verb {
         Verb::Lend(lend) => lend::run(lend),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),
         Verb::Qemu(qemu) => qemu::run(qemu),
+        Verb::Libvirt(libvirt) => libvirt::run(&libvirt),
+        Verb::Start(start) => run::start(&start),
+        Verb::Stop(stop) => run::stop(&stop),
+        Verb::Attach(attach) => hotplug::attach(&attach),
+        Verb::Detach(detach) => hotplug::detach(&detach),
+        Verb::Migrate(migrate) => migrate::run(&migrate),
         Verb::Status(status) => status::run(&status),
+        Verb::Doctor(doctor) => doctor::run(&doctor),
+        Verb::Bench(bench) => bench::run(&bench),
+        Verb::Hook(hook) => hook::run(&hook),
         Verb::Plan(plan) => plan::run(&plan),
         Verb::Ntb(ntb) => ntb::run(&ntb),
         Verb::Completions { shell } => {

@@ -7,7 +7,9 @@ use clap::Args as ClapArgs;
 use farside_control::Wakeup;
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 
-use crate::{signals, text::parse_size};
+use farside_vm_config::parse_size;
+
+use crate::signals;
 
 /// Joins two VMs by a PCIe non-transparent bridge (NTB) in software.
 ///

@@ -5,77 +5,63 @@ use std::{os::unix::process::CommandExt, time::Duration};
 use anyhow::{Context, bail};
 use farside_control::{Address, CallError, Client, paths};
 use farside_fabric::Size;
-use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, QemuBinary, Vm};
+use farside_qemu_configs::{QemuBinary, Vm};
+use farside_vm_config::{DeviceConfig, Flash, VmConfig};
 
 use crate::{
     args::{AccelArg, HugePagesArg, MachineArg, Qemu},
     ram::ram_ranges,
     status,
-    vm_file::VmFile,
 };
 
 /// Bytes that a host can pin in a millisecond, if it is slow.
 const PINNED_PER_MS: u64 = 1_000_000;
 
-/// Guest RAM when nothing is said.
-const DEFAULT_RAM: u64 = 2 << 30;
+/// QEMU's program when nothing is said.
+const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 
 pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
-    let file = VmFile::load(args.config.as_deref())?;
+    let mut config = match &args.config {
+        Some(path) => VmConfig::load(path)?,
+        None => VmConfig::default(),
+    };
     let name = args
         .vm
-        .or(file.name)
+        .or(config.name.take())
         .context("which VM? Name it with --vm NAME")?;
-    let ids = if !args.devices.is_empty() {
-        args.devices
-    } else if !file.devices.is_empty() {
-        file.devices
-    } else {
-        let served = served(&name)?;
-        served.devices.into_iter().map(|(id, _)| id).collect()
-    };
-    if let Some(boot) = &args.boot
-        && !ids.contains(boot)
+    if !args.devices.is_empty() {
+        config.devices = args.devices.into_iter().map(DeviceConfig::from).collect();
+    } else if config.devices.is_empty() {
+        let served = served(&name)?.devices.into_iter();
+        config.devices = served.map(|(id, _)| DeviceConfig::from(id)).collect();
+    }
+    config.boot = args.boot.or(config.boot);
+    if let Some(boot) = &config.boot
+        && !config.devices.iter().any(|device| device.id == *boot)
     {
         bail!(
             "cannot boot from {boot}: VM {name} has the devices {}",
-            ids.join(", ")
+            config.device_ids().join(", ")
         );
     }
-    let mut vm = Vm::new(&name, args.memory.or(file.memory).unwrap_or(DEFAULT_RAM));
-    vm.vcpus = args.cpus.or(file.cpus).unwrap_or(1);
-    vm.machine = args
-        .machine
-        .or(file.machine)
-        .map_or(Machine::Q35, MachineArg::machine);
-    vm.accel = match args.accel.or(file.accel) {
-        Some(AccelArg::Kvm) => Accel::Kvm,
-        Some(AccelArg::Tcg) => Accel::Tcg,
-        Some(AccelArg::Auto) | None => Accel::Auto,
-    };
-    vm.huge_pages = match args.hugepages.or(file.hugepages) {
-        Some(HugePagesArg::Of2MiB) => HugePages::Of2MiB,
-        Some(HugePagesArg::Of1GiB) => HugePages::Of1GiB,
-        None => HugePages::None,
-    };
+    config.memory = args.memory.or(config.memory);
+    config.cpus = args.cpus.or(config.cpus);
+    config.machine = args.machine.map(MachineArg::machine).or(config.machine);
+    config.accel = args.accel.map(AccelArg::accel).or(config.accel);
+    config.hugepages = args.hugepages.map(HugePagesArg::pages).or(config.hugepages);
     if let Some([code, vars]) = args.ovmf.as_deref() {
-        vm.firmware = Firmware::Ovmf {
+        config.ovmf = Some(Flash {
             code: code.clone(),
             vars: vars.clone(),
-        };
+        });
     }
-    vm.spare_ports = args.spare_ports;
-    vm.devices = ids
-        .into_iter()
-        .map(|id| Device {
-            socket: paths::device_socket(&name, &id),
-            bootindex: (args.boot.as_ref() == Some(&id)).then_some(0),
-            id,
-        })
-        .collect();
-    vm.extra_args = args.extra;
+    config.spare_ports = args.spare_ports.or(config.spare_ports);
+    config.qemu_args.extend(args.extra);
+    let qemu = args.qemu.or(config.qemu.take());
+    let qemu = qemu.unwrap_or_else(|| DEFAULT_QEMU.into());
+    let vm = config.to_vm(&name);
 
-    let command_line = vm.command_line(&args.qemu)?;
+    let command_line = vm.command_line(&qemu)?;
     if let Ok(backend) = served(&name) {
         for (device, lender) in &backend.devices {
             check(&vm, device, lender)?;
@@ -93,8 +79,8 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         println!("{command_line}");
         return Ok(());
     }
-    let qemu = QemuBinary::probe(&args.qemu)?;
-    log::info!("starting QEMU {} for VM {name}", qemu.version());
+    let probed = QemuBinary::probe(&qemu)?;
+    log::info!("starting QEMU {} for VM {name}", probed.version());
     for device in &vm.devices {
         if !device.socket.exists() {
             bail!(
@@ -106,7 +92,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         }
     }
     let error = command_line.to_command().exec();
-    Err(error).with_context(|| format!("cannot start {}", args.qemu.display()))
+    Err(error).with_context(|| format!("cannot start {}", qemu.display()))
 }
 
 /// What a VM's backend serves.

@@ -6,27 +6,30 @@ use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
 use farside_control::{Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
-use farside_qemu_configs::Machine;
+use farside_vm_config::{DeviceConfig, VmConfig};
 
 use crate::{
     args::{InterruptForm, MachineArg, Pin, Serve},
     ram::ram_ranges,
     signals,
-    vm_file::VmFile,
 };
 
 /// QEMU's `x-msg-timeout` when nothing raises that.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
-    let mut file = VmFile::load(args.config.as_deref())?;
+    let mut file = match &args.config {
+        Some(path) => VmConfig::load(path)?,
+        None => VmConfig::default(),
+    };
     let vm = args
         .vm
-        .or(file.name)
+        .or(file.name.take())
         .context("which VM? Name it with --vm NAME")?;
-    file.devices.extend(args.devices);
-    if !args.lenders.lenders.is_empty() || file.lenders.is_empty() {
-        file.lenders = args.lenders.addresses();
+    let more = args.devices.into_iter().map(DeviceConfig::from);
+    file.devices.extend(more);
+    if !args.lenders.lenders.is_empty() {
+        file.lenders = args.lenders.lenders;
     }
     let interrupts = match args.interrupts {
         Some(InterruptForm::Direct) => Interrupts::Direct,
@@ -39,10 +42,8 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         None => file.pin.unwrap_or(PinPolicy::Prefer),
     };
     let memory = args.memory.or(file.memory);
-    let machine = args
-        .machine
-        .or(file.machine)
-        .map_or(Machine::Q35, MachineArg::machine);
+    let machine = args.machine.map(MachineArg::machine).or(file.machine);
+    let machine = machine.unwrap_or_default();
     let open_timeout = args
         .open_timeout
         .or(file.open_timeout)
@@ -53,8 +54,8 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let backend = Backend::start(&Config {
         folder: paths::vm_dir(&vm),
         vm,
-        devices: file.devices,
-        lenders: file.lenders,
+        devices: file.device_ids(),
+        lenders: file.lenders(),
         ntb: args.ntb.or(file.ntb),
         interrupts,
         pin_policy,

@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod bits;
+mod form;
 mod index;
 mod relay;
 mod set_irqs;
@@ -40,6 +41,7 @@ mod state;
 mod trigger;
 mod vectors;
 
+pub use form::Interrupts;
 pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;
 pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, WireHeader, wire};

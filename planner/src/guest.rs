@@ -86,6 +86,7 @@ impl Guest {
         vm.huge_pages = self.huge_pages;
         vm.devices = (0..self.devices)
             .map(|n| Device {
+                port: None,
                 id: format!("d{n}"),
                 socket: format!("d{n}").into(),
                 bootindex: None,

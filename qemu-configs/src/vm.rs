@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use serde::Deserialize;
+
 /// A VM that borrows devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vm {
@@ -53,6 +55,9 @@ pub struct Device {
     /// The cluster-wide id: letters, digits, `-`, `_`, `.`; the first a letter
     /// or digit. QEMU knows the device by [`qemu_id`].
     pub id: String,
+    /// Number of its root port (on the i440FX: of its place on the bus). Unless
+    /// said, its position among the VM's devices.
+    pub port: Option<u16>,
     /// Where the backend serves it, at most 107 bytes.
     pub socket: PathBuf,
     /// Place in the order in which the firmware tries devices; 0 is first.
@@ -67,12 +72,14 @@ pub fn qemu_id(id: &str) -> String {
 }
 
 /// Chipset of a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Machine {
     /// PCI Express, a root port for each borrowed device.
     #[default]
     Q35,
     /// Conventional PCI (`-machine pc`), borrowed devices on the one bus.
+    #[serde(rename = "pc")]
     I440fx,
 }
 
@@ -87,7 +94,8 @@ impl Machine {
 }
 
 /// What runs the guest's instructions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Accel {
     /// KVM, and TCG where that does not start.
     #[default]
@@ -99,14 +107,17 @@ pub enum Accel {
 }
 
 /// Pages that guest RAM is made of.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum HugePages {
     /// The system's ordinary pages.
     #[default]
+    #[serde(rename = "none")]
     None,
     /// 2 MiB, from the host's pool.
+    #[serde(rename = "2M")]
     Of2MiB,
     /// 1 GiB, from the host's pool.
+    #[serde(rename = "1G")]
     Of1GiB,
 }
 

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 
 fn device(id: &str) -> Device {
     Device {
+        port: None,
         id: id.to_owned(),
         socket: format!("/run/farside/vm1/{id}.sock").into(),
         bootindex: None,

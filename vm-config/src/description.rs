@@ -1,0 +1,278 @@
+//! The file, and what becomes of it.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use farside_control::{Address, paths};
+use farside_fabric::pin::PinPolicy;
+use farside_host_pci::Bdf;
+use farside_irq_relay::Interrupts;
+use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
+use serde::Deserialize;
+
+use crate::{parse_size, places};
+
+/// Guest RAM when nothing is said, bytes.
+const DEFAULT_MEMORY: u64 = 2 << 30;
+
+/// A VM that borrows devices. What is not said is up to the reader.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct VmConfig {
+    /// The VM's name.
+    pub name: Option<String>,
+    /// The devices it borrows.
+    pub devices: Vec<DeviceConfig>,
+    /// Where the lenders are; this host's when none is named.
+    pub lenders: Vec<Address>,
+    /// This host's NTB endpoint.
+    pub ntb: Option<Bdf>,
+    /// How interrupts reach QEMU.
+    pub interrupts: Option<Interrupts>,
+    /// What to do when the memlock limit is too small.
+    pub pin: Option<PinPolicy>,
+    /// Longest time to make a device DMA-ready, seconds.
+    pub open_timeout: Option<u64>,
+    /// Group whose members may connect to the devices' sockets: QEMU's, where
+    /// that runs as another user.
+    pub socket_group: Option<String>,
+    /// Guest RAM, bytes; in the file `"4 GiB"`.
+    #[serde(deserialize_with = "size")]
+    pub memory: Option<u64>,
+    /// Virtual processors.
+    pub cpus: Option<u32>,
+    /// Chipset.
+    pub machine: Option<Machine>,
+    /// What runs the guest's instructions.
+    pub accel: Option<Accel>,
+    /// Pages that guest RAM is made of.
+    pub hugepages: Option<HugePages>,
+    /// OVMF instead of SeaBIOS.
+    pub ovmf: Option<Flash>,
+    /// Id of the device to boot from first.
+    pub boot: Option<String>,
+    /// Root ports to leave free for hot plug.
+    pub spare_ports: Option<u16>,
+    /// Who runs QEMU.
+    pub manager: Option<Manager>,
+    /// QEMU's program.
+    pub qemu: Option<PathBuf>,
+    /// More arguments for QEMU: disks, networks, consoles.
+    pub qemu_args: Vec<String>,
+}
+
+/// A device of a VM: its id, or a table with more.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(from = "RawDevice")]
+pub struct DeviceConfig {
+    /// Cluster-wide id.
+    pub id: String,
+    /// Number of its root port (on the i440FX: of its place on the bus), which
+    /// is where the guest finds it. Unless said, its position in the list.
+    pub port: Option<u16>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum RawDevice {
+    Id(String),
+    Table(DeviceTable),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceTable {
+    id: String,
+    port: Option<u16>,
+}
+
+impl From<RawDevice> for DeviceConfig {
+    fn from(raw: RawDevice) -> Self {
+        match raw {
+            RawDevice::Id(id) => id.into(),
+            RawDevice::Table(DeviceTable { id, port }) => Self { id, port },
+        }
+    }
+}
+
+impl From<String> for DeviceConfig {
+    fn from(id: String) -> Self {
+        Self { id, port: None }
+    }
+}
+
+/// OVMF's two flash images.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Flash {
+    /// The program, never written.
+    pub code: PathBuf,
+    /// The VM's own copy of the variables.
+    pub vars: PathBuf,
+}
+
+/// Who runs a VM's QEMU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Manager {
+    /// farside itself (`farside start`), or the user's own scripts.
+    #[default]
+    Qemu,
+    /// libvirt: the VM is the domain of the same name.
+    Libvirt,
+}
+
+/// Why there is no description.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum LoadError {
+    /// Nobody described the VM.
+    #[error(
+        "VM {vm} has no description ({path} is missing): write one, or name another file with --config",
+        path = path.display()
+    )]
+    Unknown { vm: String, path: PathBuf },
+    /// The file cannot be read.
+    #[error("cannot read {path}: {source}", path = path.display())]
+    Read { path: PathBuf, source: io::Error },
+    /// The file is not valid.
+    #[error("{path}: {source}", path = path.display())]
+    Parse {
+        path: PathBuf,
+        source: Box<toml::de::Error>,
+    },
+    /// The file describes another VM.
+    #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
+    OtherVm {
+        path: PathBuf,
+        found: String,
+        wanted: String,
+    },
+}
+
+impl VmConfig {
+    /// Reads a file.
+    pub fn load(path: &Path) -> Result<Self, LoadError> {
+        let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        toml::from_str(&text).map_err(|source| LoadError::Parse {
+            path: path.to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    /// Reads the description of a VM of this host ([`places::description`]).
+    pub fn of_vm(vm: &str) -> Result<Self, LoadError> {
+        let path = places::description(vm);
+        if !path.exists() {
+            let vm = vm.to_owned();
+            return Err(LoadError::Unknown { vm, path });
+        }
+        let mut config = Self::load(&path)?;
+        match config.name.replace(vm.to_owned()) {
+            Some(found) if found != vm => Err(LoadError::OtherVm {
+                path,
+                found,
+                wanted: vm.to_owned(),
+            }),
+            _ => Ok(config),
+        }
+    }
+
+    /// Guest RAM, bytes.
+    pub fn memory(&self) -> u64 {
+        self.memory.unwrap_or(DEFAULT_MEMORY)
+    }
+
+    /// The lenders, or the one of this host.
+    pub fn lenders(&self) -> Vec<Address> {
+        match self.lenders.as_slice() {
+            [] => vec![paths::lender_socket().into()],
+            some => some.to_vec(),
+        }
+    }
+
+    /// The ids of its devices.
+    pub fn device_ids(&self) -> Vec<String> {
+        self.devices
+            .iter()
+            .map(|device| device.id.clone())
+            .collect()
+    }
+
+    /// What QEMU's command line is made of, for the VM of that name.
+    pub fn to_vm(&self, name: &str) -> Vm {
+        let mut vm = Vm::new(name, self.memory());
+        vm.vcpus = self.cpus.unwrap_or(1);
+        vm.machine = self.machine.unwrap_or_default();
+        vm.accel = self.accel.unwrap_or_default();
+        vm.huge_pages = self.hugepages.unwrap_or_default();
+        if let Some(Flash { code, vars }) = self.ovmf.clone() {
+            vm.firmware = Firmware::Ovmf { code, vars };
+        }
+        vm.spare_ports = self.spare_ports.unwrap_or(DEFAULT_SPARE_PORTS);
+        vm.devices = self
+            .devices
+            .iter()
+            .map(|DeviceConfig { id, port }| Device {
+                id: id.clone(),
+                port: *port,
+                socket: paths::device_socket(name, id),
+                bootindex: (self.boot.as_ref() == Some(id)).then_some(0),
+            })
+            .collect();
+        vm.extra_args = self.qemu_args.clone();
+        vm
+    }
+}
+
+/// Root ports left free when nothing is said.
+const DEFAULT_SPARE_PORTS: u16 = 2;
+
+fn size<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    parse_size(&text)
+        .map(Some)
+        .map_err(serde::de::Error::custom)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_keys_are_errors() {
+        for text in ["memroy = \"4G\"", "devices = [{ id = \"a\", prot = 1 }]"] {
+            assert!(toml::from_str::<VmConfig>(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_example_parses() {
+        let text = "name = \"web1\"\ndevices = [\"disk0\", { id = \"disk1\", port = 3 }]\n\
+                    memory = \"4 GiB\"\ncpus = 2\nmachine = \"pc\"\nhugepages = \"2M\"";
+        let config: VmConfig = toml::from_str(text).unwrap();
+        assert_eq!(config.memory(), 4 << 30);
+        let vm = config.to_vm("web1");
+        assert_eq!(vm.machine, Machine::I440fx);
+        assert_eq!(vm.huge_pages, HugePages::Of2MiB);
+        let ports: Vec<_> = vm.devices.iter().map(|device| device.port).collect();
+        assert_eq!(ports, [None, Some(3)]);
+    }
+
+    #[test]
+    fn a_description_of_another_vm_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.toml");
+        std::fs::write(&path, "name = [").unwrap();
+        let error = VmConfig::load(&path).unwrap_err().to_string();
+        assert!(
+            error.contains("a.toml") && error.contains("line 1"),
+            "{error}"
+        );
+    }
+}
