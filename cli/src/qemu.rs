@@ -91,6 +91,9 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
             );
         }
     }
+    // For the monitor, where no backend has made it.
+    let folder = paths::vm_dir(&name);
+    paths::create_folder(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))
 }

@@ -55,6 +55,11 @@ pub fn status_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(STATUS_SOCKET_NAME)
 }
 
+/// Where a VM's QEMU listens for QMP.
+pub fn monitor_socket(vm: &str) -> PathBuf {
+    vm_dir(vm).join("qmp")
+}
+
 /// Makes `folder`, for this user alone, unless it is there. Refuses one that
 /// another user owns and who could put sockets of his own there: the fallback
 /// in `/tmp` has a name that others can guess.

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Device, Firmware, Machine, SharedMemoryError, Vm, command_line::ports};
+use crate::{Firmware, Machine, SharedMemoryError, Vm, command_line::ports};
 
 /// Longest name of a VM or device, bytes: both become parts of socket paths.
 const MAX_NAME: usize = 48;
@@ -42,7 +42,7 @@ pub enum VmError {
     #[error("{vcpus} processors: a VM has 1 to {MAX_VCPUS}")]
     Vcpus { vcpus: u32 },
     /// Two of something that must be unique.
-    #[error("{what} {name:?} is used by two devices of this VM")]
+    #[error("{what} {name:?} is used twice in this VM")]
     Duplicate { what: &'static str, name: String },
     /// The kernel does not take such a long socket path.
     #[error(
@@ -81,12 +81,17 @@ impl Vm {
             path_text(code)?;
             path_text(vars)?;
         }
+        if let Some(monitor) = &self.monitor {
+            check_socket(monitor)?;
+        }
         for device in &self.devices {
-            device.check()?;
+            check_name("device id", &device.id)?;
+            check_socket(&device.socket)?;
         }
         unique("device id", self.devices.iter().map(|d| d.id.clone()))?;
-        let sockets = self.devices.iter().map(|d| d.socket.display().to_string());
-        unique("socket", sockets)?;
+        let sockets = self.devices.iter().map(|d| d.socket.as_path());
+        let sockets = sockets.chain(self.monitor.as_deref());
+        unique("socket", sockets.map(|path| path.display().to_string()))?;
         let places = self.devices.iter().filter_map(|d| d.bootindex);
         unique("bootindex", places.map(|place| place.to_string()))?;
         match self.extra_args.iter().find(|arg| arg.contains('\0')) {
@@ -133,18 +138,13 @@ impl Vm {
     }
 }
 
-impl Device {
-    fn check(&self) -> Result<(), VmError> {
-        check_name("device id", &self.id)?;
-        let len = path_text(&self.socket)?.len();
-        if len > MAX_SOCKET {
-            return Err(VmError::SocketPath {
-                path: self.socket.clone(),
-                len,
-            });
-        }
-        Ok(())
+fn check_socket(socket: &Path) -> Result<(), VmError> {
+    let len = path_text(socket)?.len();
+    if len > MAX_SOCKET {
+        let path = socket.to_owned();
+        return Err(VmError::SocketPath { path, len });
     }
+    Ok(())
 }
 
 fn check_name(what: &'static str, name: &str) -> Result<(), VmError> {

@@ -66,6 +66,10 @@ impl Vm {
         args.option("-smp", self.vcpus.to_string());
         args.option("-m", self.ram_value());
         args.option("-object", self.memory_backend());
+        if let Some(socket) = &self.monitor {
+            let path = path_text(socket)?.replace(',', ",,");
+            args.option("-qmp", format!("unix:{path},server=on,wait=off"));
+        }
         if let Firmware::Ovmf { code, vars } = &self.firmware {
             for (name, file, read_only) in [(CODE, code, true), (VARS, vars, false)] {
                 let node = BlockNode {

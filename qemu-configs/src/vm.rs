@@ -27,6 +27,9 @@ pub struct Vm {
     /// Root ports to leave free for devices that are added while the VM runs.
     /// The i440FX has free slots on its bus and needs none.
     pub spare_ports: u16,
+    /// Socket of a QMP monitor, at most 107 bytes: QEMU listens there, one
+    /// client at a time. `None` makes none.
+    pub monitor: Option<PathBuf>,
     /// More arguments, put at the end as they are: disks, networks, consoles.
     pub extra_args: Vec<String>,
 }
@@ -44,6 +47,7 @@ impl Vm {
             firmware: Firmware::default(),
             devices: Vec::new(),
             spare_ports: 0,
+            monitor: None,
             extra_args: Vec::new(),
         }
     }

@@ -99,6 +99,15 @@ fn an_i440fx_with_two_devices_has_them_on_its_bus() {
 }
 
 #[test]
+fn a_monitor_is_a_socket_where_qemu_listens() {
+    let mut vm = vm();
+    vm.monitor = Some("/run/a,b/qmp".into());
+    let args = args(&vm);
+    let at = args.iter().position(|arg| arg == "-qmp").unwrap();
+    assert_eq!(args[at + 1], "unix:/run/a,,b/qmp,server=on,wait=off");
+}
+
+#[test]
 fn ovmf_is_two_flash_images_whose_paths_may_have_commas() {
     let mut vm = vm();
     vm.devices.clear();
@@ -229,21 +238,21 @@ fn bad_descriptions_say_what_to_do() {
     assert_eq!(with(|vm| vm.vcpus = 0), "0 processors: a VM has 1 to 255");
     assert_eq!(
         with(|vm| vm.devices.push(device("disk0"))),
-        "device id \"disk0\" is used by two devices of this VM"
+        "device id \"disk0\" is used twice in this VM"
     );
     assert_eq!(
         with(|vm| {
             vm.devices.push(device("disk1"));
             vm.devices[1].socket = vm.devices[0].socket.clone();
         }),
-        "socket \"/run/farside/vm1/disk0.sock\" is used by two devices of this VM"
+        "socket \"/run/farside/vm1/disk0.sock\" is used twice in this VM"
     );
     assert_eq!(
         with(|vm| {
             vm.devices.push(device("disk1"));
             vm.devices.iter_mut().for_each(|d| d.bootindex = Some(0));
         }),
-        "bootindex \"0\" is used by two devices of this VM"
+        "bootindex \"0\" is used twice in this VM"
     );
     assert!(
         with(|vm| vm.devices[0].socket = format!("/{}", "x".repeat(107)).into()).ends_with(

@@ -225,6 +225,7 @@ impl VmConfig {
                 bootindex: (self.boot.as_ref() == Some(id)).then_some(0),
             })
             .collect();
+        vm.monitor = Some(paths::monitor_socket(name));
         vm.extra_args = self.qemu_args.clone();
         vm
     }
