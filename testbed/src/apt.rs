@@ -136,44 +136,78 @@ fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
         Ok::<_, anyhow::Error>(path)
     };
     write("status", &installed(wanted.installed))?;
-    write("preferences", &preferences())?;
-    ensure!(
-        Path::new(KEYRING).exists(),
-        "{KEYRING} is missing, so signatures cannot be checked; install the package \
-         debian-archive-keyring"
-    );
+    write("preferences", &preferences(recipe::FROM_BACKPORTS))?;
+    let source = Source::of_this_machine()?;
     write(
         "farside.sources",
         &format!(
             "Types: deb\nURIs: {}\nSuites: {}\nComponents: main\nArchitectures: amd64\n\
              Signed-By: {KEYRING}\nTargets: Packages\n",
-            mirror()?,
+            source.mirror,
             wanted.suites.join(" "),
         ),
     )?;
-    let machine = output(
-        Command::new("apt-config").args(["dump", "--format", "%F \"%v\";%n"]),
-        INSTALL_APT,
-    )?;
-    write("apt.conf", &config(folder, &machine))
+    write("apt.conf", &config(folder, &source.settings))
 }
 
-/// Our apt's configuration: folders of its own, and how the machine reaches its
-/// mirrors (proxies, certificates), but none of its hooks.
-fn config(folder: &Path, machine: &str) -> String {
+/// Where Debian's packages come from, and how the machine reaches that.
+#[derive(Debug)]
+pub(crate) struct Source {
+    mirror: String,
+    settings: Vec<String>,
+}
+
+impl Source {
+    /// As the machine's own apt has it.
+    pub(crate) fn of_this_machine() -> Result<Self> {
+        ensure!(
+            Path::new(KEYRING).exists(),
+            "{KEYRING} is missing, so signatures cannot be checked; install the package \
+             debian-archive-keyring"
+        );
+        let machine = output(
+            Command::new("apt-config").args(["dump", "--format", "%F \"%v\";%n"]),
+            INSTALL_APT,
+        )?;
+        Ok(Self {
+            mirror: mirror()?,
+            settings: settings(&machine),
+        })
+    }
+
+    /// Settings of apt, each `NAME "VALUE";`.
+    pub(crate) fn settings(&self) -> &[String] {
+        &self.settings
+    }
+
+    /// A line of `sources.list`.
+    pub(crate) fn line(&self, suite: &str) -> String {
+        let mirror = &self.mirror;
+        format!("deb [signed-by={KEYRING}] {mirror} {suite} main")
+    }
+}
+
+/// How the machine reaches its mirrors (proxies, certificates), but none of its
+/// hooks.
+fn settings(machine: &str) -> Vec<String> {
     let kept = [
         "Acquire::http",
         "Acquire::https",
         "Acquire::ftp",
         "Acquire::Check-",
     ];
-    let mut text: String = machine
+    machine
         .lines()
         .filter(|line| kept.iter().any(|prefix| line.starts_with(prefix)))
-        .map(|line| format!("{line}\n"))
-        .collect();
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Our apt's configuration: the machine's settings, and folders of its own.
+fn config(folder: &Path, settings: &[String]) -> String {
+    let mut text: String = settings.iter().map(|line| format!("{line}\n")).collect();
     let folder = folder.display();
-    let settings = [
+    let own = [
         ("Dir::Etc::main", "/dev/null".to_owned()),
         ("Dir::Etc::parts", "/dev/null".to_owned()),
         ("Dir::Etc::sourcelist", format!("{folder}/farside.sources")),
@@ -201,15 +235,16 @@ fn config(folder: &Path, machine: &str) -> String {
         ("Acquire::Languages", "none".to_owned()),
         ("Acquire::Retries", "3".to_owned()),
     ];
-    for (name, value) in settings {
+    for (name, value) in own {
         writeln!(text, "{name} \"{value}\";").expect("a String takes all");
     }
     text.push_str("#clear APT::Architectures;\nAPT::Architectures { \"amd64\"; };\n");
     text
 }
 
-fn preferences() -> String {
-    let sources: Vec<String> = recipe::FROM_BACKPORTS
+/// Prefers these source packages from backports.
+pub(crate) fn preferences(backports: &[&str]) -> String {
+    let sources: Vec<String> = backports
         .iter()
         .map(|source| format!("src:{source}"))
         .collect();
@@ -298,7 +333,7 @@ mod tests {
     fn the_machines_hooks_are_left_behind() {
         let machine = "APT::Update::Post-Invoke:: \"rm -f x\";\n\
                        Acquire::http::Proxy \"http://proxy.invalid:3128\";\n";
-        let text = config(Path::new("/c"), machine);
+        let text = config(Path::new("/c"), &settings(machine));
         assert!(text.contains("proxy.invalid"));
         assert!(!text.contains("Post-Invoke"));
         assert!(text.contains("Dir::State::status \"/c/status\";"));

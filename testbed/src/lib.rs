@@ -9,6 +9,9 @@
 //! A VM may play a host ([`Testbed::host_vm`]): it has an emulated VT-d, and runs
 //! VMs of its own ([`HostVm::guest`]), which are driven in the same way.
 //!
+//! A [`DebianRoot`] is Debian as installed, for programs that are more than a file;
+//! it is the one thing here that takes root.
+//!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
 //! use std::time::Duration;
@@ -33,6 +36,7 @@ mod boot_image;
 mod cache;
 mod command;
 mod debian;
+mod debian_root;
 mod elf;
 mod host;
 mod host_vm;
@@ -55,6 +59,7 @@ use std::sync::{Arc, OnceLock};
 use anyhow::{Context, Result};
 
 pub use accel::Accel;
+pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};
 pub use progress::{Progress, Task};

@@ -1,0 +1,33 @@
+# Makes a private copy of a root folder, and becomes its first process: when that
+# ends, as its standard input is closed, all that runs inside ends, and with it
+# go the mounts.
+#
+# $1: an empty folder to mount things on; $2: the root folder; then pairs of a
+# folder of the machine and where it shall be.
+set -eu
+cd "$1"
+mount -t tmpfs -o mode=755 farside .
+cd "$1"
+mkdir lower upper work root
+mount --bind "$2" lower
+# Relative: no character in a path means anything to overlayfs then.
+mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work farside root
+cd root
+mount --rbind /dev dev
+mount -t tmpfs -o mode=1777 farside dev/shm
+mount --rbind /sys sys
+mount -t tmpfs -o mode=755 farside run
+mount -t tmpfs -o mode=1777 farside tmp
+mkdir -m 1777 run/lock
+shift 2
+while [ $# -gt 0 ]; do
+    mkdir -p ".$2"
+    mount --rbind "$1" ".$2"
+    shift 2
+done
+# In the machine's /proc still: our number there.
+read -r outside _ < /proc/self/stat
+mount -t proc proc proc
+pivot_root . mnt
+# bash waits for orphans, as a first process has to.
+exec chroot . /bin/bash -c 'umount -l /mnt && echo "ready $1" && read -r _' bash "$outside"

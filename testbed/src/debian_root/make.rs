@@ -1,0 +1,56 @@
+//! Makes the folder.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::apt;
+use crate::command::output;
+use crate::progress::Progress;
+use crate::recipe;
+
+/// Bumped when the code below makes something else of the same packages.
+pub(super) const MAKER: &str = "1";
+
+pub(super) const INSTALL_MMDEBSTRAP: &str = "it is in the package mmdebstrap";
+
+/// Source packages taken from backports beside those of the test bed.
+pub(super) const BACKPORTS: &[&str] = &["libvirt"];
+
+pub(super) fn make(root: &Path, name: &str, packages: &[&str], progress: &Progress) -> Result<()> {
+    let task = progress.spinner(format!("Installing the Debian root {name}"));
+    let source = apt::Source::of_this_machine()?;
+    let pins: Vec<&str> = [recipe::FROM_BACKPORTS, BACKPORTS].concat();
+    let mut preferences = tempfile::NamedTempFile::new().context("creating a file")?;
+    preferences
+        .write_all(apt::preferences(&pins).as_bytes())
+        .context("writing apt's preferences")?;
+
+    let mut command = Command::new("mmdebstrap");
+    command
+        .args([
+            "--quiet",
+            "--mode=root",
+            "--variant=minbase",
+            "--format=directory",
+        ])
+        .args(["--architectures=amd64", "--components=main"])
+        .arg("--setup-hook=cp \"$FARSIDE_PREFERENCES\" \"$1/etc/apt/preferences.d/farside\"")
+        .env("FARSIDE_PREFERENCES", preferences.path())
+        .env("LC_ALL", "C");
+    if !packages.is_empty() {
+        command.arg(format!("--include={}", packages.join(",")));
+    }
+    for setting in source.settings() {
+        command.arg(format!("--aptopt={setting}"));
+    }
+    command.args([recipe::RELEASE]).arg(root);
+    for suite in recipe::suites() {
+        command.arg(source.line(&suite));
+    }
+    output(&mut command, INSTALL_MMDEBSTRAP)?;
+    task.done();
+    Ok(())
+}
