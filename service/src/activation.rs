@@ -1,0 +1,319 @@
+//! Listening sockets that the service manager has made (`sd_listen_fds(3)`).
+//!
+//! They are told apart by where they listen, not by their order or names: the
+//! daemon knows where it wants to listen, and asks for each such socket. What
+//! nobody asked for is a mistake in a unit, and is said to be one.
+
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    os::{
+        fd::OwnedFd,
+        unix::{ffi::OsStrExt, fs::MetadataExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use listenfd::ListenFd;
+use rustix::{
+    io::Errno,
+    net::{SocketAddrAny, SocketAddrUnix, getsockname, sockopt},
+};
+
+/// Where a socket listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A path.
+    Path(PathBuf),
+    /// A TCP port.
+    Port(SocketAddr),
+}
+
+/// How a UNIX socket carries what is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// As bytes: vfio-user, status.
+    Stream,
+    /// As messages: a lender's socket.
+    SeqPacket,
+}
+
+/// A socket that was handed over.
+#[derive(Debug)]
+struct Socket {
+    fd: OwnedFd,
+    at: Endpoint,
+    kind: Kind,
+}
+
+/// Listening sockets from the service manager that nobody has taken yet.
+#[derive(Debug, Default)]
+pub struct Activated(Vec<Socket>);
+
+/// Why a descriptor from the service manager cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum ActivationError {
+    /// Not a socket, or of a kind that nothing here listens with.
+    #[error(
+        "descriptor {number} from the service manager ($LISTEN_FDS) is no listening UNIX or TCP socket: {why}; a socket unit of farside has only ListenStream= and ListenSequentialPacket=, with Accept=no"
+    )]
+    Foreign { number: usize, why: String },
+    /// The right place, the wrong kind.
+    #[error(
+        "the service manager's socket at {path} has to be made with {wanted}=, not {found}=: mend the socket unit, and restart it",
+        path = path.display()
+    )]
+    Kind {
+        path: PathBuf,
+        wanted: Kind,
+        found: Kind,
+    },
+    /// Its path has gone.
+    #[error(
+        "the service manager listens at {path}, but somebody has removed that path, so that nobody can connect: restart the socket unit",
+        path = path.display()
+    )]
+    Lost { path: PathBuf },
+    /// A socket that nobody wants.
+    #[error(
+        "the service manager listens at {at}, which is none of {wanted}: remove it from the socket unit (`systemctl cat` shows it), or run `systemctl daemon-reload` and restart the socket unit if the configuration has changed"
+    )]
+    Unwanted { at: Endpoint, wanted: String },
+    /// The kernel does not say what it is.
+    #[error("descriptor {number} from the service manager ($LISTEN_FDS): {source}")]
+    System { number: usize, source: io::Error },
+}
+
+impl Activated {
+    /// Takes what the service manager gave this process; nothing when it was
+    /// started otherwise. To be called once, before there are other threads: it
+    /// removes the variables from the environment.
+    pub fn from_env() -> Result<Self, ActivationError> {
+        let mut given = ListenFd::from_env();
+        (0..given.len())
+            .map(|index| take(&mut given, index))
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    /// The socket that listens at `path`, if there is one.
+    pub fn take_path(
+        &mut self,
+        path: &Path,
+        kind: Kind,
+    ) -> Result<Option<OwnedFd>, ActivationError> {
+        let here = |socket: &Socket| matches!(&socket.at, Endpoint::Path(at) if same(at, path));
+        let Some(index) = self.0.iter().position(here) else {
+            return Ok(None);
+        };
+        let found = self.0.swap_remove(index);
+        if let Err(error) = std::fs::symlink_metadata(path)
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            return Err(ActivationError::Lost {
+                path: path.to_owned(),
+            });
+        }
+        match found.kind == kind {
+            true => Ok(Some(found.fd)),
+            false => Err(ActivationError::Kind {
+                path: path.to_owned(),
+                wanted: kind,
+                found: found.kind,
+            }),
+        }
+    }
+
+    /// All sockets that listen at TCP ports.
+    pub fn take_ports(&mut self) -> Vec<(OwnedFd, SocketAddr)> {
+        let mut ports = Vec::new();
+        for socket in std::mem::take(&mut self.0) {
+            match socket.at {
+                Endpoint::Port(at) => ports.push((socket.fd, at)),
+                Endpoint::Path(_) => self.0.push(socket),
+            }
+        }
+        ports
+    }
+
+    /// An error when a socket is left. `wanted` says what would have been taken,
+    /// such as "the sockets of VM web1".
+    pub fn finish(self, wanted: &str) -> Result<(), ActivationError> {
+        match self.0.into_iter().next() {
+            None => Ok(()),
+            Some(socket) => Err(ActivationError::Unwanted {
+                at: socket.at,
+                wanted: wanted.to_owned(),
+            }),
+        }
+    }
+}
+
+/// What the descriptor at `index` is.
+fn take(given: &mut ListenFd, index: usize) -> Result<Socket, ActivationError> {
+    // As the kernel counts: the first one is 3.
+    let number = index + 3;
+    let foreign = |why: String| ActivationError::Foreign { number, why };
+    let system = |errno: Errno| ActivationError::System {
+        number,
+        source: errno.into(),
+    };
+    let mut last = String::new();
+    for (family, kind) in [
+        (libc::AF_UNIX, Kind::Stream),
+        (libc::AF_UNIX, Kind::SeqPacket),
+        (libc::AF_INET, Kind::Stream),
+    ] {
+        let fd = match given.take_custom::<OwnedFd>(index, family, kind.raw(), kind.unit_key()) {
+            Ok(Some(fd)) => fd,
+            Ok(None) => break,
+            Err(error) => {
+                last = error.to_string();
+                continue;
+            }
+        };
+        if !sockopt::socket_acceptconn(&fd).map_err(system)? {
+            return Err(foreign("it does not listen".into()));
+        }
+        let address = getsockname(&fd).map_err(system)?;
+        let at = endpoint(&address).map_err(foreign)?;
+        // The daemons wait for sockets by poll, and another process may be
+        // faster to accept.
+        rustix::io::ioctl_fionbio(&fd, true).map_err(system)?;
+        return Ok(Socket { fd, at, kind });
+    }
+    Err(foreign(last))
+}
+
+fn endpoint(address: &SocketAddrAny) -> Result<Endpoint, String> {
+    if let Ok(at) = SocketAddr::try_from(address.clone()) {
+        return Ok(Endpoint::Port(at));
+    }
+    match SocketAddrUnix::try_from(address.clone()) {
+        Ok(unix) => match unix.path_bytes() {
+            Some(path) => Ok(Endpoint::Path(std::ffi::OsStr::from_bytes(path).into())),
+            None => Err("it has no path in the file system".into()),
+        },
+        Err(errno) => Err(format!("its address is of another kind ({errno})")),
+    }
+}
+
+/// Whether two paths lead to the same place, such as by /var/run and /run.
+fn same(a: &Path, b: &Path) -> bool {
+    let identity = |path| {
+        let meta = std::fs::symlink_metadata(path).ok()?;
+        Some((meta.dev(), meta.ino()))
+    };
+    a == b || identity(a).is_some_and(|a| identity(b) == Some(a))
+}
+
+impl Kind {
+    fn raw(self) -> libc::c_int {
+        match self {
+            Self::Stream => libc::SOCK_STREAM,
+            Self::SeqPacket => libc::SOCK_SEQPACKET,
+        }
+    }
+
+    fn unit_key(self) -> &'static str {
+        match self {
+            Self::Stream => "ListenStream",
+            Self::SeqPacket => "ListenSequentialPacket",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.unit_key())
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => write!(f, "{}", path.display()),
+            Self::Port(at) => write!(f, "tcp:{at}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn listening(at: &Path) -> Activated {
+        let fd = UnixListener::bind(at).unwrap().into();
+        let address = getsockname(&fd).unwrap();
+        Activated(vec![Socket {
+            at: endpoint(&address).unwrap(),
+            fd,
+            kind: Kind::Stream,
+        }])
+    }
+
+    #[test]
+    fn a_socket_is_found_by_its_path_however_that_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("run/s"), folder.path().join("link"));
+        std::fs::create_dir(folder.path().join("run")).unwrap();
+        std::os::unix::fs::symlink("run", &link).unwrap();
+        let mut activated = listening(&path);
+        let other = folder.path().join("t");
+        assert!(activated.take_path(&other, Kind::Stream).unwrap().is_none());
+        let found = activated.take_path(&link.join("s"), Kind::Stream).unwrap();
+        assert!(found.is_some());
+        activated.finish("the sockets of a test").unwrap();
+    }
+
+    #[test]
+    fn what_nobody_asked_for_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let error = listening(&path)
+            .finish("the sockets of VM web1")
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains(path.to_str().unwrap()) && text.contains("VM web1"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn the_wrong_kind_and_a_path_that_has_gone_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let wrong = listening(&path)
+            .take_path(&path, Kind::SeqPacket)
+            .unwrap_err();
+        assert!(
+            wrong.to_string().contains("ListenSequentialPacket="),
+            "{wrong}"
+        );
+        std::fs::remove_file(&path).unwrap();
+        let mut activated = listening(&path);
+        std::fs::remove_file(&path).unwrap();
+        let gone = activated.take_path(&path, Kind::Stream).unwrap_err();
+        assert!(matches!(gone, ActivationError::Lost { .. }), "{gone}");
+    }
+
+    #[test]
+    fn ports_are_taken_together() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let fd = OwnedFd::from(listener);
+        let address = getsockname(&fd).unwrap();
+        assert_eq!(endpoint(&address), Ok(Endpoint::Port(at)));
+        let mut activated = Activated(vec![Socket {
+            at: Endpoint::Port(at),
+            fd,
+            kind: Kind::Stream,
+        }]);
+        assert_eq!(activated.take_ports()[0].1, at);
+        activated.finish("nothing").unwrap();
+    }
+}

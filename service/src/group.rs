@@ -1,0 +1,155 @@
+//! Sockets that others than their owner may connect to.
+
+use std::{
+    fs::Permissions,
+    io,
+    os::unix::fs::{MetadataExt, PermissionsExt, chown},
+    path::{Path, PathBuf},
+};
+
+use nix::unistd::Group;
+
+/// A group of this host whose members may connect to sockets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketGroup {
+    name: String,
+    gid: u32,
+}
+
+/// Why a group cannot be given a socket.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum GroupError {
+    /// No such group.
+    #[error(
+        "socket group {0:?}: this host has no such group; `getent group` lists those there are (QEMU of libvirt runs in libvirt-qemu or qemu, others often in kvm)"
+    )]
+    Unknown(String),
+    /// The host's list of groups cannot be read.
+    #[error("socket group {name:?}: looking it up: {source}")]
+    Lookup { name: String, source: io::Error },
+    /// A file cannot be given to the group.
+    #[error(
+        "cannot give {path} to the group {group}: {source}; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit",
+        path = path.display()
+    )]
+    Give {
+        path: PathBuf,
+        group: String,
+        source: io::Error,
+    },
+}
+
+impl SocketGroup {
+    /// The group of that name, where the host looks for groups (`nss(5)`).
+    pub fn named(name: &str) -> Result<Self, GroupError> {
+        match Group::from_name(name) {
+            Ok(Some(group)) => Ok(Self {
+                name: group.name,
+                gid: group.gid.as_raw(),
+            }),
+            Ok(None) => Err(GroupError::Unknown(name.to_owned())),
+            Err(errno) => Err(GroupError::Lookup {
+                name: name.to_owned(),
+                source: errno.into(),
+            }),
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Lets members connect to the socket at `path`, and nobody else but its
+    /// owner (mode 0660).
+    pub fn admit(&self, path: &Path) -> Result<(), GroupError> {
+        self.give(path, 0o660)
+    }
+
+    /// Lets members reach what is in `folder`, whose names they have to know
+    /// (mode 0710), and everyone pass through `parents` folders above it that are
+    /// this user's.
+    pub fn admit_into(&self, folder: &Path, parents: usize) -> Result<(), GroupError> {
+        self.give(folder, 0o710)?;
+        for parent in folder.ancestors().skip(1).take(parents) {
+            open_for_passing(parent).map_err(|source| self.not_given(parent, source))?;
+        }
+        Ok(())
+    }
+
+    fn give(&self, path: &Path, mode: u32) -> Result<(), GroupError> {
+        chown(path, None, Some(self.gid))
+            .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(mode)))
+            .map_err(|source| self.not_given(path, source))
+    }
+
+    fn not_given(&self, path: &Path, source: io::Error) -> GroupError {
+        GroupError::Give {
+            path: path.to_owned(),
+            group: self.name.clone(),
+            source,
+        }
+    }
+}
+
+/// Lets everyone pass through `folder`, if it is ours and does not yet: what is in
+/// it has modes of its own.
+fn open_for_passing(folder: &Path) -> io::Result<()> {
+    const PASS: u32 = 0o011;
+
+    let meta = std::fs::metadata(folder)?;
+    let ours = meta.uid() == rustix::process::geteuid().as_raw();
+    let mode = meta.mode() & 0o7777;
+    if !ours || mode & PASS == PASS {
+        return Ok(());
+    }
+    std::fs::set_permissions(folder, Permissions::from_mode(mode | PASS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_group_is_named() {
+        let error = SocketGroup::named("no-such-group").unwrap_err().to_string();
+        assert!(error.contains("\"no-such-group\"") && error.contains("getent group"));
+    }
+
+    #[test]
+    fn members_reach_a_socket_and_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        // Our own group: everyone may give a file to that.
+        let gid = rustix::process::getegid().as_raw();
+        let own = Group::from_gid(gid.into()).unwrap().expect("a group entry");
+        let group = SocketGroup::named(&own.name).unwrap();
+        assert_eq!(group.name(), own.name);
+        group.admit(&path).unwrap();
+        let inner = folder.path().join("vm");
+        std::fs::create_dir(&inner).unwrap();
+        group.admit_into(&inner, 1).unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!(mode(&path), 0o660);
+        assert_eq!(mode(&inner), 0o710);
+        assert_eq!(mode(folder.path()), 0o711);
+        assert_eq!(std::fs::metadata(&path).unwrap().gid(), gid);
+
+        let error = group.admit(&folder.path().join("none")).unwrap_err();
+        assert!(error.to_string().contains("/none to the group"), "{error}");
+    }
+
+    #[test]
+    fn a_closed_folder_of_ours_is_opened_for_passing_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let mode = || std::fs::metadata(folder.path()).unwrap().mode() & 0o777;
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o700)).unwrap();
+        open_for_passing(folder.path()).unwrap();
+        assert_eq!(mode(), 0o711);
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+        open_for_passing(folder.path()).unwrap();
+        assert_eq!(mode(), 0o755);
+    }
+}
