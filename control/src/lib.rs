@@ -32,6 +32,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod admin;
 pub mod paths;
 pub mod registers;
 

@@ -55,6 +55,15 @@ pub fn status_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(STATUS_SOCKET_NAME)
 }
 
+/// The name in a VM's folder of the socket where its backend is told what to
+/// serve; see [`crate::admin`].
+pub const CONTROL_SOCKET_NAME: &str = "control";
+
+/// Where a VM's backend is told what to serve.
+pub fn control_socket(vm: &str) -> PathBuf {
+    vm_dir(vm).join(CONTROL_SOCKET_NAME)
+}
+
 /// Where a VM's QEMU listens for QMP.
 pub fn monitor_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join("qmp")

@@ -1,0 +1,149 @@
+//! What can go wrong with a VM.
+
+use std::{io, path::PathBuf, time::Duration};
+
+use farside_control::admin::Refusal;
+use farside_qemu_configs::VmError;
+use farside_vm_config::LoadError;
+
+/// Why something was not done to a VM. Unless the message says otherwise, the
+/// VM is as it was before.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum Error {
+    /// The VM has no description, or one that does not parse.
+    #[error(transparent)]
+    Description(#[from] LoadError),
+    /// The description cannot be made into a command line.
+    #[error("VM {vm}: {source}")]
+    Vm { vm: String, source: VmError },
+    /// A name that cannot be that of a VM or device.
+    #[error("{what} {name:?} {why}; {rule}", rule = farside_control::NAME_RULE)]
+    Name {
+        what: &'static str,
+        name: String,
+        why: &'static str,
+    },
+    /// Another command is at work on the VM.
+    #[error("another farside command{by} is at work on VM {vm}: wait until it has ended")]
+    Locked { vm: String, by: String },
+    /// The VM runs already.
+    #[error("VM {vm} runs already (QEMU is process {pid})")]
+    Running { vm: String, pid: u32 },
+    /// QEMU is not there.
+    #[error("VM {vm} does not run{hint}")]
+    NotRunning { vm: String, hint: String },
+    /// QEMU runs, and its monitor does not answer.
+    #[error(
+        "QEMU of VM {vm} (process {pid}) does not answer at {path} within {limit:?}: it serves one client at a time, so close any other, or QEMU hangs",
+        path = path.display()
+    )]
+    MonitorSilent {
+        vm: String,
+        pid: u32,
+        path: PathBuf,
+        limit: Duration,
+    },
+    /// The monitor closed, or said what makes no sense.
+    #[error("lost the monitor of VM {vm}: {why}")]
+    MonitorLost { vm: String, why: String },
+    /// QEMU refused a command.
+    #[error("QEMU of VM {vm} refuses {command}: {reason}")]
+    Refused {
+        vm: String,
+        command: String,
+        /// QMP's class of the error, such as `DeviceNotFound`.
+        class: String,
+        reason: String,
+    },
+    /// No backend runs.
+    #[error("no backend runs for VM {vm}: `farside start {vm}` starts one")]
+    NoBackend { vm: String },
+    /// A backend runs, and does not answer.
+    #[error("the backend of VM {vm} does not answer at {path}: {why}", path = path.display())]
+    BackendLost {
+        vm: String,
+        path: PathBuf,
+        why: String,
+    },
+    /// The backend refused a request.
+    #[error("the backend of VM {vm}: {refusal}")]
+    Backend { vm: String, refusal: Refusal },
+    /// Something that we started ended too early.
+    #[error("{what} of VM {vm} does not start: {why}")]
+    Failed {
+        what: &'static str,
+        vm: String,
+        why: String,
+    },
+    /// Something took too long.
+    #[error("{what} of VM {vm} within {limit:?}; {advice}")]
+    Late {
+        what: String,
+        vm: String,
+        limit: Duration,
+        advice: String,
+    },
+    /// The device is plugged in elsewhere in the VM.
+    #[error(
+        "device {device} is plugged into VM {vm} already, at port {at}: detach it first to move it to port {wanted}"
+    )]
+    ElsewhereInVm {
+        device: String,
+        vm: String,
+        at: u16,
+        wanted: u16,
+    },
+    /// The device is not there.
+    #[error("device {device} is not plugged into VM {vm}; it has {has}")]
+    NotPlugged {
+        device: String,
+        vm: String,
+        has: String,
+    },
+    /// No place for one more device.
+    #[error("VM {vm} has no free port for device {device} (in use: {used}): {advice}")]
+    NoPort {
+        vm: String,
+        device: String,
+        used: String,
+        advice: String,
+    },
+    /// The port that was asked for cannot be had.
+    #[error("port {port} of VM {vm} {why}")]
+    Port { port: u16, vm: String, why: String },
+    /// The guest said no to an unplug.
+    #[error(
+        "the guest of VM {vm} refuses to let go of {device}: something in it still uses the device; the device stays plugged in"
+    )]
+    GuestRefuses { vm: String, device: String },
+    /// The guest did not answer an unplug.
+    #[error(
+        "the guest of VM {vm} has not let go of {device} within {limit:?}: {why}; the device stays plugged in, and goes if the guest lets go of it later"
+    )]
+    GuestHolds {
+        vm: String,
+        device: String,
+        limit: Duration,
+        why: String,
+    },
+    /// virsh failed.
+    #[error("virsh {command} failed: {said}")]
+    Virsh { command: String, said: String },
+    /// systemctl failed.
+    #[error("systemctl {command} failed: {said}")]
+    Systemd { command: String, said: String },
+    /// What is not done for this kind of VM.
+    #[error("VM {vm}: {what}")]
+    Unsupported { vm: String, what: String },
+    /// The system refused something.
+    #[error("{what}: {source}")]
+    System { what: String, source: io::Error },
+}
+
+impl Error {
+    pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let what = what.into();
+        |source| Self::System { what, source }
+    }
+}

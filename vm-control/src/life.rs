@@ -1,0 +1,340 @@
+//! A VM as a whole: started, ended, looked at.
+
+use std::time::Duration;
+
+use farside_control::check_name;
+use farside_qemu_configs::qemu_id;
+use farside_vm_config::{Manager, VmConfig};
+use serde::Serialize;
+
+use crate::{
+    Backend, Error, Monitor,
+    lock::Lock,
+    places, qemu,
+    slots::{Slots, plugged},
+    virsh,
+};
+
+/// How long a monitor may take to greet: other commands of ours hold it for so
+/// long at most when they only look.
+pub(crate) const GREETING: Duration = Duration::from_secs(20);
+
+/// How long a backend may take to give its devices back.
+const RETURN: Duration = Duration::from_secs(30);
+
+/// How to start a VM.
+#[derive(Clone, Debug)]
+pub struct StartOptions {
+    /// How long backend and QEMU may take, each.
+    pub limit: Duration,
+    /// Plug the description's devices in. Else their ports are there, empty, and
+    /// the backend serves them: for a VM that is to come by live migration.
+    pub devices: bool,
+    /// More arguments for QEMU, at the end; not through libvirt.
+    pub qemu_args: Vec<String>,
+}
+
+impl Default for StartOptions {
+    /// Two minutes, all devices.
+    fn default() -> Self {
+        Self {
+            limit: Duration::from_secs(120),
+            devices: true,
+            qemu_args: Vec::new(),
+        }
+    }
+}
+
+/// How to end a VM.
+#[derive(Clone, Copy, Debug)]
+pub struct StopOptions {
+    /// How long the guest may take to power off; zero does not ask it.
+    pub limit: Duration,
+    /// Then end QEMU, as if its power was cut.
+    pub force: bool,
+}
+
+impl Default for StopOptions {
+    /// A minute, without force.
+    fn default() -> Self {
+        Self {
+            limit: Duration::from_secs(60),
+            force: false,
+        }
+    }
+}
+
+/// What a VM does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RunState {
+    /// There is no QEMU.
+    Stopped,
+    /// The guest runs.
+    Running,
+    /// QEMU is there, and its guest stands still; QEMU's word for why, such as
+    /// `paused` or `inmigrate`.
+    Still(String),
+}
+
+/// A VM of this host.
+#[derive(Clone, Debug, Serialize)]
+pub struct VmState {
+    /// Its name.
+    pub vm: String,
+    /// What it does.
+    pub state: RunState,
+    /// QEMU's process, where farside runs it.
+    pub qemu_pid: Option<u32>,
+    /// The backend's process, if one runs.
+    pub backend_pid: Option<u32>,
+    /// Its devices: those of its description, and those attached since.
+    pub devices: Vec<DeviceState>,
+}
+
+/// A device of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceState {
+    /// Its id.
+    pub id: String,
+    /// The number of its port: where it is plugged in, else where its
+    /// description puts it. None for one behind a port that is not farside's.
+    pub port: Option<u16>,
+    /// QEMU has it.
+    pub plugged: bool,
+    /// The backend serves it.
+    pub served: bool,
+    /// It is in the VM's description.
+    pub described: bool,
+}
+
+/// Starts a VM from its description: its backend, unless that runs, and QEMU.
+/// What it started it ends again when something fails.
+pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
+    let config = config_of(vm)?;
+    let _lock = Lock::take(vm)?;
+    match manager(&config) {
+        Manager::Libvirt => start_domain(vm, options)?,
+        Manager::Qemu => start_qemu(vm, &config, options)?,
+    }
+    look(vm, &config)
+}
+
+fn start_domain(vm: &str, options: &StartOptions) -> Result<(), Error> {
+    if !options.devices || !options.qemu_args.is_empty() {
+        return Err(Error::Unsupported {
+            vm: vm.to_owned(),
+            what: "libvirt starts it from its domain XML: no other arguments can be given"
+                .to_owned(),
+        });
+    }
+    virsh::start(vm)
+}
+
+fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(), Error> {
+    match Monitor::connect(vm, Manager::Qemu, GREETING) {
+        Err(Error::NotRunning { .. }) => {}
+        Ok(monitor) => {
+            return Err(Error::Running {
+                vm: vm.to_owned(),
+                pid: monitor.pid().unwrap_or(0),
+            });
+        }
+        Err(error) => return Err(error),
+    }
+    let (backend, ours) = match Backend::find(vm)? {
+        Some(backend) => (backend, false),
+        None => (Backend::start(vm, options.limit)?, true),
+    };
+    let started = run_qemu(vm, config, options, backend);
+    if started.is_err()
+        && ours
+        && let Some(backend) = Backend::find(vm)?
+        && let Err(error) = backend.stop(RETURN)
+    {
+        log::error!("{error}");
+    }
+    started
+}
+
+fn run_qemu(
+    vm: &str,
+    config: &VmConfig,
+    options: &StartOptions,
+    mut backend: Backend,
+) -> Result<(), Error> {
+    // One that ran before may have lost some by `farside detach`.
+    for device in config.device_ids() {
+        backend.attach(&device)?;
+    }
+    let mut described = config.to_vm(vm);
+    if !options.devices {
+        described = without_devices(described);
+    }
+    let program = config.qemu.clone().unwrap_or_else(|| places::QEMU.into());
+    qemu::start(&described, program, &options.qemu_args, options.limit).map(drop)
+}
+
+/// The same machine with its ports empty.
+fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm {
+    let last = vm
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(position, device)| device.port.map_or(position, usize::from) + 1)
+        .max()
+        .unwrap_or(0);
+    let ports = last.max(vm.devices.len()) as u16;
+    vm.spare_ports = vm.spare_ports.saturating_add(ports);
+    vm.devices.clear();
+    vm
+}
+
+/// Ends a VM: its guest powers off, then its backend gives the devices back.
+/// When this returns, they are back at their lenders. A VM that does not run
+/// is no error; a backend of it is ended all the same.
+pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
+    let config = config_of(vm)?;
+    let _lock = Lock::take(vm)?;
+    match manager(&config) {
+        Manager::Libvirt => stop_domain(vm, options)?,
+        Manager::Qemu => match Monitor::connect(vm, Manager::Qemu, GREETING) {
+            Ok(monitor) => qemu::stop(monitor, options.limit, options.force)?,
+            Err(Error::NotRunning { .. }) => {}
+            Err(Error::MonitorSilent { .. }) if options.force => qemu::kill_silent(vm)?,
+            Err(error) => return Err(error),
+        },
+    }
+    // That of a domain ends by libvirt's hook; unless there is none.
+    match Backend::find(vm)? {
+        Some(backend) => backend.stop(RETURN),
+        None => Ok(()),
+    }
+}
+
+fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
+    if !virsh::is_running(vm)? {
+        return Ok(());
+    }
+    if !options.limit.is_zero() {
+        virsh::shutdown(vm)?;
+        if virsh::wait_end(vm, std::time::Instant::now() + options.limit)? {
+            return Ok(());
+        }
+    }
+    if options.force {
+        return virsh::destroy(vm);
+    }
+    Err(Error::Late {
+        what: "the guest has not powered off".to_owned(),
+        vm: vm.to_owned(),
+        limit: options.limit,
+        advice: "it goes on; ask again, look at what it does, or end it with --force".to_owned(),
+    })
+}
+
+/// Whether the VM has a QEMU on this host.
+pub fn is_running(vm: &str) -> Result<bool, Error> {
+    let config = config_of(vm)?;
+    match Monitor::connect(vm, manager(&config), GREETING) {
+        Ok(_) => Ok(true),
+        Err(Error::NotRunning { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// What the VM does, and which devices it has at which ports.
+pub fn describe(vm: &str) -> Result<VmState, Error> {
+    look(vm, &config_of(vm)?)
+}
+
+fn look(vm: &str, config: &VmConfig) -> Result<VmState, Error> {
+    let mut devices: Vec<DeviceState> = config
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(position, device)| DeviceState {
+            id: device.id.clone(),
+            port: Some(device.port.unwrap_or(position as u16)),
+            plugged: false,
+            served: false,
+            described: true,
+        })
+        .collect();
+    let mut entry = |id: &str| -> usize {
+        devices
+            .iter()
+            .position(|device| device.id == id)
+            .unwrap_or_else(|| {
+                devices.push(DeviceState {
+                    id: id.to_owned(),
+                    port: None,
+                    plugged: false,
+                    served: false,
+                    described: false,
+                });
+                devices.len() - 1
+            })
+    };
+    let mut found = Vec::new();
+    let mut backend_pid = None;
+    if let Some(mut backend) = Backend::find(vm)? {
+        backend_pid = Some(backend.pid());
+        for served in backend.status()?.devices {
+            found.push((entry(&served.device), None));
+        }
+    }
+    let mut qemu_pid = None;
+    let state = match Monitor::connect(vm, manager(config), GREETING) {
+        Err(Error::NotRunning { .. }) => RunState::Stopped,
+        Err(error) => return Err(error),
+        Ok(mut monitor) => {
+            qemu_pid = monitor.pid();
+            let slots = Slots::of(&mut monitor)?;
+            for id in plugged(&mut monitor)? {
+                let port = slots.port_of(&mut monitor, &qemu_id(&id))?;
+                found.push((entry(&id), Some(port)));
+            }
+            run_state(&mut monitor)?
+        }
+    };
+    for (at, plugged) in found {
+        match plugged {
+            None => devices[at].served = true,
+            Some(port) => {
+                devices[at].plugged = true;
+                devices[at].port = port;
+            }
+        }
+    }
+    Ok(VmState {
+        vm: vm.to_owned(),
+        state,
+        qemu_pid,
+        backend_pid,
+        devices,
+    })
+}
+
+fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
+    let status = monitor.run("query-status", serde_json::json!({}))?;
+    match status["status"].as_str() {
+        Some("running") => Ok(RunState::Running),
+        Some(other) => Ok(RunState::Still(other.to_owned())),
+        None => Ok(RunState::Still("unknown".to_owned())),
+    }
+}
+
+/// The VM's description, for one whose name may be that of a folder.
+pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
+    check_name(vm).map_err(|why| Error::Name {
+        what: "VM name",
+        name: vm.to_owned(),
+        why,
+    })?;
+    Ok(VmConfig::of_vm(vm)?)
+}
+
+pub(crate) fn manager(config: &VmConfig) -> Manager {
+    config.manager.unwrap_or_default()
+}

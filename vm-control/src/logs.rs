@@ -1,0 +1,67 @@
+//! Logs of what runs in the background.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{Read, Seek, SeekFrom},
+    path::PathBuf,
+};
+
+use farside_vm_config::places;
+
+use crate::Error;
+
+/// Most lines of a log in a message.
+const LINES: usize = 12;
+
+/// Most bytes of a log that are looked at for them.
+const BYTES: u64 = 64 << 10;
+
+/// A log that is appended to, and where this run's part begins.
+pub(crate) struct Log {
+    pub(crate) path: PathBuf,
+    file: File,
+    start: u64,
+}
+
+impl Log {
+    /// Opens `name` in the VM's state folder.
+    pub(crate) fn open(vm: &str, name: &str) -> Result<Self, Error> {
+        let folder = places::vm_state(vm);
+        let path = folder.join(name);
+        let opened = fs::create_dir_all(&folder).and_then(|()| {
+            let file = OpenOptions::new().append(true).create(true).open(&path)?;
+            let start = file.metadata()?.len();
+            Ok((file, start))
+        });
+        let (file, start) =
+            opened.map_err(Error::system(format!("cannot log to {}", path.display())))?;
+        Ok(Self { path, file, start })
+    }
+
+    /// For the process that writes it.
+    pub(crate) fn writer(&self) -> Result<File, Error> {
+        let what = format!("cannot log to {}", self.path.display());
+        self.file.try_clone().map_err(Error::system(what))
+    }
+
+    /// What this run wrote at the end, for a message.
+    pub(crate) fn last_words(&self) -> String {
+        let read = || {
+            let mut file = File::open(&self.path)?;
+            let len = file.metadata()?.len();
+            let mut bytes = Vec::new();
+            file.seek(SeekFrom::Start(self.start.max(len.saturating_sub(BYTES))))?;
+            file.take(BYTES).read_to_end(&mut bytes)?;
+            Ok::<_, std::io::Error>(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        let text = read().unwrap_or_default();
+        let lines: Vec<_> = text.trim().lines().collect();
+        match lines.as_slice() {
+            [] => format!("it said nothing (log: {})", self.path.display()),
+            lines => {
+                let last = &lines[lines.len().saturating_sub(LINES)..];
+                format!("{} (log: {})", last.join("\n  "), self.path.display())
+            }
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! One device of a running VM, plugged in and out.
+//!
+//! In: the backend serves the device, then QEMU plugs it in. Out: QEMU asks the
+//! guest, the guest lets go, QEMU removes the device, the backend gives it back.
+//! A command that is cut off leaves the steps done so far; the same command
+//! again goes on from there, and the other one undoes them.
+
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use farside_control::{admin::RefusalKind, check_name, paths};
+use farside_qemu_configs::{Device, Vm, qemu_id};
+use farside_vm_config::{LoadError, VmConfig};
+use serde_json::json;
+
+use crate::{
+    Backend, Error, Event, Monitor,
+    life::{GREETING, config_of, manager},
+    lock::Lock,
+    slots::{Slot, Slots, plugged, ram},
+};
+
+/// QEMU has no event for the end of a device that it never frees (a
+/// `vfio-user-pci` with MSI-X, up to 11.1 at least), and libvirt shows none here:
+/// so often it is looked whether the device is still there.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// How to plug a device in.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttachOptions {
+    /// Number of the port. Unless said, that of the VM's description, else the
+    /// first that is free and not of a described device.
+    pub port: Option<u16>,
+}
+
+/// A device that is plugged in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attached {
+    /// Number of its port.
+    pub port: Option<u16>,
+    /// It was plugged in before; nothing was done.
+    pub already: bool,
+}
+
+/// A device that is plugged in no longer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Detached {
+    /// How long the guest took to let go. None when QEMU did not have the
+    /// device any more, and only the backend served it.
+    pub guest_took: Option<Duration>,
+}
+
+/// Plugs a device into a running VM: its backend looks it up and serves it, QEMU
+/// gets it. When this returns, the guest can find it; its lender lends it once
+/// QEMU resets it, which is then done. When QEMU refuses, the backend is told to
+/// forget it again. The VM's description is not changed: the device is there
+/// until it is detached or QEMU ends.
+pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attached, Error> {
+    check_device(device)?;
+    let config = config_or_default(vm)?;
+    let _lock = Lock::take(vm)?;
+    let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
+    let slots = Slots::of(&mut monitor)?;
+    if plugged(&mut monitor)?.iter().any(|id| id == device) {
+        let port = slots.port_of(&mut monitor, &qemu_id(device))?;
+        return match (port, options.port) {
+            (Some(at), Some(wanted)) if at != wanted => Err(Error::ElsewhereInVm {
+                device: device.to_owned(),
+                vm: vm.to_owned(),
+                at,
+                wanted,
+            }),
+            _ => Ok(Attached {
+                port,
+                already: true,
+            }),
+        };
+    }
+    let all = slots.all(&mut monitor)?;
+    let port = choose(vm, device, &config, &all, options.port)?;
+    let mut backend = Backend::connect(vm)?;
+    let (socket, already) = backend.attach(device)?;
+    let add = device_add(&mut monitor, &slots, device, port, socket)?;
+    if let Err(error) = monitor.run("device_add", add) {
+        let error = with_cause(error, &mut backend, device);
+        if !already && let Err(error) = backend.detach(device, true) {
+            log::error!("cannot take back what was done: {error}");
+        }
+        return Err(error);
+    }
+    Ok(Attached {
+        port: Some(port),
+        already: false,
+    })
+}
+
+/// Plugs a device out of a running VM: the guest is asked to let go of it, and
+/// has `limit` to do so; then the lender has it back.
+///
+/// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in
+/// and working. QEMU cannot take the question back: a guest that answers later
+/// loses the device then, and the next `detach` does the rest.
+pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error> {
+    check_device(device)?;
+    let config = config_or_default(vm)?;
+    let _lock = Lock::take(vm)?;
+    let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
+    let has = plugged(&mut monitor)?;
+    let guest_took = match has.iter().any(|id| id == device) {
+        true => Some(unplug(&mut monitor, device, limit)?),
+        false => None,
+    };
+    let served = match Backend::connect(vm) {
+        Ok(mut backend) => match backend.detach(device, false) {
+            Ok(()) => true,
+            Err(Error::Backend { refusal, .. }) if refusal.kind == RefusalKind::UnknownDevice => {
+                false
+            }
+            Err(error) => return Err(error),
+        },
+        // With the backend its leases went.
+        Err(Error::NoBackend { .. }) => false,
+        Err(error) => return Err(error),
+    };
+    if guest_took.is_none() && !served {
+        return Err(Error::NotPlugged {
+            device: device.to_owned(),
+            vm: vm.to_owned(),
+            has: match has.as_slice() {
+                [] => "no borrowed device".to_owned(),
+                ids => ids.join(", "),
+            },
+        });
+    }
+    Ok(Detached { guest_took })
+}
+
+/// Has the guest let go of a device, and waits until QEMU has removed it.
+fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Duration, Error> {
+    let id = qemu_id(device);
+    let begin = Instant::now();
+    let deadline = begin + limit;
+    match monitor.run("device_del", json!({ "id": id })) {
+        Ok(_) => {}
+        // By a detach that was given up.
+        Err(Error::Refused { reason, .. }) if reason.contains("in the process of unplug") => {}
+        Err(error) => return Err(error),
+    }
+    let ours = |event: &Event| {
+        event.data["device"] == *id
+            && matches!(
+                event.name.as_str(),
+                "DEVICE_DELETED" | "DEVICE_UNPLUG_GUEST_ERROR"
+            )
+    };
+    loop {
+        if !plugged(monitor)?.iter().any(|id| id == device) {
+            return Ok(begin.elapsed());
+        }
+        if Instant::now() >= deadline {
+            return Err(Error::GuestHolds {
+                vm: monitor.vm().to_owned(),
+                device: device.to_owned(),
+                limit,
+                why: why_held(monitor)?,
+            });
+        }
+        let look_again = deadline.min(Instant::now() + LOOK_AGAIN);
+        if !monitor.has_events() {
+            std::thread::sleep(look_again.saturating_duration_since(Instant::now()));
+        } else if let Some(event) = monitor.wait_event(look_again, ours)?
+            && event.name == "DEVICE_UNPLUG_GUEST_ERROR"
+        {
+            return Err(Error::GuestRefuses {
+                vm: monitor.vm().to_owned(),
+                device: device.to_owned(),
+            });
+        }
+    }
+}
+
+fn why_held(monitor: &mut Monitor) -> Result<String, Error> {
+    let status = monitor.run("query-status", json!({}))?;
+    Ok(match status["status"].as_str() {
+        Some("running") | None => {
+            "it has not answered (no hot-plug driver runs there, or something uses the device)"
+                .to_owned()
+        }
+        Some(state) => format!("it does not run (QEMU says: {state})"),
+    })
+}
+
+/// Where a device goes.
+fn choose(
+    vm: &str,
+    device: &str,
+    config: &VmConfig,
+    slots: &[Slot],
+    asked: Option<u16>,
+) -> Result<u16, Error> {
+    let described =
+        |id: &str| {
+            config.devices.iter().enumerate().find_map(|(n, device)| {
+                (device.id == id).then_some(device.port.unwrap_or(n as u16))
+            })
+        };
+    if let Some(port) = asked.or_else(|| described(device)) {
+        let why = match slots.iter().find(|slot| slot.port == port) {
+            Some(Slot { taken: false, .. }) => return Ok(port),
+            Some(_) => "is taken: `farside detach` what is there, or choose another".to_owned(),
+            None => format!("is not there; it has {}", numbers(slots.iter())),
+        };
+        let vm = vm.to_owned();
+        return Err(Error::Port { port, vm, why });
+    }
+    let reserved: Vec<u16> = config
+        .device_ids()
+        .iter()
+        .filter_map(|id| described(id))
+        .collect();
+    slots
+        .iter()
+        .find(|slot| !slot.taken && !reserved.contains(&slot.port))
+        .map(|slot| slot.port)
+        .ok_or_else(|| Error::NoPort {
+            vm: vm.to_owned(),
+            device: device.to_owned(),
+            used: numbers(slots.iter().filter(|slot| slot.taken)),
+            advice: match slots.iter().any(|slot| !slot.taken) {
+                true => "those that are free belong to described devices; take one with --port"
+                    .to_owned(),
+                false => "detach another device, or start the VM with more spare-ports".to_owned(),
+            },
+        })
+}
+
+fn numbers<'a>(slots: impl Iterator<Item = &'a Slot>) -> String {
+    let numbers: Vec<_> = slots.map(|slot| slot.port.to_string()).collect();
+    match numbers.is_empty() {
+        true => "none".to_owned(),
+        false => numbers.join(", "),
+    }
+}
+
+/// The arguments of QMP's `device_add`.
+fn device_add(
+    monitor: &mut Monitor,
+    slots: &Slots,
+    device: &str,
+    port: u16,
+    socket: PathBuf,
+) -> Result<serde_json::Value, Error> {
+    let name = monitor.vm().to_owned();
+    // What was plugged in needs as long a timeout as what was there before.
+    let mut vm = Vm::new(&name, ram(monitor)?);
+    vm.machine = slots.machine();
+    vm.devices.push(Device {
+        id: device.to_owned(),
+        port: Some(port),
+        socket,
+        bootindex: None,
+    });
+    vm.device_add(0)
+        .map_err(|source| Error::Vm { vm: name, source })
+}
+
+/// QEMU knows only that its peer closed the connection; the backend knows why.
+fn with_cause(error: Error, backend: &mut Backend, device: &str) -> Error {
+    let last = backend.status().ok().and_then(|status| {
+        let served = status.devices.into_iter();
+        served
+            .filter(|served| served.device == device)
+            .find_map(|served| served.last_error)
+    });
+    match (error, last) {
+        (
+            Error::Refused {
+                vm,
+                command,
+                class,
+                reason,
+            },
+            Some(last),
+        ) => Error::Refused {
+            vm,
+            command,
+            class,
+            reason: format!("{last} (QEMU: {reason})"),
+        },
+        (error, _) => error,
+    }
+}
+
+fn check_device(device: &str) -> Result<(), Error> {
+    check_name(device).map_err(|why| Error::Name {
+        what: "device id",
+        name: device.to_owned(),
+        why,
+    })
+}
+
+/// A VM that somebody started by hand has no description, and needs none here.
+fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
+    match config_of(vm) {
+        Err(Error::Description(LoadError::Unknown { path, .. })) => {
+            log::debug!("VM {vm} has no description at {}", path.display());
+            match paths::vm_dir(vm).exists() {
+                true => Ok(VmConfig::default()),
+                false => Err(Error::NotRunning {
+                    vm: vm.to_owned(),
+                    hint: format!(
+                        " here, and has no description ({} is missing)",
+                        path.display()
+                    ),
+                }),
+            }
+        }
+        config => config,
+    }
+}

@@ -1,0 +1,117 @@
+//! Processes, held by pidfd: whatever becomes of the number, a signal or a wait
+//! never meets another process.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    process::Child,
+    time::Instant,
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::sockopt::socket_peercred,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+
+/// A process.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pid: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// Whoever listens at the other end of a connected UNIX socket. The number
+    /// is certain once the peer has answered on that socket afterwards: it was
+    /// alive when the descriptor was made.
+    pub(crate) fn of_peer(socket: impl AsFd) -> io::Result<Self> {
+        let pid = socket_peercred(socket)?.pid;
+        Self::open(pid)
+    }
+
+    /// Our own child: nobody else can have its number before we wait for it.
+    pub(crate) fn of_child(child: &Child) -> io::Result<Self> {
+        Self::open(Pid::from_child(child))
+    }
+
+    fn open(pid: Pid) -> io::Result<Self> {
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        Ok(Self { pid, pidfd })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Sends a signal. None when the process has ended.
+    pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, signal) {
+            Err(Errno::SRCH) => Ok(()),
+            sent => sent.map_err(Into::into),
+        }
+    }
+
+    /// Waits for its end. Returns whether that came.
+    pub(crate) fn wait(&self, deadline: Instant) -> io::Result<bool> {
+        loop {
+            match poll(
+                &mut [PollFd::new(&self.pidfd, PollFlags::IN)],
+                Some(&left(deadline)),
+            ) {
+                Err(Errno::INTR) => {}
+                Ok(0) if Instant::now() < deadline => {}
+                ready => return Ok(ready? != 0),
+            }
+        }
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&self) -> io::Result<bool> {
+        self.wait(Instant::now())
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+/// What is left until `deadline`, for poll.
+pub(crate) fn left(deadline: Instant) -> Timespec {
+    let left = deadline.saturating_duration_since(Instant::now());
+    Timespec {
+        tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: left.subsec_nanos().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixStream, process::Command, time::Duration};
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_process_is_seen_and_a_late_signal_meets_nobody() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = Process::of_child(&child).unwrap();
+        assert!(!process.has_ended().unwrap());
+        process.signal(Signal::TERM).unwrap();
+        assert!(
+            process
+                .wait(Instant::now() + Duration::from_secs(20))
+                .unwrap()
+        );
+        child.wait().unwrap();
+        process.signal(Signal::TERM).unwrap();
+    }
+
+    #[test]
+    fn a_peer_is_known_by_its_socket() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        assert_eq!(Process::of_peer(&ours).unwrap().pid(), std::process::id());
+    }
+}

@@ -1,0 +1,180 @@
+//! QEMU in the background, started and ended.
+//!
+//! QEMU's own `-daemonize` is not used: from then on what it complains of goes
+//! to /dev/null. It is started in a process group of its own with its log as
+//! standard error, and has started when its monitor greets: that is after all
+//! its devices are made.
+
+use std::{
+    fs,
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use farside_control::paths;
+use farside_qemu_configs::Vm;
+use farside_vm_config::Manager;
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::{
+    Error, Monitor,
+    logs::Log,
+    process::Process,
+    watch::{Waited, Watch},
+};
+
+/// How long one attempt to reach a new QEMU's monitor takes at most.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to end when it is told to, or has said it will.
+const QUIT: Duration = Duration::from_secs(20);
+
+/// Starts QEMU and waits until its monitor answers.
+pub(crate) fn start(
+    vm: &Vm,
+    program: PathBuf,
+    extra: &[String],
+    limit: Duration,
+) -> Result<Monitor, Error> {
+    let name = &vm.name;
+    let described = |source| Error::Vm {
+        vm: name.clone(),
+        source,
+    };
+    let mut command_line = vm.command_line(&program).map_err(described)?;
+    let folder = paths::vm_dir(name);
+    paths::create_folder(&folder)
+        .map_err(Error::system(format!("cannot use {}", folder.display())))?;
+    let pid_file = folder.join("qemu.pid");
+    let pid_text = pid_file.display().to_string();
+    command_line.args.extend(["-pidfile".to_owned(), pid_text]);
+    command_line.args.extend(extra.iter().cloned());
+    if !command_line.args.iter().any(|arg| arg == "-display") {
+        // There is nobody to look at it.
+        let none = ["-display".to_owned(), "none".to_owned()];
+        command_line.args.extend(none);
+    }
+    // What a QEMU that was killed has left.
+    let _ = fs::remove_file(paths::monitor_socket(name));
+    let log = Log::open(name, "qemu.log")?;
+    let mut watch = Watch::new(&folder)?;
+    let child = command_line
+        .to_command()
+        .stdin(Stdio::null())
+        .stdout(log.writer()?)
+        .stderr(log.writer()?)
+        .current_dir("/")
+        .process_group(0)
+        .spawn()
+        .map_err(Error::system(format!("cannot run {}", program.display())))?;
+    let process = Process::of_child(&child).map_err(Error::system("pidfd"))?;
+    let failed = |why| Error::Failed {
+        what: "QEMU",
+        vm: name.clone(),
+        why,
+    };
+    let deadline = Instant::now() + limit;
+    let waited = watch.wait(&process, deadline, || {
+        Monitor::connect(name, Manager::Qemu, GREETING).ok()
+    })?;
+    match waited {
+        Waited::Answered(monitor) => Ok(monitor),
+        Waited::Ended => Err(failed(log.last_words())),
+        Waited::Late => {
+            let _ = process.signal(Signal::KILL);
+            let _ = process.wait(Instant::now() + QUIT);
+            Err(failed(format!(
+                "its monitor did not answer within {limit:?}: {}",
+                log.last_words()
+            )))
+        }
+    }
+}
+
+/// Presses the power button and waits until QEMU has ended; with `force`, ends
+/// it then.
+pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result<(), Error> {
+    let vm = monitor.vm().to_owned();
+    let deadline = Instant::now() + limit;
+    if !limit.is_zero() {
+        let pressed = monitor.run("system_powerdown", json!({}));
+        let ended = pressed.and_then(|_| wait_shutdown(&mut monitor, deadline));
+        match ended {
+            Ok(true) => {
+                // It ends by itself, unless it was told to stay.
+                let _ = monitor.run("quit", json!({}));
+                return wait_end(&monitor, force);
+            }
+            Ok(false) => {}
+            // It has ended.
+            Err(Error::MonitorLost { .. }) => return wait_end(&monitor, force),
+            Err(error) if !force => return Err(error),
+            Err(_) => {}
+        }
+    }
+    if !force {
+        return Err(Error::Late {
+            what: "the guest has not powered off".to_owned(),
+            vm,
+            limit,
+            advice: "it goes on; ask again, look at what it does, or end it with --force"
+                .to_owned(),
+        });
+    }
+    let _ = monitor.run("quit", json!({}));
+    wait_end(&monitor, true)
+}
+
+fn wait_shutdown(monitor: &mut Monitor, deadline: Instant) -> Result<bool, Error> {
+    let event = monitor.wait_event(deadline, |event| event.name == "SHUTDOWN")?;
+    Ok(event.is_some())
+}
+
+fn wait_end(monitor: &Monitor, force: bool) -> Result<(), Error> {
+    let Some(process) = monitor.process() else {
+        return Ok(());
+    };
+    kill_late(monitor.vm(), process, force)
+}
+
+/// Waits until QEMU has ended as it said it will; kills it, if it may be.
+fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
+    let failed = || Error::system(format!("cannot end QEMU of VM {vm}"));
+    if process.wait(Instant::now() + QUIT).map_err(failed())? {
+        return Ok(());
+    }
+    if force {
+        process.signal(Signal::KILL).map_err(failed())?;
+        if process.wait(Instant::now() + QUIT).map_err(failed())? {
+            return Ok(());
+        }
+    }
+    Err(Error::Late {
+        what: format!("QEMU (process {}) has not ended", process.pid()),
+        vm: vm.to_owned(),
+        limit: QUIT,
+        advice: "end it with --force".to_owned(),
+    })
+}
+
+/// Ends a QEMU whose monitor is silent.
+pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
+    let path = paths::monitor_socket(vm);
+    let failed = || Error::system(format!("cannot end QEMU of VM {vm}"));
+    let stream = crate::monitor::socket::connect_by(&path, Instant::now() + GREETING)
+        .map_err(|errno| failed()(errno.into()))?;
+    let process = Process::of_peer(&stream).map_err(failed())?;
+    // The connection stands: it is that process that listens.
+    let mut fds = [rustix::event::PollFd::new(
+        &stream,
+        rustix::event::PollFlags::empty(),
+    )];
+    let gone = rustix::event::poll(&mut fds, Some(&rustix::event::Timespec::default()));
+    if gone.map_err(|errno| failed()(errno.into()))? == 0 {
+        process.signal(Signal::KILL).map_err(failed())?;
+    }
+    kill_late(vm, &process, true)
+}

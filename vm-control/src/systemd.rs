@@ -1,0 +1,60 @@
+//! The backend as a unit, where this host is run by systemd and has it.
+
+use std::{path::Path, process::Command};
+
+use crate::{Error, places::from_env};
+
+const TEMPLATE: &str = "farside@.service";
+
+/// Whether backends are to be run by systemd: it runs this host, we may command
+/// it, farside's folders are those of the unit, and the unit is installed.
+pub(crate) fn has_unit() -> bool {
+    let moved = ["RUNTIME", "CONFIG", "STATE"]
+        .iter()
+        .any(|name| from_env(&format!("FARSIDE_{name}_DIR")).is_some());
+    Path::new("/run/systemd/system").exists()
+        && rustix::process::geteuid().is_root()
+        && !moved
+        && run(&["cat", "--quiet", TEMPLATE]).is_ok()
+}
+
+pub(crate) fn start(vm: &str) -> Result<(), Error> {
+    run(&["start", &unit(vm)]).map_err(|error| match error {
+        Error::Systemd { command, said } => Error::Systemd {
+            command,
+            said: format!("{said} (its log: journalctl -u {})", unit(vm)),
+        },
+        other => other,
+    })
+}
+
+pub(crate) fn stop(vm: &str) -> Result<(), Error> {
+    run(&["stop", &unit(vm)])
+}
+
+pub(crate) fn is_active(vm: &str) -> Result<bool, Error> {
+    match run(&["is-active", "--quiet", &unit(vm)]) {
+        Ok(()) => Ok(true),
+        Err(Error::Systemd { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Names of VMs may contain what systemd would take for a folder's separator.
+fn unit(vm: &str) -> String {
+    format!("farside@{}.service", vm.replace('-', "\\x2d"))
+}
+
+fn run(args: &[&str]) -> Result<(), Error> {
+    let output = Command::new("systemctl")
+        .args(args)
+        .output()
+        .map_err(Error::system("cannot run systemctl"))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(Error::Systemd {
+            command: args.join(" "),
+            said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        }),
+    }
+}

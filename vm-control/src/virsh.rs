@@ -1,0 +1,77 @@
+//! libvirt, by its own tool.
+
+use std::{
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+use crate::{Error, places};
+
+/// libvirt tells of the end of a domain only to who stays connected: `virsh`
+/// is asked so often.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// Runs QEMU's monitor command `line`, and returns QEMU's answer.
+pub(crate) fn monitor_command(domain: &str, line: &Value) -> Result<Value, Error> {
+    let line = line.to_string();
+    let said = run(&["qemu-monitor-command", "--domain", domain, "--cmd", &line])?;
+    serde_json::from_str(&said).map_err(|error| Error::Virsh {
+        command: "qemu-monitor-command".to_owned(),
+        said: format!("{error}: {said}"),
+    })
+}
+
+/// Whether the domain is active.
+pub(crate) fn is_running(domain: &str) -> Result<bool, Error> {
+    let state = run(&["domstate", "--domain", domain])?;
+    Ok(!matches!(state.trim(), "shut off" | "crashed"))
+}
+
+pub(crate) fn start(domain: &str) -> Result<(), Error> {
+    run(&["start", "--domain", domain]).map(drop)
+}
+
+/// Presses the power button.
+pub(crate) fn shutdown(domain: &str) -> Result<(), Error> {
+    run(&["shutdown", "--domain", domain]).map(drop)
+}
+
+/// Ends the domain at once.
+pub(crate) fn destroy(domain: &str) -> Result<(), Error> {
+    run(&["destroy", "--domain", domain]).map(drop)
+}
+
+/// Waits until the domain is shut off. Returns whether that came.
+pub(crate) fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
+    while is_running(domain)? {
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    Ok(true)
+}
+
+fn run(args: &[&str]) -> Result<String, Error> {
+    let program = places::virsh();
+    let output = Command::new(&program)
+        .arg("--quiet")
+        .args(args)
+        // Its words are looked at.
+        .env("LC_ALL", "C")
+        .output()
+        .map_err(Error::system(format!(
+            "cannot run {} (package libvirt-clients; or name it in FARSIDE_VIRSH)",
+            program.display()
+        )))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(Error::Virsh {
+        command: args.first().copied().unwrap_or_default().to_owned(),
+        said: said.trim().trim_start_matches("error: ").to_owned(),
+    })
+}
