@@ -1,10 +1,9 @@
 //! The assembly: devices are looked up, sockets made, the event loop run.
 
 use std::{
-    fs::File,
     io,
     os::fd::AsRawFd,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -12,18 +11,21 @@ use std::{
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_control::{
     Address, CallError, Client, Described, ErrorKind, NAME_RULE, RamRange, Route, Wakeup,
-    check_name, paths, raise_open_files,
+    check_name, raise_open_files,
 };
 use farside_fabric::pin::PinPolicy;
 use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
 use farside_ntb::{HostEndpoint, NtbError};
+use farside_service::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_vfio_user::ListenError;
 
 use crate::{
     borrow::worker::Settings,
     device::{Device, DeviceError},
-    server::{DeviceServer, ServerError},
+    folder::Folder,
+    server::DeviceServer,
+    sockets::Sockets,
     status::StatusServer,
 };
 
@@ -47,6 +49,9 @@ pub struct Config {
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for devices of other hosts.
     pub ntb: Option<Bdf>,
+    /// The file with the [fences](farside_control::Fences) of a VM that was
+    /// moved to this host; it need not be there.
+    pub fences: Option<PathBuf>,
     /// The form of interrupts.
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
@@ -56,6 +61,9 @@ pub struct Config {
     pub ram: Vec<RamRange>,
     /// Longest time for a bus-master enable: below QEMU's `x-msg-timeout`.
     pub open_timeout: Duration,
+    /// Group whose members may connect to the devices' sockets, beside this
+    /// user.
+    pub socket_group: Option<String>,
 }
 
 /// Why a backend does not start.
@@ -108,6 +116,12 @@ pub enum StartError {
     /// A socket cannot be made.
     #[error(transparent)]
     Listen(#[from] ListenError),
+    /// The service manager's sockets are not those of this VM.
+    #[error(transparent)]
+    Activation(#[from] ActivationError),
+    /// The sockets cannot be given to the group.
+    #[error(transparent)]
+    Group(#[from] GroupError),
     /// The system refused something.
     #[error("cannot start: {0}")]
     System(#[from] io::Error),
@@ -125,17 +139,24 @@ pub struct Backend {
     vm: String,
     /// Given back after the devices.
     _ntb: Option<HostEndpoint>,
-    /// Held for as long as the VM's folder is ours.
-    _lock: File,
+    _folder: Folder,
 }
 
 impl Backend {
     /// Looks the devices up and makes their sockets. Nothing is borrowed yet.
     pub fn start(config: &Config) -> Result<Self, StartError> {
+        Self::start_activated(config, Activated::default())
+    }
+
+    /// As [`Backend::start`], with sockets that the service manager has made.
+    /// Those that are left are not this VM's: an error.
+    pub fn start_activated(config: &Config, activated: Activated) -> Result<Self, StartError> {
         check_vm(&config.vm)?;
         check_names(config)?;
         // A client may bring thousands of eventfds.
         raise_open_files();
+        let group = config.socket_group.as_deref().map(SocketGroup::named);
+        let group = group.transpose()?;
         let ntb = config.ntb.map(HostEndpoint::open).transpose()?;
         if let Some(ntb) = &ntb {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
@@ -152,8 +173,8 @@ impl Backend {
             check_ram(config, device, &lender, ntb.as_ref())?;
             found.push((lender, described));
         }
-        let folder = &config.folder;
-        let lock = lock(&config.vm, folder)?;
+        let folder = Folder::hold(&config.vm, &config.folder)?;
+        let mut made = Sockets::new(&config.folder, group, activated)?;
         let mut manager = EventManager::new()?;
         let mut sockets = Vec::new();
         let mut servers = Vec::new();
@@ -169,6 +190,7 @@ impl Backend {
                 },
                 route: lender.route(),
                 lender,
+                fences: config.fences.clone(),
                 pin_policy: config.pin_policy,
                 open_timeout: config.open_timeout,
             };
@@ -178,11 +200,9 @@ impl Backend {
                     source: source.into(),
                 }
             })?;
-            let socket = folder.join(paths::device_socket_name(id));
-            let server = DeviceServer::new(device, &socket).map_err(|error| match error {
-                ServerError::Listen(error) => StartError::Listen(error),
-                ServerError::System(error) => StartError::System(error),
-            })?;
+            let listener = made.device(id)?;
+            let socket = listener.path().to_owned();
+            let server = DeviceServer::new(device, listener)?;
             let server = Arc::new(Mutex::new(server));
             manager.add_subscriber(Arc::clone(&server) as Subscriber);
             log::info!(
@@ -193,16 +213,15 @@ impl Backend {
             servers.push(server);
             sockets.push((id.clone(), socket));
         }
-        let path = folder.join(paths::STATUS_SOCKET_NAME);
-        let status = StatusServer::bind(&config.vm, &path, servers)
-            .map_err(|source| StartError::Path { path, source })?;
+        let status = StatusServer::new(&config.vm, made.status()?, servers);
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
+        made.check_all_taken(&config.vm)?;
         Ok(Self {
             manager,
             sockets,
             vm: config.vm.clone(),
             _ntb: ntb,
-            _lock: lock,
+            _folder: folder,
         })
     }
 
@@ -336,23 +355,4 @@ fn check_ram(
     let mut client = Client::connect(lender, Some(&config.vm))?;
     client.check(device, lender.route(), config.ram.clone())?;
     Ok(())
-}
-
-/// Makes the VM's folder ours.
-fn lock(vm: &str, folder: &Path) -> Result<File, StartError> {
-    let at = |path: &Path| {
-        let path = path.to_owned();
-        |source: io::Error| StartError::Path { path, source }
-    };
-    paths::create_folder(folder).map_err(at(folder))?;
-    let path = folder.join("lock");
-    let file = File::create(&path).map_err(at(&path))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(StartError::Running {
-            vm: vm.to_owned(),
-            folder: folder.to_owned(),
-        }),
-        Err(std::fs::TryLockError::Error(error)) => Err(at(&path)(error)),
-    }
 }

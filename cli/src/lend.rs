@@ -48,6 +48,9 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         .vfs
         .extend(vfs.map(|(of, count)| VfsConfig { of, count }));
 
+    config.state.get_or_insert_with(|| {
+        farside_vm_config::places::state_dir().join(format!("lender-{}.json", config.name))
+    });
     let lender = Lender::start(config)?;
     signals::raise_on_signal(&lender.stop_handle()).context("cannot wait for signals")?;
     lender.run()?;

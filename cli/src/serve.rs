@@ -53,6 +53,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     signals::raise_on_signal(&stop).context("cannot wait for signals")?;
     let backend = Backend::start(&Config {
         folder: paths::vm_dir(&vm),
+        fences: Some(farside_vm_config::places::fences(&vm)),
         vm,
         devices: file.device_ids(),
         lenders: file.lenders(),
@@ -61,6 +62,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         pin_policy,
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
+        socket_group: args.socket_group.or(file.socket_group),
     })?;
     backend.run(stop)?;
     Ok(())

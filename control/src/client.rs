@@ -70,6 +70,7 @@ pub struct Client {
     accesses: Arc<AtomicU64>,
     lender: String,
     deadline: Option<Instant>,
+    fence: Option<Epoch>,
     failed: bool,
 }
 
@@ -100,6 +101,7 @@ impl Client {
             accesses: Arc::default(),
             lender: String::new(),
             deadline,
+            fence: None,
             failed: false,
         };
         let hello = Request::Hello {
@@ -117,6 +119,11 @@ impl Client {
     /// 4 s at most in any case.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
+    }
+
+    /// What [`Client::borrow_device`] shows, for a VM that was moved to this host.
+    pub fn set_fence(&mut self, fence: Option<Epoch>) {
+        self.fence = fence;
     }
 
     /// Closes the connection, and waits for at most `patience` until the
@@ -208,8 +215,12 @@ impl Client {
         route: Route,
         bar_memory: &[BorrowedFd<'_>],
     ) -> Result<Lease, CallError> {
-        let device = device.to_owned();
-        match self.call(Request::Borrow { device, route }, bar_memory)? {
+        let request = Request::Borrow {
+            device: device.to_owned(),
+            route,
+            fence: self.fence,
+        };
+        match self.call(request, bar_memory)? {
             (
                 Reply::Lease {
                     epoch,
@@ -243,6 +254,32 @@ impl Client {
             }
             (other, _) => Err(self.unexpected(&other)),
         }
+    }
+
+    /// See [`Request::Handover`]. Returns the VM's fence.
+    pub fn hand_over(
+        &mut self,
+        device: &str,
+        vm: &str,
+        migration: &str,
+        supersedes: Option<Epoch>,
+    ) -> Result<Epoch, CallError> {
+        let request = Request::Handover {
+            device: device.to_owned(),
+            vm: vm.to_owned(),
+            migration: migration.to_owned(),
+            supersedes,
+        };
+        match self.call(request, &[])? {
+            (Reply::Fence { epoch }, _) => Ok(epoch),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// See [`Request::EndReservation`].
+    pub fn end_reservation(&mut self, device: &str) -> Result<(), CallError> {
+        let device = device.to_owned();
+        self.done(Request::EndReservation { device }, &[])
     }
 
     /// Connects once more, for the register channel.

@@ -22,6 +22,9 @@
 //!     | Return (epoch), or just close --------> |
 //! ```
 //!
+//! A tool that moves a VM to another host asks for a [`Handover`](Request::Handover)
+//! of each of its devices; see [`Fence`].
+//!
 //! Over TCP the lease comes with a [`Ticket`] instead of the register channel:
 //!
 //! ```text
@@ -33,12 +36,14 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod files;
 pub mod paths;
 pub mod registers;
 
 mod address;
 mod channel;
 mod client;
+mod fence;
 mod irqs;
 mod listener;
 mod message;
@@ -49,6 +54,7 @@ mod wakeup;
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
+pub use fence::{Fence, Fences, MAX_FENCES};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use listener::{Listener, is_private};
 pub use message::{

@@ -4,11 +4,11 @@ use farside_devices::Description;
 use farside_fabric::{FaultSummary, NtbLimits, Usage};
 use serde::{Deserialize, Serialize};
 
-use crate::IrqUpdate;
+use crate::{Fence, IrqUpdate};
 
 /// The protocol version of this build. Peers of different versions refuse each
 /// other by name.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Fencing number of a lease: each borrow of a device has a larger one than
 /// the borrow before.
@@ -80,6 +80,9 @@ pub enum Request {
         device: String,
         /// How the device reaches the guest.
         route: Route,
+        /// What the host of this VM has of a [handover](Request::Handover): a
+        /// VM that was moved elsewhere since is refused.
+        fence: Option<Epoch>,
     },
     /// Resets the device. Its windows, and what the borrower's domain maps,
     /// are gone when the reply comes.
@@ -140,6 +143,27 @@ pub enum Request {
     Registers {
         /// What came with the lease.
         ticket: Ticket,
+    },
+    /// Takes the device from where the VM was, for where it goes to. A lease of
+    /// the VM ends as when its connection closes, all writes are on the medium,
+    /// and nobody may borrow the device until the VM has, with the epoch of the
+    /// reply as its fence.
+    Handover {
+        /// Device id.
+        device: String,
+        /// The VM.
+        vm: String,
+        /// Id of the migration. Asking again with the same id gives the same
+        /// epoch, and leaves a lease under it alone.
+        migration: String,
+        /// The fence that the VM has so far. Where the lender knows a larger
+        /// one, somebody else has moved the VM meanwhile, and this is refused.
+        supersedes: Option<Epoch>,
+    },
+    /// Lets others borrow a device that a handover reserved. The fence stays.
+    EndReservation {
+        /// Device id.
+        device: String,
     },
 }
 
@@ -203,6 +227,11 @@ pub enum Reply {
     Done,
     /// The request was refused and had no effect.
     Refused(RemoteError),
+    /// To `Handover`: the VM's fence.
+    Fence {
+        /// The least epoch to show.
+        epoch: Epoch,
+    },
 }
 
 /// What a device looks like before it is borrowed.
@@ -293,6 +322,8 @@ pub enum ErrorKind {
     Invalid,
     /// The lender itself failed.
     Internal,
+    /// The VM was moved to another host.
+    Fenced,
 }
 
 /// A line of `farside devices`.
@@ -306,6 +337,20 @@ pub struct DeviceEntry {
     pub summary: String,
     /// Who has it now.
     pub borrowed_by: Option<BorrowedBy>,
+    /// The VMs that it moved to another host with.
+    pub fences: Vec<Fence>,
+}
+
+impl DeviceEntry {
+    /// For whom it is reserved.
+    pub fn reservation(&self) -> Option<&Fence> {
+        self.fences.iter().find(|fence| fence.reserved)
+    }
+
+    /// The fence of a VM.
+    pub fn fence(&self, vm: &str) -> Option<&Fence> {
+        self.fences.iter().find(|fence| fence.vm == vm)
+    }
 }
 
 /// The lender's record of a borrow.

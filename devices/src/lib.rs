@@ -70,4 +70,11 @@ pub trait Device: Send {
     /// function-level reset; PCIe 6.6). The owner has quiesced it, and resumes
     /// it implicitly.
     fn reset(&mut self);
+
+    /// Brings all that was written onto the medium and waits until it is there,
+    /// after [`Device::quiesce`] has succeeded. Nothing to do for a device
+    /// without a medium.
+    fn settle(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }

@@ -42,6 +42,13 @@ pub(crate) trait Borrowable: Send {
     /// may still reach memory, and the caller tries again.
     fn close(&mut self) -> Result<(), RemoteError>;
 
+    /// Brings all that was written onto the medium, where that is the lender's
+    /// to do: so that a crash of this host, after the VM went on at another
+    /// one, loses nothing. May block.
+    fn settle(&mut self) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
     /// Lets a device go on that was closed and not reset.
     fn resume(&mut self) {}
 

@@ -53,6 +53,11 @@ pub struct Config {
     /// The limits of the NTB adapter that the soft fabric enforces.
     #[serde(default)]
     pub fabric: NtbLimits,
+    /// The file in which it remembers what must outlive it: which VMs moved
+    /// to another host. Without one it hands nothing over. `farside lend` has
+    /// `lender-NAME.json` in the state folder.
+    #[serde(default)]
+    pub state: Option<PathBuf>,
     /// The devices.
     #[serde(default)]
     pub device: Vec<DeviceConfig>,

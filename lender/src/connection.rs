@@ -7,13 +7,16 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, ErrorKind, NAME_RULE, RemoteError, Reply, Request, Route,
-    TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, NAME_RULE, RemoteError, Reply, Request,
+    Route, TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
 };
 use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::registry::{Lease, Mail, Registry};
+use crate::{
+    fences::Claim,
+    registry::{Lease, Mail, Mailbox, Registry},
+};
 
 /// How long a peer may leave an answer unread.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
@@ -23,6 +26,13 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 1
 
 /// How long a device's thread may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a device may take to end a lease and to bring its writes onto the
+/// medium; a tool asks again after that.
+const HANDOVER_TIMEOUT: Duration = Duration::from_millis(3500);
+
+/// Longest id of a migration, bytes.
+const MAX_MIGRATION: usize = 64;
 
 /// Most ranges of guest RAM that a peer may ask about.
 const MAX_RAM_RANGES: usize = 4096;
@@ -124,6 +134,7 @@ struct Borrow {
     device: String,
     vm: String,
     route: Route,
+    fence: Option<Epoch>,
 }
 
 /// What the peer said of itself.
@@ -183,16 +194,47 @@ fn answer(
             ask(registry, &device, |reply| Mail::Check { route, ram, reply })??;
             Reply::Done
         }
-        (Request::Borrow { device, route }, Some(Peer { vm: Some(vm) })) => {
+        (
+            Request::Borrow {
+                device,
+                route,
+                fence,
+            },
+            Some(Peer { vm: Some(vm) }),
+        ) => {
             carries(route, tcp)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
                 route,
+                fence,
             }));
         }
         (Request::Borrow { .. }, Some(Peer { vm: None })) => {
             return Err(invalid("only a VM can borrow: Hello named none".into()));
+        }
+        (
+            Request::Handover {
+                device,
+                vm,
+                migration,
+                supersedes,
+            },
+            _,
+        ) => {
+            let claim = Claim {
+                device: &device,
+                vm: &vm,
+                migration: &migration,
+                supersedes,
+            };
+            Reply::Fence {
+                epoch: hand_over(registry, &claim)?,
+            }
+        }
+        (Request::EndReservation { device }, _) => {
+            registry.end_reservation(&device)?;
+            Reply::Done
         }
         (Request::Registers { .. }, Some(_)) => {
             return Err(invalid(
@@ -222,24 +264,65 @@ fn ask<T>(
     device: &str,
     question: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
 ) -> Result<T, RemoteError> {
+    ask_for(
+        &*registry.mailbox(device)?,
+        device,
+        question,
+        ANSWER_TIMEOUT,
+    )
+}
+
+fn ask_for<T>(
+    mailbox: &Mailbox,
+    device: &str,
+    question: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
+    timeout: Duration,
+) -> Result<T, RemoteError> {
     let (sender, receiver) = mpsc::sync_channel(1);
-    registry.mailbox(device)?.post(question(sender))?;
-    receiver
-        .recv_timeout(ANSWER_TIMEOUT)
-        .map_err(|_| RemoteError {
-            kind: ErrorKind::Internal,
-            message: format!("device {device} does not answer within {ANSWER_TIMEOUT:?}"),
-        })
+    mailbox.post(question(sender))?;
+    receiver.recv_timeout(timeout).map_err(|_| RemoteError {
+        kind: ErrorKind::Internal,
+        message: format!("device {device} does not answer within {timeout:?}"),
+    })
+}
+
+/// Takes a device from the host where the VM was.
+fn hand_over(registry: &Registry, claim: &Claim<'_>) -> Result<Epoch, RemoteError> {
+    let invalid = |message| RemoteError {
+        kind: ErrorKind::Invalid,
+        message,
+    };
+    check_name(claim.vm).map_err(|why| invalid(format!("the VM's name {why}; {NAME_RULE}")))?;
+    let id = claim.migration;
+    if id.is_empty() || id.len() > MAX_MIGRATION || !id.chars().all(|c| c.is_ascii_graphic()) {
+        return Err(invalid(format!(
+            "a migration's id has 1 to {MAX_MIGRATION} printable characters"
+        )));
+    }
+    let (fence, mailbox) = registry.hand_over(claim)?;
+    let end = |reply| Mail::HandOver { fence, reply };
+    ask_for(&mailbox, claim.device, end, HANDOVER_TIMEOUT)??;
+    log::info!(
+        "device {}: handed over to where VM {} goes (migration {id}, fence {fence})",
+        claim.device,
+        claim.vm
+    );
+    Ok(fence)
 }
 
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
     bar_memory: Vec<OwnedFd>,
-    Borrow { device, vm, route }: Borrow,
+    Borrow {
+        device,
+        vm,
+        route,
+        fence,
+    }: Borrow,
     registry: &Registry,
 ) -> Result<(), (Channel, RemoteError)> {
-    let (epoch, mailbox) = match registry.borrow_device(&device, &vm) {
+    let (epoch, mailbox) = match registry.borrow_device(&device, &vm, fence) {
         Ok(granted) => granted,
         Err(error) => return Err((connection, error)),
     };

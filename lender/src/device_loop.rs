@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{DeviceStatus, Wakeup};
+use farside_control::{DeviceStatus, Epoch, RemoteError, Wakeup};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -39,6 +39,8 @@ pub(crate) struct DeviceLoop {
     mail_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
+    /// Handovers that wait for the end of the lease.
+    handovers: Vec<(Epoch, mpsc::SyncSender<Result<(), RemoteError>>)>,
 }
 
 impl DeviceLoop {
@@ -61,6 +63,7 @@ impl DeviceLoop {
             mail_wake,
             stop,
             poll_time,
+            handovers: Vec::new(),
         };
         Ok((device_loop, mailbox))
     }
@@ -86,12 +89,13 @@ impl DeviceLoop {
                 if let Some(lease) = self.take_mail(mail) {
                     LeaseLoop::serve(&mut self, lease);
                 }
+                self.answer_handovers(|_| true);
             }
         }
     }
 
     /// Answers a question; a lease is for the caller.
-    fn take_mail(&self, mail: Mail) -> Option<Lease> {
+    fn take_mail(&mut self, mail: Mail) -> Option<Lease> {
         // Whoever asked may have gone.
         match mail {
             Mail::Status(reply) => {
@@ -104,12 +108,32 @@ impl DeviceLoop {
                 let _ = reply.try_send(self.device.check(route, &ram));
                 None
             }
+            Mail::HandOver { fence, reply } => {
+                self.handovers.push((fence, reply));
+                None
+            }
             Mail::Lease(lease) => Some(lease),
         }
     }
 
-    /// Answers what is asked while there is a lease.
-    fn answer_mail(&self) {
+    /// Answers the handovers that `may` be.
+    fn answer_handovers(&mut self, may: impl Fn(Epoch) -> bool) {
+        if self.handovers.is_empty() {
+            return;
+        }
+        let settled = self.device.settle();
+        self.handovers.retain(|(fence, reply)| {
+            if may(*fence) {
+                // Whoever asked may have gone.
+                let _ = reply.try_send(settled.clone());
+            }
+            !may(*fence)
+        });
+    }
+
+    /// Answers what is asked while there is the lease `epoch`. False when that
+    /// has to end.
+    fn answer_mail(&mut self, epoch: Epoch) -> bool {
         self.mail_wake.lower();
         while let Ok(mail) = self.mail.try_recv() {
             if let Some(lease) = self.take_mail(mail) {
@@ -121,6 +145,9 @@ impl DeviceLoop {
                 );
             }
         }
+        // Under a fence that is older, the lease is the one it was for.
+        self.answer_handovers(|fence| fence < epoch);
+        self.handovers.is_empty()
     }
 
     fn status(&self) -> Option<DeviceStatus> {

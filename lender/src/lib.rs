@@ -1,7 +1,8 @@
 //! The daemon that owns devices and lends them.
 //!
 //! - [`config`]: what to lend, from TOML.
-//! - `registry`: device ids and leases; who has what.
+//! - `registry`: device ids and leases; who has what. `fences`: which host a VM
+//!   that moved may borrow from.
 //! - `device_loop`: one thread a device. It alone touches the device, its
 //!   address domains and its interrupts, so the data path takes no lock.
 //! - `borrowable`: what a device source has to give; `model` and `vfio` are
@@ -27,6 +28,7 @@ mod connection;
 mod device_loop;
 #[cfg(test)]
 mod far_tests;
+mod fences;
 mod listening;
 mod model;
 mod open;

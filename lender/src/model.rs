@@ -188,6 +188,15 @@ impl Borrowable for ModelDevice {
         Ok(())
     }
 
+    fn settle(&mut self) -> Result<(), RemoteError> {
+        self.device.settle().map_err(|error| {
+            internal(format_args!(
+                "device {}: cannot bring its writes onto the medium: {error}",
+                self.id
+            ))
+        })
+    }
+
     fn resume(&mut self) {
         self.with_bus((), |device, bus| device.resume(bus));
     }

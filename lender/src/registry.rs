@@ -11,7 +11,10 @@ use farside_control::{
     RemoteError, Route, Wakeup,
 };
 
-use crate::tickets::Tickets;
+use crate::{
+    fences::{Claim, FenceBook},
+    tickets::Tickets,
+};
 
 /// A message to a device's thread.
 pub(crate) enum Mail {
@@ -23,6 +26,12 @@ pub(crate) enum Mail {
     Check {
         route: Route,
         ram: Vec<RamRange>,
+        reply: mpsc::SyncSender<Result<(), RemoteError>>,
+    },
+    /// End a lease that is older than `fence`, and bring all writes onto the
+    /// medium; then answer.
+    HandOver {
+        fence: Epoch,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
 }
@@ -82,28 +91,52 @@ struct Slot {
     mailbox: Arc<Mailbox>,
     /// The last epoch given out.
     epoch: Epoch,
-    lease: Option<(String, Instant)>,
+    lease: Option<Held>,
+}
+
+/// The record of a lease.
+struct Held {
+    vm: String,
+    epoch: Epoch,
+    since: Instant,
 }
 
 impl Slot {
     fn holder(&self) -> Option<BorrowedBy> {
-        self.lease.as_ref().map(|(vm, since)| BorrowedBy {
-            vm: vm.clone(),
-            epoch: self.epoch,
-            seconds: since.elapsed().as_secs(),
+        self.lease.as_ref().map(|held| BorrowedBy {
+            vm: held.vm.clone(),
+            epoch: held.epoch,
+            seconds: held.since.elapsed().as_secs(),
         })
     }
 }
 
-/// All devices of a lender.
+/// What there is of a lender's devices.
 #[derive(Default)]
+struct Records {
+    slots: BTreeMap<String, Slot>,
+    fences: FenceBook,
+}
+
+/// All devices of a lender.
 pub(crate) struct Registry {
-    slots: Mutex<BTreeMap<String, Slot>>,
+    records: Mutex<Records>,
     tickets: Arc<Tickets>,
 }
 
 impl Registry {
-    /// Adds a device. `epoch` is the one before its first lease.
+    /// One with no devices yet.
+    pub(crate) fn new(fences: FenceBook) -> Self {
+        Self {
+            records: Mutex::new(Records {
+                fences,
+                ..Records::default()
+            }),
+            tickets: Arc::default(),
+        }
+    }
+
+    /// Adds a device. `epoch` is at least the one before its first lease.
     pub(crate) fn add(
         &self,
         id: &str,
@@ -112,6 +145,8 @@ impl Registry {
         mailbox: Mailbox,
         epoch: Epoch,
     ) {
+        let mut records = self.lock();
+        let epoch = epoch.max(records.fences.largest(id));
         let slot = Slot {
             summary: described.description.summary.clone(),
             source,
@@ -120,7 +155,7 @@ impl Registry {
             epoch,
             lease: None,
         };
-        self.lock().insert(id.to_owned(), slot);
+        records.slots.insert(id.to_owned(), slot);
     }
 
     /// Those of leases that wait for their register channel.
@@ -128,68 +163,113 @@ impl Registry {
         &self.tickets
     }
 
-    /// Grants a lease, or says who has it.
+    /// Grants a lease, or says who has it, or where the VM has moved.
     pub(crate) fn borrow_device(
         &self,
         id: &str,
         vm: &str,
+        fence: Option<Epoch>,
     ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
-        let mut slots = self.lock();
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        fences.check(id, vm, fence)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
-        slot.epoch.0 += 1;
-        slot.lease = Some((vm.to_owned(), Instant::now()));
+        fences.borrowed(id, vm, fence);
+        slot.epoch = Epoch(slot.epoch.max(fence.unwrap_or_default()).0 + 1);
+        slot.lease = Some(Held {
+            vm: vm.to_owned(),
+            epoch: slot.epoch,
+            since: Instant::now(),
+        });
         Ok((slot.epoch, Arc::clone(&slot.mailbox)))
+    }
+
+    /// From here on the VM needs the returned fence to borrow the device. A lease
+    /// that it has without, is still to be ended, by the device's thread.
+    pub(crate) fn hand_over(
+        &self,
+        claim: &Claim<'_>,
+    ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
+        let id = claim.device;
+        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        let mailbox = Arc::clone(&slot.mailbox);
+        if let Some(epoch) = fences.asked_before(claim)? {
+            return Ok((epoch, mailbox));
+        }
+        if let Some(holder) = slot.holder()
+            && holder.vm != claim.vm
+        {
+            return Err(holder.refusal(id));
+        }
+        let epoch = slot.epoch.max(claim.supersedes.unwrap_or_default());
+        let epoch = Epoch(epoch.0 + 1);
+        fences.hand_over(claim, epoch)?;
+        slot.epoch = epoch;
+        Ok((epoch, mailbox))
+    }
+
+    /// Lets anybody borrow a device that was reserved.
+    pub(crate) fn end_reservation(&self, id: &str) -> Result<(), RemoteError> {
+        let mut records = self.lock();
+        if !records.slots.contains_key(id) {
+            return Err(unknown(id));
+        }
+        records.fences.end_reservation(id)
     }
 
     /// Ends the lease `epoch`; a later one is left alone.
     pub(crate) fn release(&self, id: &str, epoch: Epoch) {
-        if let Some(slot) = self.lock().get_mut(id)
-            && slot.epoch == epoch
+        if let Some(slot) = self.lock().slots.get_mut(id)
+            && slot.lease.as_ref().is_some_and(|held| held.epoch == epoch)
         {
             slot.lease = None;
         }
     }
 
     pub(crate) fn described(&self, id: &str) -> Result<Arc<Described>, RemoteError> {
-        let slots = self.lock();
-        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
+        let records = self.lock();
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         Ok(Arc::clone(&slot.described))
     }
 
     pub(crate) fn mailbox(&self, id: &str) -> Result<Arc<Mailbox>, RemoteError> {
-        let slots = self.lock();
-        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
+        let records = self.lock();
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         Ok(Arc::clone(&slot.mailbox))
     }
 
     pub(crate) fn entry(&self, id: &str) -> Option<DeviceEntry> {
-        self.lock()
-            .get_key_value(id)
-            .map(|(id, slot)| entry(id, slot))
+        let records = self.lock();
+        let slot = records.slots.get(id)?;
+        Some(entry(id, slot, &records.fences))
     }
 
     pub(crate) fn entries(&self) -> Vec<DeviceEntry> {
-        self.lock()
-            .iter()
-            .map(|(id, slot)| entry(id, slot))
+        let records = self.lock();
+        let entries = records.slots.iter();
+        entries
+            .map(|(id, slot)| entry(id, slot, &records.fences))
             .collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        // Every change is one assignment: a panic elsewhere leaves it whole.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Records> {
+        // No change panics half-way: what is written first is what counts.
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn entry(id: &str, slot: &Slot) -> DeviceEntry {
+fn entry(id: &str, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
     DeviceEntry {
         id: id.to_owned(),
         source: slot.source.to_owned(),
         summary: slot.summary.clone(),
         borrowed_by: slot.holder(),
+        fences: fences.of(id).to_vec(),
     }
 }
 

@@ -12,6 +12,7 @@ use crate::{
     config::{Config, ConfigError},
     connection::{self, About},
     device_loop::DeviceLoop,
+    fences::FenceBook,
     listening::{Counted, Entrance},
     open::open,
     registry::Registry,
@@ -30,6 +31,9 @@ pub enum StartError {
     /// The configuration is no good.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// What an earlier run remembered cannot be read.
+    #[error("{0}")]
+    State(io::Error),
     /// The fabric's limits are no good.
     #[error("[fabric]: {0}")]
     Fabric(#[from] LimitError),
@@ -97,7 +101,8 @@ impl Lender {
         // Thirty functions with 2048 eventfds each are beyond the usual limit.
         raise_open_files();
         let stop = Wakeup::new()?;
-        let registry = Arc::new(Registry::default());
+        let fences = FenceBook::load(config.state.clone()).map_err(StartError::State)?;
+        let registry = Arc::new(Registry::new(fences));
         let adapter = Adapter::new(config.fabric.clone())?;
         let opened = open(&config, &adapter, &stop)?;
         let entrances = Entrance::open_all(&config)?;

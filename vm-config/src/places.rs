@@ -40,6 +40,11 @@ pub fn vm_state(vm: &str) -> PathBuf {
     state_dir().join("vm").join(vm)
 }
 
+/// The [fences](farside_control::Fences) of a VM that was moved to this host.
+pub fn fences(vm: &str) -> PathBuf {
+    vm_state(vm).join("fences.json")
+}
+
 fn dir(ours: &str, of_root: &str, xdg: &str, in_home: &str) -> PathBuf {
     let from = |name| env::var_os(name).filter(|value| !value.is_empty());
     if let Some(dir) = from(ours) {

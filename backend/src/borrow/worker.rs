@@ -6,6 +6,7 @@ mod work;
 
 use std::{
     os::fd::OwnedFd,
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -39,6 +40,8 @@ pub(crate) struct Settings {
     pub(crate) route: Route,
     /// This host's NTB, for devices that are reached through it.
     pub(crate) ntb: Option<Adapter>,
+    /// The file with the fences of the VM.
+    pub(crate) fences: Option<PathBuf>,
     pub(crate) pin_policy: PinPolicy,
     /// How long a held bus-master enable, or a change of guest memory, may take
     /// to pin; below the VMM's message timeout.
@@ -134,6 +137,13 @@ pub(crate) enum WorkError {
         "device {0} is not the one that was described when the backend started: restart the backend"
     )]
     Changed(String),
+    #[error(
+        "device {device}: {source}: without its fences the VM's right to the device is unknown"
+    )]
+    Fences {
+        device: String,
+        source: std::io::Error,
+    },
     #[error("the thread that does the borrow's work has panicked")]
     Panicked,
 }

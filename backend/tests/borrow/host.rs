@@ -129,9 +129,11 @@ impl Host {
             lenders: vec![self.lender()],
             ram: Vec::new(),
             ntb: None,
+            fences: None,
             interrupts: Interrupts::Direct,
             pin_policy: PinPolicy::Prefer,
             open_timeout: Duration::from_millis(4500),
+            socket_group: None,
         }
     }
 

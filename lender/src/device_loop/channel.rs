@@ -7,7 +7,7 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{Channel, Registers};
+use farside_control::{Channel, Epoch, Registers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, end::End};
@@ -45,6 +45,7 @@ impl Offer {
         self,
         owner: &mut DeviceLoop,
         connection: &Channel,
+        epoch: Epoch,
     ) -> Result<Channel, End> {
         let awaited = match self {
             Self::Pair(ours, _) => return Ok(ours),
@@ -79,8 +80,8 @@ impl Offer {
             if stop {
                 return Err(End::Stopped);
             }
-            if mail {
-                owner.answer_mail();
+            if mail && !owner.answer_mail(epoch) {
+                return Err(End::HandedOver);
             }
         }
     }

@@ -23,6 +23,8 @@ pub(super) enum End {
         sent: u64,
         came: u64,
     },
+    /// The VM goes to another host.
+    HandedOver,
     Stopped,
 }
 
@@ -38,6 +40,9 @@ pub(super) fn take_back(
     while let Err(error) = owner.device.close() {
         log::error!("{error}; VM {vm} keeps its lease until it has");
     }
+    if let Err(error) = owner.device.settle() {
+        log::error!("{error}");
+    }
     // All that it took of the fabric first: whoever sees the device free
     // finds room for it.
     owner.device.end();
@@ -51,6 +56,7 @@ pub(super) fn take_back(
         End::LostAccesses { sent, came } => {
             format!("taken back: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
         }
+        End::HandedOver => "taken back: the VM is moving to another host".to_owned(),
         End::Stopped => "taken back: the lender stops".to_owned(),
     };
     log::info!(

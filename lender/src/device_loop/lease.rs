@@ -114,7 +114,7 @@ impl<'a> LeaseLoop<'a> {
         let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
         drop(files);
         let accepted = match sent {
-            Ok(()) => offer.accepted(owner, &connection),
+            Ok(()) => offer.accepted(owner, &connection, epoch),
             Err(error) => Err(End::PeerGone(error)),
         };
         let registers = match accepted {
@@ -232,8 +232,8 @@ impl<'a> LeaseLoop<'a> {
         if registers {
             self.serve_registers(ACCESSES)?;
         }
-        if mail {
-            self.serve_mail();
+        if mail && !self.owner.answer_mail(self.epoch) {
+            return Err(End::HandedOver);
         }
         if self.held.is_some() {
             if connection {
@@ -324,10 +324,6 @@ impl<'a> LeaseLoop<'a> {
             // An error shows again, and is handled, when the channel is read.
             matches!(registers.try_send(&Event::Interrupt(fire), &[]), Ok(true))
         });
-    }
-
-    fn serve_mail(&mut self) {
-        self.owner.answer_mail();
     }
 
     fn serve_request(&mut self) -> Result<(), End> {
@@ -482,6 +478,8 @@ impl<'a> LeaseLoop<'a> {
             | Request::Describe { .. }
             | Request::Check { .. }
             | Request::Borrow { .. }
+            | Request::Handover { .. }
+            | Request::EndReservation { .. }
             | Request::Registers { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
             }

@@ -44,7 +44,7 @@ pub(super) struct Host {
 impl Host {
     pub(super) fn new() -> Self {
         let stop = Wakeup::new().unwrap();
-        let registry = Arc::new(Registry::default());
+        let registry = Arc::new(Registry::new(Default::default()));
         let mut threads = Vec::new();
         let mut logs = Vec::new();
         for id in DEVICES {
@@ -124,7 +124,17 @@ impl Host {
         let mut peer = self.hello(vm);
         let device = DEVICE.to_owned();
         let route = Route::Ntb;
-        match peer.call(Request::Borrow { device, route }, 0).unwrap() {
+        match peer
+            .call(
+                Request::Borrow {
+                    device,
+                    route,
+                    fence: None,
+                },
+                0,
+            )
+            .unwrap()
+        {
             Reply::Lease {
                 epoch,
                 registers: Registers::Ticket(ticket),

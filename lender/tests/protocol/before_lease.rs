@@ -62,6 +62,7 @@ fn nothing_before_hello(mut peer: Peer) {
         Request::Borrow {
             device: named(DEVICE),
             route: Route::Memory,
+            fence: None,
         },
         Request::Return,
         Request::EnableBusMaster,
@@ -122,6 +123,7 @@ fn unknown_devices_are_unknown() {
         Request::Borrow {
             device: device(),
             route: Route::Memory,
+            fence: None,
         },
     ] {
         assert_eq!(
@@ -196,6 +198,7 @@ fn bar_memory_that_does_not_fit_the_device_is_refused() {
             Request::Borrow {
                 device,
                 route: Route::Memory,
+                fence: None,
             },
             fds,
         )

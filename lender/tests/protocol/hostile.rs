@@ -150,6 +150,7 @@ fn requests_that_have_no_place_in_a_lease_are_refused() {
         Request::Borrow {
             device: device(),
             route: Route::Memory,
+            fence: None,
         },
     ] {
         assert_eq!(

@@ -77,6 +77,7 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
         Request::Borrow {
             device,
             route: Route::Memory,
+            fence: None,
         },
         &[sram.as_fd()],
     );

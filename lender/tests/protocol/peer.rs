@@ -221,6 +221,7 @@ impl Peer {
             Request::Borrow {
                 device,
                 route: Route::Memory,
+                fence: None,
             },
             &[sram.as_fd()],
         );

@@ -87,8 +87,15 @@ fn a_model_is_not_lent_to_another_host() {
     let mut peer = Peer::connect(&lender.addresses[1]).greeted("a");
     let mut borrow = |route| {
         let device = DEVICE.to_owned();
-        peer.call(Request::Borrow { device, route }, &[])
-            .unwrap_err()
+        peer.call(
+            Request::Borrow {
+                device,
+                route,
+                fence: None,
+            },
+            &[],
+        )
+        .unwrap_err()
     };
     let error = borrow(Route::Memory);
     assert!(error.message.contains("through an NTB"), "{error}");

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{BarOwner, CallError, Client, Described, IrqUpdate, RamRange};
+use farside_control::{BarOwner, CallError, Client, Described, Epoch, Fences, IrqUpdate, RamRange};
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
@@ -204,9 +204,16 @@ impl Borrow {
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
+        let shown = self.fence()?;
         let patience = Instant::now() + SUCCESSION_TIMEOUT;
         loop {
-            match client.status(device)?.entry.borrowed_by {
+            let entry = client.status(device)?.entry;
+            if let Some(fence) = entry.fence(vm)
+                && shown.unwrap_or_default() < fence.epoch
+            {
+                return Err(CallError::from(fence.refusal(device, shown)).into());
+            }
+            match entry.borrowed_by {
                 None => return Ok(()),
                 // A backend that was here before us, was killed, and whose
                 // lease the lender is taking back.
@@ -216,6 +223,20 @@ impl Borrow {
                 Some(holder) => return Err(CallError::from(holder.refusal(device)).into()),
             }
         }
+    }
+
+    /// What this host has of a handover. Read each time: the VM may move to and
+    /// fro while its backend runs.
+    fn fence(&self) -> Result<Option<Epoch>, WorkError> {
+        let Some(path) = &self.settings.fences else {
+            return Ok(None);
+        };
+        let device = &self.settings.device;
+        let fences = Fences::load(path).map_err(|source| WorkError::Fences {
+            device: device.clone(),
+            source,
+        })?;
+        Ok(fences.of(device))
     }
 
     fn borrow_device(&mut self, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
@@ -231,6 +252,7 @@ impl Borrow {
             let ram = guest_ram(run.memory.as_ref())?;
             client.check(device, self.settings.route, ram)?;
         }
+        client.set_fence(self.fence()?);
         let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
         let lease = client.borrow_device(device, self.settings.route, &files)?;
         let epoch = client.epoch();

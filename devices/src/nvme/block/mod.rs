@@ -174,6 +174,12 @@ impl BlockQueue {
         })
     }
 
+    /// Brings what was written and has completed onto the medium, and waits for
+    /// it.
+    pub fn settle(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
     /// The guest memory of an idle tag, to be filled before a transfer.
     ///
     /// # Panics

@@ -103,6 +103,10 @@ impl Device for Nvme {
         self.quiesced = false;
     }
 
+    fn settle(&mut self) -> std::io::Result<()> {
+        self.block.settle()
+    }
+
     fn stats(&self) -> Vec<(&'static str, u64)> {
         let stats = &self.stats;
         vec![

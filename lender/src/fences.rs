@@ -1,0 +1,321 @@
+//! What a lender remembers of VMs that moved, also across its own end: the
+//! [`Fence`] of each VM and device, in one small file.
+//!
+//! The order that makes it safe: a fence is in the file before anybody is told
+//! of it, and before the lease of the old host ends.
+
+use std::{collections::BTreeMap, io, path::PathBuf};
+
+use farside_control::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError, files};
+use serde::{Deserialize, Serialize};
+
+use crate::refusals::{internal, invalid};
+
+/// The version of the file.
+const VERSION: u32 = 1;
+
+/// Longest file that is read, bytes.
+const MAX_FILE: u64 = 64 << 20;
+
+/// The fences of all devices, by device id.
+#[derive(Debug, Default)]
+pub(crate) struct FenceBook {
+    devices: BTreeMap<String, Vec<Fence>>,
+    /// Where they are kept; nowhere, and there are no handovers.
+    file: Option<PathBuf>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kept {
+    version: u32,
+    devices: BTreeMap<String, Vec<Fence>>,
+}
+
+/// What a tool asks of a handover.
+#[derive(Clone, Copy)]
+pub(crate) struct Claim<'a> {
+    pub(crate) device: &'a str,
+    pub(crate) vm: &'a str,
+    pub(crate) migration: &'a str,
+    pub(crate) supersedes: Option<Epoch>,
+}
+
+impl FenceBook {
+    /// Reads the file. One that cannot be read is no reason to forget what may
+    /// be in it.
+    pub(crate) fn load(file: Option<PathBuf>) -> io::Result<Self> {
+        let mut devices = BTreeMap::new();
+        if let Some(path) = &file
+            && let Some(bytes) = files::read_bounded(path, MAX_FILE)?
+        {
+            let bad = |why: String| {
+                let text = format!(
+                    "{}: {why}; it says which VMs were moved away and may not have their devices any more: restore it, or remove it if none was",
+                    path.display()
+                );
+                io::Error::new(io::ErrorKind::InvalidData, text)
+            };
+            let kept: Kept =
+                serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+            if kept.version != VERSION {
+                return Err(bad(format!("version {}, not {VERSION}", kept.version)));
+            }
+            devices = kept.devices;
+        }
+        Ok(Self { devices, file })
+    }
+
+    /// The fences of a device.
+    pub(crate) fn of(&self, device: &str) -> &[Fence] {
+        self.devices.get(device).map_or(&[], Vec::as_slice)
+    }
+
+    /// The largest epoch of a device that was ever given out as a fence.
+    pub(crate) fn largest(&self, device: &str) -> Epoch {
+        let epochs = self.of(device).iter().map(|fence| fence.epoch);
+        epochs.max().unwrap_or_default()
+    }
+
+    /// Whether `vm`, which shows `shown`, may borrow the device.
+    pub(crate) fn check(
+        &self,
+        device: &str,
+        vm: &str,
+        shown: Option<Epoch>,
+    ) -> Result<(), RemoteError> {
+        for fence in self.of(device) {
+            if fence.vm == vm && shown.unwrap_or_default() < fence.epoch {
+                return Err(fence.refusal(device, shown));
+            }
+            if fence.vm != vm && fence.reserved {
+                return Err(fence.reservation(device));
+            }
+        }
+        Ok(())
+    }
+
+    /// `vm` has borrowed the device: what was reserved for it is no more, and
+    /// a fence that this lender did not know, since it lost its file, is known.
+    pub(crate) fn borrowed(&mut self, device: &str, vm: &str, shown: Option<Epoch>) {
+        let known = self.of(device).iter().find(|fence| fence.vm == vm);
+        let changed = match (known, shown) {
+            (Some(known), shown) if known.reserved || shown > Some(known.epoch) => Fence {
+                epoch: known.epoch.max(shown.unwrap_or_default()),
+                reserved: false,
+                ..known.clone()
+            },
+            (None, Some(epoch)) => Fence {
+                vm: vm.to_owned(),
+                epoch,
+                migration: String::new(),
+                reserved: false,
+            },
+            _ => return,
+        };
+        if let Err(error) = self.put(device, changed) {
+            // At worst the reservation is there again after a restart.
+            log::warn!("device {device}: {error}");
+        }
+    }
+
+    /// The epoch that an earlier handover with the same id got, or none when
+    /// there is to be a new one.
+    pub(crate) fn asked_before(&self, claim: &Claim<'_>) -> Result<Option<Epoch>, RemoteError> {
+        let Claim {
+            device,
+            vm,
+            migration,
+            supersedes,
+        } = *claim;
+        for fence in self.of(device) {
+            if fence.vm == vm && fence.migration == migration {
+                return Ok(Some(fence.epoch));
+            }
+            if fence.vm == vm && fence.epoch > supersedes.unwrap_or_default() {
+                return Err(RemoteError {
+                    kind: ErrorKind::Fenced,
+                    message: format!(
+                        "device {device}: VM {vm} was moved by another migration meanwhile ({}, fence {}), which migration {migration} (it knows of {}) does not follow",
+                        fence.migration,
+                        fence.epoch,
+                        supersedes.map_or("no fence".to_owned(), |epoch| format!("fence {epoch}")),
+                    ),
+                });
+            }
+            if fence.vm != vm && fence.reserved {
+                return Err(fence.reservation(device));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Records a handover, for good.
+    pub(crate) fn hand_over(&mut self, claim: &Claim<'_>, epoch: Epoch) -> Result<(), RemoteError> {
+        if self.file.is_none() {
+            return Err(invalid(
+                "this lender has nowhere to remember a handover: name a file with `state` in lender.toml, or --state".into(),
+            ));
+        }
+        let fence = Fence {
+            vm: claim.vm.to_owned(),
+            epoch,
+            migration: claim.migration.to_owned(),
+            reserved: true,
+        };
+        self.put(claim.device, fence)
+    }
+
+    /// Lets others have the device again.
+    pub(crate) fn end_reservation(&mut self, device: &str) -> Result<(), RemoteError> {
+        let reserved = self.of(device).iter().find(|fence| fence.reserved);
+        let Some(fence) = reserved.cloned() else {
+            return Ok(());
+        };
+        self.put(
+            device,
+            Fence {
+                reserved: false,
+                ..fence
+            },
+        )
+    }
+
+    /// Puts a fence in the place of the VM's old one, in the file first. After
+    /// an error all is as before.
+    fn put(&mut self, device: &str, fence: Fence) -> Result<(), RemoteError> {
+        let mut devices = self.devices.clone();
+        let fences = devices.entry(device.to_owned()).or_default();
+        let full = fences.len() >= MAX_FENCES;
+        match fences.iter_mut().find(|known| known.vm == fence.vm) {
+            Some(known) => *known = fence,
+            None if !full => fences.push(fence),
+            None => {
+                return Err(RemoteError {
+                    kind: ErrorKind::Limit,
+                    message: format!(
+                        "device {device} has moved with {MAX_FENCES} different VMs, which is the most that a lender remembers"
+                    ),
+                });
+            }
+        }
+        let Some(path) = &self.file else {
+            self.devices = devices;
+            return Ok(());
+        };
+        let kept = Kept {
+            version: VERSION,
+            devices,
+        };
+        let text = serde_json::to_vec_pretty(&kept).map_err(internal)?;
+        files::replace(path, &text).map_err(internal)?;
+        self.devices = kept.devices;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim<'a>(vm: &'a str, migration: &'a str, supersedes: Option<u64>) -> Claim<'a> {
+        Claim {
+            device: "disk0",
+            vm,
+            migration,
+            supersedes: supersedes.map(Epoch),
+        }
+    }
+
+    fn book() -> (tempfile::TempDir, FenceBook) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("lender.json");
+        (folder, FenceBook::load(Some(file)).unwrap())
+    }
+
+    #[test]
+    fn handovers_of_one_vm_are_one_line_of_succession() {
+        let (_folder, mut book) = book();
+        let first = claim("a", "m1", None);
+        assert_eq!(book.asked_before(&first).unwrap(), None);
+        book.hand_over(&first, Epoch(5)).unwrap();
+        assert_eq!(book.asked_before(&first).unwrap(), Some(Epoch(5)));
+        // One that does not know of the first cannot take the device from it.
+        let rival = book.asked_before(&claim("a", "m2", None)).unwrap_err();
+        assert_eq!(rival.kind, ErrorKind::Fenced);
+        let second = claim("a", "m2", Some(5));
+        assert_eq!(book.asked_before(&second).unwrap(), None);
+        book.hand_over(&second, Epoch(9)).unwrap();
+        // And the first cannot come back.
+        let late = book.asked_before(&first).unwrap_err();
+        assert!(late.message.contains("m2"), "{late}");
+    }
+
+    #[test]
+    fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
+        let (_folder, mut book) = book();
+        book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
+        let others = book.check("disk0", "b", None).unwrap_err();
+        assert_eq!(others.kind, ErrorKind::Busy);
+        assert!(others.message.contains("--end-reservation disk0"));
+        for old in [None, Some(Epoch(4))] {
+            let refused = book.check("disk0", "a", old).unwrap_err();
+            assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");
+        }
+        book.check("disk0", "a", Some(Epoch(5))).unwrap();
+        book.borrowed("disk0", "a", Some(Epoch(5)));
+        book.check("disk0", "b", None).unwrap();
+        assert!(book.check("disk0", "a", None).is_err(), "the fence stays");
+        book.hand_over(&claim("a", "m2", Some(5)), Epoch(6))
+            .unwrap();
+        book.end_reservation("disk0").unwrap();
+        book.check("disk0", "b", None).unwrap();
+    }
+
+    #[test]
+    fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
+        let (folder, mut book) = book();
+        book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
+        let file = folder.path().join("lender.json");
+        let again = FenceBook::load(Some(file.clone())).unwrap();
+        assert_eq!(again.of("disk0"), book.of("disk0"));
+        assert_eq!(again.largest("disk0"), Epoch(5));
+        let text = std::fs::read_to_string(&file).unwrap();
+        for bad in [
+            &text[..text.len() - 3],
+            &text.replace("\"version\": 1", "\"version\": 2"),
+        ] {
+            std::fs::write(&file, bad).unwrap();
+            let error = FenceBook::load(Some(file.clone())).unwrap_err();
+            assert!(error.to_string().contains("restore it"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_lender_without_a_file_hands_nothing_over() {
+        let mut book = FenceBook::load(None).unwrap();
+        let error = book
+            .hand_over(&claim("a", "m1", None), Epoch(5))
+            .unwrap_err();
+        assert!(error.message.contains("--state"), "{error}");
+        assert!(book.of("disk0").is_empty());
+        // It learns what the VM shows, and holds on to it.
+        book.borrowed("disk0", "a", Some(Epoch(7)));
+        assert!(book.check("disk0", "a", Some(Epoch(6))).is_err());
+    }
+
+    #[test]
+    fn a_handover_that_cannot_be_written_down_has_not_happened() {
+        let folder = tempfile::tempdir().unwrap();
+        // A folder is in the file's place.
+        let file = folder.path().join("lender.json");
+        std::fs::create_dir_all(file.join("x")).unwrap();
+        let mut book = FenceBook {
+            file: Some(file),
+            ..FenceBook::default()
+        };
+        assert!(book.hand_over(&claim("a", "m1", None), Epoch(5)).is_err());
+        book.check("disk0", "a", None).unwrap();
+        book.check("disk0", "b", None).unwrap();
+    }
+}
