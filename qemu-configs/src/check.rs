@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Firmware, Machine, SharedMemoryError, Vm, command_line::ports};
+use crate::{Firmware, SharedMemoryError, Vm};
 
 /// Longest name of a VM or device, bytes: both become parts of socket paths.
 const MAX_NAME: usize = 48;
@@ -53,8 +53,26 @@ pub enum VmError {
     /// A path that cannot be put into an argument.
     #[error("the path {path:?} is empty, not UTF-8, or has a zero byte: rename it")]
     Path { path: PathBuf },
-    /// More devices and spare ports than places for them.
-    #[error("{wanted} devices and spare ports: a {machine} VM has room for {limit}")]
+    /// A port that the machine does not have.
+    #[error("device {id} at port {port}: the ports of a {machine} VM are 0 to {last}")]
+    Port {
+        id: String,
+        port: usize,
+        machine: &'static str,
+        last: usize,
+    },
+    /// Two devices at one port.
+    #[error(
+        "devices {first} and {second} are both at port {port}: give one of them another \
+         (a device without `port` has its position in the list, counted from 0)"
+    )]
+    SamePort {
+        port: usize,
+        first: String,
+        second: String,
+    },
+    /// More ports than places for them.
+    #[error("{wanted} ports, of devices and spare: a {machine} VM has room for {limit}")]
     TooMany {
         wanted: usize,
         machine: &'static str,
@@ -76,7 +94,7 @@ impl Vm {
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(VmError::Vcpus { vcpus: self.vcpus });
         }
-        self.check_room()?;
+        self.check_ports()?;
         if let Firmware::Ovmf { code, vars } = &self.firmware {
             path_text(code)?;
             path_text(vars)?;
@@ -115,23 +133,6 @@ impl Vm {
                 granule,
                 below,
                 above: below.saturating_add(granule),
-            });
-        }
-        Ok(())
-    }
-
-    fn check_room(&self) -> Result<(), VmError> {
-        let spare = match self.machine {
-            Machine::Q35 => self.spare_ports.into(),
-            Machine::I440fx => 0,
-        };
-        let wanted = self.devices.len() + spare;
-        let limit = ports::limit(self.machine);
-        if wanted > limit {
-            return Err(VmError::TooMany {
-                wanted,
-                machine: self.machine.name(),
-                limit,
             });
         }
         Ok(())

@@ -15,6 +15,8 @@
 mod check;
 mod command_line;
 mod layout;
+mod parts;
+mod ports;
 mod probe;
 mod shared_memory;
 mod timeout;

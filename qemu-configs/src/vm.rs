@@ -21,8 +21,8 @@ pub struct Vm {
     pub huge_pages: HugePages,
     /// What starts the guest.
     pub firmware: Firmware,
-    /// Borrowed devices. Number n sits behind root port n, so the guest finds
-    /// a device at the same place as long as the order here is the same.
+    /// Borrowed devices. The guest finds a device at the same place as long as
+    /// its port is the same.
     pub devices: Vec<Device>,
     /// Root ports to leave free for devices that are added while the VM runs.
     /// The i440FX has free slots on its bus and needs none.

@@ -160,6 +160,56 @@ fn ports_stay_where_they_are_when_more_are_added() {
 }
 
 #[test]
+fn a_device_with_a_port_stays_when_others_come_and_go() {
+    let mut vm = vm();
+    vm.devices[0].port = Some(2);
+    let alone = vm.device_add(0).unwrap();
+    assert_eq!(alone["bus"], "port2");
+    vm.devices.insert(0, device("disk1"));
+    vm.spare_ports = 1;
+    assert_eq!(vm.ports(), [0, 2]);
+    assert_eq!(vm.device_add(1).unwrap(), alone);
+    let args = args(&vm);
+    let ports = args.iter().filter(|arg| arg.contains("pcie-root-port"));
+    assert_eq!(ports.count(), 4, "0 to 2, and a spare one");
+    assert_eq!(vm.free_port(), Some(1));
+
+    vm.machine = Machine::I440fx;
+    assert_eq!(vm.device_add(1).unwrap()["addr"], "0x12");
+}
+
+#[test]
+fn ports_that_cannot_be_are_refused() {
+    let with = |ports: &[Option<u16>], machine| {
+        let mut vm = vm();
+        vm.machine = machine;
+        vm.devices = ports
+            .iter()
+            .enumerate()
+            .map(|(n, &port)| {
+                let mut device = device(&format!("d{n}"));
+                device.port = port;
+                device
+            })
+            .collect();
+        error(&vm)
+    };
+    assert_eq!(
+        with(&[Some(1), None], Machine::Q35),
+        "devices d0 and d1 are both at port 1: give one of them another \
+         (a device without `port` has its position in the list, counted from 0)"
+    );
+    assert_eq!(
+        with(&[Some(64)], Machine::Q35),
+        "device d0 at port 64: the ports of a q35 VM are 0 to 63"
+    );
+    assert_eq!(
+        with(&[Some(16)], Machine::I440fx),
+        "device d0 at port 16: the ports of a pc VM are 0 to 15"
+    );
+}
+
+#[test]
 fn hot_plug_uses_what_the_command_line_uses() {
     let mut vm = vm();
     vm.spare_ports = 1;
@@ -261,7 +311,7 @@ fn bad_descriptions_say_what_to_do() {
     );
     assert_eq!(
         with(|vm| vm.spare_ports = 64),
-        "65 devices and spare ports: a q35 VM has room for 64"
+        "65 ports, of devices and spare: a q35 VM has room for 64"
     );
     assert_eq!(
         with(|vm| vm.extra_args.push("a\0".into())),

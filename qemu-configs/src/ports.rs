@@ -1,0 +1,113 @@
+//! Where devices sit: root ports on the q35, places on the bus on the i440FX.
+
+use crate::{Machine, Vm, VmError};
+
+/// First device number on the root bus that we use. QEMU gives those below to
+/// what the user adds without an address, and so does libvirt.
+pub(crate) const FIRST_SLOT: usize = 0x10;
+/// Functions of a device number.
+const FUNCTIONS: usize = 8;
+/// Device numbers for root ports on the q35: 0x10 to 0x17. Above them the
+/// chipset has parts of its own (USB at 0x1a and 0x1d, LPC at 0x1f).
+const PORT_SLOTS: usize = 8;
+/// Device numbers for devices on the i440FX: 0x10 to 0x1f.
+const BUS_SLOTS: usize = 16;
+
+impl Vm {
+    /// The port of each device, in their order: what it says, else its position.
+    /// On the i440FX a port is a place on the bus.
+    pub fn ports(&self) -> Vec<usize> {
+        let devices = self.devices.iter().enumerate();
+        devices
+            .map(|(position, device)| device.port.map_or(position, usize::from))
+            .collect()
+    }
+
+    /// How many root ports the VM has: up to the highest that a device uses, and
+    /// the spare ones. On the i440FX, how many places of the bus are ours.
+    pub fn port_count(&self) -> usize {
+        let used = self.ports().into_iter().max().map_or(0, |port| port + 1);
+        match self.machine {
+            Machine::Q35 => used + usize::from(self.spare_ports),
+            Machine::I440fx => used,
+        }
+    }
+
+    /// The lowest port that the VM has and no device uses: where the next one
+    /// can be plugged in while the VM runs.
+    pub fn free_port(&self) -> Option<u16> {
+        let used = self.ports();
+        let count = match self.machine {
+            Machine::Q35 => self.port_count(),
+            Machine::I440fx => BUS_SLOTS,
+        };
+        let free = (0..count).find(|port| !used.contains(port))?;
+        u16::try_from(free).ok()
+    }
+
+    pub(crate) fn check_ports(&self) -> Result<(), VmError> {
+        let limit = limit(self.machine);
+        let ports = self.ports();
+        for (position, &port) in ports.iter().enumerate() {
+            let id = &self.devices[position].id;
+            if port >= limit {
+                return Err(VmError::Port {
+                    id: id.clone(),
+                    port,
+                    machine: self.machine.name(),
+                    last: limit - 1,
+                });
+            }
+            if let Some(other) = ports[..position].iter().position(|&other| other == port) {
+                return Err(VmError::SamePort {
+                    port,
+                    first: self.devices[other].id.clone(),
+                    second: id.clone(),
+                });
+            }
+        }
+        let wanted = self.port_count();
+        if wanted > limit {
+            return Err(VmError::TooMany {
+                wanted,
+                machine: self.machine.name(),
+                limit,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// How many ports there is room for.
+pub(crate) fn limit(machine: Machine) -> usize {
+    match machine {
+        Machine::Q35 => PORT_SLOTS * FUNCTIONS,
+        Machine::I440fx => BUS_SLOTS,
+    }
+}
+
+/// Bus and address of the device at a port.
+pub(crate) fn place(machine: Machine, port: usize) -> (String, String) {
+    match machine {
+        Machine::Q35 => (name(port), "0x0".to_owned()),
+        Machine::I440fx => ("pci.0".to_owned(), format!("{:#x}", FIRST_SLOT + port)),
+    }
+}
+
+/// Device numbers on the root bus that so many ports take.
+pub(crate) fn slots(machine: Machine, ports: usize) -> std::ops::Range<usize> {
+    let slots = match machine {
+        Machine::Q35 => ports.div_ceil(FUNCTIONS),
+        Machine::I440fx => ports,
+    };
+    FIRST_SLOT..FIRST_SLOT + slots
+}
+
+/// Device and function number of a root port.
+pub(crate) fn root_address(port: usize) -> (usize, usize) {
+    (FIRST_SLOT + port / FUNCTIONS, port % FUNCTIONS)
+}
+
+pub(crate) fn name(port: usize) -> String {
+    format!("port{port}")
+}
