@@ -6,6 +6,7 @@
 //! - `dma_table`: what the client said of guest memory.
 //! - `borrow`: the state machine of a borrow, and the thread that does its work.
 //! - `device`: one device: requests in, answers out.
+//! - `folder`, `sockets`: where all that is found.
 //! - `server`, `status`, [`Backend`]: all of it on one event loop.
 
 #![forbid(unsafe_code)]
@@ -15,7 +16,9 @@ mod borrow;
 mod causes;
 mod device;
 mod dma_table;
+mod folder;
 mod server;
+mod sockets;
 mod status;
 
 pub use backend::{Backend, Config, StartError};

@@ -3,13 +3,12 @@
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
-    path::Path,
     time::{Duration, Instant},
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_vfio_user::{
-    Connection, ConnectionError, ListenError, Listener, RateLimit, Session, Slot,
+    Connection, ConnectionError, Listener, RateLimit, Session, Slot,
     serve::{Pumped, pump},
 };
 use rustix::{
@@ -81,13 +80,11 @@ impl Client {
 }
 
 impl DeviceServer {
-    pub(crate) fn new(device: Device, socket: &Path) -> Result<Self, ServerError> {
-        let listener = Listener::bind(socket)?;
+    pub(crate) fn new(device: Device, listener: Listener) -> std::io::Result<Self> {
         let timer = timerfd_create(
             TimerfdClockId::Monotonic,
             TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
-        )
-        .map_err(std::io::Error::from)?;
+        )?;
         Ok(Self {
             device,
             listener,
@@ -330,13 +327,4 @@ impl MutEventSubscriber for DeviceServer {
         self.retired = None;
         self.device.drop_retired();
     }
-}
-
-/// Why a device cannot be served.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ServerError {
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    #[error(transparent)]
-    System(#[from] std::io::Error),
 }

@@ -5,19 +5,15 @@ use std::{
     io::{self, ErrorKind, Write},
     os::{
         fd::{AsRawFd, RawFd},
-        unix::{
-            fs::PermissionsExt,
-            net::{UnixListener, UnixStream},
-        },
+        unix::net::UnixStream,
     },
-    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde::Serialize;
 
-use crate::{device::DeviceReport, server::DeviceServer};
+use crate::{device::DeviceReport, server::DeviceServer, sockets::StatusSocket};
 use farside_vfio_user::RateLimit;
 
 /// Most peers that have not read all of their report yet. Others wait to be
@@ -34,8 +30,7 @@ struct BackendReport<'a> {
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
     vm: String,
-    listener: UnixListener,
-    path: PathBuf,
+    socket: StatusSocket,
     devices: Vec<Arc<Mutex<DeviceServer>>>,
     peers: Vec<Peer>,
 }
@@ -64,27 +59,17 @@ impl Peer {
 }
 
 impl StatusServer {
-    /// The socket is in the VM's own folder, which the caller holds: what is
-    /// at `path` is a leftover.
-    pub(crate) fn bind(
+    pub(crate) fn new(
         vm: &str,
-        path: &Path,
+        socket: StatusSocket,
         devices: Vec<Arc<Mutex<DeviceServer>>>,
-    ) -> io::Result<Self> {
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = UnixListener::bind(path)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
-        Ok(Self {
+    ) -> Self {
+        Self {
             vm: vm.to_owned(),
-            listener,
-            path: path.to_owned(),
+            socket,
             devices,
             peers: Vec::new(),
-        })
+        }
     }
 
     fn report(&self) -> serde_json::Result<Vec<u8>> {
@@ -102,8 +87,8 @@ impl StatusServer {
     /// Accepts and answers those who wait, for as long as there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.peers.len() < MAX_PEERS {
-            let socket = match self.listener.accept() {
-                Ok((socket, _)) => socket,
+            let socket = match self.socket.accept() {
+                Ok(socket) => socket,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error),
             };
@@ -121,7 +106,7 @@ impl StatusServer {
         }
         if self.peers.len() == MAX_PEERS {
             // Until one has gone.
-            ops.modify(Events::new(&self.listener, EventSet::empty()))
+            ops.modify(Events::new(&self.socket.listener, EventSet::empty()))
                 .map_err(io::Error::other)?;
         }
         Ok(())
@@ -143,7 +128,7 @@ impl StatusServer {
         let peer = self.peers.swap_remove(at);
         ops.remove(Events::empty(&peer.socket))
             .map_err(io::Error::other)?;
-        ops.modify(Events::new(&self.listener, EventSet::IN))
+        ops.modify(Events::new(&self.socket.listener, EventSet::IN))
             .map_err(io::Error::other)?;
         sent.map(|_| ())
     }
@@ -151,7 +136,7 @@ impl StatusServer {
 
 impl MutEventSubscriber for StatusServer {
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(error) = ops.add(Events::new(&self.listener, EventSet::IN)) {
+        if let Err(error) = ops.add(Events::new(&self.socket.listener, EventSet::IN)) {
             log::error!("no status for VM {}: event loop: {error}", self.vm);
         }
     }
@@ -159,7 +144,7 @@ impl MutEventSubscriber for StatusServer {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         static FAILED: RateLimit = RateLimit::new();
 
-        let answered = if events.fd() == self.listener.as_raw_fd() {
+        let answered = if events.fd() == self.socket.listener.as_raw_fd() {
             self.accept(ops)
         } else {
             self.go_on(events.fd(), ops)
@@ -172,12 +157,5 @@ impl MutEventSubscriber for StatusServer {
                 self.vm
             );
         }
-    }
-}
-
-impl Drop for StatusServer {
-    fn drop(&mut self) {
-        // Nothing is lost if it stays: the next backend removes it.
-        let _ = std::fs::remove_file(&self.path);
     }
 }

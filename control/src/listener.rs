@@ -24,7 +24,8 @@ use crate::{Address, Channel};
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// A listening socket. A UNIX socket is unlinked when dropped.
+/// A listening socket. A UNIX socket is unlinked when dropped, unless somebody
+/// else made it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -35,8 +36,8 @@ pub struct Listener {
 enum At {
     Path {
         path: PathBuf,
-        /// Device and inode of `path`: what is there later is removed only if
-        /// it is still this one.
+        /// Device and inode of `path`, if we made it: what is there later is
+        /// removed only if it is still this one.
         identity: Option<(u64, u64)>,
     },
     Port(SocketAddr),
@@ -100,6 +101,26 @@ impl Listener {
             at: At::Port(socket.local_addr().map_err(failed)?),
             socket: socket.into(),
         })
+    }
+
+    /// Takes a UNIX `SOCK_SEQPACKET` socket that listens at `path` already and
+    /// does not block, such as one from a service manager. Its path stays.
+    pub fn adopt(socket: OwnedFd, path: &Path) -> Self {
+        Self {
+            socket,
+            at: At::Path {
+                path: path.to_owned(),
+                identity: None,
+            },
+        }
+    }
+
+    /// The same, for a TCP socket that listens at `at`.
+    pub fn adopt_tcp(socket: OwnedFd, at: SocketAddr) -> Self {
+        Self {
+            socket,
+            at: At::Port(at),
+        }
     }
 
     /// Accepts one connection if one waits.

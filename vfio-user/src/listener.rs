@@ -26,13 +26,14 @@ const MAX_PATH: usize = 107;
 /// that is refused hears of it at once.
 const BACKLOG: i32 = 4;
 
-/// A listening socket for one client at a time. Its path is removed on drop.
+/// A listening socket for one client at a time. Its path is removed on drop,
+/// unless somebody else made it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
-    /// Device and inode of the socket's path: what is there later is removed
-    /// only if it is still this one.
+    /// Device and inode of the socket's path, if we made it: what is there later
+    /// is removed only if it is still this one.
     identity: Option<(u64, u64)>,
 }
 
@@ -146,6 +147,16 @@ impl Listener {
         // From here on a failure removes the path.
         listen(&listener.socket, BACKLOG).map_err(failed)?;
         Ok(listener)
+    }
+
+    /// Takes a UNIX stream socket that listens at `path` already and does not
+    /// block, such as one from a service manager. Its path stays.
+    pub fn adopt(socket: OwnedFd, path: &Path) -> Self {
+        Self {
+            socket,
+            path: path.to_owned(),
+            identity: None,
+        }
     }
 
     /// The socket's path.

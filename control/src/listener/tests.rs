@@ -74,3 +74,18 @@ fn connecting_does_not_wait_for_ever() {
     };
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
 }
+
+#[test]
+fn a_socket_that_somebody_else_made_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("lender.sock");
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let socket = new_socket().unwrap();
+    bind(&socket, &address).unwrap();
+    listen(&socket, 1).unwrap();
+    let listener = Listener::adopt(socket, &path);
+    assert_eq!(listener.address(), Address::Unix(path.clone()));
+    assert!(listener.accept().unwrap().is_none());
+    drop(listener);
+    assert!(path.exists());
+}

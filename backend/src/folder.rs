@@ -1,0 +1,107 @@
+//! The folder of a VM's sockets, which belongs to one backend at a time.
+
+use std::{
+    fs::{File, TryLockError},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use farside_control::paths;
+
+use crate::StartError;
+
+/// The VM's folder, held by a lock on a file in it. Dropped, the file goes, and
+/// the folder if nothing else is in it.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    path: PathBuf,
+    lock: PathBuf,
+    _file: File,
+}
+
+impl Folder {
+    /// Makes the folder, and makes it ours.
+    pub(crate) fn hold(vm: &str, folder: &Path) -> Result<Self, StartError> {
+        let lock = folder.join("lock");
+        loop {
+            paths::create_folder(folder).map_err(at(folder))?;
+            let file = match File::create(&lock) {
+                // Its last owner has just removed it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                file => file.map_err(at(&lock))?,
+            };
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    return Err(StartError::Running {
+                        vm: vm.to_owned(),
+                        folder: folder.to_owned(),
+                    });
+                }
+                Err(TryLockError::Error(error)) => return Err(at(&lock)(error)),
+            }
+            // Its last owner may have removed the file between our opening it
+            // and our locking it.
+            if is_at(&file, &lock).map_err(at(&lock))? {
+                return Ok(Self {
+                    path: folder.to_owned(),
+                    lock,
+                    _file: file,
+                });
+            }
+        }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_file(&self.lock) {
+            log::warn!("cannot remove {}: {error}", self.lock.display());
+        }
+        // QEMU's monitor may be in it, or sockets that the service manager made.
+        let _ = std::fs::remove_dir(&self.path);
+    }
+}
+
+fn at(path: &Path) -> impl FnOnce(io::Error) -> StartError {
+    let path = path.to_owned();
+    |source| StartError::Path { path, source }
+}
+
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let ours = file.metadata()?;
+    match std::fs::symlink_metadata(path) {
+        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holds_it_and_leaves_nothing() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("web1");
+        let held = Folder::hold("web1", &path).unwrap();
+        let second = Folder::hold("web1", &path).unwrap_err();
+        assert!(matches!(second, StartError::Running { .. }), "{second}");
+        drop(held);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_others_have_in_it_stays() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("web1");
+        let held = Folder::hold("web1", &path).unwrap();
+        File::create(path.join("qmp")).unwrap();
+        drop(held);
+        let left: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
+        assert_eq!(left.len(), 1);
+        drop(Folder::hold("web1", &path).unwrap());
+    }
+}

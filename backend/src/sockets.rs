@@ -1,0 +1,119 @@
+//! The sockets of a VM: those that the service manager has made are taken, the
+//! others are made here.
+
+use std::{
+    io,
+    os::unix::{
+        fs::PermissionsExt,
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+};
+
+use farside_control::paths;
+use farside_service::{Activated, Kind, SocketGroup};
+use farside_vfio_user::Listener;
+
+use crate::StartError;
+
+/// Folders above a VM's own that members of a socket group have to pass: `vm`,
+/// and the runtime folder.
+const PARENTS: usize = 2;
+
+/// Where the VM's sockets come from.
+#[derive(Debug)]
+pub(crate) struct Sockets {
+    folder: PathBuf,
+    group: Option<SocketGroup>,
+    activated: Activated,
+}
+
+/// The socket that answers `farside status`.
+#[derive(Debug)]
+pub(crate) struct StatusSocket {
+    pub(crate) listener: UnixListener,
+    /// To be removed at the end; nothing, when it is not ours to remove.
+    made: Option<PathBuf>,
+}
+
+impl Sockets {
+    /// `folder` is the VM's, which the caller holds.
+    pub(crate) fn new(
+        folder: &Path,
+        group: Option<SocketGroup>,
+        activated: Activated,
+    ) -> Result<Self, StartError> {
+        if let Some(group) = &group {
+            group.admit_into(folder, PARENTS)?;
+        }
+        Ok(Self {
+            folder: folder.to_owned(),
+            group,
+            activated,
+        })
+    }
+
+    /// The socket at which QEMU finds a device.
+    pub(crate) fn device(&mut self, device: &str) -> Result<Listener, StartError> {
+        let path = self.folder.join(paths::device_socket_name(device));
+        if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
+            return Ok(Listener::adopt(socket, &path));
+        }
+        let listener = Listener::bind(&path)?;
+        if let Some(group) = &self.group {
+            group.admit(&path)?;
+        }
+        Ok(listener)
+    }
+
+    /// The status socket, which is this user's alone.
+    pub(crate) fn status(&mut self) -> Result<StatusSocket, StartError> {
+        let path = self.folder.join(paths::STATUS_SOCKET_NAME);
+        if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
+            return Ok(StatusSocket {
+                listener: socket.into(),
+                made: None,
+            });
+        }
+        StatusSocket::bind(&path).map_err(|source| StartError::Path { path, source })
+    }
+
+    /// An error when the service manager has made a socket that nobody took.
+    pub(crate) fn check_all_taken(&mut self, vm: &str) -> Result<(), StartError> {
+        let activated = std::mem::take(&mut self.activated);
+        activated.finish(&format!(
+            "the sockets of VM {vm}, of its devices and its status"
+        ))?;
+        Ok(())
+    }
+}
+
+impl StatusSocket {
+    /// What is at `path`, in a folder that the caller holds, is a leftover.
+    fn bind(path: &Path) -> io::Result<Self> {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener,
+            made: Some(path.to_owned()),
+        })
+    }
+
+    pub(crate) fn accept(&self) -> io::Result<UnixStream> {
+        self.listener.accept().map(|(socket, _)| socket)
+    }
+}
+
+impl Drop for StatusSocket {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            // Nothing is lost if it stays: the next backend removes it.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
