@@ -64,7 +64,8 @@ pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};
 pub use progress::{Progress, Task};
 pub use vm::{
-    Boot, Event, Firmware, Guest, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm, VmBuilder,
+    AgentPort, Boot, Event, Firmware, Guest, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm,
+    VmBuilder,
 };
 
 use archive::Archive;

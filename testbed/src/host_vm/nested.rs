@@ -34,7 +34,6 @@ pub struct NestedBuilder<'a> {
 pub struct Nested<'a> {
     host: &'a HostVm,
     slot: u32,
-    board: Board,
     guest: Guest,
     qmp: Qmp,
     /// QEMU's process id in the VM.
@@ -153,7 +152,6 @@ impl<'a> NestedBuilder<'a> {
         let nested = Nested {
             host,
             slot,
-            board,
             guest,
             qmp,
             pid: pid.trim().parse().context("reading QEMU's process id")?,
@@ -249,23 +247,6 @@ fn quoted(word: &str) -> String {
 }
 
 impl Nested<'_> {
-    /// Waits until the agent in the guest has started. The error says how far the
-    /// guest came.
-    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
-        let started = self.board.wait(timeout, |state| {
-            let agent = &state.agent;
-            (agent.hellos > 0 || agent.closed).then_some(agent.hellos > 0)
-        });
-        match started {
-            Some(true) => Ok(()),
-            Some(false) => Err(self.quote("QEMU ended before the guest's agent started")),
-            None => {
-                let what = format!("the guest's agent did not start within {timeout:?}");
-                Err(self.quote(&what))
-            }
-        }
-    }
-
     /// QEMU's process id, in the VM that runs it.
     pub fn pid(&self) -> u32 {
         self.pid

@@ -243,6 +243,32 @@ impl Guest {
         &self.name
     }
 
+    /// Waits until the agent in the guest has started. The error says how far the
+    /// guest came.
+    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
+        let started = self.agent.board.wait(timeout, |state| {
+            let agent = &state.agent;
+            (agent.hellos > 0 || agent.closed).then_some(agent.hellos > 0)
+        });
+        match started {
+            Some(true) => Ok(()),
+            Some(false) => Err(self.quote("QEMU ended before the guest's agent started")),
+            None => {
+                let what = format!("the guest's agent did not start within {timeout:?}");
+                Err(self.quote(&what))
+            }
+        }
+    }
+
+    /// Waits until QEMU has closed the way to the agent, as it does when it ends.
+    pub fn wait_gone(&self, timeout: Duration) -> Result<()> {
+        let gone = self
+            .agent
+            .board
+            .wait(timeout, |state| state.agent.closed.then_some(()));
+        gone.ok_or_else(|| self.quote(&format!("QEMU has not ended within {timeout:?}")))
+    }
+
     /// An error with all that helps to understand it.
     pub(crate) fn quote(&self, what: &str) -> anyhow::Error {
         anyhow!("VM {}: {what}{}", self.name, (self.last_words)())

@@ -3,6 +3,7 @@
 mod agent;
 mod board;
 mod builder;
+mod foreign;
 mod process;
 mod qmp;
 
@@ -22,6 +23,7 @@ pub(crate) use builder::option_value;
 
 pub use agent::{Guest, GuestPage, Output, Pending};
 pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
+pub use foreign::AgentPort;
 pub use qmp::{Event, Qmp};
 
 /// What every guest's kernel is told. The serial console is slow when emulated,

@@ -86,7 +86,7 @@ impl Drop for Process {
 }
 
 /// Polls; false when the deadline passes first.
-fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bool> {
+pub(super) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
