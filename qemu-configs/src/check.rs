@@ -81,6 +81,12 @@ pub enum VmError {
     /// An argument that no program can be given.
     #[error("the extra argument {argument:?} has a zero byte")]
     Argument { argument: String },
+    /// A value that `-readconfig` cannot take.
+    #[error(
+        "{key} = {value:?} cannot be in a file for -readconfig, whose values have at most \
+         1023 bytes and no quote: use another form"
+    )]
+    ConfigValue { key: String, value: String },
     /// The extra arguments undo the shared memory.
     #[error("the extra arguments undo what borrowing needs")]
     Memory(#[source] SharedMemoryError),

@@ -55,16 +55,11 @@ impl Vm {
         let mut args = Args::default();
         args.option("-name", format!("guest={},debug-threads=on", self.name));
         args.option("-machine", self.machine_value());
-        match self.accel {
-            // QEMU takes the first that works.
-            Accel::Auto => {
-                args.option("-accel", "kvm");
-                args.option("-accel", TCG);
-            }
-            Accel::Kvm => args.option("-accel", "kvm"),
-            Accel::Tcg => args.option("-accel", TCG),
+        for (accel, threads) in self.accels() {
+            let threads = threads.map_or(String::new(), |threads| format!(",thread={threads}"));
+            args.option("-accel", format!("{accel}{threads}"));
         }
-        args.option("-cpu", "max");
+        args.option("-cpu", CPU);
         args.option("-smp", self.vcpus.to_string());
         args.option("-m", self.ram_value());
         args.option("-object", self.memory_value());
@@ -72,27 +67,11 @@ impl Vm {
             let path = path_text(socket)?.replace(',', ",,");
             args.option("-qmp", format!("unix:{path},server=on,wait=off"));
         }
-        if let Firmware::Ovmf { code, vars } = &self.firmware {
-            for (name, file, read_only) in [(CODE, code, true), (VARS, vars, false)] {
-                let node = BlockNode {
-                    driver: "raw",
-                    name,
-                    read_only,
-                    file: File {
-                        driver: "file",
-                        filename: path_text(file)?,
-                    },
-                };
-                args.json("-blockdev", &node);
-            }
-        }
+        self.blockdevs(&mut args)?;
         for port in self.root_ports() {
             args.json("-device", &port);
         }
-        for position in 0..self.devices.len() {
-            args.json("-device", &self.vfio_user_pci(position)?);
-        }
-        args.0.extend(self.extra_args.iter().cloned());
+        self.devices_and_extra(&mut args)?;
         check_shared_memory(&args.0).map_err(VmError::Memory)?;
         Ok(CommandLine {
             program: program.into(),
@@ -112,12 +91,66 @@ impl Vm {
         Ok(serde_json::to_value(arguments).expect(SERIALISES))
     }
 
-    fn machine_value(&self) -> String {
-        let flash = match self.firmware {
-            Firmware::Default => String::new(),
-            Firmware::Ovmf { .. } => format!(",pflash0={CODE},pflash1={VARS}"),
+    /// What a file for `-readconfig` has no words for.
+    pub(crate) fn args_beside_config(&self) -> Result<Vec<String>, VmError> {
+        let mut args = Args::default();
+        args.option("-cpu", CPU);
+        self.blockdevs(&mut args)?;
+        self.devices_and_extra(&mut args)?;
+        Ok(args.0)
+    }
+
+    fn devices_and_extra(&self, args: &mut Args) -> Result<(), VmError> {
+        for position in 0..self.devices.len() {
+            args.json("-device", &self.vfio_user_pci(position)?);
+        }
+        args.0.extend(self.extra_args.iter().cloned());
+        Ok(())
+    }
+
+    fn blockdevs(&self, args: &mut Args) -> Result<(), VmError> {
+        let Firmware::Ovmf { code, vars } = &self.firmware else {
+            return Ok(());
         };
-        format!("{},memory-backend={MEMORY}{flash}", self.machine.name())
+        for (name, file, read_only) in [(CODE, code, true), (VARS, vars, false)] {
+            let node = BlockNode {
+                driver: "raw",
+                name,
+                read_only,
+                file: File {
+                    driver: "file",
+                    filename: path_text(file)?,
+                },
+            };
+            args.json("-blockdev", &node);
+        }
+        Ok(())
+    }
+
+    /// Accelerators, of which QEMU takes the first that works, and how each
+    /// makes its threads.
+    pub(crate) fn accels(&self) -> &'static [(&'static str, Option<&'static str>)] {
+        match self.accel {
+            Accel::Auto => &[KVM, TCG],
+            Accel::Kvm => &[KVM],
+            Accel::Tcg => &[TCG],
+        }
+    }
+
+    /// Properties of the machine that name the flash images.
+    pub(crate) fn flash(&self) -> &'static [(&'static str, &'static str)] {
+        match self.firmware {
+            Firmware::Default => &[],
+            Firmware::Ovmf { .. } => &[("pflash0", CODE), ("pflash1", VARS)],
+        }
+    }
+
+    fn machine_value(&self) -> String {
+        let mut value = format!("{},memory-backend={MEMORY}", self.machine.name());
+        for (property, node) in self.flash() {
+            value += &format!(",{property}={node}");
+        }
+        value
     }
 
     fn ram_value(&self) -> String {
@@ -148,11 +181,13 @@ fn short_size(bytes: u64) -> String {
     }
 }
 
-const TCG: &str = "tcg,thread=multi";
+const CPU: &str = "max";
+const KVM: (&str, Option<&str>) = ("kvm", None);
+const TCG: (&str, Option<&str>) = ("tcg", Some("multi"));
 const CODE: &str = "ovmf-code";
 const VARS: &str = "ovmf-vars";
 
-const SERIALISES: &str = "text, numbers and booleans make JSON";
+pub(crate) const SERIALISES: &str = "text, numbers and booleans make JSON";
 
 // The values that contain paths or nested properties are JSON: in QEMU's older
 // form a comma in a path means something.

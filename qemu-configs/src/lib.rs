@@ -14,10 +14,12 @@
 
 mod check;
 mod command_line;
+mod json_form;
 mod layout;
 mod parts;
 mod ports;
 mod probe;
+mod read_config;
 mod shared_memory;
 mod timeout;
 mod vm;
@@ -26,6 +28,7 @@ pub use check::VmError;
 pub use command_line::CommandLine;
 pub use layout::ram_split;
 pub use probe::{ProbeError, QemuBinary, Version};
+pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;
 pub use vm::{Accel, Device, Firmware, HugePages, Machine, Vm, qemu_id};

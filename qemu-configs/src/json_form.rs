@@ -1,0 +1,27 @@
+//! The description as QMP and programs take it.
+
+use serde_json::{Value, json};
+
+use crate::{CommandLine, Vm, VmError};
+
+impl Vm {
+    /// One JSON object for programs that start QEMU themselves:
+    ///
+    /// - `program`, `arguments`: all of [`Vm::command_line`];
+    /// - `memory`: the argument of `-object`, and of QMP's `object-add`;
+    /// - `machine`: the properties of `-machine` that borrowing needs;
+    /// - `ports`, `devices`: the arguments of `-device`, and of QMP's `device_add`;
+    /// - `monitor`: where QMP is, or null.
+    pub fn json_form(&self, line: &CommandLine) -> Result<Value, VmError> {
+        let devices = (0..self.devices.len()).map(|position| self.device_add(position));
+        Ok(json!({
+            "program": line.program,
+            "arguments": line.args,
+            "memory": self.memory_backend(),
+            "machine": { "type": self.machine.name(), "memory-backend": crate::parts::MEMORY },
+            "ports": self.root_ports(),
+            "devices": devices.collect::<Result<Vec<_>, _>>()?,
+            "monitor": self.monitor,
+        }))
+    }
+}
