@@ -1,0 +1,106 @@
+//! Why a domain cannot be read or changed.
+
+use crate::VmError;
+
+/// Why a domain's XML cannot be read or changed. Lines and columns count from 1.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
+pub enum DomainError {
+    /// It is not XML.
+    #[error("line {line}, column {column}: this is not well-formed XML: {why}")]
+    Malformed { line: u32, column: u32, why: String },
+    /// It is XML of something else.
+    #[error(
+        "line {line}, column {column}: this is <{found}>, and not a libvirt <domain>: \
+         give what `virsh dumpxml --inactive NAME` prints"
+    )]
+    NotADomain {
+        line: u32,
+        column: u32,
+        found: String,
+    },
+    /// An element that every domain has is missing.
+    #[error("line {line}, column {column}: the domain has no <{element}>")]
+    Missing {
+        line: u32,
+        column: u32,
+        element: &'static str,
+    },
+    /// A kind of VM in which devices cannot be borrowed.
+    #[error("line {line}, column {column}: {what} {found:?}: borrowed devices need {needed}")]
+    Unsupported {
+        line: u32,
+        column: u32,
+        what: &'static str,
+        found: String,
+        needed: &'static str,
+    },
+    /// A value that cannot be read.
+    #[error("line {line}, column {column}: {what} {found:?} cannot be read: {why}")]
+    Value {
+        line: u32,
+        column: u32,
+        what: &'static str,
+        found: String,
+        why: String,
+    },
+    /// Memory was made private, or of another source, on purpose.
+    #[error(
+        "line {line}, column {column}: {found} keeps guest RAM from being shared with farside: \
+         change it to {needed}"
+    )]
+    Private {
+        line: u32,
+        column: u32,
+        found: String,
+        needed: &'static str,
+    },
+    /// An address that ports of ours are to have.
+    #[error(
+        "line {line}, column {column}: PCI address {address} is taken, and the ports of borrowed \
+         devices are to be at device numbers {first:#x} to {last:#x} of bus 0: give this device \
+         another address, or leave its <address> out and libvirt chooses one"
+    )]
+    AddressTaken {
+        line: u32,
+        column: u32,
+        address: String,
+        first: usize,
+        last: usize,
+    },
+    /// An id that a part of ours is to have.
+    #[error(
+        "line {line}, column {column}: an argument for QEMU has the id {id:?}, which a part of \
+         farside is to have: rename it"
+    )]
+    IdTaken { line: u32, column: u32, id: String },
+    /// A device that is not there.
+    #[error("domain {domain} does not borrow device {device}; it borrows {known}")]
+    UnknownDevice {
+        domain: String,
+        device: String,
+        known: String,
+    },
+    /// A device would move in the guest.
+    #[error(
+        "domain {domain} has device {device} at port {has}, not {wanted}: remove it first \
+         (--remove --device {device}) if it is to move"
+    )]
+    WouldMove {
+        domain: String,
+        device: String,
+        has: u16,
+        wanted: u16,
+    },
+    /// The devices make no VM.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// A NUMA layout that does not come out even.
+    #[error("{cells} NUMA cells for {vcpus} processors and {mib} MiB: {why}")]
+    Numa {
+        cells: u32,
+        vcpus: u32,
+        mib: u64,
+        why: &'static str,
+    },
+}

@@ -1,0 +1,114 @@
+//! Elements and where they are in the text.
+
+use std::ops::Range;
+
+use roxmltree::{Document, Node};
+
+use super::DomainError;
+
+/// A domain as text and as tree.
+pub(super) struct Source<'a> {
+    pub(super) text: &'a str,
+    pub(super) tree: Document<'a>,
+}
+
+impl<'a> Source<'a> {
+    pub(super) fn parse(text: &'a str) -> Result<Self, DomainError> {
+        match Document::parse(text) {
+            Ok(tree) => Ok(Self { text, tree }),
+            Err(error) => {
+                let at = error.pos();
+                // The position is at the front, and said already.
+                let why = error.to_string();
+                let why = why.split(" at ").next().unwrap_or_default().to_owned();
+                Err(DomainError::Malformed {
+                    line: at.row,
+                    column: at.col,
+                    why,
+                })
+            }
+        }
+    }
+
+    /// Line and column of a place.
+    pub(super) fn position(&self, at: usize) -> (u32, u32) {
+        let at = self.tree.text_pos_at(at);
+        (at.row, at.col)
+    }
+
+    pub(super) fn position_of(&self, node: Node) -> (u32, u32) {
+        self.position(node.range().start)
+    }
+
+    /// Where the start tag ends (after its `>`), and whether it is the whole
+    /// element.
+    pub(super) fn start_tag(&self, node: Node) -> (usize, bool) {
+        let range = node.range();
+        let mut quote = None;
+        let mut before = 0;
+        for (offset, byte) in self.text[range.clone()].bytes().enumerate() {
+            match (quote, byte) {
+                (Some(open), _) if open == byte => quote = None,
+                (Some(_), _) => {}
+                (None, b'"' | b'\'') => quote = Some(byte),
+                (None, b'>') => return (range.start + offset + 1, before == b'/'),
+                (None, _) => {}
+            }
+            before = byte;
+        }
+        unreachable!("the element was parsed, so its start tag ends")
+    }
+
+    /// The name as it is written, with its prefix.
+    pub(super) fn written_name(&self, node: Node) -> &'a str {
+        let from = &self.text[node.range().start + 1..];
+        let end = from.find(|c: char| c.is_ascii_whitespace() || c == '/' || c == '>');
+        &from[..end.unwrap_or(from.len())]
+    }
+
+    /// What is between start and end tag. Nothing for an element without.
+    pub(super) fn inside(&self, node: Node) -> Range<usize> {
+        let (start, empty) = self.start_tag(node);
+        let end = node.range().end;
+        if empty {
+            return end..end;
+        }
+        let close = self.text[start..end].rfind("</");
+        start..start + close.expect("an element that is not empty has an end tag")
+    }
+}
+
+/// The first child element of that name, in no namespace.
+pub(super) fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    children(node, name).next()
+}
+
+/// Child elements of that name, in no namespace.
+pub(super) fn children<'a, 'i>(
+    node: Node<'a, 'i>,
+    name: &str,
+) -> impl Iterator<Item = Node<'a, 'i>> {
+    node.children()
+        .filter(move |child| child.is_element() && child.has_tag_name(name))
+        .filter(|child| child.tag_name().namespace().is_none())
+}
+
+/// All text of an element, without white space around it.
+pub(super) fn text_of(node: Node) -> String {
+    let parts = node.children().filter_map(|child| match child.is_text() {
+        true => child.text(),
+        false => None,
+    });
+    parts.collect::<String>().trim().to_owned()
+}
+
+/// A value for an attribute in single quotes.
+pub(super) fn attribute(value: &str) -> String {
+    escape(value).replace('\'', "&apos;")
+}
+
+/// Text.
+pub(super) fn escape(value: &str) -> String {
+    let value = value.replace('&', "&amp;");
+    value.replace('<', "&lt;").replace('>', "&gt;")
+}
