@@ -9,10 +9,7 @@ use std::{
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{
-    Address, CallError, Client, Described, ErrorKind, NAME_RULE, RamRange, Route, Wakeup,
-    check_name, raise_open_files,
-};
+use farside_control::{Address, CallError, NAME_RULE, RamRange, Wakeup, raise_open_files};
 use farside_fabric::pin::PinPolicy;
 use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
@@ -21,10 +18,10 @@ use farside_service::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_vfio_user::ListenError;
 
 use crate::{
-    borrow::worker::Settings,
-    device::{Device, DeviceError},
+    admin::AdminServer,
     folder::Folder,
-    server::DeviceServer,
+    lookup::{Lookup, check_device, checked},
+    served::Served,
     sockets::Sockets,
     status::StatusServer,
 };
@@ -43,7 +40,7 @@ pub struct Config {
     /// The folder of its sockets, which no other backend may use;
     /// [`farside_control::paths::vm_dir`] by custom. Made if it is not there.
     pub folder: PathBuf,
-    /// Device ids.
+    /// Device ids. There may be none: devices can be attached later.
     pub devices: Vec<String>,
     /// The lenders to look for them at, in this order.
     pub lenders: Vec<Address>,
@@ -91,7 +88,7 @@ pub enum StartError {
         "VM name {0:?} cannot be used; use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, first a letter or digit"
     )]
     Vm(String),
-    /// The same device twice, or none.
+    /// The same device twice.
     #[error("{0}")]
     Devices(String),
     /// A name that cannot be that of a file.
@@ -130,12 +127,12 @@ pub enum StartError {
     EventLoop(#[from] event_manager::Error),
 }
 
-type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
+pub(crate) type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
 
 /// A running backend.
 pub struct Backend {
     manager: EventManager<Subscriber>,
-    sockets: Vec<(String, PathBuf)>,
+    served: Served,
     vm: String,
     /// Given back after the devices.
     _ntb: Option<HostEndpoint>,
@@ -161,64 +158,32 @@ impl Backend {
         if let Some(ntb) = &ntb {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
+        let folder = Folder::hold(&config.vm, &config.folder)?;
+        let made = Sockets::new(&config.folder, group, activated)?;
+        let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
+        let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut found = Vec::new();
         for device in &config.devices {
-            let (lender, described) = find(config, device)?;
-            if lender.route() == Route::Ntb && ntb.is_none() {
-                return Err(StartError::NoNtb {
-                    device: device.clone(),
-                    lender,
-                });
-            }
-            check_ram(config, device, &lender, ntb.as_ref())?;
-            found.push((lender, described));
+            found.push(lookup.find(device)?);
         }
-        let folder = Folder::hold(&config.vm, &config.folder)?;
-        let mut made = Sockets::new(&config.folder, group, activated)?;
         let mut manager = EventManager::new()?;
-        let mut sockets = Vec::new();
-        let mut servers = Vec::new();
-        for (id, (lender, described)) in config.devices.iter().zip(found) {
-            let settings = Settings {
-                vm: config.vm.clone(),
-                device: id.clone(),
-                // No eventfd reaches another host.
-                relay_interrupts: config.interrupts == Interrupts::Relayed || lender.is_tcp(),
-                ntb: match lender.route() {
-                    Route::Memory => None,
-                    Route::Ntb => ntb.as_ref().map(|ntb| ntb.adapter().clone()),
-                },
-                route: lender.route(),
-                lender,
-                fences: config.fences.clone(),
-                pin_policy: config.pin_policy,
-                open_timeout: config.open_timeout,
-            };
-            let device = Device::new(settings, described).map_err(|source: DeviceError| {
-                StartError::Device {
-                    device: id.clone(),
-                    source: source.into(),
-                }
-            })?;
-            let listener = made.device(id)?;
-            let socket = listener.path().to_owned();
-            let server = DeviceServer::new(device, listener)?;
-            let server = Arc::new(Mutex::new(server));
-            manager.add_subscriber(Arc::clone(&server) as Subscriber);
-            log::info!(
-                "device {id} (VM {}): served at {}",
-                config.vm,
-                socket.display()
-            );
-            servers.push(server);
-            sockets.push((id.clone(), socket));
+        let served = Served::default();
+        for (id, found) in config.devices.iter().zip(found) {
+            served.add(id, lookup.serve(id, found)?, false);
         }
-        let status = StatusServer::new(&config.vm, made.status()?, servers);
+        served.apply(&mut manager);
+        let mut made = lookup.sockets();
+        let status = StatusServer::new(&config.vm, made.status()?, served.clone());
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
+        // The last that is made: who can connect to it finds all the others.
+        let control = made.control()?;
         made.check_all_taken(&config.vm)?;
+        drop(made);
+        let admin = AdminServer::new(control, lookup, served.clone())?;
+        manager.add_subscriber(Arc::new(Mutex::new(admin)) as Subscriber);
         Ok(Self {
             manager,
-            sockets,
+            served,
             vm: config.vm.clone(),
             _ntb: ntb,
             _folder: folder,
@@ -226,8 +191,8 @@ impl Backend {
     }
 
     /// Device ids and the sockets at which QEMU finds them.
-    pub fn sockets(&self) -> &[(String, PathBuf)] {
-        &self.sockets
+    pub fn sockets(&self) -> Vec<(String, PathBuf)> {
+        self.served.sockets()
     }
 
     /// Serves until `stop` is raised; then gives every device back and unlinks
@@ -241,6 +206,7 @@ impl Backend {
             .add_subscriber(Arc::clone(&stopped) as Subscriber);
         while !stopped.lock().is_ok_and(|stop| stop.raised) {
             self.manager.run()?;
+            self.served.apply(&mut self.manager);
         }
         let vm = self.vm.clone();
         drop(self);
@@ -282,77 +248,15 @@ fn check_vm(vm: &str) -> Result<(), StartError> {
 }
 
 fn check_names(config: &Config) -> Result<(), StartError> {
-    let check = |what, name: &str| {
-        check_name(name).map_err(|why| StartError::Name {
-            what,
-            name: name.to_owned(),
-            why,
-        })
-    };
-    check("VM name", &config.vm)?;
+    checked("VM name", &config.vm)?;
     let devices = &config.devices;
-    if devices.is_empty() {
-        return Err(StartError::Devices(
-            "no device to serve: name at least one with --device ID".into(),
-        ));
-    }
     for (n, device) in devices.iter().enumerate() {
-        check("device id", device)?;
+        check_device(device)?;
         if devices[..n].contains(device) {
             return Err(StartError::Devices(format!(
                 "device {device} is named twice; a VM borrows a device once"
             )));
         }
     }
-    Ok(())
-}
-
-/// The lender that has the device, and what it says of it.
-fn find(config: &Config, device: &str) -> Result<(Address, Described), StartError> {
-    let mut unreachable = None;
-    for lender in &config.lenders {
-        let described = Client::connect(lender, Some(&config.vm))
-            .and_then(|mut client| client.describe(device));
-        match described {
-            Ok(described) => return Ok((lender.clone(), described)),
-            Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
-            Err(error) => {
-                if config.lenders.len() > 1 {
-                    log::warn!("looking for device {device}: {error}");
-                }
-                unreachable.get_or_insert(error);
-            }
-        }
-    }
-    match unreachable {
-        Some(error) => Err(error.into()),
-        None => Err(StartError::UnknownDevice {
-            device: device.to_owned(),
-            asked: config
-                .lenders
-                .iter()
-                .map(Address::to_string)
-                .collect::<Vec<_>>()
-                .join(", "),
-        }),
-    }
-}
-
-/// Whether the device can reach RAM where the VM will have it.
-fn check_ram(
-    config: &Config,
-    device: &str,
-    lender: &Address,
-    ntb: Option<&HostEndpoint>,
-) -> Result<(), StartError> {
-    if config.ram.is_empty() {
-        return Ok(());
-    }
-    if let (Route::Ntb, Some(ntb)) = (lender.route(), ntb) {
-        let spans: Vec<u64> = config.ram.iter().map(|range| range.len).collect();
-        ntb.adapter().check_ram(&spans)?;
-    }
-    let mut client = Client::connect(lender, Some(&config.vm))?;
-    client.check(device, lender.route(), config.ram.clone())?;
     Ok(())
 }

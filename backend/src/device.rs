@@ -153,6 +153,11 @@ impl Device {
         self.unplugged && !self.is_busy()
     }
 
+    /// Whether the client has unplugged the device, or is doing so.
+    pub(crate) fn was_let_go(&self) -> bool {
+        self.unplugged
+    }
+
     /// Whether a register access waits for room in the channel.
     pub(crate) fn wants_register_room(&self) -> bool {
         self.tasks.waits_for_room()

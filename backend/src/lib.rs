@@ -7,16 +7,20 @@
 //! - `borrow`: the state machine of a borrow, and the thread that does its work.
 //! - `device`: one device: requests in, answers out.
 //! - `folder`, `sockets`: where all that is found.
-//! - `server`, `status`, [`Backend`]: all of it on one event loop.
+//! - `lookup`, `served`: devices are looked up, and come and go.
+//! - `server`, `status`, `admin`, [`Backend`]: all of it on one event loop.
 
 #![forbid(unsafe_code)]
 
+mod admin;
 mod backend;
 mod borrow;
 mod causes;
 mod device;
 mod dma_table;
 mod folder;
+mod lookup;
+mod served;
 mod server;
 mod sockets;
 mod status;

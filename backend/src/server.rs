@@ -3,6 +3,7 @@
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -64,6 +65,8 @@ pub(crate) struct DeviceServer {
     watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
     /// A client that is gone, until the event loop no longer watches it.
     retired: Option<Client>,
+    /// No client is to have it any more.
+    retiring: bool,
 }
 
 struct Client {
@@ -93,7 +96,31 @@ impl DeviceServer {
             timed: false,
             watched: [None; Source::ALL.len()],
             retired: None,
+            retiring: false,
         })
+    }
+
+    /// Where a client connects.
+    pub(crate) fn socket(&self) -> &Path {
+        self.listener.path()
+    }
+
+    /// Whether a client has the device and has not let go of it.
+    pub(crate) fn in_use(&self) -> bool {
+        let stays = |client: &Client| !self.device.was_let_go() && !client.has_hung_up();
+        self.client.as_ref().is_some_and(stays)
+    }
+
+    /// Gives the device back, and lets no client have it any more.
+    pub(crate) fn retire(&mut self) {
+        self.retiring = true;
+        // The rest is done where the event loop can be told.
+        self.device.worker().wakeup().raise();
+    }
+
+    /// Whether the device is given back for good.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retiring && self.client.is_none() && !self.device.is_busy()
     }
 
     /// What there is to say about the device now.
@@ -275,7 +302,8 @@ impl DeviceServer {
         match source {
             Source::Listener => {
                 let fd = self.listener.as_fd().as_raw_fd();
-                (!self.is_leaving()).then_some((fd, EventSet::IN))
+                let waits = self.retiring || self.is_leaving();
+                (!waits).then_some((fd, EventSet::IN))
             }
             Source::Client => self.client.as_ref().map(|client| {
                 let mut set = EventSet::empty();
@@ -304,6 +332,7 @@ impl MutEventSubscriber for DeviceServer {
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match Source::ALL.get(events.data() as usize) {
+            Some(Source::Listener) if self.retiring => {}
             Some(Source::Listener) => self.accept(),
             Some(Source::Client) => {
                 let hung_up = events
@@ -319,6 +348,9 @@ impl MutEventSubscriber for DeviceServer {
             Some(Source::Registers) => self.conclude(Device::on_registers),
             Some(Source::Timer) => self.on_timer(),
             None => {}
+        }
+        if self.retiring && self.client.is_some() {
+            self.let_go();
         }
         self.pump();
         self.set_timer();

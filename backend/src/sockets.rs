@@ -28,7 +28,8 @@ pub(crate) struct Sockets {
     activated: Activated,
 }
 
-/// The socket that answers `farside status`.
+/// A socket for this user's commands: the one that answers `farside status`, or
+/// the control socket.
 #[derive(Debug)]
 pub(crate) struct StatusSocket {
     pub(crate) listener: UnixListener,
@@ -68,7 +69,16 @@ impl Sockets {
 
     /// The status socket, which is this user's alone.
     pub(crate) fn status(&mut self) -> Result<StatusSocket, StartError> {
-        let path = self.folder.join(paths::STATUS_SOCKET_NAME);
+        self.own(paths::STATUS_SOCKET_NAME)
+    }
+
+    /// The control socket, which is this user's alone too.
+    pub(crate) fn control(&mut self) -> Result<StatusSocket, StartError> {
+        self.own(paths::CONTROL_SOCKET_NAME)
+    }
+
+    fn own(&mut self, name: &str) -> Result<StatusSocket, StartError> {
+        let path = self.folder.join(name);
         if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
             return Ok(StatusSocket {
                 listener: socket.into(),
@@ -82,7 +92,7 @@ impl Sockets {
     pub(crate) fn check_all_taken(&mut self, vm: &str) -> Result<(), StartError> {
         let activated = std::mem::take(&mut self.activated);
         activated.finish(&format!(
-            "the sockets of VM {vm}, of its devices and its status"
+            "the sockets of VM {vm}, of its devices, its status and its control"
         ))?;
         Ok(())
     }

@@ -7,13 +7,12 @@ use std::{
         fd::{AsRawFd, RawFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, Mutex, PoisonError},
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use serde::Serialize;
 
-use crate::{device::DeviceReport, server::DeviceServer, sockets::StatusSocket};
+use crate::{device::DeviceReport, served::Served, sockets::StatusSocket};
 use farside_vfio_user::RateLimit;
 
 /// Most peers that have not read all of their report yet. Others wait to be
@@ -31,7 +30,7 @@ struct BackendReport<'a> {
 pub(crate) struct StatusServer {
     vm: String,
     socket: StatusSocket,
-    devices: Vec<Arc<Mutex<DeviceServer>>>,
+    served: Served,
     peers: Vec<Peer>,
 }
 
@@ -59,28 +58,20 @@ impl Peer {
 }
 
 impl StatusServer {
-    pub(crate) fn new(
-        vm: &str,
-        socket: StatusSocket,
-        devices: Vec<Arc<Mutex<DeviceServer>>>,
-    ) -> Self {
+    pub(crate) fn new(vm: &str, socket: StatusSocket, served: Served) -> Self {
         Self {
             vm: vm.to_owned(),
             socket,
-            devices,
+            served,
             peers: Vec::new(),
         }
     }
 
     fn report(&self) -> serde_json::Result<Vec<u8>> {
-        let lock = |device: &Arc<Mutex<DeviceServer>>| {
-            let device = device.lock().unwrap_or_else(PoisonError::into_inner);
-            device.report()
-        };
         serde_json::to_vec(&BackendReport {
             vm: &self.vm,
             pid: std::process::id(),
-            devices: self.devices.iter().map(lock).collect(),
+            devices: self.served.reports(),
         })
     }
 

@@ -17,6 +17,8 @@ pub(crate) struct DeviceReport {
     pub(crate) device: String,
     pub(crate) summary: String,
     pub(crate) lender: Address,
+    /// It came after the backend's start.
+    pub(crate) attached: bool,
     pub(crate) state: State,
     /// Of the last lease; zero before the first.
     pub(crate) epoch: Epoch,
@@ -48,6 +50,7 @@ impl DeviceReport {
             device: settings.device.clone(),
             summary: description.summary.clone(),
             lender: settings.lender.clone(),
+            attached: false,
             state: State::default(),
             epoch: Epoch::default(),
             open: OpenReport::default(),

@@ -1,0 +1,336 @@
+//! The control socket on the event loop: an administrator adds and removes
+//! devices. See [`farside_control::admin`] for what is said.
+
+mod peer;
+
+use std::{
+    io,
+    os::fd::{AsRawFd, RawFd},
+    path::PathBuf,
+    sync::{Arc, mpsc},
+};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_control::{
+    Wakeup,
+    admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION},
+};
+use farside_vfio_user::RateLimit;
+
+use crate::{
+    StartError,
+    lookup::{Lookup, check_device},
+    served::{Served, Standing, Stays},
+    server::DeviceServer,
+    sockets::StatusSocket,
+};
+use peer::Peer;
+
+/// Most peers at once. Others wait to be accepted. Bounds memory and threads.
+const MAX_PEERS: usize = 8;
+
+/// The control socket.
+pub(crate) struct AdminServer {
+    socket: StatusSocket,
+    lookup: Arc<Lookup>,
+    served: Served,
+    peers: Vec<Peer>,
+    /// Devices that are being looked up.
+    coming: Vec<String>,
+    next_token: u64,
+    done: mpsc::Receiver<Done>,
+    outbox: mpsc::Sender<Done>,
+    wakeup: Wakeup,
+}
+
+/// Work that was done elsewhere.
+struct Done {
+    /// The peer that asked for it. It may have gone.
+    token: u64,
+    what: What,
+}
+
+enum What {
+    Found {
+        device: String,
+        server: Result<Box<DeviceServer>, StartError>,
+    },
+    Gone,
+}
+
+impl AdminServer {
+    pub(crate) fn new(
+        socket: StatusSocket,
+        lookup: Arc<Lookup>,
+        served: Served,
+    ) -> io::Result<Self> {
+        let (outbox, done) = mpsc::channel();
+        Ok(Self {
+            socket,
+            lookup,
+            served,
+            peers: Vec::new(),
+            coming: Vec::new(),
+            next_token: 0,
+            done,
+            outbox,
+            wakeup: Wakeup::new()?,
+        })
+    }
+
+    /// Accepts those who wait, for as long as there is room.
+    fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
+        while self.peers.len() < MAX_PEERS {
+            let socket = match self.socket.accept() {
+                Ok(socket) => socket,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            };
+            socket.set_nonblocking(true)?;
+            ops.add(Events::new(&socket, EventSet::IN))
+                .map_err(io::Error::other)?;
+            self.peers.push(Peer::new(socket, self.next_token));
+            self.next_token += 1;
+        }
+        self.watch_listener(ops)
+    }
+
+    fn watch_listener(&self, ops: &mut EventOps) -> io::Result<()> {
+        let room = match self.peers.len() < MAX_PEERS {
+            true => EventSet::IN,
+            false => EventSet::empty(),
+        };
+        ops.modify(Events::new(&self.socket.listener, room))
+            .map_err(io::Error::other)
+    }
+
+    fn serve_peer(&mut self, fd: RawFd, events: EventSet, ops: &mut EventOps) -> io::Result<()> {
+        let Some(at) = self.peers.iter().position(|peer| peer.fd() == fd) else {
+            return Ok(());
+        };
+        let hung_up = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
+        let stays = !hung_up && self.exchange(at);
+        self.settle(at, stays, ops)
+    }
+
+    /// Reads, does and answers. Returns whether the peer may stay.
+    fn exchange(&mut self, at: usize) -> bool {
+        let peer = &mut self.peers[at];
+        if !peer.is_waiting() && !peer.wants_write() && peer.receive().is_err() {
+            return false;
+        }
+        self.go_on(at)
+    }
+
+    /// Takes requests in hand until one has to wait or there is none.
+    fn go_on(&mut self, at: usize) -> bool {
+        loop {
+            if self.peers[at].flush().is_err() {
+                return false;
+            }
+            if self.peers[at].is_waiting() || self.peers[at].wants_write() {
+                return true;
+            }
+            let line = match self.peers[at].next_line() {
+                Ok(Some(line)) => line,
+                Ok(None) => return !self.peers[at].has_ended(),
+                Err(refusal) => {
+                    self.peers[at].answer(&Answer::Refused(refusal));
+                    // Nothing after it can be made sense of.
+                    let _ = self.peers[at].flush();
+                    return false;
+                }
+            };
+            let token = self.peers[at].token;
+            match self.perform(token, &line) {
+                Some(answer) => self.peers[at].answer(&answer),
+                None => self.peers[at].wait(),
+            }
+        }
+    }
+
+    fn settle(&mut self, at: usize, stays: bool, ops: &mut EventOps) -> io::Result<()> {
+        let peer = &self.peers[at];
+        if stays {
+            let events = Events::new(peer, peer.interest());
+            return ops.modify(events).map_err(io::Error::other);
+        }
+        ops.remove(Events::empty(peer)).map_err(io::Error::other)?;
+        self.peers.swap_remove(at);
+        self.watch_listener(ops)
+    }
+
+    /// Does what a line asks for. None when the answer comes later.
+    fn perform(&mut self, token: u64, line: &[u8]) -> Option<Answer> {
+        let request: Request = match serde_json::from_slice(line) {
+            Ok(request) => request,
+            Err(error) => return Some(refused(RefusalKind::Malformed, format!("{error}"))),
+        };
+        if request.version != VERSION {
+            return Some(refused(
+                RefusalKind::Malformed,
+                format!(
+                    "version {} was asked for, and this backend has {VERSION}: use the farside of the same version",
+                    request.version
+                ),
+            ));
+        }
+        match request.command {
+            Command::Status => Some(Answer::Status(Status {
+                vm: self.lookup.vm().to_owned(),
+                pid: std::process::id(),
+                devices: self.served.list(),
+            })),
+            Command::Attach { device } => self.attach(token, device),
+            Command::Detach { device, force } => self.detach(token, &device, force),
+        }
+    }
+
+    fn attach(&mut self, token: u64, device: String) -> Option<Answer> {
+        if let Err(error) = check_device(&device) {
+            return Some(refused(RefusalKind::Failed, error.to_string()));
+        }
+        match self.served.standing(&device) {
+            Standing::At(socket) => {
+                return Some(Answer::Attached {
+                    socket,
+                    already: true,
+                });
+            }
+            Standing::Leaving => return Some(busy(&device)),
+            Standing::Unknown if self.coming.contains(&device) => return Some(busy(&device)),
+            Standing::Unknown => {}
+        }
+        let lookup = Arc::clone(&self.lookup);
+        let (outbox, wakeup) = (self.outbox.clone(), self.wakeup.clone());
+        let id = device.clone();
+        let look_up = move || {
+            let found = lookup.find(&id);
+            let server = found.and_then(|found| lookup.serve(&id, found));
+            let what = What::Found {
+                device: id,
+                server: server.map(Box::new),
+            };
+            // The event loop may have ended.
+            let _ = outbox.send(Done { token, what });
+            wakeup.raise();
+        };
+        let name = format!("lookup-{device}");
+        match std::thread::Builder::new().name(name).spawn(look_up) {
+            Ok(_) => {
+                self.coming.push(device);
+                None
+            }
+            Err(error) => Some(refused(
+                RefusalKind::Failed,
+                format!("no thread to look device {device} up on: {error}"),
+            )),
+        }
+    }
+
+    fn detach(&mut self, token: u64, device: &str, force: bool) -> Option<Answer> {
+        let (outbox, wakeup) = (self.outbox.clone(), self.wakeup.clone());
+        let gone = Box::new(move || {
+            let what = What::Gone;
+            let _ = outbox.send(Done { token, what });
+            wakeup.raise();
+        });
+        let vm = self.lookup.vm();
+        match self.served.remove(device, force, gone) {
+            Ok(()) => None,
+            Err(Stays::Leaving) => Some(busy(device)),
+            Err(Stays::Unknown) if self.coming.iter().any(|id| id == device) => Some(busy(device)),
+            Err(Stays::Unknown) => Some(refused(
+                RefusalKind::UnknownDevice,
+                format!("device {device} is not served to VM {vm}"),
+            )),
+            Err(Stays::InUse) => Some(refused(
+                RefusalKind::InUse,
+                format!("device {device} is plugged into VM {vm}, which has not let go of it"),
+            )),
+        }
+    }
+
+    /// Takes over what was done elsewhere, and answers those who waited for it.
+    fn take_done(&mut self, ops: &mut EventOps) -> io::Result<()> {
+        self.wakeup.lower();
+        while let Ok(Done { token, what }) = self.done.try_recv() {
+            let answer = match what {
+                What::Gone => Answer::Detached,
+                What::Found { device, server } => {
+                    self.coming.retain(|id| *id != device);
+                    self.found(&device, server)
+                }
+            };
+            let Some(at) = self.peers.iter().position(|peer| peer.token == token) else {
+                continue;
+            };
+            self.peers[at].answer(&answer);
+            let stays = self.go_on(at);
+            self.settle(at, stays, ops)?;
+        }
+        Ok(())
+    }
+
+    fn found(&self, device: &str, server: Result<Box<DeviceServer>, StartError>) -> Answer {
+        match server {
+            Ok(server) => {
+                let socket: PathBuf = server.socket().to_owned();
+                self.served.add(device, *server, true);
+                Answer::Attached {
+                    socket,
+                    already: false,
+                }
+            }
+            Err(error) => {
+                let kind = match error {
+                    StartError::UnknownDevice { .. } => RefusalKind::UnknownDevice,
+                    _ => RefusalKind::Failed,
+                };
+                refused(kind, error.to_string())
+            }
+        }
+    }
+}
+
+fn refused(kind: RefusalKind, message: String) -> Answer {
+    Answer::Refused(Refusal { kind, message })
+}
+
+fn busy(device: &str) -> Answer {
+    refused(
+        RefusalKind::Busy,
+        format!("device {device} is on its way in or out: ask again"),
+    )
+}
+
+impl MutEventSubscriber for AdminServer {
+    fn init(&mut self, ops: &mut EventOps) {
+        let added = ops
+            .add(Events::new(&self.socket.listener, EventSet::IN))
+            .and_then(|()| ops.add(Events::new(&self.wakeup, EventSet::IN)));
+        if let Err(error) = added {
+            let vm = self.lookup.vm();
+            log::error!("no device of VM {vm} can be added or removed: event loop: {error}");
+        }
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        static FAILED: RateLimit = RateLimit::new();
+
+        let fd = events.fd();
+        let done = if fd == self.socket.listener.as_raw_fd() {
+            self.accept(ops)
+        } else if fd == self.wakeup.as_raw_fd() {
+            self.take_done(ops)
+        } else {
+            self.serve_peer(fd, events.event_set(), ops)
+        };
+        if let Err(error) = done
+            && let Some(held_back) = FAILED.allow()
+        {
+            let vm = self.lookup.vm();
+            log::warn!("cannot serve the control socket of VM {vm}: {error}{held_back}");
+        }
+    }
+}

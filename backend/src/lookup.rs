@@ -1,0 +1,169 @@
+//! Finds a device at the lenders and makes what serves it. That may take as long
+//! as the lenders take to answer: while the backend runs it is done on a thread
+//! of its own.
+
+use std::{
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use farside_control::{
+    Address, CallError, Client, Described, ErrorKind, RamRange, Route, check_name,
+};
+use farside_fabric::pin::PinPolicy;
+use farside_irq_relay::Interrupts;
+use farside_ntb::Adapter;
+
+use crate::{
+    Config, StartError,
+    borrow::worker::Settings,
+    device::{Device, DeviceError},
+    server::DeviceServer,
+    sockets::Sockets,
+};
+
+/// What all devices of a VM have in common.
+pub(crate) struct Lookup {
+    vm: String,
+    lenders: Vec<Address>,
+    ntb: Option<Adapter>,
+    fences: Option<PathBuf>,
+    interrupts: Interrupts,
+    pin_policy: PinPolicy,
+    ram: Vec<RamRange>,
+    open_timeout: Duration,
+    sockets: Mutex<Sockets>,
+}
+
+/// A device that a lender has, and that can reach the VM's RAM.
+pub(crate) struct Found {
+    lender: Address,
+    described: Described,
+}
+
+impl Lookup {
+    pub(crate) fn new(config: &Config, ntb: Option<Adapter>, sockets: Sockets) -> Self {
+        Self {
+            vm: config.vm.clone(),
+            lenders: config.lenders.clone(),
+            ntb,
+            fences: config.fences.clone(),
+            interrupts: config.interrupts,
+            pin_policy: config.pin_policy,
+            ram: config.ram.clone(),
+            open_timeout: config.open_timeout,
+            sockets: Mutex::new(sockets),
+        }
+    }
+
+    pub(crate) fn vm(&self) -> &str {
+        &self.vm
+    }
+
+    /// Looks a device up. Nothing is borrowed.
+    pub(crate) fn find(&self, device: &str) -> Result<Found, StartError> {
+        let (lender, described) = self.describe(device)?;
+        if lender.route() == Route::Ntb && self.ntb.is_none() {
+            return Err(StartError::NoNtb {
+                device: device.to_owned(),
+                lender,
+            });
+        }
+        self.check_ram(device, &lender)?;
+        Ok(Found { lender, described })
+    }
+
+    /// Makes a device's socket and all behind it.
+    pub(crate) fn serve(&self, id: &str, found: Found) -> Result<DeviceServer, StartError> {
+        let Found { lender, described } = found;
+        let settings = Settings {
+            vm: self.vm.clone(),
+            device: id.to_owned(),
+            // No eventfd reaches another host.
+            relay_interrupts: self.interrupts == Interrupts::Relayed || lender.is_tcp(),
+            ntb: match lender.route() {
+                Route::Memory => None,
+                Route::Ntb => self.ntb.clone(),
+            },
+            route: lender.route(),
+            lender,
+            fences: self.fences.clone(),
+            pin_policy: self.pin_policy,
+            open_timeout: self.open_timeout,
+        };
+        let device =
+            Device::new(settings, described).map_err(|source: DeviceError| StartError::Device {
+                device: id.to_owned(),
+                source: source.into(),
+            })?;
+        let listener = self.sockets().device(id)?;
+        let socket = listener.path().to_owned();
+        let server = DeviceServer::new(device, listener)?;
+        let vm = &self.vm;
+        log::info!("device {id} (VM {vm}): served at {}", socket.display());
+        Ok(server)
+    }
+
+    pub(crate) fn sockets(&self) -> std::sync::MutexGuard<'_, Sockets> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lender that has the device, and what it says of it.
+    fn describe(&self, device: &str) -> Result<(Address, Described), StartError> {
+        let mut unreachable = None;
+        for lender in &self.lenders {
+            let described = Client::connect(lender, Some(&self.vm))
+                .and_then(|mut client| client.describe(device));
+            match described {
+                Ok(described) => return Ok((lender.clone(), described)),
+                Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
+                Err(error) => {
+                    if self.lenders.len() > 1 {
+                        log::warn!("looking for device {device}: {error}");
+                    }
+                    unreachable.get_or_insert(error);
+                }
+            }
+        }
+        match unreachable {
+            Some(error) => Err(error.into()),
+            None => Err(StartError::UnknownDevice {
+                device: device.to_owned(),
+                asked: self
+                    .lenders
+                    .iter()
+                    .map(Address::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            }),
+        }
+    }
+
+    /// Whether the device can reach RAM where the VM will have it.
+    fn check_ram(&self, device: &str, lender: &Address) -> Result<(), StartError> {
+        if self.ram.is_empty() {
+            return Ok(());
+        }
+        if let (Route::Ntb, Some(ntb)) = (lender.route(), &self.ntb) {
+            let spans: Vec<u64> = self.ram.iter().map(|range| range.len).collect();
+            ntb.check_ram(&spans)?;
+        }
+        let mut client = Client::connect(lender, Some(&self.vm))?;
+        client.check(device, lender.route(), self.ram.clone())?;
+        Ok(())
+    }
+}
+
+/// Ids come to be file names of sockets.
+pub(crate) fn check_device(device: &str) -> Result<(), StartError> {
+    checked("device id", device)
+}
+
+pub(crate) fn checked(what: &'static str, name: &str) -> Result<(), StartError> {
+    check_name(name).map_err(|why| StartError::Name {
+        what,
+        name: name.to_owned(),
+        why,
+    })
+}
