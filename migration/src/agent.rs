@@ -1,0 +1,47 @@
+//! `farside migrate --agent`: a host that is asked by another one.
+
+use std::io::{Read, Write};
+
+use crate::{
+    Arrival, Error, Host, Lock, Reply, Request, Result,
+    wire::{receive, send},
+};
+
+/// Answers requests until the other side closes. The first has to be Hello.
+pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write) -> Result<()> {
+    let arrival = Arrival::new(host);
+    let mut greeted = false;
+    let mut locked: Option<(String, Lock)> = None;
+    while let Some(request) = receive::<Request>(&mut input)? {
+        let reply = match (&request, greeted) {
+            (Request::Hello(_), _) => {
+                let reply = arrival.answer(request);
+                greeted = matches!(reply, Reply::Hello { .. });
+                reply
+            }
+            (_, false) => Reply::Failed(Error::lost("the first message must be Hello")),
+            (_, true) => match take_lock(&mut locked, &request) {
+                Ok(()) => arrival.answer(request),
+                Err(error) => Reply::Failed(error),
+            },
+        };
+        send(&mut output, &reply)?;
+    }
+    Ok(())
+}
+
+fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<()> {
+    let vm = match request {
+        Request::Hello(_) | Request::Check(_) => return Ok(()),
+        Request::Prepare(journal) | Request::Install(journal) => &journal.vm,
+        Request::Start { vm, .. } | Request::Finish { vm, .. } | Request::StopThere { vm, .. } => {
+            vm
+        }
+    };
+    if locked.as_ref().is_some_and(|(held, _)| held == vm) {
+        return Ok(());
+    }
+    *locked = None;
+    *locked = Some((vm.clone(), Lock::take(vm)?));
+    Ok(())
+}

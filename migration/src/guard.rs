@@ -1,0 +1,42 @@
+//! Whether a VM may run on a host now.
+
+use crate::{Error, Host, Journal, Result, Role, Step};
+
+/// Refuses a VM that moved away, or that is on its way. For `farside start` and
+/// for backends: whoever starts a VM by its name.
+///
+/// This spares people a mistake. That the VM does not get its devices when it is
+/// started all the same is up to the lender.
+pub fn may_run(host: &dyn Host, vm: &str) -> Result<()> {
+    let journal = host.journal(vm)?.filter(Journal::is_open);
+    if let Some(journal) = &journal {
+        let Journal {
+            step,
+            source,
+            destination,
+            id,
+            ..
+        } = journal;
+        let allowed = match journal.role {
+            Role::Source => matches!(step, Step::Prepare | Step::StartAgain),
+            Role::Destination => matches!(step, Step::Start | Step::Finish),
+        };
+        if allowed {
+            return Ok(());
+        }
+        let there = match journal.role {
+            Role::Source => String::new(),
+            Role::Destination => format!(" on {source}"),
+        };
+        return Err(Error::refused(format!(
+            "VM {vm} is on its way from {source} to {destination} (migration {id}, {step}): go on with `farside migrate --resume {vm}`{there}, or take it back with `farside migrate --resume {vm} --back`{there}"
+        )));
+    }
+    match host.tombstone(vm)? {
+        Some(tombstone) => Err(Error::refused(format!(
+            "VM {vm} has moved to {} (migration {}): start it there; `farside migrate --forget {vm}` makes room for another VM of that name here",
+            tombstone.to, tombstone.migration
+        ))),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,127 @@
+//! All that a migration does to a host, and asks of it.
+//!
+//! [`crate::LocalHost`] is the host that this process runs on. Tests have one of their
+//! own, in which the process can end at every call.
+
+use std::time::Duration;
+
+use farside_control::{Address, Epoch, Fence, Fences};
+use serde::{Deserialize, Serialize};
+
+use crate::{Identity, Journal, Reply, Request, Result};
+
+/// What describes a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// The text of its description (TOML).
+    pub toml: String,
+    /// Where libvirt runs it, the XML of its domain.
+    pub domain: Option<String>,
+}
+
+/// What a host keeps of a VM that moved away.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tombstone {
+    /// The host that it moved to.
+    pub to: String,
+    /// The migration's id.
+    pub migration: String,
+}
+
+/// What a VM does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RunState {
+    /// It does not run.
+    Stopped,
+    /// It runs, and can be asked to power off.
+    Running,
+    /// It can be neither taken for stopped nor asked to power off: paused, saved,
+    /// and the like; why, and what to do.
+    Other(String),
+}
+
+/// A device of a VM, as its lender describes it to this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FoundDevice {
+    /// Its id.
+    pub id: String,
+    /// The number of its port.
+    pub port: u16,
+    /// Where the lender is.
+    pub lender: Address,
+    /// What the lender calls itself.
+    pub lender_name: String,
+    /// What the device is.
+    pub identity: Identity,
+    /// Who has it: VM and epoch.
+    pub holder: Option<(String, Epoch)>,
+    /// The VMs that moved with it.
+    pub fences: Vec<Fence>,
+}
+
+/// A host. What changes it lasts when the call returns, and may be done again: a
+/// change that is there already is no error.
+pub trait Host {
+    /// Its name, for people.
+    fn name(&self) -> String;
+
+    /// The journal of the VM's last migration.
+    fn journal(&self, vm: &str) -> Result<Option<Journal>>;
+
+    /// Puts the journal in the place of what was there.
+    fn write_journal(&self, journal: &Journal) -> Result<()>;
+
+    /// What describes the VM on this host.
+    fn description(&self, vm: &str) -> Result<Option<Description>>;
+
+    /// Describes the VM.
+    fn install(&self, vm: &str, description: &Description) -> Result<()>;
+
+    /// Takes the VM's description away.
+    fn uninstall(&self, vm: &str) -> Result<()>;
+
+    /// The VM's fences.
+    fn fences(&self, vm: &str) -> Result<Fences>;
+
+    /// Replaces the VM's fences; empty ones are removed.
+    fn write_fences(&self, vm: &str, fences: &Fences) -> Result<()>;
+
+    /// Where the VM moved to.
+    fn tombstone(&self, vm: &str) -> Result<Option<Tombstone>>;
+
+    /// Replaces that.
+    fn write_tombstone(&self, vm: &str, tombstone: Option<&Tombstone>) -> Result<()>;
+
+    /// What the VM does.
+    fn run_state(&self, vm: &str) -> Result<RunState>;
+
+    /// Starts the VM from its description, if it does not run.
+    fn start(&self, vm: &str) -> Result<()>;
+
+    /// Has the guest power off, and ends the VM's backend. When this fails for
+    /// want of time, the VM goes on.
+    fn stop(&self, vm: &str, limit: Duration) -> Result<()>;
+
+    /// Looks the VM's devices up at the lenders of its description, from here.
+    fn devices(&self, vm: &str, description: &Description) -> Result<Vec<FoundDevice>>;
+
+    /// Whether this host has what the description names: programs, files.
+    fn check(&self, vm: &str, description: &Description) -> Result<()>;
+
+    /// Asks a lender for a handover; see [`farside_control::Request::Handover`].
+    fn hand_over(
+        &self,
+        lender: &Address,
+        device: &str,
+        vm: &str,
+        migration: &str,
+        supersedes: Option<Epoch>,
+    ) -> Result<Epoch>;
+}
+
+/// The other host.
+pub trait Peer {
+    /// Asks it something, and waits for the answer.
+    fn ask(&mut self, request: Request) -> Result<Reply>;
+}

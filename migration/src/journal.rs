@@ -1,0 +1,296 @@
+//! The manifest of a migration, which is its journal too: one file on each of the
+//! two hosts, replaced as a whole before each step.
+
+use std::{
+    path::Path,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use farside_control::{Address, Described, Epoch, files};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::{Description, Error, Result, Step};
+
+/// The version of the manifest.
+pub const MANIFEST_VERSION: u32 = 1;
+
+/// Longest file that is read, bytes.
+const MAX_FILE: u64 = 1 << 20;
+
+/// What moves, and how far it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Journal {
+    /// The migration's id: 32 hexadecimal digits, of chance.
+    pub id: String,
+    /// The VM.
+    pub vm: String,
+    /// Whose journal it is.
+    pub role: Role,
+    /// The step that is under way.
+    pub step: Step,
+    /// The steps that were begun at this host, and when: seconds since 1970.
+    pub begun: Vec<(Step, u64)>,
+    /// The host that the VM leaves, for people.
+    pub source: String,
+    /// The host that it goes to, as the remote shell knows it.
+    pub destination: String,
+    /// The words of the remote shell, at the host that the VM leaves.
+    pub shell: Option<String>,
+    /// The VM runs, and is to run afterwards.
+    pub was_running: bool,
+    /// How long the guest may take to power off, seconds.
+    pub shutdown_timeout: u64,
+    /// What describes the VM.
+    pub description: Description,
+    /// Its devices.
+    pub devices: Vec<MovedDevice>,
+}
+
+/// Whose journal it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// The host that the VM leaves.
+    Source,
+    /// The host that it goes to.
+    Destination,
+}
+
+/// A device that moves with its VM: it stays where it is, and is borrowed from
+/// another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MovedDevice {
+    /// Its cluster-wide id.
+    pub id: String,
+    /// The number of its port, from which the guest's PCI address follows.
+    pub port: u16,
+    /// Its lender, as this host reaches it.
+    pub lender: Address,
+    /// The name that the lender gives itself.
+    pub lender_name: String,
+    /// What it is.
+    pub identity: Identity,
+    /// The epoch of the lease when the migration began.
+    pub lease: Option<Epoch>,
+    /// The fence that the old host has.
+    pub held: Option<Epoch>,
+    /// The fence that the new host gets, once the lender has given it.
+    pub fence: Option<Epoch>,
+    /// The fence that the old host got by taking it back.
+    pub back: Option<Epoch>,
+}
+
+/// By what a device is known again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// PCI vendor and device id, as `1b36:0010`.
+    pub pci: String,
+    /// The lender's line for people: model and size.
+    pub summary: String,
+    /// SHA-256 of all that the lender says of it.
+    pub digest: String,
+}
+
+impl Identity {
+    /// Of what a lender says of a device.
+    pub fn of(described: &Described) -> Self {
+        let config = &described.description.config;
+        let word = |at: usize| {
+            let low = config.get(at).copied().unwrap_or(0xff);
+            let high = config.get(at + 1).copied().unwrap_or(0xff);
+            u16::from_le_bytes([low, high])
+        };
+        let all = serde_json::to_vec(described).unwrap_or_default();
+        Self {
+            pci: format!("{:04x}:{:04x}", word(0), word(2)),
+            summary: described.description.summary.clone(),
+            digest: hex(&Sha256::digest(all)),
+        }
+    }
+}
+
+impl Journal {
+    /// Takes note of the step that begins now. [`crate::Host::write_journal`] makes it
+    /// last.
+    pub fn begin(&mut self, step: Step) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        self.begun
+            .push((step, now.map_or(0, |since| since.as_secs())));
+        self.step = step;
+    }
+
+    /// Whether a step was ever begun at this host.
+    pub fn has_begun(&self, step: Step) -> bool {
+        self.begun.iter().any(|(begun, _)| *begun == step)
+    }
+
+    /// Something is left to do.
+    pub fn is_open(&self) -> bool {
+        !self.step.is_end()
+    }
+
+    /// The text of the file.
+    pub fn to_text(&self) -> Result<String> {
+        let body = serde_json::to_value(self).map_err(|error| Error::journal(error.to_string()))?;
+        let file = json!({
+            "manifest": MANIFEST_VERSION,
+            "checksum": checksum(&body),
+            "migration": body,
+        });
+        let text = serde_json::to_string_pretty(&file)
+            .map_err(|error| Error::journal(error.to_string()))?;
+        Ok(text + "\n")
+    }
+
+    /// Reads the text of a file: of this version, and with nothing changed.
+    pub fn from_text(text: &str) -> Result<Self> {
+        let mut file: Value = serde_json::from_str(text)
+            .map_err(|error| Error::journal(format!("it is cut off or was changed: {error}")))?;
+        match file["manifest"].as_u64() {
+            Some(version) if version == u64::from(MANIFEST_VERSION) => {}
+            Some(version) => {
+                return Err(Error::new(
+                    crate::ErrorKind::Version,
+                    format!(
+                        "it is a manifest of version {version}, and this farside knows {MANIFEST_VERSION}: use the farside that wrote it"
+                    ),
+                ));
+            }
+            None => return Err(Error::journal("it is no manifest of a migration")),
+        }
+        let body = file["migration"].take();
+        let (written, found) = (file["checksum"].as_str(), checksum(&body));
+        if written != Some(&found) {
+            return Err(Error::journal(format!(
+                "it was changed: its checksum says {}, its text {found}",
+                written.unwrap_or("nothing")
+            )));
+        }
+        serde_json::from_value(body).map_err(|error| Error::journal(error.to_string()))
+    }
+
+    /// Reads a file; none when it is missing.
+    pub fn load(path: &Path) -> Result<Option<Self>> {
+        let Some(bytes) = files::read_bounded(path, MAX_FILE)? else {
+            return Ok(None);
+        };
+        Self::from_text(&String::from_utf8_lossy(&bytes))
+            .map(Some)
+            .map_err(|error| error.at(&path.display().to_string()))
+    }
+
+    /// Puts it in the place of the file.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        Ok(files::replace(path, self.to_text()?.as_bytes())?)
+    }
+}
+
+fn checksum(body: &Value) -> String {
+    hex(&Sha256::digest(body.to_string()))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    fn journal() -> Journal {
+        let mut journal = Journal {
+            id: "0123456789abcdef0123456789abcdef".into(),
+            vm: "web1".into(),
+            role: Role::Source,
+            step: Step::Prepare,
+            begun: Vec::new(),
+            source: "rack1-a".into(),
+            destination: "rack1-b".into(),
+            shell: Some("ssh -p 22".into()),
+            was_running: true,
+            shutdown_timeout: 120,
+            description: Description {
+                toml: "devices = [\"disk0\"]\n".into(),
+                domain: None,
+            },
+            devices: vec![MovedDevice {
+                id: "disk0".into(),
+                port: 0,
+                lender: "tcp:rack1-c:7410".parse().unwrap(),
+                lender_name: "rack1-c".into(),
+                identity: Identity {
+                    pci: "1b36:0010".into(),
+                    summary: "NVMe".into(),
+                    digest: "00".into(),
+                },
+                lease: Some(Epoch(u64::MAX)),
+                held: None,
+                fence: Some(Epoch(7)),
+                back: None,
+            }],
+        };
+        journal.begin(Step::HandOver);
+        journal
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("migrations/web1.json");
+        assert_eq!(Journal::load(&path).unwrap(), None);
+        journal().save(&path).unwrap();
+        let again = Journal::load(&path).unwrap().unwrap();
+        assert_eq!(again, journal_with_times_of(&again));
+        assert!(again.has_begun(Step::HandOver) && !again.has_begun(Step::Start));
+    }
+
+    fn journal_with_times_of(other: &Journal) -> Journal {
+        let mut journal = journal();
+        journal.begun.clone_from(&other.begun);
+        journal
+    }
+
+    #[test]
+    fn a_text_that_was_cut_off_anywhere_is_refused() {
+        let text = journal().to_text().unwrap();
+        // The last two are the end of the line and the closing brace.
+        for end in 0..text.len() - 1 {
+            if text.is_char_boundary(end) {
+                let error = Journal::from_text(&text[..end]).unwrap_err();
+                assert_eq!(error.kind, ErrorKind::Journal, "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_text_that_was_changed_is_refused() {
+        let text = journal().to_text().unwrap();
+        for (old, new) in [
+            ("rack1-b", "rack1-x"),
+            ("\"fence\": 7", "\"fence\": 8"),
+            ("hand-over", "start"),
+            ("\"was_running\": true", "\"was_running\": false"),
+        ] {
+            let changed = text.replace(old, new);
+            assert_ne!(changed, text, "{old}");
+            let error = Journal::from_text(&changed).unwrap_err().to_string();
+            assert!(error.contains("was changed"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_manifest_of_another_version_is_refused_by_its_number() {
+        let text = journal().to_text().unwrap();
+        let other = text.replace("\"manifest\": 1", "\"manifest\": 2");
+        let error = Journal::from_text(&other).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Version);
+        assert!(error.to_string().contains("version 2"), "{error}");
+        assert!(Journal::from_text("{}").is_err());
+    }
+}

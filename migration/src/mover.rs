@@ -1,0 +1,358 @@
+//! The steps at the host that a VM leaves, which is in charge.
+
+use std::time::Duration;
+
+use farside_control::{Epoch, Fences};
+
+use crate::{
+    Error, ErrorKind, Host, Journal, MovedDevice, Peer, Reply, Request, Result, Role, RunState,
+    Step, Tombstone,
+};
+
+/// What is to be moved, and how.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The VM.
+    pub vm: String,
+    /// The host to go to, as the remote shell knows it.
+    pub to: String,
+    /// The remote shell's words, if not the usual ones.
+    pub shell: Option<String>,
+    /// How long the guest may take to power off.
+    pub shutdown_timeout: Duration,
+}
+
+impl Plan {
+    /// The manifest: what the VM is, and what it has, now. Refuses a VM that
+    /// cannot be moved as it stands.
+    pub fn manifest(&self, host: &dyn Host) -> Result<Journal> {
+        let vm = &self.vm;
+        if let Some(open) = host.journal(vm)?.filter(Journal::is_open) {
+            return Err(Error::refused(format!(
+                "VM {vm} is moving already (migration {}, {}): `farside migrate --resume {vm}` goes on, and with --back it goes back",
+                open.id, open.step
+            )));
+        }
+        crate::may_run(host, vm)?;
+        let description = host.description(vm)?.ok_or_else(|| {
+            Error::refused(format!(
+                "VM {vm} has no description on this host, so nobody could start it on another"
+            ))
+        })?;
+        let was_running = match host.run_state(vm)? {
+            RunState::Running => true,
+            RunState::Stopped => false,
+            RunState::Other(why) => {
+                return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
+            }
+        };
+        let held = host.fences(vm)?;
+        let mut devices = Vec::new();
+        for found in host.devices(vm, &description)? {
+            let lease = match found.holder {
+                Some((holder, _)) if holder != *vm => {
+                    return Err(Error::refused(format!(
+                        "device {} of VM {vm} is borrowed by VM {holder}: stop that one first",
+                        found.id
+                    )));
+                }
+                holder => holder.map(|(_, epoch)| epoch),
+            };
+            devices.push(MovedDevice {
+                held: held.of(&found.id),
+                id: found.id,
+                port: found.port,
+                lender: found.lender,
+                lender_name: found.lender_name,
+                identity: found.identity,
+                lease,
+                fence: None,
+                back: None,
+            });
+        }
+        Ok(Journal {
+            id: random_id()?,
+            vm: vm.clone(),
+            role: Role::Source,
+            step: Step::Prepare,
+            begun: Vec::new(),
+            source: host.name(),
+            destination: self.to.clone(),
+            shell: self.shell.clone(),
+            was_running,
+            shutdown_timeout: self.shutdown_timeout.as_secs(),
+            description,
+            devices,
+        })
+    }
+}
+
+fn random_id() -> Result<String> {
+    let mut random = [0; 16];
+    // From a kernel that has started, 16 bytes come at once and whole.
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .map_err(std::io::Error::from)?;
+    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// A migration under way.
+pub struct Mover<'a> {
+    host: &'a dyn Host,
+    peer: &'a mut dyn Peer,
+    journal: Journal,
+    lost: bool,
+}
+
+impl<'a> Mover<'a> {
+    /// Begins one, or takes up what `journal` says of one that was cut off.
+    pub fn new(host: &'a dyn Host, peer: &'a mut dyn Peer, journal: Journal) -> Self {
+        Self {
+            host,
+            peer,
+            journal,
+            lost: false,
+        }
+    }
+
+    /// Somebody who knows says that the other host is dead.
+    #[must_use]
+    pub fn lost(mut self, lost: bool) -> Self {
+        self.lost = lost;
+        self
+    }
+
+    /// The journal as it stands.
+    pub fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    /// Moves the VM. When something fails before a lender was asked for anything,
+    /// the VM is put back as it was; later, somebody has to decide.
+    pub fn forward(&mut self) -> Result<()> {
+        if self.journal.begun.is_empty() {
+            self.begin(Step::Prepare)?;
+        }
+        let Err(error) = self.run() else {
+            return match self.journal.step {
+                Step::Undone => Err(Error::refused(format!(
+                    "VM {} went back to this host",
+                    self.journal.vm
+                ))),
+                _ => Ok(()),
+            };
+        };
+        let vm = self.journal.vm.clone();
+        if self.journal.step.is_before_handover() {
+            log::error!("{error}");
+            return match self.back() {
+                Ok(()) => Err(Error {
+                    message: format!("{error}; VM {vm} is as it was"),
+                    ..error
+                }),
+                Err(more) => Err(Error {
+                    message: format!(
+                        "{error}; going back failed too: {more}; `farside migrate --resume {vm}` tries that again"
+                    ),
+                    ..error
+                }),
+            };
+        }
+        Err(Error {
+            message: format!(
+                "{} while {}; `farside migrate --resume {vm}` goes on, and with --back it goes back",
+                error.message, self.journal.step
+            ),
+            ..error
+        })
+    }
+
+    /// Takes the VM back.
+    pub fn back(&mut self) -> Result<()> {
+        let step = self.journal.step;
+        if step >= Step::Finish && !step.is_back() {
+            return Err(Error::refused(format!(
+                "VM {} has arrived at {} already: let it go on with --resume, and move it back from there",
+                self.journal.vm, self.journal.destination
+            )));
+        }
+        if !step.is_back() {
+            self.begin(Step::StopThere)?;
+        }
+        self.run()
+    }
+
+    fn run(&mut self) -> Result<()> {
+        while self.journal.is_open() {
+            let next = self.step()?;
+            self.begin(next)?;
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, step: Step) -> Result<()> {
+        let mut journal = self.journal.clone();
+        journal.begin(step);
+        self.host.write_journal(&journal)?;
+        log::info!("VM {} (to {}): {step}", journal.vm, journal.destination);
+        self.journal = journal;
+        Ok(())
+    }
+
+    /// Does the step that is under way. Returns the next.
+    fn step(&mut self) -> Result<Step> {
+        let vm = self.journal.vm.clone();
+        let limit = Duration::from_secs(self.journal.shutdown_timeout);
+        Ok(match self.journal.step {
+            Step::Prepare => {
+                self.ask(Request::Prepare(Box::new(self.journal.clone())))?;
+                Step::ShutDown
+            }
+            Step::ShutDown => {
+                self.host.stop(&vm, limit)?;
+                Step::Return
+            }
+            Step::Return => {
+                self.all_returned()?;
+                Step::HandOver
+            }
+            Step::HandOver => {
+                self.hand_over()?;
+                Step::Install
+            }
+            Step::Install => {
+                self.ask(Request::Install(Box::new(self.journal.clone())))?;
+                Step::Start
+            }
+            Step::Start => {
+                let id = self.journal.id.clone();
+                self.ask(Request::Start { id, vm })?;
+                Step::Finish
+            }
+            Step::Finish => {
+                let tombstone = Tombstone {
+                    to: self.journal.destination.clone(),
+                    migration: self.journal.id.clone(),
+                };
+                self.host.write_tombstone(&vm, Some(&tombstone))?;
+                self.host.write_fences(&vm, &Fences::default())?;
+                self.host.uninstall(&vm)?;
+                let id = self.journal.id.clone();
+                self.ask(Request::Finish { id, vm })?;
+                Step::Done
+            }
+            Step::StopThere => {
+                self.stop_there()?;
+                Step::HandBack
+            }
+            Step::HandBack => {
+                self.hand_back()?;
+                Step::StartAgain
+            }
+            Step::StartAgain => {
+                if self.journal.was_running {
+                    self.host.start(&vm)?;
+                }
+                Step::Undone
+            }
+            end @ (Step::Done | Step::Undone) => end,
+        })
+    }
+
+    fn ask(&mut self, request: Request) -> Result<()> {
+        let host = self.journal.destination.clone();
+        match self.peer.ask(request) {
+            Ok(Reply::Done) => Ok(()),
+            Ok(Reply::Failed(error)) => Err(error.at(&host)),
+            Ok(other) => Err(Error::lost(format!("{host}: unexpected answer {other:?}"))),
+            Err(error) => Err(error.at(&host)),
+        }
+    }
+
+    /// A backend that was killed may have left the lender to notice.
+    fn all_returned(&self) -> Result<()> {
+        let Journal {
+            vm, description, ..
+        } = &self.journal;
+        for device in self.host.devices(vm, description)? {
+            if let Some((holder, epoch)) = device.holder {
+                return Err(Error::new(
+                    ErrorKind::Lender,
+                    format!(
+                        "device {} is still borrowed by VM {holder} (epoch {epoch}) although the VM has ended",
+                        device.id
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn hand_over(&mut self) -> Result<()> {
+        for at in 0..self.journal.devices.len() {
+            let device = &self.journal.devices[at];
+            if device.fence.is_some() {
+                continue;
+            }
+            let id = self.journal.id.clone();
+            let fence = self.ask_lender(device, &id, device.held)?;
+            self.journal.devices[at].fence = Some(fence);
+            self.host.write_journal(&self.journal)?;
+        }
+        Ok(())
+    }
+
+    fn ask_lender(
+        &self,
+        device: &MovedDevice,
+        id: &str,
+        supersedes: Option<Epoch>,
+    ) -> Result<Epoch> {
+        let vm = &self.journal.vm;
+        self.host
+            .hand_over(&device.lender, &device.id, vm, id, supersedes)
+    }
+
+    fn stop_there(&mut self) -> Result<()> {
+        let Journal { id, vm, .. } = self.journal.clone();
+        let Err(error) = self.ask(Request::StopThere { id, vm }) else {
+            return Ok(());
+        };
+        // A host that was never told to may not run it.
+        let may_run_there = self.journal.has_begun(Step::Install);
+        if error.kind == ErrorKind::Lost && (self.lost || !may_run_there) {
+            log::warn!("{error}: going back without that host");
+            return Ok(());
+        }
+        Err(match error.kind {
+            ErrorKind::Lost => Error {
+                message: format!(
+                    "{error}; the VM may run there: if that host is dead for good, say so with --lost-host"
+                ),
+                ..error
+            },
+            _ => error,
+        })
+    }
+
+    fn hand_back(&mut self) -> Result<()> {
+        if !self.journal.has_begun(Step::HandOver) {
+            return Ok(());
+        }
+        // What is to be taken back must have been handed over first, or the
+        // lender would still let that happen later.
+        self.hand_over()?;
+        let id = format!("{}-back", self.journal.id);
+        for at in 0..self.journal.devices.len() {
+            let device = &self.journal.devices[at];
+            if device.back.is_none() {
+                let back = self.ask_lender(device, &id, device.fence)?;
+                self.journal.devices[at].back = Some(back);
+                self.host.write_journal(&self.journal)?;
+            }
+        }
+        let devices = self.journal.devices.iter();
+        let fences = devices.filter_map(|device| Some((device.id.clone(), device.back?)));
+        self.host
+            .write_fences(&self.journal.vm, &Fences(fences.collect()))
+    }
+}

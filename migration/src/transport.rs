@@ -1,0 +1,209 @@
+//! The way to the other host: a remote shell that starts farside there.
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Error, Hello, Peer, Reply, Request, Result,
+    wire::{receive, send},
+};
+
+/// The remote shell when nothing is said: it gives a host up that does not answer
+/// for a minute.
+const SSH: &str = "ssh -T -o ServerAliveInterval=15 -o ServerAliveCountMax=4";
+
+/// What is run on the other host.
+const COMMAND: [&str; 3] = ["farside", "migrate", "--agent"];
+
+/// How long the agent may take to end when it is told to.
+const END: Duration = Duration::from_secs(5);
+
+/// How often to look whether it has; a child has no event that is simpler.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// A remote shell: the words that go before the host's name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shell(Vec<String>);
+
+impl Shell {
+    /// Splits a command as a shell would. None: ssh.
+    pub fn new(command: Option<&str>) -> Result<Self> {
+        let command = command.unwrap_or(SSH);
+        match shlex::split(command) {
+            Some(words) if !words.is_empty() => Ok(Self(words)),
+            _ => Err(Error::refused(format!(
+                "{command:?} is no command for a remote shell: give one such as 'ssh -p 2222'"
+            ))),
+        }
+    }
+
+    fn command(&self, host: &str) -> Result<Command> {
+        // It would be taken for an option.
+        if host.is_empty() || host.starts_with('-') {
+            return Err(Error::refused(format!("{host:?} is no name of a host")));
+        }
+        let mut command = Command::new(&self.0[0]);
+        command.args(&self.0[1..]).arg(host).args(COMMAND);
+        Ok(command)
+    }
+}
+
+/// The other host. It is called up when it is asked something for the first time,
+/// and not again once the connection broke.
+pub struct Remote {
+    host: String,
+    shell: Shell,
+    line: Line,
+}
+
+enum Line {
+    Idle,
+    Open(Call),
+    Broken(Error),
+}
+
+struct Call {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: ChildStdout,
+}
+
+impl Remote {
+    /// The host of that name.
+    pub fn new(host: &str, shell: Shell) -> Self {
+        Self {
+            host: host.to_owned(),
+            shell,
+            line: Line::Idle,
+        }
+    }
+
+    fn open(&self) -> Result<Call> {
+        let mut command = self.shell.command(&self.host)?;
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| {
+                let program = command.get_program().display();
+                Error::lost(format!("cannot run {program}: {error}"))
+            })?;
+        let (Some(input), Some(output), Some(log)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            return Err(Error::lost("the remote shell has no pipes"));
+        };
+        let host = self.host.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(log).split(b'\n').map_while(|line| line.ok()) {
+                log::info!("{host}: {}", String::from_utf8_lossy(&line).trim_end());
+            }
+        });
+        let mut call = Call {
+            child,
+            input: Some(input),
+            output,
+        };
+        match call.exchange(&Request::Hello(Hello::ours()))? {
+            Reply::Hello { hello, .. } => hello.check()?,
+            Reply::Failed(error) => return Err(error),
+            Reply::Done => return Err(Error::lost("no answer to Hello")),
+        }
+        Ok(call)
+    }
+}
+
+impl Call {
+    fn exchange(&mut self, request: &Request) -> Result<Reply> {
+        if let Some(input) = &mut self.input {
+            send(input, request)?;
+        }
+        receive(&mut self.output)?.ok_or_else(|| {
+            Error::lost("the agent there has ended, or was never started: is farside installed there, and does the remote shell let you in?")
+        })
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        // It ends when it has nobody to listen to.
+        self.input = None;
+        let deadline = Instant::now() + END;
+        while Instant::now() < deadline {
+            match self.child.try_wait() {
+                Ok(None) => std::thread::sleep(LOOK_AGAIN),
+                _ => return,
+            }
+        }
+        // Both fail only where there is nothing left to end.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Peer for Remote {
+    fn ask(&mut self, request: Request) -> Result<Reply> {
+        if matches!(self.line, Line::Idle) {
+            self.line = match self.open() {
+                Ok(call) => Line::Open(call),
+                Err(error) => Line::Broken(error),
+            };
+        }
+        let error = match &mut self.line {
+            Line::Open(call) => match call.exchange(&request) {
+                Ok(reply) => return Ok(reply),
+                Err(error) => error,
+            },
+            Line::Broken(error) => return Err(error.clone()),
+            Line::Idle => Error::lost("it was not called"),
+        };
+        self.line = Line::Broken(error.clone());
+        Err(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    fn ask(shell: &str, host: &str) -> Error {
+        let shell = Shell::new(Some(shell)).unwrap();
+        let request = Request::Hello(Hello::ours());
+        Remote::new(host, shell).ask(request).unwrap_err()
+    }
+
+    #[test]
+    fn the_words_of_a_shell_are_split_and_the_host_comes_after_them() {
+        let shell = Shell::new(Some("ssh -i 'my key'")).unwrap();
+        let command = shell.command("rack1-b").unwrap();
+        let words: Vec<_> = command.get_args().collect();
+        assert_eq!(
+            words,
+            ["-i", "my key", "rack1-b", "farside", "migrate", "--agent"]
+        );
+        for bad in ["", "'"] {
+            assert!(Shell::new(Some(bad)).is_err(), "{bad:?}");
+        }
+        for bad in ["", "-oProxyCommand=x"] {
+            assert!(shell.command(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_agent_is_told_from_one() {
+        let greeting = ask("sh -c 'echo Welcome to this host; cat >/dev/null'", "b");
+        assert!(greeting.message.contains("Welcome"), "{greeting}");
+        let nothing = ask("sh -c 'cat >/dev/null & exit 1'", "b");
+        assert!(nothing.message.contains("farside installed"), "{nothing}");
+        let missing = ask("/no/such/shell", "b");
+        assert!(missing.message.contains("/no/such/shell"), "{missing}");
+        for error in [greeting, nothing, missing] {
+            assert_eq!(error.kind, ErrorKind::Lost);
+        }
+    }
+}
