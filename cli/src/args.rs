@@ -207,6 +207,11 @@ pub(crate) struct Serve {
     /// the guest's RAM.
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
+    /// Group whose members, too, may connect to the devices' sockets: QEMU's,
+    /// where that runs as another user, such as libvirt-qemu [default: only this
+    /// user].
+    #[arg(long, value_name = "GROUP")]
+    pub(crate) socket_group: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -1,14 +1,17 @@
 //! `farside lend`.
 
 use anyhow::Context;
+use farside_control::Address;
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Source, VfioConfig, VfsConfig},
 };
+use farside_service::{Activated, ready};
 
 use crate::{args::Lend, signals};
 
 pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
+    let activated = Activated::from_env()?;
     let mut config = match &args.config {
         Some(path) => Config::load(path)?,
         None => Config::default(),
@@ -51,8 +54,10 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     config.state.get_or_insert_with(|| {
         farside_vm_config::places::state_dir().join(format!("lender-{}.json", config.name))
     });
-    let lender = Lender::start(config)?;
+    let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle()).context("cannot wait for signals")?;
+    let addresses: Vec<String> = lender.addresses().iter().map(Address::to_string).collect();
+    ready(&format!("lending at {}", addresses.join(", ")));
     lender.run()?;
     Ok(())
 }

@@ -6,6 +6,7 @@ use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
 use farside_control::{Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
+use farside_service::{Activated, ready};
 use farside_vm_config::{DeviceConfig, VmConfig};
 
 use crate::{
@@ -18,6 +19,7 @@ use crate::{
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
+    let activated = Activated::from_env()?;
     let mut file = match &args.config {
         Some(path) => VmConfig::load(path)?,
         None => VmConfig::default(),
@@ -28,6 +30,9 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         .context("which VM? Name it with --vm NAME")?;
     let more = args.devices.into_iter().map(DeviceConfig::from);
     file.devices.extend(more);
+    if file.devices.is_empty() && args.config.is_none() {
+        anyhow::bail!("no device to serve: name at least one with --device ID");
+    }
     if !args.lenders.lenders.is_empty() {
         file.lenders = args.lenders.lenders;
     }
@@ -51,7 +56,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
 
     let stop = Wakeup::new()?;
     signals::raise_on_signal(&stop).context("cannot wait for signals")?;
-    let backend = Backend::start(&Config {
+    let config = Config {
         folder: paths::vm_dir(&vm),
         fences: Some(farside_vm_config::places::fences(&vm)),
         vm,
@@ -63,7 +68,13 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
         socket_group: args.socket_group.or(file.socket_group),
-    })?;
+    };
+    let backend = Backend::start_activated(&config, activated)?;
+    ready(&format!(
+        "serving {} to VM {}",
+        config.devices.join(", "),
+        config.vm
+    ));
     backend.run(stop)?;
     Ok(())
 }

@@ -14,10 +14,9 @@ pub(crate) fn raise_on_signal(stop: &Wakeup) -> std::io::Result<()> {
         .name("signals".into())
         .spawn(move || {
             for signal in signals.forever() {
-                log::info!(
-                    "stopping at {}",
-                    signal_hook::low_level::signal_name(signal).unwrap_or("a signal")
-                );
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                log::info!("stopping at {name}");
+                farside_service::stopping(&format!("stopping at {name}"));
                 stop.raise();
             }
         })?;

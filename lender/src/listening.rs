@@ -7,7 +7,9 @@
 
 use std::{
     io,
+    net::{SocketAddr, ToSocketAddrs},
     os::fd::{AsFd, BorrowedFd},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -15,6 +17,7 @@ use std::{
 };
 
 use farside_control::{Address, Channel, Listener, is_private, paths};
+use farside_service::{Activated, Kind};
 
 use crate::{config::Config, server::StartError};
 
@@ -29,20 +32,28 @@ pub(crate) struct Entrance {
 }
 
 impl Entrance {
-    /// Listens everywhere that `config` says.
-    pub(crate) fn open_all(config: &Config) -> Result<Vec<Self>, StartError> {
-        if let Some(folder) = config.socket.parent() {
-            paths::create_folder(folder).map_err(|source| StartError::Folder {
-                path: folder.to_owned(),
-                source,
-            })?;
-        }
-        let mut entrances = vec![Self::new(
-            Listener::bind(&config.socket).map_err(StartError::Listen)?,
-        )];
+    /// Listens everywhere that `config` says and where the service manager
+    /// listens already.
+    pub(crate) fn open_all(
+        config: &Config,
+        mut activated: Activated,
+    ) -> Result<Vec<Self>, StartError> {
+        let mut entrances = vec![Self::new(open_socket(&config.socket, &mut activated)?)];
+        let ports = activated.take_ports();
         for address in &config.listen {
-            entrances.push(Self::new(open_port(address, config.listen_plain)?));
+            if !ports.iter().any(|(_, at)| is_there(*at, address)) {
+                entrances.push(Self::new(open_port(address, config.listen_plain)?));
+            }
         }
+        for (socket, at) in ports {
+            let listener = Listener::adopt_tcp(socket, at);
+            let address = listener.address();
+            entrances.push(Self::new(checked(listener, &address, config.listen_plain)?));
+        }
+        activated.finish(&format!(
+            "what this lender listens at ({}, and TCP ports)",
+            config.socket.display()
+        ))?;
         Ok(entrances)
     }
 
@@ -81,11 +92,42 @@ impl AsFd for Entrance {
     }
 }
 
+/// The socket for this host.
+fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, StartError> {
+    if let Some(socket) = activated.take_path(path, Kind::SeqPacket)? {
+        return Ok(Listener::adopt(socket, path));
+    }
+    if let Some(folder) = path.parent() {
+        paths::create_folder(folder).map_err(|source| StartError::Folder {
+            path: folder.to_owned(),
+            source,
+        })?;
+    }
+    Listener::bind(path).map_err(StartError::Listen)
+}
+
 fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
     let Address::Tcp { host, port } = address else {
         return Err(StartError::NotTcp(address.clone()));
     };
     let listener = Listener::bind_tcp(host, *port).map_err(StartError::Listen)?;
+    checked(listener, address, plain)
+}
+
+/// Whether a socket that listens at `at` is the one of that address.
+fn is_there(at: SocketAddr, address: &Address) -> bool {
+    match address {
+        Address::Tcp { host, port } => {
+            let resolved = (host.as_str(), *port).to_socket_addrs();
+            resolved.is_ok_and(|mut resolved| resolved.any(|one| one == at))
+        }
+        Address::Unix(_) => false,
+    }
+}
+
+/// A listener where no others than the operator's hosts come by. Errors name it
+/// as `address`.
+fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listener, StartError> {
     let Some(ip) = listener.ip() else {
         return Ok(listener);
     };

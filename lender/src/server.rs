@@ -6,6 +6,7 @@ use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
 use farside_ntb::HostEndpoint;
+use farside_service::{Activated, ActivationError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
@@ -65,6 +66,9 @@ pub enum StartError {
     /// The socket cannot be made.
     #[error("cannot listen for backends: {0}")]
     Listen(io::Error),
+    /// The service manager's sockets are not a lender's.
+    #[error(transparent)]
+    Activation(#[from] ActivationError),
     /// `listen` is for TCP.
     #[error(
         "cannot listen at {0}: `listen` takes tcp:HOST:PORT; the socket for this host is `socket`"
@@ -97,6 +101,12 @@ pub struct Lender {
 impl Lender {
     /// Opens all devices, starts their threads, and listens.
     pub fn start(config: Config) -> Result<Self, StartError> {
+        Self::start_activated(config, Activated::default())
+    }
+
+    /// As [`Lender::start`], with sockets that the service manager has made. What
+    /// connects to them waits until the devices are open.
+    pub fn start_activated(config: Config, activated: Activated) -> Result<Self, StartError> {
         config.check()?;
         // Thirty functions with 2048 eventfds each are beyond the usual limit.
         raise_open_files();
@@ -105,7 +115,7 @@ impl Lender {
         let registry = Arc::new(Registry::new(fences));
         let adapter = Adapter::new(config.fabric.clone())?;
         let opened = open(&config, &adapter, &stop)?;
-        let entrances = Entrance::open_all(&config)?;
+        let entrances = Entrance::open_all(&config, activated)?;
         let mut lender = Self {
             entrances,
             about: Arc::new(About {
