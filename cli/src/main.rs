@@ -22,6 +22,7 @@ mod serve;
 mod signals;
 mod status;
 mod text;
+mod waiting;
 
 use std::process::ExitCode;
 

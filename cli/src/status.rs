@@ -111,8 +111,12 @@ fn text(backends: &[Value], lenders: &[LenderReport]) -> String {
             line(
                 2,
                 format!(
-                    "{}: {} (epoch {})",
+                    "{}{}: {} (epoch {})",
                     plain(&device["device"]),
+                    match device["attached"].as_bool() {
+                        Some(true) => " (attached)",
+                        _ => "",
+                    },
                     plain(&device["state"]),
                     plain(&device["epoch"])
                 ),
