@@ -4,15 +4,35 @@
 //! computes, and renders text, SVG, PNG and HTML. Who runs guests and fio is
 //! somebody else (`farside bench`, `cargo xtask bench`).
 //!
-//! - [`Section`]: measurements of any kind, side by side, with targets;
-//! - [`Spread`]: one figure of several repeats.
+//! - [`job`]: what fio does; [`fio`]: its command line and its output;
+//! - [`JobResult`]: both drives, pair by pair; [`METRICS`]: what is said of them;
+//! - [`Section`]: measurements of any other kind, side by side, with targets;
+//! - [`Results`]: all of it with where it was measured, as a file;
+//! - [`Comparison`]: what changed between two of those;
+//! - [`tables`]: for people.
 
 #![forbid(unsafe_code)]
 
+mod compare;
+pub mod environment;
+mod error;
+pub mod fio;
+pub mod job;
+mod measurement;
+mod results;
+mod section_check;
 mod series;
 mod spread;
+mod table;
+pub mod tables;
 mod unit;
 
+pub use compare::{Change, Comparison, Direction, Side};
+pub use environment::Environment;
+pub use error::Error;
+pub use measurement::{JobResult, METRICS, Measurement, Metric, Pair};
+pub use results::{FORMAT, Finding, Results};
 pub use series::{Axis, Data, Figure, Point, Quantiles, Section, Series, Target};
 pub use spread::Spread;
+pub use table::table;
 pub use unit::{Better, Unit};

@@ -5,6 +5,8 @@
 //! against another of its section: then what counts is the ratio of the repeats
 //! made next to each other, so that a busy machine is busy for both.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Better, Spread, Unit};
@@ -113,6 +115,15 @@ impl Target {
     }
 }
 
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AtLeast(least) => write!(f, "at least {least}"),
+            Self::AtMost(most) => write!(f, "at most {most}"),
+        }
+    }
+}
+
 impl Quantiles {
     /// Of samples; `None` when there is none.
     pub fn of(samples: impl IntoIterator<Item = f64>) -> Option<Self> {
@@ -186,11 +197,18 @@ impl Section {
         self.series.iter().find(|series| series.name == name)
     }
 
-    /// A series' figure over the same figure of the one it is against.
-    pub fn ratio(&self, series: &Series, figure: &Figure) -> Option<Spread> {
+    /// A series' figure over the same figure of the one it is against, one ratio
+    /// a pair of repeats.
+    pub fn ratios(&self, series: &Series, figure: &Figure) -> Option<Vec<f64>> {
         let against = self.series(series.against.as_deref()?)?.figures();
         let other = against.iter().find(|other| other.what == figure.what)?;
-        Spread::of_ratios(&figure.repeats, &other.repeats)
+        let pairs = figure.repeats.iter().zip(&other.repeats);
+        Some(pairs.map(|(this, that)| this / that).collect())
+    }
+
+    /// The spread of the [ratios](Self::ratios).
+    pub fn ratio(&self, series: &Series, figure: &Figure) -> Option<Spread> {
+        Spread::of(self.ratios(series, figure)?)
     }
 
     /// What the target of a series' figure is about: the ratio, or the figure.

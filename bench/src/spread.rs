@@ -28,11 +28,6 @@ impl Spread {
         Some(Self { median, min, max })
     }
 
-    /// Of `these` over `those`, each over the one measured next to it.
-    pub fn of_ratios(these: &[f64], those: &[f64]) -> Option<Self> {
-        Self::of(these.iter().zip(those).map(|(this, that)| this / that))
-    }
-
     /// Whether no figure of one is within the other.
     pub fn apart(&self, other: &Self) -> bool {
         self.max < other.min || other.max < self.min
@@ -61,13 +56,7 @@ mod tests {
     #[test]
     fn there_is_no_median_of_nothing() {
         assert_eq!(Spread::of([]), None);
-        assert_eq!(Spread::of_ratios(&[1.0], &[0.0]), None);
-    }
-
-    #[test]
-    fn ratios_are_of_neighbours() {
-        let ratio = Spread::of_ratios(&[2.0, 30.0], &[1.0, 10.0]).unwrap();
-        assert_eq!((ratio.min, ratio.max), (2.0, 3.0));
+        assert_eq!(Spread::of([1.0 / 0.0, 0.0 / 0.0]), None);
     }
 
     #[test]

@@ -1,0 +1,222 @@
+//! What one run of a job came to, and the two of a pair.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Better, Spread, Target, Unit,
+    fio::{Outcome, Work},
+    job::Job,
+};
+
+/// One run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Measurement {
+    /// I/O operations a second.
+    pub iops: f64,
+    /// Bytes a second.
+    pub bandwidth: f64,
+    /// Completion latency, nanoseconds.
+    pub p50: f64,
+    /// Completion latency, nanoseconds.
+    pub p99: f64,
+    /// Completion latency, nanoseconds.
+    pub p999: f64,
+    /// Nanoseconds that the guest's processors were busy for one I/O.
+    pub guest_cpu: Option<f64>,
+    /// Nanoseconds of processor time on the host for one I/O, of QEMU and all
+    /// who serve the drive; unknown from within a guest.
+    pub host_cpu: Option<f64>,
+}
+
+impl Measurement {
+    /// Of what fio said and what happened meanwhile. `host_cpu` is of the same
+    /// time as `work`.
+    pub fn new(job: &Job, outcome: &Outcome, work: &Work, host_cpu: Option<Duration>) -> Self {
+        let each = |cpu| Some(work.cpu_per_io(cpu, job.block)? * 1e9);
+        Self {
+            iops: outcome.iops,
+            bandwidth: outcome.bandwidth,
+            p50: outcome.p50,
+            p99: outcome.p99,
+            p999: outcome.p999,
+            guest_cpu: each(work.cpu),
+            host_cpu: host_cpu.and_then(each),
+        }
+    }
+}
+
+/// Two runs, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pair {
+    /// On the borrowed drive.
+    pub borrowed: Measurement,
+    /// On the one it is compared with.
+    pub beside: Measurement,
+}
+
+/// A job on both drives, as often as it ran.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobResult {
+    /// The job's name.
+    pub job: String,
+    /// In the order they were made.
+    pub pairs: Vec<Pair>,
+}
+
+/// One column of the tables.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// For people, and stable.
+    pub name: &'static str,
+    /// Of the figures.
+    pub unit: Unit,
+    /// When they are better.
+    pub better: Better,
+    /// What is wanted of borrowed over beside.
+    pub target: Option<Target>,
+    of: fn(&Measurement) -> Option<f64>,
+}
+
+const fn metric(
+    name: &'static str,
+    unit: Unit,
+    better: Better,
+    target: Option<Target>,
+    of: fn(&Measurement) -> Option<f64>,
+) -> Metric {
+    Metric {
+        name,
+        unit,
+        better,
+        target,
+        of,
+    }
+}
+
+const AT_LEAST: Option<Target> = Some(Target::AtLeast(1.0));
+const AT_MOST: Option<Target> = Some(Target::AtMost(1.0));
+
+/// What is said of a job. Wanted are at least as many IOPS and bytes as the
+/// drive beside has, and at most its p99.
+pub const METRICS: [Metric; 7] = [
+    metric("IOPS", Unit::PerSecond, Better::More, AT_LEAST, |m| {
+        Some(m.iops)
+    }),
+    metric(
+        "bandwidth",
+        Unit::BytesPerSecond,
+        Better::More,
+        AT_LEAST,
+        |m| Some(m.bandwidth),
+    ),
+    metric("p50", Unit::Nanoseconds, Better::Less, None, |m| {
+        Some(m.p50)
+    }),
+    metric("p99", Unit::Nanoseconds, Better::Less, AT_MOST, |m| {
+        Some(m.p99)
+    }),
+    metric("p99.9", Unit::Nanoseconds, Better::Less, None, |m| {
+        Some(m.p999)
+    }),
+    metric("guest CPU", Unit::Nanoseconds, Better::Less, None, |m| {
+        m.guest_cpu
+    }),
+    metric("host CPU", Unit::Nanoseconds, Better::Less, None, |m| {
+        m.host_cpu
+    }),
+];
+
+impl JobResult {
+    /// A metric of the borrowed drive, one figure a repeat.
+    pub fn borrowed(&self, metric: &Metric) -> Vec<f64> {
+        let of = |pair: &Pair| (metric.of)(&pair.borrowed);
+        self.pairs.iter().filter_map(of).collect()
+    }
+
+    /// A metric of the drive beside.
+    pub fn beside(&self, metric: &Metric) -> Vec<f64> {
+        let of = |pair: &Pair| (metric.of)(&pair.beside);
+        self.pairs.iter().filter_map(of).collect()
+    }
+
+    /// A metric, borrowed over beside, one ratio a pair.
+    pub fn ratios(&self, metric: &Metric) -> Vec<f64> {
+        let of = |pair: &Pair| Some((metric.of)(&pair.borrowed)? / (metric.of)(&pair.beside)?);
+        self.pairs.iter().filter_map(of).collect()
+    }
+
+    /// The spread of the [ratios](Self::ratios).
+    pub fn ratio(&self, metric: &Metric) -> Option<Spread> {
+        Spread::of(self.ratios(metric))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn measurement(scale: f64) -> Measurement {
+        Measurement {
+            iops: 1000.0 * scale,
+            bandwidth: 4_096_000.0 * scale,
+            p50: 100_000.0,
+            p99: 200_000.0 / scale,
+            p999: 400_000.0,
+            guest_cpu: Some(20_000.0),
+            host_cpu: Some(30_000.0),
+        }
+    }
+
+    /// A job, borrowed at `scales` of the other's speed.
+    pub(crate) fn job(name: &str, scales: &[f64]) -> JobResult {
+        let pair = |scale: &f64| Pair {
+            borrowed: measurement(*scale),
+            beside: measurement(1.0),
+        };
+        JobResult {
+            job: name.to_owned(),
+            pairs: scales.iter().map(pair).collect(),
+        }
+    }
+
+    #[test]
+    fn ratios_are_borrowed_over_beside_pair_by_pair() {
+        let job = job("j", &[2.0, 1.0, 4.0]);
+        let ratio = |name: &str| {
+            let metric = METRICS.iter().find(|metric| metric.name == name).unwrap();
+            job.ratio(metric).unwrap()
+        };
+        assert_eq!(ratio("IOPS").to_string(), "2.00 (1.00–4.00)");
+        assert_eq!(ratio("p99").to_string(), "0.50 (0.25–1.00)");
+        assert_eq!(ratio("guest CPU").median, 1.0);
+    }
+
+    #[test]
+    fn what_is_unknown_has_no_ratio() {
+        let mut job = job("j", &[2.0]);
+        job.pairs[0].borrowed.host_cpu = None;
+        assert_eq!(job.ratio(&METRICS[6]), None);
+        assert!(job.borrowed(&METRICS[6]).is_empty());
+    }
+
+    #[test]
+    fn processor_time_is_for_one_request() {
+        let outcome = Outcome {
+            ios: 1,
+            iops: 1.0,
+            bandwidth: 1.0,
+            p50: 1.0,
+            p99: 1.0,
+            p999: 1.0,
+        };
+        let work = Work {
+            bytes: 8192,
+            cpu: Duration::from_millis(10),
+        };
+        let host = Some(Duration::from_millis(4));
+        let m = Measurement::new(&crate::job::JOBS[0], &outcome, &work, host);
+        assert_eq!((m.guest_cpu, m.host_cpu), (Some(5e6), Some(2e6)));
+    }
+}
