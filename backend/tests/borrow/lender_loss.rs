@@ -200,6 +200,7 @@ fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
         interrupts: Default::default(),
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
         open_timeout: Duration::from_secs(4),
+        socket_group: None,
     });
     (dir, lender, served)
 }
