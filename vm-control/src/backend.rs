@@ -2,6 +2,7 @@
 //! it.
 
 use std::{
+    ffi::OsString,
     io::{BufRead, BufReader, Read, Write},
     os::unix::{net::UnixStream, process::CommandExt},
     path::PathBuf,
@@ -161,11 +162,18 @@ impl Backend {
     /// Starts one in the background, by systemd where that has the unit, and
     /// waits until it answers.
     pub(crate) fn start(vm: &str, limit: Duration) -> Result<Self, Error> {
-        let deadline = Instant::now() + limit;
         if systemd::has_unit() {
             systemd::start(vm)?;
             return Self::connect(vm);
         }
+        let description = config_places::description(vm);
+        Self::spawn(vm, &["--config".into(), description.into()], limit)
+    }
+
+    /// Starts one in the background, with these arguments for `farside serve`, and
+    /// waits until it answers.
+    pub(crate) fn spawn(vm: &str, args: &[OsString], limit: Duration) -> Result<Self, Error> {
+        let deadline = Instant::now() + limit;
         let folder = paths::vm_dir(vm);
         paths::create_folder(&folder)
             .map_err(Error::system(format!("cannot use {}", folder.display())))?;
@@ -173,8 +181,8 @@ impl Backend {
         let mut watch = Watch::new(&folder)?;
         let program = places::farside();
         let child = Command::new(&program)
-            .args(["serve", "--vm", vm, "--config"])
-            .arg(config_places::description(vm))
+            .args(["serve", "--vm", vm])
+            .args(args)
             .stdin(Stdio::null())
             .stdout(log.writer()?)
             .stderr(log.writer()?)

@@ -4,6 +4,8 @@
 //!
 //! - [`start`], [`stop`], [`is_running`], [`describe`]: the VM as a whole.
 //! - [`attach`], [`detach`]: one device of a running VM.
+//! - [`start_domain_backend`], [`end_domain_backend`]: the backend alone, for
+//!   libvirt's hook.
 //! - [`Monitor`]: QEMU's monitor, for what is not here.
 //! - [`Backend`]: the control socket of the VM's backend.
 //!
@@ -18,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod domain;
 mod error;
 mod life;
 mod lock;
@@ -33,6 +36,7 @@ mod virsh;
 mod watch;
 
 pub use backend::Backend;
+pub use domain::{end_domain_backend, start_domain_backend};
 pub use error::Error;
 pub use life::{
     DeviceState, RunState, StartOptions, StopOptions, VmState, describe, is_running, start, stop,

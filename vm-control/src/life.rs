@@ -20,7 +20,7 @@ use crate::{
 pub(crate) const GREETING: Duration = Duration::from_secs(20);
 
 /// How long a backend may take to give its devices back.
-const RETURN: Duration = Duration::from_secs(30);
+pub(crate) const RETURN: Duration = Duration::from_secs(30);
 
 /// How to start a VM.
 #[derive(Clone, Debug)]

@@ -1,0 +1,106 @@
+//! The backend of a VM that libvirt starts and ends. libvirt's hook calls this
+//! while libvirt waits: nothing here may ask libvirt, nor wait for a command that
+//! may ask it, and so take the VM's lock.
+
+use std::{ffi::OsString, time::Duration};
+
+use farside_control::check_name;
+use farside_qemu_configs::DomainVm;
+use farside_vm_config::places;
+
+use crate::{Backend, Error, life::RETURN};
+
+/// Starts the backend of a domain that is about to be started, and waits until
+/// it serves all of the domain's devices. It is made from the VM's description
+/// where there is one, else from what the domain itself says. One that runs
+/// already is taken.
+///
+/// After an error no backend of ours is left.
+pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Error> {
+    let vm = &domain.name;
+    check(vm)?;
+    let (backend, ours) = match Backend::find(vm)? {
+        Some(backend) => (backend, false),
+        None if places::description(vm).exists() => (Backend::start(vm, limit)?, true),
+        None => (Backend::spawn(vm, &arguments(domain), limit)?, true),
+    };
+    let served = serve_all(backend, domain);
+    if served.is_err()
+        && ours
+        && let Err(error) = end_domain_backend(vm)
+    {
+        log::error!("{error}");
+    }
+    served
+}
+
+/// Ends the backend of a domain that has ended. When this returns, its devices
+/// are back at their lenders. That there is none is no error.
+pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
+    check(vm)?;
+    match Backend::find(vm)? {
+        Some(backend) => backend.stop(RETURN),
+        None => Ok(()),
+    }
+}
+
+/// A domain may have devices that the description has not, and a backend that ran
+/// before may have lost some.
+fn serve_all(mut backend: Backend, domain: &DomainVm) -> Result<(), Error> {
+    for device in &domain.devices {
+        backend.attach(&device.id)?;
+    }
+    Ok(())
+}
+
+/// What `farside serve` is told of a domain without a description.
+fn arguments(domain: &DomainVm) -> Vec<OsString> {
+    let mut args: Vec<String> = vec![
+        "--memory".into(),
+        domain.memory.to_string(),
+        "--machine".into(),
+        domain.machine.name().into(),
+    ];
+    for device in &domain.devices {
+        args.extend(["--device".into(), device.id.clone()]);
+    }
+    for lender in &domain.lenders {
+        args.extend(["--lender".into(), lender.clone()]);
+    }
+    args.into_iter().map(OsString::from).collect()
+}
+
+fn check(vm: &str) -> Result<(), Error> {
+    check_name(vm).map_err(|why| Error::Name {
+        what: "VM name",
+        name: vm.to_owned(),
+        why,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backend_is_told_what_the_domain_says() {
+        let xml = "<domain type='kvm'><name>web1</name><metadata>\
+             <f:vm xmlns:f='urn:farside:libvirt:1'><f:device id='disk0' port='0'/>\
+             <f:lender address='tcp:10.0.0.2:7410'/></f:vm></metadata>\
+             <memory unit='GiB'>4</memory><os><type>hvm</type></os></domain>";
+        let domain = farside_qemu_configs::read_domain(xml).unwrap().unwrap();
+        assert_eq!(
+            arguments(&domain),
+            [
+                "--memory",
+                "4294967296",
+                "--machine",
+                "pc",
+                "--device",
+                "disk0",
+                "--lender",
+                "tcp:10.0.0.2:7410"
+            ]
+        );
+    }
+}
