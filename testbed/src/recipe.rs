@@ -208,9 +208,10 @@ pub(crate) const BUSYBOX_NAMES: &[&str] = &[
     "zcat",
 ];
 
-/// Modules that init loads, in this order: the way to the agent, and NVMe,
-/// which nothing else would load without udev.
-pub(crate) const BOOT_MODULES: &[&str] = &["virtio_pci", "virtio_console", "nvme"];
+/// Modules that init loads, in this order: the way to the agent, and NVMe and
+/// the power button, which nothing else would load without udev.
+pub(crate) const BOOT_MODULES: &[&str] =
+    &["virtio_pci", "virtio_console", "nvme", "button", "evdev"];
 
 /// Modules that are there to be loaded: by mount, by hand.
 pub(crate) const MODULES: &[&str] = &[

@@ -31,6 +31,7 @@ pub fn run() -> Result<()> {
 fn start() -> Result<()> {
     mount_all()?;
     load_modules()?;
+    crate::power_button::watch();
     let agent = Command::new("/proc/self/exe")
         .arg("serve")
         .env_clear()

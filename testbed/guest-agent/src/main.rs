@@ -12,6 +12,7 @@ mod init;
 mod mapping;
 mod pages;
 mod pci;
+mod power_button;
 mod serve;
 
 use std::process::ExitCode;
