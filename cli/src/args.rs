@@ -21,6 +21,7 @@ use crate::{
     ntb::Ntb,
     plan::Plan,
     run::{Start, Stop},
+    units::Units,
 };
 
 /// Use a PCIe device that sits in another host from a VM.
@@ -77,6 +78,8 @@ pub(crate) enum Verb {
     /// What libvirt calls before a domain starts and after it has ended
     #[command(hide = true)]
     Hook(Hook),
+    /// Print what the systemd socket units of VMs lack: the devices' sockets
+    Units(Units),
     /// Work out which VMs, devices and hosts fit an NTB or an IOMMU
     Plan(Box<Plan>),
     /// Join two VMs by an NTB in software, each at one of its ports

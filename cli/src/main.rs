@@ -22,6 +22,7 @@ mod serve;
 mod signals;
 mod status;
 mod text;
+mod units;
 mod waiting;
 
 use std::process::ExitCode;
@@ -71,6 +72,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Doctor(doctor) => doctor::run(&doctor),
         Verb::Bench(bench) => bench::run(&bench),
         Verb::Hook(hook) => hook::run(&hook),
+        Verb::Units(units) => units::run(&units),
         Verb::Plan(plan) => plan::run(&plan),
         Verb::Ntb(ntb) => ntb::run(&ntb),
         Verb::Completions { shell } => {

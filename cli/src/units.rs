@@ -1,0 +1,122 @@
+//! `farside units`: the sockets of a VM's devices, as drop-ins of its socket unit.
+//!
+//! `farside@VM.socket` is made of a template, which knows the VM's name but not
+//! its devices. What is missing is in the VM's description: systemd's generator
+//! (`systemd.generator(7)`) asks for it at boot and at each `daemon-reload`, so
+//! that unit and description agree.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, bail, ensure};
+use clap::Args as ClapArgs;
+use farside_control::{check_name, paths};
+use farside_vm_config::{VmConfig, places};
+
+/// Prints what the socket units of VMs lack: drop-ins with a line for each
+/// device. systemd's generator of the package calls this; use it to see what
+/// comes of a description, or without the package.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Units {
+    /// VMs [default: all that have a description].
+    #[arg(value_name = "VM")]
+    vms: Vec<String>,
+    /// Write the drop-ins below this folder instead of printing them.
+    #[arg(long, value_name = "FOLDER")]
+    to: Option<PathBuf>,
+}
+
+/// Name of a drop-in's file.
+const DROP_IN: &str = "10-farside-devices.conf";
+
+pub(crate) fn run(args: &Units) -> anyhow::Result<()> {
+    let vms = match args.vms.as_slice() {
+        [] => described(&places::config_dir().join("vm"))?,
+        some => some.to_vec(),
+    };
+    let mut failed = Vec::new();
+    for vm in &vms {
+        let made = drop_in(vm).and_then(|text| put(vm, &text, args.to.as_deref()));
+        if let Err(error) = made {
+            // One bad description leaves the other VMs theirs.
+            log::error!("VM {vm}: {error:#}");
+            failed.push(vm.as_str());
+        }
+    }
+    ensure!(
+        failed.is_empty(),
+        "no drop-in for {}: see above",
+        failed.join(", ")
+    );
+    Ok(())
+}
+
+/// The names of the VMs that are described in `folder`.
+fn described(folder: &Path) -> anyhow::Result<Vec<String>> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => {
+            return Err(error).with_context(|| format!("cannot read {}", folder.display()));
+        }
+    };
+    let mut vms = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "toml")
+            && let Some(vm) = path.file_stem().and_then(|stem| stem.to_str())
+        {
+            vms.push(vm.to_owned());
+        }
+    }
+    vms.sort();
+    Ok(vms)
+}
+
+fn drop_in(vm: &str) -> anyhow::Result<String> {
+    if let Err(why) = check_name(vm) {
+        bail!("the name {why}");
+    }
+    let config = VmConfig::of_vm(vm)?;
+    let mut text = format!(
+        "# The devices of VM {vm}, by `farside units` from {}\n[Socket]\n",
+        places::description(vm).display()
+    );
+    for device in config.device_ids() {
+        check_name(&device).map_err(|why| anyhow::anyhow!("device {device:?} {why}"))?;
+        let socket = paths::device_socket(vm, &device);
+        // Names have no character that systemd reads as more than itself.
+        writeln!(text, "ListenStream={}", escaped(&socket)?)?;
+    }
+    if let Some(group) = &config.socket_group {
+        check_name(group).map_err(|why| anyhow::anyhow!("socket-group {group:?} {why}"))?;
+        writeln!(text, "SocketGroup={group}\nSocketMode=0660")?;
+    }
+    Ok(text)
+}
+
+/// A path as a value in a unit.
+fn escaped(path: &Path) -> anyhow::Result<String> {
+    let text = path.to_str().context("the runtime folder is not UTF-8")?;
+    ensure!(
+        path.is_absolute() && !text.contains(['\n', '\\', '"']),
+        "the runtime folder of {text:?} cannot be written in a unit: name another in FARSIDE_RUNTIME_DIR"
+    );
+    Ok(text.replace('%', "%%"))
+}
+
+fn put(vm: &str, text: &str, to: Option<&Path>) -> anyhow::Result<()> {
+    let name = Path::new(&format!("farside@{vm}.socket.d")).join(DROP_IN);
+    let Some(to) = to else {
+        println!("# /etc/systemd/system/{}\n{text}", name.display());
+        return Ok(());
+    };
+    let path = to.join(name);
+    let folder = path.parent().unwrap_or(to);
+    fs::create_dir_all(folder)
+        .and_then(|()| fs::write(&path, text))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
