@@ -1,11 +1,11 @@
 //! One farside at a time moves a VM on a host.
 
 use std::{
-    fs::{File, TryLockError},
+    fs::{self, File, TryLockError},
     time::{Duration, Instant},
 };
 
-use farside_control::{NAME_RULE, check_name, paths};
+use farside_control::{NAME_RULE, check_name};
 use farside_vm_config::places;
 
 use crate::{Error, Result};
@@ -29,7 +29,8 @@ impl Lock {
         check_name(vm)
             .map_err(|why| Error::refused(format!("VM name {vm:?} {why}; {NAME_RULE}")))?;
         let folder = places::state_dir().join("migrations");
-        paths::create_folder(&folder)?;
+        // Backends of other users look into it.
+        fs::create_dir_all(&folder)?;
         let path = folder.join(format!("{vm}.lock"));
         let file = File::create(&path)?;
         let deadline = Instant::now() + PATIENCE;

@@ -87,7 +87,7 @@ impl Plan {
     }
 }
 
-fn random_id() -> Result<String> {
+pub(crate) fn random_id() -> Result<String> {
     let mut random = [0; 16];
     // From a kernel that has started, 16 bytes come at once and whole.
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
@@ -178,7 +178,14 @@ impl<'a> Mover<'a> {
         if !step.is_back() {
             self.begin(Step::StopThere)?;
         }
-        self.run()
+        self.run()?;
+        match self.journal.step {
+            Step::Done => Err(Error::refused(format!(
+                "VM {} had arrived at {} without this host: move it back from there",
+                self.journal.vm, self.journal.destination
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn run(&mut self) -> Result<()> {
@@ -240,10 +247,7 @@ impl<'a> Mover<'a> {
                 self.ask(Request::Finish { id, vm })?;
                 Step::Done
             }
-            Step::StopThere => {
-                self.stop_there()?;
-                Step::HandBack
-            }
+            Step::StopThere => self.stop_there()?,
             Step::HandBack => {
                 self.hand_back()?;
                 Step::StartAgain
@@ -312,16 +316,21 @@ impl<'a> Mover<'a> {
             .hand_over(&device.lender, &device.id, vm, id, supersedes)
     }
 
-    fn stop_there(&mut self) -> Result<()> {
+    fn stop_there(&mut self) -> Result<Step> {
         let Journal { id, vm, .. } = self.journal.clone();
         let Err(error) = self.ask(Request::StopThere { id, vm }) else {
-            return Ok(());
+            return Ok(Step::HandBack);
         };
+        // It went on without this host, and the VM has arrived.
+        if error.kind == ErrorKind::Refused {
+            log::warn!("{error}");
+            return Ok(Step::Finish);
+        }
         // A host that was never told to may not run it.
         let may_run_there = self.journal.has_begun(Step::Install);
         if error.kind == ErrorKind::Lost && (self.lost || !may_run_there) {
             log::warn!("{error}: going back without that host");
-            return Ok(());
+            return Ok(Step::HandBack);
         }
         Err(match error.kind {
             ErrorKind::Lost => Error {

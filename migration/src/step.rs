@@ -21,6 +21,9 @@
 //! | HandBack | each lender fences the other host off | nobody |
 //! | StartAgain | the VM starts on the old host | the old host |
 //!
+//! When the other host has gone on to the end by itself, StopThere finds that out,
+//! and leads to Finish.
+//!
 //! A journal names the step that is *under way*: it is written before the step
 //! begins, and each step can be done again after it was cut off anywhere. Until
 //! HandOver begins, going back takes nothing from anybody. From then on the

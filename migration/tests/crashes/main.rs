@@ -1,0 +1,311 @@
+//! A cold migration that is cut off at every point there is, and taken up again:
+//! forward, back, at the other host, and cut off once more in between. Never do
+//! two hosts have a device (that is checked after each call of either), and at the
+//! end exactly one has all of them.
+
+mod world;
+
+use std::rc::Rc;
+
+use farside_migration::{Host, Journal, Result, may_run};
+use world::{Crash, DEVICES, VM, World, migrate, resume};
+
+/// Every point at which `run` can be cut off, in a new world each time. Returns how many there
+/// were.
+fn at_every_point(
+    prepare: impl Fn() -> Rc<World>,
+    run: impl Fn(&Rc<World>) -> Result<()>,
+    mut then: impl FnMut(Rc<World>, Crash),
+) -> usize {
+    let whole = prepare();
+    whole.restart(None);
+    run(&whole).unwrap();
+    let calls = whole.calls();
+    for call in 0..calls {
+        for after in [false, true] {
+            let world = prepare();
+            let crash = Crash { call, after };
+            world.restart(Some(crash));
+            // The error is that of the process that ended.
+            let _ = run(&world);
+            assert!(world.crashed(), "{crash:?}");
+            then(world, crash);
+        }
+    }
+    assert!(calls > 10, "{calls}");
+    calls
+}
+
+fn there_and_not(world: &Rc<World>, here: &'static str, other: &'static str) {
+    assert_eq!(world.running(), Some(here));
+    assert_eq!(world.holders(), [Some(here); 2]);
+    assert!(world.is_described(here));
+    for device in DEVICES {
+        assert!(world.may_borrow(here, device));
+        assert!(!world.reserved(device), "{device} is there for others");
+    }
+    may_run(&world.host(here), VM).unwrap();
+    // Neither of the ways in which the other could come by the VM.
+    assert!(world.host(other).start_anyhow().is_err());
+}
+
+/// Where the VM went: the old host is refused by its tombstone and by the lender.
+fn moved(world: &Rc<World>, to: &'static str, from: &'static str) {
+    there_and_not(world, to, from);
+    for device in DEVICES {
+        assert!(!world.may_borrow(from, device), "{device} at {from}");
+    }
+    let refusal = may_run(&world.host(from), VM).unwrap_err().to_string();
+    assert!(refusal.contains(&format!("has moved to {to}")), "{refusal}");
+}
+
+trait StartAnyhow {
+    fn start_anyhow(&self) -> Result<()>;
+}
+
+impl StartAnyhow for world::FakeHost {
+    fn start_anyhow(&self) -> Result<()> {
+        match self.description(VM)? {
+            Some(_) => self.start(VM),
+            None => Err(farside_migration::Error::refused("no description")),
+        }
+    }
+}
+
+fn there() -> Rc<World> {
+    World::new()
+}
+
+/// A world in which the VM has been to `b` and back, so that all have fences and
+/// tombstones.
+fn there_and_back() -> Rc<World> {
+    let world = World::new();
+    migrate(&world, "a", "b").unwrap();
+    migrate(&world, "b", "a").unwrap();
+    world
+}
+
+fn a_to_b(world: &Rc<World>) -> Result<()> {
+    migrate(world, "a", "b")
+}
+
+#[test]
+fn a_vm_moves_there_and_back_as_often_as_one_likes() {
+    let world = World::new();
+    for _ in 0..5 {
+        migrate(&world, "a", "b").unwrap();
+        moved(&world, "b", "a");
+        migrate(&world, "b", "a").unwrap();
+        moved(&world, "a", "b");
+    }
+}
+
+#[test]
+fn what_was_cut_off_goes_on() {
+    for prepare in [there, there_and_back] {
+        at_every_point(prepare, a_to_b, |world, crash| {
+            world.restart(None);
+            let nothing = resume(&world, "a", "b", false, false).unwrap();
+            if world.running() == Some("a") {
+                // It was cut off before it was written down at all, or while
+                // nothing was left to do.
+                assert!(nothing, "{crash:?}");
+                there_and_not(&world, "a", "b");
+            } else {
+                moved(&world, "b", "a");
+            }
+        });
+    }
+}
+
+#[test]
+fn what_was_cut_off_goes_back() {
+    for prepare in [there, there_and_back] {
+        let (mut back, mut too_late) = (0, 0);
+        at_every_point(prepare, a_to_b, |world, crash| {
+            world.restart(None);
+            match resume(&world, "a", "b", true, false) {
+                Ok(_) if world.running() == Some("a") => {
+                    there_and_not(&world, "a", "b");
+                    back += 1;
+                }
+                Ok(nothing) => {
+                    assert!(nothing, "{crash:?}");
+                    moved(&world, "b", "a");
+                }
+                Err(error) => {
+                    assert!(error.to_string().contains("has arrived"), "{error}");
+                    world.restart(None);
+                    resume(&world, "a", "b", false, false).unwrap();
+                    moved(&world, "b", "a");
+                    too_late += 1;
+                }
+            }
+        });
+        assert!(back > 10 && too_late > 2, "{back} {too_late}");
+    }
+}
+
+/// Cut off, taken up in either direction, cut off again, taken up again.
+#[test]
+fn what_was_cut_off_twice_ends_at_one_host() {
+    let mut cases = 0;
+    for back in [false, true] {
+        at_every_point(there_and_back, a_to_b, |_, first| {
+            for call in 0.. {
+                let mut reached = false;
+                for after in [false, true] {
+                    let world = there_and_back();
+                    world.restart(Some(first));
+                    let _ = a_to_b(&world);
+                    world.restart(Some(Crash { call, after }));
+                    let _ = resume(&world, "a", "b", back, false);
+                    if !world.crashed() {
+                        continue;
+                    }
+                    reached = true;
+                    cases += 1;
+                    for last in [back, !back] {
+                        world.restart(None);
+                        let _ = resume(&world, "a", "b", last, false);
+                    }
+                    match world.running() {
+                        Some("a") => there_and_not(&world, "a", "b"),
+                        Some("b") => moved(&world, "b", "a"),
+                        _ => panic!("the VM runs nowhere: {first:?}, then {call} {after}"),
+                    }
+                }
+                if !reached {
+                    break;
+                }
+            }
+        });
+    }
+    assert!(cases > 1000, "{cases}");
+}
+
+/// The old host died for good. The new one goes on by itself as soon as it has
+/// been told that the VM is let go, and else when somebody says that the other
+/// one is dead.
+#[test]
+fn the_new_host_goes_on_without_the_old_one() {
+    let (mut alone, mut told) = (0, 0);
+    at_every_point(there_and_back, a_to_b, |world, crash| {
+        let nobody_knows = world
+            .host("b")
+            .journal(VM)
+            .unwrap()
+            .filter(Journal::is_open)
+            .is_none();
+        world.restart(None);
+        if nobody_knows {
+            return;
+        }
+        match resume(&world, "b", "a", false, false) {
+            Ok(_) => alone += 1,
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("may still run on a"), "{crash:?}: {text}");
+                resume(&world, "b", "a", false, true).unwrap();
+                told += 1;
+            }
+        }
+        assert_eq!(world.running(), Some("b"), "{crash:?}");
+        for device in DEVICES {
+            assert!(!world.may_borrow("a", device));
+        }
+        // It was not dead at all, and comes back.
+        world.restart(None);
+        let _ = resume(&world, "a", "b", true, false);
+        let _ = resume(&world, "a", "b", false, false);
+        moved(&world, "b", "a");
+    });
+    assert!(alone > 5 && told > 5, "{alone} {told}");
+}
+
+#[test]
+fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
+    let (mut free, mut told) = (0, 0);
+    at_every_point(there, a_to_b, |world, crash| {
+        world.restart(None);
+        // Host b is dead: what ran there does not any more.
+        world.unreachable.set(Some("b"));
+        if let Err(error) = resume(&world, "a", "b", true, false) {
+            if error.to_string().contains("has arrived") {
+                return;
+            }
+            assert!(error.to_string().contains("--lost-host"), "{error}");
+            world.restart(None);
+            resume(&world, "a", "b", true, true).unwrap();
+            told += 1;
+        } else {
+            free += 1;
+        }
+        if world.running() == Some("a") {
+            assert_eq!(world.holders(), [Some("a"); 2], "{crash:?}");
+            // And if it was not dead, it does not get the devices.
+            world.unreachable.set(None);
+            world.restart(None);
+            let _ = resume(&world, "b", "a", false, false);
+            assert_eq!(world.holders(), [Some("a"); 2], "{crash:?}");
+        }
+    });
+    assert!(free > 5 && told > 2, "{free} {told}");
+}
+
+#[test]
+fn a_guest_that_does_not_power_off_runs_on() {
+    let world = World::new();
+    world.guest_deaf.set(true);
+    let error = migrate(&world, "a", "b").unwrap_err().to_string();
+    assert!(
+        error.contains("does not power off") && error.contains("as it was"),
+        "{error}"
+    );
+    there_and_not(&world, "a", "b");
+    // And can be moved when it listens.
+    world.guest_deaf.set(false);
+    migrate(&world, "a", "b").unwrap();
+    moved(&world, "b", "a");
+}
+
+#[test]
+fn a_vm_that_does_not_start_there_can_go_on_or_back() {
+    for back in [false, true] {
+        let world = World::new();
+        world.broken_start.set(Some("b"));
+        let error = migrate(&world, "a", "b").unwrap_err().to_string();
+        assert!(error.contains("--resume web1"), "{error}");
+        assert_eq!(world.running(), None);
+        for device in DEVICES {
+            assert!(world.reserved(device), "nobody takes it meanwhile");
+        }
+        let refusal = may_run(&world.host("a"), VM).unwrap_err().to_string();
+        assert!(refusal.contains("on its way from a to b"), "{refusal}");
+        if back {
+            resume(&world, "a", "b", true, false).unwrap();
+            there_and_not(&world, "a", "b");
+        } else {
+            world.broken_start.set(None);
+            resume(&world, "a", "b", false, false).unwrap();
+            moved(&world, "b", "a");
+        }
+    }
+}
+
+#[test]
+fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
+    let world = World::new();
+    let other = farside_migration::Description {
+        toml: "of another VM".into(),
+        domain: None,
+    };
+    world.host("b").install(VM, &other).unwrap();
+    let error = migrate(&world, "a", "b").unwrap_err().to_string();
+    assert!(
+        error.contains("there is a VM web1 already") && error.contains("as it was"),
+        "{error}"
+    );
+    assert_eq!(world.running(), Some("a"));
+    assert_eq!(world.host("b").description(VM).unwrap(), Some(other));
+}
