@@ -27,6 +27,7 @@ pub(crate) fn start(args: &Start) -> anyhow::Result<()> {
         limit: Duration::from_secs(args.limit),
         ..StartOptions::default()
     };
+    farside_migration::may_run(&farside_migration::LocalHost, vm)?;
     let waiting = Waiting::new(format!("starting VM {vm}"));
     let state = farside_vm_control::start(vm, &options)?;
     drop(waiting);

@@ -28,6 +28,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         .vm
         .or(file.name.take())
         .context("which VM? Name it with --vm NAME")?;
+    farside_migration::may_run(&farside_migration::LocalHost, &vm)?;
     let more = args.devices.into_iter().map(DeviceConfig::from);
     file.devices.extend(more);
     if file.devices.is_empty() && args.config.is_none() {
