@@ -52,6 +52,8 @@ pub struct Connection {
     least_read: usize,
     /// Bytes of a refused message's body that are still to be thrown away.
     to_drain: usize,
+    /// The last read got all that there was.
+    emptied: bool,
     /// Descriptors of messages in `input`, by where the message starts.
     fds: Vec<Passed>,
     output: Vec<u8>,
@@ -135,6 +137,7 @@ impl Connection {
             consumed: 0,
             least_read: FIRST_READ,
             to_drain: 0,
+            emptied: false,
             fds: Vec::new(),
             output: Vec::with_capacity(BUFFER),
             outbox: Outbox::default(),
@@ -252,6 +255,13 @@ impl Connection {
         self.outbox.flush(self.socket.as_fd())
     }
 
+    /// Whether all has been handed out that there was at the last read. Another
+    /// [`receive`](Self::receive) would cost a system call to say so; whatever
+    /// has come since makes the socket readable.
+    pub(super) fn is_emptied(&self) -> bool {
+        self.emptied && self.front + self.consumed == self.filled
+    }
+
     fn header(&self) -> Option<Header> {
         let input = &self.input[self.front..self.filled];
         input.first_chunk().map(Header::decode)
@@ -332,6 +342,8 @@ impl Connection {
             });
         }
         self.filled += received;
+        // With descriptors it may be the kernel that ended the read.
+        self.emptied = from + received < want && fds.is_empty();
         if refused || !fds.is_empty() {
             let start = self.last_message_start();
             self.attribute(start, fds, refused);

@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 
 use super::MAX_QUEUED_BYTES;
 use super::connection::ConnectionError;
@@ -92,17 +92,15 @@ fn send_some(
     bytes: &[u8],
     fd: Option<BorrowedFd<'_>>,
 ) -> Result<usize, ConnectionError> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = fd.as_slice();
-    if !fds.is_empty() {
-        let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
-        assert!(pushed, "the buffer was made for one descriptor");
-    }
     // NOSIGNAL: a client that is gone is an error, not a SIGPIPE.
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     loop {
-        return match sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
+        let sent = match fd {
+            // Nearly always; the kernel has less to read of ours then.
+            None => send(socket, bytes, flags),
+            Some(fd) => send_with(socket, bytes, fd, flags),
+        };
+        return match sent {
             Ok(sent) => Ok(sent),
             Err(Errno::INTR) => continue,
             Err(Errno::AGAIN) => Ok(0),
@@ -110,4 +108,18 @@ fn send_some(
             Err(errno) => Err(ConnectionError::Send(errno)),
         };
     }
+}
+
+fn send_with(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    fd: BorrowedFd<'_>,
+    flags: SendFlags,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd];
+    let pushed = control.push(SendAncillaryMessage::ScmRights(&fds));
+    assert!(pushed, "the buffer was made for one descriptor");
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
 }

@@ -49,7 +49,8 @@ pub enum Pumped {
     Later,
 }
 
-/// Serves what has arrived, at most `budget` messages.
+/// Serves what has arrived, at most `budget` messages. What arrives meanwhile may
+/// be left: the socket is readable then, and so it is when the client has gone.
 ///
 /// # Errors
 ///
@@ -62,7 +63,11 @@ pub fn pump(
 ) -> Result<Pumped, ConnectionError> {
     static REFUSED: RateLimit = RateLimit::new();
 
-    for _ in 0..budget {
+    for served in 0..budget {
+        // What waits at the end of a call is a system call longer on its way.
+        if served > 0 && connection.is_emptied() && !connection.wants_write() {
+            return Ok(Pumped::Idle);
+        }
         // A client that does not read is not served: it cannot make replies
         // pile up.
         if connection.wants_write() && !connection.flush()? {

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 
 use farside_vfio_user::serve::{Pumped, pump};
 use farside_vfio_user::{Connection, ConnectionError, Errno, Session};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -86,14 +87,23 @@ impl Wire {
         self.client.write_all(bytes).unwrap();
     }
 
-    /// Lets the server do all it can.
+    /// Lets the server do all it can, as an event loop does: for as long as its
+    /// socket is readable when it has nothing to do.
     pub fn run(&mut self) -> Result<Pumped, ConnectionError> {
-        pump(
-            &mut self.server,
-            &mut self.session,
-            &mut self.device,
-            10_000,
-        )
+        loop {
+            let Self {
+                server,
+                session,
+                device,
+                ..
+            } = self;
+            let pumped = pump(server, session, device, 10_000)?;
+            let mut fds = [PollFd::new(&self.server, PollFlags::IN)];
+            let readable = poll(&mut fds, Some(&Timespec::default())).unwrap() != 0;
+            if pumped != Pumped::Idle || !readable {
+                return Ok(pumped);
+            }
+        }
     }
 
     /// The next reply that has arrived.
