@@ -24,6 +24,8 @@ pub(crate) enum Verb {
     Cluster(Cluster),
     /// Compare the borrowed NVMe drive with QEMU's own, in one guest
     Bench(Bench),
+    /// Make the Debian package: program, systemd units, man pages, completions
+    Deb(Deb),
     /// Build the small kernel with iommufd, for the tests that are skipped without it
     ///
     /// It is built from Debian's source (170 MB), which takes some minutes and
@@ -111,6 +113,29 @@ pub(crate) struct Bench {
     pub(crate) images: Option<PathBuf>,
 }
 
+/// Builds the program, writes man pages and completions, and packs all of it with
+/// the units and examples of `packaging/`. The last line is the package's path.
+///
+/// cargo-deb is installed into the target folder when there is none.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Deb {
+    /// How the program is built.
+    #[arg(long, value_enum, default_value_t = DebProfile::Release)]
+    pub(crate) profile: DebProfile,
+    /// Write the package to this file or folder [default: target/debian].
+    #[arg(long, value_name = "PATH")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// How the packed program is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DebProfile {
+    /// For users.
+    Release,
+    /// For tests: with assertions, and built already.
+    Dev,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,7 +150,7 @@ mod tests {
     fn without_a_verb_the_verbs_are_listed() {
         assert!(Args::try_parse_from(["xtask"]).unwrap().verb.is_none());
         let help = Args::command().render_help().to_string();
-        for verb in ["demo", "test", "cluster", "bench", "kernel"] {
+        for verb in ["demo", "test", "cluster", "bench", "deb", "kernel"] {
             assert!(help.contains(&format!("\n  {verb} ")), "{help}");
         }
     }

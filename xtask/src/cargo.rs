@@ -68,7 +68,7 @@ pub(crate) fn test(more: &[String]) -> Result<ExitCode> {
 }
 
 /// Cargo, in this workspace.
-fn cargo() -> Command {
+pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
     // Cargo says at run time where the checkout is: the path of the build may

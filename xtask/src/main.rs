@@ -1,4 +1,4 @@
-//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`, `kernel`.
+//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`, `deb`, `kernel`.
 //!
 //! Each verb does all of its own set-up: it builds the product, and the test
 //! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
@@ -6,6 +6,7 @@
 //! - [`demo`]: the main job once, from the empty image to the proof;
 //! - [`cluster`]: physical devices, lent in VMs that play hosts;
 //! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
+//! - [`deb`]: the Debian package;
 //! - [`kernel`]: a kernel with iommufd, for the tests that need it;
 //! - [`scene`]: what both play in: a lender, a backend, a VM.
 
@@ -17,6 +18,7 @@ mod cargo;
 mod child;
 mod cluster;
 mod cpu;
+mod deb;
 mod demo;
 mod interrupt;
 mod kernel;
@@ -59,6 +61,7 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Test(test)) => return cargo::test(&test.cargo_args),
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
+        Some(Verb::Deb(deb)) => deb::run(&deb)?,
         Some(Verb::Kernel) => kernel::run()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -1,0 +1,132 @@
+//! `cargo xtask deb`: the Debian package.
+//!
+//! cargo-deb makes it, by the metadata in `cli/Cargo.toml`; here is what it needs
+//! first: the program, and the man pages and completions that the program prints.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::{
+    args::{Deb, DebProfile},
+    cargo::{Profile, build_product, cargo},
+};
+
+/// The version of cargo-deb that is installed where there is none: what it makes
+/// of the metadata is known for this one.
+const CARGO_DEB: &str = "3.8.0";
+
+/// Completion scripts: the shell, and the file's name.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "farside.bash"),
+    ("zsh", "_farside"),
+    ("fish", "farside.fish"),
+];
+
+/// Makes the package and prints its path.
+pub(crate) fn run(args: &Deb) -> Result<()> {
+    for (program, package) in [("dpkg-shlibdeps", "dpkg-dev"), ("xz", "xz-utils")] {
+        ensure!(
+            runs(Command::new(program).arg("--version")),
+            "{program} is not installed, which finds dependencies or packs the package; on \
+             Debian and Ubuntu: `apt-get install {package}`"
+        );
+    }
+    let (profile, name) = match args.profile {
+        DebProfile::Release => (Profile::Release, "release"),
+        DebProfile::Dev => (Profile::Dev, "dev"),
+    };
+    let program = build_product(profile)?;
+    let built = program.parent().context("the program is in no folder")?;
+    make_files(&program, &built.join("deb"))?;
+
+    let target = built.parent().context("the program is in no folder")?;
+    let cargo_deb = cargo_deb(&target.join("tools"))?;
+    let mut command = cargo();
+    let manifest = command
+        .get_current_dir()
+        .unwrap_or(Path::new("."))
+        .join("cli/Cargo.toml");
+    command = Command::new(cargo_deb);
+    command
+        .args(["--no-build", "--strip", "--profile", name])
+        .arg("--manifest-path")
+        .arg(manifest)
+        .env("CARGO_TARGET_DIR", target);
+    if let Some(output) = &args.output {
+        command.arg("--output").arg(output);
+    }
+    succeed(&mut command)
+}
+
+/// Man pages and completions, in `folder`.
+fn make_files(program: &Path, folder: &Path) -> Result<()> {
+    // Pages of verbs that are no more are not to be packed.
+    if folder.exists() {
+        fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let man = Command::new(program)
+        .arg("man")
+        .arg(folder.join("man"))
+        .output()
+        .context("running farside man")?;
+    ensure!(
+        man.status.success(),
+        "farside man: {}",
+        String::from_utf8_lossy(&man.stderr)
+    );
+    for (shell, name) in COMPLETIONS {
+        let path = folder.join(name);
+        let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        succeed(
+            Command::new(program)
+                .args(["completions", shell])
+                .stdout(file),
+        )?;
+    }
+    Ok(())
+}
+
+/// Where cargo-deb is; installed into `tools` when the machine has none.
+fn cargo_deb(tools: &Path) -> Result<PathBuf> {
+    let ours = tools.join("bin/cargo-deb");
+    for program in [PathBuf::from("cargo-deb"), ours.clone()] {
+        if runs(Command::new(&program).arg("--version")) {
+            return Ok(program);
+        }
+    }
+    eprintln!("Installing cargo-deb {CARGO_DEB} into {}", tools.display());
+    // Unoptimised, and with the system's xz, it is there in a third of the time,
+    // and packs as fast.
+    succeed(
+        cargo()
+            .args(["install", "--quiet", "--locked", "--debug"])
+            .args(["--no-default-features", "--version", CARGO_DEB])
+            .arg("--root")
+            .arg(tools)
+            .arg("cargo-deb")
+            .env_remove("CARGO_TARGET_DIR"),
+    )
+    .context("installing cargo-deb; to do so by hand: `cargo install --locked cargo-deb`")?;
+    Ok(ours)
+}
+
+fn runs(command: &mut Command) -> bool {
+    command.output().is_ok_and(|output| output.status.success())
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let program = command.get_program().display().to_string();
+    let status = command
+        .status()
+        .with_context(|| format!("running {program}"))?;
+    if !status.success() {
+        bail!("{program} failed ({status})");
+    }
+    Ok(())
+}
