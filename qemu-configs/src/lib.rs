@@ -7,6 +7,10 @@
 //! says what is missing. [`QemuBinary::probe`] finds out whether a QEMU can do
 //! it at all.
 //!
+//! For libvirt, [`Vm::libvirt_domain`] writes a whole domain; [`add_devices`],
+//! [`remove_devices`] and [`check_domain`] work on one that exists, and
+//! [`read_domain`] says what a domain borrows.
+//!
 //! Everything here is text: only the probe runs anything, and it runs only
 //! QEMU's own help.
 
@@ -28,7 +32,10 @@ mod vm;
 pub use check::VmError;
 pub use command_line::CommandLine;
 pub use layout::ram_split;
-pub use libvirt::{DomainDevice, DomainError, DomainVm, NAMESPACE, read_domain};
+pub use libvirt::{
+    Borrowed, BorrowedDevice, DomainDevice, DomainError, DomainOptions, DomainVm, NAMESPACE,
+    add_devices, check_domain, read_domain, remove_all, remove_devices,
+};
 pub use probe::{ProbeError, QemuBinary, Version};
 pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};

@@ -81,10 +81,10 @@ fn shared_by_default(kind: &str) -> bool {
 }
 
 /// An option's value: `type,key=value,…` with `,,` for a comma, or JSON.
-struct Properties(BTreeMap<String, String>);
+pub(crate) struct Properties(BTreeMap<String, String>);
 
 impl Properties {
-    fn parse(value: &str, first_key: &str) -> Self {
+    pub(crate) fn parse(value: &str, first_key: &str) -> Self {
         if value.starts_with('{') {
             return Self::parse_json(value);
         }
@@ -111,7 +111,7 @@ impl Properties {
         Self(object.into_iter().map(|(k, v)| (k, text(v))).collect())
     }
 
-    fn get(&self, key: &str) -> Option<&str> {
+    pub(crate) fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key).map(String::as_str)
     }
 

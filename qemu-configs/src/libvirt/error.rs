@@ -55,6 +55,45 @@ pub enum DomainError {
         found: String,
         needed: &'static str,
     },
+    /// Guest RAM is QEMU's own.
+    #[error(
+        "line {line}, column {column}: guest RAM is private to QEMU: <memoryBacking> needs \
+         <source type='memfd'/> and <access mode='shared'/> (farside libvirt --edit adds them)"
+    )]
+    NotShared { line: u32, column: u32 },
+    /// A NUMA cell that does not say.
+    #[error(
+        "line {line}, column {column}: this NUMA cell does not say that its memory is shared: \
+         add memAccess='shared' (farside libvirt --edit does)"
+    )]
+    CellNotShared { line: u32, column: u32 },
+    /// An argument of a device or port of ours is gone.
+    #[error(
+        "line {line}, column {column}: QEMU is not given -device {wanted}: \
+         farside libvirt --edit adds it"
+    )]
+    NoArgument {
+        line: u32,
+        column: u32,
+        wanted: String,
+    },
+    /// An argument of a device or port of ours is of another VM, or of before a
+    /// change.
+    #[error(
+        "line {line}, column {column}: {found} is to be {wanted} \
+         ({mib} MiB of RAM take an x-msg-timeout of {timeout} ms): farside libvirt --edit mends it"
+    )]
+    OtherArgument {
+        line: u32,
+        column: u32,
+        found: String,
+        wanted: String,
+        mib: u64,
+        timeout: u32,
+    },
+    /// Only the q35 has VT-d.
+    #[error("a {machine} VM has no IOMMU: use the machine q35")]
+    IommuNeedsQ35 { machine: &'static str },
     /// An address that ports of ours are to have.
     #[error(
         "line {line}, column {column}: PCI address {address} is taken, and the ports of borrowed \

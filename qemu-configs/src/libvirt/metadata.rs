@@ -1,6 +1,6 @@
 //! What a domain says about itself to us.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, str::FromStr};
 
 use roxmltree::Node;
 
@@ -13,6 +13,8 @@ pub struct DomainDevice {
     pub id: String,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: u16,
+    /// Place in the order in which the firmware tries devices.
+    pub bootindex: Option<u32>,
 }
 
 /// Our element.
@@ -35,19 +37,6 @@ pub(super) fn find<'a, 'i>(domain: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
 
 impl Metadata {
     pub(super) fn read(source: &Source, element: Node) -> Result<Self, DomainError> {
-        let number = |node: Node, name: &'static str| -> Result<u16, DomainError> {
-            let text = node.attribute(name).unwrap_or_default();
-            text.parse().map_err(|_| {
-                let (line, column) = source.position_of(node);
-                DomainError::Value {
-                    line,
-                    column,
-                    what: name,
-                    found: text.to_owned(),
-                    why: "it is to be a number".to_owned(),
-                }
-            })
-        };
         let ours = |name| {
             element
                 .children()
@@ -56,23 +45,45 @@ impl Metadata {
         let devices = ours("device").map(|node| {
             Ok(DomainDevice {
                 id: required(source, node, "id")?,
-                port: number(node, "port")?,
+                port: number(source, node, "port")?,
+                bootindex: optional(source, node, "bootindex")?,
             })
         });
-        let spare_ports = match element.attribute("spare-ports") {
-            None => 0,
-            Some(_) => number(element, "spare-ports")?,
-        };
         let added = element.attribute("added").unwrap_or_default();
         Ok(Self {
             devices: devices.collect::<Result<_, DomainError>>()?,
             lenders: ours("lender")
                 .map(|node| required(source, node, "address"))
                 .collect::<Result<_, _>>()?,
-            spare_ports,
+            spare_ports: optional(source, element, "spare-ports")?.unwrap_or_default(),
             added: added.split_whitespace().map(str::to_owned).collect(),
         })
     }
+}
+
+fn optional<T: FromStr>(
+    source: &Source,
+    node: Node,
+    name: &'static str,
+) -> Result<Option<T>, DomainError> {
+    match node.attribute(name) {
+        None => Ok(None),
+        Some(_) => number(source, node, name).map(Some),
+    }
+}
+
+fn number<T: FromStr>(source: &Source, node: Node, name: &'static str) -> Result<T, DomainError> {
+    let text = required(source, node, name)?;
+    text.parse().map_err(|_| {
+        let (line, column) = source.position_of(node);
+        DomainError::Value {
+            line,
+            column,
+            what: name,
+            found: text,
+            why: "it is to be a small number".to_owned(),
+        }
+    })
 }
 
 fn required(source: &Source, node: Node, name: &'static str) -> Result<String, DomainError> {

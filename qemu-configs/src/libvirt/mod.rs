@@ -17,14 +17,25 @@
 //! again, to be changed or taken out. `added` says which surroundings were made
 //! for them, to go with them.
 
+mod check;
 mod domain;
+mod edit;
 mod error;
+mod fragments;
+mod generate;
+mod memory;
 mod metadata;
+mod remove;
+mod splice;
 mod syntax;
 
+pub use check::check_domain;
 pub use domain::{DomainVm, read_domain};
+pub use edit::{Borrowed, BorrowedDevice, add_devices};
 pub use error::DomainError;
+pub use generate::DomainOptions;
 pub use metadata::DomainDevice;
+pub use remove::{remove_all, remove_devices};
 
 /// Namespace of our element in `<metadata>`.
 pub const NAMESPACE: &str = "urn:farside:libvirt:1";

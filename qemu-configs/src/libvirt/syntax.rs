@@ -18,9 +18,8 @@ impl<'a> Source<'a> {
             Ok(tree) => Ok(Self { text, tree }),
             Err(error) => {
                 let at = error.pos();
-                // The position is at the front, and said already.
-                let why = error.to_string();
-                let why = why.split(" at ").next().unwrap_or_default().to_owned();
+                // The position is said at the front.
+                let why = error.to_string().replace(&format!(" at {at}"), "");
                 Err(DomainError::Malformed {
                     line: at.row,
                     column: at.col,

@@ -1,0 +1,86 @@
+//! What is wrong with a domain that somebody wrote, or changed.
+
+use std::path::PathBuf;
+
+use super::{
+    DomainError,
+    fragments::{command_line, device_values},
+    metadata::{self, Metadata},
+    syntax::{Source, child},
+};
+use crate::{Vm, message_timeout_ms, shared_memory::Properties};
+
+/// All that keeps borrowed devices from working in a domain. One that cannot be
+/// read is an error. `socket` says where the backend of a VM serves a device.
+///
+/// A domain that borrows nothing yet is looked at as one that is about to.
+pub fn check_domain(
+    xml: &str,
+    socket: &dyn Fn(&str, &str) -> PathBuf,
+) -> Result<Vec<DomainError>, DomainError> {
+    let source = Source::parse(xml)?;
+    let domain = source.domain()?;
+    let vm = source.empty_vm(domain)?;
+    let lacking = source.lacking(domain);
+    let mut problems = Vec::new();
+    let missing = [(lacking.source, "source"), (lacking.access, "access")];
+    if missing.iter().any(|(lacks, _)| *lacks) {
+        let place = child(domain, "memoryBacking").unwrap_or(domain);
+        let (line, column) = source.position_of(place);
+        problems.push(DomainError::NotShared { line, column });
+    }
+    for (_, cell) in lacking.cells {
+        let (line, column) = source.position_of(cell);
+        problems.push(DomainError::CellNotShared { line, column });
+    }
+    problems.extend(lacking.private);
+    if let Some(element) = metadata::find(domain) {
+        let ours = Metadata::read(&source, element)?;
+        let vm = ours.vm(vm, socket)?;
+        let there = ours.sort_args(domain).ours;
+        let place = command_line(domain).unwrap_or(domain);
+        let there = there.iter().map(|[_, (node, value)]| (*node, *value));
+        problems.extend(compare(&source, place, &vm, there.collect())?);
+    }
+    Ok(problems)
+}
+
+/// Compares the arguments that are there with those that the devices need.
+fn compare<'t, 'a>(
+    source: &Source<'a>,
+    place: roxmltree::Node<'t, 'a>,
+    vm: &Vm,
+    there: Vec<(roxmltree::Node<'t, 'a>, &'t str)>,
+) -> Result<Vec<DomainError>, DomainError> {
+    let mut problems = Vec::new();
+    let id = |value: &str| {
+        Properties::parse(value, "driver")
+            .get("id")
+            .map(str::to_owned)
+    };
+    let json = |value: &str| serde_json::from_str::<serde_json::Value>(value).ok();
+    for wanted in device_values(vm)? {
+        let found = there.iter().find(|(_, value)| id(value) == id(&wanted));
+        let Some((node, found)) = found else {
+            let (line, column) = source.position_of(place);
+            problems.push(DomainError::NoArgument {
+                line,
+                column,
+                wanted,
+            });
+            continue;
+        };
+        if json(found).is_none() || json(found) != json(&wanted) {
+            let (line, column) = source.position_of(*node);
+            problems.push(DomainError::OtherArgument {
+                line,
+                column,
+                found: (*found).to_owned(),
+                wanted,
+                mib: vm.ram >> 20,
+                timeout: message_timeout_ms(vm.ram),
+            });
+        }
+    }
+    Ok(problems)
+}

@@ -1,0 +1,366 @@
+//! Puts borrowed devices into a domain and leaves the rest as it is.
+
+use std::path::PathBuf;
+
+use roxmltree::Node;
+
+use super::{
+    DomainDevice, DomainError,
+    fragments::{arg, command_line, device_values},
+    memory::{ACCESS, CELL, SOURCE},
+    metadata::{self, Metadata},
+    remove::without_ours,
+    splice::{Layout, Splices},
+    syntax::{Source, child},
+};
+use crate::{Device, Machine, Vm, ports, shared_memory::Properties};
+
+/// Root ports left free in a domain when nothing is said.
+const DEFAULT_SPARE_PORTS: u16 = 2;
+
+/// What a domain is to borrow.
+pub struct Borrowed<'a> {
+    /// Devices, each with its port. Without one, a device that the domain has
+    /// keeps its port, and another gets the lowest that is free.
+    pub devices: Vec<BorrowedDevice>,
+    /// Addresses of lenders; none leaves those that the domain names.
+    pub lenders: Vec<String>,
+    /// Root ports to leave free for hot plug; `None` leaves it as it is.
+    pub spare_ports: Option<u16>,
+    /// Where the backend of a VM serves a device: VM, device.
+    pub socket: &'a dyn Fn(&str, &str) -> PathBuf,
+}
+
+/// A device that a domain is to borrow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BorrowedDevice {
+    /// Cluster-wide id.
+    pub id: String,
+    /// Number of its root port (on the i440FX: of its place on the bus).
+    pub port: Option<u16>,
+    /// Place in the order in which the firmware tries devices.
+    pub bootindex: Option<u32>,
+}
+
+/// The domain with the devices, beside those that it borrows already. All else is
+/// kept byte for byte; a domain that has all that is asked for comes back as it
+/// is.
+pub fn add_devices(xml: &str, borrowed: &Borrowed) -> Result<String, DomainError> {
+    let source = Source::parse(xml)?;
+    let domain = source.domain()?;
+    let vm = source.empty_vm(domain)?;
+    let present = match metadata::find(domain) {
+        Some(element) => Some(Metadata::read(&source, element)?),
+        None => None,
+    };
+    let wanted = merge(&vm, present.as_ref(), borrowed)?;
+    if wanted.devices.is_empty() {
+        return Ok(xml.to_owned());
+    }
+    let vm = wanted.vm(vm, borrowed.socket)?;
+    if let Some(present) = &present
+        && source.is_as_wanted(domain, present, &wanted, &vm)?
+    {
+        return Ok(xml.to_owned());
+    }
+    match present {
+        Some(present) => put_in(&without_ours(&source, domain, &present), wanted, &vm),
+        None => put_in(xml, wanted, &vm),
+    }
+}
+
+fn merge(
+    vm: &Vm,
+    present: Option<&Metadata>,
+    borrowed: &Borrowed,
+) -> Result<Metadata, DomainError> {
+    let mut wanted = present.cloned().unwrap_or_else(|| Metadata {
+        spare_ports: match vm.machine {
+            Machine::Q35 => DEFAULT_SPARE_PORTS,
+            Machine::I440fx => 0,
+        },
+        ..Metadata::default()
+    });
+    wanted.added.clear();
+    if let Some(spare) = borrowed.spare_ports {
+        wanted.spare_ports = spare;
+    }
+    if !borrowed.lenders.is_empty() {
+        wanted.lenders.clone_from(&borrowed.lenders);
+    }
+    let reserved: Vec<_> = borrowed.devices.iter().filter_map(|d| d.port).collect();
+    for BorrowedDevice {
+        id,
+        port,
+        bootindex,
+    } in &borrowed.devices
+    {
+        if let Some(known) = wanted.devices.iter_mut().find(|known| known.id == *id) {
+            if let Some(port) = port.filter(|port| *port != known.port) {
+                return Err(DomainError::WouldMove {
+                    domain: vm.name.clone(),
+                    device: id.clone(),
+                    has: known.port,
+                    wanted: port,
+                });
+            }
+            known.bootindex = bootindex.or(known.bootindex);
+            continue;
+        }
+        let lowest_free = || {
+            let used = |port: &u16| {
+                reserved.contains(port) || wanted.devices.iter().any(|known| known.port == *port)
+            };
+            (0..)
+                .find(|port| !used(port))
+                .expect("fewer devices than numbers")
+        };
+        wanted.devices.push(DomainDevice {
+            id: id.clone(),
+            port: port.unwrap_or_else(lowest_free),
+            bootindex: *bootindex,
+        });
+    }
+    Ok(wanted)
+}
+
+impl Metadata {
+    /// The VM as far as borrowing goes.
+    pub(super) fn vm(
+        &self,
+        mut vm: Vm,
+        socket: &dyn Fn(&str, &str) -> PathBuf,
+    ) -> Result<Vm, DomainError> {
+        vm.spare_ports = self.spare_ports;
+        let devices = self.devices.iter().map(|device| Device {
+            id: device.id.clone(),
+            port: Some(device.port),
+            socket: socket(&vm.name, &device.id),
+            bootindex: device.bootindex,
+        });
+        vm.devices = devices.collect();
+        vm.check()?;
+        Ok(vm)
+    }
+}
+
+impl<'a> Source<'a> {
+    /// What the domain says about itself, without devices.
+    pub(super) fn empty_vm(&self, domain: Node<'_, 'a>) -> Result<Vm, DomainError> {
+        let memory = self.memory(domain)?;
+        // A domain may have any number of KiB; what derives from it is coarser.
+        let mut vm = Vm::new(self.name(domain)?, memory.next_multiple_of(1 << 20));
+        vm.machine = self.machine(domain)?;
+        Ok(vm)
+    }
+
+    fn is_as_wanted(
+        &self,
+        domain: Node<'_, 'a>,
+        present: &Metadata,
+        wanted: &Metadata,
+        vm: &Vm,
+    ) -> Result<bool, DomainError> {
+        let lacking = self.lacking(domain);
+        let there = present.sort_args(domain).ours;
+        Ok(present.devices == wanted.devices
+            && present.lenders == wanted.lenders
+            && present.spare_ports == wanted.spare_ports
+            && !lacking.source
+            && !lacking.access
+            && lacking.cells.is_empty()
+            && lacking.private.is_empty()
+            && there
+                .iter()
+                .map(|[_, (_, value)]| *value)
+                .eq(device_values(vm)?))
+    }
+
+    /// Refuses when somebody else has an address or an id of ours.
+    fn check_taken(&self, domain: Node<'_, 'a>, vm: &Vm) -> Result<(), DomainError> {
+        let slots = ports::slots(vm.machine, vm.port_count());
+        let taken = |node: Node, address: String| {
+            let (line, column) = self.position_of(node);
+            Err(DomainError::AddressTaken {
+                line,
+                column,
+                address,
+                first: slots.start,
+                last: slots.end - 1,
+            })
+        };
+        let devices = child(domain, "devices").into_iter();
+        for device in devices.flat_map(|devices| devices.children()) {
+            let Some(address) = child(device, "address") else {
+                continue;
+            };
+            let number = |name| address.attribute(name).map_or(Some(0), parse_number);
+            if address.attribute("type") == Some("pci")
+                && number("domain") == Some(0)
+                && number("bus") == Some(0)
+                && number("slot").is_some_and(|slot| slots.contains(&slot))
+            {
+                let slot = number("slot").unwrap_or_default();
+                return taken(address, format!("00:{slot:02x}"));
+            }
+        }
+        let ids: Vec<_> = device_values(vm)?
+            .iter()
+            .filter_map(|value| {
+                Properties::parse(value, "driver")
+                    .get("id")
+                    .map(str::to_owned)
+            })
+            .collect();
+        for (node, value) in Metadata::default().sort_args(domain).others {
+            let properties = Properties::parse(value, "driver");
+            if let Some(id) = properties
+                .get("id")
+                .filter(|id| ids.iter().any(|ours| ours == id))
+            {
+                let (line, column) = self.position_of(node);
+                let id = id.to_owned();
+                return Err(DomainError::IdTaken { line, column, id });
+            }
+            let on_root = matches!(properties.get("bus"), None | Some("pcie.0" | "pci.0"));
+            let slot = properties.get("addr").and_then(|addr| {
+                let slot = addr.split('.').next()?;
+                usize::from_str_radix(slot.trim_start_matches("0x"), 16).ok()
+            });
+            if let Some(slot) = slot.filter(|slot| on_root && slots.contains(slot)) {
+                return taken(node, format!("00:{slot:02x}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A number as libvirt writes them.
+fn parse_number(text: &str) -> Option<usize> {
+    match text.strip_prefix("0x") {
+        Some(hex) => usize::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// Puts all that is wanted into a domain that has nothing of ours.
+pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String, DomainError> {
+    let source = Source::parse(xml)?;
+    let domain = source.domain()?;
+    source.check_taken(domain, vm)?;
+    let lacking = source.lacking(domain);
+    if let Some(private) = lacking.private.into_iter().next() {
+        return Err(private);
+    }
+    let mut editor = Editor {
+        source: &source,
+        layout: Layout::of_root(&xml[source.inside(domain)]),
+        splices: Splices::default(),
+        wanted: &mut wanted,
+    };
+    let mut backing = Vec::new();
+    for (lacks, name, text) in [
+        (lacking.source, "source", SOURCE),
+        (lacking.access, "access", ACCESS),
+    ] {
+        if lacks {
+            editor.wanted.added.insert(name.to_owned());
+            backing.push(text.to_owned());
+        }
+    }
+    if !backing.is_empty() {
+        let after = ["currentMemory", "memory"];
+        let after = after.into_iter().filter_map(|name| child(domain, name));
+        let after = after.map(|node| node.range().end).max();
+        editor.fill(
+            "memoryBacking",
+            ("memoryBacking", ""),
+            child(domain, "memoryBacking"),
+            after.expect("memory was read"),
+            |_| backing,
+        );
+    }
+    for (position, cell) in lacking.cells {
+        let after = cell.range().start + 1 + source.written_name(cell).len();
+        editor.splices.insert(after, format!(" {CELL}"));
+        editor.wanted.added.insert(format!("cell{position}"));
+    }
+    let (prefix, declaration) = source.qemu_prefix(domain);
+    let mut args = Vec::new();
+    for value in device_values(vm)? {
+        args.extend([arg(&prefix, "-device"), arg(&prefix, &value)]);
+    }
+    let mut elements = domain.children().filter(Node::is_element);
+    let last = elements.next_back().expect("it has a name").range().end;
+    let name = format!("{prefix}commandline");
+    let there = command_line(domain);
+    editor.fill("commandline", (&name, &declaration), there, last, |_| args);
+
+    let after = source.required(domain, "name")?.range().end;
+    // What is added is complete but for this.
+    let there = child(domain, "metadata");
+    editor.note("metadata", there);
+    let ours = editor.wanted.clone();
+    editor.fill("metadata", ("metadata", ""), there, after, |layout| {
+        vec![ours.xml(layout)]
+    });
+    Ok(editor.splices.apply(xml))
+}
+
+struct Editor<'e, 'a> {
+    source: &'e Source<'a>,
+    /// Of the domain's children.
+    layout: Layout,
+    splices: Splices,
+    wanted: &'e mut Metadata,
+}
+
+impl<'e, 'a> Editor<'e, 'a> {
+    /// Remembers that an element is made, or that an empty one is given contents.
+    fn note(&mut self, key: &str, there: Option<Node<'_, 'a>>) {
+        match there {
+            None => self.wanted.added.insert(key.to_owned()),
+            Some(node) if self.source.start_tag(node).1 => {
+                self.wanted.added.insert(format!("{key}-contents"))
+            }
+            Some(_) => false,
+        };
+    }
+
+    /// Puts elements into a child of the domain, at its end; makes that after
+    /// `after` where it is missing. What is put in always follows a tag, on a new
+    /// line where there are lines: so it can be taken out exactly.
+    fn fill(
+        &mut self,
+        key: &str,
+        (name, attributes): (&str, &str),
+        there: Option<Node<'_, 'a>>,
+        after: usize,
+        elements: impl FnOnce(&Layout) -> Vec<String>,
+    ) {
+        self.note(key, there);
+        let source = self.source;
+        let lines = |layout: &Layout| {
+            let elements = elements(layout).into_iter();
+            elements
+                .map(|element| layout.line() + &element)
+                .collect::<String>()
+        };
+        let (deeper, end) = (self.layout.deeper(), self.layout.line());
+        let Some(node) = there else {
+            let inside = lines(&deeper);
+            let text = format!("{end}<{name}{attributes}>{inside}{end}</{name}>");
+            return self.splices.insert(after, text);
+        };
+        let (tag, empty) = source.start_tag(node);
+        if empty {
+            let name = source.written_name(node);
+            let text = format!(">{}{end}</{name}>", lines(&deeper));
+            return self.splices.replace(tag - "/>".len()..tag, &text);
+        }
+        let layout = self.layout.within(&source.text[source.inside(node)]);
+        let last = node.children().filter(Node::is_element).next_back();
+        let at = last.map_or(tag, |last| last.range().end);
+        self.splices.insert(at, lines(&layout));
+    }
+}

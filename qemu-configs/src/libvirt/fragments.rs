@@ -1,0 +1,141 @@
+//! The pieces of XML that are ours.
+
+use roxmltree::Node;
+
+use super::{
+    DomainError, NAMESPACE, QEMU_NAMESPACE,
+    metadata::Metadata,
+    splice::Layout,
+    syntax::{Source, attribute},
+};
+use crate::{Vm, command_line::SERIALISES, ports, qemu_id, shared_memory::Properties};
+
+impl Metadata {
+    /// Our element in `<metadata>`.
+    pub(super) fn xml(&self, layout: &Layout) -> String {
+        let inner = layout.deeper().line();
+        let mut xml = format!("<farside:vm xmlns:farside='{NAMESPACE}'");
+        xml += &format!(" spare-ports='{}'", self.spare_ports);
+        if !self.added.is_empty() {
+            let added: Vec<_> = self.added.iter().map(String::as_str).collect();
+            xml += &format!(" added='{}'", attribute(&added.join(" ")));
+        }
+        xml.push('>');
+        for device in &self.devices {
+            xml += &format!("{inner}<farside:device id='{}'", attribute(&device.id));
+            xml += &format!(" port='{}'", device.port);
+            if let Some(place) = device.bootindex {
+                xml += &format!(" bootindex='{place}'");
+            }
+            xml += "/>";
+        }
+        for lender in &self.lenders {
+            xml += &format!("{inner}<farside:lender address='{}'/>", attribute(lender));
+        }
+        xml + &layout.line() + "</farside:vm>"
+    }
+}
+
+/// The values of our `-device` arguments.
+pub(super) fn device_values(vm: &Vm) -> Result<Vec<String>, DomainError> {
+    let mut values: Vec<_> = vm.root_ports().iter().map(json).collect();
+    for position in 0..vm.devices.len() {
+        values.push(json(&vm.vfio_user_pci(position)?));
+    }
+    Ok(values)
+}
+
+fn json(part: &impl serde::Serialize) -> String {
+    serde_json::to_string(part).expect(SERIALISES)
+}
+
+/// An argument of `<qemu:commandline>`; `prefix` with its colon.
+pub(super) fn arg(prefix: &str, value: &str) -> String {
+    format!("<{prefix}arg value='{}'/>", attribute(value))
+}
+
+/// libvirt's element of arguments for QEMU, if the domain has it.
+pub(super) fn command_line<'t, 'a>(domain: Node<'t, 'a>) -> Option<Node<'t, 'a>> {
+    domain
+        .children()
+        .find(|node| node.has_tag_name((QEMU_NAMESPACE, "commandline")))
+}
+
+/// Arguments for QEMU in the domain: nodes and values.
+pub(super) fn args<'t, 'a>(domain: Node<'t, 'a>) -> Vec<(Node<'t, 'a>, &'t str)> {
+    let children = command_line(domain)
+        .into_iter()
+        .flat_map(|node| node.children());
+    children
+        .filter(|node| node.has_tag_name((QEMU_NAMESPACE, "arg")))
+        .map(|node| (node, node.attribute("value").unwrap_or_default()))
+        .collect()
+}
+
+/// Whose arguments are whose.
+pub(super) struct Args<'t, 'a> {
+    /// Ours: each `-device` and its value.
+    pub(super) ours: Vec<[(Node<'t, 'a>, &'t str); 2]>,
+    /// Values that are others'.
+    pub(super) others: Vec<(Node<'t, 'a>, &'t str)>,
+}
+
+impl Metadata {
+    /// Tells our arguments by the ids in them.
+    pub(super) fn sort_args<'t, 'a>(&self, domain: Node<'t, 'a>) -> Args<'t, 'a> {
+        let all = args(domain);
+        let mut sorted = Args {
+            ours: Vec::new(),
+            others: Vec::new(),
+        };
+        let mut rest = all.as_slice();
+        while let [first, after @ ..] = rest {
+            match after {
+                [second, after @ ..] if first.1 == "-device" && self.owns(second.1) => {
+                    sorted.ours.push([*first, *second]);
+                    rest = after;
+                }
+                _ => {
+                    sorted.others.push(*first);
+                    rest = after;
+                }
+            }
+        }
+        sorted
+    }
+
+    fn owns(&self, value: &str) -> bool {
+        let properties = Properties::parse(value, "driver");
+        let (Some(driver), Some(id)) = (properties.get("driver"), properties.get("id")) else {
+            return false;
+        };
+        match driver {
+            "vfio-user-pci" => self.devices.iter().any(|device| qemu_id(&device.id) == id),
+            "pcie-root-port" => (0..self.port_count()).any(|port| ports::name(port) == id),
+            _ => false,
+        }
+    }
+
+    fn port_count(&self) -> usize {
+        let used = self.devices.iter().map(|device| device.port).max();
+        used.map_or(0, |port| usize::from(port) + 1) + usize::from(self.spare_ports)
+    }
+}
+
+impl<'a> Source<'a> {
+    /// The prefix of QEMU's namespace in the domain, with its colon, and its
+    /// declaration where there is none yet.
+    pub(super) fn qemu_prefix(&self, domain: Node<'_, 'a>) -> (String, String) {
+        if let Some(element) = command_line(domain) {
+            let name = self.written_name(element);
+            return (name.replace("commandline", ""), String::new());
+        }
+        match domain.lookup_prefix(QEMU_NAMESPACE) {
+            Some(prefix) => (format!("{prefix}:"), String::new()),
+            None => (
+                "qemu:".to_owned(),
+                format!(" xmlns:qemu='{QEMU_NAMESPACE}'"),
+            ),
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Takes borrowed devices out of a domain, and what was made for them.
+
+use std::ops::Range;
+
+use roxmltree::Node;
+
+use super::{
+    DomainError,
+    edit::{Borrowed, BorrowedDevice, add_devices},
+    fragments::command_line,
+    memory,
+    metadata::{self, Metadata},
+    splice::{Splices, with_its_line},
+    syntax::{Source, child},
+};
+
+/// The domain without anything of ours. A domain that borrows nothing comes back
+/// as it is.
+pub fn remove_all(xml: &str) -> Result<String, DomainError> {
+    let source = Source::parse(xml)?;
+    let domain = source.domain()?;
+    let Some(element) = metadata::find(domain) else {
+        return Ok(xml.to_owned());
+    };
+    let ours = Metadata::read(&source, element)?;
+    Ok(without_ours(&source, domain, &ours))
+}
+
+/// The domain without these devices; `rest` says how the others are served (its
+/// devices are not looked at).
+pub fn remove_devices(xml: &str, ids: &[String], rest: &Borrowed) -> Result<String, DomainError> {
+    let source = Source::parse(xml)?;
+    let domain = source.domain()?;
+    let ours = match metadata::find(domain) {
+        Some(element) => Metadata::read(&source, element)?,
+        None => Metadata::default(),
+    };
+    for id in ids {
+        if !ours.devices.iter().any(|device| device.id == *id) {
+            let known: Vec<_> = ours.devices.iter().map(|d| d.id.as_str()).collect();
+            return Err(DomainError::UnknownDevice {
+                domain: source.name(domain)?,
+                device: id.clone(),
+                known: match known.as_slice() {
+                    [] => "none".to_owned(),
+                    some => some.join(", "),
+                },
+            });
+        }
+    }
+    let kept = ours
+        .devices
+        .iter()
+        .filter(|device| !ids.contains(&device.id));
+    let kept = kept.map(|device| BorrowedDevice {
+        id: device.id.clone(),
+        port: Some(device.port),
+        bootindex: device.bootindex,
+    });
+    let rest = Borrowed {
+        devices: kept.collect(),
+        lenders: ours.lenders.clone(),
+        spare_ports: rest.spare_ports.or(Some(ours.spare_ports)),
+        socket: rest.socket,
+    };
+    add_devices(&without_ours(&source, domain, &ours), &rest)
+}
+
+/// The text without what is ours by the metadata.
+pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> String {
+    let mut splices = Splices::default();
+    if let Some(metadata) = child(domain, "metadata") {
+        let element = metadata::find(domain);
+        take_out(source, &mut splices, ours, "metadata", metadata, element);
+    }
+    if let Some(backing) = child(domain, "memoryBacking") {
+        // What was changed since is somebody else's by now.
+        let source_element = child(backing, "source").filter(|node| {
+            ours.added.contains("source") && node.attribute("type") == Some("memfd")
+        });
+        let access = child(backing, "access").filter(|node| {
+            ours.added.contains("access") && node.attribute("mode") == Some("shared")
+        });
+        let elements = source_element.into_iter().chain(access);
+        take_out(
+            source,
+            &mut splices,
+            ours,
+            "memoryBacking",
+            backing,
+            elements,
+        );
+    }
+    for (position, cell) in memory::cells(domain).into_iter().enumerate() {
+        let attribute = cell.attribute_node("memAccess").filter(|attribute| {
+            attribute.value() == "shared" && ours.added.contains(&format!("cell{position}"))
+        });
+        if let Some(attribute) = attribute {
+            let Range { start, end } = attribute.range();
+            // One white space was put before it.
+            splices.replace(start - 1..end, "");
+        }
+    }
+    if let Some(commandline) = command_line(domain) {
+        let args = ours.sort_args(domain).ours.into_iter().flatten();
+        let args = args.map(|(node, _)| node);
+        take_out(source, &mut splices, ours, "commandline", commandline, args);
+    }
+    splices.apply(source.text)
+}
+
+/// Takes elements out of their parent, and that too if it was made for them and
+/// nothing else is in it.
+fn take_out<'t, 'a: 't>(
+    source: &Source<'a>,
+    splices: &mut Splices,
+    ours: &Metadata,
+    key: &str,
+    parent: Node<'t, 'a>,
+    elements: impl IntoIterator<Item = Node<'t, 'a>>,
+) {
+    let mut ranges: Vec<_> = elements
+        .into_iter()
+        .map(|node| with_its_line(source.text, node.range()))
+        .collect();
+    ranges.sort_by_key(|range| range.start);
+    let inside = source.inside(parent);
+    let mut rest = String::new();
+    let mut at = inside.start;
+    for range in &ranges {
+        rest += &source.text[at..range.start];
+        at = range.end;
+    }
+    rest += &source.text[at..inside.end];
+    if rest.trim().is_empty() {
+        if ours.added.contains(key) {
+            let whole = with_its_line(source.text, parent.range());
+            return splices.replace(whole, "");
+        }
+        if ours.added.contains(&format!("{key}-contents")) {
+            let (tag, _) = source.start_tag(parent);
+            return splices.replace(tag - 1..parent.range().end, "/>");
+        }
+    }
+    for range in ranges {
+        splices.replace(range, "");
+    }
+}

@@ -1,0 +1,8 @@
+//! Domains of libvirt: written, changed, changed back, checked, refused.
+
+mod common;
+mod edits;
+mod errors;
+mod laws;
+mod reads;
+mod writes;
