@@ -6,6 +6,8 @@ use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use farside_guest_agent::{PORT_NAME, SKIP_MODULES_OPTION};
@@ -77,7 +79,7 @@ pub struct Staged {
     program: PathBuf,
     base: Vec<OsString>,
     extra: Vec<OsString>,
-    folder: TempDir,
+    folder: Arc<TempDir>,
     sockets: Sockets,
 }
 
@@ -257,7 +259,7 @@ impl VmBuilder {
             program,
             base,
             extra,
-            folder,
+            folder: Arc::new(folder),
             sockets,
         })
     }
@@ -415,6 +417,22 @@ impl Staged {
         let log = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
         log::debug!("VM {}: {command:?}", self.name);
         let process = Process::spawn(command, log).with_context(|| format!("VM {}", self.name))?;
-        Vm::start(self.name, self.folder, process, self.sockets)
+        Vm::start(self.name, self.folder, process, &self.sockets)
+    }
+
+    /// Takes a QEMU that somebody else starts, or has started, with
+    /// [`Staged::guest_args`]: waits until it connects to its sockets. As often as
+    /// one is started.
+    pub fn adopt(&self, timeout: Duration) -> Result<Vm> {
+        let process = Process::adopt(&self.sockets.qmp, &self.sockets.agent, timeout)
+            .with_context(|| format!("VM {}: no QEMU connects", self.name))?;
+        let (process, qmp, agent) = process;
+        Vm::of(
+            self.name.clone(),
+            Arc::clone(&self.folder),
+            process,
+            qmp,
+            agent,
+        )
     }
 }

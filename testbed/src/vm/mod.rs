@@ -11,6 +11,7 @@ use std::ops::Deref;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -48,17 +49,16 @@ pub struct Vm {
     qmp: Qmp,
     /// Before `folder`, so that QEMU is gone when its files go.
     process: Process,
-    folder: TempDir,
+    folder: Arc<TempDir>,
 }
 
 impl Vm {
     fn start(
         name: String,
-        folder: TempDir,
+        folder: Arc<TempDir>,
         process: Process,
-        sockets: builder::Sockets,
+        sockets: &builder::Sockets,
     ) -> Result<Self> {
-        let board = Board::default();
         let deadline = Instant::now() + START_TIMEOUT;
         let connect = |listener| -> Result<UnixStream> {
             process.accept(listener, deadline).with_context(|| {
@@ -70,16 +70,26 @@ impl Vm {
                 )
             })
         };
-        let qmp = Qmp::start(
-            connect(&sockets.qmp)?,
-            board.clone(),
-            qemu_log(folder.path()),
-        )?;
+        let qmp = connect(&sockets.qmp)?;
+        let agent = connect(&sockets.agent)?;
+        Self::of(name, folder, process, qmp, agent)
+    }
+
+    /// A QEMU that has connected to its sockets.
+    fn of(
+        name: String,
+        folder: Arc<TempDir>,
+        process: Process,
+        qmp: UnixStream,
+        agent: UnixStream,
+    ) -> Result<Self> {
+        let board = Board::default();
+        let qmp = Qmp::start(qmp, board.clone(), qemu_log(folder.path()))?;
         let guest = {
             let folder = folder.path().to_owned();
             Guest::start(
                 name.clone(),
-                connect(&sockets.agent)?,
+                agent,
                 board.clone(),
                 Box::new(move || printed(&folder)),
             )?

@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,10 +15,10 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
 };
 
-/// A child process; killed on drop.
+/// A child process, or somebody else's; killed on drop.
 #[derive(Debug)]
 pub(super) struct Process {
-    child: Mutex<Child>,
+    child: Option<Mutex<Child>>,
     id: u32,
     pidfd: OwnedFd,
 }
@@ -35,9 +35,34 @@ impl Process {
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
         Ok(Process {
             id: child.id(),
-            child: Mutex::new(child),
+            child: Some(Mutex::new(child)),
             pidfd,
         })
+    }
+
+    /// The process that connects to both sockets, and the connections. Those of
+    /// processes that have ended are passed over.
+    pub(super) fn adopt(
+        first: &UnixListener,
+        second: &UnixListener,
+        timeout: Duration,
+    ) -> Result<(Self, UnixStream, UnixStream)> {
+        let deadline = Instant::now() + timeout;
+        let mut one = accept_living(first, deadline)?;
+        let mut two = accept_living(second, deadline)?;
+        while one.pid != two.pid {
+            // One of them has ended since; the listeners keep their order.
+            match has_ended(&one.pidfd)? {
+                true => one = accept_living(first, deadline)?,
+                false => two = accept_living(second, deadline)?,
+            }
+        }
+        let process = Process {
+            id: one.pid.as_raw_nonzero().get().cast_unsigned(),
+            child: None,
+            pidfd: one.pidfd,
+        };
+        Ok((process, one.stream, two.stream))
     }
 
     pub(super) fn id(&self) -> u32 {
@@ -59,13 +84,17 @@ impl Process {
         Ok(listener.accept().context("accepting a connection")?.0)
     }
 
-    /// How the child ended, when it does so before the deadline.
+    /// How the child ended, when it does so before the deadline. How somebody
+    /// else's child ended only that one knows: it counts as success.
     pub(super) fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         if !poll_until(&mut fds, deadline)? {
             return Ok(None);
         }
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(child) = &self.child else {
+            return Ok(Some(ExitStatus::default()));
+        };
+        let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Some(child.wait().context("waiting for a child process")?))
     }
 
@@ -78,11 +107,43 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
-        let child = self.child.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(child) = &mut self.child else {
+            return;
+        };
+        let child = child.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = child.wait() {
             log::warn!("waiting for process {}: {error}", self.id);
         }
     }
+}
+
+/// A connection, and the process at its other end.
+struct Connected {
+    pid: Pid,
+    pidfd: OwnedFd,
+    stream: UnixStream,
+}
+
+fn accept_living(listener: &UnixListener, deadline: Instant) -> Result<Connected> {
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN)];
+        if !poll_until(&mut fds, deadline)? {
+            bail!("none did in time");
+        }
+        let stream = listener.accept().context("accepting a connection")?.0;
+        let pid = rustix::net::sockopt::socket_peercred(&stream)
+            .context("asking who connected")?
+            .pid;
+        if let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
+            && !has_ended(&pidfd)?
+        {
+            return Ok(Connected { pid, pidfd, stream });
+        }
+    }
+}
+
+fn has_ended(pidfd: &OwnedFd) -> Result<bool> {
+    poll_until(&mut [PollFd::new(pidfd, PollFlags::IN)], Instant::now())
 }
 
 /// Polls; false when the deadline passes first.
@@ -150,8 +211,6 @@ fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn spawn(script: &str) -> Process {
@@ -174,6 +233,21 @@ mod tests {
             .wait(Instant::now() + Duration::from_secs(20))
             .unwrap();
         assert_eq!(status.unwrap().code(), Some(3));
+    }
+
+    #[test]
+    fn somebody_elses_process_is_adopted_by_its_connections() {
+        let dir = tempfile::tempdir().unwrap();
+        let listeners = ["a", "b"].map(|name| UnixListener::bind(dir.path().join(name)).unwrap());
+        let connect = |name| UnixStream::connect(dir.path().join(name)).unwrap();
+        let streams = [connect("a"), connect("b")];
+        let soon = Duration::from_secs(20);
+        let (process, one, _two) = Process::adopt(&listeners[0], &listeners[1], soon).unwrap();
+        // It is this one, which is not to be killed.
+        assert_eq!(process.id(), std::process::id());
+        std::mem::forget(process);
+        drop(streams);
+        assert_eq!(std::io::Read::read(&mut &one, &mut [0]).unwrap(), 0);
     }
 
     #[test]
