@@ -1,6 +1,8 @@
 //! What can be wrong with what others wrote.
 
-/// Malformed input.
+use std::{io, path::PathBuf};
+
+/// What can go wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// fio failed, or says something that is not understood.
@@ -15,7 +17,7 @@ pub enum Error {
     #[error("these are not the counters of a drive and the processors: {0:?}")]
     Sample(String),
     /// A file of results that is none.
-    #[error("this is not a file of results of farside bench: {0}")]
+    #[error("this is not a file of results of farside bench")]
     NotResults(#[source] serde_json::Error),
     /// Results that another farside wrote.
     #[error(
@@ -43,5 +45,32 @@ pub enum Error {
         name: String,
         /// What is wrong.
         what: String,
+    },
+    /// A file or folder could not be written.
+    #[error("writing {}", path.display())]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        error: io::Error,
+    },
+    /// A file could not be read.
+    #[error("reading {}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        error: io::Error,
+    },
+    /// A file's contents are not as they should be.
+    #[error("{}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        error: Box<Error>,
     },
 }

@@ -1,7 +1,7 @@
 //! Measures a borrowed device beside another one, and shows what came out.
 //!
-//! Everything here is pure: it makes command lines, reads what programs printed,
-//! computes, and renders text, SVG, PNG and HTML. Who runs guests and fio is
+//! This makes command lines, reads what programs printed, computes, renders
+//! text, SVG, PNG and HTML, and writes that to files. Who runs guests and fio is
 //! somebody else (`farside bench`, `cargo xtask bench`).
 //!
 //! - [`job`]: what fio does; [`fio`]: its command line and its output;
@@ -9,7 +9,7 @@
 //! - [`Section`]: measurements of any other kind, side by side, with targets;
 //! - [`Results`]: all of it with where it was measured, as a file;
 //! - [`Comparison`]: what changed between two of those;
-//! - [`tables`]: for people.
+//! - [`output`]: files of results; [`tables`], [`plots`], [`report`]: for people.
 
 #![forbid(unsafe_code)]
 
@@ -19,6 +19,9 @@ mod error;
 pub mod fio;
 pub mod job;
 mod measurement;
+pub mod output;
+pub mod plots;
+pub mod report;
 mod results;
 mod section_check;
 mod series;
