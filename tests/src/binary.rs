@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 /// `$FARSIDE_BIN`, else what cargo builds, once in a process. (Cargo's own lock
 /// keeps two processes from building at once.)
-pub(crate) fn farside() -> Result<&'static Path> {
+pub fn farside() -> Result<&'static Path> {
     static PROGRAM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     PROGRAM
         .get_or_init(|| find().map_err(|error| format!("{error:#}")))

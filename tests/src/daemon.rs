@@ -83,7 +83,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    pub(crate) fn start(name: &str, mut command: Command) -> Result<Self> {
+    /// Starts one, of whose name errors speak.
+    pub fn start(name: &str, mut command: Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())

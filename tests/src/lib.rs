@@ -23,6 +23,7 @@ mod image;
 mod mtree;
 mod status;
 
+pub use binary::farside as farside_program;
 pub use cluster::{Cluster, Ended, Serve};
 pub use daemon::Daemon;
 pub use dma_tester::{Answer, DmaTester};

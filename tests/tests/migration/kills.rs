@@ -1,0 +1,228 @@
+//! Something is killed at a random step, and the migration taken up again. The
+//! seed is printed; `FARSIDE_SEED` repeats a run.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use farside_testbed::Vm;
+use farside_tests::{Daemon, SHORT};
+use libtest_mimic::Completion;
+
+use crate::{
+    chain::Chain,
+    stage::{HOSTS, Migration, Stage, VM, kill},
+};
+
+/// How many, unless `FARSIDE_KILLS` says otherwise.
+const KILLS: usize = 4;
+
+/// The steps at which something is killed, as the journal names them.
+const STEPS: [&str; 7] = [
+    "prepare",
+    "shut-down",
+    "return",
+    "hand-over",
+    "install",
+    "start",
+    "finish",
+];
+
+/// How often the journal is looked at.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// How often something is tried that may meet what is still ending.
+const ATTEMPTS: usize = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Victim {
+    Coordinator,
+    Agent,
+    Backend,
+    Lender,
+    Qemu,
+}
+
+const VICTIMS: [Victim; 5] = [
+    Victim::Coordinator,
+    Victim::Agent,
+    Victim::Backend,
+    Victim::Lender,
+    Victim::Qemu,
+];
+
+/// Numbers that look random (xorshift64*).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % end
+    }
+}
+
+fn from_env(name: &str) -> Result<Option<u64>> {
+    match std::env::var(name) {
+        Ok(text) => text.parse().map(Some).with_context(|| name.to_owned()),
+        Err(_) => Ok(None),
+    }
+}
+
+pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Completion> {
+    let seed = match from_env("FARSIDE_SEED")? {
+        Some(seed) => seed,
+        None => std::time::SystemTime::UNIX_EPOCH.elapsed()?.as_nanos() as u64,
+    };
+    eprintln!("FARSIDE_SEED={seed}");
+    let kills = from_env("FARSIDE_KILLS")?.unwrap_or(KILLS as u64);
+    let mut random = Random(seed | 1);
+    let mut lender = stage.lend()?;
+    stage.ok("a", &["start", VM])?;
+    let mut guest = stage.guest()?;
+    let mut chain = Chain::default();
+    let mut from = "a";
+    for n in 0..kills {
+        let to = if from == "a" { "b" } else { "a" };
+        chain.grow(&guest)?;
+        let victim = VICTIMS[random.below(VICTIMS.len())];
+        let step = STEPS[random.below(STEPS.len())];
+        let back = random.below(2) == 1;
+        let what = format!(
+            "kill {n} (seed {seed}): {victim:?} while {step}, from {from} to {to}, then {}",
+            if back { "back" } else { "on" }
+        );
+        eprintln!("{what}");
+        stage.note(format!("== {what}"));
+        let mut round = || -> Result<(&'static str, Option<Vm>)> {
+            let migration = stage.begin(from, &["migrate", VM, "--to", to])?;
+            let migration = strike(stage, victim, step, (from, to), migration, &mut lender)?;
+            // Whether it succeeded depends on what it met.
+            migration.end(stage)?;
+            settle(stage, from, back)?;
+            let at = one_home(stage)?;
+            let guest = revive(stage, at, victim, &guest)?;
+            Ok((at, guest))
+        };
+        let (at, now) = round().with_context(|| what.clone())?;
+        guest = now.unwrap_or(guest);
+        chain.verify(&guest).with_context(|| what.clone())?;
+        ensure!(stage.running()? == [at], "{what}: {:?}", stage.running());
+        let holder = stage.holder()?;
+        ensure!(
+            holder.as_ref().is_some_and(|(holder, _)| holder == VM),
+            "{what}: {holder:?}"
+        );
+        from = at;
+    }
+    Ok(Completion::Completed)
+}
+
+/// Waits for the step, and kills.
+fn strike(
+    stage: &Stage,
+    victim: Victim,
+    step: &str,
+    (from, to): (&str, &str),
+    mut migration: Migration,
+    lender: &mut Daemon,
+) -> Result<Migration> {
+    let journal = stage.path(from, &format!("state/migrations/{VM}.json"));
+    let pid = migration.pid();
+    let begun = |text: &str| -> bool {
+        let file: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
+        let steps = file["migration"]["begun"].as_array();
+        let ours = file["migration"]["role"] == "source";
+        ours && steps.into_iter().flatten().any(|begun| begun[0] == step)
+    };
+    let before = fs::read_to_string(&journal).unwrap_or_default();
+    let deadline = Instant::now() + crate::stage::MIGRATION;
+    while migration.is_running()? {
+        let text = fs::read_to_string(&journal).unwrap_or_default();
+        if text != before && begun(&text) {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "it does not come to {step}");
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    let any = |words: &[&str]| -> Result<Vec<i32>> {
+        let mut found = stage.processes(from, words)?;
+        found.extend(stage.processes(to, words)?);
+        Ok(found)
+    };
+    match victim {
+        Victim::Coordinator => kill(pid),
+        Victim::Agent => any(&["migrate --agent"])?.into_iter().for_each(kill),
+        Victim::Backend => any(&["serve --vm"])?.into_iter().for_each(kill),
+        Victim::Qemu => HOSTS.iter().try_for_each(|host| -> Result<()> {
+            stage.qemus(host)?.into_iter().for_each(kill);
+            Ok(())
+        })?,
+        Victim::Lender => {
+            for pid in stage.processes("c", &["lend"])? {
+                kill(pid);
+            }
+            lender.wait_exit(SHORT)?;
+            *lender = stage.lend()?;
+        }
+    }
+    Ok(migration)
+}
+
+/// `--resume` until nothing is left to do.
+fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
+    let mut args = vec!["migrate", "--resume", VM];
+    if back {
+        args.push("--back");
+    }
+    let mut last = String::new();
+    for _ in 0..ATTEMPTS {
+        let ended = stage.run(from, &args)?;
+        if ended.status.success() || ended.stderr.contains("no migration of VM") {
+            return Ok(());
+        }
+        if ended.stderr.contains("has arrived") {
+            args.retain(|arg| *arg != "--back");
+        }
+        last = ended.stderr;
+    }
+    bail!("--resume does not come to an end: {last}")
+}
+
+/// The one host that has the VM; the other refuses to start it.
+fn one_home(stage: &Stage) -> Result<&'static str> {
+    let described = |host: &str| stage.path(host, &format!("etc/vm/{VM}.toml")).exists();
+    let homes: Vec<_> = HOSTS.into_iter().filter(|host| described(host)).collect();
+    let [home] = homes[..] else {
+        bail!("the VM is described at {homes:?}");
+    };
+    let running = stage.running()?;
+    ensure!(
+        running.is_empty() || running == [home],
+        "it runs on {running:?}, and belongs to {home}"
+    );
+    let other = if home == "a" { "b" } else { "a" };
+    let refused = stage.run(other, &["start", VM])?;
+    ensure!(!refused.status.success(), "{other} starts it too");
+    Ok(home)
+}
+
+/// The guest of a VM that was moved runs; none if it is the one that there was. One
+/// that lost its QEMU, backend or lender when it was killed has to be started
+/// anew, as it would be without any migration.
+fn revive(stage: &Stage, home: &'static str, victim: Victim, before: &Vm) -> Result<Option<Vm>> {
+    if matches!(victim, Victim::Coordinator | Victim::Agent) {
+        let running = stage.qemus(home)?;
+        ensure!(running.len() == 1, "it does not run: {running:?}");
+        if running == [before.pid().cast_signed()] {
+            return Ok(None);
+        }
+    } else {
+        stage.ok(home, &["stop", VM, "--limit", "0", "--force"])?;
+        stage.ok(home, &["start", VM])?;
+    }
+    stage.guest().map(Some)
+}

@@ -1,0 +1,56 @@
+//! Cold migration with real guests, between two network namespaces.
+//!
+//! Each test has a stage of its own; when one fails, what was said on it is shown.
+
+mod chain;
+mod kills;
+mod moves;
+mod stage;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use farside_tests::SHORT;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use stage::Stage;
+
+type Test = fn(&Stage) -> anyhow::Result<Completion>;
+
+/// Test functions, named as they are.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as Test)),*]
+    };
+}
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    // The namespaces have names.
+    args.test_threads = Some(1);
+    let trials = tests![
+        moves::what_cannot_move_is_refused_and_runs_on,
+        moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
+        moves::a_vm_moves_back_and_forth_with_its_drive,
+        kills::a_migration_survives_the_death_of_anything,
+    ]
+    .map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    libtest_mimic::run(&args, trials.into()).exit();
+}
+
+fn run(test: Test) -> Result<Completion, Failed> {
+    if let Some(reason) = stage::unable() {
+        return Ok(Completion::ignored_with(reason));
+    }
+    let stage = Stage::new().map_err(|error| format!("{error:#}"))?;
+    let result = catch_unwind(AssertUnwindSafe(|| test(&stage)));
+    let what = match result {
+        Ok(Ok(completion)) => return Ok(completion),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(panic) => panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
+            .unwrap_or_else(|| "a panic without words".to_owned()),
+    };
+    Err(format!("{what}\n{}", stage.story()).into())
+}

@@ -1,0 +1,182 @@
+//! Migrations that nothing disturbs, and those that are refused.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Completion;
+
+use crate::{
+    chain::Chain,
+    stage::{Stage, VM},
+};
+
+/// How many, unless `FARSIDE_MIGRATIONS` says otherwise. Each boots a guest.
+const MIGRATIONS: usize = 8;
+
+pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Completion> {
+    let count = match std::env::var("FARSIDE_MIGRATIONS") {
+        Ok(text) => text.parse().context("FARSIDE_MIGRATIONS")?,
+        Err(_) => MIGRATIONS,
+    };
+    let _lender = stage.lend()?;
+    stage.ok("a", &["start", VM])?;
+    let mut guest = stage.guest()?;
+    let address = guest.exec_ok("readlink -f /sys/class/nvme/nvme0/device", crate::SHORT)?;
+    let mut chain = Chain::default();
+    let mut last_epoch = 0;
+    for n in 0..count {
+        let (from, to) = if n % 2 == 0 { ("a", "b") } else { ("b", "a") };
+        chain.grow(&guest)?;
+        let moved = stage
+            .begin(from, &["migrate", VM, "--to", to])?
+            .end(stage)?;
+        ensure!(moved.0, "migration {n} failed: {}", moved.1);
+        guest = stage.guest()?;
+        chain
+            .verify(&guest)
+            .with_context(|| format!("after migration {n}"))?;
+        let now = guest.exec_ok("readlink -f /sys/class/nvme/nvme0/device", crate::SHORT)?;
+        ensure!(
+            now == address,
+            "the drive was at {address}, and is at {now}"
+        );
+        ensure!(stage.running()? == [to], "{:?}", stage.running());
+        let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
+        ensure!(holder == VM && epoch > last_epoch, "{holder} {epoch}");
+        last_epoch = epoch;
+        stage.refused(from, &["start", VM], &["has moved to", to])?;
+        let config = stage.path(to, &format!("etc/vm/{VM}.toml"));
+        let config = crate::stage::shown(&config);
+        let serve = ["serve", "--vm", VM, "--config", &config];
+        stage.refused(from, &serve, &["has moved to"])?;
+    }
+    ensure!(chain.len() == count);
+    Ok(Completion::Completed)
+}
+
+/// A backend on the old host that nobody asked whether it may run: the lender
+/// refuses it.
+pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
+    stage: &Stage,
+) -> Result<Completion> {
+    let _lender = stage.lend()?;
+    let text = stage.description()?;
+    // The VM need not run to move.
+    stage.ok("a", &["migrate", VM, "--to", "b"])?;
+    ensure!(stage.running()?.is_empty());
+    // The old host forgets all of it, and is described anew: as a disk that was
+    // restored from a backup.
+    fs::remove_dir_all(stage.path("a", "state"))?;
+    stage.describe(&text)?;
+    let ended = stage.run("a", &["start", VM])?;
+    ensure!(!ended.status.success(), "{ended:?}");
+    let log = stage.path("a", &format!("state/vm/{VM}/backend.log"));
+    let log = fs::read_to_string(log)?;
+    ensure!(log.contains("was moved to another host"), "{log}");
+    ensure!(stage.holder()?.is_none());
+    // Nor does another VM, before the new host has had it.
+    let listed = stage.ok(
+        "b",
+        &[
+            "devices",
+            "--lender",
+            &crate::stage::shown(&stage.lender_socket()),
+        ],
+    )?;
+    ensure!(
+        listed.contains(&format!("reserved for VM {VM}")),
+        "{listed}"
+    );
+    stage.ok("b", &["start", VM])?;
+    let _guest = stage.guest()?;
+    let (holder, _) = stage.holder()?.context("nobody has the drive")?;
+    ensure!(holder == VM);
+    // Somebody who knows that the new host is lost takes the VM back.
+    stage.ok("a", &["migrate", "--claim", VM])?;
+    ensure!(stage.holder()?.is_none(), "the lease there is over");
+    stage.ok("a", &["start", VM])?;
+    stage.guest()?;
+    Ok(Completion::Completed)
+}
+
+pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completion> {
+    let text = stage.description()?;
+    stage.refused("a", &["migrate", VM, "--to", "b"], &["lender"])?;
+    let _lender = stage.lend()?;
+    stage.ok("a", &["start", VM])?;
+    let guest = stage.guest()?;
+    let migrate = ["migrate", VM, "--to", "b"];
+    let runs_on = |what: &str| -> Result<()> {
+        ensure!(stage.running()? == ["a"], "{what}: {:?}", stage.running());
+        ensure!(
+            stage.holder()?.is_some_and(|(holder, _)| holder == VM),
+            "{what}: nobody has the drive"
+        );
+        guest.exec_ok(
+            "dd if=/dev/nvme0n1 of=/dev/null bs=4096 count=1",
+            crate::SHORT,
+        )?;
+        Ok(())
+    };
+
+    // The name is taken.
+    let there = stage.path("b", &format!("etc/vm/{VM}.toml"));
+    fs::write(&there, "devices = []\n")?;
+    stage.refused("a", &migrate, &["there is a VM web1 already", "as it was"])?;
+    ensure!(fs::read_to_string(&there)? == "devices = []\n");
+    fs::remove_file(&there)?;
+    runs_on("name")?;
+
+    // No such host.
+    let nowhere = ["migrate", VM, "--to", "nowhere"];
+    stage.refused("a", &nowhere, &["nowhere", "as it was"])?;
+    runs_on("host")?;
+
+    // A program that is missing there. The VM runs, so only the text changes.
+    let program = farside_tests::testbed()?.qemu().display().to_string();
+    stage.describe(&text.replace(&program, "/no/such/qemu"))?;
+    stage.refused("a", &migrate, &["/no/such/qemu", "as it was"])?;
+    stage.describe(&text)?;
+    runs_on("program")?;
+
+    // The lender's socket by a path that only this host has.
+    let lender = crate::stage::shown(&stage.lender_socket());
+    let own = text.replace(&format!("lenders = [{lender:?}]"), "");
+    ensure!(own != text);
+    std::os::unix::fs::symlink(&lender, stage.path("a", "run/lender.sock"))?;
+    stage.describe(&own)?;
+    stage.refused(
+        "a",
+        &migrate,
+        &["lender.sock", "as both hosts reach it", "as it was"],
+    )?;
+    stage.describe(&text)?;
+    runs_on("socket")?;
+
+    // A guest that is paused would lose what it has in memory.
+    guest.qmp().execute("stop", serde_json::json!({}))?;
+    stage.refused("a", &migrate, &["stands still (paused)"])?;
+    guest.qmp().execute("cont", serde_json::json!({}))?;
+    runs_on("paused")?;
+
+    // A journal that somebody changed.
+    let journal = stage.path("a", &format!("state/migrations/{VM}.json"));
+    let before = fs::read_to_string(&journal)?;
+    fs::write(&journal, before.replace("undone", "start"))?;
+    stage.refused("a", &migrate, &["was changed"])?;
+    stage.refused("a", &["migrate", "--resume", VM], &["was changed"])?;
+    fs::write(
+        &journal,
+        before.replace("\"manifest\": 1", "\"manifest\": 7"),
+    )?;
+    stage.refused("a", &migrate, &["version 7"])?;
+    fs::write(&journal, before)?;
+    runs_on("journal")?;
+
+    // A guest that does not power off in time.
+    guest.exec_ok("touch /tmp/stay", crate::SHORT)?;
+    let late = ["migrate", VM, "--to", "b", "--shutdown-timeout", "0"];
+    stage.refused("a", &late, &["power", "as it was"])?;
+    runs_on("deaf guest")?;
+    Ok(Completion::Completed)
+}

@@ -1,0 +1,431 @@
+//! Two hosts: network namespaces, each with folders of its own, and a lender in a
+//! third one. The remote shell is a script that enters the other namespace.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Read,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use farside_testbed::{Accel, Staged, Vm};
+use farside_tests::{BOOT, Daemon, Ended, MIB, SHORT, farside_program, testbed};
+use tempfile::TempDir;
+
+/// The VM.
+pub const VM: &str = "web1";
+
+/// The two hosts between which it moves.
+pub const HOSTS: [&str; 2] = ["a", "b"];
+
+/// Where the lender is.
+const THIRD: &str = "c";
+
+/// How often to look at what has no event.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// Longest time for one migration: the guest shuts down and boots.
+pub const MIGRATION: Duration = Duration::from_secs(300);
+
+/// Why this cannot be run here, if so.
+pub fn unable() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("network namespaces need root");
+    }
+    let name = format!("fs-try-{}", std::process::id());
+    let made = ip(&["netns", "add", &name]).is_ok();
+    if made {
+        // Of no use any more.
+        let _ = ip(&["netns", "delete", &name]);
+        return None;
+    }
+    Some("network namespaces cannot be made here (`ip netns add`)")
+}
+
+fn ip(args: &[&str]) -> Result<String> {
+    let output = Command::new("ip")
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .context("running ip (package iproute2)")?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    ensure!(
+        output.status.success(),
+        "ip {}: {}",
+        args.join(" "),
+        text(&output.stderr)
+    );
+    Ok(text(&output.stdout))
+}
+
+/// The hosts, and all that was started on them. Dropped, all of it is killed.
+pub struct Stage {
+    folder: TempDir,
+    prefix: String,
+    staged: Staged,
+    notes: Mutex<Vec<String>>,
+}
+
+/// `farside migrate`, running.
+pub struct Migration {
+    child: Child,
+    stderr: std::thread::JoinHandle<String>,
+    stdout: std::thread::JoinHandle<String>,
+    command: String,
+}
+
+impl Stage {
+    /// The VM is described on host `a`, and runs nowhere.
+    pub fn new() -> Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("fs-")
+            .tempdir_in("/tmp")
+            .context("creating a folder")?;
+        let testbed = testbed()?;
+        let staged = testbed.vm(VM).stage()?;
+        let stage = Self {
+            prefix: format!("fs{}-", std::process::id()),
+            folder,
+            staged,
+            notes: Mutex::default(),
+        };
+        for host in HOSTS.into_iter().chain([THIRD]) {
+            ip(&["netns", "add", &stage.netns(host)])?;
+            ip(&["-n", &stage.netns(host), "link", "set", "lo", "up"])?;
+            for kind in ["run", "etc/vm", "state"] {
+                fs::create_dir_all(stage.folder.path().join(host).join(kind))?;
+            }
+        }
+        stage.connect()?;
+        stage.write_shell()?;
+        stage.describe(&stage.description()?)?;
+        Ok(stage)
+    }
+
+    /// A wire between the two hosts.
+    fn connect(&self) -> Result<()> {
+        let [a, b] = HOSTS.map(|host| self.netns(host));
+        ip(&[
+            "link", "add", "wire", "netns", &a, "type", "veth", "peer", "name", "wire", "netns", &b,
+        ])?;
+        for (host, address) in [(&a, "10.99.0.1/24"), (&b, "10.99.0.2/24")] {
+            ip(&["-n", host, "address", "add", address, "dev", "wire"])?;
+            ip(&["-n", host, "link", "set", "wire", "up"])?;
+        }
+        Ok(())
+    }
+
+    fn netns(&self, host: &str) -> String {
+        format!("{}{host}", self.prefix)
+    }
+
+    pub fn path(&self, host: &str, name: &str) -> PathBuf {
+        self.folder.path().join(host).join(name)
+    }
+
+    pub fn lender_socket(&self) -> PathBuf {
+        self.path(THIRD, "run/lender.sock")
+    }
+
+    /// The rsh script: `HOST farside ARGS…`.
+    fn write_shell(&self) -> Result<()> {
+        let program = farside_program()?;
+        let folder = program.parent().context("the program has a folder")?;
+        let text = format!(
+            "#!/bin/sh\nhost=$1; shift\n\
+             export FARSIDE_RUNTIME_DIR={root}/$host/run FARSIDE_CONFIG_DIR={root}/$host/etc \
+             FARSIDE_STATE_DIR={root}/$host/state PATH={bin}:$PATH\n\
+             exec ip netns exec {prefix}$host \"$@\"\n",
+            root = self.folder.path().display(),
+            bin = folder.display(),
+            prefix = self.prefix,
+        );
+        let path = self.shell();
+        fs::write(&path, text)?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
+        Ok(())
+    }
+
+    pub fn shell(&self) -> PathBuf {
+        self.folder.path().join("rsh")
+    }
+
+    /// The VM's description.
+    pub fn description(&self) -> Result<String> {
+        let testbed = testbed()?;
+        let tcg = testbed.accel() == Accel::Tcg;
+        let mut args: Vec<String> = Vec::new();
+        for arg in self.staged.guest_args() {
+            args.push(arg.to_str().context("an argument is UTF-8")?.to_owned());
+        }
+        if tcg {
+            // Five-level page tables only make an emulated guest slower.
+            args.extend(["-cpu", "max,la57=off"].map(str::to_owned));
+        }
+        Ok(format!(
+            "devices = [{{ id = \"disk0\", port = 1 }}]\nlenders = [{:?}]\nmemory = \"{}M\"\n\
+             accel = {:?}\nqemu = {:?}\nqemu-args = {}\n",
+            self.lender_socket(),
+            384 * MIB / MIB,
+            if tcg { "tcg" } else { "kvm" },
+            testbed.qemu(),
+            serde_json::to_string(&args)?,
+        ))
+    }
+
+    /// Describes the VM on host `a`.
+    pub fn describe(&self, text: &str) -> Result<()> {
+        let path = self.path("a", &format!("etc/vm/{VM}.toml"));
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// `farside` on a host.
+    pub fn command(&self, host: &str, args: &[&str]) -> Result<Command> {
+        let mut command = Command::new(self.shell());
+        command
+            .arg(host)
+            .arg(farside_program()?)
+            .args(args)
+            .env("FARSIDE_RSH", self.shell())
+            .env("FARSIDE_LOG", "info")
+            .stdin(Stdio::null());
+        Ok(command)
+    }
+
+    /// Runs `farside` on a host to its end.
+    pub fn run(&self, host: &str, args: &[&str]) -> Result<Ended> {
+        let output = self.command(host, args)?.output()?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let ended = Ended {
+            status: output.status,
+            stdout: text(&output.stdout),
+            stderr: text(&output.stderr),
+        };
+        self.note(format!("-- {host}: farside {args:?}: {ended:?}"));
+        Ok(ended)
+    }
+
+    /// Runs `farside` on a host, which succeeds.
+    pub fn ok(&self, host: &str, args: &[&str]) -> Result<String> {
+        let ended = self.run(host, args)?;
+        ensure!(
+            ended.status.success(),
+            "farside {args:?} on {host}: {}",
+            ended.stderr
+        );
+        Ok(ended.stdout)
+    }
+
+    /// Runs `farside` on a host, which refuses, with these words.
+    pub fn refused(&self, host: &str, args: &[&str], words: &[&str]) -> Result<()> {
+        let ended = self.run(host, args)?;
+        ensure!(
+            !ended.status.success(),
+            "farside {args:?} on {host} succeeds"
+        );
+        for word in words {
+            ensure!(
+                ended.stderr.contains(word),
+                "no {word:?} in: {}",
+                ended.stderr
+            );
+        }
+        Ok(())
+    }
+
+    /// A lender of `disk0`, on an image that is made if it is missing.
+    pub fn lend(&self) -> Result<Daemon> {
+        let image = self.path(THIRD, "disk0.img");
+        if !image.exists() {
+            fs::File::create(&image)?.set_len(64 * MIB)?;
+        }
+        let socket = self.lender_socket();
+        // One that was killed leaves it.
+        let _ = fs::remove_file(&socket);
+        let drive = format!("disk0={}", image.display());
+        let command = self.command(THIRD, &["lend", "--name", "rack1", "--nvme", &drive])?;
+        let daemon = Daemon::start("the lender", command)?;
+        daemon.wait_log("listens at", SHORT)?;
+        Ok(daemon)
+    }
+
+    /// Starts `farside migrate` on a host.
+    pub fn begin(&self, host: &str, args: &[&str]) -> Result<Migration> {
+        let mut command = self.command(host, args)?;
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let read = |stream: Option<Box<dyn Read + Send>>| {
+            std::thread::spawn(move || {
+                let mut text = Vec::new();
+                if let Some(mut stream) = stream {
+                    // What came before an error is what there is to show.
+                    let _ = stream.read_to_end(&mut text);
+                }
+                String::from_utf8_lossy(&text).into_owned()
+            })
+        };
+        let stdout = child.stdout.take().map(|s| Box::new(s) as Box<_>);
+        let stderr = child.stderr.take().map(|s| Box::new(s) as Box<_>);
+        Ok(Migration {
+            child,
+            stderr: read(stderr),
+            stdout: read(stdout),
+            command: format!("{host}: farside {args:?}"),
+        })
+    }
+
+    /// Waits for the guest that somebody has started.
+    pub fn guest(&self) -> Result<Vm> {
+        let vm = self.staged.adopt(BOOT)?;
+        vm.wait_agent(BOOT)?;
+        vm.wait_path("/dev/nvme0n1", SHORT)?;
+        Ok(vm)
+    }
+
+    /// The holder of the device and the epoch, as the lender has it.
+    pub fn holder(&self) -> Result<Option<(String, u64)>> {
+        let listed = self.ok(THIRD, &["devices", "--json"])?;
+        let listed: serde_json::Value = serde_json::from_str(&listed)?;
+        let held = &listed[0]["borrowed_by"];
+        Ok(held["vm"]
+            .as_str()
+            .map(|vm| (vm.to_owned(), held["epoch"].as_u64().unwrap_or(0))))
+    }
+
+    /// The processes of a host whose command line has all these words.
+    pub fn processes(&self, host: &str, words: &[&str]) -> Result<Vec<i32>> {
+        let mut found = Vec::new();
+        for (pid, line) in self.all_processes(host)? {
+            if words.iter().all(|word| line.contains(word)) {
+                found.push(pid);
+            }
+        }
+        Ok(found)
+    }
+
+    fn all_processes(&self, host: &str) -> Result<BTreeMap<i32, String>> {
+        let pids = ip(&["netns", "pids", &self.netns(host)])?;
+        let mut found = BTreeMap::new();
+        for pid in pids.split_whitespace() {
+            // It may have ended since.
+            if let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) {
+                let line = String::from_utf8_lossy(&line).replace('\0', " ");
+                found.insert(pid.parse()?, line);
+            }
+        }
+        Ok(found)
+    }
+
+    /// The hosts on which a QEMU runs.
+    pub fn running(&self) -> Result<Vec<&'static str>> {
+        let mut hosts = Vec::new();
+        for host in HOSTS {
+            if !self.qemus(host)?.is_empty() {
+                hosts.push(host);
+            }
+        }
+        Ok(hosts)
+    }
+
+    /// The QEMUs of a host.
+    pub fn qemus(&self, host: &str) -> Result<Vec<i32>> {
+        self.processes(host, &["qemu-system", "-name"])
+    }
+
+    /// Keeps a text for when the test fails.
+    pub fn note(&self, text: String) {
+        if let Ok(mut notes) = self.notes.lock() {
+            notes.push(text);
+        }
+    }
+
+    /// What helps to understand a failure.
+    pub fn story(&self) -> String {
+        let mut story = String::new();
+        for host in HOSTS {
+            for name in ["backend.log", "qemu.log"] {
+                let path = self.path(host, &format!("state/vm/{VM}/{name}"));
+                if let Ok(text) = fs::read_to_string(&path) {
+                    story.push_str(&format!("-- {host}, {name}:\n{}\n", tail(&text)));
+                }
+            }
+            let journal = self.path(host, &format!("state/migrations/{VM}.json"));
+            if let Ok(text) = fs::read_to_string(&journal) {
+                story.push_str(&format!("-- {host}, journal:\n{}\n", tail(&text)));
+            }
+        }
+        if let Ok(notes) = self.notes.lock() {
+            let from = notes.len().saturating_sub(20);
+            story.push_str(&notes[from..].join("\n"));
+        }
+        story
+    }
+}
+
+fn tail(text: &str) -> &str {
+    let start = (text.len().saturating_sub(3000)..text.len())
+        .find(|&at| text.is_char_boundary(at))
+        .unwrap_or(0);
+    &text[start..]
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        for host in HOSTS.into_iter().chain([THIRD]) {
+            // All that was started in a namespace was started by this test.
+            for pid in self.all_processes(host).unwrap_or_default().into_keys() {
+                kill(pid);
+            }
+            let _ = ip(&["netns", "delete", &self.netns(host)]);
+        }
+    }
+}
+
+/// SIGKILL.
+pub fn kill(pid: i32) {
+    if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+        // The only failure is that it has ended already.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+impl Migration {
+    /// Its process: that of `farside`, which the script has become.
+    pub fn pid(&self) -> i32 {
+        self.child.id().cast_signed()
+    }
+
+    /// Waits for its end. Returns whether it succeeded, and all that it said.
+    pub fn end(mut self, stage: &Stage) -> Result<(bool, String)> {
+        let deadline = Instant::now() + MIGRATION;
+        let status = loop {
+            if let Some(status) = self.child.try_wait()? {
+                break status;
+            }
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                bail!("{} has not ended within {MIGRATION:?}", self.command);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        };
+        let said = |thread: std::thread::JoinHandle<String>| thread.join().unwrap_or_default();
+        let text = said(self.stdout) + &said(self.stderr);
+        stage.note(format!("-- {} ({status}):\n{text}", self.command));
+        Ok((status.success(), text))
+    }
+
+    /// Whether it runs.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_none())
+    }
+}
+
+/// The path, for a message.
+pub fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
