@@ -22,6 +22,7 @@
 mod backend;
 mod domain;
 mod error;
+mod keep;
 mod life;
 mod lock;
 mod logs;

@@ -17,14 +17,15 @@ use serde_json::json;
 
 use crate::{
     Backend, Error, Event, Monitor,
+    keep::keep,
     life::{GREETING, config_of, manager},
     lock::Lock,
     slots::{Slot, Slots, plugged, ram},
 };
 
-/// QEMU has no event for the end of a device that it never frees (a
-/// `vfio-user-pci` with MSI-X, up to 11.1 at least), and libvirt shows none here:
-/// so often it is looked whether the device is still there.
+/// QEMU has no event for the end of a device that it never frees (see
+/// [`crate::keep`]), and libvirt shows none here: so often it is looked whether the
+/// device is still there.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// How to plug a device in.
@@ -142,6 +143,7 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
     let id = qemu_id(device);
     let begin = Instant::now();
     let deadline = begin + limit;
+    keep(monitor, device, &paths::device_socket(monitor.vm(), device))?;
     match monitor.run("device_del", json!({ "id": id })) {
         Ok(_) => {}
         // By a detach that was given up.

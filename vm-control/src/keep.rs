@@ -1,0 +1,55 @@
+//! Keeps QEMU alive over an unplug.
+//!
+//! QEMU 11.1 aborts when it frees a `vfio-user-pci` with MSI-X: the region for
+//! the pending bits has left its container before the device's own code takes it
+//! out (`memory_region_del_subregion: Assertion subregion->container == mr`). It
+//! frees a device when the last reference goes, a moment after the unplug. What
+//! helps is one reference more. QEMU takes one, and never gives it back, when
+//! `info mtree -f` prints a view of memory that the device's BARs are in. Each
+//! unplug costs QEMU some kilobytes.
+//!
+//! A device whose memory the guest has turned off is in no view; to unplug it
+//! would end the VM.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use crate::{Error, Monitor};
+
+/// Has QEMU keep a device that is served at `socket` for ever. To be called before
+/// it is unplugged.
+pub(crate) fn keep(monitor: &mut Monitor, device: &str, socket: &Path) -> Result<(), Error> {
+    let command = json!({ "command-line": "info mtree -f" });
+    let views = monitor.run("human-monitor-command", command)?;
+    match is_seen(views.as_str().unwrap_or_default(), socket) {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
+            vm: monitor.vm().to_owned(),
+            what: format!(
+                "device {device} cannot be unplugged while its memory is turned off in the guest (no driver runs it): QEMU would abort, and the VM with it; load its driver there first, or write 1 to its `enable` in sysfs"
+            ),
+        }),
+    }
+}
+
+/// Whether a region of the device is in a flat view: QEMU names a region by its
+/// device, and a device by its socket.
+fn is_seen(views: &str, socket: &Path) -> bool {
+    views.contains(&format!("vfio-user:{} BAR ", socket.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_device_itself_counts() {
+        let views = "FlatView #0\n AS \"memory\", root: system\n  \
+            00000000fe000000-00000000fe001fff (prio 0, i/o): vfio-user:/run/a/disk0.sock BAR 0\n";
+        assert!(is_seen(views, Path::new("/run/a/disk0.sock")));
+        assert!(!is_seen(views, Path::new("/run/a/disk.sock")));
+        assert!(!is_seen(views, Path::new("/a/disk0.sock")));
+        assert!(!is_seen("", Path::new("/run/a/disk0.sock")));
+    }
+}
