@@ -1,0 +1,75 @@
+//! What is killed, or ended at the wrong moment.
+
+use anyhow::{Result, ensure};
+use farside_tests::{BOOT, SHORT};
+
+use crate::{
+    domain::{Domain, read, write_and_read},
+    stage::Stage,
+};
+
+/// The drive's size.
+const DRIVE: u64 = 64 << 20;
+
+/// Reads and writes for as long as it can.
+const BUSY: &str = "while dd if=/tmp/data of=/dev/nvme0n1 bs=64k oflag=direct 2>/dev/null; \
+                    do dd if=/dev/nvme0n1 of=/dev/null bs=64k iflag=direct 2>/dev/null; done";
+
+pub fn libvirtd_is_killed_and_the_domain_does_not_notice(stage: &Stage) -> Result<()> {
+    let (_lender, _) = stage.cluster.lend_disk(DRIVE)?;
+    let domain = Domain::define(stage, "web1", &["disk0"])?;
+    let guest = domain.boot()?;
+    let written = write_and_read(&guest, "/dev/nvme0n1")?;
+
+    let libvirtd = stage.pid_of(&["libvirtd"])?;
+    stage.sh(&format!("kill -9 {libvirtd}"))?;
+    stage.sh(&format!("while kill -0 {libvirtd} 2>/dev/null; do :; done"))?;
+    ensure!(read(&guest, "/dev/nvme0n1")? == written);
+    stage.sh("libvirtd -d")?;
+    ensure!(stage.virsh(&["domstate", "web1"])? == "running");
+    ensure!(stage.backend_runs("web1")?);
+    let again = write_and_read(&guest, "/dev/nvme0n1")?;
+    ensure!(again != written);
+
+    domain.destroy()?;
+    stage.nothing_left_of("web1")
+}
+
+pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(
+    stage: &Stage,
+) -> Result<()> {
+    let (_lender, _) = stage.cluster.lend_disk(DRIVE)?;
+    let domain = Domain::define(stage, "web1", &["disk0"])?;
+    let guest = domain.boot()?;
+    write_and_read(&guest, "/dev/nvme0n1")?;
+    let busy = guest.exec_start(BUSY, BOOT)?;
+    domain.destroy()?;
+    ensure!(
+        busy.wait_for(SHORT).is_err(),
+        "the guest outlived its domain"
+    );
+    stage.nothing_left_of("web1")?;
+    stage.cluster.wait_free("disk0")?;
+
+    let guest = domain.boot()?;
+    let written = write_and_read(&guest, "/dev/nvme0n1")?;
+    let backend = stage.pid_of(&["serve", "--vm", "web1"])?;
+    stage.sh(&format!("kill -9 {backend}"))?;
+    // The lender has seen its end, and the domain goes on without the drive.
+    stage.cluster.wait_free("disk0")?;
+    let failed = guest.exec(
+        "dd if=/dev/nvme0n1 of=/dev/null bs=4k count=1 iflag=direct",
+        SHORT,
+    );
+    ensure!(
+        !failed.is_ok_and(|output| output.success()),
+        "a drive without a backend was read"
+    );
+    ensure!(stage.virsh(&["domstate", "web1"])? == "running");
+    domain.destroy()?;
+
+    let guest = domain.boot()?;
+    ensure!(read(&guest, "/dev/nvme0n1")? == written, "the data is gone");
+    domain.destroy()?;
+    stage.nothing_left_of("web1")
+}

@@ -1,0 +1,71 @@
+//! libvirt for real: Debian's libvirtd runs domains that borrow devices, and
+//! farside's hook starts and ends their backends. Needs root and mmdebstrap;
+//! skipped where they are missing.
+//!
+//! Each test has a host of its own; unless `--test-threads` says otherwise, two
+//! run at once.
+
+mod domain;
+mod life;
+mod loss;
+mod plug;
+mod refusals;
+mod stage;
+mod users;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use farside_testbed::DebianRoot;
+use farside_tests::Cluster;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+use stage::{AS_DEFAULT_USER, AS_ROOT, Stage};
+
+type Test = fn(&Stage) -> anyhow::Result<()>;
+
+/// Test functions, named as they are, with their host's `qemu.conf`.
+macro_rules! tests {
+    ($($module:ident :: $name:ident on $conf:ident),* $(,)?) => {
+        [$((
+            concat!(stringify!($module), "::", stringify!($name)),
+            $module::$name as Test,
+            $conf,
+        )),*]
+    };
+}
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    args.test_threads.get_or_insert(2);
+    let trials = tests![
+        life::a_domain_keeps_its_data_when_it_is_destroyed_started_and_shut_down on AS_ROOT,
+        life::two_domains_have_their_own_drives_and_a_third_is_told_who_has_one on AS_ROOT,
+        loss::libvirtd_is_killed_and_the_domain_does_not_notice on AS_ROOT,
+        loss::a_domain_is_destroyed_during_io_and_its_backend_killed_under_it on AS_ROOT,
+        plug::a_drive_is_attached_to_a_running_domain_and_detached on AS_ROOT,
+        users::qemu_of_another_user_reaches_its_devices_by_a_group on AS_DEFAULT_USER,
+        refusals::a_domain_whose_lender_is_away_does_not_start_and_says_why on AS_ROOT,
+        refusals::the_hook_leaves_other_domains_alone on AS_ROOT,
+        refusals::the_hook_says_what_is_wrong_with_a_domain_of_ours on AS_ROOT,
+    ]
+    .map(|(name, test, conf)| Trial::ignorable_test(name, move || run(test, conf)));
+    libtest_mimic::run(&args, trials.into()).exit();
+}
+
+fn run(test: Test, conf: &str) -> Result<Completion, Failed> {
+    if let Some(why) = DebianRoot::missing() {
+        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+    }
+    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+    let stage = Stage::new(&cluster, conf).map_err(|error| format!("{error:#}"))?;
+    let what = match catch_unwind(AssertUnwindSafe(|| test(&stage))) {
+        Ok(Ok(())) => return Ok(Completion::Completed),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(panic) => match panic.downcast_ref::<String>() {
+            Some(text) => text.clone(),
+            None => "a panic without words".to_owned(),
+        },
+    };
+    Err(format!("{what}\n{}\n{}", cluster.story(), stage.story()).into())
+}

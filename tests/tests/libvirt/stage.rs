@@ -1,0 +1,271 @@
+//! A host with libvirt: Debian's libvirtd and QEMU in a Debian root, farside and
+//! its hook installed there as the package does. The lender is outside.
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use farside_testbed::{DebianRoot, Inside, Progress};
+use farside_tests::{Cluster, Ended, SHORT, testbed};
+use tempfile::TempDir;
+
+/// What a host with libvirt has installed.
+const PACKAGES: &[&str] = &[
+    "libvirt-clients",
+    "libvirt-daemon-driver-qemu",
+    "libvirt-daemon-system",
+    "qemu-system-x86",
+];
+
+/// A command that hangs is ended after so many seconds.
+const COMMAND_LIMIT: &str = "180";
+
+/// Where the host finds the guest's kernel and initramfs.
+const KERNEL: &str = "/srv/kernel";
+const INITRAMFS: &str = "/srv/initramfs";
+
+/// libvirt's settings for a host that is a container: there is nothing to confine
+/// QEMU with. QEMU runs as root.
+pub const AS_ROOT: &str = "security_driver = \"none\"\nnamespaces = []\n\
+                           cgroup_controllers = []\nuser = \"root\"\ngroup = \"root\"\n";
+
+/// As [`AS_ROOT`], but QEMU runs as the user that Debian's libvirt has for it.
+/// The kernel is in a cache, and libvirt is not to make it that user's own.
+pub const AS_DEFAULT_USER: &str = "security_driver = \"none\"\nnamespaces = []\n\
+                                   cgroup_controllers = []\ndynamic_ownership = 0\n";
+
+/// The host.
+pub struct Stage<'a> {
+    pub cluster: &'a Cluster,
+    inside: Inside,
+}
+
+impl<'a> Stage<'a> {
+    /// Installs and starts everything, with that text for `qemu.conf`.
+    pub fn new(cluster: &'a Cluster, qemu_conf: &str) -> Result<Self> {
+        let testbed = testbed()?;
+        let program = PathBuf::from(cluster.farside(&[])?.get_program());
+        let folder_of = |path: &Path| -> Result<PathBuf> {
+            let folder = path.canonicalize().ok();
+            let folder = folder.as_deref().and_then(Path::parent);
+            Ok(folder.with_context(|| path.display().to_string())?.into())
+        };
+        let programs = folder_of(&program)?;
+        let kernel = folder_of(testbed.kernel())?;
+        let initramfs = folder_of(testbed.initramfs())?;
+        let inside = root()?.enter_with(&[
+            (cluster.folder(), cluster.folder()),
+            (&programs, Path::new("/opt/farside")),
+            (&kernel, Path::new(KERNEL)),
+            (&initramfs, Path::new(INITRAMFS)),
+            (probed()?, Path::new("/var/cache/libvirt/qemu")),
+        ])?;
+        let name = program.file_name().context("the program has a name")?;
+        symlink(
+            Path::new("/opt/farside").join(name),
+            inside.path("/usr/bin/farside"),
+        )
+        .context("installing farside")?;
+        let hook = inside.path("/etc/libvirt/hooks/qemu");
+        fs::write(&hook, include_str!("../../../packaging/libvirt/qemu"))
+            .and_then(|()| fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)))
+            .context("installing the hook")?;
+        fs::write(inside.path("/etc/libvirt/qemu.conf"), qemu_conf).context("qemu.conf")?;
+        let log = "log_level = 3\nlog_outputs = \"3:file:/var/log/libvirt/libvirtd.log\"\n";
+        fs::write(inside.path("/etc/libvirt/libvirtd.conf"), log).context("libvirtd.conf")?;
+        fs::create_dir_all(inside.path("/etc/farside/vm")).context("/etc/farside/vm")?;
+        let stage = Self { cluster, inside };
+        // The network is the machine's: no bridge is to be made there.
+        stage.sh("rm -f /etc/libvirt/qemu/networks/autostart/*")?;
+        stage.sh("virtlogd -d && libvirtd -d")?;
+        Ok(stage)
+    }
+
+    /// A path of the host, as this process sees it.
+    pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.inside.path(path)
+    }
+
+    /// The address of the lender outside.
+    pub fn lender(&self) -> PathBuf {
+        self.cluster.folder().join("lender.sock")
+    }
+
+    /// Runs a program of the host to its end, with that on its standard input.
+    pub fn run_with(&self, words: &[&str], input: &[u8]) -> Result<Ended> {
+        let mut command: Command = self.inside.command("timeout");
+        command.args(["--kill-after=5", COMMAND_LIMIT]).args(words);
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("running {words:?}"))?;
+        let mut stdin = child.stdin.take().context("no standard input")?;
+        // What ends without reading all of it is no error.
+        let _ = stdin.write_all(input);
+        drop(stdin);
+        let output = child.wait_with_output()?;
+        Ok(Ended {
+            status: output.status,
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        })
+    }
+
+    /// Runs a program of the host to its end.
+    pub fn run(&self, words: &[&str]) -> Result<Ended> {
+        self.run_with(words, b"")
+    }
+
+    /// As [`Stage::run`], for what has to succeed. Returns what it printed.
+    pub fn ok(&self, words: &[&str]) -> Result<String> {
+        let ended = self.run(words)?;
+        ensure!(ended.status.success(), "{words:?}: {ended:?}");
+        Ok(ended.stdout.trim().to_owned())
+    }
+
+    /// As [`Stage::run`], for what has to fail. Returns its complaint.
+    pub fn fails(&self, words: &[&str]) -> Result<String> {
+        let ended = self.run(words)?;
+        ensure!(!ended.status.success(), "{words:?} succeeded: {ended:?}");
+        Ok(ended.stderr)
+    }
+
+    /// A shell command of the host that has to succeed.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        self.ok(&["sh", "-c", script])
+    }
+
+    /// A `virsh` command that has to succeed.
+    pub fn virsh(&self, args: &[&str]) -> Result<String> {
+        self.ok(&[&["virsh", "--quiet"], args].concat())
+    }
+
+    /// Whether a backend of that VM runs on the host, as `farside status` has it.
+    pub fn backend_runs(&self, vm: &str) -> Result<bool> {
+        let lender = self.lender().display().to_string();
+        let status = self.run(&["farside", "status", "--json", "--lender", &lender])?;
+        let status: serde_json::Value = serde_json::from_str(&status.stdout)
+            .with_context(|| format!("farside status: {status:?}"))?;
+        let backends = status["backends"].as_array();
+        let backends = backends.with_context(|| format!("no backends in {status}"))?;
+        Ok(backends.iter().any(|backend| backend["vm"] == vm))
+    }
+
+    /// Nothing of that VM is left: no domain runs, no QEMU, no backend, no socket.
+    pub fn nothing_left_of(&self, vm: &str) -> Result<()> {
+        let state = self.virsh(&["domstate", vm])?;
+        ensure!(state == "shut off", "domain {vm} is {state}");
+        ensure!(!self.backend_runs(vm)?, "a backend of VM {vm} runs");
+        let folder = self.path("/run/farside/vm").join(vm);
+        ensure!(!folder.exists(), "{} is left", folder.display());
+        let processes = self.processes()?;
+        let left = processes.iter().find(|(_, command)| {
+            let words: Vec<_> = command.split('\0').collect();
+            words
+                .iter()
+                .any(|word| word.contains(&format!("guest={vm},")))
+                || words.windows(2).any(|pair| pair == ["--vm", vm])
+        });
+        ensure!(left.is_none(), "left running: {left:?}");
+        Ok(())
+    }
+
+    /// Waits until a domain is shut off: libvirt tells only who stays connected.
+    pub fn wait_off(&self, vm: &str) -> Result<()> {
+        let deadline = Instant::now() + SHORT;
+        loop {
+            let state = self.virsh(&["domstate", vm])?;
+            if state == "shut off" {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "domain {vm} is still {state}");
+        }
+    }
+
+    /// The process id, as the host has it, of the one process with all those words
+    /// among its arguments.
+    pub fn pid_of(&self, words: &[&str]) -> Result<u32> {
+        let mut found = self.processes()?;
+        found.retain(|(_, command)| {
+            let have: Vec<_> = command.split('\0').collect();
+            words.iter().all(|word| have.contains(word))
+        });
+        match found.as_slice() {
+            [(pid, _)] => Ok(*pid),
+            other => Err(anyhow!("not one process {words:?} but {other:?}")),
+        }
+    }
+
+    /// Each process of the host, with its arguments.
+    fn processes(&self) -> Result<Vec<(u32, String)>> {
+        let entries = fs::read_dir(self.path("/proc")).context("listing processes")?;
+        let pids = entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        Ok(pids
+            .filter_map(|pid| {
+                let path = self.path(format!("/proc/{pid}/cmdline"));
+                Some((pid, fs::read_to_string(path).ok()?))
+            })
+            .collect())
+    }
+
+    /// What helps to understand a failure.
+    pub fn story(&self) -> String {
+        let logs = "tail -n 40 /var/log/libvirt/libvirtd.log /var/log/libvirt/qemu/*.log \
+                    /var/lib/farside/vm/*/*.log 2>/dev/null || true";
+        let said = self.sh(logs).unwrap_or_else(|error| format!("{error:#}"));
+        format!("-- logs of the host with libvirt:\n{said}")
+    }
+}
+
+/// The root, once in a process.
+fn root() -> Result<&'static DebianRoot> {
+    static ROOT: OnceLock<Result<DebianRoot, String>> = OnceLock::new();
+    ROOT.get_or_init(|| {
+        DebianRoot::prepare("libvirt", PACKAGES, &Progress::auto())
+            .map_err(|error| format!("{error:#}"))
+    })
+    .as_ref()
+    .map_err(|error| anyhow!("{error}"))
+}
+
+/// What libvirt found out about QEMU, which takes it seconds: shared by the hosts.
+fn probed() -> Result<&'static Path> {
+    static FOLDER: OnceLock<Result<TempDir, String>> = OnceLock::new();
+    FOLDER
+        .get_or_init(|| {
+            let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+            // QEMU's user looks in, too.
+            fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))
+                .map_err(|error| error.to_string())?;
+            Ok(folder)
+        })
+        .as_ref()
+        .map(TempDir::path)
+        .map_err(|error| anyhow!("{error}"))
+}
+
+/// How a domain boots the test bed's guest.
+pub fn boot_xml() -> Result<String> {
+    let testbed = testbed()?;
+    let name = |path: &Path| -> Result<String> {
+        let name = path.file_name().and_then(|name| name.to_str());
+        Ok(name.context("a file has a name")?.to_owned())
+    };
+    Ok(format!(
+        "<kernel>{KERNEL}/{}</kernel><initrd>{INITRAMFS}/{}</initrd><cmdline>{}</cmdline>",
+        name(testbed.kernel())?,
+        name(testbed.initramfs())?,
+        testbed.kernel_args(),
+    ))
+}
