@@ -22,6 +22,7 @@ use crate::{
     plan::Plan,
     run::{Start, Stop},
     units::Units,
+    vm_flags::VmFlags,
 };
 
 /// Use a PCIe device that sits in another host from a VM.
@@ -56,9 +57,9 @@ pub(crate) enum Verb {
     /// Serve borrowed devices to a VM: its backend
     Serve(Serve),
     /// Print or start the QEMU command line of a VM
-    Qemu(Qemu),
+    Qemu(Box<Qemu>),
     /// Print a VM's libvirt domain, or put its devices into one that exists
-    Libvirt(Libvirt),
+    Libvirt(Box<Libvirt>),
     /// Start a VM in the background: its backend and QEMU
     Start(Start),
     /// Shut a VM down that `farside start` or libvirt started, and its backend
@@ -237,48 +238,27 @@ pub(crate) enum Pin {
 /// those that its backend serves, unless --device names them.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Qemu {
-    /// Name of the VM.
-    #[arg(long, value_name = "NAME")]
-    pub(crate) vm: Option<String>,
-    /// The VM's description (TOML); flags go before it.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) config: Option<PathBuf>,
-    /// Guest RAM, such as 512M or 4G [default: 2G].
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub(crate) memory: Option<u64>,
-    /// Virtual processors [default: 1].
-    #[arg(long, value_name = "N")]
-    pub(crate) cpus: Option<u32>,
-    /// Chipset [default: q35].
-    #[arg(long, value_enum)]
-    pub(crate) machine: Option<MachineArg>,
-    /// What runs the guest's instructions [default: auto].
-    #[arg(long, value_enum)]
-    pub(crate) accel: Option<AccelArg>,
-    /// Make guest RAM of huge pages of this size.
-    #[arg(long, value_enum, value_name = "SIZE")]
-    pub(crate) hugepages: Option<HugePagesArg>,
-    /// Boot OVMF: its program, and the VM's own copy of the variables.
-    #[arg(long, num_args = 2, value_names = ["CODE", "VARS"])]
-    pub(crate) ovmf: Option<Vec<PathBuf>>,
-    /// Give the VM this device, whether or not its backend runs yet.
-    #[arg(long = "device", value_name = "ID")]
-    pub(crate) devices: Vec<String>,
-    /// Boot from this device first.
-    #[arg(long, value_name = "ID")]
-    pub(crate) boot: Option<String>,
-    /// Root ports to leave free for hot plug [default: 2].
-    #[arg(long, value_name = "N")]
-    pub(crate) spare_ports: Option<u16>,
-    /// QEMU's program [default: qemu-system-x86_64].
-    #[arg(long, value_name = "PATH")]
-    pub(crate) qemu: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) vm: VmFlags,
+    /// What to print.
+    #[arg(long, value_enum, default_value = "shell", conflicts_with = "run")]
+    pub(crate) form: QemuForm,
     /// Start it instead of printing it.
     #[arg(long)]
     pub(crate) run: bool,
     /// More arguments for QEMU: disks, networks, consoles.
     #[arg(last = true, value_name = "QEMU ARGUMENTS")]
     pub(crate) extra: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QemuForm {
+    /// The command line, for a shell.
+    Shell,
+    /// A file for -readconfig; what that cannot say is in a comment at its top.
+    Readconfig,
+    /// JSON: the arguments, and those of -object and -device (or of QMP) alone.
+    Json,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -23,6 +23,7 @@ mod signals;
 mod status;
 mod text;
 mod units;
+mod vm_flags;
 mod waiting;
 
 use std::process::ExitCode;
@@ -61,8 +62,8 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Lend(lend) => lend::run(lend),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),
-        Verb::Qemu(qemu) => qemu::run(qemu),
-        Verb::Libvirt(libvirt) => libvirt::run(&libvirt),
+        Verb::Qemu(qemu) => qemu::run(*qemu),
+        Verb::Libvirt(libvirt) => libvirt::run(*libvirt),
         Verb::Start(start) => run::start(&start),
         Verb::Stop(stop) => run::stop(&stop),
         Verb::Attach(attach) => hotplug::attach(&attach),

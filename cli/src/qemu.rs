@@ -1,17 +1,18 @@
 //! `farside qemu`.
 
-use std::{os::unix::process::CommandExt, time::Duration};
+use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
 use farside_control::{Address, CallError, Client, paths};
 use farside_fabric::Size;
-use farside_qemu_configs::{QemuBinary, Vm};
-use farside_vm_config::{DeviceConfig, Flash, VmConfig};
+use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
+use farside_vm_config::DeviceConfig;
 
 use crate::{
-    args::{AccelArg, HugePagesArg, MachineArg, Qemu},
+    args::{Qemu, QemuForm},
     ram::ram_ranges,
     status,
+    vm_flags::{check_boot, name_of},
 };
 
 /// Bytes that a host can pin in a millisecond, if it is slow.
@@ -21,44 +22,15 @@ const PINNED_PER_MS: u64 = 1_000_000;
 const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 
 pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
-    let mut config = match &args.config {
-        Some(path) => VmConfig::load(path)?,
-        None => VmConfig::default(),
-    };
-    let name = args
-        .vm
-        .or(config.name.take())
-        .context("which VM? Name it with --vm NAME")?;
-    if !args.devices.is_empty() {
-        config.devices = args.devices.into_iter().map(DeviceConfig::from).collect();
-    } else if config.devices.is_empty() {
+    let mut config = args.vm.describe()?;
+    let name = name_of(&config)?;
+    if config.devices.is_empty() {
         let served = served(&name)?.devices.into_iter();
         config.devices = served.map(|(id, _)| DeviceConfig::from(id)).collect();
     }
-    config.boot = args.boot.or(config.boot);
-    if let Some(boot) = &config.boot
-        && !config.devices.iter().any(|device| device.id == *boot)
-    {
-        bail!(
-            "cannot boot from {boot}: VM {name} has the devices {}",
-            config.device_ids().join(", ")
-        );
-    }
-    config.memory = args.memory.or(config.memory);
-    config.cpus = args.cpus.or(config.cpus);
-    config.machine = args.machine.map(MachineArg::machine).or(config.machine);
-    config.accel = args.accel.map(AccelArg::accel).or(config.accel);
-    config.hugepages = args.hugepages.map(HugePagesArg::pages).or(config.hugepages);
-    if let Some([code, vars]) = args.ovmf.as_deref() {
-        config.ovmf = Some(Flash {
-            code: code.clone(),
-            vars: vars.clone(),
-        });
-    }
-    config.spare_ports = args.spare_ports.or(config.spare_ports);
+    check_boot(&name, &config)?;
     config.qemu_args.extend(args.extra);
-    let qemu = args.qemu.or(config.qemu.take());
-    let qemu = qemu.unwrap_or_else(|| DEFAULT_QEMU.into());
+    let qemu = config.qemu.take().unwrap_or_else(|| DEFAULT_QEMU.into());
     let vm = config.to_vm(&name);
 
     let command_line = vm.command_line(&qemu)?;
@@ -76,8 +48,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         }
     }
     if !args.run {
-        println!("{command_line}");
-        return Ok(());
+        return print(&vm, &command_line, args.form);
     }
     let probed = QemuBinary::probe(&qemu)?;
     log::info!("starting QEMU {} for VM {name}", probed.version());
@@ -96,6 +67,26 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     paths::create_folder(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))
+}
+
+fn print(vm: &Vm, command_line: &CommandLine, form: QemuForm) -> anyhow::Result<()> {
+    match form {
+        QemuForm::Shell => println!("{command_line}"),
+        QemuForm::Json => {
+            let form = vm.json_form(command_line)?;
+            println!("{}", serde_json::to_string_pretty(&form)?);
+        }
+        QemuForm::Readconfig => {
+            let program = &command_line.program;
+            let config = vm.read_config(program, Path::new(&format!("{}.cfg", vm.name)))?;
+            println!("# Save this as {}.cfg and start:", vm.name);
+            for line in config.command_line.to_string().lines() {
+                println!("#   {line}");
+            }
+            print!("\n{}", config.text);
+        }
+    }
+    Ok(())
 }
 
 /// What a VM's backend serves.

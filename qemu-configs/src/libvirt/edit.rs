@@ -359,7 +359,7 @@ impl<'e, 'a> Editor<'e, 'a> {
             return self.splices.replace(tag - "/>".len()..tag, &text);
         }
         let layout = self.layout.within(&source.text[source.inside(node)]);
-        let last = node.children().filter(Node::is_element).next_back();
+        let last = node.children().rfind(Node::is_element);
         let at = last.map_or(tag, |last| last.range().end);
         self.splices.insert(at, lines(&layout));
     }

@@ -1,0 +1,105 @@
+//! What VM: its description, and the flags that go before it.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, bail};
+use clap::Args as ClapArgs;
+use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_size, places};
+
+use crate::args::{AccelArg, HugePagesArg, MachineArg};
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct VmFlags {
+    /// Name of the VM. When this host has a description of it (vm/NAME.toml in
+    /// the configuration folder), that is used.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) vm: Option<String>,
+    /// The VM's description (TOML); flags go before it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Guest RAM, such as 512M or 4G [default: 2G].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    memory: Option<u64>,
+    /// Virtual processors [default: 1].
+    #[arg(long, value_name = "N")]
+    cpus: Option<u32>,
+    /// Chipset [default: q35].
+    #[arg(long, value_enum)]
+    machine: Option<MachineArg>,
+    /// What runs the guest's instructions [default: auto].
+    #[arg(long, value_enum)]
+    accel: Option<AccelArg>,
+    /// Make guest RAM of huge pages of this size.
+    #[arg(long, value_enum, value_name = "SIZE")]
+    hugepages: Option<HugePagesArg>,
+    /// Boot OVMF: its program, and the VM's own copy of the variables.
+    #[arg(long, num_args = 2, value_names = ["CODE", "VARS"])]
+    ovmf: Option<Vec<PathBuf>>,
+    /// Give the VM this device, whether or not its backend runs yet.
+    #[arg(long = "device", value_name = "ID")]
+    pub(crate) devices: Vec<String>,
+    /// Boot from this device first.
+    #[arg(long, value_name = "ID")]
+    boot: Option<String>,
+    /// Root ports to leave free for hot plug [default: 2].
+    #[arg(long, value_name = "N")]
+    spare_ports: Option<u16>,
+    /// QEMU's program [default: qemu-system-x86_64].
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
+}
+
+impl VmFlags {
+    /// The description: a file's, if one is named or this host has one of that
+    /// VM, with what the flags say.
+    pub(crate) fn describe(&self) -> anyhow::Result<VmConfig> {
+        let mut config = match (&self.config, &self.vm) {
+            (Some(path), _) => VmConfig::load(path)?,
+            (None, Some(vm)) if places::description(vm).exists() => VmConfig::of_vm(vm)?,
+            _ => VmConfig::default(),
+        };
+        config.name = self.vm.clone().or(config.name);
+        if !self.devices.is_empty() {
+            let known = std::mem::take(&mut config.devices);
+            let devices = self.devices.iter().map(|id| {
+                let known = known.iter().find(|device| device.id == *id).cloned();
+                known.unwrap_or_else(|| DeviceConfig::from(id.clone()))
+            });
+            config.devices = devices.collect();
+        }
+        config.boot = self.boot.clone().or(config.boot);
+        config.memory = self.memory.or(config.memory);
+        config.cpus = self.cpus.or(config.cpus);
+        config.machine = self.machine.map(MachineArg::machine).or(config.machine);
+        config.accel = self.accel.map(AccelArg::accel).or(config.accel);
+        config.hugepages = self.hugepages.map(HugePagesArg::pages).or(config.hugepages);
+        if let Some([code, vars]) = self.ovmf.as_deref() {
+            config.ovmf = Some(Flash {
+                code: code.clone(),
+                vars: vars.clone(),
+            });
+        }
+        config.spare_ports = self.spare_ports.or(config.spare_ports);
+        config.qemu = self.qemu.clone().or(config.qemu);
+        Ok(config)
+    }
+}
+
+/// The name of the VM that a description is of.
+pub(crate) fn name_of(config: &VmConfig) -> anyhow::Result<String> {
+    let name = config.name.clone();
+    name.context("which VM? Name it with --vm NAME")
+}
+
+/// Refuses to boot from a device that the VM does not have.
+pub(crate) fn check_boot(name: &str, config: &VmConfig) -> anyhow::Result<()> {
+    if let Some(boot) = &config.boot
+        && !config.devices.iter().any(|device| device.id == *boot)
+    {
+        bail!(
+            "cannot boot from {boot}: VM {name} has the devices {}",
+            config.device_ids().join(", ")
+        );
+    }
+    Ok(())
+}
