@@ -26,6 +26,7 @@ pub(super) enum Done {
     Window,
     Write(u64),
     Close,
+    Settle,
     End,
 }
 
@@ -102,6 +103,11 @@ impl Borrowable for Recorder {
     fn close(&mut self) -> Result<(), RemoteError> {
         self.bus_master = false;
         self.note(Done::Close);
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), RemoteError> {
+        self.note(Done::Settle);
         Ok(())
     }
 

@@ -174,8 +174,8 @@ impl Host {
     pub(super) fn wait_until_free(&self) {
         until("the device is free", || self.holder().is_none());
         let log = self.log();
-        let end = &log[log.len() - 2..];
-        assert_eq!(end, [Done::Close, Done::End], "{log:?}");
+        let end = &log[log.len() - 3..];
+        assert_eq!(end, [Done::Close, Done::Settle, Done::End], "{log:?}");
     }
 
     pub(super) fn log(&self) -> Vec<Done> {

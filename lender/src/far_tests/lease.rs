@@ -62,6 +62,7 @@ fn a_device_is_used_and_returned_without_any_descriptor() {
         Done::BusMaster,
         Done::Write(1),
         Done::Close,
+        Done::Settle,
         Done::End,
     ];
     assert_eq!(host.log(), done);

@@ -2,6 +2,7 @@
 //! some that break its rules.
 
 mod before_lease;
+mod handover;
 mod hostile;
 mod lease;
 mod peer;

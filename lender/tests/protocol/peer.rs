@@ -37,6 +37,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
 /// A lender that runs as long as this lives.
 pub struct Running {
     dir: tempfile::TempDir,
+    config: Config,
     /// Its socket, and a TCP port of this host.
     pub addresses: Vec<Address>,
     stop: Wakeup,
@@ -56,24 +57,35 @@ impl Running {
             id: format!("dma{n}"),
             source: Model::dma_test().into(),
         });
-        let lender = Lender::start(Config {
+        let config = Config {
             name: "test".into(),
+            state: Some(dir.path().join("lender.json")),
             socket: dir.path().join("lender.sock"),
             listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
             fabric,
             device: device.collect(),
             ..Config::default()
-        })
-        .unwrap();
+        };
+        let lender = Lender::start(config.clone()).unwrap();
         let stop = lender.stop_handle();
         let addresses = lender.addresses();
         let thread = std::thread::spawn(move || lender.run().unwrap());
         Self {
             dir,
+            config,
             addresses,
             stop,
             thread: Some(thread),
         }
+    }
+
+    /// Another lender in its place, which finds the file that it left.
+    pub fn restart(&mut self) {
+        self.stop();
+        let lender = Lender::start(self.config.clone()).unwrap();
+        self.stop = lender.stop_handle();
+        self.addresses = lender.addresses();
+        self.thread = Some(std::thread::spawn(move || lender.run().unwrap()));
     }
 
     pub fn socket(&self) -> std::path::PathBuf {
@@ -215,13 +227,22 @@ impl Peer {
     }
 
     pub fn borrow(&mut self, device: &str) -> Result<Channel, RemoteError> {
+        self.borrow_under(device, None)
+    }
+
+    /// As a VM that was moved, which has a fence.
+    pub fn borrow_under(
+        &mut self,
+        device: &str,
+        fence: Option<Epoch>,
+    ) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
         let device = device.to_owned();
         self.post(
             Request::Borrow {
                 device,
                 route: Route::Memory,
-                fence: None,
+                fence,
             },
             &[sram.as_fd()],
         );

@@ -1,0 +1,178 @@
+//! A VM goes to another host, and takes its device from this one.
+
+use std::os::{fd::AsFd, unix::fs::FileExt};
+
+use farside_control::{Client, Epoch, ErrorKind, Request};
+use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
+
+use crate::peer::{DEVICE, Peer, Running, memory, write};
+
+const FAR: u64 = 64 << 30;
+
+fn tool(lender: &Running) -> Client {
+    Client::connect(&lender.socket().into(), None).unwrap()
+}
+
+fn hand_over(lender: &Running, migration: &str, supersedes: Option<Epoch>) -> Epoch {
+    tool(lender)
+        .hand_over(DEVICE, "a", migration, supersedes)
+        .unwrap()
+}
+
+/// Why `vm`, showing `fence`, is not lent the device.
+fn refusal(lender: &Running, vm: &str, fence: Option<Epoch>) -> (ErrorKind, String) {
+    let error = lender
+        .hello(vm)
+        .borrow_under(DEVICE, fence)
+        .expect_err("it is lent");
+    (error.kind, error.message)
+}
+
+fn borrow(lender: &Running, fence: Option<Epoch>) -> (Peer, farside_control::Channel) {
+    let mut peer = lender.hello("a");
+    let registers = peer.borrow_under(DEVICE, fence).unwrap();
+    (peer, registers)
+}
+
+#[test]
+fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
+    let lender = Running::new();
+    let ram = memory(MAX_LENGTH.into());
+    let (mut old, mut registers) = lender.borrow(DEVICE, "a");
+    let old_epoch = old.epoch;
+    old.open(&ram, 0, FAR, MAX_LENGTH.into());
+    for (at, len, value) in [
+        (reg::DST, 8, 0),
+        (reg::LENGTH, 4, MAX_LENGTH.into()),
+        (reg::PATTERN, 4, 0xffff_ffff),
+        (reg::COMMAND, 4, Command::Fill as u64),
+    ] {
+        write(&mut registers, 0, at, len, value);
+    }
+    let fence = hand_over(&lender, "m1", None);
+    assert!(fence > old_epoch);
+    // DMA has ended by now.
+    let marks = vec![0x5a; MAX_LENGTH as usize];
+    ram.write_all_at(&marks, 0).unwrap();
+    old.expect_closed();
+    assert!(
+        registers
+            .receive::<farside_control::registers::Event>(crate::peer::DEADLINE)
+            .is_err()
+    );
+    lender.wait_until_free(DEVICE);
+
+    // A new connection, under the old lease or a new one.
+    let mut again = lender.hello("a");
+    again.epoch = old_epoch;
+    let map = Request::FarMap {
+        far: FAR,
+        len: 4096,
+        offset: 0,
+        writable: true,
+    };
+    assert!(again.call(map, &[ram.as_fd()]).is_err());
+    for shown in [None, Some(old_epoch), Some(Epoch(fence.0 - 1))] {
+        let (kind, message) = refusal(&lender, "a", shown);
+        assert_eq!(kind, ErrorKind::Fenced);
+        for word in [DEVICE, "VM a", "moved", "m1", &fence.to_string()] {
+            assert!(message.contains(word), "no {word:?} in {message}");
+        }
+    }
+    let mut found = vec![0; MAX_LENGTH as usize];
+    ram.read_exact_at(&mut found, 0).unwrap();
+    assert!(found == marks, "the old lease writes on");
+
+    let (new, _registers) = borrow(&lender, Some(fence));
+    assert!(new.epoch > fence);
+}
+
+#[test]
+fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
+    let lender = Running::new();
+    let fence = hand_over(&lender, "m1", None);
+    let (kind, message) = refusal(&lender, "b", None);
+    assert_eq!(kind, ErrorKind::Busy);
+    for word in ["reserved for VM a", "--resume a", "--end-reservation dma0"] {
+        assert!(message.contains(word), "no {word:?} in {message}");
+    }
+    let entry = lender.status(DEVICE).entry;
+    let reservation = entry.reservation().expect("it is shown");
+    assert_eq!((&*reservation.vm, reservation.epoch), ("a", fence));
+    let (mut new, _registers) = borrow(&lender, Some(fence));
+    new.call(Request::Return, &[]).unwrap();
+    assert!(lender.hello("b").borrow(DEVICE).is_ok());
+    lender.wait_until_free(DEVICE);
+
+    let fence = hand_over(&lender, "m2", Some(fence));
+    assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
+    tool(&lender).end_reservation(DEVICE).unwrap();
+    assert!(lender.hello("b").borrow(DEVICE).is_ok());
+    lender.wait_until_free(DEVICE);
+    assert_eq!(refusal(&lender, "a", None).0, ErrorKind::Fenced);
+    borrow(&lender, Some(fence));
+}
+
+#[test]
+fn asking_again_changes_nothing_and_a_rival_is_refused() {
+    let lender = Running::new();
+    let fence = hand_over(&lender, "m1", None);
+    let (mut new, _registers) = borrow(&lender, Some(fence));
+    assert_eq!(hand_over(&lender, "m1", None), fence);
+    new.call(Request::EnableBusMaster, &[])
+        .expect("the new lease is left alone");
+    for supersedes in [None, Some(Epoch(fence.0 - 1))] {
+        let rival = tool(&lender)
+            .hand_over(DEVICE, "a", "m2", supersedes)
+            .unwrap_err()
+            .to_string();
+        assert!(rival.contains("m1") && rival.contains("m2"), "{rival}");
+    }
+    new.call(Request::EnableBusMaster, &[]).unwrap();
+    // One that follows takes it.
+    let next = hand_over(&lender, "m2", Some(fence));
+    assert!(next > new.epoch);
+    new.expect_closed();
+    // The first does not come back.
+    assert!(tool(&lender).hand_over(DEVICE, "a", "m1", None).is_err());
+}
+
+#[test]
+fn a_device_that_another_vm_has_is_not_handed_over() {
+    let lender = Running::new();
+    let (mut other, _registers) = lender.borrow(DEVICE, "b");
+    let error = tool(&lender)
+        .hand_over(DEVICE, "a", "m1", None)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("borrowed by VM b"), "{error}");
+    other.call(Request::EnableBusMaster, &[]).unwrap();
+    drop(other);
+    lender.wait_until_free(DEVICE);
+    // Nothing of it is left.
+    borrow(&lender, None);
+}
+
+#[test]
+fn a_restarted_lender_knows_of_it() {
+    let mut lender = Running::new();
+    let fence = hand_over(&lender, "m1", None);
+    lender.restart();
+    assert_eq!(refusal(&lender, "a", None).0, ErrorKind::Fenced);
+    assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
+    assert_eq!(hand_over(&lender, "m1", None), fence);
+    let (peer, _registers) = borrow(&lender, Some(fence));
+    assert!(peer.epoch > fence);
+}
+
+#[test]
+fn ids_that_make_no_sense_are_refused() {
+    let lender = Running::new();
+    let long = "x".repeat(65);
+    for (vm, migration) in [("a", ""), ("a", "a b"), ("a", &*long), ("../a", "m1")] {
+        let asked = tool(&lender).hand_over(DEVICE, vm, migration, None);
+        assert!(asked.is_err(), "{vm:?} {migration:?}");
+    }
+    assert!(tool(&lender).hand_over("dma9", "a", "m1", None).is_err());
+    borrow(&lender, None);
+}
