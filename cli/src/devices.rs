@@ -28,9 +28,12 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     let rows: Vec<Vec<String>> = listed
         .into_iter()
         .map(|Listed { lender, device }| {
+            let reserved = device.reservation().map(|fence| {
+                format!("reserved for VM {} (migration {})", fence.vm, fence.migration)
+            });
             let used_by = match device.borrowed_by {
                 Some(by) => format!("VM {} (epoch {}, {} s)", by.vm, by.epoch, by.seconds),
-                None => "-".into(),
+                None => reserved.unwrap_or_else(|| "-".into()),
             };
             vec![device.id, lender, device.source, device.summary, used_by]
         })
