@@ -29,7 +29,10 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
         .into_iter()
         .map(|Listed { lender, device }| {
             let reserved = device.reservation().map(|fence| {
-                format!("reserved for VM {} (migration {})", fence.vm, fence.migration)
+                format!(
+                    "reserved for VM {} (migration {})",
+                    fence.vm, fence.migration
+                )
             });
             let used_by = match device.borrowed_by {
                 Some(by) => format!("VM {} (epoch {}, {} s)", by.vm, by.epoch, by.seconds),

@@ -66,7 +66,9 @@ fn described(folder: &Path) -> anyhow::Result<Vec<String>> {
     let mut vms = Vec::new();
     for entry in entries {
         let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "toml")
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "toml")
             && let Some(vm) = path.file_stem().and_then(|stem| stem.to_str())
         {
             vms.push(vm.to_owned());
