@@ -71,12 +71,17 @@ pub(crate) fn test(more: &[String]) -> Result<ExitCode> {
 pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
+    command.current_dir(workspace());
+    command
+}
+
+/// The folder of this workspace.
+pub(crate) fn workspace() -> PathBuf {
     // Cargo says at run time where the checkout is: the path of the build may
     // be another one's that shared the target folder.
     let xtask =
         std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    command.current_dir(Path::new(&xtask).join(".."));
-    command
+    Path::new(&xtask).join("..")
 }
 
 /// One of cargo's messages, as far as it matters here.

@@ -6,14 +6,14 @@
 use std::{
     fs::{self, File},
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::{
     args::{Deb, DebProfile},
-    cargo::{Profile, build_product, cargo},
+    cargo::{Profile, build_product, cargo, workspace},
 };
 
 /// The version of cargo-deb that is installed where there is none: what it makes
@@ -36,50 +36,56 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
              Debian and Ubuntu: `apt-get install {package}`"
         );
     }
-    let (profile, name) = match args.profile {
-        DebProfile::Release => (Profile::Release, "release"),
-        DebProfile::Dev => (Profile::Dev, "dev"),
-    };
-    let program = build_product(profile)?;
-    let built = program.parent().context("the program is in no folder")?;
-    make_files(&program, &built.join("deb"))?;
+    let program = build_product(match args.profile {
+        DebProfile::Release => Profile::Release,
+        DebProfile::Dev => Profile::Dev,
+    })?;
+    let target = program
+        .ancestors()
+        .nth(2)
+        .context("the program is in no target folder")?;
+    // A target folder to cargo-deb, with all that is to be packed in it: it
+    // refuses programs of the profile `dev` otherwise.
+    let staged = target.join("deb");
+    stage(&program, &staged.join("release"))?;
 
-    let target = built.parent().context("the program is in no folder")?;
-    let cargo_deb = cargo_deb(&target.join("tools"))?;
-    let mut command = cargo();
-    let manifest = command
-        .get_current_dir()
-        .unwrap_or(Path::new("."))
-        .join("cli/Cargo.toml");
-    command = Command::new(cargo_deb);
+    let mut command = Command::new(cargo_deb(&target.join("tools"))?);
     command
-        .args(["--no-build", "--strip", "--profile", name])
-        .arg("--manifest-path")
-        .arg(manifest)
-        .env("CARGO_TARGET_DIR", target);
+        .args(["--no-build", "--strip", "--manifest-path"])
+        .arg(workspace().join("cli/Cargo.toml"))
+        .env("CARGO_TARGET_DIR", &staged);
     if let Some(output) = &args.output {
         command.arg("--output").arg(output);
     }
     succeed(&mut command)
 }
 
-/// Man pages and completions, in `folder`.
-fn make_files(program: &Path, folder: &Path) -> Result<()> {
+/// Puts program, man pages and completions into `folder`.
+fn stage(program: &Path, folder: &Path) -> Result<()> {
     // Pages of verbs that are no more are not to be packed.
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
     }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let man = Command::new(program)
-        .arg("man")
-        .arg(folder.join("man"))
-        .output()
-        .context("running farside man")?;
-    ensure!(
-        man.status.success(),
-        "farside man: {}",
-        String::from_utf8_lossy(&man.stderr)
-    );
+    fs::copy(program, folder.join("farside"))
+        .with_context(|| format!("copying {}", program.display()))?;
+    let man = folder.join("man");
+    succeed(
+        Command::new(program)
+            .arg("man")
+            .arg(&man)
+            .stdout(Stdio::null()),
+    )?;
+    let pages: Vec<PathBuf> = fs::read_dir(&man)
+        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
+        .with_context(|| format!("listing {}", man.display()))?;
+    // As Debian's policy has it, and without a date, so that the same pages make
+    // the same package.
+    succeed(
+        Command::new("gzip")
+            .args(["--best", "--no-name"])
+            .args(pages),
+    )?;
     for (shell, name) in COMPLETIONS {
         let path = folder.join(name);
         let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -125,8 +131,6 @@ fn succeed(command: &mut Command) -> Result<()> {
     let status = command
         .status()
         .with_context(|| format!("running {program}"))?;
-    if !status.success() {
-        bail!("{program} failed ({status})");
-    }
+    ensure!(status.success(), "{program} failed ({status})");
     Ok(())
 }

@@ -1,0 +1,197 @@
+//! Lender and backend under a real systemd.
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{
+    machine::Machine,
+    stage::{Stage, install},
+};
+
+const LENDER: &str = "farside-lender.service";
+const LENDER_SOCKET: &str = "farside-lender.socket";
+const BACKEND: &str = "farside@web1.service";
+const BACKEND_SOCKET: &str = "farside@web1.socket";
+
+pub fn systemd_starts_restarts_and_ends_lender_and_backend(stage: &Stage) -> Result<()> {
+    let inside = stage.enter()?;
+    install(&inside)?;
+    let machine = Machine::boot(&inside)?;
+    drop(inside);
+    scenes(&machine).with_context(|| machine.story())?;
+    machine.end()
+}
+
+fn scenes(machine: &Machine) -> Result<()> {
+    machine.sh(
+        "cp /usr/share/doc/farside/examples/lender.toml /etc/farside/
+         cp /usr/share/doc/farside/examples/vm.toml /etc/farside/vm/web1.toml
+         echo 'socket-group = \"games\"' >> /etc/farside/vm/web1.toml
+         install -o farside -g farside -m 600 /dev/null /var/lib/farside/disk0.img
+         truncate -s 64M /var/lib/farside/disk0.img
+         systemctl daemon-reload",
+    )?;
+    by_sockets(machine)?;
+    admits_the_group(machine)?;
+    comes_back(machine)?;
+    ends(machine)?;
+    foreign_sockets_are_refused(machine)?;
+    without_sockets(machine)?;
+    purged_while_it_runs(machine)
+}
+
+/// Nothing runs until somebody connects; then what is needed does, and is ready.
+fn by_sockets(machine: &Machine) -> Result<()> {
+    machine.sh(&format!("systemctl start {LENDER_SOCKET} {BACKEND_SOCKET}"))?;
+    for unit in [LENDER, BACKEND] {
+        let state = machine.show(unit, "ActiveState")?;
+        ensure!(state == "inactive", "{unit} is {state} before it is asked");
+    }
+    let status = machine.sh("farside status --vm web1")?;
+    ensure!(
+        status.contains("web1") && status.contains("disk0"),
+        "{status}"
+    );
+    for (unit, says) in [
+        (LENDER, "lending at /run/farside/lender.sock"),
+        (BACKEND, "serving disk0 to VM web1"),
+    ] {
+        // It is active only when it has said that it is ready.
+        ensure!(machine.show(unit, "Type")? == "notify", "{unit}");
+        let state = machine.show(unit, "ActiveState")?;
+        ensure!(state == "active", "{unit} is {state} and answers");
+        let text = machine.show(unit, "StatusText")?;
+        ensure!(text == says, "{unit} says {text:?}");
+        let pid = machine.show(unit, "MainPID")?;
+        let process = machine.sh(&format!("cat /proc/{pid}/status /proc/{pid}/limits"))?;
+        let uid = machine.sh("id -u farside")?;
+        ensure!(
+            process.contains(&format!("Uid:\t{0}\t{0}\t{0}", uid.trim()))
+                && process.contains("CapBnd:\t0000000000000000"),
+            "{unit} is no unprivileged user's: {process}"
+        );
+        let locked = process.lines().find(|line| line.contains("Max locked"));
+        ensure!(
+            locked.is_some_and(|line| line.contains("unlimited")),
+            "{unit}: {locked:?}"
+        );
+    }
+    Ok(())
+}
+
+/// QEMU of another user gets in by its group, and only so.
+fn admits_the_group(machine: &Machine) -> Result<()> {
+    let modes = machine.sh("stat -c '%n %U:%G %a' /run/farside/vm/web1/*.sock \
+         /run/farside/lender.sock")?;
+    ensure!(
+        modes.contains("/disk0.sock farside:games 660")
+            && modes.contains("/lender.sock farside:farside 600"),
+        "{modes}"
+    );
+    let connect = "env FARSIDE_RUNTIME_DIR=/run/farside farside status --vm web1";
+    let member = format!("setpriv --reuid=nobody --regid=games --clear-groups {connect}");
+    let stranger = format!("setpriv --reuid=nobody --regid=nogroup --clear-groups {connect}");
+    machine.sh(&member)?;
+    let said = machine.sh(&format!("{stranger} 2>&1 && echo connected || true"))?;
+    ensure!(
+        said.contains("ermission denied") && !said.contains("connected"),
+        "{said}"
+    );
+    Ok(())
+}
+
+/// A backend that is killed is there again, at the same sockets.
+fn comes_back(machine: &Machine) -> Result<()> {
+    let socket = "stat -c %i /run/farside/vm/web1/disk0.sock";
+    let before = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
+    machine.sh(&format!("kill -KILL {}", before.0))?;
+    // The socket never went: this waits in it.
+    machine.sh("until farside status --vm web1 > /dev/null 2>&1; do :; done")?;
+    let after = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
+    ensure!(
+        before.0 != after.0 && before.1 == after.1,
+        "process and socket were {before:?}, are {after:?}"
+    );
+    let restarts = machine.show(BACKEND, "NRestarts")?;
+    ensure!(restarts == "1", "{restarts} restarts");
+    Ok(())
+}
+
+fn ends(machine: &Machine) -> Result<()> {
+    machine.sh(&format!("systemctl stop {BACKEND_SOCKET}"))?;
+    for unit in [BACKEND, BACKEND_SOCKET] {
+        let (state, result) = (
+            machine.show(unit, "ActiveState")?,
+            machine.show(unit, "Result")?,
+        );
+        ensure!(
+            state == "inactive" && result == "success",
+            "{unit}: {state}, {result}"
+        );
+    }
+    nothing_is_left_of_web1(machine)
+}
+
+fn nothing_is_left_of_web1(machine: &Machine) -> Result<()> {
+    let left = machine.sh("ls -A /run/farside/vm")?;
+    ensure!(left.is_empty(), "left in /run/farside/vm: {left}");
+    Ok(())
+}
+
+/// A socket unit that was made for other devices.
+fn foreign_sockets_are_refused(machine: &Machine) -> Result<()> {
+    machine.sh(&format!(
+        "sed -i 's/\"disk0\"/\"disk0\", \"disk9\"/' /etc/farside/vm/web1.toml
+         systemctl daemon-reload
+         systemctl start {BACKEND_SOCKET}
+         sed -i 's/, \"disk9\"//' /etc/farside/vm/web1.toml"
+    ))?;
+    let said = machine.sh(&format!(
+        "systemctl start {BACKEND} 2>&1 && echo started
+         systemctl stop {BACKEND_SOCKET} {BACKEND} 2>&1
+         journalctl --no-pager -u {BACKEND} | tail -n 30"
+    ))?;
+    ensure!(
+        said.contains("listens at /run/farside/vm/web1/disk9.sock")
+            && said.contains("daemon-reload")
+            && !said.contains("started\n"),
+        "{said}"
+    );
+    machine.sh(&format!(
+        "systemctl daemon-reload; systemctl reset-failed {BACKEND} || true"
+    ))?;
+    Ok(())
+}
+
+/// The service alone makes its sockets, and removes them.
+fn without_sockets(machine: &Machine) -> Result<()> {
+    // It may give its sockets only to groups that it is in.
+    let unit = "/etc/systemd/system/farside@web1.service.d/group.conf";
+    machine.sh(&format!(
+        "mkdir -p $(dirname {unit})
+         printf '[Service]\\nSupplementaryGroups=games\\n' > {unit}
+         systemctl daemon-reload
+         systemctl start {BACKEND}
+         farside status --vm web1"
+    ))?;
+    let modes = machine.sh("stat -c '%n %G %a' /run/farside/vm/web1 /run/farside/vm/web1/*")?;
+    ensure!(
+        modes.contains("/vm/web1 games 710")
+            && modes.contains("/disk0.sock games 660")
+            && modes.contains("/status farside 600"),
+        "{modes}"
+    );
+    machine.sh(&format!("systemctl stop {BACKEND}"))?;
+    nothing_is_left_of_web1(machine)
+}
+
+fn purged_while_it_runs(machine: &Machine) -> Result<()> {
+    machine.sh(&format!("systemctl start {BACKEND_SOCKET} {BACKEND}"))?;
+    machine.sh("dpkg --purge farside 2>&1")?;
+    let left = machine.sh("pgrep -l farside || true; ls -d /run/farside 2>/dev/null || true")?;
+    ensure!(left.is_empty(), "left after purge: {left}");
+    let units = machine.sh("systemctl list-units --no-legend --plain 'farside*'")?;
+    ensure!(units.is_empty(), "units after purge: {units}");
+    // What the user stored is the user's.
+    machine.sh("test -e /var/lib/farside/disk0.img && test -e /etc/farside/vm/web1.toml")?;
+    Ok(())
+}

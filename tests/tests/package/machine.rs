@@ -1,0 +1,129 @@
+//! A VM that boots from a Debian root, with systemd as its first process and the
+//! test bed's agent as one of its services.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::{Inside, Vm};
+use farside_tests::{BOOT, testbed};
+use tempfile::TempDir;
+
+use crate::stage::sh;
+
+/// Replaces the test bed's own first process: mounts the disk and hands over to
+/// what is on it. The agent goes along.
+const SWITCH: &str = "\
+#!/bin/sh
+b=/usr/bin/busybox
+$b mkdir -p /proc /sys /dev /disk
+$b mount -t proc proc /proc
+$b mount -t sysfs sysfs /sys
+$b mount -t devtmpfs devtmpfs /dev
+for module in $($b cat /etc/farside/modules); do $b insmod $module 2>/dev/null; done
+$b modprobe virtio_blk
+$b modprobe ext4
+until [ -b /dev/vda ]; do :; done
+$b mount -t ext4 /dev/vda /disk || exec $b sh
+$b cp /init /disk/usr/local/bin/guest-agent
+$b umount /proc /sys
+exec $b switch_root /disk /usr/lib/systemd/systemd
+";
+
+const AGENT: &str = "\
+[Service]
+ExecStart=/usr/local/bin/guest-agent serve
+Environment=PATH=/usr/sbin:/usr/bin HOME=/root LC_ALL=C.UTF-8
+";
+
+/// Room on the disk; the image is sparse.
+const DISK: &str = "1G";
+
+/// For a command in the guest.
+const SOON: Duration = Duration::from_secs(120);
+
+pub struct Machine {
+    vm: Vm,
+    _disk: TempDir,
+}
+
+impl Machine {
+    /// Boots a copy of what is inside.
+    pub fn boot(inside: &Inside) -> Result<Self> {
+        // udev, which says that a console is there, is not: nothing to wait for.
+        sh(
+            inside,
+            &format!(
+                "printf '{}' > /etc/systemd/system/guest-agent.service
+                 mkdir -p /etc/systemd/system/multi-user.target.wants
+                 ln -s ../guest-agent.service /etc/systemd/system/multi-user.target.wants/
+                 systemd-machine-id-setup
+                 mkdir /tmp/disk && mount --bind / /tmp/disk",
+                AGENT.replace('\n', "\\n")
+            ),
+        )?;
+        let folder = tempfile::tempdir().context("creating a folder")?;
+        let image: PathBuf = folder.path().join("root.img");
+        let made = testbed()?
+            .tool("mke2fs")
+            .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
+            .arg(inside.path("/tmp/disk"))
+            .arg(&image)
+            .arg(DISK)
+            .output()
+            .context("running mke2fs")?;
+        ensure!(
+            made.status.success(),
+            "mke2fs: {}",
+            String::from_utf8_lossy(&made.stderr)
+        );
+        let vm = testbed()?
+            .vm("package")
+            .memory(1 << 30)
+            .file("/switch", 0o755, SWITCH)
+            .append("rdinit=/switch systemd.getty_auto=no systemd.show_status=no")
+            .arg("-drive")
+            .arg(format!(
+                "file={},format=raw,if=none,id=root,cache=unsafe",
+                image.display()
+            ))
+            .args(["-device", "virtio-blk-pci,drive=root"])
+            .launch()?;
+        let machine = Self { vm, _disk: folder };
+        machine
+            .vm
+            .wait_agent(BOOT)
+            .with_context(|| machine.story())?;
+        Ok(machine)
+    }
+
+    /// Runs a shell command that has to succeed, and returns what it printed.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        self.vm
+            .exec_ok(script, SOON)
+            .with_context(|| format!("in the guest: {script}"))
+    }
+
+    /// A property of a unit.
+    pub fn show(&self, unit: &str, property: &str) -> Result<String> {
+        let value = self.sh(&format!("systemctl show --value -p {property} {unit}"))?;
+        Ok(value.trim().to_owned())
+    }
+
+    /// What to read when a test fails.
+    pub fn story(&self) -> String {
+        let journal = self
+            .vm
+            .exec("journalctl --no-pager -b -u 'farside*' | tail -n 60", SOON)
+            .map(|output| output.stdout)
+            .unwrap_or_default();
+        let serial = self.vm.serial_log();
+        let lines: Vec<&str> = serial.lines().collect();
+        let end = &lines[lines.len().saturating_sub(30)..];
+        format!("journal:\n{journal}\nconsole:\n{}", end.join("\n"))
+    }
+
+    /// Powers the VM off; all that was written goes with it.
+    pub fn end(self) -> Result<()> {
+        self.vm.kill()
+    }
+}

@@ -1,0 +1,47 @@
+//! The Debian package, installed by dpkg in a clean Debian root, and used by
+//! systemd in a VM that boots from that root. Needs root and mmdebstrap; skipped
+//! where they are missing.
+//!
+//! - [`installed`]: what the package brings, and that it goes without a trace;
+//! - [`booted`]: units, sockets and restarts under a real systemd.
+
+mod booted;
+mod installed;
+mod machine;
+mod stage;
+
+use farside_testbed::DebianRoot;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+use stage::Stage;
+
+type Test = fn(&Stage) -> anyhow::Result<()>;
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    // They share the processors that the guest is emulated by.
+    args.test_threads.get_or_insert(1);
+    let tests: [(&str, Test); 2] = [
+        (
+            "installed::it_brings_what_is_needed_and_goes_without_a_trace",
+            installed::it_brings_what_is_needed_and_goes_without_a_trace,
+        ),
+        (
+            "booted::systemd_starts_restarts_and_ends_lender_and_backend",
+            booted::systemd_starts_restarts_and_ends_lender_and_backend,
+        ),
+    ];
+    let trials = tests.map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    libtest_mimic::run(&args, trials.into()).exit();
+}
+
+fn run(test: Test) -> Result<Completion, Failed> {
+    if let Some(why) = DebianRoot::missing() {
+        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+    }
+    Stage::shared()
+        .and_then(test)
+        .map(|()| Completion::Completed)
+        .map_err(|error| format!("{error:#}").into())
+}
