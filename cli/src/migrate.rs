@@ -1,12 +1,13 @@
 //! `farside migrate`.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use clap::{ArgGroup, Args as ClapArgs};
 use farside_control::{Address, Client, paths};
 use farside_migration::{
-    Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell, claim, forget, resume_here,
-    serve_agent,
+    Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell, claim, forget,
+    live::{Live, address_for},
+    resume_here, serve_agent,
 };
 
 use crate::text::table;
@@ -32,6 +33,15 @@ pub(crate) struct Migrate {
     /// runs on here and nothing has changed.
     #[arg(long, value_name = "SECONDS", default_value_t = 120, requires = "vm")]
     shutdown_timeout: u64,
+    /// Let the guest run on meanwhile: it lets go of its devices, QEMU moves it, and
+    /// it gets them back there. Its other disks must be seen by both hosts.
+    #[arg(long, requires = "vm")]
+    live: bool,
+    /// With --live, the address of the other host at which its QEMU takes the guest
+    /// [default: that of HOST, if it is of a private network: what QEMU sends is not
+    /// encrypted].
+    #[arg(long, value_name = "ADDRESS", requires = "live")]
+    migrate_address: Option<IpAddr>,
     /// Go on with a migration that was cut off.
     #[arg(long, value_name = "VM", group = "what")]
     resume: Option<String>,
@@ -64,6 +74,18 @@ pub(crate) struct Migrate {
 }
 
 impl Migrate {
+    /// What --live asks for.
+    fn live(&self, to: &str) -> anyhow::Result<Option<Live>> {
+        if !self.live {
+            return Ok(None);
+        }
+        let address = match self.migrate_address {
+            Some(address) => address,
+            None => address_for(to)?,
+        };
+        Ok(Some(Live { address }))
+    }
+
     fn rsh(&self) -> Option<String> {
         let from_environment = || std::env::var("FARSIDE_RSH").ok();
         self.rsh
@@ -117,6 +139,7 @@ fn forward(args: &Migrate, vm: &str, to: &str) -> anyhow::Result<()> {
         to: to.to_owned(),
         shell: args.rsh(),
         shutdown_timeout: Duration::from_secs(args.shutdown_timeout),
+        live: args.live(to)?,
     };
     let shell = Shell::new(plan.shell.as_deref())?;
     let manifest = plan.manifest(&LocalHost)?;

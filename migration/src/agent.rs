@@ -34,9 +34,10 @@ fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<(
     let vm = match request {
         Request::Hello(_) | Request::Check(_) => return Ok(()),
         Request::Prepare(journal) | Request::Install(journal) => &journal.vm,
-        Request::Start { vm, .. } | Request::Finish { vm, .. } | Request::StopThere { vm, .. } => {
-            vm
-        }
+        Request::Listen { vm, .. }
+        | Request::Start { vm, .. }
+        | Request::Finish { vm, .. }
+        | Request::StopThere { vm, .. } => vm,
     };
     if locked.as_ref().is_some_and(|(held, _)| held == vm) {
         return Ok(());

@@ -6,7 +6,7 @@ use farside_control::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,
-    RunState, Step,
+    RunState, Step, live::Live,
 };
 
 /// A host that answers what the other one asks of it.
@@ -36,6 +36,12 @@ impl<'a> Arrival<'a> {
             Request::Prepare(journal) => self.prepare(*journal),
             Request::Install(journal) => self.install(&journal),
             Request::Start { id, vm } => self.until(&id, &vm, Step::Finish),
+            Request::Listen { id, vm, live } => {
+                return match self.listen(&id, &vm, &live) {
+                    Ok(uri) => Reply::Listening(uri),
+                    Err(error) => Reply::Failed(error),
+                };
+            }
             Request::Finish { id, vm } => self.until(&id, &vm, Step::Done),
             Request::StopThere { id, vm } => self.stop(&id, &vm),
         };
@@ -140,6 +146,17 @@ impl<'a> Arrival<'a> {
         self.advance(ours, end)
     }
 
+    fn listen(&self, id: &str, vm: &str, live: &Live) -> Result<String> {
+        let ours = self.ours(id, vm)?;
+        if ours.step != Step::Start {
+            return Err(Error::journal(format!(
+                "VM {vm} is not about to start there (migration {id}, {})",
+                ours.step
+            )));
+        }
+        self.host.listen(vm, live.address)
+    }
+
     /// The journal of a migration that is not being undone.
     fn ours(&self, id: &str, vm: &str) -> Result<Journal> {
         match self.host.journal(vm)? {
@@ -198,6 +215,12 @@ impl<'a> Arrival<'a> {
         if ours.step == Step::Done {
             return Err(Error::refused(format!(
                 "VM {vm} has arrived there, and that is over: move it back with `farside migrate {vm} --to` from there"
+            )));
+        }
+        // To end a guest that was moved alive would lose what it has in memory.
+        if ours.live.is_some() && self.host.run_state(vm)? == RunState::Running {
+            return Err(Error::refused(format!(
+                "VM {vm} has arrived there and runs: let it go on, and move it back from there"
             )));
         }
         let installed = ours.has_begun(Step::Install);

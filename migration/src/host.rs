@@ -3,12 +3,12 @@
 //! [`crate::LocalHost`] is the host that this process runs on. Tests have one of their
 //! own, in which the process can end at every call.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use farside_control::{Address, Epoch, Fence, Fences};
 use serde::{Deserialize, Serialize};
 
-use crate::{Identity, Journal, Reply, Request, Result};
+use crate::{Error, Identity, Journal, Reply, Request, Result, live::Report};
 
 /// What describes a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,6 +109,24 @@ pub trait Host {
     /// Whether this host has what the description names: programs, files.
     fn check(&self, vm: &str, description: &Description) -> Result<()>;
 
+    /// Whether the guest was sent away by [`Host::send`], and stands still here.
+    fn was_sent(&self, vm: &str) -> Result<Option<Report>> {
+        Err(not_live(vm))
+    }
+
+    /// Has the VM's QEMU wait for a guest at this address. Returns where, as QEMU
+    /// takes it.
+    fn listen(&self, vm: &str, address: IpAddr) -> Result<String> {
+        let _ = address;
+        Err(not_live(vm))
+    }
+
+    /// Has the VM's QEMU send its guest there. When this fails, it runs on here.
+    fn send(&self, vm: &str, uri: &str) -> Result<Report> {
+        let _ = uri;
+        Err(not_live(vm))
+    }
+
     /// Asks a lender for a handover; see [`farside_control::Request::Handover`].
     fn hand_over(
         &self,
@@ -118,6 +136,10 @@ pub trait Host {
         migration: &str,
         supersedes: Option<Epoch>,
     ) -> Result<Epoch>;
+}
+
+fn not_live(vm: &str) -> Error {
+    Error::refused(format!("VM {vm} cannot be moved live by this host"))
 }
 
 /// The other host.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::{Description, Error, Result, Step};
+use crate::{Description, Error, Result, Step, live::Live};
 
 /// The version of the manifest.
 pub const MANIFEST_VERSION: u32 = 1;
@@ -47,6 +47,9 @@ pub struct Journal {
     pub description: Description,
     /// Its devices.
     pub devices: Vec<MovedDevice>,
+    /// The guest runs meanwhile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<Live>,
 }
 
 /// Whose journal it is.
@@ -234,6 +237,7 @@ mod tests {
                 fence: Some(Epoch(7)),
                 back: None,
             }],
+            live: None,
         };
         journal.begin(Step::HandOver);
         journal

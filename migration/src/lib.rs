@@ -23,6 +23,7 @@ mod error;
 mod guard;
 mod host;
 mod journal;
+pub mod live;
 mod local;
 mod lock;
 mod mover;

@@ -3,15 +3,15 @@
 mod domain;
 mod requirements;
 
-use std::{fs, io, path::PathBuf, time::Duration};
+use std::{fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use farside_control::{Address, CallError, Client, Epoch, ErrorKind as Remote, Fences, files};
 use farside_vm_config::{Manager, VmConfig, places};
 use farside_vm_control as control;
 
 use crate::{
-    Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, RunState,
-    Tombstone,
+    Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
+    Tombstone, live,
 };
 
 /// How long a VM may take to start: backend and QEMU, each.
@@ -46,6 +46,16 @@ impl LocalHost {
             .iter()
             .filter_map(|path| Journal::load(path).transpose())
             .collect()
+    }
+}
+
+impl LocalHost {
+    /// This host's part, while the VM is moved with its guest running.
+    fn moves_live(&self, vm: &str) -> Result<Option<Role>> {
+        let journal = self.journal(vm)?.filter(Journal::is_open);
+        Ok(journal
+            .filter(|journal| journal.live.is_some())
+            .map(|journal| journal.role))
     }
 }
 
@@ -109,6 +119,9 @@ impl Host for LocalHost {
         let Some(description) = self.description(vm)? else {
             return Ok(());
         };
+        if self.moves_live(vm)? == Some(Role::Source) {
+            live::end(vm)?;
+        }
         let state = places::vm_state(vm);
         if let Some(xml) = &description.domain {
             files::replace(&state.join("moved.xml"), xml.as_bytes())?;
@@ -176,7 +189,22 @@ impl Host for LocalHost {
         })
     }
 
+    fn was_sent(&self, vm: &str) -> Result<Option<live::Report>> {
+        live::was_sent(vm)
+    }
+
+    fn listen(&self, vm: &str, address: IpAddr) -> Result<String> {
+        live::listen(vm, address)
+    }
+
+    fn send(&self, vm: &str, uri: &str) -> Result<live::Report> {
+        live::send(vm, uri)
+    }
+
     fn start(&self, vm: &str) -> Result<()> {
+        if let Some(role) = self.moves_live(vm)? {
+            return live::land(vm, role);
+        }
         if control::describe(vm)?.state == control::RunState::Stopped {
             let options = control::StartOptions {
                 limit: START,
@@ -188,6 +216,11 @@ impl Host for LocalHost {
     }
 
     fn stop(&self, vm: &str, limit: Duration) -> Result<()> {
+        match self.moves_live(vm)? {
+            Some(Role::Source) => return live::let_go(vm, limit),
+            Some(Role::Destination) => return live::end(vm),
+            None => {}
+        }
         let options = control::StopOptions {
             limit,
             force: false,

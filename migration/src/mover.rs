@@ -7,6 +7,7 @@ use farside_control::{Epoch, Fences};
 use crate::{
     Error, ErrorKind, Host, Journal, MovedDevice, Peer, Reply, Request, Result, Role, RunState,
     Step, Tombstone,
+    live::{Live, Report},
 };
 
 /// What is to be moved, and how.
@@ -18,8 +19,11 @@ pub struct Plan {
     pub to: String,
     /// The remote shell's words, if not the usual ones.
     pub shell: Option<String>,
-    /// How long the guest may take to power off.
+    /// How long the guest may take to power off; in a live migration, to let go of
+    /// a device.
     pub shutdown_timeout: Duration,
+    /// Let the guest run meanwhile.
+    pub live: Option<Live>,
 }
 
 impl Plan {
@@ -46,6 +50,18 @@ impl Plan {
                 return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
             }
         };
+        if self.live.is_some() {
+            if !was_running {
+                return Err(Error::refused(format!(
+                    "VM {vm} does not run: without --live it moves as it is"
+                )));
+            }
+            if description.domain.is_some() {
+                return Err(Error::refused(format!(
+                    "VM {vm} is run by libvirt: --live is for VMs whose QEMU farside runs; without it, it moves"
+                )));
+            }
+        }
         let held = host.fences(vm)?;
         let mut devices = Vec::new();
         for found in host.devices(vm, &description)? {
@@ -83,6 +99,7 @@ impl Plan {
             shutdown_timeout: self.shutdown_timeout.as_secs(),
             description,
             devices,
+            live: self.live.clone(),
         })
     }
 }
@@ -101,6 +118,7 @@ pub struct Mover<'a> {
     peer: &'a mut dyn Peer,
     journal: Journal,
     lost: bool,
+    report: Option<Report>,
 }
 
 impl<'a> Mover<'a> {
@@ -111,6 +129,7 @@ impl<'a> Mover<'a> {
             peer,
             journal,
             lost: false,
+            report: None,
         }
     }
 
@@ -124,6 +143,11 @@ impl<'a> Mover<'a> {
     /// The journal as it stands.
     pub fn journal(&self) -> &Journal {
         &self.journal
+    }
+
+    /// What QEMU says of a live migration, once the guest was sent.
+    pub fn report(&self) -> Option<Report> {
+        self.report
     }
 
     /// Moves the VM. When something fails before a lender was asked for anything,
@@ -231,6 +255,7 @@ impl<'a> Mover<'a> {
                 Step::Start
             }
             Step::Start => {
+                self.send_live()?;
                 let id = self.journal.id.clone();
                 self.ask(Request::Start { id, vm })?;
                 Step::Finish
@@ -270,6 +295,31 @@ impl<'a> Mover<'a> {
             Ok(other) => Err(Error::lost(format!("{host}: unexpected answer {other:?}"))),
             Err(error) => Err(error.at(&host)),
         }
+    }
+
+    /// Sends the guest, unless it was sent before.
+    fn send_live(&mut self) -> Result<()> {
+        let Journal { id, vm, .. } = self.journal.clone();
+        let Some(live) = self.journal.live.clone() else {
+            return Ok(());
+        };
+        self.report = self.host.was_sent(&vm)?;
+        if self.report.is_some() {
+            return Ok(());
+        }
+        let host = self.journal.destination.clone();
+        let request = Request::Listen {
+            id,
+            vm: vm.clone(),
+            live,
+        };
+        let uri = match self.peer.ask(request).map_err(|error| error.at(&host))? {
+            Reply::Listening(uri) => uri,
+            Reply::Failed(error) => return Err(error.at(&host)),
+            other => return Err(Error::lost(format!("{host}: unexpected answer {other:?}"))),
+        };
+        self.report = Some(self.host.send(&vm, &uri)?);
+        Ok(())
     }
 
     /// A backend that was killed may have left the lender to notice.

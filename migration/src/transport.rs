@@ -111,7 +111,7 @@ impl Remote {
         match call.exchange(&Request::Hello(Hello::ours()))? {
             Reply::Hello { hello, .. } => hello.check()?,
             Reply::Failed(error) => return Err(error),
-            Reply::Done => return Err(Error::lost("no answer to Hello")),
+            Reply::Done | Reply::Listening(_) => return Err(Error::lost("no answer to Hello")),
         }
         Ok(call)
     }

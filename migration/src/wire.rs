@@ -5,10 +5,10 @@ use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Error, ErrorKind, Journal, MANIFEST_VERSION, Result};
+use crate::{Error, ErrorKind, Journal, MANIFEST_VERSION, Result, live::Live};
 
 /// The version of the messages. Hosts of different versions refuse each other.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Longest message, bytes.
 const MAX_MESSAGE: usize = 4 << 20;
@@ -79,6 +79,15 @@ pub enum Request {
         /// The VM.
         vm: String,
     },
+    /// The guest will come: QEMU is to listen for it.
+    Listen {
+        /// The migration.
+        id: String,
+        /// The VM.
+        vm: String,
+        /// Where.
+        live: Live,
+    },
     /// The other host is done.
     Finish {
         /// The migration.
@@ -107,6 +116,8 @@ pub enum Reply {
     },
     /// Done.
     Done,
+    /// To `Listen`: where, as QEMU takes it.
+    Listening(String),
     /// Not done.
     Failed(Error),
 }

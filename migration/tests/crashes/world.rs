@@ -414,6 +414,7 @@ pub fn migrate(world: &Rc<World>, from: &'static str, to: &'static str) -> Resul
         to: to.into(),
         shell: None,
         shutdown_timeout: Duration::from_secs(1),
+        live: None,
     };
     let manifest = plan.manifest(&here)?;
     Mover::new(&here, &mut there, manifest).forward()

@@ -1,0 +1,63 @@
+//! Where the other host's QEMU listens.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+
+use crate::{Error, Result};
+
+/// The address of host `to`, which is what the remote shell calls it. Refuses
+/// one that is not private: QEMU's stream is not encrypted.
+pub fn address_for(to: &str) -> Result<IpAddr> {
+    // As ssh writes it.
+    let name = to.rsplit('@').next().unwrap_or(to);
+    let found: Vec<IpAddr> = (name, 0)
+        .to_socket_addrs()
+        .map(|found| found.map(|address| address.ip()).collect())
+        .map_err(|error| {
+            Error::refused(format!(
+                "no address is known of host {name} ({error}): name it with --migrate-address"
+            ))
+        })?;
+    match found.iter().find(|address| is_private(**address)) {
+        Some(address) => Ok(*address),
+        None => Err(Error::refused(format!(
+            "host {name} has no private address (found: {found:?}), and QEMU sends guest memory unencrypted: if that network can be trusted, name its address with --migrate-address"
+        ))),
+    }
+}
+
+/// Whether an address is of no public network: loopback, link-local, RFC 1918,
+/// RFC 4193.
+pub fn is_private(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => v4.is_private() || v4.is_loopback() || v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_loopback() || v6.is_unique_local() || v6.is_unicast_link_local(),
+    }
+}
+
+/// As QEMU takes it.
+pub(super) fn uri(address: IpAddr, port: u16) -> String {
+    format!("tcp:{}", SocketAddr::new(address, port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_private_addresses_are_taken_unasked() {
+        assert_eq!(address_for("root@127.0.0.1"), Ok([127, 0, 0, 1].into()));
+        assert_eq!(address_for("10.1.2.3"), Ok([10, 1, 2, 3].into()));
+        let error = address_for("203.0.113.5").unwrap_err().to_string();
+        assert!(error.contains("unencrypted"), "{error}");
+        assert!(error.contains("--migrate-address"), "{error}");
+        for (address, private) in [("fd00::1", true), ("2001:db8::1", false)] {
+            assert_eq!(is_private(address.parse().unwrap()), private, "{address}");
+        }
+    }
+
+    #[test]
+    fn brackets_where_qemu_wants_them() {
+        assert_eq!(uri([10, 0, 0, 1].into(), 7), "tcp:10.0.0.1:7");
+        assert_eq!(uri("fd00::1".parse().unwrap(), 0), "tcp:[fd00::1]:0");
+    }
+}
