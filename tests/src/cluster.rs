@@ -79,6 +79,8 @@ impl Cluster {
     fn environment(&self, command: &mut Command) {
         command
             .env("FARSIDE_RUNTIME_DIR", self.folder())
+            .env("FARSIDE_CONFIG_DIR", self.folder().join("etc"))
+            .env("FARSIDE_STATE_DIR", self.folder().join("state"))
             .env("FARSIDE_LOG", "info");
     }
 
@@ -110,6 +112,19 @@ impl Cluster {
         let path = self.folder().join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
+    }
+
+    /// Writes a VM's description where `farside` looks for it.
+    pub fn describe(&self, vm: &str, text: &str) -> Result<PathBuf> {
+        let folder = self.folder().join("etc/vm");
+        fs::create_dir_all(&folder).context("making a configuration folder")?;
+        self.file(&format!("etc/vm/{vm}.toml"), text)
+    }
+
+    /// A log that `farside` keeps of a VM: `backend` or `qemu`.
+    pub fn vm_log(&self, vm: &str, what: &str) -> String {
+        let path = self.folder().join(format!("state/vm/{vm}/{what}.log"));
+        fs::read_to_string(path).unwrap_or_default()
     }
 
     /// Starts `farside` in the background.

@@ -159,6 +159,14 @@ impl Backend {
         }
     }
 
+    /// The backend of a VM, which is started if none runs.
+    pub fn ensure(vm: &str, limit: Duration) -> Result<Self, Error> {
+        match Self::find(vm)? {
+            Some(backend) => Ok(backend),
+            None => Self::start(vm, limit),
+        }
+    }
+
     /// Starts one in the background, by systemd where that has the unit, and
     /// waits until it answers.
     pub(crate) fn start(vm: &str, limit: Duration) -> Result<Self, Error> {

@@ -6,6 +6,8 @@
 
 mod check;
 mod firmware;
+mod hotplug;
+mod hotplug_refusals;
 mod interrupts;
 mod io;
 mod isolation;
@@ -14,6 +16,7 @@ mod life;
 mod loss;
 mod refusals;
 mod sharing;
+mod start;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -49,6 +52,16 @@ fn main() {
         life::nothing_is_pinned_before_bus_master_enable_and_after_its_end,
         life::a_guest_reboots_and_a_vm_starts_again,
         life::devices_are_plugged_in_and_unplugged_while_the_guest_runs,
+        hotplug::a_drive_comes_and_goes_ten_times_on_a_q35,
+        hotplug::a_drive_comes_and_goes_ten_times_on_an_i440fx,
+        hotplug::native_pcie_hot_plug_works_without_acpi,
+        hotplug::what_a_killed_command_left_is_gone_on_from,
+        hotplug_refusals::a_guest_that_does_not_let_go_keeps_its_drive,
+        hotplug_refusals::a_paused_guest_lets_go_when_it_goes_on,
+        hotplug_refusals::what_cannot_be_plugged_in_leaves_the_vm_as_it_was,
+        start::a_vm_is_started_and_stopped_and_started_again,
+        start::a_start_that_fails_leaves_nothing_behind,
+        start::a_guest_that_does_not_power_off_is_ended_by_force_only,
         sharing::two_vms_use_their_own_drives_of_one_lender,
         sharing::a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm,
         loss::a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on,

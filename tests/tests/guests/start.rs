@@ -1,0 +1,197 @@
+//! `farside start` and `farside stop`.
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use farside_testbed::{Accel, AgentPort, Guest};
+use farside_tests::{BOOT, Cluster, MIB, SHORT, noise, sha256, testbed};
+use libtest_mimic::Completion;
+
+use crate::{hotplug::done, hotplug_refusals::refused, passed};
+
+const DISK: &str = "/dev/nvme0n1";
+
+pub fn a_vm_is_started_and_stopped_and_started_again(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let agent = AgentPort::listen("web1", cluster.folder())?;
+    describe(cluster, &agent, &["disk0"], &[])?;
+
+    let said = done(cluster, &["start", "web1"])?;
+    ensure!(said.contains("VM web1 runs (QEMU is process"), "{said}");
+    let guest = boot(&agent)?;
+    let sum = write(&guest)?;
+    ensure!(cluster.status()?.lent("disk0")?.borrowed_by.as_deref() == Some("web1"));
+    let message = refused(cluster, &["start", "web1"])?;
+    ensure!(message.contains("VM web1 runs already"), "{message}");
+
+    // What was attached goes with the VM; what is described and was detached is
+    // back at the next start.
+    done(cluster, &["attach", "web1", "dma0"])?;
+    done(cluster, &["detach", "web1", "disk0", "--limit", "120"])?;
+
+    let said = done(cluster, &["stop", "web1", "--limit", "120"])?;
+    ensure!(said.contains("VM web1 is stopped"), "{said}");
+    nothing_runs(cluster, "web1")?;
+    for device in ["disk0", "dma0"] {
+        let lent = cluster.status()?.lent(device)?;
+        ensure!(lent.borrowed_by.is_none() && lent.is_closed(), "{lent:?}");
+    }
+    drop(guest);
+    // Of a VM that does not run, nothing is to be done.
+    done(cluster, &["stop", "web1"])?;
+
+    done(cluster, &["start", "web1"])?;
+    let guest = boot(&agent)?;
+    ensure!(read(&guest)?.contains(&sum), "the data is gone");
+    // One that powers off by itself leaves its backend, which goes on.
+    let _off = guest.exec_start("sync; echo o > /proc/sysrq-trigger", SHORT)?;
+    cluster.wait_free("disk0")?;
+    done(cluster, &["detach", "web1", "disk0"])
+        .err()
+        .context("a VM that has ended has nothing to detach")?;
+    done(cluster, &["start", "web1"])?;
+    let guest = boot(&agent)?;
+    ensure!(read(&guest)?.contains(&sum), "the data is gone");
+    done(cluster, &["stop", "web1", "--limit", "120"])?;
+    nothing_runs(cluster, "web1")?;
+    passed()
+}
+
+pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let agent = AgentPort::listen("web1", cluster.folder())?;
+    let failed = |words: &[&str]| -> anyhow::Result<()> {
+        let message = refused(cluster, &["start", "web1"])?;
+        for word in words {
+            ensure!(message.contains(word), "no {word:?} in: {message}");
+        }
+        nothing_runs(cluster, "web1")
+    };
+    failed(&["VM web1 has no description"])?;
+    describe(cluster, &agent, &["disk0"], &[])?;
+    failed(&[
+        "the backend of VM web1 does not start",
+        "cannot reach the lender",
+    ])?;
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    describe(cluster, &agent, &["disk7"], &[])?;
+    failed(&["the backend of VM web1", "no lender has device \"disk7\""])?;
+    describe(cluster, &agent, &["disk0"], &["-device", "no-such-thing"])?;
+    failed(&["QEMU of VM web1 does not start", "no-such-thing"])?;
+    ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());
+
+    // A backend that ran before is not ours to end.
+    let backend = cluster.serve("web1", &["disk0"]).start()?;
+    let message = refused(cluster, &["start", "web1"])?;
+    ensure!(message.contains("no-such-thing"), "{message}");
+    cluster.status()?.borrow("web1", "disk0")?;
+    backend.terminate()?;
+    passed()
+}
+
+pub fn a_guest_that_does_not_power_off_is_ended_by_force_only(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let agent = AgentPort::listen("web1", cluster.folder())?;
+    // Its processors stand still.
+    describe(cluster, &agent, &["disk0"], &["-S"])?;
+    let said = done(cluster, &["start", "web1"])?;
+    ensure!(said.contains("is started (prelaunch)"), "{said}");
+    let message = refused(cluster, &["stop", "web1", "--limit", "1"])?;
+    ensure!(
+        message.contains("the guest has not powered off of VM web1 within 1s")
+            && message.contains("--force"),
+        "{message}"
+    );
+    ensure!(cluster.status()?.lent("disk0")?.borrowed_by.as_deref() == Some("web1"));
+    done(cluster, &["stop", "web1", "--limit", "0", "--force"])?;
+    nothing_runs(cluster, "web1")?;
+    ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());
+    passed()
+}
+
+fn describe(
+    cluster: &Cluster,
+    agent: &AgentPort,
+    devices: &[&str],
+    more: &[&str],
+) -> anyhow::Result<()> {
+    let testbed = testbed()?;
+    let tcg = testbed.accel() == Accel::Tcg;
+    let text = |path: &Path| path.display().to_string();
+    let mut args: Vec<String> = [
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-chardev",
+        &format!("file,id=console,path={}", text(agent.console())),
+        "-serial",
+        "chardev:console",
+        "-chardev",
+        &format!("socket,id=agent,path={}", text(agent.socket())),
+        "-device",
+        "virtio-serial-pci,id=serial",
+        "-device",
+        &format!(
+            "virtserialport,bus=serial.0,chardev=agent,name={}",
+            AgentPort::NAME
+        ),
+        "-kernel",
+        &text(testbed.kernel()),
+        "-initrd",
+        &text(testbed.initramfs()),
+        "-append",
+        testbed.kernel_args(),
+    ]
+    .map(str::to_owned)
+    .into();
+    if tcg {
+        args.extend(["-cpu", "max,la57=off"].map(str::to_owned));
+    }
+    args.extend(more.iter().map(|&arg| arg.to_owned()));
+    let accel = if tcg { "tcg" } else { "kvm" };
+    let description = format!(
+        "devices = {devices:?}\nmemory = \"512M\"\naccel = {accel:?}\nqemu = {:?}\nqemu-args = {args:?}\n",
+        text(testbed.qemu()),
+    );
+    cluster.describe("web1", &description).map(drop)
+}
+
+fn boot(agent: &AgentPort) -> anyhow::Result<Guest> {
+    let guest = agent.accept(BOOT)?;
+    guest.wait_agent(BOOT)?;
+    guest.wait_path(DISK, SHORT)?;
+    Ok(guest)
+}
+
+/// Writes to the drive. Returns the sum of what was written.
+fn write(guest: &Guest) -> anyhow::Result<String> {
+    let data = noise(400, MIB as usize);
+    guest.write_file("/tmp/io", &data)?;
+    guest.exec_ok(
+        &format!("dd if=/tmp/io of={DISK} bs=256k oflag=direct"),
+        SHORT,
+    )?;
+    Ok(sha256(&data))
+}
+
+fn read(guest: &Guest) -> anyhow::Result<String> {
+    let command = format!("dd if={DISK} bs=256k count=4 iflag=direct | sha256sum");
+    guest.exec_ok(&command, SHORT)
+}
+
+/// Neither QEMU nor backend of the VM is there.
+fn nothing_runs(cluster: &Cluster, vm: &str) -> anyhow::Result<()> {
+    let folder = cluster.folder().join("vm").join(vm);
+    ensure!(!folder.join("control").exists(), "a backend is there");
+    let pid = std::fs::read_to_string(folder.join("qemu.pid")).unwrap_or_default();
+    let alive = !pid.trim().is_empty() && Path::new("/proc").join(pid.trim()).exists();
+    ensure!(!alive, "QEMU is process {pid}");
+    let status = cluster.status()?;
+    let backends = status.0["backends"].as_array().context("backends")?;
+    ensure!(!backends.iter().any(|backend| backend["vm"] == vm));
+    Ok(())
+}
