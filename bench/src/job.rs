@@ -40,7 +40,7 @@ const fn job(name: &'static str, pattern: Pattern, block: u64, depth: u32) -> Jo
 
 /// All jobs. The sequential ones have 8 requests in flight, as a kernel's
 /// read-ahead or write-back would.
-pub const JOBS: [Job; 7] = [
+pub static JOBS: [Job; 7] = [
     job("randread-4k-qd1", Pattern::RandomRead, 4 * KIB, 1),
     job("randread-4k-qd32", Pattern::RandomRead, 4 * KIB, 32),
     job("randwrite-4k-qd1", Pattern::RandomWrite, 4 * KIB, 1),
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn names_say_what_the_jobs_do() {
-        for job in JOBS {
+        for job in &JOBS {
             let name = &job.name;
             let reads_only = name.contains("read");
             assert_eq!(reads_only, !job.writes(), "{name}");

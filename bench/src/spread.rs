@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn there_is_no_median_of_nothing() {
         assert_eq!(Spread::of([]), None);
-        assert_eq!(Spread::of([1.0 / 0.0, 0.0 / 0.0]), None);
+        assert_eq!(Spread::of([f64::INFINITY, f64::NAN]), None);
     }
 
     #[test]

@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
-
-use crate::bench::JOB_NAMES;
+use clap::{
+    Args as ClapArgs, Parser, Subcommand, ValueEnum, builder::PossibleValuesParser, value_parser,
+};
+use farside_bench::job::JOBS;
 
 /// Chores of farside's developers. Each one does all of its own set-up.
 #[derive(Debug, Parser)]
@@ -85,23 +86,32 @@ pub(crate) enum Only {
     Vfs,
 }
 
-/// Runs fio in one guest on the borrowed NVMe drive and on QEMU's own `nvme`
-/// device, in turns, on equal images.
+/// Measures in one guest, on equal images: fio on the borrowed NVMe drive and on
+/// QEMU's own `nvme` device, in turns; one transfer at a time of 4 KiB to 128 MiB;
+/// how long a device's answer takes, by DMA and by interrupts.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Bench {
-    /// Write the ratios to this file, as JSON.
+    /// Only this; may be given more than once.
+    #[arg(long = "only", value_name = "WHAT", value_enum)]
+    pub(crate) only: Vec<Chapter>,
+    /// Measure less: the figures say little, but everything has run once.
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Write results, plots (SVG and PNG) and an HTML report to this folder.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) out: Option<PathBuf>,
+    /// Write the results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Measurements of each job on each drive.
-    #[arg(long, value_name = "N", default_value_t = 5,
-          value_parser = value_parser!(u32).range(1..=1000))]
-    pub(crate) repeats: u32,
-    /// Length of a measurement, seconds.
-    #[arg(long, value_name = "S", default_value_t = 4,
-          value_parser = value_parser!(u32).range(1..=3600))]
-    pub(crate) seconds: u32,
-    /// Only this job; may be given more than once.
-    #[arg(long = "job", value_name = "NAME", value_parser = JOB_NAMES)]
+    /// Measurements of each job on each drive [default: 5, or 2 with --quick].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1000))]
+    pub(crate) repeats: Option<u32>,
+    /// Length of a measurement, seconds [default: 4, or 1 with --quick].
+    #[arg(long, value_name = "S", value_parser = value_parser!(u32).range(1..=3600))]
+    pub(crate) seconds: Option<u32>,
+    /// Only this of fio's jobs; may be given more than once.
+    #[arg(long = "job", value_name = "NAME",
+          value_parser = PossibleValuesParser::new(JOBS.iter().map(|job| &*job.name)))]
     pub(crate) jobs: Vec<String>,
     /// How QEMU's own device does I/O on its image.
     #[arg(long, value_name = "HOW", default_value = "io_uring",
@@ -136,6 +146,28 @@ pub(crate) enum DebProfile {
     Dev,
 }
 
+/// A part of `cargo xtask bench`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Chapter {
+    /// fio's jobs on both drives.
+    Fio,
+    /// Bandwidth over transfer size.
+    Sweep,
+    /// From a register write to the device's answer.
+    PingPong,
+}
+
+impl Bench {
+    /// Whether to measure that.
+    pub(crate) fn wants(&self, chapter: Chapter) -> bool {
+        match self.only.as_slice() {
+            // Who names jobs means fio.
+            [] => self.jobs.is_empty() || chapter == Chapter::Fio,
+            only => only.contains(&chapter),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,5 +192,28 @@ mod tests {
         assert!(Args::try_parse_from(["xtask", "bench", "--job", "randread-4k-qd1"]).is_ok());
         let error = Args::try_parse_from(["xtask", "bench", "--job", "x"]).unwrap_err();
         assert!(error.to_string().contains("seqwrite-128k"), "{error}");
+    }
+
+    #[test]
+    fn everything_is_measured_unless_something_is_named() {
+        let wanted = |args: &[&str]| {
+            let args = [&["xtask", "bench"], args].concat();
+            let Some(Verb::Bench(bench)) = Args::try_parse_from(args).unwrap().verb else {
+                panic!("not bench");
+            };
+            Chapter::value_variants()
+                .iter()
+                .filter(|chapter| bench.wants(**chapter))
+                .copied()
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(wanted(&[]), Chapter::value_variants());
+        assert_eq!(wanted(&["--quick"]), Chapter::value_variants());
+        assert_eq!(wanted(&["--only", "ping-pong"]), [Chapter::PingPong]);
+        assert_eq!(wanted(&["--job", "seqread-128k"]), [Chapter::Fio]);
+        assert_eq!(
+            wanted(&["--only", "sweep", "--only", "fio"]),
+            [Chapter::Fio, Chapter::Sweep]
+        );
     }
 }

@@ -90,7 +90,7 @@ pub(crate) fn folder(vm: &str) -> Result<TempDir> {
     Ok(folder)
 }
 
-fn socket(folder: &Path, vm: &str) -> PathBuf {
+pub(crate) fn socket(folder: &Path, vm: &str) -> PathBuf {
     folder.join("vm").join(vm).join(format!("{DEVICE}.sock"))
 }
 
@@ -236,13 +236,13 @@ impl Scene {
 }
 
 /// `farside` with its sockets in that folder.
-fn farside(program: &Path, folder: &Path, args: &[&str]) -> Command {
+pub(crate) fn farside(program: &Path, folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.args(args).env("FARSIDE_RUNTIME_DIR", folder);
     command
 }
 
-fn await_socket(path: &Path, server: &mut Child) -> Result<()> {
+pub(crate) fn await_socket(path: &Path, server: &mut Child) -> Result<()> {
     let deadline = Instant::now() + SHORT;
     while !path.exists() {
         interrupt::check()?;

@@ -89,8 +89,8 @@ mod tests {
 
     #[test]
     fn only_the_mixed_job_is_mixed() {
-        for job in JOBS {
-            let mixed = line(&job).contains("--rwmixread=70|--unified_rw_reporting=mixed");
+        for job in &JOBS {
+            let mixed = line(job).contains("--rwmixread=70|--unified_rw_reporting=mixed");
             assert_eq!(mixed, job.name.starts_with("mixed"), "{}", job.name);
         }
     }

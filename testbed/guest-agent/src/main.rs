@@ -1,7 +1,7 @@
 //! The agent in a test guest. As process 1 it sets the guest up and starts
 //! itself again as `serve`, which does what the host asks through the
 //! virtio-serial port. `guest-agent mmio …` does single register accesses for
-//! shell scripts.
+//! shell scripts, `guest-agent ping-pong …` times a device.
 
 #![deny(unsafe_code)]
 
@@ -12,6 +12,7 @@ mod init;
 mod mapping;
 mod pages;
 mod pci;
+mod ping_pong;
 mod power_button;
 mod serve;
 
@@ -24,6 +25,7 @@ const USAGE: &str = "usage: guest-agent serve
        guest-agent mmio read  BDF BAR OFFSET WIDTH
        guest-agent mmio write BDF BAR OFFSET WIDTH VALUE
        guest-agent mmio fill  BDF BAR OFFSET WIDTH VALUE COUNT
+       guest-agent ping-pong BDF poll|interrupt WARM-UP ROUNDS
 WIDTH is 1, 2, 4 or 8 bytes; numbers may be 0x…";
 
 fn main() -> ExitCode {
@@ -63,6 +65,9 @@ fn command(args: &[&str]) -> Result<()> {
             number(value)?,
             number(count)?,
         ),
+        ["ping-pong", bdf, wait, warm_up, rounds] => {
+            ping_pong::run(bdf, wait, number(warm_up)?, number(rounds)?)
+        }
         _ => bail!("{USAGE}"),
     }
 }

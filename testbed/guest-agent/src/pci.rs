@@ -8,7 +8,8 @@ use farside_guest_agent::{BarAddress, Width};
 
 use crate::mapping::Mapping;
 
-fn map_bar(at: &BarAddress) -> Result<Mapping> {
+/// The whole BAR, whatever the offset.
+pub fn map_bar(at: &BarAddress) -> Result<Mapping> {
     let path = format!("/sys/bus/pci/devices/{}/resource{}", at.bdf, at.bar);
     let file = OpenOptions::new()
         .read(true)

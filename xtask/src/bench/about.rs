@@ -1,0 +1,50 @@
+//! Where, with what and of which sources was measured.
+
+use std::{path::Path, process::Command};
+
+use farside_bench::{Environment, environment};
+use farside_testbed::Testbed;
+
+use super::Settings;
+use crate::args::Bench;
+
+/// All but what only the guest knows.
+pub(super) fn environment(
+    testbed: &Testbed,
+    args: &Bench,
+    settings: &Settings,
+    images: &Path,
+) -> Environment {
+    let kernel = rustix::system::uname();
+    let options = [
+        ("repeats", settings.repeats.to_string()),
+        ("seconds", settings.seconds.to_string()),
+        ("images", images.display().to_string()),
+        ("own drive", format!("cache=writeback,aio={}", args.own_aio)),
+    ];
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]);
+    Environment {
+        host_kernel: Some(kernel.release().to_string_lossy().into_owned()),
+        qemu: Some(testbed.qemu_version().to_owned()),
+        accel: Some(format!("{:?}", testbed.accel()).to_lowercase()),
+        farside: commit.unwrap_or_else(|| env!("CARGO_PKG_VERSION").to_owned()),
+        // What git does not know of is not in the product either.
+        changed_sources: git(&["status", "--porcelain", "--untracked-files=no"])
+            .is_some_and(|changes| !changes.is_empty()),
+        options: options
+            .map(|(option, value)| (option.to_owned(), value))
+            .into(),
+        ..environment::here()
+    }
+}
+
+/// What git says of this checkout; `None` when there is no git, or no checkout.
+fn git(args: &[&str]) -> Option<String> {
+    let output = Command::new("git")
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(args)
+        .output()
+        .ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    output.status.success().then(|| text.trim().to_owned())
+}

@@ -1,0 +1,164 @@
+//! Both drives in turns: borrowed, own, borrowed, own; fio's jobs, and one
+//! transfer at a time of many sizes.
+
+use anyhow::{Context, Result};
+use farside_bench::{
+    Axis, Better, Data, JobResult, METRICS, Pair, Point, Section, Series, Target, Unit,
+    fio::Timing,
+    job::{Job, Pattern, sweep},
+};
+use farside_testbed::{Progress, Vm};
+
+use super::{guest::Drives, measure::Run};
+use crate::interrupt;
+
+/// Before a job is measured, seconds.
+const RAMP: u32 = 1;
+/// What translates and caches what is to be measured.
+const WARM_UP: Timing = Timing {
+    ramp: 0,
+    seconds: 1,
+};
+
+/// Both drives in the guest that has them.
+pub(super) struct Both<'a> {
+    pub(super) vm: &'a Vm,
+    pub(super) drives: &'a Drives,
+    /// The processes that do the work on the host.
+    pub(super) pids: &'a [u32],
+    pub(super) repeats: u32,
+    pub(super) progress: &'a Progress,
+}
+
+impl Both<'_> {
+    /// Runs a job on one and on the other.
+    fn pair(&self, job: &Job, timing: Timing) -> Result<Pair> {
+        let measure = |drive| {
+            interrupt::check()?;
+            let run = Run {
+                vm: self.vm,
+                drive,
+                pids: self.pids,
+                timing,
+            };
+            run.measure(job)
+                .with_context(|| format!("{} on {drive}", job.name))
+        };
+        Ok(Pair {
+            borrowed: measure(&self.drives.borrowed)?,
+            beside: measure(&self.drives.own)?,
+        })
+    }
+
+    /// Runs jobs, each once unmeasured: QEMU's translator has then seen the
+    /// code, and the images are in the page cache.
+    pub(super) fn jobs(&self, jobs: &[&Job], seconds: u32) -> Result<Vec<JobResult>> {
+        let each = u64::from(self.repeats) + 1;
+        let task = self.progress.bar("Measuring", jobs.len() as u64 * each);
+        let mut results = Vec::new();
+        for (at, job) in jobs.iter().enumerate() {
+            let mut pairs = Vec::new();
+            for repeat in 0..=self.repeats {
+                let timing = match repeat {
+                    0 => WARM_UP,
+                    _ => Timing {
+                        ramp: RAMP,
+                        seconds,
+                    },
+                };
+                task.detail(&format!("{}, {repeat} of {}", job.name, self.repeats));
+                let pair = self.pair(job, timing)?;
+                if repeat > 0 {
+                    pairs.push(pair);
+                }
+                task.set(at as u64 * each + u64::from(repeat) + 1);
+            }
+            let result = JobResult {
+                job: job.name.to_string(),
+                pairs,
+            };
+            self.progress.note(&line(&result));
+            results.push(result);
+        }
+        task.done();
+        Ok(results)
+    }
+
+    /// One transfer at a time, 4 KiB to 128 MiB, each size `step` times the one
+    /// before.
+    pub(super) fn sweep(&self, step: u64) -> Result<Section> {
+        let patterns = [
+            ("read", Pattern::SequentialRead),
+            ("write", Pattern::SequentialWrite),
+        ];
+        let mut series = Vec::new();
+        for (what, pattern) in patterns {
+            let jobs = sweep(pattern, step);
+            let total = jobs.len() as u64 * u64::from(self.repeats);
+            let task = self.progress.bar(format!("Sweeping, {what}"), total);
+            let (mut borrowed, mut own) = (Vec::new(), Vec::new());
+            self.pair(&jobs[0], WARM_UP)?;
+            for job in &jobs {
+                let pairs: Vec<Pair> = (0..self.repeats)
+                    .map(|repeat| {
+                        let done = borrowed.len() as u64 * u64::from(self.repeats);
+                        task.set(done + u64::from(repeat));
+                        task.detail(&job.name);
+                        self.pair(job, WARM_UP)
+                    })
+                    .collect::<Result<_>>()?;
+                let point = |of: fn(&Pair) -> f64| Point {
+                    x: job.block as f64,
+                    y: pairs.iter().map(of).collect(),
+                };
+                borrowed.push(point(|pair| pair.borrowed.bandwidth));
+                own.push(point(|pair| pair.beside.bandwidth));
+            }
+            task.done();
+            let own_name = format!("{what}, {}", super::OWN);
+            series.push(bandwidth(
+                &format!("{what}, {}", super::BORROWED),
+                borrowed,
+                Some(&own_name),
+            ));
+            series.push(bandwidth(&own_name, own, None));
+        }
+        Ok(Section {
+            name: "sweep".into(),
+            title: "Bandwidth over transfer size".into(),
+            about: "fio reads or writes the drive from its beginning to its end, one request of \
+                    the given size at a time, for a second, on both drives in turns. Small \
+                    transfers show what a request costs, large ones what a byte costs. The \
+                    guest's kernel cuts what exceeds the drive's largest transfer into several \
+                    commands."
+                .into(),
+            series,
+        })
+    }
+}
+
+fn bandwidth(name: &str, points: Vec<Point>, against: Option<&str>) -> Series {
+    Series {
+        name: name.to_owned(),
+        unit: Unit::BytesPerSecond,
+        better: Better::More,
+        data: Data::Points {
+            over: Axis {
+                name: "transfer size".into(),
+                unit: Unit::Bytes,
+            },
+            points,
+        },
+        against: against.map(str::to_owned),
+        target: against.map(|_| Target::AtLeast(1.0)),
+    }
+}
+
+/// A job's outcome in a line, as soon as it is known.
+fn line(job: &JobResult) -> String {
+    let ratios = METRICS.iter().filter_map(|metric| {
+        let ratio = job.ratio(metric)?;
+        Some(format!("{} {ratio}", metric.name))
+    });
+    format!("{}: {}", job.job, ratios.collect::<Vec<_>>().join(", "))
+}

@@ -1,0 +1,62 @@
+//! The guest with both drives, side by side.
+
+use std::{ffi::OsString, path::Path};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::{Testbed, Vm};
+
+use crate::scene::{BOOT, Guest, SHORT, Scene, Size};
+
+/// The machine of both drives.
+const SIZE: Size = Size {
+    memory_mib: 1024,
+    cpus: 2,
+};
+/// Serial number of QEMU's own device, by which the guest tells it apart.
+const OWN_SERIAL: &str = "qemu-own";
+
+/// Block devices of the guest.
+pub(super) struct Drives {
+    pub(super) borrowed: String,
+    pub(super) own: String,
+}
+
+/// Boots it, with more arguments for QEMU.
+pub(super) fn boot(
+    scene: &Scene,
+    testbed: &Testbed,
+    own_image: &Path,
+    own_aio: &str,
+    more: &[OsString],
+) -> Result<(Guest, Drives)> {
+    let drive = format!(
+        "if=none,id=own,file={},format=raw,cache=writeback,aio={own_aio}",
+        // A comma in a value is doubled.
+        own_image.display().to_string().replace(',', ",,"),
+    );
+    let device = format!("nvme,drive=own,serial={OWN_SERIAL}");
+    let mut arguments: Vec<OsString> = ["-drive", &drive, "-device", &device]
+        .map(Into::into)
+        .into();
+    arguments.extend_from_slice(more);
+    let guest = scene.launch(testbed, &SIZE, &arguments)?;
+    guest.vm.qmp().execute("cont", serde_json::json!({}))?;
+    guest.vm.wait_agent(BOOT)?;
+    let drives = find_drives(&guest.vm)?;
+    Ok((guest, drives))
+}
+
+fn find_drives(vm: &Vm) -> Result<Drives> {
+    for path in ["/dev/nvme0n1", "/dev/nvme1n1"] {
+        vm.wait_path(path, SHORT)?;
+    }
+    let serials = vm.exec_ok("cat /sys/block/nvme[01]n1/device/serial", SHORT)?;
+    let serials: Vec<&str> = serials.lines().map(str::trim).collect();
+    let own = serials.iter().position(|serial| *serial == OWN_SERIAL);
+    let own = own.with_context(|| format!("no drive {OWN_SERIAL} among {serials:?}"))?;
+    ensure!(serials.len() == 2, "not two drives: {serials:?}");
+    Ok(Drives {
+        borrowed: format!("nvme{}n1", 1 - own),
+        own: format!("nvme{own}n1"),
+    })
+}

@@ -1,0 +1,110 @@
+//! From a register write in the guest until the device's answer is back.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use farside_bench::{Better, Data, Quantiles, Section, Series, Unit};
+use farside_testbed::{Progress, Vm};
+
+use super::testers::{TESTERS, guest_bdf};
+use crate::interrupt;
+
+/// Rounds before those that count: QEMU's translator has then seen the code.
+const WARM_UP: u32 = 200;
+/// For all rounds of one repeat.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// A way to wait for the answer of one of the devices.
+struct Way {
+    name: String,
+    bdf: String,
+    wait: &'static str,
+    against: Option<String>,
+}
+
+/// Plays `rounds` in each way, `repeats` times, in turns.
+pub(super) fn measure(vm: &Vm, rounds: u32, repeats: u32, progress: &Progress) -> Result<Section> {
+    let [(_, direct), (_, relayed)] = TESTERS.map(|(name, slot)| (name, guest_bdf(slot)));
+    let way = |name: &str, bdf: &str, wait, against: Option<&str>| Way {
+        name: name.to_owned(),
+        bdf: bdf.to_owned(),
+        wait,
+        against: against.map(str::to_owned),
+    };
+    const POLLING: &str = "polling memory";
+    const DIRECT: &str = "interrupt, direct";
+    let ways = [
+        way(POLLING, &direct, "poll", None),
+        way(DIRECT, &direct, "interrupt", Some(POLLING)),
+        way("interrupt, relayed", &relayed, "interrupt", Some(DIRECT)),
+    ];
+    vm.exec_ok("modprobe uio_pci_generic", TIMEOUT)?;
+    let task = progress.bar("Playing ping-pong", u64::from(repeats) * ways.len() as u64);
+    let mut played: Vec<Vec<Quantiles>> = vec![Vec::new(); ways.len()];
+    for repeat in 0..repeats {
+        for (at, way) in ways.iter().enumerate() {
+            interrupt::check()?;
+            task.detail(&way.name);
+            let Way { bdf, wait, .. } = way;
+            let command = format!("guest-agent ping-pong {bdf} {wait} {WARM_UP} {rounds}");
+            let output = vm.exec_ok(&command, TIMEOUT)?;
+            played[at].push(quantiles(&output, rounds).with_context(|| way.name.clone())?);
+            task.set(u64::from(repeat) * ways.len() as u64 + at as u64 + 1);
+        }
+    }
+    task.done();
+    let series = ways.into_iter().zip(played).map(|(way, runs)| Series {
+        name: way.name,
+        unit: Unit::Nanoseconds,
+        better: Better::Less,
+        data: Data::Quantiles(runs),
+        against: way.against,
+        target: None,
+    });
+    Ok(Section {
+        name: "ping-pong".into(),
+        title: "Ping-pong with a DMA test device".into(),
+        about: format!(
+            "A program in the guest writes a register of a borrowed DMA test device, which then \
+             writes 8 bytes into the guest's memory by DMA; the time is from before the register \
+             write until the program sees the answer. It waits by reading that memory, or \
+             sleeps until the device's interrupt (INTx, through uio_pci_generic) wakes it. \
+             Direct: the lender's device signals QEMU itself. Relayed: the lender tells the \
+             backend, which signals QEMU. {rounds} rounds a repeat, after {WARM_UP} that do not \
+             count; the ways take turns. A small command of this device is done before its \
+             register write completes, so polling shows the trapped write alone, and what the \
+             others have more is the interrupt: to QEMU, into the guest's kernel, and to the \
+             sleeping program."
+        ),
+        series: series.collect(),
+    })
+}
+
+/// Of what the guest printed: the nanoseconds of each round.
+fn quantiles(output: &str, rounds: u32) -> Result<Quantiles> {
+    let times = output.lines().map(|line| {
+        line.parse::<f64>()
+            .with_context(|| format!("the guest's time {line:?} is no number"))
+    });
+    let times = times.collect::<Result<Vec<f64>>>()?;
+    ensure!(
+        times.len() == rounds as usize,
+        "the guest played {} rounds of {rounds}",
+        times.len()
+    );
+    Quantiles::of(times).context("no rounds")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_round_counts() {
+        let q = quantiles("300\n100\n200\n", 3).unwrap();
+        assert_eq!((q.samples, q.min, q.p50, q.max), (3, 100.0, 200.0, 300.0));
+        let error = |output: &str| quantiles(output, 2).unwrap_err().to_string();
+        assert!(error("1\n").contains("1 rounds of 2"));
+        assert!(error("1\nx\n").contains("\"x\""));
+    }
+}
