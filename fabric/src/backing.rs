@@ -12,6 +12,8 @@ pub(crate) struct Backing {
     pub(crate) page_size: u64,
     /// Whether it is in hugetlbfs, whose pages are never swapped.
     pub(crate) hugetlb: bool,
+    /// Whether it is in tmpfs, as a memfd is.
+    pub(crate) tmpfs: bool,
     /// What to map: the range, rounded out to whole pages of the file. (With
     /// huge pages, RAM that begins at 1 MiB begins inside a page.)
     pub(crate) offset: u64,
@@ -23,6 +25,7 @@ pub(crate) struct Backing {
 
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 impl Backing {
     /// Checks that the `len` bytes at `offset` of `file` can be mapped now.
@@ -68,6 +71,7 @@ impl Backing {
         Ok(Self {
             page_size,
             hugetlb,
+            tmpfs: kind == TMPFS_MAGIC,
             offset: offset - skip,
             // Other files have any length; a last part of a page is theirs.
             len: if hugetlb { rounded } else { len as usize },

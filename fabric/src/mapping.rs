@@ -8,7 +8,7 @@
 
 use std::{fs::File, io, ptr::NonNull};
 
-use rustix::mm::{self, MapFlags, ProtFlags};
+use rustix::mm::{self, MapFlags, MlockFlags, ProtFlags};
 use vm_memory::VolatileSlice;
 
 /// Mapped bytes; unmapped on drop.
@@ -34,7 +34,8 @@ pub(crate) enum Residency {
     PopulateRead,
     /// Use huge pages where the file's memory can.
     HugePages,
-    /// Keep every page in memory. It counts against the memlock limit.
+    /// Keep every page in memory from the moment that it is there. All count
+    /// against the memlock limit at once.
     Lock,
 }
 
@@ -86,10 +87,11 @@ impl Mapping {
             Residency::PopulateRead => mm::Advice::LinuxPopulateRead,
             Residency::HugePages => mm::Advice::LinuxHugepage,
             Residency::Lock => {
+                let flags = MlockFlags::ONFAULT;
                 // SAFETY: validity and length: inside the mapping, checked
                 // above. Locking changes no contents and needs no exclusive
-                // access; a truncated file is an error of the call.
-                return unsafe { mm::mlock(self.start().add(offset).cast(), len) }
+                // access, nor that the file is as long.
+                return unsafe { mm::mlock_with(self.start().add(offset).cast(), len, flags) }
                     .map_err(io::Error::from);
             }
         };

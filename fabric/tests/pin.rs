@@ -29,6 +29,44 @@ fn resident(range: &MemoryRange) -> u64 {
     fstat(&range.file).expect("fstat").st_blocks as u64 * 512
 }
 
+/// Bytes of the file that are locked in this process's page tables.
+fn locked(range: &MemoryRange) -> u64 {
+    let inode = format!(" {} ", fstat(&range.file).expect("fstat").st_ino);
+    let maps = std::fs::read_to_string("/proc/self/smaps").expect("read smaps");
+    let mut ours = false;
+    let mut kib = 0;
+    for line in maps.lines() {
+        match line.strip_prefix("Locked:") {
+            // "START-END PERMISSIONS OFFSET DEVICE INODE …"
+            None if line.contains('-') => ours = line.contains(&inode),
+            Some(rest) if ours => {
+                let number = rest.trim().strip_suffix(" kB").expect("kB");
+                kib += number.parse::<u64>().expect("a number");
+            }
+            _ => {}
+        }
+    }
+    kib * 1024
+}
+
+#[test]
+fn what_is_locked_is_there_to_be_locked() {
+    // Little enough for the limit that ordinary users have.
+    let (fresh, touched) = (ram(2 * MIB), ram(MIB));
+    let memory = SharedMemory::map_range(&touched).expect("map");
+    let all = memory.slice(0, MIB as usize).expect("inside");
+    assert_eq!(all.write(&[7; MIB as usize]), MIB as usize);
+    drop(memory);
+    let ranges = [fresh.clone(), touched.clone()];
+    let pins = Pins::new(&ranges, &PinOptions::new(PinPolicy::Require)).expect("pin");
+    assert_eq!(pins.report().bytes_locked, 3 * MIB);
+    assert_eq!(locked(&fresh), 2 * MIB);
+    assert_eq!(locked(&touched), MIB);
+    drop(pins);
+    assert_eq!(locked(&fresh), 0);
+    assert_eq!(locked(&touched), 0);
+}
+
 #[test]
 fn pinned_memory_is_resident_and_unchanged() {
     let ranges = [ram(200 * MIB), ram(4096)];
