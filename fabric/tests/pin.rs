@@ -56,7 +56,7 @@ fn what_is_locked_is_there_to_be_locked() {
     let memory = SharedMemory::map_range(&touched).expect("map");
     let all = memory.slice(0, MIB as usize).expect("inside");
     assert_eq!(all.write(&[7; MIB as usize]), MIB as usize);
-    drop(memory);
+    drop((all, memory));
     let ranges = [fresh.clone(), touched.clone()];
     let pins = Pins::new(&ranges, &PinOptions::new(PinPolicy::Require)).expect("pin");
     assert_eq!(pins.report().bytes_locked, 3 * MIB);
