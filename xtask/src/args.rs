@@ -88,7 +88,8 @@ pub(crate) enum Only {
 
 /// Measures in one guest, on equal images: fio on the borrowed NVMe drive and on
 /// QEMU's own `nvme` device, in turns; one transfer at a time of 4 KiB to 128 MiB;
-/// how long a device's answer takes, by DMA and by interrupts.
+/// how long a device's answer takes, by DMA and by interrupts. And without a
+/// guest: single things, such as a trapped read, or locking a guest's memory.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Bench {
     /// Only this; may be given more than once.
@@ -117,6 +118,9 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "HOW", default_value = "io_uring",
           value_parser = ["io_uring", "threads"])]
     pub(crate) own_aio: String,
+    /// libvfio-user's sample server gpio-pci-idio-16, to read registers of, too.
+    #[arg(long, value_name = "PROGRAM")]
+    pub(crate) libvfio_user: Option<PathBuf>,
     /// Folder for the two images [default: /dev/shm where it has room, else the
     /// temporary folder].
     #[arg(long, value_name = "FOLDER")]
@@ -155,6 +159,8 @@ pub(crate) enum Chapter {
     Sweep,
     /// From a register write to the device's answer.
     PingPong,
+    /// Single things, without a guest.
+    Micro,
 }
 
 impl Bench {

@@ -2,7 +2,7 @@
 //! on equal images, and fio runs on them in turns.
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] times a
-//! device of [`testers`]; `farside_bench` makes figures, tables, plots and the
+//! device of [`testers`]. [`micro`] needs no guest. `farside_bench` makes figures, tables, plots and the
 //! report of it.
 
 mod about;
@@ -10,6 +10,7 @@ mod drives;
 mod guest;
 mod images;
 mod measure;
+mod micro;
 mod ping_pong;
 mod testers;
 
@@ -28,6 +29,7 @@ use crate::{
 use drives::Both;
 use guest::Drives;
 use images::Images;
+use micro::Micro;
 use testers::Testers;
 
 /// Name of the VM.
@@ -47,19 +49,22 @@ struct Settings {
     sweep_step: u64,
     /// Of ping-pong, each repeat.
     rounds: u32,
+    /// Of what takes no time to speak of.
+    turns: u32,
 }
 
 impl Settings {
     fn of(args: &Bench) -> Self {
-        let (repeats, seconds, sweep_step, rounds) = match args.quick {
-            true => (2, 1, 8, 500),
-            false => (5, 4, 2, 3000),
+        let (repeats, seconds, sweep_step, rounds, turns) = match args.quick {
+            true => (2, 1, 8, 500, 3),
+            false => (5, 4, 2, 3000, 21),
         };
         Self {
             repeats: args.repeats.unwrap_or(repeats),
             seconds: args.seconds.unwrap_or(seconds),
             sweep_step,
             rounds,
+            turns,
         }
     }
 }
@@ -72,9 +77,25 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     interrupt::watch()?;
 
     let settings = Settings::of(args);
+    // Before there are images, which may be in memory: this takes much.
+    let without_guest = match args.wants(Chapter::Micro) {
+        true => micro::measure(
+            &Micro {
+                program: &program,
+                libvfio_user: args.libvfio_user.as_deref(),
+                turns: settings.turns,
+                slow_turns: settings.repeats,
+            },
+            &progress,
+        )?,
+        false => Vec::new(),
+    };
     let images = Images::make(args.images.as_deref(), &progress)?;
     let environment = about::environment(&testbed, args, &settings, images.folder());
     let mut results = Results::new(environment, [BORROWED, OWN]);
+    for section in without_guest {
+        results.add(section)?;
+    }
     let in_guest = [Chapter::Fio, Chapter::Sweep, Chapter::PingPong];
     if in_guest.into_iter().any(|chapter| args.wants(chapter)) {
         in_a_guest(

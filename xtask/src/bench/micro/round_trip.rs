@@ -1,0 +1,157 @@
+//! How long a trapped 4-byte read takes: of configuration space, which the
+//! backend answers by itself, and of a BAR, for which it asks the lender.
+//!
+//! The client is the same for both servers and neither's own: the crate
+//! `vfio_user`. libvfio-user's sample answers both reads by itself.
+
+use std::{
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use farside_bench::Section;
+use farside_scripted_vmm::device::{CONFIG, Device};
+
+use super::{
+    figures::{against, at_most, series},
+    stage::{Stage, boot},
+};
+use crate::{
+    child::Child,
+    scene::{SHORT, await_socket},
+};
+
+/// Reads of a turn.
+const READS: usize = 5_000;
+/// Reads before the first turn, which nobody times.
+const WARM_UP: usize = 2_000;
+/// Reading configuration space may take that much of what libvfio-user takes.
+const TARGET: f64 = 0.8;
+
+/// What is read.
+#[derive(Clone, Copy)]
+enum What {
+    Config,
+    Bar,
+}
+
+impl What {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Config => "configuration space",
+            Self::Bar => "BAR",
+        }
+    }
+}
+
+/// Who is asked.
+struct Server {
+    device: Device,
+    /// A BAR with four bytes at 0.
+    bar: u32,
+}
+
+impl Server {
+    /// p50 and p99 of one turn, microseconds.
+    fn turn(&mut self, what: What, reads: usize) -> Result<[f64; 2]> {
+        let region = match what {
+            What::Config => CONFIG,
+            What::Bar => self.bar,
+        };
+        let mut times = Vec::with_capacity(reads);
+        let mut data = [0; 4];
+        for _ in 0..reads {
+            let start = Instant::now();
+            self.device.read(region, 0, &mut data)?;
+            times.push(start.elapsed());
+        }
+        times.sort_unstable();
+        let at = |percent: usize| micros(times[(reads * percent / 100).min(reads - 1)]);
+        Ok([at(50), at(99)])
+    }
+}
+
+/// Microseconds.
+pub(super) fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// Measures in turns, beside `libvfio_user` where there is one.
+pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -> Result<Section> {
+    let mut stage = Stage::start(program)?;
+    let socket = stage.serve("a", &[])?;
+    let ours = Server {
+        device: boot(&socket).with_context(|| stage.last_words())?,
+        bar: 0,
+    };
+    let mut servers = vec![ours];
+    let mut sample = None;
+    if let Some(program) = libvfio_user {
+        let socket = stage.folder().join("sample.sock");
+        let mut command = Command::new(program);
+        command.arg(&socket);
+        let log = stage.folder().join("sample.log");
+        let child = sample.insert(Child::spawn("libvfio-user's sample", command, &log)?);
+        await_socket(&socket, child)?;
+        let device = Device::connect(&socket, SHORT)
+            .with_context(|| format!("connecting to the sample{}", child.last_words()))?;
+        let bar = device.areas().first().map(|area| area.bar);
+        let bar = bar.context("libvfio-user's sample has no BAR")?;
+        servers.push(Server { device, bar });
+    }
+
+    let mut all = Vec::new();
+    for what in [What::Config, What::Bar] {
+        for server in &mut servers {
+            server.turn(what, WARM_UP)?;
+        }
+        let mut figures = Vec::new();
+        for _ in 0..turns {
+            let turn = servers.iter_mut();
+            let turn: Result<Vec<_>> = turn.map(|server| server.turn(what, READS)).collect();
+            figures.push(turn?);
+        }
+        for (n, percentile) in ["p50", "p99"].into_iter().enumerate() {
+            let of = |server: usize| figures.iter().map(move |turn| turn[server][n]);
+            let name = format!("{}, {percentile}", what.name());
+            let ours = series(&name, of(0));
+            if servers.len() == 1 {
+                all.push(ours);
+                continue;
+            }
+            let other = series(format!("{name}, libvfio-user"), of(1));
+            let ours = against(ours, &other.name);
+            all.push(match (what, percentile) {
+                (What::Config, "p50") => at_most(ours, TARGET),
+                _ => ours,
+            });
+            all.push(other);
+        }
+    }
+    let mut id = [0; 4];
+    servers[0].device.read(CONFIG, 0, &mut id)?;
+    ensure!(
+        id != [0xff; 4],
+        "the borrowed device was not there{}",
+        stage.last_words()
+    );
+    let beside = match servers.len() {
+        1 => "Nothing stands beside them: --libvfio-user was not given.",
+        _ => {
+            "Beside them the same reads of libvfio-user's sample server, which has its BAR in the \
+             process that answers; a turn of one, a turn of the other."
+        }
+    };
+    Ok(Section {
+        name: "register-reads".into(),
+        title: "Reads that are trapped".into(),
+        about: format!(
+            "Reads of 4 bytes by vfio-user, one after another, by the client of the crate \
+             vfio_user: of configuration space, which the backend answers by itself, and of a \
+             BAR, for which it asks the lender. {READS} reads a turn. {beside}"
+        ),
+        series: all,
+    })
+}
