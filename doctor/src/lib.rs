@@ -1,4 +1,26 @@
 //! Looks at a host for what would keep VMs from borrowing, and says how to mend
 //! it.
+//!
+//! ```text
+//!   Host --look--> Facts --judge--> Report (of Findings)
+//! ```
+//!
+//! [`Facts`] come from `/proc`, `/sys`, `/etc`, farside's folders, QEMU, libvirt
+//! and the lenders: all files below a root folder, all that could hang with a
+//! deadline. Nothing is changed, and nothing is started but what systemd starts
+//! when a lender is asked. What the facts mean is for [`Facts::judge`], a list of
+//! small pure functions.
 
 #![forbid(unsafe_code)]
+
+mod checks;
+mod facts;
+mod finding;
+mod host;
+mod report;
+mod run;
+
+pub use facts::Facts;
+pub use finding::{Finding, Level};
+pub use host::Host;
+pub use report::Report;

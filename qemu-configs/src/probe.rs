@@ -52,7 +52,16 @@ impl QemuBinary {
     /// devices.
     pub fn probe(path: impl AsRef<Path>) -> Result<Self, ProbeError> {
         let path = path.as_ref();
-        let text = ask(path, &["--version"])?;
+        Self::probe_by(path, |args| ask(path, args))
+    }
+
+    /// As [`QemuBinary::probe`], with answers that the caller gets: `ask` runs
+    /// the QEMU at `path` with arguments, and returns what it prints.
+    pub fn probe_by<E: From<ProbeError>>(
+        path: &Path,
+        mut ask: impl FnMut(&[&str]) -> Result<String, E>,
+    ) -> Result<Self, E> {
+        let text = ask(&["--version"])?;
         let version = Version::parse(&text).ok_or_else(|| ProbeError::NotQemu {
             path: path.to_owned(),
             said: text.lines().next().unwrap_or_default().to_owned(),
@@ -61,13 +70,15 @@ impl QemuBinary {
             return Err(ProbeError::TooOld {
                 path: path.to_owned(),
                 found: version,
-            });
+            }
+            .into());
         }
-        if !ask(path, &["-device", "help"])?.contains("\"vfio-user-pci\"") {
+        if !ask(&["-device", "help"])?.contains("\"vfio-user-pci\"") {
             return Err(ProbeError::NoVfioUser {
                 path: path.to_owned(),
                 found: version,
-            });
+            }
+            .into());
         }
         Ok(Self {
             path: path.to_owned(),

@@ -1,0 +1,158 @@
+//! Descriptions of VMs, and `lender.toml`.
+
+use farside_vm_config::VmConfig;
+
+use crate::{
+    Facts, Finding,
+    facts::VmFacts,
+    finding::{edit, quoted_path},
+};
+
+const CHECK: &str = "description";
+const LENDER: &str = "lender.toml";
+
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let mut findings: Vec<_> = facts.vms.iter().flat_map(of_vm).collect();
+    let why = "the lender does not start with it";
+    match &facts.lender {
+        None => {}
+        Some(Err(error)) => {
+            findings.push(Finding::problem(LENDER, error, why).fix(edit(&facts.lender_file)));
+        }
+        Some(Ok(lender)) => findings.push(match lender.check() {
+            Ok(()) => Finding::ok(LENDER, format!("lends {} devices", lender.device.len())),
+            Err(error) => {
+                Finding::problem(LENDER, error.to_string(), why).fix(edit(&facts.lender_file))
+            }
+        }),
+    }
+    if findings.is_empty() {
+        findings.push(Finding::note(
+            CHECK,
+            "no VM is described here, and nothing is lent",
+            "there is nothing to check against",
+        ));
+    }
+    findings
+}
+
+fn of_vm(vm: &VmFacts) -> Vec<Finding> {
+    let why = "its backend and QEMU are made from the description";
+    let wrong = |what: String| {
+        let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
+        finding.fix(edit(&vm.path))
+    };
+    let config = match &vm.config {
+        Err(error) => return vec![wrong(error.clone())],
+        Ok(config) => config,
+    };
+    let mut findings = Vec::new();
+    // All that goes on QEMU's command line, the user's own arguments included.
+    if let Err(error) = config.to_vm(&vm.name).command_line("qemu") {
+        let path = vm.path.display();
+        findings.push(wrong(format!("{path}: {}", with_cause(&error))));
+    }
+    if let Some(boot) = config
+        .boot
+        .as_ref()
+        .filter(|id| !config.device_ids().contains(id))
+    {
+        findings.push(wrong(format!(
+            "cannot boot from {boot}: the VM has the devices {}",
+            config.device_ids().join(", ")
+        )));
+    }
+    findings.extend(files(vm, config));
+    if findings.is_empty() {
+        let finding = match config.device_ids().as_slice() {
+            [] => Finding::note(
+                CHECK,
+                "it names no device",
+                "the VM borrows nothing until `farside attach` gives it something",
+            ),
+            ids => Finding::ok(CHECK, format!("borrows {}", ids.join(", "))),
+        };
+        findings.push(finding.of_vm(&vm.name));
+    }
+    findings
+}
+
+/// Files that QEMU opens.
+fn files(vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
+    let Some(flash) = &config.ovmf else {
+        return Vec::new();
+    };
+    let mut findings = Vec::new();
+    let why = "QEMU does not start without its firmware";
+    if !flash.code.exists() {
+        let what = format!("there is no {}", flash.code.display());
+        let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
+        findings.push(finding.fix("apt-get install ovmf"));
+    }
+    if !flash.vars.exists() {
+        let what = format!("there is no {}", flash.vars.display());
+        let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
+        findings.push(finding.fix(format!(
+            "install -m 600 /usr/share/OVMF/OVMF_VARS_4M.fd {}",
+            quoted_path(&flash.vars)
+        )));
+    }
+    findings
+}
+
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", with_cause(cause)),
+        None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Level,
+        checks::tests::{host_of, says},
+    };
+
+    #[test]
+    fn both_ways() {
+        let of = |description| judge(&host_of(description));
+        says(of("devices = [\"disk0\"]"), Level::Ok, "borrows disk0");
+        says(of(""), Level::Note, "no device");
+        says(of("devices = [\"a\", \"a\"]"), Level::Problem, "used twice");
+        says(
+            of("devices = [\"a\"]\nboot = \"b\""),
+            Level::Problem,
+            "boot from b",
+        );
+        says(
+            of("memory = \"5K\""),
+            Level::Problem,
+            "guest RAM of 5120 bytes",
+        );
+        let undone = "qemu-args = [\"-m\", \"8G\", \"-machine\", \"q35,memory-backend=x\"]";
+        says(of(undone), Level::Problem, "undo what borrowing needs: ");
+        let flash =
+            "ovmf = { code = \"/no/such/code\", vars = \"/no/such/vars\" }\ndevices = [\"a\"]";
+        let found = of(flash);
+        assert!(found[1].fix[0].ends_with("/no/such/vars"), "{found:?}");
+        let mut facts = host_of("");
+        facts.vms[0].config = Err("line 3: what?".into());
+        let said = says(judge(&facts), Level::Problem, "line 3");
+        assert_eq!(said.fix, ["${EDITOR:-vi} /etc/farside/vm/web1.toml"]);
+    }
+
+    #[test]
+    fn a_lender_and_nothing() {
+        let mut facts = Facts::default();
+        says(judge(&facts), Level::Note, "nothing is lent");
+        let lender = "[[device]]\nid = \"a\"\nmodel.dma-test = {}";
+        facts.lender = Some(Ok(toml::from_str(lender).unwrap()));
+        says(judge(&facts), Level::Ok, "lends 1");
+        facts.lender = Some(Ok(toml::from_str("").unwrap()));
+        says(judge(&facts), Level::Problem, "nothing to lend");
+        facts.lender = Some(Err("line 2".into()));
+        says(judge(&facts), Level::Problem, "line 2");
+    }
+}

@@ -1,0 +1,145 @@
+//! Whether the lenders have the devices that VMs name, and who else does.
+
+use farside_control::DeviceEntry;
+use farside_vm_config::VmConfig;
+
+use crate::{
+    Facts, Finding,
+    facts::VmFacts,
+    finding::{edit, quoted},
+};
+
+const CHECK: &str = "device";
+
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let vms = facts.good_vms();
+    vms.flat_map(|(vm, config)| of_vm(facts, vm, config))
+        .collect()
+}
+
+fn of_vm(facts: &Facts, vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
+    let addresses = config.lenders();
+    let asked = facts
+        .lenders
+        .iter()
+        .filter(|lender| addresses.contains(&lender.address));
+    let answers: Option<Vec<_>> = asked.map(|lender| lender.answer.as_ref().ok()).collect();
+    // What a silent lender has is not known.
+    let Some(answers) = answers.filter(|answers| answers.len() == addresses.len()) else {
+        return Vec::new();
+    };
+    let lent: Vec<_> = answers.iter().flat_map(|(_, devices)| devices).collect();
+    let ids = config.device_ids();
+    let findings: Vec<_> = ids
+        .iter()
+        .filter_map(|id| of_device(vm, id, &lent))
+        .collect();
+    if findings.is_empty() && !ids.is_empty() {
+        let finding = Finding::ok(CHECK, format!("lent: {}", ids.join(", ")));
+        return vec![finding.of_vm(&vm.name)];
+    }
+    findings
+}
+
+fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
+    let mut having = lent.iter().filter(|device| device.id == id);
+    let Some(device) = having.next() else {
+        let ids: Vec<_> = lent.iter().map(|device| device.id.as_str()).collect();
+        let what = match ids.as_slice() {
+            [] => format!("no lender has {id}, nor anything else"),
+            ids => format!("no lender has {id}; they have {}", ids.join(", ")),
+        };
+        let why = "the VM's backend does not start";
+        return Some(
+            Finding::problem(CHECK, what, why)
+                .of_vm(&vm.name)
+                .fix(edit(&vm.path)),
+        );
+    };
+    if having.next().is_some() {
+        let what = format!("more than one lender has a device {id}");
+        let why = "which of them the VM gets is left to chance: ids are to be unique";
+        return Some(
+            Finding::problem(CHECK, what, why)
+                .of_vm(&vm.name)
+                .fix(edit(&vm.path)),
+        );
+    }
+    let by = device.borrowed_by.as_ref().filter(|by| by.vm != vm.name)?;
+    let what = format!("VM {} has borrowed {id}", by.vm);
+    let why = "a device has one borrower at a time: this VM gets it when that one has returned it";
+    let other = quoted(&by.vm);
+    Some(
+        Finding::note(CHECK, what, why)
+            .of_vm(&vm.name)
+            .fix(format!("farside detach {other} {}", quoted(id))),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use farside_control::{BorrowedBy, Epoch};
+
+    use super::*;
+    use crate::{
+        Level,
+        checks::tests::{host_of, says},
+        facts::{LenderFacts, Refusal},
+    };
+
+    fn entry(id: &str, by: Option<&str>) -> DeviceEntry {
+        DeviceEntry {
+            id: id.into(),
+            source: "model".into(),
+            summary: String::new(),
+            borrowed_by: by.map(|vm| BorrowedBy {
+                vm: vm.into(),
+                epoch: Epoch(1),
+                seconds: 1,
+            }),
+            fences: Vec::new(),
+        }
+    }
+
+    fn lender(address: &str, devices: &[DeviceEntry]) -> LenderFacts {
+        LenderFacts {
+            address: address.parse().unwrap(),
+            vms: vec!["web1".into()],
+            answer: Ok((address.into(), devices.to_vec())),
+        }
+    }
+
+    #[test]
+    fn both_ways() {
+        let mut facts = host_of("devices = [\"disk0\"]\nlenders = [\"/a\", \"tcp:b:1\"]");
+        let mut with = |lenders: Vec<LenderFacts>| {
+            facts.lenders = lenders;
+            judge(&facts)
+        };
+        let other = lender("tcp:b:1", &[entry("disk1", None)]);
+        let mine = lender("/a", &[entry("disk0", Some("web1"))]);
+        says(with(vec![mine.clone(), other.clone()]), Level::Ok, "disk0");
+        let found = with(vec![lender("/a", &[]), other.clone()]);
+        says(
+            found,
+            Level::Problem,
+            "no lender has disk0; they have disk1",
+        );
+        let found = with(vec![
+            mine.clone(),
+            lender("tcp:b:1", &[entry("disk0", None)]),
+        ]);
+        says(found, Level::Problem, "more than one");
+        let theirs = lender("/a", &[entry("disk0", Some("db"))]);
+        let said = says(
+            with(vec![theirs, other]),
+            Level::Note,
+            "VM db has borrowed disk0",
+        );
+        assert_eq!(said.fix, ["farside detach db disk0"]);
+        // That a lender is away is for another check to say.
+        let mut silent = lender("tcp:b:1", &[]);
+        silent.answer = Err(Refusal::Unreachable(String::new()));
+        assert_eq!(with(vec![mine, silent]), []);
+    }
+}

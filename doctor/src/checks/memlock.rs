@@ -1,0 +1,203 @@
+//! The limit of locked memory, against guest RAM.
+
+use farside_fabric::{Size, pin::PinPolicy};
+use farside_qemu_configs::HugePages;
+use farside_vm_config::VmConfig;
+
+use crate::{
+    Facts, Finding,
+    facts::{Limit, UNIT_USER, Unit},
+    finding::quoted,
+};
+
+const CHECK: &str = "memlock";
+
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let vms = facts.good_vms().map(|(vm, config)| {
+        let needed = needed(config);
+        let who = Locker::of_backend(facts);
+        let required = config.pin == Some(PinPolicy::Require) || config.ntb.is_some();
+        let why = match required {
+            true => "guest RAM has to be locked while a device may reach it: this VM's devices are refused",
+            false => "guest RAM is not locked: it may be swapped out under a device's DMA, which then waits",
+        };
+        who.judge(needed, required, why).of_vm(&vm.name)
+    });
+    let mut findings: Vec<_> = vms.collect();
+    if facts.lends_hardware() {
+        let largest = facts.good_vms().map(|(_, config)| config.memory()).max();
+        let why = "the kernel counts guest RAM that a physical device reaches as the lender's";
+        let who = Locker::of_lender(facts);
+        findings.push(who.judge(largest.unwrap_or(0), true, why));
+    }
+    findings
+}
+
+/// Bytes that the backend of a VM locks: all of RAM for each device that the
+/// guest drives. Huge pages are never swapped and not counted.
+fn needed(config: &VmConfig) -> u64 {
+    match config.hugepages.unwrap_or_default() {
+        HugePages::None => config
+            .memory()
+            .saturating_mul(config.devices.len().max(1) as u64),
+        _ => 0,
+    }
+}
+
+/// Who locks memory.
+struct Locker<'a> {
+    limit: Option<u64>,
+    unit: Option<&'a str>,
+    user: &'a str,
+}
+
+impl<'a> Locker<'a> {
+    fn of_backend(facts: &'a Facts) -> Self {
+        let unit = facts.systemd.backend.as_ref();
+        Self::new(facts, "farside@.service", unit)
+    }
+
+    fn of_lender(facts: &'a Facts) -> Self {
+        let unit = facts.systemd.lender.as_ref();
+        Self::new(facts, "farside-lender.service", unit)
+    }
+
+    fn new(facts: &'a Facts, name: &'a str, unit: Option<&Unit>) -> Self {
+        match unit.filter(|_| facts.by_units()) {
+            Some(unit) => Self {
+                limit: match unit.memlock {
+                    Limit::None => None,
+                    Limit::Of(bytes) => Some(bytes),
+                },
+                unit: Some(name),
+                user: UNIT_USER,
+            },
+            None => Self {
+                limit: facts.memory.memlock.filter(|_| !facts.users.may_lock),
+                unit: None,
+                user: &facts.users.me.name,
+            },
+        }
+    }
+
+    fn judge(&self, needed: u64, required: bool, why: &str) -> Finding {
+        let whose = match self.unit {
+            Some(unit) => format!("the unit {unit}"),
+            None => format!("user {}", self.user),
+        };
+        let Some(limit) = self.limit.filter(|limit| *limit < needed) else {
+            return Finding::ok(
+                CHECK,
+                format!("{whose} may lock {} of guest RAM", Size(needed)),
+            );
+        };
+        let what = format!(
+            "{whose} may lock {}, and guest RAM to lock is {}",
+            Size(limit),
+            Size(needed)
+        );
+        Finding::problem_if(required, CHECK, what, why).fix(self.mend(needed))
+    }
+
+    fn mend(&self, needed: u64) -> String {
+        if let Some(unit) = self.unit {
+            let folder = format!("/etc/systemd/system/{unit}.d");
+            return format!(
+                "mkdir -p {folder} && printf '[Service]\\nLimitMEMLOCK=infinity\\n' > {folder}/memlock.conf && systemctl daemon-reload"
+            );
+        }
+        // What else the process locks is small.
+        let kib = needed.div_ceil(1024).saturating_add(64 << 10);
+        format!(
+            "echo {} > /etc/security/limits.d/farside.conf   # as root; then log in anew",
+            quoted(&format!("{} - memlock {kib}", self.user))
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Level,
+        checks::tests::{host_of, says},
+    };
+
+    fn host(description: &str, memlock: Option<u64>) -> Facts {
+        let mut facts = host_of(description);
+        facts.memory.memlock = memlock;
+        facts.users.me.name = "web".into();
+        facts
+    }
+
+    #[test]
+    fn a_user_with_a_limit() {
+        let of = |description, memlock| judge(&host(description, memlock));
+        says(
+            of("memory = \"1G\"", Some(1 << 30)),
+            Level::Ok,
+            "user web may lock 1 GiB",
+        );
+        says(of("memory = \"64G\"", None), Level::Ok, "64 GiB");
+        says(
+            of("memory = \"1G\"", Some((1 << 30) - 1)),
+            Level::Note,
+            "1 GiB",
+        );
+        let said = says(
+            of("memory = \"1G\"\npin = \"require\"", Some(8 << 20)),
+            Level::Problem,
+            "8 MiB",
+        );
+        assert_eq!(
+            said.fix,
+            [
+                "echo 'web - memlock 1114112' > /etc/security/limits.d/farside.conf   # as root; then log in anew"
+            ]
+        );
+        // Each device's RAM is locked on its own.
+        let two = "memory = \"1G\"\ndevices = [\"a\", \"b\"]";
+        says(of(two, Some(1 << 30)), Level::Note, "2 GiB");
+        says(
+            of(
+                "memory = \"4G\"\nhugepages = \"2M\"\npin = \"require\"",
+                Some(0),
+            ),
+            Level::Ok,
+            "0",
+        );
+
+        let mut facts = host("pin = \"require\"", Some(0));
+        facts.users.may_lock = true;
+        says(judge(&facts), Level::Ok, "2 GiB");
+    }
+
+    #[test]
+    fn a_unit_with_a_limit() {
+        let mut facts = host("pin = \"require\"", None);
+        let unit = |memlock| {
+            Some(Unit {
+                path: "/u".into(),
+                memlock,
+                user: UNIT_USER.into(),
+            })
+        };
+        facts.systemd.runs = true;
+        facts.systemd.backend = unit(Limit::Of(8 << 20));
+        let said = says(
+            judge(&facts),
+            Level::Problem,
+            "unit farside@.service may lock 8 MiB",
+        );
+        assert!(said.fix[0].contains("/etc/systemd/system/farside@.service.d/memlock.conf"));
+        facts.systemd.backend = unit(Limit::None);
+        says(judge(&facts), Level::Ok, "unit farside@.service");
+
+        let lends = "[[device]]\nid = \"a\"\nvfio = { function = \"0000:03:00.0\" }";
+        facts.lender = Some(Ok(toml::from_str(lends).unwrap()));
+        facts.systemd.lender = unit(Limit::Of(1 << 30));
+        let found = judge(&facts);
+        assert_eq!(found[1].level, Level::Problem, "{found:?}");
+        assert!(found[1].what.contains("farside-lender.service"));
+    }
+}

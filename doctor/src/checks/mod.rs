@@ -1,0 +1,49 @@
+//! What facts mean: one file for each thing that can be wrong.
+
+mod descriptions;
+mod devices;
+mod domains;
+mod hook;
+mod hugepages;
+mod iommu;
+mod kvm;
+mod lenders;
+mod libvirt_confinement;
+mod libvirt_user;
+mod memlock;
+mod memory_notes;
+mod open_files;
+mod qemu;
+mod runtime;
+mod sockets;
+mod units;
+
+use crate::{Facts, Finding};
+
+/// Host first, then VMs, then what they need of others.
+const CHECKS: &[fn(&Facts) -> Vec<Finding>] = &[
+    qemu::judge,
+    kvm::judge,
+    iommu::judge,
+    runtime::judge,
+    sockets::judge,
+    units::judge,
+    descriptions::judge,
+    memlock::judge,
+    hugepages::judge,
+    memory_notes::judge,
+    open_files::judge,
+    hook::judge,
+    libvirt_user::judge,
+    libvirt_confinement::judge,
+    domains::judge,
+    lenders::judge,
+    devices::judge,
+];
+
+pub(crate) fn all(facts: &Facts) -> Vec<Finding> {
+    CHECKS.iter().flat_map(|check| check(facts)).collect()
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,59 @@
+//! The folder of farside's sockets.
+
+use crate::{Facts, Finding, finding::quoted_path};
+
+const CHECK: &str = "runtime";
+
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let runtime = &facts.runtime;
+    let me = &facts.users.me;
+    let path = runtime.path.display();
+    let quoted = quoted_path(&runtime.path);
+    let finding = match runtime.owner {
+        None => Finding::ok(
+            CHECK,
+            format!("{path} is not there yet; it is made when needed"),
+        ),
+        Some(owner) if me.uid != 0 && owner != me.uid && owner != 0 => Finding::problem(
+            CHECK,
+            format!("{path} belongs to user {owner}, not to {}", me.name),
+            "who owns it could put sockets of his own there: it is refused",
+        )
+        .fix(format!("rm -r {quoted}")),
+        Some(_) if !runtime.writable => Finding::problem(
+            CHECK,
+            format!("user {} may not write to {path}", me.name),
+            "the sockets that QEMU connects to are made there",
+        )
+        .fix(format!(
+            "chown {} {quoted} && chmod u+rwx {quoted}",
+            me.name
+        )),
+        Some(_) => Finding::ok(CHECK, format!("{path} can be used")),
+    };
+    vec![finding]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Level, checks::tests::says};
+
+    #[test]
+    fn both_ways() {
+        let mut facts = Facts::default();
+        facts.runtime.path = "/tmp/farside-1000".into();
+        facts.users.me.uid = 1000;
+        says(judge(&facts), Level::Ok, "not there yet");
+        facts.runtime.owner = Some(1001);
+        let said = says(judge(&facts), Level::Problem, "user 1001");
+        assert_eq!(said.fix, ["rm -r /tmp/farside-1000"]);
+        facts.runtime.owner = Some(1000);
+        says(judge(&facts), Level::Problem, "may not write");
+        facts.runtime.writable = true;
+        says(judge(&facts), Level::Ok, "can be used");
+        // Root serves in the folder of the units' user.
+        facts.users.me.uid = 0;
+        says(judge(&facts), Level::Ok, "can be used");
+    }
+}

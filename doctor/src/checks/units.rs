@@ -1,0 +1,123 @@
+//! systemd's units: there, whole, and of the same mind as the descriptions.
+
+use std::collections::BTreeSet;
+
+use farside_control::paths;
+
+use crate::{Facts, Finding, finding::quoted};
+
+const CHECK: &str = "units";
+
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let units = &facts.systemd;
+    if !units.runs {
+        return vec![Finding::ok(
+            CHECK,
+            "systemd does not run this host: `farside start` runs backends",
+        )];
+    }
+    let mut findings = Vec::new();
+    if units.backend.is_none() || units.lender.is_none() {
+        findings.push(
+            Finding::note(
+                CHECK,
+                "farside's units are not installed",
+                "nothing starts lender and backends at boot, or again after they were killed",
+            )
+            .fix("apt-get install ./farside_*.deb"),
+        );
+    }
+    for unit in &units.failed {
+        let unit = quoted(unit);
+        findings.push(
+            Finding::problem(
+                CHECK,
+                format!("{unit} has failed"),
+                "systemd starts it no more until told to",
+            )
+            .fix(format!("journalctl --no-pager -n 20 -u {unit}"))
+            .fix(format!(
+                "systemctl reset-failed {unit} && systemctl start {unit}"
+            )),
+        );
+    }
+    findings.extend(facts.good_vms().filter_map(|(vm, config)| {
+        let listens = units.generated.get(&vm.name)?;
+        let sockets = config.device_ids().into_iter();
+        let sockets = sockets.map(|id| paths::device_socket(&vm.name, &id));
+        let sockets: BTreeSet<_> = sockets.map(|path| path.display().to_string()).collect();
+        if *listens == sockets || facts.moved {
+            return None;
+        }
+        let name = |path: &String| path.rsplit('/').next().unwrap_or(path).to_owned();
+        let differ: Vec<_> = listens.symmetric_difference(&sockets).map(name).collect();
+        let finding = Finding::problem(
+            CHECK,
+            format!(
+                "the socket unit is not what the description says: {} differ",
+                differ.join(", ")
+            ),
+            "QEMU finds no socket, or one of a device that the VM has no more",
+        );
+        let unit = quoted(&format!("farside@{}.socket", vm.name));
+        let mend =
+            format!("systemctl daemon-reload && systemctl restart {unit}   # while the VM is off");
+        Some(finding.of_vm(&vm.name).fix(mend))
+    }));
+    if findings.is_empty() {
+        findings.push(Finding::ok(CHECK, "installed, and none has failed"));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Level,
+        checks::tests::{host_of, says},
+        facts::{Limit, Unit},
+    };
+
+    #[test]
+    fn both_ways() {
+        let mut facts = host_of("devices = [\"disk0\"]");
+        says(judge(&facts), Level::Ok, "does not run this host");
+        facts.systemd.runs = true;
+        says(judge(&facts), Level::Note, "not installed");
+        let unit = Unit {
+            path: "/u".into(),
+            memlock: Limit::None,
+            user: "farside".into(),
+        };
+        facts.systemd.backend = Some(unit.clone());
+        facts.systemd.lender = Some(unit);
+        says(judge(&facts), Level::Ok, "installed");
+
+        let socket = |id: &str| paths::device_socket("web1", id).display().to_string();
+        let listens = |ids: &[&str]| ids.iter().map(|id| socket(id)).collect();
+        facts
+            .systemd
+            .generated
+            .insert("web1".into(), listens(&["disk0"]));
+        says(judge(&facts), Level::Ok, "installed");
+        facts
+            .systemd
+            .generated
+            .insert("web1".into(), listens(&["disk1"]));
+        let said = says(
+            judge(&facts),
+            Level::Problem,
+            "disk0.sock, disk1.sock differ",
+        );
+        assert!(said.fix[0].contains("farside@web1.socket"), "{said:?}");
+
+        facts.systemd.generated.clear();
+        facts.systemd.failed = vec!["farside-lender.service".into()];
+        says(
+            judge(&facts),
+            Level::Problem,
+            "farside-lender.service has failed",
+        );
+    }
+}

@@ -1,0 +1,146 @@
+//! What there is on a host. No judgement here.
+
+mod hardware;
+mod lenders;
+mod libvirt;
+mod memory;
+mod qemu;
+mod qemu_conf;
+mod sockets;
+mod systemd;
+mod users;
+mod vms;
+
+use std::path::PathBuf;
+
+use farside_lender::config::{Config as LenderConfig, Source};
+
+use crate::{Host, Report, checks};
+
+pub(crate) use hardware::{Access, Hardware};
+pub(crate) use lenders::{LenderFacts, Refusal};
+pub(crate) use libvirt::{APPARMOR_LOCAL, Libvirt};
+#[cfg(test)]
+pub(crate) use memory::Mount;
+pub(crate) use memory::{Memory, Pool};
+pub(crate) use qemu::QemuFacts;
+pub(crate) use qemu_conf::QemuConf;
+#[cfg(test)]
+pub(crate) use sockets::Socket;
+pub(crate) use sockets::{Runtime, State};
+pub(crate) use systemd::{Limit, Systemd, Unit};
+pub(crate) use users::{User, Users};
+pub(crate) use vms::VmFacts;
+
+/// The user of the units.
+pub(crate) const UNIT_USER: &str = "farside";
+
+/// All that is known of a host.
+#[derive(Debug, Default)]
+pub struct Facts {
+    /// The VM that was asked for; `None` for all.
+    pub(crate) only: Option<String>,
+    /// Descriptions of VMs: all, or the one that was asked for.
+    pub(crate) vms: Vec<VmFacts>,
+    /// `lender.toml`, where there is one.
+    pub(crate) lender_file: PathBuf,
+    pub(crate) lender: Option<Result<LenderConfig, String>>,
+    pub(crate) users: Users,
+    pub(crate) memory: Memory,
+    pub(crate) runtime: Runtime,
+    pub(crate) hardware: Hardware,
+    pub(crate) systemd: Systemd,
+    pub(crate) qemus: Vec<QemuFacts>,
+    pub(crate) lenders: Vec<LenderFacts>,
+    /// Where it is installed.
+    pub(crate) libvirt: Option<Libvirt>,
+    /// Where the programs of the system are, `farside` among them.
+    pub(crate) in_path: bool,
+    pub(crate) program: PathBuf,
+    /// Whether farside's folders are others than those of its systemd units.
+    pub(crate) moved: bool,
+}
+
+impl Facts {
+    /// Looks at a host: at all its VMs, or at one.
+    pub fn look(host: &Host, only: Option<&str>) -> Self {
+        let vms = vms::look(host, only);
+        let lender_file = host.config.join("lender.toml");
+        let lender = lender_file
+            .exists()
+            .then(|| LenderConfig::load(&lender_file).map_err(|error| error.to_string()));
+        let runtime = sockets::look(host);
+        // Each of these may have to wait.
+        let (qemus, lenders, libvirt, systemd) = std::thread::scope(|scope| {
+            let qemus = scope.spawn(|| qemu::look(host, &vms));
+            let libvirt = scope.spawn(|| libvirt::look(host, &vms));
+            let systemd = scope.spawn(|| systemd::look(host, &vms));
+            let lenders = lenders::look(host, &vms, lender.as_ref());
+            let done = "looking does not panic";
+            (
+                qemus.join().expect(done),
+                lenders,
+                libvirt.join().expect(done),
+                systemd.join().expect(done),
+            )
+        });
+        let folders = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin"];
+        Self {
+            only: only.map(str::to_owned),
+            users: users::look(host),
+            memory: memory::look(host),
+            hardware: hardware::look(host),
+            in_path: folders
+                .iter()
+                .any(|folder| host.system(folder).join("farside").exists()),
+            program: std::env::current_exe().unwrap_or_else(|_| "farside".into()),
+            moved: host.moved,
+            vms,
+            lender_file,
+            lender,
+            runtime,
+            systemd,
+            qemus,
+            lenders,
+            libvirt,
+        }
+    }
+
+    /// What they mean.
+    pub fn judge(&self) -> Report {
+        Report {
+            findings: checks::all(self),
+        }
+    }
+
+    /// The VMs whose description can be used.
+    pub(crate) fn good_vms(
+        &self,
+    ) -> impl Iterator<Item = (&VmFacts, &farside_vm_config::VmConfig)> {
+        self.vms
+            .iter()
+            .filter_map(|vm| Some((vm, vm.config.as_ref().ok()?)))
+    }
+
+    /// Whether this host lends physical devices, or borrows through an NTB of
+    /// its own: only then does it need an IOMMU.
+    pub(crate) fn uses_hardware(&self) -> bool {
+        self.lends_hardware() || self.good_vms().any(|(_, config)| config.ntb.is_some())
+    }
+
+    /// Whether this host lends physical devices.
+    pub(crate) fn lends_hardware(&self) -> bool {
+        let Some(Ok(lender)) = &self.lender else {
+            return false;
+        };
+        let mut devices = lender.device.iter();
+        lender.ntb.is_some() || devices.any(|device| matches!(device.source, Source::Vfio(_)))
+    }
+
+    /// Whether systemd runs lender and backends here: it runs the host, has the
+    /// units, and we are who it asks.
+    pub(crate) fn by_units(&self) -> bool {
+        let units = &self.systemd;
+        units.runs && units.backend.is_some() && !self.moved && self.users.me.uid == 0
+    }
+}

@@ -1,0 +1,179 @@
+//! farside's runtime folder, and who listens there.
+
+use std::{
+    collections::BTreeSet,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{Access, access},
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+};
+
+use crate::Host;
+
+/// Sockets are so many folders below the runtime folder at most: `vm/NAME/`.
+const DEPTH: usize = 2;
+
+/// A listening socket's flag in `/proc/net/unix` (`__SO_ACCEPTCON`).
+const LISTENS: u64 = 1 << 16;
+
+/// The runtime folder.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Runtime {
+    pub(crate) path: PathBuf,
+    /// Its owner; `None` where it is not there yet.
+    pub(crate) owner: Option<u32>,
+    /// Whether who asks may make sockets in it.
+    pub(crate) writable: bool,
+    pub(crate) sockets: Vec<Socket>,
+}
+
+/// A socket in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Socket {
+    pub(crate) path: PathBuf,
+    pub(crate) state: State,
+}
+
+/// Whether somebody listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Live,
+    /// Nobody does.
+    Stale,
+    /// We may not connect.
+    Denied,
+    /// What connecting said means nothing to us.
+    Unknown,
+}
+
+pub(crate) fn look(host: &Host) -> Runtime {
+    let listening = host.text("proc/net/unix").unwrap_or_default();
+    let listening = listeners(&listening);
+    let mut sockets = Vec::new();
+    collect(&host.runtime, DEPTH, &listening, &mut sockets);
+    sockets.sort_by(|a, b| a.path.cmp(&b.path));
+    Runtime {
+        owner: std::fs::metadata(&host.runtime).ok().map(|meta| meta.uid()),
+        writable: access(&host.runtime, Access::WRITE_OK | Access::EXEC_OK).is_ok(),
+        path: host.runtime.clone(),
+        sockets,
+    }
+}
+
+fn collect(folder: &Path, depth: usize, listening: &BTreeSet<&str>, found: &mut Vec<Socket>) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(kind) if kind.is_socket() => {
+                // Connecting would start a backend that systemd listens for,
+                // and disturb a monitor, so it is the last resort: for
+                // sockets of other network namespaces, and stale ones.
+                let known = path.to_str().is_some_and(|path| listening.contains(path));
+                let state = if known { State::Live } else { knock(&path) };
+                found.push(Socket { path, state });
+            }
+            Ok(kind) if kind.is_dir() && depth > 0 => collect(&path, depth - 1, listening, found),
+            _ => {}
+        }
+    }
+}
+
+/// The paths that `/proc/net/unix` says somebody listens at.
+fn listeners(text: &str) -> BTreeSet<&str> {
+    let paths = text.lines().filter_map(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
+        let path = fields.nth(3)?;
+        // A path with a space does not come out whole: it is knocked at.
+        (flags & LISTENS != 0).then_some(path)
+    });
+    paths.collect()
+}
+
+fn knock(path: &Path) -> State {
+    let Ok(address) = SocketAddrUnix::new(path) else {
+        return State::Unknown;
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    for kind in [SocketType::STREAM, SocketType::SEQPACKET] {
+        let Ok(socket) = socket_with(AddressFamily::UNIX, kind, flags, None) else {
+            return State::Unknown;
+        };
+        match connect(&socket, &address) {
+            Err(Errno::PROTOTYPE) => {}
+            // AGAIN: so many wait that somebody listens.
+            Ok(()) | Err(Errno::AGAIN) => return State::Live,
+            Err(Errno::CONNREFUSED) => return State::Stale,
+            Err(Errno::ACCESS | Errno::PERM) => return State::Denied,
+            Err(_) => return State::Unknown,
+        }
+    }
+    State::Unknown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::{UnixDatagram, UnixListener};
+
+    #[test]
+    fn a_socket_is_stale_when_nobody_listens() {
+        let root = tempfile::tempdir().unwrap();
+        let mut host = Host::at(root.path());
+        let vm = host.runtime.join("vm/web1");
+        std::fs::create_dir_all(&vm).unwrap();
+        let live = UnixListener::bind(vm.join("disk0.sock")).unwrap();
+        drop(UnixListener::bind(vm.join("status")).unwrap());
+        let _other = UnixDatagram::bind(host.runtime.join("other")).unwrap();
+        std::fs::write(vm.join("qemu.pid"), "1").unwrap();
+        let states = |host: &Host| -> Vec<_> {
+            let sockets = look(host).sockets.into_iter();
+            sockets
+                .map(|socket| {
+                    let name = socket
+                        .path
+                        .file_name()
+                        .unwrap()
+                        .to_str()
+                        .unwrap()
+                        .to_owned();
+                    (name, socket.state)
+                })
+                .collect()
+        };
+        let expected = |disk0| {
+            [
+                ("other".to_owned(), State::Unknown),
+                ("disk0.sock".to_owned(), disk0),
+                ("status".to_owned(), State::Stale),
+            ]
+        };
+        // By knocking.
+        assert_eq!(states(&host), expected(State::Live));
+        // With the kernel's list nobody knocks: nothing waits to be accepted.
+        drop(live.accept().unwrap());
+        host.root = "/".into();
+        assert_eq!(states(&host), expected(State::Live));
+        live.set_nonblocking(true).unwrap();
+        assert_eq!(
+            live.accept().unwrap_err().kind(),
+            std::io::ErrorKind::WouldBlock
+        );
+        drop(live);
+        assert_eq!(states(&host), expected(State::Stale));
+        assert_eq!(look(&host).owner, Some(rustix::process::geteuid().as_raw()));
+    }
+
+    #[test]
+    fn the_kernels_list() {
+        let text = "Num       RefCount Protocol Flags    Type St Inode Path\n\
+            ffff8: 00000002 00000000 00010000 0001 01 20051 /run/a\n\
+            ffff9: 00000003 00000000 00000000 0001 03 20052 /run/b\n\
+            ffffa: 00000002 00000000 00010000 0005 01 20053\n";
+        assert_eq!(listeners(text), BTreeSet::from(["/run/a"]));
+    }
+}
