@@ -246,9 +246,19 @@ impl Guest {
     /// Waits until the agent in the guest has started. The error says how far the
     /// guest came.
     pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
+        self.wait_boot(1, timeout)
+    }
+
+    /// How often the agent has started: 1 after the first boot, 2 after a reboot.
+    pub fn boots(&self) -> u64 {
+        self.agent.board.look(|state| state.agent.hellos)
+    }
+
+    /// Waits until the agent has started that often.
+    pub fn wait_boot(&self, boots: u64, timeout: Duration) -> Result<()> {
         let started = self.agent.board.wait(timeout, |state| {
-            let agent = &state.agent;
-            (agent.hellos > 0 || agent.closed).then_some(agent.hellos > 0)
+            let booted = state.agent.hellos >= boots;
+            (booted || state.agent.closed).then_some(booted)
         });
         match started {
             Some(true) => Ok(()),

@@ -136,12 +136,7 @@ impl Vm {
         self.wait_boot(1, timeout)
     }
 
-    /// How often the agent has started: 1 after the first boot, 2 after a reboot.
-    pub fn boots(&self) -> u64 {
-        self.board.look(|state| state.agent.hellos)
-    }
-
-    /// Waits until the agent has started that often.
+    /// Waits until the agent has started that often ([`Guest::boots`]).
     pub fn wait_boot(&self, boots: u64, timeout: Duration) -> Result<()> {
         enum Seen {
             Booted,
