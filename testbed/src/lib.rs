@@ -41,6 +41,7 @@ mod elf;
 mod host;
 mod host_vm;
 pub mod kernel_view;
+mod lean;
 mod modules;
 mod progress;
 mod recipe;
@@ -72,6 +73,7 @@ use archive::Archive;
 use cache::Cache;
 use debian::Debian;
 use host::Host;
+use lean::Lean;
 
 /// QEMU, a guest kernel and a guest userland, ready to be used. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -83,6 +85,7 @@ struct Parts {
     debian: Debian,
     host: Host,
     initramfs: PathBuf,
+    lean: Lean,
     tools_disk: PathBuf,
     accel: OnceLock<Accel>,
 }
@@ -115,12 +118,14 @@ impl Testbed {
                 &folder.join("nested.cpio"),
             )
         })?;
+        let lean = lean::prepare(&cache, &debian, &host, &agent, &agent_key)?;
         let tools_disk = tools_disk::prepare(&cache, &debian, &host, &guest, &key, progress)?;
         let testbed = Testbed(Arc::new(Parts {
             cache: cache.root().to_owned(),
             debian,
             host,
             initramfs: guest.join("initramfs.cpio"),
+            lean,
             tools_disk,
             accel: OnceLock::new(),
         }));
@@ -164,6 +169,11 @@ impl Testbed {
     /// The guest's initramfs: userland, modules and agent.
     pub fn initramfs(&self) -> &Path {
         &self.0.initramfs
+    }
+
+    /// What [`VmBuilder::lean`] boots.
+    pub(crate) fn lean(&self) -> &Lean {
+        &self.0.lean
     }
 
     /// The kernel command line that shows the console on the serial port.

@@ -16,8 +16,8 @@ use tempfile::TempDir;
 use super::process::Process;
 use super::{KERNEL_ARGS, Vm, qemu_log, serial_log};
 use crate::archive::Archive;
-use crate::host_vm;
 use crate::{Accel, Testbed};
+use crate::{host_vm, lean};
 
 /// Which chipset the machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -60,6 +60,7 @@ pub struct VmBuilder {
     firmware: Firmware,
     boot: Boot,
     kernel: Option<PathBuf>,
+    lean: bool,
     accel: Option<Accel>,
     memory: u64,
     vcpus: u32,
@@ -109,6 +110,7 @@ impl VmBuilder {
             firmware: Firmware::default(),
             boot: Boot::default(),
             kernel: None,
+            lean: false,
             accel: None,
             memory: 1 << 30,
             vcpus: 2,
@@ -157,6 +159,14 @@ impl VmBuilder {
     /// modules for the other.
     pub fn kernel(mut self, image: impl Into<PathBuf>) -> Self {
         self.kernel = Some(image.into());
+        self
+    }
+
+    /// A guest that boots in a third of the time (when the kernel is booted directly,
+    /// on a BIOS): the same kernel, not compressed, and an initramfs with busybox and
+    /// the modules that init loads, but no other programs or modules.
+    pub fn lean(mut self) -> Self {
+        self.lean = true;
         self
     }
 
@@ -337,10 +347,13 @@ impl VmBuilder {
             }
         }
         if self.boot == Boot::Kernel {
-            let kernel = self.kernel.as_deref();
+            let usual = match self.lean {
+                true => &self.testbed.lean().kernel,
+                false => self.testbed.kernel(),
+            };
             args.extend([
                 "-kernel".into(),
-                kernel.unwrap_or_else(|| self.testbed.kernel()).into(),
+                self.kernel.as_deref().unwrap_or(usual).into(),
                 "-initrd".into(),
                 self.initramfs(folder)?.into(),
                 "-append".into(),
@@ -359,6 +372,9 @@ impl VmBuilder {
             // can miss.
             words.push("no_timer_check".to_owned());
         }
+        if self.lean {
+            words.push(lean::KERNEL_ARGS.to_owned());
+        }
         words.extend(self.append.iter().cloned());
         if !self.skip_modules.is_empty() {
             words.push(format!(
@@ -371,7 +387,10 @@ impl VmBuilder {
 
     /// The test bed's initramfs, or a copy with this VM's files behind it.
     fn initramfs(&self, folder: &Path) -> Result<PathBuf> {
-        let common = self.testbed.initramfs();
+        let common = match self.lean {
+            true => &self.testbed.lean().initramfs,
+            false => self.testbed.initramfs(),
+        };
         if self.files.is_empty() {
             return Ok(common.to_owned());
         }

@@ -38,7 +38,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Has the guest look at every record.
+    /// Has the guest read every record, and compare.
     pub fn verify(&self, guest: &Vm) -> Result<()> {
         let Some(expected) = &self.hash else {
             return Ok(());
@@ -49,18 +49,18 @@ impl Chain {
             "{} records have hash {found}, not {expected}",
             self.records
         );
-        let broken = sh(
+        // The older links were looked at when they were new, and are part of what was
+        // hashed now.
+        let last = self.records - 1;
+        let link = sh(
             guest,
-            &format!(
-                "for n in $(seq 0 {last}); do \
-                   w=$(dd if={DISK} bs={RECORD} skip=$n count=1 2>/dev/null | head -c 64); \
-                   h=$(dd if={DISK} bs={RECORD} count=$n 2>/dev/null | sha256sum | head -c 64); \
-                   [ \"$w\" = \"$h\" ] || echo record $n: $w, not $h; \
-                 done",
-                last = self.records - 1
-            ),
+            &format!("dd if={DISK} bs={RECORD} skip={last} count=1 2>/dev/null | head -c 64"),
         )?;
-        ensure!(broken.is_empty(), "{broken}");
+        let before = sh(guest, &hash(last))?;
+        ensure!(
+            link == before,
+            "record {last} begins with {link}, and what is before it has hash {before}"
+        );
         Ok(())
     }
 

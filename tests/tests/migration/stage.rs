@@ -87,7 +87,7 @@ impl Stage {
             .tempdir_in("/tmp")
             .context("creating a folder")?;
         let testbed = testbed()?;
-        let staged = testbed.vm(VM).stage()?;
+        let staged = testbed.vm(VM).lean().stage()?;
         let stage = Self {
             prefix: format!("fs{}-", std::process::id()),
             folder,
