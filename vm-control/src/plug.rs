@@ -12,7 +12,7 @@ use std::{
 
 use farside_control::{admin::RefusalKind, check_name, paths};
 use farside_qemu_configs::{Device, Vm, qemu_id};
-use farside_vm_config::{LoadError, VmConfig};
+use farside_vm_config::{LoadError, Manager, VmConfig};
 use serde_json::json;
 
 use crate::{
@@ -21,6 +21,7 @@ use crate::{
     life::{GREETING, config_of, manager},
     lock::Lock,
     slots::{Slot, Slots, plugged, ram},
+    virsh,
 };
 
 /// QEMU has no event for the end of a device that it never frees (see
@@ -309,7 +310,10 @@ fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
         Err(Error::Description(LoadError::Unknown { path, .. })) => {
             log::debug!("VM {vm} has no description at {}", path.display());
             match paths::vm_dir(vm).exists() {
-                true => Ok(VmConfig::default()),
+                true => Ok(VmConfig {
+                    manager: Some(found_manager(vm)),
+                    ..VmConfig::default()
+                }),
                 false => Err(Error::NotRunning {
                     vm: vm.to_owned(),
                     hint: format!(
@@ -320,5 +324,14 @@ fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
             }
         }
         config => config,
+    }
+}
+
+/// Who runs a VM without a description. libvirt is asked when its QEMU has no
+/// monitor of ours.
+fn found_manager(vm: &str) -> Manager {
+    match !paths::monitor_socket(vm).exists() && virsh::is_running(vm).unwrap_or(false) {
+        true => Manager::Libvirt,
+        false => Manager::Qemu,
     }
 }
