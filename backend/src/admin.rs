@@ -26,8 +26,13 @@ use crate::{
 };
 use peer::Peer;
 
-/// Most peers at once. Others wait to be accepted. Bounds memory and threads.
+/// Most peers at once. Bounds memory and threads. One more takes the place of the
+/// one that came first and waits for nothing; others wait to be accepted.
 const MAX_PEERS: usize = 8;
+
+/// Most devices that are looked up at once, each on a thread of its own, which goes
+/// on when the peer that asked has gone.
+const MAX_COMING: usize = 16;
 
 /// The control socket.
 pub(crate) struct AdminServer {
@@ -80,12 +85,18 @@ impl AdminServer {
 
     /// Accepts those who wait, for as long as there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
-        while self.peers.len() < MAX_PEERS {
+        while self.has_room() {
             let socket = match self.socket.accept() {
                 Ok(socket) => socket,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error),
             };
+            if self.peers.len() >= MAX_PEERS
+                && let Some(at) = self.oldest_idle()
+            {
+                log::info!("the control socket has {MAX_PEERS} clients: the first is let go");
+                self.drop_peer(at, ops)?;
+            }
             socket.set_nonblocking(true)?;
             ops.add(Events::new(&socket, EventSet::IN))
                 .map_err(io::Error::other)?;
@@ -95,8 +106,22 @@ impl AdminServer {
         self.watch_listener(ops)
     }
 
+    fn has_room(&self) -> bool {
+        self.peers.len() < MAX_PEERS || self.oldest_idle().is_some()
+    }
+
+    /// The first that came of those who wait for no answer: hung commands keep
+    /// nobody out.
+    fn oldest_idle(&self) -> Option<usize> {
+        let peers = self.peers.iter().enumerate();
+        peers
+            .filter(|(_, peer)| !peer.is_waiting())
+            .min_by_key(|(_, peer)| peer.token)
+            .map(|(at, _)| at)
+    }
+
     fn watch_listener(&self, ops: &mut EventOps) -> io::Result<()> {
-        let room = match self.peers.len() < MAX_PEERS {
+        let room = match self.has_room() {
             true => EventSet::IN,
             false => EventSet::empty(),
         };
@@ -153,11 +178,16 @@ impl AdminServer {
         let peer = &self.peers[at];
         if stays {
             let events = Events::new(peer, peer.interest());
-            return ops.modify(events).map_err(io::Error::other);
+            ops.modify(events).map_err(io::Error::other)?;
+        } else {
+            self.drop_peer(at, ops)?;
         }
-        ops.remove(Events::empty(peer)).map_err(io::Error::other)?;
-        self.peers.swap_remove(at);
         self.watch_listener(ops)
+    }
+
+    fn drop_peer(&mut self, at: usize, ops: &mut EventOps) -> io::Result<()> {
+        let peer = self.peers.swap_remove(at);
+        ops.remove(Events::empty(&peer)).map_err(io::Error::other)
     }
 
     /// Does what a line asks for. None when the answer comes later.
@@ -199,6 +229,12 @@ impl AdminServer {
             }
             Standing::Leaving => return Some(busy(&device)),
             Standing::Unknown if self.coming.contains(&device) => return Some(busy(&device)),
+            Standing::Unknown if self.coming.len() >= MAX_COMING => {
+                return Some(refused(
+                    RefusalKind::Busy,
+                    format!("{MAX_COMING} devices are being looked up already: ask again"),
+                ));
+            }
             Standing::Unknown => {}
         }
         let lookup = Arc::clone(&self.lookup);

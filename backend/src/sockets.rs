@@ -3,22 +3,26 @@
 
 use std::{
     io,
-    os::unix::{
-        fs::PermissionsExt,
-        net::{UnixListener, UnixStream},
-    },
+    os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
 };
 
 use farside_control::paths;
 use farside_service::{Activated, Kind, SocketGroup};
 use farside_vfio_user::Listener;
+use rustix::{
+    fs::Mode,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with},
+};
 
 use crate::StartError;
 
 /// Folders above a VM's own that members of a socket group have to pass: `vm`,
 /// and the runtime folder.
 const PARENTS: usize = 2;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 32;
 
 /// Where the VM's sockets come from.
 #[derive(Debug)]
@@ -105,13 +109,20 @@ impl StatusSocket {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let listener = UnixListener::bind(path)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
-        Ok(Self {
-            listener,
+        let address = SocketAddrUnix::new(path)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        // Before the bind: Linux makes the path with the socket's mode, so at
+        // no time can another user connect.
+        rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+        bind(&socket, &address)?;
+        let ours = Self {
+            listener: socket.into(),
             made: Some(path.to_owned()),
-        })
+        };
+        // From here on a failure removes the path.
+        listen(&ours.listener, BACKLOG)?;
+        Ok(ours)
     }
 
     pub(crate) fn accept(&self) -> io::Result<UnixStream> {

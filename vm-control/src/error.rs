@@ -94,6 +94,11 @@ pub enum Error {
         at: u16,
         wanted: u16,
     },
+    /// QEMU has the device, but nobody serves it.
+    #[error(
+        "device {device} is plugged into VM {vm}, but its backend has ended since, and QEMU does not connect again: `farside detach` it, then attach it anew"
+    )]
+    Dead { device: String, vm: String },
     /// The device is not there.
     #[error("device {device} is not plugged into VM {vm}; it has {has}")]
     NotPlugged {

@@ -6,7 +6,8 @@
 //! - [`attach`], [`detach`]: one device of a running VM.
 //! - [`start_domain_backend`], [`end_domain_backend`]: the backend alone, for
 //!   libvirt's hook.
-//! - [`Monitor`]: QEMU's monitor, for what is not here.
+//! - [`Monitor`]: QEMU's monitor, for what is not here; [`keep_monitor_private`] for
+//!   who starts QEMU himself.
 //! - [`Backend`]: the control socket of the VM's backend.
 //!
 //! A VM is named, and known by its description (`VmConfig::of_vm`); where its
@@ -44,3 +45,4 @@ pub use life::{
 };
 pub use monitor::{Event, Monitor};
 pub use plug::{AttachOptions, Attached, Detached, attach, detach};
+pub use qemu::keep_monitor_private;

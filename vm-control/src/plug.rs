@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{admin::RefusalKind, check_name, paths};
+use farside_control::{
+    admin::{self, RefusalKind},
+    check_name, paths,
+};
 use farside_qemu_configs::{Device, Vm, qemu_id};
 use farside_vm_config::{LoadError, Manager, VmConfig};
 use serde_json::json;
@@ -74,6 +77,10 @@ pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attache
                 at,
                 wanted,
             }),
+            _ if is_dead(vm, device)? => Err(Error::Dead {
+                device: device.to_owned(),
+                vm: vm.to_owned(),
+            }),
             _ => Ok(Attached {
                 port,
                 already: true,
@@ -96,6 +103,17 @@ pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attache
         port: Some(port),
         already: false,
     })
+}
+
+/// Whether a device that QEMU has lost its backend, to which QEMU does not connect
+/// again.
+fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
+    let Some(mut backend) = Backend::find(vm)? else {
+        return Ok(true);
+    };
+    let served = backend.status()?.devices;
+    let lives = |served: &admin::Served| served.device == device && served.in_use;
+    Ok(!served.iter().any(lives))
 }
 
 /// Plugs a device out of a running VM: the guest is asked to let go of it, and

@@ -16,7 +16,10 @@ use std::{
 use farside_control::paths;
 use farside_qemu_configs::Vm;
 use farside_vm_config::Manager;
-use rustix::process::Signal;
+use rustix::{
+    fs::Mode,
+    process::{Signal, umask},
+};
 use serde_json::json;
 
 use crate::{
@@ -61,6 +64,7 @@ pub(crate) fn start(
     let _ = fs::remove_file(paths::monitor_socket(name));
     let log = Log::open(name, "qemu.log")?;
     let mut watch = Watch::new(&folder)?;
+    keep_monitor_private();
     let child = command_line
         .to_command()
         .stdin(Stdio::null())
@@ -92,6 +96,15 @@ pub(crate) fn start(
             )))
         }
     }
+}
+
+/// Has QEMU, when it is started next, make its monitor for this user alone. QEMU
+/// knows no mode for a socket but what the umask leaves, and whoever may write to it
+/// may connect; a `socket-group` can pass through the VM's folder.
+pub fn keep_monitor_private() {
+    let others_write = Mode::WGRP | Mode::WOTH;
+    let before = umask(Mode::RWXG | Mode::RWXO);
+    umask(before | others_write);
 }
 
 /// Presses the power button and waits until QEMU has ended; with `force`, ends
