@@ -2,9 +2,32 @@
 
 use std::collections::BTreeMap;
 
-use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm, VmError};
+use farside_qemu_configs::{
+    Accel, Device, DomainOptions, Firmware, HugePages, Machine, Vm, VmError, message_timeout_ms,
+    read_domain,
+};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
+
+/// The arguments for QEMU that a domain has, as libvirt reads them.
+fn arguments_of(xml: &str) -> Vec<String> {
+    let tree = roxmltree::Document::parse(xml).unwrap();
+    let namespace = "http://libvirt.org/schemas/domain/qemu/1.0";
+    let values = tree
+        .descendants()
+        .filter(|node| node.has_tag_name((namespace, "arg")));
+    values
+        .map(|node| node.attribute("value").unwrap().to_owned())
+        .collect()
+}
+
+/// What a guest sees of borrowed devices, and QEMU of their sockets: ports and
+/// devices, with addresses, sockets and timeouts.
+fn borrowed(devices: Vec<Value>) -> Vec<Value> {
+    let ours = ["vfio-user-pci", "pcie-root-port"];
+    let is_ours = |device: &Value| ours.iter().any(|driver| device["driver"] == *driver);
+    devices.into_iter().filter(is_ours).collect()
+}
 
 /// Sections of a `-readconfig` file as QEMU reads it: kind, id, keys.
 fn sections(text: &str) -> Vec<(String, Option<String>, BTreeMap<String, String>)> {
@@ -122,6 +145,17 @@ proptest! {
             .collect();
         prop_assert_eq!(&values_of(rest, "-device"), &by_monitor);
         prop_assert_eq!(json_form["devices"].as_array().unwrap(), &by_monitor);
+
+        // Under libvirt, which is told the same of them, RAM included.
+        let domain = vm.libvirt_domain(&DomainOptions::default()).unwrap();
+        let there = borrowed(values_of(&arguments_of(&domain), "-device"));
+        prop_assert_eq!(&there, &borrowed(plugged.clone()));
+        let timeouts = there.iter().filter(|device| device["driver"] == "vfio-user-pci");
+        for device in timeouts {
+            prop_assert_eq!(&device["x-msg-timeout"], message_timeout_ms(vm.ram));
+        }
+        let read = read_domain(&domain).unwrap().unwrap();
+        prop_assert_eq!((read.memory, read.machine), (vm.ram, vm.machine));
 
         // Root ports in the file.
         let ports: Vec<Map<_, _>> = keys_of("device").iter().map(|(_, id, keys)| {

@@ -1,5 +1,6 @@
 //! Domains of libvirt: written, changed, changed back, checked, refused.
 
+mod attacks;
 mod common;
 mod edits;
 mod errors;
