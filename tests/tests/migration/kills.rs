@@ -13,11 +13,12 @@ use libtest_mimic::Completion;
 
 use crate::{
     chain::Chain,
+    ledger::Ledger,
     stage::{HOSTS, Migration, Stage, VM, kill},
 };
 
 /// How many, unless `FARSIDE_KILLS` says otherwise.
-const KILLS: usize = 4;
+const KILLS: usize = 20;
 
 /// The steps at which something is killed, as the journal names them.
 const STEPS: [&str; 7] = [
@@ -84,6 +85,7 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
     stage.ok("a", &["start", VM])?;
     let mut guest = stage.guest()?;
     let mut chain = Chain::default();
+    let mut ledger = Ledger::default();
     let mut from = "a";
     for n in 0..kills {
         let to = if from == "a" { "b" } else { "a" };
@@ -96,10 +98,19 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
             if back { "back" } else { "on" }
         );
         eprintln!("{what}");
+        let begin = Instant::now();
         stage.note(format!("== {what}"));
         let mut round = || -> Result<(&'static str, Option<Vm>)> {
             let migration = stage.begin(from, &["migrate", VM, "--to", to])?;
-            let migration = strike(stage, victim, step, (from, to), migration, &mut lender)?;
+            let migration = strike(
+                stage,
+                victim,
+                step,
+                (from, to),
+                migration,
+                &mut lender,
+                &mut ledger,
+            )?;
             // Whether it succeeded depends on what it met.
             migration.end(stage)?;
             settle(stage, from, back)?;
@@ -116,6 +127,14 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
             holder.as_ref().is_some_and(|(holder, _)| holder == VM),
             "{what}: {holder:?}"
         );
+        let leases = ledger.audit(&lender).with_context(|| what.clone())?;
+        let backends = stage.processes(at, &["serve --vm"])?;
+        let holder = leases.holder.map(u32::cast_signed);
+        ensure!(
+            backends == Vec::from_iter(holder),
+            "{what}: {backends:?}, {leases:?}"
+        );
+        eprintln!("  it is on {at} now ({:.1?})", begin.elapsed());
         from = at;
     }
     Ok(Completion::Completed)
@@ -129,6 +148,7 @@ fn strike(
     (from, to): (&str, &str),
     mut migration: Migration,
     lender: &mut Daemon,
+    ledger: &mut Ledger,
 ) -> Result<Migration> {
     let journal = stage.path(from, &format!("state/migrations/{VM}.json"));
     let pid = migration.pid();
@@ -166,6 +186,7 @@ fn strike(
                 kill(pid);
             }
             lender.wait_exit(SHORT)?;
+            ledger.killed(lender);
             *lender = stage.lend()?;
         }
     }

@@ -4,6 +4,7 @@
 
 mod chain;
 mod kills;
+mod ledger;
 mod moves;
 mod stage;
 
@@ -24,9 +25,7 @@ macro_rules! tests {
 
 fn main() {
     env_logger::init();
-    let mut args = Arguments::from_args();
-    // The namespaces have names.
-    args.test_threads = Some(1);
+    let args = Arguments::from_args();
     let trials = tests![
         moves::what_cannot_move_is_refused_and_runs_on,
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,

@@ -1,37 +1,73 @@
 //! Migrations that nothing disturbs, and those that are refused.
 
-use std::fs;
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Completion;
 
 use crate::{
     chain::Chain,
+    ledger::Ledger,
     stage::{Stage, VM},
 };
 
 /// How many, unless `FARSIDE_MIGRATIONS` says otherwise. Each boots a guest.
-const MIGRATIONS: usize = 8;
+const MIGRATIONS: usize = 50;
+
+/// How long migrations took.
+#[derive(Default)]
+struct Times {
+    /// Until `farside migrate` has ended: the new QEMU runs.
+    moved: Vec<Duration>,
+    /// Until the new guest has its drive.
+    usable: Vec<Duration>,
+}
+
+impl std::fmt::Display for Times {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut comma = "";
+        for (what, times) in [("the command", &self.moved), ("with boot", &self.usable)] {
+            let mut times = times.clone();
+            times.sort();
+            if let (Some(least), Some(most)) = (times.first(), times.last()) {
+                let median = times[times.len() / 2];
+                write!(
+                    f,
+                    "{comma}{what} {least:.1?} to {most:.1?}, median {median:.1?}"
+                )?;
+                comma = "; ";
+            }
+        }
+        Ok(())
+    }
+}
 
 pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Completion> {
     let count = match std::env::var("FARSIDE_MIGRATIONS") {
         Ok(text) => text.parse().context("FARSIDE_MIGRATIONS")?,
         Err(_) => MIGRATIONS,
     };
-    let _lender = stage.lend()?;
+    let lender = stage.lend()?;
     stage.ok("a", &["start", VM])?;
     let mut guest = stage.guest()?;
     let address = guest.exec_ok("readlink -f /sys/class/nvme/nvme0/device", crate::SHORT)?;
     let mut chain = Chain::default();
     let mut last_epoch = 0;
+    let mut times = Times::default();
     for n in 0..count {
         let (from, to) = if n % 2 == 0 { ("a", "b") } else { ("b", "a") };
         chain.grow(&guest)?;
+        let begin = Instant::now();
         let moved = stage
             .begin(from, &["migrate", VM, "--to", to])?
             .end(stage)?;
         ensure!(moved.0, "migration {n} failed: {}", moved.1);
+        times.moved.push(begin.elapsed());
         guest = stage.guest()?;
+        times.usable.push(begin.elapsed());
         chain
             .verify(&guest)
             .with_context(|| format!("after migration {n}"))?;
@@ -51,6 +87,16 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
         stage.refused(from, &serve, &["has moved to"])?;
     }
     ensure!(chain.len() == count);
+    let leases = Ledger::default().audit(&lender)?;
+    ensure!(leases.handovers == count, "{leases:?}");
+    ensure!(leases.count == count + 1, "{leases:?}");
+    let backends = stage.processes(if count % 2 == 0 { "a" } else { "b" }, &["serve --vm"])?;
+    let holder = leases.holder.context("nobody has the drive")?;
+    ensure!(
+        backends == [holder.cast_signed()],
+        "{backends:?}, {leases:?}"
+    );
+    eprintln!("{count} migrations: {times}");
     Ok(Completion::Completed)
 }
 

@@ -8,7 +8,10 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::Mutex,
+    sync::{
+        LazyLock, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -37,14 +40,19 @@ pub fn unable() -> Option<&'static str> {
     if !rustix::process::geteuid().is_root() {
         return Some("network namespaces need root");
     }
-    let name = format!("fs-try-{}", std::process::id());
-    let made = ip(&["netns", "add", &name]).is_ok();
-    if made {
-        // Of no use any more.
-        let _ = ip(&["netns", "delete", &name]);
-        return None;
+    static MADE: LazyLock<bool> = LazyLock::new(|| {
+        let name = format!("fs-try-{}", std::process::id());
+        let made = ip(&["netns", "add", &name]).is_ok();
+        if made {
+            // Of no use any more.
+            let _ = ip(&["netns", "delete", &name]);
+        }
+        made
+    });
+    match *MADE {
+        true => None,
+        false => Some("network namespaces cannot be made here (`ip netns add`)"),
     }
-    Some("network namespaces cannot be made here (`ip netns add`)")
 }
 
 fn ip(args: &[&str]) -> Result<String> {
@@ -88,8 +96,11 @@ impl Stage {
             .context("creating a folder")?;
         let testbed = testbed()?;
         let staged = testbed.vm(VM).lean().stage()?;
+        static STAGES: AtomicUsize = AtomicUsize::new(0);
+        let number = STAGES.fetch_add(1, Ordering::Relaxed);
         let stage = Self {
-            prefix: format!("fs{}-", std::process::id()),
+            // Namespaces are named for the whole machine.
+            prefix: format!("fs{}-{number}", std::process::id()),
             folder,
             staged,
             notes: Mutex::default(),

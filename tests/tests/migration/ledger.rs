@@ -1,0 +1,98 @@
+//! Who had the drive, and when: by the lender's own log, over all of its lives.
+//!
+//! Looking at both hosts now and then could miss a moment in which both have the
+//! drive. The lender writes down each lease as it begins and as it ends, in order.
+
+use anyhow::{Context, Result, bail, ensure};
+use farside_tests::Daemon;
+
+use crate::stage::VM;
+
+/// What the lenders of a test said, one after the other.
+#[derive(Default)]
+pub struct Ledger {
+    /// Logs of those that were killed.
+    past: Vec<String>,
+}
+
+/// What was found.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Leases {
+    /// How many there were.
+    pub count: usize,
+    /// The process that has the drive now.
+    pub holder: Option<u32>,
+    /// How many handovers there were.
+    pub handovers: usize,
+}
+
+impl Ledger {
+    /// Keeps the log of one that was killed.
+    pub fn killed(&mut self, lender: &Daemon) {
+        self.past.push(lender.log());
+    }
+
+    /// Looks through all that was said. Fails where a lease began before the last
+    /// was over, or where a host that was fenced off has got one.
+    pub fn audit(&self, lender: &Daemon) -> Result<Leases> {
+        let now = lender.log();
+        let logs = self.past.iter().chain([&now]);
+        audit(logs.map(String::as_str))
+    }
+}
+
+fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
+    let mut leases = Leases::default();
+    let mut fence = 0;
+    for log in lives {
+        // With its lender, a lease is over.
+        let mut open: Option<u64> = None;
+        let mut in_vain: Option<u64> = None;
+        let lines = log.lines().filter(|line| line.contains("device disk0: "));
+        for line in lines {
+            if line.contains(&format!("borrowed by VM {VM} (")) {
+                let epoch = number(line, "(epoch ")?;
+                ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
+                ensure!(
+                    epoch >= fence,
+                    "fence {fence} kept nobody off: {line}\n{log}"
+                );
+                open = Some(epoch);
+                leases.count += 1;
+                leases.holder = Some(number(line, "process ")?.try_into()?);
+            } else if line.contains(&format!("(VM {VM}, epoch ")) {
+                let epoch = number(line, ", epoch ")?;
+                if in_vain == Some(epoch) {
+                    continue;
+                }
+                ensure!(open == Some(epoch), "{open:?} was lent: {line}\n{log}");
+                open = None;
+                leases.holder = None;
+            } else if line.contains(" in vain (epoch ") {
+                in_vain = Some(number(line, "(epoch ")?);
+            } else if line.contains("handed over to where") {
+                ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
+                let next = number(line, ", fence ")?;
+                // A migration that is taken up again asks again, and is told the same.
+                ensure!(next >= fence, "fence {fence} was followed by {line}\n{log}");
+                fence = next;
+                leases.handovers += 1;
+            } else if line.contains("borrowed by") {
+                bail!("a stranger has it: {line}");
+            }
+        }
+    }
+    Ok(leases)
+}
+
+/// The number behind a word.
+fn number(line: &str, word: &str) -> Result<u64> {
+    let rest = line.split_once(word).map(|(_, rest)| rest);
+    let digits = rest.map(|rest| {
+        let end = rest.find(|c: char| !c.is_ascii_digit());
+        &rest[..end.unwrap_or(rest.len())]
+    });
+    digits
+        .and_then(|digits| digits.parse().ok())
+        .with_context(|| format!("no number behind {word:?} in: {line}"))
+}
