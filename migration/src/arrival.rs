@@ -213,15 +213,21 @@ impl<'a> Arrival<'a> {
             return Ok(());
         }
         if ours.step == Step::Done {
-            return Err(Error::refused(format!(
-                "VM {vm} has arrived there, and that is over: move it back with `farside migrate {vm} --to` from there"
-            )));
+            return Err(Error::new(
+                ErrorKind::Arrived,
+                format!(
+                    "VM {vm} has arrived there, and that is over: move it back with `farside migrate {vm} --to` from there"
+                ),
+            ));
         }
         // To end a guest that was moved alive would lose what it has in memory.
         if ours.live.is_some() && self.host.run_state(vm)? == RunState::Running {
-            return Err(Error::refused(format!(
-                "VM {vm} has arrived there and runs: let it go on, and move it back from there"
-            )));
+            return Err(Error::new(
+                ErrorKind::Arrived,
+                format!(
+                    "VM {vm} has arrived there and runs: let it go on, and move it back from there"
+                ),
+            ));
         }
         let installed = ours.has_begun(Step::Install);
         if ours.step != Step::StopThere {

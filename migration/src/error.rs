@@ -20,6 +20,8 @@ pub struct Error {
 pub enum ErrorKind {
     /// The VM cannot be moved as things are.
     Refused,
+    /// The VM has arrived at the other host: it cannot be taken back any more.
+    Arrived,
     /// The other host cannot be reached, or the connection broke.
     Lost,
     /// Another version at the other end, or of a file.

@@ -372,7 +372,7 @@ impl<'a> Mover<'a> {
             return Ok(Step::HandBack);
         };
         // It went on without this host, and the VM has arrived.
-        if error.kind == ErrorKind::Refused {
+        if error.kind == ErrorKind::Arrived {
             log::warn!("{error}");
             return Ok(Step::Finish);
         }

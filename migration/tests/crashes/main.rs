@@ -7,7 +7,9 @@ mod world;
 
 use std::rc::Rc;
 
-use farside_migration::{Host, Journal, Result, may_run};
+use farside_migration::{
+    Error, Host, Journal, Mover, Peer, Reply, Request, Result, Step, may_run,
+};
 use world::{Crash, DEVICES, VM, World, migrate, resume};
 
 /// Every point at which `run` can be cut off, in a new world each time. Returns how many there
@@ -251,6 +253,42 @@ fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
         }
     });
     assert!(free > 5 && told > 2, "{free} {told}");
+}
+
+/// A host that refuses all, as one does on which another farside has the lock.
+struct Grumpy;
+
+impl Peer for Grumpy {
+    fn ask(&mut self, _: Request) -> Result<Reply> {
+        Ok(Reply::Failed(Error::refused("another farside is at it")))
+    }
+}
+
+/// A refusal is not taken for the word that the VM has arrived: the old host would
+/// forget a VM that the new one may never have got.
+#[test]
+fn a_host_that_refuses_to_go_back_leaves_the_vm_where_it_is() {
+    let mut cases = 0;
+    at_every_point(there, a_to_b, |world, crash| {
+        world.restart(None);
+        let host = world.host("a");
+        let open = host.journal(VM).unwrap().filter(Journal::is_open);
+        let Some(journal) = open.filter(|journal| journal.step < Step::Finish) else {
+            return;
+        };
+        let error = Mover::new(&host, &mut Grumpy, journal).back().unwrap_err();
+        assert!(error.to_string().contains("another farside"), "{error}");
+        let step = host.journal(VM).unwrap().map(|journal| journal.step);
+        assert_eq!(step, Some(Step::StopThere), "{crash:?}");
+        assert!(world.is_described("a"), "{crash:?}");
+        cases += 1;
+        if resume(&world, "a", "b", true, false).is_ok() {
+            there_and_not(&world, "a", "b");
+        } else {
+            moved(&world, "b", "a");
+        }
+    });
+    assert!(cases > 10, "{cases}");
 }
 
 #[test]
