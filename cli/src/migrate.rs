@@ -5,7 +5,9 @@ use std::{net::IpAddr, time::Duration};
 use clap::{ArgGroup, Args as ClapArgs};
 use farside_control::{Address, Client, paths};
 use farside_migration::{
-    Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell, claim, forget,
+    Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell,
+    check::{Finding, Level, check},
+    claim, forget,
     live::{Live, address_for},
     resume_here, serve_agent,
 };
@@ -42,6 +44,10 @@ pub(crate) struct Migrate {
     /// encrypted].
     #[arg(long, value_name = "ADDRESS", requires = "live")]
     migrate_address: Option<IpAddr>,
+    /// Only say what would stop it: look at this host and at the other one, and
+    /// change nothing. Succeeds when nothing would.
+    #[arg(long, requires = "vm")]
+    check: bool,
     /// Go on with a migration that was cut off.
     #[arg(long, value_name = "VM", group = "what")]
     resume: Option<String>,
@@ -133,7 +139,6 @@ pub(crate) fn run(args: &Migrate) -> anyhow::Result<()> {
 }
 
 fn forward(args: &Migrate, vm: &str, to: &str) -> anyhow::Result<()> {
-    let _lock = Lock::take(vm)?;
     let plan = Plan {
         vm: vm.to_owned(),
         to: to.to_owned(),
@@ -142,12 +147,68 @@ fn forward(args: &Migrate, vm: &str, to: &str) -> anyhow::Result<()> {
         live: args.live(to)?,
     };
     let shell = Shell::new(plan.shell.as_deref())?;
-    let manifest = plan.manifest(&LocalHost)?;
     let mut peer = Remote::new(to, shell);
+    if args.check {
+        return show_check(&plan, &mut peer);
+    }
+    let _lock = Lock::take(vm)?;
+    let manifest = plan.manifest(&LocalHost)?;
     let mut mover = Mover::new(&LocalHost, &mut peer, manifest);
     mover.forward()?;
     println!("{}", outcome(mover.journal()));
+    tell_live(&mover);
     Ok(())
+}
+
+fn show_check(plan: &Plan, peer: &mut Remote) -> anyhow::Result<()> {
+    let findings = check(plan, &LocalHost, peer);
+    let width = |text: fn(&(String, Finding)) -> &str| {
+        let lens = findings.iter().map(|found| text(found).chars().count());
+        lens.max().unwrap_or(0)
+    };
+    let (hosts, checks) = (width(|(host, _)| host), width(|(_, found)| &found.check));
+    for (host, found) in &findings {
+        let Finding {
+            level,
+            check,
+            what,
+            advice,
+        } = found;
+        println!("{level:7}  {host:hosts$}  {check:checks$}  {what}");
+        if !advice.is_empty() {
+            println!("{:7}  {:hosts$}  {:checks$}  -> {advice}", "", "", "");
+        }
+    }
+    let (vm, to) = (&plan.vm, &plan.to);
+    let problems = findings
+        .iter()
+        .filter(|(_, found)| found.level == Level::Problem);
+    match problems.count() {
+        0 => println!("nothing stops VM {vm} from moving to {to}"),
+        1 => anyhow::bail!("1 problem stops VM {vm} from moving to {to}"),
+        count => anyhow::bail!("{count} problems stop VM {vm} from moving to {to}"),
+    }
+    Ok(())
+}
+
+/// What a live migration cost the guest.
+fn tell_live(mover: &Mover<'_>) {
+    if let Some(report) = mover.report() {
+        println!(
+            "the guest stood still for {} ms; QEMU sent {} MiB in {:.1} s",
+            report.downtime_ms,
+            report.bytes >> 20,
+            report.total_ms as f64 / 1000.0,
+        );
+    }
+    if mover.journal().live.is_some()
+        && let Some(without) = mover.without_devices()
+    {
+        println!(
+            "the guest was without its devices for {:.1} s",
+            without.as_secs_f64()
+        );
+    }
 }
 
 fn resume(args: &Migrate, vm: &str) -> anyhow::Result<()> {
@@ -175,6 +236,7 @@ fn resume(args: &Migrate, vm: &str) -> anyhow::Result<()> {
         false => mover.forward()?,
     }
     println!("{}", outcome(mover.journal()));
+    tell_live(&mover);
     Ok(())
 }
 

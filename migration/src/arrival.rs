@@ -1,23 +1,26 @@
 //! The steps at the host that a VM goes to.
 
-use std::time::Duration;
+use std::{cell::RefCell, net::TcpListener, time::Duration};
 
 use farside_control::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,
-    RunState, Step, live::Live,
+    RunState, Step, check, live::Live,
 };
 
 /// A host that answers what the other one asks of it.
 pub struct Arrival<'a> {
     host: &'a dyn Host,
+    /// Of a check: the other host connects to it.
+    tried: RefCell<Option<TcpListener>>,
 }
 
 impl<'a> Arrival<'a> {
     /// At this host.
     pub fn new(host: &'a dyn Host) -> Self {
-        Self { host }
+        let tried = RefCell::new(None);
+        Self { host, tried }
     }
 
     /// Does what is asked.
@@ -32,7 +35,11 @@ impl<'a> Arrival<'a> {
                     Err(error) => Reply::Failed(error),
                 };
             }
-            Request::Check(journal) => self.check(&journal).map(drop),
+            Request::Check(question) => {
+                let (answer, listener) = check::answer(self.host, &question);
+                self.tried.replace(listener);
+                return Reply::Checked(answer);
+            }
             Request::Prepare(journal) => self.prepare(*journal),
             Request::Install(journal) => self.install(&journal),
             Request::Start { id, vm } => self.until(&id, &vm, Step::Finish),
@@ -55,6 +62,21 @@ impl<'a> Arrival<'a> {
     /// here.
     pub fn check(&self, theirs: &Journal) -> Result<Vec<MovedDevice>> {
         let (vm, description) = (&theirs.vm, &theirs.description);
+        self.name_is_free(theirs)?;
+        if let Some(error) = self.host.missing(vm, description)?.into_iter().next() {
+            return Err(error);
+        }
+        let found = self.host.devices(vm, description)?;
+        theirs
+            .devices
+            .iter()
+            .map(|device| seen_from_here(device, &found, vm))
+            .collect()
+    }
+
+    /// Nothing of that name is in the way here.
+    pub(crate) fn name_is_free(&self, theirs: &Journal) -> Result<()> {
+        let vm = &theirs.vm;
         if let Some(open) = self.open_other(theirs)? {
             return Err(open);
         }
@@ -64,18 +86,11 @@ impl<'a> Arrival<'a> {
             )));
         }
         match self.host.run_state(vm)? {
-            RunState::Stopped => {}
+            RunState::Stopped => Ok(()),
             RunState::Running | RunState::Other(_) => {
-                return Err(Error::refused(format!("a VM {vm} runs there already")));
+                Err(Error::refused(format!("a VM {vm} runs there already")))
             }
         }
-        self.host.check(vm, description)?;
-        let found = self.host.devices(vm, description)?;
-        theirs
-            .devices
-            .iter()
-            .map(|device| seen_from_here(device, &found, vm))
-            .collect()
     }
 
     /// Another migration of a VM of that name, which is not over.
@@ -291,7 +306,11 @@ fn fences(ours: &Journal) -> Fences {
 }
 
 /// A device as this host's lenders describe it: it must be the same one.
-fn seen_from_here(device: &MovedDevice, found: &[FoundDevice], vm: &str) -> Result<MovedDevice> {
+pub(crate) fn seen_from_here(
+    device: &MovedDevice,
+    found: &[FoundDevice],
+    vm: &str,
+) -> Result<MovedDevice> {
     let Some(here) = found.iter().find(|here| here.id == device.id) else {
         return Err(Error::refused(format!(
             "device {} of VM {vm} is not found there: name its lender in the description as both hosts reach it",

@@ -8,7 +8,11 @@ use std::{net::IpAddr, time::Duration};
 use farside_control::{Address, Epoch, Fence, Fences};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Identity, Journal, Reply, Request, Result, live::Report};
+use crate::{
+    Error, Identity, Journal, Reply, Request, Result,
+    check::Facts,
+    live::{Guest, Report},
+};
 
 /// What describes a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,11 +110,25 @@ pub trait Host {
     /// Looks the VM's devices up at the lenders of its description, from here.
     fn devices(&self, vm: &str, description: &Description) -> Result<Vec<FoundDevice>>;
 
-    /// Whether this host has what the description names: programs, files.
-    fn check(&self, vm: &str, description: &Description) -> Result<()>;
+    /// The same, each by itself.
+    fn each_device(&self, vm: &str, description: &Description) -> Result<Vec<Result<FoundDevice>>> {
+        Ok(self.devices(vm, description)?.into_iter().map(Ok).collect())
+    }
 
-    /// Whether the guest was sent away by [`Host::send`], and stands still here.
-    fn was_sent(&self, vm: &str) -> Result<Option<Report>> {
+    /// What the description names and this host does not have: programs, files.
+    fn missing(&self, vm: &str, description: &Description) -> Result<Vec<Error>>;
+
+    /// Whether a device reaches the RAM of a VM of this description on this host, as far
+    /// as its lender can tell.
+    fn reaches(&self, vm: &str, description: &Description, device: &FoundDevice) -> Result<()>;
+
+    /// What the VM runs by on this host; or would, unless it `runs`.
+    fn facts(&self, vm: &str, description: &Description, runs: bool) -> Result<Facts>;
+
+    /// Where the guest is that was to be sent by [`Host::send`]. A transfer that is
+    /// under way is waited for, or called off first.
+    fn whereabouts(&self, vm: &str, call_off: bool) -> Result<Guest> {
+        let _ = call_off;
         Err(not_live(vm))
     }
 

@@ -19,6 +19,7 @@
 
 mod agent;
 mod arrival;
+pub mod check;
 mod error;
 mod guard;
 mod host;
@@ -27,6 +28,7 @@ pub mod live;
 mod local;
 mod lock;
 mod mover;
+mod plan;
 mod recover;
 mod step;
 mod transport;
@@ -40,7 +42,8 @@ pub use host::{Description, FoundDevice, Host, Peer, RunState, Tombstone};
 pub use journal::{Identity, Journal, MANIFEST_VERSION, MovedDevice, Role};
 pub use local::LocalHost;
 pub use lock::Lock;
-pub use mover::{Mover, Plan};
+pub use mover::Mover;
+pub use plan::Plan;
 pub use recover::{claim, forget};
 pub use step::Step;
 pub use transport::{Remote, Shell};

@@ -13,7 +13,10 @@
 //! Never two guests run: QEMU at the other host is started so that its guest
 //! stands still ([`listen`]), and is told to go on ([`land`]) only when QEMU here
 //! says that it has sent everything and will not go on by itself ([`send`]). Until
-//! it was told, going back is safe.
+//! it was told, going back is safe; as long as the guest is here, also without the
+//! other host, which cannot have it. So a live migration that fails goes back by
+//! itself, which a cold one does only until the lenders are asked: a guest that runs
+//! waits for its devices.
 //!
 //! QEMU sends guest memory as it is: anyone on the way can read and change it.
 
@@ -24,9 +27,9 @@ mod send;
 
 pub use address::{address_for, is_private};
 pub(crate) use land::{end, land, let_go};
-pub(crate) use listen::listen;
-pub use send::Report;
-pub(crate) use send::{send, was_sent};
+pub(crate) use listen::{GREETING, listen};
+pub use send::{Guest, Report};
+pub(crate) use send::{send, whereabouts};
 
 use serde::{Deserialize, Serialize};
 

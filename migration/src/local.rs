@@ -1,17 +1,19 @@
 //! The host that this process runs on: files, programs, lenders.
 
 mod domain;
-mod requirements;
+pub(crate) mod requirements;
 
 use std::{fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use farside_control::{Address, CallError, Client, Epoch, ErrorKind as Remote, Fences, files};
-use farside_vm_config::{Manager, VmConfig, places};
+use farside_vm_config::{Manager, VmConfig, places, ram_ranges};
 use farside_vm_control as control;
 
 use crate::{
     Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
-    Tombstone, live,
+    Tombstone,
+    check::{self, Facts},
+    live,
 };
 
 /// How long a VM may take to start: backend and QEMU, each.
@@ -189,8 +191,8 @@ impl Host for LocalHost {
         })
     }
 
-    fn was_sent(&self, vm: &str) -> Result<Option<live::Report>> {
-        live::was_sent(vm)
+    fn whereabouts(&self, vm: &str, call_off: bool) -> Result<live::Guest> {
+        live::whereabouts(vm, call_off)
     }
 
     fn listen(&self, vm: &str, address: IpAddr) -> Result<String> {
@@ -229,19 +231,38 @@ impl Host for LocalHost {
     }
 
     fn devices(&self, vm: &str, description: &Description) -> Result<Vec<FoundDevice>> {
+        self.each_device(vm, description)?.into_iter().collect()
+    }
+
+    fn each_device(&self, vm: &str, description: &Description) -> Result<Vec<Result<FoundDevice>>> {
         let config = config_of(vm, description)?;
         let lenders = config.lenders();
         let devices = config.devices.iter().enumerate();
-        devices
+        Ok(devices
             .map(|(position, device)| {
                 let port = device.port.unwrap_or(position as u16);
                 find(&device.id, port, &lenders)
             })
-            .collect()
+            .collect())
     }
 
-    fn check(&self, vm: &str, description: &Description) -> Result<()> {
-        requirements::check(vm, description)
+    fn missing(&self, vm: &str, description: &Description) -> Result<Vec<Error>> {
+        requirements::missing(vm, description)
+    }
+
+    fn reaches(&self, vm: &str, description: &Description, device: &FoundDevice) -> Result<()> {
+        let config = config_of(vm, description)?;
+        // Of a domain, libvirt knows how much it has.
+        if is_libvirt(&config) && config.memory.is_none() {
+            return Ok(());
+        }
+        let ram = ram_ranges(config.machine.unwrap_or_default(), config.memory());
+        let mut client = Client::connect(&device.lender, None)?;
+        Ok(client.check(&device.id, device.lender.route(), ram)?)
+    }
+
+    fn facts(&self, vm: &str, description: &Description, runs: bool) -> Result<Facts> {
+        check::look(vm, description, runs)
     }
 
     fn hand_over(

@@ -1,116 +1,13 @@
 //! The steps at the host that a VM leaves, which is in charge.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farside_control::{Epoch, Fences};
 
 use crate::{
-    Error, ErrorKind, Host, Journal, MovedDevice, Peer, Reply, Request, Result, Role, RunState,
-    Step, Tombstone,
-    live::{Live, Report},
+    Error, ErrorKind, Host, Journal, MovedDevice, Peer, Reply, Request, Result, Step, Tombstone,
+    live::{Guest, Report},
 };
-
-/// What is to be moved, and how.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    /// The VM.
-    pub vm: String,
-    /// The host to go to, as the remote shell knows it.
-    pub to: String,
-    /// The remote shell's words, if not the usual ones.
-    pub shell: Option<String>,
-    /// How long the guest may take to power off; in a live migration, to let go of
-    /// a device.
-    pub shutdown_timeout: Duration,
-    /// Let the guest run meanwhile.
-    pub live: Option<Live>,
-}
-
-impl Plan {
-    /// The manifest: what the VM is, and what it has, now. Refuses a VM that
-    /// cannot be moved as it stands.
-    pub fn manifest(&self, host: &dyn Host) -> Result<Journal> {
-        let vm = &self.vm;
-        if let Some(open) = host.journal(vm)?.filter(Journal::is_open) {
-            return Err(Error::refused(format!(
-                "VM {vm} is moving already (migration {}, {}): `farside migrate --resume {vm}` goes on, and with --back it goes back",
-                open.id, open.step
-            )));
-        }
-        crate::may_run(host, vm)?;
-        let description = host.description(vm)?.ok_or_else(|| {
-            Error::refused(format!(
-                "VM {vm} has no description on this host, so nobody could start it on another"
-            ))
-        })?;
-        let was_running = match host.run_state(vm)? {
-            RunState::Running => true,
-            RunState::Stopped => false,
-            RunState::Other(why) => {
-                return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
-            }
-        };
-        if self.live.is_some() {
-            if !was_running {
-                return Err(Error::refused(format!(
-                    "VM {vm} does not run: without --live it moves as it is"
-                )));
-            }
-            if description.domain.is_some() {
-                return Err(Error::refused(format!(
-                    "VM {vm} is run by libvirt: --live is for VMs whose QEMU farside runs; without it, it moves"
-                )));
-            }
-        }
-        let held = host.fences(vm)?;
-        let mut devices = Vec::new();
-        for found in host.devices(vm, &description)? {
-            let lease = match found.holder {
-                Some((holder, _)) if holder != *vm => {
-                    return Err(Error::refused(format!(
-                        "device {} of VM {vm} is borrowed by VM {holder}: stop that one first",
-                        found.id
-                    )));
-                }
-                holder => holder.map(|(_, epoch)| epoch),
-            };
-            devices.push(MovedDevice {
-                held: held.of(&found.id),
-                id: found.id,
-                port: found.port,
-                lender: found.lender,
-                lender_name: found.lender_name,
-                identity: found.identity,
-                lease,
-                fence: None,
-                back: None,
-            });
-        }
-        Ok(Journal {
-            id: random_id()?,
-            vm: vm.clone(),
-            role: Role::Source,
-            step: Step::Prepare,
-            begun: Vec::new(),
-            source: host.name(),
-            destination: self.to.clone(),
-            shell: self.shell.clone(),
-            was_running,
-            shutdown_timeout: self.shutdown_timeout.as_secs(),
-            description,
-            devices,
-            live: self.live.clone(),
-        })
-    }
-}
-
-pub(crate) fn random_id() -> Result<String> {
-    let mut random = [0; 16];
-    // From a kernel that has started, 16 bytes come at once and whole.
-    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .map_err(std::io::Error::from)?;
-    Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
-}
 
 /// A migration under way.
 pub struct Mover<'a> {
@@ -119,6 +16,8 @@ pub struct Mover<'a> {
     journal: Journal,
     lost: bool,
     report: Option<Report>,
+    let_go: Option<Instant>,
+    without_devices: Option<Duration>,
 }
 
 impl<'a> Mover<'a> {
@@ -130,6 +29,8 @@ impl<'a> Mover<'a> {
             journal,
             lost: false,
             report: None,
+            let_go: None,
+            without_devices: None,
         }
     }
 
@@ -150,6 +51,13 @@ impl<'a> Mover<'a> {
         self.report
     }
 
+    /// How long the guest of a live migration had not all of its devices: from when
+    /// it was first asked to let go until the last was plugged in again, here or
+    /// there. None when another process did a part of that.
+    pub fn without_devices(&self) -> Option<Duration> {
+        self.without_devices
+    }
+
     /// Moves the VM. When something fails before a lender was asked for anything,
     /// the VM is put back as it was; later, somebody has to decide.
     pub fn forward(&mut self) -> Result<()> {
@@ -166,7 +74,8 @@ impl<'a> Mover<'a> {
             };
         };
         let vm = self.journal.vm.clone();
-        if self.journal.step.is_before_handover() {
+        let step = self.journal.step;
+        if step.is_before_handover() || step <= Step::Start && self.guest_is_here(false) {
             log::error!("{error}");
             return match self.back() {
                 Ok(()) => Err(Error {
@@ -239,6 +148,7 @@ impl<'a> Mover<'a> {
                 Step::ShutDown
             }
             Step::ShutDown => {
+                self.let_go = Some(Instant::now());
                 self.host.stop(&vm, limit)?;
                 Step::Return
             }
@@ -258,6 +168,7 @@ impl<'a> Mover<'a> {
                 self.send_live()?;
                 let id = self.journal.id.clone();
                 self.ask(Request::Start { id, vm })?;
+                self.without_devices = self.let_go.map(|since| since.elapsed());
                 Step::Finish
             }
             Step::Finish => {
@@ -280,6 +191,7 @@ impl<'a> Mover<'a> {
             Step::StartAgain => {
                 if self.journal.was_running {
                     self.host.start(&vm)?;
+                    self.without_devices = self.let_go.map(|since| since.elapsed());
                 }
                 Step::Undone
             }
@@ -303,9 +215,14 @@ impl<'a> Mover<'a> {
         let Some(live) = self.journal.live.clone() else {
             return Ok(());
         };
-        self.report = self.host.was_sent(&vm)?;
-        if self.report.is_some() {
-            return Ok(());
+        match self.host.whereabouts(&vm, false)? {
+            Guest::Here => {}
+            Guest::There(report) => {
+                self.report = Some(report);
+                return Ok(());
+            }
+            // The other host knows whether it has the guest whole.
+            Guest::Gone => return Ok(()),
         }
         let host = self.journal.destination.clone();
         let request = Request::Listen {
@@ -366,8 +283,16 @@ impl<'a> Mover<'a> {
             .hand_over(&device.lender, &device.id, vm, id, supersedes)
     }
 
+    /// In a live migration: the guest has not been sent, so the other host cannot
+    /// have it.
+    fn guest_is_here(&self, call_off: bool) -> bool {
+        let Journal { vm, live, .. } = &self.journal;
+        live.is_some() && self.host.whereabouts(vm, call_off) == Ok(Guest::Here)
+    }
+
     fn stop_there(&mut self) -> Result<Step> {
         let Journal { id, vm, .. } = self.journal.clone();
+        let here = self.guest_is_here(true);
         let Err(error) = self.ask(Request::StopThere { id, vm }) else {
             return Ok(Step::HandBack);
         };
@@ -377,7 +302,7 @@ impl<'a> Mover<'a> {
             return Ok(Step::Finish);
         }
         // A host that was never told to may not run it.
-        let may_run_there = self.journal.has_begun(Step::Install);
+        let may_run_there = self.journal.has_begun(Step::Install) && !here;
         if error.kind == ErrorKind::Lost && (self.lost || !may_run_there) {
             log::warn!("{error}: going back without that host");
             return Ok(Step::HandBack);

@@ -2,7 +2,7 @@
 
 use farside_control::Fences;
 
-use crate::{Error, Host, Journal, Result, mover::random_id};
+use crate::{Error, Host, Journal, Result, plan::random_id};
 
 /// Removes what reminds this host of a VM that moved away.
 pub fn forget(host: &dyn Host, vm: &str) -> Result<()> {

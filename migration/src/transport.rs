@@ -111,7 +111,9 @@ impl Remote {
         match call.exchange(&Request::Hello(Hello::ours()))? {
             Reply::Hello { hello, .. } => hello.check()?,
             Reply::Failed(error) => return Err(error),
-            Reply::Done | Reply::Listening(_) => return Err(Error::lost("no answer to Hello")),
+            Reply::Done | Reply::Checked(_) | Reply::Listening(_) => {
+                return Err(Error::lost("no answer to Hello"));
+            }
         }
         Ok(call)
     }

@@ -5,7 +5,11 @@ use std::io::{Read, Write};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Error, ErrorKind, Journal, MANIFEST_VERSION, Result, live::Live};
+use crate::{
+    Error, ErrorKind, Journal, MANIFEST_VERSION, Result,
+    check::{Answer, Question},
+    live::Live,
+};
 
 /// The version of the messages. Hosts of different versions refuse each other.
 pub const PROTOCOL_VERSION: u32 = 2;
@@ -66,8 +70,8 @@ impl Hello {
 pub enum Request {
     /// First message.
     Hello(Hello),
-    /// Whether the VM could run here; changes nothing.
-    Check(Box<Journal>),
+    /// What would stop the VM from coming here; changes nothing.
+    Check(Box<Question>),
     /// The same, and takes note of the migration.
     Prepare(Box<Journal>),
     /// The lenders have handed the devices over: the VM is to run here.
@@ -116,6 +120,8 @@ pub enum Reply {
     },
     /// Done.
     Done,
+    /// To `Check`.
+    Checked(Answer),
     /// To `Listen`: where, as QEMU takes it.
     Listening(String),
     /// Not done.

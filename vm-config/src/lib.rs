@@ -16,7 +16,9 @@
 
 mod description;
 pub mod places;
+mod ram;
 mod size;
 
 pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig};
+pub use ram::ram_ranges;
 pub use size::parse_size;

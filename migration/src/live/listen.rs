@@ -13,7 +13,7 @@ use crate::{Error, ErrorKind, Result};
 const START: Duration = Duration::from_secs(120);
 
 /// How long QEMU may take to greet.
-pub(super) const GREETING: Duration = Duration::from_secs(20);
+pub(crate) const GREETING: Duration = Duration::from_secs(20);
 
 /// What QEMU is started with: it waits for a guest, which then stands still.
 const ARGS: [&str; 3] = ["-incoming", "defer", "-S"];

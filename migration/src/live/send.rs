@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use farside_vm_config::Manager;
-use farside_vm_control::Monitor;
+use farside_vm_control::{self as control, Monitor};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -15,6 +15,18 @@ const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// How often to tell.
 const TELL_AGAIN: Duration = Duration::from_secs(5);
+
+/// Where the guest of a live migration is, as the host that it leaves knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guest {
+    /// Here.
+    Here,
+    /// There, whole. It stands still here for good, unless the other host is known
+    /// not to go on with it.
+    There(Report),
+    /// Not here: QEMU has ended here.
+    Gone,
+}
 
 /// What QEMU says of a migration that is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,14 +101,19 @@ pub(super) fn set_capabilities(monitor: &mut Monitor) -> Result<()> {
     Ok(())
 }
 
-/// Whether the guest was sent away: then it stands still here for good, unless the
-/// other host is known not to go on with it.
-pub(crate) fn was_sent(vm: &str) -> Result<Option<Report>> {
-    let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
-    let told = monitor.run("query-migrate", json!({}))?;
-    Ok(match progress(&told)? {
-        Progress::Sent(report) if !runs(&mut monitor)? => Some(report),
-        _ => None,
+/// Where the guest is. A transfer that is under way is waited for; with `call_off`,
+/// QEMU is told to stop it first, which it may do too late.
+pub(crate) fn whereabouts(vm: &str, call_off: bool) -> Result<Guest> {
+    let mut monitor = match Monitor::connect(vm, Manager::Qemu, GREETING) {
+        Err(control::Error::NotRunning { .. }) => return Ok(Guest::Gone),
+        monitor => monitor?,
+    };
+    if call_off {
+        monitor.run("migrate_cancel", json!({}))?;
+    }
+    Ok(match watch(&mut monitor)? {
+        Progress::Sent(report) if !runs(&mut monitor)? => Guest::There(report),
+        _ => Guest::Here,
     })
 }
 
@@ -108,28 +125,41 @@ pub(super) fn runs(monitor: &mut Monitor) -> Result<bool> {
 /// Sends the guest to the QEMU that listens at `uri`. When this fails, the guest
 /// runs on here.
 pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
+    // QEMU 11.1 would send the guest all the same, to a QEMU that has no such device.
+    let devices = control::describe(vm)?.devices;
+    if let Some(device) = devices.iter().find(|device| device.plugged) {
+        return Err(Error::refused(format!(
+            "VM {vm} has device {} again: do not attach devices while it moves",
+            device.id
+        )));
+    }
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     set_capabilities(&mut monitor)?;
     monitor.run("migrate", json!({ "uri": uri }))?;
+    let why = match watch(&mut monitor)? {
+        Progress::Sent(report) => return Ok(report),
+        Progress::Failed(why) => why,
+        other => format!("it says {other:?}"),
+    };
+    Err(Error::new(
+        ErrorKind::Vm,
+        format!("QEMU cannot send the guest of VM {vm} to {uri}: {why}"),
+    ))
+}
+
+/// Waits until no transfer is under way. Returns how the last one ended.
+fn watch(monitor: &mut Monitor) -> Result<Progress> {
     let mut told_at = Instant::now();
     loop {
         let told = monitor.run("query-migrate", json!({}))?;
-        match progress(&told)? {
-            Progress::Sent(report) => return Ok(report),
-            Progress::Failed(why) => {
-                return Err(Error::new(
-                    ErrorKind::Vm,
-                    format!("QEMU cannot send the guest of VM {vm} to {uri}: {why}"),
-                ));
-            }
-            Progress::Idle => {}
-            Progress::Underway { sent, left } => {
-                if told_at.elapsed() >= TELL_AGAIN {
-                    told_at = Instant::now();
-                    let mib = |bytes| bytes >> 20;
-                    log::info!("VM {vm}: {} MiB sent, {} MiB left", mib(sent), mib(left));
-                }
-            }
+        let (sent, left) = match progress(&told)? {
+            Progress::Underway { sent, left } => (sent, left),
+            over => return Ok(over),
+        };
+        if told_at.elapsed() >= TELL_AGAIN {
+            told_at = Instant::now();
+            let (vm, mib) = (monitor.vm(), |bytes| bytes >> 20);
+            log::info!("VM {vm}: {} MiB sent, {} MiB left", mib(sent), mib(left));
         }
         // An event is a reason to look at once; it is the answer that counts.
         monitor.wait_event(Instant::now() + LOOK_AGAIN, |event| {

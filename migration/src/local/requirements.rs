@@ -13,49 +13,51 @@ use crate::{Description, Error, Result};
 /// QEMU's program when the description names none.
 const QEMU: &str = "qemu-system-x86_64";
 
-/// Whether this host has what is named.
-pub(super) fn check(vm: &str, description: &Description) -> Result<()> {
+/// The QEMU of a VM.
+pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
+    config.qemu.clone().unwrap_or_else(|| QEMU.into())
+}
+
+/// What is named, and not on this host.
+pub(super) fn missing(vm: &str, description: &Description) -> Result<Vec<Error>> {
     let config = config_of(vm, description)?;
-    let missing = |what: &str, path: &Path, advice: &str| {
-        Err(Error::refused(format!(
-            "VM {vm} needs {what} {}, which is not there: {advice}",
-            path.display()
-        )))
+    let mut missing = Vec::new();
+    let mut needs = |there: bool, what: &str, path: &Path, advice: &str| {
+        if !there {
+            missing.push(Error::refused(format!(
+                "VM {vm} needs {what} {}, which is not there: {advice}",
+                path.display()
+            )));
+        }
     };
     let program: PathBuf = match is_libvirt(&config) {
         true => "virsh".into(),
-        false => config.qemu.clone().unwrap_or_else(|| QEMU.into()),
+        false => qemu_of(&config),
     };
-    if find_program(&program).is_none() {
-        return missing("the program", &program, "install it at the same place");
-    }
+    let there = find_program(&program).is_some();
+    needs(there, "the program", &program, SAME_PLACE);
     if let Some(Flash { code, vars }) = &config.ovmf {
-        if !code.exists() {
-            return missing("the firmware", code, "install it at the same place");
-        }
-        if !vars.exists() {
-            let advice = "they are the VM's own: copy them, or keep them where both hosts see them";
-            return missing("the UEFI variables", vars, advice);
-        }
+        needs(code.exists(), "the firmware", code, SAME_PLACE);
+        let advice = "they are the VM's own: copy them, or keep them where both hosts see them";
+        needs(vars.exists(), "the UEFI variables", vars, advice);
     }
-    check_lenders(vm, &config)
+    missing.extend(missing_lender(vm, &config));
+    Ok(missing)
 }
 
+const SAME_PLACE: &str = "install it at the same place";
+
 /// A socket of another host is a path here, with nothing behind it.
-fn check_lenders(vm: &str, config: &VmConfig) -> Result<()> {
+fn missing_lender(vm: &str, config: &VmConfig) -> Option<Error> {
     let lenders = config.lenders();
-    let absent = |path: &Path| !path.exists();
-    match lenders
-        .iter()
-        .filter_map(|lender| lender.path())
-        .find(|path| absent(path))
-    {
-        Some(path) if lenders.len() == 1 => Err(Error::refused(format!(
-            "the lender of VM {vm} is at {}, a socket that is not there: name it in the description as both hosts reach it (tcp:HOST:PORT)",
-            path.display()
-        ))),
-        _ => Ok(()),
-    }
+    let [lender] = &lenders[..] else {
+        return None;
+    };
+    let path = lender.path().filter(|path| !path.exists())?;
+    Some(Error::refused(format!(
+        "the lender of VM {vm} is at {}, a socket that is not there: name it in the description as both hosts reach it (tcp:HOST:PORT)",
+        path.display()
+    )))
 }
 
 fn find_program(program: &Path) -> Option<PathBuf> {

@@ -12,7 +12,7 @@ use std::{
 use farside_control::{Address, Epoch, Fence, Fences};
 use farside_migration::{
     Arrival, Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Mover, Peer,
-    Plan, Reply, Request, Result, RunState, Tombstone, resume_here,
+    Plan, Reply, Request, Result, RunState, Tombstone, check::Facts, resume_here,
 };
 
 pub const VM: &str = "web1";
@@ -344,8 +344,16 @@ impl Host for FakeHost {
         Ok(found.collect())
     }
 
-    fn check(&self, _vm: &str, _description: &Description) -> Result<()> {
+    fn missing(&self, _vm: &str, _description: &Description) -> Result<Vec<Error>> {
+        Ok(Vec::new())
+    }
+
+    fn reaches(&self, _: &str, _: &Description, _: &FoundDevice) -> Result<()> {
         Ok(())
+    }
+
+    fn facts(&self, vm: &str, _: &Description, _: bool) -> Result<Facts> {
+        Err(Error::refused(format!("VM {vm} runs by nothing")))
     }
 
     /// The lender's rules, as `lender/src/fences.rs` and `registry.rs` have them.

@@ -1,0 +1,102 @@
+//! The host that the VM would go to.
+
+use std::net::TcpListener;
+
+use super::{Answer, Finding, Question, compare, compare::Wanted, disks};
+use crate::{Arrival, Host, live::Live};
+
+/// Looks at everything. The listener is that of [`Answer::port`], to be kept until
+/// the other host has tried it.
+pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<TcpListener>) {
+    let journal = &question.journal;
+    let (vm, description) = (&journal.vm, &journal.description);
+    let arrival = Arrival::new(host);
+    let mut findings = vec![Finding::either(
+        "name",
+        &arrival.name_is_free(journal),
+        &format!("no VM {vm} is here"),
+    )];
+    match host.missing(vm, description) {
+        Err(error) => findings.push(Finding::of("description", &error)),
+        Ok(missing) if missing.is_empty() => {
+            findings.push(Finding::ok("description", "what it names is here"));
+        }
+        Ok(missing) => findings.extend(
+            missing
+                .iter()
+                .map(|error| Finding::of("description", error)),
+        ),
+    }
+    findings.extend(devices(host, question));
+    let wanted = Wanted::of(journal);
+    match (host.facts(vm, description, false), wanted) {
+        (Ok(here), Ok(wanted)) => {
+            findings.extend(compare::compare(&wanted, &question.facts, &here));
+        }
+        (Err(error), _) | (_, Err(error)) => findings.push(Finding::of("host", &error)),
+    }
+    findings.extend(disks::seen_here(question.facts.disks.as_deref()));
+    let listener = journal.live.as_ref().map(listen);
+    let (port, listener) = match listener {
+        None => (None, None),
+        Some(Ok((listener, port))) => (Some(port), Some(listener)),
+        Some(Err(finding)) => {
+            findings.push(finding);
+            (None, None)
+        }
+    };
+    (Answer { findings, port }, listener)
+}
+
+/// Each device: whether it is the same one, and whether it reaches the guest's RAM
+/// from here.
+fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
+    let journal = &question.journal;
+    let (vm, description) = (&journal.vm, &journal.description);
+    let found = match host.each_device(vm, description) {
+        Ok(found) => found,
+        Err(error) => return vec![Finding::of("devices", &error)],
+    };
+    let mut findings = Vec::new();
+    let mut seen = Vec::new();
+    for device in found {
+        match device {
+            Ok(device) => seen.push(device),
+            Err(error) => findings.push(Finding::of("device", &error)),
+        }
+    }
+    for device in &journal.devices {
+        let id = &device.id;
+        // One that was not found has been told of.
+        let Some(here) = seen.iter().find(|here| here.id == *id) else {
+            continue;
+        };
+        let same = crate::arrival::seen_from_here(device, &seen, vm);
+        let well = format!("{id} is found at {}", here.lender);
+        findings.push(Finding::either("device", &same, &well));
+        if same.is_ok() {
+            let reached = host.reaches(vm, description, here);
+            let well = format!("{id} reaches all of the guest's RAM from here");
+            findings.push(Finding::either("windows", &reached, &well));
+        }
+    }
+    findings
+}
+
+/// Listens where QEMU would.
+fn listen(live: &Live) -> std::result::Result<(TcpListener, u16), Finding> {
+    let address = live.address;
+    let bound = TcpListener::bind((address, 0));
+    bound
+        .and_then(|listener| {
+            let port = listener.local_addr()?.port();
+            Ok((listener, port))
+        })
+        .map_err(|error| {
+            Finding::problem(
+                "address",
+                format!("QEMU cannot listen at {address} here: {error}"),
+                "name an address of this host with --migrate-address",
+            )
+        })
+}

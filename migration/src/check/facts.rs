@@ -1,0 +1,265 @@
+//! What a guest sees of a host, and needs of it.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, OpenOptions},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use farside_qemu_configs::{Accel, HugePages, QemuBinary};
+use farside_vm_config::{Manager, VmConfig};
+use farside_vm_control::Monitor;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::disks;
+use crate::{
+    Description, Error, ErrorKind, Result,
+    live::GREETING,
+    local::{config_of, requirements::qemu_of},
+};
+
+/// A host, as a VM that runs or would run on it finds it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Facts {
+    /// The QEMU that runs the VM or would, or why it cannot. None where libvirt
+    /// chooses.
+    pub qemu: Option<std::result::Result<Qemu, String>>,
+    /// What runs the guest's instructions.
+    pub accelerator: Accelerator,
+    /// The processor's name.
+    pub processor: String,
+    /// What the processor can do, in the kernel's words.
+    pub flags: BTreeSet<String>,
+    /// What guest RAM comes from.
+    pub memory: Memory,
+    /// The files behind the VM's own disks; none when it does not run.
+    pub disks: Option<Vec<Disk>>,
+    /// Why the VM's QEMU refuses to send its guest, but for the borrowed devices.
+    pub blockers: Vec<String>,
+}
+
+/// A QEMU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Qemu {
+    /// The program.
+    pub program: PathBuf,
+    /// Major and minor number of its version.
+    pub version: (u64, u64),
+    /// The VM's machine, with its version: `pc-q35-10.1`.
+    pub machine: String,
+    /// All machines that it knows.
+    pub machines: BTreeSet<String>,
+}
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Accelerator {
+    /// The host's processor.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+    /// KVM is asked for, and not there.
+    Missing,
+}
+
+/// What guest RAM comes from, bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Memory {
+    /// Size of the huge pages that the VM uses, if it does.
+    pub huge_page: Option<u64>,
+    /// How much is free, of those pages or of all memory.
+    pub free: u64,
+}
+
+/// A file behind a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// Where.
+    pub path: PathBuf,
+    /// Its length, bytes.
+    pub len: u64,
+}
+
+/// Looks at this host for a VM of this description. One that `runs` is asked.
+pub(crate) fn look(vm: &str, description: &Description, runs: bool) -> Result<Facts> {
+    let config = config_of(vm, description)?;
+    let ours = config.manager != Some(Manager::Libvirt);
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
+    let line = |name: &str| {
+        let mut lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        let found = lines.find(|(key, _)| key.trim() == name);
+        found.map_or("", |(_, value)| value.trim())
+    };
+    let mut facts = Facts {
+        qemu: ours.then(|| qemu(&config).map_err(|error| error.message)),
+        accelerator: accelerator(config.accel.unwrap_or_default()),
+        processor: line("model name").to_owned(),
+        flags: line("flags").split(' ').map(str::to_owned).collect(),
+        memory: memory(config.hugepages.unwrap_or_default())?,
+        disks: None,
+        blockers: Vec::new(),
+    };
+    if runs && ours {
+        ask_running(vm, &mut facts)?;
+    }
+    Ok(facts)
+}
+
+/// What the running QEMU says is surer than what a new one would.
+fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
+    let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
+    let mut ask = |command: &str, arguments: Value| monitor.run(command, arguments);
+    let kvm = ask("query-kvm", json!({}))?;
+    facts.accelerator = match kvm["enabled"] == true {
+        true => Accelerator::Kvm,
+        false => Accelerator::Tcg,
+    };
+    let version = ask("query-version", json!({}))?;
+    let number = |name: &str| version["qemu"][name].as_u64();
+    let machine = ask("qom-get", json!({ "path": "/machine", "property": "type" }))?;
+    if let (Some(Ok(qemu)), Some(major), Some(minor), Some(machine)) = (
+        &mut facts.qemu,
+        number("major"),
+        number("minor"),
+        machine.as_str(),
+    ) {
+        qemu.version = (major, minor);
+        qemu.machine = machine.trim_end_matches("-machine").to_owned();
+    }
+    let migration = ask("query-migrate", json!({}))?;
+    let reasons = migration["blocked-reasons"].as_array();
+    // A device that can be borrowed says so itself, and goes before the guest does.
+    let ours = |reason: &str| reason.contains("vfio-user:") || reason.contains("VFIO");
+    let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
+    facts.blockers = reasons
+        .filter(|reason| !ours(reason))
+        .map(str::to_owned)
+        .collect();
+    facts.disks = Some(disks::of(&ask("query-named-block-nodes", json!({}))?));
+    Ok(())
+}
+
+fn qemu(config: &VmConfig) -> Result<Qemu> {
+    let program = qemu_of(config);
+    let probed = QemuBinary::probe(&program).map_err(|error| Error::refused(error.to_string()))?;
+    let help = machine_help(&program)?;
+    let wanted = machine_of(config);
+    let mut machines = BTreeSet::new();
+    let mut machine = wanted.clone();
+    for line in help.lines() {
+        let Some((name, about)) = line.split_once(' ') else {
+            continue;
+        };
+        if name == wanted
+            && let Some((_, alias)) = about.split_once("(alias of ")
+        {
+            machine = alias.trim_end_matches(')').to_owned();
+        }
+        machines.insert(name.to_owned());
+    }
+    let version = probed.version();
+    Ok(Qemu {
+        program,
+        version: (version.major.into(), version.minor.into()),
+        machine,
+        machines,
+    })
+}
+
+/// As QEMU's last argument about it says, or the description.
+fn machine_of(config: &VmConfig) -> String {
+    let args = config.qemu_args.iter().zip(config.qemu_args.iter().skip(1));
+    let mut named = args
+        .filter(|(name, _)| matches!(name.as_str(), "-machine" | "-M" | "--machine"))
+        .filter_map(|(_, value)| {
+            let first = value.split(',').next()?;
+            match first.split_once('=') {
+                None => Some(first),
+                Some(("type", value)) => Some(value),
+                Some(_) => None,
+            }
+        });
+    let ours = config.machine.unwrap_or_default().name();
+    named.next_back().unwrap_or(ours).to_owned()
+}
+
+fn machine_help(program: &Path) -> Result<String> {
+    let asked = Command::new(program)
+        .args(["-machine", "help"])
+        .stdin(Stdio::null())
+        .output()?;
+    match asked.status.success() {
+        true => Ok(String::from_utf8_lossy(&asked.stdout).into_owned()),
+        false => Err(Error::new(
+            ErrorKind::Host,
+            format!("{} -machine help: {}", program.display(), asked.status),
+        )),
+    }
+}
+
+fn accelerator(wanted: Accel) -> Accelerator {
+    let usable = || {
+        let kvm = OpenOptions::new().read(true).write(true).open("/dev/kvm");
+        kvm.is_ok()
+    };
+    match wanted {
+        Accel::Tcg => Accelerator::Tcg,
+        Accel::Kvm | Accel::Auto if usable() => Accelerator::Kvm,
+        Accel::Kvm => Accelerator::Missing,
+        Accel::Auto => Accelerator::Tcg,
+    }
+}
+
+fn memory(pages: HugePages) -> Result<Memory> {
+    if pages != HugePages::None {
+        let page = pages.granule();
+        let path = format!(
+            "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages",
+            page >> 10
+        );
+        let free = fs::read_to_string(path).unwrap_or_default();
+        return Ok(Memory {
+            huge_page: Some(page),
+            free: free.trim().parse().unwrap_or(0u64).saturating_mul(page),
+        });
+    }
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let mut lines = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = lines.next().and_then(|rest| {
+        let kib: u64 = rest.trim().strip_suffix(" kB")?.parse().ok()?;
+        Some(kib)
+    });
+    Ok(Memory {
+        huge_page: None,
+        free: kib.unwrap_or(0) << 10,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_is_that_of_the_last_argument() {
+        let config = |text: &str| -> VmConfig { toml::from_str(text).unwrap() };
+        assert_eq!(machine_of(&config("")), "q35");
+        assert_eq!(machine_of(&config("machine = \"pc\"")), "pc");
+        let pinned = r#"qemu-args = ["-M", "pc", "-machine", "type=pc-q35-10.1,hpet=off", "-machine", "vmport=off"]"#;
+        assert_eq!(machine_of(&config(pinned)), "pc-q35-10.1");
+    }
+
+    #[test]
+    fn this_host_has_memory() {
+        let memory = memory(HugePages::None).unwrap();
+        assert!(memory.free > 1 << 20, "{memory:?}");
+    }
+}

@@ -1,0 +1,143 @@
+//! The host that the VM would leave, which asks.
+
+use std::{
+    net::{SocketAddr, TcpStream},
+    time::Duration,
+};
+
+use super::{Finding, Question};
+use crate::{ErrorKind, Host, Journal, Peer, Plan, Reply, Request, Result};
+
+/// How long the other host may take to accept a connection.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Everything that was looked at, with the host that looked.
+pub type Findings = Vec<(String, Finding)>;
+
+/// What would stop this migration.
+pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
+    let (journal, mut findings) = look_here(plan, host);
+    let here = host.name();
+    let Some(journal) = journal else {
+        return of(&here, findings);
+    };
+    let runs = journal.was_running;
+    let facts = match host.facts(&plan.vm, &journal.description, runs) {
+        Ok(facts) => facts,
+        Err(error) => {
+            findings.push(Finding::of("host", &error));
+            return of(&here, findings);
+        }
+    };
+    if journal.live.is_some() {
+        findings.push(match facts.blockers.as_slice() {
+            [] => Finding::ok("guest", "QEMU has nothing against sending it"),
+            reasons => Finding::problem(
+                "guest",
+                format!("QEMU refuses to send it: {}", reasons.join("; ")),
+                "take away what that names, or move the VM without --live",
+            ),
+        });
+    }
+    let question = Question { journal, facts };
+    let live = question.journal.live.clone();
+    let answer = match peer.ask(Request::Check(Box::new(question))) {
+        Ok(Reply::Checked(answer)) => answer,
+        Ok(Reply::Failed(error)) | Err(error) => {
+            findings.push(Finding::problem(
+                "other host",
+                error.message,
+                match error.kind {
+                    ErrorKind::Lost => {
+                        "see that the remote shell gets there, and that farside is installed there"
+                    }
+                    _ => "",
+                },
+            ));
+            return of(&here, findings);
+        }
+        Ok(other) => {
+            findings.push(Finding::problem(
+                "other host",
+                format!("unexpected answer {other:?}"),
+                "",
+            ));
+            return of(&here, findings);
+        }
+    };
+    findings.push(Finding::ok("other host", "the same farside answers there"));
+    if let (Some(live), Some(port)) = (live, answer.port) {
+        let address = SocketAddr::new(live.address, port);
+        findings.push(match TcpStream::connect_timeout(&address, CONNECT) {
+            Ok(_) => Finding::ok("network", format!("{} can be reached there", live.address)),
+            Err(error) => Finding::problem(
+                "network",
+                format!("{address} cannot be reached there: {error}"),
+                "QEMU listens at any TCP port: let them through, or name another address of that host with --migrate-address",
+            ),
+        });
+    }
+    let mut all = of(&here, findings);
+    all.extend(of(&plan.to, answer.findings));
+    all
+}
+
+fn of(host: &str, findings: Vec<Finding>) -> Findings {
+    let findings = findings.into_iter();
+    findings.map(|found| (host.to_owned(), found)).collect()
+}
+
+/// This host, and the manifest as far as it goes.
+fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
+    let vm = &plan.vm;
+    let leaves = plan.may_leave(host);
+    let mut findings = vec![Finding::either(
+        "VM",
+        &leaves,
+        &format!("{vm} is at home here"),
+    )];
+    let description = match plan.description(host) {
+        Ok(description) => description,
+        Err(error) => {
+            // Of one that has moved on, that has been told.
+            if leaves.is_ok() {
+                findings.push(Finding::of("description", &error));
+            }
+            return (None, findings);
+        }
+    };
+    let running = plan.was_running(host, &description);
+    let state = match running {
+        Ok(false) => "it does not run, and moves as it is",
+        _ => "it runs",
+    };
+    findings.push(Finding::either("state", &running, state));
+    let mut devices = Vec::new();
+    let found = host
+        .each_device(vm, &description)
+        .and_then(|found| Ok((found, host.fences(vm)?)));
+    match found {
+        Err(error) => findings.push(Finding::of("devices", &error)),
+        Ok((found, held)) => {
+            for device in found {
+                match device.and_then(|device| plan.moved(device, &held)) {
+                    Ok(device) => {
+                        let what = format!("{} is {}", device.id, device.identity.summary);
+                        findings.push(Finding::ok("device", what));
+                        devices.push(device);
+                    }
+                    Err(error) => findings.push(Finding::of("device", &error)),
+                }
+            }
+        }
+    }
+    let journal: Result<Journal> =
+        plan.journal(host, description, running.unwrap_or(false), devices);
+    match journal {
+        Ok(journal) => (Some(journal), findings),
+        Err(error) => {
+            findings.push(Finding::of("manifest", &error));
+            (None, findings)
+        }
+    }
+}

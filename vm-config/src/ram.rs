@@ -1,0 +1,17 @@
+//! Where a VM will have its RAM, as far as its size and chipset tell.
+
+use farside_control::RamRange;
+use farside_qemu_configs::{Machine, ram_split};
+
+/// Where RAM above the PCI hole begins.
+const HIGH_RAM: u64 = 4 << 30;
+
+/// The guest-physical ranges of `ram` bytes.
+pub fn ram_ranges(machine: Machine, ram: u64) -> Vec<RamRange> {
+    let (low, high) = ram_split(machine, ram);
+    [(0, low), (HIGH_RAM, high)]
+        .into_iter()
+        .filter(|(_, len)| *len != 0)
+        .map(|(start, len)| RamRange { start, len })
+        .collect()
+}
