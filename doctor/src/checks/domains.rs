@@ -16,7 +16,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             let what = "libvirt is not installed, and the VM is to be run by it";
             let install = "apt-get install libvirt-daemon-system libvirt-clients";
             vec![
-                Finding::problem(CHECK, what, "`manager = \"libvirt\"`")
+                Finding::problem(CHECK, what, "the description says `manager = \"libvirt\"`")
                     .of_vm(&vm.name)
                     .fix(install),
             ]

@@ -5,7 +5,7 @@ use farside_control::{Address, VERSION};
 use crate::{
     Facts, Finding,
     facts::{LenderFacts, Refusal},
-    finding::{quoted, quoted_path},
+    finding::{edit, quoted, quoted_path},
 };
 
 const CHECK: &str = "lender";
@@ -49,11 +49,20 @@ fn of_lender(facts: &Facts, lender: &LenderFacts) -> Finding {
                 ),
             )
         }
-        Err(Refusal::Unreachable(error)) => Finding::problem(CHECK, error, &why).fix(match &host {
-            Some(_) => there("systemctl enable --now farside-lender.service"),
-            None if facts.by_units() => "systemctl enable --now farside-lender.socket".to_owned(),
-            None => format!("farside lend --config {}", quoted_path(&facts.lender_file)),
-        }),
+        Err(Refusal::Unreachable(error)) => {
+            let mut finding = Finding::problem(CHECK, error, &why);
+            if host.is_none() && facts.lender.is_none() {
+                // It does not start without.
+                finding = finding.fix(edit(&facts.lender_file));
+            }
+            finding.fix(match &host {
+                Some(_) => there("systemctl enable --now farside-lender.service"),
+                None if facts.by_units() => {
+                    "systemctl enable --now farside-lender.socket".to_owned()
+                }
+                None => format!("farside lend --config {}", quoted_path(&facts.lender_file)),
+            })
+        }
         Err(Refusal::Version(error)) => {
             Finding::problem(CHECK, format!("{address}: {error}"), &why)
                 .fix("farside --version")
@@ -90,7 +99,9 @@ mod tests {
         );
         let gone = || Err(Refusal::Unreachable("cannot reach the lender at /l".into()));
         let said = says(with("/l", gone()), Level::Problem, "cannot reach");
-        assert_eq!(said.fix, ["farside lend --config /etc/farside/lender.toml"]);
+        let file = "/etc/farside/lender.toml";
+        let lend = format!("farside lend --config {file}");
+        assert_eq!(said.fix, [format!("${{EDITOR:-vi}} {file}"), lend]);
         assert!(said.why.contains("VM web1"));
         let said = says(
             with("tcp:rack2:7410", gone()),
