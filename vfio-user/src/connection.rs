@@ -25,6 +25,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFl
 use super::header::{HEADER_SIZE, Header, ReplyTo};
 use super::outbox::Outbox;
 use super::reply::{self, Reply};
+use super::stream::Stream;
 use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS};
 
 /// Bytes of a `DEVICE_SET_IRQS` without data: the shortest message that may
@@ -40,7 +41,7 @@ const BUFFER: usize = 8 << 10;
 /// After an error the connection is of no more use: drop it.
 #[derive(Debug)]
 pub struct Connection {
-    socket: OwnedFd,
+    socket: Stream,
     /// Received and not yet consumed: `input[front..filled]`. It starts at the
     /// start of a message.
     input: Vec<u8>,
@@ -130,7 +131,7 @@ impl Connection {
             .set_nonblocking(true)
             .map_err(ConnectionError::Nonblocking)?;
         Ok(Self {
-            socket: stream.into(),
+            socket: Stream::new(stream.into()),
             input: vec![0; BUFFER],
             front: 0,
             filled: 0,

@@ -61,6 +61,7 @@ pub mod reply;
 pub mod request;
 pub mod serve;
 pub mod session;
+mod stream;
 pub mod version;
 mod wire;
 

@@ -11,12 +11,13 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
-    socket_with,
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    listen, shutdown, socket_with,
 };
 
 use super::connection::{Connection, ConnectionError};
 use super::rate_limit::RateLimit;
+use super::stream::Stream;
 
 /// Longest path of a UNIX socket on Linux, bytes without the final NUL
 /// (`unix(7)`).
@@ -178,7 +179,8 @@ impl Listener {
                 Ok(client) if slot == Slot::Free => {
                     return Ok(Some(Connection::new(UnixStream::from(client))?));
                 }
-                Ok(_) => {
+                Ok(client) => {
+                    drop(Stream::new(client));
                     if let Some(held_back) = TURNED_AWAY.allow() {
                         log::warn!(
                             "{}: a client is being served; a second one was turned away{held_back}",
@@ -200,6 +202,16 @@ impl Listener {
     }
 }
 
+impl Listener {
+    /// Turns away those who wait, for whom nobody will ever come.
+    fn turn_away_all(&self) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        while let Ok(client) = accept_with(&self.socket, flags) {
+            drop(Stream::new(client));
+        }
+    }
+}
+
 impl AsFd for Listener {
     /// For the event loop: readable when a client waits.
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -209,6 +221,10 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        // One that somebody else made, somebody else listens at next.
+        if self.identity.is_some() && shutdown(&self.socket, Shutdown::Read).is_ok() {
+            self.turn_away_all();
+        }
         let now = fs::symlink_metadata(&self.path)
             .ok()
             .map(|meta| (meta.dev(), meta.ino()));
