@@ -6,6 +6,7 @@
 //! - [`Status`]: `farside status --json`;
 //! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
 //! - [`DmaTester`]: drives the DMA test device from inside a guest.
+//! - [`two_hosts`]: two hosts between which a VM can move.
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
 //! The program under test is `$FARSIDE_BIN`, else what `cargo build -p farside`
@@ -22,6 +23,7 @@ pub mod hosts;
 mod image;
 mod mtree;
 mod status;
+pub mod two_hosts;
 
 pub use binary::farside as farside_program;
 pub use cluster::{Cluster, Ended, Serve};

@@ -6,13 +6,12 @@ mod chain;
 mod kills;
 mod ledger;
 mod moves;
-mod stage;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
-use farside_tests::SHORT;
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
-use stage::Stage;
+use farside_tests::{
+    SHORT,
+    two_hosts::{self as stage, Stage, play},
+};
+use libtest_mimic::{Arguments, Completion, Trial};
 
 type Test = fn(&Stage) -> anyhow::Result<Completion>;
 
@@ -32,24 +31,6 @@ fn main() {
         moves::a_vm_moves_back_and_forth_with_its_drive,
         kills::a_migration_survives_the_death_of_anything,
     ]
-    .map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    .map(|(name, test)| Trial::ignorable_test(name, move || play(Stage::new, test)));
     libtest_mimic::run(&args, trials.into()).exit();
-}
-
-fn run(test: Test) -> Result<Completion, Failed> {
-    if let Some(reason) = stage::unable() {
-        return Ok(Completion::ignored_with(reason));
-    }
-    let stage = Stage::new().map_err(|error| format!("{error:#}"))?;
-    let result = catch_unwind(AssertUnwindSafe(|| test(&stage)));
-    let what = match result {
-        Ok(Ok(completion)) => return Ok(completion),
-        Ok(Err(error)) => format!("{error:#}"),
-        Err(panic) => panic
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
-            .unwrap_or_else(|| "a panic without words".to_owned()),
-    };
-    Err(format!("{what}\n{}", stage.story()).into())
 }

@@ -1,24 +1,34 @@
-//! Two hosts: network namespaces, each with folders of its own, and a lender in a
-//! third one. The remote shell is a script that enters the other namespace.
+//! Two hosts between which a VM can move: network namespaces, each with folders of
+//! its own, and a lender in a third one. The remote shell is a script that enters
+//! the other namespace.
+
+mod migration;
+mod netns;
+mod play;
 
 use std::{
     collections::BTreeMap,
     fs,
-    io::Read,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     sync::{
-        LazyLock, Mutex,
+        Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
-use farside_testbed::{Accel, Staged, Vm};
-use farside_tests::{BOOT, Daemon, Ended, MIB, SHORT, farside_program, testbed};
+use anyhow::{Context, Result, ensure};
+use farside_testbed::{Accel, Staged, Vm, VmBuilder};
 use tempfile::TempDir;
+
+use crate::{BOOT, Daemon, Ended, MIB, SHORT, farside_program, testbed};
+use netns::ip;
+
+pub use migration::{Migration, kill};
+pub use netns::unable;
+pub use play::play;
 
 /// The VM.
 pub const VM: &str = "web1";
@@ -35,42 +45,6 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Longest time for one migration: the guest shuts down and boots.
 pub const MIGRATION: Duration = Duration::from_secs(300);
 
-/// Why this cannot be run here, if so.
-pub fn unable() -> Option<&'static str> {
-    if !rustix::process::geteuid().is_root() {
-        return Some("network namespaces need root");
-    }
-    static MADE: LazyLock<bool> = LazyLock::new(|| {
-        let name = format!("fs-try-{}", std::process::id());
-        let made = ip(&["netns", "add", &name]).is_ok();
-        if made {
-            // Of no use any more.
-            let _ = ip(&["netns", "delete", &name]);
-        }
-        made
-    });
-    match *MADE {
-        true => None,
-        false => Some("network namespaces cannot be made here (`ip netns add`)"),
-    }
-}
-
-fn ip(args: &[&str]) -> Result<String> {
-    let output = Command::new("ip")
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .context("running ip (package iproute2)")?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    ensure!(
-        output.status.success(),
-        "ip {}: {}",
-        args.join(" "),
-        text(&output.stderr)
-    );
-    Ok(text(&output.stdout))
-}
-
 /// The hosts, and all that was started on them. Dropped, all of it is killed.
 pub struct Stage {
     folder: TempDir,
@@ -79,23 +53,21 @@ pub struct Stage {
     notes: Mutex<Vec<String>>,
 }
 
-/// `farside migrate`, running.
-pub struct Migration {
-    child: Child,
-    stderr: std::thread::JoinHandle<String>,
-    stdout: std::thread::JoinHandle<String>,
-    command: String,
-}
-
 impl Stage {
     /// The VM is described on host `a`, and runs nowhere.
     pub fn new() -> Result<Self> {
+        Self::with(|_, builder| builder.lean())
+    }
+
+    /// As [`Stage::new`], for a machine that is not lean or has more. `change` gets the folder of
+    /// what both hosts see.
+    pub fn with(change: impl FnOnce(&Path, VmBuilder) -> VmBuilder) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("fs-")
             .tempdir_in("/tmp")
             .context("creating a folder")?;
         let testbed = testbed()?;
-        let staged = testbed.vm(VM).lean().stage()?;
+        let staged = change(folder.path(), testbed.vm(VM)).stage()?;
         static STAGES: AtomicUsize = AtomicUsize::new(0);
         let number = STAGES.fetch_add(1, Ordering::Relaxed);
         let stage = Self {
@@ -135,10 +107,12 @@ impl Stage {
         format!("{}{host}", self.prefix)
     }
 
+    /// A file of a host.
     pub fn path(&self, host: &str, name: &str) -> PathBuf {
         self.folder.path().join(host).join(name)
     }
 
+    /// Where the lender listens.
     pub fn lender_socket(&self) -> PathBuf {
         self.path(THIRD, "run/lender.sock")
     }
@@ -162,6 +136,7 @@ impl Stage {
         Ok(())
     }
 
+    /// The remote shell.
     pub fn shell(&self) -> PathBuf {
         self.folder.path().join("rsh")
     }
@@ -276,31 +251,6 @@ impl Stage {
         }
     }
 
-    /// Starts `farside migrate` on a host.
-    pub fn begin(&self, host: &str, args: &[&str]) -> Result<Migration> {
-        let mut command = self.command(host, args)?;
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn()?;
-        let read = |stream: Option<Box<dyn Read + Send>>| {
-            std::thread::spawn(move || {
-                let mut text = Vec::new();
-                if let Some(mut stream) = stream {
-                    // What came before an error is what there is to show.
-                    let _ = stream.read_to_end(&mut text);
-                }
-                String::from_utf8_lossy(&text).into_owned()
-            })
-        };
-        let stdout = child.stdout.take().map(|s| Box::new(s) as Box<_>);
-        let stderr = child.stderr.take().map(|s| Box::new(s) as Box<_>);
-        Ok(Migration {
-            child,
-            stderr: read(stderr),
-            stdout: read(stdout),
-            command: format!("{host}: farside {args:?}"),
-        })
-    }
-
     /// Waits for the guest that somebody has started.
     pub fn guest(&self) -> Result<Vm> {
         let vm = self.staged.adopt(BOOT)?;
@@ -405,45 +355,6 @@ impl Drop for Stage {
             }
             let _ = ip(&["netns", "delete", &self.netns(host)]);
         }
-    }
-}
-
-/// SIGKILL.
-pub fn kill(pid: i32) {
-    if let Some(pid) = rustix::process::Pid::from_raw(pid) {
-        // The only failure is that it has ended already.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-    }
-}
-
-impl Migration {
-    /// Its process: that of `farside`, which the script has become.
-    pub fn pid(&self) -> i32 {
-        self.child.id().cast_signed()
-    }
-
-    /// Waits for its end. Returns whether it succeeded, and all that it said.
-    pub fn end(mut self, stage: &Stage) -> Result<(bool, String)> {
-        let deadline = Instant::now() + MIGRATION;
-        let status = loop {
-            if let Some(status) = self.child.try_wait()? {
-                break status;
-            }
-            if Instant::now() > deadline {
-                let _ = self.child.kill();
-                bail!("{} has not ended within {MIGRATION:?}", self.command);
-            }
-            std::thread::sleep(LOOK_AGAIN);
-        };
-        let said = |thread: std::thread::JoinHandle<String>| thread.join().unwrap_or_default();
-        let text = said(self.stdout) + &said(self.stderr);
-        stage.note(format!("-- {} ({status}):\n{text}", self.command));
-        Ok((status.success(), text))
-    }
-
-    /// Whether it runs.
-    pub fn is_running(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_none())
     }
 }
 

@@ -1,0 +1,85 @@
+//! `farside migrate` in the background.
+
+use std::{
+    io::Read,
+    process::{Child, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Result, bail};
+
+use super::{LOOK_AGAIN, MIGRATION, Stage};
+
+/// `farside migrate`, running.
+pub struct Migration {
+    child: Child,
+    stderr: std::thread::JoinHandle<String>,
+    stdout: std::thread::JoinHandle<String>,
+    command: String,
+}
+
+impl Stage {
+    /// Starts `farside migrate` on a host.
+    pub fn begin(&self, host: &str, args: &[&str]) -> Result<Migration> {
+        let mut command = self.command(host, args)?;
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let read = |stream: Option<Box<dyn Read + Send>>| {
+            std::thread::spawn(move || {
+                let mut text = Vec::new();
+                if let Some(mut stream) = stream {
+                    // What came before an error is what there is to show.
+                    let _ = stream.read_to_end(&mut text);
+                }
+                String::from_utf8_lossy(&text).into_owned()
+            })
+        };
+        let stdout = child.stdout.take().map(|s| Box::new(s) as Box<_>);
+        let stderr = child.stderr.take().map(|s| Box::new(s) as Box<_>);
+        Ok(Migration {
+            child,
+            stderr: read(stderr),
+            stdout: read(stdout),
+            command: format!("{host}: farside {args:?}"),
+        })
+    }
+}
+
+impl Migration {
+    /// Its process: that of `farside`, which the script has become.
+    pub fn pid(&self) -> i32 {
+        self.child.id().cast_signed()
+    }
+
+    /// Waits for its end. Returns whether it succeeded, and all that it said.
+    pub fn end(mut self, stage: &Stage) -> Result<(bool, String)> {
+        let deadline = Instant::now() + MIGRATION;
+        let status = loop {
+            if let Some(status) = self.child.try_wait()? {
+                break status;
+            }
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                bail!("{} has not ended within {MIGRATION:?}", self.command);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        };
+        let said = |thread: std::thread::JoinHandle<String>| thread.join().unwrap_or_default();
+        let text = said(self.stdout) + &said(self.stderr);
+        stage.note(format!("-- {} ({status}):\n{text}", self.command));
+        Ok((status.success(), text))
+    }
+
+    /// Whether it runs.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_none())
+    }
+}
+
+/// SIGKILL.
+pub fn kill(pid: i32) {
+    if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+        // The only failure is that it has ended already.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
