@@ -367,10 +367,6 @@ impl VmBuilder {
         let mut words = vec![KERNEL_ARGS.to_owned()];
         if self.iommu {
             words.push("intel_iommu=on".to_owned());
-            // Linux panics when it sees no timer interrupt within 10 jiffies of
-            // its own busy loop, which an emulated processor on a busy machine
-            // can miss.
-            words.push("no_timer_check".to_owned());
         }
         if self.lean {
             words.push(lean::KERNEL_ARGS.to_owned());
