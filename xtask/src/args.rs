@@ -98,6 +98,9 @@ pub(crate) struct Bench {
     /// Measure less: the figures say little, but everything has run once.
     #[arg(long)]
     pub(crate) quick: bool,
+    /// Measure this `farside` [default: built from this checkout, as users run it].
+    #[arg(long, value_name = "FILE")]
+    pub(crate) program: Option<PathBuf>,
     /// Write results, plots (SVG and PNG) and an HTML report to this folder.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) out: Option<PathBuf>,

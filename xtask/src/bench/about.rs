@@ -16,7 +16,12 @@ pub(super) fn environment(
     images: &Path,
 ) -> Environment {
     let kernel = rustix::system::uname();
+    let program = args.program.as_deref().map(Path::display);
     let options = [
+        (
+            "program",
+            program.map_or("release build".into(), |p| p.to_string()),
+        ),
         ("repeats", settings.repeats.to_string()),
         ("seconds", settings.seconds.to_string()),
         ("images", images.display().to_string()),

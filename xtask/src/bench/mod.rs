@@ -51,13 +51,15 @@ struct Settings {
     rounds: u32,
     /// Of what takes no time to speak of.
     turns: u32,
+    /// The largest guest whose memory is locked, GiB.
+    largest_gib: u64,
 }
 
 impl Settings {
     fn of(args: &Bench) -> Self {
-        let (repeats, seconds, sweep_step, rounds, turns) = match args.quick {
-            true => (2, 1, 8, 500, 3),
-            false => (5, 4, 2, 3000, 21),
+        let (repeats, seconds, sweep_step, rounds, turns, largest_gib) = match args.quick {
+            true => (2, 1, 8, 500, 3, 1),
+            false => (5, 4, 2, 3000, 21, 16),
         };
         Self {
             repeats: args.repeats.unwrap_or(repeats),
@@ -65,13 +67,22 @@ impl Settings {
             sweep_step,
             rounds,
             turns,
+            largest_gib,
         }
     }
 }
 
 pub(crate) fn run(args: &Bench) -> Result<()> {
     let start = Instant::now();
-    let program = cargo::build_product(Profile::Release)?;
+    let program = match &args.program {
+        Some(program) => std::path::absolute(program)?,
+        None => cargo::build_product(Profile::Release)?,
+    };
+    ensure!(
+        program.is_file(),
+        "there is no program {}: give one, or leave --program out to have it built",
+        program.display()
+    );
     let progress = Progress::auto();
     let testbed = Testbed::prepare(&progress)?;
     interrupt::watch()?;
@@ -85,6 +96,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
                 libvfio_user: args.libvfio_user.as_deref(),
                 turns: settings.turns,
                 slow_turns: settings.repeats,
+                largest_gib: settings.largest_gib,
             },
             &progress,
         )?,
@@ -206,11 +218,11 @@ impl Stage<'_> {
             progress: self.progress,
         };
         if args.wants(Chapter::PingPong) {
-            let repeats = settings.repeats;
             results.add(ping_pong::measure(
                 vm,
+                self.testbed.accel(),
                 settings.rounds,
-                repeats,
+                settings.repeats,
                 self.progress,
             )?)?;
         }

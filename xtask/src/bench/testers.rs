@@ -14,7 +14,7 @@ use crate::{
 
 /// How each device's interrupts go, which is its id too, and its place on the
 /// guest's bus.
-pub(super) const TESTERS: [(&str, u8); 2] = [("direct", 0x10), ("relayed", 0x11)];
+pub(super) const TESTERS: [(&str, u8); 2] = [("direct", 0x1a), ("relayed", 0x1b)];
 
 /// Where the guest has them.
 pub(super) fn guest_bdf(slot: u8) -> String {
