@@ -40,6 +40,8 @@ pub(super) struct Micro<'a> {
     pub(super) turns: u32,
     /// Turns of what locks much memory.
     pub(super) slow_turns: u32,
+    /// The most that is locked, GiB.
+    pub(super) largest_gib: u64,
 }
 
 /// Measures all.
@@ -49,6 +51,7 @@ pub(super) fn measure(micro: &Micro<'_>, progress: &Progress) -> Result<Vec<Sect
         libvfio_user,
         turns,
         slow_turns,
+        largest_gib,
     } = *micro;
     if let Some(path) = libvfio_user {
         ensure!(
@@ -69,6 +72,7 @@ pub(super) fn measure(micro: &Micro<'_>, progress: &Progress) -> Result<Vec<Sect
     let task = progress.spinner("Planning windows");
     let planning = planning::measure(turns).context("planning")?;
     task.done();
-    let ready = ready::measure(program, slow_turns, progress).context("enabling bus mastering")?;
+    let ready = ready::measure(program, slow_turns, largest_gib, progress)
+        .context("enabling bus mastering")?;
     Ok(vec![reads, interrupts, planning, ready])
 }
