@@ -104,6 +104,7 @@ fn compare(before: &std::path::Path, after: &std::path::Path) -> Result<()> {
 
 impl Run {
     fn run(&self) -> Result<()> {
+        let version = fio_run::version()?;
         let borrowed = Drive::open(&self.borrowed)?;
         let beside = Drive::open(&self.beside)?;
         ensure!(
@@ -111,7 +112,6 @@ impl Run {
             "--borrowed and --beside are the same drive, {}",
             self.beside.display()
         );
-        let version = fio_run::version()?;
         let jobs: Vec<&Job> = JOBS
             .iter()
             .filter(|job| self.write || !job.writes())

@@ -20,7 +20,7 @@ mod vfs;
 
 pub use facts::{Facts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
-pub use programs::Programs;
+pub use programs::{Programs, stripped};
 
 use anyhow::Result;
 use farside_testbed::Testbed;

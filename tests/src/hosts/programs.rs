@@ -32,7 +32,7 @@ impl Programs {
 }
 
 /// A program's file: a tenth of it when built with debug information.
-fn stripped(program: &Path) -> Result<Vec<u8>> {
+pub fn stripped(program: &Path) -> Result<Vec<u8>> {
     let folder = tempfile::tempdir().context("creating a temporary folder")?;
     let to = folder.path().join("program");
     let status = Command::new("objcopy")

@@ -1,0 +1,113 @@
+//! `farside bench run` as a user runs it, in a guest with two drives.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Result, ensure};
+use farside_bench::Results;
+use farside_tests::{
+    BOOT, MIB, SHORT, Vm, farside_program, hosts::stripped, noise, sha256, testbed,
+};
+
+use crate::{all_positive, job_names};
+
+/// For all jobs on both drives, emulated on a busy machine.
+const LONG: Duration = Duration::from_secs(600);
+const RUN: &str = "farside bench run --borrowed /dev/nvme0n1 --beside /dev/nvme1n1 \
+                   --repeats 1 --seconds 1 --out /run/results.json";
+
+pub(crate) fn run() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let images = ["a", "b"].map(|name| folder.path().join(format!("{name}.img")));
+    for image in &images {
+        fs::write(image, noise(4, 16 * MIB as usize))?;
+    }
+    let hash = |image: &PathBuf| -> Result<String> { Ok(sha256(&fs::read(image)?)) };
+    let before = hash(&images[0])?;
+
+    let mut builder = testbed()?.vm("user").memory(768 * MIB).file(
+        "usr/bin/farside",
+        0o755,
+        stripped(farside_program()?)?,
+    );
+    for (index, image) in images.iter().enumerate() {
+        builder = builder.args(drive(index, image));
+    }
+    let vm = builder.launch()?;
+    vm.wait_agent(BOOT)?;
+    for path in ["/dev/nvme0n1", "/dev/nvme1n1"] {
+        vm.wait_path(path, SHORT)?;
+    }
+
+    // Reading leaves everything as it is, and says so.
+    let printed = vm.exec_ok(RUN, LONG)?;
+    ensure!(printed.contains("--write"), "{printed}");
+    all_positive(&results(&vm)?, &job_names(false), 1, false)?;
+    for image in &images {
+        ensure!(
+            hash(image)? == before,
+            "a drive that was only read has changed"
+        );
+    }
+
+    // What is in use is not touched, whatever was said.
+    vm.exec_ok(
+        "mkfs.ext4 -q /dev/nvme1n1 && mkdir /run/mounted && mount /dev/nvme1n1 /run/mounted",
+        SHORT,
+    )?;
+    refused(&vm, &format!("{RUN} --write"), &["/dev/nvme1n1 is mounted"])?;
+    vm.exec_ok("umount /run/mounted", SHORT)?;
+    refused(
+        &vm,
+        "farside bench run --borrowed /dev/nvme0n1 --beside /dev/nvme0n1 --write",
+        &["the same drive"],
+    )?;
+    let file = "farside bench run --borrowed /dev/nvme0n1 --beside /etc/mke2fs.conf --write";
+    refused(&vm, file, &["/etc/mke2fs.conf is no block device"])?;
+    refused(
+        &vm,
+        &format!("mv /usr/bin/fio /run; {RUN}; code=$?; mv /run/fio /usr/bin; exit $code"),
+        &["fio is not installed"],
+    )?;
+    ensure!(hash(&images[0])? == before, "what was refused has written");
+
+    // All of it.
+    vm.exec_ok(&format!("{RUN} --write"), LONG)?;
+    all_positive(&results(&vm)?, &job_names(true), 1, false)?;
+    let status = vm.shutdown(SHORT)?;
+    ensure!(status.success(), "QEMU ended badly: {status}");
+    ensure!(
+        hash(&images[0])? != before,
+        "the jobs that write wrote nothing"
+    );
+    Ok(())
+}
+
+/// QEMU's own device, on an image of ours.
+fn drive(index: usize, image: &Path) -> [String; 4] {
+    let image = image.display();
+    [
+        "-drive".into(),
+        format!("if=none,id=d{index},file={image},format=raw"),
+        "-device".into(),
+        format!("nvme,drive=d{index},serial=d{index}"),
+    ]
+}
+
+/// What the guest measured last.
+fn results(vm: &Vm) -> Result<Results> {
+    let json = vm.read_file("/run/results.json")?;
+    Ok(Results::parse(&String::from_utf8(json)?)?)
+}
+
+fn refused(vm: &Vm, command: &str, says: &[&str]) -> Result<()> {
+    let output = vm.exec(command, SHORT)?;
+    ensure!(!output.success(), "`{command}` succeeded: {output}");
+    for word in says {
+        ensure!(output.stderr.contains(word), "no {word:?}: {output}");
+    }
+    Ok(())
+}

@@ -1,0 +1,91 @@
+//! The bench verbs as people type them, with real guests and real fio: briefly,
+//! so that the figures say nothing, but all of it has run.
+
+mod in_a_guest;
+mod wrong;
+mod xtask;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use farside_bench::{METRICS, Results, Spread, job::JOBS};
+use libtest_mimic::{Arguments, Trial};
+
+fn main() {
+    env_logger::init();
+    let mut args = Arguments::from_args();
+    // Emulated guests are heavy.
+    args.test_threads.get_or_insert(1);
+    let test = |name: &str, run: fn() -> Result<()>| {
+        Trial::test(name, move || {
+            run().map_err(|error| format!("{error:#}").into())
+        })
+    };
+    let trials = vec![
+        test("what_is_missing_or_no_result_is_named", wrong::files),
+        test("without_fio_it_says_how_to_get_it", wrong::no_fio),
+        test("what_cannot_be_measured_is_refused", wrong::arguments),
+        test("a_user_measures_two_drives_of_a_guest", in_a_guest::run),
+        test("one_command_measures_all_and_reports_it", xtask::run),
+    ];
+    libtest_mimic::run(&args, trials).exit();
+}
+
+/// Jobs with these names are there, each `repeats` times, and no figure is
+/// missing or 0, but what only the host of a guest can see.
+fn all_positive(results: &Results, jobs: &[&str], repeats: usize, host_cpu: bool) -> Result<()> {
+    let found: Vec<&str> = results.jobs.iter().map(|job| &*job.job).collect();
+    ensure!(found == jobs, "measured {found:?}, not {jobs:?}");
+    for job in &results.jobs {
+        for metric in &METRICS {
+            let figures = [job.borrowed(metric), job.beside(metric)];
+            let expected = match metric.name {
+                "host CPU" if !host_cpu => 0,
+                _ => repeats,
+            };
+            let fine = figures.iter().all(|of_one| {
+                of_one.len() == expected && of_one.iter().all(|f| f.is_finite() && *f > 0.0)
+            });
+            ensure!(fine, "{} {}: {figures:?}", job.job, metric.name);
+        }
+    }
+    Ok(())
+}
+
+/// Every series of a section has figures, each `repeats` times, all above 0.
+fn section_is_full(results: &Results, name: &str, series: usize, repeats: usize) -> Result<()> {
+    let section = results.sections.iter().find(|section| section.name == name);
+    let section = section.with_context(|| format!("no section {name}"))?;
+    ensure!(section.series.len() == series, "{section:?}");
+    for series in &section.series {
+        let figures = series.figures();
+        ensure!(!figures.is_empty(), "{} has no figures", series.name);
+        for figure in figures {
+            let least = Spread::of(figure.repeats.iter().copied()).map(|spread| spread.min);
+            ensure!(
+                figure.repeats.len() == repeats && least > Some(0.0),
+                "{name}, {}: {figure:?}",
+                series.name
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Names of all jobs, or of those that only read.
+fn job_names(writes: bool) -> Vec<&'static str> {
+    let jobs = JOBS.iter().filter(|job| writes || !job.writes());
+    jobs.map(|job| &*job.name).collect()
+}
+
+/// A file that begins as files of its kind do.
+fn begins(path: &Path, with: &[u8]) -> Result<()> {
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    ensure!(
+        bytes.starts_with(with),
+        "{} begins with {:?}",
+        path.display(),
+        String::from_utf8_lossy(&bytes[..bytes.len().min(20)])
+    );
+    Ok(())
+}
