@@ -50,6 +50,20 @@ pub(crate) fn run(args: &Hook) -> anyhow::Result<()> {
                 .with_context(|| format!("farside cannot end the backend of domain {domain}")),
             false => Ok(()),
         },
+        ("restore", "begin") => match is_ours(&read()?) {
+            true => bail!(
+                "domain {domain} borrows devices, and a saved state has none of what they were doing: \
+                 its guest cannot go on. Start it anew: `virsh start --force-boot {domain}`"
+            ),
+            false => Ok(()),
+        },
+        ("migrate", "begin") => match is_ours(&read()?) {
+            true => bail!(
+                "domain {domain} borrows devices, which do not come along: move it with \
+                 `farside migrate`"
+            ),
+            false => Ok(()),
+        },
         _ => Ok(()),
     }
 }

@@ -33,8 +33,8 @@ pub use check::VmError;
 pub use command_line::CommandLine;
 pub use layout::ram_split;
 pub use libvirt::{
-    Borrowed, BorrowedDevice, DomainDevice, DomainError, DomainOptions, DomainVm, NAMESPACE,
-    add_devices, check_domain, read_domain, remove_all, remove_devices,
+    ANCHOR_FILE, Borrowed, BorrowedDevice, DomainDevice, DomainError, DomainOptions, DomainVm,
+    NAMESPACE, add_devices, anchor_image, check_domain, read_domain, remove_all, remove_devices,
 };
 pub use probe::{ProbeError, QemuBinary, Version};
 pub use read_config::ReadConfig;

@@ -2,10 +2,17 @@
 //! while libvirt waits: nothing here may ask libvirt, nor wait for a command that
 //! may ask it, and so take the VM's lock.
 
-use std::{ffi::OsString, time::Duration};
+use std::{
+    ffi::OsString,
+    fs::{self, File, Permissions},
+    io::{ErrorKind, Write},
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    time::Duration,
+};
 
-use farside_control::check_name;
-use farside_qemu_configs::DomainVm;
+use farside_control::{check_name, paths};
+use farside_qemu_configs::{ANCHOR_FILE, DomainVm, anchor_image};
 use farside_vm_config::places;
 
 use crate::{Backend, Error, life::RETURN};
@@ -24,7 +31,7 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
         None if places::description(vm).exists() => (Backend::start(vm, limit)?, true),
         None => (Backend::spawn(vm, &arguments(domain), limit)?, true),
     };
-    let served = serve_all(backend, domain);
+    let served = serve_all(backend, domain).and_then(|()| drop_anchor(vm));
     if served.is_err()
         && ours
         && let Err(error) = end_domain_backend(vm)
@@ -38,6 +45,8 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
 /// are back at their lenders. That there is none is no error.
 pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
     check(vm)?;
+    // Before the backend, which takes the folder away when it is empty.
+    weigh_anchor(vm)?;
     match Backend::find(vm)? {
         Some(backend) => backend.stop(RETURN),
         None => Ok(()),
@@ -51,6 +60,33 @@ fn serve_all(mut backend: Backend, domain: &DomainVm) -> Result<(), Error> {
         backend.attach(&device.id)?;
     }
     Ok(())
+}
+
+fn anchor(vm: &str) -> PathBuf {
+    paths::vm_dir(vm).join(ANCHOR_FILE)
+}
+
+/// Puts the image that keeps the domain from being saved or moved where its QEMU
+/// looks for it. There is nothing in it that anyone may not read.
+fn drop_anchor(vm: &str) -> Result<(), Error> {
+    let path = anchor(vm);
+    File::create(&path)
+        .and_then(|mut file| {
+            file.write_all(&anchor_image())?;
+            file.set_permissions(Permissions::from_mode(0o644))
+        })
+        .map_err(Error::system(format!("cannot write {}", path.display())))
+}
+
+fn weigh_anchor(vm: &str) -> Result<(), Error> {
+    let path = anchor(vm);
+    match fs::remove_file(&path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            let what = format!("cannot remove {}", path.display());
+            Err(Error::system(what)(error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What `farside serve` is told of a domain without a description.

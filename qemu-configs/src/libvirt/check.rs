@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::{
     DomainError,
-    fragments::{command_line, device_values},
+    fragments::{command_line, pairs},
     metadata::{self, Metadata},
     syntax::{Source, child},
 };
@@ -54,18 +54,19 @@ fn compare<'t, 'a>(
 ) -> Result<Vec<DomainError>, DomainError> {
     let mut problems = Vec::new();
     let id = |value: &str| {
-        Properties::parse(value, "driver")
-            .get("id")
-            .map(str::to_owned)
+        let properties = Properties::parse(value, "driver");
+        let id = properties.get("id").or(properties.get("node-name"));
+        id.map(str::to_owned)
     };
     let json = |value: &str| serde_json::from_str::<serde_json::Value>(value).ok();
-    for wanted in device_values(vm)? {
+    for (option, wanted) in pairs(vm)? {
         let found = there.iter().find(|(_, value)| id(value) == id(&wanted));
         let Some((node, found)) = found else {
             let (line, column) = source.position_of(place);
             problems.push(DomainError::NoArgument {
                 line,
                 column,
+                option,
                 wanted,
             });
             continue;

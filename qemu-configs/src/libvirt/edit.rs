@@ -6,7 +6,7 @@ use roxmltree::Node;
 
 use super::{
     DomainDevice, DomainError,
-    fragments::{arg, command_line, device_values},
+    fragments::{arg, command_line, pairs},
     memory::{ACCESS, CELL, SOURCE},
     metadata::{self, Metadata},
     remove::without_ours,
@@ -163,6 +163,7 @@ impl<'a> Source<'a> {
     ) -> Result<bool, DomainError> {
         let lacking = self.lacking(domain);
         let there = present.sort_args(domain).ours;
+        let pairs = pairs(vm)?;
         Ok(present.devices == wanted.devices
             && present.lenders == wanted.lenders
             && present.spare_ports == wanted.spare_ports
@@ -172,8 +173,10 @@ impl<'a> Source<'a> {
             && lacking.private.is_empty()
             && there
                 .iter()
-                .map(|[_, (_, value)]| *value)
-                .eq(device_values(vm)?))
+                .map(|[(_, option), (_, value)]| (*option, *value))
+                .eq(pairs
+                    .iter()
+                    .map(|(option, value)| (*option, value.as_str()))))
     }
 
     /// Refuses when somebody else has an address or an id of ours.
@@ -204,9 +207,9 @@ impl<'a> Source<'a> {
                 return taken(address, format!("00:{slot:02x}"));
             }
         }
-        let ids: Vec<_> = device_values(vm)?
+        let ids: Vec<_> = pairs(vm)?
             .iter()
-            .filter_map(|value| {
+            .filter_map(|(_, value)| {
                 Properties::parse(value, "driver")
                     .get("id")
                     .map(str::to_owned)
@@ -287,8 +290,8 @@ pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String,
     }
     let (prefix, declaration) = source.qemu_prefix(domain);
     let mut args = Vec::new();
-    for value in device_values(vm)? {
-        args.extend([arg(&prefix, "-device"), arg(&prefix, &value)]);
+    for (option, value) in pairs(vm)? {
+        args.extend([arg(&prefix, option), arg(&prefix, &value)]);
     }
     let mut elements = domain.children().filter(Node::is_element);
     let last = elements.next_back().expect("it has a name").range().end;

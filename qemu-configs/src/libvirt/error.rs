@@ -69,12 +69,13 @@ pub enum DomainError {
     CellNotShared { line: u32, column: u32 },
     /// An argument of a device or port of ours is gone.
     #[error(
-        "line {line}, column {column}: QEMU is not given -device {wanted}: \
+        "line {line}, column {column}: QEMU is not given {option} {wanted}: \
          farside libvirt --edit adds it"
     )]
     NoArgument {
         line: u32,
         column: u32,
+        option: &'static str,
         wanted: String,
     },
     /// An argument of a device or port of ours is of another VM, or of before a

@@ -3,7 +3,7 @@
 use roxmltree::Node;
 
 use super::{
-    DomainError, NAMESPACE, QEMU_NAMESPACE,
+    DomainError, NAMESPACE, QEMU_NAMESPACE, anchor,
     metadata::Metadata,
     splice::Layout,
     syntax::{Source, attribute},
@@ -36,14 +36,24 @@ impl Metadata {
     }
 }
 
-/// The values of our `-device` arguments.
-pub(super) fn device_values(vm: &Vm) -> Result<Vec<String>, DomainError> {
-    let mut values: Vec<_> = vm.root_ports().iter().map(json).collect();
+/// Our arguments: options and their values.
+pub(super) fn pairs(vm: &Vm) -> Result<Vec<(&'static str, String)>, DomainError> {
+    let mut pairs: Vec<_> = vm
+        .root_ports()
+        .iter()
+        .map(|port| (DEVICE, json(port)))
+        .collect();
     for position in 0..vm.devices.len() {
-        values.push(json(&vm.vfio_user_pci(position)?));
+        pairs.push((DEVICE, json(&vm.vfio_user_pci(position)?)));
     }
-    Ok(values)
+    if let Some(device) = vm.devices.first() {
+        pairs.push((BLOCKDEV, json(&anchor::value(&device.socket))));
+    }
+    Ok(pairs)
 }
+
+const DEVICE: &str = "-device";
+const BLOCKDEV: &str = "-blockdev";
 
 fn json(part: &impl serde::Serialize) -> String {
     serde_json::to_string(part).expect(SERIALISES)
@@ -74,7 +84,7 @@ pub(super) fn args<'t, 'a>(domain: Node<'t, 'a>) -> Vec<(Node<'t, 'a>, &'t str)>
 
 /// Whose arguments are whose.
 pub(super) struct Args<'t, 'a> {
-    /// Ours: each `-device` and its value.
+    /// Ours: each option and its value.
     pub(super) ours: Vec<[(Node<'t, 'a>, &'t str); 2]>,
     /// Values that are others'.
     pub(super) others: Vec<(Node<'t, 'a>, &'t str)>,
@@ -91,7 +101,7 @@ impl Metadata {
         let mut rest = all.as_slice();
         while let [first, after @ ..] = rest {
             match after {
-                [second, after @ ..] if first.1 == "-device" && self.owns(second.1) => {
+                [second, after @ ..] if self.owns(first.1, second.1) => {
                     sorted.ours.push([*first, *second]);
                     rest = after;
                 }
@@ -104,9 +114,13 @@ impl Metadata {
         sorted
     }
 
-    fn owns(&self, value: &str) -> bool {
+    fn owns(&self, option: &str, value: &str) -> bool {
         let properties = Properties::parse(value, "driver");
-        let (Some(driver), Some(id)) = (properties.get("driver"), properties.get("id")) else {
+        let driver = properties.get("driver");
+        if option == BLOCKDEV {
+            return anchor::is(driver, properties.get("node-name"));
+        }
+        let (DEVICE, Some(driver), Some(id)) = (option, driver, properties.get("id")) else {
             return false;
         };
         match driver {

@@ -17,6 +17,7 @@
 //! again, to be changed or taken out. `added` says which surroundings were made
 //! for them, to go with them.
 
+mod anchor;
 mod check;
 mod domain;
 mod edit;
@@ -29,6 +30,7 @@ mod remove;
 mod splice;
 mod syntax;
 
+pub use anchor::{ANCHOR_FILE, anchor_image};
 pub use check::check_domain;
 pub use domain::{DomainVm, read_domain};
 pub use edit::{Borrowed, BorrowedDevice, add_devices};

@@ -32,6 +32,8 @@ fn what_is_added_to_a_domain_of_virt_install() {
         port(2),
         option,
         r#"    <qemu:arg value='{"driver":"vfio-user-pci","id":"dev-disk0","bus":"port0","addr":"0x0","socket":{"type":"unix","path":"/run/farside/vm/web1/disk0.sock"},"x-msg-timeout":23000}'/>"#.into(),
+        "    <qemu:arg value='-blockdev'/>".into(),
+        r#"    <qemu:arg value='{"driver":"vpc","file":{"driver":"file","filename":"/run/farside/vm/web1/anchor.vhd","locking":"off"},"node-name":"farside-borrowed-devices","read-only":true}'/>"#.into(),
         "  </qemu:commandline>".into(),
     ];
     assert_eq!(added_lines(VIRT_INSTALL, &edited), lines);

@@ -1,0 +1,86 @@
+//! Keeps a running domain where it is.
+//!
+//! QEMU 11.1 does not know that the state of a `vfio-user-pci` is not its own:
+//! it would save or move a guest without it, and the drive that the guest uses
+//! would be another when the guest goes on. QEMU refuses by itself while it has
+//! an image open whose format does not support migration. So a domain that
+//! borrows gets one: a sector without data, read-only, and no drive of the
+//! guest's.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+/// The image, to be put beside the sockets of the domain's devices before it is
+/// started.
+pub const ANCHOR_FILE: &str = "anchor.vhd";
+
+/// Of the formats that will do, QEMU is built with this one everywhere.
+const DRIVER: &str = "vpc";
+
+/// Its name in QEMU, which a refusal quotes: it says what the reason is. QEMU
+/// takes 31 characters.
+const NODE: &str = "farside-borrowed-devices";
+
+const SECTOR: usize = 512;
+
+/// What is in the image: a sector, and the footer of a fixed disk (Virtual Hard
+/// Disk Image Format Specification 1.0, "Hard Disk Footer Format").
+pub fn anchor_image() -> Vec<u8> {
+    let mut footer = [0; SECTOR];
+    let size = (SECTOR as u64).to_be_bytes();
+    let fields: [(usize, &[u8]); 9] = [
+        (0, b"conectix"),
+        // A bit that is always set; version 1.0; no other header.
+        (8, &2u32.to_be_bytes()),
+        (12, &[0, 1, 0, 0]),
+        (16, &[0xff; 8]),
+        (28, b"fars"),
+        // What it was made with, and what it is now.
+        (40, &size),
+        (48, &size),
+        // One cylinder, head, sector; a fixed disk.
+        (56, &[0, 1, 1, 1]),
+        (60, &2u32.to_be_bytes()),
+    ];
+    for (at, bytes) in fields {
+        footer[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+    let sum: u32 = footer.iter().copied().map(u32::from).sum();
+    footer[64..68].copy_from_slice(&(!sum).to_be_bytes());
+    [[0; SECTOR], footer].concat()
+}
+
+/// The value of `-blockdev`, for a domain with a device served at `socket`.
+pub(super) fn value(socket: &Path) -> Value {
+    let path = socket.with_file_name(ANCHOR_FILE);
+    json!({
+        "driver": DRIVER,
+        "node-name": NODE,
+        "read-only": true,
+        // Nobody writes it; AppArmor lets QEMU lock only what it is told of.
+        "file": { "driver": "file", "filename": path, "locking": "off" },
+    })
+}
+
+/// Whether these are driver and node of an argument of ours.
+pub(super) fn is(driver: Option<&str>, node: Option<&str>) -> bool {
+    (driver, node) == (Some(DRIVER), Some(NODE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_image_is_what_qemu_img_would_make() {
+        let image = anchor_image();
+        assert_eq!(image.len(), 2 * SECTOR);
+        assert!(image[..SECTOR].iter().all(|byte| *byte == 0));
+        assert_eq!(&image[SECTOR..SECTOR + 8], b"conectix");
+        // As a program of its own has reckoned it.
+        assert_eq!(image[SECTOR + 64..SECTOR + 68], CHECKSUM);
+    }
+
+    const CHECKSUM: [u8; 4] = [0xff, 0xff, 0xf2, 0xf2];
+}
