@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
     succeed(&mut command)
 }
 
-/// Puts program, man pages and completions into `folder`.
+/// Puts program, man pages, changelog and completions into `folder`.
 fn stage(program: &Path, folder: &Path) -> Result<()> {
     // Pages of verbs that are no more are not to be packed.
     if folder.exists() {
@@ -76,15 +76,18 @@ fn stage(program: &Path, folder: &Path) -> Result<()> {
             .arg(&man)
             .stdout(Stdio::null()),
     )?;
-    let pages: Vec<PathBuf> = fs::read_dir(&man)
+    let mut texts: Vec<PathBuf> = fs::read_dir(&man)
         .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
         .with_context(|| format!("listing {}", man.display()))?;
-    // As Debian's policy has it, and without a date, so that the same pages make
+    let changelog = folder.join("changelog");
+    fs::copy(workspace().join("CHANGELOG.md"), &changelog).context("copying CHANGELOG.md")?;
+    texts.push(changelog);
+    // As Debian's policy has it, and without a date, so that the same texts make
     // the same package.
     succeed(
         Command::new("gzip")
             .args(["--best", "--no-name"])
-            .args(pages),
+            .args(texts),
     )?;
     for (shell, name) in COMPLETIONS {
         let path = folder.join(name);
