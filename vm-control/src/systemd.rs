@@ -40,9 +40,10 @@ pub(crate) fn is_active(vm: &str) -> Result<bool, Error> {
     }
 }
 
-/// Names of VMs may contain what systemd would take for a folder's separator.
+/// The instance is the name as it is: the template takes it by `%i`, which undoes
+/// no escaping, and a name has no character that would need it.
 fn unit(vm: &str) -> String {
-    format!("farside@{}.service", vm.replace('-', "\\x2d"))
+    format!("farside@{vm}.service")
 }
 
 fn run(args: &[&str]) -> Result<(), Error> {
@@ -56,5 +57,15 @@ fn run(args: &[&str]) -> Result<(), Error> {
             command: args.join(" "),
             said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_unit_names_the_vm_as_its_description_does() {
+        assert_eq!(unit("rack1-web.2"), "farside@rack1-web.2.service");
     }
 }
