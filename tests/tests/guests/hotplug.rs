@@ -1,6 +1,6 @@
 //! `farside attach` and `farside detach` on running VMs.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use farside_qemu_configs::qemu_id;
@@ -12,6 +12,20 @@ use serde_json::json;
 use crate::{check, passed};
 
 const DISK: &str = "/dev/nvme0n1";
+
+/// The drive that comes and goes beside [`DISK`].
+const SECOND: &str = "/dev/nvme1n1";
+
+/// Reads and writes the first drive until told to stop, and fails when one of its
+/// passes does.
+const BUSY: &str = "set -e; n=0; while ! [ -e /tmp/stop ]; do \
+    dd if=/dev/urandom of=/tmp/busy bs=64k count=4 2> /dev/null; \
+    dd if=/tmp/busy of=/dev/nvme0n1 bs=64k oflag=direct 2> /dev/null; \
+    dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct 2> /dev/null | cmp - /tmp/busy; \
+    n=$((n+1)); done; echo passes $n";
+
+/// For all rounds on a busy machine.
+const LONG: Duration = Duration::from_secs(900);
 
 /// Rounds of a drive's coming and going.
 const ROUNDS: u64 = 10;
@@ -43,35 +57,67 @@ fn comes_and_goes(
     args: &[&str],
     rounds: u64,
 ) -> anyhow::Result<Completion> {
-    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let _backend = cluster.serve("a", &["dma0"]).start()?;
+    let lender: Vec<String> = ["disk0", "disk1"]
+        .iter()
+        .map(|id| Ok(format!("{id}={}", cluster.image(id, 64 * MIB)?.display())))
+        .collect::<anyhow::Result<_>>()?;
+    let _lender = cluster.lend(&["--nvme", &lender[0], "--nvme", &lender[1]])?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
     let guest = cluster.guest("a").machine(machine).args(args).boot()?;
+    guest.wait_disk()?;
+    let stays = cluster.wait_state("a", "disk0", "ready")?;
+    let busy = guest.exec_start(BUSY, LONG)?;
     let mut place = None;
-    let (mut attach_ms, mut detach_ms) = (Vec::new(), Vec::new());
+    let mut times = Times::default();
     for round in 0..rounds {
-        attach_ms.push(timed(|| attach(cluster, "a", "disk0"))?.1);
-        guest.wait_disk()?;
-        check::open(cluster, &guest, "disk0", 1)?;
-        check::io(&guest, DISK, 100 + round)?;
+        let begin = Instant::now();
+        attach(cluster, "a", "disk1")?;
+        times.attach.push(begin.elapsed().as_millis());
+        guest.wait_path(SECOND, SHORT)?;
+        times.seen.push(begin.elapsed().as_millis());
+        check::open(cluster, &guest, "disk1", 1)?;
+        check::io(&guest, SECOND, 100 + round)?;
         // To the guest it is the same drive at the same place each time.
-        let here = guest.find(NVME)?;
+        let here = guest.sh("cat /sys/class/nvme/nvme1/address")?;
         ensure!(*place.get_or_insert(here.clone()) == here, "now at {here}");
 
-        let (said, ms) = timed(|| detach(cluster, "a", "disk0"))?;
-        detach_ms.push(ms);
-        ensure!(said.contains("disk0 is returned; the guest"), "{said}");
+        let begin = Instant::now();
+        let said = detach(cluster, "a", "disk1")?;
+        times.detach.push(begin.elapsed().as_millis());
+        ensure!(said.contains("disk1 is returned; the guest"), "{said}");
         // Nothing is waited for: what the command says is so.
         let status = cluster.status()?;
-        let lent = status.lent("disk0")?;
+        let lent = status.lent("disk1")?;
         ensure!(lent.borrowed_by.is_none() && lent.is_closed(), "{lent:?}");
-        ensure!(status.borrow("a", "disk0").is_err(), "it is still served");
-        guest.wait_no_path(DISK, SHORT)?;
-        ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+        ensure!(status.borrow("a", "disk1").is_err(), "it is still served");
+        guest.wait_no_path(SECOND, SHORT)?;
+        guest.find(NVME)?;
     }
-    println!("attach: {attach_ms:?} ms; detach: {detach_ms:?} ms ({machine:?} {args:?})");
-    check::no_faults(cluster, &["disk0"])?;
+    // The other one was not disturbed: not for an instant did it fail, and its
+    // lease is the first.
+    guest.sh("touch /tmp/stop")?;
+    let output = busy.wait()?;
+    ensure!(output.success(), "{output:?}");
+    let last = cluster.status()?.borrow("a", "disk0")?;
+    ensure!(
+        (last.state.as_str(), last.epoch) == ("ready", stays.epoch),
+        "{last:?}"
+    );
+    println!("{machine:?} {args:?}: {times:?} (ms)");
+    check::no_faults(cluster, &["disk0", "disk1"])?;
     ensure!(guest.power_off()?.success());
     passed()
+}
+
+/// From a command's start, ms.
+#[derive(Debug, Default)]
+struct Times {
+    /// To its end.
+    attach: Vec<u128>,
+    /// To when the guest has the drive's block device.
+    seen: Vec<u128>,
+    /// To its end, when the lender has it back.
+    detach: Vec<u128>,
 }
 
 pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::Result<Completion> {
@@ -150,10 +196,4 @@ pub fn has(guest: &Guest<'_>, device: &str) -> anyhow::Result<bool> {
     let listed = guest.qmp().execute("qom-list", path)?;
     let names = listed.as_array().context("a list")?;
     Ok(names.iter().any(|entry| entry["name"] == qemu_id(device)))
-}
-
-fn timed(run: impl FnOnce() -> anyhow::Result<String>) -> anyhow::Result<(String, u128)> {
-    let begin = Instant::now();
-    let said = run()?;
-    Ok((said, begin.elapsed().as_millis()))
 }

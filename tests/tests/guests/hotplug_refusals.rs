@@ -1,7 +1,7 @@
 //! What `farside attach` and `farside detach` refuse, and that the VM goes on.
 
 use anyhow::ensure;
-use farside_tests::{Cluster, MIB};
+use farside_tests::{Cluster, MIB, SHORT};
 use libtest_mimic::Completion;
 use serde_json::json;
 
@@ -62,6 +62,8 @@ pub fn a_paused_guest_lets_go_when_it_goes_on(cluster: &Cluster) -> anyhow::Resu
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.as_deref() == Some("a"));
     guest.qmp().execute("cont", json!({}))?;
     // It was asked already, and answers now.
+    guest.wait_no_path(DISK, SHORT)?;
+    cluster.wait_free("disk0")?;
     detach(cluster, "a", "disk0")?;
     ensure!(!has(&guest, "disk0")?);
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());

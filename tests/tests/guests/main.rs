@@ -7,6 +7,7 @@
 mod check;
 mod firmware;
 mod hotplug;
+mod hotplug_losses;
 mod hotplug_refusals;
 mod interrupts;
 mod io;
@@ -59,6 +60,10 @@ fn main() {
         hotplug_refusals::a_guest_that_does_not_let_go_keeps_its_drive,
         hotplug_refusals::a_paused_guest_lets_go_when_it_goes_on,
         hotplug_refusals::what_cannot_be_plugged_in_leaves_the_vm_as_it_was,
+        hotplug_losses::a_backend_killed_in_an_attach_gives_the_device_back,
+        hotplug_losses::a_drive_whose_backend_was_killed_is_brought_back,
+        hotplug_losses::a_qemu_killed_in_a_detach_gives_the_device_back,
+        hotplug_losses::a_guest_that_is_not_there_yet_keeps_its_drive,
         start::a_vm_is_started_and_stopped_and_started_again,
         start::a_start_that_fails_leaves_nothing_behind,
         start::a_guest_that_does_not_power_off_is_ended_by_force_only,

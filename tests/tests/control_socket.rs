@@ -1,0 +1,268 @@
+//! A backend's control socket and QEMU's monitor, and who is not what he should
+//! be at either end. No guest is booted.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::Shutdown,
+    os::unix::{
+        fs::PermissionsExt,
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    thread,
+};
+
+use farside_tests::{Cluster, Daemon, MIB, SHORT};
+use serde_json::{Value, json};
+
+/// As `backend/src/admin.rs` has it.
+const MAX_PEERS: usize = 8;
+
+struct Stage {
+    cluster: Cluster,
+    _lender: Daemon,
+    backend: Daemon,
+}
+
+impl Stage {
+    /// A lender of `disk0` and `dma0`, and a backend of VM `a` that serves the
+    /// first.
+    fn new() -> Self {
+        let cluster = Cluster::new().unwrap();
+        let (lender, _) = cluster.lend_disk(64 * MIB).unwrap();
+        let backend = cluster.serve("a", &["disk0"]).start().unwrap();
+        Self {
+            cluster,
+            _lender: lender,
+            backend,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.cluster.folder().join("vm/a").join(name)
+    }
+
+    fn connect(&self) -> BufReader<UnixStream> {
+        let socket = UnixStream::connect(self.path("control")).unwrap();
+        socket.set_read_timeout(Some(SHORT)).unwrap();
+        BufReader::new(socket)
+    }
+
+    /// The backend answers, and serves these devices.
+    #[track_caller]
+    fn serves(&mut self, devices: &[&str]) {
+        let answer = ask(&mut self.connect(), &request(json!("status")));
+        let served = answer["status"]["devices"].as_array().unwrap();
+        let served: Vec<_> = served.iter().map(|device| &device["device"]).collect();
+        assert_eq!(served, devices);
+        assert!(self.backend.is_running().unwrap());
+    }
+}
+
+fn request(command: Value) -> String {
+    json!({ "version": 1, "command": command }).to_string()
+}
+
+#[track_caller]
+fn ask(socket: &mut BufReader<UnixStream>, line: &str) -> Value {
+    socket
+        .get_mut()
+        .write_all(format!("{line}\n").as_bytes())
+        .unwrap();
+    answer(socket)
+}
+
+#[track_caller]
+fn answer(socket: &mut BufReader<UnixStream>) -> Value {
+    let mut line = String::new();
+    socket.read_line(&mut line).unwrap();
+    serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+}
+
+fn mode(path: &Path) -> u32 {
+    let meta = std::fs::symlink_metadata(path).unwrap();
+    meta.permissions().mode() & 0o777
+}
+
+#[test]
+fn only_its_user_may_connect() {
+    let stage = Stage::new();
+    assert_eq!(mode(&stage.path("control")), 0o600);
+    assert_eq!(mode(&stage.path("status")), 0o600);
+    assert_eq!(mode(&stage.path("disk0.sock")), 0o600);
+    assert_eq!(mode(&stage.path("")), 0o700);
+}
+
+#[test]
+fn garbage_is_refused_and_hurts_nobody() {
+    let mut stage = Stage::new();
+    let mut socket = stage.connect();
+    let deep = "[".repeat(4000);
+    for line in [
+        "",
+        "hello",
+        "{}",
+        "null",
+        "\u{0}\u{1}",
+        &deep,
+        r#"{"version":1,"command":"attach"}"#,
+        r#"{"version":1,"command":{"attach":{}}}"#,
+        r#"{"version":1,"command":{"attach":{"device":7}}}"#,
+        r#"{"version":1,"command":{"detach":{"device":"disk0","force":"yes"}}}"#,
+        r#"{"version":1,"command":{"erase":{"device":"disk0"}}}"#,
+        r#"{"version":1,"command":"status","more":1}"#,
+        r#"{"version":-1,"command":"status"}"#,
+        r#"{"version":2,"command":"status"}"#,
+    ] {
+        let refused = ask(&mut socket, line);
+        assert_eq!(refused["refused"]["kind"], "malformed", "{line}: {refused}");
+    }
+    socket.get_mut().write_all(b"\xff\xfe\n").unwrap();
+    assert_eq!(answer(&mut socket)["refused"]["kind"], "malformed");
+
+    // Names that would be paths.
+    for device in [
+        "../../etc/passwd",
+        "",
+        ".",
+        "a/b",
+        "x\u{0}y",
+        &"a".repeat(300),
+    ] {
+        let attach = json!({ "attach": { "device": device } });
+        let refused = ask(&mut socket, &request(attach));
+        let message = refused["refused"]["message"].as_str().unwrap();
+        assert!(message.contains("device id"), "{device:?}: {message}");
+    }
+    let unknown = json!({ "detach": { "device": "disk7", "force": true } });
+    let refused = ask(&mut socket, &request(unknown));
+    assert_eq!(refused["refused"]["kind"], "unknown-device", "{refused}");
+
+    // What has no end is answered once, and hung up on.
+    let mut endless = stage.connect();
+    let _ = endless.get_mut().write_all(&[b'x'; 4096]);
+    assert_eq!(answer(&mut endless)["refused"]["kind"], "malformed");
+    assert_eq!(endless.read(&mut [0]).unwrap_or(0), 0);
+    // Half a request, and gone.
+    let half = stage.connect();
+    half.get_ref().write_all(b"{\"version\":1,").unwrap();
+    half.get_ref().shutdown(Shutdown::Both).unwrap();
+    stage.serves(&["disk0"]);
+}
+
+#[test]
+fn requests_in_one_piece_are_answered_in_order_and_one_by_one() {
+    let mut stage = Stage::new();
+    let mut socket = stage.connect();
+    let attach = request(json!({ "attach": { "device": "dma0" } }));
+    let detach = request(json!({ "detach": { "device": "dma0" } }));
+    let lines = format!("{attach}\n{attach}\n{detach}\n{detach}\n");
+    socket.get_mut().write_all(lines.as_bytes()).unwrap();
+    // Its answers come although it sends no more.
+    socket.get_ref().shutdown(Shutdown::Write).unwrap();
+    assert_eq!(answer(&mut socket)["attached"]["already"], false);
+    assert_eq!(answer(&mut socket)["attached"]["already"], true);
+    assert_eq!(answer(&mut socket), "detached");
+    let refused = answer(&mut socket);
+    assert_eq!(refused["refused"]["kind"], "unknown-device", "{refused}");
+    assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+    stage.serves(&["disk0"]);
+}
+
+#[test]
+fn many_clients_keep_nobody_out() {
+    let mut stage = Stage::new();
+    // Those who say nothing, and those who do not read.
+    let _silent: Vec<_> = (0..MAX_PEERS).map(|_| stage.connect()).collect();
+    stage.serves(&["disk0"]);
+    let _deaf: Vec<_> = (0..3 * MAX_PEERS)
+        .map(|_| {
+            let mut socket = stage.connect();
+            let line = format!("{}\n", request(json!("status")));
+            let _ = socket.get_mut().write_all(line.repeat(40).as_bytes());
+            socket
+        })
+        .collect();
+    stage.serves(&["disk0"]);
+
+    // Those who ask for something and go.
+    for n in 0..50 {
+        let socket = stage.connect();
+        let attach = json!({ "attach": { "device": format!("none{n}") } });
+        let line = format!("{}\n", request(attach));
+        socket.get_ref().write_all(line.as_bytes()).unwrap();
+    }
+    stage.serves(&["disk0"]);
+
+    // Many at once who want the same: one device, one socket.
+    let attach = request(json!({ "attach": { "device": "dma0" } }));
+    let answers: Vec<Value> = thread::scope(|scope| {
+        let ask = || ask(&mut stage.connect(), &attach);
+        let asked: Vec<_> = (0..MAX_PEERS).map(|_| scope.spawn(ask)).collect();
+        asked.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    let attached = answers
+        .iter()
+        .filter(|answer| answer["attached"].is_object());
+    assert!(attached.count() >= 1, "{answers:?}");
+    let first = |answer: &&Value| answer["attached"]["already"] == false;
+    assert_eq!(answers.iter().filter(first).count(), 1, "{answers:?}");
+    stage.serves(&["disk0", "dma0"]);
+    let status = stage.cluster.status().unwrap();
+    for device in ["disk0", "dma0"] {
+        assert_eq!(status.lent(device).unwrap().borrowed_by, None);
+    }
+}
+
+/// A process that answers each of who connects to `<vm folder>/name` with `text`.
+fn pretend(cluster: &Cluster, vm: &str, name: &str, text: &'static [u8]) {
+    let folder = cluster.folder().join("vm").join(vm);
+    std::fs::create_dir_all(&folder).unwrap();
+    let listener = UnixListener::bind(folder.join(name)).unwrap();
+    thread::spawn(move || {
+        let mut met = Vec::new();
+        while let Ok((mut socket, _)) = listener.accept() {
+            let _ = socket.write_all(text);
+            met.push(socket);
+        }
+    });
+}
+
+#[test]
+fn who_is_not_qemu_or_not_the_backend_is_told_so() {
+    let cluster = Cluster::new().unwrap();
+    pretend(&cluster, "noise", "qmp", b"\x80garbage\r\n\r\n");
+    pretend(&cluster, "other", "qmp", b"{\"hello\":1}\n");
+    pretend(
+        &cluster,
+        "odd",
+        "qmp",
+        b"{\"QMP\":{}}\n{\"return\":[],\"id\":0}\nno\n",
+    );
+    for (vm, words) in [
+        (
+            "noise",
+            "lost the monitor of VM noise: it said what is no JSON",
+        ),
+        (
+            "other",
+            "lost the monitor of VM other: this is no QEMU's monitor",
+        ),
+        ("odd", "lost the monitor of VM odd: it said what is no JSON"),
+    ] {
+        for verb in ["attach", "detach"] {
+            let ended = cluster.run(&[verb, vm, "disk0"]).unwrap();
+            assert!(!ended.status.success());
+            assert!(ended.stderr.contains(words), "{ended:?}");
+            assert!(!ended.stderr.contains("panicked"), "{ended:?}");
+        }
+    }
+    pretend(&cluster, "fake", "control", b"{\"attached\":{}}\n");
+    cluster
+        .describe("fake", "devices = [\"disk0\"]\nmemory = \"512M\"\n")
+        .unwrap();
+    let ended = cluster.run(&["start", "fake"]).unwrap();
+    assert!(!ended.status.success());
+    let words = "the backend of VM fake does not answer";
+    assert!(ended.stderr.contains(words), "{ended:?}");
+}

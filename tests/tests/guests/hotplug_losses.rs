@@ -1,0 +1,176 @@
+//! What is killed while a device is on its way in or out.
+
+use std::os::unix::net::UnixStream;
+
+use anyhow::{Context, ensure};
+use farside_tests::{Cluster, Guest, MIB, SHORT, Status};
+use libtest_mimic::Completion;
+
+use crate::{
+    check,
+    hotplug::{attach, detach, has},
+    hotplug_refusals::refused,
+    passed,
+};
+
+const DISK: &str = "/dev/nvme0n1";
+
+pub fn a_backend_killed_in_an_attach_gives_the_device_back(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    type Moment = fn(&Status) -> anyhow::Result<Option<()>>;
+    let moments: [Moment; 2] = [
+        |status| Ok(status.borrow("a", "disk0").is_ok().then_some(())),
+        |status| Ok(status.lent("disk0")?.borrowed_by.map(drop)),
+    ];
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let description = cluster.describe("a", "devices = [\"dma0\"]\nmemory = \"512M\"\n")?;
+    let before = std::fs::read(&description)?;
+    let mut backend = cluster.serve("a", &["dma0"]).start()?;
+    let mut guest = cluster.guest("a").boot()?;
+    for (n, moment) in moments.into_iter().enumerate() {
+        let mut command = cluster.start("farside attach", &["attach", "a", "disk0"])?;
+        cluster.wait_status("disk0 on its way", SHORT, moment)?;
+        backend.kill()?;
+        command.wait_exit(SHORT)?;
+        cluster.wait_free("disk0")?;
+        backend = cluster.serve("a", &["dma0"]).start()?;
+        // Killed with a request of QEMU's unread, a backend resets QEMU's socket,
+        // and QEMU 11.1 aborts at that: then the VM starts again.
+        match has(&guest, "disk0") {
+            Ok(true) => detach_dead(cluster)?,
+            Ok(false) => {}
+            Err(error) => {
+                ensure!(guest.qemu_log().contains("error_setv"), "{error:#}");
+                drop(guest);
+                guest = cluster.guest("a").boot()?;
+            }
+        }
+        comes_back(cluster, &guest, 500 + n as u64)?;
+    }
+    ensure!(std::fs::read(&description)? == before);
+    guest.power_off()?;
+    passed()
+}
+
+pub fn a_drive_whose_backend_was_killed_is_brought_back(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let mut backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    check::io(&guest, DISK, 520)?;
+    backend.kill()?;
+    cluster.wait_free("disk0")?;
+    // While no backend runs, and when another does.
+    let message = refused(cluster, &["attach", "a", "disk0"])?;
+    ensure!(message.contains("its backend has ended since"), "{message}");
+    ensure!(has(&guest, "disk0")?);
+    let _backend = cluster.serve("a", &["dma0"]).start()?;
+    detach_dead(cluster)?;
+    comes_back(cluster, &guest, 521)?;
+    guest.power_off()?;
+    passed()
+}
+
+/// Takes out what QEMU has, and no backend serves any more.
+fn detach_dead(cluster: &Cluster) -> anyhow::Result<()> {
+    let message = refused(cluster, &["attach", "a", "disk0"])?;
+    ensure!(message.contains("its backend has ended since"), "{message}");
+    detach(cluster, "a", "disk0")?;
+    Ok(())
+}
+
+/// Plugs the drive in and out again, and all is as it should be.
+fn comes_back(cluster: &Cluster, guest: &Guest<'_>, seed: u64) -> anyhow::Result<()> {
+    ensure!(!has(guest, "disk0")?);
+    guest.wait_no_path(DISK, SHORT)?;
+    attach(cluster, "a", "disk0")?;
+    guest.wait_disk()?;
+    check::io(guest, DISK, seed)?;
+    detach(cluster, "a", "disk0")?;
+    ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());
+    Ok(())
+}
+
+pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let description = cluster.describe("a", "devices = [\"disk0\"]\nmemory = \"512M\"\n")?;
+    let before = std::fs::read(&description)?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    // Its guest would never let go.
+    let guest = cluster
+        .guest("a")
+        .append("acpiphp.disable=1 pcie_ports=compat")
+        .boot()?;
+    guest.wait_disk()?;
+    let mut command = cluster.start(
+        "farside detach",
+        &["detach", "a", "disk0", "--limit", "600"],
+    )?;
+    let lock = cluster.folder().join("state/vm/a/command.lock");
+    let pid = command.pid().to_string();
+    cluster.wait_status("the command at work", SHORT, |_| {
+        let holder = std::fs::read_to_string(&lock)?;
+        Ok((holder.trim() == pid).then_some(()))
+    })?;
+    // Another one does not come in between.
+    let message = refused(cluster, &["attach", "a", "dma0"])?;
+    ensure!(
+        message.contains(&format!(
+            "another farside command (process {pid}) is at work on VM a"
+        )),
+        "{message}"
+    );
+    guest.kill_qemu()?;
+    ensure!(!command.wait_exit(SHORT)?.success());
+    let said = command.log();
+    ensure!(said.contains("the monitor of VM a"), "{said}");
+    cluster.wait_free("disk0")?;
+    let left = cluster.wait_state("a", "disk0", "described")?;
+    ensure!(left.is_closed(), "{left:?}");
+    ensure!(std::fs::read(&description)? == before);
+    let message = refused(cluster, &["detach", "a", "disk0"])?;
+    ensure!(message.contains("VM a does not run"), "{message}");
+    // The next start finds all as before.
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    check::io(&guest, DISK, 510)?;
+    guest.power_off()?;
+    passed()
+}
+
+pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    // No system is on that drive: the firmware looks, and stops.
+    let guest = cluster.guest("a").boot_from("disk0").start()?;
+    let before = cluster.wait_state("a", "disk0", "ready")?;
+
+    // QEMU serves one client at a time: whoever keeps its monitor is told of.
+    let monitor = cluster.folder().join("vm/a/qmp");
+    let kept = UnixStream::connect(&monitor).context("the monitor")?;
+    let message = refused(cluster, &["detach", "a", "disk0"])?;
+    ensure!(
+        message.contains("serves one client at a time, so close any other"),
+        "{message}"
+    );
+    drop(kept);
+
+    let message = refused(cluster, &["detach", "a", "disk0", "--limit", "1"])?;
+    ensure!(
+        message.contains("the guest of VM a has not let go of disk0 within 1s"),
+        "{message}"
+    );
+    ensure!(has(&guest, "disk0")?);
+    let after = cluster.wait_state("a", "disk0", "ready")?;
+    ensure!(after.epoch == before.epoch, "{after:?}");
+    guest.kill_qemu()?;
+    cluster.wait_free("disk0")?;
+    passed()
+}
