@@ -9,8 +9,12 @@ use crate::waiting::Waiting;
 
 /// Plugs a device into a running VM. The backend looks it up at its lenders and
 /// serves it, then QEMU plugs it in; the guest finds it as it would any
-/// hot-plugged device. The VM's description is not changed: add the device there
-/// to have it after the next start.
+/// hot-plugged device.
+///
+/// It is there until it is detached or QEMU ends, as with `virsh attach-device
+/// --live`: neither the VM's description nor a libvirt domain's XML changes. To have
+/// it at the next start, too, add it to `devices` in the description, or to the
+/// domain with `farside libvirt --edit`.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Attach {
     /// Name of the VM.
@@ -43,6 +47,10 @@ pub(crate) fn attach(args: &Attach) -> anyhow::Result<()> {
 /// Plugs a device out of a running VM. The guest is asked to let go of it;
 /// when it has, the device goes back to its lender. A guest that does not within
 /// the limit keeps the device, and it goes on working.
+///
+/// Unmount what is on it first: Linux lets go of a drive that is in use, too. A
+/// device of the VM's description is back at the next start; take it out there, too,
+/// if it is to stay away.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Detach {
     /// Name of the VM.
