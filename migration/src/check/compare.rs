@@ -149,10 +149,12 @@ fn processor(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
 fn room(memory: u64, here: &Facts) -> Finding {
     const CHECK: &str = "memory";
     let free = here.memory.free;
+    // Nobody counts kilobytes here.
+    let whole = free >> 20 << 20;
     let what = format!(
         "the VM has {}, and {} are free here",
         Size(memory),
-        Size(free)
+        Size(whole)
     );
     match here.memory.huge_page {
         _ if free >= memory => Finding::ok(CHECK, what),

@@ -107,6 +107,11 @@ impl Stage {
         format!("{}{host}", self.prefix)
     }
 
+    /// The folder that all hosts see.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
     /// A file of a host.
     pub fn path(&self, host: &str, name: &str) -> PathBuf {
         self.folder.path().join(host).join(name)
@@ -251,9 +256,15 @@ impl Stage {
         }
     }
 
+    /// Waits for a QEMU that somebody has started. The guest in it may have booted
+    /// elsewhere.
+    pub fn adopt(&self, timeout: Duration) -> Result<Vm> {
+        self.staged.adopt(timeout)
+    }
+
     /// Waits for the guest that somebody has started.
     pub fn guest(&self) -> Result<Vm> {
-        let vm = self.staged.adopt(BOOT)?;
+        let vm = self.adopt(BOOT)?;
         vm.wait_agent(BOOT)?;
         vm.wait_path("/dev/nvme0n1", SHORT)?;
         Ok(vm)

@@ -1,0 +1,187 @@
+//! What would stop a migration, and a guest that does not let go.
+
+use std::{collections::BTreeMap, fs, path::PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use farside_tests::two_hosts::{HOSTS, Stage, VM, shown};
+use libtest_mimic::Completion;
+use serde_json::json;
+
+use crate::{checksum, fill, live, root_image, start};
+
+pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Completion> {
+    let text = stage.description()?;
+    // Neither a lender nor a running VM: both are told at once.
+    told(
+        stage,
+        &live("b"),
+        &["state", "does not run", "device", "disk0"],
+    )?;
+    let lender = stage.lend()?;
+    let guest = start(stage)?;
+    let sum = fill(&guest)?;
+    let cold = ["migrate", VM, "--to", "b"];
+    let before = files(stage)?;
+    fine(stage, &cold)?;
+    fine(stage, &live("b"))?;
+
+    // The name is taken.
+    let there = stage.path("b", &format!("etc/vm/{VM}.toml"));
+    fs::write(&there, "devices = []\n")?;
+    told(stage, &cold, &["name", "there is a VM web1 already"])?;
+    fs::remove_file(&there)?;
+
+    // No such host; one without farside.
+    told(
+        stage,
+        &["migrate", VM, "--to", "nowhere"],
+        &["other host", "remote shell gets there"],
+    )?;
+    let no_agent = [&cold[..], &["--rsh", "sh -c 'cat >/dev/null & exit 1'"]].concat();
+    told(stage, &no_agent, &["other host", "farside installed"])?;
+
+    // The address is not known, is not that host's, is not to be reached.
+    stage.refused(
+        "a",
+        &["migrate", VM, "--to", "b", "--live", "--check"],
+        &["--migrate-address"],
+    )?;
+    let mut other = live("b");
+    other[6] = "10.99.0.77";
+    told(stage, &other, &["address", "cannot listen at 10.99.0.77"])?;
+    other[6] = "127.0.0.1";
+    told(
+        stage,
+        &other,
+        &["network", "127.0.0.1", "cannot be reached"],
+    )?;
+
+    // What the description asks for. The VM runs on, so only the text changes.
+    let describe = |from: &str, to: &str| -> Result<()> {
+        ensure!(text.contains(from), "no {from} in {text}");
+        stage.describe(&text.replacen(from, to, 1))
+    };
+    let program = shown(farside_tests::testbed()?.qemu());
+    describe(&program, "/no/such/qemu")?;
+    told(stage, &cold, &["QEMU", "/no/such/qemu", "install it"])?;
+    describe("memory = \"384M\"", "memory = \"1T\"")?;
+    told(
+        stage,
+        &cold,
+        &["windows", "guest too large", "memory", "1 TiB", "free here"],
+    )?;
+    describe(
+        "qemu-args = [",
+        "qemu-args = [\"-machine\", \"pc-q35-10.0\", ",
+    )?;
+    let machine = ["machine", "would be pc-q35-10.0", "qemu-args"];
+    told(stage, &live("b"), &machine)?;
+    let noted = fine(stage, &cold)?;
+    ensure!(
+        noted.contains("note") && noted.contains("would be pc-q35-10.0"),
+        "{noted}"
+    );
+    let socket = shown(&stage.lender_socket());
+    describe(&format!("lenders = [{socket:?}]"), "")?;
+    std::os::unix::fs::symlink(&socket, stage.path("a", "run/lender.sock"))?;
+    told(
+        stage,
+        &cold,
+        &["device", "lender.sock", "as both hosts reach it"],
+    )?;
+    fs::remove_file(stage.path("a", "run/lender.sock"))?;
+    stage.describe(&text)?;
+
+    // The image is on a file system that the other host does not have.
+    let hidden = root_image(stage).with_extension("hidden");
+    fs::rename(root_image(stage), &hidden)?;
+    told(
+        stage,
+        &live("b"),
+        &["disk", "root.img", "storage that both hosts see"],
+    )?;
+    fs::rename(&hidden, root_image(stage))?;
+
+    guest.qmp().execute("stop", json!({}))?;
+    told(stage, &live("b"), &["state", "stands still (paused)"])?;
+    guest.qmp().execute("cont", json!({}))?;
+
+    // None of that has left anything.
+    fine(stage, &live("b"))?;
+    ensure!(files(stage)? == before, "{:?}, {before:?}", files(stage));
+
+    // What no check can know: the guest does not let go.
+    let (_, epoch) = stage.holder()?.context("nobody has the drive")?;
+    let late = [&live("b")[..], &["--shutdown-timeout", "2"]].concat();
+    stage.refused(
+        "a",
+        &late,
+        &["has not let go of disk0 within 2s", "as it was"],
+    )?;
+    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+    ensure!(stage.holder()? == Some((VM.to_owned(), epoch)));
+    ensure!(checksum(&guest)? == sum);
+
+    drop(lender);
+    Ok(Completion::Completed)
+}
+
+/// Nothing stops it.
+fn fine(stage: &Stage, args: &[&str]) -> Result<String> {
+    let said = stage.ok("a", &[args, &["--check"]].concat())?;
+    ensure!(!said.contains("problem"), "{said}");
+    ensure!(said.contains("nothing stops"), "{said}");
+    Ok(said)
+}
+
+/// It is told what stops it, in these words, all of them in lines about problems.
+fn told(stage: &Stage, args: &[&str], words: &[&str]) -> Result<()> {
+    let ended = stage.run("a", &[args, &["--check"]].concat())?;
+    ensure!(
+        !ended.status.success(),
+        "nothing stops {args:?}: {}",
+        ended.stdout
+    );
+    ensure!(
+        ended.stderr.contains("VM web1 from moving"),
+        "{}",
+        ended.stderr
+    );
+    let mut about = false;
+    let bad = ended.stdout.lines().filter(|line| {
+        let advice = line.starts_with(' ');
+        about = line.starts_with("problem") || about && advice;
+        about
+    });
+    let bad: Vec<&str> = bad.collect();
+    let bad = bad.join("\n");
+    for word in words {
+        ensure!(
+            bad.contains(word),
+            "{args:?}: no {word:?} in:\n{}",
+            ended.stdout
+        );
+    }
+    Ok(())
+}
+
+/// What the hosts keep of VMs and migrations, with how long each file is.
+fn files(stage: &Stage) -> Result<BTreeMap<PathBuf, u64>> {
+    let mut found = BTreeMap::new();
+    let mut folders: Vec<PathBuf> = HOSTS
+        .iter()
+        .flat_map(|host| ["etc", "state"].map(|kind| stage.path(host, kind)))
+        .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            match entry.file_type()?.is_dir() {
+                true => folders.push(entry.path()),
+                // The backend tells what it does.
+                false if entry.path().extension().is_some_and(|ext| ext == "log") => {}
+                false => drop(found.insert(entry.path(), entry.metadata()?.len())),
+            }
+        }
+    }
+    Ok(found)
+}

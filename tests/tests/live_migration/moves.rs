@@ -1,0 +1,48 @@
+//! Live migrations that nothing disturbs.
+
+use anyhow::{Context, Result, ensure};
+use farside_tests::{
+    SHORT,
+    two_hosts::{Stage, VM},
+};
+use libtest_mimic::Completion;
+
+use crate::{arrived, checksum, counter::Counter, fill, live, root_image, start};
+
+/// Where the guest finds the drive.
+const ADDRESS: &str = "readlink -f /sys/class/nvme/nvme0/device";
+
+pub fn a_running_guest_goes_there_and_back(stage: &Stage) -> Result<Completion> {
+    let _lender = stage.lend()?;
+    let mut guest = start(stage)?;
+    let address = guest.exec_ok(ADDRESS, SHORT)?;
+    let sum = fill(&guest)?;
+    let mut counter = Counter::start(&guest)?;
+    let mut last_epoch = 0;
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        let checked = stage.ok(from, &[&live(to)[..], &["--check"]].concat())?;
+        ensure!(checked.contains("nothing stops"), "{checked}");
+        let (moved, said) = stage.begin(from, &live(to))?.end(stage)?;
+        ensure!(moved, "from {from} to {to}: {said}");
+        for words in ["runs on", "stood still for", "without its devices for"] {
+            let line = said.lines().find(|line| line.contains(words));
+            eprintln!("{}", line.with_context(|| format!("no {words:?}: {said}"))?);
+        }
+        guest = arrived(stage)?;
+        ensure!(stage.running()? == [to], "{:?}", stage.running());
+        counter.goes_on(&guest)?;
+        ensure!(checksum(&guest)? == sum, "the drive has other data");
+        let now = guest.exec_ok(ADDRESS, SHORT)?;
+        ensure!(
+            now == address,
+            "the drive was at {address}, and is at {now}"
+        );
+        let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
+        ensure!(holder == VM && epoch > last_epoch, "{holder} {epoch}");
+        last_epoch = epoch;
+        stage.refused(from, &["start", VM], &["has moved to", to])?;
+    }
+    let count = counter.stop(&guest, &root_image(stage))?;
+    eprintln!("the guest counted to {count}");
+    Ok(Completion::Completed)
+}

@@ -1,0 +1,126 @@
+//! Live migrations in which something fails.
+
+use std::{fs, time::Instant};
+
+use anyhow::{Context, Result, ensure};
+use farside_testbed::Vm;
+use farside_tests::{
+    SHORT,
+    two_hosts::{MIGRATION, Migration, Stage, VM, kill},
+};
+use libtest_mimic::Completion;
+
+use crate::{DRIVE, arrived, checksum, counter::Counter, fill, live, root_image, start};
+
+/// Bytes a second: slow enough that there is time to disturb a transfer.
+const SLOW: u64 = 16 << 20;
+
+pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Result<Completion> {
+    let _lender = stage.lend()?;
+    let guest = start(stage)?;
+    let sum = fill(&guest)?;
+    let mut counter = Counter::start(&guest)?;
+    let (_, first) = stage.holder()?.context("nobody has the drive")?;
+    let mut stayed = |what: &str, after: u64| -> Result<u64> {
+        let mut all = || -> Result<u64> {
+            ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+            guest.wait_path(DRIVE, SHORT)?;
+            ensure!(checksum(&guest)? == sum, "the drive has other data");
+            counter.goes_on(&guest)?;
+            ensure!(!described(stage, "b"), "it is described at b");
+            let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
+            ensure!(holder == VM && epoch > after, "{holder} {epoch}");
+            Ok(epoch)
+        };
+        all().with_context(|| what.to_owned())
+    };
+
+    // An address that the other host does not have.
+    let mut nowhere = live("b");
+    nowhere[6] = "10.99.0.77";
+    stage.refused("a", &nowhere, &["10.99.0.77", "as it was"])?;
+    let second = stayed("address", first)?;
+
+    // QEMU there is killed while it takes the guest.
+    let migration = begin_slowly(stage, &guest)?;
+    stage.qemus("b")?.into_iter().for_each(kill);
+    let (moved, said) = migration.end(stage)?;
+    ensure!(!moved && said.contains("cannot send the guest"), "{said}");
+    ensure!(said.contains("as it was"), "{said}");
+    stayed("killed", second)?;
+
+    // Nothing of all that is in the way of one that works.
+    speed(&guest, 0)?;
+    stage.ok("a", &live("b"))?;
+    let guest = arrived(stage)?;
+    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    counter.stop(&guest, &root_image(stage))?;
+    Ok(Completion::Completed)
+}
+
+pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Result<Completion> {
+    let _lender = stage.lend()?;
+    let guest = start(stage)?;
+    let sum = fill(&guest)?;
+    let mut counter = Counter::start(&guest)?;
+
+    // Taken back while it is under way: QEMU is told to stop.
+    let migration = begin_slowly(stage, &guest)?;
+    kill(migration.pid());
+    migration.end(stage)?;
+    stage.ok("a", &["migrate", "--resume", VM, "--back"])?;
+    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+    guest.wait_path(DRIVE, SHORT)?;
+    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    counter.goes_on(&guest)?;
+
+    // Left alone: it is waited for.
+    let migration = begin_slowly(stage, &guest)?;
+    kill(migration.pid());
+    migration.end(stage)?;
+    speed(&guest, 0)?;
+    let said = stage.ok("a", &["migrate", "--resume", VM])?;
+    ensure!(said.contains("stood still for"), "{said}");
+    let guest = arrived(stage)?;
+    ensure!(stage.running()? == ["b"], "{:?}", stage.running());
+    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    ensure!(!described(stage, "a"));
+    counter.stop(&guest, &root_image(stage))?;
+    Ok(Completion::Completed)
+}
+
+/// Begins a migration from `a` to `b`, and waits until guest memory is on its way.
+fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
+    speed(guest, SLOW)?;
+    let since = guest.qmp().event_count();
+    let migration = stage.begin("a", &live("b"))?;
+    let active = guest
+        .qmp()
+        .wait_event("MIGRATION", since, MIGRATION, |data| {
+            data["status"] == "active"
+        });
+    active.context("the transfer does not begin")?;
+    // What came so far is some of it, and not all.
+    let deadline = Instant::now() + SHORT;
+    loop {
+        let told = guest
+            .qmp()
+            .execute("query-migrate", serde_json::json!({}))?;
+        ensure!(told["status"] == "active", "{told}");
+        if told["ram"]["transferred"].as_u64() > Some(1 << 20) {
+            return Ok(migration);
+        }
+        ensure!(Instant::now() < deadline, "nothing is sent: {told}");
+    }
+}
+
+/// Bytes a second that QEMU sends at most; 0 for no limit.
+fn speed(guest: &Vm, limit: u64) -> Result<()> {
+    let parameters = serde_json::json!({ "max-bandwidth": limit });
+    guest.qmp().execute("migrate-set-parameters", parameters)?;
+    Ok(())
+}
+
+fn described(stage: &Stage, host: &str) -> bool {
+    fs::exists(stage.path(host, &format!("etc/vm/{VM}.toml"))).unwrap_or(true)
+}
