@@ -1,0 +1,177 @@
+//! Each form of one description, given to the real QEMU: it has to take it, and
+//! to make the same devices at the same places. No guest is booted.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::unix::net::UnixStream,
+    path::Path,
+    process::Command,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use farside_qemu_configs::message_timeout_ms;
+use farside_tests::{Cluster, Daemon, MIB, SHORT, testbed};
+use serde_json::{Value, json};
+
+const VM: &str = "web1";
+
+/// Guest RAM, bytes.
+const RAM: u64 = 512 * MIB;
+
+/// A device at port 3, one at the port of its position, and two spare ports.
+const DEVICES: [&str; 2] = ["dma0", "dma1"];
+const PORTS: [&str; 6] = ["port0", "port1", "port2", "port3", "port4", "port5"];
+
+/// A client of a QEMU's monitor.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    /// Connects when QEMU listens. It does so before it makes its devices, and
+    /// answers after.
+    fn connect(socket: &Path, qemu: &mut Daemon) -> Result<Self> {
+        let deadline = Instant::now() + SHORT;
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(error) if Instant::now() > deadline => return Err(error.into()),
+                Err(_) => ensure!(qemu.is_running()?, "QEMU has ended: {}", qemu.log()),
+            }
+            std::thread::yield_now();
+        };
+        stream.set_read_timeout(Some(SHORT))?;
+        let mut monitor = Self(BufReader::new(stream));
+        let mut greeting = String::new();
+        monitor.0.read_line(&mut greeting)?;
+        monitor.run("qmp_capabilities", json!({}))?;
+        Ok(monitor)
+    }
+
+    fn run(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        let line = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.0.get_mut(), "{line}")?;
+        loop {
+            let mut answer = String::new();
+            ensure!(self.0.read_line(&mut answer)? != 0, "QEMU has hung up");
+            let answer: Value = serde_json::from_str(&answer)?;
+            if let Some(error) = answer.get("error") {
+                return Err(anyhow!("{line}: {error}"));
+            }
+            if let Some(value) = answer.get("return") {
+                return Ok(value.clone());
+            }
+        }
+    }
+
+    fn property(&mut self, of: &str, name: &str) -> Result<Value> {
+        let path = format!("/machine/peripheral/{of}");
+        self.run("qom-get", json!({ "path": path, "property": name }))
+    }
+
+    /// All that has to be the same.
+    fn devices(&mut self) -> Result<Value> {
+        let mut seen = serde_json::Map::new();
+        let device_names = DEVICES.map(|id| format!("dev-{id}"));
+        for name in device_names.iter().map(String::as_str).chain(PORTS) {
+            let mut wanted = vec!["type", "addr", "parent_bus", "multifunction"];
+            match name.starts_with("dev-") {
+                true => wanted.push("x-msg-timeout"),
+                false => wanted.extend(["chassis", "slot"]),
+            }
+            for property in wanted {
+                let value = self.property(name, property)?;
+                seen.insert(format!("{name}.{property}"), value);
+            }
+        }
+        let memory = self.run("query-memdev", json!({}))?;
+        let memory = memory.as_array().context("a list")?;
+        let backends = memory.iter().map(|backend| {
+            json!({ "id": backend["id"], "size": backend["size"], "share": backend["share"] })
+        });
+        seen.insert("memory".into(), backends.collect());
+        Ok(seen.into())
+    }
+}
+
+/// Starts a QEMU, with its processors stopped, and looks at what it made.
+fn look(cluster: &Cluster, mut command: Command) -> Result<Value> {
+    command.args(["-S", "-display", "none", "-nodefaults"]);
+    command.current_dir(cluster.folder());
+    let mut qemu = Daemon::start("QEMU", command)?;
+    let socket = cluster.folder().join(format!("vm/{VM}/qmp"));
+    let mut monitor = Monitor::connect(&socket, &mut qemu)
+        .with_context(|| format!("QEMU's monitor; it said:\n{}", qemu.log()))?;
+    let devices = monitor.devices()?;
+    monitor.run("quit", json!({}))?;
+    let ended = qemu.wait_exit(SHORT)?;
+    ensure!(ended.success(), "QEMU: {ended}: {}", qemu.log());
+    Ok(devices)
+}
+
+/// What `farside qemu` prints in that form.
+fn form(cluster: &Cluster, form: &str) -> Result<String> {
+    let ended = cluster.run(&["qemu", "--vm", VM, "--form", form])?;
+    ensure!(ended.status.success(), "{form}: {ended:?}");
+    Ok(ended.stdout)
+}
+
+/// A command line that a person would paste.
+fn typed(text: &str) -> Command {
+    let mut command = Command::new("sh");
+    // What follows the script are its arguments.
+    command.args(["-c", &format!("exec {} \"$@\"", text.trim_end()), "sh"]);
+    command
+}
+
+#[test]
+fn the_real_qemu_takes_every_form_and_makes_the_same_of_each() -> Result<()> {
+    let cluster = Cluster::new()?;
+    let description = format!(
+        "devices = [{{ id = \"dma0\", port = 3 }}, \"dma1\"]\nmemory = \"{RAM}\"\n\
+         accel = \"tcg\"\nspare-ports = 2\nqemu = \"{}\"\n",
+        testbed()?.qemu().display()
+    );
+    cluster.describe(VM, &description)?;
+    let _lender = cluster.lend(&["--dma-test", "dma0", "--dma-test", "dma1"])?;
+    let _backend = cluster.serve(VM, &DEVICES).start()?;
+
+    let shell = look(&cluster, typed(&form(&cluster, "shell")?))?;
+
+    let printed = form(&cluster, "json")?;
+    let json: Value = serde_json::from_str(&printed)?;
+    let arguments: Vec<String> = serde_json::from_value(json["arguments"].clone())?;
+    let mut command = Command::new(json["program"].as_str().context("a program")?);
+    command.args(arguments);
+    let by_json = look(&cluster, command)?;
+
+    let file = form(&cluster, "readconfig")?;
+    fs::write(cluster.folder().join(format!("{VM}.cfg")), &file)?;
+    // The comment at the top says how to start it.
+    let lines = file.lines().filter_map(|line| line.strip_prefix("#   "));
+    let command_line: Vec<_> = lines.collect();
+    let by_file = look(&cluster, typed(&command_line.join("\n")))?;
+
+    ensure!(
+        shell == by_json,
+        "command line: {shell:#}\nJSON: {by_json:#}"
+    );
+    ensure!(
+        shell == by_file,
+        "command line: {shell:#}\nfile: {by_file:#}"
+    );
+
+    // The same means something.
+    ensure!(shell["dev-dma0.type"] == "vfio-user-pci", "{shell:#}");
+    let bus = shell["dev-dma0.parent_bus"].as_str().context("a bus")?;
+    ensure!(bus.contains("/port3/"), "{shell:#}");
+    // Device and function as QEMU keeps them: 10.3.
+    ensure!(shell["port3.addr"] == 0x10 << 3 | 3, "{shell:#}");
+    ensure!(
+        shell["dev-dma0.x-msg-timeout"] == message_timeout_ms(RAM),
+        "{shell:#}"
+    );
+    ensure!(shell["memory"][0]["size"] == RAM, "{shell:#}");
+    ensure!(shell["memory"][0]["share"] == true, "{shell:#}");
+    Ok(())
+}
