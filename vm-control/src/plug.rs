@@ -167,6 +167,8 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
         Ok(_) => {}
         // By a detach that was given up.
         Err(Error::Refused { reason, .. }) if reason.contains("in the process of unplug") => {}
+        // It let go just now, as it was asked to before.
+        Err(Error::Refused { class, .. }) if class == "DeviceNotFound" => {}
         Err(error) => return Err(error),
     }
     let ours = |event: &Event| {
