@@ -1,7 +1,7 @@
 //! A domain of the host: a user's own, with borrowed devices put into it by
-//! `farside libvirt`.
+//! `farside libvirt --edit`.
 
-use std::{fs, os::unix::fs::PermissionsExt};
+use std::{fs, os::unix::fs::PermissionsExt, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::{AgentPort, Guest};
@@ -53,41 +53,22 @@ pub fn plain_xml(vm: &str, agent: &AgentPort) -> Result<String> {
     ))
 }
 
-/// Puts borrowed devices into a domain.
-fn with_devices(xml: String, vm: &str, devices: &[&str], stage: &Stage) -> Result<String> {
-    let mut metadata = format!(
-        "<metadata><farside:vm xmlns:farside='urn:farside:libvirt:1'>\
-         <farside:lender address='{}'/>",
-        stage.lender().display()
-    );
-    let mut args = String::new();
-    for (port, device) in devices.iter().enumerate() {
-        metadata += &format!("<farside:device id='{device}' port='{port}'/>");
-        let root_port = serde_json::json!({"driver": "pcie-root-port", "id": format!("port{port}"),
-            "bus": "pcie.0", "addr": format!("0x10.{port:#x}"), "multifunction": port == 0,
-            "chassis": 100 + port, "slot": 100 + port});
-        let socket = format!("/run/farside/vm/{vm}/{device}.sock");
-        let device = serde_json::json!({"driver": "vfio-user-pci", "id": format!("dev-{device}"),
-            "bus": format!("port{port}"), "addr": "0x0", "x-msg-timeout": 60000,
-            "socket": {"type": "unix", "path": socket}});
-        for value in [root_port, device] {
-            args += &format!("<qemu:arg value='-device'/><qemu:arg value='{value}'/>");
-        }
-    }
-    metadata += "</farside:vm></metadata>";
-    Ok(xml
-        .replace("<domain type='qemu'>", "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>")
-        .replace("</name>", &format!("</name>{metadata}<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>"))
-        .replace("</domain>", &format!("<qemu:commandline>{args}</qemu:commandline></domain>")))
-}
-
 impl<'s, 'a> Domain<'s, 'a> {
-    /// Defines a domain that borrows these devices.
+    /// Defines a domain that borrows these devices: puts them into its user's XML
+    /// as a user does.
     pub fn define(stage: &'s Stage<'a>, vm: &str, devices: &[&str]) -> Result<Self> {
         let agent = AgentPort::listen(vm, stage.cluster.folder())?;
-        let xml = with_devices(plain_xml(vm, &agent)?, vm, devices, stage)?;
+        let xml = plain_xml(vm, &agent)?;
         let file = stage.cluster.file(&format!("{vm}.xml"), &xml)?;
         let file = file.to_str().context("a path is text")?;
+        let lender = stage.lender().display().to_string();
+        let mut words = vec!["farside", "libvirt", "--edit", file, "--in-place"];
+        words.extend(["--vm", vm, "--lender", &lender]);
+        for device in devices {
+            words.extend(["--device", device]);
+        }
+        stage.ok(&words)?;
+        stage.ok(&["farside", "libvirt", "--check", file])?;
         stage.ok(&["virt-xml-validate", file, "domain"])?;
         stage.virsh(&["define", file])?;
         Ok(Self {
@@ -97,8 +78,35 @@ impl<'s, 'a> Domain<'s, 'a> {
         })
     }
 
+    /// Writes its description for this host. `more` are lines of it.
+    pub fn describe(&self, devices: &[&str], more: &str) -> Result<()> {
+        let text = format!(
+            "manager = \"libvirt\"\nmemory = \"512M\"\ndevices = {devices:?}\n\
+             lenders = [{:?}]\n{more}\n",
+            self.stage.lender()
+        );
+        let path = self.stage.path("/etc/farside/vm");
+        let path = path.join(format!("{}.toml", self.vm));
+        fs::write(&path, text).with_context(|| path.display().to_string())
+    }
+
+    /// Its XML, as it is defined.
+    pub fn xml(&self) -> Result<String> {
+        self.stage.virsh(&["dumpxml", "--inactive", &self.vm])
+    }
+
+    /// Defines it anew.
+    pub fn redefine(&self, xml: &str) -> Result<()> {
+        let name = format!("{}.again.xml", self.vm);
+        let file = self.stage.cluster.file(&name, xml)?;
+        let file = file.display().to_string();
+        self.stage.virsh(&["define", "--validate", &file]).map(drop)
+    }
+
     /// Starts it and waits for the guest's agent.
     pub fn boot(&self) -> Result<Guest> {
+        // Of a QEMU that ended before it ran a guest.
+        while self.agent.accept(Duration::ZERO).is_ok() {}
         self.stage.virsh(&["start", &self.vm])?;
         let guest = self.agent.accept(SHORT)?;
         guest.wait_agent(BOOT)?;

@@ -65,17 +65,7 @@ pub fn a_domain_keeps_its_data_when_it_is_destroyed_started_and_shut_down(
 pub fn two_domains_have_their_own_drives_and_a_third_is_told_who_has_one(
     stage: &Stage,
 ) -> Result<()> {
-    let (one, two) = (
-        stage.cluster.image("one", DRIVE)?,
-        stage.cluster.image("two", DRIVE)?,
-    );
-    let drives = [
-        format!("disk0={}", one.display()),
-        format!("disk1={}", two.display()),
-    ];
-    let _lender = stage
-        .cluster
-        .lend(&["--nvme", &drives[0], "--nvme", &drives[1]])?;
+    let _lender = stage.lend_two(DRIVE)?;
     let first = Domain::define(stage, "web1", &["disk0"])?;
     let second = Domain::define(stage, "web2", &["disk1"])?;
     let third = Domain::define(stage, "web3", &["disk0"])?;
@@ -86,8 +76,9 @@ pub fn two_domains_have_their_own_drives_and_a_third_is_told_who_has_one(
         write_and_read(&guests.1, "/dev/nvme0n1")?,
     );
     ensure!(written.0 != written.1);
-    ensure!(sha256_of(&one, 0, DATA)? == written.0);
-    ensure!(sha256_of(&two, 0, DATA)? == written.1);
+    let image = |name: &str| stage.cluster.folder().join(name);
+    ensure!(sha256_of(&image("disk0.img"), 0, DATA)? == written.0);
+    ensure!(sha256_of(&image("disk1.img"), 0, DATA)? == written.1);
 
     let said = stage.fails(&["virsh", "start", &third.vm])?;
     ensure!(!said.is_empty(), "virsh says nothing");

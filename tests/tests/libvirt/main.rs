@@ -6,11 +6,13 @@
 //! run at once.
 
 mod domain;
+mod edit;
 mod life;
 mod loss;
 mod plug;
 mod refusals;
 mod stage;
+mod state;
 mod users;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -43,8 +45,12 @@ fn main() {
         life::two_domains_have_their_own_drives_and_a_third_is_told_who_has_one on AS_ROOT,
         loss::libvirtd_is_killed_and_the_domain_does_not_notice on AS_ROOT,
         loss::a_domain_is_destroyed_during_io_and_its_backend_killed_under_it on AS_ROOT,
-        plug::a_drive_is_attached_to_a_running_domain_and_detached on AS_ROOT,
+        plug::drives_are_attached_to_a_running_domain_and_detached on AS_ROOT,
+        plug::what_cannot_be_attached_or_detached_is_refused on AS_ROOT,
+        state::a_domain_is_not_saved_nor_moved_but_paused_and_rebooted on AS_ROOT,
         users::qemu_of_another_user_reaches_its_devices_by_a_group on AS_DEFAULT_USER,
+        state::a_state_that_was_saved_without_its_devices_is_not_restored on AS_ROOT,
+        edit::what_libvirt_wrote_anew_is_edited_again_and_undone on AS_ROOT,
         refusals::a_domain_whose_lender_is_away_does_not_start_and_says_why on AS_ROOT,
         refusals::the_hook_leaves_other_domains_alone on AS_ROOT,
         refusals::the_hook_says_what_is_wrong_with_a_domain_of_ours on AS_ROOT,

@@ -23,7 +23,7 @@ pub fn a_domain_whose_lender_is_away_does_not_start_and_says_why(stage: &Stage) 
     // With a lender that has no such device.
     let lender = stage.cluster.lend(&["--dma-test", "dma0"])?;
     let said = stage.fails(&["virsh", "start", "web1"])?;
-    for word in ["disk0", "dma0"] {
+    for word in ["disk0", "farside devices"] {
         ensure!(said.contains(word), "no {word:?} in {said}");
     }
     stage.nothing_left_of("web1")?;
@@ -111,6 +111,33 @@ pub fn the_hook_says_what_is_wrong_with_a_domain_of_ours(stage: &Stage) -> Resul
         ensure!(
             ended.status.success() && ended.stderr.is_empty(),
             "{ended:?}"
+        );
+    }
+    // What a guest did with its devices is neither in a file nor comes with it.
+    for (operation, word) in [("restore", "--force-boot"), ("migrate", "farside migrate")] {
+        let words = ["/etc/libvirt/hooks/qemu", "web1", operation, "begin", "-"];
+        let ended = stage.run_with(&words, whole.as_bytes())?;
+        ensure!(
+            !ended.status.success() && ended.stdout.is_empty() && ended.stderr.contains(word),
+            "no {word:?} in {ended:?}"
+        );
+    }
+
+    // The hook outlives the program.
+    stage.sh("rm /usr/bin/farside")?;
+    for (operation, xml, refused) in [
+        ("prepare", whole.as_str(), true),
+        ("release", &whole, false),
+        ("prepare", "<domain/>", false),
+        ("prepare", "", false),
+    ] {
+        let words = ["/etc/libvirt/hooks/qemu", "web1", operation, "begin", "-"];
+        let ended = stage.run_with(&words, xml.as_bytes())?;
+        ensure!(
+            ended.status.success() != refused
+                && ended.stdout.is_empty()
+                && ended.stderr.contains("not installed") == refused,
+            "{operation} {xml}: {ended:?}"
         );
     }
     Ok(())

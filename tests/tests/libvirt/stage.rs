@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{DebianRoot, Inside, Progress};
-use farside_tests::{Cluster, Ended, SHORT, testbed};
+use farside_tests::{Cluster, Daemon, Ended, SHORT, testbed};
 use tempfile::TempDir;
 
 /// What a host with libvirt has installed.
@@ -98,6 +98,20 @@ impl<'a> Stage<'a> {
         self.cluster.folder().join("lender.sock")
     }
 
+    /// Lends the drives `disk0` and `disk1`, of so many bytes each.
+    pub fn lend_two(&self, len: u64) -> Result<Daemon> {
+        let (one, two) = (
+            self.cluster.image("disk0", len)?,
+            self.cluster.image("disk1", len)?,
+        );
+        let drives = [
+            format!("disk0={}", one.display()),
+            format!("disk1={}", two.display()),
+        ];
+        self.cluster
+            .lend(&["--nvme", &drives[0], "--nvme", &drives[1]])
+    }
+
     /// Runs a program of the host to its end, with that on its standard input.
     pub fn run_with(&self, words: &[&str], input: &[u8]) -> Result<Ended> {
         let mut command: Command = self.inside.command("timeout");
@@ -151,8 +165,7 @@ impl<'a> Stage<'a> {
 
     /// Whether a backend of that VM runs on the host, as `farside status` has it.
     pub fn backend_runs(&self, vm: &str) -> Result<bool> {
-        let lender = self.lender().display().to_string();
-        let status = self.run(&["farside", "status", "--json", "--lender", &lender])?;
+        let status = self.run(&["farside", "status", "--json"])?;
         let status: serde_json::Value = serde_json::from_str(&status.stdout)
             .with_context(|| format!("farside status: {status:?}"))?;
         let backends = status["backends"].as_array();

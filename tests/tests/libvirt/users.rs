@@ -31,13 +31,7 @@ pub fn qemu_of_another_user_reaches_its_devices_by_a_group(stage: &Stage) -> Res
     ensure!(said.contains("Permission denied"), "{said}");
     stage.nothing_left_of("web1")?;
 
-    let description = format!(
-        "manager = \"libvirt\"\ndevices = [\"disk0\"]\nlenders = [\"{}\"]\nmemory = \"512M\"\n\
-         socket-group = \"libvirt-qemu\"\n",
-        stage.lender().display()
-    );
-    fs::write(stage.path("/etc/farside/vm/web1.toml"), description)
-        .context("writing the description")?;
+    domain.describe(&["disk0"], "socket-group = \"libvirt-qemu\"")?;
     let guest = domain.boot()?;
     write_and_read(&guest, "/dev/nvme0n1")?;
     let qemu = stage.pid_of(&["-name", "guest=web1,debug-threads=on"])?;
