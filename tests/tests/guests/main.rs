@@ -65,6 +65,7 @@ fn main() {
         hotplug_losses::a_qemu_killed_in_a_detach_gives_the_device_back,
         hotplug_losses::a_guest_that_is_not_there_yet_keeps_its_drive,
         start::a_vm_is_started_and_stopped_and_started_again,
+        start::what_was_killed_is_started_again,
         start::a_start_that_fails_leaves_nothing_behind,
         start::a_guest_that_does_not_power_off_is_ended_by_force_only,
         sharing::two_vms_use_their_own_drives_of_one_lender,

@@ -1,11 +1,15 @@
 //! `farside start` and `farside stop`.
 
-use std::path::Path;
+use std::{os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 use anyhow::{Context, ensure};
 use farside_testbed::{Accel, AgentPort, Guest};
 use farside_tests::{BOOT, Cluster, MIB, SHORT, noise, sha256, testbed};
 use libtest_mimic::Completion;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
 
 use crate::{hotplug::done, hotplug_refusals::refused, passed};
 
@@ -57,6 +61,81 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
     done(cluster, &["stop", "web1", "--limit", "120"])?;
     nothing_runs(cluster, "web1")?;
     passed()
+}
+
+pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let agent = AgentPort::listen("web1", cluster.folder())?;
+    describe(cluster, &agent, &["disk0"], &[])?;
+    start_lax(cluster)?;
+    let guest = boot(&agent)?;
+    let sum = write(&guest)?;
+    // Who may write to a socket may connect to it.
+    for name in ["qmp", "control", "status", "disk0.sock"] {
+        let path = cluster.folder().join("vm/web1").join(name);
+        let mode = std::fs::symlink_metadata(&path)?.permissions().mode();
+        ensure!(mode & 0o022 == 0, "{}: {mode:o}", path.display());
+    }
+
+    // QEMU: its backend goes on, and the next QEMU finds the device.
+    kill(qemu_pid(cluster)?)?;
+    drop(guest);
+    cluster.wait_free("disk0")?;
+    done(cluster, &["start", "web1"])?;
+    let guest = boot(&agent)?;
+    ensure!(read(&guest)?.contains(&sum), "the data is gone");
+
+    // The backend: QEMU goes on without the device, until it is stopped.
+    kill(backend_pid(cluster)?)?;
+    cluster.wait_free("disk0")?;
+    let message = refused(cluster, &["start", "web1"])?;
+    ensure!(message.contains("VM web1 runs already"), "{message}");
+    done(cluster, &["stop", "web1", "--limit", "0", "--force"])?;
+    drop(guest);
+    done(cluster, &["start", "web1"])?;
+    let guest = boot(&agent)?;
+    ensure!(read(&guest)?.contains(&sum), "the data is gone");
+    drop(guest);
+    done(cluster, &["stop", "web1", "--limit", "0", "--force"])?;
+    nothing_runs(cluster, "web1")?;
+    passed()
+}
+
+/// `farside start` of one who lets everybody write to what he makes.
+fn start_lax(cluster: &Cluster) -> anyhow::Result<()> {
+    let start = cluster.farside(&["start", "web1"])?;
+    let mut lax = Command::new("sh");
+    lax.args(["-c", "umask 000; exec \"$0\" \"$@\""])
+        .arg(start.get_program())
+        .args(start.get_args());
+    for (name, value) in start.get_envs() {
+        lax.env(name, value.context("a value")?);
+    }
+    let output = lax.output()?;
+    ensure!(output.status.success(), "{output:?}");
+    Ok(())
+}
+
+/// SIGKILL, and waits for the end.
+fn kill(pid: i32) -> anyhow::Result<()> {
+    let pid = Pid::from_raw(pid).context("no process")?;
+    let process = pidfd_open(pid, PidfdFlags::empty())?;
+    pidfd_send_signal(&process, Signal::KILL)?;
+    let limit = Timespec::try_from(SHORT)?;
+    let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit))?;
+    ensure!(ended == 1, "process {pid:?} does not end");
+    Ok(())
+}
+
+fn qemu_pid(cluster: &Cluster) -> anyhow::Result<i32> {
+    let path = cluster.folder().join("vm/web1/qemu.pid");
+    Ok(std::fs::read_to_string(path)?.trim().parse()?)
+}
+
+fn backend_pid(cluster: &Cluster) -> anyhow::Result<i32> {
+    let status = cluster.status()?;
+    let pid = status.0["backends"][0]["pid"].as_i64();
+    Ok(pid.context("no backend")?.try_into()?)
 }
 
 pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Result<Completion> {
