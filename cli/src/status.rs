@@ -50,7 +50,9 @@ pub(crate) fn backend(socket: &Path) -> anyhow::Result<Value> {
         .with_context(|| format!("cannot connect to {}", socket.display()))?;
     stream.set_read_timeout(Some(TIMEOUT))?;
     let mut report = Vec::new();
-    stream.read_to_end(&mut report)?;
+    stream
+        .read_to_end(&mut report)
+        .with_context(|| format!("{} does not answer for {TIMEOUT:?}", socket.display()))?;
     serde_json::from_slice(&report)
         .with_context(|| format!("malformed status from {}", socket.display()))
 }
