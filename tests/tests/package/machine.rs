@@ -10,8 +10,8 @@ use tempfile::TempDir;
 
 use crate::stage::sh;
 
-/// Replaces the test bed's own first process: mounts the disk and hands over to
-/// what is on it. The agent goes along.
+/// Replaces the test bed's own first process: mounts the disks and hands over to
+/// what is on one. The agent goes along, and QEMU for a guest of the machine.
 const SWITCH: &str = "\
 #!/bin/sh
 b=/usr/bin/busybox
@@ -22,8 +22,17 @@ $b mount -t devtmpfs devtmpfs /dev
 for module in $($b cat /etc/farside/modules); do $b insmod $module 2>/dev/null; done
 $b modprobe virtio_blk
 $b modprobe ext4
-until [ -b /dev/vda ]; do :; done
-$b mount -t ext4 /dev/vda /disk || exec $b sh
+$b modprobe kvm_amd 2>/dev/null || $b modprobe kvm_intel 2>/dev/null
+mount_disk() {
+    while :; do
+        for disk in /sys/block/vd*; do
+            [ \"$($b cat $disk/serial)\" != $1 ] || break 2
+        done
+    done
+    $b mount -t ext4 -o $3 /dev/${disk##*/} $2 || exec $b sh
+}
+mount_disk farside-root /disk rw
+mount_disk farside-tools /disk/tools ro
 $b cp /init /disk/usr/local/bin/guest-agent
 $b umount /proc /sys
 exec $b switch_root /disk /usr/lib/systemd/systemd
@@ -35,11 +44,15 @@ ExecStart=/usr/local/bin/guest-agent serve
 Environment=PATH=/usr/sbin:/usr/bin HOME=/root LC_ALL=C.UTF-8
 ";
 
+/// udev does this elsewhere.
+const KVM_GROUP: &str = "getent group kvm > /dev/null || groupadd --system kvm
+    [ ! -e /dev/kvm ] || { chgrp kvm /dev/kvm && chmod 660 /dev/kvm; }";
+
 /// Room on the disk; the image is sparse.
 const DISK: &str = "1G";
 
 /// For a command in the guest.
-const SOON: Duration = Duration::from_secs(120);
+const SOON: Duration = BOOT;
 
 pub struct Machine {
     vm: Vm,
@@ -57,7 +70,7 @@ impl Machine {
                  mkdir -p /etc/systemd/system/multi-user.target.wants
                  ln -s ../guest-agent.service /etc/systemd/system/multi-user.target.wants/
                  systemd-machine-id-setup
-                 mkdir /tmp/disk && mount --bind / /tmp/disk",
+                 mkdir /tools /tmp/disk && mount --bind / /tmp/disk",
                 AGENT.replace('\n', "\\n")
             ),
         )?;
@@ -79,6 +92,7 @@ impl Machine {
         let vm = testbed()?
             .vm("package")
             .memory(1 << 30)
+            .nested_guests(1)
             .file("/switch", 0o755, SWITCH)
             .append("rdinit=/switch systemd.getty_auto=no systemd.show_status=no")
             .arg("-drive")
@@ -86,12 +100,13 @@ impl Machine {
                 "file={},format=raw,if=none,id=root,cache=unsafe",
                 image.display()
             ))
-            .args(["-device", "virtio-blk-pci,drive=root"])
+            .args(["-device", "virtio-blk-pci,drive=root,serial=farside-root"])
             .launch()?;
         let machine = Self { vm, _disk: folder };
         machine
             .vm
             .wait_agent(BOOT)
+            .and_then(|()| machine.sh(KVM_GROUP))
             .with_context(|| machine.story())?;
         Ok(machine)
     }
@@ -101,6 +116,16 @@ impl Machine {
         self.vm
             .exec_ok(script, SOON)
             .with_context(|| format!("in the guest: {script}"))
+    }
+
+    /// Writes a file.
+    pub fn write(&self, path: &str, text: &str) -> Result<()> {
+        self.vm.write_file(path, text.as_bytes())
+    }
+
+    /// Whether a guest of the machine runs on KVM; else it is emulated.
+    pub fn has_kvm(&self) -> Result<bool> {
+        Ok(self.vm.exec("test -e /dev/kvm", SOON)?.success())
     }
 
     /// A property of a unit.

@@ -1,11 +1,15 @@
 //! The Debian package, installed by dpkg in a clean Debian root, and used by
 //! systemd in a VM that boots from that root. Needs root and mmdebstrap; skipped
-//! where they are missing.
+//! where they are missing. `$FARSIDE_DEB` is the package, else what `cargo xtask
+//! deb` makes of the sources.
 //!
 //! - [`installed`]: what the package brings, and that it goes without a trace;
-//! - [`booted`]: units, sockets and restarts under a real systemd.
+//! - [`booted`]: units, sockets and restarts under a real systemd;
+//! - [`guest`]: a guest in that VM, whose QEMU is a unit, too.
 
 mod booted;
+mod exposure;
+mod guest;
 mod installed;
 mod machine;
 mod stage;

@@ -1,10 +1,6 @@
 //! The package and a Debian root to install it in, made once.
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-    sync::OnceLock,
-};
+use std::{fs, path::Path, process::Command, sync::OnceLock};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{DebianRoot, Inside, Progress};
@@ -13,6 +9,9 @@ use tempfile::TempDir;
 /// What the root has beside Debian's smallest system.
 const PACKAGES: &[&str] = &["systemd", "systemd-sysv", "man-db"];
 
+/// Names a package to test, instead of one made of the sources here.
+const GIVEN: &str = "FARSIDE_DEB";
+
 /// Where the root finds the package.
 const PACKAGE: &str = "/package";
 
@@ -20,7 +19,6 @@ pub struct Stage {
     root: DebianRoot,
     /// With the package alone in it.
     folder: TempDir,
-    package: PathBuf,
 }
 
 impl Stage {
@@ -35,11 +33,15 @@ impl Stage {
     fn new() -> Result<Self> {
         let folder = tempfile::tempdir().context("creating a folder")?;
         let package = folder.path().join("farside.deb");
-        make_package(&package)?;
+        match std::env::var_os(GIVEN) {
+            Some(given) => fs::copy(&given, &package)
+                .map(drop)
+                .with_context(|| format!("copying {}, which {GIVEN} names", given.display()))?,
+            None => make_package(&package)?,
+        }
         Ok(Self {
             root: DebianRoot::prepare("package", PACKAGES, &Progress::silent())?,
             folder,
-            package,
         })
     }
 
@@ -48,11 +50,6 @@ impl Stage {
     pub fn enter(&self) -> Result<Inside> {
         self.root
             .enter_with(&[(self.folder.path(), Path::new(PACKAGE))])
-    }
-
-    /// The package.
-    pub fn package(&self) -> &Path {
-        &self.package
     }
 }
 
@@ -73,12 +70,13 @@ pub fn sh(inside: &Inside, script: &str) -> Result<String> {
     Ok(stdout)
 }
 
-/// Installs the package as a user does. dpkg refuses when a dependency is
-/// missing or named wrongly.
+/// Installs the package as a user does. apt refuses when a dependency is named
+/// wrongly; all of them are in the root, so nothing is fetched.
 pub fn install(inside: &Inside) -> Result<String> {
     sh(
         inside,
-        "dpkg --install /package/farside.deb 2>&1 && dpkg --audit",
+        "apt-get install --yes --no-install-recommends /package/farside.deb 2>&1 \
+         && dpkg --audit",
     )
 }
 

@@ -1,0 +1,27 @@
+//! What `systemd-analyze security` thinks of a service.
+
+use anyhow::{Context, Result, ensure};
+
+/// Greatest exposure that is good enough; 0 is the tightest, 10 the loosest.
+const GREATEST: f64 = 2.0;
+
+/// Asks it, in a place where `sh` runs shell commands. `unit` is the unit, with
+/// options before it.
+pub fn is_small(sh: &dyn Fn(&str) -> Result<String>, unit: &str) -> Result<()> {
+    let said = sh(&format!("systemd-analyze security --no-pager {unit} 2>&1"))?;
+    let verdict = said
+        .lines()
+        .find(|line| line.contains("Overall exposure level"))
+        .with_context(|| format!("systemd-analyze gives no verdict: {said}"))?
+        .trim();
+    let figure = verdict
+        .split_whitespace()
+        .find_map(|word| word.parse::<f64>().ok())
+        .with_context(|| format!("no figure in {verdict:?}"))?;
+    ensure!(
+        figure <= GREATEST,
+        "{unit} is exposed by {figure}, at most {GREATEST} is allowed:\n{said}"
+    );
+    println!("{verdict}");
+    Ok(())
+}

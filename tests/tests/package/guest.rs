@@ -1,0 +1,81 @@
+//! A guest whose backend and QEMU are units: what a hardened unit forbids its
+//! process shows only when a device is really used.
+
+use anyhow::{Context, Result, ensure};
+
+use crate::machine::Machine;
+
+const QEMU: &str = "farside-qemu@web1.service";
+const TEMPLATE: &str = "farside-qemu@.service";
+const UNITS: &str = "/etc/systemd/system";
+const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
+const IMAGE: &str = "/var/lib/farside/disk0.img";
+const CONSOLE: &str = "/var/lib/farside/web1.console";
+
+/// What the guest does instead of starting a system: reads a line that is on the
+/// drive, writes one to its second sector, and powers off.
+const IN_GUEST: &str = "mount -t proc proc /proc; mount -t devtmpfs dev /dev; modprobe nvme; \
+    until [ -b /dev/nvme0n1 ]; do :; done; head -n 1 /dev/nvme0n1; \
+    echo by-the-guest | dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; poweroff -f";
+
+/// A guest of the machine boots, with a real kernel and its NVMe driver.
+pub fn uses_the_drive(machine: &Machine) -> Result<()> {
+    describe(machine)?;
+    machine.sh(&format!(
+        "install -m 644 /usr/share/doc/farside/examples/{TEMPLATE} {UNITS}/
+         systemctl daemon-reload
+         echo by-the-host | dd of={IMAGE} conv=notrunc status=none"
+    ))?;
+    // Units, sockets, lender, limits, QEMU: all that the VM needs is there.
+    machine.sh("farside doctor --timeout 120 web1 2>&1")?;
+    // Returns when QEMU has ended.
+    machine
+        .sh(&format!("systemctl start --wait {QEMU}"))
+        .with_context(|| console(machine))?;
+    let said = console(machine);
+    ensure!(said.contains("by-the-host"), "{said}");
+    let written = machine.sh(&format!(
+        "dd if={IMAGE} bs=512 skip=1 count=1 status=none | head -n 1"
+    ))?;
+    ensure!(written == "by-the-guest\n", "the guest wrote {written:?}");
+    machine.sh(&format!("rm {CONSOLE} {UNITS}/{TEMPLATE}"))?;
+    Ok(())
+}
+
+/// Adds QEMU and the guest's kernel to the VM's description.
+fn describe(machine: &Machine) -> Result<()> {
+    let accel = if machine.has_kvm()? { "kvm" } else { "tcg" };
+    let description = machine.sh(&format!("cat {DESCRIPTION}"))?;
+    let small = description
+        .replace("memory = \"4 GiB\"", "memory = \"256 MiB\"")
+        .replace("cpus = 2", "cpus = 1");
+    ensure!(
+        small.contains("256 MiB"),
+        "the example is another: {description}"
+    );
+    let text = format!(
+        "{small}
+qemu = \"{qemu}\"
+accel = \"{accel}\"
+qemu-args = [
+    \"-nodefaults\", \"-no-user-config\", \"-no-reboot\", \"-display\", \"none\",
+    \"-cpu\", \"max\",
+    \"-kernel\", \"{kernel}\",
+    \"-initrd\", \"{initramfs}\",
+    \"-append\", 'console=ttyS0 quiet panic=-1 rdinit=/usr/bin/busybox -- sh -c \"{IN_GUEST}\"',
+    \"-serial\", \"file:{CONSOLE}\",
+]
+",
+        qemu = "/tools/bin/qemu-system-x86_64",
+        kernel = "/tools/boot/vmlinux",
+        initramfs = "/tools/boot/nested.cpio",
+    );
+    machine.write(DESCRIPTION, &text)
+}
+
+fn console(machine: &Machine) -> String {
+    machine
+        .sh(&format!("cat {CONSOLE}"))
+        .map(|text| format!("the guest's console:\n{text}"))
+        .unwrap_or_else(|error| format!("the guest has no console: {error:#}"))
+}
