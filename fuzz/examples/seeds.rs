@@ -166,11 +166,29 @@ fn configs() -> Vec<Vec<u8>> {
     ]
 }
 
+fn domains() -> Vec<Vec<u8>> {
+    let everything = include_str!("../../qemu-configs/tests/libvirt/everything.xml");
+    let small = "<domain type='kvm'><name>vm1</name><memory unit='GiB'>1</memory>\
+         <os><type machine='pc'>hvm</type></os></domain>";
+    let plain = "<?xml version='1.0'?>\r\n<!-- <domain> -->\n<domain type='kvm' \
+         xmlns:q=\"http://libvirt.org/schemas/domain/qemu/1.0\" id='>'>\n  <name>vm1</name>\n  \
+         <metadata>\n    <x:y xmlns:x='urn:x' z='/>'><![CDATA[</metadata>]]></x:y>\n  </metadata>\n  \
+         <memory>1048576</memory>\n  <memoryBacking>\n  </memoryBacking>\n  \
+         <os><type arch='x86_64' machine='q35'>hvm</type></os>\n  <cpu><numa><cell id='0'/></numa></cpu>\n  \
+         <devices>\n    <disk><address type='pci' bus='0x00' slot='0x0f'/></disk>\n  </devices>\n  \
+         <q:commandline>\n    <q:arg value='-device'/>\n    <q:arg value='edu,id=e'/>\n  \
+         </q:commandline>\n</domain>\n";
+    let texts = [everything, small, plain];
+    let with = |which: u8| texts.map(|text| [&[which], text.as_bytes()].concat());
+    [0, 1, 0x9e].into_iter().flat_map(with).collect()
+}
+
 fn main() -> std::io::Result<()> {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
     for (target, seeds) in [
         ("message_sequences", messages()),
         ("config_space", configs()),
+        ("domains", domains()),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;

@@ -5,13 +5,15 @@
 //! cargo run --manifest-path fuzz/Cargo.toml --example seeds
 //! cargo +nightly fuzz run message_sequences
 //! cargo +nightly fuzz run config_space
+//! cargo +nightly fuzz run domains
 //! ```
 
 pub mod config;
+pub mod domains;
 pub mod input;
 pub mod messages;
 
-#[path = "../../backend/tests/support/device.rs"]
+#[path = "../../vfio-user/tests/support/device.rs"]
 mod device;
-#[path = "../../backend/src/config_space/tests/image.rs"]
+#[path = "../../config-space/src/tests/image.rs"]
 mod image;
