@@ -6,6 +6,7 @@
 //! - [`relay`]: from a device that raises an interrupt to who waits for it,
 //!   beside a bare eventfd; [`raise`]: the same through processes, from the
 //!   guest's store on;
+//! - [`attach`]: giving a running backend a device, and taking it away;
 //! - [`planning`]: finding the guest's RAM and planning windows for it;
 //! - [`ready`]: what the guest's bus-master enable takes, beside locking the
 //!   same memory.
@@ -14,6 +15,7 @@
 //! taken alone: what is compared takes turns, short ones, and what counts is the
 //! median of the turns' ratios.
 
+mod attach;
 mod figures;
 mod lock;
 mod planning;
@@ -69,10 +71,13 @@ pub(super) fn measure(micro: &Micro<'_>, progress: &Progress) -> Result<Vec<Sect
     let through = raise::measure(program, turns).context("raising interrupts by processes")?;
     interrupts.series.extend(through);
     task.done();
+    let task = progress.spinner("Attaching and detaching");
+    let attach = attach::measure(program, turns).context("attaching")?;
+    task.done();
     let task = progress.spinner("Planning windows");
     let planning = planning::measure(turns).context("planning")?;
     task.done();
     let ready = ready::measure(program, slow_turns, largest_gib, progress)
         .context("enabling bus mastering")?;
-    Ok(vec![reads, interrupts, planning, ready])
+    Ok(vec![reads, interrupts, attach, planning, ready])
 }

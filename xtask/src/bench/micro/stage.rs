@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// The borrowed device.
-const DEVICE: &str = "disk0";
+pub(super) const DEVICE: &str = "disk0";
 
 /// Processes, and a folder with their sockets. Dropped, all is gone.
 pub(super) struct Stage {
