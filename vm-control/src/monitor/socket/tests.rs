@@ -14,8 +14,10 @@ fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Socket, E
     thread::spawn(move || -> io::Result<()> {
         let (mut peer, _) = listener.accept()?;
         peer.write_all(text)?;
-        while endless {
-            peer.write_all(text)?;
+        if endless {
+            loop {
+                peer.write_all(text)?;
+            }
         }
         // Until we hang up.
         peer.read(&mut [0]).map(drop)
