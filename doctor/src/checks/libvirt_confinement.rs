@@ -2,10 +2,12 @@
 //! list.
 //!
 //! libvirt allows what it reads in a domain, and arguments for QEMU it does not
-//! read: so the sockets of borrowed devices have to be allowed by hand. Its
-//! mount namespace changes nothing but `/dev`, and its list of devices concerns
-//! only what QEMU opens itself: descriptors that a backend sends are not
-//! looked at.
+//! read: so the sockets of borrowed devices, and the image beside them, have to be
+//! allowed by hand. Its mount namespace changes nothing but `/dev`, and its list
+//! of devices concerns only what QEMU opens itself: descriptors that a backend
+//! sends are not looked at.
+
+use farside_qemu_configs::ANCHOR_FILE;
 
 use super::hook::for_libvirt;
 use crate::{
@@ -17,7 +19,7 @@ use crate::{
 const SECURITY: &str = "security-driver";
 const NAMESPACES: &str = "namespaces";
 const DEVICES: &str = "cgroup-devices";
-const WHY: &str = "QEMU may not connect to the devices' sockets, and the domain does not start";
+const WHY: &str = "QEMU may not connect to the devices' sockets, nor open the image beside them, and the domain does not start";
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let Some(libvirt) = facts.libvirt.as_ref().filter(|_| for_libvirt(facts)) else {
@@ -36,7 +38,10 @@ fn security(facts: &Facts, libvirt: &Libvirt) -> Finding {
         // libvirt takes what the kernel enforces.
         None => enforced,
     };
-    let sockets = format!("{}/vm/*/*.sock", facts.runtime.path.display());
+    let sockets = format!(
+        "{}/vm/*/{{*.sock,{ANCHOR_FILE}}}",
+        facts.runtime.path.display()
+    );
     if chosen("apparmor", libvirt.apparmor) {
         let allowed = libvirt.apparmor_local.lines().any(|line| {
             let line = line.trim();
@@ -59,6 +64,7 @@ fn security(facts: &Facts, libvirt: &Libvirt) -> Finding {
         return Finding::problem(SECURITY, what, WHY).fix(
             "printf '(typeattributeset cil_gen_require svirt_t)(typeattributeset cil_gen_require svirt_tcg_t)\
              (allow svirt_t var_run_t (sock_file (write)))(allow svirt_tcg_t var_run_t (sock_file (write)))\
+             (allow svirt_t var_run_t (file (getattr open read)))(allow svirt_tcg_t var_run_t (file (getattr open read)))\
              (allow svirt_t unconfined_service_t (unix_stream_socket (connectto)))\
              (allow svirt_tcg_t unconfined_service_t (unix_stream_socket (connectto)))\\n' > farside.cil && semodule -i farside.cil",
         );
@@ -120,7 +126,7 @@ mod tests {
             Level::Problem,
             "AppArmor keeps",
         );
-        let rule = "/run/farside/vm/*/*.sock rw,";
+        let rule = "/run/farside/vm/*/{*.sock,anchor.vhd} rw,";
         assert!(
             said.fix[0].contains(&format!("echo '{rule}' >> {LOCAL}")),
             "{said:?}"
