@@ -57,7 +57,9 @@ pub enum Error {
         reason: String,
     },
     /// No backend runs.
-    #[error("no backend runs for VM {vm}: `farside start {vm}` starts one")]
+    #[error(
+        "no backend runs for VM {vm}: `farside serve --vm {vm} --config FILE` runs one, and `systemctl start farside@{vm}` where it is a unit"
+    )]
     NoBackend { vm: String },
     /// A backend runs, and does not answer.
     #[error("the backend of VM {vm} does not answer at {path}: {why}", path = path.display())]
