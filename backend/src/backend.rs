@@ -162,7 +162,7 @@ impl Backend {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
         let folder = Folder::hold(&config.vm, &config.folder)?;
-        let made = Sockets::new(&config.folder, group, activated)?;
+        let made = Sockets::new(&config.folder, group, activated);
         let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
         let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut found = Vec::new();

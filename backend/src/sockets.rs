@@ -43,19 +43,12 @@ pub(crate) struct StatusSocket {
 
 impl Sockets {
     /// `folder` is the VM's, which the caller holds.
-    pub(crate) fn new(
-        folder: &Path,
-        group: Option<SocketGroup>,
-        activated: Activated,
-    ) -> Result<Self, StartError> {
-        if let Some(group) = &group {
-            group.admit_into(folder, PARENTS)?;
-        }
-        Ok(Self {
+    pub(crate) fn new(folder: &Path, group: Option<SocketGroup>, activated: Activated) -> Self {
+        Self {
             folder: folder.to_owned(),
             group,
             activated,
-        })
+        }
     }
 
     /// The socket at which QEMU finds a device.
@@ -66,6 +59,9 @@ impl Sockets {
         }
         let listener = Listener::bind(&path)?;
         if let Some(group) = &self.group {
+            // Not before: where the service manager made the sockets, it has seen
+            // to the folder too, and this user need not be a member.
+            group.admit_into(&self.folder, PARENTS)?;
             group.admit(&path)?;
         }
         Ok(listener)
