@@ -107,6 +107,9 @@ fn admits_the_group(machine: &Machine) -> Result<()> {
 /// A backend that is killed is there again, at the same sockets.
 fn comes_back(machine: &Machine) -> Result<()> {
     let socket = "stat -c %i /run/farside/vm/web1/disk0.sock";
+    // A slow machine may have had it started again before.
+    let restarts = || -> Result<u32> { Ok(machine.show(BACKEND, "NRestarts")?.parse()?) };
+    let restarted = restarts()?;
     let before = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
     machine.sh(&format!("kill -KILL {}", before.0))?;
     // The socket never went: this waits in it.
@@ -116,8 +119,7 @@ fn comes_back(machine: &Machine) -> Result<()> {
         before.0 != after.0 && before.1 == after.1,
         "process and socket were {before:?}, are {after:?}"
     );
-    let restarts = machine.show(BACKEND, "NRestarts")?;
-    ensure!(restarts == "1", "{restarts} restarts");
+    ensure!(restarts()? > restarted, "{BACKEND} was not started again");
     Ok(())
 }
 
@@ -192,7 +194,8 @@ fn without_sockets(machine: &Machine) -> Result<()> {
 fn purged_while_it_runs(machine: &Machine) -> Result<()> {
     machine.sh(&format!("systemctl start {BACKEND_SOCKET} {BACKEND}"))?;
     machine.sh("dpkg --purge farside 2>&1")?;
-    let left = machine.sh("pgrep -l farside || true; ls -d /run/farside 2>/dev/null || true")?;
+    let left = machine
+        .sh("grep -l farside /proc/[0-9]*/comm || true; ls -d /run/farside 2>/dev/null || true")?;
     ensure!(left.is_empty(), "left after purge: {left}");
     let units = machine.sh("systemctl list-units --no-legend --plain 'farside*'")?;
     ensure!(units.is_empty(), "units after purge: {units}");
