@@ -4,8 +4,9 @@
 //! thread is woken for each question, which takes longer than answering does; one
 //! that looks for a moment finds most. Looking takes a processor, though, and where
 //! none is free it keeps the very client waiting whose question it looks for. So a
-//! look that finds nothing puts the next one off, twice as far each time: where
-//! looking does not pay, it costs one look in a thousand events.
+//! look that finds nothing puts the next one off, twice as far each time, and only many
+//! finds in a row bring it nearer: where looking does not pay, it is one look in a
+//! thousand events.
 
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ use std::time::Duration;
 const LOOK: Duration = Duration::from_micros(50);
 /// Events between two looks, at most.
 const RAREST: u32 = 1023;
+/// Finds in a row that are worth one look in vain.
+const WORTH: u32 = 32;
 
 /// When to look.
 #[derive(Debug)]
@@ -23,6 +26,8 @@ pub(crate) struct Spin {
     skip: u32,
     /// What a look in vain makes of `skip`.
     penalty: u32,
+    /// Finds since the last look in vain.
+    finds: u32,
 }
 
 impl Spin {
@@ -32,6 +37,7 @@ impl Spin {
             allowed: processors > 1,
             skip: 0,
             penalty: 0,
+            finds: 0,
         }
     }
 
@@ -50,8 +56,15 @@ impl Spin {
     /// How a look ended.
     pub(crate) fn looked(&mut self, found: bool) {
         match found {
-            true => self.penalty /= 2,
+            true => {
+                self.finds += 1;
+                if self.finds == WORTH {
+                    self.finds = 0;
+                    self.penalty /= 2;
+                }
+            }
             false => {
+                self.finds = 0;
                 self.penalty = (self.penalty * 2 + 1).min(RAREST);
                 self.skip = self.penalty;
             }
@@ -87,16 +100,22 @@ mod tests {
         assert!(looks(&mut spin, [false; 1024]) <= 11);
         assert!(looks(&mut spin, [false; 10_240]) <= 11);
         // And it comes back once it pays.
-        looks(&mut spin, [true; 1024]);
+        looks(&mut spin, [true; 2048]);
         assert_eq!(looks(&mut spin, [true; 100]), 100);
     }
 
     #[test]
-    fn the_ends_of_bursts_do_not_stop_it() {
-        let burst = [true, true, true, true, false];
-        let events = burst.iter().cycle().copied().take(10_000);
+    fn a_find_now_and_then_does_not_make_up_for_looks_in_vain() {
+        let events = [true, false].iter().cycle().copied();
         let mut spin = Spin::new(2);
-        assert!(looks(&mut spin, events) >= 5_000);
+        assert!(looks(&mut spin, events.take(20_000)) <= 100);
+    }
+
+    #[test]
+    fn the_ends_of_long_bursts_do_not_stop_it() {
+        let burst = |n| n % 100 != 99;
+        let mut spin = Spin::new(2);
+        assert!(looks(&mut spin, (0..20_000).map(burst)) >= 19_000);
     }
 
     #[test]

@@ -52,7 +52,8 @@ pub(super) fn measure(turns: u32) -> Result<Section> {
             "Finding all RAM of a PC's guest by asking whether ranges are RAM, and planning DMA \
              windows for it, as the backend does at bus-master enable; and what `farside plan` \
              does for such a guest. By the libraries, {TIMES} times a turn. Each guest beside the \
-             smallest: neither grows with RAM."
+             smallest, which has no high memory and so one window less: beyond that, neither \
+             grows with RAM."
         ),
         series: all,
     })
