@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 
 use crate::{
     Arrival, Error, Host, Lock, Reply, Request, Result,
+    lock::check_vm_name,
     wire::{receive, send},
 };
 
@@ -32,7 +33,9 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
 
 fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<()> {
     let vm = match request {
-        Request::Hello(_) | Request::Check(_) => return Ok(()),
+        Request::Hello(_) => return Ok(()),
+        // It changes nothing, but looks into the VM's files.
+        Request::Check(question) => return check_vm_name(&question.journal.vm),
         Request::Prepare(journal) | Request::Install(journal) => &journal.vm,
         Request::Listen { vm, .. }
         | Request::Start { vm, .. }

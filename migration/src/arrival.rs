@@ -6,7 +6,8 @@ use farside_control::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,
-    RunState, Step, check, live::Live,
+    RunState, Step, check,
+    live::{Live, try_listen},
 };
 
 /// A host that answers what the other one asks of it.
@@ -63,6 +64,9 @@ impl<'a> Arrival<'a> {
     pub fn check(&self, theirs: &Journal) -> Result<Vec<MovedDevice>> {
         let (vm, description) = (&theirs.vm, &theirs.description);
         self.name_is_free(theirs)?;
+        if let Some(live) = &theirs.live {
+            try_listen(live.address)?;
+        }
         if let Some(error) = self.host.missing(vm, description)?.into_iter().next() {
             return Err(error);
         }

@@ -25,6 +25,7 @@ mod land;
 mod listen;
 mod send;
 
+pub(crate) use address::try_listen;
 pub use address::{address_for, is_private};
 pub(crate) use land::{end, land, let_go};
 pub(crate) use listen::{GREETING, listen};

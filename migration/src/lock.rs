@@ -23,11 +23,15 @@ pub struct Lock {
     _file: File,
 }
 
+/// Refuses a name that could lead out of the folders in which it names files.
+pub(crate) fn check_vm_name(vm: &str) -> Result<()> {
+    check_name(vm).map_err(|why| Error::refused(format!("VM name {vm:?} {why}; {NAME_RULE}")))
+}
+
 impl Lock {
     /// Waits for whoever has it, with a limit.
     pub fn take(vm: &str) -> Result<Self> {
-        check_name(vm)
-            .map_err(|why| Error::refused(format!("VM name {vm:?} {why}; {NAME_RULE}")))?;
+        check_vm_name(vm)?;
         let folder = places::state_dir().join("migrations");
         // Backends of other users look into it.
         fs::create_dir_all(&folder)?;

@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 
 use super::{Answer, Finding, Question, compare, compare::Wanted, disks};
-use crate::{Arrival, Host, live::Live};
+use crate::{Arrival, Host, live::try_listen};
 
 /// Looks at everything. The listener is that of [`Answer::port`], to be kept until
 /// the other host has tried it.
@@ -36,15 +36,17 @@ pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<Tc
         (Err(error), _) | (_, Err(error)) => findings.push(Finding::of("host", &error)),
     }
     findings.extend(disks::seen_here(question.facts.disks.as_deref()));
-    let listener = journal.live.as_ref().map(listen);
-    let (port, listener) = match listener {
-        None => (None, None),
-        Some(Ok((listener, port))) => (Some(port), Some(listener)),
-        Some(Err(finding)) => {
-            findings.push(finding);
-            (None, None)
+    let listener = journal.live.as_ref().and_then(|live| {
+        let tried = try_listen(live.address);
+        if let Err(error) = &tried {
+            findings.push(Finding::of("address", error));
         }
-    };
+        tried.ok()
+    });
+    let port = listener.as_ref().and_then(|listener| {
+        let address = listener.local_addr().ok()?;
+        Some(address.port())
+    });
     (Answer { findings, port }, listener)
 }
 
@@ -81,22 +83,4 @@ fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
         }
     }
     findings
-}
-
-/// Listens where QEMU would.
-fn listen(live: &Live) -> std::result::Result<(TcpListener, u16), Finding> {
-    let address = live.address;
-    let bound = TcpListener::bind((address, 0));
-    bound
-        .and_then(|listener| {
-            let port = listener.local_addr()?.port();
-            Ok((listener, port))
-        })
-        .map_err(|error| {
-            Finding::problem(
-                "address",
-                format!("QEMU cannot listen at {address} here: {error}"),
-                "name an address of this host with --migrate-address",
-            )
-        })
 }

@@ -1,6 +1,6 @@
 //! Where the other host's QEMU listens.
 
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use crate::{Error, Result};
 
@@ -34,6 +34,15 @@ pub fn is_private(address: IpAddr) -> bool {
     }
 }
 
+/// Listens at an address of this host, as its QEMU would, at any port.
+pub(crate) fn try_listen(address: IpAddr) -> Result<TcpListener> {
+    TcpListener::bind((address, 0)).map_err(|error| {
+        Error::refused(format!(
+            "QEMU cannot listen at {address} there: {error}; name an address of that host with --migrate-address"
+        ))
+    })
+}
+
 /// As QEMU takes it.
 pub(super) fn uri(address: IpAddr, port: u16) -> String {
     format!("tcp:{}", SocketAddr::new(address, port))
@@ -53,6 +62,15 @@ mod tests {
         for (address, private) in [("fd00::1", true), ("2001:db8::1", false)] {
             assert_eq!(is_private(address.parse().unwrap()), private, "{address}");
         }
+    }
+
+    #[test]
+    fn an_address_of_another_host_is_refused_by_name() {
+        assert!(try_listen([127, 0, 0, 1].into()).is_ok());
+        // Of RFC 5737: nobody has it.
+        let error = try_listen([192, 0, 2, 1].into()).unwrap_err().to_string();
+        assert!(error.contains("192.0.2.1"), "{error}");
+        assert!(error.contains("--migrate-address"), "{error}");
     }
 
     #[test]

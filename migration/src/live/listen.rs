@@ -37,7 +37,13 @@ pub(crate) fn listen(vm: &str, address: IpAddr) -> Result<String> {
     control::start(vm, &options)?;
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     super::send::set_capabilities(&mut monitor)?;
-    monitor.run("migrate-incoming", json!({ "uri": uri(address, 0) }))?;
+    let incoming = monitor.run("migrate-incoming", json!({ "uri": uri(address, 0) }));
+    incoming.map_err(|error| {
+        Error::new(
+            ErrorKind::Vm,
+            format!("QEMU cannot listen at {address} there: {error}"),
+        )
+    })?;
     let told = monitor.run("query-migrate", json!({}))?;
     let port = told["socket-address"][0]["port"].as_str();
     match port.and_then(|port| port.parse().ok()) {

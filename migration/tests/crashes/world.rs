@@ -5,6 +5,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    net::IpAddr,
     rc::Rc,
     time::Duration,
 };
@@ -12,8 +13,13 @@ use std::{
 use farside_control::{Address, Epoch, Fence, Fences};
 use farside_migration::{
     Arrival, Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Mover, Peer,
-    Plan, Reply, Request, Result, RunState, Tombstone, check::Facts, resume_here,
+    Plan, Reply, Request, Result, Role, RunState, Tombstone,
+    check::Facts,
+    live::{Guest, Live, Report},
+    resume_here,
 };
+
+use crate::live_world::Still;
 
 pub const VM: &str = "web1";
 pub const DEVICES: [&str; 2] = ["disk0", "disk1"];
@@ -41,6 +47,8 @@ struct Files {
     fences: Fences,
     tombstone: Option<Tombstone>,
     running: bool,
+    /// A QEMU of which the guest does not run.
+    still: Option<Still>,
 }
 
 /// Everything that is left when all processes end.
@@ -51,7 +59,10 @@ pub struct World {
     calls: Cell<usize>,
     crash: Cell<Option<Crash>>,
     dead: Cell<bool>,
+    /// How often the guest was booted.
+    boots: Cell<usize>,
     pub guest_deaf: Cell<bool>,
+    pub broken_transfer: Cell<bool>,
     pub broken_start: Cell<Option<&'static str>>,
     pub unreachable: Cell<Option<&'static str>>,
 }
@@ -188,8 +199,17 @@ impl World {
         self.files(host, |files| files.description.is_some())
     }
 
+    /// How often the guest was booted.
+    pub fn boots(&self) -> usize {
+        self.boots.get()
+    }
+
     fn stop(&self, host: &'static str) {
         self.files(host, |files| files.running = false);
+        self.return_all(host);
+    }
+
+    fn return_all(&self, host: &'static str) {
         for device in self.devices.borrow_mut().values_mut() {
             if device.lease.is_some_and(|(holder, _)| holder == host) {
                 device.lease = None;
@@ -207,6 +227,62 @@ pub struct FakeHost {
 impl FakeHost {
     fn files<T>(&self, change: impl FnOnce(&mut Files) -> T) -> Result<T> {
         self.world.call(|| Ok(self.world.files(self.name, change)))
+    }
+
+    /// Whether the guest runs in this host's QEMU, or why not.
+    pub fn qemu(&self) -> (bool, Option<Still>) {
+        self.world
+            .files(self.name, |files| (files.running, files.still))
+    }
+
+    /// Changes that, as a part of a call.
+    pub fn put_qemu(&self, running: bool, still: Option<Still>) {
+        self.world.files(self.name, |files| {
+            (files.running, files.still) = (running, still);
+        });
+    }
+
+    /// Changes that.
+    pub fn set_qemu(&self, running: bool, still: Option<Still>) -> Result<()> {
+        self.once(|| {
+            self.put_qemu(running, still);
+            Ok(())
+        })
+    }
+
+    /// One call.
+    pub fn once<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.world.call(what)
+    }
+
+    pub fn other(&self, name: &str) -> FakeHost {
+        self.world.host(if name == "a" { "a" } else { "b" })
+    }
+
+    pub fn holds_nothing(&self) -> bool {
+        !self.world.holders().contains(&Some(self.name))
+    }
+
+    pub fn breaks_transfers(&self) -> bool {
+        self.world.broken_transfer.get()
+    }
+
+    /// Starts the VM from nothing.
+    pub fn boot(&self) -> Result<()> {
+        self.once(|| {
+            self.borrow_all()?;
+            self.world.boots.set(self.world.boots.get() + 1);
+            self.put_qemu(true, None);
+            Ok(())
+        })
+    }
+
+    /// Plugs all devices into a guest that runs.
+    pub fn borrow_missing(&self) -> Result<()> {
+        match self.holds_nothing() {
+            true => self.once(|| self.borrow_all()),
+            false => Ok(()),
+        }
     }
 
     /// All devices or none, as a VM that starts.
@@ -267,6 +343,9 @@ impl Host for FakeHost {
     }
 
     fn uninstall(&self, _vm: &str) -> Result<()> {
+        if self.moves_live()? == Some(Role::Source) {
+            self.end()?;
+        }
         self.files(|files| files.description = None)
     }
 
@@ -289,36 +368,40 @@ impl Host for FakeHost {
     }
 
     fn run_state(&self, _vm: &str) -> Result<RunState> {
-        let running = self.world.files(self.name, |files| files.running);
-        Ok(match running {
-            true => RunState::Running,
-            false => RunState::Stopped,
+        Ok(match self.qemu() {
+            (true, _) => RunState::Running,
+            (false, None) => RunState::Stopped,
+            (false, Some(still)) => RunState::Other(format!("it is {still:?}")),
         })
     }
 
     fn start(&self, vm: &str) -> Result<()> {
         // As `farside serve` does.
         farside_migration::may_run(self, vm)?;
-        self.world.call(|| {
-            let (running, described) = self.world.files(self.name, |files| {
-                (files.running, files.description.is_some())
-            });
-            if running {
-                return Ok(());
-            }
-            assert!(described, "nothing to start from on {}", self.name);
-            self.borrow_all()?;
-            self.world.files(self.name, |files| files.running = true);
-            Ok(())
-        })
+        let described = self.description(vm)?.is_some();
+        assert!(described, "nothing to start from on {}", self.name);
+        if let Some(role) = self.moves_live()? {
+            return self.land(role);
+        }
+        match self.qemu().0 {
+            true => self.once(|| Ok(())),
+            false => self.boot(),
+        }
     }
 
     fn stop(&self, _vm: &str, _limit: Duration) -> Result<()> {
+        let live = self.moves_live()?;
+        if live == Some(Role::Destination) {
+            return self.end();
+        }
         self.world.call(|| {
             if self.world.guest_deaf.get() {
                 return Err(Error::new(ErrorKind::Vm, "the guest does not power off"));
             }
-            self.world.stop(self.name);
+            match live {
+                Some(_) => self.world.return_all(self.name),
+                None => self.world.stop(self.name),
+            }
             Ok(())
         })
     }
@@ -354,6 +437,18 @@ impl Host for FakeHost {
 
     fn facts(&self, vm: &str, _: &Description, _: bool) -> Result<Facts> {
         Err(Error::refused(format!("VM {vm} runs by nothing")))
+    }
+
+    fn whereabouts(&self, _vm: &str, _call_off: bool) -> Result<Guest> {
+        self.once(|| Ok(self.where_is_it()))
+    }
+
+    fn listen(&self, _vm: &str, _address: IpAddr) -> Result<String> {
+        self.listen_here()
+    }
+
+    fn send(&self, _vm: &str, uri: &str) -> Result<Report> {
+        self.send_to(uri)
     }
 
     /// The lender's rules, as `lender/src/fences.rs` and `registry.rs` have them.
@@ -416,13 +511,28 @@ impl Peer for Line {
 
 /// `farside migrate web1 --to`.
 pub fn migrate(world: &Rc<World>, from: &'static str, to: &'static str) -> Result<()> {
+    migrate_as(world, from, to, None)
+}
+
+/// The same, with `--live`.
+pub fn migrate_live(world: &Rc<World>, from: &'static str, to: &'static str) -> Result<()> {
+    let address = [127, 0, 0, 1].into();
+    migrate_as(world, from, to, Some(Live { address }))
+}
+
+fn migrate_as(
+    world: &Rc<World>,
+    from: &'static str,
+    to: &'static str,
+    live: Option<Live>,
+) -> Result<()> {
     let (here, mut there) = (world.host(from), Line(world.host(to)));
     let plan = Plan {
         vm: VM.into(),
         to: to.into(),
         shell: None,
         shutdown_timeout: Duration::from_secs(1),
-        live: None,
+        live,
     };
     let manifest = plan.manifest(&here)?;
     Mover::new(&here, &mut there, manifest).forward()

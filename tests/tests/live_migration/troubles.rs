@@ -1,12 +1,12 @@
 //! Live migrations in which something fails.
 
-use std::{fs, time::Instant};
+use std::{fs, os::unix::fs::PermissionsExt, path::PathBuf, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::Vm;
 use farside_tests::{
     SHORT,
-    two_hosts::{MIGRATION, Migration, Stage, VM, kill},
+    two_hosts::{MIGRATION, Migration, Stage, VM, kill, shown},
 };
 use libtest_mimic::Completion;
 
@@ -35,11 +35,21 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
         all().with_context(|| what.to_owned())
     };
 
-    // An address that the other host does not have.
+    // An address that the other host does not have: found before anything is done.
     let mut nowhere = live("b");
     nowhere[6] = "10.99.0.77";
-    stage.refused("a", &nowhere, &["10.99.0.77", "as it was"])?;
-    let second = stayed("address", first)?;
+    stage.refused("a", &nowhere, &["cannot listen at 10.99.0.77", "as it was"])?;
+    stayed("address", first - 1)?;
+    let (_, same) = stage.holder()?.context("nobody has the drive")?;
+    ensure!(same == first, "the drive was returned");
+
+    // QEMU there does not start, and nobody could have known.
+    let text = stage.description()?;
+    let program = shown(farside_tests::testbed()?.qemu());
+    stage.describe(&text.replacen(&program, &shown(&broken(stage)?), 1))?;
+    stage.refused("a", &live("b"), &["no guest can come", "as it was"])?;
+    stage.describe(&text)?;
+    let second = stayed("no QEMU", first)?;
 
     // QEMU there is killed while it takes the guest.
     let migration = begin_slowly(stage, &guest)?;
@@ -112,6 +122,19 @@ fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
         }
         ensure!(Instant::now() < deadline, "nothing is sent: {told}");
     }
+}
+
+/// A QEMU that fails when it is to take a guest.
+fn broken(stage: &Stage) -> Result<PathBuf> {
+    let path = stage.folder().join("broken-qemu");
+    let text = format!(
+        "#!/bin/sh\ncase \"$*\" in *-incoming*) echo no guest can come >&2; exit 1;; esac\n\
+         exec {} \"$@\"\n",
+        farside_tests::testbed()?.qemu().display()
+    );
+    fs::write(&path, text)?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
+    Ok(path)
 }
 
 /// Bytes a second that QEMU sends at most; 0 for no limit.
