@@ -1,14 +1,16 @@
 //! `farside migrate` in the background.
 
 use std::{
+    fs,
     io::Read,
+    path::PathBuf,
     process::{Child, Stdio},
     time::Instant,
 };
 
 use anyhow::{Result, bail};
 
-use super::{LOOK_AGAIN, MIGRATION, Stage};
+use super::{LOOK_AGAIN, MIGRATION, Stage, VM};
 
 /// `farside migrate`, running.
 pub struct Migration {
@@ -42,6 +44,16 @@ impl Stage {
             stdout: read(stdout),
             command: format!("{host}: farside {args:?}"),
         })
+    }
+
+    /// Where a host's journal of the VM's migration is.
+    pub fn journal_path(&self, host: &str) -> PathBuf {
+        self.path(host, &format!("state/migrations/{VM}.json"))
+    }
+
+    /// That journal's text; empty when there is none.
+    pub fn journal(&self, host: &str) -> String {
+        fs::read_to_string(self.journal_path(host)).unwrap_or_default()
     }
 }
 

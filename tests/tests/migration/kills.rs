@@ -1,10 +1,7 @@
 //! Something is killed at a random step, and the migration taken up again. The
 //! seed is printed; `FARSIDE_SEED` repeats a run.
 
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::Vm;
@@ -55,10 +52,15 @@ const VICTIMS: [Victim; 5] = [
 ];
 
 /// Numbers that look random (xorshift64*).
-struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    fn below(&mut self, end: usize) -> usize {
+    pub fn new(seed: u64) -> Self {
+        Self(seed | 1)
+    }
+
+    /// A number from 0 to `end`, which is not among them.
+    pub fn below(&mut self, end: usize) -> usize {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
@@ -73,14 +75,20 @@ fn from_env(name: &str) -> Result<Option<u64>> {
     }
 }
 
-pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Completion> {
+/// What chance begins with: said, so that a run can be repeated.
+pub fn seed() -> Result<u64> {
     let seed = match from_env("FARSIDE_SEED")? {
         Some(seed) => seed,
         None => std::time::SystemTime::UNIX_EPOCH.elapsed()?.as_nanos() as u64,
     };
     eprintln!("FARSIDE_SEED={seed}");
+    Ok(seed)
+}
+
+pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Completion> {
+    let seed = seed()?;
     let kills = from_env("FARSIDE_KILLS")?.unwrap_or(KILLS as u64);
-    let mut random = Random(seed | 1);
+    let mut random = Random::new(seed);
     let mut lender = stage.lend()?;
     stage.ok("a", &["start", VM])?;
     let mut guest = stage.guest()?;
@@ -101,13 +109,12 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
         let begin = Instant::now();
         stage.note(format!("== {what}"));
         let mut round = || -> Result<(&'static str, Option<Vm>)> {
-            let migration = stage.begin(from, &["migrate", VM, "--to", to])?;
-            let migration = strike(
+            let migration = begin_until(stage, from, to, step)?;
+            strike(
                 stage,
                 victim,
-                step,
                 (from, to),
-                migration,
+                &migration,
                 &mut lender,
                 &mut ledger,
             )?;
@@ -140,41 +147,44 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
     Ok(Completion::Completed)
 }
 
-/// Waits for the step, and kills.
-fn strike(
-    stage: &Stage,
-    victim: Victim,
-    step: &str,
-    (from, to): (&str, &str),
-    mut migration: Migration,
-    lender: &mut Daemon,
-    ledger: &mut Ledger,
-) -> Result<Migration> {
-    let journal = stage.path(from, &format!("state/migrations/{VM}.json"));
-    let pid = migration.pid();
+/// Starts a migration, and waits until that step has begun or all has ended.
+pub fn begin_until(stage: &Stage, from: &str, to: &str, step: &str) -> Result<Migration> {
     let begun = |text: &str| -> bool {
         let file: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
         let steps = file["migration"]["begun"].as_array();
         let ours = file["migration"]["role"] == "source";
         ours && steps.into_iter().flatten().any(|begun| begun[0] == step)
     };
-    let before = fs::read_to_string(&journal).unwrap_or_default();
+    let before = stage.journal(from);
+    let mut migration = stage.begin(from, &["migrate", VM, "--to", to])?;
     let deadline = Instant::now() + crate::stage::MIGRATION;
     while migration.is_running()? {
-        let text = fs::read_to_string(&journal).unwrap_or_default();
+        let text = stage.journal(from);
         if text != before && begun(&text) {
             break;
         }
         ensure!(Instant::now() < deadline, "it does not come to {step}");
         std::thread::sleep(LOOK_AGAIN);
     }
+    Ok(migration)
+}
+
+/// Kills.
+fn strike(
+    stage: &Stage,
+    victim: Victim,
+    (from, to): (&str, &str),
+    migration: &Migration,
+    lender: &mut Daemon,
+    ledger: &mut Ledger,
+) -> Result<()> {
     let any = |words: &[&str]| -> Result<Vec<i32>> {
         let mut found = stage.processes(from, words)?;
         found.extend(stage.processes(to, words)?);
         Ok(found)
     };
     match victim {
-        Victim::Coordinator => kill(pid),
+        Victim::Coordinator => kill(migration.pid()),
         Victim::Agent => any(&["migrate --agent"])?.into_iter().for_each(kill),
         Victim::Backend => any(&["serve --vm"])?.into_iter().for_each(kill),
         Victim::Qemu => HOSTS.iter().try_for_each(|host| -> Result<()> {
@@ -190,11 +200,11 @@ fn strike(
             *lender = stage.lend()?;
         }
     }
-    Ok(migration)
+    Ok(())
 }
 
 /// `--resume` until nothing is left to do.
-fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
+pub fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
     let mut args = vec!["migrate", "--resume", VM];
     if back {
         args.push("--back");
@@ -214,7 +224,7 @@ fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
 }
 
 /// The one host that has the VM; the other refuses to start it.
-fn one_home(stage: &Stage) -> Result<&'static str> {
+pub fn one_home(stage: &Stage) -> Result<&'static str> {
     let described = |host: &str| stage.path(host, &format!("etc/vm/{VM}.toml")).exists();
     let homes: Vec<_> = HOSTS.into_iter().filter(|host| described(host)).collect();
     let [home] = homes[..] else {

@@ -2,6 +2,7 @@
 //!
 //! Each test has a stage of its own; when one fails, what was said on it is shown.
 
+mod attacks;
 mod chain;
 mod kills;
 mod ledger;
@@ -29,6 +30,12 @@ fn main() {
         moves::what_cannot_move_is_refused_and_runs_on,
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
         moves::a_vm_moves_back_and_forth_with_its_drive,
+        moves::the_lender_may_be_one_of_the_two_hosts,
+        attacks::two_migrations_at_once_are_one,
+        attacks::both_hosts_go_on_at_once_and_one_has_the_vm,
+        attacks::garbage_for_the_agent_changes_nothing,
+        attacks::a_full_lender_and_a_changed_journal_stop_it,
+        attacks::a_full_disk_stops_it_and_room_lets_it_go_on,
         kills::a_migration_survives_the_death_of_anything,
     ]
     .map(|(name, test)| Trial::ignorable_test(name, move || play(Stage::new, test)));

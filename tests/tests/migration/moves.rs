@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_tests::Daemon;
 use libtest_mimic::Completion;
 
 use crate::{
@@ -142,6 +143,40 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     ensure!(stage.holder()?.is_none(), "the lease there is over");
     stage.ok("a", &["start", VM])?;
     stage.guest()?;
+    Ok(Completion::Completed)
+}
+
+/// The lender is a process of one of the two hosts between which the VM moves: first
+/// of the one that it leaves, then of the one that it goes to.
+pub fn the_lender_may_be_one_of_the_two_hosts(stage: &Stage) -> Result<Completion> {
+    let image = stage.path("a", "disk0.img");
+    fs::File::create(&image)?.set_len(64 << 20)?;
+    let drive = format!("disk0={}", crate::stage::shown(&image));
+    let lend = ["lend", "--name", "rack1", "--nvme", &drive];
+    let lender = Daemon::start("the lender", stage.command("a", &lend)?)?;
+    lender.wait_log("listens at", crate::SHORT)?;
+    let socket = crate::stage::shown(&stage.path("a", "run/lender.sock"));
+    let text = stage.description()?;
+    let third = crate::stage::shown(&stage.lender_socket());
+    ensure!(text.contains(&third));
+    stage.describe(&text.replace(&third, &socket))?;
+
+    stage.ok("a", &["start", VM])?;
+    let mut chain = Chain::default();
+    // One that is dropped is killed.
+    let guest = stage.guest()?;
+    chain.grow(&guest)?;
+    stage.ok("a", &["migrate", VM, "--to", "b"])?;
+    let guest = stage.guest()?;
+    chain.verify(&guest)?;
+    chain.grow(&guest)?;
+    stage.ok("b", &["migrate", VM, "--to", "a"])?;
+    let guest = stage.guest()?;
+    chain.verify(&guest)?;
+    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+    stage.refused("b", &["start", VM], &["has moved to"])?;
+    let leases = Ledger::default().audit(&lender)?;
+    ensure!(leases.count == 3 && leases.handovers == 2, "{leases:?}");
     Ok(Completion::Completed)
 }
 
