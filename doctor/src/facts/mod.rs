@@ -3,6 +3,7 @@
 mod hardware;
 mod lenders;
 mod libvirt;
+mod listeners;
 mod memory;
 mod qemu;
 mod qemu_conf;

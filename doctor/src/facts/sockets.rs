@@ -1,7 +1,6 @@
 //! farside's runtime folder, and who listens there.
 
 use std::{
-    collections::BTreeSet,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
@@ -12,13 +11,11 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
 };
 
+use super::listeners::Listeners;
 use crate::Host;
 
 /// Sockets are so many folders below the runtime folder at most: `vm/NAME/`.
 const DEPTH: usize = 2;
-
-/// A listening socket's flag in `/proc/net/unix` (`__SO_ACCEPTCON`).
-const LISTENS: u64 = 1 << 16;
 
 /// The runtime folder.
 #[derive(Clone, Debug, Default)]
@@ -51,8 +48,7 @@ pub(crate) enum State {
 }
 
 pub(crate) fn look(host: &Host) -> Runtime {
-    let listening = host.text("proc/net/unix").unwrap_or_default();
-    let listening = listeners(&listening);
+    let listening = Listeners::look(host);
     let mut sockets = Vec::new();
     collect(&host.runtime, DEPTH, &listening, &mut sockets);
     sockets.sort_by(|a, b| a.path.cmp(&b.path));
@@ -64,7 +60,7 @@ pub(crate) fn look(host: &Host) -> Runtime {
     }
 }
 
-fn collect(folder: &Path, depth: usize, listening: &BTreeSet<&str>, found: &mut Vec<Socket>) {
+fn collect(folder: &Path, depth: usize, listening: &Listeners, found: &mut Vec<Socket>) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         match entry.file_type() {
@@ -72,26 +68,17 @@ fn collect(folder: &Path, depth: usize, listening: &BTreeSet<&str>, found: &mut 
                 // Connecting would start a backend that systemd listens for,
                 // and disturb a monitor, so it is the last resort: for
                 // sockets of other network namespaces, and stale ones.
-                let known = path.to_str().is_some_and(|path| listening.contains(path));
-                let state = if known { State::Live } else { knock(&path) };
+                let state = if listening.at(&path) {
+                    State::Live
+                } else {
+                    knock(&path)
+                };
                 found.push(Socket { path, state });
             }
             Ok(kind) if kind.is_dir() && depth > 0 => collect(&path, depth - 1, listening, found),
             _ => {}
         }
     }
-}
-
-/// The paths that `/proc/net/unix` says somebody listens at.
-fn listeners(text: &str) -> BTreeSet<&str> {
-    let paths = text.lines().filter_map(|line| {
-        let mut fields = line.split_ascii_whitespace();
-        let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
-        let path = fields.nth(3)?;
-        // A path with a space does not come out whole: it is knocked at.
-        (flags & LISTENS != 0).then_some(path)
-    });
-    paths.collect()
 }
 
 fn knock(path: &Path) -> State {
@@ -166,14 +153,5 @@ mod tests {
         drop(live);
         assert_eq!(states(&host), expected(State::Stale));
         assert_eq!(look(&host).owner, Some(rustix::process::geteuid().as_raw()));
-    }
-
-    #[test]
-    fn the_kernels_list() {
-        let text = "Num       RefCount Protocol Flags    Type St Inode Path\n\
-            ffff8: 00000002 00000000 00010000 0001 01 20051 /run/a\n\
-            ffff9: 00000003 00000000 00000000 0001 03 20052 /run/b\n\
-            ffffa: 00000002 00000000 00010000 0005 01 20053\n";
-        assert_eq!(listeners(text), BTreeSet::from(["/run/a"]));
     }
 }
