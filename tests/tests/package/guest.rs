@@ -14,9 +14,10 @@ const CONSOLE: &str = "/var/lib/farside/web1.console";
 
 /// What the guest does instead of starting a system: reads a line that is on the
 /// drive, writes one to its second sector, and powers off.
-const IN_GUEST: &str = "mount -t proc proc /proc; mount -t devtmpfs dev /dev; modprobe nvme; \
-    until [ -b /dev/nvme0n1 ]; do :; done; head -n 1 /dev/nvme0n1; \
-    echo by-the-guest | dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; poweroff -f";
+const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
+    $b mount -t devtmpfs dev /dev; $b modprobe nvme; until [ -b /dev/nvme0n1 ]; do :; done; \
+    $b head -n 1 /dev/nvme0n1; \
+    echo by-the-guest | $b dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; $b poweroff -f";
 
 /// A guest of the machine boots, with a real kernel and its NVMe driver.
 pub fn uses_the_drive(machine: &Machine) -> Result<()> {
