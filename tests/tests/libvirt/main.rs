@@ -5,6 +5,7 @@
 //! Each test has a host of its own; unless `--test-threads` says otherwise, two
 //! run at once.
 
+mod doctor;
 mod domain;
 mod edit;
 mod life;
@@ -51,6 +52,7 @@ fn main() {
         users::qemu_of_another_user_reaches_its_devices_by_a_group on AS_DEFAULT_USER,
         state::a_state_that_was_saved_without_its_devices_is_not_restored on AS_ROOT,
         edit::what_libvirt_wrote_anew_is_edited_again_and_undone on AS_ROOT,
+        doctor::what_it_says_to_type_makes_a_domain_start on AS_DEFAULT_USER,
         refusals::a_domain_whose_lender_is_away_does_not_start_and_says_why on AS_ROOT,
         refusals::the_hook_leaves_other_domains_alone on AS_ROOT,
         refusals::the_hook_says_what_is_wrong_with_a_domain_of_ours on AS_ROOT,

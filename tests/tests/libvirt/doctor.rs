@@ -1,0 +1,95 @@
+//! `farside doctor` on a host where libvirt is new: what it says to type makes a
+//! VM start.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use farside_tests::Ended;
+use serde_json::Value;
+
+use crate::stage::Stage;
+
+/// The drive's size.
+const DRIVE: u64 = 64 << 20;
+
+/// What it finds of one VM.
+fn doctor(stage: &Stage) -> Result<Vec<Value>> {
+    // A busy machine is no sick one.
+    let words = ["farside", "doctor", "web1", "--json", "--timeout", "120"];
+    let ended: Ended = stage.run(&words)?;
+    let report: Value =
+        serde_json::from_str(&ended.stdout).with_context(|| format!("no JSON: {ended:?}"))?;
+    let healthy = report["problems"] == 0;
+    ensure!(ended.status.success() == healthy, "{ended:?}");
+    let findings = report["findings"].as_array().context("no findings")?;
+    Ok(findings.clone())
+}
+
+/// What to type against a problem that is found.
+fn fix(findings: &[Value], check: &str, word: &str) -> Result<String> {
+    let found = findings.iter().find(|finding| {
+        let what = finding["what"].as_str().unwrap_or_default();
+        finding["level"] == "problem" && finding["check"] == check && what.contains(word)
+    });
+    let found = found.with_context(|| format!("no problem {check} {word:?} in {findings:#?}"))?;
+    Ok(found["fix"][0].as_str().context("no command")?.to_owned())
+}
+
+pub fn what_it_says_to_type_makes_a_domain_start(stage: &Stage) -> Result<()> {
+    let (_lender, _) = stage.cluster.lend_disk(DRIVE)?;
+    let description = format!(
+        "manager = \"libvirt\"\ndevices = [\"disk0\"]\nlenders = [\"{}\"]\nmemory = \"512M\"\n\
+         accel = \"tcg\"\n",
+        stage.lender().display()
+    );
+    fs::write(stage.path("/etc/farside/vm/web1.toml"), description).context("describing")?;
+    // An upgrade that went wrong.
+    stage.sh("chmod 644 /etc/libvirt/hooks/qemu")?;
+
+    let found = doctor(stage)?;
+    let hook = fix(&found, "hook", "not executable")?;
+    // Nothing but its first part: systemd does not run this host.
+    let (chmod, restart) = hook.split_once(" && ").context("two commands")?;
+    ensure!(restart.starts_with("systemctl restart"), "{hook}");
+    stage.sh(chmod)?;
+    stage.sh(&fix(&found, "socket-group", "QEMU runs as libvirt-qemu")?)?;
+    stage.sh(&fix(&found, "domain", "does not give the domain")?)?;
+
+    let found = doctor(stage)?;
+    let ill: Vec<_> = found
+        .iter()
+        .filter(|finding| finding["level"] == "problem")
+        .collect();
+    ensure!(ill.is_empty(), "{ill:#?}");
+    for check in ["qemu", "hook", "socket-group", "domain", "lender", "device"] {
+        ensure!(
+            found
+                .iter()
+                .any(|finding| finding["check"] == check && finding["level"] == "ok"),
+            "{check} is not ok: {found:#?}"
+        );
+    }
+    stage.virsh(&["start", "--paused", "web1"])?;
+    let found = doctor(stage)?;
+    let ill: Vec<_> = found
+        .iter()
+        .filter(|finding| finding["level"] == "problem")
+        .collect();
+    ensure!(ill.is_empty(), "of a VM that runs: {ill:#?}");
+
+    // A backend that is killed leaves its sockets.
+    let backend = stage.pid_of(&["--vm", "web1", "serve"])?;
+    stage.sh(&format!("kill -KILL {backend}"))?;
+    stage.virsh(&["destroy", "web1"])?;
+    let stale = doctor(stage)?;
+    stage.sh(&fix(&stale, "sockets", "disk0.sock")?)?;
+    let found = doctor(stage)?;
+    let left = found.iter().find(|finding| finding["check"] == "sockets");
+    ensure!(
+        left.is_some_and(|finding| finding["level"] == "ok"),
+        "{left:?}"
+    );
+    stage.virsh(&["start", "--paused", "web1"])?;
+    stage.virsh(&["destroy", "web1"])?;
+    Ok(())
+}
