@@ -31,8 +31,8 @@ pub(crate) struct Migrate {
     /// [default: FARSIDE_RSH in the environment, else ssh].
     #[arg(long, value_name = "COMMAND")]
     rsh: Option<String>,
-    /// How long the guest may take to power off, seconds; when it does not, it
-    /// runs on here and nothing has changed.
+    /// How long the guest may take to power off, or with --live to let go of each
+    /// device, seconds; when it does not, it runs on here and nothing has changed.
     #[arg(long, value_name = "SECONDS", default_value_t = 120, requires = "vm")]
     shutdown_timeout: u64,
     /// Let the guest run on meanwhile: it lets go of its devices, QEMU moves it, and

@@ -6,7 +6,7 @@ use farside_control::Fences;
 
 use crate::{
     Description, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
-    live::Live,
+    live::Live, lock::check_vm_name,
 };
 
 /// What is to be moved, and how.
@@ -44,6 +44,7 @@ impl Plan {
     /// The VM is not on its way already, nor elsewhere.
     pub(crate) fn may_leave(&self, host: &dyn Host) -> Result<()> {
         let vm = &self.vm;
+        check_vm_name(vm)?;
         if let Some(open) = host.journal(vm)?.filter(Journal::is_open) {
             return Err(Error::refused(format!(
                 "VM {vm} is moving already (migration {}, {}): `farside migrate --resume {vm}` goes on, and with --back it goes back",

@@ -1,0 +1,278 @@
+//! A host of the world, as the crate under test finds it.
+
+use std::{net::IpAddr, rc::Rc, time::Duration};
+
+use farside_control::{Address, Epoch, Fence, Fences};
+use farside_migration::{
+    Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
+    Tombstone,
+    check::Facts,
+    live::{Guest, Report},
+};
+
+use super::{Files, World};
+use crate::live_world::Still;
+
+/// A host of the world.
+pub struct FakeHost {
+    pub(super) name: &'static str,
+    pub(super) world: Rc<World>,
+}
+
+impl FakeHost {
+    fn files<T>(&self, change: impl FnOnce(&mut Files) -> T) -> Result<T> {
+        self.world.call(|| Ok(self.world.files(self.name, change)))
+    }
+
+    /// Whether the guest runs in this host's QEMU, or why not.
+    pub fn qemu(&self) -> (bool, Option<Still>) {
+        self.world
+            .files(self.name, |files| (files.running, files.still))
+    }
+
+    /// Changes that, as a part of a call.
+    pub fn put_qemu(&self, running: bool, still: Option<Still>) {
+        self.world.files(self.name, |files| {
+            (files.running, files.still) = (running, still);
+        });
+    }
+
+    /// Changes that.
+    pub fn set_qemu(&self, running: bool, still: Option<Still>) -> Result<()> {
+        self.once(|| {
+            self.put_qemu(running, still);
+            Ok(())
+        })
+    }
+
+    /// One call.
+    pub fn once<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.world.call(what)
+    }
+
+    pub fn other(&self, name: &str) -> FakeHost {
+        self.world.host(if name == "a" { "a" } else { "b" })
+    }
+
+    pub fn holds_nothing(&self) -> bool {
+        !self.world.holders().contains(&Some(self.name))
+    }
+
+    pub fn breaks_transfers(&self) -> bool {
+        self.world.broken_transfer.get()
+    }
+
+    /// Starts the VM from nothing.
+    pub fn boot(&self) -> Result<()> {
+        self.once(|| {
+            self.borrow_all()?;
+            self.world.boots.set(self.world.boots.get() + 1);
+            self.put_qemu(true, None);
+            Ok(())
+        })
+    }
+
+    /// Plugs all devices into a guest that runs.
+    pub fn borrow_missing(&self) -> Result<()> {
+        match self.holds_nothing() {
+            true => self.once(|| self.borrow_all()),
+            false => Ok(()),
+        }
+    }
+
+    /// All devices or none, as a VM that starts.
+    fn borrow_all(&self) -> Result<()> {
+        let refused = |why: String| Err(Error::new(ErrorKind::Vm, why));
+        if self.world.broken_start.get() == Some(self.name) {
+            return refused("QEMU does not start".into());
+        }
+        let mut devices = self.world.devices.borrow_mut();
+        for (id, device) in &*devices {
+            if device.lease.is_some() || !self.world.may_borrow_of(self.name, id, device) {
+                return refused(format!("{id} cannot be borrowed"));
+            }
+        }
+        for device in devices.values_mut() {
+            device.epoch += 1;
+            device.lease = Some((self.name, Epoch(device.epoch)));
+            if let Some(fence) = &mut device.fence {
+                fence.reserved = false;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Host for FakeHost {
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn journal(&self, _vm: &str) -> Result<Option<Journal>> {
+        let text = self.world.files(self.name, |files| files.journal.clone());
+        text.map(|text| Journal::from_text(&text)).transpose()
+    }
+
+    fn write_journal(&self, journal: &Journal) -> Result<()> {
+        let text = journal.to_text()?;
+        self.files(|files| files.journal = Some(text))
+    }
+
+    fn description(&self, _vm: &str) -> Result<Option<Description>> {
+        Ok(self
+            .world
+            .files(self.name, |files| files.description.clone()))
+    }
+
+    fn install(&self, _vm: &str, description: &Description) -> Result<()> {
+        let description = description.clone();
+        self.files(|files| files.description = Some(description))
+    }
+
+    fn uninstall(&self, _vm: &str) -> Result<()> {
+        if self.moves_live()? == Some(Role::Source) {
+            self.end()?;
+        }
+        self.files(|files| files.description = None)
+    }
+
+    fn fences(&self, _vm: &str) -> Result<Fences> {
+        Ok(self.world.files(self.name, |files| files.fences.clone()))
+    }
+
+    fn write_fences(&self, _vm: &str, fences: &Fences) -> Result<()> {
+        let fences = fences.clone();
+        self.files(|files| files.fences = fences)
+    }
+
+    fn tombstone(&self, _vm: &str) -> Result<Option<Tombstone>> {
+        Ok(self.world.files(self.name, |files| files.tombstone.clone()))
+    }
+
+    fn write_tombstone(&self, _vm: &str, tombstone: Option<&Tombstone>) -> Result<()> {
+        let tombstone = tombstone.cloned();
+        self.files(|files| files.tombstone = tombstone)
+    }
+
+    fn run_state(&self, _vm: &str) -> Result<RunState> {
+        Ok(match self.qemu() {
+            (true, _) => RunState::Running,
+            (false, None) => RunState::Stopped,
+            (false, Some(still)) => RunState::Other(format!("it is {still:?}")),
+        })
+    }
+
+    fn start(&self, vm: &str) -> Result<()> {
+        // As `farside serve` does.
+        farside_migration::may_run(self, vm)?;
+        let described = self.description(vm)?.is_some();
+        assert!(described, "nothing to start from on {}", self.name);
+        if let Some(role) = self.moves_live()? {
+            return self.land(role);
+        }
+        match self.qemu().0 {
+            true => self.once(|| Ok(())),
+            false => self.boot(),
+        }
+    }
+
+    fn stop(&self, _vm: &str, _limit: Duration) -> Result<()> {
+        let live = self.moves_live()?;
+        if live == Some(Role::Destination) {
+            return self.end();
+        }
+        self.world.call(|| {
+            if self.world.guest_deaf.get() {
+                return Err(Error::new(ErrorKind::Vm, "the guest does not power off"));
+            }
+            match live {
+                Some(_) => self.world.return_all(self.name),
+                None => self.world.stop(self.name),
+            }
+            Ok(())
+        })
+    }
+
+    fn devices(&self, vm: &str, _description: &Description) -> Result<Vec<FoundDevice>> {
+        let devices = self.world.devices.borrow();
+        let found = devices
+            .iter()
+            .zip(0..)
+            .map(|((id, device), port)| FoundDevice {
+                id: (*id).to_owned(),
+                port,
+                lender: "tcp:lender:1".parse().unwrap(),
+                lender_name: "lender".into(),
+                identity: Identity {
+                    pci: "1:1".into(),
+                    summary: (*id).to_owned(),
+                    digest: String::new(),
+                },
+                holder: device.lease.map(|(_, epoch)| (vm.to_owned(), epoch)),
+                fences: device.fence.iter().cloned().collect(),
+            });
+        Ok(found.collect())
+    }
+
+    fn missing(&self, _vm: &str, _description: &Description) -> Result<Vec<Error>> {
+        Ok(Vec::new())
+    }
+
+    fn reaches(&self, _: &str, _: &Description, _: &FoundDevice) -> Result<()> {
+        Ok(())
+    }
+
+    fn facts(&self, vm: &str, _: &Description, _: bool) -> Result<Facts> {
+        Err(Error::refused(format!("VM {vm} runs by nothing")))
+    }
+
+    fn whereabouts(&self, _vm: &str, _call_off: bool) -> Result<Guest> {
+        self.once(|| Ok(self.where_is_it()))
+    }
+
+    fn listen(&self, _vm: &str, _address: IpAddr) -> Result<String> {
+        self.listen_here()
+    }
+
+    fn send(&self, _vm: &str, uri: &str) -> Result<Report> {
+        self.send_to(uri)
+    }
+
+    /// The lender's rules, as `lender/src/fences.rs` and `registry.rs` have them.
+    fn hand_over(
+        &self,
+        _lender: &Address,
+        id: &str,
+        vm: &str,
+        migration: &str,
+        supersedes: Option<Epoch>,
+    ) -> Result<Epoch> {
+        self.world.call(|| {
+            let mut devices = self.world.devices.borrow_mut();
+            let device = devices.get_mut(id).unwrap();
+            if let Some(fence) = &device.fence {
+                if fence.migration == migration {
+                    return Ok(fence.epoch);
+                }
+                if fence.epoch > supersedes.unwrap_or_default() {
+                    return Err(Error::new(ErrorKind::Lender, "handed over since"));
+                }
+            }
+            device.epoch += 1;
+            let epoch = Epoch(device.epoch);
+            device.fence = Some(Fence {
+                vm: vm.to_owned(),
+                epoch,
+                migration: migration.to_owned(),
+                reserved: true,
+            });
+            // The VM may run on, but not with the device.
+            let holder = device.lease.take();
+            drop(devices);
+            if let Some((holder, _)) = holder {
+                self.world.stop(holder);
+            }
+            Ok(epoch)
+        })
+    }
+}
