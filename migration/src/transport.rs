@@ -3,11 +3,15 @@
 use std::{
     io::{BufRead, BufReader},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, channel},
+    },
     time::{Duration, Instant},
 };
 
 use crate::{
-    Error, Hello, Peer, Reply, Request, Result,
+    Error, ErrorKind, Hello, Peer, Reply, Request, Result,
     wire::{receive, send},
 };
 
@@ -20,6 +24,12 @@ const COMMAND: [&str; 3] = ["farside", "migrate", "--agent"];
 
 /// How long the agent may take to end when it is told to.
 const END: Duration = Duration::from_secs(5);
+
+/// How long one that hangs up may take to say why.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Most characters of that.
+const MAX_WORDS: usize = 300;
 
 /// How often to look whether it has; a child has no event that is simpler.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -69,6 +79,10 @@ struct Call {
     child: Child,
     input: Option<ChildStdin>,
     output: ChildStdout,
+    /// The last line of its standard error.
+    last_line: Arc<Mutex<String>>,
+    /// Ends with that; nothing comes.
+    all_said: Receiver<()>,
 }
 
 impl Remote {
@@ -98,15 +112,27 @@ impl Remote {
             return Err(Error::lost("the remote shell has no pipes"));
         };
         let host = self.host.clone();
+        let last_line = Arc::new(Mutex::new(String::new()));
+        let (closed, all_said) = channel();
+        let keep = Arc::clone(&last_line);
         std::thread::spawn(move || {
             for line in BufReader::new(log).split(b'\n').map_while(|line| line.ok()) {
-                log::info!("{host}: {}", String::from_utf8_lossy(&line).trim_end());
+                let line = String::from_utf8_lossy(&line);
+                let line = line.trim_end();
+                log::info!("{host}: {line}");
+                if !line.is_empty() {
+                    *keep.lock().unwrap_or_else(PoisonError::into_inner) =
+                        line.chars().take(MAX_WORDS).collect();
+                }
             }
+            drop(closed);
         });
         let mut call = Call {
             child,
             input: Some(input),
             output,
+            last_line,
+            all_said,
         };
         match call.exchange(&Request::Hello(Hello::ours()))? {
             Reply::Hello { hello, .. } => hello.check()?,
@@ -121,12 +147,38 @@ impl Remote {
 
 impl Call {
     fn exchange(&mut self, request: &Request) -> Result<Reply> {
-        if let Some(input) = &mut self.input {
-            send(input, request)?;
+        let sent = match &mut self.input {
+            Some(input) => send(input, request),
+            None => Ok(()),
+        };
+        match sent {
+            // Nobody reads any more.
+            Err(error) if error.kind == ErrorKind::Lost => return Err(self.gone()),
+            sent => sent?,
         }
-        receive(&mut self.output)?.ok_or_else(|| {
-            Error::lost("the agent there has ended, or was never started: is farside installed there, and does the remote shell let you in?")
-        })
+        receive(&mut self.output)?.ok_or_else(|| self.gone())
+    }
+
+    fn gone(&self) -> Error {
+        let said = match self.last_words() {
+            Some(words) => format!(" (it said: {words})"),
+            None => String::new(),
+        };
+        Error::lost(format!(
+            "the agent there has ended, or was never started{said}: is farside installed there, and does the remote shell let you in?"
+        ))
+    }
+
+    /// The last line that the remote shell or the agent has said. One of its other
+    /// streams is closed: what was said comes before long.
+    fn last_words(&self) -> Option<String> {
+        // Late words are as good as none.
+        let _ = self.all_said.recv_timeout(LAST_WORDS);
+        let line = self
+            .last_line
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        (!line.is_empty()).then(|| line.clone())
     }
 }
 
@@ -171,7 +223,6 @@ impl Peer for Remote {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ErrorKind;
 
     fn ask(shell: &str, host: &str) -> Error {
         let shell = Shell::new(Some(shell)).unwrap();
@@ -204,7 +255,16 @@ mod tests {
         assert!(nothing.message.contains("farside installed"), "{nothing}");
         let missing = ask("/no/such/shell", "b");
         assert!(missing.message.contains("/no/such/shell"), "{missing}");
-        for error in [greeting, nothing, missing] {
+        let locked_out = ask(
+            "sh -c 'echo Host key verification failed. >&2; exit 255'",
+            "b",
+        );
+        assert!(
+            locked_out
+                .message
+                .contains("(it said: Host key verification failed.)")
+        );
+        for error in [greeting, nothing, missing, locked_out] {
             assert_eq!(error.kind, ErrorKind::Lost);
         }
     }
