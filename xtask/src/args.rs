@@ -110,7 +110,7 @@ pub(crate) struct Bench {
     /// Measurements of each job on each drive [default: 5, or 2 with --quick].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1000))]
     pub(crate) repeats: Option<u32>,
-    /// Length of a measurement, seconds [default: 4, or 1 with --quick].
+    /// Length of a measurement, seconds [default: 3, or 1 with --quick].
     #[arg(long, value_name = "S", value_parser = value_parser!(u32).range(1..=3600))]
     pub(crate) seconds: Option<u32>,
     /// Only this of fio's jobs; may be given more than once.

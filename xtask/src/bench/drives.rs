@@ -85,8 +85,8 @@ impl Both<'_> {
     }
 
     /// One transfer at a time, 4 KiB to 128 MiB, each size `step` times the one
-    /// before.
-    pub(super) fn sweep(&self, step: u64) -> Result<Section> {
+    /// before, `repeats` times each.
+    pub(super) fn sweep(&self, step: u64, repeats: u32) -> Result<Section> {
         let patterns = [
             ("read", Pattern::SequentialRead),
             ("write", Pattern::SequentialWrite),
@@ -94,14 +94,14 @@ impl Both<'_> {
         let mut series = Vec::new();
         for (what, pattern) in patterns {
             let jobs = sweep(pattern, step);
-            let total = jobs.len() as u64 * u64::from(self.repeats);
+            let total = jobs.len() as u64 * u64::from(repeats);
             let task = self.progress.bar(format!("Sweeping, {what}"), total);
             let (mut borrowed, mut own) = (Vec::new(), Vec::new());
             self.pair(&jobs[0], WARM_UP)?;
             for job in &jobs {
-                let pairs: Vec<Pair> = (0..self.repeats)
+                let pairs: Vec<Pair> = (0..repeats)
                     .map(|repeat| {
-                        let done = borrowed.len() as u64 * u64::from(self.repeats);
+                        let done = borrowed.len() as u64 * u64::from(repeats);
                         task.set(done + u64::from(repeat));
                         task.detail(&job.name);
                         self.pair(job, WARM_UP)

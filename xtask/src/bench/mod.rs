@@ -47,6 +47,8 @@ struct Settings {
     seconds: u32,
     /// From one size of a sweep to the next.
     sweep_step: u64,
+    /// Measurements of each size on each drive: there are many sizes.
+    sweep_repeats: u32,
     /// Of ping-pong, each repeat.
     rounds: u32,
     /// Of what takes no time to speak of.
@@ -59,10 +61,12 @@ impl Settings {
     fn of(args: &Bench) -> Self {
         let (repeats, seconds, sweep_step, rounds, turns, largest_gib) = match args.quick {
             true => (2, 1, 8, 500, 3, 1),
-            false => (5, 4, 2, 3000, 21, 16),
+            false => (5, 3, 2, 3000, 21, 16),
         };
+        let repeats = args.repeats.unwrap_or(repeats);
         Self {
-            repeats: args.repeats.unwrap_or(repeats),
+            repeats,
+            sweep_repeats: repeats.min(2),
             seconds: args.seconds.unwrap_or(seconds),
             sweep_step,
             rounds,
@@ -233,7 +237,7 @@ impl Stage<'_> {
             results.jobs = both.jobs(&jobs, settings.seconds)?;
         }
         if args.wants(Chapter::Sweep) {
-            results.add(both.sweep(settings.sweep_step)?)?;
+            results.add(both.sweep(settings.sweep_step, settings.sweep_repeats)?)?;
         }
         Ok(())
     }

@@ -55,7 +55,7 @@ pub(crate) fn run() -> Result<()> {
 
     // What is in use is not touched, whatever was said.
     vm.exec_ok(
-        "mkfs.ext4 -q /dev/nvme1n1 && mkdir /run/mounted && mount /dev/nvme1n1 /run/mounted",
+        "mkfs.ext4 -q /dev/nvme1n1 && mkdir /run/mounted && mount -t ext4 /dev/nvme1n1 /run/mounted",
         SHORT,
     )?;
     refused(&vm, &format!("{RUN} --write"), &["/dev/nvme1n1 is mounted"])?;
