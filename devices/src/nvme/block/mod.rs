@@ -165,7 +165,7 @@ impl BlockQueue {
         Ok(Self {
             engine,
             transfers: (0..depth).map(|_| Transfer::default()).collect(),
-            inline: Inline::default(),
+            inline: Inline::new(&file)?,
             in_flight: 0,
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
