@@ -274,13 +274,18 @@ pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()>
     if ours.step.is_back() {
         return Arrival::new(host).stop(&ours.id, &vm);
     }
+    // A guest that is moved while it runs goes on there when that fails late.
+    let may_run_there = match ours.live {
+        None => ours.step == Step::Prepare,
+        Some(_) => ours.step <= Step::Start,
+    };
+    if may_run_there && !lost {
+        return Err(Error::refused(format!(
+            "VM {vm} may still run on {}: go on there with `farside migrate --resume {vm}`; if that host is dead for good, say so here with --lost-host",
+            ours.source
+        )));
+    }
     if ours.step == Step::Prepare {
-        if !lost {
-            return Err(Error::refused(format!(
-                "VM {vm} may still run on {}: go on there with `farside migrate --resume {vm}`; if that host is dead for good, say so here with --lost-host",
-                ours.source
-            )));
-        }
         for at in 0..ours.devices.len() {
             let device = &ours.devices[at];
             let fence = host.hand_over(&device.lender, &device.id, &vm, &ours.id, device.held)?;
@@ -289,6 +294,27 @@ pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()>
         ours.begin(Step::Install);
         host.write_journal(&ours)?;
     }
+    let live = ours.live.is_some();
+    let Err(error) = Arrival::new(host).advance(ours, Step::Done) else {
+        return Ok(());
+    };
+    match host.journal(&vm)? {
+        Some(ours) if lost && live && ours.step == Step::Start => {
+            log::error!(
+                "{error}: the guest was lost with the other host, and VM {vm} is started anew"
+            );
+            start_anew(host, ours)
+        }
+        _ => Err(error),
+    }
+}
+
+/// Goes on with a live migration as if it was a cold one. A guest that runs is not
+/// ended: then this fails.
+fn start_anew(host: &dyn Host, mut ours: Journal) -> Result<()> {
+    host.stop(&ours.vm, Duration::ZERO)?;
+    ours.live = None;
+    host.write_journal(&ours)?;
     Arrival::new(host).advance(ours, Step::Done)
 }
 

@@ -107,3 +107,40 @@ fn a_guest_that_was_not_sent_needs_nobody_to_have_its_devices_back() {
     });
     assert!(free > 10 && told > 2, "{free} {told}");
 }
+
+/// The old host lost its power. Where the guest had come whole, it goes on; else it
+/// is booted there, since nothing is left of it anywhere.
+#[test]
+fn the_new_host_has_the_vm_when_the_old_one_is_lost() {
+    let (mut whole, mut anew) = (0, 0);
+    at_every_point(there, live_a_to_b, |world, crash| {
+        world.restart(None);
+        let open = world
+            .host("b")
+            .journal(VM)
+            .unwrap()
+            .filter(Journal::is_open);
+        world.power_off("a");
+        if open.is_none() {
+            return;
+        }
+        // Nobody there can know that, so it has to be said.
+        let told = world.boots() == 1 && open.is_some_and(|ours| ours.step > Step::Start);
+        let unsaid = resume(&world, "b", "a", false, false);
+        assert_eq!(unsaid.is_ok(), told, "{crash:?}: {unsaid:?}");
+        resume(&world, "b", "a", false, true).unwrap();
+        assert_eq!(world.running(), Some("b"), "{crash:?}");
+        assert_eq!(world.holders(), [Some("b"); 2], "{crash:?}");
+        match world.boots() {
+            1 => whole += 1,
+            _ => anew += 1,
+        }
+        // It comes back, and does not get it.
+        world.restart(None);
+        let _ = resume(&world, "a", "b", true, false);
+        let _ = resume(&world, "a", "b", false, false);
+        moved(&world, "b", "a");
+        assert!(world.boots() <= 2, "{crash:?}");
+    });
+    assert!(whole > 2 && anew > 10, "{whole} {anew}");
+}

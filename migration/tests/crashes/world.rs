@@ -204,6 +204,12 @@ impl World {
         self.boots.get()
     }
 
+    /// A host loses its power: what ran there is gone.
+    pub fn power_off(self: &Rc<Self>, host: &'static str) {
+        self.host(host).put_qemu(false, None);
+        self.return_all(host);
+    }
+
     fn stop(&self, host: &'static str) {
         self.files(host, |files| files.running = false);
         self.return_all(host);
