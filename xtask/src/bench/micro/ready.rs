@@ -26,6 +26,7 @@ use farside_testbed::Progress;
 use crate::interrupt;
 
 const GIB: u64 = 1 << 30;
+const LARGE: u64 = 4 * GIB;
 /// Guests, bytes of RAM.
 pub(super) const SIZES: [u64; 4] = [GIB / 4, GIB, 4 * GIB, 16 * GIB];
 /// What others on the machine may need beside a guest's RAM.
@@ -33,14 +34,13 @@ const SPARE: u64 = 3 * GIB;
 /// Bus-master enable may take that much of what locking takes.
 const TARGET: f64 = 1.15;
 
-/// Guests beyond this take half a minute a turn.
-const LARGE: u64 = 4 * GIB;
-
-/// Turns that such a guest gets of those that small ones get. (The first turn of
-/// small ones, which nobody counts, has warmed up for all.)
+/// Turns of a guest with that much RAM: first those that nobody counts, which
+/// warm up for all sizes, then the others. Small guests take little time and vary
+/// more; large ones take half a minute a turn.
 fn turns_of(size: u64, turns: u32) -> (u32, u32) {
     match size {
-        ..LARGE => (1, turns),
+        ..GIB => (1, 3 * turns),
+        GIB..LARGE => (1, turns),
         LARGE => (0, turns.min(3)),
         _ => (0, turns.min(2)),
     }
