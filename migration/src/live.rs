@@ -24,6 +24,7 @@ mod address;
 mod land;
 mod listen;
 mod send;
+mod settled;
 
 pub(crate) use address::try_listen;
 pub use address::{address_for, is_private};
@@ -31,6 +32,7 @@ pub(crate) use land::{end, land, let_go};
 pub(crate) use listen::{GREETING, listen};
 pub use send::{Guest, Report};
 pub(crate) use send::{send, whereabouts};
+pub(crate) use settled::settled;
 
 use serde::{Deserialize, Serialize};
 

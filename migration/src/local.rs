@@ -173,7 +173,7 @@ impl Host for LocalHost {
         if !places::description(vm).exists() {
             return Ok(RunState::Stopped);
         }
-        let state = control::describe(vm)?.state;
+        let state = live::settled(|| control::describe(vm))?.state;
         Ok(match state {
             control::RunState::Running => RunState::Running,
             control::RunState::Still(why) => RunState::Other(format!(

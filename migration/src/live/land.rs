@@ -8,7 +8,7 @@ use farside_vm_control::{
 };
 use serde_json::json;
 
-use super::{listen::GREETING, send::runs};
+use super::{listen::GREETING, send::runs, settled};
 use crate::{Error, ErrorKind, Result, Role};
 
 /// How long a backend may take to start.
@@ -30,7 +30,7 @@ pub(crate) fn let_go(vm: &str, limit: Duration) -> Result<()> {
 /// Has the guest go on at this host, and gives it the devices of its description,
 /// at their ports.
 pub(crate) fn land(vm: &str, role: Role) -> Result<()> {
-    let state = control::describe(vm)?.state;
+    let state = settled(|| control::describe(vm))?.state;
     match (&state, role) {
         (RunState::Running, _) => {}
         // QEMU has died, and with it the guest: what is left is to boot it.
@@ -69,7 +69,7 @@ fn gone(vm: &str, why: &str) -> Error {
 /// Ends a QEMU whose guest stands still, and the VM's backend. A guest that runs
 /// is left alone.
 pub(crate) fn end(vm: &str) -> Result<()> {
-    if control::describe(vm)?.state == RunState::Running {
+    if settled(|| control::describe(vm))?.state == RunState::Running {
         return Err(Error::refused(format!(
             "VM {vm} has arrived there and runs: let it go on with --resume, and move it back from there"
         )));
@@ -78,5 +78,5 @@ pub(crate) fn end(vm: &str) -> Result<()> {
         limit: Duration::ZERO,
         force: true,
     };
-    Ok(control::stop(vm, &options)?)
+    settled(|| control::stop(vm, &options))
 }

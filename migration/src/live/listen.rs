@@ -6,7 +6,7 @@ use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor, RunState, StartOptions};
 use serde_json::json;
 
-use super::address::uri;
+use super::{address::uri, settled};
 use crate::{Error, ErrorKind, Result};
 
 /// How long backend and QEMU may take to start, each.
@@ -22,7 +22,7 @@ const ARGS: [&str; 3] = ["-incoming", "defer", "-S"];
 /// where, as QEMU takes it. One that listened before, for an attempt that failed,
 /// is ended.
 pub(crate) fn listen(vm: &str, address: IpAddr) -> Result<String> {
-    match control::describe(vm)?.state {
+    match settled(|| control::describe(vm))?.state {
         RunState::Stopped => {}
         RunState::Running => {
             return Err(Error::refused(format!("VM {vm} runs there already")));
