@@ -53,10 +53,16 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
     command
         .args(["--no-build", "--strip", "--manifest-path"])
         .arg(workspace().join("cli/Cargo.toml"))
-        .env("CARGO_TARGET_DIR", &staged);
-    if let Some(output) = &args.output {
-        command.arg("--output").arg(output);
-    }
+        .env("CARGO_TARGET_DIR", &staged)
+        .arg("--output");
+    match &args.output {
+        Some(output) => command.arg(output),
+        None => {
+            let output = target.join("debian");
+            fs::create_dir_all(&output).with_context(|| format!("creating {}", output.display()))?;
+            command.arg(output)
+        }
+    };
     succeed(&mut command)
 }
 
