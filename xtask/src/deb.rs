@@ -59,7 +59,8 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
         Some(output) => command.arg(output),
         None => {
             let output = target.join("debian");
-            fs::create_dir_all(&output).with_context(|| format!("creating {}", output.display()))?;
+            fs::create_dir_all(&output)
+                .with_context(|| format!("creating {}", output.display()))?;
             command.arg(output)
         }
     };
