@@ -4,9 +4,9 @@
 use std::{
     ffi::OsString,
     io::{BufRead, BufReader, Read, Write},
-    os::unix::{net::UnixStream, process::CommandExt},
+    os::unix::net::UnixStream,
     path::PathBuf,
-    process::{Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -187,19 +187,11 @@ impl Backend {
             .map_err(Error::system(format!("cannot use {}", folder.display())))?;
         let log = Log::open(vm, "backend.log")?;
         let mut watch = Watch::new(&folder)?;
-        let program = places::farside();
-        let child = Command::new(&program)
-            .args(["serve", "--vm", vm])
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(log.writer()?)
-            .stderr(log.writer()?)
-            .current_dir("/")
-            // Out of reach of the keys of our terminal.
-            .process_group(0)
-            .spawn()
-            .map_err(Error::system(format!("cannot run {}", program.display())))?;
-        let process = Process::of_child(&child).map_err(Error::system("pidfd"))?;
+        let process = log.spawn(
+            Command::new(places::farside())
+                .args(["serve", "--vm", vm])
+                .args(args),
+        )?;
         let failed = |why| Error::Failed {
             what: "the backend",
             vm: vm.to_owned(),

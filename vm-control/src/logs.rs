@@ -3,12 +3,14 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Seek, SeekFrom},
+    os::unix::process::CommandExt,
     path::PathBuf,
+    process::{Command, Stdio},
 };
 
 use farside_vm_config::places;
 
-use crate::Error;
+use crate::{Error, process::Process};
 
 /// Most lines of a log in a message.
 const LINES: usize = 12;
@@ -38,10 +40,23 @@ impl Log {
         Ok(Self { path, file, start })
     }
 
-    /// For the process that writes it.
-    pub(crate) fn writer(&self) -> Result<File, Error> {
+    /// Starts a process in the background, which writes it: in a group of its own,
+    /// out of reach of the keys of our terminal.
+    pub(crate) fn spawn(&self, command: &mut Command) -> Result<Process, Error> {
         let what = format!("cannot log to {}", self.path.display());
-        self.file.try_clone().map_err(Error::system(what))
+        let writer = || self.file.try_clone().map_err(Error::system(what.clone()));
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(writer()?)
+            .stderr(writer()?)
+            .current_dir("/")
+            .process_group(0)
+            .spawn()
+            .map_err(Error::system(format!(
+                "cannot run {}",
+                command.get_program().display()
+            )))?;
+        Process::of_child(&child).map_err(Error::system("pidfd"))
     }
 
     /// What this run wrote at the end, for a message.

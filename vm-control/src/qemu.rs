@@ -7,9 +7,7 @@
 
 use std::{
     fs,
-    os::unix::process::CommandExt,
     path::PathBuf,
-    process::Stdio,
     time::{Duration, Instant},
 };
 
@@ -65,16 +63,7 @@ pub(crate) fn start(
     let log = Log::open(name, "qemu.log")?;
     let mut watch = Watch::new(&folder)?;
     keep_monitor_private();
-    let child = command_line
-        .to_command()
-        .stdin(Stdio::null())
-        .stdout(log.writer()?)
-        .stderr(log.writer()?)
-        .current_dir("/")
-        .process_group(0)
-        .spawn()
-        .map_err(Error::system(format!("cannot run {}", program.display())))?;
-    let process = Process::of_child(&child).map_err(Error::system("pidfd"))?;
+    let process = log.spawn(&mut command_line.to_command())?;
     let failed = |why| Error::Failed {
         what: "QEMU",
         vm: name.clone(),
