@@ -17,11 +17,11 @@ pub struct Measurement {
     pub iops: f64,
     /// Bytes a second.
     pub bandwidth: f64,
-    /// Completion latency, nanoseconds.
+    /// Latency from before submission to completion, nanoseconds.
     pub p50: f64,
-    /// Completion latency, nanoseconds.
+    /// Latency from before submission to completion, nanoseconds.
     pub p99: f64,
-    /// Completion latency, nanoseconds.
+    /// Latency from before submission to completion, nanoseconds.
     pub p999: f64,
     /// Nanoseconds that the guest's processors were busy for one I/O.
     pub guest_cpu: Option<f64>,

@@ -122,7 +122,7 @@ pub fn text(results: &Results) -> String {
 /// What the ratios mean.
 pub const HOW_TO_READ: &str = "Ratios are median (least–most) of pairs of runs, one after the \
 other on the two drives. More is better for IOPS and bandwidth, less for everything else: \
-latency is fio's completion latency; guest CPU is the time that the guest's processors were busy \
+latency is fio's, from submission to completion; guest CPU is the time that the guest's processors were busy \
 for one I/O, host CPU that of all processes that serve the guest. Wanted are IOPS and bandwidth of \
 at least 1.00 and p99 of at most 1.00.";
 

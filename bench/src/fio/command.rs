@@ -46,6 +46,10 @@ pub fn arguments(job: &Job, drive: &str, timing: Timing, hooks: &Hooks) -> Vec<S
         format!("--runtime={seconds}"),
         format!("--exec_prerun={}", hooks.begin),
         format!("--exec_postrun={}", hooks.end),
+        // All of a request's latency: a trapped doorbell is submission to fio, and
+        // a device may do a part of its work there.
+        "--lat_percentiles=1".to_owned(),
+        "--clat_percentiles=0".to_owned(),
         "--percentile_list=50:99:99.9".to_owned(),
         "--output-format=json".to_owned(),
     ];
