@@ -71,10 +71,11 @@ pub enum VmError {
         first: String,
         second: String,
     },
-    /// More ports than places for them.
-    #[error("{wanted} ports, of devices and spare: a {machine} VM has room for {limit}")]
+    /// More devices, or ports, than places for them.
+    #[error("{wanted} {what}: a {machine} VM has room for {limit}")]
     TooMany {
         wanted: usize,
+        what: &'static str,
         machine: &'static str,
         limit: usize,
     },

@@ -47,6 +47,16 @@ impl Vm {
 
     pub(crate) fn check_ports(&self) -> Result<(), VmError> {
         let limit = limit(self.machine);
+        let room_for = |wanted: usize, what| match wanted > limit {
+            true => Err(VmError::TooMany {
+                wanted,
+                what,
+                machine: self.machine.name(),
+                limit,
+            }),
+            false => Ok(()),
+        };
+        room_for(self.devices.len(), "devices")?;
         let ports = self.ports();
         for (position, &port) in ports.iter().enumerate() {
             let id = &self.devices[position].id;
@@ -66,15 +76,7 @@ impl Vm {
                 });
             }
         }
-        let wanted = self.port_count();
-        if wanted > limit {
-            return Err(VmError::TooMany {
-                wanted,
-                machine: self.machine.name(),
-                limit,
-            });
-        }
-        Ok(())
+        room_for(self.port_count(), "ports, of devices and spare")
     }
 }
 
