@@ -23,12 +23,17 @@ use crate::{Error, process::Process};
 /// QEMU that its guest has taken over says what it likes: bounds memory.
 const MAX_LINE: usize = 4 << 20;
 
+/// How long a QEMU that hangs up on who has just connected may take to end.
+const ENDING: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
 pub(super) struct Socket {
     vm: String,
     path: PathBuf,
     stream: UnixStream,
     process: Process,
+    /// It has answered.
+    known: bool,
     /// What was read and not yet taken.
     buffer: Vec<u8>,
 }
@@ -79,6 +84,7 @@ impl Socket {
             path: path.to_owned(),
             stream,
             process,
+            known: false,
             buffer: Vec::new(),
         };
         // Its first line; only clients that others keep out wait for it.
@@ -100,7 +106,7 @@ impl Socket {
             .stream
             .set_write_timeout(Some(left(deadline)))
             .and_then(|()| self.stream.write_all(text.as_bytes()));
-        sent.map_err(|error| self.lost(error))
+        sent.map_err(|error| self.hung_up(error))
     }
 
     /// The next line. None when `deadline` comes first; what was read before it
@@ -114,7 +120,10 @@ impl Socket {
                 name: name.to_owned(),
                 data: value["data"].clone(),
             }),
-            None => Line::Answer(value),
+            None => {
+                self.known = true;
+                Line::Answer(value)
+            }
         }))
     }
 
@@ -152,13 +161,25 @@ impl Socket {
                 .set_read_timeout(Some(left(deadline)))
                 .and_then(|()| self.stream.read(&mut piece));
             match read {
-                Ok(0) => return Err(self.lost("QEMU has closed it, or ended")),
+                Ok(0) => return Err(self.hung_up("QEMU has closed it, or ended")),
                 Ok(len) => self.buffer.extend_from_slice(&piece[..len]),
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-                Err(error) => return Err(self.lost(error)),
+                Err(error) => return Err(self.hung_up(error)),
             }
         }
+    }
+
+    /// One that ends while somebody connects has ended before.
+    fn hung_up(&self, why: impl ToString) -> Error {
+        let ended = || self.process.wait(Instant::now() + ENDING);
+        if !self.known && matches!(ended(), Ok(true)) {
+            return Error::NotRunning {
+                vm: self.vm.clone(),
+                hint: " (QEMU has just ended)".to_owned(),
+            };
+        }
+        self.lost(why)
     }
 
     fn lost(&self, why: impl ToString) -> Error {

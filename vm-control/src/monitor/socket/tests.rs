@@ -1,6 +1,11 @@
 //! Whoever is at the socket may be anyone, and says anything.
 
-use std::{io, os::unix::net::UnixListener, thread};
+use std::{
+    io::{self, BufRead, BufReader},
+    os::unix::net::UnixListener,
+    process::{Command, Stdio},
+    thread,
+};
 
 use super::*;
 
@@ -40,6 +45,32 @@ fn a_greeting_is_taken() {
     assert_eq!(event.name, "STOP");
     // Half a line is none.
     assert!(socket.receive(soon).unwrap().is_none());
+}
+
+/// In its own process, this is a QEMU that ends when somebody connects.
+#[test]
+fn one_that_ends_while_somebody_connects_runs_no_more() {
+    const PATH: &str = "FARSIDE_TEST_MONITOR";
+    if let Some(path) = std::env::var_os(PATH) {
+        let listener = UnixListener::bind(path).unwrap();
+        println!("bound");
+        listener.accept().unwrap();
+        std::process::exit(0);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("qmp");
+    let name = "monitor::socket::tests::one_that_ends_while_somebody_connects_runs_no_more";
+    let mut other = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(PATH, &path)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(other.stdout.take().unwrap()).lines();
+    assert!(lines.map(Result::unwrap).any(|line| line.contains("bound")));
+    let error = Socket::connect("web1", &path, Instant::now() + LONG, LONG).unwrap_err();
+    other.wait().unwrap();
+    assert!(matches!(error, Error::NotRunning { .. }), "{error}");
 }
 
 #[test]
