@@ -30,6 +30,9 @@ use crate::{
 /// How long one attempt to reach a new QEMU's monitor takes at most.
 const GREETING: Duration = Duration::from_secs(10);
 
+/// How often the guest's power button is pressed.
+const PRESS_AGAIN: Duration = Duration::from_secs(5);
+
 /// How long QEMU may take to end when it is told to, or has said it will.
 const QUIT: Duration = Duration::from_secs(20);
 
@@ -96,15 +99,13 @@ pub fn keep_monitor_private() {
     umask(before | others_write);
 }
 
-/// Presses the power button and waits until QEMU has ended; with `force`, ends
-/// it then.
+/// Presses the power button, again and again, and waits until QEMU has ended; with
+/// `force`, ends it then.
 pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result<(), Error> {
     let vm = monitor.vm().to_owned();
     let deadline = Instant::now() + limit;
     if !limit.is_zero() {
-        let pressed = monitor.run("system_powerdown", json!({}));
-        let ended = pressed.and_then(|_| wait_shutdown(&mut monitor, deadline));
-        match ended {
+        match power_down(&mut monitor, deadline) {
             Ok(true) => {
                 // It ends by itself, unless it was told to stay.
                 let _ = monitor.run("quit", json!({}));
@@ -130,9 +131,20 @@ pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result
     wait_end(&monitor, true)
 }
 
-fn wait_shutdown(monitor: &mut Monitor, deadline: Instant) -> Result<bool, Error> {
-    let event = monitor.wait_event(deadline, |event| event.name == "SHUTDOWN")?;
-    Ok(event.is_some())
+/// Returns whether the guest has powered off. A guest that still boots has nobody
+/// who hears the button, so it is pressed more than once.
+fn power_down(monitor: &mut Monitor, deadline: Instant) -> Result<bool, Error> {
+    loop {
+        monitor.run("system_powerdown", json!({}))?;
+        let press_again = deadline.min(Instant::now() + PRESS_AGAIN);
+        let event = monitor.wait_event(press_again, |event| event.name == "SHUTDOWN")?;
+        if event.is_some() {
+            return Ok(true);
+        }
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+    }
 }
 
 fn wait_end(monitor: &Monitor, force: bool) -> Result<(), Error> {

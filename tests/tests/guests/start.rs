@@ -60,6 +60,12 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
     ensure!(read(&guest)?.contains(&sum), "the data is gone");
     done(cluster, &["stop", "web1", "--limit", "120"])?;
     nothing_runs(cluster, "web1")?;
+    drop(guest);
+
+    // One that still boots has nobody who hears the button yet.
+    done(cluster, &["start", "web1"])?;
+    done(cluster, &["stop", "web1", "--limit", "120"])?;
+    nothing_runs(cluster, "web1")?;
     passed()
 }
 
