@@ -2,12 +2,10 @@
 
 use std::{
     io,
-    num::NonZeroUsize,
     os::fd::AsRawFd,
     path::PathBuf,
     sync::{Arc, Mutex},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
@@ -25,7 +23,6 @@ use crate::{
     lookup::{Lookup, check_device, checked},
     served::Served,
     sockets::Sockets,
-    spin::Spin,
     status::StatusServer,
 };
 
@@ -207,34 +204,13 @@ impl Backend {
         }));
         self.manager
             .add_subscriber(Arc::clone(&stopped) as Subscriber);
-        let processors = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        let mut spin = Spin::new(processors);
         while !stopped.lock().is_ok_and(|stop| stop.raised) {
-            self.wait(&mut spin)?;
+            self.manager.run()?;
             self.served.apply(&mut self.manager);
         }
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");
-        Ok(())
-    }
-}
-
-impl Backend {
-    /// Waits for events, and has them seen to.
-    fn wait(&mut self, spin: &mut Spin) -> Result<(), StartError> {
-        if let Some(time) = spin.look() {
-            let until = Instant::now() + time;
-            let mut events = 0;
-            while events == 0 && Instant::now() < until {
-                events = self.manager.run_with_timeout(0)?;
-            }
-            spin.looked(events > 0);
-            if events > 0 {
-                return Ok(());
-            }
-        }
-        self.manager.run()?;
         Ok(())
     }
 }

@@ -8,7 +8,7 @@
 //! - `device`: one device: requests in, answers out.
 //! - `folder`, `sockets`: where all that is found.
 //! - `lookup`, `served`: devices are looked up, and come and go.
-//! - `server`, `status`, `admin`, `spin`, [`Backend`]: all of it on one event loop.
+//! - `server`, `status`, `admin`, [`Backend`]: all of it on one event loop.
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +23,6 @@ mod lookup;
 mod served;
 mod server;
 mod sockets;
-mod spin;
 mod status;
 
 pub use backend::{Backend, Config, StartError};
