@@ -6,6 +6,7 @@
 //! - [`Status`]: `farside status --json`;
 //! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
 //! - [`DmaTester`]: drives the DMA test device from inside a guest.
+//! - [`told`]: a test that fails shows what was said meanwhile;
 //! - [`two_hosts`]: two hosts between which a VM can move.
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
@@ -23,6 +24,7 @@ pub mod hosts;
 mod image;
 mod mtree;
 mod status;
+mod told;
 pub mod two_hosts;
 
 pub use binary::farside as farside_program;
@@ -34,6 +36,7 @@ pub use guest::{Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Fault, Lent, Status};
+pub use told::told;
 
 use std::time::Duration;
 

@@ -1,11 +1,10 @@
 //! One test on a stage of its own; when it fails, what was said there is shown.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use anyhow::Result;
 use libtest_mimic::{Completion, Failed};
 
 use super::{Stage, unable};
+use crate::told;
 
 /// Runs a test on a new stage, where that can be made.
 pub fn play(
@@ -16,15 +15,5 @@ pub fn play(
         return Ok(Completion::ignored_with(reason));
     }
     let stage = make().map_err(|error| format!("{error:#}"))?;
-    let result = catch_unwind(AssertUnwindSafe(|| test(&stage)));
-    let what = match result {
-        Ok(Ok(completion)) => return Ok(completion),
-        Ok(Err(error)) => format!("{error:#}"),
-        Err(panic) => panic
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
-            .unwrap_or_else(|| "a panic without words".to_owned()),
-    };
-    Err(format!("{what}\n{}", stage.story()).into())
+    told(|| test(&stage), || stage.story())
 }

@@ -19,9 +19,7 @@ mod refusals;
 mod sharing;
 mod start;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
-use farside_tests::Cluster;
+use farside_tests::{Cluster, told};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 /// What a test is: it passes, fails, or says why it cannot be run here.
@@ -85,17 +83,7 @@ fn main() {
 
 fn run(test: Test) -> Result<Completion, Failed> {
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
-    let result = catch_unwind(AssertUnwindSafe(|| test(&cluster)));
-    let what = match result {
-        Ok(Ok(completion)) => return Ok(completion),
-        Ok(Err(error)) => format!("{error:#}"),
-        Err(panic) => panic
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
-            .unwrap_or_else(|| "a panic without words".to_owned()),
-    };
-    Err(format!("{what}\n{}", cluster.story()).into())
+    told(|| test(&cluster), || cluster.story())
 }
 
 /// The end of a test that was run.

@@ -2,13 +2,11 @@
 //! VT-d, and used by guests in these VMs. What is judged comes from the kernels'
 //! own output: IOMMU trace events, interrupt counts, refused DMA.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use anyhow::ensure;
 use farside_tests::{
     Cluster,
     hosts::{self, Programs, Set},
-    testbed,
+    testbed, told,
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -39,20 +37,15 @@ fn main() {
 
 fn run(test: Test) -> Result<(), Failed> {
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
-    let result = catch_unwind(AssertUnwindSafe(|| {
+    let run = || {
         test(&Set {
             testbed: testbed()?,
             programs: &Programs::build()?,
             cluster: &cluster,
             tell: &|what| log::info!("{what}"),
         })
-    }));
-    let what = match result {
-        Ok(Ok(())) => return Ok(()),
-        Ok(Err(error)) => format!("{error:#}"),
-        Err(_) => "a panic".to_owned(),
     };
-    Err(format!("{what}\n{}", cluster.story()).into())
+    told(run, || cluster.story())
 }
 
 fn a_guest_uses_a_physical_drive_of_its_own_host(set: &Set<'_>) -> anyhow::Result<()> {

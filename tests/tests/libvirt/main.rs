@@ -16,10 +16,8 @@ mod stage;
 mod state;
 mod users;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use farside_testbed::DebianRoot;
-use farside_tests::Cluster;
+use farside_tests::{Cluster, told};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use stage::{AS_DEFAULT_USER, AS_ROOT, Stage};
@@ -67,13 +65,6 @@ fn run(test: Test, conf: &str) -> Result<Completion, Failed> {
     }
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
     let stage = Stage::new(&cluster, conf).map_err(|error| format!("{error:#}"))?;
-    let what = match catch_unwind(AssertUnwindSafe(|| test(&stage))) {
-        Ok(Ok(())) => return Ok(Completion::Completed),
-        Ok(Err(error)) => format!("{error:#}"),
-        Err(panic) => match panic.downcast_ref::<String>() {
-            Some(text) => text.clone(),
-            None => "a panic without words".to_owned(),
-        },
-    };
-    Err(format!("{what}\n{}\n{}", cluster.story(), stage.story()).into())
+    let story = || format!("{}\n{}", cluster.story(), stage.story());
+    told(|| test(&stage), story).map(|()| Completion::Completed)
 }
