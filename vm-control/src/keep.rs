@@ -27,7 +27,7 @@ pub(crate) fn keep(monitor: &mut Monitor, device: &str, socket: &Path) -> Result
         false => Err(Error::Unsupported {
             vm: monitor.vm().to_owned(),
             what: format!(
-                "device {device} cannot be unplugged while its memory is turned off in the guest (no driver runs it): QEMU would abort, and the VM with it; load its driver there first, or write 1 to its `enable` in sysfs"
+                "device {device} cannot be unplugged while its memory is turned off in the guest (no driver runs it): QEMU would abort, and the VM with it; load its driver there first, or write 1 to its `enable` in sysfs; where its backend has ended and neither helps, restart the VM"
             ),
         }),
     }

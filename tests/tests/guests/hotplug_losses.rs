@@ -28,6 +28,10 @@ pub fn a_backend_killed_in_an_attach_gives_the_device_back(
     let before = std::fs::read(&description)?;
     let mut backend = cluster.serve("a", &["dma0"]).start()?;
     let mut guest = cluster.guest("a").boot()?;
+    let instead_of = |guest: Guest<'_>| {
+        guest.kill_qemu()?;
+        cluster.guest("a").boot()
+    };
     for (n, moment) in moments.into_iter().enumerate() {
         let mut command = cluster.start("farside attach", &["attach", "a", "disk0"])?;
         cluster.wait_status("disk0 on its way", SHORT, moment)?;
@@ -35,16 +39,13 @@ pub fn a_backend_killed_in_an_attach_gives_the_device_back(
         command.wait_exit(SHORT)?;
         cluster.wait_free("disk0")?;
         backend = cluster.serve("a", &["dma0"]).start()?;
-        // Killed with a request of QEMU's unread, a backend resets QEMU's socket,
-        // and QEMU 11.1 aborts at that: then the VM starts again.
-        match has(&guest, "disk0") {
-            Ok(true) => detach_dead(cluster)?,
-            Ok(false) => {}
-            Err(error) => {
-                ensure!(guest.qemu_log().contains("error_setv"), "{error:#}");
-                drop(guest);
-                guest = cluster.guest("a").boot()?;
-            }
+        match taken_out(cluster, &guest) {
+            Ok(true) => {}
+            Ok(false) => guest = instead_of(guest)?,
+            // Killed with a request of QEMU's unread, a backend resets QEMU's socket,
+            // and QEMU 11.1 aborts at that: then the VM starts again.
+            Err(_) if guest.qemu_log().contains("error_setv") => guest = instead_of(guest)?,
+            Err(error) => return Err(error),
         }
         comes_back(cluster, &guest, 500 + n as u64)?;
     }
@@ -72,6 +73,50 @@ pub fn a_drive_whose_backend_was_killed_is_brought_back(
     comes_back(cluster, &guest, 521)?;
     guest.power_off()?;
     passed()
+}
+
+pub fn a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let mut backend = cluster.serve("a", &["dma0"]).start()?;
+    // Its guest sees nothing that is plugged in.
+    let guest = cluster
+        .guest("a")
+        .append("acpiphp.disable=1 pcie_ports=compat")
+        .boot()?;
+    attach(cluster, "a", "disk0")?;
+    for alive in [true, false] {
+        if !alive {
+            backend.kill()?;
+            cluster.wait_free("disk0")?;
+        }
+        let message = refused(cluster, &["detach", "a", "disk0"])?;
+        ensure!(
+            message.contains("disk0 cannot be unplugged while its memory is turned off"),
+            "{message}"
+        );
+        ensure!(has(&guest, "disk0")?);
+    }
+    guest.power_off()?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    check::io(&guest, DISK, 530)?;
+    guest.power_off()?;
+    passed()
+}
+
+/// Takes out the drive if QEMU has it, dead. False when it must stay, because the
+/// guest had no driver on it when its backend was killed.
+fn taken_out(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<bool> {
+    if !has(guest, "disk0")? {
+        return Ok(true);
+    }
+    let ended = cluster.run(&["detach", "a", "disk0", "--limit", "120"])?;
+    let stays = ended.stderr.contains("while its memory is turned off");
+    ensure!(ended.status.success() || stays, "{ended:?}");
+    Ok(!stays)
 }
 
 /// Takes out what QEMU has, and no backend serves any more.

@@ -60,6 +60,7 @@ fn main() {
         hotplug_refusals::what_cannot_be_plugged_in_leaves_the_vm_as_it_was,
         hotplug_losses::a_backend_killed_in_an_attach_gives_the_device_back,
         hotplug_losses::a_drive_whose_backend_was_killed_is_brought_back,
+        hotplug_losses::a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends,
         hotplug_losses::a_qemu_killed_in_a_detach_gives_the_device_back,
         hotplug_losses::a_guest_that_is_not_there_yet_keeps_its_drive,
         start::a_vm_is_started_and_stopped_and_started_again,
