@@ -16,7 +16,7 @@ const CARDBUS_CIS: usize = 0x28;
 const EXPANSION_ROM: usize = 0x30;
 const RESERVED: std::ops::Range<usize> = 0x35..0x3c;
 const INTERRUPT_LINE: usize = 0x3c;
-const INTERRUPT_PIN: usize = 0x3d;
+pub const INTERRUPT_PIN: usize = 0x3d;
 
 const COMMAND_PARITY: u16 = 1 << 6;
 const COMMAND_SERR: u16 = 1 << 8;

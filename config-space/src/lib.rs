@@ -1,7 +1,8 @@
 //! The configuration space that the guest sees of a borrowed function.
 //!
 //! It is made from the device's own image, which the lender read once, and
-//! from then on lives here: the guest's accesses never reach the device. Each
+//! from then on lives here: the guest's accesses do not reach the device, but
+//! for [one bit](ConfigSpace::interrupt_status_at) that only it knows. Each
 //! bit is read-only, read-write or write-1-to-clear as the PCI Express Base
 //! Specification (6.0; cited as "PCIe") says for a type 0 function, and a write
 //! tells its consequences as values, [`Effect`]s, for the caller to carry out.
@@ -84,6 +85,11 @@ const COMMAND_IO: u16 = 1 << 0;
 const COMMAND_MEMORY: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
 const COMMAND_INTX_DISABLE: u16 = 1 << 10;
+
+/// Interrupt Status, in the low byte of the status register: the function
+/// asserts INTx, or would if INTx disable did not keep it from that (PCIe
+/// 7.5.1.1.4).
+pub const INTERRUPT_STATUS: u8 = 1 << 3;
 
 /// A function's configuration space.
 #[derive(Clone, Debug)]
@@ -253,6 +259,23 @@ impl ConfigSpace {
     /// Whether the guest has turned INTx off.
     pub fn intx_disabled(&self) -> bool {
         self.command() & COMMAND_INTX_DISABLE != 0
+    }
+
+    /// Where a read of `len` bytes at `offset` has the byte with
+    /// [`INTERRUPT_STATUS`], if it has it and INTx is in use: the function has
+    /// the pin, and neither MSI nor MSI-X is enabled. The bit is the device's,
+    /// and [`read`](Self::read) says 0.
+    pub fn interrupt_status_at(&self, offset: u64, len: usize) -> Option<usize> {
+        let at = usize::try_from((STATUS as u64).checked_sub(offset)?).ok()?;
+        let in_use = || {
+            let registers = &self.registers;
+            let msi = registers.msi.as_ref().map(|msi| msi.state(&self.bytes));
+            let msix = registers.msix.as_ref().map(|msix| msix.state(&self.bytes));
+            self.bytes[header::INTERRUPT_PIN] != 0
+                && !msi.is_some_and(|msi| msi.enabled)
+                && !msix.is_some_and(|msix| msix.enabled)
+        };
+        (at < len && in_use()).then_some(at)
     }
 
     /// The function's power state; D0 when it has no power management.

@@ -8,7 +8,7 @@ use crate::{Fence, IrqUpdate};
 
 /// The protocol version of this build. Peers of different versions refuse each
 /// other by name.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Fencing number of a lease: each borrow of a device has a larger one than
 /// the borrow before.

@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// From the borrower's side: a BAR access of 1 to 8 bytes that does not cross
-/// an 8-byte boundary.
+/// From the borrower's side. A BAR access has 1 to 8 bytes and does not cross an
+/// 8-byte boundary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Access {
     /// Answered by [`Event::Data`].
@@ -29,12 +29,16 @@ pub enum Access {
         /// Little-endian value in the low `len` bytes.
         value: u64,
     },
+    /// Reads Interrupt Status, the one bit of configuration space that only the
+    /// device knows (PCIe 7.5.1.1.4). Answered by [`Event::Data`], 0 or 1.
+    InterruptStatus,
 }
 
 /// From the lender's side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
-    /// The answer to the oldest unanswered [`Access::Read`].
+    /// The answer to the oldest unanswered [`Access::Read`] or
+    /// [`Access::InterruptStatus`].
     Data {
         /// Little-endian value.
         value: u64,

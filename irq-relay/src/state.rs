@@ -274,6 +274,11 @@ impl State {
         }
     }
 
+    /// Whether the device drives its INTx line, whatever holds that back.
+    pub(crate) fn intx_asserted(&self) -> bool {
+        self.intx.asserted
+    }
+
     /// The function is reset: nothing is pending, the line is low, the command
     /// register is 0. Triggers and masks are the client's and stay, as they do
     /// at `VFIO_DEVICE_RESET`.

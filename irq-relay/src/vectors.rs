@@ -102,6 +102,12 @@ impl Vectors {
         self.perform(fire);
     }
 
+    /// Whether the device drives its INTx line: Interrupt Status in the status
+    /// register (PCIe 7.5.1.1.4), which neither masks nor INTx disable change.
+    pub fn intx_asserted(&self) -> bool {
+        self.state.intx_asserted()
+    }
+
     /// The guest sets or clears INTx disable (command register, bit 10).
     pub fn set_intx_disabled(&mut self, disabled: bool) {
         let fire = self.state.set_intx_disabled(disabled);

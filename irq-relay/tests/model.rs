@@ -168,6 +168,7 @@ proptest! {
                 let wanting = model.wanting.contains(&(IrqIndex::Msix, vector));
                 prop_assert_eq!(real.is_pending(vector), wanting, "{} after {:?}", vector, op);
             }
+            prop_assert_eq!(real.intx_asserted(), model.line, "after {:?}", op);
         }
         prop_assert_eq!(real.status().failed, 0);
     }

@@ -73,6 +73,10 @@ pub(crate) trait Borrowable: Send {
     /// Sets the command register's INTx disable.
     fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError>;
 
+    /// Whether the device asserts INTx, be that disabled or masked: Interrupt
+    /// Status in its status register (PCIe 7.5.1.1.4).
+    fn interrupt_status(&mut self) -> bool;
+
     /// Whether relayed interrupts wait to be sent.
     fn relay_waits(&self) -> bool;
 

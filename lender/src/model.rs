@@ -231,6 +231,15 @@ impl Borrowable for ModelDevice {
         Ok(())
     }
 
+    fn interrupt_status(&mut self) -> bool {
+        // What the guest wrote to memory that the device looks at comes before
+        // this, as a posted write would.
+        self.poll();
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| lease.irq.intx_asserted())
+    }
+
     fn relay_waits(&self) -> bool {
         self.lease
             .as_ref()

@@ -365,6 +365,16 @@ impl Borrowable for VfioDevice {
         irqs::set_intx_disable(&lease.function, disabled)
     }
 
+    fn interrupt_status(&mut self) -> bool {
+        let Some(lease) = &self.lease else {
+            return false;
+        };
+        irqs::interrupt_status(&lease.function).unwrap_or_else(|error| {
+            log::debug!("device {}: {error}", self.id);
+            false
+        })
+    }
+
     fn relay_waits(&self) -> bool {
         self.lease
             .as_ref()

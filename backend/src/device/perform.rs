@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use farside_config_space::INTERRUPT_STATUS;
 use farside_control::registers::Event as RegisterEvent;
 
 use super::{
@@ -48,6 +49,7 @@ impl Device {
                 self.vectors.reset();
             }
             Task::BarRead { bar, offset, done } => self.read_bar(bar, offset, done),
+            Task::InterruptStatus { at } => self.read_interrupt_status(at),
             Task::BarWrite {
                 bar,
                 offset,
@@ -118,6 +120,24 @@ impl Device {
         }
     }
 
+    /// Without a lease there is no interrupt.
+    fn read_interrupt_status(&mut self, at: usize) {
+        let Some(channel) = &mut self.registers else {
+            return;
+        };
+        match registers::request_interrupt_status(channel) {
+            Ok(true) => {
+                let since = Instant::now();
+                self.tasks.waiting = Waiting::InterruptStatus { at, since };
+            }
+            Ok(false) => {
+                self.tasks.waiting = Waiting::Room;
+                self.tasks.push_front(Task::InterruptStatus { at });
+            }
+            Err(error) => self.lender_gone(&error),
+        }
+    }
+
     fn write_bar(&mut self, bar: u8, offset: u64, data: Vec<u8>, done: usize) {
         let Some(channel) = &mut self.registers else {
             return;
@@ -141,17 +161,27 @@ impl Device {
     pub(super) fn on_register_event(&mut self, event: RegisterEvent) {
         match event {
             RegisterEvent::Interrupt(fire) => self.vectors.deliver(fire),
-            RegisterEvent::Data { value } => {
-                // The lender is asked for one piece at a time; an answer that
-                // nobody waits for is to a client that has gone.
-                if let Waiting::Register { len, .. } = self.tasks.waiting
-                    && let Some(Task::BarRead { done, .. }) = self.tasks.front()
-                    && let Some(piece) = self.buffer.get_mut(done - len..*done)
-                {
-                    piece.copy_from_slice(&value.to_le_bytes()[..len]);
+            // The lender is asked for one piece at a time; an answer that
+            // nobody waits for is to a client that has gone.
+            RegisterEvent::Data { value } => match self.tasks.waiting {
+                Waiting::Register { len, .. } => {
+                    if let Some(Task::BarRead { done, .. }) = self.tasks.front()
+                        && let Some(piece) = self.buffer.get_mut(done - len..*done)
+                    {
+                        piece.copy_from_slice(&value.to_le_bytes()[..len]);
+                        self.tasks.finish_current();
+                    }
+                }
+                Waiting::InterruptStatus { at, .. } => {
+                    if value != 0
+                        && let Some(byte) = self.buffer.get_mut(at)
+                    {
+                        *byte |= INTERRUPT_STATUS;
+                    }
                     self.tasks.finish_current();
                 }
-            }
+                Waiting::No | Waiting::Worker | Waiting::Room => {}
+            },
         }
     }
 

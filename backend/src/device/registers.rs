@@ -1,4 +1,4 @@
-//! BAR accesses on their way to the lender.
+//! Register accesses on their way to the lender.
 
 use farside_control::{
     Channel, ChannelError,
@@ -55,6 +55,11 @@ pub(crate) fn request_read(
         len: len as u8,
     };
     Ok(channel.try_send(&access, &[])?.then_some(len))
+}
+
+/// Asks for Interrupt Status. False when there is no room now.
+pub(crate) fn request_interrupt_status(channel: &mut Channel) -> Result<bool, ChannelError> {
+    channel.try_send(&Access::InterruptStatus, &[])
 }
 
 /// The next event, if there is one.

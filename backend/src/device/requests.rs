@@ -24,11 +24,13 @@ impl Device {
         let count = count as usize;
         self.buffer.clear();
         self.buffer.resize(count, 0xff);
+        let mut interrupt_status = None;
         let bar = match region {
             Region::Config => {
                 let size = self.config.size();
                 if self.is_present() && offset + count as u64 <= size {
                     self.config.read(offset, &mut self.buffer);
+                    interrupt_status = self.config.interrupt_status_at(offset, count);
                 }
                 None
             }
@@ -46,7 +48,10 @@ impl Device {
                 };
                 self.hold(to, finish, [borrow, read])
             }
-            None => self.hold(to, finish, []),
+            None => {
+                let status = interrupt_status.map(|at| Task::InterruptStatus { at });
+                self.hold(to, finish, status)
+            }
         }
     }
 

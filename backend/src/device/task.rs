@@ -60,6 +60,8 @@ pub(crate) enum Task {
     ResetConfig,
     /// Read a BAR into the device's buffer.
     BarRead { bar: u8, offset: u64, done: usize },
+    /// Put Interrupt Status into this byte of the device's buffer.
+    InterruptStatus { at: usize },
     /// Write to a BAR.
     BarWrite {
         bar: u8,
@@ -95,6 +97,13 @@ pub(crate) enum Waiting {
     Register {
         /// Bytes.
         len: usize,
+        /// When it was asked for.
+        since: Instant,
+    },
+    /// The answer to a read of Interrupt Status.
+    InterruptStatus {
+        /// The byte of the device's buffer that it goes to.
+        at: usize,
         /// When it was asked for.
         since: Instant,
     },
@@ -147,7 +156,7 @@ impl Tasks {
     /// Since when the front of the queue waits for a register read.
     pub(crate) fn register_read_since(&self) -> Option<Instant> {
         match self.waiting {
-            Waiting::Register { since, .. } => Some(since),
+            Waiting::Register { since, .. } | Waiting::InterruptStatus { since, .. } => Some(since),
             _ => None,
         }
     }

@@ -20,6 +20,7 @@ use crate::{host::until, vmm::Vmm};
 pub const CONFIG: u32 = 7;
 
 pub const COMMAND: u64 = 0x04;
+pub const STATUS: u64 = 0x06;
 pub const MEMORY: u16 = 1 << 1;
 pub const BUS_MASTER: u16 = 1 << 2;
 pub const INTX_DISABLE: u16 = 1 << 10;

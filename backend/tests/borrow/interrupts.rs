@@ -6,8 +6,8 @@ use rustix::{io::Errno, process::Resource};
 
 use crate::{
     guest::{
-        CONFIG, Event, INTERRUPT, INTX_DISABLE, Job, MEMORY, enable, raise, read_u32, run,
-        set_command, small,
+        CONFIG, Event, INTERRUPT, INTX_DISABLE, Job, MEMORY, Port, STATUS, capability, enable,
+        raise, read_u16, read_u32, run, set_command, small,
     },
     host::{DMA, Host, Served},
     vmm::{DATA_EVENTFD, DATA_NONE, MASK, TRIGGER, UNMASK, Vmm},
@@ -167,6 +167,51 @@ fn intx_disable_holds_intx_back() {
         assert_eq!(event.count(), 0);
         set_command(&mut vmm, MEMORY);
         assert_eq!(event.wait(), 1);
+    });
+}
+
+/// What a driver of a shared line looks at before it says that the interrupt
+/// is its own.
+#[test]
+fn interrupt_status_is_read_from_the_device_while_intx_is_in_use() {
+    both(|_, served| {
+        let mut vmm = served.client(DMA);
+        let pending = |vmm: &mut Vmm| {
+            // As the Linux kernel reads it, as lspci does, and alone.
+            let with_command = read_u32(vmm, CONFIG, 4) >> 16;
+            let alone = u32::from(read_u16(vmm, CONFIG, STATUS));
+            let mut header = [0; 64];
+            Port::read(vmm, CONFIG, 0, &mut header);
+            let status = u32::from(u16::from_le_bytes([header[6], header[7]]));
+            assert_eq!([with_command, alone], [status; 2]);
+            status & 1 << 3 != 0
+        };
+        assert!(!pending(&mut vmm), "nothing is borrowed");
+        vmm.reset().unwrap();
+        let event = Event::new();
+        vmm.set_irqs(INTX, DATA_EVENTFD | TRIGGER, 0, 1, &[&event])
+            .unwrap();
+        assert!(!pending(&mut vmm));
+        raise(&mut vmm, 0);
+        assert_eq!(event.wait(), 1);
+        assert!(pending(&mut vmm));
+        // Whatever INTx disable says.
+        set_command(&mut vmm, MEMORY | INTX_DISABLE);
+        assert!(pending(&mut vmm));
+        // Not with MSI-X, whose messages leave the line alone.
+        let control = capability(&mut vmm, 0x11) + 2;
+        Port::write(&mut vmm, CONFIG, control, &[0, 0x80]);
+        assert!(!pending(&mut vmm));
+        Port::write(&mut vmm, CONFIG, control, &[0, 0]);
+        assert!(pending(&mut vmm));
+        // The acknowledgement is posted, and the read does not pass it.
+        vmm.try_write(0, reg::STATUS, &status::INTERRUPT.to_le_bytes())
+            .unwrap();
+        assert!(!pending(&mut vmm));
+        raise(&mut vmm, 0);
+        assert!(pending(&mut vmm));
+        vmm.reset().unwrap();
+        assert!(!pending(&mut vmm));
     });
 }
 

@@ -43,6 +43,10 @@ fn round_trip_times() {
     measure("4-byte read of configuration space", 100_000, || {
         call(&mut vmm, REGION_READ, &read)
     });
+    let read = access(CONFIG, 4, 4);
+    measure("the same of Status, from the device", 20_000, || {
+        call(&mut vmm, REGION_READ, &read)
+    });
     let read = access(0, 0, 4);
     measure("4-byte read of a BAR", 20_000, || {
         call(&mut vmm, REGION_READ, &read)

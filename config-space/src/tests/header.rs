@@ -126,6 +126,45 @@ fn the_interrupt_pin_is_there_if_the_line_is() {
     assert_eq!(read_u8(&ConfigSpace::new(&image.0).unwrap(), 0x3d), 0);
 }
 
+/// Every other read stays here.
+#[test]
+fn interrupt_status_is_the_devices_while_intx_is_in_use() {
+    let mut space = nvme();
+    let shapes = [(6, 1, 0), (6, 2, 0), (4, 4, 2), (5, 2, 1), (0, 64, 6)];
+    for (offset, len, at) in shapes {
+        assert_eq!(space.interrupt_status_at(offset, len), Some(at));
+    }
+    let beside = [(4, 2), (7, 1), (8, 4), (6, 0), (0, 6), (u64::MAX, 8)];
+    for (offset, len) in beside {
+        assert_eq!(space.interrupt_status_at(offset, len), None, "{offset:#x}");
+    }
+    // INTx disable has no effect on it.
+    write_u16(&mut space, 4, COMMAND_INTX_DISABLE);
+    assert_eq!(space.interrupt_status_at(6, 2), Some(0));
+    for id in [0x05, 0x11] {
+        let (_, at) = *standard(&space).iter().find(|(has, _)| *has == id).unwrap();
+        let before = read_u16(&space, at + 2);
+        let enable = if id == 0x05 { 1 } else { 1 << 15 };
+        write_u16(&mut space, at + 2, before | enable);
+        assert_eq!(space.interrupt_status_at(6, 2), None, "{id:#x} is on");
+        write_u16(&mut space, at + 2, before);
+        assert_eq!(space.interrupt_status_at(6, 2), Some(0));
+    }
+    let mut image = Image::nvme();
+    image.0.intx = false;
+    let space = ConfigSpace::new(&image.0).unwrap();
+    assert_eq!(space.interrupt_status_at(6, 2), None, "it has no pin");
+}
+
+/// A device that asserted INTx when it was described need not do so now.
+#[test]
+fn interrupt_status_of_the_image_is_not_kept() {
+    let mut image = Image::nvme();
+    image.put(6, &[0x10 | INTERRUPT_STATUS]);
+    let space = ConfigSpace::new(&image.0).unwrap();
+    assert_eq!(read_u16(&space, 6), 0x10);
+}
+
 #[test]
 fn scratch_registers_of_the_system_take_anything() {
     let mut space = nvme();

@@ -268,22 +268,16 @@ impl<'a> LeaseLoop<'a> {
                 Err(error) => return Err(End::PeerGone(error)),
             };
             self.served = self.served.wrapping_add(1);
-            match access {
+            let value = match access {
                 Access::Read { bar, offset, len } => {
                     let mut data = [0xff; 8];
                     if self.is_valid(bar, offset, len) {
                         let data = &mut data[..usize::from(len)];
                         self.owner.device.bar_read(bar, offset, data);
                     }
-                    let value = u64::from_le_bytes(data);
-                    // As on PCIe, where a completion does not pass messages.
-                    if self.owner.device.relay_waits() {
-                        self.send_relayed();
-                    }
-                    self.registers
-                        .send(&Event::Data { value }, &[], SEND_TIMEOUT)
-                        .map_err(End::PeerGone)?;
+                    u64::from_le_bytes(data)
                 }
+                Access::InterruptStatus => self.owner.device.interrupt_status().into(),
                 Access::Write {
                     bar,
                     offset,
@@ -295,8 +289,16 @@ impl<'a> LeaseLoop<'a> {
                         let data = &data[..usize::from(len)];
                         self.owner.device.bar_write(bar, offset, data);
                     }
+                    continue;
                 }
+            };
+            // As on PCIe, where a completion does not pass messages.
+            if self.owner.device.relay_waits() {
+                self.send_relayed();
             }
+            self.registers
+                .send(&Event::Data { value }, &[], SEND_TIMEOUT)
+                .map_err(End::PeerGone)?;
         }
         self.send_relayed();
         Ok(())

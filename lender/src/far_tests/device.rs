@@ -146,6 +146,10 @@ impl Borrowable for Recorder {
         Ok(())
     }
 
+    fn interrupt_status(&mut self) -> bool {
+        false
+    }
+
     fn relay_waits(&self) -> bool {
         !self.relay.is_empty()
     }

@@ -60,6 +60,11 @@ impl IrqPort {
         self.vectors.set_intx_disabled(disabled);
     }
 
+    /// Whether the device drives its INTx line.
+    pub(super) fn intx_asserted(&self) -> bool {
+        self.vectors.intx_asserted()
+    }
+
     /// Whether relayed interrupts wait to be sent.
     pub(super) fn relay_waits(&self) -> bool {
         !self.relay.is_empty()

@@ -26,6 +26,10 @@ use crate::refusals::{internal, invalid};
 const COMMAND: u64 = 4;
 /// INTx disable, in its high byte.
 const INTX_DISABLE_HIGH: u8 = 1 << 2;
+/// Offset of the status register (PCIe 7.5.1.1.4).
+const STATUS: u64 = 6;
+/// Interrupt Status, in its low byte.
+const INTERRUPT_STATUS: u8 = 1 << 3;
 
 /// Vectors that are looked at in one go.
 const READY: usize = 64;
@@ -207,6 +211,14 @@ pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<()
             .map_err(internal)?;
     }
     Ok(())
+}
+
+/// Interrupt Status of the function itself. It stays set when the kernel masks
+/// an interrupt that it took, which it does by INTx disable.
+pub(super) fn interrupt_status(function: &Function) -> Result<bool, RemoteError> {
+    let mut low = [0];
+    function.config_read(STATUS, &mut low).map_err(internal)?;
+    Ok(low[0] & INTERRUPT_STATUS != 0)
 }
 
 /// (index, vector, count) of what the kernel has taken from the function.

@@ -6,11 +6,11 @@ use farside_control::{
     Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
 };
-use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg};
+use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, status};
 use farside_fabric::NtbLimits;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 
-use crate::peer::{DEADLINE, DEVICE, Running, memory, read, write};
+use crate::peer::{DEADLINE, DEVICE, Running, interrupt_status, memory, read, write};
 
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
@@ -180,6 +180,27 @@ fn every_requester_entry_can_be_had_and_no_more() {
         peer.call(Request::Return, &[]).unwrap();
         leases.push(lender.borrow("dma29", "a"));
     }
+}
+
+#[test]
+fn interrupt_status_is_the_line_whatever_holds_it_back() {
+    let lender = Running::new();
+    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    assert_eq!(interrupt_status(&mut registers), 0);
+    write(&mut registers, 0, reg::COMMAND, 4, Command::Raise as u64);
+    assert_eq!(interrupt_status(&mut registers), 1);
+    for disabled in [true, false] {
+        peer.call(Request::SetIntxDisable { disabled }, &[])
+            .unwrap();
+        assert_eq!(interrupt_status(&mut registers), 1);
+    }
+    let acknowledge = status::INTERRUPT.into();
+    write(&mut registers, 0, reg::STATUS, 4, acknowledge);
+    assert_eq!(interrupt_status(&mut registers), 0);
+    write(&mut registers, 0, reg::COMMAND, 4, Command::Raise as u64);
+    assert_eq!(interrupt_status(&mut registers), 1);
+    peer.call(Request::Reset, &[]).unwrap();
+    assert_eq!(interrupt_status(&mut registers), 0);
 }
 
 /// As on PCIe, where the answer to a read does not pass messages.

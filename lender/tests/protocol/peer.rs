@@ -301,9 +301,15 @@ impl Peer {
 }
 
 pub fn read(registers: &mut Channel, bar: u8, offset: u64, len: u8) -> u64 {
-    registers
-        .send(&Access::Read { bar, offset, len }, &[], DEADLINE)
-        .unwrap();
+    ask(registers, Access::Read { bar, offset, len })
+}
+
+pub fn interrupt_status(registers: &mut Channel) -> u64 {
+    ask(registers, Access::InterruptStatus)
+}
+
+fn ask(registers: &mut Channel, access: Access) -> u64 {
+    registers.send(&access, &[], DEADLINE).unwrap();
     match registers.receive::<Event>(DEADLINE).unwrap().0 {
         Event::Data { value } => value,
         other => panic!("{other:?}"),
