@@ -13,6 +13,11 @@ const COMMAND: u64 = 4;
 /// Its bits.
 const MEMORY: u64 = 1 << 1;
 const BUS_MASTER: u64 = 1 << 2;
+const INTX_DISABLE: u64 = 1 << 10;
+/// Offset of the status register.
+const STATUS: u64 = 6;
+/// Its bit.
+const INTERRUPT_STATUS: u64 = 1 << 3;
 
 /// A DMA test device in a guest.
 pub struct DmaTester<'a> {
@@ -65,6 +70,38 @@ impl<'a> DmaTester<'a> {
     /// What the ID register reads now.
     pub fn answer(&self) -> Result<u64> {
         self.read(reg::ID, Width::U32)
+    }
+
+    /// Asserts INTx, or sends MSI-X vector 0. Does not look what comes of it:
+    /// that would be a register access, after which QEMU has the line sampled
+    /// anew.
+    pub fn raise(&self) -> Result<()> {
+        self.write(reg::COMMAND, Width::U32, Command::Raise as u64)
+    }
+
+    /// Deasserts INTx.
+    pub fn acknowledge(&self) -> Result<()> {
+        self.write(reg::STATUS, Width::U32, status::INTERRUPT.into())
+    }
+
+    /// Whether its status register says that an interrupt is pending.
+    pub fn interrupt_status(&self) -> Result<bool> {
+        let status = self.guest.config_read(&self.bdf, STATUS, Width::U16)?;
+        Ok(status & INTERRUPT_STATUS != 0)
+    }
+
+    /// Sets or clears INTx disable.
+    pub fn set_intx_disable(&self, on: bool) -> Result<()> {
+        match on {
+            true => self.set_command(INTX_DISABLE, 0),
+            false => self.set_command(0, INTX_DISABLE),
+        }
+    }
+
+    /// Whether INTx disable reads as set.
+    pub fn intx_disable(&self) -> Result<bool> {
+        let command = self.guest.config_read(&self.bdf, COMMAND, Width::U16)?;
+        Ok(command & INTX_DISABLE != 0)
     }
 
     /// Sets the PATTERN register, which a reset clears.

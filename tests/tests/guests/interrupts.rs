@@ -1,7 +1,7 @@
 //! Each way that an interrupt can take.
 
 use anyhow::ensure;
-use farside_tests::{Cluster, MIB, Machine, NVME};
+use farside_tests::{Cluster, DmaTester, MIB, Machine, NVME, SHORT};
 use libtest_mimic::Completion;
 
 use crate::{check, passed};
@@ -32,6 +32,48 @@ pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Complet
     );
     check::open(cluster, &guest, "disk0", 1)?;
     check::no_faults(cluster, &["disk0"])?;
+    guest.power_off()?;
+    passed()
+}
+
+/// uio_pci_generic takes an interrupt only when the device's status register says
+/// that it is the device's, and masks the line by INTx disable.
+pub fn a_driver_of_a_shared_line_takes_its_interrupts(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let _lender = cluster.lend(&["--dma-test", "dma0"])?;
+    let _backend = cluster.serve("a", &["dma0"]).start()?;
+    let guest = cluster.guest("a").machine(Machine::I440fx).boot()?;
+    let tester = DmaTester::new(&guest)?;
+    let bdf = &tester.bdf;
+    guest.sh(&format!(
+        "modprobe uio_pci_generic && mkfifo /tmp/events && \
+         echo uio_pci_generic > /sys/bus/pci/devices/{bdf}/driver_override && \
+         echo {bdf} > /sys/bus/pci/drivers_probe"
+    ))?;
+    guest.wait_path("/dev/uio0", SHORT)?;
+    for count in 1..=3 {
+        ensure!(!tester.interrupt_status()? && !tester.intx_disable()?);
+        // Opened before the interrupt: a read returns when the count is another
+        // than it was then.
+        guest.sh(
+            "exec 3</dev/uio0; (dd bs=4 count=1 <&3 | od -An -tu4 >/tmp/events) \
+             </dev/null >/dev/null 2>&1 &",
+        )?;
+        tester.raise()?;
+        let seen = check::number(&guest, "cat /tmp/events")?;
+        ensure!(seen == count, "{seen} interrupts instead of {count}");
+        ensure!(tester.intx_disable()?, "the driver has masked the line");
+        ensure!(tester.interrupt_status()?, "which is still asserted");
+        tester.acknowledge()?;
+        ensure!(!tester.interrupt_status()?, "until it is acknowledged");
+        tester.set_intx_disable(false)?;
+    }
+    let lent = cluster.status()?.lent("dma0")?;
+    ensure!(
+        matches!(*lent.interrupts, [(INTX, 0, count)] if count >= 3),
+        "{lent:?}"
+    );
     guest.power_off()?;
     passed()
 }

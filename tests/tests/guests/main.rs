@@ -46,6 +46,7 @@ fn main() {
         firmware::ovmf_boots_the_guest_from_the_borrowed_drive,
         firmware::ovmf_on_an_i440fx_leaves_the_drive_to_the_guest,
         interrupts::intx_on_an_i440fx_carries_io,
+        interrupts::a_driver_of_a_shared_line_takes_its_interrupts,
         interrupts::relayed_interrupts_carry_io_and_are_counted_alike,
         isolation::dma_reaches_guest_ram_and_nothing_else,
         life::nothing_is_pinned_before_bus_master_enable_and_after_its_end,
