@@ -5,10 +5,7 @@ use std::path::PathBuf;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_control::Address;
-
 use farside_host_pci::{Bdf, Filter};
-use farside_qemu_configs::{Accel, HugePages, Machine};
-
 use farside_vm_config::parse_size;
 
 use crate::{
@@ -22,6 +19,7 @@ use crate::{
     plan::Plan,
     run::{Start, Stop},
     units::Units,
+    values::MachineArg,
     vm_flags::VmFlags,
 };
 
@@ -259,62 +257,6 @@ pub(crate) enum QemuForm {
     Readconfig,
     /// JSON: the arguments, and those of -object and -device (or of QMP) alone.
     Json,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum MachineArg {
-    /// PCI Express.
-    Q35,
-    /// Conventional PCI (i440FX).
-    Pc,
-}
-
-impl MachineArg {
-    pub(crate) fn machine(self) -> Machine {
-        match self {
-            Self::Pc => Machine::I440fx,
-            Self::Q35 => Machine::Q35,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum AccelArg {
-    /// KVM, and TCG where that does not start.
-    Auto,
-    /// KVM or nothing.
-    Kvm,
-    /// QEMU's translator.
-    Tcg,
-}
-
-impl AccelArg {
-    pub(crate) fn accel(self) -> Accel {
-        match self {
-            Self::Auto => Accel::Auto,
-            Self::Kvm => Accel::Kvm,
-            Self::Tcg => Accel::Tcg,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum HugePagesArg {
-    /// 2 MiB
-    #[value(name = "2M")]
-    Of2MiB,
-    /// 1 GiB
-    #[value(name = "1G")]
-    Of1GiB,
-}
-
-impl HugePagesArg {
-    pub(crate) fn pages(self) -> HugePages {
-        match self {
-            Self::Of2MiB => HugePages::Of2MiB,
-            Self::Of1GiB => HugePages::Of1GiB,
-        }
-    }
 }
 
 #[derive(Debug, ClapArgs)]

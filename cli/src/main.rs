@@ -23,6 +23,7 @@ mod signals;
 mod status;
 mod text;
 mod units;
+mod values;
 mod vm_flags;
 mod waiting;
 

@@ -16,7 +16,7 @@ use farside_qemu_configs::HugePages;
 pub(crate) use args::Plan;
 use args::{FabricArg, GuestArg};
 
-use crate::args::HugePagesArg;
+use crate::values::HugePagesArg;
 
 /// All answers to one question.
 #[derive(serde::Serialize)]

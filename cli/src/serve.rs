@@ -10,9 +10,10 @@ use farside_service::{Activated, ready};
 use farside_vm_config::{DeviceConfig, VmConfig};
 
 use crate::{
-    args::{InterruptForm, MachineArg, Pin, Serve},
+    args::{InterruptForm, Pin, Serve},
     ram::ram_ranges,
     signals,
+    values::MachineArg,
 };
 
 /// QEMU's `x-msg-timeout` when nothing raises that.

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use clap::Args as ClapArgs;
 use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_size, places};
 
-use crate::args::{AccelArg, HugePagesArg, MachineArg};
+use crate::values::{AccelArg, HugePagesArg, MachineArg};
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct VmFlags {

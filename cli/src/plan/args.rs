@@ -9,7 +9,7 @@ use farside_guest_layout::{Gpa, GpaRange};
 use farside_planner::Reserved;
 use farside_vm_config::parse_size;
 
-use crate::args::{HugePagesArg, MachineArg};
+use crate::values::{HugePagesArg, MachineArg};
 
 /// Works out which VMs, devices and hosts fit, without touching any: guest
 /// layout, DMA windows, LUT entries, requester entries, addresses, memory to
