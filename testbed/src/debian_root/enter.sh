@@ -3,8 +3,10 @@
 # go the mounts.
 #
 # $1: an empty folder to mount things on; $2: the root folder; then pairs of a
-# folder of the machine and where it shall be.
+# folder of the machine and where it shall be. $FARSIDE_HOST: the host's name, where
+# that is its own.
 set -eu
+[ -z "${FARSIDE_HOST-}" ] || echo "$FARSIDE_HOST" > /proc/sys/kernel/hostname
 cd "$1"
 mount -t tmpfs -o mode=755 farside .
 cd "$1"

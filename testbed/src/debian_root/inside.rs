@@ -21,8 +21,9 @@ const ENVIRONMENT: [(&str, &str); 3] = [
 ];
 
 /// A private copy of a Debian root, in which programs run as root: writes go to
-/// memory, `/run` and `/tmp` are empty, `/dev`, `/sys` and the network are the
-/// machine's, process ids are its own. Nothing starts its services.
+/// memory, `/run` and `/tmp` are empty, `/dev` and `/sys` are the machine's, process
+/// ids are its own; network and host name are the machine's, unless it was entered by
+/// [`super::DebianRoot::enter_as`]. Nothing starts its services.
 ///
 /// Dropped, it ends all that runs inside and leaves nothing behind; so it does
 /// when this process is killed.
@@ -30,22 +31,31 @@ const ENVIRONMENT: [(&str, &str); 3] = [
 pub struct Inside {
     first: Child,
     pid: u32,
+    namespaces: &'static [&'static str],
     _mounted_on: tempfile::TempDir,
 }
 
 impl Inside {
-    pub(super) fn start(root: &Path, binds: &[(&Path, &Path)]) -> Result<Self> {
+    pub(super) fn start(root: &Path, binds: &[(&Path, &Path)], host: Option<&str>) -> Result<Self> {
+        let namespaces: &[&str] = match host {
+            None => &["--mount", "--pid"],
+            Some(_) => &["--mount", "--pid", "--net", "--uts"],
+        };
         let mounted_on = tempfile::Builder::new()
             .prefix("farside-root-")
             .tempdir()
             .context("creating a folder to mount on")?;
         let mut command = Command::new("unshare");
         command
-            .args(["--mount", "--pid", "--fork", "--propagation", "private"])
+            .args(namespaces)
+            .args(["--fork", "--propagation", "private"])
             .args(["sh", "-c", ENTER, "enter.sh"])
             .args([mounted_on.path(), root]);
         for (from, to) in binds {
             command.args([from, to]);
+        }
+        if let Some(host) = host {
+            command.env("FARSIDE_HOST", host);
         }
         let mut first = command
             .stdin(Stdio::piped())
@@ -71,6 +81,7 @@ impl Inside {
         Ok(Self {
             first,
             pid,
+            namespaces,
             _mounted_on: mounted_on,
         })
     }
@@ -81,11 +92,17 @@ impl Inside {
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command
-            .args(["--mount", "--pid", "--target", &self.pid.to_string(), "--"])
+            .args(self.namespaces)
+            .args(["--target", &self.pid.to_string(), "--"])
             .arg(program)
             .env_clear()
             .envs(ENVIRONMENT);
         command
+    }
+
+    /// Its first process, as this one numbers it: names its namespaces.
+    pub fn pid(&self) -> u32 {
+        self.pid
     }
 
     /// Where this process finds an absolute path of the inside.

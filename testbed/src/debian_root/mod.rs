@@ -109,7 +109,17 @@ impl DebianRoot {
     /// As [`DebianRoot::enter`], with folders of this machine, each at the path
     /// that follows it.
     pub fn enter_with(&self, binds: &[(&Path, &Path)]) -> Result<Inside> {
-        Inside::start(&self.folder, binds)
+        self.start(binds, None)
+    }
+
+    /// As [`DebianRoot::enter_with`], as a host of that name with a network of its own, in
+    /// which there is nothing yet.
+    pub fn enter_as(&self, host: &str, binds: &[(&Path, &Path)]) -> Result<Inside> {
+        self.start(binds, Some(host))
+    }
+
+    fn start(&self, binds: &[(&Path, &Path)], host: Option<&str>) -> Result<Inside> {
+        Inside::start(&self.folder, binds, host)
             .with_context(|| format!("entering {}", self.folder.display()))
     }
 }
