@@ -2,8 +2,9 @@
 //! begins with the hash of all before it.
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::Vm;
-use farside_tests::SHORT;
+use farside_testbed::Guest;
+
+use crate::SHORT;
 
 /// Bytes of a record.
 const RECORD: usize = 4096;
@@ -21,7 +22,7 @@ pub struct Chain {
 impl Chain {
     /// Has the guest add a record. It is not flushed: what has been written is on
     /// the medium when the VM has moved, whether or not the guest asks for that.
-    pub fn grow(&mut self, guest: &Vm) -> Result<()> {
+    pub fn grow(&mut self, guest: &Guest) -> Result<()> {
         let count = self.records;
         sh(
             guest,
@@ -39,7 +40,7 @@ impl Chain {
     }
 
     /// Has the guest read every record, and compare.
-    pub fn verify(&self, guest: &Vm) -> Result<()> {
+    pub fn verify(&self, guest: &Guest) -> Result<()> {
         let Some(expected) = &self.hash else {
             return Ok(());
         };
@@ -65,7 +66,7 @@ impl Chain {
     }
 
     /// How many records there are.
-    pub fn len(&self) -> usize {
+    pub fn records(&self) -> usize {
         self.records
     }
 }
@@ -75,7 +76,7 @@ fn hash(count: usize) -> String {
     format!("dd if={DISK} bs={RECORD} count={count} 2>/dev/null | sha256sum | head -c 64")
 }
 
-fn sh(guest: &Vm, command: &str) -> Result<String> {
+fn sh(guest: &Guest, command: &str) -> Result<String> {
     let printed = guest.exec_ok(command, SHORT).context("in the guest")?;
     Ok(printed.trim().to_owned())
 }

@@ -4,9 +4,10 @@
 //! drive. The lender writes down each lease as it begins and as it ends, in order.
 
 use anyhow::{Context, Result, bail, ensure};
-use farside_tests::Daemon;
 
-use crate::stage::VM;
+use crate::Daemon;
+
+use super::VM;
 
 /// What the lenders of a test said, one after the other.
 #[derive(Default)]

@@ -2,6 +2,8 @@
 //! its own, and a lender in a third one. The remote shell is a script that enters
 //! the other namespace.
 
+mod chain;
+mod ledger;
 mod migration;
 mod netns;
 mod play;
@@ -26,6 +28,8 @@ use tempfile::TempDir;
 use crate::{BOOT, Daemon, Ended, MIB, SHORT, farside_program, testbed};
 use netns::ip;
 
+pub use chain::Chain;
+pub use ledger::{Leases, Ledger};
 pub use migration::{Migration, kill};
 pub use netns::unable;
 pub use play::play;

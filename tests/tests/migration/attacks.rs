@@ -13,10 +13,8 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Completion;
 
 use crate::{
-    chain::Chain,
     kills::{Random, begin_until, one_home, seed, settle},
-    ledger::Ledger,
-    stage::{Stage, VM, kill, shown},
+    stage::{Chain, Ledger, Stage, VM, kill, shown},
 };
 
 /// How often both hosts go on at once.
@@ -99,7 +97,8 @@ pub fn both_hosts_go_on_at_once_and_one_has_the_vm(stage: &Stage) -> Result<Comp
         from = one_home(stage).with_context(|| what.clone())?;
     }
     stage.ok(from, &["start", VM])?;
-    chain.verify(&stage.guest()?)?;
+    let guest = stage.guest()?;
+    chain.verify(&guest)?;
     let leases = Ledger::default().audit(&lender)?;
     ensure!(leases.count == 2, "{leases:?}");
     Ok(Completion::Completed)

@@ -8,11 +8,7 @@ use farside_testbed::Vm;
 use farside_tests::{Daemon, SHORT};
 use libtest_mimic::Completion;
 
-use crate::{
-    chain::Chain,
-    ledger::Ledger,
-    stage::{HOSTS, Migration, Stage, VM, kill},
-};
+use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill};
 
 /// How many, unless `FARSIDE_KILLS` says otherwise.
 const KILLS: usize = 20;

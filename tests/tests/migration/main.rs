@@ -5,9 +5,7 @@
 //! and `FARSIDE_KILLS` say otherwise, `FARSIDE_SEED` repeats what chance has chosen.
 
 mod attacks;
-mod chain;
 mod kills;
-mod ledger;
 mod moves;
 
 use farside_tests::{

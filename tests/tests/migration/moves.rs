@@ -9,11 +9,7 @@ use anyhow::{Context, Result, ensure};
 use farside_tests::Daemon;
 use libtest_mimic::Completion;
 
-use crate::{
-    chain::Chain,
-    ledger::Ledger,
-    stage::{Stage, VM},
-};
+use crate::stage::{Chain, Ledger, Stage, VM};
 
 /// How many, unless `FARSIDE_MIGRATIONS` says otherwise. Each boots a guest.
 const MIGRATIONS: usize = 50;
@@ -87,7 +83,7 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
         let serve = ["serve", "--vm", VM, "--config", &config];
         stage.refused(from, &serve, &["has moved to"])?;
     }
-    ensure!(chain.len() == count);
+    ensure!(chain.records() == count);
     let leases = Ledger::default().audit(&lender)?;
     ensure!(leases.handovers == count, "{leases:?}");
     ensure!(leases.count == count + 1, "{leases:?}");
