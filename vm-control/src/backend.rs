@@ -3,6 +3,7 @@
 
 use std::{
     ffi::OsString,
+    fs,
     io::{BufRead, BufReader, Read, Write},
     os::unix::net::UnixStream,
     path::PathBuf,
@@ -205,7 +206,11 @@ impl Backend {
         })?;
         match waited {
             Waited::Answered(backend) => Ok(backend),
-            Waited::Ended => Err(failed(log.last_words())),
+            Waited::Ended => {
+                // One that was refused has not used it; else it is not empty, or gone.
+                let _ = fs::remove_dir(&folder);
+                Err(failed(log.last_words()))
+            }
             Waited::Late => {
                 // Ours and nobody's yet.
                 let _ = process.signal(Signal::KILL);

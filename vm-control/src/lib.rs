@@ -44,5 +44,7 @@ pub use life::{
     DeviceState, RunState, StartOptions, StopOptions, VmState, describe, is_running, start, stop,
 };
 pub use monitor::{Event, Monitor};
+pub use places::virsh as virsh_program;
 pub use plug::{AttachOptions, Attached, Detached, attach, detach};
 pub use qemu::keep_monitor_private;
+pub use virsh::run as virsh;

@@ -216,11 +216,9 @@ fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
     if !virsh::is_running(vm)? {
         return Ok(());
     }
-    if !options.limit.is_zero() {
-        virsh::shutdown(vm)?;
-        if virsh::wait_end(vm, std::time::Instant::now() + options.limit)? {
-            return Ok(());
-        }
+    let deadline = std::time::Instant::now() + options.limit;
+    if !options.limit.is_zero() && virsh::power_down(vm, deadline)? {
+        return Ok(());
     }
     if options.force {
         return virsh::destroy(vm);

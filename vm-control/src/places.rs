@@ -15,7 +15,7 @@ pub(crate) fn farside() -> PathBuf {
 }
 
 /// `virsh`: `$FARSIDE_VIRSH`, else the one in `PATH`.
-pub(crate) fn virsh() -> PathBuf {
+pub fn virsh() -> PathBuf {
     from_env("FARSIDE_VIRSH").unwrap_or_else(|| "virsh".into())
 }
 

@@ -31,7 +31,7 @@ use crate::{
 const GREETING: Duration = Duration::from_secs(10);
 
 /// How often the guest's power button is pressed.
-const PRESS_AGAIN: Duration = Duration::from_secs(5);
+pub(crate) const PRESS_AGAIN: Duration = Duration::from_secs(5);
 
 /// How long QEMU may take to end when it is told to, or has said it will.
 const QUIT: Duration = Duration::from_secs(20);

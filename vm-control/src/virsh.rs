@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Error, places};
+use crate::{Error, places, qemu::PRESS_AGAIN};
 
 /// libvirt tells of the end of a domain only to who stays connected: `virsh`
 /// is asked so often.
@@ -33,9 +33,24 @@ pub(crate) fn start(domain: &str) -> Result<(), Error> {
     run(&["start", "--domain", domain]).map(drop)
 }
 
-/// Presses the power button.
-pub(crate) fn shutdown(domain: &str) -> Result<(), Error> {
-    run(&["shutdown", "--domain", domain]).map(drop)
+/// Presses the power button, again and again, as a guest that still boots does not hear
+/// it, and waits until the domain is shut off. Returns whether that came.
+pub(crate) fn power_down(domain: &str, deadline: Instant) -> Result<bool, Error> {
+    loop {
+        if let Err(error) = run(&["shutdown", "--domain", domain]) {
+            // Unless it has gone off meanwhile.
+            return match is_running(domain)? {
+                true => Err(error),
+                false => Ok(true),
+            };
+        }
+        if wait_end(domain, deadline.min(Instant::now() + PRESS_AGAIN))? {
+            return Ok(true);
+        }
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+    }
 }
 
 /// Ends the domain at once.
@@ -44,7 +59,7 @@ pub(crate) fn destroy(domain: &str) -> Result<(), Error> {
 }
 
 /// Waits until the domain is shut off. Returns whether that came.
-pub(crate) fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
+fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
     while is_running(domain)? {
         if Instant::now() >= deadline {
             return Ok(false);
@@ -54,7 +69,8 @@ pub(crate) fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
     Ok(true)
 }
 
-fn run(args: &[&str]) -> Result<String, Error> {
+/// Runs a command of `virsh`, in English. Returns what it printed, trimmed.
+pub fn run(args: &[&str]) -> Result<String, Error> {
     let program = places::virsh();
     let output = Command::new(&program)
         .arg("--quiet")
@@ -72,6 +88,9 @@ fn run(args: &[&str]) -> Result<String, Error> {
     let said = String::from_utf8_lossy(&output.stderr);
     Err(Error::Virsh {
         command: args.first().copied().unwrap_or_default().to_owned(),
-        said: said.trim().trim_start_matches("error: ").to_owned(),
+        said: said
+            .trim()
+            .trim_start_matches("error: ")
+            .replace("\nerror: ", ": "),
     })
 }
