@@ -90,7 +90,7 @@ impl<'a> Arrival<'a> {
             )));
         }
         match self.host.run_state(vm)? {
-            RunState::Stopped => Ok(()),
+            RunState::Stopped => self.host.is_free(vm, &theirs.description),
             RunState::Running | RunState::Other(_) => {
                 Err(Error::refused(format!("a VM {vm} runs there already")))
             }

@@ -22,6 +22,9 @@ pub struct Description {
     pub toml: String,
     /// Where libvirt runs it, the XML of its domain.
     pub domain: Option<String>,
+    /// libvirt starts the domain with its host.
+    #[serde(default)]
+    pub autostart: bool,
 }
 
 /// What a host keeps of a VM that moved away.
@@ -113,6 +116,18 @@ pub trait Host {
     /// The same, each by itself.
     fn each_device(&self, vm: &str, description: &Description) -> Result<Vec<Result<FoundDevice>>> {
         Ok(self.devices(vm, description)?.into_iter().map(Ok).collect())
+    }
+
+    /// Refuses a VM of which a part would stay behind on this host.
+    fn moves_whole(&self, vm: &str, description: &Description) -> Result<()> {
+        let _ = (vm, description);
+        Ok(())
+    }
+
+    /// Refuses where something that is not farside's has the VM's name on this host.
+    fn is_free(&self, vm: &str, description: &Description) -> Result<()> {
+        let _ = (vm, description);
+        Ok(())
     }
 
     /// What the description names and this host does not have: programs, files.

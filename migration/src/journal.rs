@@ -220,7 +220,7 @@ mod tests {
             shutdown_timeout: 120,
             description: Description {
                 toml: "devices = [\"disk0\"]\n".into(),
-                domain: None,
+                ..Default::default()
             },
             devices: vec![MovedDevice {
                 id: "disk0".into(),

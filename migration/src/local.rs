@@ -102,35 +102,46 @@ impl Host for LocalHost {
         };
         let toml = String::from_utf8(bytes)
             .map_err(|_| Error::new(ErrorKind::Host, format!("{} is not UTF-8", path.display())))?;
-        let mut description = Description { toml, domain: None };
+        let mut description = Description {
+            toml,
+            ..Description::default()
+        };
         if is_libvirt(&config_of(vm, &description)?) {
             description.domain = Some(domain::xml(vm)?);
+            description.autostart = domain::starts_with_host(vm)?;
         }
         Ok(Some(description))
     }
 
     fn install(&self, vm: &str, description: &Description) -> Result<()> {
         if let Some(xml) = &description.domain {
-            domain::define(vm, xml)?;
+            domain::define(vm, xml, description.autostart)?;
         }
         files::replace(&places::description(vm), description.toml.as_bytes())?;
         Ok(())
     }
 
     fn uninstall(&self, vm: &str) -> Result<()> {
-        let Some(description) = self.description(vm)? else {
-            return Ok(());
-        };
-        if self.moves_live(vm)? == Some(Role::Source) {
-            live::end(vm)?;
-        }
         let state = places::vm_state(vm);
-        if let Some(xml) = &description.domain {
-            files::replace(&state.join("moved.xml"), xml.as_bytes())?;
+        // Where a description is, its domain is: so it is the first to go, as it is the
+        // last to come.
+        if let Some(description) = self.description(vm)? {
+            if self.moves_live(vm)? == Some(Role::Source) {
+                live::end(vm)?;
+            }
+            if let Some(xml) = &description.domain {
+                files::replace(&state.join("moved.xml"), xml.as_bytes())?;
+            }
+            files::replace(&state.join("moved.toml"), description.toml.as_bytes())?;
+            files::remove(&places::description(vm))?;
+        }
+        // One that was cut off in between has left a domain, which is not described.
+        let by_libvirt = self
+            .journal(vm)?
+            .is_some_and(|journal| journal.description.domain.is_some());
+        if by_libvirt && domain::exists(vm)? {
             domain::undefine(vm)?;
         }
-        files::replace(&state.join("moved.toml"), description.toml.as_bytes())?;
-        files::remove(&places::description(vm))?;
         Ok(())
     }
 
@@ -212,7 +223,15 @@ impl Host for LocalHost {
                 limit: START,
                 ..control::StartOptions::default()
             };
-            control::start(vm, &options)?;
+            if let Err(error) = control::start(vm, &options) {
+                // libvirt goes on with what it was asked for, also when who asked was
+                // killed.
+                let runs =
+                    control::describe(vm).is_ok_and(|now| now.state != control::RunState::Stopped);
+                if !runs {
+                    return Err(error.into());
+                }
+            }
         }
         Ok(())
     }
@@ -244,6 +263,20 @@ impl Host for LocalHost {
                 find(&device.id, port, &lenders)
             })
             .collect())
+    }
+
+    fn moves_whole(&self, vm: &str, description: &Description) -> Result<()> {
+        match description.domain {
+            Some(_) => domain::moves_whole(vm),
+            None => Ok(()),
+        }
+    }
+
+    fn is_free(&self, vm: &str, description: &Description) -> Result<()> {
+        match &description.domain {
+            Some(xml) => domain::is_free(vm, xml),
+            None => Ok(()),
+        }
     }
 
     fn missing(&self, vm: &str, description: &Description) -> Result<Vec<Error>> {

@@ -73,6 +73,7 @@ impl Plan {
                 return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
             }
         };
+        host.moves_whole(vm, description)?;
         if self.live.is_none() {
             return Ok(running);
         }

@@ -1,57 +1,132 @@
 //! A VM's domain in libvirt, through virsh.
 
-use std::process::{Command, Stdio};
-
 use farside_vm_config::places;
+use farside_vm_control::virsh;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 /// The XML of a domain, as it is when it does not run.
 pub(super) fn xml(domain: &str) -> Result<String> {
-    virsh(&["dumpxml", "--inactive", domain])
+    Ok(virsh(&["dumpxml", "--inactive", "--domain", domain])?)
 }
 
-/// Defines a domain, or changes it to `xml`.
-pub(super) fn define(domain: &str, xml: &str) -> Result<()> {
+/// Defines a domain, or changes it to `xml`; with `autostart`, it starts with its host.
+pub(super) fn define(domain: &str, xml: &str, autostart: bool) -> Result<()> {
     let path = places::vm_state(domain).join("arrived.xml");
     farside_control::files::replace(&path, xml.as_bytes())?;
-    virsh(&["define", &path.to_string_lossy()]).map(drop)
+    virsh(&["define", "--file", &path.to_string_lossy()])?;
+    if autostart {
+        virsh(&["autostart", "--domain", domain])?;
+    }
+    Ok(())
+}
+
+/// Whether there is one of that name.
+pub(super) fn exists(domain: &str) -> Result<bool> {
+    let names = virsh(&["list", "--all", "--name"])?;
+    Ok(names.lines().any(|name| name == domain))
 }
 
 /// Removes a domain's definition; its variables of UEFI stay.
 pub(super) fn undefine(domain: &str) -> Result<()> {
-    virsh(&["undefine", "--keep-nvram", domain]).map(drop)
+    Ok(virsh(&["undefine", "--keep-nvram", "--domain", domain]).map(drop)?)
 }
 
 /// Whether libvirt has an image of the domain's memory, to go on from.
 pub(super) fn has_saved_state(domain: &str) -> Result<bool> {
-    let info = virsh(&["dominfo", domain])?;
-    let saved = info
-        .lines()
-        .find_map(|line| line.strip_prefix("Managed save:"));
-    Ok(saved.is_some_and(|saved| saved.trim() == "yes"))
+    Ok(Info::of(domain)?.says("Managed save", "yes"))
 }
 
-fn virsh(args: &[&str]) -> Result<String> {
-    let vm_error = |message| Error::new(ErrorKind::Vm, message);
-    let output = Command::new("virsh")
-        // Its words are read.
-        .env("LC_ALL", "C")
-        .arg("--quiet")
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| {
-            vm_error(format!(
-                "cannot run virsh: {error}; install libvirt's client tools"
-            ))
-        })?;
-    if !output.status.success() {
-        return Err(vm_error(format!(
-            "virsh {}: {}",
-            args.join(" "),
-            String::from_utf8_lossy(&output.stderr).trim()
+/// Whether it starts with its host.
+pub(super) fn starts_with_host(domain: &str) -> Result<bool> {
+    Ok(Info::of(domain)?.says("Autostart", "enable"))
+}
+
+/// Refuses where another domain has its name or its UUID.
+pub(super) fn is_free(domain: &str, xml: &str) -> Result<()> {
+    if exists(domain)? {
+        return Err(Error::refused(format!(
+            "libvirt has a domain {domain} already, of which farside knows nothing: undefine it, or give one of the two another name (virsh domrename)"
         )));
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    let Some(uuid) = uuid_of(xml) else {
+        return Ok(());
+    };
+    let taken = virsh(&["list", "--all", "--uuid"])?;
+    if taken.lines().any(|taken| taken == uuid) {
+        let other = virsh(&["domname", "--domain", uuid])?;
+        return Err(Error::refused(format!(
+            "libvirt has a domain {other} with the UUID of domain {domain}, {uuid}: undefine it"
+        )));
+    }
+    Ok(())
+}
+
+/// Refuses a domain of which a part would stay behind.
+pub(super) fn moves_whole(domain: &str) -> Result<()> {
+    let refused = |why: &str| {
+        let text = format!("domain {domain} cannot be moved as it is: {why}");
+        Err(Error::refused(text))
+    };
+    if !Info::of(domain)?.says("Persistent", "yes") {
+        return refused("libvirt forgets it when it ends: define it (`virsh define`)");
+    }
+    for (list, what) in [
+        ("snapshot-list", "snapshots"),
+        ("checkpoint-list", "checkpoints"),
+    ] {
+        if !virsh(&[list, "--name", "--domain", domain])?.is_empty() {
+            return refused(&format!(
+                "libvirt has {what} of it, which do not move along: `virsh {list} {domain}` shows them; delete them"
+            ));
+        }
+    }
+    let secret = [
+        "dumpxml",
+        "--inactive",
+        "--security-info",
+        "--domain",
+        domain,
+    ];
+    if virsh(&secret)? != xml(domain)? {
+        return refused(
+            "its XML has a password, as of its display, which libvirt shows to nobody who does not ask for it: take it out, and set it again on the other host",
+        );
+    }
+    Ok(())
+}
+
+/// In what libvirt prints, the domain's own is the first element of that name.
+fn uuid_of(xml: &str) -> Option<&str> {
+    let (_, rest) = xml.split_once("<uuid>")?;
+    Some(rest.split_once("</uuid>")?.0)
+}
+
+/// What libvirt says of a domain.
+struct Info(String);
+
+impl Info {
+    fn of(domain: &str) -> Result<Self> {
+        Ok(Self(virsh(&["dominfo", "--domain", domain])?))
+    }
+
+    fn says(&self, name: &str, value: &str) -> bool {
+        let mut fields = self.0.lines().filter_map(|line| line.split_once(':'));
+        fields.any(|(field, said)| field == name && said.trim() == value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_libvirt_prints_is_read() {
+        let xml = "<domain type='kvm'>\n  <name>web1</name>\n  <uuid>3f0c</uuid>\n</domain>";
+        assert_eq!(uuid_of(xml), Some("3f0c"));
+        assert_eq!(uuid_of("<domain/>"), None);
+        let info = Info("Name:           web1\nPersistent:     yes\nManaged save:   no".into());
+        assert!(info.says("Persistent", "yes"));
+        assert!(!info.says("Managed save", "yes") && !info.says("Autostart", "enable"));
+    }
 }

@@ -31,7 +31,7 @@ pub(super) fn missing(vm: &str, description: &Description) -> Result<Vec<Error>>
         }
     };
     let program: PathBuf = match is_libvirt(&config) {
-        true => "virsh".into(),
+        true => farside_vm_control::virsh_program(),
         false => qemu_of(&config),
     };
     let there = find_program(&program).is_some();

@@ -336,7 +336,7 @@ fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
     let world = World::new();
     let other = farside_migration::Description {
         toml: "of another VM".into(),
-        domain: None,
+        ..Default::default()
     };
     world.host("b").install(VM, &other).unwrap();
     let error = migrate(&world, "a", "b").unwrap_err().to_string();

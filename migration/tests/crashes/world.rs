@@ -79,7 +79,7 @@ impl World {
         }
         let description = Description {
             toml: "of the VM".into(),
-            domain: None,
+            ..Default::default()
         };
         world.files("a", |files| files.description = Some(description));
         world.host("a").start(VM).unwrap();
