@@ -108,6 +108,11 @@ impl<'s, 'a> Domain<'s, 'a> {
         // Of a QEMU that ended before it ran a guest.
         while self.agent.accept(Duration::ZERO).is_ok() {}
         self.stage.virsh(&["start", &self.vm])?;
+        self.guest()
+    }
+
+    /// Waits for the guest that somebody has started, and its agent.
+    pub fn guest(&self) -> Result<Guest> {
         let guest = self.agent.accept(SHORT)?;
         guest.wait_agent(BOOT)?;
         Ok(guest)

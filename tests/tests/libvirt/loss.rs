@@ -40,11 +40,9 @@ pub fn libvirtd_is_killed_and_the_domain_does_not_notice(stage: &Stage) -> Resul
 
 /// Kills it, and starts another; `between` is done while there is none.
 fn restart_libvirtd(stage: &Stage, between: impl Fn() -> Result<()>) -> Result<()> {
-    let libvirtd = stage.pid_of(&["libvirtd"])?;
-    stage.sh(&format!("kill -9 {libvirtd}"))?;
-    stage.sh(&format!("while kill -0 {libvirtd} 2>/dev/null; do :; done"))?;
+    stage.kill_libvirtd()?;
     between()?;
-    stage.sh("libvirtd -d").map(drop)
+    stage.start_libvirtd()
 }
 
 pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(

@@ -8,8 +8,10 @@
 mod doctor;
 mod domain;
 mod edit;
+mod hosts;
 mod life;
 mod loss;
+mod moves;
 mod plug;
 mod refusals;
 mod stage;
@@ -17,12 +19,14 @@ mod state;
 mod users;
 
 use farside_testbed::DebianRoot;
-use farside_tests::{Cluster, told};
+use farside_tests::{Cluster, told, two_hosts};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
+use hosts::Hosts;
 use stage::{AS_DEFAULT_USER, AS_ROOT, Stage};
 
 type Test = fn(&Stage) -> anyhow::Result<()>;
+type OfHosts = fn(&Hosts) -> anyhow::Result<()>;
 
 /// Test functions, named as they are, with their host's `qemu.conf`.
 macro_rules! tests {
@@ -56,7 +60,32 @@ fn main() {
         refusals::the_hook_says_what_is_wrong_with_a_domain_of_ours on AS_ROOT,
     ]
     .map(|(name, test, conf)| Trial::ignorable_test(name, move || run(test, conf)));
-    libtest_mimic::run(&args, trials.into()).exit();
+    let moves = [
+        (
+            "moves::a_domain_moves_to_another_host_and_back_with_its_drive",
+            moves::a_domain_moves_to_another_host_and_back_with_its_drive as OfHosts,
+        ),
+        (
+            "moves::a_domain_has_one_home_whatever_command_of_virsh_was_the_last",
+            moves::a_domain_has_one_home_whatever_command_of_virsh_was_the_last,
+        ),
+    ]
+    .map(|(name, test)| Trial::ignorable_test(name, move || run_on_two(test)));
+    let trials = trials.into_iter().chain(moves).collect();
+    libtest_mimic::run(&args, trials).exit();
+}
+
+fn run_on_two(test: OfHosts) -> Result<Completion, Failed> {
+    if let Some(why) = DebianRoot::missing() {
+        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+    }
+    if let Some(why) = two_hosts::unable() {
+        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+    }
+    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+    let hosts = Hosts::new(&cluster).map_err(|error| format!("{error:#}"))?;
+    let story = || format!("{}\n{}", cluster.story(), hosts.story());
+    told(|| test(&hosts), story).map(|()| Completion::Completed)
 }
 
 fn run(test: Test, conf: &str) -> Result<Completion, Failed> {

@@ -21,11 +21,12 @@ const PACKAGES: &[&str] = &[
     "libvirt-clients",
     "libvirt-daemon-driver-qemu",
     "libvirt-daemon-system",
+    "openssh-server",
     "qemu-system-x86",
 ];
 
 /// A command that hangs is ended after so many seconds.
-const COMMAND_LIMIT: &str = "180";
+const COMMAND_LIMIT: &str = "300";
 
 /// Where the host finds the guest's kernel and initramfs.
 const KERNEL: &str = "/srv/kernel";
@@ -50,6 +51,16 @@ pub struct Stage<'a> {
 impl<'a> Stage<'a> {
     /// Installs and starts everything, with that text for `qemu.conf`.
     pub fn new(cluster: &'a Cluster, qemu_conf: &str) -> Result<Self> {
+        Self::enter(cluster, qemu_conf, None)
+    }
+
+    /// As [`Stage::new`], a host of that name with a network of its own, in which there
+    /// is nothing yet.
+    pub fn named(cluster: &'a Cluster, qemu_conf: &str, name: &str) -> Result<Self> {
+        Self::enter(cluster, qemu_conf, Some(name))
+    }
+
+    fn enter(cluster: &'a Cluster, qemu_conf: &str, host: Option<&str>) -> Result<Self> {
         let testbed = testbed()?;
         let program = PathBuf::from(cluster.farside(&[])?.get_program());
         let folder_of = |path: &Path| -> Result<PathBuf> {
@@ -60,13 +71,17 @@ impl<'a> Stage<'a> {
         let programs = folder_of(&program)?;
         let kernel = folder_of(testbed.kernel())?;
         let initramfs = folder_of(testbed.initramfs())?;
-        let inside = root()?.enter_with(&[
+        let binds = [
             (cluster.folder(), cluster.folder()),
             (&programs, Path::new("/opt/farside")),
             (&kernel, Path::new(KERNEL)),
             (&initramfs, Path::new(INITRAMFS)),
             (probed()?, Path::new("/var/cache/libvirt/qemu")),
-        ])?;
+        ];
+        let inside = match host {
+            None => root()?.enter_with(&binds)?,
+            Some(host) => root()?.enter_as(host, &binds)?,
+        };
         let name = program.file_name().context("the program has a name")?;
         symlink(
             Path::new("/opt/farside").join(name),
@@ -82,10 +97,24 @@ impl<'a> Stage<'a> {
         fs::write(inside.path("/etc/libvirt/libvirtd.conf"), log).context("libvirtd.conf")?;
         fs::create_dir_all(inside.path("/etc/farside/vm")).context("/etc/farside/vm")?;
         let stage = Self { cluster, inside };
-        // The network is the machine's: no bridge is to be made there.
+        // The network may be the machine's: no bridge is to be made there.
         stage.sh("rm -f /etc/libvirt/qemu/networks/autostart/*")?;
         stage.sh("virtlogd -d && libvirtd -d")?;
         Ok(stage)
+    }
+
+    /// A program of the machine, in the host's network.
+    pub fn in_network(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .args(["--net", "--target", &self.pid().to_string(), "--"])
+            .arg(program);
+        command
+    }
+
+    /// The host's first process, as this one numbers it.
+    pub fn pid(&self) -> u32 {
+        self.inside.pid()
     }
 
     /// A path of the host, as this process sees it.
@@ -216,6 +245,35 @@ impl<'a> Stage<'a> {
             [(pid, _)] => Ok(*pid),
             other => Err(anyhow!("not one process {words:?} but {other:?}")),
         }
+    }
+
+    /// The process id, as the host has it, of the one process with exactly those
+    /// arguments.
+    pub fn pid_of_command(&self, words: &[&str]) -> Result<u32> {
+        let mut found = self.processes()?;
+        found.retain(|(_, command)| {
+            command
+                .trim_end_matches('\0')
+                .split('\0')
+                .eq(words.iter().copied())
+        });
+        match found.as_slice() {
+            [(pid, _)] => Ok(*pid),
+            other => Err(anyhow!("not one process {words:?} but {other:?}")),
+        }
+    }
+
+    /// Kills libvirtd, and returns when there is none.
+    pub fn kill_libvirtd(&self) -> Result<()> {
+        let libvirtd = self.pid_of(&["libvirtd"])?;
+        self.sh(&format!("kill -9 {libvirtd}"))?;
+        self.sh(&format!("while kill -0 {libvirtd} 2>/dev/null; do :; done"))
+            .map(drop)
+    }
+
+    /// Starts libvirtd, and returns when it listens.
+    pub fn start_libvirtd(&self) -> Result<()> {
+        self.sh("libvirtd -d").map(drop)
     }
 
     /// Each process of the host, with its arguments.
