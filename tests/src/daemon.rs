@@ -152,7 +152,7 @@ impl Daemon {
     /// SIGKILL, and waits for the end.
     pub fn kill(&mut self) -> Result<()> {
         self.signal(Signal::KILL)?;
-        let status = self.wait_exit(Duration::from_secs(20))?;
+        let status = self.wait_exit(crate::SHORT)?;
         if status.signal() != Some(Signal::KILL.as_raw()) {
             bail!("{} had ended already: {status}", self.name);
         }

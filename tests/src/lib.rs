@@ -42,10 +42,10 @@ use std::time::Duration;
 
 /// For what takes no time unless the machine is very busy: emulated guests
 /// share its processors with whatever else runs.
-pub const SHORT: Duration = Duration::from_secs(60);
+pub const SHORT: Duration = Duration::from_secs(120);
 
 /// For a guest to boot.
-pub const BOOT: Duration = Duration::from_secs(180);
+pub const BOOT: Duration = Duration::from_secs(600);
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;

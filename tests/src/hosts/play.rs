@@ -34,7 +34,7 @@ pub(super) const GUEST_RAM: u64 = 256 * MIB;
 /// What the guest writes and reads.
 const IO: u64 = 8 * MIB;
 /// For what moves megabytes in a guest of an emulated guest.
-const LONG: Duration = Duration::from_secs(240);
+const LONG: Duration = Duration::from_secs(600);
 /// Bus-master enable, in the command register.
 const BME: u64 = 1 << 2;
 

@@ -16,7 +16,7 @@ use crate::{BOOT, MIB, SHORT, shared_ram};
 /// The physical function, behind the root port.
 const ADAPTER: &str = "0000:01:00.0";
 /// For what a guest of a busy emulated guest does.
-const LONG: Duration = Duration::from_secs(240);
+const LONG: Duration = Duration::from_secs(600);
 /// Each guest: name, device, memory, address. The memory tells them apart.
 const GUESTS: [(&str, &str, u64, &str); 2] = [
     ("g0", "vf-0", 256 * MIB, "10.0.1.1"),

@@ -47,7 +47,7 @@ const THIRD: &str = "c";
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Longest time for one migration: the guest shuts down and boots.
-pub const MIGRATION: Duration = Duration::from_secs(300);
+pub const MIGRATION: Duration = Duration::from_secs(600);
 
 /// The hosts, and all that was started on them. Dropped, all of it is killed.
 pub struct Stage {

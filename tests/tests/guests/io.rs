@@ -13,7 +13,7 @@ use libtest_mimic::Completion;
 
 use crate::{check, passed};
 
-const FIO: Duration = Duration::from_secs(180);
+const FIO: Duration = Duration::from_secs(600);
 const DISK: &str = "/dev/nvme0n1";
 
 pub fn bytes_are_the_same_on_both_sides(cluster: &Cluster) -> anyhow::Result<Completion> {
