@@ -26,6 +26,8 @@ pub const CONFIG: u32 = 7;
 const BARS: u32 = 6;
 /// `VFIO_REGION_INFO_FLAG_MMAP`.
 const CAN_MAP: u32 = 1 << 2;
+/// `VFIO_PCI_INTX_IRQ_INDEX`.
+const INTX: u32 = 0;
 /// `VFIO_PCI_MSIX_IRQ_INDEX`.
 const MSIX: u32 = 2;
 const DATA_NONE: u32 = 1 << 0;
@@ -179,6 +181,16 @@ impl Device {
         self.client()?
             .set_irqs(MSIX, DATA_NONE | TRIGGER, 0, 0, &[])
             .context("SET_IRQS without vectors")
+    }
+
+    /// Has INTx signal the one eventfd.
+    ///
+    /// # Errors
+    /// When the connection is lost.
+    pub fn enable_intx(&mut self, line: &Vectors) -> Result<()> {
+        self.client()?
+            .set_irqs(INTX, DATA_EVENTFD | TRIGGER, 0, line.len(), &line.fds())
+            .context("SET_IRQS of INTx")
     }
 
     /// Reads a region by message.

@@ -82,6 +82,8 @@ pub enum Found {
     Io(Io),
     /// Interrupts so far.
     Interrupts(Interrupts),
+    /// What a register reads.
+    Value(u32),
     /// DMA outside RAM.
     Rogue(Rogue),
     /// How long accesses take.

@@ -63,6 +63,8 @@ pub struct Session {
     /// None before the first `map`.
     mapped: Option<Vec<Block>>,
     drive: Option<Controller>,
+    /// The eventfd of INTx.
+    line: Option<Vectors>,
     /// Whether RAM has the guard pattern.
     guarded: bool,
     next_seed: u64,
@@ -108,6 +110,7 @@ impl Session {
             stage: Stage::Connected,
             mapped: None,
             drive: None,
+            line: None,
             guarded: false,
             next_seed: options.seed,
             past: Accesses::default(),
@@ -203,6 +206,21 @@ impl Session {
             Step::Interrupts(count) => return self.interrupts(count),
             Step::Rogue { to, bytes } => return self.rogue(to, bytes),
             Step::Irqs => Some(Found::Interrupts(self.count_interrupts()?)),
+            Step::Intx => self.enable_intx()?,
+            Step::Peek { region, offset } => {
+                let mut data = [0; 4];
+                self.machine.device.read(region, offset, &mut data)?;
+                Some(Found::Value(u32::from_le_bytes(data)))
+            }
+            Step::Poke {
+                region,
+                offset,
+                value,
+            } => {
+                let data = value.to_le_bytes();
+                self.machine.device.write(region, offset, &data)?;
+                None
+            }
             Step::Latency(count) => Some(self.latency(count)?),
             Step::Unbind => Some(self.unbind()?),
             Step::Reconnect => self.reconnect()?,
@@ -366,6 +384,16 @@ impl Session {
             sum: vectors.values().sum(),
             vectors,
         })
+    }
+
+    fn enable_intx(&mut self) -> Result<Option<Found>> {
+        self.need(Stage::Reset)?;
+        let line = Vectors::new(1)?;
+        self.machine.device.disable_vectors()?;
+        self.machine.device.enable_intx(&line)?;
+        // Nobody waits for it: whoever wants to know looks at the registers.
+        self.line = Some(line);
+        Ok(None)
     }
 
     fn latency(&mut self, count: u64) -> Result<Found> {

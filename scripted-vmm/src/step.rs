@@ -49,6 +49,25 @@ pub enum Step {
     },
     /// `irqs`: counts interrupts.
     Irqs,
+    /// `intx`: has INTx signal an eventfd, instead of MSI-X.
+    Intx,
+    /// `peek REGION OFFSET`: reads 4 bytes of a BAR (0 to 5) or of configuration
+    /// space (7).
+    Peek {
+        /// The region's number.
+        region: u32,
+        /// Bytes from its start.
+        offset: u64,
+    },
+    /// `poke REGION OFFSET VALUE`: writes 4 bytes.
+    Poke {
+        /// The region's number.
+        region: u32,
+        /// Bytes from its start.
+        offset: u64,
+        /// What to write.
+        value: u32,
+    },
     /// `latency [N]`: times N (1000) reads of configuration space and of a BAR.
     Latency(u64),
     /// `unbind`: what unbinding the guest's driver does: shutdown, disable,
@@ -86,8 +105,8 @@ pub enum Target {
 
 /// How a script is written, for help and errors.
 pub const GRAMMAR: &str = "map, unmap low|high|all, reset, place, before-bme [MS], bme, driver, \
-io SIZE [OFFSET], interrupts N, rogue hole|above|ADDRESS [SIZE], irqs, latency [N], unbind, \
-reconnect, hold [LABEL], quit";
+io SIZE [OFFSET], interrupts N, rogue hole|above|ADDRESS [SIZE], irqs, intx, \
+peek REGION OFFSET, poke REGION OFFSET VALUE, latency [N], unbind, reconnect, hold [LABEL], quit";
 
 impl FromStr for Step {
     type Err = Error;
@@ -132,6 +151,22 @@ fn parse_step(verb: &str, arguments: &[&str]) -> Result<Step> {
             (Step::Rogue { to, bytes }, 2)
         }
         "irqs" => (Step::Irqs, 0),
+        "intx" => (Step::Intx, 0),
+        "peek" | "poke" => {
+            let region = number(0, None)?.try_into().context("a region's number")?;
+            let offset = number(1, None)?;
+            if verb == "peek" {
+                (Step::Peek { region, offset }, 2)
+            } else {
+                let value = number(2, None)?.try_into().context("4 bytes")?;
+                let poke = Step::Poke {
+                    region,
+                    offset,
+                    value,
+                };
+                (poke, 3)
+            }
+        }
         "latency" => (Step::Latency(number(0, Some(1000))?), 1),
         "unbind" => (Step::Unbind, 0),
         "reconnect" => (Step::Reconnect, 0),
@@ -173,6 +208,21 @@ mod tests {
                 "rogue 0xfee00000 8K",
                 rogue(Target::Address(0xfee0_0000), 8192),
             ),
+            (
+                "peek 7 0x4",
+                Step::Peek {
+                    region: 7,
+                    offset: 4,
+                },
+            ),
+            (
+                "poke 0 0x60 0xffffffff",
+                Step::Poke {
+                    region: 0,
+                    offset: 0x60,
+                    value: u32::MAX,
+                },
+            ),
             ("before-bme", Step::BeforeBme { ms: 200 }),
             ("hold after bme", Step::Hold("after bme".into())),
         ] {
@@ -191,6 +241,8 @@ mod tests {
             "unmap",
             "unmap top",
             "map 3",
+            "poke 0 0x60",
+            "poke 0 0x60 0x100000000",
         ] {
             let error = format!("{:#}", line.parse::<Step>().unwrap_err());
             assert!(line.is_empty() || error.contains(line), "{error}");

@@ -1,6 +1,7 @@
 //! What physical devices, IOMMUs and NTBs refuse, by the real program on a real
 //! kernel: each command ends with words that say what to do, before any VM
 //! starts, and leaves the host as it was.
+//! And, where such a host is up already, what only hardware knows.
 //!
 //! `RUST_LOG=info` shows each message.
 
@@ -8,6 +9,7 @@ mod borrow;
 mod functions;
 mod host;
 mod killed;
+mod line;
 mod ntb;
 mod programs;
 mod scripted;
@@ -46,7 +48,7 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 14] = tests![
+    let shared: [(&str, Shared); 15] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
@@ -56,6 +58,7 @@ fn main() {
         borrow::a_device_that_another_vm_has_names_that_vm,
         borrow::a_vmm_that_keeps_a_device_open_keeps_it_from_others,
         borrow::what_cannot_be_reset_is_lent_to_one_vm,
+        line::interrupt_status_is_that_of_the_function,
         ntb::what_no_ntb_can_do_is_told_before_the_vm_starts,
         ntb::ports_that_do_not_fit_together_are_told_so,
         killed::a_killed_lender_leaves_a_device_that_the_next_can_lend,
