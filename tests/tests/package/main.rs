@@ -24,8 +24,8 @@ type Test = fn(&Stage) -> anyhow::Result<()>;
 fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
-    // They share the processors that the guest is emulated by.
-    args.test_threads.get_or_insert(1);
+    // Emulated guests are heavy.
+    args.test_threads.get_or_insert(2);
     let tests: [(&str, Test); 2] = [
         (
             "installed::it_brings_what_is_needed_and_goes_without_a_trace",

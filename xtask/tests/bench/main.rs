@@ -15,7 +15,7 @@ fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
     // Emulated guests are heavy.
-    args.test_threads.get_or_insert(1);
+    args.test_threads.get_or_insert(2);
     let test = |name: &str, run: fn() -> Result<()>| {
         Trial::test(name, move || {
             run().map_err(|error| format!("{error:#}").into())
