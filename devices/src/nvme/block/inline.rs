@@ -9,10 +9,11 @@
 //! knows no nonblocking I/O, so io_uring would give each to a worker. Large ones
 //! are given to workers all the same, which copy side by side.
 //!
-//! Until one takes long. Then the kernel is making writers wait for the
-//! medium (or has to swap the image in), and I/O takes the engine's way for a
-//! while: the device's thread, which must not block, is held up by one operation
-//! in each such pause.
+//! Until one takes long because it waited. Then the kernel is making writers wait
+//! for the medium (or has to swap the image in), and I/O takes the engine's way for
+//! a while: the device's thread, which must not block, is held up by one operation
+//! in each such pause. One that was only kept from its processor says nothing of
+//! the medium; workers would want processors too.
 
 use std::{
     fs::File,
@@ -25,7 +26,7 @@ use std::{
 use super::{Durability, RawOp, last_errno, raw};
 
 /// An operation that takes longer than this, and [`SLOW_BYTE`] for each byte,
-/// waited for the medium, or for a processor.
+/// waited for the medium or for a processor; [`times_waited`] tells which.
 const SLOW: Duration = Duration::from_millis(2);
 
 /// The time of a byte for a machine that copies slowly: 250 MB/s.
@@ -33,6 +34,11 @@ const SLOW_BYTE: Duration = Duration::from_nanos(4);
 
 /// How long I/O takes the engine's way after a slow one.
 const PAUSE: Duration = Duration::from_millis(500);
+
+/// How old a count of [`times_waited`] may be: it costs as much as a read of 4 KiB.
+/// A slow operation before which the thread slept as recently counts as having
+/// waited.
+const COUNT_AGE: Duration = Duration::from_micros(50);
 
 /// The longest read, bytes.
 const LONGEST_READ: u64 = 128 << 10;
@@ -46,6 +52,8 @@ pub(super) struct Inline {
     /// Reads are copies too.
     in_memory: bool,
     resume: Option<Instant>,
+    /// [`times_waited`], and when that was.
+    counted: Option<(Instant, i64)>,
 }
 
 impl Inline {
@@ -54,7 +62,7 @@ impl Inline {
         let kind = rustix::fs::fstatfs(file.as_fd())?.f_type;
         Ok(Self {
             in_memory: IN_MEMORY.contains(&kind),
-            resume: None,
+            ..Self::default()
         })
     }
 
@@ -92,6 +100,7 @@ impl Inline {
         if self.resume.is_some_and(|resume| started < resume) {
             return None;
         }
+        let waited = self.times_waited_before(started);
         let (file, count, offset) = (raw(file), count as i32, offset as i64);
         // SAFETY: `count` valid iovecs, by this function's contract; the
         // kernel follows them, and answers EFAULT where memory is gone. Reading
@@ -103,12 +112,35 @@ impl Inline {
             }
         };
         let slow = SLOW + SLOW_BYTE * u32::try_from(bytes.max(0)).unwrap_or(u32::MAX);
-        self.resume = (started.elapsed() > slow).then(|| Instant::now() + PAUSE);
+        let waited = started.elapsed() > slow && times_waited() != waited;
+        self.resume = waited.then(|| Instant::now() + PAUSE);
         Some(match bytes {
             0.. => bytes as i32,
             _ => last_errno(),
         })
     }
+
+    /// [`times_waited`] before an operation that starts `now`.
+    fn times_waited_before(&mut self, now: Instant) -> i64 {
+        match self.counted {
+            Some((at, waited)) if now - at < COUNT_AGE => waited,
+            _ => {
+                let waited = times_waited();
+                self.counted = Some((now, waited));
+                waited
+            }
+        }
+    }
+}
+
+/// How often this thread has slept (getrusage(2), `ru_nvcsw`): the processor that
+/// another thread took from it is not counted.
+fn times_waited() -> i64 {
+    // SAFETY: all zeros are a valid `rusage`, which is plain numbers.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is a `rusage` to be written. Fails for other arguments only.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) };
+    usage.ru_nvcsw
 }
 
 #[cfg(test)]
@@ -146,6 +178,18 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_slept_has_waited() {
+        let mut inline = Inline::default();
+        let now = Instant::now();
+        let before = inline.times_waited_before(now);
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(times_waited() > before);
+        // Asked again only when that may be out of date.
+        assert_eq!(inline.times_waited_before(now), before);
+        assert!(inline.times_waited_before(now + COUNT_AGE) > before);
+    }
+
+    #[test]
     fn after_a_slow_write_the_engine_has_its_turn() {
         let file = tempfile::tempfile().unwrap();
         let mut inline = Inline {
@@ -180,7 +224,7 @@ mod tests {
         file.write_all_at(b"abcde", 0).unwrap();
         let in_memory = |in_memory| Inline {
             in_memory,
-            resume: None,
+            ..Inline::default()
         };
         assert_eq!(read(&mut in_memory(false), &file, 4).0, None);
         let small = read(&mut in_memory(true), &file, 4);
