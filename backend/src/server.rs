@@ -63,8 +63,8 @@ pub(crate) struct DeviceServer {
     timed: bool,
     /// What is registered with the event loop now.
     watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
-    /// A client that is gone, until the event loop no longer watches it.
-    retired: Option<Client>,
+    /// Clients that are gone, until the event loop no longer watches them.
+    retired: Vec<Client>,
     /// No client is to have it any more.
     retiring: bool,
 }
@@ -95,7 +95,7 @@ impl DeviceServer {
             timer,
             timed: false,
             watched: [None; Source::ALL.len()],
-            retired: None,
+            retired: Vec::new(),
             retiring: false,
         })
     }
@@ -214,14 +214,22 @@ impl DeviceServer {
     }
 
     fn let_go(&mut self) {
-        self.retired = self.client.take();
+        self.retired.extend(self.client.take());
         self.device.client_gone();
     }
 
-    fn flush(&mut self) {
-        if let Some(client) = &mut self.client
-            && let Err(error) = client.connection.flush()
-        {
+    fn on_client(&mut self, events: EventSet) {
+        let gone = EventSet::HANG_UP | EventSet::ERROR;
+        let Some(client) = &mut self.client else {
+            return;
+        };
+        if events.intersects(gone) && self.device.is_busy() {
+            return self.drop_client(&ConnectionError::Closed);
+        }
+        if events.intersects(gone | EventSet::READ_HANG_UP) {
+            client.connection.expect_end();
+        }
+        if let Err(error) = client.connection.flush() {
             self.drop_client(&error);
         }
     }
@@ -306,10 +314,14 @@ impl DeviceServer {
                 (!waits).then_some((fd, EventSet::IN))
             }
             Source::Client => self.client.as_ref().map(|client| {
-                let mut set = EventSet::empty();
+                // Level-triggered, the kernel would look at the socket once more
+                // at each wait. Whatever is left unread is asked for again
+                // when the set changes, or by `pump`.
+                let mut set = EventSet::EDGE_TRIGGERED;
                 // What it sends while a request is held stays in the socket;
                 // that it hangs up is told all the same.
-                set.set(EventSet::IN, !self.device.is_busy());
+                let input = EventSet::IN | EventSet::READ_HANG_UP;
+                set.set(input, !self.device.is_busy());
                 set.set(EventSet::OUT, client.connection.wants_write());
                 (client.connection.as_fd().as_raw_fd(), set)
             }),
@@ -334,16 +346,7 @@ impl MutEventSubscriber for DeviceServer {
         match Source::ALL.get(events.data() as usize) {
             Some(Source::Listener) if self.retiring => {}
             Some(Source::Listener) => self.accept(),
-            Some(Source::Client) => {
-                let hung_up = events
-                    .event_set()
-                    .intersects(EventSet::HANG_UP | EventSet::ERROR);
-                if hung_up && self.device.is_busy() {
-                    self.drop_client(&ConnectionError::Closed);
-                } else {
-                    self.flush();
-                }
-            }
+            Some(Source::Client) => self.on_client(events.event_set()),
             Some(Source::Worker) => self.conclude(Device::on_worker),
             Some(Source::Registers) => self.conclude(Device::on_registers),
             Some(Source::Timer) => self.on_timer(),
@@ -356,7 +359,7 @@ impl MutEventSubscriber for DeviceServer {
         self.set_timer();
         self.watch(ops);
         // Only now may descriptors close that the event loop watched.
-        self.retired = None;
+        self.retired.clear();
         self.device.drop_retired();
     }
 }

@@ -55,6 +55,8 @@ pub struct Connection {
     to_drain: usize,
     /// The last read got all that there was.
     emptied: bool,
+    /// The client has hung up: the end is to be read, too.
+    ending: bool,
     /// Descriptors of messages in `input`, by where the message starts.
     fds: Vec<Passed>,
     output: Vec<u8>,
@@ -139,6 +141,7 @@ impl Connection {
             least_read: FIRST_READ,
             to_drain: 0,
             emptied: false,
+            ending: false,
             fds: Vec::new(),
             output: Vec::with_capacity(BUFFER),
             outbox: Outbox::default(),
@@ -152,6 +155,14 @@ impl Connection {
     /// message that came in the same call.
     pub fn read_ahead(&mut self) {
         self.least_read = BUFFER;
+    }
+
+    /// The event loop says that the client has hung up. One that is told of
+    /// edges only (`EPOLLET`) has to say so, and so has to watch for `EPOLLRDHUP`:
+    /// a read that brings the client's last words does not show that nothing
+    /// follows, and no other edge comes.
+    pub fn expect_end(&mut self) {
+        self.ending = true;
     }
 
     /// The next message, or `None` when it has not arrived whole: wait until
@@ -260,7 +271,7 @@ impl Connection {
     /// [`receive`](Self::receive) would cost a system call to say so; whatever
     /// has come since makes the socket readable.
     pub(super) fn is_emptied(&self) -> bool {
-        self.emptied && self.front + self.consumed == self.filled
+        self.emptied && !self.ending && self.front + self.consumed == self.filled
     }
 
     fn header(&self) -> Option<Header> {

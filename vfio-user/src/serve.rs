@@ -50,7 +50,9 @@ pub enum Pumped {
 }
 
 /// Serves what has arrived, at most `budget` messages. What arrives meanwhile may
-/// be left: the socket is readable then, and so it is when the client has gone.
+/// be left: the socket becomes readable then, so an event loop may watch for edges.
+/// It is readable when the client has gone, too, of which a loop that watches for
+/// edges has to tell: [`Connection::expect_end`].
 ///
 /// # Errors
 ///

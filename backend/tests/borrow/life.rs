@@ -147,6 +147,21 @@ fn a_client_that_goes_returns_the_device_and_the_next_starts_over() {
 }
 
 #[test]
+fn a_client_that_asks_and_goes_at_once_returns_the_device() {
+    let host = Host::new();
+    let served = host.serve(DMA);
+    // Which of question and end the backend finds at once is up to chance.
+    for _ in 0..20 {
+        let mut vmm = served.client(DMA);
+        vmm.reset().unwrap();
+        assert_eq!(served.state(), "leased");
+        vmm.post(REGION_READ, &access(CONFIG, 0, 4), &[]);
+        drop(vmm);
+        until("returned", || served.state() == "described");
+    }
+}
+
+#[test]
 fn a_stopped_backend_returns_the_device_and_unlinks_its_sockets() {
     let host = Host::new();
     let mut served = host.serve(DMA);

@@ -8,7 +8,8 @@ use std::os::unix::net::UnixStream;
 
 use farside_vfio_user::serve::{Pumped, pump};
 use farside_vfio_user::{Connection, ConnectionError, Errno, Session};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -36,6 +37,10 @@ pub struct Wire {
     pub server: Connection,
     pub session: Session,
     pub device: TestDevice,
+    /// Tells of each edge of the server's socket, once.
+    edges: OwnedFd,
+    /// The server stopped for another reason than want of input.
+    unfinished: bool,
 }
 
 /// A received reply.
@@ -54,11 +59,17 @@ impl Wire {
     pub fn new() -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         client.set_nonblocking(true).unwrap();
+        let server = Connection::new(server).unwrap();
+        let edges = epoll::create(CreateFlags::CLOEXEC).unwrap();
+        let input = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
+        epoll::add(&edges, &server, EventData::new_u64(0), input).unwrap();
         Self {
             client,
-            server: Connection::new(server).unwrap(),
+            server,
             session: Session::new(),
             device: TestDevice::new(),
+            edges,
+            unfinished: false,
         }
     }
 
@@ -87,20 +98,31 @@ impl Wire {
         self.client.write_all(bytes).unwrap();
     }
 
-    /// Lets the server do all it can, as an event loop does: for as long as its
-    /// socket is readable when it has nothing to do.
+    /// Lets the server do all it can, as an event loop does that is told of edges
+    /// only: whatever the server leaves unread, and no edge tells of, stays.
     pub fn run(&mut self) -> Result<Pumped, ConnectionError> {
         loop {
-            let Self {
-                server,
-                session,
-                device,
-                ..
-            } = self;
-            let pumped = pump(server, session, device, 10_000)?;
-            let mut fds = [PollFd::new(&self.server, PollFlags::IN)];
-            let readable = poll(&mut fds, Some(&Timespec::default())).unwrap() != 0;
-            if pumped != Pumped::Idle || !readable {
+            let mut events = [Event {
+                flags: EventFlags::empty(),
+                data: EventData::new_u64(0),
+            }];
+            let told = epoll::wait(&self.edges, &mut events, Some(&Timespec::default())).unwrap();
+            if told == 0 && !self.unfinished {
+                return Ok(Pumped::Idle);
+            }
+            let hung_up = EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR;
+            let told_of = events[0].flags;
+            if told_of.intersects(hung_up) {
+                self.server.expect_end();
+            }
+            let pumped = pump(
+                &mut self.server,
+                &mut self.session,
+                &mut self.device,
+                10_000,
+            )?;
+            self.unfinished = pumped != Pumped::Idle;
+            if self.unfinished {
                 return Ok(pumped);
             }
         }
