@@ -9,28 +9,48 @@
 //! unplug costs QEMU some kilobytes.
 //!
 //! A device whose memory the guest has turned off is in no view; to unplug it
-//! would end the VM.
+//! would end the VM. But a guest that is letting go of one, as it was asked to before,
+//! turns its memory off, too, a moment before it is unplugged.
 
-use std::path::Path;
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use serde_json::json;
 
-use crate::{Error, Monitor};
+use crate::{Error, Monitor, slots::plugged};
+
+/// How long a guest may take from one to the other. It is a few instructions.
+const LETTING_GO: Duration = Duration::from_secs(5);
+
+/// How often to look.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Has QEMU keep a device that is served at `socket` for ever. To be called before
-/// it is unplugged.
-pub(crate) fn keep(monitor: &mut Monitor, device: &str, socket: &Path) -> Result<(), Error> {
-    let command = json!({ "command-line": "info mtree -f" });
-    let views = monitor.run("human-monitor-command", command)?;
-    match is_seen(views.as_str().unwrap_or_default(), socket) {
-        true => Ok(()),
-        false => Err(Error::Unsupported {
-            vm: monitor.vm().to_owned(),
-            what: format!(
-                "device {device} cannot be unplugged while its memory is turned off in the guest (no driver runs it): QEMU would abort, and the VM with it; load its driver there first, or write 1 to its `enable` in sysfs; where its backend has ended and neither helps, restart the VM"
-            ),
-        }),
+/// it is unplugged. Returns false when it has been unplugged meanwhile.
+pub(crate) fn keep(monitor: &mut Monitor, device: &str, socket: &Path) -> Result<bool, Error> {
+    let deadline = Instant::now() + LETTING_GO;
+    loop {
+        let command = json!({ "command-line": "info mtree -f" });
+        let views = monitor.run("human-monitor-command", command)?;
+        if is_seen(views.as_str().unwrap_or_default(), socket) {
+            return Ok(true);
+        }
+        if !plugged(monitor)?.iter().any(|id| id == device) {
+            return Ok(false);
+        }
+        if Instant::now() >= deadline {
+            break;
+        }
+        std::thread::sleep(LOOK_AGAIN);
     }
+    Err(Error::Unsupported {
+        vm: monitor.vm().to_owned(),
+        what: format!(
+            "device {device} cannot be unplugged while its memory is turned off in the guest (no driver runs it): QEMU would abort, and the VM with it; load its driver there first, or write 1 to its `enable` in sysfs; where its backend has ended and neither helps, restart the VM"
+        ),
+    })
 }
 
 /// Whether a region of the device is in a flat view: QEMU names a region by its

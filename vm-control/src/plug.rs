@@ -162,7 +162,10 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
     let id = qemu_id(device);
     let begin = Instant::now();
     let deadline = begin + limit;
-    keep(monitor, device, &paths::device_socket(monitor.vm(), device))?;
+    let socket = paths::device_socket(monitor.vm(), device);
+    if !keep(monitor, device, &socket)? {
+        return Ok(begin.elapsed());
+    }
     match monitor.run("device_del", json!({ "id": id })) {
         Ok(_) => {}
         // By a detach that was given up.
