@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farside_tests::{Cluster, SHORT};
+use farside_tests::{BOOT, Cluster};
 use rustix::fs::{Mode, OFlags};
 
 use crate::stage::{AS_ROOT, Stage};
@@ -151,7 +151,7 @@ impl<'a> Hosts<'a> {
     /// Waits until a command is held.
     pub fn wait_held(&self, host: &Stage) -> Result<Held> {
         let gate = host.path(GATE);
-        let deadline = Instant::now() + SHORT;
+        let deadline = Instant::now() + BOOT;
         loop {
             // Without a reader this fails.
             match rustix::fs::open(&gate, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty()) {
