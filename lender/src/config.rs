@@ -274,5 +274,5 @@ fn host_name() -> String {
 }
 
 fn default_poll_us() -> u64 {
-    250
+    500
 }
