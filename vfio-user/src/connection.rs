@@ -354,8 +354,8 @@ impl Connection {
             });
         }
         self.filled += received;
-        // With descriptors it may be the kernel that ended the read.
-        self.emptied = from + received < want && fds.is_empty();
+        // With descriptors, be they refused, it may be the kernel that ended the read.
+        self.emptied = from + received < want && fds.is_empty() && !refused;
         if refused || !fds.is_empty() {
             let start = self.last_message_start();
             self.attribute(start, fds, refused);
