@@ -11,8 +11,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farside_bench::Section;
+use farside_bench::{Section, Series};
 use farside_scripted_vmm::device::{CONFIG, Device};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::{
     figures::{against, at_most, series},
@@ -80,66 +81,14 @@ pub(super) fn micros(time: Duration) -> f64 {
 
 /// Measures in turns, beside `libvfio_user` where there is one.
 pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -> Result<Section> {
-    let mut stage = Stage::start(program)?;
-    let socket = stage.serve("a", &[])?;
-    let ours = Server {
-        device: boot(&socket).with_context(|| stage.last_words())?,
-        bar: 0,
-    };
-    let mut servers = vec![ours];
-    let mut sample = None;
-    if let Some(program) = libvfio_user {
-        let socket = stage.folder().join("sample.sock");
-        let mut command = Command::new(program);
-        command.arg(&socket);
-        let log = stage.folder().join("sample.log");
-        let child = sample.insert(Child::spawn("libvfio-user's sample", command, &log)?);
-        await_socket(&socket, child)?;
-        let device = Device::connect(&socket, SHORT)
-            .with_context(|| format!("connecting to the sample{}", child.last_words()))?;
-        let bar = device.areas().first().map(|area| area.bar);
-        let bar = bar.context("libvfio-user's sample has no BAR")?;
-        servers.push(Server { device, bar });
-    }
-
-    let mut all = Vec::new();
-    for what in [What::Config, What::Bar] {
-        for server in &mut servers {
-            server.turn(what, WARM_UP)?;
-        }
-        let mut figures = Vec::new();
-        for _ in 0..turns {
-            let turn = servers.iter_mut();
-            let turn: Result<Vec<_>> = turn.map(|server| server.turn(what, READS)).collect();
-            figures.push(turn?);
-        }
-        for (n, percentile) in ["p50", "p99"].into_iter().enumerate() {
-            let of = |server: usize| figures.iter().map(move |turn| turn[server][n]);
-            let name = format!("{}, {percentile}", what.name());
-            let ours = series(&name, of(0));
-            if servers.len() == 1 {
-                all.push(ours);
-                continue;
-            }
-            let other = series(format!("{name}, libvfio-user"), of(1));
-            let ours = against(ours, &other.name);
-            all.push(match (what, percentile) {
-                (What::Config, "p50") => at_most(ours, TARGET),
-                _ => ours,
-            });
-            all.push(other);
-        }
-    }
-    let mut id = [0; 4];
-    servers[0].device.read(CONFIG, 0, &mut id)?;
-    ensure!(
-        id != [0xff; 4],
-        "the borrowed device was not there{}",
-        stage.last_words()
-    );
-    let beside = match servers.len() {
-        1 => "Nothing stands beside them: --libvfio-user was not given.",
-        _ => {
+    let anywhere = Place::Anywhere.series(program, libvfio_user, turns)?;
+    let bound = OneProcessor::bind()?;
+    let mut series = Place::OneProcessor.series(program, libvfio_user, turns)?;
+    drop(bound);
+    series.extend(anywhere);
+    let beside = match libvfio_user {
+        None => "Nothing stands beside them: --libvfio-user was not given.",
+        Some(_) => {
             "Beside them the same reads of libvfio-user's sample server, which has its BAR in the \
              process that answers; a turn of one, a turn of the other."
         }
@@ -150,8 +99,135 @@ pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -
         about: format!(
             "Reads of 4 bytes by vfio-user, one after another, by the client of the crate \
              vfio_user: of configuration space, which the backend answers by itself, and of a \
-             BAR, for which it asks the lender. {READS} reads a turn. {beside}"
+             BAR, for which it asks the lender. {READS} reads a turn. With client and servers on \
+             one processor, where the servers make the difference; and where the kernel puts \
+             them, which from turn to turn is one processor or two. {beside}"
         ),
-        series: all,
+        series,
     })
+}
+
+/// Where client and servers run.
+#[derive(Clone, Copy)]
+enum Place {
+    OneProcessor,
+    Anywhere,
+}
+
+impl Place {
+    /// What is read there. A BAR is the lender's, whose device's thread does not
+    /// share a processor well.
+    fn reads(self) -> &'static [What] {
+        match self {
+            Self::OneProcessor => &[What::Config],
+            Self::Anywhere => &[What::Config, What::Bar],
+        }
+    }
+
+    fn name(self, what: What) -> String {
+        match self {
+            Self::OneProcessor => format!("{}, one processor", what.name()),
+            Self::Anywhere => what.name().to_owned(),
+        }
+    }
+
+    /// All figures, by servers of its own: they run where this thread may when it
+    /// starts them.
+    fn series(
+        self,
+        program: &Path,
+        libvfio_user: Option<&Path>,
+        turns: u32,
+    ) -> Result<Vec<Series>> {
+        let mut stage = Stage::start(program)?;
+        let socket = stage.serve("a", &[])?;
+        let ours = Server {
+            device: boot(&socket).with_context(|| stage.last_words())?,
+            bar: 0,
+        };
+        let mut servers = vec![ours];
+        let mut sample = None;
+        if let Some(program) = libvfio_user {
+            let socket = stage.folder().join("sample.sock");
+            let mut command = Command::new(program);
+            command.arg(&socket);
+            let log = stage.folder().join("sample.log");
+            let child = sample.insert(Child::spawn("libvfio-user's sample", command, &log)?);
+            await_socket(&socket, child)?;
+            let device = Device::connect(&socket, SHORT)
+                .with_context(|| format!("connecting to the sample{}", child.last_words()))?;
+            let bar = device.areas().first().map(|area| area.bar);
+            let bar = bar.context("libvfio-user's sample has no BAR")?;
+            servers.push(Server { device, bar });
+        }
+
+        let mut all = Vec::new();
+        for &what in self.reads() {
+            all.extend(in_turns(&mut servers, what, &self.name(what), turns)?);
+        }
+        let mut id = [0; 4];
+        servers[0].device.read(CONFIG, 0, &mut id)?;
+        ensure!(
+            id != [0xff; 4],
+            "the borrowed device was not there{}",
+            stage.last_words()
+        );
+        Ok(all)
+    }
+}
+
+/// A turn of one server, a turn of the other.
+fn in_turns(servers: &mut [Server], what: What, name: &str, turns: u32) -> Result<Vec<Series>> {
+    for server in &mut *servers {
+        server.turn(what, WARM_UP)?;
+    }
+    let mut figures = Vec::new();
+    for _ in 0..turns {
+        let turn = servers.iter_mut();
+        let turn: Result<Vec<_>> = turn.map(|server| server.turn(what, READS)).collect();
+        figures.push(turn?);
+    }
+    let mut all = Vec::new();
+    for (n, percentile) in ["p50", "p99"].into_iter().enumerate() {
+        let of = |server: usize| figures.iter().map(move |turn| turn[server][n]);
+        let name = format!("{name}, {percentile}");
+        let ours = series(&name, of(0));
+        if servers.len() == 1 {
+            all.push(ours);
+            continue;
+        }
+        let other = series(format!("{name}, libvfio-user"), of(1));
+        let ours = against(ours, &other.name);
+        all.push(match (what, percentile) {
+            (What::Config, "p50") => at_most(ours, TARGET),
+            _ => ours,
+        });
+        all.push(other);
+    }
+    Ok(all)
+}
+
+/// Binds this thread, and so what it starts, to one of its processors. Dropped, the
+/// thread may run where it could before.
+struct OneProcessor {
+    before: CpuSet,
+}
+
+impl OneProcessor {
+    fn bind() -> Result<Self> {
+        let before = sched_getaffinity(None).context("this thread's processors")?;
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| before.is_set(*cpu));
+        let mut one = CpuSet::new();
+        one.set(first.context("this thread has no processor")?);
+        sched_setaffinity(None, &one).context("binding to one processor")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for OneProcessor {
+    fn drop(&mut self) {
+        if let Err(errno) = sched_setaffinity(None, &self.before) {
+            log::warn!("this thread stays bound to one processor: {errno}");
+        }
+    }
 }
