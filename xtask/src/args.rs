@@ -107,7 +107,8 @@ pub(crate) struct Bench {
     /// Write the results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Measurements of each job on each drive [default: 5, or 2 with --quick].
+    /// Measurements of each job and size on each drive [default: of jobs 5, or 2 with
+    /// --quick; of sizes 2].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1000))]
     pub(crate) repeats: Option<u32>,
     /// Length of a measurement, seconds [default: 3, or 1 with --quick].

@@ -63,10 +63,9 @@ impl Settings {
             true => (2, 1, 8, 500, 3, 1),
             false => (5, 3, 2, 3000, 21, 16),
         };
-        let repeats = args.repeats.unwrap_or(repeats);
         Self {
-            repeats,
-            sweep_repeats: repeats.min(2),
+            repeats: args.repeats.unwrap_or(repeats),
+            sweep_repeats: args.repeats.unwrap_or(2),
             seconds: args.seconds.unwrap_or(seconds),
             sweep_step,
             rounds,
