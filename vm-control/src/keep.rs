@@ -28,9 +28,15 @@ const LETTING_GO: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Has QEMU keep a device that is served at `socket` for ever. To be called before
-/// it is unplugged. Returns false when it has been unplugged meanwhile.
-pub(crate) fn keep(monitor: &mut Monitor, device: &str, socket: &Path) -> Result<bool, Error> {
-    let deadline = Instant::now() + LETTING_GO;
+/// it is unplugged. Returns false when it has been unplugged meanwhile; that is waited
+/// for until `deadline` at most.
+pub(crate) fn keep(
+    monitor: &mut Monitor,
+    device: &str,
+    socket: &Path,
+    deadline: Instant,
+) -> Result<bool, Error> {
+    let deadline = deadline.min(Instant::now() + LETTING_GO);
     loop {
         let command = json!({ "command-line": "info mtree -f" });
         let views = monitor.run("human-monitor-command", command)?;

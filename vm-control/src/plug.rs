@@ -163,7 +163,7 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
     let begin = Instant::now();
     let deadline = begin + limit;
     let socket = paths::device_socket(monitor.vm(), device);
-    if !keep(monitor, device, &socket)? {
+    if !keep(monitor, device, &socket, deadline)? {
         return Ok(begin.elapsed());
     }
     match monitor.run("device_del", json!({ "id": id })) {
