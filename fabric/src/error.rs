@@ -95,7 +95,7 @@ pub enum FabricError {
     #[error(transparent)]
     Limit(#[from] LimitError),
     /// The memory could not be mapped.
-    #[error("cannot map {len:#x} bytes at offset {offset:#x} of the shared memory file: {source}")]
+    #[error("cannot map {len:#x} bytes at offset {offset:#x} of the shared memory file")]
     Memory {
         /// Offset in the file.
         offset: u64,

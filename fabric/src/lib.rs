@@ -19,9 +19,11 @@
 //! calls.
 //!
 //! [`memory`] maps what the other side shares, and survives its being
-//! truncated; [`pin`] keeps it resident while a device may reach it.
+//! truncated; [`pin`] keeps it resident while a device may reach it, if
+//! [`host_memory`] has room for it.
 #![deny(unsafe_code)]
 
+pub mod host_memory;
 pub mod limits;
 pub mod memory;
 pub mod pin;
@@ -50,5 +52,5 @@ pub use memory::MemoryRange;
 pub use pages::{PAGE_SIZE, PageCounts};
 pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};
 pub use range_table::{MAX_MAPPINGS, RangeTable};
-pub use size::Size;
+pub use size::{Size, deserialize_optional_size, deserialize_size, parse_size};
 pub use tables::{AdapterUsage, LutRange, NtbTables};

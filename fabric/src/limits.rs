@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{PAGE_SIZE, Size};
+use crate::{PAGE_SIZE, Size, deserialize_optional_size, deserialize_size};
 
 /// Limits of an NTB adapter.
 ///
@@ -21,12 +21,14 @@ use crate::{PAGE_SIZE, Size};
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct NtbLimits {
     /// Bytes of the BAR that windows are in; a power of two.
+    #[serde(deserialize_with = "deserialize_size")]
     pub bar_size: u64,
     /// Entries of the look-up table; a power of two.
     pub lut_entries: u32,
     /// What a far address must be a multiple of, bytes; a power of two. Left
     /// out, it is the segment size. (Older Intel NTBs: the BAR's size. AMD:
     /// 4096.)
+    #[serde(deserialize_with = "deserialize_optional_size")]
     pub alignment: Option<u64>,
     /// Most LUT entries that one window may take; left out, all of them. It is 1
     /// where each window has a BAR and a translation register of its own (Intel,

@@ -4,9 +4,11 @@ use std::ops::Range;
 
 use crate::{Address, AddressRange, FabricError};
 
-/// Most mappings of one table. It bounds what a client can make us remember;
-/// a VM has some tens.
-pub const MAX_MAPPINGS: usize = 4096;
+/// Most mappings of one table. It bounds what a client can make us remember. A
+/// VM has some tens; behind a vIOMMU, one for each page of the I/O under way,
+/// which 128 requests of 512 KiB have used up. Each is a mapping of this process,
+/// of which the kernel allows it 65,530 (`vm.max_map_count`).
+pub const MAX_MAPPINGS: usize = 16_384;
 
 /// Ranges that do not overlap, ascending, with the rules of VFIO type1: an
 /// overlapping map is an error, and so is an unmap that would cut a mapping.

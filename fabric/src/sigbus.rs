@@ -14,7 +14,12 @@
 //! mark and refuses. Any other SIGBUS goes to the handler that was there
 //! before ours.
 //!
-//! The handler does only what POSIX allows it: atomics and system calls.
+//! What the handler does is async-signal-safe by what it consists of, not by
+//! POSIX's list of functions (signal-safety(7)), which has no mmap: atomics, and
+//! `mmap_anonymous` of rustix, whose linux_raw backend (the default; nothing here
+//! selects its libc one) issues the system call inline. Neither takes a lock,
+//! allocates, or touches errno. A signal that is not ours goes on by
+//! sigaction(2) and raise(3), which are on the list.
 //!
 //! # Why the handler replaces the right pages
 //!
@@ -34,9 +39,11 @@ use std::{
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Entries: as many as the kernel allows a process to have mappings (by
-/// default). Untouched ones take no memory.
-const SLOTS: usize = 65_536;
+/// Entries: three quarters of the mappings that the kernel allows a process by
+/// default (`vm.max_map_count`, 65,530), so that this limit, which fails one
+/// mapping, is met before that one, which fails threads and allocations, too.
+/// Untouched entries take no memory.
+const SLOTS: usize = 49_152;
 
 struct Slot {
     /// Odd while the entry is being changed.

@@ -11,7 +11,7 @@ use std::{
 use farside_fabric::{
     MemoryRange,
     memory::{SharedMemory, create_sealed},
-    pin::{PinError, PinOptions, PinPolicy, Pins, check_memlock},
+    pin::{PinError, PinOptions, PinPolicy, Pins, check_memlock, check_room},
 };
 use rustix::{
     fs::fstat,
@@ -207,13 +207,20 @@ fn child_with_a_small_memlock_limit() {
     assert_eq!(resident(&large[0]), 8 * MIB);
 }
 
+/// For `cargo xtask test`: not by `println!`, which libtest shows only of failed tests.
+fn skipped(why: &str) {
+    use std::io::{Write, stdout};
+    let test = "huge_pages_are_used_where_the_memory_has_them";
+    writeln!(stdout().lock(), "skipped: {test}: {why}").expect("stdout");
+}
+
 #[test]
 fn huge_pages_are_used_where_the_memory_has_them() {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
     let fd: OwnedFd = match memfd_create("huge", flags) {
         Ok(fd) => fd,
-        Err(error) => return eprintln!("skipped: no hugetlbfs ({error})"),
+        Err(error) => return skipped(&format!("no hugetlbfs ({error})")),
     };
     ftruncate(&fd, 4 * MIB).expect("set its size");
     let whole = MemoryRange::whole(fd, 4 * MIB);
@@ -241,7 +248,28 @@ fn huge_pages_are_used_where_the_memory_has_them() {
         // An empty pool is an error, not a signal.
         Err(error) => {
             assert!(matches!(error, PinError::Populate { .. }), "{error}");
-            eprintln!("skipped: no huge page is free ({error})");
+            skipped(&format!("no huge page is free ({error})"));
         }
     }
+}
+
+#[test]
+fn populating_stops_when_the_rest_does_not_fit_any_more() {
+    let range = [ram(512 * MIB)];
+    // The host fills up meanwhile.
+    let asked = AtomicU64::new(0);
+    let too_much = ram(1 << 50);
+    let room = || match asked.fetch_add(1, Ordering::Relaxed) {
+        0 | 1 => Ok(()),
+        _ => check_room(std::slice::from_ref(&too_much)),
+    };
+    let options = PinOptions {
+        room: Some(&room),
+        workers: NonZeroUsize::new(1),
+        ..PinOptions::new(PinPolicy::Prefer)
+    };
+    let error = Pins::new(&range, &options).expect_err("no room");
+    assert!(matches!(error, PinError::TooLarge(_)), "{error}");
+    let resident = resident(&range[0]);
+    assert!((MIB..512 * MIB).contains(&resident), "{resident}");
 }

@@ -3,6 +3,7 @@
 use std::{io, time::Duration};
 
 use super::MemlockTooSmall;
+use crate::host_memory::TooLarge;
 
 /// Why memory is not pinned. None of it is, then.
 #[derive(Debug, thiserror::Error)]
@@ -11,8 +12,11 @@ pub enum PinError {
     /// The memlock limit is too small, and [`PinPolicy::Require`] was asked for.
     #[error(transparent)]
     Memlock(#[from] MemlockTooSmall),
+    /// The host has not enough memory left.
+    #[error(transparent)]
+    TooLarge(#[from] TooLarge),
     /// A range cannot be mapped.
-    #[error("cannot map {len:#x} bytes at offset {offset:#x} of guest memory: {source}")]
+    #[error("cannot map {len:#x} bytes at offset {offset:#x} of guest memory")]
     Map {
         /// Offset in the file.
         offset: u64,
@@ -23,7 +27,7 @@ pub enum PinError {
     },
     /// The kernel could not make pages resident.
     #[error(
-        "cannot populate {len:#x} bytes at offset {offset:#x} of guest memory: {source}{}",
+        "cannot populate {len:#x} bytes at offset {offset:#x} of guest memory{}",
         populate_hint(source)
     )]
     Populate {
@@ -35,7 +39,7 @@ pub enum PinError {
         source: io::Error,
     },
     /// The kernel could not lock pages, although the limit allowed it.
-    #[error("cannot lock {len:#x} bytes at offset {offset:#x} of guest memory: {source}")]
+    #[error("cannot lock {len:#x} bytes at offset {offset:#x} of guest memory")]
     Lock {
         /// Offset in the file.
         offset: u64,
@@ -66,7 +70,7 @@ pub enum PinError {
         total: u64,
     },
     /// A thread could not be started, or the limits not be read.
-    #[error("cannot {what}: {source}")]
+    #[error("cannot {what}")]
     System {
         /// What was tried.
         what: &'static str,

@@ -14,6 +14,7 @@
 mod error;
 mod memlock;
 mod populate;
+mod room;
 
 use std::{
     num::NonZeroUsize,
@@ -21,6 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_error_chain::Chain;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -33,6 +35,7 @@ use populate::Job;
 
 pub use error::PinError;
 pub use memlock::{MemlockTooSmall, check_memlock};
+pub use room::{RoomWatch, check_room, check_room_for_more};
 
 /// What to do when the memlock limit is too small.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,10 +55,13 @@ pub struct PinOptions<'a> {
     pub policy: PinPolicy,
     /// How many threads populate; left out, one for each CPU, at most 16.
     pub workers: Option<NonZeroUsize>,
-    /// When to give up. It is looked at after every 64 MiB (or huge page).
+    /// When to give up. It is looked at after every 16 MiB (or huge page).
     pub deadline: Option<Instant>,
     /// Give up when this becomes true; looked at as often.
     pub cancel: Option<&'a AtomicBool>,
+    /// Asked by the workers before each chunk whether the rest fits in the
+    /// host's memory, which others use, too: a [`RoomWatch`], by custom.
+    pub room: Option<&'a (dyn Fn() -> Result<(), PinError> + Sync)>,
     /// Called by the workers after each chunk with how far they are together.
     pub progress: Option<&'a (dyn Fn(PinProgress) + Sync)>,
 }
@@ -68,6 +74,7 @@ impl PinOptions<'_> {
             workers: None,
             deadline: None,
             cancel: None,
+            room: None,
             progress: None,
         }
     }
@@ -96,14 +103,16 @@ pub struct PinReport {
     pub elapsed: Duration,
 }
 
-/// Looks at the memlock limit for all of `ranges` together, before any of them
-/// is pinned. Huge pages are never swapped and need no lock.
+/// Checks the memlock limit and the host's memory for all of `ranges` together,
+/// before any of them is pinned. Huge pages are never swapped and need no lock.
 ///
 /// # Errors
+/// [`PinError::TooLarge`] when they do not fit in the host's memory.
 /// [`PinError::Memlock`] when the limit is too small and `policy` requires it;
 /// otherwise that is said in the log, once. [`PinError::Map`] for a range that
 /// cannot be pinned at all.
 pub fn check(ranges: &[MemoryRange], policy: PinPolicy) -> Result<(), PinError> {
+    check_room(ranges)?;
     let mut to_lock = 0;
     for range in ranges {
         let backing = Backing::check(&range.file, range.offset, range.len);
@@ -193,7 +202,10 @@ fn lock(ranges: &[Pinned], policy: PinPolicy) -> Result<u64, PinError> {
             // Somebody else has used the limit up meanwhile, or the
             // capability is one of a container and does not count.
             Err(error) if policy == PinPolicy::Prefer => {
-                log::warn!("guest memory is not all locked: {error}");
+                log::warn!(
+                    "guest memory is not all locked: {error}",
+                    error = Chain(&error)
+                );
                 break;
             }
             Err(source) => {
@@ -221,7 +233,10 @@ impl Pinned {
         if !backing.hugetlb {
             // Only a hint, and only where the system is set to take it.
             if let Err(error) = mapping.make(Residency::HugePages, 0, backing.len) {
-                log::debug!("no transparent huge pages for guest memory: {error}");
+                log::debug!(
+                    "no transparent huge pages for guest memory: {error}",
+                    error = Chain(&error)
+                );
             }
         }
         Ok(Self {

@@ -15,9 +15,9 @@ use std::{
 use super::{PinError, PinOptions, PinProgress, Pinned};
 use crate::mapping::Residency;
 
-/// What a worker does between two looks at the clock: some 15 ms where pages
-/// must be zeroed first.
-const CHUNK: usize = 64 << 20;
+/// What a worker does between two looks at the clock: some 4 ms where pages
+/// must be zeroed first, and not too long where others use the CPU as well.
+const CHUNK: usize = 16 << 20;
 
 /// Workers beyond this many wait for each other's zeroing.
 const MAX_WORKERS: usize = 16;
@@ -144,7 +144,7 @@ impl<'a> Job<'a> {
                 elapsed: self.began.elapsed(),
             });
         }
-        Ok(())
+        self.options.room.map_or(Ok(()), |room| room())
     }
 
     fn pin(&self, chunk: usize) -> Result<(), PinError> {

@@ -93,7 +93,7 @@ impl Path {
             len: memory.len,
             source,
         })?;
-        self.iotlb.clear();
+        // The IOTLB remembers no refusals, so what it has stays true.
         let target = ToMemory {
             memory: shared,
             file_offset: memory.offset,
@@ -120,6 +120,17 @@ impl Path {
     pub fn far_unmap_all(&mut self) {
         let unmapped = self.borrower.clear();
         self.retire(unmapped);
+    }
+
+    /// Whether anything beside the tables holds memory that is mapped within
+    /// the `len` bytes at `at`: a DMA that has begun, or a translation that the
+    /// device keeps. If not, no DMA reaches it once it is unmapped.
+    pub fn in_use(&mut self, at: FarAddress, len: u64) -> bool {
+        // Its entries hold memory, too.
+        self.iotlb.clear();
+        let inside = AddressRange::new(at, len).and_then(|range| self.borrower.inside(range));
+        let held = |target: &ToMemory| Arc::strong_count(&target.memory) > 1;
+        inside.is_ok_and(|rows| rows.iter().any(|(_, target)| held(target)))
     }
 
     /// Whether an I/O still holds memory that has been unmapped since: until
