@@ -18,11 +18,13 @@
 #![forbid(unsafe_code)]
 
 mod address;
+mod growth;
 mod plan;
 mod probe;
 mod range_set;
 
 pub use address::{Gpa, GpaRange, PAGE_SIZE, RangeError};
+pub use growth::spans;
 pub use plan::{Plan, PlanRules, Window, plan};
 pub use probe::{HIGH_MEMORY, Layout, Oracle, ProbeError, ProbeLimits, Resolution, probe};
 pub use range_set::RangeSet;
