@@ -81,7 +81,7 @@ pub enum ActivationError {
     )]
     Unwanted { at: Endpoint, wanted: String },
     /// The kernel does not say what it is.
-    #[error("descriptor {number} from the service manager ($LISTEN_FDS): {source}")]
+    #[error("descriptor {number} from the service manager ($LISTEN_FDS) cannot be used")]
     System { number: usize, source: io::Error },
 }
 

@@ -26,11 +26,11 @@ pub enum GroupError {
     )]
     Unknown(String),
     /// The host's list of groups cannot be read.
-    #[error("socket group {name:?}: looking it up: {source}")]
+    #[error("cannot look up socket group {name:?}")]
     Lookup { name: String, source: io::Error },
     /// A file cannot be given to the group.
     #[error(
-        "cannot give {path} to the group {group}: {source}; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit",
+        "cannot give {path} to the group {group}; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit",
         path = path.display()
     )]
     Give {

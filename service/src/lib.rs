@@ -1,11 +1,13 @@
-//! What a daemon gets from the service manager that started it (systemd), and
-//! what it tells it.
+//! What every daemon needs: what it gets from the service manager that started it
+//! (systemd) and tells it, and a log that nobody can flood.
 //!
 //! - [`Activated`]: listening sockets that the service manager has made, so that
 //!   peers can connect before the daemon runs and while it is restarted
 //!   (`sd_listen_fds(3)`).
-//! - [`ready`], [`stopping`]: readiness and a line of status (`sd_notify(3)`).
+//! - [`ready`], [`status`], [`stopping`]: readiness and a line of status (`sd_notify(3)`).
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
+//! - [`RateLimit`], [`StateLog`]: log lines that others cause at a rate they
+//!   choose.
 //!
 //! Started by hand, a daemon gets nothing and tells nobody; all of this then does
 //! nothing.
@@ -14,8 +16,10 @@
 
 mod activation;
 mod group;
+mod rate_limit;
 mod readiness;
 
 pub use activation::{Activated, ActivationError, Endpoint, Kind};
 pub use group::{GroupError, SocketGroup};
-pub use readiness::{ready, stopping};
+pub use rate_limit::{HeldBack, RateLimit, StateLog};
+pub use readiness::{ready, status, stopping};

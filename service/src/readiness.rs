@@ -8,6 +8,11 @@ pub fn ready(status: &str) {
     notify(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
 
+/// A line for `systemctl status`.
+pub fn status(status: &str) {
+    notify(&[NotifyState::Status(status)]);
+}
+
 /// Tells the service manager that the daemon has begun to end.
 pub fn stopping(status: &str) {
     notify(&[NotifyState::Stopping, NotifyState::Status(status)]);
