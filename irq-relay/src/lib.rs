@@ -44,7 +44,7 @@ mod vectors;
 pub use form::Interrupts;
 pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;
-pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, WireHeader, wire};
+pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, SetIrqsMessage, wire};
 pub use state::Fire;
 pub use trigger::{Sink, TriggerFd};
 pub use vectors::{VectorCount, Vectors, VectorsStatus};

@@ -55,9 +55,9 @@ pub enum IrqData {
     Sinks(Vec<Option<Sink>>),
 }
 
-/// The fixed part of a `SET_IRQS` message, in host byte order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WireHeader {
+/// A `SET_IRQS` message as it came: nothing but its framing has been checked.
+#[derive(Debug)]
+pub struct SetIrqsMessage<'a> {
     /// `VFIO_IRQ_SET_*`.
     pub flags: u32,
     /// Number of the [`IrqIndex`].
@@ -66,9 +66,13 @@ pub struct WireHeader {
     pub start: u32,
     /// Number of vectors.
     pub count: u32,
+    /// What follows these fields.
+    pub data: &'a [u8],
+    /// Descriptors that came with the message.
+    pub fds: Vec<OwnedFd>,
 }
 
-/// A request that makes sense for the function it was checked against.
+/// A request that is valid for the function it was checked against.
 #[derive(Clone, Debug)]
 pub struct SetIrqs {
     range: IrqRange,
@@ -80,7 +84,10 @@ impl SetIrqs {
     /// Checks that `action` and `data` fit the range.
     pub fn new(range: IrqRange, action: Action, data: IrqData) -> Result<Self, SetIrqsError> {
         let index = range.index();
-        if range.count() == 0 && !matches!((action, &data), (Action::Trigger, IrqData::None)) {
+        // vfio-user, "VFIO_USER_DEVICE_SET_IRQS": start and count of 0 with no
+        // data disable the index; Linux wants the trigger action, too.
+        let disables = matches!((action, &data), (Action::Trigger, IrqData::None));
+        if range.count() == 0 && !(disables && range.start() == 0) {
             return Err(SetIrqsError::EmptyRange { index });
         }
         let entries = match &data {
@@ -113,42 +120,44 @@ impl SetIrqs {
         })
     }
 
-    /// Checks a request as vfio-user carries it: `payload` is what follows the
-    /// header in the message, `fds` came beside it. All descriptors or none:
-    /// none takes the triggers of the range away (the protocol cannot send
-    /// VFIO's -1).
-    pub fn from_wire(
-        counts: &IrqCounts,
-        header: WireHeader,
-        payload: &[u8],
-        fds: Vec<OwnedFd>,
-    ) -> Result<Self, SetIrqsError> {
-        let bad_flags = SetIrqsError::BadFlags {
-            flags: header.flags,
-        };
+    /// Decodes and checks a request as vfio-user carries it. One descriptor for
+    /// each vector or none: none takes the triggers of the range away (the
+    /// protocol cannot send VFIO's -1).
+    pub fn decode(counts: &IrqCounts, message: SetIrqsMessage<'_>) -> Result<Self, SetIrqsError> {
+        let SetIrqsMessage {
+            flags,
+            index,
+            start,
+            count,
+            data: payload,
+            fds,
+        } = message;
+        let bad_flags = SetIrqsError::BadFlags { flags };
         let data_flags = wire::SET_DATA_NONE | wire::SET_DATA_BOOL | wire::SET_DATA_EVENTFD;
-        let action = match header.flags & !data_flags {
+        let action = match flags & !data_flags {
             wire::SET_ACTION_MASK => Action::Mask,
             wire::SET_ACTION_UNMASK => Action::Unmask,
             wire::SET_ACTION_TRIGGER => Action::Trigger,
             _ => return Err(bad_flags),
         };
         // First the range: it bounds what is allocated below.
-        let range = IrqRange::new(counts, header.index, header.start, header.count)?;
+        let range = IrqRange::new(counts, index, start, count)?;
         let vectors = usize::from(range.count());
         let wrong_count = |entries| SetIrqsError::WrongCount {
             index: range.index(),
             vectors: range.count(),
             entries,
         };
-        let data_flags = header.flags & data_flags;
+        let data_flags = flags & data_flags;
         if data_flags != wire::SET_DATA_EVENTFD && !fds.is_empty() {
             return Err(SetIrqsError::UnexpectedFds { count: fds.len() });
         }
         let data = match data_flags {
             wire::SET_DATA_NONE => {
                 if !payload.is_empty() {
-                    return Err(wrong_count(payload.len()));
+                    return Err(SetIrqsError::UnexpectedData {
+                        bytes: payload.len(),
+                    });
                 }
                 IrqData::None
             }
@@ -159,10 +168,12 @@ impl SetIrqs {
                 IrqData::Bool(payload.iter().map(|byte| *byte != 0).collect())
             }
             wire::SET_DATA_EVENTFD => {
-                // The kernel's array of numbers means nothing in another
-                // process; a client that sends it along is let be.
-                if !payload.is_empty() && payload.len() != 4 * vectors {
-                    return Err(wrong_count(payload.len() / 4));
+                // The kernel's array of descriptor numbers: no client sends it,
+                // and it means nothing in another process.
+                if !payload.is_empty() {
+                    return Err(SetIrqsError::UnexpectedData {
+                        bytes: payload.len(),
+                    });
                 }
                 if fds.is_empty() {
                     IrqData::Sinks(vec![None; vectors])
@@ -233,8 +244,14 @@ pub enum SetIrqsError {
     #[error("SET_IRQS flags {flags:#x}: need exactly one action and one kind of data")]
     BadFlags { flags: u32 },
     /// No vectors, and not the request that disables an index.
-    #[error("a request for no {index} vectors: only trigger without data (disable) may be empty")]
+    #[error(
+        "a request for no {index} vectors: only trigger without data, from vector 0 (disable), may be empty"
+    )]
     EmptyRange { index: IrqIndex },
+    /// Bytes behind the fixed part of a request whose data are none or
+    /// descriptors.
+    #[error("{bytes} bytes of data in a request that takes none")]
+    UnexpectedData { bytes: usize },
     /// The data is not one entry a vector.
     #[error("data for {entries} vectors in a request for {vectors} {index} vectors")]
     WrongCount {
@@ -276,6 +293,7 @@ impl SetIrqsError {
             | Self::OutOfRange { .. }
             | Self::BadFlags { .. }
             | Self::EmptyRange { .. }
+            | Self::UnexpectedData { .. }
             | Self::WrongCount { .. }
             | Self::UnexpectedFds { .. }
             | Self::NotAnEventFd

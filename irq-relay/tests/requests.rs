@@ -5,7 +5,9 @@ mod common;
 use std::{fs::File, os::fd::OwnedFd};
 
 use common::all_counts;
-use farside_irq_relay::{IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsError, WireHeader, wire::*};
+use farside_irq_relay::{
+    IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsError, SetIrqsMessage, wire::*,
+};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
@@ -22,13 +24,15 @@ fn parse(
     payload: &[u8],
     fds: Vec<OwnedFd>,
 ) -> Result<SetIrqs, SetIrqsError> {
-    let header = WireHeader {
+    let message = SetIrqsMessage {
         flags,
         index,
         start,
         count,
+        data: payload,
+        fds,
     };
-    SetIrqs::from_wire(&all_counts(), header, payload, fds)
+    SetIrqs::decode(&all_counts(), message)
 }
 
 #[track_caller]
@@ -122,14 +126,16 @@ fn indexes_and_ranges_are_checked() {
         Errno::INVAL,
         "0 MSI-X vectors from 2048: this function has 2048",
     );
-    let header = WireHeader {
+    let message = SetIrqsMessage {
         flags: TRIGGER_NONE,
         index: 1,
         start: 0,
         count: 0,
+        data: &[],
+        fds: vec![],
     };
     refused(
-        SetIrqs::from_wire(&IrqCounts::new(), header, &[], vec![]),
+        SetIrqs::decode(&IrqCounts::new(), message),
         Errno::INVAL,
         "this function has no MSI interrupt",
     );
@@ -158,8 +164,9 @@ fn an_empty_range_only_disables() {
     refused(
         parse(TRIGGER_EVENTFD, 1, 0, 0, &[], vec![]),
         Errno::INVAL,
-        "a request for no MSI vectors: only trigger without data (disable) may be empty",
+        "a request for no MSI vectors: only trigger without data, from vector 0 (disable), may be empty",
     );
+    assert!(parse(TRIGGER_NONE, 1, 1, 0, &[], vec![]).is_err());
     assert!(parse(SET_ACTION_MASK | SET_DATA_NONE, 1, 0, 0, &[], vec![]).is_err());
     assert!(parse(SET_ACTION_TRIGGER | SET_DATA_BOOL, 1, 0, 0, &[], vec![]).is_err());
 }
@@ -196,6 +203,22 @@ fn data_is_one_entry_a_vector() {
         ),
         Errno::INVAL,
         "1 file descriptors with a request that takes none",
+    );
+}
+
+#[test]
+fn data_that_a_request_does_not_take_is_refused() {
+    let fds = || eventfds(3, EventfdFlags::NONBLOCK);
+    // The kernel's array of descriptor numbers.
+    refused(
+        parse(TRIGGER_EVENTFD, 2, 0, 3, &[0; 12], fds()),
+        Errno::INVAL,
+        "12 bytes of data in a request that takes none",
+    );
+    refused(
+        parse(TRIGGER_NONE, 2, 0, 3, &[1; 3], vec![]),
+        Errno::INVAL,
+        "3 bytes of data in a request that takes none",
     );
 }
 
