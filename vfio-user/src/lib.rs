@@ -35,7 +35,9 @@
 //! | another major version | `EINVAL`, then closed, as the specification asks |
 //! | a payload of the wrong length, a bad flag, index or range | `EINVAL`, goes on |
 //! | a transfer above [`MAX_DATA_XFER_SIZE`] | `E2BIG`, goes on |
-//! | descriptors that the command does not take, or above [`MAX_MSG_FDS`] | `EINVAL`, goes on; the descriptors are closed |
+//! | descriptors that the command does not take, or a second one with `DMA_MAP` | they are closed, the command is served |
+//! | above [`MAX_MSG_FDS`] descriptors with `DMA_MAP` or `DEVICE_SET_IRQS` | `EINVAL`, goes on; all of them are closed |
+//! | `DEVICE_SET_IRQS` with neither no descriptor nor one for each vector | the handler's errno ([`SetIrqs::decode`](farside_irq_relay::SetIrqs::decode): `EINVAL`), goes on; they are closed |
 //! | commands without reading the replies | closed once [`MAX_QUEUED_BYTES`] wait |
 //! | half a message, then silence | nothing: the event loop simply does not hear of it |
 //!
@@ -51,10 +53,8 @@ mod command;
 pub mod connection;
 pub mod dma;
 mod header;
-pub mod irq;
 pub mod listener;
 mod outbox;
-pub mod rate_limit;
 pub mod refusal;
 pub mod region;
 pub mod reply;
@@ -68,13 +68,12 @@ mod wire;
 pub use command::Command;
 pub use connection::{Connection, ConnectionError, Message};
 pub use dma::{DmaCommands, Matched, TooMany};
+pub use farside_service::RateLimit;
 pub use header::{HEADER_SIZE, Header, MessageType, ReplyTo};
-pub use irq::{IrqAction, IrqData, IrqFlags, IrqIndex, SetIrqs};
 pub use listener::{ListenError, Listener, Slot};
-pub use rate_limit::RateLimit;
 pub use refusal::{Fate, Refusal};
 pub use region::{Mappable, Region, RegionInfo, SparseArea};
-pub use reply::{DeviceInfo, IrqInfo, Reply};
+pub use reply::{DeviceInfo, Reply};
 pub use request::{DmaMap, DmaUnmap, RegionWrite, Request, WriteMulti};
 pub use session::Session;
 pub use version::Negotiated;

@@ -16,8 +16,8 @@ use rustix::net::{
 };
 
 use super::connection::{Connection, ConnectionError};
-use super::rate_limit::RateLimit;
 use super::stream::Stream;
+use farside_service::RateLimit;
 
 /// Longest path of a UNIX socket on Linux, bytes without the final NUL
 /// (`unix(7)`).

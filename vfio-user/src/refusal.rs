@@ -45,14 +45,10 @@ pub enum Refusal {
         argsz: u32,
         needed: u32,
     },
-    #[error("more than {MAX_MSG_FDS} file descriptors in one message")]
-    TooManyFds,
-    #[error("{command} came with {actual} file descriptors where {expected} are expected")]
-    FdCount {
-        command: Command,
-        actual: usize,
-        expected: usize,
-    },
+    #[error(
+        "{0} came with more than {MAX_MSG_FDS} file descriptors, or this process is out of them"
+    )]
+    TooManyFds(Command),
     #[error("flags {flags:#x} of {command} are not valid")]
     Flags { command: Command, flags: u32 },
     #[error("flags {flags:#x} of {command} ask for what is not supported")]
@@ -71,8 +67,6 @@ pub enum Refusal {
     MultiWriteTooLarge(u32),
     #[error("there is no interrupt type {0}")]
     IrqIndex(u32),
-    #[error("interrupt range of {count} from {start} is not valid")]
-    IrqRange { start: u32, count: u32 },
 }
 
 /// What to do after a refusal.

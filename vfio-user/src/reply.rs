@@ -2,10 +2,9 @@
 
 use std::os::fd::BorrowedFd;
 
-use farside_irq_relay::IrqCounts;
+use farside_irq_relay::{IrqIndex, IrqInfo};
 
 use super::header::{ReplyTo, finish};
-use super::irq::{IrqFlags, IrqIndex, NUM_IRQS};
 use super::region::{NUM_REGIONS, Region, RegionInfo};
 use super::request::DmaUnmap;
 use super::version::Negotiated;
@@ -32,7 +31,12 @@ pub enum Reply<'a> {
         argsz: u32,
     },
     /// What an interrupt type is.
-    IrqInfo(IrqInfo),
+    IrqInfo {
+        /// The request's index.
+        index: IrqIndex,
+        /// Flags and number of vectors.
+        info: IrqInfo,
+    },
     /// What was read; `data` has at most
     /// [`MAX_DATA_XFER_SIZE`](super::MAX_DATA_XFER_SIZE) bytes.
     RegionRead {
@@ -65,46 +69,6 @@ pub enum Reply<'a> {
 pub struct DeviceInfo {
     /// Whether `DEVICE_RESET` is served.
     pub resettable: bool,
-}
-
-/// What an interrupt type is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IrqInfo {
-    /// The type.
-    pub index: IrqIndex,
-    /// What can be done with it.
-    pub flags: IrqFlags,
-    /// Number of vectors; 0 when the device has none.
-    pub count: u32,
-}
-
-impl IrqInfo {
-    /// What a function that has `counts` says of `index`.
-    pub fn of(counts: &IrqCounts, index: IrqIndex) -> Self {
-        let info = counts.info(farside_irq_relay::IrqIndex::ALL[index.index() as usize]);
-        Self {
-            index,
-            flags: IrqFlags::from_bits_truncate(info.flags),
-            count: info.count,
-        }
-    }
-
-    /// The description of an interrupt type with `count` vectors, with the
-    /// flags that Linux VFIO gives it: INTx is level triggered and masks
-    /// itself; MSI and MSI-X are set up as a set; the rest just signal.
-    pub fn pci(index: IrqIndex, count: u32) -> Self {
-        let flags = match index {
-            _ if count == 0 => IrqFlags::empty(),
-            IrqIndex::Intx => IrqFlags::EVENTFD | IrqFlags::MASKABLE | IrqFlags::AUTOMASKED,
-            IrqIndex::Msi | IrqIndex::Msix => IrqFlags::EVENTFD | IrqFlags::NORESIZE,
-            IrqIndex::Error | IrqIndex::Request => IrqFlags::EVENTFD | IrqFlags::NORESIZE,
-        };
-        Self {
-            index,
-            flags,
-            count,
-        }
-    }
 }
 
 const DEVICE_RESET: u32 = 1 << 0;
@@ -144,13 +108,13 @@ pub(super) fn encode<'a>(
             out.put_u32(16);
             out.put_u32(DEVICE_PCI | if info.resettable { DEVICE_RESET } else { 0 });
             out.put_u32(NUM_REGIONS);
-            out.put_u32(NUM_IRQS);
+            out.put_u32(IrqIndex::ALL.len() as u32);
         }
         Reply::RegionInfo { info, argsz } => fd = info.encode(argsz, out),
-        Reply::IrqInfo(info) => {
+        Reply::IrqInfo { index, info } => {
             out.put_u32(16);
-            out.put_u32(info.flags.bits());
-            out.put_u32(info.index.index());
+            out.put_u32(info.flags);
+            out.put_u32(index as u32);
             out.put_u32(info.count);
         }
         Reply::RegionRead {

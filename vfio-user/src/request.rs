@@ -2,7 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
-use super::irq::{IrqIndex, SetIrqs};
+use farside_irq_relay::{IrqIndex, SetIrqsMessage};
+
 use super::refusal::Refusal;
 use super::region::{REGION_INFO_SIZE, Region};
 use super::version::Negotiated;
@@ -35,7 +36,10 @@ pub enum Request<'a> {
         index: IrqIndex,
     },
     /// Sets up, masks or triggers interrupts.
-    DeviceSetIrqs(SetIrqs<'a>),
+    ///
+    /// Whether the function has the vectors, and the request is one that it
+    /// serves, is for [`SetIrqs::decode`](farside_irq_relay::SetIrqs::decode).
+    DeviceSetIrqs(SetIrqsMessage<'a>),
     /// Reads `count` bytes, at most [`MAX_DATA_XFER_SIZE`].
     ///
     /// An error reply to this one hangs clients built on the crate
@@ -79,8 +83,10 @@ pub struct DmaMap {
 /// Which client memory is taken back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaUnmap {
-    /// The range that was mapped with exactly this address and size; anything
-    /// else is `ENOENT`.
+    /// Every mapping that is within the range: QEMU takes what it mapped in
+    /// parts (virtio-mem's blocks) back in one request, as VFIO's type 1
+    /// allows. `ENOENT` when there is none, `EINVAL` when a mapping would be
+    /// split.
     Range {
         /// First address on the device's bus.
         address: u64,
@@ -124,28 +130,26 @@ impl<'a> Request<'a> {
     /// Decodes the payload of `command`. `DEVICE_GET_REGION_IO_FDS` is
     /// refused rather than answered with an empty list: its reply carries at
     /// least one descriptor.
+    ///
+    /// Descriptors that the command does not take are closed and the request is
+    /// served, as libvfio-user does: refusing a `DMA_UNMAP` for the descriptor
+    /// that SPDK's client sends along would leave the range mapped.
+    /// `fds_refused` matters only to the commands that take descriptors.
     pub(super) fn decode(
         command: Command,
         payload: &'a [u8],
-        mut fds: Vec<OwnedFd>,
+        fds: Vec<OwnedFd>,
+        fds_refused: bool,
     ) -> Result<Self, Refusal> {
-        let most_fds = match command {
-            Command::DeviceSetIrqs => super::MAX_MSG_FDS,
-            Command::DmaMap => 1,
-            _ => 0,
-        };
-        if fds.len() > most_fds {
-            return Err(Refusal::FdCount {
-                command,
-                actual: fds.len(),
-                expected: most_fds,
-            });
+        let takes_fds = matches!(command, Command::DmaMap | Command::DeviceSetIrqs);
+        if takes_fds && fds_refused {
+            return Err(Refusal::TooManyFds(command));
         }
         let fields = Fields { command, payload };
 
         match command {
             Command::Version => Ok(Self::Version(Negotiated::decode(payload)?)),
-            Command::DmaMap => DmaMap::decode(fields, fds.pop()).map(Self::DmaMap),
+            Command::DmaMap => DmaMap::decode(fields, fds.into_iter().next()).map(Self::DmaMap),
             Command::DmaUnmap => DmaUnmap::decode(fields).map(Self::DmaUnmap),
             Command::DeviceGetInfo => {
                 fields.query(16)?;
@@ -161,10 +165,10 @@ impl<'a> Request<'a> {
             Command::DeviceGetIrqInfo => {
                 let (_, index) = fields.query(16)?;
                 Ok(Self::DeviceGetIrqInfo {
-                    index: index.try_into()?,
+                    index: IrqIndex::try_from(index).map_err(|_| Refusal::IrqIndex(index))?,
                 })
             }
-            Command::DeviceSetIrqs => SetIrqs::decode(payload, fds).map(Self::DeviceSetIrqs),
+            Command::DeviceSetIrqs => fields.set_irqs(fds).map(Self::DeviceSetIrqs),
             Command::RegionRead => {
                 let access = fields.access()?;
                 fields.exactly(16)?;
@@ -420,6 +424,31 @@ impl<'a> Fields<'a> {
         }
         self.argsz(argsz, reply)?;
         Ok((argsz, index))
+    }
+
+    /// `struct vfio_irq_set`, and the descriptors that are its data.
+    fn set_irqs(&self, fds: Vec<OwnedFd>) -> Result<SetIrqsMessage<'a>, Refusal> {
+        let mut cursor = Cursor::new(self.payload);
+        let parts = (
+            cursor.u32(),
+            cursor.u32(),
+            cursor.u32(),
+            cursor.u32(),
+            cursor.u32(),
+        );
+        let (Some(argsz), Some(flags), Some(index), Some(start), Some(count)) = parts else {
+            return Err(self.size(20));
+        };
+        // Below MAX_MESSAGE_SIZE, so it fits.
+        self.argsz(argsz, self.payload.len() as u32)?;
+        Ok(SetIrqsMessage {
+            flags,
+            index,
+            start,
+            count,
+            data: cursor.rest(),
+            fds,
+        })
     }
 
     fn access(&self) -> Result<Access<'a, u32>, Refusal> {

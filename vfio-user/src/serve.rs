@@ -2,12 +2,12 @@
 
 use super::connection::{Connection, ConnectionError, Message};
 use super::header::{Header, MessageType};
-use super::rate_limit::RateLimit;
 use super::refusal::Fate;
 use super::reply::Reply;
 use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
+use farside_service::RateLimit;
 
 /// What serves requests.
 pub trait Handler {

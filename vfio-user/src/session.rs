@@ -51,15 +51,12 @@ impl Session {
         }
         let command =
             Command::from_number(header.command).ok_or(Refusal::UnknownCommand(header.command))?;
-        if fds_refused {
-            return Err(Refusal::TooManyFds);
-        }
         match (command, &self.negotiated) {
             (Command::Version, Some(_)) => return Err(Refusal::AlreadyNegotiated),
             (Command::Version, None) | (_, Some(_)) => {}
             (_, None) => return Err(Refusal::NotNegotiated(command)),
         }
-        let request = Request::decode(command, payload, fds)?;
+        let request = Request::decode(command, payload, fds, fds_refused)?;
         if let Request::Version(negotiated) = &request {
             self.negotiated = Some(*negotiated);
         }

@@ -136,7 +136,7 @@ fn sets_up_interrupts() {
     let server = Server::start();
     let mut client = server.client();
     let info = client.get_irq_info(2).unwrap();
-    assert_eq!((info.index, info.count, info.flags), (2, 8, 9));
+    assert_eq!((info.index, info.count, info.flags), (2, 8, 3));
     assert_eq!(client.get_irq_info(1).unwrap().count, 0);
     assert_eq!(client.get_irq_info(0).unwrap().flags, 7);
 

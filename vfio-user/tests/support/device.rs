@@ -3,10 +3,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use farside_irq_relay::{IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsMessage, Sink};
 use farside_vfio_user::serve::{Answer, Handler};
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, Errno, IrqData, IrqIndex, IrqInfo, Mappable, Region, RegionInfo,
-    Reply, ReplyTo, Request, SetIrqs, SparseArea,
+    DeviceInfo, DmaMap, DmaUnmap, Errno, Mappable, Region, RegionInfo, Reply, ReplyTo, Request,
+    SparseArea,
 };
 
 /// Bytes of BAR 0, whose second page can be mapped.
@@ -16,7 +17,7 @@ pub const BAR2_SIZE: u64 = 0x1000;
 /// Bytes of configuration space.
 pub const CONFIG_SIZE: u64 = 4096;
 /// MSI-X vectors.
-pub const VECTORS: u32 = 8;
+pub const VECTORS: u16 = 8;
 /// Where BAR 0 begins in its file.
 pub const BAR0_FILE_OFFSET: u64 = 0x10000;
 
@@ -35,9 +36,9 @@ pub struct TestDevice {
     /// Mapped ranges: address, size, whether a descriptor came.
     pub dma: Vec<(u64, u64, bool)>,
     /// Eventfds of the MSI-X vectors.
-    pub eventfds: Vec<Option<OwnedFd>>,
+    pub eventfds: Vec<Option<Sink>>,
     /// Vectors that a client triggered.
-    pub triggered: Vec<u32>,
+    pub triggered: Vec<u16>,
     /// How often it was reset.
     pub resets: u32,
     /// Whether resets are answered later, by the test.
@@ -129,42 +130,37 @@ impl TestDevice {
         Ok(())
     }
 
-    fn set_irqs(&mut self, set: SetIrqs<'_>) -> Result<(), Errno> {
-        if set.start + set.count > vectors(set.index) {
-            return Err(Errno::INVAL);
-        }
-        if set.index != IrqIndex::Msix {
+    fn set_irqs(&mut self, message: SetIrqsMessage<'_>) -> Result<(), Errno> {
+        let set = SetIrqs::decode(&counts(), message).map_err(|error| error.errno())?;
+        let (range, _, data) = set.into_parts();
+        if range.index() != IrqIndex::Msix {
             return Ok(());
         }
-        let range = set.start as usize..(set.start + set.count) as usize;
-        if set.disables_all() {
-            self.eventfds.fill_with(|| None);
-            return Ok(());
-        }
-        match set.data {
-            IrqData::None => self.triggered.extend(set.start..set.start + set.count),
-            IrqData::Bool(flags) => self.triggered.extend(
-                flags
-                    .iter()
-                    .zip(set.start..)
-                    .filter(|(flag, _)| **flag != 0)
-                    .map(|(_, n)| n),
-            ),
-            IrqData::Eventfds(fds) => {
-                let mut fds = fds.into_iter();
-                self.eventfds[range].fill_with(|| fds.next());
+        match data {
+            IrqData::None if range.count() == 0 => self.eventfds.fill_with(|| None),
+            IrqData::None => self.triggered.extend(range.vectors()),
+            IrqData::Bool(chosen) => {
+                let chosen = range.vectors().zip(chosen).filter(|(_, chosen)| *chosen);
+                self.triggered.extend(chosen.map(|(vector, _)| vector));
+            }
+            IrqData::Sinks(sinks) => {
+                for (vector, sink) in range.vectors().zip(sinks) {
+                    self.eventfds[usize::from(vector)] = sink;
+                }
             }
         }
         Ok(())
     }
 }
 
-fn vectors(index: IrqIndex) -> u32 {
-    match index {
-        IrqIndex::Intx | IrqIndex::Error | IrqIndex::Request => 1,
-        IrqIndex::Msi => 0,
-        IrqIndex::Msix => VECTORS,
-    }
+/// INTx, MSI-X, error and request.
+fn counts() -> IrqCounts {
+    IrqCounts::new()
+        .with_intx()
+        .with_msix(VECTORS)
+        .unwrap()
+        .with_err()
+        .with_req()
 }
 
 impl Handler for TestDevice {
@@ -185,7 +181,8 @@ impl Handler for TestDevice {
                 argsz,
             }),
             Request::DeviceGetIrqInfo { index } => {
-                Answer::Reply(Reply::IrqInfo(IrqInfo::pci(index, vectors(index))))
+                let info = counts().info(index);
+                Answer::Reply(Reply::IrqInfo { index, info })
             }
             Request::DeviceSetIrqs(set) => done(self.set_irqs(set), Reply::Done),
             Request::RegionRead {

@@ -11,39 +11,78 @@ fn eventfds(start: u32, count: u32) -> Vec<u8> {
     words(&[20, 1 << 2 | 1 << 5, 2, start, count])
 }
 
+fn unmap(address: u64) -> Vec<u8> {
+    [words(&[24, 0]), longs(&[address, 0x1000])].concat()
+}
+
 #[test]
-fn a_command_that_takes_none_is_refused_and_they_are_closed() {
+fn a_command_that_takes_none_is_served_and_they_are_closed() {
     let cases = [
-        (GET_INFO, words(&[16, 0, 0, 0])),
-        (DMA_UNMAP, [words(&[24, 0]), longs(&[0, 0x1000])].concat()),
-        (REGION_READ, access(0, 0, 4)),
-        (REGION_WRITE, [access(0, 0, 4), vec![0; 4]].concat()),
-        (RESET, vec![]),
-        (6, vec![0; 16]),
-        (999, vec![]),
+        (GET_INFO, words(&[16, 0, 0, 0]), Ok(())),
+        (GET_REGION_INFO, words(&[32, 0, 7, 0, 0, 0, 0, 0]), Ok(())),
+        (GET_IRQ_INFO, words(&[16, 0, 2, 0]), Ok(())),
+        // As SPDK's client sends it.
+        (DMA_UNMAP, unmap(0x1000), Ok(())),
+        (REGION_READ, access(0, 0, 4), Ok(())),
+        (REGION_WRITE, [access(0, 0, 4), vec![7; 4]].concat(), Ok(())),
+        (WRITE_MULTI, longs(&[0]), Ok(())),
+        (RESET, vec![], Ok(())),
+        // Refused for what they are.
+        (DMA_UNMAP, unmap(0x1000), Err(Errno::NOENT)),
+        (6, vec![0; 16], Err(Errno::NOTSUP)),
+        (999, vec![], Err(Errno::INVAL)),
     ];
-    let mut wire = Wire::negotiated();
-    for (command, payload) in cases {
-        let canary = Canary::new();
-        let errno = wire
-            .call_fds(command, &payload, &[canary.fd()])
-            .unwrap_err();
-        assert_eq!(errno, Errno::INVAL);
-        assert!(canary.closed_elsewhere(), "{command}");
-        wire.still_framed();
+    // Up to what the kernel takes at once (SCM_MAX_FD is 253), the server 16.
+    for count in [1, 2, 16, 17, 64] {
+        let mut wire = Wire::negotiated();
+        wire.call(DMA_MAP, &map(0x1000)).unwrap();
+        for (command, payload, expected) in &cases {
+            let canary = Canary::new();
+            let fds = vec![canary.fd(); count];
+            let answer = wire.call_fds(*command, payload, &fds).map(drop);
+            assert_eq!(answer, *expected, "command {command}, {count} descriptors");
+            assert!(canary.closed_elsewhere(), "{command}");
+            wire.still_framed();
+        }
+        assert!(wire.device.dma.is_empty());
+        assert_eq!(wire.device.resets, 1);
+        assert_eq!(wire.device.bar0[..4], [7; 4]);
     }
-    assert_eq!(wire.device.resets, 0);
+}
+
+#[test]
+fn version_is_negotiated_whatever_comes_with_it() {
+    let mut wire = Wire::new();
+    let canary = Canary::new();
+    let payload = version_payload(0, 1, b"{}");
+    wire.call_fds(VERSION, &payload, &[canary.fd()]).unwrap();
+    assert!(canary.closed_elsewhere());
+    wire.still_framed();
+}
+
+#[test]
+fn a_map_takes_the_first_and_closes_the_others() {
+    let mut wire = Wire::negotiated();
+    let (first, other) = (Canary::new(), Canary::new());
+    wire.call_fds(DMA_MAP, &map(0), &[first.fd(), other.fd(), other.fd()])
+        .unwrap();
+    assert_eq!(wire.device.dma, [(0, 0x1000, true)]);
+    assert!(other.closed_elsewhere());
+    wire.still_framed();
 }
 
 #[test]
 fn more_than_sixteen_are_refused_and_closed() {
-    let mut wire = Wire::negotiated();
-    let canary = Canary::new();
-    let fds = [canary.fd(); 17];
-    let errno = wire.call_fds(SET_IRQS, &eventfds(0, 8), &fds).unwrap_err();
-    assert_eq!(errno, Errno::INVAL);
-    assert!(canary.closed_elsewhere());
-    wire.still_framed();
+    for (command, payload) in [(SET_IRQS, eventfds(0, 8)), (DMA_MAP, map(0))] {
+        let mut wire = Wire::negotiated();
+        let canary = Canary::new();
+        let fds = [canary.fd(); 17];
+        let errno = wire.call_fds(command, &payload, &fds).unwrap_err();
+        assert_eq!(errno, Errno::INVAL);
+        assert!(canary.closed_elsewhere());
+        assert!(wire.device.dma.is_empty());
+        wire.still_framed();
+    }
 }
 
 #[test]
@@ -69,7 +108,7 @@ fn they_belong_to_the_message_they_came_with_however_it_is_cut() {
     for split in 1..bytes.len() {
         for with_second in [false, true] {
             let mut wire = Wire::negotiated();
-            let canary = Canary::new();
+            let canary = TriggerCanary::new();
             let fds = [canary.fd()];
             let (first, second) = if with_second {
                 (&[][..], &fds[..])
@@ -116,7 +155,7 @@ fn they_belong_to_the_right_one_after_short_messages() {
     ] {
         for together in [false, true] {
             let mut wire = Wire::negotiated();
-            let canary = Canary::new();
+            let canary = TriggerCanary::new();
             let set = message(2, SET_IRQS, 0, &eventfds(3, 1));
             if together {
                 wire.send(&[before.as_slice(), &set[..1]].concat());
@@ -137,7 +176,7 @@ fn they_belong_to_the_right_one_after_short_messages() {
 #[test]
 fn two_messages_in_one_segment_get_them_on_the_first_that_takes_them() {
     let mut wire = Wire::negotiated();
-    let canary = Canary::new();
+    let canary = TriggerCanary::new();
     let both = [
         message(1, SET_IRQS, 0, &eventfds(0, 1)),
         message(2, RESET, 0, &[]),
@@ -182,10 +221,11 @@ fn those_of_a_message_that_never_ends_go_with_the_connection() {
 #[test]
 fn received_ones_close_on_exec() {
     let mut wire = Wire::negotiated();
-    let canary = Canary::new();
+    let canary = TriggerCanary::new();
     wire.call_fds(SET_IRQS, &eventfds(0, 1), &[canary.fd()])
         .unwrap();
-    let fd = wire.device.eventfds[0].as_ref().unwrap();
+    let sink = wire.device.eventfds[0].as_ref().unwrap();
+    let fd = sink.trigger().unwrap();
     assert!(
         rustix::io::fcntl_getfd(fd)
             .unwrap()

@@ -24,7 +24,7 @@ fn set_bool(flags: u32, start: u32, count: u32, data: &[u8]) -> Vec<u8> {
 #[test]
 fn eventfds_are_set_and_taken_away() {
     let mut wire = Wire::negotiated();
-    let canaries = [Canary::new(), Canary::new()];
+    let canaries = [TriggerCanary::new(), TriggerCanary::new()];
     let fds = [canaries[0].fd(), canaries[1].fd()];
     wire.call_fds(SET_IRQS, &set(EVENTFD | TRIGGER, MSIX, 2, 2), &fds)
         .unwrap();
@@ -42,7 +42,7 @@ fn eventfds_are_set_and_taken_away() {
     wire.call(SET_IRQS, &set(NONE | TRIGGER, MSIX, 0, 0))
         .unwrap();
     assert!(wire.device.eventfds.iter().all(Option::is_none));
-    assert!(canaries.into_iter().all(Canary::closed_elsewhere));
+    assert!(canaries.iter().all(TriggerCanary::closed_elsewhere));
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn booleans_must_be_as_many_as_vectors() {
 fn eventfds_must_be_as_many_as_vectors_or_none() {
     let mut wire = Wire::negotiated();
     for (count, sent) in [(2, 1), (1, 2), (8, 7)] {
-        let canary = Canary::new();
+        let canary = TriggerCanary::new();
         let fds = vec![canary.fd(); sent];
         let errno = wire
             .call_fds(SET_IRQS, &set(EVENTFD | TRIGGER, MSIX, 0, count), &fds)
@@ -177,6 +177,37 @@ fn eventfds_must_be_as_many_as_vectors_or_none() {
         assert!(canary.closed_elsewhere());
         wire.still_framed();
     }
+}
+
+#[test]
+fn eventfds_come_beside_the_message_alone() {
+    let mut wire = Wire::negotiated();
+    let canary = TriggerCanary::new();
+    // With the kernel's array of descriptor numbers.
+    let payload = set_bool(EVENTFD | TRIGGER, 0, 1, &[0; 4]);
+    let errno = wire
+        .call_fds(SET_IRQS, &payload, &[canary.fd()])
+        .unwrap_err();
+    assert_eq!(errno, Errno::INVAL);
+    assert!(canary.closed_elsewhere());
+    assert!(wire.device.eventfds.iter().all(Option::is_none));
+    wire.still_framed();
+}
+
+#[test]
+fn what_is_not_an_eventfd_is_refused() {
+    let mut wire = Wire::negotiated();
+    let canary = Canary::new();
+    let errno = wire
+        .call_fds(
+            SET_IRQS,
+            &set(EVENTFD | TRIGGER, MSIX, 0, 1),
+            &[canary.fd()],
+        )
+        .unwrap_err();
+    assert_eq!(errno, Errno::INVAL);
+    assert!(canary.closed_elsewhere());
+    wire.still_framed();
 }
 
 #[test]

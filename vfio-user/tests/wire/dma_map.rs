@@ -74,20 +74,6 @@ fn the_last_page_of_the_address_space_can_be_mapped() {
 }
 
 #[test]
-fn two_descriptors_are_refused_and_closed() {
-    let mut wire = Wire::negotiated();
-    let canary = Canary::new();
-    let payload = map(32, 3, 0, 0, 0x1000);
-    let errno = wire
-        .call_fds(DMA_MAP, &payload, &[canary.fd(), canary.fd()])
-        .unwrap_err();
-    assert_eq!(errno, Errno::INVAL);
-    assert!(canary.closed_elsewhere());
-    assert!(wire.device.dma.is_empty());
-    wire.still_framed();
-}
-
-#[test]
 fn the_descriptor_of_a_refused_map_closed_elsewhere() {
     let mut wire = Wire::negotiated();
     let canary = Canary::new();

@@ -3,13 +3,13 @@
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use farside_vfio_user::serve::{Pumped, pump};
 use farside_vfio_user::{Connection, ConnectionError, Errno, Session};
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -259,6 +259,41 @@ pub fn get_u16(bytes: &[u8], at: usize) -> u16 {
 
 pub fn get_u32(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+/// An eventfd, and whether the server still has it.
+pub struct TriggerCanary {
+    eventfd: OwnedFd,
+}
+
+impl TriggerCanary {
+    pub fn new() -> Self {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let eventfd = rustix::event::eventfd(0, flags).unwrap();
+        Self { eventfd }
+    }
+
+    /// What to send.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
+    }
+
+    /// Whether no other descriptor of this process is the same eventfd.
+    pub fn closed_elsewhere(&self) -> bool {
+        let id = |info: &str| {
+            let line = info.lines().find(|line| line.starts_with("eventfd-id:"));
+            line.map(str::to_owned)
+        };
+        let ours = format!("/proc/self/fdinfo/{}", self.eventfd.as_raw_fd());
+        let ours = id(&std::fs::read_to_string(ours).unwrap()).expect("an eventfd has an id");
+        let holders = std::fs::read_dir("/proc/self/fdinfo").unwrap();
+        // Other tests' descriptors come and go meanwhile.
+        let infos = holders.filter_map(|entry| std::fs::read_to_string(entry.ok()?.path()).ok());
+        infos
+            .filter(|info| id(info).as_ref() == Some(&ours))
+            .count()
+            == 1
+    }
 }
 
 /// A descriptor that tells whether it has been closed by everybody.
