@@ -27,7 +27,10 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            eprintln!(
+                "error: {error}",
+                error = farside_error_chain::Chain(&*error)
+            );
             ExitCode::FAILURE
         }
     }
@@ -89,7 +92,10 @@ fn show(host: &HostPci, bdf: &Bdf) -> Result<()> {
     }
     match group.viable(bdf, &[]) {
         Ok(()) => println!("viable"),
-        Err(error) => println!("not viable: {error}"),
+        Err(error) => println!(
+            "not viable: {error}",
+            error = farside_error_chain::Chain(&error)
+        ),
     }
     for region in host.reserved_regions(bdf)? {
         println!("reserved: {region}");

@@ -13,6 +13,8 @@
 //!
 //! Source: Linux `Documentation/ABI/testing/sysfs-bus-pci`.
 
+use farside_error_chain::Chain;
+
 use crate::bdf::Bdf;
 use crate::error::{NotLendable, PciError};
 use crate::function::{FunctionInfo, FunctionKind, HostPci, device_dir};
@@ -222,7 +224,10 @@ impl Binding {
         let mut found = host.driver(&bdf)?;
         if found.is_none() {
             if let Err(error) = host.tree.write(PROBE, &address) {
-                log::debug!("looking for a driver of {bdf}: {error}");
+                log::debug!(
+                    "looking for a driver of {bdf}: {error}",
+                    error = Chain(&error)
+                );
             }
             found = host.driver(&bdf)?;
         }
@@ -251,7 +256,10 @@ impl Drop for Binding {
     fn drop(&mut self) {
         let bdf = self.before.bdf;
         if let Err(error) = self.give_back() {
-            log::error!("{bdf} was not given back as it was: {error}");
+            log::error!(
+                "{bdf} was not given back as it was: {error}",
+                error = Chain(&error)
+            );
         }
     }
 }

@@ -49,9 +49,10 @@ pub enum PciError {
     /// Other functions of the group are in the hands of host drivers.
     #[error(
         "IOMMU group {group} of {bdf} cannot be lent: the IOMMU cannot tell {bdf} from {others}, \
-         which the host uses. Lend all of them together, or take each from its driver (`echo BDF > \
-         /sys/bus/pci/devices/BDF/driver/unbind`), or put the device behind a port with ACS (another \
-         slot, or ACS enabled in the firmware)"
+         which the host uses. Take each of those from its driver (`echo BDF > \
+         /sys/bus/pci/devices/BDF/driver/unbind`) and leave them unused: of a group, one function at \
+         a time can be lent. Or put the device behind a port with ACS (another slot, or ACS enabled \
+         in the firmware)"
     )]
     GroupNotViable {
         /// The function asked about.
@@ -155,7 +156,7 @@ pub enum PciError {
     },
     /// The kernel's log cannot be read.
     #[error(
-        "{} cannot be read, so DMA faults cannot be shown: {source} (it needs root, or the \
+        "{} cannot be read, so DMA faults cannot be shown (it needs root, or the \
          capability CAP_SYSLOG where kernel.dmesg_restrict is set)", path.display()
     )]
     KernelLog {
@@ -165,7 +166,7 @@ pub enum PciError {
         source: io::Error,
     },
     /// A kernel file cannot be read.
-    #[error("{} cannot be read: {source}", path.display())]
+    #[error("{} cannot be read", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -173,7 +174,7 @@ pub enum PciError {
         source: io::Error,
     },
     /// A kernel file cannot be written.
-    #[error("writing {text:?} to {} failed: {source}", path.display())]
+    #[error("writing {text:?} to {} failed", path.display())]
     Write {
         /// The file.
         path: PathBuf,

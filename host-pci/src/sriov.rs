@@ -7,6 +7,8 @@
 //! Source: Linux `Documentation/PCI/pci-iov-howto.rst` and
 //! `Documentation/ABI/testing/sysfs-bus-pci`.
 
+use farside_error_chain::Chain;
+
 use crate::bdf::Bdf;
 use crate::binding::Force;
 use crate::error::PciError;
@@ -256,7 +258,10 @@ impl Drop for CreatedVfs {
     fn drop(&mut self) {
         let pf = self.pf;
         if let Err(error) = self.undo() {
-            log::error!("the virtual functions of {pf} were not removed: {error}");
+            log::error!(
+                "the virtual functions of {pf} were not removed: {error}",
+                error = Chain(&error)
+            );
         }
     }
 }

@@ -9,6 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use farside_error_chain::Chain;
 use rustix::fs::{FileType, OFlags};
 
 use crate::error::PciError;
@@ -188,7 +189,11 @@ impl Tree {
         match self.kernel.is_claimed(&node) {
             Ok(claimed) => Some(claimed),
             Err(error) => {
-                log::debug!("whether {} is in use is unknown: {error}", node.display());
+                log::debug!(
+                    "whether {} is in use is unknown: {error}",
+                    node.display(),
+                    error = Chain(&error)
+                );
                 None
             }
         }

@@ -1,9 +1,10 @@
 //! One VMM's requests, and its answers to our messages.
 
 use farside_devices::ntb::{FarError, Ntb, Port, Read};
+use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_vfio_user::{
-    DeviceInfo, Errno, Header, IrqInfo, Matched, Negotiated, Region, RegionInfo, RegionWrite,
-    Reply, ReplyTo, Request, SetIrqs,
+    DeviceInfo, Errno, Header, Matched, Negotiated, Region, RegionInfo, RegionWrite, Reply,
+    ReplyTo, Request,
     serve::{Answer, Handler},
 };
 
@@ -101,15 +102,17 @@ impl PortHandler<'_> {
         Answer::Reply(Reply::Version(negotiated))
     }
 
-    fn set_irqs(&mut self, request: SetIrqs<'_>) -> Result<(), Errno> {
+    fn set_irqs(&mut self, message: SetIrqsMessage<'_>) -> Result<(), Errno> {
         let side = self.machine.hosts.side(self.port);
-        let applied = request.for_function(&side.counts).and_then(|request| {
+        let applied = SetIrqs::decode(&side.counts, message).and_then(|request| {
             let farewell = request.is_farewell();
             side.vectors.apply(request).map(|()| farewell)
         });
         match applied {
             Ok(true) => {
-                log::info!("{}: the VMM has unplugged the port", side.name);
+                if let Some(held_back) = side.unplugs.allow() {
+                    log::info!("{}: the VMM has unplugged the port{held_back}", side.name);
+                }
                 side.unplugged = true;
                 self.machine.host_gone(self.port);
                 Ok(())
@@ -214,8 +217,8 @@ impl Handler for PortHandler<'_> {
                 Ok(Reply::RegionInfo { info, argsz })
             }
             Request::DeviceGetIrqInfo { index } => {
-                let counts = &self.machine.hosts.side(self.port).counts;
-                Ok(Reply::IrqInfo(IrqInfo::of(counts, index)))
+                let info = self.machine.hosts.side(self.port).counts.info(index);
+                Ok(Reply::IrqInfo { index, info })
             }
             Request::DeviceSetIrqs(request) => self.set_irqs(request).map(|()| Reply::Done),
             Request::RegionRead {

@@ -8,6 +8,7 @@ use std::{
 
 use farside_control::Wakeup;
 use farside_devices::ntb::{ConfigError, FarError, Ntb, Port, PortConfig};
+use farside_error_chain::Chain;
 use farside_vfio_user::{
     Connection, ConnectionError, ListenError, Listener, RateLimit, Reply, Session, Slot,
     serve::{Pumped, pump, pump_replies},
@@ -246,7 +247,7 @@ impl NtbServer {
             Ok(None) => {}
             Err(error) => {
                 if let Some(held_back) = FAILED.allow() {
-                    log::error!("{name}: {}{held_back}", causes(&error));
+                    log::error!("{name}: {}{held_back}", Chain(&error));
                 }
             }
         }
@@ -367,7 +368,7 @@ impl NtbServer {
             }
             error => {
                 if let Some(held_back) = DROPPED.allow() {
-                    log::warn!("{name}: dropping the VMM: {}{held_back}", causes(error));
+                    log::warn!("{name}: dropping the VMM: {}{held_back}", Chain(error));
                 }
             }
         }
@@ -409,11 +410,4 @@ impl Client {
         let ready = poll(&mut fds, Some(&Timespec::default()));
         ready.is_ok_and(|ready| ready != 0)
     }
-}
-
-/// An error with its causes, on one line.
-fn causes(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let causes: Vec<_> = causes.map(ToString::to_string).collect();
-    causes.join(": ")
 }

@@ -8,7 +8,7 @@ use farside_devices::{
     ntb::{Port, Target},
 };
 use farside_irq_relay::{IrqCounts, IrqCountsError, Vectors};
-use farside_vfio_user::{DmaCommands, Region, ReplyTo};
+use farside_vfio_user::{DmaCommands, RateLimit, Region, ReplyTo};
 
 use crate::memory::Memory;
 
@@ -33,6 +33,8 @@ pub(crate) struct Side {
     pub(crate) held: Option<Held>,
     /// The VMM has unplugged the port and may keep the connection.
     pub(crate) unplugged: bool,
+    /// Lines about that.
+    pub(crate) unplugs: RateLimit,
     /// Number of the last read that had to wait.
     pub(crate) reads: u64,
     /// What a read fills; kept, so that reads do not allocate.
@@ -72,6 +74,7 @@ impl Side {
             commands: DmaCommands::new(MESSAGE_TIMEOUT, MAX_MESSAGES),
             held: None,
             unplugged: false,
+            unplugs: RateLimit::new(),
             reads: 0,
             buffer: Vec::new(),
             bars: std::array::from_fn(|bar| {

@@ -147,7 +147,10 @@ fn borrower(ntb: Bdf) -> Outcome {
         println!("events: {:?}", adapter.take_events());
     }
     let error = adapter.check_link().expect_err("the lender has gone");
-    println!("refused: {error}");
+    println!(
+        "refused: {error}",
+        error = farside_error_chain::Chain(&error)
+    );
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use farside_error_chain::Chain;
 use farside_fabric::{
     AdapterUsage, FarAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, fits,
 };
@@ -388,11 +389,11 @@ impl<F: FunctionOps> Drop for Shared<F> {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         // The peer's accesses end first, then those of this host.
         if let Err(error) = self.function.set_bus_master(false) {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
         state.driver.disable_link();
         if let Err(error) = state.driver.clear_tables() {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
     }
 }
@@ -415,7 +416,10 @@ impl<F: FunctionOps> Drop for RequesterEntry<F> {
         let mut state = self.adapter.state();
         match state.driver.remove_requester(self.requester) {
             Ok(()) => state.tables.give_back_requester(self.entry),
-            Err(error) => log::error!("{error}; the entry is not used again"),
+            Err(error) => log::error!(
+                "{error}; the entry is not used again",
+                error = Chain(&error)
+            ),
         }
     }
 }
@@ -452,7 +456,10 @@ impl<F: FunctionOps> Drop for LutRun<F> {
             Ok(()) if !self.keep => state.tables.give_back_window(self.range),
             Ok(()) => {}
             // What leads to the wrong place must not be reused.
-            Err(error) => log::error!("{error}; the entries are not used again"),
+            Err(error) => log::error!(
+                "{error}; the entries are not used again",
+                error = Chain(&error)
+            ),
         }
     }
 }

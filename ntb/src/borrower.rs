@@ -1,6 +1,7 @@
 //! The borrower's end of a borrow: guest RAM in the endpoint's domain, and
 //! windows to the device's BARs.
 
+use farside_error_chain::Chain;
 use farside_fabric::memory::SharedMemory;
 use farside_fabric::{
     AddressRange, BorrowerDomain, FabricError, FarAddress, MemoryRange, PageCounts, RangeTable,
@@ -115,7 +116,7 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
 impl<F: FunctionOps> Drop for BorrowerNtb<F> {
     fn drop(&mut self) {
         if let Err(error) = self.unmap_all() {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
     }
 }

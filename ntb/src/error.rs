@@ -16,7 +16,7 @@ use crate::LinkState;
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum NtbError {
     /// No thread, or no descriptor, to watch it with.
-    #[error("{bdf}: its events cannot be watched: {source}")]
+    #[error("{bdf}: its events cannot be watched")]
     Watch { bdf: Bdf, source: io::Error },
     /// The endpoint cannot be taken from the host.
     #[error(transparent)]
@@ -108,7 +108,7 @@ pub enum NtbError {
     #[error(transparent)]
     Fabric(#[from] FabricError),
     /// A call of the system.
-    #[error("{bdf}: cannot {what}: {source}")]
+    #[error("{bdf}: cannot {what}")]
     System {
         bdf: Bdf,
         what: &'static str,

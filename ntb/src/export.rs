@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use farside_devices::MappableArea;
+use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, PAGE_SIZE};
 use serde::{Deserialize, Serialize};
 
@@ -115,7 +116,10 @@ impl<F: FunctionOps> Export<F> {
 impl<F: FunctionOps> Drop for Export<F> {
     fn drop(&mut self) {
         if let Err(error) = self.unmap() {
-            log::error!("{error}; its far addresses are not used again");
+            log::error!(
+                "{error}; its far addresses are not used again",
+                error = Chain(&error)
+            );
             std::mem::forget(self.range.take());
         }
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use farside_error_chain::Chain;
 use farside_fabric::{
     AddressRange, BusAddress, FabricError, FarAddress, Iova, LenderPath, NtbUse, PageCounts,
     RangeTable, Usage, WindowUse,
@@ -214,7 +215,7 @@ impl<F: FunctionOps> Drop for LenderNtb<F> {
         let stopped = self.set_bus_master(false);
         for result in [stopped, self.close_all()] {
             if let Err(error) = result {
-                log::error!("{error}");
+                log::error!("{error}", error = Chain(&error));
             }
         }
         // Whatever could not be unmapped leads nowhere from now on.

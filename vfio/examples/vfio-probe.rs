@@ -151,7 +151,7 @@ fn mappings(domain: &Domain) -> Outcome {
     println!("page sizes: {:#x}", domain.page_sizes());
     let usable = domain.usable_iova()?;
     let error = usable.check(&[(0, 4 << 30)]).unwrap_err();
-    println!("  {error}");
+    println!("  {error}", error = farside_error_chain::Chain(&error));
     usable.check(&[(0, 2 << 30), (4 << 30, 8 << 30)])?;
 
     let memory = SharedMemory::anonymous((4 * MIB) as usize)?;
@@ -341,7 +341,10 @@ fn expect<T>(
 ) -> Result<(), Box<dyn Error>> {
     match result {
         Err(error) if is(&error) => {
-            println!("refused: {error}");
+            println!(
+                "refused: {error}",
+                error = farside_error_chain::Chain(&error)
+            );
             Ok(())
         }
         Err(error) => Err(format!("refused for another reason: {error:?}").into()),

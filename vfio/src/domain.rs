@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use farside_error_chain::Chain;
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{AddressRange, Iova, PAGE_SIZE, RangeTable};
 use farside_host_pci::Bdf;
@@ -211,7 +212,7 @@ impl Domain {
         if state.functions == 1
             && let Err(error) = self.0.unmap_all(&mut state)
         {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
         state.functions = state.functions.saturating_sub(1);
     }
@@ -293,7 +294,7 @@ impl Drop for Inner {
         let mut state =
             std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
         if let Err(error) = self.unmap_all(&mut state) {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
     }
 }

@@ -61,7 +61,7 @@ pub enum VfioError {
     )]
     NoInterruptRemapping { bdf: Bdf },
     /// Any other step of opening.
-    #[error("cannot open {bdf} through VFIO: {step}: {source}")]
+    #[error("cannot open {bdf} through VFIO: {step}")]
     Open {
         bdf: Bdf,
         step: &'static str,
@@ -106,16 +106,14 @@ pub enum VfioError {
     )]
     TooManyMappings { at: u64, len: u64 },
     /// Any other refusal to map.
-    #[error("cannot map {len:#x} bytes at IOVA {at:#x} for DMA: {source}")]
+    #[error("cannot map {len:#x} bytes at IOVA {at:#x} for DMA")]
     Map {
         at: u64,
         len: u64,
         source: io::Error,
     },
     /// The kernel did not unmap all.
-    #[error(
-        "cannot unmap {len:#x} bytes at IOVA {at:#x} ({unmapped:#x} bytes are unmapped): {source}"
-    )]
+    #[error("cannot unmap {len:#x} bytes at IOVA {at:#x} ({unmapped:#x} bytes are unmapped)")]
     Unmap {
         at: u64,
         len: u64,
@@ -126,7 +124,7 @@ pub enum VfioError {
     #[error("cannot let devices reach BAR {bar} of {bdf} by DMA: {reason}")]
     PeerToPeer { bdf: Bdf, bar: u8, reason: String },
     /// What a domain can do cannot be read.
-    #[error("cannot ask what the IOMMU domain can map: {0}")]
+    #[error("cannot ask what the IOMMU domain can map")]
     Info(#[source] io::Error),
     /// An access outside a BAR or configuration space, or of an odd size.
     #[error("{bdf}: access of {len} bytes at {offset:#x} of {region}, which has {size:#x}")]
@@ -138,7 +136,7 @@ pub enum VfioError {
         size: u64,
     },
     /// The kernel refused an access.
-    #[error("{bdf}: cannot {verb} {len} bytes at {offset:#x} of {region}: {source}")]
+    #[error("{bdf}: cannot {verb} {len} bytes at {offset:#x} of {region}")]
     Access {
         bdf: Bdf,
         verb: &'static str,
@@ -148,7 +146,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// A part of a BAR cannot be mapped into a process.
-    #[error("{bdf}: cannot map {len:#x} bytes at {offset:#x} of BAR {bar}: {source}")]
+    #[error("{bdf}: cannot map {len:#x} bytes at {offset:#x} of BAR {bar}")]
     MapRegion {
         bdf: Bdf,
         bar: u8,
@@ -166,10 +164,10 @@ pub enum VfioError {
     )]
     NoReset { bdf: Bdf },
     /// A reset did not work.
-    #[error("cannot reset {bdf}: {source}")]
+    #[error("cannot reset {bdf}")]
     Reset { bdf: Bdf, source: io::Error },
     /// Interrupts cannot be set up.
-    #[error("{bdf}: cannot set up {index} vectors {start}..{end}: {source}")]
+    #[error("{bdf}: cannot set up {index} vectors {start}..{end}")]
     Irqs {
         bdf: Bdf,
         index: IrqIndex,

@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farside_devices::Description;
+use farside_error_chain::Chain;
 use farside_fabric::PAGE_SIZE;
 use farside_host_pci::Bdf;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
@@ -390,7 +391,7 @@ impl Drop for Function {
         self.irqs_state().disable_all(&*self.handle);
         self.domain.leaving();
         if let Err(error) = stopped {
-            log::error!("{error}");
+            log::error!("{error}", error = Chain(&error));
         }
     }
 }

@@ -16,6 +16,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
+use farside_error_chain::Chain;
 use farside_host_pci::Bdf;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, SetIrqs, Sink, TriggerFd, wire};
 
@@ -141,7 +142,10 @@ impl Irqs {
         for bank in &mut self.banks {
             if let Err(error) = bank.disable(kernel) {
                 let (bdf, index) = (self.bdf, bank.index);
-                log::error!("{bdf}: cannot disable {index}: {error}");
+                log::error!(
+                    "{bdf}: cannot disable {index}: {error}",
+                    error = Chain(&error)
+                );
             }
         }
     }
@@ -245,7 +249,11 @@ impl Bank {
         if result.is_err() {
             self.vectors = before.to_vec();
             if let Err(error) = self.enable(kernel) {
-                log::error!("cannot enable {} as it was: {error}", self.index);
+                log::error!(
+                    "cannot enable {} as it was: {error}",
+                    self.index,
+                    error = Chain(&error)
+                );
             }
         }
         result

@@ -239,7 +239,7 @@ fn when_the_kernel_refuses_a_write_the_error_names_file_and_cause() {
         let host = host();
         host.refuse_writes(&file, Errno::PERM);
         let error = host.pci().bind_to_vfio(&bdf(DRIVE), Force::No).unwrap_err();
-        let text = error.to_string();
+        let text = farside_error_chain::Chain(&error).to_string();
         assert!(text.contains(&file) && text.contains("ermitted"), "{text}");
         assert_eq!(host.driver_of(DRIVE).as_deref(), Some("nvme"), "{file}");
     }

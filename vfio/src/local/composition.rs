@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use farside_error_chain::Chain;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{
     AddressRange, BusAddress, FabricError, FarAddress, Iova, LenderPath, MemoryRange, PageCounts,
@@ -271,7 +272,7 @@ impl<M: Mapper> Drop for Composition<M> {
         // The device's DMA first.
         for result in [self.set_bus_master(false), self.close_all()] {
             if let Err(error) = result {
-                log::error!("a path is not taken down: {error}");
+                log::error!("a path is not taken down: {error}", error = Chain(&error));
             }
         }
     }
