@@ -5,10 +5,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Firmware, SharedMemoryError, Vm};
+use farside_control::{NameError, check_name_of};
 
-/// Longest name of a VM or device, bytes: both become parts of socket paths.
-const MAX_NAME: usize = 48;
+use crate::{Firmware, SharedMemoryError, ViommuError, Vm, check_viommu};
+
 /// Longest path of a UNIX socket, bytes (`sun_path` of unix(7), without the
 /// final zero).
 const MAX_SOCKET: usize = 107;
@@ -20,11 +20,8 @@ const MAX_VCPUS: u32 = 255;
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum VmError {
     /// A name or id cannot be used.
-    #[error(
-        "{what} {name:?}: use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, \
-         the first a letter or digit"
-    )]
-    Name { what: &'static str, name: String },
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// Guest RAM is not whole pages.
     #[error(
         "guest RAM of {ram} bytes is not a multiple of {granule} bytes: use {below} or {above}"
@@ -91,12 +88,15 @@ pub enum VmError {
     /// The extra arguments undo the shared memory.
     #[error("the extra arguments undo what borrowing needs")]
     Memory(#[source] SharedMemoryError),
+    /// The extra arguments have a vIOMMU that borrowed devices cannot be behind.
+    #[error("the extra arguments have a vIOMMU that ends QEMU")]
+    Viommu(#[source] ViommuError),
 }
 
 impl Vm {
     /// Checks all that can be known without looking at the system.
     pub fn check(&self) -> Result<(), VmError> {
-        check_name("VM name", &self.name)?;
+        check_name_of("VM name", &self.name)?;
         self.check_ram()?;
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(VmError::Vcpus { vcpus: self.vcpus });
@@ -110,7 +110,7 @@ impl Vm {
             check_socket(monitor)?;
         }
         for device in &self.devices {
-            check_name("device id", &device.id)?;
+            check_name_of("device id", &device.id)?;
             check_socket(&device.socket)?;
         }
         unique("device id", self.devices.iter().map(|d| d.id.clone()))?;
@@ -123,7 +123,7 @@ impl Vm {
             Some(argument) => Err(VmError::Argument {
                 argument: argument.clone(),
             }),
-            None => Ok(()),
+            None => check_viommu(&self.extra_args).map_err(VmError::Viommu),
         }
     }
 
@@ -153,21 +153,6 @@ fn check_socket(socket: &Path) -> Result<(), VmError> {
         return Err(VmError::SocketPath { path, len });
     }
     Ok(())
-}
-
-fn check_name(what: &'static str, name: &str) -> Result<(), VmError> {
-    let good = name.len() <= MAX_NAME
-        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && name
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-    if good {
-        return Ok(());
-    }
-    Err(VmError::Name {
-        what,
-        name: name.to_owned(),
-    })
 }
 
 /// A path as text for an argument.

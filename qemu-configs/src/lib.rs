@@ -27,6 +27,7 @@ mod probe;
 mod read_config;
 mod shared_memory;
 mod timeout;
+mod viommu;
 mod vm;
 
 pub use check::VmError;
@@ -40,4 +41,5 @@ pub use probe::{ProbeError, QemuBinary, Version};
 pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;
+pub use viommu::{ViommuError, check_viommu};
 pub use vm::{Accel, Device, Firmware, HugePages, Machine, Vm, qemu_id};

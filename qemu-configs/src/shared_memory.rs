@@ -115,7 +115,7 @@ impl Properties {
         self.0.get(key).map(String::as_str)
     }
 
-    fn switch(&self, key: &str) -> Option<bool> {
+    pub(crate) fn switch(&self, key: &str) -> Option<bool> {
         self.get(key)
             .map(|value| matches!(value, "on" | "yes" | "true" | "y"))
     }

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use farside_qemu_configs::{
-    Accel, Device, Firmware, HugePages, Machine, SharedMemoryError, Vm, VmError,
+    Accel, Device, Firmware, HugePages, Machine, SharedMemoryError, ViommuError, Vm, VmError,
     check_shared_memory, message_timeout_ms,
 };
 use proptest::prelude::*;
@@ -259,14 +259,15 @@ fn bad_descriptions_say_what_to_do() {
         change(&mut vm);
         error(&vm)
     };
-    let rule = "use 1 to 48 letters, digits, `-`, `_` and `.`, the first a letter or digit";
+    let rule = "has a character that is not allowed; \
+                use 1 to 48 letters, digits, `-`, `_` and `.`, first a letter or digit";
     assert_eq!(
         with(|vm| vm.name = "a,b".into()),
-        format!("VM name \"a,b\": {rule}")
+        format!("VM name \"a,b\" {rule}")
     );
     assert_eq!(
         with(|vm| vm.devices[0].id = ".x".into()),
-        format!("device id \".x\": {rule}")
+        format!("device id \".x\" {rule}")
     );
     assert_eq!(
         with(|vm| vm.ram += 1),
@@ -329,6 +330,47 @@ fn extra_arguments_must_not_undo_the_shared_memory() {
         id: "other".to_owned(),
     };
     assert_eq!(error, VmError::Memory(unknown));
+}
+
+#[test]
+fn a_viommu_that_ends_qemu_is_refused() {
+    let with = |args: &str| {
+        let mut vm = vm();
+        vm.extra_args = shlex::split(args).unwrap();
+        vm.command_line("qemu").map(drop)
+    };
+    let caching_mode = VmError::Viommu(ViommuError {
+        driver: "intel-iommu",
+        property: "caching-mode",
+    });
+    for args in [
+        "-device intel-iommu",
+        "--device intel-iommu,intremap=on",
+        "-device intel-iommu,caching-mode=off",
+        r#"-device '{"driver": "intel-iommu", "caching-mode": false}'"#,
+        "-device intel-iommu -global amd-iommu.dma-remap=on",
+    ] {
+        assert_eq!(with(args).as_ref().err(), Some(&caching_mode), "{args}");
+    }
+    let dma_remap = with("-device amd-iommu").unwrap_err();
+    let source = std::error::Error::source(&dma_remap).unwrap();
+    assert_eq!(
+        source.to_string(),
+        "-device amd-iommu without dma-remap=on: QEMU ends when the guest turns the vIOMMU on, \
+         since borrowed devices are not told what the guest maps; use -device \
+         amd-iommu,dma-remap=on"
+    );
+    for args in [
+        "",
+        "-device intel-iommu,caching-mode=on",
+        r#"-device '{"driver": "intel-iommu", "caching-mode": true}'"#,
+        "-device intel-iommu -global intel-iommu.caching-mode=on",
+        "-global driver=intel-iommu,property=caching-mode,value=on -device intel-iommu",
+        "-device amd-iommu,dma-remap=on",
+        "-device virtio-iommu-pci",
+    ] {
+        assert_eq!(with(args), Ok(()), "{args}");
+    }
 }
 
 #[test]

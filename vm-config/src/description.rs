@@ -1,21 +1,27 @@
 //! The file, and what becomes of it.
 
 use std::{
-    io,
+    fmt, io,
     path::{Path, PathBuf},
 };
 
 use farside_control::{Address, paths};
-use farside_fabric::pin::PinPolicy;
+use farside_fabric::{Size, deserialize_size, pin::PinPolicy};
 use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
 use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
-use serde::Deserialize;
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
+};
 
-use crate::{parse_size, places};
+use crate::places;
 
 /// Guest RAM when nothing is said, bytes.
 const DEFAULT_MEMORY: u64 = 2 << 30;
+
+/// No guest boots with less RAM, bytes: a smaller number was meant in another unit.
+const MIN_MEMORY: u64 = 1 << 20;
 
 /// A VM that borrows devices. What is not said is up to the reader.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -33,13 +39,13 @@ pub struct VmConfig {
     pub interrupts: Option<Interrupts>,
     /// What to do when the memlock limit is too small.
     pub pin: Option<PinPolicy>,
-    /// Longest time to make a device DMA-ready, seconds.
+    /// Time after which a device that is not DMA-ready is reported as late, seconds.
     pub open_timeout: Option<u64>,
     /// Group whose members may connect to the devices' sockets: QEMU's, where
     /// that runs as another user.
     pub socket_group: Option<String>,
-    /// Guest RAM, bytes; in the file `"4 GiB"`.
-    #[serde(deserialize_with = "size")]
+    /// Guest RAM, bytes; in the file also `"4 GiB"`.
+    #[serde(deserialize_with = "memory")]
     pub memory: Option<u64>,
     /// Virtual processors.
     pub cpus: Option<u32>,
@@ -64,8 +70,7 @@ pub struct VmConfig {
 }
 
 /// A device of a VM: its id, or a table with more.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(from = "RawDevice")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Cluster-wide id.
     pub id: String,
@@ -75,25 +80,36 @@ pub struct DeviceConfig {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
-enum RawDevice {
-    Id(String),
-    Table(DeviceTable),
-}
-
-#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceTable {
     id: String,
     port: Option<u16>,
 }
 
-impl From<RawDevice> for DeviceConfig {
-    fn from(raw: RawDevice) -> Self {
-        match raw {
-            RawDevice::Id(id) => id.into(),
-            RawDevice::Table(DeviceTable { id, port }) => Self { id, port },
+impl<'de> Deserialize<'de> for DeviceConfig {
+    /// By hand: an untagged enum's errors do not name the key.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct DeviceVisitor;
+
+        impl<'de> Visitor<'de> for DeviceVisitor {
+            type Value = DeviceConfig;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a device's id, or a table such as { id = \"disk0\", port = 1 }")
+            }
+
+            fn visit_str<E: de::Error>(self, id: &str) -> Result<DeviceConfig, E> {
+                Ok(id.to_owned().into())
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DeviceConfig, A::Error> {
+                let DeviceTable { id, port } =
+                    Deserialize::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(DeviceConfig { id, port })
+            }
         }
+
+        deserializer.deserialize_any(DeviceVisitor)
     }
 }
 
@@ -135,10 +151,10 @@ pub enum LoadError {
     )]
     Unknown { vm: String, path: PathBuf },
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}", path = path.display())]
+    #[error("cannot read {path}", path = path.display())]
     Read { path: PathBuf, source: io::Error },
     /// The file is not valid.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{path} is invalid", path = path.display())]
     Parse {
         path: PathBuf,
         source: Box<toml::de::Error>,
@@ -234,11 +250,15 @@ impl VmConfig {
 /// Root ports left free when nothing is said.
 const DEFAULT_SPARE_PORTS: u16 = 2;
 
-fn size<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    let text = String::deserialize(deserializer)?;
-    parse_size(&text)
-        .map(Some)
-        .map_err(serde::de::Error::custom)
+fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    let bytes = deserialize_size(deserializer)?;
+    if bytes < MIN_MEMORY {
+        return Err(de::Error::custom(format_args!(
+            "{} is too little for a VM: a number without a unit is bytes, so write \"4 GiB\"",
+            Size(bytes)
+        )));
+    }
+    Ok(Some(bytes))
 }
 
 #[cfg(test)]
@@ -247,8 +267,29 @@ mod tests {
 
     #[test]
     fn unknown_keys_are_errors() {
-        for text in ["memroy = \"4G\"", "devices = [{ id = \"a\", prot = 1 }]"] {
-            assert!(toml::from_str::<VmConfig>(text).is_err(), "{text}");
+        for (text, words) in [
+            ("memroy = \"4G\"", "unknown field `memroy`"),
+            (
+                "devices = [{ id = \"a\", prot = 1 }]",
+                "unknown field `prot`, expected `id` or `port`",
+            ),
+            ("devices = [{ port = 1 }]", "missing field `id`"),
+            ("devices = [3]", "expected a device's id, or a table"),
+        ] {
+            let error = toml::from_str::<VmConfig>(text).unwrap_err().to_string();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn memory_has_a_unit_or_is_bytes() {
+        let memory = |text: &str| toml::from_str::<VmConfig>(&format!("memory = {text}"));
+        assert_eq!(memory("\"4 GiB\"").unwrap().memory(), 4 << 30);
+        assert_eq!(memory("4294967296").unwrap().memory(), 4 << 30);
+        for few in ["1024", "\"1024\""] {
+            let error = memory(few).unwrap_err().to_string();
+            assert!(error.contains("1 KiB is too little for a VM"), "{error}");
+            assert!(error.contains("\"4 GiB\""), "{error}");
         }
     }
 
@@ -270,10 +311,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.toml");
         std::fs::write(&path, "name = [").unwrap();
-        let error = VmConfig::load(&path).unwrap_err().to_string();
-        assert!(
-            error.contains("a.toml") && error.contains("line 1"),
-            "{error}"
-        );
+        let error = VmConfig::load(&path).unwrap_err();
+        assert!(error.to_string().contains("a.toml"), "{error}");
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert!(cause.contains("line 1"), "{cause}");
+        assert!(!error.to_string().contains("line 1"), "{error}");
     }
 }

@@ -17,8 +17,7 @@
 mod description;
 pub mod places;
 mod ram;
-mod size;
 
 pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig};
+pub use farside_fabric::parse_size;
 pub use ram::ram_ranges;
-pub use size::parse_size;

@@ -6,7 +6,7 @@ use super::{
     DomainError,
     fragments::{command_line, pairs},
     metadata::{self, Metadata},
-    syntax::{Source, child},
+    syntax::{Source, child, children},
 };
 use crate::{Vm, message_timeout_ms, shared_memory::Properties};
 
@@ -34,6 +34,18 @@ pub fn check_domain(
         problems.push(DomainError::CellNotShared { line, column });
     }
     problems.extend(lacking.private);
+    let devices = child(domain, "devices").into_iter();
+    for viommu in devices.flat_map(|devices| children(devices, "iommu")) {
+        let driver = child(viommu, "driver");
+        let attribute = |name| driver.and_then(|driver| driver.attribute(name));
+        // Without DMA translation it remaps interrupts only.
+        let translates = attribute("dma_translation") != Some("off");
+        let caching = attribute("caching_mode") == Some("on");
+        if viommu.attribute("model") == Some("intel") && translates && !caching {
+            let (line, column) = source.position_of(viommu);
+            problems.push(DomainError::Viommu { line, column });
+        }
+    }
     if let Some(element) = metadata::find(domain) {
         let ours = Metadata::read(&source, element)?;
         let vm = ours.vm(vm, socket)?;

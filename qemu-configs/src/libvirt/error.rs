@@ -67,6 +67,13 @@ pub enum DomainError {
          add memAccess='shared' (farside libvirt --edit does)"
     )]
     CellNotShared { line: u32, column: u32 },
+    /// A vIOMMU that does not tell what the guest maps.
+    #[error(
+        "line {line}, column {column}: <iommu model='intel'> without caching mode: QEMU ends when \
+         the guest turns the vIOMMU on, since borrowed devices are not told what the guest maps; \
+         add <driver caching_mode='on'/>"
+    )]
+    Viommu { line: u32, column: u32 },
     /// An argument of a device or port of ours is gone.
     #[error(
         "line {line}, column {column}: QEMU is not given {option} {wanted}: \

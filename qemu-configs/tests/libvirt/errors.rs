@@ -69,8 +69,8 @@ fn vms_that_cannot_borrow() {
     }
     assert_eq!(
         refused(&changed("<name>web1", "<name>my web")),
-        "VM name \"my web\": use 1 to 48 letters, digits, `-`, `_` and `.`, \
-         the first a letter or digit"
+        "VM name \"my web\" has a character that is not allowed; use 1 to 48 letters, digits, `-`, `_` and `.`, \
+         first a letter or digit"
     );
 }
 
@@ -107,6 +107,37 @@ fn a_domain_without_shared_memory_is_found_by_checking() {
         "line 6, column 1: guest RAM is private to QEMU: <memoryBacking> needs \
          <source type='memfd'/> and <access mode='shared'/> (farside libvirt --edit adds them)"
     );
+}
+
+#[test]
+fn a_viommu_that_hides_its_mappings_is_found_by_checking() {
+    let with = |viommu: &str| {
+        let domain = changed("</devices>", &format!("{viommu}</devices>"));
+        let found = check_domain(&domain, &socket).unwrap().into_iter();
+        let text = found.map(|problem| problem.to_string());
+        text.filter(|text| text.contains("iommu"))
+            .collect::<Vec<_>>()
+    };
+    for viommu in [
+        "<iommu model='intel'/>",
+        "<iommu model='intel'><driver intremap='on'/></iommu>",
+        "<iommu model='intel'><driver caching_mode='off'/></iommu>",
+    ] {
+        let found = with(viommu);
+        assert_eq!(found.len(), 1, "{viommu}: {found:?}");
+        assert!(
+            found[0].ends_with("add <driver caching_mode='on'/>"),
+            "{found:?}"
+        );
+    }
+    for viommu in [
+        "",
+        "<iommu model='intel'><driver caching_mode='on' intremap='on'/></iommu>",
+        "<iommu model='intel'><driver dma_translation='off' intremap='on'/></iommu>",
+        "<iommu model='virtio'/>",
+    ] {
+        assert_eq!(with(viommu), [""; 0], "{viommu}");
+    }
 }
 
 #[test]
