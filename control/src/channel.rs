@@ -44,7 +44,7 @@ pub enum ChannelError {
     #[error("the peer closed the connection")]
     Closed,
     /// The deadline passed first.
-    #[error("no answer within {0:?}")]
+    #[error("no answer within {0:.1?}")]
     TimedOut(Duration),
     /// The message is over a limit.
     #[error(
@@ -66,11 +66,16 @@ pub enum ChannelError {
         "{0} descriptors (memory files or eventfds) cannot be sent over TCP: between hosts, memory is reached through an NTB and interrupts are relayed"
     )]
     NoDescriptors(usize),
+    /// The first bytes of a TCP peer begin no message.
+    #[error(
+        "it does not speak farside's protocol: its first bytes are \"{}\"", .0.escape_ascii()
+    )]
+    Foreign([u8; 4]),
     /// The bytes do not decode.
-    #[error("malformed message from the peer: {0}")]
+    #[error("malformed message from the peer")]
     Malformed(#[from] postcard::Error),
     /// The socket failed.
-    #[error("socket error: {0}")]
+    #[error("socket error")]
     Io(#[from] io::Error),
 }
 

@@ -24,16 +24,28 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     /// Nobody listens there.
-    #[error("cannot reach the lender at {address}: {source}; is `farside lend` running?")]
+    #[error("cannot reach the lender at {address} (is `farside lend` running?)")]
     Unreachable {
         /// Where it should be.
         address: Address,
         /// What connecting said.
         source: std::io::Error,
     },
+    /// Something else listens there.
+    #[error("{address} is not a farside lender: its first bytes are \"{}\"", first.escape_ascii())]
+    NotALender {
+        /// Where the lender should be.
+        address: Address,
+        /// What it sent.
+        first: [u8; 4],
+    },
     /// The connection failed; the lease, if there was one, is lost.
-    #[error("lost the lender: {0}")]
-    Lost(#[from] ChannelError),
+    #[error("lost the lender")]
+    Lost(#[source] ChannelError),
+    /// The answer has not come in time; the lease, if there was one, stays.
+    /// What was asked for may have been done, or may yet be.
+    #[error("the lender has not answered within {0:.1?}: it is slow, or stopped")]
+    Late(Duration),
     /// What was to be sent can only be sent within a host; nothing changed.
     #[error(transparent)]
     NotSent(ChannelError),
@@ -43,6 +55,15 @@ pub enum CallError {
     /// The lender answered something else than was asked.
     #[error("the lender answered {0} to a request that does not expect it")]
     Unexpected(String),
+}
+
+impl From<ChannelError> for CallError {
+    fn from(error: ChannelError) -> Self {
+        match error {
+            ChannelError::TimedOut(after) => Self::Late(after),
+            other => Self::Lost(other),
+        }
+    }
 }
 
 /// What comes with a lease.
@@ -58,9 +79,10 @@ pub struct Lease {
 
 /// A connection to a lender.
 ///
-/// After an error other than [`CallError::Refused`] it is of no more use: the
-/// answer to the call that failed may still come, and must not be taken for that
-/// to another. Further calls fail.
+/// Answers come in the order of the requests. After [`CallError::Late`] the next
+/// call first waits for the late answer and drops it, so that it is not taken for
+/// its own: when that call is answered, the late one has been served. After
+/// [`CallError::Lost`] and [`CallError::Unexpected`] further calls fail.
 #[derive(Debug)]
 pub struct Client {
     address: Address,
@@ -71,6 +93,9 @@ pub struct Client {
     lender: String,
     deadline: Option<Instant>,
     fence: Option<Epoch>,
+    /// Requests that the lender has not answered yet. Answers come in the order
+    /// of requests, so those before the last one's are late, and dropped.
+    answers_due: u32,
     failed: bool,
 }
 
@@ -102,13 +127,21 @@ impl Client {
             lender: String::new(),
             deadline,
             fence: None,
+            answers_due: 0,
             failed: false,
         };
         let hello = Request::Hello {
             version: VERSION,
             vm: vm.map(str::to_owned),
         };
-        match client.call(hello, &[])? {
+        let reply = client.call(hello, &[]).map_err(|error| match error {
+            CallError::Lost(ChannelError::Foreign(first)) => CallError::NotALender {
+                address: address.clone(),
+                first,
+            },
+            other => other,
+        })?;
+        match reply {
             (Reply::Welcome { lender }, _) => client.lender = lender,
             (other, _) => return Err(client.unexpected(&other)),
         }
@@ -143,6 +176,7 @@ impl Client {
                 Ok(_)
                 | Err(
                     ChannelError::Malformed(_)
+                    | ChannelError::Foreign(_)
                     | ChannelError::TooLarge { .. }
                     | ChannelError::DescriptorsLost
                     | ChannelError::NoDescriptors(_),
@@ -409,13 +443,10 @@ impl Client {
         match self.exchange(&envelope, fds, deadline) {
             Ok((Reply::Refused(error), _)) => Err(error.into()),
             Ok(answer) => Ok(answer),
+            Err(ChannelError::TimedOut(_)) => Err(CallError::Late(started.elapsed())),
             Err(error) => {
                 self.failed = true;
-                Err(match error {
-                    ChannelError::TimedOut(_) => ChannelError::TimedOut(started.elapsed()),
-                    other => other,
-                }
-                .into())
+                Err(error.into())
             }
         }
     }
@@ -440,8 +471,23 @@ impl Client {
         deadline: Instant,
     ) -> Result<(Reply, Vec<OwnedFd>), ChannelError> {
         let left = || deadline.saturating_duration_since(Instant::now());
-        self.channel.send(envelope, fds, left())?;
-        self.channel.receive(left())
+        if left().is_zero() {
+            return Err(ChannelError::TimedOut(Duration::ZERO));
+        }
+        let sent = self.channel.sent();
+        let before = sent.load(Ordering::Relaxed);
+        let result = self.channel.send(envelope, fds, left());
+        if sent.load(Ordering::Relaxed) != before {
+            self.answers_due += 1;
+        }
+        result?;
+        loop {
+            let answer = self.channel.receive(left())?;
+            self.answers_due -= 1;
+            if self.answers_due == 0 {
+                return Ok(answer);
+            }
+        }
     }
 }
 
@@ -450,3 +496,6 @@ impl AsFd for Client {
         self.channel.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests;

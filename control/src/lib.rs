@@ -62,6 +62,6 @@ pub use message::{
     ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
     VERSION,
 };
-pub use names::{MAX_NAME, NAME_RULE, check_name};
+pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
 pub use open_files::raise_open_files;
 pub use wakeup::Wakeup;

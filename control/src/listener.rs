@@ -161,9 +161,14 @@ impl Listener {
     }
 }
 
-/// Whether packets from the internet do not come to this address: it is the
-/// host's own (loopback), private (RFC 1918, RFC 4193) or of one link (RFC
-/// 3927, RFC 4291).
+/// Whether an address is of no public network: the host's own (loopback),
+/// private (RFC 1918, RFC 4193) or of one link (RFC 3927, RFC 4291). Decides what
+/// goes unencrypted without being asked for, such as a lender's port and guest RAM
+/// in a live migration.
+///
+/// An IPv4-mapped address (RFC 4291, 2.5.5.2) is judged as the IPv4 address in it,
+/// since that is where the kernel sends the packets: `::ffff:10.0.0.1` is private,
+/// `::ffff:203.0.113.5` is not. Nothing public is taken for private.
 pub fn is_private(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),

@@ -8,7 +8,7 @@ use crate::{Fence, IrqUpdate};
 
 /// The protocol version of this build. Peers of different versions refuse each
 /// other by name.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Fencing number of a lease: each borrow of a device has a larger one than
 /// the borrow before.
@@ -339,6 +339,9 @@ pub struct DeviceEntry {
     pub borrowed_by: Option<BorrowedBy>,
     /// The VMs that it moved to another host with.
     pub fences: Vec<Fence>,
+    /// What is wrong with it now that an operator should know, such as a medium
+    /// that fails.
+    pub problem: Option<String>,
 }
 
 impl DeviceEntry {

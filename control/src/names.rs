@@ -18,6 +18,24 @@ pub fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
+/// A name that a VM, a device or a group cannot have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} {name:?} {why}; {NAME_RULE}")]
+pub struct NameError {
+    what: &'static str,
+    name: String,
+    why: &'static str,
+}
+
+/// As [`check_name`], with an error that says what has that name, such as "VM name".
+pub fn check_name_of(what: &'static str, name: &str) -> Result<(), NameError> {
+    check_name(name).map_err(|why| NameError {
+        what,
+        name: name.to_owned(),
+        why,
+    })
+}
+
 /// What [`check_name`] allows, for error messages.
 pub const NAME_RULE: &str =
     "use 1 to 48 letters, digits, `-`, `_` and `.`, first a letter or digit";

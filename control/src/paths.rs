@@ -87,5 +87,57 @@ pub fn create_folder(folder: &Path) -> io::Result<()> {
             ),
         ));
     }
+    // Those above it up to the runtime directory are as much in the way.
+    let runtime = runtime_dir();
+    let above = folder.ancestors().skip(1);
+    let above = above.take_while(|above| above.starts_with(&runtime));
+    std::iter::once(folder)
+        .chain(above)
+        .try_for_each(check_writers)
+}
+
+/// Refuses a directory in which any user could replace sockets with his own.
+fn check_writers(folder: &Path) -> io::Result<()> {
+    const OTHERS_WRITE: u32 = 0o002;
+    const STICKY: u32 = 0o1000;
+    let mode = std::fs::metadata(folder)?.mode();
+    if mode & (OTHERS_WRITE | STICKY) == OTHERS_WRITE {
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!(
+                "every user may write to {0} (mode {1:04o}) and replace sockets in it: `chmod o-w {0}`",
+                folder.display(),
+                mode & 0o7777
+            ),
+        ));
+    }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
+
+    use super::*;
+
+    #[test]
+    fn a_directory_that_every_user_may_write_to_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("run");
+        create_folder(&folder).unwrap();
+        for (mode, good) in [
+            (0o777, false),
+            (0o702, false),
+            (0o1777, true),
+            (0o775, true),
+        ] {
+            std::fs::set_permissions(&folder, Permissions::from_mode(mode)).unwrap();
+            let made = create_folder(&folder);
+            assert_eq!(made.is_ok(), good, "{mode:o}: {made:?}");
+            if let Err(error) = made {
+                let error = error.to_string();
+                assert!(error.contains("chmod o-w"), "{error}");
+            }
+        }
+    }
 }

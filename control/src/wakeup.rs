@@ -27,7 +27,12 @@ impl Wakeup {
 
     /// Takes the flag down. Returns whether it was up.
     pub fn lower(&self) -> bool {
-        matches!(self.0.take(), Ok(Some(_)))
+        self.take() > 0
+    }
+
+    /// Takes the flag down. Returns how often it was raised since it last was.
+    pub fn take(&self) -> u64 {
+        self.0.take().ok().flatten().unwrap_or(0)
     }
 }
 

@@ -67,6 +67,8 @@ struct Input {
     frame: Box<Frame>,
     /// How much of it has come.
     len: usize,
+    /// No message was taken yet.
+    is_first: bool,
 }
 
 impl Input {
@@ -74,6 +76,7 @@ impl Input {
         Self {
             frame: Box::new([0; HEADER + MAX_MESSAGE]),
             len: 0,
+            is_first: true,
         }
     }
 
@@ -95,6 +98,8 @@ impl Input {
             1..=MAX_MESSAGE => Ok(len),
             // No message of ours encodes to nothing.
             0 => Err(postcard::Error::DeserializeUnexpectedEnd.into()),
+            // Such as "HTTP": every other protocol's text is a large number.
+            _ if self.is_first => Err(ChannelError::Foreign(*header)),
             len => Err(ChannelError::TooLarge { len, fds: 0 }),
         }
     }
@@ -109,6 +114,7 @@ impl Input {
             return Ok(None);
         }
         self.len = 0;
+        self.is_first = false;
         Ok(Some(&self.frame[HEADER..end]))
     }
 }

@@ -47,6 +47,12 @@ fn wait_readable(channel: &Channel) {
 }
 
 #[test]
+fn a_deadline_is_shown_as_people_read_it() {
+    let late = ChannelError::TimedOut(Duration::from_nanos(4_004_053_287));
+    assert_eq!(late.to_string(), "no answer within 4.0s");
+}
+
+#[test]
 fn messages_keep_their_boundaries() {
     for (mut a, mut b) in pairs() {
         let long = vec![0x5au8; MAX_MESSAGE - 3];
@@ -190,6 +196,8 @@ fn a_peer_that_dribbles_holds_nobody_longer_than_was_said() {
 fn lengths_that_no_message_has_are_refused_for_good() {
     for len in [0, MAX_MESSAGE as u32 + 1, u32::MAX] {
         let (mut a, mut b) = channel_and_socket();
+        b.write_all(&frame(&[1])).unwrap();
+        assert_eq!(a.receive::<u8>(SOON).unwrap().0, 1);
         b.write_all(&len.to_le_bytes()).unwrap();
         b.write_all(&frame(&[1])).unwrap();
         let error = a.receive::<u8>(SOON).unwrap_err();
@@ -326,5 +334,20 @@ proptest! {
             }
         }
         prop_assert_eq!(received, messages);
+    }
+}
+
+#[test]
+fn a_peer_of_another_protocol_is_named_by_its_first_bytes() {
+    for (sent, shown) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n"[..], r#""HTTP""#),
+        (b"SSH-2.0-", r#""SSH-""#),
+        // An alert of TLS.
+        (b"\x15\x03\x01\x00\x02", r#""\x15\x03\x01\x00""#),
+    ] {
+        let (mut a, mut b) = channel_and_socket();
+        b.write_all(sent).unwrap();
+        let error = a.receive::<u8>(SOON).unwrap_err().to_string();
+        assert!(error.contains(shown), "{error}");
     }
 }

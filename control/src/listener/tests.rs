@@ -89,3 +89,23 @@ fn a_socket_that_somebody_else_made_stays() {
     drop(listener);
     assert!(path.exists());
 }
+
+#[test]
+fn an_address_that_the_internet_reaches_is_not_private_in_any_spelling() {
+    for (address, private) in [
+        ("10.0.0.1", true),
+        ("::ffff:10.0.0.1", true),
+        ("169.254.1.1", true),
+        ("fe80::1", true),
+        ("fd00::1", true),
+        ("203.0.113.5", false),
+        ("::ffff:203.0.113.5", false),
+        ("2001:db8::1", false),
+        // A NAT64 translates it (RFC 6052), wherever that is.
+        ("64:ff9b::10.0.0.1", false),
+        ("0.0.0.0", false),
+        ("::", false),
+    ] {
+        assert_eq!(is_private(address.parse().unwrap()), private, "{address}");
+    }
+}

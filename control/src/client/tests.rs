@@ -1,0 +1,102 @@
+//! A lender that answers late.
+
+use std::{sync::mpsc, thread::JoinHandle};
+
+use super::*;
+use crate::Listener;
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// A lender that answers a request when it is told to: each with a bus-master
+/// enable's `Done`, or a window's.
+struct Lender {
+    answer: mpsc::Sender<()>,
+    seen: mpsc::Receiver<Request>,
+    thread: JoinHandle<()>,
+}
+
+impl Lender {
+    fn start(address: &std::path::Path) -> Self {
+        let listener = Listener::bind(address).unwrap();
+        let (answer, told) = mpsc::channel();
+        let (saw, seen) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let mut peer = loop {
+                match listener.accept().unwrap() {
+                    Some(peer) => break peer,
+                    None => std::thread::yield_now(),
+                }
+            };
+            while let Ok((Envelope { request, .. }, _)) = peer.receive::<Envelope>(DEADLINE) {
+                let reply = match &request {
+                    Request::Hello { .. } => Reply::Welcome {
+                        lender: "late".into(),
+                    },
+                    request => {
+                        saw.send(request.clone()).unwrap();
+                        told.recv().unwrap();
+                        match request {
+                            Request::OpenWindow { .. } => Reply::Window { lut_entries: 3 },
+                            _ => Reply::Done,
+                        }
+                    }
+                };
+                peer.send(&reply, &[], DEADLINE).unwrap();
+            }
+        });
+        Self {
+            answer,
+            seen,
+            thread,
+        }
+    }
+}
+
+/// Time for the request to reach the lender's thread on a loaded host.
+fn soon() -> Option<Instant> {
+    Some(Instant::now() + Duration::from_secs(2))
+}
+
+#[test]
+fn a_late_answer_costs_time_and_is_not_taken_for_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lender.sock");
+    let lender = Lender::start(&path);
+    let mut client = Client::connect(&path.into(), None).unwrap();
+
+    client.set_deadline(soon());
+    let error = client.open_window(0, 0, 1 << 20).unwrap_err();
+    assert!(matches!(error, CallError::Late(_)), "{error}");
+    // Sent all the same: a reset must not be lost because of what came before it.
+    client.set_deadline(soon());
+    let error = client.close().unwrap_err();
+    assert!(matches!(error, CallError::Late(_)), "{error}");
+    client.set_deadline(None);
+    for _ in ["open", "close", "close"] {
+        lender.answer.send(()).unwrap();
+    }
+    client.close().unwrap();
+    lender.answer.send(()).unwrap();
+    assert_eq!(client.open_window(0, 0, 1 << 20).unwrap(), 3);
+    let names: Vec<_> = lender
+        .seen
+        .try_iter()
+        .map(|request| match request {
+            Request::OpenWindow { .. } => "open",
+            Request::Close => "close",
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(names, ["open", "close", "close", "open"]);
+
+    // A deadline that has passed sends nothing.
+    client.set_deadline(Some(Instant::now()));
+    let error = client.close().unwrap_err();
+    assert!(matches!(error, CallError::Late(_)), "{error}");
+    client.set_deadline(None);
+    lender.answer.send(()).unwrap();
+    assert_eq!(client.open_window(0, 0, 1 << 20).unwrap(), 3);
+
+    assert!(client.hang_up(DEADLINE));
+    lender.thread.join().unwrap();
+}
