@@ -4,6 +4,11 @@
 //! function sees (configuration-space image, BAR accesses, DMA, interrupt
 //! lines) and knows nothing of vfio-user, sockets or threads: its owner calls
 //! it, from one thread at a time.
+//!
+//! `unsafe` is in `nvme::block` alone, whose engines hand pointers to guest
+//! memory to the kernel.
+
+#![deny(unsafe_code)]
 
 pub mod bus;
 pub mod description;
@@ -60,6 +65,12 @@ pub trait Device: Send {
 
     /// Ends a quiesce that was not followed by a reset.
     fn resume(&mut self, bus: &mut Bus<'_>);
+
+    /// What is wrong with the device now that an operator should know, such as a
+    /// medium that fails. The same text for as long as it is the same.
+    fn problem(&self) -> Option<&str> {
+        None
+    }
 
     /// Counters for people, by name, since the device was made.
     fn stats(&self) -> Vec<(&'static str, u64)> {

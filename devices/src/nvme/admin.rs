@@ -7,7 +7,6 @@ use super::{
     command::{Command, DataPointer, NSID_ALL, admin},
     controller::{Nvme, Outcome},
     doorbells::DoorbellBuffer,
-    events::Event,
     features::{self, Features, Select},
     identify,
     io::Target,
@@ -40,7 +39,7 @@ pub(super) fn execute(
         admin::SET_FEATURES => set_features(nvme, command, bus.dma),
         admin::GET_FEATURES => get_features(nvme, command, bus.dma),
         admin::ASYNC_EVENT_REQUEST => async_event_request(nvme, command),
-        admin::DOORBELL_BUFFER_CONFIG => doorbell_buffer_config(nvme, command),
+        admin::DOORBELL_BUFFER_CONFIG => doorbell_buffer_config(nvme, command, bus.dma),
         admin::FORMAT_NVM => format(nvme, command),
         _ => Err(Status::INVALID_OPCODE),
     }
@@ -181,7 +180,7 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         return Err(Status::INVALID_NAMESPACE);
     }
     let health = Health {
-        warnings: nvme.features.warnings(),
+        warnings: nvme.warnings(),
         read_only: nvme.namespace.read_only,
     };
     let log = nvme
@@ -252,9 +251,7 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         }
         _ => {
             let result = nvme.features.set(feature, command.cdw(11))?;
-            if nvme.features.health_event_due() {
-                nvme.events.raise(Event::TemperatureThreshold);
-            }
+            nvme.raise_warnings(nvme.warnings());
             Ok(Outcome::Done(result))
         }
     }
@@ -293,17 +290,20 @@ fn async_event_request(nvme: &mut Nvme, command: &Command) -> Result<Outcome, St
 }
 
 /// 5.7.
-fn doorbell_buffer_config(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+fn doorbell_buffer_config(
+    nvme: &mut Nvme,
+    command: &Command,
+    dma: &mut dyn Dma,
+) -> Result<Outcome, Status> {
     let page_size = nvme.page_size();
     if (command.prp1() | command.prp2()) & (page_size - 1) != 0 {
         return Err(Status::INVALID_FIELD);
     }
-    nvme.queues.set_buffer(DoorbellBuffer::new(
-        command.prp1(),
-        command.prp2(),
-        page_size as usize,
-    ));
-    DONE
+    let buffer = DoorbellBuffer::new(command.prp1(), command.prp2(), page_size as usize);
+    match nvme.queues.set_buffer(dma, buffer) {
+        Ok(()) => DONE,
+        Err(_) => Err(Status::DATA_TRANSFER_ERROR),
+    }
 }
 
 /// 5.23. There is one format; a secure erase makes all blocks zeroes, and

@@ -81,7 +81,7 @@ pub enum ConfigError {
     #[error(transparent)]
     Image(#[from] ImageError),
     /// No engine could be started.
-    #[error("cannot start I/O on image {image}: {source}")]
+    #[error("cannot start I/O on image {image}")]
     Engine {
         /// The image.
         image: PathBuf,

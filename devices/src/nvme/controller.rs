@@ -28,6 +28,7 @@ use super::{
     identify::Names,
     io,
     logs::{ErrorEntry, Logs},
+    medium::Medium,
     namespace::{Namespace, uuid_from},
     pci,
     queues::{CompletionQueue, DoorbellError, Queues, SubmissionQueue},
@@ -58,6 +59,7 @@ pub struct Nvme {
     pub(super) block: BlockQueue,
     pub(super) features: Features,
     pub(super) logs: Logs,
+    pub(super) medium: Medium,
     pub(super) events: Events,
     pub(super) stats: Stats,
     /// Message address, data and control of each vector: plain storage, the
@@ -129,6 +131,7 @@ impl Nvme {
             block,
             features: Features::new(config.queues),
             logs: Logs::new(),
+            medium: Medium::new(&config.image, image.size),
             events: Events::default(),
             stats: Stats::default(),
             msix_table: power_on_table(vectors),
@@ -138,6 +141,18 @@ impl Nvme {
             turn: 0,
             complaints: 0,
         })
+    }
+
+    /// Critical warnings of the health log.
+    pub(super) fn warnings(&self) -> u8 {
+        self.features.warnings() | self.medium.warnings()
+    }
+
+    /// Reports those of `warnings` as an event that are enabled as one.
+    pub(super) fn raise_warnings(&mut self, warnings: u8) {
+        if let Some(event) = Event::of_warnings(self.features.enabled_events(warnings)) {
+            self.events.raise(event);
+        }
     }
 
     /// The number of interrupt vectors.
@@ -387,13 +402,9 @@ impl Nvme {
     }
 
     fn finish_io(&mut self, tag: Tag, result: Result<(), BlockError>, bus: &mut Bus<'_>) {
-        if self.slots[tag].work == Work::Shutdown {
-            if let Err(error) = result {
-                log::error!(
-                    "NVMe {}: flush at shutdown failed: {error:?}",
-                    self.names.serial
-                );
-            }
+        let work = self.slots[tag].work;
+        io::note_medium(self, work, result);
+        if work == Work::Shutdown {
             self.shutdown_flush = false;
             if self.registers.csts.shutdown == Shutdown::Occurring {
                 self.registers.csts.shutdown = Shutdown::Complete;

@@ -79,17 +79,53 @@ impl DoorbellBuffer {
         shadow: &mut Shadow,
     ) -> Result<Option<u32>, Fault> {
         let value = self.load(dma, doorbell)?;
-        if shadow.stale == Some(value) {
+        if shadow.stale == Some(value) || shadow.unwritten && value == 0 {
             return Ok(None);
         }
+        shadow.unwritten = false;
         shadow.stale = None;
         self.live |= value != 0;
         Ok(self.live.then_some(value))
     }
 
     /// Whether a write to the register carries a value of its own.
-    pub fn register_counts(&self) -> bool {
-        !self.live
+    pub fn register_counts(&self, shadow: &Shadow) -> bool {
+        !self.live || shadow.unwritten
+    }
+
+    /// Starts to watch a doorbell of a queue that is in use: by its register it is
+    /// at `index`.
+    pub fn watch(
+        &mut self,
+        dma: &mut dyn Dma,
+        doorbell: Doorbell,
+        shadow: &mut Shadow,
+        index: u16,
+    ) -> Result<(), Fault> {
+        *shadow = Shadow {
+            unwritten: true,
+            ..Shadow::default()
+        };
+        self.await_first_write(dma, doorbell, shadow, index)
+    }
+
+    /// While the guest has not written a doorbell to memory, publishes its `index`,
+    /// so that the first write there is rung.
+    pub fn await_first_write(
+        &mut self,
+        dma: &mut dyn Dma,
+        doorbell: Doorbell,
+        shadow: &mut Shadow,
+        index: u16,
+    ) -> Result<(), Fault> {
+        if !shadow.unwritten {
+            return Ok(());
+        }
+        shadow.unwritten = index != 0 && self.load(dma, doorbell)? == 0;
+        if shadow.unwritten && shadow.set_published(index) {
+            self.publish(dma, doorbell, index)?;
+        }
+        Ok(())
     }
 
     /// Publishes an event index: a write that passes it is rung.
@@ -114,6 +150,9 @@ impl DoorbellBuffer {
 pub struct Shadow {
     /// What an earlier queue of the same number left there.
     stale: Option<u32>,
+    /// The queue was in use when the buffer was configured, by its registers, and
+    /// the guest has written nothing to memory yet: the zero there is not its value.
+    unwritten: bool,
     /// The last value that was out of range, so that it is reported once.
     refused: Option<u32>,
     /// The event index last published.
@@ -127,6 +166,11 @@ impl Shadow {
             stale: (value != 0).then_some(value),
             ..Self::default()
         }
+    }
+
+    /// Whether the guest has yet to write this doorbell to memory.
+    pub fn is_unwritten(&self) -> bool {
+        self.unwritten
     }
 
     /// The guest rang the register, and so has written to memory before.

@@ -1,6 +1,8 @@
 //! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending
 //! event a type, masked from its report until the guest has read its log.
 
+use super::medium::warning;
+
 /// Most requests that may be open.
 pub const MAX_EVENT_REQUESTS: usize = 4;
 
@@ -11,8 +13,12 @@ pub enum Event {
     InvalidDoorbellRegister,
     /// A doorbell got a value that it cannot take.
     InvalidDoorbellValue,
+    /// Reliability is compromised: media errors, or a medium in read-only mode.
+    Reliability,
     /// The composite temperature crossed a threshold.
     TemperatureThreshold,
+    /// The available spare fell below its threshold.
+    SpareBelowThreshold,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,10 +30,25 @@ enum Kind {
 const KINDS: [Kind; 2] = [Kind::Error, Kind::Health];
 
 impl Event {
+    /// The event of the gravest of some critical warnings.
+    pub fn of_warnings(warnings: u8) -> Option<Self> {
+        if warnings & (warning::RELIABILITY | warning::READ_ONLY) != 0 {
+            Some(Self::Reliability)
+        } else if warnings & warning::SPARE != 0 {
+            Some(Self::SpareBelowThreshold)
+        } else if warnings & warning::TEMPERATURE != 0 {
+            Some(Self::TemperatureThreshold)
+        } else {
+            None
+        }
+    }
+
     fn kind(self) -> Kind {
         match self {
             Self::InvalidDoorbellRegister | Self::InvalidDoorbellValue => Kind::Error,
-            Self::TemperatureThreshold => Kind::Health,
+            Self::Reliability | Self::TemperatureThreshold | Self::SpareBelowThreshold => {
+                Kind::Health
+            }
         }
     }
 
@@ -35,7 +56,9 @@ impl Event {
         match self {
             Self::InvalidDoorbellRegister => 0,
             Self::InvalidDoorbellValue => 1,
+            Self::Reliability => 0,
             Self::TemperatureThreshold => 1,
+            Self::SpareBelowThreshold => 2,
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::{
     identify::{TEMPERATURE, WARNING_TEMPERATURE},
+    medium::warning,
     status::Status,
 };
 
@@ -75,9 +76,6 @@ pub struct Features {
     timestamp: Timestamp,
 }
 
-/// Critical warning bit of the composite temperature.
-const TEMPERATURE_WARNING: u8 = 1 << 1;
-
 impl Features {
     pub fn new(queue_pairs: u16) -> Self {
         Self {
@@ -105,15 +103,15 @@ impl Features {
     pub fn warnings(&self) -> u8 {
         let Thresholds { over, under } = self.thresholds;
         if TEMPERATURE >= over || TEMPERATURE <= under {
-            TEMPERATURE_WARNING
+            warning::TEMPERATURE
         } else {
             0
         }
     }
 
-    /// Whether a critical warning that is enabled as an event is due.
-    pub fn health_event_due(&self) -> bool {
-        u32::from(self.warnings()) & self.event_config & 0xff != 0
+    /// Those of the critical warnings that are enabled as an event.
+    pub fn enabled_events(&self, warnings: u8) -> u8 {
+        warnings & self.event_config as u8
     }
 
     /// Submission and completion queues that there can be, zero-based.

@@ -1,6 +1,8 @@
 //! I/O commands (NVM Express 1.4, 6), and what follows when the medium is
 //! done with a step of one.
 
+use std::time::Instant;
+
 use farside_fabric::{Access, memory::HostSlice};
 
 use super::{
@@ -9,6 +11,7 @@ use super::{
     command::{Command, io},
     controller::{Nvme, Outcome},
     identify::MAX_TRANSFER,
+    medium::Direction,
     namespace::Extent,
     slots::Work,
     status::Status,
@@ -330,6 +333,30 @@ pub(super) fn step(
         }
         Work::Free | Work::Flush | Work::Zero { .. } | Work::Deallocate | Work::Shutdown => {
             Some(Ok(0))
+        }
+    }
+}
+
+/// Notes for operator and guest what a step of `work` says of the medium.
+pub(super) fn note_medium(nvme: &mut Nvme, work: Work, result: Result<(), BlockError>) {
+    let direction = match work {
+        Work::Read { .. } | Work::Compare { .. } | Work::Verify { .. } => Direction::Read,
+        _ => Direction::Write,
+    };
+    let block = &nvme.block;
+    match result {
+        // Almost always.
+        Ok(()) if nvme.medium.problem().is_none() => {}
+        Ok(()) => nvme
+            .medium
+            .succeeded(direction, || block.condition(), Instant::now()),
+        Err(error) => {
+            let before = nvme.medium.warnings();
+            let condition = block.condition();
+            nvme.medium
+                .failed(error, direction, condition, Instant::now());
+            let new = nvme.medium.warnings() & !before;
+            nvme.raise_warnings(new);
         }
     }
 }

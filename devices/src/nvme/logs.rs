@@ -5,6 +5,7 @@ use std::{collections::VecDeque, time::Instant};
 use super::{
     command::{admin, io},
     identify::{FIRMWARE, TEMPERATURE},
+    medium::warning,
     stats::Stats,
     status::Status,
 };
@@ -101,18 +102,25 @@ impl Logs {
         log
     }
 
+    /// Commands that failed because the medium did (Media and Data Integrity
+    /// Errors).
+    pub fn media_errors(&self) -> u64 {
+        self.media_errors
+    }
+
     /// Figure 197.
     fn health(&self, stats: &Stats, health: Health) -> Vec<u8> {
-        const MEDIUM_READ_ONLY: u8 = 1 << 3;
         let mut log = vec![0; 512];
-        log[0] = health.warnings
-            | if health.read_only {
-                MEDIUM_READ_ONLY
-            } else {
-                0
-            };
+        log[0] = health.warnings;
+        if health.read_only {
+            log[0] |= warning::READ_ONLY;
+        }
         log[1..3].copy_from_slice(&TEMPERATURE.to_le_bytes());
-        log[3] = 100; // available spare, percent
+        // Available spare, percent: the room that the image can still grow into.
+        log[3] = match health.warnings & warning::SPARE {
+            0 => 100,
+            _ => 0,
+        };
         log[4] = 10; // its threshold
         let mut counter = |at: usize, value: u64| {
             log[at..at + 8].copy_from_slice(&value.to_le_bytes());

@@ -39,6 +39,7 @@ mod features;
 mod identify;
 mod io;
 mod logs;
+mod medium;
 mod namespace;
 mod pci;
 mod prp;

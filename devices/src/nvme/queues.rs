@@ -267,9 +267,12 @@ impl Queues {
     pub fn check_new_sq(&self, id: u16, cq: u16) -> Result<(), Status> {
         Self::unused(&self.sqs, id)?;
         match self.cqs.get(usize::from(cq)) {
+            // The admin queue is refused as an identifier out of range is; only
+            // one that could exist is an invalid queue (5.4, CQID).
+            _ if cq == 0 => Err(Status::INVALID_QUEUE_ID),
             None => Err(Status::INVALID_QUEUE_ID),
-            Some(Some(_)) if cq != 0 => Ok(()),
-            Some(_) => Err(Status::INVALID_CQ),
+            Some(None) => Err(Status::INVALID_CQ),
+            Some(Some(_)) => Ok(()),
         }
     }
 

@@ -69,7 +69,9 @@ impl Status {
     }
 
     /// Whether the medium, not the command, is to blame (SMART counts these).
+    /// An image that cannot grow loses data as one that fails does.
     pub fn is_media_error(self) -> bool {
-        self.0 >> 8 & 7 == MEDIA && self != Self::COMPARE_FAILURE
+        let is_of_medium = self.0 >> 8 & 7 == MEDIA && self != Self::COMPARE_FAILURE;
+        is_of_medium || self == Self::CAPACITY_EXCEEDED
     }
 }

@@ -1,13 +1,27 @@
 //! Opening an image file or block device.
+#![deny(unsafe_code)]
 
 use std::{
     fs::{File, OpenOptions},
     io::{self, Seek, SeekFrom},
     os::unix::fs::{FileTypeExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
+
+use super::is_read_only;
+
+/// How long to wait for whoever has the image to exit. The kernel releases the
+/// files of a process that was killed after the process is gone: an io_uring
+/// holds them until a kernel worker has taken it apart, up to some 250 ms later.
+const IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How often to look whether it has. There is no event to wait for: nothing is
+/// signalled when an exclusive claim of a block device ends, and a blocking
+/// flock(2) has no timeout.
+const IN_USE_STEP: Duration = Duration::from_millis(10);
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -48,9 +62,9 @@ pub enum ImageError {
         /// Bytes of a block.
         block_size: u32,
     },
-    /// The file is write-protected and `read_only` is not set.
+    /// The file or device is write-protected and `read_only` is not set.
     #[error(
-        "image {path} cannot be written to; make it writable or set `read-only = true` for this device"
+        "image {path} is write-protected; make it writable, or lend it read-only (lender.toml: `model.nvme = {{ image = {path:?}, read-only = true }}`)"
     )]
     WriteProtected {
         /// The image.
@@ -69,7 +83,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// Something else went wrong.
-    #[error("image {path}: {source}")]
+    #[error("cannot use image {path}")]
     Io {
         /// The image.
         path: PathBuf,
@@ -97,7 +111,21 @@ pub struct Image {
 }
 
 impl Image {
+    /// Opens and locks it. While it is in use, waits a moment for whoever has
+    /// it to exit, as a lender that is started anew does.
     pub fn open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
+        let until = Instant::now() + IN_USE_TIMEOUT;
+        loop {
+            match Self::try_open(path, access, block_size) {
+                Err(ImageError::InUse { .. }) if Instant::now() < until => {
+                    std::thread::sleep(IN_USE_STEP);
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    fn try_open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
         let at = || path.to_owned();
         let io = |source| ImageError::Io { path: at(), source };
         let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
@@ -139,6 +167,11 @@ impl Image {
                     }
                     _ => io(source),
                 })?;
+        // A device that was made read-only can be opened for writing all the
+        // same; then each write fails.
+        if kind.is_block_device() && writable && is_read_only(&file).map_err(io)? {
+            return Err(ImageError::WriteProtected { path: at() });
+        }
         let lock = match access {
             ImageAccess::ReadOnly => FlockOperation::NonBlockingLockShared,
             ImageAccess::ReadWrite => FlockOperation::NonBlockingLockExclusive,

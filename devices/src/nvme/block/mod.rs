@@ -11,6 +11,7 @@
 //! - dropping the queue waits for all that is in flight.
 //!
 //! Nothing is allocated per transfer once a tag's vectors have grown.
+#![allow(unsafe_code)]
 
 mod image;
 mod inline;
@@ -23,8 +24,11 @@ mod tests;
 
 use std::{
     fs::File,
-    io,
-    os::fd::{AsFd, BorrowedFd},
+    io::{self, Seek, SeekFrom},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::FileTypeExt,
+    },
     sync::Arc,
 };
 
@@ -72,8 +76,22 @@ pub enum BlockError {
     NoSpace,
     /// The medium cannot do this kind of operation.
     Unsupported,
-    /// The medium failed or ended early.
-    Medium,
+    /// The medium has become read-only.
+    ReadOnly,
+    /// The medium ended early.
+    EndsEarly,
+    /// The medium failed, with this errno.
+    Medium(i32),
+}
+
+/// How it stands with the medium, whatever I/O meets.
+#[derive(Clone, Copy, Debug)]
+pub struct Condition {
+    /// Bytes.
+    pub size: u64,
+    /// Its file system has no block left.
+    pub full: bool,
+    pub read_only: bool,
 }
 
 /// What an engine does with one tag.
@@ -180,6 +198,33 @@ impl BlockQueue {
         self.file.sync_data()
     }
 
+    /// How it stands with the medium. What the system does not tell is taken
+    /// for in order.
+    pub fn condition(&self) -> Condition {
+        let size = (&*self.file).seek(SeekFrom::End(0)).unwrap_or(u64::MAX);
+        let is_device = self
+            .file
+            .metadata()
+            .is_ok_and(|meta| meta.file_type().is_block_device());
+        if is_device {
+            return Condition {
+                size,
+                full: false,
+                read_only: is_read_only(&self.file).unwrap_or(false),
+            };
+        }
+        let system = rustix::fs::fstatvfs(&self.file).ok();
+        Condition {
+            size,
+            full: system.as_ref().is_some_and(|system| system.f_bavail == 0),
+            read_only: system.is_some_and(|system| {
+                system
+                    .f_flag
+                    .contains(rustix::fs::StatVfsMountFlags::RDONLY)
+            }),
+        }
+    }
+
     /// The guest memory of an idle tag, to be filled before a transfer.
     ///
     /// # Panics
@@ -255,18 +300,20 @@ impl BlockQueue {
     }
 
     fn queue(&mut self, tag: Tag, op: RawOp) {
-        // SAFETY: as below, and the call is over before anything changes.
+        // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
+        // `tag`, which point it at the transfer's own iovecs. These and what
+        // they name (guest slices, which keep their mapping alive; scratch;
+        // the static zeroes) are allocated in `self.transfers`, which nothing
+        // changes before this call returns.
         if let Some(result) = unsafe { self.inline.try_now(&self.file, &op) } {
             self.finished.push((tag, result));
             return;
         }
-        // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
-        // `tag`, which point it at the transfer's own iovecs. These and what
-        // they name (guest slices, which keep their mapping alive; scratch;
-        // the static zeroes) live in `self.transfers`, whose methods refuse
-        // to change an entry in flight; the entry stays in flight until
-        // `reap` below. The boxes and vectors do not move their contents when
-        // `self` is moved, and `engine` is dropped before `transfers`.
+        // SAFETY: the pointers are valid, as argued above, and stay so: the
+        // methods of `Transfer` refuse to change an entry in flight, and this
+        // one is in flight until `reap` has handed out `tag`. The boxes and
+        // vectors do not move their contents when `self` is moved, and `engine`,
+        // whose drop waits for the kernel, is dropped before `transfers`.
         unsafe { self.engine.queue(tag, op) };
         self.all_submitted = false;
     }
@@ -341,10 +388,6 @@ impl BlockQueue {
 impl Drop for BlockQueue {
     fn drop(&mut self) {
         self.drain();
-        // The kernel takes a ring and its reference to the file apart some
-        // time after it is closed; the image is to be free at once. A failure
-        // leaves it to that.
-        let _ = rustix::fs::flock(&self.file, rustix::fs::FlockOperation::Unlock);
     }
 }
 
@@ -358,6 +401,21 @@ fn eventfd() -> io::Result<std::os::fd::OwnedFd> {
     use rustix::event::{EventfdFlags, eventfd};
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
+
+/// Whether a block device is read-only (`BLKROGET`).
+fn is_read_only(device: &File) -> io::Result<bool> {
+    let mut read_only: libc::c_int = 0;
+    // SAFETY: the descriptor is open for the length of the call, and BLKROGET
+    // writes one int, to a place that is one.
+    let result = unsafe { libc::ioctl(raw(device), BLKROGET, &mut read_only) };
+    match result {
+        0 => Ok(read_only != 0),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// `_IO(0x12, 94)` of `linux/fs.h`, which the libc crate does not have.
+const BLKROGET: libc::Ioctl = 0x125e;
 
 fn raw(file: &File) -> i32 {
     use std::os::fd::AsRawFd;

@@ -1,6 +1,11 @@
 //! What the engines promise, below the controller.
 
-use std::{fs::File, os::unix::fs::FileExt, thread};
+use std::{
+    fs::File,
+    io::{Write, stdout},
+    os::unix::fs::FileExt,
+    thread,
+};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use rustix::{
@@ -23,6 +28,12 @@ fn memory(len: usize) -> (rustix::fd::OwnedFd, HostSlice) {
     ftruncate(&file, len as u64).unwrap();
     let memory = SharedMemory::map(file.try_clone().unwrap(), 0, len, true).unwrap();
     (file, memory.slice(0, len).unwrap())
+}
+
+/// For `cargo xtask test`: libtest captures `eprintln!`.
+fn skipped(test: &str, why: &dyn std::fmt::Display) {
+    let test = format_args!("nvme::block::tests::{test}");
+    writeln!(stdout().lock(), "skipped: {test}: {why}").unwrap();
 }
 
 fn finish(queue: &mut BlockQueue) -> (Tag, Result<(), BlockError>) {
@@ -104,8 +115,12 @@ fn memory_in_flight_cannot_be_reached() {
 #[test]
 fn a_file_without_holes_is_zeroed_by_writing() {
     // /dev/shm has no FALLOC_FL_ZERO_RANGE, so the way over a hole is taken.
-    let Ok(image) = tempfile::tempfile_in("/dev/shm") else {
-        return;
+    let image = match tempfile::tempfile_in("/dev/shm") {
+        Ok(image) => image,
+        Err(error) => {
+            let test = "a_file_without_holes_is_zeroed_by_writing";
+            return skipped(test, &format_args!("no file in /dev/shm: {error}"));
+        }
     };
     image.write_all_at(&[7; 1 << 16], 0).unwrap();
     for engine in ENGINES {
@@ -128,5 +143,47 @@ fn a_queue_can_move_to_another_thread() {
         queue.turn();
         let result = thread::spawn(move || finish(&mut queue)).join().unwrap();
         assert_eq!(result, (0, Ok(())));
+    }
+}
+
+/// Takes a write lease and drops it (fcntl(2), F_SETLEASE).
+fn lease(file: &File) -> std::io::Result<()> {
+    for kind in [libc::F_WRLCK, libc::F_UNLCK] {
+        // SAFETY: takes a descriptor, which is open, and no pointers.
+        if unsafe { libc::fcntl(super::raw(file), libc::F_SETLEASE, kind) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Whether nobody else has `file` open: only then the kernel grants a write lease.
+fn is_only_user(file: &File) -> bool {
+    lease(file).is_ok()
+}
+
+#[test]
+fn an_image_is_free_as_soon_as_its_queue_is_dropped() {
+    let alone = tempfile::NamedTempFile::new().unwrap();
+    if let Err(error) = lease(alone.as_file()) {
+        let test = "an_image_is_free_as_soon_as_its_queue_is_dropped";
+        let place = alone.path().display();
+        return skipped(test, &format_args!("no lease on {place}: {error}"));
+    }
+    for engine in ENGINES {
+        for round in 0..50 {
+            let image = tempfile::NamedTempFile::new().unwrap();
+            image.as_file().set_len(1 << 20).unwrap();
+            let mut queue = BlockQueue::open(image.reopen().unwrap(), engine, 64).unwrap();
+            assert!(!is_only_user(image.as_file()));
+            let (_fd, memory) = memory(1 << 16);
+            for tag in 0..8 {
+                queue.slices(tag).push(memory.clone());
+                queue.write(tag, u64::from(tag) << 16, Durability::Durable);
+            }
+            queue.turn();
+            drop(queue);
+            assert!(is_only_user(image.as_file()), "{engine:?}, round {round}");
+        }
     }
 }

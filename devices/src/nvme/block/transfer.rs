@@ -264,12 +264,12 @@ impl Transfer {
     /// the image ended early.
     fn consume(&mut self, mut bytes: usize) -> Result<(), BlockError> {
         if bytes == 0 {
-            return Err(BlockError::Medium);
+            return Err(BlockError::EndsEarly);
         }
         self.moved += bytes as u64;
         while bytes > 0 {
             let Some(iovec) = self.iovecs.get_mut(self.next) else {
-                return Err(BlockError::Medium);
+                return Err(BlockError::Medium(libc::EIO));
             };
             let step = bytes.min(iovec.iov_len);
             bytes -= step;
@@ -326,7 +326,8 @@ impl Transfer {
             libc::EFAULT => Err(BlockError::GuestMemory),
             libc::ENOSPC | libc::EDQUOT => Err(BlockError::NoSpace),
             libc::EOPNOTSUPP | libc::ENOSYS => Err(BlockError::Unsupported),
-            _ => Err(BlockError::Medium),
+            libc::EROFS | libc::EPERM => Err(BlockError::ReadOnly),
+            _ => Err(BlockError::Medium(errno)),
         }
     }
 }

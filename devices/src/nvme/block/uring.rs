@@ -217,5 +217,9 @@ impl Drop for Uring {
             self.reap(&mut sink);
             sink.clear();
         }
+        // Closing the ring leaves its reference to the image to a kernel worker
+        // that takes it apart later; the image is to be free at once, for the
+        // lender that is started next. A failure leaves it to that worker.
+        let _ = self.ring.submitter().unregister_files();
     }
 }

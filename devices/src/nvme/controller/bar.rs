@@ -59,7 +59,9 @@ impl Nvme {
                 if self.registers.csts.ready
                     && let Some(doorbell) = Doorbell::at(at - DOORBELLS)
                 {
-                    self.queues.ring(doorbell, value);
+                    if let Err(fault) = self.queues.ring(bus.dma, doorbell, value) {
+                        self.fatal(fault);
+                    }
                     if let Doorbell::CompletionHead(_) = doorbell {
                         self.queues
                             .update_line(bus.irq, self.registers.interrupt_mask);

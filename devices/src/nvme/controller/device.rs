@@ -107,6 +107,10 @@ impl Device for Nvme {
         self.block.settle()
     }
 
+    fn problem(&self) -> Option<&str> {
+        self.medium.problem()
+    }
+
     fn stats(&self) -> Vec<(&'static str, u64)> {
         let stats = &self.stats;
         vec![
@@ -118,6 +122,7 @@ impl Device for Nvme {
             ("bytes_written", stats.bytes_written),
             ("flushes", stats.flushes),
             ("errors", stats.errors),
+            ("media_errors", self.logs.media_errors()),
             ("doorbell_traps", stats.doorbell_traps),
             ("shadow_polls", self.queues.shadow_polls()),
         ]

@@ -12,53 +12,68 @@ use crate::{
 };
 
 impl Queues {
-    /// Starts to use shadow doorbells for all I/O queues.
-    pub fn set_buffer(&mut self, buffer: DoorbellBuffer) {
+    /// Starts to use shadow doorbells for all I/O queues. Those that exist may be in
+    /// use, by their registers.
+    pub fn set_buffer(
+        &mut self,
+        dma: &mut dyn Dma,
+        mut buffer: DoorbellBuffer,
+    ) -> Result<(), Fault> {
+        for &id in &self.active {
+            if let Some(sq) = &mut self.sqs[usize::from(id)] {
+                let doorbell = Doorbell::SubmissionTail(id);
+                buffer.watch(dma, doorbell, &mut sq.shadow, sq.tail)?;
+            }
+        }
+        for &id in self.active_cqs.iter().filter(|id| **id != 0) {
+            if let Some(cq) = &mut self.cqs[usize::from(id)] {
+                let doorbell = Doorbell::CompletionHead(id);
+                buffer.watch(dma, doorbell, &mut cq.shadow, cq.head)?;
+            }
+        }
         self.buffer = Some(buffer);
-        for sq in self.sqs.iter_mut().flatten() {
-            sq.shadow = Shadow::default();
-        }
-        for cq in self.cqs.iter_mut().flatten() {
-            cq.shadow = Shadow::default();
-        }
+        Ok(())
     }
 
     /// Takes a write to a doorbell register.
-    pub fn ring(&mut self, doorbell: Doorbell, value: u32) {
-        // Where it does not, the value in memory is at least as new.
-        let counts = self
-            .buffer
-            .as_ref()
-            .is_none_or(DoorbellBuffer::register_counts);
-        let outcome = match doorbell {
-            Doorbell::SubmissionTail(id) => {
-                match self.sqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
-                    None => Err(DoorbellError::InvalidRegister),
-                    Some(sq) => {
-                        sq.shadow.rung();
-                        match counts || id == 0 {
-                            true => sq.set_tail(value),
-                            false => Ok(()),
-                        }
-                    }
+    pub fn ring(&mut self, dma: &mut dyn Dma, doorbell: Doorbell, value: u32) -> Result<(), Fault> {
+        // Where it does not count, the value in memory is at least as new.
+        let counts = |buffer: &Option<DoorbellBuffer>, id: u16, shadow: &Shadow| {
+            let buffer = buffer.as_ref().filter(|_| id != 0);
+            buffer.is_none_or(|buffer| buffer.register_counts(shadow))
+        };
+        let (outcome, shadow, index) = match doorbell {
+            Doorbell::SubmissionTail(id) => match self.sqs.get_mut(usize::from(id)) {
+                Some(Some(sq)) => {
+                    sq.shadow.rung();
+                    let outcome = match counts(&self.buffer, id, &sq.shadow) {
+                        true => sq.set_tail(value),
+                        false => Ok(()),
+                    };
+                    (outcome, Some(&mut sq.shadow), sq.tail)
                 }
-            }
-            Doorbell::CompletionHead(id) => {
-                match self.cqs.get_mut(usize::from(id)).and_then(Option::as_mut) {
-                    None => Err(DoorbellError::InvalidRegister),
-                    Some(cq) => {
-                        cq.shadow.rung();
-                        match counts || id == 0 {
-                            true => cq.set_head(value),
-                            false => Ok(()),
-                        }
-                    }
+                _ => (Err(DoorbellError::InvalidRegister), None, 0),
+            },
+            Doorbell::CompletionHead(id) => match self.cqs.get_mut(usize::from(id)) {
+                Some(Some(cq)) => {
+                    cq.shadow.rung();
+                    let outcome = match counts(&self.buffer, id, &cq.shadow) {
+                        true => cq.set_head(value),
+                        false => Ok(()),
+                    };
+                    (outcome, Some(&mut cq.shadow), cq.head)
                 }
-            }
+                _ => (Err(DoorbellError::InvalidRegister), None, 0),
+            },
+        };
+        let awaited = match (&mut self.buffer, shadow) {
+            (Some(buffer), Some(shadow)) => buffer.await_first_write(dma, doorbell, shadow, index),
+            _ => Ok(()),
         };
         if let Err(error) = outcome {
             self.report(error);
         }
+        awaited
     }
 
     fn report(&mut self, error: DoorbellError) {
@@ -104,6 +119,7 @@ impl Queues {
         // come to; renewed once in half a ring so that the guest keeps the
         // cache line.
         let stale = match sq.shadow.published() {
+            _ if sq.shadow.is_unwritten() => false,
             None => true,
             Some(index) => distance(index, sq.tail, sq.entries) > u32::from(sq.entries) / 2,
         };

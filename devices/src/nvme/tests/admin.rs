@@ -128,7 +128,7 @@ fn queue_creation_is_checked() {
     };
     assert_eq!(sq(0, 63, 2 << 16 | 1, page), INVALID_QUEUE);
     assert_eq!(sq(1, 63, 2 << 16 | 1, page), INVALID_QUEUE);
-    assert_eq!(sq(2, 63, 1, page), INVALID_CQ, "the admin queue");
+    assert_eq!(sq(2, 63, 1, page), INVALID_QUEUE, "the admin queue");
     assert_eq!(sq(2, 63, 3 << 16 | 1, page), INVALID_CQ);
     assert_eq!(sq(2, 63, 99 << 16 | 1, page), INVALID_QUEUE);
     assert_eq!(sq(2, 0, 2 << 16 | 1, page), INVALID_SIZE);

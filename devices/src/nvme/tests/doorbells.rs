@@ -1,7 +1,32 @@
 //! Shadow doorbells, with a driver that decides as Linux does.
 
-use super::world::{BASE, DATA, Driver, OK, Sqe, on_each_engine};
+use super::world::{BASE, DATA, Driver, OK, SHADOWS, Sqe, on_each_engine};
 use crate::Device;
+
+impl Driver {
+    /// Zeroes the memory for doorbells, as drivers do before the device knows of it.
+    pub fn clear_doorbell_buffer(&mut self) {
+        self.memory.put(SHADOWS, &[0; 0x2000]);
+    }
+
+    /// Starts to use shadow doorbells.
+    pub fn configure_doorbells(&mut self) {
+        let (values, events) = (SHADOWS, SHADOWS + 0x1000);
+        let cqe = self.admin(Sqe::new(0x7c).prp(values, events));
+        assert_eq!(cqe.status, OK);
+        self.shadow = Some((values, events));
+    }
+
+    /// Takes `count` completions of queue `at`, which are there, and writes the head
+    /// once.
+    pub fn take_batch(&mut self, at: usize, count: u16) {
+        let old = self.pairs[at].head;
+        for _ in 0..count {
+            assert_eq!(self.peel(at).unwrap().status, OK);
+        }
+        self.ring_head(at, old);
+    }
+}
 
 fn read(block: u64) -> Sqe {
     Sqe::new(2).nsid(1).prp(DATA, 0).blocks(block, 1)
@@ -181,4 +206,133 @@ fn unreachable_doorbells_are_fatal() {
     driver.enable();
     driver.create_pair(1, 64);
     assert_eq!(driver.io(read(0)).status, OK);
+}
+
+/// How a driver uses the buffer before it is configured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Before {
+    /// Not at all: its first write there comes after the completion of Doorbell
+    /// Buffer Config.
+    Untouched,
+    /// It writes every doorbell there too, as Linux does.
+    Kept,
+}
+
+/// Puts `counts` commands into the I/O queues, and takes all their completions:
+/// each comes once, with nothing beside.
+fn run_all(driver: &mut Driver, counts: [u16; 2]) {
+    let mut ids = [Vec::new(), Vec::new()];
+    for (queue, ids) in ids.iter_mut().enumerate() {
+        for block in 0..counts[queue] {
+            ids.push(driver.submit(1 + queue, read(block.into())));
+        }
+    }
+    take_all(driver, ids);
+}
+
+fn take_all(driver: &mut Driver, ids: [Vec<u16>; 2]) {
+    for (queue, mut ids) in ids.into_iter().enumerate() {
+        while !ids.is_empty() {
+            let cqe = driver.wait(1 + queue);
+            assert_eq!(cqe.status, OK);
+            let at = ids.iter().position(|id| *id == cqe.id);
+            ids.swap_remove(at.unwrap_or_else(|| panic!("{cqe:?} on queue {queue}, not {ids:?}")));
+        }
+    }
+    driver.until("sleep", |driver| !driver.poll() && driver.arm());
+    for queue in [1, 2] {
+        assert_eq!(driver.take(queue), None, "nothing is done twice");
+    }
+}
+
+/// The buffer is switched on in the middle of I/O: with two queues at any place of
+/// their rings, with commands that are submitted, fetched, completed or reaped. A
+/// zero that nobody wrote is not a tail: it would have the ring executed once more.
+#[test]
+fn the_buffer_is_switched_on_at_any_point_of_io() {
+    const ENTRIES: u16 = 4;
+    let mut driver = Driver::ready_with(|_| {});
+    for before in [Before::Untouched, Before::Kept] {
+        for (first, second) in (0..ENTRIES).flat_map(|a| (0..ENTRIES).map(move |b| (a, b))) {
+            for open in 0..ENTRIES {
+                for polls in 0..3 {
+                    for use_first in [[1, 0], [0, 1], [1, 1]] {
+                        driver.enable();
+                        driver.clear_doorbell_buffer();
+                        driver.create_pair(1, ENTRIES);
+                        driver.create_pair(2, ENTRIES);
+                        driver.mirror_doorbells = before == Before::Kept;
+                        // Rings at any place.
+                        for _ in 0..first {
+                            run_all(&mut driver, [1, 0]);
+                        }
+                        for _ in 0..second {
+                            run_all(&mut driver, [0, 1]);
+                        }
+                        // As many in flight, seen by the device or not.
+                        let open = [open, ENTRIES - 1 - open];
+                        let mut ids = [Vec::new(), Vec::new()];
+                        for queue in [0, 1] {
+                            for block in 0..open[queue] {
+                                ids[queue].push(driver.submit(1 + queue, read(block.into())));
+                            }
+                        }
+                        for _ in 0..polls {
+                            driver.poll();
+                        }
+                        driver.mirror_doorbells = false;
+                        driver.configure_doorbells();
+                        take_all(&mut driver, ids);
+                        run_all(&mut driver, use_first);
+                        // More than a turn of both rings.
+                        for counts in [[1, 0], [0, 1], [3, 2], [2, 3], [3, 3], [1, 1]] {
+                            run_all(&mut driver, counts);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(driver.log(1, 64)[..8], [0; 8], "no error was logged");
+}
+
+/// The event index of a completion queue must not stand at or beyond the tail while
+/// a command waits for room: the guest's next head would not be rung, and the command
+/// never done. For every place of a ring, whatever the guest consumes at once.
+#[test]
+fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consumed() {
+    const ENTRIES: u16 = 4;
+    for place in 0..2 * ENTRIES {
+        for consumed in 1..ENTRIES {
+            let mut driver = Driver::ready_with(|_| {});
+            driver.configure_doorbells();
+            driver.create_pair(2, ENTRIES);
+            for _ in 0..place {
+                run_all(&mut driver, [0, 1]);
+            }
+            // A full completion queue, and as many commands that wait for room.
+            for _ in 0..2 {
+                for block in 0..ENTRIES - 1 {
+                    driver.submit(2, read(block.into()));
+                }
+                driver.until("sleep", |driver| !driver.poll() && driver.arm());
+                let done = driver.stat("io_commands") - u64::from(place);
+                assert_eq!(done, u64::from(ENTRIES - 1));
+            }
+            // The guest takes some and writes its head once, as Linux does.
+            let rings = driver.rings;
+            driver.take_batch(2, consumed);
+            assert_eq!(
+                driver.rings,
+                rings + 1,
+                "place {place}, {consumed} consumed"
+            );
+            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            let done = driver.stat("io_commands") - u64::from(place);
+            assert_eq!(done, u64::from(ENTRIES - 1 + consumed));
+            for _ in 0..2 * (ENTRIES - 1) - consumed {
+                assert_eq!(driver.wait(2).status, OK);
+            }
+        }
+    }
 }

@@ -8,4 +8,5 @@ mod doorbells;
 mod hostile;
 mod io;
 mod life;
+mod medium;
 mod world;

@@ -31,6 +31,8 @@ pub const IMAGE: u64 = 16 << 20;
 
 pub const ASQ: u64 = BASE;
 pub const ACQ: u64 = BASE + 0x1000;
+/// The two pages of shadow doorbells and event indexes.
+pub const SHADOWS: u64 = BASE + 0x2000;
 /// Pages of queue pairs: submission, completion, at 64 KiB each.
 const RINGS: u64 = BASE + 0x10_0000;
 /// Where commands may put data.
@@ -260,6 +262,8 @@ pub struct Driver {
     /// Whether doorbells go to memory first, as Linux does it; at these
     /// addresses.
     pub shadow: Option<(u64, u64)>,
+    /// Whether doorbells go to that memory too, before the device knows of it.
+    pub mirror_doorbells: bool,
     /// Writes to doorbell registers.
     pub rings: u64,
     pub image: PathBuf,
@@ -297,6 +301,7 @@ impl Driver {
             irq: Irq::default(),
             pairs: Vec::new(),
             shadow: None,
+            mirror_doorbells: false,
             rings: 0,
             image: path,
             _folder: folder,
@@ -428,6 +433,9 @@ impl Driver {
             if !passed {
                 return;
             }
+        } else if self.mirror_doorbells && index >= 2 {
+            self.memory
+                .put(SHADOWS + index * 4, &u32::from(value).to_le_bytes());
         }
         self.rings += 1;
         self.write32(0x1000 + index * 4, value.into());
@@ -453,6 +461,19 @@ impl Driver {
 
     /// Takes the next completion of queue `at`, if there is one.
     pub fn take(&mut self, at: usize) -> Option<Cqe> {
+        let old = self.pairs[at].head;
+        let cqe = self.peel(at)?;
+        self.ring_head(at, old);
+        Some(cqe)
+    }
+
+    pub fn ring_head(&mut self, at: usize, old: u16) {
+        let Pair { id, head, .. } = self.pairs[at];
+        self.doorbell(u64::from(id) * 2 + 1, head, old);
+    }
+
+    /// The next completion of queue `at`; the device is not told.
+    pub fn peel(&mut self, at: usize) -> Option<Cqe> {
         let pair = &mut self.pairs[at];
         let slot = pair.cq + u64::from(pair.head) * 16;
         let raw = self.memory.get(slot, 16);
@@ -461,13 +482,10 @@ impl Driver {
         if (status & 1 != 0) != pair.phase {
             return None;
         }
-        let old = pair.head;
         pair.head = (pair.head + 1) % pair.entries;
         if pair.head == 0 {
             pair.phase = !pair.phase;
         }
-        let (head, queue) = (pair.head, pair.id);
-        self.doorbell(u64::from(queue) * 2 + 1, head, old);
         Some(Cqe {
             result: u32::from_le_bytes(raw[..4].try_into().unwrap()),
             sq_head: word(8),
@@ -527,14 +545,6 @@ impl Driver {
         );
         assert_eq!(cqe.status, OK);
         self.memory.get(DATA, len as usize)
-    }
-
-    /// Starts to use shadow doorbells.
-    pub fn configure_doorbells(&mut self) {
-        let (values, events) = (BASE + 0x2000, BASE + 0x3000);
-        let cqe = self.admin(Sqe::new(0x7c).prp(values, events));
-        assert_eq!(cqe.status, OK);
-        self.shadow = Some((values, events));
     }
 
     /// The image's bytes, read past the device.

@@ -1,0 +1,277 @@
+//! A medium that fails, as the operator and the guest are told of it: when that
+//! begins and when it ends, not for each command.
+//!
+//! I/O that fails and I/O that succeeds come side by side: a full file system
+//! still takes writes to blocks that it has. So a failure ends only when no
+//! command has met it for [`QUIET`], and what caused it is gone.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use super::block::{BlockError, Condition};
+
+/// How long no command must have met a failure before it is over.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// Critical warnings of the health log (NVM Express 1.4, 5.14.1.2), of which
+/// Asynchronous Event Configuration has the same bits (5.21.1.11).
+pub mod warning {
+    /// The available spare is below its threshold.
+    pub const SPARE: u8 = 1 << 0;
+    /// The composite temperature is beyond a threshold.
+    pub const TEMPERATURE: u8 = 1 << 1;
+    /// Reliability is degraded by media errors.
+    pub const RELIABILITY: u8 = 1 << 2;
+    /// The medium is in read-only mode.
+    pub const READ_ONLY: u8 = 1 << 3;
+}
+
+/// Whether a command reads or changes the medium.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    Read,
+    Write,
+}
+
+/// Why commands fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    NoSpace,
+    ReadOnly,
+    Shrunk { to: u64 },
+    Failing { errno: i32, direction: Direction },
+}
+
+impl Cause {
+    fn warning(self) -> u8 {
+        match self {
+            // The spare capacity that the namespace lives on is used up.
+            Self::NoSpace => warning::SPARE,
+            Self::ReadOnly => warning::READ_ONLY,
+            Self::Shrunk { .. } | Self::Failing { .. } => warning::RELIABILITY,
+        }
+    }
+
+    /// Whether it is the same failure, whatever it looked like this time.
+    fn is_same(self, other: Self) -> bool {
+        std::mem::discriminant(&self) == std::mem::discriminant(&other)
+    }
+
+    /// Whether it would be met again, after a success in `direction`.
+    fn persists(self, size: u64, direction: Direction, condition: Condition) -> bool {
+        match self {
+            Self::NoSpace => condition.full,
+            Self::ReadOnly => condition.read_only,
+            Self::Shrunk { .. } => condition.size < size,
+            // Nothing but trying tells.
+            Self::Failing { direction: met, .. } => met != direction,
+        }
+    }
+
+    fn text(self, size: u64) -> String {
+        match self {
+            Self::NoSpace => "writes fail: no space left on its file system".into(),
+            Self::ReadOnly => "writes fail: it has become read-only".into(),
+            Self::Shrunk { to } => {
+                format!("it has shrunk from {size} to {to} bytes: I/O behind its end fails")
+            }
+            Self::Failing { errno, direction } => {
+                let what = match direction {
+                    Direction::Read => "reads",
+                    Direction::Write => "writes",
+                };
+                format!("{what} fail: {}", io::Error::from_raw_os_error(errno))
+            }
+        }
+    }
+}
+
+/// What fails at the medium now.
+#[derive(Debug)]
+pub struct Medium {
+    image: PathBuf,
+    /// Bytes that the namespace needs.
+    size: u64,
+    /// Each cause once, and when a command last met it.
+    causes: Vec<(Cause, Instant)>,
+    problem: Option<String>,
+}
+
+impl Medium {
+    pub fn new(image: &Path, size: u64) -> Self {
+        Self {
+            image: image.to_owned(),
+            size,
+            causes: Vec::new(),
+            problem: None,
+        }
+    }
+
+    /// What is wrong, for the operator. The same text for as long as it is the
+    /// same.
+    pub fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
+    }
+
+    /// Critical warnings of the health log.
+    pub fn warnings(&self) -> u8 {
+        let causes = self.causes.iter();
+        causes.fold(0, |bits, (cause, _)| bits | cause.warning())
+    }
+
+    /// A command has failed.
+    pub fn failed(
+        &mut self,
+        error: BlockError,
+        direction: Direction,
+        condition: Condition,
+        now: Instant,
+    ) {
+        let cause = match error {
+            // Neither is the medium's fault.
+            BlockError::GuestMemory | BlockError::Unsupported => return,
+            BlockError::ReadOnly => Cause::ReadOnly,
+            // A block device answers ENOSPC behind its end.
+            _ if condition.size < self.size => Cause::Shrunk { to: condition.size },
+            BlockError::NoSpace => Cause::NoSpace,
+            // It ended early, and has grown again since.
+            BlockError::EndsEarly => Cause::Shrunk { to: condition.size },
+            BlockError::Medium(errno) => Cause::Failing { errno, direction },
+        };
+        match self.causes.iter_mut().find(|(old, _)| old.is_same(cause)) {
+            Some((_, met)) => *met = now,
+            None => {
+                self.causes.push((cause, now));
+                self.describe();
+            }
+        }
+    }
+
+    /// A command has succeeded while there was a problem.
+    pub fn succeeded(
+        &mut self,
+        direction: Direction,
+        condition: impl FnOnce() -> Condition,
+        now: Instant,
+    ) {
+        let is_quiet = |met: Instant| now.saturating_duration_since(met) >= QUIET;
+        if !self.causes.iter().any(|(_, met)| is_quiet(*met)) {
+            return;
+        }
+        let condition = condition();
+        let before = self.causes.len();
+        self.causes.retain_mut(|(cause, met)| {
+            if !is_quiet(*met) {
+                return true;
+            }
+            // Looked at again after as long.
+            *met = now;
+            cause.persists(self.size, direction, condition)
+        });
+        if self.causes.len() != before {
+            self.describe();
+        }
+    }
+
+    fn describe(&mut self) {
+        let causes = self.causes.iter();
+        let texts: Vec<String> = causes.map(|(cause, _)| cause.text(self.size)).collect();
+        self.problem = match texts.is_empty() {
+            true => None,
+            false => Some(format!(
+                "image {}: {}",
+                self.image.display(),
+                texts.join("; ")
+            )),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+    const FINE: Condition = Condition {
+        size: SIZE,
+        full: false,
+        read_only: false,
+    };
+    const FULL: Condition = Condition { full: true, ..FINE };
+
+    fn medium() -> Medium {
+        Medium::new(Path::new("/srv/disk0.img"), SIZE)
+    }
+
+    #[test]
+    fn a_failure_is_one_change_however_many_commands_meet_it() {
+        let mut medium = medium();
+        let start = Instant::now();
+        for second in 0..100 {
+            let now = start + Duration::from_secs(second);
+            medium.failed(BlockError::NoSpace, Direction::Write, FULL, now);
+            // A write to a block that the file has.
+            medium.succeeded(Direction::Write, || FULL, now);
+            let expected = "image /srv/disk0.img: writes fail: no space left on its file system";
+            assert_eq!(medium.problem(), Some(expected));
+            assert_eq!(medium.warnings(), warning::SPARE);
+        }
+    }
+
+    #[test]
+    fn it_ends_when_nothing_meets_it_and_its_cause_is_gone() {
+        let mut medium = medium();
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        medium.failed(BlockError::NoSpace, Direction::Write, FULL, start);
+        medium.succeeded(Direction::Write, || FINE, after(9));
+        assert!(medium.problem().is_some(), "too early to tell");
+        medium.succeeded(Direction::Write, || FULL, after(10));
+        assert!(medium.problem().is_some(), "still full");
+        medium.succeeded(Direction::Read, || FINE, after(20));
+        assert_eq!((medium.problem(), medium.warnings()), (None, 0));
+    }
+
+    #[test]
+    fn an_error_of_writes_does_not_end_with_a_read() {
+        let mut medium = medium();
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let error = BlockError::Medium(libc::EIO);
+        medium.failed(error, Direction::Write, FINE, start);
+        let expected = "image /srv/disk0.img: writes fail: Input/output error (os error 5)";
+        assert_eq!(medium.problem(), Some(expected));
+        assert_eq!(medium.warnings(), warning::RELIABILITY);
+        medium.succeeded(Direction::Read, || FINE, after(10));
+        assert!(medium.problem().is_some());
+        medium.succeeded(Direction::Write, || FINE, after(20));
+        assert_eq!(medium.problem(), None);
+    }
+
+    #[test]
+    fn what_a_guest_did_wrong_is_not_the_mediums_fault() {
+        let mut medium = medium();
+        for error in [BlockError::GuestMemory, BlockError::Unsupported] {
+            medium.failed(error, Direction::Write, FINE, Instant::now());
+        }
+        assert_eq!((medium.problem(), medium.warnings()), (None, 0));
+    }
+
+    #[test]
+    fn an_image_that_shrinks_is_named_with_both_sizes_for_reads_and_writes_alike() {
+        let mut medium = medium();
+        let half = Condition {
+            size: SIZE / 2,
+            ..FINE
+        };
+        let now = Instant::now();
+        medium.failed(BlockError::EndsEarly, Direction::Read, half, now);
+        medium.failed(BlockError::NoSpace, Direction::Write, half, now);
+        let expected = "image /srv/disk0.img: it has shrunk from 1048576 to 524288 bytes: I/O behind its end fails";
+        assert_eq!(medium.problem(), Some(expected));
+        assert_eq!(medium.warnings(), warning::RELIABILITY);
+    }
+}
