@@ -4,11 +4,18 @@
 //! [`Borrowable`], so that it need not know whether the device is a software
 //! model or hardware. Every call comes from that one thread.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    time::Duration,
+};
 
 use farside_control::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 use farside_fabric::{FarAddress, FaultSummary, Iova, MemoryRange, Usage};
 use farside_irq_relay::Fire;
+
+/// How long DMA in flight may take to drain before the borrower is told that
+/// it does not.
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A device that can be borrowed, by one VM at a time.
 pub(crate) trait Borrowable: Send {
@@ -38,9 +45,10 @@ pub(crate) trait Borrowable: Send {
     /// Resets the device, after [`Borrowable::close`].
     fn reset(&mut self) -> Result<(), RemoteError>;
 
-    /// Stops DMA and takes away every way to memory. After an error the device
-    /// may still reach memory, and the caller tries again.
-    fn close(&mut self) -> Result<(), RemoteError>;
+    /// Stops DMA and takes away every path to memory, as far as possible. DMA
+    /// in flight has `patience` to drain. After an error the device may still
+    /// reach memory, and the caller tries again.
+    fn close(&mut self, patience: Duration) -> Result<(), RemoteError>;
 
     /// Brings all that was written onto the medium, where that is the lender's
     /// to do: so that a crash of this host, after the VM went on at another
@@ -101,6 +109,11 @@ pub(crate) trait Borrowable: Send {
 
     /// Readable when [`Borrowable::poll`] has something to do.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// What is wrong with the device now: see [`farside_devices::Device::problem`].
+    fn problem(&self) -> Option<&str> {
+        None
+    }
 
     /// How it stands, in this lease or after the last.
     fn report(&self) -> Report;

@@ -163,12 +163,32 @@ pub struct NtbConfig {
 
 /// The software models.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(try_from = "RawModel")]
 pub enum Model {
     /// An NVMe drive on an image file or block device.
     Nvme(nvme::Config),
     /// The DMA test device.
     DmaTest(DmaTestConfig),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct RawModel {
+    nvme: Option<nvme::Config>,
+    dma_test: Option<DmaTestConfig>,
+}
+
+impl TryFrom<RawModel> for Model {
+    type Error = &'static str;
+
+    fn try_from(raw: RawModel) -> Result<Self, Self::Error> {
+        match (raw.nvme, raw.dma_test) {
+            (Some(nvme), None) => Ok(Self::Nvme(nvme)),
+            (None, Some(dma_test)) => Ok(Self::DmaTest(dma_test)),
+            (Some(_), Some(_)) => Err("a device has one model, not both `nvme` and `dma-test`"),
+            (None, None) => Err("a model is `nvme` or `dma-test`"),
+        }
+    }
 }
 
 impl Model {
@@ -192,7 +212,7 @@ pub struct DmaTestConfig {}
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}", path = path.display())]
+    #[error("cannot read {path}", path = path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -200,7 +220,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is not valid.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{path} is invalid", path = path.display())]
     Parse {
         /// The file.
         path: PathBuf,
@@ -214,6 +234,12 @@ pub enum ConfigError {
         id: String,
         /// What is wrong with it.
         why: &'static str,
+    },
+    /// Two devices of one id.
+    #[error("device id {id:?} is used twice: give each device its own")]
+    Twice {
+        /// The id.
+        id: String,
     },
     /// Nothing to lend.
     #[error(
@@ -251,7 +277,8 @@ impl Config {
                 return wrong(why);
             }
             if self.device[..n].iter().any(|other| other.id == device.id) {
-                return wrong("is used twice");
+                let id = device.id.clone();
+                return Err(ConfigError::Twice { id });
             }
         }
         Ok(())
@@ -275,4 +302,70 @@ fn host_name() -> String {
 
 fn default_poll_us() -> u64 {
     500
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use farside_devices::nvme::Nvme;
+
+    use super::*;
+
+    #[test]
+    fn the_hint_for_a_write_protected_image_is_configuration_that_works() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("disk \"0\".img");
+        std::fs::write(&image, [0; 4096]).unwrap();
+        std::fs::set_permissions(&image, PermissionsExt::from_mode(0o444)).unwrap();
+        let open = |model: &Model| match model {
+            Model::Nvme(config) => Nvme::open("disk0", config).map(drop),
+            Model::DmaTest(_) => unreachable!(),
+        };
+        let error = open(&Model::nvme(image)).unwrap_err().to_string();
+        let hint = error.split('`').nth(1).unwrap();
+        let config: Config = toml::from_str(&format!("[[device]]\nid = 'disk0'\n{hint}")).unwrap();
+        match &config.device[0].source {
+            Source::Model(model) => open(model).unwrap(),
+            Source::Vfio(_) => unreachable!(),
+        }
+    }
+
+    fn error(device: &str) -> String {
+        let config = toml::from_str::<Config>(&format!("[[device]]\nid = \"a\"\n{device}"));
+        config.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn errors_name_the_key() {
+        let two = error("model.nvme = { image = \"/a\" }\nmodel.dma-test = {}");
+        assert!(two.contains("one model, not both"), "{two}");
+        let unknown = error("model.nvme = { image = \"/a\", read-onyl = true }");
+        assert!(unknown.contains("`read-onyl`"), "{unknown}");
+        let unknown = error("model.nvm = { image = \"/a\" }");
+        assert!(
+            unknown.contains("`nvm`, expected `nvme` or `dma-test`"),
+            "{unknown}"
+        );
+    }
+
+    #[test]
+    fn a_second_device_of_one_id_gets_its_own_hint() {
+        let twice = "[[device]]\nid = \"a\"\nmodel.dma-test = {}\n".repeat(2);
+        let config: Config = toml::from_str(&twice).unwrap();
+        assert_eq!(
+            config.check().unwrap_err().to_string(),
+            "device id \"a\" is used twice: give each device its own"
+        );
+    }
+
+    #[test]
+    fn sizes_have_units_or_are_bytes() {
+        for size in ["\"32 GiB\"", "\"32G\"", "34359738368"] {
+            let config: Config = toml::from_str(&format!("[fabric]\nbar-size = {size}\n")).unwrap();
+            assert_eq!(config.fabric.bar_size, 32 << 30, "{size}");
+        }
+        let error = toml::from_str::<Config>("[fabric]\nalignment = \"4X\"").unwrap_err();
+        assert!(error.to_string().contains("4G"), "{error}");
+    }
 }

@@ -10,11 +10,13 @@ use farside_control::{
     Channel, ChannelError, Envelope, Epoch, ErrorKind, NAME_RULE, RemoteError, Reply, Request,
     Route, TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
 };
+use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     fences::Claim,
+    listening::PeerLines,
     registry::{Lease, Mail, Mailbox, Registry},
 };
 
@@ -45,7 +47,13 @@ pub(crate) struct About {
 
 /// Answers requests until the peer goes, `stop` is readable, or a lease takes
 /// the connection away.
-pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registry>, stop: &Wakeup) {
+pub(crate) fn serve(
+    mut channel: Channel,
+    lender: &About,
+    registry: &Arc<Registry>,
+    stop: &Wakeup,
+    lines: &PeerLines,
+) {
     let name = channel.peer();
     let mut peer = None;
     let silent_since = Instant::now();
@@ -58,7 +66,11 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
                     None => Some(HELLO_TIMEOUT.saturating_sub(silent_since.elapsed())),
                 };
                 if patience.is_some_and(|patience| patience.is_zero()) {
-                    log::warn!("dropping {name}: it has not said Hello within {HELLO_TIMEOUT:?}");
+                    if let Some(held_back) = lines.silent.allow() {
+                        log::warn!(
+                            "dropping {name}: it has not said Hello within {HELLO_TIMEOUT:?}{held_back}"
+                        );
+                    }
                     return;
                 }
                 let patience = patience.and_then(|patience| Timespec::try_from(patience).ok());
@@ -73,18 +85,15 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
                 }
             }
             Err(ChannelError::Closed) => return,
-            Err(error) => {
-                log::warn!("dropping {name}, a peer of the lender: {error}");
-                return;
-            }
+            Err(error) => return log_broken(&name, &error, lines),
         };
         if let (Request::Registers { ticket }, None) = (&envelope.request, &peer) {
-            return become_registers(channel, *ticket, registry);
+            return become_registers(channel, *ticket, registry, lines);
         }
         let tcp = channel.is_tcp();
-        let reply = match answer(envelope.request, lender, registry, &mut peer, tcp) {
+        let reply = match answer(envelope.request, lender, registry, &mut peer, tcp, lines) {
             Ok(Answer::Reply(reply)) => reply,
-            Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry) {
+            Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry, lines) {
                 Ok(()) => return,
                 Err((kept, error)) => {
                     channel = kept;
@@ -94,21 +103,31 @@ pub(crate) fn serve(mut channel: Channel, lender: &About, registry: &Arc<Registr
             Err(error) => Reply::Refused(error),
         };
         if let Err(error) = channel.send(&reply, &[], SEND_TIMEOUT) {
-            log::warn!("dropping {name}, a peer of the lender: {error}");
-            return;
+            return log_broken(&name, &error, lines);
         }
     }
 }
 
+fn log_broken(name: &str, error: &ChannelError, lines: &PeerLines) {
+    if let Some(held_back) = lines.broken.allow() {
+        log::warn!(
+            "dropping {name}, a peer of the lender: {error}{held_back}",
+            error = Chain(error)
+        );
+    }
+}
+
 /// Makes the connection the register channel of the lease that `ticket` is
-/// from. A ticket that is no good costs the peer the connection.
-fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry) {
+/// from. An invalid ticket costs the peer the connection.
+fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry, lines: &PeerLines) {
     let name = channel.peer();
     let redeemed = registry.tickets().redeem(ticket, Instant::now());
     let reply = match &redeemed {
         Some(_) => Reply::Done,
         None => {
-            log::warn!("dropping {name}: it asked for registers with a ticket that is no good");
+            if let Some(held_back) = lines.ticket.allow() {
+                log::warn!("dropping {name}: invalid register-channel ticket{held_back}");
+            }
             Reply::Refused(RemoteError {
                 kind: ErrorKind::Invalid,
                 message: format!(
@@ -120,7 +139,7 @@ fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry) {
     match (channel.send(&reply, &[], SEND_TIMEOUT), redeemed) {
         (Ok(()), Some(redeemed)) => redeemed.hand_over(channel),
         (Ok(()), None) => {}
-        (Err(error), _) => log::warn!("dropping {name}, a peer of the lender: {error}"),
+        (Err(error), _) => log_broken(&name, &error, lines),
     }
 }
 
@@ -148,6 +167,7 @@ fn answer(
     registry: &Registry,
     peer: &mut Option<Peer>,
     tcp: bool,
+    lines: &PeerLines,
 ) -> Result<Answer, RemoteError> {
     let invalid = |message: String| RemoteError {
         kind: ErrorKind::Invalid,
@@ -229,7 +249,7 @@ fn answer(
                 supersedes,
             };
             Reply::Fence {
-                epoch: hand_over(registry, &claim)?,
+                epoch: hand_over(registry, &claim, lines)?,
             }
         }
         (Request::EndReservation { device }, _) => {
@@ -287,7 +307,11 @@ fn ask_for<T>(
 }
 
 /// Takes a device from the host where the VM was.
-fn hand_over(registry: &Registry, claim: &Claim<'_>) -> Result<Epoch, RemoteError> {
+fn hand_over(
+    registry: &Registry,
+    claim: &Claim<'_>,
+    lines: &PeerLines,
+) -> Result<Epoch, RemoteError> {
     let invalid = |message| RemoteError {
         kind: ErrorKind::Invalid,
         message,
@@ -302,11 +326,13 @@ fn hand_over(registry: &Registry, claim: &Claim<'_>) -> Result<Epoch, RemoteErro
     let (fence, mailbox) = registry.hand_over(claim)?;
     let end = |reply| Mail::HandOver { fence, reply };
     ask_for(&mailbox, claim.device, end, HANDOVER_TIMEOUT)??;
-    log::info!(
-        "device {}: handed over to where VM {} goes (migration {id}, fence {fence})",
-        claim.device,
-        claim.vm
-    );
+    if let Some(held_back) = lines.handover.allow() {
+        log::info!(
+            "device {}: handed over to where VM {} goes (migration {id}, fence {fence}){held_back}",
+            claim.device,
+            claim.vm
+        );
+    }
     Ok(fence)
 }
 
@@ -321,6 +347,7 @@ fn lend(
         fence,
     }: Borrow,
     registry: &Registry,
+    lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
     let (epoch, mailbox) = match registry.borrow_device(&device, &vm, fence) {
         Ok(granted) => granted,
@@ -336,7 +363,9 @@ fn lend(
         bar_memory,
     }));
     if let Err(error) = posted {
-        log::error!("device {device}: {error}");
+        if let Some(held_back) = lines.refused.allow() {
+            log::error!("device {device}: {error}{held_back}", error = Chain(&error));
+        }
         registry.release(&device, epoch);
     }
     Ok(())

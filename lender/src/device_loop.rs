@@ -7,13 +7,14 @@
 //!
 //! The end of a lease has one order, whatever ended it: bus mastering off,
 //! what is in flight drained, windows closed, memory unmapped, device reset,
-//! lease released. While something in flight does not drain, the lease stays:
-//! a device that could still write to a VM's memory is nobody else's.
+//! lease released. While DMA cannot be stopped, the lease stays: a device that
+//! could still write to a VM's memory is nobody else's. Closing it is tried
+//! again, with growing pauses, until it succeeds or the lender stops.
 
+mod busy_poll;
 mod channel;
 mod end;
 mod lease;
-mod spin;
 
 use std::{
     io,
@@ -21,7 +22,8 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{DeviceStatus, Epoch, RemoteError, Wakeup};
+use farside_control::{Channel, DeviceStatus, Epoch, RemoteError, Wakeup};
+use farside_service::{RateLimit, StateLog};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -41,6 +43,28 @@ pub(crate) struct DeviceLoop {
     poll_time: Duration,
     /// Handovers that wait for the end of the lease.
     handovers: Vec<(Epoch, mpsc::SyncSender<Result<(), RemoteError>>)>,
+    /// What borrowers can have logged as often as they borrow.
+    lines: StateLog,
+    /// Borrows and requests that were refused, which a borrower's guest may have
+    /// caused.
+    refused: RateLimit,
+    /// Why the device cannot be closed at the end of a lease, while that is so.
+    unclosable: Option<String>,
+    /// What is wrong, as it was published last.
+    problem: Option<String>,
+    /// The borrower's connection, when the lender stopped before the device
+    /// could be closed.
+    unclosed: Option<Channel>,
+}
+
+/// How a device's thread ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    /// The device is given back.
+    Closed,
+    /// Its DMA could not be stopped: the device, and all it reaches memory by,
+    /// stay open until the process exits.
+    Unclosed,
 }
 
 impl DeviceLoop {
@@ -64,13 +88,34 @@ impl DeviceLoop {
             stop,
             poll_time,
             handovers: Vec::new(),
+            lines: StateLog::new(|line| log::info!("{line}")),
+            refused: RateLimit::new(),
+            unclosable: None,
+            problem: None,
+            unclosed: None,
         };
         Ok((device_loop, mailbox))
     }
 
     /// Serves leases one after another until stopped.
-    pub(crate) fn run(mut self) {
-        loop {
+    pub(crate) fn run(mut self) -> Stopped {
+        self.serve_leases();
+        let Self {
+            device, unclosed, ..
+        } = self;
+        match unclosed {
+            None => Stopped::Closed,
+            Some(connection) => {
+                // Dropping it would unmap memory under a device that still does
+                // DMA, and tell the borrower that its memory is its own again.
+                std::mem::forget((device, connection));
+                Stopped::Unclosed
+            }
+        }
+    }
+
+    fn serve_leases(&mut self) {
+        while self.unclosed.is_none() {
             let mut fds = [
                 PollFd::new(&self.mail_wake, PollFlags::IN),
                 PollFd::new(&self.stop, PollFlags::IN),
@@ -87,7 +132,10 @@ impl DeviceLoop {
             self.mail_wake.lower();
             while let Ok(mail) = self.mail.try_recv() {
                 if let Some(lease) = self.take_mail(mail) {
-                    LeaseLoop::serve(&mut self, lease);
+                    LeaseLoop::serve(self, lease);
+                    if self.unclosed.is_some() {
+                        return;
+                    }
                 }
                 self.answer_handovers(|_| true);
             }
@@ -131,6 +179,18 @@ impl DeviceLoop {
         });
     }
 
+    /// Answers the handovers that wait: the lease cannot be ended.
+    fn refuse_handovers(&mut self, error: &RemoteError) {
+        for (_, reply) in self.handovers.drain(..) {
+            let message = format!("the lease cannot be ended yet: {error}; ask again");
+            // Whoever asked may have gone.
+            let _ = reply.try_send(Err(RemoteError {
+                kind: error.kind,
+                message,
+            }));
+        }
+    }
+
     /// Answers what is asked while there is the lease `epoch`. False when that
     /// has to end.
     fn answer_mail(&mut self, epoch: Epoch) -> bool {
@@ -148,6 +208,23 @@ impl DeviceLoop {
         // Under a fence that is older, the lease is the one it was for.
         self.answer_handovers(|fence| fence < epoch);
         self.handovers.is_empty()
+    }
+
+    /// Logs what is wrong with the device, and shows it to whoever asks for its
+    /// entry, when that has changed.
+    fn publish_problem(&mut self) {
+        let now = self.unclosable.as_deref().or(self.device.problem());
+        if now == self.problem.as_deref() {
+            return;
+        }
+        let now = now.map(str::to_owned);
+        match (&now, &self.problem) {
+            (Some(now), _) => log::error!("device {}: {now}", self.id),
+            (None, Some(before)) => log::info!("device {}: recovered: {before}", self.id),
+            (None, None) => {}
+        }
+        self.registry.set_problem(&self.id, now.clone());
+        self.problem = now;
     }
 
     fn status(&self) -> Option<DeviceStatus> {

@@ -2,6 +2,8 @@
 //! brings its own BARs, needs no descriptors, and notes what is done to it.
 
 mod device;
+mod end;
 mod host;
 mod lease;
+mod neighbour;
 mod registers;

@@ -7,6 +7,7 @@
 use std::{collections::BTreeMap, io, path::PathBuf};
 
 use farside_control::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError, files};
+use farside_service::RateLimit;
 use serde::{Deserialize, Serialize};
 
 use crate::refusals::{internal, invalid};
@@ -23,6 +24,8 @@ pub(crate) struct FenceBook {
     devices: BTreeMap<String, Vec<Fence>>,
     /// Where they are kept; nowhere, and there are no handovers.
     file: Option<PathBuf>,
+    /// Lines about a file that cannot be written, of which each borrow makes one.
+    unwritten: RateLimit,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -63,7 +66,11 @@ impl FenceBook {
             }
             devices = kept.devices;
         }
-        Ok(Self { devices, file })
+        Ok(Self {
+            devices,
+            file,
+            unwritten: RateLimit::new(),
+        })
     }
 
     /// The fences of a device.
@@ -115,7 +122,9 @@ impl FenceBook {
         };
         if let Err(error) = self.put(device, changed) {
             // At worst the reservation is there again after a restart.
-            log::warn!("device {device}: {error}");
+            if let Some(held_back) = self.unwritten.allow() {
+                log::warn!("device {device}: {error}{held_back}");
+            }
         }
     }
 

@@ -17,7 +17,7 @@ use std::{
 };
 
 use farside_control::{Address, Channel, Listener, is_private, paths};
-use farside_service::{Activated, Kind};
+use farside_service::{Activated, Kind, RateLimit};
 
 use crate::{config::Config, server::StartError};
 
@@ -25,10 +25,33 @@ use crate::{config::Config, server::StartError};
 /// does not lock out this host. Bounds threads.
 const MAX_PEERS: usize = 256;
 
+/// Log lines that peers without a lease cause, of one listener: who floods a TCP
+/// port does not silence what is logged about this host's peers.
+#[derive(Default)]
+pub(crate) struct PeerLines {
+    /// It was one too many, or there was no thread for it.
+    pub(crate) refused: RateLimit,
+    /// It has not said Hello.
+    pub(crate) silent: RateLimit,
+    /// The connection failed, or it broke the protocol.
+    pub(crate) broken: RateLimit,
+    /// It came with an invalid ticket.
+    pub(crate) ticket: RateLimit,
+    /// A device was handed over.
+    pub(crate) handover: RateLimit,
+}
+
+/// What the peers of one listener share.
+#[derive(Default)]
+struct Peers {
+    connected: AtomicUsize,
+    lines: PeerLines,
+}
+
 /// One place where a lender listens.
 pub(crate) struct Entrance {
     listener: Listener,
-    peers: Arc<AtomicUsize>,
+    peers: Arc<Peers>,
 }
 
 impl Entrance {
@@ -73,14 +96,16 @@ impl Entrance {
     /// too many is turned away.
     pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Counted)>> {
         while let Some(channel) = self.listener.accept()? {
-            if self.peers.load(Ordering::Relaxed) < MAX_PEERS {
+            if self.peers.connected.load(Ordering::Relaxed) < MAX_PEERS {
                 return Ok(Some((channel, Counted::new(&self.peers))));
             }
-            log::warn!(
-                "refusing a connection of {}: {MAX_PEERS} peers are connected to {} already",
-                channel.peer(),
-                self.address()
-            );
+            if let Some(held_back) = self.peers.lines.refused.allow() {
+                log::warn!(
+                    "refusing a connection of {}: {MAX_PEERS} peers are connected to {} already{held_back}",
+                    channel.peer(),
+                    self.address()
+                );
+            }
         }
         Ok(None)
     }
@@ -144,17 +169,22 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
 }
 
 /// Counts itself for as long as it lives.
-pub(crate) struct Counted(Arc<AtomicUsize>);
+pub(crate) struct Counted(Arc<Peers>);
 
 impl Counted {
-    fn new(count: &Arc<AtomicUsize>) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(count))
+    fn new(peers: &Arc<Peers>) -> Self {
+        peers.connected.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(peers))
+    }
+
+    /// What is logged about the listener's peers.
+    pub(crate) fn lines(&self) -> &PeerLines {
+        &self.0.lines
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.connected.fetch_sub(1, Ordering::Relaxed);
     }
 }

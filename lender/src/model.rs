@@ -20,14 +20,10 @@ use farside_irq_relay::{Fire, IrqCounts};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    borrowable::{Begun, Borrowable, Report},
-    refusals::{internal, limit, no_lease, refused, unsupported},
+    borrowable::{Begun, Borrowable, DRAIN_TIMEOUT, Report},
+    refusals::{failed, internal, limit, no_lease, refused, unsupported},
 };
 use ports::{DmaPort, IrqPort};
-
-/// How long DMA in flight may take to drain before the borrower is told that
-/// it does not.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A software model, and its way to the borrower's memory while it is lent.
 pub(crate) struct ModelDevice {
@@ -102,10 +98,9 @@ impl ModelDevice {
         while !self.with_bus(true, |device, bus| device.quiesce(bus)) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(internal(format_args!(
-                    "device {}: DMA in flight has not drained within {timeout:?}",
-                    self.id
-                )));
+                return Err(failed(
+                    "DMA is still in flight: the medium has not completed it",
+                ));
             }
             let Some(fd) = self.device.wake_fd() else {
                 continue;
@@ -175,10 +170,10 @@ impl Borrowable for ModelDevice {
         Ok(())
     }
 
-    fn close(&mut self) -> Result<(), RemoteError> {
+    fn close(&mut self, patience: Duration) -> Result<(), RemoteError> {
         // In this order: what is in flight completes in the guest's memory. What
         // does not, is cut off.
-        let drained = self.drain(DRAIN_TIMEOUT);
+        let drained = self.drain(patience);
         let path = &mut self.lease()?.path;
         path.set_bus_master(false).map_err(internal)?;
         drained?;
@@ -190,7 +185,7 @@ impl Borrowable for ModelDevice {
 
     fn settle(&mut self) -> Result<(), RemoteError> {
         self.device.settle().map_err(|error| {
-            internal(format_args!(
+            failed(format_args!(
                 "device {}: cannot bring its writes onto the medium: {error}",
                 self.id
             ))
@@ -210,6 +205,12 @@ impl Borrowable for ModelDevice {
     }
 
     fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
+        // Behind a vIOMMU each page of a buffer is unmapped when the guest has the
+        // data: to drain for each would stop all other I/O.
+        let path = &mut self.lease()?.path;
+        if !path.in_use(at, len) {
+            return path.far_unmap(at, len).map_err(refused);
+        }
         self.drained(|path| path.far_unmap(at, len).map_err(refused))
     }
 
@@ -272,6 +273,10 @@ impl Borrowable for ModelDevice {
         self.device.wake_fd()
     }
 
+    fn problem(&self) -> Option<&str> {
+        self.device.problem()
+    }
+
     fn report(&self) -> Report {
         let counters = self.device.stats().into_iter();
         let counters = counters.map(|(name, value)| (name.to_owned(), value));
@@ -303,3 +308,6 @@ fn local(route: Route) -> Result<(), RemoteError> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests;

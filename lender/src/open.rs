@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread::JoinHandle};
 
-use farside_control::{NAME_RULE, Wakeup, check_name};
+use farside_control::{Wakeup, check_name_of};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
@@ -84,14 +84,14 @@ pub(crate) fn open(
         }
     }
     for (n, (id, device)) in devices.iter().enumerate() {
-        let wrong = |why| StartError::Device {
+        let wrong = |source: AnyError| StartError::Device {
             id: id.clone(),
-            source: format!("its id {why}; {NAME_RULE}").into(),
+            source,
         };
         // Those of several functions are made of their number.
-        check_name(id).map_err(wrong)?;
+        check_name_of("device id", id).map_err(|error| wrong(error.into()))?;
         if devices[..n].iter().any(|(other, _)| other == id) {
-            return Err(wrong("is used twice"));
+            return Err(wrong("another device has that id".into()));
         }
         log::info!("lending {id} ({})", device.described().description.summary);
     }

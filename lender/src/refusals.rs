@@ -1,13 +1,20 @@
 //! What a borrower is told when a request is refused.
 
 use farside_control::{ErrorKind, RemoteError};
+use farside_error_chain::Chain;
 use farside_fabric::FabricError;
+use farside_irq_relay::SetIrqsError;
 
 pub(crate) fn invalid(message: String) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Invalid,
         message,
     }
+}
+
+/// As [`invalid`], of a request for interrupts.
+pub(crate) fn invalid_irqs(error: SetIrqsError) -> RemoteError {
+    invalid(Chain(&error).to_string())
 }
 
 pub(crate) fn refused(error: FabricError) -> RemoteError {
@@ -24,14 +31,19 @@ pub(crate) fn refused(error: FabricError) -> RemoteError {
     };
     RemoteError {
         kind,
-        message: error.to_string(),
+        message: Chain(&error).to_string(),
     }
 }
 
-pub(crate) fn internal(error: impl std::fmt::Display) -> RemoteError {
+pub(crate) fn internal(error: impl std::error::Error) -> RemoteError {
+    failed(Chain(&error))
+}
+
+/// As [`internal`], in words.
+pub(crate) fn failed(why: impl std::fmt::Display) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Internal,
-        message: error.to_string(),
+        message: why.to_string(),
     }
 }
 
@@ -53,5 +65,17 @@ pub(crate) fn unsupported(message: &str) -> RemoteError {
 
 /// A request that needs a lease came without one.
 pub(crate) fn no_lease() -> RemoteError {
-    internal("the device is not lent")
+    failed("the device is not lent")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_descriptor_comes_with_its_cause() {
+        let error = SetIrqsError::Descriptor(std::io::Error::other("no such file system"));
+        let message = invalid_irqs(error).message;
+        assert!(message.ends_with(": no such file system"), "{message}");
+    }
 }

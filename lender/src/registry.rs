@@ -92,6 +92,8 @@ struct Slot {
     /// The last epoch given out.
     epoch: Epoch,
     lease: Option<Held>,
+    /// What is wrong with the device.
+    problem: Option<String>,
 }
 
 /// The record of a lease.
@@ -154,6 +156,7 @@ impl Registry {
             mailbox: Arc::new(mailbox),
             epoch,
             lease: None,
+            problem: None,
         };
         records.slots.insert(id.to_owned(), slot);
     }
@@ -231,6 +234,13 @@ impl Registry {
         }
     }
 
+    /// Records what is wrong with a device, from its thread.
+    pub(crate) fn set_problem(&self, id: &str, problem: Option<String>) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.problem = problem;
+        }
+    }
+
     pub(crate) fn described(&self, id: &str) -> Result<Arc<Described>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
@@ -270,6 +280,7 @@ fn entry(id: &str, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
         summary: slot.summary.clone(),
         borrowed_by: slot.holder(),
         fences: fences.of(id).to_vec(),
+        problem: slot.problem.clone(),
     }
 }
 

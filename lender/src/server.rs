@@ -6,13 +6,13 @@ use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
 use farside_ntb::HostEndpoint;
-use farside_service::{Activated, ActivationError};
+use farside_service::{Activated, ActivationError, RateLimit};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     config::{Config, ConfigError},
     connection::{self, About},
-    device_loop::DeviceLoop,
+    device_loop::{DeviceLoop, Stopped},
     fences::FenceBook,
     listening::{Counted, Entrance},
     open::open,
@@ -36,10 +36,10 @@ pub enum StartError {
     #[error("{0}")]
     State(io::Error),
     /// The fabric's limits are no good.
-    #[error("[fabric]: {0}")]
+    #[error("the limits in [fabric] are invalid")]
     Fabric(#[from] LimitError),
     /// A device cannot be opened.
-    #[error("device {id}: {source}")]
+    #[error("cannot lend device {id}")]
     Device {
         /// Its id.
         id: String,
@@ -50,13 +50,16 @@ pub enum StartError {
     #[error(transparent)]
     Pci(farside_host_pci::PciError),
     /// This host's NTB endpoint cannot be used.
-    #[error("[ntb]: {0}")]
-    Ntb(farside_ntb::NtbError),
+    #[error("the endpoint in [ntb] cannot be used")]
+    Ntb(#[source] farside_ntb::NtbError),
     /// The kernel has no VFIO.
     #[error(transparent)]
     Vfio(farside_vfio::VfioError),
     /// The socket's folder cannot be made.
-    #[error("{path}: {source}", path = path.display())]
+    #[error(
+        "cannot use directory {path} for the socket that backends of this host connect to: name another with --socket, or `socket` in lender.toml",
+        path = path.display()
+    )]
     Folder {
         /// The folder.
         path: std::path::PathBuf,
@@ -64,8 +67,8 @@ pub enum StartError {
         source: io::Error,
     },
     /// The socket cannot be made.
-    #[error("cannot listen for backends: {0}")]
-    Listen(io::Error),
+    #[error("cannot listen for backends")]
+    Listen(#[source] io::Error),
     /// The service manager's sockets are not a lender's.
     #[error(transparent)]
     Activation(#[from] ActivationError),
@@ -80,7 +83,7 @@ pub enum StartError {
     )]
     Public(Address),
     /// The system refused a thread or an eventfd.
-    #[error("cannot start: {0}")]
+    #[error("cannot start")]
     System(#[from] io::Error),
 }
 
@@ -89,13 +92,15 @@ pub struct Lender {
     entrances: Vec<Entrance>,
     about: Arc<About>,
     registry: Arc<Registry>,
-    devices: Vec<JoinHandle<()>>,
+    devices: Vec<JoinHandle<Stopped>>,
     fault_reader: Option<JoinHandle<()>>,
     /// Given back when the devices are closed.
-    _ntb: Option<HostEndpoint>,
+    ntb: Option<HostEndpoint>,
     /// Removed then.
-    _vfs: Vec<CreatedVfs>,
+    vfs: Vec<CreatedVfs>,
     stop: Wakeup,
+    /// Lines about peers for whom there is no thread.
+    no_thread: RateLimit,
 }
 
 impl Lender {
@@ -128,9 +133,10 @@ impl Lender {
             registry,
             devices: Vec::new(),
             fault_reader: opened.fault_reader,
-            _ntb: opened.ntb,
-            _vfs: opened.vfs,
+            ntb: opened.ntb,
+            vfs: opened.vfs,
             stop,
+            no_thread: RateLimit::new(),
         };
         // Larger than any epoch of a lender that ran here before, whose
         // borrowers may still be about: it gave out fewer than one a
@@ -222,11 +228,12 @@ impl Lender {
         let started = std::thread::Builder::new()
             .name("peer".into())
             .spawn(move || {
-                connection::serve(channel, &about, &registry, &stop);
-                drop(counted);
+                connection::serve(channel, &about, &registry, &stop, counted.lines());
             });
-        if let Err(error) = started {
-            log::error!("refusing a connection: no thread for it: {error}");
+        if let Err(error) = started
+            && let Some(held_back) = self.no_thread.allow()
+        {
+            log::error!("refusing a connection: no thread for it: {error}{held_back}");
         }
     }
 }
@@ -234,10 +241,26 @@ impl Lender {
 impl Drop for Lender {
     fn drop(&mut self) {
         self.stop.raise();
-        for thread in self.devices.drain(..).chain(self.fault_reader.take()) {
-            if thread.join().is_err() {
-                log::error!("a thread of the lender has panicked");
-            }
+        let mut all_closed = true;
+        for thread in self.devices.drain(..) {
+            // A thread that panicked has dropped its device.
+            let stopped = thread.join().unwrap_or_else(|_| {
+                log::error!("a device's thread has panicked");
+                Stopped::Closed
+            });
+            all_closed &= stopped == Stopped::Closed;
+        }
+        if self
+            .fault_reader
+            .take()
+            .is_some_and(|thread| thread.join().is_err())
+        {
+            log::error!("the thread that reads the kernel's log has panicked");
+        }
+        if !all_closed {
+            // The kernel gives neither back before the device that is open is
+            // closed, and would wait for that here.
+            std::mem::forget((self.ntb.take(), std::mem::take(&mut self.vfs)));
         }
         log::info!("lender {} stopped", self.about.name);
     }

@@ -38,6 +38,7 @@ use std::{
 use farside_control::{
     BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
 };
+use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
 use farside_host_pci::{Bdf, Binding, HostPci};
 use farside_irq_relay::Fire;
@@ -47,7 +48,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     borrowable::{Begun, Borrowable, Report},
-    refusals::{internal, invalid, limit, no_lease},
+    refusals::{failed, internal, invalid, limit, no_lease},
 };
 pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
@@ -166,9 +167,19 @@ impl VfioDevice {
                 Err(error @ VfioError::Busy { .. }) => {
                     let last = self.last_vm.as_ref();
                     let last = last.map_or(String::new(), |vm| format!("; VM {vm} had it last"));
-                    return Err(internal(format_args!("device {}: {error}{last}", self.id)));
+                    return Err(failed(format_args!(
+                        "device {}: {error}{last}",
+                        self.id,
+                        error = Chain(&error)
+                    )));
                 }
-                Err(error) => return Err(internal(format_args!("device {}: {error}", self.id))),
+                Err(error) => {
+                    return Err(failed(format_args!(
+                        "device {}: {error}",
+                        self.id,
+                        error = Chain(&error)
+                    )));
+                }
             }
         }
     }
@@ -242,7 +253,9 @@ impl Borrowable for VfioDevice {
         let named = |error: &dyn std::fmt::Display| {
             limit(format_args!("device {} ({}): {error}", self.id, self.bdf))
         };
-        self.usable.check(&ranges).map_err(|error| named(&error))?;
+        self.usable
+            .check(&ranges)
+            .map_err(|error| named(&Chain(&error)))?;
         check_width(self.address_bits, ram).map_err(|error| named(&error))?;
         match route {
             Route::Memory => {
@@ -307,7 +320,7 @@ impl Borrowable for VfioDevice {
         if function.can_reset()
             && let Err(error) = function.reset()
         {
-            log::error!("device {}: {error}", self.id);
+            log::error!("device {}: {error}", self.id, error = Chain(&error));
         }
         // Its interrupts and mappings end with the descriptor; the kernel
         // resets it once more.
@@ -315,7 +328,8 @@ impl Borrowable for VfioDevice {
             Some(Ok(())) => {}
             Some(Err(error)) => log::warn!(
                 "device {}: the VMM of VM {vm} has not let go of it yet ({error})",
-                self.id
+                self.id,
+                error = Chain(&error)
             ),
             None => log::error!("device {}: kept open by a bug in the lender", self.id),
         }
@@ -331,7 +345,8 @@ impl Borrowable for VfioDevice {
         }
     }
 
-    fn close(&mut self) -> Result<(), RemoteError> {
+    /// Drains by itself: the IOMMU's unmapping waits for DMA in flight.
+    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
         self.lease()?.way.close()
     }
 
@@ -370,7 +385,7 @@ impl Borrowable for VfioDevice {
             return false;
         };
         irqs::interrupt_status(&lease.function).unwrap_or_else(|error| {
-            log::debug!("device {}: {error}", self.id);
+            log::debug!("device {}: {error}", self.id, error = Chain(&error));
             false
         })
     }
@@ -395,7 +410,7 @@ impl Borrowable for VfioDevice {
         if let Some(lease) = &self.lease
             && let Err(error) = lease.function.bar_read(bar, offset, data)
         {
-            log::debug!("device {}: {error}", self.id);
+            log::debug!("device {}: {error}", self.id, error = Chain(&error));
             data.fill(0xff);
         }
     }
@@ -404,7 +419,7 @@ impl Borrowable for VfioDevice {
         if let Some(lease) = &self.lease
             && let Err(error) = lease.function.bar_write(bar, offset, data)
         {
-            log::debug!("device {}: {error}", self.id);
+            log::debug!("device {}: {error}", self.id, error = Chain(&error));
         }
     }
 

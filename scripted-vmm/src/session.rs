@@ -184,8 +184,11 @@ impl Session {
         }
     }
 
-    /// The machine and a drive that works.
-    fn drive(&mut self) -> Result<(&mut Machine, &mut Controller)> {
+    /// The machine and a drive that works, brought up first where it is not.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn drive(&mut self) -> Result<(&mut Machine, &mut Controller)> {
         if self.drive.is_none() {
             self.imply("driver")?;
         }

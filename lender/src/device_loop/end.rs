@@ -1,16 +1,25 @@
 //! How a lease ends, and what is undone then.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use farside_control::{Channel, ChannelError, Epoch, Reply, TICKET_LIFE};
+use farside_control::{Channel, ChannelError, Epoch, RemoteError, Reply, TICKET_LIFE};
+use farside_error_chain::Chain;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::DeviceLoop;
+use crate::borrowable::DRAIN_TIMEOUT;
 
 /// How long a borrower may leave an answer unread.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long register accesses may take that were sent before a request.
 pub(super) const LATE_ACCESSES: Duration = Duration::from_secs(2);
+
+/// Pause after the first failed close of a device; each further one doubles it.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// Longest pause between two tries.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Why a lease ended.
 pub(super) enum End {
@@ -37,11 +46,14 @@ pub(super) fn take_back(
     refusals: u64,
     end: End,
 ) {
-    while let Err(error) = owner.device.close() {
-        log::error!("{error}; VM {vm} keeps its lease until it has");
+    if !close(owner, vm, epoch) {
+        // Neither released nor reset: it may still reach the VM's memory. Nor
+        // is the borrower told that it may unpin.
+        owner.unclosed = Some(connection);
+        return;
     }
     if let Err(error) = owner.device.settle() {
-        log::error!("{error}");
+        log::error!("{error}", error = Chain(&error));
     }
     // All that it took of the fabric first: whoever sees the device free
     // finds room for it.
@@ -49,7 +61,7 @@ pub(super) fn take_back(
     let why = match &end {
         End::Returned => "returned".to_owned(),
         End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
-        End::PeerGone(error) => format!("taken back: {error}"),
+        End::PeerGone(error) => format!("taken back: {error}", error = Chain(&error)),
         End::NoRegisters => format!(
             "taken back: the backend did not connect for the registers within {TICKET_LIFE:?}"
         ),
@@ -59,15 +71,73 @@ pub(super) fn take_back(
         End::HandedOver => "taken back: the VM is moving to another host".to_owned(),
         End::Stopped => "taken back: the lender stops".to_owned(),
     };
-    log::info!(
+    let line = format!(
         "device {}: {why} (VM {vm}, epoch {epoch}, {} DMA faults, {refusals} requests refused)",
         owner.id,
         owner.device.report().faults.total,
     );
+    owner.lines.line("ended", &line);
     owner.registry.release(&owner.id, epoch);
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower hears of it.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
     }
     // Closing the connection tells the borrower that all of this is done.
+}
+
+/// Closes the device, however many tries that takes. False when the lender
+/// stops before one succeeds.
+fn close(owner: &mut DeviceLoop, vm: &str, epoch: Epoch) -> bool {
+    let mut pause = FIRST_PAUSE;
+    let mut patience = DRAIN_TIMEOUT;
+    while let Err(error) = owner.device.close(patience) {
+        // From now on what drains does so in the pauses, which answer mail.
+        patience = Duration::ZERO;
+        owner.unclosable = Some(format!(
+            "cannot stop its DMA: {error}; VM {vm} keeps the lease (epoch {epoch}) until that succeeds, trying again"
+        ));
+        owner.publish_problem();
+        if !pause_for_mail(owner, epoch, pause, &error) {
+            log::error!(
+                "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
+                owner.id
+            );
+            return false;
+        }
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+    owner.unclosable = None;
+    owner.publish_problem();
+    true
+}
+
+/// Answers what is asked for the length of `pause`. False when the lender
+/// stops.
+fn pause_for_mail(
+    owner: &mut DeviceLoop,
+    epoch: Epoch,
+    pause: Duration,
+    error: &RemoteError,
+) -> bool {
+    let until = Instant::now() + pause;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return true;
+        }
+        let left = Timespec::try_from(left).unwrap_or_default();
+        let mut fds = [
+            PollFd::new(&owner.mail_wake, PollFlags::IN),
+            PollFd::new(&owner.stop, PollFlags::IN),
+        ];
+        // An interrupted wait is only a shorter one.
+        let _ = poll(&mut fds, Some(&left));
+        let (mail, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if mail && !owner.answer_mail(epoch) {
+            owner.refuse_handovers(error);
+        }
+        if stop {
+            return false;
+        }
+    }
 }

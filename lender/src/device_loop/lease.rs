@@ -15,13 +15,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     DeviceLoop,
+    busy_poll::{BusyPoll, Step},
     channel::Offer,
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
-    spin::Spin,
 };
 use crate::{
-    borrowable::Begun,
-    refusals::{internal, invalid},
+    borrowable::{Begun, DRAIN_TIMEOUT},
+    refusals::{failed, internal, invalid},
     registry::Lease,
 };
 
@@ -32,10 +32,6 @@ const ACCESSES: usize = 64;
 /// channel holds, so all that were sent before the request are; and an end,
 /// should the borrower never stop sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
-
-/// Refusals of one lease that are logged one by one. What a borrower is
-/// refused, its guest may have caused.
-const LOGGED_REFUSALS: u64 = 10;
 
 /// Rounds of a busy device between two looks at the connections. A look costs
 /// a system call, a round usually none.
@@ -85,14 +81,16 @@ impl<'a> LeaseLoop<'a> {
                 return Ok((begun, offer));
             }
             owner.device.end();
-            Err(internal(format_args!(
+            Err(failed(format_args!(
                 "the BARs of device {id} are files, which cannot be sent over TCP"
             )))
         });
         let (Begun { bars, files }, offer) = match granted {
             Ok(granted) => granted,
             Err(error) => {
-                log::error!("device {id}: cannot lend to VM {vm}: {error}");
+                if let Some(held_back) = owner.refused.allow() {
+                    log::error!("device {id}: cannot lend to VM {vm}: {error}{held_back}");
+                }
                 // First, so that the peer can try again at once.
                 owner.registry.release(&id, epoch);
                 // The peer is refused either way.
@@ -120,7 +118,10 @@ impl<'a> LeaseLoop<'a> {
         let registers = match accepted {
             Ok(registers) => registers,
             Err(end) => {
-                log::info!("device {id}: lent to VM {vm} in vain (epoch {epoch}, {peer})");
+                let line = format!(
+                    "device {id}: lease dropped before VM {vm} used it (epoch {epoch}, {peer})"
+                );
+                owner.lines.line("dropped", &line);
                 return take_back(owner, connection, &vm, epoch, 0, end);
             }
         };
@@ -134,10 +135,11 @@ impl<'a> LeaseLoop<'a> {
             held: None,
             refusals: 0,
         };
-        log::info!(
+        let line = format!(
             "device {id}: borrowed by VM {} (epoch {epoch}, {peer})",
             lease.vm
         );
+        lease.owner.lines.line("borrowed", &line);
         let end = lease.run();
         let LeaseLoop {
             owner,
@@ -150,8 +152,8 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn run(&mut self) -> End {
-        let mut spin = Spin::new(self.owner.poll_time);
         let mut idle_since = Instant::now();
+        let mut busy_poll = BusyPoll::new(self.owner.poll_time, idle_since);
         let mut rounds = 0;
         loop {
             rounds += 1;
@@ -160,19 +162,30 @@ impl<'a> LeaseLoop<'a> {
             if worked {
                 idle_since = now;
             }
-            let sleep = !worked && now - idle_since >= spin.time() && self.owner.device.arm();
-            if !sleep && rounds % ROUNDS_PER_LOOK != 0 {
-                if !worked {
-                    // Whoever makes the work may need this processor.
-                    std::thread::yield_now();
-                }
-                continue;
+            let mut step = match worked {
+                true => Step::Poll,
+                false => busy_poll.step(now - idle_since, now),
+            };
+            if step == Step::Block && !self.owner.device.arm() {
+                step = Step::Poll;
             }
-            match self.wait(sleep) {
+            let limit = match step {
+                Step::Block => None,
+                Step::Nap(time) => Some(time),
+                Step::Poll | Step::Yield if rounds % ROUNDS_PER_LOOK == 0 => Some(Duration::ZERO),
+                Step::Poll => continue,
+                Step::Yield => {
+                    std::thread::yield_now();
+                    let back = Instant::now();
+                    busy_poll.yielded(back - now, back);
+                    continue;
+                }
+            };
+            match self.wait(limit) {
                 Ok(true) => {
                     idle_since = Instant::now();
-                    if sleep {
-                        spin.woke_after(idle_since - now);
+                    if step == Step::Block {
+                        busy_poll.woke_after(idle_since - now);
                     }
                 }
                 Ok(false) => {}
@@ -181,9 +194,10 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Handles what is there; first waits for it when `sleep`. Returns whether
-    /// there was anything.
-    fn wait(&mut self, sleep: bool) -> Result<bool, End> {
+    /// Waits until something is ready, for as long as `limit` says, and handles it.
+    /// Returns whether there was anything.
+    fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
+        self.owner.publish_problem();
         let mut registers = self.registers.interest();
         registers.set(
             PollFlags::OUT,
@@ -199,10 +213,7 @@ impl<'a> LeaseLoop<'a> {
             ),
             None => (PollFlags::IN, None),
         };
-        let patience = match sleep {
-            true => patience,
-            false => Some(Duration::ZERO),
-        };
+        let patience = patience.into_iter().chain(limit).min();
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device with no descriptor of its own is woken by its other ones.
@@ -403,9 +414,9 @@ impl<'a> LeaseLoop<'a> {
     fn reply(&mut self, reply: Result<Reply, RemoteError>) -> Result<(), End> {
         let reply = reply.unwrap_or_else(|error| {
             self.refusals += 1;
-            if self.refusals <= LOGGED_REFUSALS {
+            if let Some(held_back) = self.owner.refused.allow() {
                 log::warn!(
-                    "device {}: refused a request of VM {}: {error}",
+                    "device {}: refused a request of VM {}: {error}{held_back}",
                     self.owner.id,
                     self.vm
                 );
@@ -421,12 +432,12 @@ impl<'a> LeaseLoop<'a> {
         let device = &mut self.owner.device;
         match request {
             Request::Reset => {
-                device.close()?;
+                device.close(DRAIN_TIMEOUT)?;
                 device.reset()?;
             }
             Request::EnableBusMaster => device.enable_bus_master()?,
             Request::Close => {
-                device.close()?;
+                device.close(DRAIN_TIMEOUT)?;
                 device.resume();
             }
             Request::SetIntxDisable { disabled } => device.set_intx_disable(disabled)?,

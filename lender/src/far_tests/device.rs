@@ -2,7 +2,11 @@
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
 };
 
 use farside_control::{
@@ -14,7 +18,7 @@ use farside_irq_relay::{Fire, Relay};
 
 use crate::{
     borrowable::{Begun, Borrowable, Report},
-    refusals::invalid,
+    refusals::{failed, invalid},
 };
 
 /// What was done to a device, in order.
@@ -25,13 +29,18 @@ pub(super) enum Done {
     BusMaster,
     Window,
     Write(u64),
+    CloseFailed,
     Close,
     Settle,
     End,
+    Drop,
 }
 
 /// Writing here fires MSI-X vector 0.
 pub(super) const DOORBELL: u64 = 8;
+
+/// The device has a problem for as long as this is not zero.
+pub(super) const PROBLEM: u64 = 16;
 
 /// Keeps the last value written to it.
 pub(super) const SCRATCH: u64 = 0;
@@ -42,10 +51,19 @@ pub(super) struct Recorder {
     relay: Arc<Relay>,
     scratch: u64,
     bus_master: bool,
+    /// Calls of `close` that fail before one succeeds.
+    failing_closes: Arc<AtomicU32>,
+    problem: Option<String>,
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.note(Done::Drop);
+    }
 }
 
 impl Recorder {
-    pub(super) fn new() -> (Self, Arc<Mutex<Vec<Done>>>) {
+    pub(super) fn new(failing_closes: &Arc<AtomicU32>) -> (Self, Arc<Mutex<Vec<Done>>>) {
         let log = Arc::default();
         let device = Self {
             described: Described {
@@ -56,6 +74,8 @@ impl Recorder {
             relay: Arc::new(Relay::new()),
             scratch: 0,
             bus_master: false,
+            failing_closes: Arc::clone(failing_closes),
+            problem: None,
         };
         (device, log)
     }
@@ -100,7 +120,13 @@ impl Borrowable for Recorder {
         Ok(())
     }
 
-    fn close(&mut self) -> Result<(), RemoteError> {
+    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        let left = self.failing_closes.load(Ordering::Relaxed);
+        if left > 0 {
+            self.failing_closes.store(left - 1, Ordering::Relaxed);
+            self.note(Done::CloseFailed);
+            return Err(failed("the command register cannot be written"));
+        }
         self.bus_master = false;
         self.note(Done::Close);
         Ok(())
@@ -172,6 +198,9 @@ impl Borrowable for Recorder {
             let fire = Fire::new(farside_irq_relay::IrqIndex::Msix, 0).unwrap();
             self.relay.post(fire).unwrap();
         }
+        if offset == PROBLEM {
+            self.problem = (self.scratch != 0).then(|| format!("problem {}", self.scratch));
+        }
         self.note(Done::Write(self.scratch));
     }
 
@@ -185,6 +214,10 @@ impl Borrowable for Recorder {
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
     }
 
     fn report(&self) -> Report {

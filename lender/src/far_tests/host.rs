@@ -3,7 +3,7 @@
 use std::{
     io::{Read, Write},
     net::TcpStream,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::AtomicU32},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -16,8 +16,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};
 use crate::{
+    borrowable::Borrowable,
     connection::{self, About},
-    device_loop::DeviceLoop,
+    device_loop::{DeviceLoop, Stopped},
+    fences::FenceBook,
+    listening::PeerLines,
     registry::Registry,
 };
 
@@ -37,30 +40,51 @@ pub(super) fn until(what: &str, mut done: impl FnMut() -> bool) {
 pub(super) struct Host {
     pub(super) address: Address,
     logs: Vec<Arc<Mutex<Vec<Done>>>>,
+    /// Calls of `close` that are still to fail, of all devices.
+    pub(super) failing_closes: Arc<AtomicU32>,
     stop: Wakeup,
-    threads: Vec<JoinHandle<()>>,
+    devices: Vec<JoinHandle<Stopped>>,
+    /// Where handovers are remembered.
+    _dir: tempfile::TempDir,
+    listener: Option<JoinHandle<()>>,
 }
 
 impl Host {
     pub(super) fn new() -> Self {
-        let stop = Wakeup::new().unwrap();
-        let registry = Arc::new(Registry::new(Default::default()));
-        let mut threads = Vec::new();
+        let failing_closes = Arc::default();
         let mut logs = Vec::new();
-        for id in DEVICES {
-            let (device, log) = Recorder::new();
-            let described = crate::borrowable::Borrowable::described(&device).clone();
+        let mut devices: Vec<Box<dyn Borrowable>> = Vec::new();
+        for _ in DEVICES {
+            let (device, log) = Recorder::new(&failing_closes);
+            devices.push(Box::new(device));
+            logs.push(log);
+        }
+        let mut host = Self::lending(devices, Duration::ZERO);
+        host.logs = logs;
+        host.failing_closes = failing_closes;
+        host
+    }
+
+    /// A host with devices of other kinds, whose threads poll for as long as
+    /// `poll_time`.
+    pub(super) fn lending(devices: Vec<Box<dyn Borrowable>>, poll_time: Duration) -> Self {
+        let stop = Wakeup::new().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let fences = FenceBook::load(Some(dir.path().join("lender.json"))).unwrap();
+        let registry = Arc::new(Registry::new(fences));
+        let mut threads = Vec::new();
+        for (id, device) in DEVICES.into_iter().zip(devices) {
+            let (source, described) = (device.source(), device.described().clone());
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.into(),
-                Box::new(device),
+                device,
                 Arc::clone(&registry),
                 stop.clone(),
-                Duration::ZERO,
+                poll_time,
             )
             .unwrap();
-            registry.add(id, "recorder", described, mailbox, Epoch(1));
+            registry.add(id, source, described, mailbox, Epoch(1));
             threads.push(std::thread::spawn(move || device_loop.run()));
-            logs.push(log);
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
         let address = listener.address();
@@ -69,7 +93,7 @@ impl Host {
             limits: Default::default(),
         });
         let stopped = stop.clone();
-        threads.push(std::thread::spawn(move || {
+        let listener = std::thread::spawn(move || {
             loop {
                 let mut fds = [
                     PollFd::new(&listener, PollFlags::IN),
@@ -83,16 +107,25 @@ impl Host {
                     let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
                     let stopped = stopped.clone();
                     std::thread::spawn(move || {
-                        connection::serve(channel, &about, &registry, &stopped);
+                        connection::serve(
+                            channel,
+                            &about,
+                            &registry,
+                            &stopped,
+                            &PeerLines::default(),
+                        );
                     });
                 }
             }
-        }));
+        });
         Self {
             address,
-            logs,
+            logs: Vec::new(),
+            failing_closes: Arc::default(),
             stop,
-            threads,
+            devices: threads,
+            _dir: dir,
+            listener: Some(listener),
         }
     }
 
@@ -178,6 +211,15 @@ impl Host {
         assert_eq!(end, [Done::Close, Done::Settle, Done::End], "{log:?}");
     }
 
+    /// Stops the devices' threads, and returns how that of [`DEVICE`] ended.
+    pub(super) fn stop(&mut self) -> Stopped {
+        self.stop.raise();
+        let mut ends = self.devices.drain(..).map(|thread| thread.join().unwrap());
+        let first = ends.next().unwrap();
+        ends.for_each(drop);
+        first
+    }
+
     pub(super) fn log(&self) -> Vec<Done> {
         self.logs[0].lock().unwrap().clone()
     }
@@ -186,8 +228,9 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         self.stop.raise();
-        for thread in self.threads.drain(..) {
-            let ended = thread.join();
+        let devices = self.devices.drain(..).map(|thread| thread.join().map(drop));
+        let listener = self.listener.take().map(JoinHandle::join);
+        for ended in devices.chain(listener) {
             if !std::thread::panicking() {
                 ended.unwrap();
             }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use farside_control::{ErrorKind, Reply, Request, TICKET_LIFE, registers::Event};
 
 use super::{
-    device::{Done, SCRATCH},
-    host::{DEADLINE, Host},
+    device::{Done, PROBLEM, SCRATCH},
+    host::{DEADLINE, DEVICE, Host, until},
     lease::write,
 };
 
@@ -96,4 +96,25 @@ fn accesses_that_never_come_end_the_lease() {
     registers.receive::<Event>(DEADLINE).unwrap_err();
     host.wait_until_free();
     assert!(!host.log().contains(&Done::BusMaster));
+}
+
+#[test]
+fn a_problem_of_the_device_is_shown_for_as_long_as_it_lasts() {
+    let host = Host::new();
+    let (_peer, ticket) = host.borrow("a");
+    let mut registers = host.registers(ticket).unwrap();
+    let problem = || {
+        let mut tool = host.client("tool");
+        let status = tool.status(DEVICE).unwrap().entry.problem;
+        let mut listed = tool.devices().unwrap().into_iter();
+        let listed = listed.find(|entry| entry.id == DEVICE).unwrap().problem;
+        (status == listed).then_some(status)
+    };
+    assert_eq!(problem(), Some(None));
+    for (value, expected) in [(1, Some("problem 1")), (2, Some("problem 2")), (0, None)] {
+        let access = write(PROBLEM, value);
+        registers.send(&access, &[], DEADLINE).unwrap();
+        let expected = Some(expected.map(str::to_owned));
+        until("the problem is shown", || problem() == expected);
+    }
 }

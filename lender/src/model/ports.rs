@@ -2,10 +2,12 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use farside_control::{ErrorKind, IrqUpdate, RemoteError};
+use farside_control::{IrqUpdate, RemoteError};
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
 use farside_irq_relay::{Fire, IrqCounts, IrqIndex, Relay, Vectors};
+
+use crate::refusals::invalid_irqs;
 
 /// DMA through the fabric.
 pub(super) struct DmaPort<'a>(pub(super) &'a mut Path);
@@ -45,10 +47,7 @@ impl IrqPort {
         update
             .into_request(&self.counts, fds, &self.relay)
             .and_then(|request| self.vectors.apply(request))
-            .map_err(|error| RemoteError {
-                kind: ErrorKind::Invalid,
-                message: error.to_string(),
-            })
+            .map_err(invalid_irqs)
     }
 
     /// The function is reset; triggers and masks stay.

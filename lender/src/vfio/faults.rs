@@ -7,6 +7,7 @@ use std::{
 };
 
 use farside_control::Wakeup;
+use farside_error_chain::Chain;
 use farside_fabric::{Access, Fault, FaultLog, FaultReason};
 use farside_host_pci::{
     Bdf,
@@ -30,7 +31,10 @@ impl FaultWatch {
         let reader = match FaultReader::open() {
             Ok(reader) => reader,
             Err(error) => {
-                log::warn!("DMA faults of physical devices will not be seen: {error}");
+                log::warn!(
+                    "DMA faults of physical devices will not be seen: {error}",
+                    error = Chain(&error)
+                );
                 return (watch, None);
             }
         };
@@ -41,7 +45,10 @@ impl FaultWatch {
         match thread {
             Ok(thread) => (watch, Some(thread)),
             Err(error) => {
-                log::warn!("DMA faults of physical devices will not be seen: {error}");
+                log::warn!(
+                    "DMA faults of physical devices will not be seen: {error}",
+                    error = Chain(&error)
+                );
                 (watch, None)
             }
         }
@@ -74,7 +81,10 @@ impl FaultWatch {
                     }
                 }
                 Err(error) => {
-                    log::error!("the kernel's log cannot be read any more: {error}");
+                    log::error!(
+                        "the kernel's log cannot be read any more: {error}",
+                        error = Chain(&error)
+                    );
                     return;
                 }
             }

@@ -20,7 +20,7 @@ use farside_irq_relay::{
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 
-use crate::refusals::{internal, invalid};
+use crate::refusals::{internal, invalid_irqs};
 
 /// Offset of the command register (PCIe 7.5.1.1.3).
 const COMMAND: u64 = 4;
@@ -64,7 +64,7 @@ impl Irqs {
     ) -> Result<(), RemoteError> {
         let request = update
             .into_request(&self.counts, fds, &self.relay)
-            .map_err(|error| invalid(error.to_string()))?;
+            .map_err(invalid_irqs)?;
         let (range, action, data) = request.into_parts();
         if function.irq_counts().count(range.index()) == 0 {
             // Error and request interrupts, which every borrower is told that
@@ -79,8 +79,7 @@ impl Irqs {
             other => (other, None),
         };
         let disables = action == Action::Trigger && range.count() == 0;
-        let request =
-            SetIrqs::new(range, action, data).map_err(|error| invalid(error.to_string()))?;
+        let request = SetIrqs::new(range, action, data).map_err(invalid_irqs)?;
         function.set_irqs(&request).map_err(internal)?;
         if disables {
             self.forget(|(index, _)| index == range.index());

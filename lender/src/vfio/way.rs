@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use farside_control::RemoteError;
-use farside_fabric::{FarAddress, Iova, LenderPath, MemoryRange, Usage};
+use farside_fabric::{FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage};
 use farside_ntb::{Adapter, ExportedBars, LenderNtb};
 use farside_vfio::{Function, LocalPath};
 
@@ -42,16 +42,16 @@ impl Way {
         }
     }
 
-    /// Stops DMA, closes all windows and unmaps all memory.
+    /// Stops DMA, closes all windows and unmaps all memory: as much of it as
+    /// possible. Returns the first error.
     pub(super) fn close(&mut self) -> Result<(), RemoteError> {
-        let path = self.path();
-        path.set_bus_master(false).map_err(refused)?;
-        path.close_all().map_err(refused)?;
-        match self {
-            Self::Local(path) => path.far_unmap_all().map_err(refused),
+        let closed = take_down(self.path());
+        let unmapped = match self {
+            Self::Local(path) => path.far_unmap_all(),
             // The borrower's own.
             Self::Ntb { .. } => Ok(()),
-        }
+        };
+        closed.and(unmapped).map_err(refused)
     }
 
     pub(super) fn set_bus_master(&mut self, enabled: bool) -> Result<(), RemoteError> {
@@ -122,6 +122,14 @@ impl Way {
     }
 }
 
+/// Stops DMA and closes all windows. The IOMMU's unmapping is what takes memory
+/// away from a function that ignores its command register, or whose register
+/// cannot be written: so it is done whatever fails before it.
+fn take_down(path: &mut dyn LenderPath) -> Result<(), FabricError> {
+    let stopped = path.set_bus_master(false);
+    stopped.and(path.close_all())
+}
+
 /// This host's NTB, where there is one.
 pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
     ntb.ok_or_else(|| {
@@ -130,4 +138,53 @@ pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
              lender's own machine",
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use farside_fabric::WindowUse;
+
+    use super::*;
+
+    /// A path whose function's command register cannot be written.
+    #[derive(Default)]
+    struct Unwritable {
+        closed: bool,
+    }
+
+    impl LenderPath for Unwritable {
+        fn open_window(
+            &mut self,
+            _: Iova,
+            _: FarAddress,
+            _: u64,
+        ) -> Result<WindowUse, FabricError> {
+            unreachable!()
+        }
+
+        fn close_window(&mut self, _: Iova) -> Result<(), FabricError> {
+            unreachable!()
+        }
+
+        fn close_all(&mut self) -> Result<(), FabricError> {
+            self.closed = true;
+            Ok(())
+        }
+
+        fn usage(&self) -> Usage {
+            Usage::default()
+        }
+
+        fn set_bus_master(&mut self, _: bool) -> Result<(), FabricError> {
+            let io = std::io::Error::from_raw_os_error(5);
+            Err(FabricError::Other(Box::new(io)))
+        }
+    }
+
+    #[test]
+    fn memory_is_unmapped_although_the_command_register_cannot_be_written() {
+        let mut path = Unwritable::default();
+        assert!(take_down(&mut path).is_err());
+        assert!(path.closed);
+    }
 }

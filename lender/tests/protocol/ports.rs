@@ -28,7 +28,7 @@ fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
 
 #[test]
 fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
-    for everywhere in ["tcp:0.0.0.0:0", "tcp:[::]:0"] {
+    for everywhere in ["tcp:0.0.0.0:0", "tcp:[::]:0", "tcp:[::ffff:0.0.0.0]:0"] {
         let error = start(everywhere, false).unwrap_err();
         assert!(matches!(error, StartError::Public(_)), "{error}");
         let said = error.to_string();
@@ -39,6 +39,8 @@ fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
     }
     let addresses = start("tcp:0.0.0.0:0", true).unwrap();
     assert!(addresses[1].is_tcp(), "{addresses:?}");
+    // An IPv4-mapped address is the IPv4 address in it.
+    start("tcp:[::ffff:127.0.0.1]:0", false).unwrap();
     let addresses = start("tcp:127.0.0.1:0", false).unwrap();
     // With the port that was free.
     assert!(!addresses[1].to_string().ends_with(":0"), "{addresses:?}");
@@ -53,10 +55,11 @@ fn what_cannot_be_listened_at_is_named() {
     );
     let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = format!("tcp:{}", other.local_addr().unwrap());
-    let error = start(&taken, false).unwrap_err().to_string();
+    let chain = |error: StartError| farside_error_chain::Chain(&error).to_string();
+    let error = chain(start(&taken, false).unwrap_err());
     assert!(error.contains(&taken), "{error}");
     // An address of documentation (RFC 5737), which no host has.
-    let error = start("tcp:192.0.2.1:0", false).unwrap_err().to_string();
+    let error = chain(start("tcp:192.0.2.1:0", false).unwrap_err());
     assert!(error.contains("tcp:192.0.2.1:0"), "{error}");
 }
 

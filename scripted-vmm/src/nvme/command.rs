@@ -19,6 +19,8 @@ pub enum Opcode {
     Identify,
     /// Sets a feature.
     SetFeatures,
+    /// Has doorbells in memory.
+    DoorbellBufferConfig,
     /// Makes data durable.
     Flush,
     /// Memory to drive.
@@ -37,6 +39,7 @@ impl Opcode {
             Opcode::CreateCq => 0x05,
             Opcode::Identify => 0x06,
             Opcode::SetFeatures => 0x09,
+            Opcode::DoorbellBufferConfig => 0x7c,
         }
     }
 }

@@ -16,9 +16,9 @@ use crate::ram::PAGE;
 
 /// A drive that works, with its queues.
 pub struct Controller {
-    admin: Queue,
+    pub(super) admin: Queue,
     io: Vec<Queue>,
-    namespace: u32,
+    pub(super) namespace: u32,
     identity: Identity,
     turn: usize,
 }

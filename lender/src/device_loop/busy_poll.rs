@@ -1,0 +1,181 @@
+//! How a device's thread waits for work: by busy-polling, and at whose cost.
+//!
+//! Blocking costs a busy guest a trapped doorbell, and the device's thread a
+//! wake-up; polling costs a CPU. So the thread polls for as long as work has
+//! lately come soon: each block that ended early doubles the time, each long one
+//! halves it. A device that is idle, or used now and then, costs nothing.
+//!
+//! Meanwhile others may want the CPU. One that is done soon, such as a vCPU or
+//! the backend, is let through by sched_yield(2) after each round: it may be the
+//! one that makes the work. One that computes all the time takes the CPU for a
+//! scheduler's slice at each yield, milliseconds for each round of the device. So
+//! after a yield that took that long there is none for a while. The thread then
+//! has what the scheduler gives it, polls without a yield while work comes soon,
+//! and naps in between, which costs no slice: whoever sleeps is owed the CPU.
+
+use std::time::{Duration, Instant};
+
+/// Where growing begins, and shrinking ends.
+const LEAST: Duration = Duration::from_micros(16);
+
+/// A yield of this length met a thread that does not sleep by itself: well above
+/// what a vCPU or the backend takes for a request, below a slice (some ms).
+const LONG_YIELD: Duration = Duration::from_micros(500);
+
+/// How long there is no yield after a long one; doubles while the next ones are
+/// long as well. At the most, the yields cost some per cent of the time.
+const BACKOFF: Duration = Duration::from_millis(10);
+const MOST_BACKOFF: Duration = Duration::from_millis(160);
+
+/// Without yields, work that is not there after this long is waited for in naps:
+/// longer than a guest takes from a completion to its next request, and little
+/// beside the CPU's share of whoever waits.
+const POLL_ALONE: Duration = Duration::from_micros(50);
+
+/// A nap. The kernel adds its timer slack, 50 µs.
+const NAP: Duration = Duration::from_micros(20);
+
+/// What to do when there is no work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Look again at once.
+    Poll,
+    /// Let others run, then look again.
+    Yield,
+    /// Sleep for this long, unless an event comes, then look again.
+    Nap(Duration),
+    /// Sleep until an event comes.
+    Block,
+}
+
+/// Decides how to wait for work.
+#[derive(Debug)]
+pub(super) struct BusyPoll {
+    most: Duration,
+    time: Duration,
+    /// From when on there may be a yield.
+    yield_from: Instant,
+    backoff: Duration,
+}
+
+impl BusyPoll {
+    /// Never polls for longer than `most`; zero blocks at once.
+    pub(super) fn new(most: Duration, now: Instant) -> Self {
+        Self {
+            most,
+            time: Duration::ZERO,
+            yield_from: now,
+            backoff: BACKOFF,
+        }
+    }
+
+    /// There has been no work for `idle`.
+    pub(super) fn step(&self, idle: Duration, now: Instant) -> Step {
+        if idle >= self.time {
+            Step::Block
+        } else if now >= self.yield_from {
+            Step::Yield
+        } else if idle < POLL_ALONE {
+            Step::Poll
+        } else {
+            Step::Nap(NAP)
+        }
+    }
+
+    /// A yield ended after `took`.
+    pub(super) fn yielded(&mut self, took: Duration, now: Instant) {
+        if took < LONG_YIELD {
+            return;
+        }
+        // Beside a busy thread some yields return at once, so those prove nothing.
+        let quiet = now.saturating_duration_since(self.yield_from + took);
+        self.backoff = match quiet < self.backoff {
+            true => (self.backoff * 2).min(MOST_BACKOFF),
+            false => BACKOFF,
+        };
+        self.yield_from = now + self.backoff;
+    }
+
+    /// Work came after `slept`.
+    pub(super) fn woke_after(&mut self, slept: Duration) {
+        self.time = if slept < self.most {
+            (self.time * 2).clamp(LEAST.min(self.most), self.most)
+        } else if self.time > LEAST {
+            self.time / 2
+        } else {
+            Duration::ZERO
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: Duration = Duration::from_micros(200);
+
+    fn after(sleeps: &[u64]) -> BusyPoll {
+        let mut poll = BusyPoll::new(MOST, Instant::now());
+        for slept in sleeps {
+            poll.woke_after(Duration::from_micros(*slept));
+        }
+        poll
+    }
+
+    #[test]
+    fn a_busy_guest_is_polled_for_and_an_idle_one_costs_nothing() {
+        assert_eq!(after(&[]).time, Duration::ZERO);
+        assert_eq!(after(&[100; 8]).time, MOST);
+        assert_eq!(after(&[100, 100]).time, LEAST * 2);
+        let mut idle_again = vec![100; 8];
+        idle_again.extend([1_000_000; 5]);
+        assert_eq!(after(&idle_again).time, Duration::ZERO);
+    }
+
+    #[test]
+    fn with_no_time_to_poll_it_blocks() {
+        let now = Instant::now();
+        let mut poll = BusyPoll::new(Duration::ZERO, now);
+        for _ in 0..4 {
+            poll.woke_after(Duration::ZERO);
+        }
+        assert_eq!(poll.step(Duration::ZERO, now), Step::Block);
+    }
+
+    #[test]
+    fn a_long_yield_ends_yielding_for_a_while() {
+        let micros = Duration::from_micros;
+        let mut poll = after(&[100; 8]);
+        let start = Instant::now();
+        // Idle for, microseconds; then yielding or not.
+        let steps =
+            |poll: &BusyPoll, now| [0, 49, 50, 199, 200].map(|idle| poll.step(micros(idle), now));
+        use Step::{Block, Poll, Yield};
+        let nap = Step::Nap(NAP);
+        let yields = [Yield, Yield, Yield, Yield, Block];
+        let naps = [Poll, Poll, nap, nap, Block];
+        assert_eq!(steps(&poll, start), yields);
+        // Others let through, and back soon.
+        poll.yielded(LONG_YIELD - micros(1), start);
+        assert_eq!(steps(&poll, start), yields);
+        poll.yielded(LONG_YIELD, start);
+        assert_eq!(steps(&poll, start), naps);
+        assert_eq!(steps(&poll, start + MOST_BACKOFF), yields);
+    }
+
+    #[test]
+    fn yields_that_stay_long_become_rare_and_one_that_is_long_by_chance_does_not() {
+        let took = Duration::from_millis(4);
+        let mut poll = after(&[]);
+        let mut now = Instant::now() + Duration::from_secs(1);
+        let mut backoffs = Vec::new();
+        for quiet in [1000, 0, 1, 1, 1, 1, 1, 1000, 0] {
+            // A short yield between does not count.
+            poll.yielded(Duration::from_micros(2), now);
+            now = now.max(poll.yield_from) + Duration::from_millis(quiet) + took;
+            poll.yielded(took, now);
+            backoffs.push((poll.yield_from - now).as_millis());
+        }
+        assert_eq!(backoffs, [10, 20, 40, 80, 160, 160, 160, 10, 20]);
+    }
+}

@@ -1,0 +1,254 @@
+//! What a device's thread reaches while another thread wants its CPU.
+
+use std::{
+    io::{Write, stdout},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    time::{Duration, Instant},
+};
+
+use farside_control::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
+};
+use farside_devices::{Device as _, dma_test::DmaTest};
+use farside_fabric::{FarAddress, Iova, MemoryRange};
+use farside_irq_relay::Fire;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use super::host::{DEADLINE, Host};
+use crate::borrowable::{Begun, Borrowable, Report};
+
+/// Of what a thread reaches that polls and never yields, which has the share that the
+/// scheduler gives it. A device that yields to the neighbour has a hundredth.
+const LEAST: f64 = 0.1;
+/// Some dozen of the scheduler's slices.
+const TURN: Duration = Duration::from_millis(150);
+/// Pairs of turns: others use this machine too, for both.
+const PAIRS: u32 = 8;
+
+/// The memory that device and driver share.
+struct Doorbell {
+    asked: AtomicU64,
+    answered: AtomicU64,
+    /// The device sleeps, or is about to: it is to be woken.
+    armed: AtomicBool,
+    wake: Wakeup,
+}
+
+impl Doorbell {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            asked: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            armed: AtomicBool::new(false),
+            wake: Wakeup::new().unwrap(),
+        })
+    }
+
+    /// Answers. Returns whether there was anything to answer.
+    fn answer(&self) -> bool {
+        let asked = self.asked.load(SeqCst);
+        self.answered.swap(asked, SeqCst) != asked
+    }
+
+    /// Round trips a second while `others` run on the device's CPU, each called over
+    /// and over again by a thread of its own.
+    fn rate_beside(&self, cpu: usize, others: &[&(dyn Fn() + Sync)]) -> f64 {
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for other in others {
+                scope.spawn(|| {
+                    pin_to(cpu);
+                    while !stop.load(SeqCst) {
+                        other();
+                    }
+                });
+            }
+            let rate = self.rate();
+            stop.store(true, SeqCst);
+            rate
+        })
+    }
+
+    /// Round trips a second.
+    fn rate(&self) -> f64 {
+        let start = Instant::now();
+        let mut trips = 0;
+        while start.elapsed() < TURN {
+            let asked = self.asked.load(SeqCst) + 1;
+            self.asked.store(asked, SeqCst);
+            if self.armed.swap(false, SeqCst) {
+                self.wake.raise();
+            }
+            while self.answered.load(SeqCst) != asked {
+                assert!(start.elapsed() < DEADLINE, "no answer to {asked}");
+                std::hint::spin_loop();
+            }
+            trips += 1;
+        }
+        f64::from(trips) / start.elapsed().as_secs_f64()
+    }
+}
+
+/// A device that answers at once, on a CPU.
+struct Echo {
+    described: Described,
+    doorbell: Arc<Doorbell>,
+    cpu: usize,
+}
+
+impl Borrowable for Echo {
+    fn source(&self) -> &'static str {
+        "echo"
+    }
+
+    fn described(&self) -> &Described {
+        &self.described
+    }
+
+    fn check(&self, _route: Route, _ram: &[RamRange]) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn begin(&mut self, _: Route, _: &str, _: Vec<OwnedFd>) -> Result<Begun, RemoteError> {
+        pin_to(self.cpu);
+        Ok(Begun {
+            bars: vec![BarMemory::Far { address: 1 << 40 }],
+            files: Vec::new(),
+        })
+    }
+
+    fn end(&mut self) {}
+
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn far_map(&mut self, _: FarAddress, _: MemoryRange) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn far_unmap(&mut self, _: FarAddress, _: u64) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn open_window(&mut self, _: Iova, _: FarAddress, _: u64) -> Result<u32, RemoteError> {
+        Ok(1)
+    }
+
+    fn close_window(&mut self, _: Iova) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn set_irqs(&mut self, _: IrqUpdate, _: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn set_intx_disable(&mut self, _: bool) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn interrupt_status(&mut self) -> bool {
+        false
+    }
+
+    fn relay_waits(&self) -> bool {
+        false
+    }
+
+    fn drain_relay(&mut self, _: &mut dyn FnMut(Fire) -> bool) {}
+
+    fn bar_read(&mut self, _: u8, _: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn bar_write(&mut self, _: u8, _: u64, _: &[u8]) {}
+
+    fn poll(&mut self) -> bool {
+        let work = self.doorbell.answer();
+        if work {
+            self.doorbell.wake.lower();
+        }
+        work
+    }
+
+    fn arm(&mut self) -> bool {
+        self.doorbell.armed.store(true, SeqCst);
+        self.doorbell.asked.load(SeqCst) == self.doorbell.answered.load(SeqCst)
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.doorbell.wake.as_fd())
+    }
+
+    fn report(&self) -> Report {
+        Report::default()
+    }
+}
+
+fn pin_to(cpu: usize) {
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    sched_setaffinity(None, &set).unwrap();
+}
+
+/// A thread that computes on the device's CPU has nothing to do with the device, and
+/// takes no more than its share.
+#[test]
+fn a_busy_neighbour_does_not_starve_the_device() {
+    let allowed = sched_getaffinity(None).unwrap();
+    let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+    let (Some(device), Some(driver)) = (cpus.next(), cpus.next()) else {
+        // For `cargo xtask test`: libtest captures `eprintln!`.
+        let test = "far_tests::neighbour::a_busy_neighbour_does_not_starve_the_device";
+        writeln!(stdout().lock(), "skipped: {test}: needs two CPUs").unwrap();
+        return;
+    };
+    let doorbell = Doorbell::new();
+    let echo = Echo {
+        described: Described {
+            description: DmaTest::new().description().clone(),
+            bars: BarOwner::Lender,
+        },
+        doorbell: Arc::clone(&doorbell),
+        cpu: device,
+    };
+    let host = Host::lending(vec![Box::new(echo)], Duration::from_micros(500));
+    let (_peer, ticket) = host.borrow("a");
+    let _registers = host.registers(ticket).unwrap();
+    pin_to(driver);
+    let never_yields = Doorbell::new();
+    // The thread learns that work comes soon, and polls for it.
+    doorbell.rate();
+    let neighbour = std::hint::spin_loop;
+    let poller = || {
+        never_yields.answer();
+    };
+    let [mut fair, mut rate] = [0.0, 0.0];
+    let mut pairs = Vec::new();
+    for _ in 0..PAIRS {
+        let pair = [
+            never_yields.rate_beside(device, &[&neighbour, &poller]),
+            doorbell.rate_beside(device, &[&neighbour]),
+        ];
+        fair += pair[0];
+        rate += pair[1];
+        pairs.push(pair);
+    }
+    assert!(
+        rate / fair >= LEAST,
+        "beside a busy thread the device has {:.4} of its due; pairs a second: {pairs:.0?}",
+        rate / fair
+    );
+}

@@ -1,0 +1,94 @@
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
+
+use farside_devices::{Description, dma_test::DmaTest};
+use farside_fabric::{Access, NtbLimits, memory::HostSlice, memory::create_sealed};
+
+use super::*;
+
+const PAGE: u64 = 4096;
+const FAR: u64 = 1 << 40;
+
+/// A device that keeps the translation of the last address that was written to
+/// it, until it is quiesced.
+struct Keeper {
+    description: Description,
+    kept: Option<HostSlice>,
+    quiesces: Arc<AtomicU32>,
+}
+
+impl Device for Keeper {
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn bar_read(&mut self, _bar: u8, _offset: u64, _data: &mut [u8], _bus: &mut Bus<'_>) {}
+
+    fn bar_write(&mut self, _bar: u8, offset: u64, _data: &[u8], bus: &mut Bus<'_>) {
+        self.kept = bus.dma.translate(offset, 8, Access::Write).ok();
+    }
+
+    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
+
+    fn poll(&mut self, _bus: &mut Bus<'_>) -> bool {
+        false
+    }
+
+    fn arm(&mut self, _bus: &mut Bus<'_>) -> bool {
+        true
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn quiesce(&mut self, _bus: &mut Bus<'_>) -> bool {
+        self.quiesces.fetch_add(1, Ordering::Relaxed);
+        self.kept = None;
+        true
+    }
+
+    fn resume(&mut self, _bus: &mut Bus<'_>) {}
+
+    fn reset(&mut self) {}
+}
+
+#[test]
+fn only_memory_in_use_is_drained_before_it_is_unmapped() {
+    let quiesces = Arc::new(AtomicU32::new(0));
+    let mut description = DmaTest::new().description().clone();
+    // Whose mappable area would need memory.
+    description.bars[2] = None;
+    let keeper = Keeper {
+        description,
+        kept: None,
+        quiesces: Arc::clone(&quiesces),
+    };
+    let adapter = Adapter::new(NtbLimits::default()).unwrap();
+    let mut model = ModelDevice::new("keeper", Box::new(keeper), adapter).unwrap();
+    model.begin(Route::Memory, "vm", Vec::new()).unwrap();
+    for page in 0..2 {
+        let memory = create_sealed("page", PAGE).unwrap();
+        let at = FarAddress::new(FAR + page * PAGE);
+        model.far_map(at, MemoryRange::whole(memory, PAGE)).unwrap();
+    }
+    let window = model.open_window(Iova::new(0), FarAddress::new(FAR), 2 * PAGE);
+    window.unwrap();
+    model.enable_bus_master().unwrap();
+    let faults = |model: &ModelDevice| model.report().faults.total;
+
+    // Both are in the IOTLB, the second in the device's hands.
+    model.bar_write(0, 0, &[0]);
+    model.bar_write(0, PAGE, &[0]);
+    model.far_unmap(FarAddress::new(FAR), PAGE).unwrap();
+    assert_eq!(quiesces.load(Ordering::Relaxed), 0, "other I/O was stopped");
+    model.far_unmap(FarAddress::new(FAR + PAGE), PAGE).unwrap();
+    assert_eq!(quiesces.load(Ordering::Relaxed), 1, "it was in use");
+    // Out of reach, both of them.
+    assert_eq!(faults(&model), 0);
+    model.bar_write(0, 0, &[0]);
+    model.bar_write(0, PAGE, &[0]);
+    assert_eq!(faults(&model), 2);
+}

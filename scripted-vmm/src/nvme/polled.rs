@@ -1,0 +1,233 @@
+//! Random reads as a polling driver makes them: as many in flight as wanted,
+//! completions found in memory, no interrupt. A driver such as SPDK's does so;
+//! here it is for measuring the device.
+
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::command::{Command, Opcode};
+use super::controller::Controller;
+use super::memory::{DRIVER_RAM, ENTRIES, QueueMemory};
+use super::registers::Capabilities;
+use crate::machine::Machine;
+use crate::ram::PAGE;
+
+/// The queue pair's number. Below are those that interrupt.
+const ID: u16 = 2;
+/// Looks for a completion between two looks at the clock.
+const LOOKS: u32 = 64;
+
+/// How the device learns of new commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Doorbells {
+    /// By its registers: every one is a message.
+    Registers,
+    /// By memory (Doorbell Buffer Config); by registers when it asks for that.
+    Buffer,
+}
+
+/// A queue pair whose driver polls.
+#[derive(Debug)]
+pub struct Polled {
+    memory: QueueMemory,
+    capabilities: Capabilities,
+    doorbells: Doorbells,
+    namespace: u32,
+    block_bytes: u64,
+    pages: u64,
+    tail: u16,
+    head: u16,
+    phase: u32,
+    /// Commands that were submitted, and those of them that have completed.
+    submitted: u64,
+    completed: u64,
+}
+
+impl Controller {
+    /// One more queue pair, for a driver that polls. Once there is a doorbell
+    /// buffer, it is for all queues, so a controller that interrupts too is not to
+    /// be used for that any more.
+    ///
+    /// # Errors
+    /// When the drive refuses it.
+    pub fn polled(&mut self, machine: &mut Machine, doorbells: Doorbells) -> Result<Polled> {
+        let memory = QueueMemory::of(ID);
+        for at in [memory.sq, memory.cq, memory.list, memory.page] {
+            machine.ram.write(at, &[0; PAGE as usize])?;
+        }
+        if doorbells == Doorbells::Buffer {
+            let mut config = Command::new(Opcode::DoorbellBufferConfig, 0);
+            config.prp = [memory.list, memory.page];
+            self.admin
+                .run(machine, &config)?
+                .success("Doorbell Buffer Config")?;
+        }
+        const CONTIGUOUS: u32 = 1 << 0;
+        let size = u32::from(ENTRIES - 1) << 16 | u32::from(ID);
+        for (opcode, at, word) in [
+            (Opcode::CreateCq, memory.cq, CONTIGUOUS),
+            (
+                Opcode::CreateSq,
+                memory.sq,
+                u32::from(ID) << 16 | CONTIGUOUS,
+            ),
+        ] {
+            let mut create = Command::new(opcode, 0);
+            create.prp[0] = at;
+            create.words = [size, word, 0];
+            let done = self.admin.run(machine, &create)?;
+            done.success(&format!("{opcode:?}"))?;
+        }
+        let identity = self.identity();
+        Ok(Polled {
+            memory,
+            capabilities: Capabilities::read(machine)?,
+            doorbells,
+            namespace: self.namespace,
+            block_bytes: identity.block_bytes,
+            pages: identity.bytes() / PAGE,
+            tail: 0,
+            head: 0,
+            phase: 1,
+            submitted: 0,
+            completed: 0,
+        })
+    }
+}
+
+impl Polled {
+    /// Reads pages of the drive for as long as `time`, `depth` of them in flight.
+    /// Returns how many were read; nothing is in flight then.
+    ///
+    /// # Errors
+    /// When a read fails or takes too long.
+    pub fn read(&mut self, machine: &mut Machine, depth: u16, time: Duration) -> Result<u64> {
+        ensure!(
+            0 < depth && depth < ENTRIES,
+            "{depth} commands in flight: a queue of {ENTRIES} entries has 1 to {}",
+            ENTRIES - 1
+        );
+        let before = self.completed;
+        let end = Instant::now() + time;
+        let deadline = end + machine.timeout;
+        let mut looks = 0;
+        let mut over = false;
+        while !over || self.completed < self.submitted {
+            if !over {
+                self.submit(machine, depth)?;
+            }
+            if self.reap(machine)? {
+                looks = 0;
+            }
+            looks += 1;
+            if looks % LOOKS == 1 {
+                let now = Instant::now();
+                over = now >= end;
+                ensure!(
+                    now < deadline,
+                    "{} of {} reads not within {:?}",
+                    self.submitted - self.completed,
+                    self.submitted,
+                    machine.timeout
+                );
+            }
+            std::hint::spin_loop();
+        }
+        Ok(self.completed - before)
+    }
+
+    /// Fills the queue up to `depth`, and rings once.
+    fn submit(&mut self, machine: &mut Machine, depth: u16) -> Result<()> {
+        let old = self.tail;
+        while self.submitted - self.completed < u64::from(depth) {
+            // Fibonacci hashing: every page in some order.
+            let page = self.submitted.wrapping_mul(0x9e37_79b9_7f4a_7c15) % self.pages;
+            let blocks = PAGE / self.block_bytes;
+            let to = DRIVER_RAM.end + self.submitted % u64::from(ENTRIES) * PAGE;
+            let read =
+                Command::transfer(Opcode::Read, self.namespace, page * blocks, blocks, [to, 0]);
+            let at = self.memory.sq + u64::from(self.tail) * 64;
+            machine.ram.write(at, &read.entry(self.tail))?;
+            self.tail = (self.tail + 1) % ENTRIES;
+            self.submitted += 1;
+        }
+        if self.tail != old {
+            let register = self.capabilities.tail_doorbell(ID);
+            self.ring(machine, register, self.tail, old)?;
+        }
+        Ok(())
+    }
+
+    /// Takes all completions there are, and rings once.
+    fn reap(&mut self, machine: &mut Machine) -> Result<bool> {
+        let old = self.head;
+        loop {
+            let at = self.memory.cq + u64::from(self.head) * 16;
+            let last = machine.ram.load_u32(at + 12)?;
+            if last >> 16 & 1 != self.phase {
+                break;
+            }
+            let status = last >> 17 & 0x7ff;
+            ensure!(status == 0, "a read failed with status {status:#x}");
+            self.completed += 1;
+            self.head += 1;
+            if self.head == ENTRIES {
+                self.head = 0;
+                self.phase ^= 1;
+            }
+        }
+        if self.head == old {
+            return Ok(false);
+        }
+        let register = self.capabilities.head_doorbell(ID);
+        self.ring(machine, register, self.head, old)?;
+        Ok(true)
+    }
+
+    /// Writes a doorbell: to memory, where there is a buffer, and to the register
+    /// when the value passes the event index (NVM Express 1.4, 7.13).
+    fn ring(&self, machine: &mut Machine, register: u64, value: u16, old: u16) -> Result<()> {
+        if self.doorbells == Doorbells::Buffer {
+            let offset = register - self.capabilities.tail_doorbell(0);
+            let [values, events] = [self.memory.list, self.memory.page];
+            machine.ram.store_u32(values + offset, value.into())?;
+            // Either the device sees the value or this sees its event index.
+            fence(Ordering::SeqCst);
+            let event = machine.ram.load_u32(events + offset)? as u16;
+            if !passes(event, value, old) {
+                return Ok(());
+            }
+        }
+        machine
+            .device
+            .store(0, register, value.into())
+            .context("ringing a doorbell")
+    }
+}
+
+/// Whether the step from `old` to `value` passes `event`, modulo 2^16.
+fn passes(event: u16, value: u16, old: u16) -> bool {
+    value.wrapping_sub(event).wrapping_sub(1) < value.wrapping_sub(old)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_doorbell_is_rung_when_it_passes_the_event_index() {
+        for (event, old, value, rung) in [
+            (5, 5, 6, true),
+            (6, 5, 6, false),
+            (4, 5, 6, false),
+            (7, 5, 8, true),
+            (8, 5, 8, false),
+            (u16::MAX, u16::MAX, 0, true),
+            (0, u16::MAX, 0, false),
+        ] {
+            assert_eq!(passes(event, value, old), rung, "{event} {old} {value}");
+        }
+    }
+}
