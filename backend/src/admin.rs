@@ -15,6 +15,7 @@ use farside_control::{
     Wakeup,
     admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION},
 };
+use farside_error_chain::Chain;
 use farside_vfio_user::RateLimit;
 
 use crate::{
@@ -218,7 +219,7 @@ impl AdminServer {
 
     fn attach(&mut self, token: u64, device: String) -> Option<Answer> {
         if let Err(error) = check_device(&device) {
-            return Some(refused(RefusalKind::Failed, error.to_string()));
+            return Some(refused(RefusalKind::Failed, Chain(&error).to_string()));
         }
         match self.served.standing(&device) {
             Standing::At(socket) => {
@@ -323,7 +324,7 @@ impl AdminServer {
                     StartError::UnknownDevice { .. } => RefusalKind::UnknownDevice,
                     _ => RefusalKind::Failed,
                 };
-                refused(kind, error.to_string())
+                refused(kind, Chain(&error).to_string())
             }
         }
     }

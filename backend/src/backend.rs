@@ -4,12 +4,18 @@ use std::{
     io,
     os::fd::AsRawFd,
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{Address, CallError, NAME_RULE, RamRange, Wakeup, raise_open_files};
+use farside_control::{
+    Address, CallError, NameError, RamRange, Wakeup, check_name_of, raise_open_files,
+};
+use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
@@ -20,14 +26,11 @@ use farside_vfio_user::ListenError;
 use crate::{
     admin::AdminServer,
     folder::Folder,
-    lookup::{Lookup, check_device, checked},
+    lookup::{Lookup, check_device},
     served::Served,
     sockets::Sockets,
     status::StatusServer,
 };
-
-/// Longest name of a VM, bytes; as `farside qemu` has it.
-const MAX_NAME: usize = 48;
 
 /// How long the other host may take to bring the NTB's link up.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -56,8 +59,12 @@ pub struct Config {
     /// Where the VM's RAM will be, if that is known: devices that cannot reach
     /// it are found before the VM boots.
     pub ram: Vec<RamRange>,
-    /// Longest time for a bus-master enable: below QEMU's `x-msg-timeout`.
+    /// After how long a bus-master enable is reported as late. It goes on, up to
+    /// this or four fifths of `message_timeout`, whichever is longer, and is
+    /// refused then.
     pub open_timeout: Duration,
+    /// How long the VMM waits for an answer: QEMU's `x-msg-timeout`.
+    pub message_timeout: Duration,
     /// Group whose members may connect to the devices' sockets, beside this
     /// user.
     pub socket_group: Option<String>,
@@ -83,23 +90,14 @@ pub enum StartError {
         "device {device} is at {lender}, on another host, and DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF"
     )]
     NoNtb { device: String, lender: Address },
-    /// The VM's name cannot be that of a folder.
-    #[error(
-        "VM name {0:?} cannot be used; use 1 to {MAX_NAME} letters, digits, `-`, `_` and `.`, first a letter or digit"
-    )]
-    Vm(String),
     /// The same device twice.
     #[error("{0}")]
     Devices(String),
     /// A name that cannot be that of a file.
-    #[error("{what} {name:?} {why}; {NAME_RULE}")]
-    Name {
-        what: &'static str,
-        name: String,
-        why: &'static str,
-    },
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// What the lender said of the device makes no sense.
-    #[error("device {device}: {source}")]
+    #[error("cannot serve device {device}")]
     Device {
         device: String,
         source: Box<dyn std::error::Error + Send + Sync>,
@@ -108,7 +106,7 @@ pub enum StartError {
     #[error("VM {vm} has a backend already ({folder} is locked): stop it, or choose another --vm", folder = folder.display())]
     Running { vm: String, folder: PathBuf },
     /// A socket or folder cannot be made.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("cannot make or use {path}", path = path.display())]
     Path { path: PathBuf, source: io::Error },
     /// A socket cannot be made.
     #[error(transparent)]
@@ -120,10 +118,10 @@ pub enum StartError {
     #[error(transparent)]
     Group(#[from] GroupError),
     /// The system refused something.
-    #[error("cannot start: {0}")]
+    #[error("cannot start")]
     System(#[from] io::Error),
     /// The event loop cannot be made.
-    #[error("cannot start the event loop: {0}")]
+    #[error("cannot start the event loop")]
     EventLoop(#[from] event_manager::Error),
 }
 
@@ -148,7 +146,6 @@ impl Backend {
     /// As [`Backend::start`], with sockets that the service manager has made.
     /// Those that are left are not this VM's: an error.
     pub fn start_activated(config: &Config, activated: Activated) -> Result<Self, StartError> {
-        check_vm(&config.vm)?;
         check_names(config)?;
         // A client may bring thousands of eventfds.
         raise_open_files();
@@ -196,59 +193,76 @@ impl Backend {
     }
 
     /// Serves until `stop` is raised; then gives every device back and unlinks
-    /// the sockets.
+    /// the sockets. While a VMM uses a device, the first raise waits for the VMM
+    /// to disconnect, because VMMs do not reconnect and the guest would lose the
+    /// device; a second raise ends it all the same.
     pub fn run(mut self, stop: Wakeup) -> Result<(), StartError> {
-        let stopped = Arc::new(Mutex::new(Stop {
+        let asked = Arc::new(AtomicU64::new(0));
+        self.manager.add_subscriber(Arc::new(Mutex::new(Stop {
             wakeup: stop,
-            raised: false,
-        }));
-        self.manager
-            .add_subscriber(Arc::clone(&stopped) as Subscriber);
-        while !stopped.lock().is_ok_and(|stop| stop.raised) {
+            asked: Arc::clone(&asked),
+        })) as Subscriber);
+        let mut waits = false;
+        loop {
+            let asked = asked.load(Ordering::Relaxed);
+            if asked > 0 {
+                let in_use = self.served.in_use();
+                if in_use.is_empty() || asked > 1 {
+                    break;
+                }
+                if !waits {
+                    self.report_stop_waits(&in_use.join(", "));
+                    waits = true;
+                }
+            }
             self.manager.run()?;
             self.served.apply(&mut self.manager);
         }
+        farside_service::stopping("returning the devices");
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");
         Ok(())
+    }
+
+    fn report_stop_waits(&self, devices: &str) {
+        let vm = &self.vm;
+        log::warn!(
+            "not stopping yet: VM {vm} is connected to {devices}, and would lose what it cannot \
+             connect to again. Stop the VM (`farside stop {vm}`): this backend ends when the VM \
+             disconnects. A second SIGTERM or SIGINT ends it now"
+        );
+        farside_service::status(&format!(
+            "stops when VM {vm} disconnects from {devices}; a second SIGTERM stops it now"
+        ));
     }
 }
 
 /// Ends [`Backend::run`].
 struct Stop {
     wakeup: Wakeup,
-    raised: bool,
+    /// How often the end was asked for.
+    asked: Arc<AtomicU64>,
 }
 
 impl MutEventSubscriber for Stop {
     fn init(&mut self, ops: &mut EventOps) {
         let events = Events::new_raw(self.wakeup.as_raw_fd(), EventSet::IN);
         if let Err(error) = ops.add(events) {
-            log::error!("the backend cannot be stopped by a signal: {error}");
+            log::error!(
+                "the backend cannot be stopped by a signal: {error}",
+                error = Chain(&error)
+            );
         }
     }
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
-        self.raised = true;
-    }
-}
-
-/// The name becomes that of a folder, in which sockets are made and removed.
-fn check_vm(vm: &str) -> Result<(), StartError> {
-    let is_name = (1..=MAX_NAME).contains(&vm.len())
-        && vm.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && vm
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-    match is_name {
-        true => Ok(()),
-        false => Err(StartError::Vm(vm.to_owned())),
+        self.asked.fetch_add(self.wakeup.take(), Ordering::Relaxed);
     }
 }
 
 fn check_names(config: &Config) -> Result<(), StartError> {
-    checked("VM name", &config.vm)?;
+    check_name_of("VM name", &config.vm)?;
     let devices = &config.devices;
     for (n, device) in devices.iter().enumerate() {
         check_device(device)?;

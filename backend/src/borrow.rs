@@ -11,7 +11,7 @@
 //!    |  |                                     |  | (the write is held)
 //!    |  |      BME 1->0, D3hot: Close         |  |
 //!    |  |      reset, FLR: Reset              |  v
-//!    |  |      (Remap fails: Close)       +-------+ map, unmap: Remap
+//!    |  |      (Unmap fails: Close)       +-------+ map: Map, unmap: Unmap
 //!    |  |                                 | Ready |---+
 //!    |  |      client gone: Return        +-------+<--+
 //!    |  +-----------------------------------+  |
@@ -26,6 +26,9 @@
 //! - *Leased*: the device is ours and reset; its IOMMU domain is empty. No page
 //!   of the VM is mapped or pinned, no window is open.
 //! - *Ready*: the device can DMA to guest RAM and to nothing else.
+//! - *Closing*: as Leased for the guest, but the lender has not yet answered that
+//!   DMA is stopped. What was pinned stays pinned. Every way out of it begins
+//!   with the lender's answer, or ends the lease.
 //! - *Lost*: the lender is gone. Registers and configuration space read as all
 //!   ones, as from a device that was pulled out; the client's socket stays up.
 //!
@@ -38,14 +41,23 @@
 //!
 //! - *Borrow* (another VM has the device): to Described. The device reads as
 //!   absent. A reset or a bus-master enable asks again, a BAR access does not.
-//! - *Open*, *Remap*: to Leased, with everything closed. After Open the
-//!   bus-master bit stays 0. After Remap it stays 1, since nobody wrote it: DMA is
-//!   refused and counted until the guest clears and sets it, or resets.
-//! - *Close*, *Reset* (DMA in flight does not drain): to Lost. The connection
-//!   is closed, and the lender keeps the device until it has drained.
+//! - *Open*: to Leased, with everything closed. The bus-master bit stays 0.
+//! - *Map* (no room for the new memory): to Ready. What was open stays open; the
+//!   new memory is out of the device's reach, and the status says so.
+//! - *Unmap*: to Leased, with everything closed. The bus-master bit stays 1,
+//!   since nobody wrote it: DMA is refused and counted until the guest clears
+//!   and sets it, or resets.
+//! - *Close*, *Stop*, *Reset* (DMA in flight does not drain): to Lost. The
+//!   connection is closed, and the lender keeps the device until it has drained.
+//!
+//! [`State::after_late`] is where they lead when the lender has not answered in
+//! time, as a slow or stopped host does not: to Closing, from where the same
+//! lease goes on once it answers. But *Borrow* stays at Described, and what
+//! memory is taken away by (*Unmap*, *Stop*) cannot stay undone: the lease is
+//! broken off.
 //!
 //! When the lender is gone, every step leads to Lost, but for Borrow, which
-//! stays where it was: nothing was lost that we had.
+//! stays where it was: no lease was held.
 //!
 //! Firmware takes the same way: SeaBIOS and OVMF set BME for their own use and
 //! clear it, or leave the reset to the operating system.
@@ -57,6 +69,7 @@
 pub(crate) mod bars;
 mod error;
 pub(crate) mod far;
+mod page_pins;
 pub(crate) mod path;
 pub(crate) mod worker;
 
@@ -73,6 +86,8 @@ pub(crate) enum State {
     Leased,
     /// Borrowed, and able to reach guest RAM.
     Ready,
+    /// Borrowed; the lender has yet to answer that DMA is stopped.
+    Closing,
     /// The lender is gone.
     Lost,
 }
@@ -90,8 +105,13 @@ pub(crate) enum Event {
     EnableBusMaster,
     /// The guest clears bus-master enable, or puts the function in D3hot.
     DisableBusMaster,
-    /// The client maps or unmaps memory, or was refused to.
-    MemoryChange,
+    /// The client maps memory.
+    MemoryAdded,
+    /// The client unmaps memory.
+    MemoryRemoved,
+    /// The client was refused a mapping, or mapped what no device can reach
+    /// where guest RAM is: what it takes for guest RAM is not what we have.
+    MemoryRefused,
     /// The client is gone, has let the device go, or we are told to stop.
     ClientGone,
     /// The lender closed the register channel, or does not answer there.
@@ -107,10 +127,14 @@ pub(crate) enum Step {
     Open,
     /// Stop DMA, close windows, unpin.
     Close,
+    /// As `Close`, or break the lease off: memory is to be taken away.
+    Stop,
     /// As `Close`, and reset the device.
     Reset,
-    /// Change the open windows.
-    Remap,
+    /// Make new memory reachable.
+    Map,
+    /// Make memory unreachable.
+    Unmap,
     /// As `Close`, and give the device back.
     Return,
     /// Unpin what is pinned: there is nobody left to tell.
@@ -127,25 +151,43 @@ impl State {
             (S::Described, E::EnableBusMaster) => &[Step::Borrow, Step::Open],
             // A lender that came back is found by a client that starts over.
             (S::Lost, E::Reset) => &[Step::Borrow],
-            (S::Leased | S::Ready, E::Reset | E::FunctionReset) => &[Step::Reset],
+            (S::Leased | S::Ready | S::Closing, E::Reset | E::FunctionReset) => &[Step::Reset],
             (S::Leased, E::EnableBusMaster) => &[Step::Open],
-            (S::Ready, E::DisableBusMaster) => &[Step::Close],
-            (S::Ready, E::MemoryChange) => &[Step::Remap],
-            (S::Leased | S::Ready, E::ClientGone) => &[Step::Return],
-            (S::Leased | S::Ready, E::LenderGone) => &[Step::Abandon],
+            (S::Closing, E::EnableBusMaster) => &[Step::Close, Step::Open],
+            (S::Ready, E::DisableBusMaster | E::MemoryRefused) => &[Step::Close],
+            (S::Ready, E::MemoryAdded) => &[Step::Map],
+            (S::Ready, E::MemoryRemoved) => &[Step::Unmap],
+            // Its answer says that no DMA can reach the memory.
+            (S::Closing, E::MemoryRemoved) => &[Step::Stop],
+            (S::Leased | S::Ready | S::Closing, E::ClientGone) => &[Step::Return],
+            (S::Leased | S::Ready | S::Closing, E::LenderGone) => &[Step::Abandon],
 
             // Nothing is borrowed, so there is nothing to undo.
             (
                 S::Described,
                 E::FunctionReset
                 | E::DisableBusMaster
-                | E::MemoryChange
+                | E::MemoryAdded
+                | E::MemoryRemoved
+                | E::MemoryRefused
                 | E::ClientGone
                 | E::LenderGone,
             ) => &[],
             // No window is open: memory is recorded only.
-            (S::Leased, E::MemoryChange | E::DisableBusMaster | E::BarAccess) => &[],
+            (
+                S::Leased,
+                E::MemoryAdded
+                | E::MemoryRemoved
+                | E::MemoryRefused
+                | E::DisableBusMaster
+                | E::BarAccess,
+            ) => &[],
             (S::Ready, E::EnableBusMaster | E::BarAccess) => &[],
+            // The bit is 0 already, and no memory is added to what closes.
+            (
+                S::Closing,
+                E::MemoryAdded | E::MemoryRefused | E::DisableBusMaster | E::BarAccess,
+            ) => &[],
             // The next client starts over.
             (S::Lost, E::ClientGone) => &[Step::Return],
             // The lender took everything with it.
@@ -156,8 +198,8 @@ impl State {
     /// The state after `step` has succeeded.
     pub(crate) fn after(self, step: Step) -> State {
         match step {
-            Step::Borrow | Step::Close | Step::Reset => State::Leased,
-            Step::Open | Step::Remap => State::Ready,
+            Step::Borrow | Step::Close | Step::Stop | Step::Reset => State::Leased,
+            Step::Open | Step::Map | Step::Unmap => State::Ready,
             Step::Return => State::Described,
             Step::Abandon => State::Lost,
         }
@@ -168,9 +210,20 @@ impl State {
     pub(crate) fn after_refusal(self, step: Step) -> State {
         match step {
             Step::Borrow | Step::Return => State::Described,
-            Step::Open | Step::Remap => State::Leased,
+            Step::Open | Step::Unmap => State::Leased,
+            Step::Map => State::Ready,
             // A device that does not stop is given up.
-            Step::Close | Step::Reset | Step::Abandon => State::Lost,
+            Step::Close | Step::Stop | Step::Reset | Step::Abandon => State::Lost,
+        }
+    }
+
+    /// The state after the lender has not answered to `step`, or to its being
+    /// undone, in time.
+    pub(crate) fn after_late(self, step: Step) -> State {
+        match step {
+            Step::Borrow | Step::Return => State::Described,
+            Step::Open | Step::Map | Step::Close | Step::Reset => State::Closing,
+            Step::Stop | Step::Unmap | Step::Abandon => State::Lost,
         }
     }
 }
@@ -179,14 +232,16 @@ impl State {
 mod tests {
     use super::{Event::*, State::*, *};
 
-    const STATES: [State; 4] = [Described, Leased, Ready, Lost];
-    const EVENTS: [Event; 8] = [
+    const STATES: [State; 5] = [Described, Leased, Ready, Closing, Lost];
+    const EVENTS: [Event; 10] = [
         Reset,
         FunctionReset,
         BarAccess,
         EnableBusMaster,
         DisableBusMaster,
-        MemoryChange,
+        MemoryAdded,
+        MemoryRemoved,
+        MemoryRefused,
         ClientGone,
         LenderGone,
     ];
@@ -215,7 +270,13 @@ mod tests {
 
     #[test]
     fn what_ends_dma_leaves_ready() {
-        for event in [Reset, FunctionReset, DisableBusMaster, ClientGone] {
+        for event in [
+            Reset,
+            FunctionReset,
+            DisableBusMaster,
+            MemoryRefused,
+            ClientGone,
+        ] {
             assert_ne!(after_all(Ready, event), Ready, "{event:?}");
         }
     }
@@ -227,12 +288,63 @@ mod tests {
         }
     }
 
+    /// Every step that some event asks for, with the state that it is taken in.
+    fn all_steps() -> impl Iterator<Item = (State, Event, Step)> {
+        let pairs = STATES
+            .into_iter()
+            .flat_map(|state| EVENTS.map(|event| (state, event)));
+        pairs.flat_map(|(state, event)| {
+            let mut at = state;
+            state.on(event).iter().map(move |step| {
+                let before = at;
+                at = at.after(*step);
+                (before, event, *step)
+            })
+        })
+    }
+
     #[test]
-    fn no_refusal_leaves_guest_memory_reachable() {
-        for state in STATES {
-            for step in EVENTS.iter().flat_map(|event| state.on(*event)) {
-                assert_ne!(state.after_refusal(*step), Ready, "{state:?} {step:?}");
+    fn no_failure_makes_guest_memory_reachable() {
+        for (state, event, step) in all_steps() {
+            // Only what was open before stays open, and only beside new memory.
+            let stays = state == Ready && step == Step::Map && event == MemoryAdded;
+            assert_eq!(
+                state.after_refusal(step) == Ready,
+                stays,
+                "{state:?} {step:?}"
+            );
+            assert_ne!(state.after_late(step), Ready, "{state:?} {step:?}");
+        }
+    }
+
+    #[test]
+    fn a_late_answer_costs_no_lease_but_where_memory_is_taken_away() {
+        for (state, event, step) in all_steps() {
+            let leased = matches!(state, Leased | Ready | Closing);
+            if leased && !matches!(event, MemoryRemoved | ClientGone | LenderGone) {
+                assert_eq!(state.after_late(step), Closing, "{state:?} {step:?}");
             }
+        }
+    }
+
+    #[test]
+    fn nothing_is_done_while_an_answer_is_awaited_but_to_await_it() {
+        for event in EVENTS {
+            let first = Closing.on(event).first();
+            assert!(
+                matches!(
+                    first,
+                    None | Some(
+                        Step::Close | Step::Stop | Step::Reset | Step::Return | Step::Abandon
+                    )
+                ),
+                "{event:?}"
+            );
+        }
+        // Memory is not taken away before the answer has come.
+        assert_eq!(after_all(Closing, MemoryRemoved), Leased);
+        for step in Closing.on(MemoryRemoved) {
+            assert_eq!(Closing.after_late(*step), Lost);
         }
     }
 

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use farside_config_space::ConfigSpace;
 use farside_control::{Channel, Described, ErrorKind};
+use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_vfio_user::{RateLimit, Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
@@ -39,11 +40,11 @@ const REGISTER_EVENTS: usize = 256;
 /// Why a device cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeviceError {
-    #[error("its configuration space makes no sense: {0}")]
+    #[error("its configuration space is invalid")]
     Config(#[from] farside_config_space::ConfigSpaceError),
-    #[error("its interrupts make no sense: {0}")]
+    #[error("its interrupts are invalid")]
     Irqs(#[from] farside_irq_relay::IrqCountsError),
-    #[error("{0}")]
+    #[error(transparent)]
     System(#[from] std::io::Error),
 }
 
@@ -72,6 +73,8 @@ pub(crate) struct Device {
     absent: bool,
     /// The client has unplugged the device and may keep the connection.
     unplugged: bool,
+    /// The client took guest RAM back, and nothing else since.
+    ram_taken: bool,
     held: Option<Held>,
     tasks: Tasks,
     /// The last refusal of the request being served.
@@ -124,6 +127,7 @@ impl Device {
             state: State::default(),
             absent: false,
             unplugged: false,
+            ram_taken: false,
             held: None,
             tasks: Tasks::default(),
             failure: None,
@@ -200,12 +204,28 @@ impl Device {
     /// The client is gone: everything it brought goes, the device is given
     /// back.
     pub(crate) fn client_gone(&mut self) {
+        if self.ram_taken && !self.unplugged {
+            self.name_viommu();
+        }
         self.held = None;
         self.worker.cancel();
         self.tasks.keep_current();
         self.tasks.push(Task::Event(Event::ClientGone));
         self.tasks.push(Task::Forget);
         self.advance();
+    }
+
+    /// QEMU takes all guest RAM back when the guest turns a vIOMMU on, and aborts
+    /// when that does not tell what the guest maps. Otherwise it ends without
+    /// taking anything back.
+    fn name_viommu(&mut self) {
+        static NAMED: RateLimit = RateLimit::new();
+        if let Some(held_back) = NAMED.allow() {
+            log::warn!(
+                "{}: the VMM closed the connection right after it took guest RAM back; if QEMU ended with \"requires caching mode\", the guest turned on a vIOMMU that hides its mappings: use `-device intel-iommu,caching-mode=on`{held_back}",
+                self.name()
+            );
+        }
     }
 
     /// The worker has an outcome. Returns the answer of the held request, if
@@ -228,7 +248,7 @@ impl Device {
                 Ok(Some(event)) => self.on_register_event(event),
                 Ok(None) => break,
                 Err(error) => {
-                    self.lender_gone(&error);
+                    self.lender_gone(&Chain(&error));
                     break;
                 }
             }
@@ -270,22 +290,20 @@ impl Device {
             // All is well again.
             self.report.last_error = None;
         }
-        self.report.open = outcome.opened.unwrap_or(match self.state {
-            State::Ready => self.report.open,
-            _ => Default::default(),
-        });
+        self.report.open = outcome.opened;
         match self.state {
             State::Described | State::Lost => self.retired.extend(self.registers.take()),
-            State::Leased | State::Ready => {}
+            State::Leased | State::Ready | State::Closing => {}
         }
         if let Some(error) = outcome.error {
             static FAILED: RateLimit = RateLimit::new();
             if let Some(held_back) = FAILED.allow() {
-                log::error!("{}: {error}{held_back}", self.name());
+                log::error!("{}: {error}{held_back}", self.name(), error = Chain(&error));
             }
-            self.absent = self.state == State::Described;
+            // A borrow that was not answered in time is asked for again.
+            self.absent = self.state == State::Described && !error.is_late();
             self.failure = Some(errno_of(&error));
-            self.report.last_error = Some(error.to_string());
+            self.report.last_error = Some(Chain(&error).to_string());
         }
     }
 
@@ -368,6 +386,7 @@ fn errno_of(error: &WorkError) -> Errno {
         Some(ErrorKind::Limit) => Errno::NOSPC,
         Some(ErrorKind::Invalid) => Errno::INVAL,
         _ if error.is_lost() => Errno::NODEV,
+        _ if error.is_late() => Errno::TIMEDOUT,
         _ => Errno::IO,
     }
 }

@@ -30,7 +30,7 @@ const MAX_FILES: usize = 512;
 const MAX_REFUSALS: usize = 64;
 
 /// Where low RAM is in any PC that has as much: above the legacy area.
-const LOW_MEMORY: Gpa = Gpa::new(1 << 20);
+pub(crate) const LOW_MEMORY: Gpa = Gpa::new(1 << 20);
 
 /// A file that holds guest memory.
 #[derive(Clone, Debug)]
@@ -65,11 +65,36 @@ impl Mapping {
         })
     }
 
+    /// The range of all of its file, as far as it is memory: the region of a
+    /// memory device, which the client may map in parts.
+    pub(crate) fn region(&self) -> Option<GpaRange> {
+        let backing = self.backing.as_ref()?;
+        let start = self.range.start().get().checked_sub(backing.offset)?;
+        let size = u64::try_from(fstat(&*backing.file).ok()?.st_size).ok()?;
+        GpaRange::new(Gpa::new(start), size / PAGE_SIZE * PAGE_SIZE).ok()
+    }
+
+    /// Whether it is RAM where every guest has some, unless a vIOMMU is between.
+    pub(crate) fn is_low_ram(&self) -> bool {
+        self.is_shared() && self.range.contains(LOW_MEMORY)
+    }
+
     /// Whether it is guest RAM that the client keeps to itself. Other memory
     /// without a descriptor is a ROM, or a BAR of some device.
     pub(crate) fn is_private_ram(&self) -> bool {
-        let well_known = [LOW_MEMORY, HIGH_MEMORY];
-        !self.is_shared() && well_known.iter().any(|at| self.range.contains(*at))
+        let is_ram_at = |at| self.range.contains(at) && !self.may_be_bar();
+        !self.is_shared() && [LOW_MEMORY, HIGH_MEMORY].into_iter().any(is_ram_at)
+    }
+
+    /// Whether it is as a memory BAR must be: a power of two in size, and
+    /// aligned to that (PCI Local Bus 3.0, 6.2.5.1), above 4 GiB. A VM without
+    /// RAM up there may have a BAR at its beginning.
+    ///
+    /// High RAM of such a size that is private, unlike the low RAM, is taken
+    /// for a BAR: DMA to it faults.
+    fn may_be_bar(&self) -> bool {
+        let (start, len) = (self.range.start(), self.range.len());
+        start >= HIGH_MEMORY && len.is_power_of_two() && start.get().is_multiple_of(len)
     }
 }
 
@@ -449,7 +474,15 @@ mod tests {
         table.map(0xc000_0000, 0x1000_0000, true, None).unwrap();
         table.map(0x80_0000_0000, 0x1000_0000, true, None).unwrap();
         assert_eq!(table.blocked(), None);
-        for (start, mib) in [(0x10_0000, 1024), (4 << 30, 1)] {
+        // A BAR at the very beginning of the 64-bit space, in a VM whose RAM
+        // is all below 4 GiB.
+        for len in [1 << 12, 16 << 20, 4u64 << 30] {
+            table.map(4 << 30, len, true, None).unwrap();
+            assert_eq!(table.blocked(), None, "{len:#x}");
+            table.unmap(4 << 30, len).unwrap();
+        }
+        // Low RAM, and what no BAR can be.
+        for (start, mib) in [(0x10_0000, 1024), (4 << 30, 3)] {
             table.map(start, mib << 20, true, None).unwrap();
             assert_eq!(table.blocked(), Some(Blocked::PrivateRam { start, mib }));
             table.unmap(start, mib << 20).unwrap();

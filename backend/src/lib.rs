@@ -15,7 +15,6 @@
 mod admin;
 mod backend;
 mod borrow;
-mod causes;
 mod device;
 mod dma_table;
 mod folder;

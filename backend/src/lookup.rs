@@ -9,8 +9,9 @@ use std::{
 };
 
 use farside_control::{
-    Address, CallError, Client, Described, ErrorKind, RamRange, Route, check_name,
+    Address, CallError, Client, Described, ErrorKind, RamRange, Route, check_name_of,
 };
+use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
 use farside_ntb::Adapter;
@@ -33,6 +34,7 @@ pub(crate) struct Lookup {
     pin_policy: PinPolicy,
     ram: Vec<RamRange>,
     open_timeout: Duration,
+    message_timeout: Duration,
     sockets: Mutex<Sockets>,
 }
 
@@ -53,6 +55,7 @@ impl Lookup {
             pin_policy: config.pin_policy,
             ram: config.ram.clone(),
             open_timeout: config.open_timeout,
+            message_timeout: config.message_timeout,
             sockets: Mutex::new(sockets),
         }
     }
@@ -91,6 +94,7 @@ impl Lookup {
             fences: self.fences.clone(),
             pin_policy: self.pin_policy,
             open_timeout: self.open_timeout,
+            message_timeout: self.message_timeout,
         };
         let device =
             Device::new(settings, described).map_err(|source: DeviceError| StartError::Device {
@@ -120,7 +124,10 @@ impl Lookup {
                 Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
                 Err(error) => {
                     if self.lenders.len() > 1 {
-                        log::warn!("looking for device {device}: {error}");
+                        log::warn!(
+                            "looking for device {device}: {error}",
+                            error = Chain(&error)
+                        );
                     }
                     unreachable.get_or_insert(error);
                 }
@@ -157,13 +164,5 @@ impl Lookup {
 
 /// Ids come to be file names of sockets.
 pub(crate) fn check_device(device: &str) -> Result<(), StartError> {
-    checked("device id", device)
-}
-
-pub(crate) fn checked(what: &'static str, name: &str) -> Result<(), StartError> {
-    check_name(name).map_err(|why| StartError::Name {
-        what,
-        name: name.to_owned(),
-        why,
-    })
+    Ok(check_name_of("device id", device)?)
 }

@@ -159,6 +159,13 @@ impl Served {
         self.lock().iter().map(served).collect()
     }
 
+    /// The devices that a client has and has not released.
+    pub(crate) fn in_use(&self) -> Vec<String> {
+        let devices = self.lock();
+        let in_use = devices.iter().filter(|entry| lock(&entry.server).in_use());
+        in_use.map(|entry| entry.id.clone()).collect()
+    }
+
     /// Ids and sockets.
     pub(crate) fn sockets(&self) -> Vec<(String, PathBuf)> {
         let pair = |entry: &Entry| (entry.id.clone(), entry.socket.clone());

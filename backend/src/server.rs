@@ -8,6 +8,7 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_error_chain::Chain;
 use farside_vfio_user::{
     Connection, ConnectionError, Listener, RateLimit, Session, Slot,
     serve::{Pumped, pump},
@@ -20,10 +21,7 @@ use rustix::{
     },
 };
 
-use crate::{
-    causes::Causes,
-    device::{Conclusion, Device, DeviceReport, Then},
-};
+use crate::device::{Conclusion, Device, DeviceReport, Then};
 
 /// Requests of one client that are served before others have their turn.
 const BUDGET: usize = 64;
@@ -160,7 +158,7 @@ impl DeviceServer {
             Ok(None) => {}
             Err(error) => {
                 if let Some(held_back) = FAILED.allow() {
-                    log::error!("{}: {}{held_back}", self.device.name(), Causes(&error));
+                    log::error!("{}: {}{held_back}", self.device.name(), Chain(&error));
                 }
             }
         }
@@ -206,7 +204,7 @@ impl DeviceServer {
             }
             error => {
                 if let Some(held_back) = DROPPED.allow() {
-                    log::warn!("{name}: dropping the client: {}{held_back}", Causes(error));
+                    log::warn!("{name}: dropping the client: {}{held_back}", Chain(error));
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! What stands between a device and guest RAM.
 
-use farside_control::CallError;
+use farside_control::{CallError, ErrorKind};
 use farside_fabric::{FabricError, pin::PinError};
 use farside_ntb::NtbError;
 
@@ -9,10 +9,21 @@ use farside_ntb::NtbError;
 pub(crate) enum PathError {
     #[error(transparent)]
     Lender(#[from] CallError),
-    #[error("cannot pin guest RAM: {0}")]
+    #[error("cannot pin guest RAM")]
     Pin(#[from] PinError),
-    #[error("cannot bring guest RAM within the NTB's reach: {0}")]
+    #[error("cannot bring guest RAM within the NTB's reach")]
     Map(#[from] FabricError),
     #[error(transparent)]
     Ntb(#[from] NtbError),
+}
+
+impl PathError {
+    /// Whether there was no room for what was asked for; nothing was done then.
+    pub(crate) fn is_limit(&self) -> bool {
+        match self {
+            Self::Lender(CallError::Refused(error)) => error.kind == ErrorKind::Limit,
+            Self::Ntb(_) => true,
+            _ => false,
+        }
+    }
 }

@@ -4,6 +4,7 @@
 use std::os::fd::AsFd;
 
 use farside_control::{BarOwner, Client};
+use farside_error_chain::Chain;
 use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
 use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
@@ -55,12 +56,16 @@ impl FarSide {
         })
     }
 
+    /// Maps `memory`; `done` says how much of it is mapped, also on an error.
     pub(super) fn map(
         &mut self,
         client: &mut Client,
         far: u64,
         memory: MemoryRange,
+        done: &mut u64,
     ) -> Result<(), PathError> {
+        *done = 0;
+        let whole = memory.len;
         match self {
             Self::Lender => {
                 let file = memory.file.as_fd();
@@ -68,16 +73,16 @@ impl FarSide {
             }
             Self::LendersIommu => {
                 let (file, step) = (memory.file.as_fd(), step(memory.len));
-                let mut done = 0;
-                while done < memory.len {
-                    let len = step.min(memory.len - done);
-                    let offset = memory.offset + done;
-                    client.far_map(far + done, len, file, offset, memory.writable)?;
-                    done += len;
+                while *done < memory.len {
+                    let len = step.min(memory.len - *done);
+                    let offset = memory.offset + *done;
+                    client.far_map(far + *done, len, file, offset, memory.writable)?;
+                    *done += len;
                 }
             }
             Self::Ntb(domain) => domain.map(FarAddress::new(far), memory)?,
         }
+        *done = whole;
         Ok(())
     }
 
@@ -99,7 +104,10 @@ impl FarSide {
         if let Self::Ntb(domain) = self
             && let Err(error) = domain.unmap_all()
         {
-            log::error!("guest RAM stays within the NTB's reach: {error}");
+            log::error!(
+                "guest RAM stays within the NTB's reach: {error}",
+                error = Chain(&error)
+            );
         }
     }
 }

@@ -8,24 +8,29 @@ use farside_fabric::{
     MemoryRange,
     pin::{PinOptions, PinProgress, Pins},
 };
-use farside_guest_layout::{GpaRange, Plan};
+use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
 use serde::Serialize;
 
 use super::{
     error::PathError,
     far::{FAR_STEP, Far, FarSide},
+    page_pins::PagePins,
 };
-use crate::dma_table::Mapping;
+use crate::dma_table::{LOW_MEMORY, Mapping};
 
 /// What opening came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct OpenReport {
-    /// Bytes of guest RAM that the device reaches.
+    /// Bytes of guest RAM that are kept for the device, which reaches them;
+    /// behind a vIOMMU, those of them that are mapped.
     pub(crate) bytes_pinned: u64,
     /// Of those, bytes locked in memory.
     pub(crate) bytes_locked: u64,
     pub(crate) dma_windows: u32,
     pub(crate) lut_entries: u32,
+    /// Bytes of guest RAM that came while the device ran and that it does not
+    /// reach.
+    pub(crate) bytes_unreachable: u64,
 }
 
 /// A mapping that the device reaches.
@@ -34,7 +39,8 @@ struct Segment {
     /// Where the borrower's domain has it: one piece for each window that it
     /// is in.
     pieces: Vec<Piece>,
-    pins: Pins,
+    /// None where [`PagePins`] has it.
+    pins: Option<Pins>,
 }
 
 #[derive(Clone, Copy)]
@@ -55,8 +61,30 @@ struct Window {
 pub(crate) struct OpenPath {
     far_side: FarSide,
     segments: BTreeMap<u64, Segment>,
+    page_pins: PagePins,
     windows: Vec<Window>,
+    /// Bytes of mappings that could not be added, by first address.
+    unreachable: BTreeMap<u64, u64>,
+    /// What [`OpenPath::map`] has done of a mapping so far.
+    adding: Adding,
+    /// What the windows of pages are multiples of, once one has shown what a LUT
+    /// entry translates.
+    page_window: Option<u64>,
 }
+
+/// What there is to undo of a mapping that is being added.
+#[derive(Default)]
+struct Adding {
+    /// First addresses of its windows.
+    windows: Vec<u64>,
+    /// What of it the borrower's domain has.
+    pieces: Vec<Piece>,
+    pins: Option<Pins>,
+}
+
+/// Windows of pages are multiples of this until a window has shown what a LUT
+/// entry of the lender's translates; a power of two.
+const PAGE_WINDOW: u64 = 128 << 20;
 
 impl OpenPath {
     /// A closed way, whose far end is `far_side`.
@@ -73,6 +101,9 @@ impl OpenPath {
     ///
     /// Windows come first, so that a guest that does not fit is found before
     /// its RAM is pinned, which takes long. Nothing masters the bus meanwhile.
+    ///
+    /// The plan is of guest RAM. Behind a vIOMMU there are only pages, such as
+    /// those of queues that outlive a controller reset.
     pub(crate) fn open(
         &mut self,
         client: &mut Client,
@@ -80,12 +111,19 @@ impl OpenPath {
         mappings: &[Mapping],
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
+        let shared = || mappings.iter().filter(|mapping| mapping.is_shared());
+        let is_ram = |mapping: &Mapping| {
+            mapping.range.start() <= LOW_MEMORY || !PagePins::fits(mapping.range.len())
+        };
+        if !shared().any(is_ram) {
+            return shared().try_for_each(|mapping| self.map(client, mapping, pinning));
+        }
         for window in &plan.windows {
             self.open_window(client, window.range)?;
         }
         let total = plan.ram_bytes();
         let mut before = 0;
-        for mapping in mappings.iter().filter(|mapping| mapping.is_shared()) {
+        for mapping in shared() {
             // Of one mapping; people want to know of the guest.
             let show = |at: PinProgress| {
                 if let Some(progress) = pinning.progress {
@@ -97,52 +135,175 @@ impl OpenPath {
                 progress: Some(&show),
                 ..*pinning
             };
-            self.add(client, mapping, &pinning)?;
+            self.add(client, mapping, &pinning, false)?;
             before += mapping.range.len();
         }
         Ok(())
     }
 
     /// Makes one more mapping reachable, with windows for what no open one
-    /// spans.
+    /// spans. On an error, [`OpenPath::undo_map`] leaves what was open before.
+    ///
+    /// Behind a vIOMMU, mappings are pages that come and go with each I/O. There
+    /// a window spans all that its LUT entry translates, so that the next pages
+    /// find it open, and stays open when it is empty: what nobody has mapped,
+    /// the borrower's domain refuses.
     pub(crate) fn map(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
+        self.adding = Adding::default();
+        let paged = self.is_page(mapping.range);
         if mapping.is_shared() {
-            for range in self.without_window(mapping.range) {
-                self.open_window(client, range)?;
+            while let Some(&gap) = self.without_window(mapping.range).first() {
+                match paged && self.keeps_windows() {
+                    true => self.open_page_windows(client, gap)?,
+                    // Behind a vIOMMU an address is nowhere in the file.
+                    false => {
+                        let region = mapping.region().filter(|_| !paged);
+                        self.open_new_window(client, gap, region)?;
+                    }
+                }
             }
         }
-        self.add(client, mapping, pinning)
+        self.add(client, mapping, pinning, paged)
+    }
+
+    /// Whether a mapping is of pages behind a vIOMMU: without one, every guest
+    /// has RAM at 1 MiB. (What is below may be mapped anew before that is.)
+    fn is_page(&self, range: GpaRange) -> bool {
+        if range.start() <= LOW_MEMORY {
+            return false;
+        }
+        let below = self.segments.range(..=LOW_MEMORY.get()).next_back();
+        !below.is_some_and(|(_, segment)| segment.range.contains(LOW_MEMORY))
+    }
+
+    /// Whether windows for pages span more than these: where a window that
+    /// nothing is mapped in costs but its LUT entry. A physical function's IOMMU
+    /// may have reserved ranges there.
+    fn keeps_windows(&self) -> bool {
+        !self.is_behind_iommu()
+    }
+
+    /// Whether an IOMMU translates what the device reaches: changing that takes
+    /// time that grows with the memory.
+    pub(crate) fn is_behind_iommu(&self) -> bool {
+        !matches!(self.far_side, FarSide::Lender)
+    }
+
+    /// Opens windows for pages in `range`: of all that their LUT entries
+    /// translate, or of nothing but `range` where there is no room for that.
+    fn open_page_windows(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
+        let unit = self.page_window.unwrap_or(PAGE_WINDOW);
+        for window in self.without_window(whole_units(range, unit)) {
+            if !window.overlaps(range) {
+                continue;
+            }
+            match self.open_window(client, window) {
+                Ok(()) => {
+                    if let Some(opened) = self.windows.last() {
+                        let segment = opened.range.len() / u64::from(opened.lut_entries.max(1));
+                        let segment = segment.max(1).next_power_of_two().min(PAGE_WINDOW);
+                        self.page_window.get_or_insert(segment);
+                    }
+                }
+                Err(error) if error.is_limit() => {
+                    // Those that were kept open for pages to come are in the way.
+                    self.close_empty(client)?;
+                    let mut gaps = self.without_window(range).into_iter();
+                    return gaps.try_for_each(|gap| self.open_window(client, gap));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the windows that have nothing in them.
+    fn close_empty(&mut self, client: &mut Client) -> Result<(), CallError> {
+        let segments = &self.segments;
+        let in_use = |window: &Window| {
+            let below = segments.range(..window.range.end().get()).next_back();
+            below.is_some_and(|(_, segment)| segment.range.overlaps(window.range))
+        };
+        while let Some(at) = self.windows.iter().position(|window| !in_use(window)) {
+            client.close_window(self.windows[at].range.start().get())?;
+            self.windows.swap_remove(at);
+        }
+        Ok(())
+    }
+
+    /// Undoes what [`OpenPath::map`] has done of a mapping that failed, and
+    /// takes it down as out of reach.
+    pub(crate) fn undo_map(
+        &mut self,
+        client: &mut Client,
+        mapping: &Mapping,
+    ) -> Result<(), PathError> {
+        // Whatever is left after an error, pins go last.
+        while let Some(piece) = self.adding.pieces.last() {
+            self.far_side.unmap(client, piece.far, piece.range.len())?;
+            self.adding.pieces.pop();
+        }
+        while let Some(&start) = self.adding.windows.last() {
+            client.close_window(start)?;
+            self.windows
+                .retain(|window| window.range.start().get() != start);
+            self.adding.windows.pop();
+        }
+        self.adding.pins = None;
+        let start = mapping.range.start().get();
+        self.unreachable.insert(start, mapping.range.len());
+        Ok(())
+    }
+
+    /// Opens a window for `ram` that spans as much of the region that `ram` is
+    /// in as there is room for.
+    fn open_new_window(
+        &mut self,
+        client: &mut Client,
+        ram: GpaRange,
+        region: Option<GpaRange>,
+    ) -> Result<(), PathError> {
+        let open: Vec<_> = self.windows.iter().map(|window| window.range).collect();
+        let mut refused = None;
+        for span in spans(ram, region, &open) {
+            match self.open_window(client, span) {
+                Ok(()) => {
+                    self.adding.windows.push(span.start().get());
+                    return Ok(());
+                }
+                // Less may fit.
+                Err(error) if error.is_limit() => refused = Some(error),
+                Err(error) => return Err(error),
+            }
+        }
+        refused.map_or(Ok(()), Err)
     }
 
     /// Makes a mapping unreachable, then unpins it. A window that has nothing
-    /// left in it is closed.
+    /// left in it is closed, but for those behind a vIOMMU (see
+    /// [`map`](Self::map)).
     pub(crate) fn unmap(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
     ) -> Result<(), PathError> {
         let start = mapping.range.start().get();
+        self.unreachable.remove(&start);
         let Some(segment) = self.segments.get(&start) else {
             return Ok(());
         };
         for piece in &segment.pieces {
             self.far_side.unmap(client, piece.far, piece.range.len())?;
         }
+        let paged = segment.pins.is_none();
         self.segments.remove(&start);
-        let segments = &self.segments;
-        let in_use = |window: &Window| {
-            segments
-                .values()
-                .any(|left| left.range.overlaps(window.range))
-        };
-        while let Some(at) = self.windows.iter().position(|window| !in_use(window)) {
-            client.close_window(self.windows[at].range.start().get())?;
-            self.windows.swap_remove(at);
+        if !(paged && self.keeps_windows()) {
+            self.close_empty(client)?;
         }
         Ok(())
     }
@@ -159,16 +320,23 @@ impl OpenPath {
     pub(crate) fn forget(&mut self) {
         self.far_side.unmap_all();
         self.segments.clear();
+        self.page_pins.clear();
         self.windows.clear();
+        self.unreachable.clear();
+        self.adding = Adding::default();
     }
 
     pub(crate) fn report(&self) -> OpenReport {
-        let pins = || self.segments.values().map(|segment| segment.pins.report());
+        let pins = || {
+            let whole = self.segments.values().filter_map(|s| s.pins.as_ref());
+            whole.map(Pins::report).chain([self.page_pins.report()])
+        };
         OpenReport {
             bytes_pinned: pins().map(|pins| pins.bytes_pinned).sum(),
             bytes_locked: pins().map(|pins| pins.bytes_locked).sum(),
             dma_windows: self.windows.len() as u32,
             lut_entries: self.windows.iter().map(|window| window.lut_entries).sum(),
+            bytes_unreachable: self.unreachable.values().sum(),
         }
     }
 
@@ -179,12 +347,16 @@ impl OpenPath {
         client: &mut Client,
         mapping: &Mapping,
         pinning: &PinOptions<'_>,
+        paged: bool,
     ) -> Result<(), PathError> {
         let pieces = self.pieces(mapping.range);
         let Some(memory) = mapping.memory().filter(|_| !pieces.is_empty()) else {
             return Ok(());
         };
-        let pins = Pins::new(std::slice::from_ref(&memory), pinning)?;
+        match paged && PagePins::fits(memory.len) {
+            true => self.page_pins.pin(&memory, pinning)?,
+            false => self.adding.pins = Some(Pins::new(std::slice::from_ref(&memory), pinning)?),
+        }
         let start = mapping.range.start().get();
         for piece in &pieces {
             let part = MemoryRange {
@@ -193,8 +365,14 @@ impl OpenPath {
                 len: piece.range.len(),
                 writable: memory.writable,
             };
-            self.far_side.map(client, piece.far, part)?;
+            let mut done = 0;
+            let mapped = self.far_side.map(client, piece.far, part, &mut done);
+            if let Ok(range) = GpaRange::new(piece.range.start(), done) {
+                self.adding.pieces.push(Piece { range, ..*piece });
+            }
+            mapped?;
         }
+        let Adding { pins, .. } = std::mem::take(&mut self.adding);
         let segment = Segment {
             range: mapping.range,
             pieces,
@@ -267,6 +445,14 @@ impl OpenPath {
     }
 }
 
+/// `range`, rounded out to multiples of `unit`.
+fn whole_units(range: GpaRange, unit: u64) -> GpaRange {
+    let start = range.start().get() / unit * unit;
+    let end = range.end().get().checked_next_multiple_of(unit);
+    let whole = end.and_then(|end| GpaRange::between(Gpa::new(start), Gpa::new(end)).ok());
+    whole.unwrap_or(range)
+}
+
 /// `len` in whole steps.
 fn steps(len: u64) -> u64 {
     len.checked_next_multiple_of(FAR_STEP).unwrap_or(u64::MAX)
@@ -274,8 +460,6 @@ fn steps(len: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use farside_guest_layout::Gpa;
-
     use super::*;
 
     fn range(start: u64, end: u64) -> GpaRange {
@@ -316,6 +500,44 @@ mod tests {
             path.without_window(range(0x10000, 0x11000)),
             [range(0x10000, 0x11000)]
         );
+    }
+
+    #[test]
+    fn a_page_has_the_window_of_its_lut_entry() {
+        let unit = 0x8000;
+        assert_eq!(
+            whole_units(range(0xf000, 0x11000), unit),
+            range(0x8000, 0x18000)
+        );
+        assert_eq!(
+            whole_units(range(0x8000, 0x10000), unit),
+            range(0x8000, 0x10000)
+        );
+        // Nothing wraps at the end of the address space.
+        let last = range(u64::MAX - 0x1fff, u64::MAX - 0xfff);
+        assert_eq!(whole_units(last, unit), last);
+    }
+
+    #[test]
+    fn pages_are_told_from_ram() {
+        let mut path = OpenPath::default();
+        let page = range(0xffff_f000, 0x1_0000_0000);
+        let insert = |path: &mut OpenPath, range: GpaRange| {
+            let segment = Segment {
+                range,
+                pieces: Vec::new(),
+                pins: None,
+            };
+            path.segments.insert(range.start().get(), segment);
+        };
+        assert!(path.is_page(page));
+        insert(&mut path, range(0x8000_0000, 0x8000_1000));
+        insert(&mut path, range(0, 0xa_0000));
+        assert!(path.is_page(page));
+        // Below 1 MiB the firmware maps anew what is RAM, piece by piece.
+        assert!(!path.is_page(range(0xc_0000, 0xc_4000)));
+        insert(&mut path, range(0x10_0000, 0x4000_0000));
+        assert!(!path.is_page(page));
     }
 
     #[test]

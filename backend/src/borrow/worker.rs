@@ -23,7 +23,7 @@ use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};
 use farside_ntb::Adapter;
 
-use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
+use super::{Event, State, Step, bars::BarFile, error::PathError, path::OpenReport};
 use crate::dma_table::{Blocked, DmaError, DmaTable, Mapping};
 use work::Borrow;
 
@@ -43,9 +43,19 @@ pub(crate) struct Settings {
     /// The file with the fences of the VM.
     pub(crate) fences: Option<PathBuf>,
     pub(crate) pin_policy: PinPolicy,
-    /// How long a held bus-master enable, or a change of guest memory, may take
-    /// to pin; below the VMM's message timeout.
+    /// After how long a bus-master enable is late.
     pub(crate) open_timeout: Duration,
+    /// How long the VMM waits for an answer.
+    pub(crate) message_timeout: Duration,
+}
+
+impl Settings {
+    /// How long a held bus-master enable, or a change of guest memory, may take
+    /// to pin: four fifths of what the VMM waits, for the lender's answers and
+    /// what has to be undone come after it. Longer when the user says so.
+    pub(crate) fn open_limit(&self) -> Duration {
+        self.open_timeout.max(self.message_timeout * 4 / 5)
+    }
 }
 
 /// Work for the thread.
@@ -71,15 +81,20 @@ pub(crate) struct Run {
     pub(crate) intx_disable: bool,
     /// `Borrow`, `Open`: what the client has mapped.
     pub(crate) memory: Option<DmaTable>,
-    /// `Remap`: what changed.
+    /// `Map`, `Unmap`: what changed.
     pub(crate) change: Option<MemoryChange>,
 }
 
 impl Run {
     /// Whether it may have to pin guest RAM.
     fn pins(&self) -> bool {
-        let pins = |step: &Step| matches!(step, Step::Open | Step::Remap);
+        let pins = |step: &Step| matches!(step, Step::Open | Step::Map);
         self.steps.iter().any(pins)
+    }
+
+    /// Whether it makes guest RAM unreachable piece by piece.
+    fn unmaps(&self) -> bool {
+        self.steps.contains(&Step::Unmap)
     }
 }
 
@@ -91,6 +106,28 @@ pub(crate) enum MemoryChange {
     Unmap(Vec<Mapping>),
 }
 
+impl MemoryChange {
+    /// What it is to the borrow.
+    pub(crate) fn event(&self) -> Event {
+        match self {
+            change if change.blocked().is_some() => Event::MemoryRefused,
+            Self::Unmap(_) => Event::MemoryRemoved,
+            Self::Map(_) | Self::Refused(_) => Event::MemoryAdded,
+        }
+    }
+
+    /// Why no device may do DMA after it.
+    fn blocked(&self) -> Option<Blocked> {
+        match self {
+            Self::Map(mapping) => mapping
+                .is_private_ram()
+                .then(|| Blocked::private_ram(mapping)),
+            Self::Refused(error) => Some(Blocked::Refused(*error)),
+            Self::Unmap(_) => None,
+        }
+    }
+}
+
 /// What became of a [`Job`].
 #[derive(Default)]
 pub(crate) struct Outcome {
@@ -98,8 +135,8 @@ pub(crate) struct Outcome {
     pub(crate) state: Option<State>,
     /// From `Borrow`.
     pub(crate) lease: Option<NewLease>,
-    /// From `Open` and `Remap`.
-    pub(crate) opened: Option<OpenReport>,
+    /// What is open now.
+    pub(crate) opened: OpenReport,
     /// From `Open`.
     pub(crate) layout: Option<LayoutReport>,
     /// What stopped it.
@@ -129,7 +166,7 @@ pub(crate) struct LayoutReport {
 pub(crate) enum WorkError {
     #[error(transparent)]
     Path(#[from] PathError),
-    #[error("the guest's memory layout cannot be found: {0}")]
+    #[error("the guest's memory layout cannot be found")]
     Layout(#[from] ProbeError),
     #[error(transparent)]
     Memory(#[from] Blocked),
@@ -138,7 +175,7 @@ pub(crate) enum WorkError {
     )]
     Changed(String),
     #[error(
-        "device {device}: {source}: without its fences the VM's right to the device is unknown"
+        "cannot read the fences of device {device}, without which the VM's right to it is unknown"
     )]
     Fences {
         device: String,
@@ -160,9 +197,17 @@ impl WorkError {
         matches!(
             self,
             Self::Path(PathError::Lender(
-                CallError::Lost(_) | CallError::Unreachable { .. } | CallError::Unexpected(_)
+                CallError::Lost(_)
+                    | CallError::Unreachable { .. }
+                    | CallError::NotALender { .. }
+                    | CallError::Unexpected(_)
             ))
         )
+    }
+
+    /// Whether the lender has not answered in time: it may yet.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Self::Path(PathError::Lender(CallError::Late(_))))
     }
 
     /// What the lender said, if it refused.

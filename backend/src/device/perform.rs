@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use farside_config_space::INTERRUPT_STATUS;
 use farside_control::registers::Event as RegisterEvent;
+use farside_error_chain::Chain;
 
 use super::{
     Device,
@@ -31,7 +32,7 @@ impl Device {
         match task {
             Task::Check => self.post(Job::Check),
             Task::Event(event) => self.take_steps(event, None),
-            Task::Memory(change) => self.take_steps(Event::MemoryChange, Some(change)),
+            Task::Memory(change) => self.take_steps(change.event(), Some(change)),
             Task::SetIrqs(request) => {
                 if self.registers.is_some() {
                     self.post(Job::SetIrqs(request));
@@ -116,7 +117,7 @@ impl Device {
                 self.tasks.waiting = Waiting::Room;
                 self.tasks.push_front(Task::BarRead { bar, offset, done });
             }
-            Err(error) => self.lender_gone(&error),
+            Err(error) => self.lender_gone(&Chain(&error)),
         }
     }
 
@@ -134,7 +135,7 @@ impl Device {
                 self.tasks.waiting = Waiting::Room;
                 self.tasks.push_front(Task::InterruptStatus { at });
             }
-            Err(error) => self.lender_gone(&error),
+            Err(error) => self.lender_gone(&Chain(&error)),
         }
     }
 
@@ -154,7 +155,7 @@ impl Device {
                     done,
                 });
             }
-            Err(error) => self.lender_gone(&error),
+            Err(error) => self.lender_gone(&Chain(&error)),
         }
     }
 

@@ -58,7 +58,7 @@ impl DeviceReport {
             bars: Vec::new(),
             interrupts: VectorsStatus::default(),
             last_error: None,
-            open_timeout_ms: settings.open_timeout.as_millis() as u64,
+            open_timeout_ms: settings.open_limit().as_millis() as u64,
         }
     }
 }

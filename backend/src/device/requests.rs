@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use farside_devices::Description;
+use farside_error_chain::Chain;
+use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, IrqInfo, RateLimit, Region, RegionInfo, RegionWrite, Reply,
-    ReplyTo, Request, SetIrqs as WireIrqs,
+    DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
+    Request,
     serve::{Answer, Handler},
 };
 use rustix::io::Errno;
@@ -16,7 +18,7 @@ use super::{
 };
 use crate::{
     borrow::{Event, State, worker::MemoryChange},
-    dma_table::{Backing, DmaError},
+    dma_table::{Backing, DmaError, Mapping},
 };
 
 impl Device {
@@ -85,7 +87,7 @@ impl Device {
                     return self.hold(to, finish, [rest]);
                 }
                 Err(error) => {
-                    self.lender_gone(&error);
+                    self.lender_gone(&Chain(&error));
                     return self.hold(to, finish, []);
                 }
             }
@@ -159,6 +161,7 @@ impl Device {
                 }
             },
         };
+        self.ram_taken |= mappings.iter().any(Mapping::is_low_ram);
         let change = Task::Memory(MemoryChange::Unmap(mappings));
         self.hold(to, Finish::Unmap(request), [change])
     }
@@ -167,9 +170,13 @@ impl Device {
     fn refuse_memory(&mut self, error: &DmaError) {
         static REFUSED: RateLimit = RateLimit::new();
         if let Some(held_back) = REFUSED.allow() {
-            log::warn!("{}: guest memory refused: {error}{held_back}", self.name());
+            log::warn!(
+                "{}: guest memory refused: {error}{held_back}",
+                self.name(),
+                error = Chain(&error)
+            );
         }
-        self.report.last_error = Some(error.to_string());
+        self.report.last_error = Some(Chain(&error).to_string());
     }
 
     pub(super) fn region_info(&self, region: Region) -> RegionInfo<'_> {
@@ -194,13 +201,17 @@ impl Device {
         }
     }
 
-    fn set_irqs(&mut self, wire: WireIrqs<'_>, to: ReplyTo) -> Answer<'_> {
-        let request = match wire.for_function(&self.counts) {
+    fn set_irqs(&mut self, message: SetIrqsMessage<'_>, to: ReplyTo) -> Answer<'_> {
+        let request = match SetIrqs::decode(&self.counts, message) {
             Ok(request) => request,
             Err(error) => {
                 static REFUSED: RateLimit = RateLimit::new();
                 if let Some(held_back) = REFUSED.allow() {
-                    log::warn!("{}: interrupts refused: {error}{held_back}", self.name());
+                    log::warn!(
+                        "{}: interrupts refused: {error}{held_back}",
+                        self.name(),
+                        error = Chain(&error)
+                    );
                 }
                 return Answer::Error(error.errno());
             }
@@ -227,6 +238,7 @@ impl Device {
 
 impl Handler for Device {
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
+        self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         match request {
             Request::Version(negotiated) => {
                 self.hold(to, Finish::Version(negotiated), [Task::Check])
@@ -243,7 +255,8 @@ impl Handler for Device {
                 self.hold(to, Finish::RegionInfo { region, argsz }, borrow)
             }
             Request::DeviceGetIrqInfo { index } => {
-                Answer::Reply(Reply::IrqInfo(IrqInfo::of(&self.counts, index)))
+                let info = self.counts.info(index);
+                Answer::Reply(Reply::IrqInfo { index, info })
             }
             Request::DeviceSetIrqs(request) => self.set_irqs(request, to),
             Request::RegionRead {

@@ -133,6 +133,7 @@ impl Host {
             interrupts: Interrupts::Direct,
             pin_policy: PinPolicy::Prefer,
             open_timeout: Duration::from_millis(4500),
+            message_timeout: Duration::from_secs(5),
             socket_group: None,
         }
     }
@@ -186,9 +187,11 @@ impl Served {
         }
     }
 
-    /// Returns when it has given every device back and is gone.
+    /// Returns when it has given every device back and is gone. Raised twice, a
+    /// client that is still connected does not keep it.
     pub fn stop(&mut self) {
         if let Some(thread) = self.thread.take() {
+            self.stop.raise();
             self.stop.raise();
             thread.join().unwrap();
         }

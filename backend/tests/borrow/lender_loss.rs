@@ -99,17 +99,53 @@ fn a_client_of_a_lost_device_can_go_and_the_next_gets_the_new_lender() {
 
 /// What a lender of ours stops to do.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mute {
+pub enum Mute {
     Registers,
     FarUnmap,
+    /// The first of these requests is answered when the test says so.
+    Until(Kind),
+}
+
+/// A kind of request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Borrow,
+    SetIrqs,
+    OpenWindow,
+    FarMap,
+    EnableBusMaster,
+    FarUnmap,
+    Close,
+    Reset,
+    Other,
+}
+
+impl Kind {
+    fn of(request: &Request) -> Self {
+        match request {
+            Request::Borrow { .. } => Self::Borrow,
+            Request::SetIrqs(_) => Self::SetIrqs,
+            Request::OpenWindow { .. } => Self::OpenWindow,
+            Request::FarMap { .. } => Self::FarMap,
+            Request::EnableBusMaster => Self::EnableBusMaster,
+            Request::FarUnmap { .. } => Self::FarUnmap,
+            Request::Close => Self::Close,
+            Request::Reset => Self::Reset,
+            _ => Self::Other,
+        }
+    }
 }
 
 /// A lender that answers everything, until it does not. When the backend hangs
 /// up under a lease it sends how to reply to that on, and hangs up when it is
 /// told to.
-struct Muted {
-    hung_up: mpsc::Receiver<mpsc::Sender<()>>,
-    thread: JoinHandle<()>,
+pub struct Muted {
+    pub hung_up: mpsc::Receiver<mpsc::Sender<()>>,
+    /// What it is asked under a lease, when it begins to serve it.
+    pub asked: mpsc::Receiver<Kind>,
+    /// Lets it answer what it holds back.
+    pub answer: mpsc::Sender<()>,
+    pub thread: JoinHandle<()>,
 }
 
 impl Muted {
@@ -117,6 +153,17 @@ impl Muted {
     fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
         let listener = Listener::bind(&socket).unwrap();
         let (hang_up, hung_up) = mpsc::channel();
+        let (asks, asked) = mpsc::channel();
+        let (answer, told) = mpsc::channel();
+        let mut answered = false;
+        let mut hold = move |request: &Request| {
+            let kind = Kind::of(request);
+            let _ = asks.send(kind);
+            if !answered && Mute::Until(kind) == mute {
+                answered = true;
+                told.recv_timeout(2 * DEADLINE).unwrap();
+            }
+        };
         let thread = std::thread::spawn(move || {
             // Lookup, check, lease.
             for lease in [false, false, true] {
@@ -126,7 +173,7 @@ impl Muted {
                     }
                     poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
                 };
-                Self::serve(&mut peer, mute);
+                Self::serve(&mut peer, mute, &mut hold);
                 if lease {
                     let (go, wait) = mpsc::channel();
                     hang_up.send(go).unwrap();
@@ -134,13 +181,19 @@ impl Muted {
                 }
             }
         });
-        Self { hung_up, thread }
+        Self {
+            hung_up,
+            asked,
+            answer,
+            thread,
+        }
     }
 
-    fn serve(peer: &mut Channel, mute: Mute) {
+    fn serve(peer: &mut Channel, mute: Mute, hold: &mut impl FnMut(&Request)) {
         let mut registers = Vec::new();
         while let Ok((Envelope { request, .. }, _)) = peer.receive::<Envelope>(DEADLINE) {
             let mut fds = Vec::new();
+            hold(&request);
             let reply = match request {
                 Request::Hello { .. } => Reply::Welcome {
                     lender: "muted".into(),
@@ -156,6 +209,7 @@ impl Muted {
                         summary: String::new(),
                         borrowed_by: None,
                         fences: Vec::new(),
+                        problem: None,
                     },
                     bus_master: false,
                     usage: Default::default(),
@@ -179,13 +233,25 @@ impl Muted {
                 _ => Reply::Done,
             };
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            peer.send(&reply, &fds, DEADLINE).unwrap();
+            if peer.send(&reply, &fds, DEADLINE).is_err() {
+                // The backend has hung up.
+                break;
+            }
         }
     }
 }
 
 /// A backend of a lender that goes mute, and how long its VMM would wait.
 fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
+    muted_within(mute, Duration::from_secs(4), MESSAGE_TIMEOUT)
+}
+
+/// The same, with these timeouts.
+pub fn muted_within(
+    mute: Mute,
+    open_timeout: Duration,
+    message_timeout: Duration,
+) -> (tempfile::TempDir, Muted, Served) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("lender.sock");
     let lender = Muted::start(socket.clone(), mute);
@@ -199,7 +265,8 @@ fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
         fences: None,
         interrupts: Default::default(),
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
-        open_timeout: Duration::from_secs(4),
+        open_timeout,
+        message_timeout,
         socket_group: None,
     });
     (dir, lender, served)

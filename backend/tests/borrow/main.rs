@@ -12,6 +12,7 @@ mod vmm;
 mod drain;
 mod independent_client;
 mod interrupts;
+mod late;
 mod lender_loss;
 mod life;
 mod memory;

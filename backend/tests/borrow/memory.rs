@@ -9,8 +9,7 @@ use rustix::{fs::ftruncate, io::Errno};
 
 use crate::{
     guest::{
-        BUS_MASTER, Job, MEMORY, PAGE, Ram, SMALL, command, enable, fill, place_bars, run,
-        set_command, small,
+        Job, MEMORY, PAGE, Ram, SMALL, command, enable, fill, place_bars, run, set_command, small,
     },
     host::{DMA, Host, Served, assert_closed, assert_open, dma_test},
     vmm::Vmm,
@@ -125,8 +124,10 @@ fn memory_that_comes_while_open_is_reached() {
     assert_open(&host, &served, DMA, SMALL + MIB, 2);
     assert!(!fill(&mut vmm, at, 0x1000, 1).faulted());
     far.assert_filled(0, 0x1000, 1);
+    // More of the same file is within that window.
+    assert!(fill(&mut vmm, at + 2 * MIB, 0x1000, 1).faulted());
     vmm.map(at + 2 * MIB, MIB, far.fd(2 * MIB)).unwrap();
-    assert_open(&host, &served, DMA, SMALL + 2 * MIB, 3);
+    assert_open(&host, &served, DMA, SMALL + 2 * MIB, 2);
     vmm.unmap(at, MIB).unwrap();
     assert_open(&host, &served, DMA, SMALL + MIB, 2);
     assert!(fill(&mut vmm, at, 0x1000, 2).faulted());
@@ -217,8 +218,8 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
     assert!(served.status()["last_error"].is_null());
-    // More of it, by hotplug.
-    vmm.map(4 << 30, MIB, None).unwrap_err();
+    // More of it, by hotplug; of no size that a BAR can have.
+    vmm.map(4 << 30, 3 * MIB, None).unwrap_err();
     assert_closed(&host, &served, DMA, "leased");
     assert!(served.last_error().contains("not shared"));
 }
@@ -342,13 +343,138 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
     let error = served.last_error();
     assert!(error.contains("LUT entries"), "{error}");
     assert!(error.contains("bar-size"), "{error}");
-    // What fits does; what comes on top closes it.
+    // What fits does; what comes on top is out of reach, and nothing else is.
     vmm.unmap(0, 16 * MIB).unwrap();
     vmm.map(0, 6 * MIB, ram.fd(0)).unwrap();
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, 6 * MIB, 1);
     assert_eq!(served.status()["lut_entries"], 6);
-    assert_eq!(vmm.map(4 << 30, 4 * MIB, ram.fd(0)), Err(Errno::NOSPC));
+    assert_eq!(
+        vmm.map(4 << 30, 4 * MIB, ram.fd(6 * MIB)),
+        Err(Errno::NOSPC)
+    );
+    assert_open(&host, &served, DMA, 6 * MIB, 1);
+    assert_eq!(served.status()["bytes_unreachable"], 4 * MIB);
+    assert!(served.last_error().contains("LUT entries"));
+    assert!(fill(&mut vmm, 4 << 30, 0x1000, 1).faulted());
+    assert!(!fill(&mut vmm, 5 * MIB, 0x1000, 1).faulted());
+    ram.assert_filled(6 * MIB, 4 * MIB as usize, 0);
+    // Less of it fits.
+    vmm.unmap(4 << 30, 4 * MIB).unwrap();
+    assert_eq!(served.status()["bytes_unreachable"], 0);
+    vmm.map(4 << 30, 2 * MIB, ram.fd(6 * MIB)).unwrap();
+    assert_open(&host, &served, DMA, 8 * MIB, 2);
+    assert!(!fill(&mut vmm, 4 << 30, 0x1000, 1).faulted());
+}
+
+/// A block of virtio-mem, as QEMU maps it.
+const BLOCK: u64 = 2 * MIB;
+
+/// QEMU maps what the guest plugs of a virtio-mem device block by block, in
+/// any order, and takes many blocks back at once.
+#[test]
+fn blocks_of_a_memory_device_share_a_window() {
+    const BLOCKS: u64 = 512;
+    const AT: u64 = 5 << 30;
+    let host = Host::new();
+    let (served, mut vmm, _low) = ready(&host);
+    let lut_entries = served.status()["lut_entries"].as_u64().unwrap();
+    let region = Ram::new(BLOCKS * BLOCK);
+    // All of them once, neighbours far apart in time; a third stays unplugged.
+    let order: Vec<u64> = (0..BLOCKS).map(|n| n * 7 % BLOCKS).collect();
+    let (plugged, left_out): (Vec<u64>, Vec<u64>) = order.iter().partition(|n| *n % 3 != 0);
+    for n in &plugged {
+        let at = n * BLOCK;
+        vmm.map(AT + at, BLOCK, region.fd(at)).unwrap();
+    }
+    let bytes = plugged.len() as u64 * BLOCK;
+    assert_open(&host, &served, DMA, SMALL + bytes, 2);
+    // 1 GiB in segments of 128 MiB.
+    assert_eq!(served.status()["lut_entries"], lut_entries + 8);
+    for n in plugged.iter().take(20) {
+        assert!(!fill(&mut vmm, AT + n * BLOCK, 0x1000, 1).faulted(), "{n}");
+    }
+    for n in left_out.iter().take(20) {
+        assert!(fill(&mut vmm, AT + n * BLOCK, 0x1000, 1).faulted(), "{n}");
+        region.assert_filled(n * BLOCK, 0x1000, 0);
+    }
+    // Some of them one by one, then the first half at once, then all.
+    for n in plugged.iter().take(100) {
+        vmm.unmap(AT + n * BLOCK, BLOCK).unwrap();
+        assert!(fill(&mut vmm, AT + n * BLOCK, 0x1000, 2).faulted(), "{n}");
+    }
+    assert_open(&host, &served, DMA, SMALL + bytes - 100 * BLOCK, 2);
+    vmm.unmap(AT, BLOCKS / 2 * BLOCK).unwrap();
+    let upper = |n: &&u64| **n >= BLOCKS / 2;
+    let left = plugged.iter().skip(100).filter(upper).count() as u64;
+    assert_open(&host, &served, DMA, SMALL + left * BLOCK, 2);
+    vmm.unmap(AT, BLOCKS * BLOCK).unwrap();
+    assert_open(&host, &served, DMA, SMALL, 1);
+    assert_eq!(served.status()["lut_entries"], lut_entries);
+}
+
+/// A memory device larger than the NTB's BAR: as much of it as fits is reached.
+#[test]
+fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
+    const SEGMENT: u64 = 128 * MIB;
+    const AT: u64 = 8 << 30;
+    let limits = NtbLimits {
+        bar_size: 8 * SEGMENT,
+        lut_entries: 8,
+        ..NtbLimits::default()
+    };
+    let host = Host::lending(limits, |_| vec![dma_test(DMA)]);
+    let (served, mut vmm, _low) = ready(&host);
+    let region = Ram::new(16 * SEGMENT);
+    // One entry is taken by low RAM; one block goes into each of the others.
+    for n in 0..7 {
+        vmm.map(AT + n * SEGMENT, BLOCK, region.fd(n * SEGMENT))
+            .unwrap();
+    }
+    assert_open(&host, &served, DMA, SMALL + 7 * BLOCK, 8);
+    for n in [7, 15] {
+        let at = n * SEGMENT;
+        assert_eq!(vmm.map(AT + at, BLOCK, region.fd(at)), Err(Errno::NOSPC));
+        assert!(fill(&mut vmm, AT + at, 0x1000, 1).faulted());
+    }
+    assert_eq!(served.status()["bytes_unreachable"], 2 * BLOCK);
+    // What was open is, and more of it finds room.
+    vmm.map(AT + BLOCK, BLOCK, region.fd(BLOCK)).unwrap();
+    assert_open(&host, &served, DMA, SMALL + 8 * BLOCK, 8);
+    for n in 0..7 {
+        assert!(
+            !fill(&mut vmm, AT + n * SEGMENT, 0x1000, 1).faulted(),
+            "{n}"
+        );
+    }
+    assert!(!fill(&mut vmm, AT + BLOCK, 0x1000, 1).faulted());
+    // QEMU takes it back.
+    vmm.unmap(AT + 7 * SEGMENT, 9 * SEGMENT).unwrap();
+    assert_eq!(served.status()["bytes_unreachable"], 0);
+}
+
+#[test]
+fn more_ram_than_the_host_has_is_refused_before_a_page_is_populated() {
+    const TOO_MUCH: u64 = 1 << 44;
+    let host = Host::new();
+    let served = host.serve(DMA);
+    let mut vmm = served.client(DMA);
+    let ram = Ram::new(TOO_MUCH);
+    vmm.map(0, SMALL, ram.fd(0)).unwrap();
+    vmm.map(4 << 30, TOO_MUCH - SMALL, ram.fd(SMALL)).unwrap();
+    vmm.reset().unwrap();
+    assert!(!enable(&mut vmm));
     assert_closed(&host, &served, DMA, "leased");
-    assert_eq!(command(&mut vmm), MEMORY | BUS_MASTER, "nobody wrote it");
+    let error = served.last_error();
+    assert!(error.contains("do not fit"), "{error}");
+    assert_eq!(rustix::fs::fstat(&ram.file).unwrap().st_blocks, 0);
+    // The same, hot-plugged: what was open stays open.
+    vmm.unmap(4 << 30, TOO_MUCH - SMALL).unwrap();
+    assert!(enable(&mut vmm));
+    let more = Ram::new(TOO_MUCH);
+    assert_eq!(vmm.map(4 << 30, TOO_MUCH, more.fd(0)), Err(Errno::IO));
+    assert!(served.last_error().contains("do not fit"));
+    assert_open(&host, &served, DMA, SMALL, 1);
+    assert_eq!(rustix::fs::fstat(&more.file).unwrap().st_blocks, 0);
+    assert!(!fill(&mut vmm, 0, 0x1000, 1).faulted());
 }

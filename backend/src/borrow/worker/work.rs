@@ -9,25 +9,35 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{BarOwner, CallError, Client, Described, Epoch, Fences, IrqUpdate, RamRange};
+use farside_control::{
+    BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
+};
+use farside_error_chain::Chain;
 use farside_fabric::pin::{self, PinOptions, PinProgress};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_ntb::BarWindow;
-use farside_vfio_user::RateLimit;
+use farside_service::StateLog;
 
 use super::{Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError};
 use crate::{
-    borrow::{State, Step, bars::LeasedBars, error::PathError, far::FarSide, path::OpenPath},
-    dma_table::{Blocked, DmaTable, Mapping},
+    borrow::{
+        State, Step, bars::LeasedBars, error::PathError, far::FarSide, page_pins::PagePins,
+        path::OpenPath,
+    },
+    dma_table::{DmaTable, Mapping},
 };
 
-/// How long a job may take that pins nothing. Below a VMM's message timeout of
-/// 5 s.
-const CALLS_TIMEOUT: Duration = Duration::from_secs(4);
+/// How long the lender may take for a job that pins nothing: longer than it
+/// waits for a device's DMA to drain. With [`HANG_UP_TIMEOUT`], below a VMM's
+/// message timeout of 5 s.
+const CALLS_TIMEOUT: Duration = Duration::from_millis(3500);
 
-/// What calls to the lender may take when pinning has used up its time.
-const CALLS_MARGIN: Duration = Duration::from_millis(300);
+/// What the lender has to itself when pinning has used up its time.
+const CALLS_AFTER_PINNING: Duration = Duration::from_millis(500);
+
+/// How long the lender may take at least to undo what failed.
+const UNDO_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// How long a lender may take to stop a device whose lease is broken off.
 const HANG_UP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -45,39 +55,55 @@ pub(super) struct Borrow {
     described: Described,
     client: Option<Client>,
     path: OpenPath,
+    lines: StateLog,
     /// The VM's way to the device's BARs, where that leads through an NTB.
     bar_window: Option<BarWindow>,
-    /// When pinning for the current job must be done; calls to the lender
-    /// have [`CALLS_MARGIN`] more.
-    deadline: Instant,
+    /// When pinning for the current job must be done.
+    pin_by: Instant,
+    /// When the lender must have answered.
+    calls_by: Instant,
+    /// The last borrow was not answered in time: its lease may yet be granted,
+    /// to a connection that is closed.
+    borrow_unanswered: bool,
     cancel: Arc<AtomicBool>,
 }
 
 impl Borrow {
     pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
         Self {
+            lines: StateLog::new(|line| log::info!("{line}")),
             path: OpenPath::new(FarSide::new(described.bars, settings.ntb.as_ref())),
             settings,
             described,
             client: None,
             bar_window: None,
-            deadline: Instant::now(),
+            pin_by: Instant::now(),
+            calls_by: Instant::now(),
+            borrow_unanswered: false,
             cancel,
         }
     }
 
     /// At the end of the thread: gives the device back.
     pub(super) fn finish(&mut self) {
-        self.set_deadline(CALLS_TIMEOUT);
+        self.give_lender(CALLS_TIMEOUT);
         self.give_back();
     }
 
     /// Does a job.
     pub(super) fn work(&mut self, job: Job) -> Outcome {
-        self.set_deadline(match &job {
-            Job::Run(run) if run.pins() => self.settings.open_timeout,
-            _ => CALLS_TIMEOUT,
-        });
+        let limit = self.settings.open_limit();
+        match &job {
+            Job::Run(run) if run.pins() => {
+                self.pin_by = Instant::now() + limit;
+                self.give_lender(limit + CALLS_AFTER_PINNING);
+            }
+            // As slow as mapping it was. A lender that hangs comes on top.
+            Job::Run(run) if run.unmaps() && self.path.is_behind_iommu() => {
+                self.give_lender(CALLS_TIMEOUT.max(limit.saturating_sub(HANG_UP_TIMEOUT)));
+            }
+            _ => self.give_lender(CALLS_TIMEOUT),
+        }
         let result = match job {
             Job::Run(run) => return self.run(*run),
             Job::Check => self.check(),
@@ -85,31 +111,24 @@ impl Borrow {
             Job::SetIntxDisable(disabled) => self.lease(|client| client.set_intx_disable(disabled)),
         };
         let error = result.err();
-        let lost = error.as_ref().is_some_and(WorkError::is_lost);
-        if lost && self.client.is_some() {
+        let lost = error.as_ref().is_some_and(WorkError::is_lost) && self.client.is_some();
+        if lost {
             self.drop_lease();
-            return Outcome {
-                state: Some(State::Lost),
-                error,
-                ..Outcome::default()
-            };
         }
         Outcome {
+            state: lost.then_some(State::Lost),
+            opened: self.path.report(),
             error,
             ..Outcome::default()
         }
     }
 
-    fn set_deadline(&mut self, timeout: Duration) {
-        self.deadline = Instant::now() + timeout;
-        let deadline = self.calls_deadline();
+    /// Gives the lender so long from now on for all that is asked of it.
+    fn give_lender(&mut self, timeout: Duration) {
+        self.calls_by = Instant::now() + timeout;
         if let Some(client) = &mut self.client {
-            client.set_deadline(deadline);
+            client.set_deadline(Some(self.calls_by));
         }
-    }
-
-    fn calls_deadline(&self) -> Option<Instant> {
-        Some(self.deadline + CALLS_MARGIN)
     }
 
     fn run(&mut self, run: Run) -> Outcome {
@@ -119,13 +138,18 @@ impl Borrow {
             match self.step(*step, &run, &mut outcome) {
                 Ok(()) => state = state.after(*step),
                 Err(error) => {
-                    state = self.clean_up(*step, state, &error);
+                    state = self.clean_up(*step, state, &run, &error);
                     outcome.error = Some(error);
                     break;
                 }
             }
         }
         outcome.state = Some(state);
+        outcome.opened = self.path.report();
+        let blocked = run.change.as_ref().and_then(MemoryChange::blocked);
+        if outcome.error.is_none() {
+            outcome.error = blocked.map(WorkError::from);
+        }
         outcome
     }
 
@@ -133,23 +157,19 @@ impl Borrow {
         match step {
             Step::Borrow => self.borrow_device(run, outcome),
             Step::Open => self.open(run, outcome),
-            Step::Close => {
-                let path = &mut self.path;
-                with_lease(&mut self.client, |client| path.close(client))?;
-                self.log("stopped DMA; windows closed, guest RAM unpinned");
+            Step::Close | Step::Stop => {
+                self.close()?;
+                self.log("stopped", "stopped DMA; windows closed, guest RAM unpinned");
                 Ok(())
             }
             Step::Reset => {
                 self.lease(|client| client.reset())?;
                 self.path.forget();
-                self.log("reset");
+                self.log("reset", "reset");
                 Ok(())
             }
-            Step::Remap => {
-                self.remap(run.change.as_ref())?;
-                outcome.opened = Some(self.path.report());
-                Ok(())
-            }
+            Step::Map => self.map(run),
+            Step::Unmap => self.unmap(run),
             Step::Return => {
                 self.give_back();
                 Ok(())
@@ -161,29 +181,76 @@ impl Borrow {
         }
     }
 
-    /// After a step that failed: no window stays open, no page pinned.
-    fn clean_up(&mut self, step: Step, state: State, error: &WorkError) -> State {
+    /// After a step that failed: undoes what it did. See [`crate::borrow`].
+    fn clean_up(&mut self, step: Step, state: State, run: &Run, error: &WorkError) -> State {
         if error.is_lost() {
             self.drop_lease();
             return match step {
-                // Nothing was lost that we had.
+                // No lease was held, so the state is unchanged.
                 Step::Borrow => state,
                 _ => State::Lost,
             };
         }
+        // What is left of the time, if that is more.
+        let left = self.calls_by.saturating_duration_since(Instant::now());
+        self.give_lender(left.max(UNDO_TIMEOUT));
         match step {
-            Step::Borrow | Step::Return | Step::Abandon => self.drop_lease(),
-            Step::Open | Step::Remap => {
-                let path = &mut self.path;
-                if let Err(error) = with_lease(&mut self.client, |client| path.close(client)) {
-                    self.give_up(&error);
-                    return State::Lost;
-                }
+            Step::Borrow | Step::Return | Step::Abandon => {
+                self.borrow_unanswered |= error.is_late();
+                self.drop_lease();
+                state.after_refusal(step)
             }
+            Step::Map if !error.is_late() && self.undo_map(run) => state.after_refusal(step),
+            Step::Open | Step::Map => match self.close() {
+                Ok(()) => State::Leased,
+                Err(error) => self.after_failed_close(step, state, &error),
+            },
+            // Answered, memory must be out of reach.
+            Step::Unmap if !error.is_late() => match self.close() {
+                Ok(()) => state.after_refusal(step),
+                Err(error) => self.after_failed_close(step, state, &error),
+            },
             // Asking again would only take longer.
-            Step::Close | Step::Reset => self.give_up(error),
+            Step::Unmap | Step::Stop | Step::Close | Step::Reset => {
+                self.after_failed_close(step, state, error)
+            }
         }
-        state.after_refusal(step)
+    }
+
+    /// Whether what failed of adding memory is undone, and nothing else.
+    fn undo_map(&mut self, run: &Run) -> bool {
+        let (Some(MemoryChange::Map(mapping)), Some(client)) = (&run.change, &mut self.client)
+        else {
+            return false;
+        };
+        match self.path.undo_map(client, mapping) {
+            Ok(()) => {
+                self.log(
+                    "unreachable",
+                    &format!(
+                        "GPA {} is out of the device's reach: DMA to it is refused",
+                        mapping.range
+                    ),
+                );
+                true
+            }
+            Err(error) => {
+                log::error!("{}: {}: stopping DMA", self.name(), Chain(&error));
+                false
+            }
+        }
+    }
+
+    /// The lender has not answered that DMA is stopped, or that it is not.
+    fn after_failed_close(&mut self, step: Step, state: State, error: &WorkError) -> State {
+        let next = match error.is_late() {
+            true => state.after_late(step),
+            false => State::Lost,
+        };
+        if next == State::Lost {
+            self.give_up(error);
+        }
+        next
     }
 
     /// The lender does not stop the device when it is told to. Closing the
@@ -191,7 +258,8 @@ impl Borrow {
     fn give_up(&mut self, error: &WorkError) {
         log::error!(
             "{}: cannot stop DMA ({error}): giving the device up",
-            self.name()
+            self.name(),
+            error = Chain(error)
         );
         self.drop_lease();
     }
@@ -200,28 +268,41 @@ impl Borrow {
         let Settings {
             vm, device, lender, ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
+        let mut client = Client::connect_by(lender, Some(vm), Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
         let shown = self.fence()?;
+        let entry = self.when_left(&mut client)?;
+        if let Some(fence) = entry.fence(vm)
+            && shown.unwrap_or_default() < fence.epoch
+        {
+            return Err(CallError::from(fence.refusal(device, shown)).into());
+        }
+        match entry.borrowed_by {
+            None => Ok(()),
+            Some(holder) => Err(CallError::from(holder.refusal(device)).into()),
+        }
+    }
+
+    /// The device's entry, when the lender has taken back a lease of this VM
+    /// that nobody uses any more: of a backend that was here before and was
+    /// killed, or of a borrow that was answered too late. Waits no longer than
+    /// [`SUCCESSION_TIMEOUT`], and not when nobody waits for the job.
+    fn when_left(&self, client: &mut Client) -> Result<DeviceEntry, CallError> {
+        let Settings { vm, device, .. } = &self.settings;
         let patience = Instant::now() + SUCCESSION_TIMEOUT;
         loop {
             let entry = client.status(device)?.entry;
-            if let Some(fence) = entry.fence(vm)
-                && shown.unwrap_or_default() < fence.epoch
-            {
-                return Err(CallError::from(fence.refusal(device, shown)).into());
+            let ours = entry
+                .borrowed_by
+                .as_ref()
+                .is_some_and(|holder| holder.vm == *vm);
+            let cancelled = self.cancel.load(Ordering::Relaxed);
+            if !ours || cancelled || Instant::now() >= patience {
+                return Ok(entry);
             }
-            match entry.borrowed_by {
-                None => return Ok(()),
-                // A backend that was here before us, was killed, and whose
-                // lease the lender is taking back.
-                Some(holder) if holder.vm == *vm && Instant::now() < patience => {
-                    std::thread::sleep(SUCCESSION_STEP);
-                }
-                Some(holder) => return Err(CallError::from(holder.refusal(device)).into()),
-            }
+            std::thread::sleep(SUCCESSION_STEP);
         }
     }
 
@@ -243,7 +324,7 @@ impl Borrow {
         let Settings {
             vm, device, lender, ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), self.calls_deadline())?;
+        let mut client = Client::connect_by(lender, Some(vm), Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
@@ -252,14 +333,18 @@ impl Borrow {
             let ram = guest_ram(run.memory.as_ref())?;
             client.check(device, self.settings.route, ram)?;
         }
+        if self.borrow_unanswered {
+            self.when_left(&mut client)?;
+            self.borrow_unanswered = false;
+        }
         client.set_fence(self.fence()?);
         let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
         let lease = client.borrow_device(device, self.settings.route, &files)?;
         let epoch = client.epoch();
-        self.log(&format!(
-            "borrowed from lender {} (epoch {epoch})",
-            client.lender()
-        ));
+        self.log(
+            "borrowed",
+            &format!("borrowed from lender {} (epoch {epoch})", client.lender()),
+        );
         self.client = Some(client);
         self.lease(|client| client.set_intx_disable(run.intx_disable))?;
         for request in &run.irqs {
@@ -290,11 +375,14 @@ impl Borrow {
         let mappings: Vec<Mapping> = table.iter().cloned().collect();
         let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
         pin::check(&memory, self.settings.pin_policy).map_err(PathError::from)?;
-        let progress = Progress::new(self.name());
+        let progress = Progress::new(self.name(), &self.settings);
         let show = |at| progress.show(at);
+        let watch = pin::RoomWatch::new(&memory);
+        let room = || watch.check();
         let cancel = Arc::clone(&self.cancel);
         let pinning = PinOptions {
             progress: Some(&show),
+            room: Some(&room),
             ..self.pinning(&cancel)
         };
         let path = &mut self.path;
@@ -303,14 +391,13 @@ impl Borrow {
         client.enable_bus_master()?;
         let report = path.report();
         let open_us = started.elapsed().as_micros() as u64;
-        outcome.opened = Some(report);
         outcome.layout = Some(LayoutReport {
             guest_ram_bytes: layout.ram_bytes(),
             layout_probes: layout.probes,
             bme_to_ready_us: open_us,
             bytes_pinned_before_bme: before,
         });
-        self.log(&format!(
+        self.log("ready", &format!(
             "DMA-ready {open_us} µs after bus-master enable: {} MiB pinned, {} windows, {} LUT entries",
             report.bytes_pinned >> 20,
             report.dma_windows,
@@ -319,29 +406,44 @@ impl Borrow {
         Ok(())
     }
 
-    fn remap(&mut self, change: Option<&MemoryChange>) -> Result<(), WorkError> {
+    fn map(&mut self, run: &Run) -> Result<(), WorkError> {
+        let Some(MemoryChange::Map(mapping)) = &run.change else {
+            return Ok(());
+        };
         let cancel = Arc::clone(&self.cancel);
-        let pinning = self.pinning(&cancel);
+        let memory = mapping.memory();
+        let room = || memory.as_ref().map_or(Ok(()), pin::check_room_for_more);
+        // Pages behind a vIOMMU are pinned already, most of them.
+        if !PagePins::fits(mapping.range.len()) {
+            room().map_err(PathError::from)?;
+        }
+        let pinning = PinOptions {
+            room: Some(&room),
+            ..self.pinning(&cancel)
+        };
         let client = leased(&mut self.client)?;
-        match change {
-            Some(MemoryChange::Map(mapping)) if mapping.is_private_ram() => {
-                return Err(Blocked::private_ram(mapping).into());
-            }
-            Some(MemoryChange::Map(mapping)) => self.path.map(client, mapping, &pinning)?,
-            Some(MemoryChange::Refused(error)) => return Err(Blocked::Refused(*error).into()),
-            Some(MemoryChange::Unmap(mappings)) => {
-                for mapping in mappings {
-                    self.path.unmap(client, mapping)?;
-                }
-            }
-            None => {}
+        Ok(self.path.map(client, mapping, &pinning)?)
+    }
+
+    fn unmap(&mut self, run: &Run) -> Result<(), WorkError> {
+        let Some(MemoryChange::Unmap(mappings)) = &run.change else {
+            return Ok(());
+        };
+        let client = leased(&mut self.client)?;
+        for mapping in mappings {
+            self.path.unmap(client, mapping)?;
         }
         Ok(())
     }
 
+    fn close(&mut self) -> Result<(), WorkError> {
+        let path = &mut self.path;
+        with_lease(&mut self.client, |client| path.close(client))
+    }
+
     fn pinning<'a>(&self, cancel: &'a AtomicBool) -> PinOptions<'a> {
         PinOptions {
-            deadline: Some(self.deadline),
+            deadline: Some(self.pin_by),
             cancel: Some(cancel),
             ..PinOptions::new(self.settings.pin_policy)
         }
@@ -363,8 +465,8 @@ impl Borrow {
     fn give_back(&mut self) {
         if self.client.is_some() {
             match self.lease(|client| client.return_device()) {
-                Ok(()) => self.log("returned"),
-                Err(error) => log::error!("{}: cannot return it: {error}", self.name()),
+                Ok(()) => self.log("returned", "returned"),
+                Err(error) => log::error!("{}: cannot return it: {}", self.name(), Chain(&error)),
             }
             self.drop_lease();
         }
@@ -378,6 +480,8 @@ impl Borrow {
         if let Some(client) = self.client.take()
             && !client.hang_up(HANG_UP_TIMEOUT)
         {
+            // This lease may be in the way of the next borrow.
+            self.borrow_unanswered = true;
             log::error!(
                 "{}: the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device does no DMA any more",
                 self.name()
@@ -391,12 +495,9 @@ impl Borrow {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
     }
 
-    /// For what a guest or client can cause as often as it likes.
-    fn log(&self, what: &str) {
-        static LINES: RateLimit = RateLimit::new();
-        if let Some(held_back) = LINES.allow() {
-            log::info!("{}: {what}{held_back}", self.name());
-        }
+    /// For states that a guest or client can cause as often as it likes.
+    fn log(&self, kind: &'static str, what: &str) {
+        self.lines.line(kind, &format!("{}: {what}", self.name()));
     }
 }
 
@@ -427,32 +528,46 @@ fn with_lease(
     Ok(call(leased(client)?)?)
 }
 
-/// Says how far pinning is, every second of it.
+/// Logs how far pinning is, every second of it, and once that it is late.
 struct Progress {
     name: String,
     started: Instant,
-    said: AtomicU64,
+    /// The seconds that are logged.
+    logged: AtomicU64,
+    timeout: Duration,
+    limit: Duration,
+    late: AtomicBool,
 }
 
 impl Progress {
-    fn new(name: String) -> Self {
+    fn new(name: String, settings: &Settings) -> Self {
         Self {
             name,
             started: Instant::now(),
-            said: AtomicU64::new(0),
+            logged: AtomicU64::new(0),
+            timeout: settings.open_timeout,
+            limit: settings.open_limit(),
+            late: AtomicBool::new(false),
         }
     }
 
     fn show(&self, at: PinProgress) {
-        let second = self.started.elapsed().as_secs();
-        if self.said.fetch_max(second, Ordering::Relaxed) < second {
-            let PinProgress { done, total } = at;
-            log::info!(
-                "{}: pinning guest RAM, {} of {} MiB",
-                self.name,
-                done >> 20,
-                total >> 20
+        let PinProgress { done, total } = at;
+        let (done, total) = (done >> 20, total >> 20);
+        let elapsed = self.started.elapsed();
+        let Self {
+            name,
+            timeout,
+            limit,
+            ..
+        } = self;
+        if elapsed > *timeout && timeout < limit && !self.late.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                "{name}: late: {done} of {total} MiB of guest RAM pinned after {timeout:?}; going on, for {limit:?} in all"
             );
+        }
+        if self.logged.fetch_max(elapsed.as_secs(), Ordering::Relaxed) < elapsed.as_secs() {
+            log::info!("{name}: pinning guest RAM, {done} of {total} MiB");
         }
     }
 }
