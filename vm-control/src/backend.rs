@@ -15,6 +15,7 @@ use farside_control::{
     admin::{self, Answer, Request, Status},
     paths,
 };
+use farside_error_chain::Chain;
 use farside_vm_config::places as config_places;
 use rustix::{io::Errno, process::Signal};
 
@@ -32,6 +33,22 @@ use crate::{
 /// lenders, each of which has 4 s.
 const ANSWER: Duration = Duration::from_secs(60);
 
+/// How long a backend may take to answer from what it knows itself.
+const STATUS: Duration = Duration::from_secs(10);
+
+/// How long a backend may take to return its devices and end.
+const RETURN: Duration = Duration::from_secs(30);
+
+/// How long the connections of a QEMU may outlive its process: its io_uring holds
+/// them until a kernel worker has released it.
+const DISCONNECT: Duration = Duration::from_secs(2);
+
+/// How often to look whether they are closed: the backend reports no event for it.
+const DISCONNECT_STEP: Duration = Duration::from_millis(10);
+
+/// The file in the VM's directory that a backend locks (`backend/src/folder.rs`).
+const LOCK: &str = "lock";
+
 /// Longest answer, bytes.
 const MAX_ANSWER: u64 = 4 << 20;
 
@@ -45,40 +62,58 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Connects to the backend of a VM. [`Error::NoBackend`] when none runs.
+    /// Connects to the backend of a VM. [`Error::NoBackend`] when none runs,
+    /// [`Error::BackendSilent`] when it does not answer.
     pub fn connect(vm: &str) -> Result<Self, Error> {
+        let mut backend = Self::open(vm)?;
+        // Its answer makes sure of its process.
+        backend.status()?;
+        Ok(backend)
+    }
+
+    /// Connects without waiting for an answer.
+    fn open(vm: &str) -> Result<Self, Error> {
         let path = paths::control_socket(vm);
         let lost = |why: &dyn std::fmt::Display| Error::BackendLost {
             vm: vm.to_owned(),
             path: path.clone(),
             why: why.to_string(),
         };
-        let stream = match connect_by(&path, Instant::now() + ANSWER) {
+        let stream = match connect_by(&path, Instant::now() + STATUS) {
             Ok(stream) => stream,
             Err(Errno::NOENT | Errno::CONNREFUSED) => {
                 return Err(Error::NoBackend { vm: vm.to_owned() });
             }
+            // Its backlog is full.
+            Err(Errno::AGAIN) => {
+                return Err(match holder(vm) {
+                    Some(process) => Error::BackendSilent {
+                        vm: vm.to_owned(),
+                        pid: process.pid(),
+                        path: path.clone(),
+                        limit: STATUS,
+                    },
+                    None => lost(&format!(
+                        "it accepts no connection within {STATUS:?}, so it hangs, or is stopped, \
+                         and its process is not visible here: `fuser {}` as root finds it",
+                        path.display()
+                    )),
+                });
+            }
             Err(errno) => return Err(lost(&errno)),
         };
         let process = Process::of_peer(&stream).map_err(|error| lost(&error))?;
-        stream
-            .set_read_timeout(Some(ANSWER))
-            .and_then(|()| stream.set_write_timeout(Some(ANSWER)))
-            .map_err(|error| lost(&error))?;
-        let mut backend = Self {
+        Ok(Self {
             vm: vm.to_owned(),
             stream: BufReader::new(stream),
             process,
             path,
-        };
-        // Its answer makes sure of its process.
-        backend.status()?;
-        Ok(backend)
+        })
     }
 
     /// What it serves.
     pub fn status(&mut self) -> Result<Status, Error> {
-        match self.call(admin::Command::Status)? {
+        match self.call(admin::Command::Status, STATUS)? {
             Answer::Status(status) => Ok(status),
             other => Err(self.odd(&other)),
         }
@@ -88,7 +123,7 @@ impl Backend {
     /// was served before.
     pub fn attach(&mut self, device: &str) -> Result<(PathBuf, bool), Error> {
         let device = device.to_owned();
-        match self.call(admin::Command::Attach { device })? {
+        match self.call(admin::Command::Attach { device }, ANSWER)? {
             Answer::Attached { socket, already } => Ok((socket, already)),
             other => Err(self.odd(&other)),
         }
@@ -98,7 +133,7 @@ impl Backend {
     /// With `force` also when QEMU still has it.
     pub fn detach(&mut self, device: &str, force: bool) -> Result<(), Error> {
         let device = device.to_owned();
-        match self.call(admin::Command::Detach { device, force })? {
+        match self.call(admin::Command::Detach { device, force }, ANSWER)? {
             Answer::Detached => Ok(()),
             other => Err(self.odd(&other)),
         }
@@ -109,15 +144,19 @@ impl Backend {
         self.process.pid()
     }
 
-    fn call(&mut self, command: admin::Command) -> Result<Answer, Error> {
+    fn call(&mut self, command: admin::Command, limit: Duration) -> Result<Answer, Error> {
         let request = Request {
             version: admin::VERSION,
             command,
         };
         let mut line = serde_json::to_vec(&request).map_err(|error| self.lost(error))?;
         line.push(b'\n');
-        let sent = self.stream.get_mut().write_all(&line);
-        sent.map_err(|error| self.lost(error))?;
+        let stream = self.stream.get_mut();
+        let sent = stream
+            .set_read_timeout(Some(limit))
+            .and_then(|()| stream.set_write_timeout(Some(limit)))
+            .and_then(|()| stream.write_all(&line));
+        sent.map_err(|error| self.lost_within(error, limit))?;
         let mut answer = Vec::new();
         let read = (&mut self.stream)
             .take(MAX_ANSWER)
@@ -125,10 +164,7 @@ impl Backend {
         match read {
             Ok(0) => return Err(self.lost("it closed the connection")),
             Ok(_) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                return Err(self.lost(format!("no answer within {ANSWER:?}")));
-            }
-            Err(error) => return Err(self.lost(error)),
+            Err(error) => return Err(self.lost_within(error, limit)),
         }
         match serde_json::from_slice(&answer).map_err(|error| self.lost(error))? {
             Answer::Refused(refusal) => Err(Error::Backend {
@@ -141,6 +177,18 @@ impl Backend {
 
     fn odd(&self, answer: &Answer) -> Error {
         self.lost(format!("it answered {answer:?}"))
+    }
+
+    fn lost_within(&self, error: std::io::Error, limit: Duration) -> Error {
+        match error.kind() {
+            std::io::ErrorKind::WouldBlock => Error::BackendSilent {
+                vm: self.vm.clone(),
+                pid: self.pid(),
+                path: self.path.clone(),
+                limit,
+            },
+            _ => self.lost(error),
+        }
     }
 
     fn lost(&self, why: impl ToString) -> Error {
@@ -222,27 +270,128 @@ impl Backend {
         }
     }
 
-    /// Ends it. When this returns, its devices are back at their lenders.
-    pub(crate) fn stop(self, limit: Duration) -> Result<(), Error> {
-        if systemd::has_unit() && systemd::is_active(&self.vm)? {
+    /// Ends the backend of a VM, if one runs. When this returns, its devices are
+    /// back at their lenders. With `force` also one that does not answer, or that
+    /// a VMM is still connected to.
+    pub(crate) fn end(vm: &str, force: bool) -> Result<(), Error> {
+        let mut backend = match Self::open(vm) {
+            Err(Error::NoBackend { .. }) => return Ok(()),
+            // It has no room for a connection.
+            Err(Error::BackendSilent { .. }) if force => {
+                return match holder(vm) {
+                    Some(process) => kill(vm, &process, None),
+                    // It has ended since.
+                    None => Ok(()),
+                };
+            }
+            backend => backend?,
+        };
+        let status = match force {
+            true => backend.status(),
+            false => backend.status_when_disconnected(),
+        };
+        match status {
+            Ok(status) => backend.stop(&status, force),
+            Err(Error::BackendSilent { .. }) if force => backend.kill(),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Its status once no VMM uses its devices, or [`DISCONNECT`] from now.
+    fn status_when_disconnected(&mut self) -> Result<Status, Error> {
+        let deadline = Instant::now() + DISCONNECT;
+        loop {
+            let status = self.status()?;
+            let in_use = status.devices.iter().any(|served| served.in_use);
+            if !in_use || Instant::now() >= deadline {
+                return Ok(status);
+            }
+            std::thread::sleep(DISCONNECT_STEP);
+        }
+    }
+
+    fn stop(mut self, status: &Status, force: bool) -> Result<(), Error> {
+        let in_use = status.devices.iter().filter(|served| served.in_use);
+        let in_use: Vec<_> = in_use.map(|served| served.device.as_str()).collect();
+        if !in_use.is_empty() && !force {
+            return Err(Error::InUse {
+                vm: self.vm,
+                devices: in_use.join(", "),
+            });
+        }
+        for device in in_use {
+            if let Err(error) = self.detach(device, true) {
+                log::warn!("{error}", error = Chain(&error));
+            }
+        }
+        if is_unit(&self.vm)? {
             return systemd::stop(&self.vm);
         }
-        let failed = || Error::system(format!("cannot end the backend of VM {}", self.vm));
-        self.process.signal(Signal::TERM).map_err(failed())?;
-        let ended = self
-            .process
-            .wait(Instant::now() + limit)
-            .map_err(failed())?;
-        if ended {
-            return Ok(());
+        let not_ended = || not_ended(&self.vm);
+        self.process.signal(Signal::TERM).map_err(not_ended())?;
+        let ended = self.process.wait(Instant::now() + RETURN);
+        match ended.map_err(not_ended())? {
+            true => Ok(()),
+            false if force => self.kill(),
+            false => Err(late(
+                &self.vm,
+                &self.process,
+                "it may wait for a lender to take a device back: see its log, and `farside \
+                 status`; --force kills it",
+            )),
         }
-        Err(Error::Late {
-            what: format!("the backend (process {}) has not ended", self.pid()),
-            vm: self.vm.clone(),
-            limit,
-            advice: "it may wait for a lender to take a device back: see its log, and \
-                     `farside status`"
-                .to_owned(),
-        })
+    }
+
+    fn kill(self) -> Result<(), Error> {
+        kill(&self.vm, &self.process, Some(self.stream.get_ref()))
+    }
+}
+
+/// The process of a VM's backend, by the lock that it holds.
+fn holder(vm: &str) -> Option<Process> {
+    Process::of_lock(&paths::vm_dir(vm).join(LOCK)).ok()?
+}
+
+/// Kills a backend: its lenders take the devices back when its connections close.
+/// With a connection, only if that stands.
+fn kill(vm: &str, process: &Process, connection: Option<&UnixStream>) -> Result<(), Error> {
+    // Killed, a unit is started again, unless it is stopped.
+    let unit = is_unit(vm)?;
+    log::warn!(
+        "killing the backend of VM {vm} (process {}), which does not answer or end",
+        process.pid()
+    );
+    let killed = match connection {
+        Some(stream) => process.kill_listener(stream),
+        None => process.signal(Signal::KILL),
+    };
+    killed.map_err(not_ended(vm))?;
+    let ended = process.wait(Instant::now() + RETURN);
+    if !ended.map_err(not_ended(vm))? {
+        let advice = "the kernel keeps it: see its log, and `dmesg`";
+        return Err(late(vm, process, advice));
+    }
+    match unit {
+        true => systemd::stop(vm),
+        false => Ok(()),
+    }
+}
+
+fn is_unit(vm: &str) -> Result<bool, Error> {
+    Ok(systemd::has_unit() && systemd::is_active(vm)?)
+}
+
+fn not_ended(vm: &str) -> impl FnOnce(std::io::Error) -> Error + use<> {
+    Error::system(format!("cannot end the backend of VM {vm}"))
+}
+
+fn late(vm: &str, process: &Process, advice: &str) -> Error {
+    Error::Late {
+        what: format!(
+            "the backend of VM {vm} (process {}) has not ended",
+            process.pid()
+        ),
+        limit: RETURN,
+        advice: advice.to_owned(),
     }
 }

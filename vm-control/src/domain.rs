@@ -11,11 +11,12 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{check_name, paths};
+use farside_control::{check_name_of, paths};
+use farside_error_chain::Chain;
 use farside_qemu_configs::{ANCHOR_FILE, DomainVm, anchor_image};
 use farside_vm_config::places;
 
-use crate::{Backend, Error, life::RETURN};
+use crate::{Backend, Error};
 
 /// Starts the backend of a domain that is about to be started, and waits until
 /// it serves all of the domain's devices. It is made from the VM's description
@@ -36,7 +37,7 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
         && ours
         && let Err(error) = end_domain_backend(vm)
     {
-        log::error!("{error}");
+        log::error!("{error}", error = Chain(&error));
     }
     served
 }
@@ -47,10 +48,7 @@ pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
     check(vm)?;
     // Before the backend, which takes the folder away when it is empty.
     weigh_anchor(vm)?;
-    match Backend::find(vm)? {
-        Some(backend) => backend.stop(RETURN),
-        None => Ok(()),
-    }
+    Backend::end(vm, false)
 }
 
 /// A domain may have devices that the description has not, and a backend that ran
@@ -107,11 +105,7 @@ fn arguments(domain: &DomainVm) -> Vec<OsString> {
 }
 
 fn check(vm: &str) -> Result<(), Error> {
-    check_name(vm).map_err(|why| Error::Name {
-        what: "VM name",
-        name: vm.to_owned(),
-        why,
-    })
+    Ok(check_name_of("VM name", vm)?)
 }
 
 #[cfg(test)]

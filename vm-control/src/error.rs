@@ -2,8 +2,9 @@
 
 use std::{io, path::PathBuf, time::Duration};
 
-use farside_control::admin::Refusal;
-use farside_qemu_configs::VmError;
+use farside_control::{NameError, admin::Refusal};
+use farside_fabric::host_memory::TooLarge;
+use farside_qemu_configs::{ProbeError, VmError};
 use farside_vm_config::LoadError;
 
 /// Why something was not done to a VM. Unless the message says otherwise, the
@@ -15,15 +16,17 @@ pub enum Error {
     #[error(transparent)]
     Description(#[from] LoadError),
     /// The description cannot be made into a command line.
-    #[error("VM {vm}: {source}")]
+    #[error("VM {vm} cannot be made into a command line")]
     Vm { vm: String, source: VmError },
+    /// Its RAM is more than this host has left.
+    #[error("VM {vm} cannot start")]
+    TooLarge { vm: String, source: TooLarge },
+    /// QEMU cannot use borrowed devices, or is none.
+    #[error("VM {vm} cannot start")]
+    Qemu { vm: String, source: ProbeError },
     /// A name that cannot be that of a VM or device.
-    #[error("{what} {name:?} {why}; {rule}", rule = farside_control::NAME_RULE)]
-    Name {
-        what: &'static str,
-        name: String,
-        why: &'static str,
-    },
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// Another command is at work on the VM.
     #[error("another farside command{by} is at work on VM {vm}: wait until it has ended")]
     Locked { vm: String, by: String },
@@ -61,12 +64,23 @@ pub enum Error {
         "no backend runs for VM {vm}: `farside serve --vm {vm} --config FILE` runs one, and `systemctl start farside@{vm}` where it is a unit"
     )]
     NoBackend { vm: String },
-    /// A backend runs, and does not answer.
-    #[error("the backend of VM {vm} does not answer at {path}: {why}", path = path.display())]
+    /// The connection to a backend broke, or its answer is malformed.
+    #[error("lost the backend of VM {vm} at {path}: {why}", path = path.display())]
     BackendLost {
         vm: String,
         path: PathBuf,
         why: String,
+    },
+    /// A backend runs, and does not answer.
+    #[error(
+        "the backend of VM {vm} (process {pid}) does not answer at {path} within {limit:?}: it hangs, or is stopped (`kill -CONT {pid}` continues a stopped one); `farside stop {vm} --force` kills it",
+        path = path.display()
+    )]
+    BackendSilent {
+        vm: String,
+        pid: u32,
+        path: PathBuf,
+        limit: Duration,
     },
     /// The backend refused a request.
     #[error("the backend of VM {vm}: {refusal}")]
@@ -78,11 +92,15 @@ pub enum Error {
         vm: String,
         why: String,
     },
+    /// A backend that serves a VMM which still uses devices is not to be ended.
+    #[error(
+        "a VMM that farside cannot stop is connected to the backend of VM {vm} and uses {devices}: shut it down first, or take the devices from it with --force"
+    )]
+    InUse { vm: String, devices: String },
     /// Something took too long.
-    #[error("{what} of VM {vm} within {limit:?}; {advice}")]
+    #[error("{what} within {limit:?}; {advice}")]
     Late {
         what: String,
-        vm: String,
         limit: Duration,
         advice: String,
     },
@@ -144,7 +162,7 @@ pub enum Error {
     #[error("VM {vm}: {what}")]
     Unsupported { vm: String, what: String },
     /// The system refused something.
-    #[error("{what}: {source}")]
+    #[error("{what}")]
     System { what: String, source: io::Error },
 }
 

@@ -15,8 +15,9 @@
 //! `farside_vm_config::places`. Every wait is for an event where there is one, and
 //! has a limit; an error names the VM, what was waited for and what to do.
 //!
-//! Processes are known by the sockets at which they answer: a process id from a
-//! file may be another's by now, and none is looked at.
+//! Processes are known by the sockets at which they answer, a backend without room
+//! for a connection by the lock that it holds: a process id from a file may be
+//! another's by now, and none is looked at.
 
 #![forbid(unsafe_code)]
 
@@ -43,7 +44,7 @@ pub use error::Error;
 pub use life::{
     DeviceState, RunState, StartOptions, StopOptions, VmState, describe, is_running, start, stop,
 };
-pub use monitor::{Event, Monitor};
+pub use monitor::{Event, Monitor, socket::connect_by};
 pub use places::virsh as virsh_program;
 pub use plug::{AttachOptions, Attached, Detached, attach, detach};
 pub use qemu::keep_monitor_private;

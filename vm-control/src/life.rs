@@ -1,9 +1,11 @@
 //! A VM as a whole: started, ended, looked at.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
-use farside_control::check_name;
-use farside_qemu_configs::qemu_id;
+use farside_control::check_name_of;
+use farside_error_chain::Chain;
+use farside_fabric::host_memory::{HostMemory, Pages};
+use farside_qemu_configs::{HugePages, QemuBinary, qemu_id};
 use farside_vm_config::{Manager, VmConfig};
 use serde::Serialize;
 
@@ -12,15 +14,12 @@ use crate::{
     lock::Lock,
     places, qemu,
     slots::{Slots, plugged},
-    virsh,
+    systemd, virsh,
 };
 
 /// How long a monitor may take to greet: other commands of ours hold it for so
 /// long at most when they only look.
 pub(crate) const GREETING: Duration = Duration::from_secs(20);
-
-/// How long a backend may take to give its devices back.
-pub(crate) const RETURN: Duration = Duration::from_secs(30);
 
 /// How to start a VM.
 #[derive(Clone, Debug)]
@@ -50,7 +49,8 @@ impl Default for StartOptions {
 pub struct StopOptions {
     /// How long the guest may take to power off; zero does not ask it.
     pub limit: Duration,
-    /// Then end QEMU, as if its power was cut.
+    /// Then end QEMU, as if its power was cut, and the backend also when it hangs
+    /// or serves a VMM that farside cannot stop.
     pub force: bool,
 }
 
@@ -114,7 +114,13 @@ pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
     let config = config_of(vm)?;
     let _lock = Lock::take(vm)?;
     match manager(&config) {
-        Manager::Libvirt => start_domain(vm, options)?,
+        Manager::Libvirt => {
+            // What the file does not say, the domain does.
+            if config.memory.is_some() && !virsh::is_running(vm)? {
+                check_memory(vm, &config, &HostMemory::read().of_host())?;
+            }
+            start_domain(vm, options)?;
+        }
         Manager::Qemu => start_qemu(vm, &config, options)?,
     }
     look(vm, &config)
@@ -142,6 +148,19 @@ fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(),
         }
         Err(error) => return Err(error),
     }
+    let memory = HostMemory::read();
+    // A backend that systemd runs has the limits of its unit, which it checks
+    // itself at bus-master enable.
+    let memory = match systemd::has_unit() {
+        true => memory.of_host(),
+        false => memory,
+    };
+    check_memory(vm, config, &memory)?;
+    // QEMU's own error for a device that it has not is no help.
+    QemuBinary::probe(program(config)).map_err(|source| Error::Qemu {
+        vm: vm.to_owned(),
+        source,
+    })?;
     let (backend, ours) = match Backend::find(vm)? {
         Some(backend) => (backend, false),
         None => (Backend::start(vm, options.limit)?, true),
@@ -149,10 +168,9 @@ fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(),
     let started = run_qemu(vm, config, options, backend);
     if started.is_err()
         && ours
-        && let Some(backend) = Backend::find(vm)?
-        && let Err(error) = backend.stop(RETURN)
+        && let Err(error) = Backend::end(vm, false)
     {
-        log::error!("{error}");
+        log::error!("{error}", error = Chain(&error));
     }
     started
 }
@@ -171,8 +189,34 @@ fn run_qemu(
     if !options.devices {
         described = without_devices(described);
     }
-    let program = config.qemu.clone().unwrap_or_else(|| places::QEMU.into());
-    qemu::start(&described, program, &options.qemu_args, options.limit).map(drop)
+    qemu::start(
+        &described,
+        program(config),
+        &options.qemu_args,
+        options.limit,
+    )
+    .map(drop)
+}
+
+fn program(config: &VmConfig) -> PathBuf {
+    config.qemu.clone().unwrap_or_else(|| places::QEMU.into())
+}
+
+/// Refuses a VM whose RAM this host does not have: the kernel would let it start,
+/// and kill a process once the guest uses what it was promised.
+fn check_memory(vm: &str, config: &VmConfig, host: &HostMemory) -> Result<(), Error> {
+    let pages = match config.hugepages.unwrap_or_default() {
+        HugePages::None => Pages::Base,
+        huge => Pages::Huge {
+            size: huge.granule(),
+            reserved: false,
+        },
+    };
+    host.room_for(config.memory(), pages)
+        .map_err(|source| Error::TooLarge {
+            vm: vm.to_owned(),
+            source,
+        })
 }
 
 /// The same machine with its ports empty.
@@ -206,10 +250,7 @@ pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
         },
     }
     // That of a domain ends by libvirt's hook; unless there is none.
-    match Backend::find(vm)? {
-        Some(backend) => backend.stop(RETURN),
-        None => Ok(()),
-    }
+    Backend::end(vm, options.force)
 }
 
 fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
@@ -224,8 +265,7 @@ fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
         return virsh::destroy(vm);
     }
     Err(Error::Late {
-        what: "the guest has not powered off".to_owned(),
-        vm: vm.to_owned(),
+        what: format!("the guest of VM {vm} has not powered off"),
         limit: options.limit,
         advice: "it goes on; ask again, look at what it does, or end it with --force".to_owned(),
     })
@@ -325,14 +365,35 @@ fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
 
 /// The VM's description, for one whose name may be that of a folder.
 pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
-    check_name(vm).map_err(|why| Error::Name {
-        what: "VM name",
-        name: vm.to_owned(),
-        why,
-    })?;
+    check_name_of("VM name", vm)?;
     Ok(VmConfig::of_vm(vm)?)
 }
 
 pub(crate) fn manager(config: &VmConfig) -> Manager {
     config.manager.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_that_is_larger_than_the_host_does_not_start() {
+        let host = HostMemory::read_with(|path| {
+            let text = "MemTotal: 25165824 kB\nMemAvailable: 20971520 kB\nSwapFree: 0 kB\n";
+            (path == "proc/meminfo").then(|| text.to_owned())
+        });
+        let mut config = VmConfig {
+            memory: Some(30 << 30),
+            ..VmConfig::default()
+        };
+        let error = check_memory("web1", &config, &host).unwrap_err();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert!(
+            cause.starts_with("30720 MiB of guest RAM do not fit"),
+            "{cause}"
+        );
+        config.memory = Some(16 << 30);
+        check_memory("web1", &config, &host).unwrap();
+    }
 }

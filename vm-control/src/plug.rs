@@ -12,8 +12,9 @@ use std::{
 
 use farside_control::{
     admin::{self, RefusalKind},
-    check_name, paths,
+    check_name_of, paths,
 };
+use farside_error_chain::Chain;
 use farside_qemu_configs::{Device, Vm, qemu_id};
 use farside_vm_config::{LoadError, Manager, VmConfig};
 use serde_json::json;
@@ -95,7 +96,10 @@ pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attache
     if let Err(error) = monitor.run("device_add", add) {
         let error = with_cause(error, &mut backend, device);
         if !already && let Err(error) = backend.detach(device, true) {
-            log::error!("cannot take back what was done: {error}");
+            log::error!(
+                "cannot take back what was done: {error}",
+                error = Chain(&error)
+            );
         }
         return Err(error);
     }
@@ -320,11 +324,7 @@ fn with_cause(error: Error, backend: &mut Backend, device: &str) -> Error {
 }
 
 fn check_device(device: &str) -> Result<(), Error> {
-    check_name(device).map_err(|why| Error::Name {
-        what: "device id",
-        name: device.to_owned(),
-        why,
-    })
+    Ok(check_name_of("device id", device)?)
 }
 
 /// A VM that somebody started by hand has no description, and needs none here.

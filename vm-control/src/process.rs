@@ -2,14 +2,19 @@
 //! never meets another process.
 
 use std::{
-    io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    fs, io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::Path,
     process::Child,
     time::Instant,
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    fs::{major, minor},
     io::Errno,
     net::sockopt::socket_peercred,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
@@ -36,6 +41,21 @@ impl Process {
         Self::open(Pid::from_child(child))
     }
 
+    /// The holder of the flock(2) lock on `file`. None when nobody holds it, or
+    /// nobody in this PID namespace.
+    pub(crate) fn of_lock(file: &Path) -> io::Result<Option<Self>> {
+        let Some(pid) = lock_holder(file)? else {
+            return Ok(None);
+        };
+        let process = match Self::open(pid) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::SRCH) => return Ok(None),
+            process => process?,
+        };
+        // It held the lock when the pidfd was made: no other process has its number.
+        let same = lock_holder(file)? == Some(pid);
+        Ok(same.then_some(process))
+    }
+
     fn open(pid: Pid) -> io::Result<Self> {
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         Ok(Self { pid, pidfd })
@@ -50,6 +70,17 @@ impl Process {
         match pidfd_send_signal(&self.pidfd, signal) {
             Err(Errno::SRCH) => Ok(()),
             sent => sent.map_err(Into::into),
+        }
+    }
+
+    /// Kills whoever listens at the other end of `socket` ([`Process::of_peer`])
+    /// and has not answered. SIGKILL ends a stopped process, too.
+    pub(crate) fn kill_listener(&self, socket: impl AsFd) -> io::Result<()> {
+        let mut fds = [PollFd::new(&socket, PollFlags::empty())];
+        // The connection stands: it is that process that listens.
+        match poll(&mut fds, Some(&Timespec::default()))? {
+            0 => self.signal(Signal::KILL),
+            _ => Ok(()),
         }
     }
 
@@ -77,6 +108,25 @@ impl AsFd for Process {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
+}
+
+/// As /proc/locks lists it (proc_locks(5)).
+fn lock_holder(file: &Path) -> io::Result<Option<Pid>> {
+    let meta = match fs::metadata(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        meta => meta?,
+    };
+    let (dev, inode) = (meta.dev(), meta.ino());
+    let id = format!("{:02x}:{:02x}:{inode}", major(dev), minor(dev));
+    let locks = fs::read_to_string("/proc/locks")?;
+    Ok(locks.lines().find_map(|line| {
+        // A waiter has "->" before its "FLOCK".
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words[..] {
+            [_, "FLOCK", _, "WRITE", pid, at, ..] if at == id => Pid::from_raw(pid.parse().ok()?),
+            _ => None,
+        }
+    }))
 }
 
 /// What is left until `deadline`, for poll.
@@ -107,6 +157,20 @@ mod tests {
         );
         child.wait().unwrap();
         process.signal(Signal::TERM).unwrap();
+    }
+
+    #[test]
+    fn the_holder_of_a_lock_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        assert!(Process::of_lock(&path).unwrap().is_none());
+        let file = fs::File::create(&path).unwrap();
+        assert!(Process::of_lock(&path).unwrap().is_none());
+        file.lock().unwrap();
+        let holder = Process::of_lock(&path).unwrap().expect("a holder");
+        assert_eq!(holder.pid(), std::process::id());
+        drop(file);
+        assert!(Process::of_lock(&path).unwrap().is_none());
     }
 
     #[test]

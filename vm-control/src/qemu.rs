@@ -120,8 +120,7 @@ pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result
     }
     if !force {
         return Err(Error::Late {
-            what: "the guest has not powered off".to_owned(),
-            vm,
+            what: format!("the guest of VM {vm} has not powered off"),
             limit,
             advice: "it goes on; ask again, look at what it does, or end it with --force"
                 .to_owned(),
@@ -167,8 +166,7 @@ fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
         }
     }
     Err(Error::Late {
-        what: format!("QEMU (process {}) has not ended", process.pid()),
-        vm: vm.to_owned(),
+        what: format!("QEMU of VM {vm} (process {}) has not ended", process.pid()),
         limit: QUIT,
         advice: "end it with --force".to_owned(),
     })
@@ -181,14 +179,6 @@ pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
     let stream = crate::monitor::socket::connect_by(&path, Instant::now() + GREETING)
         .map_err(|errno| failed()(errno.into()))?;
     let process = Process::of_peer(&stream).map_err(failed())?;
-    // The connection stands: it is that process that listens.
-    let mut fds = [rustix::event::PollFd::new(
-        &stream,
-        rustix::event::PollFlags::empty(),
-    )];
-    let gone = rustix::event::poll(&mut fds, Some(&rustix::event::Timespec::default()));
-    if gone.map_err(|errno| failed()(errno.into()))? == 0 {
-        process.signal(Signal::KILL).map_err(failed())?;
-    }
+    process.kill_listener(&stream).map_err(failed())?;
     kill_late(vm, &process, true)
 }

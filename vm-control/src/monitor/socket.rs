@@ -190,8 +190,8 @@ impl Socket {
     }
 }
 
-/// Connects; a full backlog is waited for until `deadline`.
-pub(crate) fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, Errno> {
+/// Connects; a full backlog is waited for until `deadline`, then fails with EAGAIN.
+pub fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, Errno> {
     let address = SocketAddrUnix::new(path)?;
     let socket = socket_with(
         AddressFamily::UNIX,
