@@ -1,5 +1,6 @@
 //! What can go wrong, in a form that travels between hosts.
 
+use farside_error_chain::Chain;
 use serde::{Deserialize, Serialize};
 
 /// A result of this crate.
@@ -68,18 +69,18 @@ impl Error {
 
 impl From<std::io::Error> for Error {
     fn from(error: std::io::Error) -> Self {
-        Self::new(ErrorKind::Host, error.to_string())
+        Self::new(ErrorKind::Host, Chain(&error).to_string())
     }
 }
 
 impl From<farside_control::CallError> for Error {
     fn from(error: farside_control::CallError) -> Self {
-        Self::new(ErrorKind::Lender, error.to_string())
+        Self::new(ErrorKind::Lender, Chain(&error).to_string())
     }
 }
 
 impl From<farside_vm_control::Error> for Error {
     fn from(error: farside_vm_control::Error) -> Self {
-        Self::new(ErrorKind::Vm, error.to_string())
+        Self::new(ErrorKind::Vm, Chain(&error).to_string())
     }
 }

@@ -26,8 +26,8 @@ mod listen;
 mod send;
 mod settled;
 
+pub use address::address_for;
 pub(crate) use address::try_listen;
-pub use address::{address_for, is_private};
 pub(crate) use land::{end, land, let_go};
 pub(crate) use listen::{GREETING, listen};
 pub use send::{Guest, Report};

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{NAME_RULE, check_name};
+use farside_control::check_name_of;
 use farside_vm_config::places;
 
 use crate::{Error, Result};
@@ -25,7 +25,7 @@ pub struct Lock {
 
 /// Refuses a name that could lead out of the folders in which it names files.
 pub(crate) fn check_vm_name(vm: &str) -> Result<()> {
-    check_name(vm).map_err(|why| Error::refused(format!("VM name {vm:?} {why}; {NAME_RULE}")))
+    check_name_of("VM name", vm).map_err(|error| Error::refused(error.to_string()))
 }
 
 impl Lock {

@@ -78,7 +78,7 @@ fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
         findings.push(Finding::either("device", &same, &well));
         if same.is_ok() {
             let reached = host.reaches(vm, description, here);
-            let well = format!("{id} reaches all of the guest's RAM from here");
+            let well = format!("the lender of {id} has windows for all of the guest's RAM");
             findings.push(Finding::either("windows", &reached, &well));
         }
     }

@@ -7,6 +7,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use farside_error_chain::Chain;
 use farside_qemu_configs::{Accel, HugePages, QemuBinary};
 use farside_vm_config::{Manager, VmConfig};
 use farside_vm_control::Monitor;
@@ -148,7 +149,8 @@ fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
 
 fn qemu(config: &VmConfig) -> Result<Qemu> {
     let program = qemu_of(config);
-    let probed = QemuBinary::probe(&program).map_err(|error| Error::refused(error.to_string()))?;
+    let probed =
+        QemuBinary::probe(&program).map_err(|error| Error::refused(Chain(&error).to_string()))?;
     let help = machine_help(&program)?;
     let wanted = machine_of(config);
     let mut machines = BTreeSet::new();

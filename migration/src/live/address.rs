@@ -2,6 +2,8 @@
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 
+use farside_control::is_private;
+
 use crate::{Error, Result};
 
 /// The address of host `to`, which is what the remote shell calls it. Refuses
@@ -22,15 +24,6 @@ pub fn address_for(to: &str) -> Result<IpAddr> {
         None => Err(Error::refused(format!(
             "host {name} has no private address (found: {found:?}), and QEMU sends guest memory unencrypted: if that network can be trusted, name its address with --migrate-address"
         ))),
-    }
-}
-
-/// Whether an address is of no public network: loopback, link-local, RFC 1918,
-/// RFC 4193.
-pub fn is_private(address: IpAddr) -> bool {
-    match address {
-        IpAddr::V4(v4) => v4.is_private() || v4.is_loopback() || v4.is_link_local(),
-        IpAddr::V6(v6) => v6.is_loopback() || v6.is_unique_local() || v6.is_unicast_link_local(),
     }
 }
 
@@ -59,8 +52,14 @@ mod tests {
         let error = address_for("203.0.113.5").unwrap_err().to_string();
         assert!(error.contains("unencrypted"), "{error}");
         assert!(error.contains("--migrate-address"), "{error}");
-        for (address, private) in [("fd00::1", true), ("2001:db8::1", false)] {
-            assert_eq!(is_private(address.parse().unwrap()), private, "{address}");
+        // An IPv4-mapped address is the IPv4 address in it.
+        for (address, taken) in [
+            ("fd00::1", true),
+            ("2001:db8::1", false),
+            ("::ffff:10.0.0.1", true),
+            ("::ffff:203.0.113.5", false),
+        ] {
+            assert_eq!(address_for(address).is_ok(), taken, "{address}");
         }
     }
 
