@@ -91,6 +91,14 @@ impl Finding {
     }
 }
 
+/// "1 device", "2 devices".
+pub(crate) fn devices(count: usize) -> String {
+    match count {
+        1 => "1 device".to_owned(),
+        count => format!("{count} devices"),
+    }
+}
+
 /// A word as a shell reads it.
 pub(crate) fn quoted(word: &str) -> String {
     shlex::try_quote(word).map_or_else(|_| word.escape_default().to_string(), Into::into)

@@ -1,18 +1,22 @@
 //! Descriptions of VMs, and `lender.toml`.
 
-use farside_vm_config::VmConfig;
+use farside_error_chain::Chain;
+use farside_vm_config::{Manager, VmConfig};
 
 use crate::{
     Facts, Finding,
-    facts::VmFacts,
-    finding::{edit, quoted_path},
+    facts::{Users, VmFacts},
+    finding::{devices, edit, quoted_path},
 };
 
 const CHECK: &str = "description";
 const LENDER: &str = "lender.toml";
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
-    let mut findings: Vec<_> = facts.vms.iter().flat_map(of_vm).collect();
+    let mut findings: Vec<_> = {
+        let vms = facts.vms.iter();
+        vms.flat_map(|vm| of_vm(&facts.users, vm)).collect()
+    };
     let why = "the lender does not start with it";
     match &facts.lender {
         None => {}
@@ -20,10 +24,9 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             findings.push(Finding::problem(LENDER, error, why).fix(edit(&facts.lender_file)));
         }
         Some(Ok(lender)) => findings.push(match lender.check() {
-            Ok(()) => Finding::ok(LENDER, format!("lends {} devices", lender.device.len())),
-            Err(error) => {
-                Finding::problem(LENDER, error.to_string(), why).fix(edit(&facts.lender_file))
-            }
+            Ok(()) => Finding::ok(LENDER, format!("lends {}", devices(lender.device.len()))),
+            Err(error) => Finding::problem(LENDER, Chain(&error).to_string(), why)
+                .fix(edit(&facts.lender_file)),
         }),
     }
     if findings.is_empty() {
@@ -36,7 +39,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-fn of_vm(vm: &VmFacts) -> Vec<Finding> {
+fn of_vm(users: &Users, vm: &VmFacts) -> Vec<Finding> {
     let why = "its backend and QEMU are made from the description";
     let wrong = |what: String| {
         let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
@@ -50,7 +53,7 @@ fn of_vm(vm: &VmFacts) -> Vec<Finding> {
     // All that goes on QEMU's command line, the user's own arguments included.
     if let Err(error) = config.to_vm(&vm.name).command_line("qemu") {
         let path = vm.path.display();
-        findings.push(wrong(format!("{path}: {}", with_cause(&error))));
+        findings.push(wrong(format!("{path}: {}", Chain(&error))));
     }
     if let Some(boot) = config
         .boot
@@ -61,6 +64,14 @@ fn of_vm(vm: &VmFacts) -> Vec<Finding> {
             "cannot boot from {boot}: the VM has the devices {}",
             config.device_ids().join(", ")
         )));
+    }
+    if let Some(group) = &config.socket_group
+        && config.manager != Some(Manager::Libvirt)
+        && !users.has_group(group)
+    {
+        let what = format!("this host has no group {group:?}, which is the socket-group");
+        let finding = Finding::problem(CHECK, what, "the backend does not start").of_vm(&vm.name);
+        findings.push(finding.fix(edit(&vm.path)));
     }
     findings.extend(files(vm, config));
     if findings.is_empty() {
@@ -100,13 +111,6 @@ fn files(vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
     findings
 }
 
-fn with_cause(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {}", with_cause(cause)),
-        None => error.to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,6 +124,12 @@ mod tests {
         let of = |description| judge(&host_of(description));
         says(of("devices = [\"disk0\"]"), Level::Ok, "borrows disk0");
         says(of(""), Level::Note, "no device");
+        // libvirt's have a check of their own.
+        says(
+            of("devices = [\"a\"]\nsocket-group = \"nosuch\""),
+            Level::Problem,
+            "no group \"nosuch\"",
+        );
         says(of("devices = [\"a\", \"a\"]"), Level::Problem, "used twice");
         says(
             of("devices = [\"a\"]\nboot = \"b\""),
@@ -127,9 +137,9 @@ mod tests {
             "boot from b",
         );
         says(
-            of("memory = \"5K\""),
+            of("memory = 2000001"),
             Level::Problem,
-            "guest RAM of 5120 bytes",
+            "guest RAM of 2000001 bytes",
         );
         let undone = "qemu-args = [\"-m\", \"8G\", \"-machine\", \"q35,memory-backend=x\"]";
         says(of(undone), Level::Problem, "undo what borrowing needs: ");
@@ -149,7 +159,8 @@ mod tests {
         says(judge(&facts), Level::Note, "nothing is lent");
         let lender = "[[device]]\nid = \"a\"\nmodel.dma-test = {}";
         facts.lender = Some(Ok(toml::from_str(lender).unwrap()));
-        says(judge(&facts), Level::Ok, "lends 1");
+        says(judge(&facts), Level::Ok, "lends 1 device");
+        assert!(!judge(&facts)[0].what.contains("devices"));
         facts.lender = Some(Ok(toml::from_str("").unwrap()));
         says(judge(&facts), Level::Problem, "nothing to lend");
         facts.lender = Some(Err("line 2".into()));

@@ -98,6 +98,7 @@ mod tests {
                 seconds: 1,
             }),
             fences: Vec::new(),
+            problem: None,
         }
     }
 

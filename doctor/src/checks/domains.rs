@@ -1,6 +1,7 @@
 //! Domains of the VMs that libvirt manages.
 
 use farside_control::paths;
+use farside_error_chain::Chain;
 use farside_qemu_configs::{check_domain, read_domain};
 use farside_vm_config::{Manager, VmConfig};
 
@@ -53,7 +54,7 @@ fn defined(vm: &VmFacts, config: &VmConfig, xml: &str) -> Vec<Finding> {
     };
     let problems = match check_domain(xml, &paths::device_socket) {
         Ok(problems) => problems,
-        Err(error) => return vec![wrong(error.to_string())],
+        Err(error) => return vec![wrong(Chain(&error).to_string())],
     };
     let mut findings: Vec<_> = problems
         .iter()

@@ -45,7 +45,8 @@ fn of_lender(facts: &Facts, lender: &LenderFacts) -> Finding {
             Finding::ok(
                 CHECK,
                 format!(
-                    "{name} at {address} speaks version {VERSION} and lends {lent} devices, {borrowed} of them borrowed"
+                    "{name} at {address} speaks version {VERSION} and lends {}, {borrowed} of them borrowed",
+                    crate::finding::devices(lent)
                 ),
             )
         }

@@ -25,12 +25,33 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     });
     let mut findings: Vec<_> = vms.collect();
     if facts.lends_hardware() {
-        let largest = facts.good_vms().map(|(_, config)| config.memory()).max();
-        let why = "the kernel counts guest RAM that a physical device reaches as the lender's";
+        let why = "the kernel counts guest RAM as the lender's, once for each physical device that \
+                   reaches it, and all VMs and devices together";
         let who = Locker::of_lender(facts);
-        findings.push(who.judge(largest.unwrap_or(0), true, why));
+        findings.push(match pinned_by_lender(facts) {
+            0 => Finding::ok(
+                CHECK,
+                "no VM of this host borrows a physical device of this lender",
+            ),
+            needed => who.judge(needed, true, why),
+        });
     }
     findings
+}
+
+/// Bytes that the lender pins for the VMs of this host: all of a VM's RAM, huge
+/// pages too, for each of its physical devices, summed up as the kernel does it.
+/// VMs of other hosts are reached through the NTB's BAR, which is not counted.
+fn pinned_by_lender(facts: &Facts) -> u64 {
+    let of_vm = |config: &VmConfig| {
+        let devices = config.device_ids();
+        let physical = devices.iter().filter(|id| facts.lends_physical(id));
+        config.memory().saturating_mul(physical.count() as u64)
+    };
+    facts
+        .good_vms()
+        .map(|(_, config)| of_vm(config))
+        .fold(0, u64::saturating_add)
 }
 
 /// Bytes that the backend of a VM locks: all of RAM for each device that the
@@ -123,7 +144,7 @@ mod tests {
     use super::*;
     use crate::{
         Level,
-        checks::tests::{host_of, says},
+        checks::tests::{host_of, says, vm},
     };
 
     fn host(description: &str, memlock: Option<u64>) -> Facts {
@@ -196,11 +217,34 @@ mod tests {
         facts.systemd.backend = unit(Limit::None);
         says(judge(&facts), Level::Ok, "unit farside@.service");
 
-        let lends = "[[device]]\nid = \"a\"\nvfio = { function = \"0000:03:00.0\" }";
+        let lends = "[[device]]\nid = \"a\"\nvfio = { function = \"0000:03:00.0\" }\n\
+                     [[device]]\nid = \"b\"\nvfio = { function = \"vfs-of:0000:04:00.0\" }\n\
+                     [[device]]\nid = \"c\"\nmodel.dma-test = {}";
         facts.lender = Some(Ok(toml::from_str(lends).unwrap()));
-        facts.systemd.lender = unit(Limit::Of(1 << 30));
-        let found = judge(&facts);
-        assert_eq!(found[1].level, Level::Problem, "{found:?}");
-        assert!(found[1].what.contains("farside-lender.service"));
+        facts.systemd.lender = unit(Limit::Of(4 << 30));
+        let of_lender = |descriptions: &[&str], facts: &mut Facts| {
+            let vms = descriptions.iter().map(|text| vm("web", text));
+            facts.vms = vms.collect();
+            judge(facts).pop().unwrap()
+        };
+        let none = of_lender(&["memory = \"8G\"\ndevices = [\"c\"]"], &mut facts);
+        assert_eq!(none.level, Level::Ok, "{none:?}");
+        // Each device counts, of each VM; the model does not.
+        let one = "memory = \"2G\"\ndevices = [\"a\", \"c\"]";
+        let two = "memory = \"1G\"\nhugepages = \"2M\"\ndevices = [\"b-0\", \"b-1\"]";
+        let fits = of_lender(&[one, two], &mut facts);
+        assert_eq!(fits.level, Level::Ok, "{fits:?}");
+        assert!(
+            fits.what.contains("farside-lender.service may lock 4 GiB"),
+            "{fits:?}"
+        );
+        let sum = of_lender(&[one, two, one], &mut facts);
+        assert_eq!(sum.level, Level::Problem, "{sum:?}");
+        assert!(
+            sum.what
+                .contains("may lock 4 GiB, and guest RAM to lock is 6 GiB"),
+            "{sum:?}"
+        );
+        assert!(sum.why.contains("all VMs and devices together"), "{sum:?}");
     }
 }

@@ -14,6 +14,7 @@ mod memlock;
 mod memory_notes;
 mod open_files;
 mod qemu;
+mod ram;
 mod runtime;
 mod sockets;
 mod units;
@@ -29,6 +30,7 @@ const CHECKS: &[fn(&Facts) -> Vec<Finding>] = &[
     sockets::judge,
     units::judge,
     descriptions::judge,
+    ram::judge,
     memlock::judge,
     hugepages::judge,
     memory_notes::judge,

@@ -20,6 +20,12 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             "who owns it could put sockets of his own there: it is refused",
         )
         .fix(format!("rm -r {quoted}")),
+        Some(_) if runtime.open => Finding::problem(
+            CHECK,
+            format!("every user may write to {path}"),
+            "they could replace sockets in it: it is refused",
+        )
+        .fix(format!("chmod o-w {quoted}")),
         Some(_) if !runtime.writable => Finding::problem(
             CHECK,
             format!("user {} may not write to {path}", me.name),
@@ -52,6 +58,10 @@ mod tests {
         says(judge(&facts), Level::Problem, "may not write");
         facts.runtime.writable = true;
         says(judge(&facts), Level::Ok, "can be used");
+        facts.runtime.open = true;
+        let said = says(judge(&facts), Level::Problem, "every user may write");
+        assert_eq!(said.fix, ["chmod o-w /tmp/farside-1000"]);
+        facts.runtime.open = false;
         // Root serves in the folder of the units' user.
         facts.users.me.uid = 0;
         says(judge(&facts), Level::Ok, "can be used");

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, PciError};
 use rustix::{
     fs::{Access as Mode, access},
@@ -69,7 +70,10 @@ pub(crate) fn look(host: &Host) -> Hardware {
         intel,
         iommufd: Access::of(&host.system("dev/iommu")),
         vfio: Access::of(&host.system("dev/vfio/vfio")),
-        no_vfio_pci: pci.require_vfio_pci().err().map(|error| error.to_string()),
+        no_vfio_pci: pci
+            .require_vfio_pci()
+            .err()
+            .map(|error| Chain(&error).to_string()),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::mpsc::channel, thread, time::Instant};
 
 use farside_control::{Address, CallError, Client, DeviceEntry, ErrorKind};
+use farside_error_chain::Chain;
 use farside_lender::config::Config as LenderConfig;
 
 use super::VmFacts;
@@ -81,7 +82,7 @@ fn ask(address: &Address, deadline: Instant) -> Result<(String, Vec<DeviceEntry>
 
 fn refusal(error: CallError) -> Refusal {
     match error {
-        CallError::Unreachable { .. } => Refusal::Unreachable(error.to_string()),
+        CallError::Unreachable { .. } => Refusal::Unreachable(Chain(&error).to_string()),
         CallError::Refused(error) if error.kind == ErrorKind::Version => {
             Refusal::Version(error.message)
         }

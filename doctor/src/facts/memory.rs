@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use farside_fabric::host_memory::HostMemory;
 use rustix::process::{Resource, getrlimit};
 
 use crate::Host;
@@ -29,6 +30,8 @@ pub(crate) struct Memory {
     pub(crate) memlock: Option<u64>,
     /// The hard `RLIMIT_NOFILE`: farside raises the soft one.
     pub(crate) open_files: Option<u64>,
+    /// What is left for guest RAM.
+    pub(crate) host: HostMemory,
     /// By size, bytes.
     pub(crate) pools: BTreeMap<u64, Pool>,
     pub(crate) mounts: Vec<Mount>,
@@ -67,6 +70,7 @@ pub(crate) fn look(host: &Host) -> Memory {
     Memory {
         memlock: getrlimit(Resource::Memlock).current,
         open_files: getrlimit(Resource::Nofile).maximum,
+        host: HostMemory::read_with(|path| host.text(path)),
         pools: pools.collect(),
         mounts: hugetlbfs(&mounts, default_page.unwrap_or(2 << 20)),
         shmem_huge: host.text(TRANSPARENT).and_then(|text| chosen(&text)),

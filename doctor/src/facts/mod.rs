@@ -14,6 +14,7 @@ mod vms;
 
 use std::path::PathBuf;
 
+use farside_error_chain::Chain;
 use farside_lender::config::{Config as LenderConfig, Source};
 
 use crate::{Host, Report, checks};
@@ -52,6 +53,8 @@ pub struct Facts {
     pub(crate) hardware: Hardware,
     pub(crate) systemd: Systemd,
     pub(crate) qemus: Vec<QemuFacts>,
+    /// The code name of Debian's release, such as `trixie`.
+    pub(crate) release: Option<String>,
     pub(crate) lenders: Vec<LenderFacts>,
     /// Where it is installed.
     pub(crate) libvirt: Option<Libvirt>,
@@ -62,6 +65,16 @@ pub struct Facts {
     pub(crate) moved: bool,
 }
 
+/// The code name in `os-release(5)`, if that is Debian's.
+fn debian(os_release: &str) -> Option<String> {
+    let value = |key: &str| {
+        let mut lines = os_release.lines();
+        let value = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='))?;
+        Some(value.trim().trim_matches('"').to_owned())
+    };
+    (value("ID")? == "debian").then(|| value("VERSION_CODENAME"))?
+}
+
 impl Facts {
     /// Looks at a host: at all its VMs, or at one.
     pub fn look(host: &Host, only: Option<&str>) -> Self {
@@ -69,7 +82,7 @@ impl Facts {
         let lender_file = host.config.join("lender.toml");
         let lender = lender_file
             .exists()
-            .then(|| LenderConfig::load(&lender_file).map_err(|error| error.to_string()));
+            .then(|| LenderConfig::load(&lender_file).map_err(|error| Chain(&error).to_string()));
         let runtime = sockets::look(host);
         // Each of these may have to wait.
         let (qemus, lenders, libvirt, systemd) = std::thread::scope(|scope| {
@@ -96,6 +109,7 @@ impl Facts {
                 .any(|folder| host.system(folder).join("farside").exists()),
             program: std::env::current_exe().unwrap_or_else(|_| "farside".into()),
             moved: host.moved,
+            release: host.text("etc/os-release").and_then(|text| debian(&text)),
             vms,
             lender_file,
             lender,
@@ -136,6 +150,20 @@ impl Facts {
         };
         let mut devices = lender.device.iter();
         lender.ntb.is_some() || devices.any(|device| matches!(device.source, Source::Vfio(_)))
+    }
+
+    /// Whether this host's lender has a physical device of that id. Of several
+    /// functions, ids are made of a number (`disk-0`).
+    pub(crate) fn lends_physical(&self, id: &str) -> bool {
+        let Some(Ok(lender)) = &self.lender else {
+            return false;
+        };
+        let is = |of: &str| {
+            let number = id.strip_prefix(of).and_then(|rest| rest.strip_prefix('-'));
+            id == of || number.is_some_and(|number| number.parse::<u32>().is_ok())
+        };
+        let mut devices = lender.device.iter();
+        devices.any(|device| matches!(device.source, Source::Vfio(_)) && is(&device.id))
     }
 
     /// Whether systemd runs lender and backends here: it runs the host, has the

@@ -2,10 +2,10 @@
 
 use std::{
     collections::BTreeSet,
-    io,
     path::{Path, PathBuf},
 };
 
+use farside_error_chain::Chain;
 use farside_qemu_configs::{ProbeError, QemuBinary};
 
 use super::VmFacts;
@@ -20,8 +20,6 @@ pub(crate) struct QemuFacts {
     pub(crate) program: PathBuf,
     /// Its version, or why it cannot be used.
     pub(crate) answer: Result<String, String>,
-    /// Whether it is not there at all.
-    pub(crate) missing: bool,
 }
 
 pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Vec<QemuFacts> {
@@ -44,18 +42,13 @@ pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Vec<QemuFacts> {
 }
 
 fn probe(host: &Host, program: PathBuf) -> QemuFacts {
-    let mut missing = false;
     let answer = QemuBinary::probe_by(&program, |args| {
-        host.ask(&program, args).map_err(|error| {
-            missing |=
-                matches!(&error, RunError::Run(error) if error.kind() == io::ErrorKind::NotFound);
-            unanswered(&program, error)
-        })
+        let answer = host.ask(&program, args);
+        answer.map_err(|error| unanswered(&program, error))
     });
     let answer = answer.map(|qemu| qemu.version().to_string());
     QemuFacts {
         answer: answer.map_err(|Why(why)| why),
-        missing,
         program,
     }
 }
@@ -64,7 +57,7 @@ struct Why(String);
 
 impl From<ProbeError> for Why {
     fn from(error: ProbeError) -> Self {
-        Self(error.to_string())
+        Self(Chain(&error).to_string())
     }
 }
 

@@ -23,6 +23,8 @@ pub(crate) struct Runtime {
     pub(crate) path: PathBuf,
     /// Its owner; `None` where it is not there yet.
     pub(crate) owner: Option<u32>,
+    /// Whether every user may replace what is in it.
+    pub(crate) open: bool,
     /// Whether who asks may make sockets in it.
     pub(crate) writable: bool,
     pub(crate) sockets: Vec<Socket>,
@@ -52,8 +54,11 @@ pub(crate) fn look(host: &Host) -> Runtime {
     let mut sockets = Vec::new();
     collect(&host.runtime, DEPTH, &listening, &mut sockets);
     sockets.sort_by(|a, b| a.path.cmp(&b.path));
+    let meta = std::fs::metadata(&host.runtime).ok();
     Runtime {
-        owner: std::fs::metadata(&host.runtime).ok().map(|meta| meta.uid()),
+        owner: meta.as_ref().map(|meta| meta.uid()),
+        // Writable by others, and not sticky.
+        open: meta.is_some_and(|meta| meta.mode() & 0o1002 == 0o002),
         writable: access(&host.runtime, Access::WRITE_OK | Access::EXEC_OK).is_ok(),
         path: host.runtime.clone(),
         sockets,

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use farside_control::{NAME_RULE, check_name};
+use farside_control::check_name_of;
+use farside_error_chain::Chain;
 use farside_vm_config::{LoadError, VmConfig};
 
 use crate::host::{Host, files};
@@ -38,14 +39,12 @@ pub(crate) fn look(host: &Host, only: Option<&str>) -> Vec<VmFacts> {
 }
 
 fn load(name: &str, path: &std::path::Path) -> Result<VmConfig, String> {
-    if let Err(why) = check_name(name) {
-        return Err(format!("the name {name:?} {why}: {NAME_RULE}"));
-    }
+    check_name_of("VM name", name).map_err(|error| Chain(&error).to_string())?;
     let (vm, path) = (name.to_owned(), path.to_owned());
     if !path.exists() {
         return Err(LoadError::Unknown { vm, path }.to_string());
     }
-    let mut config = VmConfig::load(&path).map_err(|error| error.to_string())?;
+    let mut config = VmConfig::load(&path).map_err(|error| Chain(&error).to_string())?;
     match config.name.replace(vm.clone()) {
         Some(found) if found != vm => Err(LoadError::OtherVm {
             path,
