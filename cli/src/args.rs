@@ -204,9 +204,11 @@ pub(crate) struct Serve {
     /// Chipset, which decides where that RAM is [default: q35].
     #[arg(long, value_enum)]
     pub(crate) machine: Option<MachineArg>,
-    /// Longest time to make a device DMA-ready, seconds; goes before --memory.
-    /// Keep it below QEMU's x-msg-timeout, which `farside qemu` derives from
-    /// the guest's RAM.
+    /// Time after which a device that is not DMA-ready is reported as late,
+    /// seconds. Pinning goes on for four fifths of the time that QEMU waits (5 s,
+    /// or more with --memory), or for this time if it is longer; raise QEMU's
+    /// x-msg-timeout with it, to a second more at least [default: those four
+    /// fifths].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
     /// Group whose members, too, may connect to the devices' sockets: QEMU's,

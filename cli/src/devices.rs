@@ -25,6 +25,13 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
         println!("{}", serde_json::to_string_pretty(&listed)?);
         return Ok(());
     }
+    let problems: Vec<String> = listed
+        .iter()
+        .filter_map(|Listed { device, .. }| {
+            let problem = device.problem.as_ref()?;
+            Some(format!("problem: device {}: {problem}", device.id))
+        })
+        .collect();
     let rows: Vec<Vec<String>> = listed
         .into_iter()
         .map(|Listed { lender, device }| {
@@ -45,5 +52,8 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
         "{}",
         table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows)
     );
+    for problem in problems {
+        println!("{problem}");
+    }
     Ok(())
 }

@@ -55,7 +55,8 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         farside_vm_config::places::state_dir().join(format!("lender-{}.json", config.name))
     });
     let lender = Lender::start_activated(config, activated)?;
-    signals::raise_on_signal(&lender.stop_handle()).context("cannot wait for signals")?;
+    signals::raise_on_signal(&lender.stop_handle(), signals::stopping)
+        .context("cannot wait for signals")?;
     let addresses: Vec<String> = lender.addresses().iter().map(Address::to_string).collect();
     ready(&format!("lending at {}", addresses.join(", ")));
     lender.run()?;

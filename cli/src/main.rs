@@ -12,6 +12,7 @@ mod hook;
 mod hotplug;
 mod lend;
 mod libvirt;
+mod logging;
 mod migrate;
 mod ntb;
 mod plan;
@@ -35,23 +36,13 @@ use args::{Args, Verb};
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    env_logger::Builder::from_env(env_logger::Env::new().filter_or("FARSIDE_LOG", "info"))
-        .format_target(false)
-        // It logs what it also returns, or what we look at ourselves.
-        .filter_module("vfio_ioctls", log::LevelFilter::Off)
-        .init();
+    logging::init();
     match dispatch(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
-            let mut said = error.to_string();
             for cause in error.chain().skip(1) {
-                let cause = cause.to_string();
-                // Some messages end with their cause already.
-                if !said.contains(&cause) {
-                    eprintln!("  caused by: {cause}");
-                    said = cause;
-                }
+                eprintln!("  caused by: {cause}");
             }
             ExitCode::FAILURE
         }

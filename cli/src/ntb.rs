@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Ntb) -> anyhow::Result<()> {
         ports: [at('A', args.window_size)?, at('B', window_size_b)?],
     })?;
     let stop = Wakeup::new()?;
-    signals::raise_on_signal(&stop).context("cannot wait for signals")?;
+    signals::raise_on_signal(&stop, signals::stopping).context("cannot wait for signals")?;
     server.run(&stop)?;
     Ok(())
 }

@@ -4,8 +4,10 @@ use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
 use farside_control::{Address, CallError, Client, paths};
+use farside_error_chain::Chain;
 use farside_fabric::Size;
 use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
+use farside_service::SocketGroup;
 use farside_vm_config::DeviceConfig;
 
 use crate::{
@@ -29,6 +31,9 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         config.devices = served.map(|(id, _)| DeviceConfig::from(id)).collect();
     }
     check_boot(&name, &config)?;
+    if let Some(group) = &config.socket_group {
+        SocketGroup::named(group)?;
+    }
     config.qemu_args.extend(args.extra);
     let qemu = config.qemu.take().unwrap_or_else(|| DEFAULT_QEMU.into());
     let vm = config.to_vm(&name);
@@ -98,7 +103,7 @@ struct Served {
 }
 
 fn served(vm: &str) -> anyhow::Result<Served> {
-    let report = status::backend(&paths::status_socket(vm)).with_context(|| {
+    let report = status::backend(&paths::status_socket(vm))?.with_context(|| {
         format!(
             "no backend runs for VM {vm}: start `farside serve --vm {vm} --device ID`, or name the devices with --device"
         )
@@ -131,7 +136,11 @@ fn check(vm: &Vm, device: &str, lender: &Address) -> anyhow::Result<()> {
             Err(error).with_context(|| format!("VM {} with {} of RAM", vm.name, Size(vm.ram)))
         }
         Err(error) => {
-            log::warn!("cannot check whether VM {} fits: {error}", vm.name);
+            log::warn!(
+                "cannot check whether VM {} fits: {error}",
+                vm.name,
+                error = Chain(&error)
+            );
             Ok(())
         }
     }

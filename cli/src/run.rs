@@ -59,7 +59,8 @@ pub(crate) struct Stop {
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     limit: u64,
     /// End QEMU when the guest has not powered off by then, as if its power was
-    /// cut: what it has not written is lost.
+    /// cut: what it has not written is lost. Kills QEMU and backend if they hang,
+    /// and takes devices from a VMM that farside did not start.
     #[arg(long)]
     force: bool,
 }

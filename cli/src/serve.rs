@@ -51,13 +51,16 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let memory = args.memory.or(file.memory);
     let machine = args.machine.map(MachineArg::machine).or(file.machine);
     let machine = machine.unwrap_or_default();
+    let message_timeout = message_timeout(memory);
     let open_timeout = args
         .open_timeout
         .or(file.open_timeout)
-        .map_or_else(|| open_timeout(memory), Duration::from_secs);
+        // With time left for the lender, and to undo what was done.
+        .map_or(message_timeout * 4 / 5, Duration::from_secs);
 
     let stop = Wakeup::new()?;
-    signals::raise_on_signal(&stop).context("cannot wait for signals")?;
+    signals::raise_on_signal(&stop, |signal| log::info!("{signal} received"))
+        .context("cannot wait for signals")?;
     let config = Config {
         folder: paths::vm_dir(&vm),
         fences: Some(farside_vm_config::places::fences(&vm)),
@@ -69,6 +72,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         pin_policy,
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
+        message_timeout,
         socket_group: args.socket_group.or(file.socket_group),
     };
     let backend = Backend::start_activated(&config, activated)?;
@@ -81,12 +85,10 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Below the message timeout that `farside qemu` gives a VM of this size, with
-/// time left to undo what was done so far: QEMU ends itself when an answer is
+/// As `farside qemu` gives a VM of this size: QEMU ends itself when an answer is
 /// late.
-fn open_timeout(memory: Option<u64>) -> Duration {
-    let timeout = memory.map_or(MESSAGE_TIMEOUT, |memory| {
+fn message_timeout(memory: Option<u64>) -> Duration {
+    memory.map_or(MESSAGE_TIMEOUT, |memory| {
         Duration::from_millis(farside_qemu_configs::message_timeout_ms(memory).into())
-    });
-    timeout * 4 / 5
+    })
 }

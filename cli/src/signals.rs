@@ -1,24 +1,92 @@
 //! Ctrl-C and SIGTERM.
 
+use std::time::{Duration, Instant};
+
 use farside_control::Wakeup;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
 
-/// Raises `stop` at the first signal that asks us to end.
-pub(crate) fn raise_on_signal(stop: &Wakeup) -> std::io::Result<()> {
+/// A SIGHUP and the SIGTERM that follows it so soon are one request: a systemd
+/// session sends both when it ends.
+const SAME_REQUEST: Duration = Duration::from_secs(1);
+
+/// Raises `stop` at each signal that asks us to end ([`Requests`]), after
+/// `announce` was called with the signal's name.
+pub(crate) fn raise_on_signal(stop: &Wakeup, announce: fn(&str)) -> std::io::Result<()> {
     let stop = stop.clone();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     std::thread::Builder::new()
         .name("signals".into())
         .spawn(move || {
+            let mut requests = Requests::default();
             for signal in signals.forever() {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-                log::info!("stopping at {name}");
-                farside_service::stopping(&format!("stopping at {name}"));
-                stop.raise();
+                if requests.is_new(signal, Instant::now()) {
+                    announce(name);
+                    stop.raise();
+                } else {
+                    log::info!("{name} ignored: it repeats a request to stop");
+                }
             }
         })?;
     Ok(())
+}
+
+/// The signals so far, of which some repeat an earlier one: a terminal that is
+/// closed sends SIGHUP from the kernel and from the shell.
+#[derive(Default)]
+struct Requests {
+    last: Option<(i32, Instant)>,
+}
+
+impl Requests {
+    /// Whether this signal is a request of its own.
+    fn is_new(&mut self, signal: i32, at: Instant) -> bool {
+        let repeats = match self.last {
+            None => false,
+            Some(_) if signal == SIGHUP => return false,
+            Some((last, then)) => {
+                last == SIGHUP && signal == SIGTERM && at.duration_since(then) < SAME_REQUEST
+            }
+        };
+        self.last = Some((signal, at));
+        !repeats
+    }
+}
+
+/// Logs that the first signal ends the process, and tells the service manager.
+pub(crate) fn stopping(signal: &str) {
+    log::info!("stopping at {signal}");
+    farside_service::stopping(&format!("stopping at {signal}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_that_comes_with_another_is_no_second_request() {
+        let (soon, late) = (SAME_REQUEST / 2, SAME_REQUEST * 2);
+        for (first, then, second, expected) in [
+            (SIGHUP, soon, SIGHUP, false),
+            (SIGHUP, late, SIGHUP, false),
+            (SIGTERM, soon, SIGHUP, false),
+            (SIGINT, late, SIGHUP, false),
+            (SIGHUP, soon, SIGTERM, false),
+            (SIGHUP, late, SIGTERM, true),
+            (SIGHUP, soon, SIGINT, true),
+            (SIGTERM, soon, SIGTERM, true),
+            (SIGINT, soon, SIGINT, true),
+        ] {
+            let mut requests = Requests::default();
+            let start = Instant::now();
+            assert!(requests.is_new(first, start));
+            let is_new = requests.is_new(second, start + then);
+            assert_eq!(is_new, expected, "{first}, {second} after {then:?}");
+            // A SIGTERM or SIGINT after these two always counts.
+            assert!(requests.is_new(SIGINT, start + late));
+        }
+    }
 }

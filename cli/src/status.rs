@@ -1,9 +1,14 @@
 //! `farside status`.
 
-use std::{io::Read, os::unix::net::UnixStream, path::Path, time::Duration};
+use std::{
+    io::{self, ErrorKind, Read},
+    path::Path,
+    time::{Duration, Instant},
+};
 
-use anyhow::Context;
-use farside_control::{Address, Client, DeviceStatus, paths};
+use anyhow::{Context, anyhow, bail};
+use farside_control::{Address, Client, DeviceStatus, check_name, check_name_of, paths};
+use farside_vm_control::connect_by;
 use serde_json::{Value, json};
 
 use crate::args::Status;
@@ -17,14 +22,22 @@ pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
         None => running_vms()?,
     };
     let mut backends = Vec::new();
+    let (mut hang, mut denied) = (false, false);
     for vm in &vms {
+        check_name_of("VM name", vm)?;
         match backend(&paths::status_socket(vm)) {
-            Ok(report) => backends.push(report),
-            Err(error) if args.vm.is_some() => {
-                return Err(error.context(format!("no backend runs for VM {vm}")));
+            Ok(Some(report)) => backends.push(report),
+            Ok(None) if args.vm.is_some() => bail!("no backend runs for VM {vm}"),
+            // A directory that a killed backend left.
+            Ok(None) => {}
+            Err(error) if args.vm.is_some() => return Err(error),
+            Err(error) => {
+                log::warn!("VM {vm}: {error:#}");
+                match is_denied(&error) {
+                    true => denied = true,
+                    false => hang = true,
+                }
             }
-            // A folder that a killed backend left.
-            Err(error) => log::debug!("VM {vm}: {error:#}"),
         }
     }
     let mut lenders = Vec::new();
@@ -39,22 +52,54 @@ pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
         let all = json!({ "backends": backends, "lenders": lenders });
         println!("{}", serde_json::to_string_pretty(&all)?);
     } else {
-        print!("{}", text(&backends, &lenders));
+        print!("{}", text(&backends, &lenders, hang || denied));
+    }
+    if hang {
+        bail!("not every backend answers");
+    }
+    if backends.is_empty() && lenders.is_empty() {
+        if denied {
+            bail!("this user may not connect to the backends here");
+        }
+        bail!("neither a backend nor a lender runs here");
     }
     Ok(())
 }
 
-/// One backend's report.
-pub(crate) fn backend(socket: &Path) -> anyhow::Result<Value> {
-    let mut stream = UnixStream::connect(socket)
-        .with_context(|| format!("cannot connect to {}", socket.display()))?;
+/// One backend's report; none if no backend listens at `socket`.
+pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<Value>> {
+    let failed = |what: &str, error: io::Error| match error.kind() {
+        ErrorKind::WouldBlock => anyhow!(
+            "the backend does not answer at {} within {TIMEOUT:?}: it hangs, or is stopped",
+            socket.display()
+        ),
+        _ => anyhow::Error::new(error).context(format!("cannot {what} {}", socket.display())),
+    };
+    let connected = connect_by(socket, Instant::now() + TIMEOUT).map_err(io::Error::from);
+    let mut stream = match connected {
+        Ok(stream) => stream,
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::ConnectionRefused
+            ) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => return Err(failed("connect to", error)),
+    };
     stream.set_read_timeout(Some(TIMEOUT))?;
     let mut report = Vec::new();
-    stream
-        .read_to_end(&mut report)
-        .with_context(|| format!("{} does not answer for {TIMEOUT:?}", socket.display()))?;
-    serde_json::from_slice(&report)
-        .with_context(|| format!("malformed status from {}", socket.display()))
+    let read = stream.read_to_end(&mut report);
+    read.map_err(|error| failed("read the status from", error))?;
+    let report = serde_json::from_slice(&report);
+    report.with_context(|| format!("malformed status from {}", socket.display()))
+}
+
+/// Whether a backend belongs to another user, and may well answer that one.
+fn is_denied(error: &anyhow::Error) -> bool {
+    let cause = error.root_cause().downcast_ref::<io::Error>();
+    cause.is_some_and(|cause| cause.kind() == ErrorKind::PermissionDenied)
 }
 
 #[derive(serde::Serialize)]
@@ -89,7 +134,9 @@ fn running_vms() -> anyhow::Result<Vec<String>> {
     };
     let mut vms = Vec::new();
     for entry in entries {
-        if let Ok(name) = entry?.file_name().into_string() {
+        if let Ok(name) = entry?.file_name().into_string()
+            && check_name(&name).is_ok()
+        {
             vms.push(name);
         }
     }
@@ -97,14 +144,14 @@ fn running_vms() -> anyhow::Result<Vec<String>> {
     Ok(vms)
 }
 
-fn text(backends: &[Value], lenders: &[LenderReport]) -> String {
+fn text(backends: &[Value], lenders: &[LenderReport], hidden: bool) -> String {
     let mut out = String::new();
     let mut line = |indent: usize, text: String| {
         out += &" ".repeat(indent);
         out += &text;
         out.push('\n');
     };
-    if backends.is_empty() {
+    if backends.is_empty() && !hidden {
         line(0, "no backend runs".into());
     }
     for backend in backends {
@@ -162,6 +209,16 @@ fn text(backends: &[Value], lenders: &[LenderReport]) -> String {
                 2,
                 format!("{} ({}): {lease}", device.entry.id, device.entry.summary),
             );
+            if let Some(problem) = &device.entry.problem {
+                line(4, format!("problem: {problem}"));
+            }
+            let media_errors = device
+                .counters
+                .iter()
+                .find(|(name, _)| name == "media_errors");
+            if let Some((_, count @ 1..)) = media_errors {
+                line(4, format!("{count} commands failed at the medium"));
+            }
             let usage = &device.usage;
             line(
                 4,
@@ -199,4 +256,17 @@ fn plain(value: &Value) -> String {
 
 fn mib(value: &Value) -> u64 {
     value.as_u64().unwrap_or(0) >> 20
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backend_of_another_user_does_not_hang() {
+        let error = |kind| anyhow::Error::from(io::Error::from(kind)).context("cannot connect");
+        assert!(is_denied(&error(ErrorKind::PermissionDenied)));
+        assert!(!is_denied(&error(ErrorKind::OutOfMemory)));
+        assert!(!is_denied(&anyhow!("the backend does not answer")));
+    }
 }

@@ -11,9 +11,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use clap::Args as ClapArgs;
-use farside_control::{check_name, paths};
+use farside_control::{check_name_of, paths};
 use farside_vm_config::{VmConfig, places};
 
 /// Prints what the socket units of VMs lack: drop-ins with a line for each
@@ -79,22 +79,20 @@ fn described(folder: &Path) -> anyhow::Result<Vec<String>> {
 }
 
 fn drop_in(vm: &str) -> anyhow::Result<String> {
-    if let Err(why) = check_name(vm) {
-        bail!("the name {why}");
-    }
+    check_name_of("VM name", vm)?;
     let config = VmConfig::of_vm(vm)?;
     let mut text = format!(
         "# The devices of VM {vm}, by `farside units` from {}\n[Socket]\n",
         places::description(vm).display()
     );
     for device in config.device_ids() {
-        check_name(&device).map_err(|why| anyhow::anyhow!("device {device:?} {why}"))?;
+        check_name_of("device id", &device)?;
         let socket = paths::device_socket(vm, &device);
         // Names have no character that systemd reads as more than itself.
         writeln!(text, "ListenStream={}", escaped(&socket)?)?;
     }
     if let Some(group) = &config.socket_group {
-        check_name(group).map_err(|why| anyhow::anyhow!("socket-group {group:?} {why}"))?;
+        check_name_of("socket-group", group)?;
         writeln!(text, "SocketGroup={group}\nSocketMode=0660")?;
     }
     Ok(text)

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use clap::Args as ClapArgs;
+use farside_control::check_name_of;
 use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_size, places};
 
 use crate::values::{AccelArg, HugePagesArg, MachineArg};
@@ -88,7 +89,9 @@ impl VmFlags {
 /// The name of the VM that a description is of.
 pub(crate) fn name_of(config: &VmConfig) -> anyhow::Result<String> {
     let name = config.name.clone();
-    name.context("which VM? Name it with --vm NAME")
+    let name = name.context("which VM? Name it with --vm NAME")?;
+    check_name_of("VM name", &name)?;
+    Ok(name)
 }
 
 /// Refuses to boot from a device that the VM does not have.

@@ -214,7 +214,7 @@ fn a_lender_that_is_away_and_then_there() {
 
     let lender = lend(&host, "dma0");
     let found = host.findings(&[]);
-    one(&found, "lender", "ok", "lends 1 devices");
+    one(&found, "lender", "ok", "lends 1 device,");
     one(&found, "device", "ok", "dma0");
     drop(lender);
     // It was killed and has left its socket.
@@ -259,7 +259,7 @@ fn qemus_that_cannot_be_used() {
     assert!(
         missing["fix"][0]
             .as_str()
-            .is_some_and(|fix| fix.starts_with("apt-get install"))
+            .is_some_and(|fix| fix.starts_with("${EDITOR:-vi} ") && fix.contains("web1.toml"))
     );
     host.describe("web1", "");
     host.qemu("echo 'QEMU emulator version 11.1.3'; echo 'name \"vfio-user-pci\", bus PCI'");
