@@ -276,21 +276,48 @@ fn mirror() -> Result<String> {
     {
         return Ok(mirror);
     }
-    let listing = output(
-        Command::new("apt-get").args([
+    // Which archive a mirror has, apt knows from its package lists, and a fresh machine
+    // or a container image may have none.
+    let listing = index_targets(&[])?;
+    if let Some(mirror) = debian_mirror(&listing) {
+        return Ok(mirror.to_owned());
+    }
+    let lists = tempfile::tempdir().context("creating a directory")?;
+    let own = [
+        format!("Dir::State::lists={}", lists.path().display()),
+        format!("Dir::Cache={}", lists.path().display()),
+        "Debug::NoLocking=true".to_owned(),
+        "APT::Sandbox::User=".to_owned(),
+    ];
+    let options: Vec<&str> = own.iter().flat_map(|option| ["-o", option]).collect();
+    // Mirrors of other archives may be out of reach.
+    let updated = output(
+        Command::new("apt-get")
+            .args(&options)
+            .args(["-qq", "update"]),
+        INSTALL_APT,
+    );
+    match debian_mirror(&index_targets(&options)?) {
+        Some(mirror) => Ok(mirror.to_owned()),
+        None => {
+            updated.context("fetching the package lists of this machine's apt failed")?;
+            bail!(
+                "this machine's apt configuration names no mirror of the Debian archive; name one \
+                 with {MIRROR_VARIABLE}=URI"
+            )
+        }
+    }
+}
+
+fn index_targets(options: &[&str]) -> Result<String> {
+    output(
+        Command::new("apt-get").args(options).args([
             "indextargets",
             "--format",
             "$(CREATED_BY)|$(ORIGIN)|$(LABEL)|$(REPO_URI)",
         ]),
         INSTALL_APT,
-    )?;
-    match debian_mirror(&listing) {
-        Some(mirror) => Ok(mirror.to_owned()),
-        None => bail!(
-            "this machine's apt configuration names no mirror of the Debian archive; name one \
-             with {MIRROR_VARIABLE}=URI"
-        ),
-    }
+    )
 }
 
 fn debian_mirror(listing: &str) -> Option<&str> {

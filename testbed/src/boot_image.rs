@@ -7,8 +7,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::Testbed;
 use crate::command::output;
-use crate::{Testbed, vm};
 
 /// FAT32 needs 65,525 clusters, and the files need about that much anyway.
 const SMALLEST: u64 = 128 << 20;
@@ -33,7 +33,7 @@ pub(crate) fn make(testbed: &Testbed, image: &Path, len: u64, append: &str) -> R
         "guest.conf",
         format!(
             "title farside test guest\nlinux /vmlinuz\ninitrd /initramfs.cpio\noptions {} {append}\n",
-            vm::KERNEL_ARGS
+            testbed.kernel_args()
         ),
     )?;
 

@@ -32,7 +32,7 @@ pub(crate) struct Host {
 impl Host {
     pub(crate) fn prepare(cache: &Cache, debian: &Debian) -> Result<Self> {
         let root = debian.root();
-        let scripts = wrappers(&root);
+        let scripts = wrappers(&root)?;
         let key = cache::key(scripts.iter().map(|(name, text)| format!("{name}\n{text}")));
         let wrapped = Path::new(QEMU);
         let bin = cache.entry("bin", &key, |folder| {
@@ -85,7 +85,7 @@ fn parse_version(text: &str) -> Option<(u32, u32)> {
 }
 
 /// Name and text of each wrapper.
-fn wrappers(root: &Path) -> Vec<(String, String)> {
+fn wrappers(root: &Path) -> Result<Vec<(String, String)>> {
     let qemu_options: String = ["qemu", "seabios"]
         .iter()
         .map(|folder| format!(" -L {}", quoted(&root.join("usr/share").join(folder))))
@@ -94,11 +94,39 @@ fn wrappers(root: &Path) -> Vec<(String, String)> {
         QEMU.to_owned(),
         wrapper(root, &format!("usr/bin/{QEMU}"), &qemu_options),
     )];
+    let name = |path: &str| path.rsplit('/').next().unwrap_or(path).to_owned();
     for tool in recipe::HOST_TOOLS {
-        let name = tool.rsplit('/').next().unwrap_or(tool);
-        scripts.push((name.to_owned(), wrapper(root, tool, "")));
+        scripts.push((name(tool), wrapper(root, tool, "")));
     }
-    scripts
+    let modules: String = perl_modules(root)?
+        .iter()
+        .map(|folder| format!(" -I {}", quoted(folder)))
+        .collect();
+    for script in recipe::HOST_SCRIPTS {
+        let options = format!("{modules} {}", quoted(&root.join(script)));
+        scripts.push((name(script), wrapper(root, recipe::PERL, &options)));
+    }
+    Ok(scripts)
+}
+
+/// Where Perl finds its modules: it looks in `/` otherwise, where they may be another
+/// version's.
+fn perl_modules(root: &Path) -> Result<Vec<PathBuf>> {
+    let libraries = root.join("usr/lib/x86_64-linux-gnu");
+    let perl = libraries.join("perl");
+    let version = fs::read_dir(&perl)
+        .with_context(|| format!("listing {}", perl.display()))?
+        .flatten()
+        .map(|entry| entry.file_name())
+        .filter(|name| name.as_encoded_bytes()[0].is_ascii_digit())
+        .max()
+        .with_context(|| format!("no Perl in {}", perl.display()))?;
+    Ok(vec![
+        root.join("usr/share/perl5"),
+        libraries.join("perl-base"),
+        perl.join(&version),
+        root.join("usr/share/perl").join(&version),
+    ])
 }
 
 fn wrapper(root: &Path, program: &str, options: &str) -> String {

@@ -23,7 +23,7 @@ const MODULE_LIST: &str = "/etc/farside/modules";
 /// For the kernel: what costs an emulated processor time, and matters to nobody
 /// here.
 pub(crate) const KERNEL_ARGS: &str =
-    "mitigations=off tsc=reliable cryptomgr.notests nokaslr audit=0 i8042.nokbd i8042.noaux";
+    "mitigations=off cryptomgr.notests nokaslr audit=0 i8042.nokbd i8042.noaux";
 
 #[derive(Debug)]
 pub(crate) struct Lean {

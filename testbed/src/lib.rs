@@ -10,7 +10,8 @@
 //! VMs of its own ([`HostVm::guest`]), which are driven in the same way.
 //!
 //! A [`DebianRoot`] is Debian as installed, for programs that are more than a file;
-//! it is the one thing here that takes root.
+//! it is the one thing here that takes root: the machine's, or a user namespace's
+//! ([`become_root`]).
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -45,6 +46,7 @@ mod lean;
 mod modules;
 mod progress;
 mod recipe;
+mod root_user;
 mod small_kernel;
 mod tools_disk;
 mod vm;
@@ -64,6 +66,7 @@ pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};
 pub use progress::{Progress, Task};
+pub use root_user::{become_root, lacks_root};
 pub use vm::{
     AgentPort, Boot, Event, Firmware, Guest, GuestPage, Machine, Output, Pending, Qmp, Staged, Vm,
     VmBuilder,
@@ -176,9 +179,10 @@ impl Testbed {
         &self.0.lean
     }
 
-    /// The kernel command line that shows the console on the serial port.
-    pub fn kernel_args(&self) -> &'static str {
-        vm::KERNEL_ARGS
+    /// The kernel command line for a guest on [`Testbed::accel`]: console on the serial
+    /// port, and timers that an emulated guest need not calibrate.
+    pub fn kernel_args(&self) -> String {
+        vm::kernel_args(self.accel())
     }
 
     /// OVMF's code, to be mapped read-only.
@@ -200,9 +204,14 @@ impl Testbed {
     }
 
     /// A program to run on the host: `qemu-img`, `qemu-io`, `mcopy`, `mformat`,
-    /// `mmd`, `debugfs`, `fsck.ext4`, `xfs_repair`.
+    /// `mmd`, `debugfs`, `fsck.ext4`, `xfs_repair`, `ip`, `xz`, `dpkg-shlibdeps`.
     pub fn tool(&self, name: &str) -> Command {
         Command::new(self.0.host.bin.join(name))
+    }
+
+    /// The directory of [`Testbed::tool`]'s programs, for a `PATH`.
+    pub fn tools(&self) -> &Path {
+        &self.0.host.bin
     }
 
     /// Writes a disk image of `len` bytes from which OVMF boots the guest, with

@@ -17,6 +17,12 @@ pub(crate) const PACKAGES: &[&str] = &[
     "mtools",
     "systemd-boot-efi",
     "zstd",
+    // Tests of libvirt and of the package, and hosts that are network namespaces.
+    "dpkg-dev",
+    "iproute2",
+    "mmdebstrap",
+    "perl",
+    "xz-utils",
     // The guest's side.
     "linux-image-amd64",
     "busybox-static",
@@ -35,6 +41,8 @@ pub(crate) const PACKAGES: &[&str] = &[
 pub(crate) const NOT_NEEDED: &[&str] = &[
     "adduser",
     "base-passwd",
+    "binutils",
+    "bzip2",
     "debconf",
     "dmsetup",
     "dpkg",
@@ -46,11 +54,11 @@ pub(crate) const NOT_NEEDED: &[&str] = &[
     "libpam-modules",
     "libpam-runtime",
     "login.defs",
+    "make",
     "media-types",
     "netbase",
     "passwd",
-    "perl",
-    "perl-base",
+    "patch",
     "python3",
     "python3-dbus",
     "readline-common",
@@ -75,17 +83,25 @@ pub(crate) const UNUSED_FOLDERS: &[&str] = &[
 
 /// Programs that become runnable on the host, beside QEMU.
 pub(crate) const HOST_TOOLS: &[&str] = &[
+    "usr/bin/ip",
     "usr/bin/qemu-img",
     "usr/bin/qemu-io",
     "usr/bin/mcopy",
     "usr/bin/mformat",
     "usr/bin/mmd",
+    "usr/bin/xz",
     "usr/bin/zstd",
     "usr/sbin/debugfs",
     "usr/sbin/fsck.ext4",
     "usr/sbin/mke2fs",
     "usr/sbin/xfs_repair",
 ];
+
+/// What runs [`HOST_SCRIPTS`].
+pub(crate) const PERL: &str = "usr/bin/perl";
+
+/// Perl scripts that become runnable on the host.
+pub(crate) const HOST_SCRIPTS: &[&str] = &["usr/bin/dpkg-shlibdeps", "usr/bin/mmdebstrap"];
 
 /// Programs that go into the guest, with the libraries they need.
 pub(crate) const GUEST_PROGRAMS: &[&str] = &[
@@ -265,6 +281,7 @@ pub(crate) fn parts() -> Vec<&'static str> {
         NOT_NEEDED,
         UNUSED_FOLDERS,
         HOST_TOOLS,
+        HOST_SCRIPTS,
         GUEST_PROGRAMS,
         GUEST_FILES,
         BUSYBOX_NAMES,

@@ -6,14 +6,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::{DebianRoot, Inside, Progress};
+use farside_testbed::{DebianRoot, Inside, Progress, Testbed};
 use libtest_mimic::{Arguments, Completion, Trial};
 
 fn main() {
+    farside_testbed::become_root();
     let name = "what_is_written_inside_is_gone_afterwards_and_what_runs_ends";
     let trial = Trial::ignorable_test(name, || {
         if let Some(why) = DebianRoot::missing() {
-            return Ok(Completion::ignored_with(format!("skipped: {why}")));
+            return Ok(Completion::ignored_with(why));
         }
         let result = enter_and_leave().map_err(|error| format!("{error:#}"));
         Ok(result.map(|()| Completion::Completed)?)
@@ -22,7 +23,8 @@ fn main() {
 }
 
 fn enter_and_leave() -> Result<()> {
-    let root = DebianRoot::prepare("plain", &[], &Progress::auto())?;
+    let testbed = Testbed::prepare(&Progress::auto())?;
+    let root = DebianRoot::prepare(&testbed, "plain", &[], &Progress::auto())?;
     let shared = tempfile::tempdir()?;
     fs::write(shared.path().join("note"), "from outside")?;
 

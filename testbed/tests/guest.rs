@@ -41,8 +41,9 @@ fn a_guest_boots_with_its_tools_and_powers_off() {
     let output = vm.exec("echo out; echo err >&2; exit 7", SHORT).unwrap();
     assert_eq!(output.code, Some(7));
     assert_eq!((&*output.stdout, &*output.stderr), ("out\n", "err\n"));
+    // Time enough for the shell to start.
     let slow = vm
-        .exec("echo started; sleep 1000", Duration::from_secs(1))
+        .exec("echo started; sleep 1000", Duration::from_secs(10))
         .unwrap();
     assert!(slow.timed_out && slow.stdout == "started\n", "{slow}");
     // What stays in the background keeps nobody waiting.

@@ -14,12 +14,16 @@ use crate::recipe;
 /// Bumped when the code below makes something else of the same packages.
 pub(super) const MAKER: &str = "1";
 
-pub(super) const INSTALL_MMDEBSTRAP: &str = "it is in the package mmdebstrap";
-
 /// Source packages taken from backports beside those of the test bed.
 pub(super) const BACKPORTS: &[&str] = &["libvirt"];
 
-pub(super) fn make(root: &Path, name: &str, packages: &[&str], progress: &Progress) -> Result<()> {
+pub(super) fn make(
+    root: &Path,
+    mut mmdebstrap: Command,
+    name: &str,
+    packages: &[&str],
+    progress: &Progress,
+) -> Result<()> {
     let task = progress.spinner(format!("Installing the Debian root {name}"));
     let source = apt::Source::of_this_machine()?;
     let pins: Vec<&str> = [recipe::FROM_BACKPORTS, BACKPORTS].concat();
@@ -28,8 +32,7 @@ pub(super) fn make(root: &Path, name: &str, packages: &[&str], progress: &Progre
         .write_all(apt::preferences(&pins).as_bytes())
         .context("writing apt's preferences")?;
 
-    let mut command = Command::new("mmdebstrap");
-    command
+    mmdebstrap
         .args([
             "--quiet",
             "--mode=root",
@@ -41,16 +44,16 @@ pub(super) fn make(root: &Path, name: &str, packages: &[&str], progress: &Progre
         .env("FARSIDE_PREFERENCES", preferences.path())
         .env("LC_ALL", "C");
     if !packages.is_empty() {
-        command.arg(format!("--include={}", packages.join(",")));
+        mmdebstrap.arg(format!("--include={}", packages.join(",")));
     }
     for setting in source.settings() {
-        command.arg(format!("--aptopt={setting}"));
+        mmdebstrap.arg(format!("--aptopt={setting}"));
     }
-    command.args([recipe::RELEASE]).arg(root);
+    mmdebstrap.args([recipe::RELEASE]).arg(root);
     for suite in recipe::suites() {
-        command.arg(source.line(&suite));
+        mmdebstrap.arg(source.line(&suite));
     }
-    output(&mut command, INSTALL_MMDEBSTRAP)?;
+    output(&mut mmdebstrap, "it is the test bed's own")?;
     task.done();
     Ok(())
 }

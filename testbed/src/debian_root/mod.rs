@@ -2,12 +2,12 @@
 //! installed and configured, for what has to be tried as a user has it: a
 //! libvirtd, a package of ours.
 //!
-//! Made by mmdebstrap, kept in the cache, never changed after that: who enters
-//! it ([`DebianRoot::enter`]) writes into memory above it.
+//! Made by mmdebstrap, kept in the cache, never changed after that: entering it
+//! ([`DebianRoot::enter`]) puts memory above it, which takes all writes.
 //!
 //! Unlike the rest of the test bed this needs root: packages are configured by
 //! chroot, and entering mounts. [`DebianRoot::missing`] says what the machine
-//! lacks.
+//! lacks, and [`crate::become_root`] helps an ordinary user.
 
 mod inside;
 mod make;
@@ -20,7 +20,8 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::cache::{self, Cache};
 use crate::command::output;
 use crate::progress::Progress;
-use crate::recipe;
+use crate::root_user::{lacks_root, one_line};
+use crate::{Testbed, recipe};
 
 pub use inside::Inside;
 
@@ -33,22 +34,14 @@ pub struct DebianRoot {
 impl DebianRoot {
     /// Why this machine cannot make or enter one; None when it can.
     pub fn missing() -> Option<String> {
-        if !rustix::process::geteuid().is_root() {
-            return Some(
-                "a Debian root takes root: it is made by chroot and entered by mounts".into(),
-            );
-        }
-        let tries: [(&[&str], &str); 2] = [
-            (&["mmdebstrap", "--version"], make::INSTALL_MMDEBSTRAP),
-            (
-                &["unshare", "--mount", "--pid", "--fork", "true"],
-                "it is in the package util-linux",
-            ),
-        ];
-        tries.into_iter().find_map(|(words, provided_by)| {
-            let error = output(Command::new(words[0]).args(&words[1..]), provided_by).err()?;
-            Some(format!("a Debian root cannot be made here: {error:#}"))
-        })
+        let unshare = || {
+            let mut unshare = Command::new("unshare");
+            unshare.args(["--mount", "--pid", "--fork", "true"]);
+            let error = output(&mut unshare, "it is in the package util-linux").err()?;
+            let why = one_line(&error);
+            Some(format!("a Debian root cannot be entered here: {why}"))
+        };
+        lacks_root().or_else(unshare)
     }
 
     /// Makes a root folder with these packages and what they depend on, or finds
@@ -57,25 +50,18 @@ impl DebianRoot {
     ///
     /// QEMU, libvirt and Linux come from the release's backports where those have
     /// them. No service is started.
-    pub fn prepare(name: &str, packages: &[&str], progress: &Progress) -> Result<Self> {
-        Self::prepare_in(cache::default_root()?, name, packages, progress)
-    }
-
-    fn prepare_in(
-        cache: PathBuf,
+    pub fn prepare(
+        testbed: &Testbed,
         name: &str,
         packages: &[&str],
         progress: &Progress,
     ) -> Result<Self> {
-        // The cache takes what follows a dash for the key.
-        ensure!(
-            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase()),
-            "{name:?} is no name of a Debian root: it may have lower-case letters only"
-        );
+        check(name)?;
         if let Some(why) = Self::missing() {
             bail!("{why}");
         }
-        let cache = Cache::open(cache, || {
+        // Apart from what is made without root, which could not even list some of it.
+        let cache = Cache::open(testbed.0.cache.join("roots"), || {
             progress.note("Waiting for another process that prepares the test bed");
         })?;
         let key = cache::key(
@@ -87,8 +73,9 @@ impl DebianRoot {
                 .chain(packages),
         );
         let folder = cache
-            .entry(&format!("root.{name}"), &key, |folder| {
-                make::make(&folder.join("root"), name, packages, progress)
+            .entry(name, &key, |folder| {
+                let mmdebstrap = testbed.tool("mmdebstrap");
+                make::make(&folder.join("root"), mmdebstrap, name, packages, progress)
             })
             .with_context(|| format!("cannot make the Debian root {name}"))?;
         Ok(Self {
@@ -124,19 +111,25 @@ impl DebianRoot {
     }
 }
 
+/// The cache takes what follows a dash for the key.
+fn check(name: &str) -> Result<()> {
+    ensure!(
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase()),
+        "{name:?} is no name of a Debian root: it may have lower-case letters only"
+    );
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn names_are_plain() {
-        let folder = tempfile::tempdir().unwrap();
+        check("libvirt").unwrap();
         for name in ["", "a-b", "../x"] {
-            let made = DebianRoot::prepare_in(folder.path().into(), name, &[], &Progress::silent());
-            assert!(
-                made.unwrap_err().to_string().contains("lower-case"),
-                "{name}"
-            );
+            let error = check(name).unwrap_err();
+            assert!(error.to_string().contains("lower-case"), "{name}");
         }
     }
 }

@@ -9,8 +9,8 @@ use farside_guest_agent::PORT_NAME;
 
 use super::channels::Channel;
 use super::{HostVm, SHORT};
-use crate::tools_disk;
-use crate::vm::{Board, Guest, KERNEL_ARGS, Output, Pending, Qmp, read_lossy};
+use crate::vm::{Board, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
+use crate::{Accel, tools_disk};
 
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
@@ -162,17 +162,15 @@ impl<'a> NestedBuilder<'a> {
 
     /// A shell command that runs QEMU.
     fn command(&self, slot: u32, pid_file: &str) -> String {
-        let accel = match self.host.has_kvm() {
-            true => "-accel kvm -cpu host",
-            false => "-accel tcg",
+        let (accel, args) = match self.host.has_kvm() {
+            true => (Accel::Kvm, "-accel kvm -cpu host"),
+            false => (Accel::Tcg, "-accel tcg"),
         };
         let huge = match self.huge_pages {
             true => ",hugetlb=on,hugetlbsize=2M",
             false => "",
         };
-        let append = [&[KERNEL_ARGS.to_owned()], &self.append[..]]
-            .concat()
-            .join(" ");
+        let append = [&[kernel_args(accel)], &self.append[..]].concat().join(" ");
         let mut words: Vec<String> = [
             tools_disk::QEMU,
             "-name",
@@ -211,7 +209,7 @@ impl<'a> NestedBuilder<'a> {
         ]
         .map(str::to_owned)
         .into();
-        words.extend(accel.split(' ').map(str::to_owned));
+        words.extend(args.split(' ').map(str::to_owned));
         words.extend(self.args.iter().cloned());
         let mut script = String::new();
         for (id, channel) in [

@@ -14,7 +14,7 @@ use farside_guest_agent::{PORT_NAME, SKIP_MODULES_OPTION};
 use tempfile::TempDir;
 
 use super::process::Process;
-use super::{KERNEL_ARGS, Vm, qemu_log, serial_log};
+use super::{Vm, kernel_args, qemu_log, serial_log};
 use crate::archive::Archive;
 use crate::{Accel, Testbed};
 use crate::{host_vm, lean};
@@ -233,6 +233,10 @@ impl VmBuilder {
         self
     }
 
+    fn chosen_accel(&self) -> Accel {
+        self.accel.unwrap_or_else(|| self.testbed.accel())
+    }
+
     pub(crate) fn nested_count(&self) -> u32 {
         self.nested
     }
@@ -282,7 +286,6 @@ impl VmBuilder {
             Machine::Q35 => "q35",
             Machine::I440fx => "pc",
         };
-        let accel = self.accel.unwrap_or_else(|| self.testbed.accel());
         let mut args: Vec<OsString> = [
             "-name",
             &self.name,
@@ -297,7 +300,7 @@ impl VmBuilder {
         ]
         .map(OsString::from)
         .into();
-        args.extend(accel.args().map(OsString::from));
+        args.extend(self.chosen_accel().args().map(OsString::from));
         if self.iommu {
             // Before all other devices: it sees only those that come after it.
             args.extend(["-device", VTD].map(OsString::from));
@@ -364,7 +367,7 @@ impl VmBuilder {
     }
 
     fn kernel_command_line(&self) -> String {
-        let mut words = vec![KERNEL_ARGS.to_owned()];
+        let mut words = vec![kernel_args(self.chosen_accel())];
         if self.iommu {
             words.push("intel_iommu=on".to_owned());
         }

@@ -4,6 +4,7 @@ mod agent;
 mod board;
 mod builder;
 mod foreign;
+mod kernel_args;
 mod process;
 mod qmp;
 
@@ -21,18 +22,12 @@ use process::Process;
 
 pub(crate) use board::Board;
 pub(crate) use builder::option_value;
+pub(crate) use kernel_args::kernel_args;
 
 pub use agent::{Guest, GuestPage, Output, Pending};
 pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
 pub use foreign::AgentPort;
 pub use qmp::{Event, Qmp};
-
-/// What every guest's kernel is told. The serial console is slow when emulated,
-/// so it shows only warnings and what programs print. Without `no_timer_check` Linux
-/// panics, or does without a timer that works, when it sees no timer interrupt within
-/// 10 jiffies of its own busy loop, which an emulated processor on a busy machine can
-/// miss.
-pub(crate) const KERNEL_ARGS: &str = "console=ttyS0 quiet loglevel=5 panic=0 no_timer_check";
 
 /// How long QEMU may take from its start until it opens its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
