@@ -149,6 +149,11 @@ impl Daemon {
         self.signal(Signal::TERM)
     }
 
+    /// SIGSTOP: it hangs until it is killed.
+    pub fn stop(&self) -> Result<()> {
+        self.signal(Signal::STOP)
+    }
+
     /// SIGKILL, and waits for the end.
     pub fn kill(&mut self) -> Result<()> {
         self.signal(Signal::KILL)?;

@@ -69,7 +69,7 @@ fn an_image_that_cannot_be_written_is_named_with_the_key_to_set() {
     let image = cluster.image("ro", MIB).unwrap();
     fs::set_permissions(&image, Permissions::from_mode(0o444)).unwrap();
     // Root may write to it all the same, except where the lender asks.
-    lend_refused(&image, &["cannot be written to", "`read-only = true`"]);
+    lend_refused(&image, &["is write-protected", "read-only = true }`"]);
     // The key works.
     let text = format!(
         "[[device]]\nid = \"disk0\"\nmodel.nvme = {{ image = {:?}, read-only = true }}\n",
@@ -324,6 +324,91 @@ fn a_qemu_that_lacks_the_device_or_is_none_is_named() {
     let path = fake_qemu(&cluster, "echo bash 5.2");
     refused(&cluster, &run_qemu(&path), &[&path, "bash 5.2"]);
     refused(&cluster, &run_qemu("/no/qemu"), &["/no/qemu", "QEMU 10.1"]);
+}
+
+#[test]
+fn start_refuses_before_anything_is_started() {
+    let cluster = cluster();
+    let path = fake_qemu(&cluster, "echo QEMU emulator version 10.0.0");
+    let start = |text: &str, parts: &[&str]| {
+        let text = format!("devices = [\"dma0\"]\n{text}\n");
+        cluster.describe("web1", &text).unwrap();
+        refused(&cluster, &["start", "web1"], parts);
+        assert_eq!(cluster.vm_log("web1", "backend"), "");
+        assert_eq!(cluster.sockets().unwrap(), [] as [&Path; 0]);
+    };
+    start(
+        &format!("qemu = \"{path}\""),
+        &["VM web1 cannot start", &path, "is QEMU 10.0", "10.1"],
+    );
+    start(
+        "memory = \"1024 TiB\"",
+        &["VM web1 cannot start", "of guest RAM do not fit"],
+    );
+}
+
+#[test]
+fn qemu_checks_names_and_groups_as_the_backend_does() {
+    let cluster = cluster();
+    for name in ["a b", ""] {
+        let ended = refused(
+            &cluster,
+            &["qemu", "--vm", name],
+            &["VM name", "use 1 to 48"],
+        );
+        assert!(!ended.stderr.contains("farside serve"), "{ended:?}");
+    }
+    let text = "devices = [\"dma0\"]\nsocket-group = \"nosuch\"\n";
+    cluster.describe("web1", text).unwrap();
+    refused(
+        &cluster,
+        &["qemu", "--vm", "web1"],
+        &["socket group \"nosuch\"", "no such group"],
+    );
+}
+
+#[test]
+fn status_of_a_host_where_nothing_runs_fails_and_names_each_cause_once() {
+    let cluster = cluster();
+    let ended = refused(
+        &cluster,
+        &["status"],
+        &["neither a backend nor a lender runs"],
+    );
+    assert_eq!(ended.stderr.matches("No such file").count(), 1, "{ended:?}");
+    let socket = cluster.folder().join("lender.sock").display().to_string();
+    let ended = refused(
+        &cluster,
+        &["status", "--lender", &socket],
+        &[
+            "cannot reach the lender at",
+            "`farside lend`",
+            "No such file",
+        ],
+    );
+    assert_eq!(ended.stderr.matches("No such file").count(), 1, "{ended:?}");
+}
+
+#[test]
+fn a_socket_that_cannot_be_made_is_named_with_the_way_to_choose_another() {
+    let cluster = cluster();
+    // No directory can be made in a file.
+    let file = cluster.file("file", "").unwrap();
+    let socket = file.join("x/lender.sock").display().to_string();
+    refused(
+        &cluster,
+        &["lend", "--dma-test", "dma0", "--socket", &socket],
+        &["cannot use directory", "--socket", "Not a directory"],
+    );
+}
+
+#[test]
+fn a_log_filter_that_is_none_is_named() {
+    let cluster = cluster();
+    let mut command = cluster.farside(&["status"]).unwrap();
+    let output = command.env("FARSIDE_LOG", "banana").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("\"banana\" is no log level"), "{stderr}");
 }
 
 #[test]

@@ -7,12 +7,19 @@ use std::{
     os::unix::{
         fs::PermissionsExt,
         net::{UnixListener, UnixStream},
+        process::ExitStatusExt,
     },
     path::{Path, PathBuf},
     thread,
+    time::Instant,
 };
 
 use farside_tests::{Cluster, Daemon, MIB, SHORT};
+use rustix::{
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+    process::{Pid, Signal, kill_process},
+};
 use serde_json::{Value, json};
 
 /// As `backend/src/admin.rs` has it.
@@ -261,8 +268,202 @@ fn who_is_not_qemu_or_not_the_backend_is_told_so() {
     cluster
         .describe("fake", "devices = [\"disk0\"]\nmemory = \"512M\"\n")
         .unwrap();
-    let ended = cluster.run(&["start", "fake"]).unwrap();
+    let ended = cluster.run(&["stop", "fake"]).unwrap();
     assert!(!ended.status.success());
-    let words = "the backend of VM fake does not answer";
+    let words = "lost the backend of VM fake at";
     assert!(ended.stderr.contains(words), "{ended:?}");
+}
+
+/// A VMM that farside did not start: connects to a device and resets it, which
+/// borrows it. Dropped, it disconnects.
+struct Vmm(UnixStream);
+
+impl Vmm {
+    fn borrow(stage: &Stage) -> Self {
+        const VERSION: u16 = 1;
+        const RESET: u16 = 13;
+        let vmm = Self(UnixStream::connect(stage.path("disk0.sock")).unwrap());
+        vmm.0.set_read_timeout(Some(SHORT)).unwrap();
+        vmm.call(VERSION, b"\0\0\x01\0{}\0");
+        vmm.call(RESET, b"");
+        assert!(stage.is_borrowed());
+        vmm
+    }
+
+    fn call(&self, command: u16, payload: &[u8]) {
+        const HEADER: usize = 16;
+        let mut message = vec![0; HEADER];
+        message[2..4].copy_from_slice(&command.to_le_bytes());
+        let len = (HEADER + payload.len()) as u32;
+        message[4..8].copy_from_slice(&len.to_le_bytes());
+        message.extend(payload);
+        (&self.0).write_all(&message).unwrap();
+        let mut header = [0; HEADER];
+        (&self.0).read_exact(&mut header).unwrap();
+        let error = u32::from_le_bytes(header[12..16].try_into().unwrap());
+        assert_eq!(error, 0, "command {command}");
+        let len = u32::from_le_bytes(header[4..8].try_into().unwrap());
+        let mut rest = vec![0; len as usize - HEADER];
+        (&self.0).read_exact(&mut rest).unwrap();
+    }
+}
+
+impl Stage {
+    fn is_borrowed(&self) -> bool {
+        let status = self.cluster.status().unwrap();
+        status.lent("disk0").unwrap().borrowed_by.is_some()
+    }
+
+    /// `farside stop a` finds a configuration.
+    fn describe(&self) {
+        let text = "devices = [\"disk0\"]\nmemory = \"512M\"\n";
+        self.cluster.describe("a", text).unwrap();
+    }
+}
+
+const WAITS: &str = "not stopping yet: VM a is connected to disk0";
+
+#[test]
+fn a_signal_does_not_take_a_device_from_a_vmm_that_uses_it() {
+    let mut stage = Stage::new();
+    let vmm = Vmm::borrow(&stage);
+    stage.backend.terminate().unwrap();
+    stage.backend.wait_log(WAITS, SHORT).unwrap();
+    stage.serves(&["disk0"]);
+    assert!(stage.is_borrowed());
+    // It ends when the VMM does.
+    drop(vmm);
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
+    assert!(!stage.is_borrowed());
+}
+
+/// A terminal that is closed sends it twice: the kernel and the shell do.
+#[test]
+fn a_second_sighup_does_not_take_it() {
+    let mut stage = Stage::new();
+    let vmm = Vmm::borrow(&stage);
+    let pid = Pid::from_raw(stage.backend.pid().try_into().unwrap()).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    stage.backend.wait_log(WAITS, SHORT).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    stage.backend.wait_log("SIGHUP ignored", SHORT).unwrap();
+    stage.serves(&["disk0"]);
+    assert!(stage.is_borrowed());
+    drop(vmm);
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
+}
+
+#[test]
+fn a_second_signal_takes_it() {
+    let mut stage = Stage::new();
+    let _vmm = Vmm::borrow(&stage);
+    stage.backend.terminate().unwrap();
+    stage.backend.wait_log(WAITS, SHORT).unwrap();
+    stage.backend.terminate().unwrap();
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
+    assert!(!stage.is_borrowed());
+}
+
+#[test]
+fn a_backend_that_no_vmm_uses_ends_at_the_first_signal() {
+    let mut stage = Stage::new();
+    drop(Vmm::borrow(&stage));
+    stage.backend.terminate().unwrap();
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
+    assert!(!stage.backend.log().contains("not stopping yet"));
+}
+
+#[test]
+fn stop_takes_a_device_from_a_vmm_that_is_not_ours_by_force_only() {
+    let mut stage = Stage::new();
+    stage.describe();
+    let _vmm = Vmm::borrow(&stage);
+    let ended = stage.cluster.run(&["stop", "a"]).unwrap();
+    assert!(!ended.status.success());
+    for words in ["uses disk0", "--force"] {
+        assert!(ended.stderr.contains(words), "{ended:?}");
+    }
+    assert!(!stage.backend.log().contains("not stopping yet"));
+    stage.serves(&["disk0"]);
+
+    let ended = stage.cluster.run(&["stop", "a", "--force"]).unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
+    assert!(!stage.is_borrowed());
+}
+
+#[test]
+fn stop_by_force_kills_a_backend_that_hangs() {
+    let mut stage = Stage::new();
+    stage.describe();
+    let vmm = Vmm::borrow(&stage);
+    stage.backend.stop().unwrap();
+    drop(vmm);
+    let began = Instant::now();
+    let ended = stage.cluster.run(&["stop", "a", "--limit", "0"]).unwrap();
+    assert!(!ended.status.success());
+    for words in ["does not answer at", "within 10s", "--force"] {
+        assert!(ended.stderr.contains(words), "{ended:?}");
+    }
+    let ended = stage.cluster.run(&["status"]).unwrap();
+    assert!(!ended.status.success());
+    assert!(
+        ended.stderr.contains("VM a: the backend does not answer"),
+        "{ended:?}"
+    );
+    assert!(!ended.stderr.contains("os error"), "{ended:?}");
+    assert!(!ended.stdout.contains("no backend runs"), "{ended:?}");
+    let ended = stage.cluster.run(&["stop", "a", "--limit", "0", "--force"]);
+    let ended = ended.unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    assert!(began.elapsed() < SHORT, "{:?}", began.elapsed());
+    assert!(stage.backend.wait_exit(SHORT).unwrap().signal() == Some(9));
+    stage.cluster.wait_free("disk0").unwrap();
+}
+
+impl Stage {
+    /// Connects to a socket of a stopped backend until its backlog is full.
+    fn fill_backlog(&self, name: &str) {
+        let address = SocketAddrUnix::new(self.path(name)).unwrap();
+        loop {
+            // A connection that is closed stays in the backlog.
+            let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+            let socket = socket_with(family, kind, SocketFlags::NONBLOCK, None).unwrap();
+            match connect(&socket, &address) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => return,
+                Err(errno) => panic!("{name}: {errno}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_backend_that_hangs_is_found_and_killed_when_its_backlogs_are_full() {
+    let mut stage = Stage::new();
+    stage.describe();
+    stage.backend.stop().unwrap();
+    stage.fill_backlog("status");
+    stage.fill_backlog("control");
+    let began = Instant::now();
+    for args in [&["status"][..], &["status", "--vm", "a"]] {
+        let ended = stage.cluster.run(args).unwrap();
+        assert!(!ended.status.success());
+        assert!(ended.stderr.contains("does not answer at"), "{ended:?}");
+        assert!(!ended.stderr.contains("os error"), "{ended:?}");
+    }
+    // Its configuration names the devices; only a check needs the backend.
+    let ended = stage.cluster.run(&["qemu", "--vm", "a"]).unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    let ended = stage.cluster.run(&["stop", "a", "--limit", "0"]).unwrap();
+    assert!(!ended.status.success());
+    let process = format!("(process {}) does not answer at", stage.backend.pid());
+    for words in [&process, "within 10s", "--force"] {
+        assert!(ended.stderr.contains(words), "{ended:?}");
+    }
+    let ended = stage.cluster.run(&["stop", "a", "--limit", "0", "--force"]);
+    let ended = ended.unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    assert!(began.elapsed() < 2 * SHORT, "{:?}", began.elapsed());
+    assert!(stage.backend.wait_exit(SHORT).unwrap().signal() == Some(9));
 }

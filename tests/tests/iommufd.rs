@@ -26,7 +26,7 @@ fn test(cluster: &Cluster) -> Result<Completion> {
     let testbed = testbed()?;
     let Some(kernel) = testbed.iommufd_kernel() else {
         return Ok(Completion::ignored_with(
-            "skipped: no small kernel in the cache: build it with `cargo xtask kernel`",
+            "no small kernel in the cache: build it with `cargo xtask kernel`",
         ));
     };
     let set = Set {

@@ -125,6 +125,24 @@ impl Host {
         self.status()?.borrow(vm, device)
     }
 
+    /// Waits until the kernel's log has so many faults of a function; fewer when the time
+    /// is up. The driver reports them from an interrupt, after the device's request.
+    pub(super) fn wait_dmar_faults(&self, function: &str, expected: u64) -> Result<u64> {
+        wait_count(expected, || {
+            let faults = self.dmar_faults()?;
+            Ok(faults
+                .iter()
+                .filter(|fault| fault.device == function)
+                .count() as u64)
+        })
+    }
+
+    /// Waits until the lender reports so many faults of a device; fewer when the time is
+    /// up. It reads them from the kernel's log, a moment after they are there.
+    pub(super) fn wait_faults_in_status(&self, device: &str, expected: u64) -> Result<u64> {
+        wait_count(expected, || Ok(self.lent(device)?.fault_total))
+    }
+
     /// Waits until the lender has a device back.
     pub(super) fn wait_returned(&self, device: &str) -> Result<()> {
         let deadline = std::time::Instant::now() + SHORT;
@@ -139,6 +157,17 @@ impl Host {
             );
             std::thread::sleep(Duration::from_millis(100));
         }
+    }
+}
+
+fn wait_count(expected: u64, count: impl Fn() -> Result<u64>) -> Result<u64> {
+    let deadline = std::time::Instant::now() + SHORT;
+    loop {
+        let count = count()?;
+        if count >= expected || std::time::Instant::now() > deadline {
+            return Ok(count);
+        }
+        std::thread::sleep(Duration::from_millis(100));
     }
 }
 

@@ -134,10 +134,8 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     facts.msix_device = interrupts(host)?;
     (set.tell)("a scripted guest points the drive outside of its RAM");
     vmm.step("rogue hole")?;
-    let faults = host.dmar_faults()?;
-    let of_drive = faults.iter().filter(|fault| fault.device == DRIVE);
-    facts.rogue_dma_faults = of_drive.count() as u64;
-    facts.rogue_faults_in_status = faults_in_status(host, facts.rogue_dma_faults)?;
+    facts.rogue_dma_faults = host.wait_dmar_faults(DRIVE, 1)?;
+    facts.rogue_faults_in_status = host.wait_faults_in_status(DEVICE, facts.rogue_dma_faults)?;
     vmm.step("unbind")?;
     facts.mappings_after_unbind = mapped()?.count();
     let report = vmm.quit()?;
@@ -146,18 +144,6 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     host.wait_returned(DEVICE)?;
     let written = io["sha256_pattern"].as_str();
     Ok(written.context("no sha256_pattern")?.to_owned())
-}
-
-/// The drive's faults as its lender tells them: it reads them from the kernel's
-/// log, a moment after they are there.
-pub(super) fn faults_in_status(host: &Host, expected: u64) -> Result<u64> {
-    let deadline = Instant::now() + SHORT;
-    loop {
-        let total = host.lent(DEVICE)?.fault_total;
-        if total >= expected || Instant::now() > deadline {
-            return Ok(total);
-        }
-    }
 }
 
 /// Interrupts of the drive, as the host counted them.

@@ -12,7 +12,7 @@ use farside_testbed::{Guest, Width, kernel_view::LiveMappings};
 use serde_json::json;
 
 use super::{
-    Set,
+    ROGUES, Set,
     facts::{Facts, seconds},
     host::{Host, socket},
     scripted::Scripted,
@@ -227,12 +227,9 @@ fn write_and_read(guest: &Guest) -> Result<Sums> {
 /// and where the lending host has its own memory.
 pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Result<()> {
     (set.tell)("a scripted guest points the drive outside of its RAM");
-    let of_drive = |host: &Host| -> Result<u64> {
-        let faults = host.dmar_faults()?;
-        Ok(faults.iter().filter(|fault| fault.device == DRIVE).count() as u64)
-    };
     stage.trace()?;
-    let before = of_drive(stage.lender)?;
+    let logged = stage.lender.wait_dmar_faults(DRIVE, 0)?;
+    let reported = stage.lender.wait_faults_in_status(DEVICE, 0)?;
     let mut vmm = Scripted::start(stage.borrower, &socket(VM, DEVICE), "--ram 64M --low 32M")?;
     // The strict form of what was seen with QEMU: told to work while it may not.
     vmm.step("place")?;
@@ -245,9 +242,10 @@ pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Resu
     // High RAM that was the guest's a moment ago.
     vmm.step("unmap high")?;
     vmm.step("rogue 0x100000000")?;
-    facts.rogue_dma_faults = of_drive(stage.lender)? - before;
+    let new = stage.lender.wait_dmar_faults(DRIVE, logged + ROGUES)? - logged;
+    facts.rogue_dma_faults = new;
     facts.rogue_faults_in_status =
-        super::iommufd::faults_in_status(stage.lender, facts.rogue_dma_faults)?;
+        stage.lender.wait_faults_in_status(DEVICE, reported + new)? - reported;
     vmm.step("unbind")?;
     facts.dmar_mappings_after_unbind += stage.mappings()?;
     let report = vmm.quit()?;

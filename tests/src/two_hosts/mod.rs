@@ -18,7 +18,7 @@ use std::{
         Mutex,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -97,8 +97,9 @@ impl Stage {
     /// A wire between the two hosts.
     fn connect(&self) -> Result<()> {
         let [a, b] = HOSTS.map(|host| self.netns(host));
+        // From inside: in the machine's own network a user namespace's root may do nothing.
         ip(&[
-            "link", "add", "wire", "netns", &a, "type", "veth", "peer", "name", "wire", "netns", &b,
+            "-n", &a, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", &b,
         ])?;
         for (host, address) in [(&a, "10.99.0.1/24"), (&b, "10.99.0.2/24")] {
             ip(&["-n", host, "address", "add", address, "dev", "wire"])?;
@@ -130,13 +131,15 @@ impl Stage {
     fn write_shell(&self) -> Result<()> {
         let program = farside_program()?;
         let folder = program.parent().context("the program has a folder")?;
+        let ip = testbed()?.tool("ip");
         let text = format!(
             "#!/bin/sh\nhost=$1; shift\n\
              export FARSIDE_RUNTIME_DIR={root}/$host/run FARSIDE_CONFIG_DIR={root}/$host/etc \
              FARSIDE_STATE_DIR={root}/$host/state PATH={bin}:$PATH\n\
-             exec ip netns exec {prefix}$host \"$@\"\n",
+             exec '{ip}' netns exec {prefix}$host \"$@\"\n",
             root = self.folder.path().display(),
             bin = folder.display(),
+            ip = ip.get_program().display(),
             prefix = self.prefix,
         );
         let path = self.shell();
@@ -243,21 +246,10 @@ impl Stage {
         // One that was killed leaves it.
         let _ = fs::remove_file(&socket);
         let drive = format!("disk0={}", image.display());
-        let deadline = Instant::now() + SHORT;
-        loop {
-            let command = self.command(THIRD, &["lend", "--name", "rack1", "--nvme", &drive])?;
-            let daemon = Daemon::start("the lender", command)?;
-            let listens = daemon.wait_log("listens at", SHORT);
-            match listens {
-                Ok(_) => return Ok(daemon),
-                // The kernel lets an image that a killed lender did I/O on go only
-                // when that has ended, which nobody is told.
-                Err(_) if daemon.log().contains("is in use") && Instant::now() < deadline => {
-                    std::thread::sleep(LOOK_AGAIN);
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        let command = self.command(THIRD, &["lend", "--name", "rack1", "--nvme", &drive])?;
+        let daemon = Daemon::start("the lender", command)?;
+        daemon.wait_log("listens at", SHORT)?;
+        Ok(daemon)
     }
 
     /// Waits for a QEMU that somebody has started. The guest in it may have booted

@@ -1,38 +1,36 @@
-//! Network namespaces, by the program `ip`.
+//! Network namespaces, by the test bed's `ip`.
 
-use std::{
-    process::{Command, Stdio},
-    sync::LazyLock,
-};
+use std::{process::Stdio, sync::LazyLock};
 
 use anyhow::{Context, Result, ensure};
+use farside_testbed::lacks_root;
+
+use crate::testbed;
 
 /// Why this cannot be run here, if so.
-pub fn unable() -> Option<&'static str> {
-    if !rustix::process::geteuid().is_root() {
-        return Some("network namespaces need root");
-    }
-    static MADE: LazyLock<bool> = LazyLock::new(|| {
+pub fn unable() -> Option<String> {
+    static MADE: LazyLock<Result<(), String>> = LazyLock::new(|| {
         let name = format!("fs-try-{}", std::process::id());
-        let made = ip(&["netns", "add", &name]).is_ok();
-        if made {
-            // Of no use any more.
-            let _ = ip(&["netns", "delete", &name]);
-        }
-        made
+        let made = ip(&["netns", "add", &name]).and_then(|_| ip(&["netns", "delete", &name]));
+        made.map(drop)
+            .map_err(|error| format!("{error:#}").replace('\n', "; "))
     });
-    match *MADE {
-        true => None,
-        false => Some("network namespaces cannot be made here (`ip netns add`)"),
-    }
+    let why = || {
+        Some(format!(
+            "no network namespace can be made: {}",
+            MADE.as_ref().err()?
+        ))
+    };
+    lacks_root().or_else(why)
 }
 
 pub(super) fn ip(args: &[&str]) -> Result<String> {
-    let output = Command::new("ip")
+    let output = testbed()?
+        .tool("ip")
         .args(args)
         .stdin(Stdio::null())
         .output()
-        .context("running ip (package iproute2)")?;
+        .context("running ip")?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     ensure!(
         output.status.success(),

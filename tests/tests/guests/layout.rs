@@ -1,7 +1,7 @@
 //! Where guest RAM is.
 
 use anyhow::ensure;
-use farside_tests::{Cluster, DmaTester, MIB, noise, sha256};
+use farside_tests::{BOOT, Cluster, DmaTester, MIB, noise, sha256};
 use libtest_mimic::Completion;
 use serde_json::json;
 
@@ -109,6 +109,62 @@ pub fn memory_that_is_plugged_in_is_reached_at_once_and_not_before(
     ensure!(lent.fault_total == 1, "{lent:?}");
     guest.power_off()?;
     cluster.wait_free("dma0")?;
+    passed()
+}
+
+/// virtio-mem's blocks of 2 MiB share the device's window, and I/O goes on.
+pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Result<Completion> {
+    const REGION: u64 = 2 << 30;
+    const PLUGGED: u64 = 1 << 30;
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("grows", &["disk0"]).start()?;
+    let object = format!("memory-backend-memfd,id=more,size={REGION},share=on,reserve=off");
+    let guest = cluster
+        .guest("grows")
+        .args(&["-m", "slots=2,maxmem=4G"])
+        .args(&["-object", &object])
+        .args(&["-device", "virtio-mem-pci,id=vmem,memdev=more"])
+        .append("memhp_default_state=online_movable")
+        .boot()?;
+    guest.wait_disk()?;
+    guest.sh("modprobe virtio_mem")?;
+    let small = check::open(cluster, &guest, "disk0", 1)?;
+
+    // Until both resizes are done, behind the blocks that `check::io` writes.
+    let fio = "until [ -e /tmp/resized ]; do \
+               fio --name=verify --filename=/dev/nvme0n1 --offset=16M --rw=randwrite --bs=4k \
+               --size=16M --direct=1 --ioengine=libaio --iodepth=8 --verify=crc32c \
+               --verify_fatal=1 --time_based --runtime=20 --output-format=terse || exit 1; \
+               done";
+    let busy = guest.exec_start(fio, BOOT)?;
+    let qmp = guest.qmp();
+    let resize = |size: u64| {
+        qmp.execute(
+            "qom-set",
+            json!({ "path": "/machine/peripheral/vmem", "property": "requested-size", "value": size }),
+        )?;
+        cluster.wait_status("memory of the new size", BOOT, |status| {
+            let borrow = status.borrow("grows", "disk0")?;
+            ensure!(borrow.state == "ready", "{borrow:?}");
+            Ok((borrow.bytes_pinned == small.bytes_pinned + size).then_some(borrow))
+        })
+    };
+    let large = resize(PLUGGED)?;
+    // One window for the region, in LUT entries of 128 MiB.
+    ensure!(large.dma_windows == 2, "{small:?}, then {large:?}");
+    ensure!(
+        large.lut_entries == small.lut_entries + REGION / (128 * MIB),
+        "{small:?}, then {large:?}"
+    );
+    check::io(&guest, "/dev/nvme0n1", 7)?;
+    let gone = resize(0)?;
+    ensure!(gone.dma_windows == 1, "{gone:?}");
+    guest.sh("touch /tmp/resized")?;
+    let output = busy.wait()?;
+    ensure!(output.success(), "{output}");
+    check::no_faults(cluster, &["disk0"])?;
+    guest.power_off()?;
+    cluster.wait_free("disk0")?;
     passed()
 }
 

@@ -175,6 +175,10 @@ pub fn a_backend_told_to_stop_gives_all_back(cluster: &Cluster) -> anyhow::Resul
     check::open(cluster, &guest, "disk0", 1)?;
     let busy = guest.exec_start(BUSY, BOOT)?;
     wait_for_io(cluster, "disk0")?;
+    // The guest would lose its disk, so once is not enough.
+    backend.terminate()?;
+    backend.wait_log("not stopping yet: VM a is connected to disk0, dma0", SHORT)?;
+    wait_for_io(cluster, "disk0")?;
     backend.terminate()?;
     let status = backend.wait_exit(SHORT)?;
     ensure!(status.success(), "the backend: {status}");

@@ -5,6 +5,7 @@
 //! run at once.
 
 mod check;
+mod crowd;
 mod firmware;
 mod hotplug;
 mod hotplug_losses;
@@ -18,12 +19,16 @@ mod loss;
 mod refusals;
 mod sharing;
 mod start;
+mod viommu;
 
 use farside_tests::{Cluster, told};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 /// What a test is: it passes, fails, or says why it cannot be run here.
 type Test = fn(&Cluster) -> anyhow::Result<Completion>;
+
+/// Why a trial is not run without being asked for.
+const HEAVY: &str = "takes about half an hour and 5 GiB; run with --include-ignored";
 
 /// Test functions, named as they are.
 macro_rules! tests {
@@ -36,9 +41,12 @@ fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(2);
+    let with_heavy = args.ignored || args.include_ignored;
     let trials = tests![
         layout::a_5_gib_guest_gets_two_windows_and_dma_above_4_gib,
         layout::memory_that_is_plugged_in_is_reached_at_once_and_not_before,
+        layout::a_virtio_mem_device_is_resized_under_io,
+        crowd::twenty_guests_started_at_once_have_their_disks,
         io::bytes_are_the_same_on_both_sides,
         io::file_systems_fio_and_discard_work,
         io::every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell,
@@ -78,8 +86,19 @@ fn main() {
         refusals::private_guest_ram_is_refused_with_the_option_to_add,
         refusals::a_guest_too_large_for_the_window_is_told_what_fits,
         refusals::memory_that_may_not_be_locked_is_refused,
+        viommu::pages_are_mapped_for_each_io_and_for_no_longer,
+        viommu::one_that_hides_its_mappings_is_named,
     ]
-    .map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    .map(|(name, test)| {
+        let heavy = name.starts_with("crowd::");
+        // libtest-mimic prints no reason for a trial with this flag: it is set only
+        // where the trial is run.
+        Trial::ignorable_test(name, move || match heavy && !with_heavy {
+            true => Ok(Completion::ignored_with(HEAVY)),
+            false => run(test),
+        })
+        .with_ignored_flag(heavy && with_heavy)
+    });
     libtest_mimic::run(&args, trials.into()).exit();
 }
 

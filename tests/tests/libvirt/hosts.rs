@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farside_tests::{BOOT, Cluster};
+use farside_tests::{BOOT, Cluster, testbed};
 use rustix::fs::{Mode, OFlags};
 
 use crate::stage::{AS_ROOT, Stage};
@@ -78,10 +78,15 @@ impl<'a> Hosts<'a> {
     }
 
     fn connect(&self) -> Result<()> {
-        let [a, b] = self.both().map(|host| host.pid().to_string());
-        let mut link = Command::new("ip");
-        link.args(["link", "add", "wire", "netns", &a, "type", "veth"])
-            .args(["peer", "name", "wire", "netns", &b]);
+        let ip = testbed()?.tool("ip");
+        let mut link = self.a.in_network(ip.get_program());
+        link.args(["link", "add", "wire", "type", "veth"]).args([
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            &self.b.pid().to_string(),
+        ]);
         run(link)?;
         for (host, address) in self
             .both()
@@ -94,9 +99,9 @@ impl<'a> Hosts<'a> {
                 &["link", "set", "wire", "up"],
             ];
             for words in words {
-                let mut ip = host.in_network("ip");
-                ip.args(words);
-                run(ip)?;
+                let mut command = host.in_network(ip.get_program());
+                command.args(words);
+                run(command)?;
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! libvirt for real: Debian's libvirtd runs domains that borrow devices, and
-//! farside's hook starts and ends their backends. Needs root and mmdebstrap;
-//! skipped where they are missing.
+//! farside's hook starts and ends their backends. Needs root, if only a user
+//! namespace's; skipped without it.
 //!
 //! Each test has a host of its own; unless `--test-threads` says otherwise, two
 //! run at once.
@@ -40,6 +40,7 @@ macro_rules! tests {
 }
 
 fn main() {
+    farside_testbed::become_root();
     env_logger::init();
     let mut args = Arguments::from_args();
     args.test_threads.get_or_insert(2);
@@ -77,10 +78,10 @@ fn main() {
 
 fn run_on_two(test: OfHosts) -> Result<Completion, Failed> {
     if let Some(why) = DebianRoot::missing() {
-        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+        return Ok(Completion::ignored_with(why));
     }
     if let Some(why) = two_hosts::unable() {
-        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+        return Ok(Completion::ignored_with(why));
     }
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
     let hosts = Hosts::new(&cluster).map_err(|error| format!("{error:#}"))?;
@@ -90,7 +91,7 @@ fn run_on_two(test: OfHosts) -> Result<Completion, Failed> {
 
 fn run(test: Test, conf: &str) -> Result<Completion, Failed> {
     if let Some(why) = DebianRoot::missing() {
-        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+        return Ok(Completion::ignored_with(why));
     }
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
     let stage = Stage::new(&cluster, conf).map_err(|error| format!("{error:#}"))?;

@@ -2,6 +2,7 @@
 //! its hook installed there as the package does. The lender is outside.
 
 use std::{
+    ffi::OsStr,
     fs,
     io::Write,
     os::unix::fs::{PermissionsExt, symlink},
@@ -104,7 +105,7 @@ impl<'a> Stage<'a> {
     }
 
     /// A program of the machine, in the host's network.
-    pub fn in_network(&self, program: &str) -> Command {
+    pub fn in_network(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command
             .args(["--net", "--target", &self.pid().to_string(), "--"])
@@ -303,7 +304,10 @@ impl<'a> Stage<'a> {
 fn root() -> Result<&'static DebianRoot> {
     static ROOT: OnceLock<Result<DebianRoot, String>> = OnceLock::new();
     ROOT.get_or_init(|| {
-        DebianRoot::prepare("libvirt", PACKAGES, &Progress::auto())
+        testbed()
+            .and_then(|testbed| {
+                DebianRoot::prepare(testbed, "libvirt", PACKAGES, &Progress::auto())
+            })
             .map_err(|error| format!("{error:#}"))
     })
     .as_ref()

@@ -24,6 +24,7 @@ macro_rules! tests {
 }
 
 fn main() {
+    farside_testbed::become_root();
     env_logger::init();
     let args = Arguments::from_args();
     let trials = tests![

@@ -1,6 +1,6 @@
 //! The Debian package, installed by dpkg in a clean Debian root, and used by
-//! systemd in a VM that boots from that root. Needs root and mmdebstrap; skipped
-//! where they are missing. `$FARSIDE_DEB` is the package, else what `cargo xtask
+//! systemd in a VM that boots from that root. Needs root, if only a user namespace's;
+//! skipped without it. `$FARSIDE_DEB` is the package, else what `cargo xtask
 //! deb` makes of the sources.
 //!
 //! - [`installed`]: what the package brings, and that it goes without a trace;
@@ -22,6 +22,7 @@ use stage::Stage;
 type Test = fn(&Stage) -> anyhow::Result<()>;
 
 fn main() {
+    farside_testbed::become_root();
     env_logger::init();
     let mut args = Arguments::from_args();
     // Emulated guests are heavy.
@@ -42,7 +43,7 @@ fn main() {
 
 fn run(test: Test) -> Result<Completion, Failed> {
     if let Some(why) = DebianRoot::missing() {
-        return Ok(Completion::ignored_with(format!("skipped: {why}")));
+        return Ok(Completion::ignored_with(why));
     }
     Stage::shared()
         .and_then(test)

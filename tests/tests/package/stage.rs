@@ -4,6 +4,7 @@ use std::{fs, path::Path, process::Command, sync::OnceLock};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{DebianRoot, Inside, Progress};
+use farside_tests::testbed;
 use tempfile::TempDir;
 
 /// What the root has beside Debian's smallest system.
@@ -40,7 +41,7 @@ impl Stage {
             None => make_package(&package)?,
         }
         Ok(Self {
-            root: DebianRoot::prepare("package", PACKAGES, &Progress::silent())?,
+            root: DebianRoot::prepare(testbed()?, "package", PACKAGES, &Progress::silent())?,
             folder,
         })
     }
