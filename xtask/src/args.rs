@@ -49,7 +49,8 @@ pub(crate) struct Demo {
     pub(crate) memory: u64,
 }
 
-/// Prepares the test bed, builds the product and runs `cargo test --workspace`.
+/// Prepares the test bed, builds the product and runs `cargo test --workspace`. At the
+/// end lists the tests that were not run, with the reasons.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Test {
     /// More arguments for `cargo test`, such as names of tests.
@@ -89,7 +90,8 @@ pub(crate) enum Only {
 /// Measures in one guest, on equal images: fio on the borrowed NVMe drive and on
 /// QEMU's own `nvme` device, in turns; one transfer at a time of 4 KiB to 128 MiB;
 /// how long a device's answer takes, by DMA and by interrupts. And without a
-/// guest: single things, such as a trapped read, or locking a guest's memory.
+/// guest: single things, such as a trapped read, or locking a guest's memory; and
+/// what a busy thread on the CPU of the device's costs.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Bench {
     /// Only this; may be given more than once.
@@ -122,6 +124,10 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "HOW", default_value = "io_uring",
           value_parser = ["io_uring", "threads"])]
     pub(crate) own_aio: String,
+    /// Put both drives behind a vIOMMU that translates all DMA, so that the guest maps
+    /// and unmaps the pages of each I/O.
+    #[arg(long)]
+    pub(crate) viommu: bool,
     /// libvfio-user's sample server gpio-pci-idio-16, to read registers of, too.
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) libvfio_user: Option<PathBuf>,
@@ -165,6 +171,8 @@ pub(crate) enum Chapter {
     PingPong,
     /// Single things, without a guest.
     Micro,
+    /// Reads beside a busy thread on the device's CPU, without a guest.
+    Neighbour,
 }
 
 impl Bench {

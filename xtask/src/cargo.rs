@@ -1,14 +1,12 @@
-//! What cargo does for us: building the product, running the tests.
+//! What cargo does for us: building the product.
 
 use std::{
     ffi::OsString,
-    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode, Stdio},
+    process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::{Progress, Testbed};
 use serde::Deserialize;
 
 use crate::child::die_with_us;
@@ -47,24 +45,6 @@ pub(crate) fn build_product(profile: Profile) -> Result<PathBuf> {
     );
     program(&String::from_utf8_lossy(&output.stdout))
         .with_context(|| format!("cargo built no program {PRODUCT}"))
-}
-
-/// Prepares what the tests need, then becomes `cargo test`, so that its output is
-/// the last and signals are its own. Returns only when that fails.
-pub(crate) fn test(more: &[String]) -> Result<ExitCode> {
-    let testbed = Testbed::prepare(&Progress::auto())?;
-    eprintln!(
-        "Test bed: {}, {:?}",
-        testbed.qemu_version(),
-        testbed.accel()
-    );
-    let program = build_product(Profile::Dev)?;
-    let mut command = cargo();
-    command
-        .args(["test", "--workspace"])
-        .args(more)
-        .env("FARSIDE_BIN", &program);
-    Err(command.exec()).context("running cargo test")
 }
 
 /// Cargo, in this workspace.

@@ -1,8 +1,53 @@
-//! Processor time of processes.
+//! CPU time of processes, and which CPUs threads run on.
 
 use std::{fs, time::Duration};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
+
+/// The CPUs that this thread may run on, at least one.
+pub(crate) fn available() -> Result<Vec<usize>> {
+    let set = sched_getaffinity(None).context("reading this thread's CPU affinity")?;
+    let cpus: Vec<_> = (0..CpuSet::MAX_CPU)
+        .filter(|cpu| set.is_set(*cpu))
+        .collect();
+    ensure!(!cpus.is_empty(), "this thread's CPU affinity is empty");
+    Ok(cpus)
+}
+
+/// Has a thread run on that CPU alone.
+pub(crate) fn pin(thread: Pid, cpu: usize) -> Result<()> {
+    set(Some(thread), cpu).with_context(|| format!("pinning thread {thread:?} to CPU {cpu}"))
+}
+
+fn set(thread: Option<Pid>, cpu: usize) -> rustix::io::Result<()> {
+    let mut one = CpuSet::new();
+    one.set(cpu);
+    sched_setaffinity(thread, &one)
+}
+
+/// This thread, and so what it starts, runs on one CPU. Dropped, it may run where
+/// it could before.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    before: CpuSet,
+}
+
+impl Pinned {
+    pub(crate) fn to(cpu: usize) -> Result<Self> {
+        let before = sched_getaffinity(None).context("reading this thread's CPU affinity")?;
+        set(None, cpu).with_context(|| format!("pinning this thread to CPU {cpu}"))?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Err(errno) = sched_setaffinity(None, &self.before) {
+            log::warn!("this thread stays on one CPU: {errno}");
+        }
+    }
+}
 
 /// User and system time of all threads of these processes so far.
 pub(crate) fn time(pids: &[u32]) -> Result<Duration> {

@@ -4,12 +4,15 @@
 //! first: the program, and the man pages and completions that the program prints.
 
 use std::{
+    env,
+    ffi::OsString,
     fs::{self, File},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_testbed::{Progress, Testbed};
 
 use crate::{
     args::{Deb, DebProfile},
@@ -29,13 +32,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 
 /// Makes the package and prints its path.
 pub(crate) fn run(args: &Deb) -> Result<()> {
-    for (program, package) in [("dpkg-shlibdeps", "dpkg-dev"), ("xz", "xz-utils")] {
-        ensure!(
-            runs(Command::new(program).arg("--version")),
-            "{program} is not installed, which finds dependencies or packs the package; on \
-             Debian and Ubuntu: `apt-get install {package}`"
-        );
-    }
+    let path = search_path()?;
     let program = build_product(match args.profile {
         DebProfile::Release => Profile::Release,
         DebProfile::Dev => Profile::Dev,
@@ -54,6 +51,7 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
         .args(["--no-build", "--strip", "--manifest-path"])
         .arg(workspace().join("cli/Cargo.toml"))
         .env("CARGO_TARGET_DIR", &staged)
+        .env("PATH", path)
         .arg("--output");
     match &args.output {
         Some(output) => command.arg(output),
@@ -65,6 +63,19 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
         }
     };
     succeed(&mut command)
+}
+
+/// `PATH` with the programs that cargo-deb runs to find dependencies and to pack: the
+/// machine's, else the test bed's.
+fn search_path() -> Result<OsString> {
+    let mut path = env::var_os("PATH").unwrap_or_default();
+    let lacks = |program| !runs(Command::new(program).arg("--version"));
+    if ["dpkg-shlibdeps", "xz"].into_iter().any(lacks) {
+        let testbed = Testbed::prepare(&Progress::auto())?;
+        let all = env::split_paths(&path).chain([testbed.tools().to_owned()]);
+        path = env::join_paths(all).context("the test bed's directory in PATH")?;
+    }
+    Ok(path)
 }
 
 /// Puts program, man pages, changelog and completions into `folder`.

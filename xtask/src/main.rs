@@ -6,6 +6,7 @@
 //! - [`demo`]: the main job once, from the empty image to the proof;
 //! - [`cluster`]: physical devices, lent in VMs that play hosts;
 //! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
+//! - [`test`]: every test, and which were not run;
 //! - [`deb`]: the Debian package;
 //! - [`kernel`]: a kernel with iommufd, for the tests that need it;
 //! - [`scene`]: what both play in: a lender, a backend, a VM.
@@ -24,6 +25,7 @@ mod interrupt;
 mod kernel;
 mod scene;
 mod status;
+mod test;
 mod text;
 
 use std::process::ExitCode;
@@ -58,7 +60,7 @@ fn run(args: Args) -> Result<ExitCode> {
     match args.verb {
         None => Args::command().print_help()?,
         Some(Verb::Demo(demo)) => return demo::run(&demo),
-        Some(Verb::Test(test)) => return cargo::test(&test.cargo_args),
+        Some(Verb::Test(test)) => return test::run(&test.cargo_args),
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,

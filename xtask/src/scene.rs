@@ -132,6 +132,11 @@ impl Scene {
         self.backend.pid()
     }
 
+    /// The drive's socket.
+    pub(crate) fn socket(&self) -> PathBuf {
+        socket(self.folder.path(), self.vm)
+    }
+
     /// The lender's process id.
     pub(crate) fn lender_pid(&self) -> u32 {
         self.lender.pid()
@@ -146,15 +151,20 @@ impl Scene {
         )
     }
 
-    /// Starts the VM by `farside qemu --run`, its processors standing still.
+    /// Starts the VM by `farside qemu --run`, its processors standing still. `kernel`
+    /// is for the guest kernel's command line, `more` for QEMU's.
     pub(crate) fn launch(
         &self,
         testbed: &Testbed,
         size: &Size,
+        kernel: &[&str],
         more: &[OsString],
     ) -> Result<Guest> {
         interrupt::check()?;
-        let staged = testbed.vm(self.vm).stage()?;
+        let builder = kernel
+            .iter()
+            .fold(testbed.vm(self.vm), |vm, word| vm.append(*word));
+        let staged = builder.stage()?;
         let tcg = testbed.accel() == Accel::Tcg;
         let memory = format!("{}M", size.memory_mib);
         let cpus = size.cpus.to_string();

@@ -25,6 +25,7 @@ pub(super) fn environment(
         ("repeats", settings.repeats.to_string()),
         ("seconds", settings.seconds.to_string()),
         ("images", images.display().to_string()),
+        ("vIOMMU", if args.viommu { "on" } else { "off" }.to_owned()),
         ("own drive", format!("cache=writeback,aio={}", args.own_aio)),
     ];
     let commit = git(&["rev-parse", "--short=12", "HEAD"]);

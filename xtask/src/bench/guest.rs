@@ -15,6 +15,11 @@ const SIZE: Size = Size {
 /// Serial number of QEMU's own device, by which the guest tells it apart.
 const OWN_SERIAL: &str = "qemu-own";
 
+/// A vIOMMU that borrowed devices can be behind.
+const VIOMMU: &str = "intel-iommu,caching-mode=on";
+/// Has the guest's kernel use it for all DMA.
+const TRANSLATE: &[&str] = &["intel_iommu=on", "iommu.passthrough=0"];
+
 /// Block devices of the guest.
 pub(super) struct Drives {
     pub(super) borrowed: String,
@@ -27,6 +32,7 @@ pub(super) fn boot(
     testbed: &Testbed,
     own_image: &Path,
     own_aio: &str,
+    viommu: bool,
     more: &[OsString],
 ) -> Result<(Guest, Drives)> {
     let drive = format!(
@@ -35,11 +41,16 @@ pub(super) fn boot(
         own_image.display().to_string().replace(',', ",,"),
     );
     let device = format!("nvme,drive=own,serial={OWN_SERIAL}");
-    let mut arguments: Vec<OsString> = ["-drive", &drive, "-device", &device]
-        .map(Into::into)
-        .into();
+    // QEMU makes devices in this order, and a vIOMMU has to be there before what is
+    // behind it.
+    let (before, kernel): (&[&str], &[&str]) = match viommu {
+        true => (&["-device", VIOMMU], TRANSLATE),
+        false => (&[], &[]),
+    };
+    let mut arguments: Vec<OsString> = before.iter().map(Into::into).collect();
+    arguments.extend(["-drive", &drive, "-device", &device].map(Into::into));
     arguments.extend_from_slice(more);
-    let guest = scene.launch(testbed, &SIZE, &arguments)?;
+    let guest = scene.launch(testbed, &SIZE, kernel, &arguments)?;
     guest.vm.qmp().execute("cont", serde_json::json!({}))?;
     guest.vm.wait_agent(BOOT)?;
     let drives = find_drives(&guest.vm)?;

@@ -2,7 +2,7 @@
 //! on equal images, and fio runs on them in turns.
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] times a
-//! device of [`testers`]. [`micro`] needs no guest. `farside_bench` makes figures, tables, plots and the
+//! device of [`testers`]. [`micro`] and [`neighbour`] need no guest. `farside_bench` makes figures, tables, plots and the
 //! report of it.
 
 mod about;
@@ -11,6 +11,7 @@ mod guest;
 mod images;
 mod measure;
 mod micro;
+mod neighbour;
 mod ping_pong;
 mod testers;
 
@@ -23,7 +24,7 @@ use farside_testbed::{Progress, Testbed, Vm};
 use crate::{
     args::{Bench, Chapter},
     cargo::{self, Profile},
-    interrupt,
+    cpu, interrupt,
     scene::{self, Scene},
 };
 use drives::Both;
@@ -111,6 +112,13 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     for section in without_guest {
         results.add(section)?;
     }
+    // Where there is one CPU, the rest can be measured all the same.
+    let alone = args.only.is_empty() && cpu::available()?.len() < 2;
+    if args.wants(Chapter::Neighbour) && !alone {
+        let turns = args.repeats.unwrap_or(settings.turns);
+        let section = neighbour::measure(&program, &images.borrowed, turns, &progress)?;
+        results.add(section)?;
+    }
     let in_guest = [Chapter::Fio, Chapter::Sweep, Chapter::PingPong];
     if in_guest.into_iter().any(|chapter| args.wants(chapter)) {
         in_a_guest(
@@ -191,8 +199,14 @@ impl Stage<'_> {
         let Self { args, scene, .. } = self;
         let task = self.progress.spinner("Booting the guest");
         let more: Vec<OsString> = testers.map(Testers::qemu_args).unwrap_or_default();
-        let (guest, drives) =
-            guest::boot(scene, self.testbed, &self.images.own, &args.own_aio, &more)?;
+        let (guest, drives) = guest::boot(
+            scene,
+            self.testbed,
+            &self.images.own,
+            &args.own_aio,
+            args.viommu,
+            &more,
+        )?;
         results.environment.guest_kernel = Some(guest.vm.kernel_release());
         task.done();
 

@@ -115,7 +115,7 @@ fn boot(
     facts: &mut Facts,
 ) -> Result<Guest> {
     let task = progress.bar("Booting the guest", 4);
-    let guest = scene.launch(testbed, size, &[])?;
+    let guest = scene.launch(testbed, size, &[], &[])?;
     facts.typed.clone_from(&guest.typed);
     task.set(1);
     task.detail("QEMU is started, the guest stands still");

@@ -26,7 +26,7 @@ fn main() {
         test("without_fio_it_says_how_to_get_it", wrong::no_fio),
         test("what_cannot_be_measured_is_refused", wrong::arguments),
         test("a_user_measures_two_drives_of_a_guest", in_a_guest::run),
-        test("one_command_measures_all_and_reports_it", xtask::run),
+        test(xtask::NAME, xtask::run),
     ];
     libtest_mimic::run(&args, trials).exit();
 }

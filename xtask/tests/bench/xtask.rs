@@ -8,6 +8,8 @@ use farside_tests::farside_program;
 
 use crate::{all_positive, begins, job_names, section_is_full};
 
+pub(crate) const NAME: &str = "one_command_measures_all_and_reports_it";
+
 pub(crate) fn run() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let out = folder.path().join("out");
@@ -39,12 +41,26 @@ pub(crate) fn run() -> Result<()> {
         _ => 3,
     };
     section_is_full(&results, "ping-pong", ways, 1)?;
+    if cpus()? > 1 {
+        section_is_full(&results, "neighbour", 8, 1)?;
+    } else {
+        let left_out = results.sections.iter().all(|it| it.name != "neighbour");
+        ensure!(left_out, "the neighbour's section on one CPU");
+        // For `cargo xtask test`.
+        println!("skipped: {NAME}: the neighbour's section needs two CPUs");
+    }
     knows_where(&results)?;
     for job in jobs {
         ensure!(stdout.contains(job), "{job} is not in the table:\n{stdout}");
     }
     is_drawn(&out, &results)?;
     compares(&out, folder.path())
+}
+
+/// CPUs that this test, and so the bench, may use.
+fn cpus() -> Result<u32> {
+    let set = rustix::thread::sched_getaffinity(None).context("reading the CPU affinity")?;
+    Ok(set.count())
 }
 
 /// Machine, kernels, QEMU and sources are known.

@@ -13,7 +13,6 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_bench::{Section, Series};
 use farside_scripted_vmm::device::{CONFIG, Device};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::{
     figures::{against, at_most, series},
@@ -21,6 +20,7 @@ use super::{
 };
 use crate::{
     child::Child,
+    cpu::{self, Pinned},
     scene::{SHORT, await_socket},
 };
 
@@ -82,7 +82,8 @@ pub(super) fn micros(time: Duration) -> f64 {
 /// Measures in turns, beside `libvfio_user` where there is one.
 pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -> Result<Section> {
     let anywhere = Place::Anywhere.series(program, libvfio_user, turns)?;
-    let bound = OneProcessor::bind()?;
+    let first = cpu::available()?[0];
+    let bound = Pinned::to(first)?;
     let mut series = Place::OneProcessor.series(program, libvfio_user, turns)?;
     drop(bound);
     series.extend(anywhere);
@@ -205,29 +206,4 @@ fn in_turns(servers: &mut [Server], what: What, name: &str, turns: u32) -> Resul
         all.push(other);
     }
     Ok(all)
-}
-
-/// Binds this thread, and so what it starts, to one of its processors. Dropped, the
-/// thread may run where it could before.
-struct OneProcessor {
-    before: CpuSet,
-}
-
-impl OneProcessor {
-    fn bind() -> Result<Self> {
-        let before = sched_getaffinity(None).context("this thread's processors")?;
-        let first = (0..CpuSet::MAX_CPU).find(|cpu| before.is_set(*cpu));
-        let mut one = CpuSet::new();
-        one.set(first.context("this thread has no processor")?);
-        sched_setaffinity(None, &one).context("binding to one processor")?;
-        Ok(Self { before })
-    }
-}
-
-impl Drop for OneProcessor {
-    fn drop(&mut self) {
-        if let Err(errno) = sched_setaffinity(None, &self.before) {
-            log::warn!("this thread stays bound to one processor: {errno}");
-        }
-    }
 }
