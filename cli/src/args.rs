@@ -115,8 +115,8 @@ pub(crate) struct Lend {
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Vec<Address>,
     /// Lend an NVMe drive made of an image file or block device.
-    #[arg(long, value_name = "ID=IMAGE", value_parser = parse_pair)]
-    pub(crate) nvme: Vec<(String, PathBuf)>,
+    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_nvme)]
+    pub(crate) nvme: Vec<Nvme>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<String>,
@@ -290,11 +290,25 @@ fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
     Ok((of, count.parse().map_err(|_| wrong())?))
 }
 
-fn parse_pair(text: &str) -> Result<(String, PathBuf), String> {
-    match text.split_once('=') {
-        Some((id, image)) if !id.is_empty() && !image.is_empty() => {
-            Ok((id.to_owned(), image.into()))
-        }
+/// An NVMe device to lend.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Nvme {
+    pub(crate) id: String,
+    pub(crate) image: PathBuf,
+    pub(crate) read_only: bool,
+}
+
+fn parse_nvme(text: &str) -> Result<Nvme, String> {
+    let (rest, read_only) = match text.strip_suffix(",read-only") {
+        Some(rest) => (rest, true),
+        None => (text, false),
+    };
+    match rest.split_once('=') {
+        Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Nvme {
+            id: id.to_owned(),
+            image: image.into(),
+            read_only,
+        }),
         _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
     }
 }
@@ -312,11 +326,15 @@ mod tests {
 
     #[test]
     fn an_nvme_drive_is_an_id_and_an_image() {
-        assert_eq!(
-            parse_pair("a=b=c").unwrap(),
-            ("a".to_owned(), PathBuf::from("b=c"))
-        );
-        assert!(parse_pair("a").is_err());
-        assert!(parse_pair("=b").is_err());
+        let nvme = |image: &str, read_only| Nvme {
+            id: "a".to_owned(),
+            image: image.into(),
+            read_only,
+        };
+        assert_eq!(parse_nvme("a=b=c"), Ok(nvme("b=c", false)));
+        assert_eq!(parse_nvme("a=b,c,read-only"), Ok(nvme("b,c", true)));
+        for refused in ["a", "=b", "a=,read-only"] {
+            assert!(parse_nvme(refused).is_err(), "{refused}");
+        }
     }
 }

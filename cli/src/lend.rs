@@ -26,9 +26,9 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     if let Some(poll_us) = args.poll_us {
         config.poll_us = poll_us;
     }
-    let nvme = args.nvme.into_iter().map(|(id, image)| DeviceConfig {
-        id,
-        source: Model::nvme(image).into(),
+    let nvme = args.nvme.into_iter().map(|nvme| DeviceConfig {
+        id: nvme.id,
+        source: Model::nvme(nvme.image, nvme.read_only).into(),
     });
     let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
         id,

@@ -15,9 +15,7 @@ pub struct Bus<'a> {
 pub trait Dma {
     /// Whether the function may master the bus (bus-master enable). All DMA is
     /// refused while it may not.
-    fn is_bus_master(&self) -> bool {
-        true
-    }
+    fn is_bus_master(&self) -> bool;
 
     /// Translates the longest run of `[iova, iova + len)` that starts at
     /// `iova` and is contiguous in host memory: 1 to `len` bytes. The slice is

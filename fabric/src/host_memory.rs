@@ -23,9 +23,6 @@ pub enum Pages {
     Huge {
         /// Bytes of a page.
         size: u64,
-        /// Whether the pages are reserved for this memory already, as they are
-        /// once a process (QEMU) has mapped it.
-        reserved: bool,
     },
 }
 
@@ -130,9 +127,9 @@ impl HostMemory {
             Pages::Base => self.base_limits().collect(),
             // A size without a pool is the kernel's to refuse; it does so
             // before a page is taken.
-            Pages::Huge { size, reserved } => {
+            Pages::Huge { size } => {
                 let pool = self.pools.iter().find(|pool| pool.size == size);
-                pool.map(|pool| pool.limit(reserved)).into_iter().collect()
+                pool.map(Pool::limit).into_iter().collect()
             }
         };
         match limits.into_iter().find(|limit| limit.available() < bytes) {
@@ -266,9 +263,9 @@ impl Pool {
         })
     }
 
-    fn limit(&self, reserved: bool) -> MemoryLimit {
-        let taken = if reserved { 0 } else { self.reserved };
-        let pages = self.free.saturating_sub(taken).saturating_add(self.surplus);
+    fn limit(&self) -> MemoryLimit {
+        let unreserved = self.free.saturating_sub(self.reserved);
+        let pages = unreserved.saturating_add(self.surplus);
         MemoryLimit::HugePages {
             size: self.size,
             available: pages.saturating_mul(self.size),
@@ -439,20 +436,14 @@ mod tests {
             (&format!("{pool}/nr_overcommit_hugepages"), "5\n"),
             (&format!("{pool}/surplus_hugepages"), "3\n"),
         ]);
-        let huge = |reserved| Pages::Huge {
-            size: 2 * MIB,
-            reserved,
-        };
-        assert_eq!(host.room_for(84 * MIB, huge(false)), Ok(()));
+        let huge = Pages::Huge { size: 2 * MIB };
+        assert_eq!(host.room_for(84 * MIB, huge), Ok(()));
         assert_eq!(
-            refusal(&host, 90 * MIB, huge(false)),
+            refusal(&host, 90 * MIB, huge),
             "90 MiB of guest RAM do not fit: the pool of 2 MiB huge pages has 84 MiB available; \
              give the VM less memory, or add 3 to \
              /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
         );
-        // Those that are reserved are this memory's own.
-        assert_eq!(host.room_for(204 * MIB, huge(true)), Ok(()));
-        assert!(host.room_for(206 * MIB, huge(true)).is_err());
         // More than the host's other memory.
         assert!(host.room_for(1 << 40, Pages::Base).is_err());
     }
@@ -460,10 +451,7 @@ mod tests {
     #[test]
     fn what_is_unknown_is_no_limit() {
         assert_eq!(host(&[]).room_for(1 << 50, Pages::Base), Ok(()));
-        let huge = Pages::Huge {
-            size: 2 * MIB,
-            reserved: false,
-        };
+        let huge = Pages::Huge { size: 2 * MIB };
         assert_eq!(host(&[]).room_for(1 << 50, huge), Ok(()));
         assert_eq!(host(&[]).room_for(0, Pages::Base), Ok(()));
     }

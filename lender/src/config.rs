@@ -193,8 +193,11 @@ impl TryFrom<RawModel> for Model {
 
 impl Model {
     /// An NVMe drive on `image`, all else as by default.
-    pub fn nvme(image: PathBuf) -> Self {
-        Self::Nvme(nvme::Config::new(image))
+    pub fn nvme(image: PathBuf, read_only: bool) -> Self {
+        Self::Nvme(nvme::Config {
+            read_only,
+            ..nvme::Config::new(image)
+        })
     }
 
     /// The DMA test device.
@@ -322,7 +325,7 @@ mod tests {
             Model::Nvme(config) => Nvme::open("disk0", config).map(drop),
             Model::DmaTest(_) => unreachable!(),
         };
-        let error = open(&Model::nvme(image)).unwrap_err().to_string();
+        let error = open(&Model::nvme(image, false)).unwrap_err().to_string();
         let hint = error.split('`').nth(1).unwrap();
         let config: Config = toml::from_str(&format!("[[device]]\nid = 'disk0'\n{hint}")).unwrap();
         match &config.device[0].source {

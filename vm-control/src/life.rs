@@ -209,7 +209,6 @@ fn check_memory(vm: &str, config: &VmConfig, host: &HostMemory) -> Result<(), Er
         HugePages::None => Pages::Base,
         huge => Pages::Huge {
             size: huge.granule(),
-            reserved: false,
         },
     };
     host.room_for(config.memory(), pages)

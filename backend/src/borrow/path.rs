@@ -386,13 +386,19 @@ impl OpenPath {
         let far = self
             .far_side
             .take(range.len(), || self.free_far(range.len()))?;
-        let lut_entries = client.open_window(range.start().get(), far.start, range.len())?;
+        let opened = client.open_window(range.start().get(), far.start, range.len());
+        let (lut_entries, late) = match opened {
+            Ok(lut_entries) => (lut_entries, Ok(())),
+            // It may be open by now: its far addresses stay taken until all is closed.
+            Err(error @ CallError::Late(_)) => (0, Err(error)),
+            Err(error) => return Err(error.into()),
+        };
         self.windows.push(Window {
             range,
             far,
             lut_entries,
         });
-        Ok(())
+        Ok(late?)
     }
 
     /// The lowest place in the borrower's domain that no window has.

@@ -163,7 +163,7 @@ pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
     image.set_len(DISK_SIZE).unwrap();
     DeviceConfig {
         id: id.into(),
-        source: Model::nvme(path).into(),
+        source: Model::nvme(path, false).into(),
     }
 }
 

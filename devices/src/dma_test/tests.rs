@@ -16,6 +16,10 @@ const READ_ONLY: u64 = BASE + SIZE as u64 - 4096;
 struct FakeDma(Arc<SharedMemory>);
 
 impl Dma for FakeDma {
+    fn is_bus_master(&self) -> bool {
+        true
+    }
+
     fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
         let refuse = |reason| {
             Err(Fault {

@@ -121,9 +121,11 @@ impl Borrowable for Recorder {
     }
 
     fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        let left = self.failing_closes.load(Ordering::Relaxed);
-        if left > 0 {
-            self.failing_closes.store(left - 1, Ordering::Relaxed);
+        let one_less = |left: u32| left.checked_sub(1);
+        let fails =
+            self.failing_closes
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
+        if fails.is_ok() {
             self.note(Done::CloseFailed);
             return Err(failed("the command register cannot be written"));
         }

@@ -245,7 +245,7 @@ impl<M: Mapper> LenderPath for Composition<M> {
     fn usage(&self) -> Usage {
         let windows = self.windows.rows();
         let mut usage = Usage {
-            windows: windows.len() as u32, // a table has 4096 rows at most
+            windows: windows.len() as u32,
             window_bytes: windows.iter().map(|(range, _)| range.len()).sum(),
             ..Usage::default()
         };

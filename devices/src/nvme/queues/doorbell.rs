@@ -67,7 +67,9 @@ impl Queues {
             },
         };
         let awaited = match (&mut self.buffer, shadow) {
-            (Some(buffer), Some(shadow)) => buffer.await_first_write(dma, doorbell, shadow, index),
+            (Some(buffer), Some(shadow)) if dma.is_bus_master() => {
+                buffer.await_first_write(dma, doorbell, shadow, index)
+            }
             _ => Ok(()),
         };
         if let Err(error) = outcome {
