@@ -48,7 +48,7 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
     for log in lives {
         // With its lender, a lease is over.
         let mut open: Option<u64> = None;
-        let mut in_vain: Option<u64> = None;
+        let mut unused: Option<u64> = None;
         let lines = log.lines().filter(|line| line.contains("device disk0: "));
         for line in lines {
             if line.contains(&format!("borrowed by VM {VM} (")) {
@@ -63,14 +63,14 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
                 leases.holder = Some(number(line, "process ")?.try_into()?);
             } else if line.contains(&format!("(VM {VM}, epoch ")) {
                 let epoch = number(line, ", epoch ")?;
-                if in_vain == Some(epoch) {
+                if unused == Some(epoch) {
                     continue;
                 }
                 ensure!(open == Some(epoch), "{open:?} was lent: {line}\n{log}");
                 open = None;
                 leases.holder = None;
-            } else if line.contains(" in vain (epoch ") {
-                in_vain = Some(number(line, "(epoch ")?);
+            } else if line.contains("lease dropped before VM ") {
+                unused = Some(number(line, "(epoch ")?);
             } else if line.contains("handed over to where") {
                 ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
                 let next = number(line, ", fence ")?;
