@@ -58,11 +58,45 @@ pub struct Pair {
 
 /// A job on both drives, as often as it ran.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(into = "Written")]
 pub struct JobResult {
     /// The job's name.
     pub job: String,
     /// In the order they were made.
     pub pairs: Vec<Pair>,
+}
+
+/// A [`JobResult`] in a file: for programs that plot, with the medians of the
+/// ratios, borrowed over beside.
+#[derive(Serialize)]
+struct Written {
+    name: String,
+    /// Number of pairs.
+    repeats: usize,
+    iops_ratio: Option<f64>,
+    bandwidth_ratio: Option<f64>,
+    p99_ratio: Option<f64>,
+    /// None where the host's CPU time is unknown.
+    host_cpu_ratio: Option<f64>,
+    job: String,
+    pairs: Vec<Pair>,
+}
+
+impl From<JobResult> for Written {
+    fn from(result: JobResult) -> Self {
+        let [iops, bandwidth, _, p99, _, _, host_cpu] =
+            METRICS.map(|metric| result.ratio(&metric).map(|ratio| ratio.median));
+        Self {
+            name: result.job.clone(),
+            repeats: result.pairs.len(),
+            iops_ratio: iops,
+            bandwidth_ratio: bandwidth,
+            p99_ratio: p99,
+            host_cpu_ratio: host_cpu,
+            job: result.job,
+            pairs: result.pairs,
+        }
+    }
 }
 
 /// One column of the tables.
@@ -191,6 +225,20 @@ pub(crate) mod tests {
         assert_eq!(ratio("IOPS").to_string(), "2.00 (1.00–4.00)");
         assert_eq!(ratio("p99").to_string(), "0.50 (0.25–1.00)");
         assert_eq!(ratio("guest CPU").median, 1.0);
+    }
+
+    #[test]
+    fn a_file_has_each_jobs_ratios() {
+        let mut job = job("j", &[2.0, 1.0, 4.0]);
+        job.pairs[0].borrowed.host_cpu = Some(90_000.0);
+        let mut file = serde_json::to_value(&job).unwrap();
+        let pairs = file.as_object_mut().unwrap().remove("pairs").unwrap();
+        assert_eq!(pairs.as_array().unwrap().len(), 3);
+        let ratios = serde_json::json!({
+            "name": "j", "job": "j", "repeats": 3,
+            "iops_ratio": 2.0, "bandwidth_ratio": 2.0, "p99_ratio": 0.5, "host_cpu_ratio": 1.0,
+        });
+        assert_eq!(file, ratios);
     }
 
     #[test]
