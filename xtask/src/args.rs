@@ -32,6 +32,8 @@ pub(crate) enum Verb {
     /// It is built from Debian's source (170 MB), which takes some minutes and
     /// 2 GB of room meanwhile, and stays in the test bed's cache.
     Kernel,
+    /// Check documents, layering and file sizes against the code
+    Tidy,
 }
 
 /// Lends an NVMe drive to a VM: boots the guest, makes a file system on the

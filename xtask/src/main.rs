@@ -1,4 +1,5 @@
-//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`, `deb`, `kernel`.
+//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`, `deb`,
+//! `kernel`, `tidy`.
 //!
 //! Each verb does all of its own set-up: it builds the product, and the test
 //! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
@@ -9,6 +10,7 @@
 //! - [`test`]: every test, and which were not run;
 //! - [`deb`]: the Debian package;
 //! - [`kernel`]: a kernel with iommufd, for the tests that need it;
+//! - [`tidy`]: what neither rustfmt nor clippy looks at;
 //! - [`scene`]: what both play in: a lender, a backend, a VM.
 
 #![deny(unsafe_code)]
@@ -27,6 +29,7 @@ mod scene;
 mod status;
 mod test;
 mod text;
+mod tidy;
 
 use std::process::ExitCode;
 
@@ -65,6 +68,7 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,
         Some(Verb::Kernel) => kernel::run()?,
+        Some(Verb::Tidy) => return tidy::run(),
     }
     Ok(ExitCode::SUCCESS)
 }

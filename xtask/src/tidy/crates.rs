@@ -1,0 +1,260 @@
+//! The workspace's crates: what docs/architecture.md says they import, and
+//! whether they need what their manifests name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result, ensure};
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
+use serde::Deserialize;
+
+use super::{Problem, Tree};
+use crate::cargo;
+
+const ARCHITECTURE: &str = "docs/architecture.md";
+
+/// Rows whose imports are described, not listed.
+const UNLISTED: [&str; 4] = ["cli", "testbed", "tests", "xtask"];
+
+/// A package of the workspace.
+pub(super) struct Package {
+    /// Its directory, relative to the workspace.
+    pub(super) dir: String,
+    /// Directories of the workspace's packages that it depends on.
+    imports: BTreeSet<String>,
+    /// Names of its dependencies, as in source code.
+    dependencies: BTreeSet<String>,
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<RawPackage>,
+    workspace_root: String,
+}
+
+#[derive(Deserialize)]
+struct RawPackage {
+    manifest_path: String,
+    dependencies: Vec<Dependency>,
+}
+
+#[derive(Deserialize)]
+struct Dependency {
+    name: String,
+    rename: Option<String>,
+    kind: Option<String>,
+    /// Of a dependency in this workspace.
+    path: Option<String>,
+}
+
+/// The workspace's packages, by `cargo metadata`.
+pub(super) fn packages() -> Result<Vec<Package>> {
+    let output = cargo::cargo()
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .output()
+        .context("running cargo metadata")?;
+    ensure!(
+        output.status.success(),
+        "cargo metadata failed: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    let metadata = serde_json::from_slice(&output.stdout).context("output of cargo metadata")?;
+    Ok(from_metadata(metadata))
+}
+
+fn from_metadata(metadata: Metadata) -> Vec<Package> {
+    let root = format!("{}/", metadata.workspace_root);
+    let relative = |path: &str| path.strip_prefix(&root).unwrap_or(path).to_owned();
+    let packages = metadata.packages.into_iter().map(|package| {
+        let dir = relative(package.manifest_path.trim_end_matches("/Cargo.toml"));
+        // Tests may import what they like.
+        let of_product = |dependency: &&Dependency| dependency.kind.as_deref() != Some("dev");
+        let imports = package.dependencies.iter().filter(of_product);
+        let imports = imports.filter_map(|dependency| Some(relative(dependency.path.as_deref()?)));
+        let names = package.dependencies.iter().map(|dependency| {
+            let name = dependency.rename.as_ref().unwrap_or(&dependency.name);
+            name.replace('-', "_")
+        });
+        Package {
+            dir,
+            imports: imports.collect(),
+            dependencies: names.collect(),
+        }
+    });
+    packages.collect()
+}
+
+/// Compares the crate table of docs/architecture.md with the manifests.
+pub(super) fn table(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
+    let rows = rows(tree.text(ARCHITECTURE).unwrap_or_default());
+    let mut problems = Vec::new();
+    for package in packages {
+        let dir = &package.dir;
+        let Some(listed) = rows.get(dir) else {
+            // What lies within another crate's directory belongs to that.
+            if !dir.contains('/') {
+                let what = format!("the crate table lacks {dir}");
+                problems.push(Problem::of_file(ARCHITECTURE, what));
+            }
+            continue;
+        };
+        if UNLISTED.contains(&&**dir) {
+            continue;
+        }
+        let differs = |what: &str, crates: Vec<&String>| {
+            let crates: Vec<_> = crates.iter().map(|name| name.as_str()).collect();
+            let what = format!("crate {dir} {what} {}", crates.join(", "));
+            (!crates.is_empty()).then(|| Problem::of_file(ARCHITECTURE, what))
+        };
+        let missing = package.imports.difference(listed).collect();
+        problems.extend(differs("imports, and the table does not list,", missing));
+        let stale = listed.difference(&package.imports).collect();
+        problems.extend(differs("does not import, and the table lists,", stale));
+    }
+    let is_package = |row: &&String| packages.iter().any(|package| package.dir == **row);
+    for row in rows.keys().filter(|row| !is_package(row)) {
+        let what = format!("the crate table has {row}, which is no crate");
+        problems.push(Problem::of_file(ARCHITECTURE, what));
+    }
+    problems
+}
+
+/// The crates of each row of the table under "The crates", and their imports.
+fn rows(text: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut rows = BTreeMap::new();
+    let mut is_section = false;
+    let (mut column, mut names, mut imports) = (0, Vec::new(), BTreeSet::new());
+    for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
+        match event {
+            Event::Start(Tag::Heading { .. }) => is_section = false,
+            Event::Text(text) if *text == *"The crates" => is_section = true,
+            Event::Start(Tag::TableRow) => {
+                (column, names, imports) = (0, Vec::new(), BTreeSet::new());
+            }
+            Event::End(TagEnd::TableCell) => column += 1,
+            Event::Code(code) if column == 0 => names.push(code.to_string()),
+            Event::Code(code) if column == 2 => {
+                imports.insert(code.to_string());
+            }
+            Event::End(TagEnd::TableRow) if is_section => {
+                for name in names.drain(..) {
+                    rows.insert(name, imports.clone());
+                }
+            }
+            _ => {}
+        }
+    }
+    rows
+}
+
+/// Dependencies that no source file of their package names.
+pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for Package {
+        dir, dependencies, ..
+    } in packages
+    {
+        let inside = format!("{dir}/");
+        let sources: Vec<_> = tree
+            .ending(".rs")
+            .filter(|(path, _)| path.starts_with(&inside))
+            .map(|(_, text)| text)
+            .collect();
+        for name in dependencies {
+            if !sources.iter().any(|text| has_word(text, name)) {
+                let manifest = format!("{dir}/Cargo.toml");
+                let what = format!("no source file names the dependency {name}");
+                problems.push(Problem::of_file(&manifest, what));
+            }
+        }
+    }
+    problems
+}
+
+/// Whether `word` stands in `text`, and not as a part of another.
+pub(super) fn has_word(text: &str, word: &str) -> bool {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(word).any(|(at, _)| {
+        let before = text[..at].chars().next_back();
+        let behind = text[at + word.len()..].chars().next();
+        !before.is_some_and(is_part) && !behind.is_some_and(is_part)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::tree, *};
+
+    const TABLE: &str = "# A\n## The crates\n\n| directory | in one line | imports |\n\
+                         | --- | --- | --- |\n| `a` | `x` | `b` (types) |\n| `b`, `c` | y | none |\n";
+
+    fn package(dir: &str, imports: &[&str], dependencies: &[&str]) -> Package {
+        let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        Package {
+            dir: dir.to_owned(),
+            imports: set(imports),
+            dependencies: set(dependencies),
+        }
+    }
+
+    fn told(problems: Vec<Problem>) -> Vec<String> {
+        problems.into_iter().map(|problem| problem.what).collect()
+    }
+
+    #[test]
+    fn the_table_lists_each_crate_with_its_imports() {
+        let tree = tree(&[(ARCHITECTURE, TABLE)]);
+        let right = [
+            package("a", &["b"], &[]),
+            package("b", &[], &[]),
+            package("c", &[], &[]),
+            package("c/inner", &["a"], &[]),
+        ];
+        assert_eq!(table(&tree, &right), []);
+        let wrong = [
+            package("a", &["d"], &[]),
+            package("b", &[], &[]),
+            package("d", &[], &[]),
+        ];
+        assert_eq!(
+            told(table(&tree, &wrong)),
+            [
+                "crate a imports, and the table does not list, d",
+                "crate a does not import, and the table lists, b",
+                "the crate table lacks d",
+                "the crate table has c, which is no crate",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_dependency_is_used_where_a_source_names_it() {
+        let tree = tree(&[
+            ("a/src/lib.rs", "use log::info;\n// serde_json\n"),
+            ("ab/src/lib.rs", "use serde::Serialize;\n"),
+        ]);
+        let packages = [package("a", &[], &["log", "serde", "serde_json"])];
+        assert_eq!(
+            told(unused(&tree, &packages)),
+            ["no source file names the dependency serde"]
+        );
+    }
+
+    #[test]
+    fn metadata_is_read_by_directories() {
+        let metadata = r#"{"workspace_root": "/w", "packages": [{
+            "manifest_path": "/w/a/Cargo.toml",
+            "dependencies": [
+                {"name": "farside-b", "rename": null, "kind": null, "path": "/w/b"},
+                {"name": "farside-c", "rename": null, "kind": "dev", "path": "/w/c"},
+                {"name": "vm-memory", "rename": "memory", "kind": null, "path": null}
+            ]}]}"#;
+        let packages = from_metadata(serde_json::from_str(metadata).unwrap());
+        let [package] = &packages[..] else {
+            panic!("one package")
+        };
+        assert_eq!(package.dir, "a");
+        assert_eq!(package.imports, BTreeSet::from(["b".to_owned()]));
+        let names = ["farside_b", "farside_c", "memory"].map(str::to_owned);
+        assert_eq!(package.dependencies, BTreeSet::from(names));
+    }
+}

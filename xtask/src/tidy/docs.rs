@@ -1,0 +1,225 @@
+//! Documents: links, the index of decisions, and the tests that enforce
+//! SPECIFICATION.md.
+
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
+
+use super::{Problem, Tree};
+
+const SPECIFICATION: &str = "SPECIFICATION.md";
+const DECISIONS: &str = "docs/decisions/";
+const INDEX: &str = "docs/decisions/README.md";
+
+/// Links to files and headings that do not exist.
+pub(super) fn links(tree: &Tree) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (path, text) in tree.ending(".md") {
+        for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
+            let Event::Start(Tag::Link { dest_url, .. }) = event else {
+                continue;
+            };
+            if dest_url.contains("://") {
+                continue;
+            }
+            let (file, heading) = dest_url.split_once('#').unwrap_or((&dest_url, ""));
+            let target = match file {
+                "" => path.to_owned(),
+                file => resolve(path, file),
+            };
+            let exists = match tree.text(&target) {
+                Some(document) => heading.is_empty() || headings(document).any(|h| h == heading),
+                None => heading.is_empty() && tree.exists(&target),
+            };
+            if !exists {
+                let line = line_of(text, range.start);
+                let what = format!("dead link {dest_url}");
+                problems.push(Problem::at(path, line, what));
+            }
+        }
+    }
+    problems
+}
+
+/// The number of the line at byte `offset`.
+fn line_of(text: &str, offset: usize) -> usize {
+    text[..offset].matches('\n').count() + 1
+}
+
+/// `link`, which a file `from` has, relative to the workspace.
+fn resolve(from: &str, link: &str) -> String {
+    let mut parts: Vec<&str> = from.split('/').collect();
+    parts.pop();
+    for part in link.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(parts.pop()),
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
+/// The anchors of a document's headings, as code hosts make them.
+fn headings(text: &str) -> impl Iterator<Item = String> {
+    let mut heading: Option<String> = None;
+    Parser::new_ext(text, Options::ENABLE_TABLES).filter_map(move |event| {
+        match event {
+            Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
+            Event::Text(text) | Event::Code(text) => {
+                if let Some(heading) = &mut heading {
+                    heading.push_str(&text);
+                }
+            }
+            Event::End(TagEnd::Heading(_)) => return heading.take().map(|text| anchor(&text)),
+            _ => {}
+        }
+        None
+    })
+}
+
+fn anchor(heading: &str) -> String {
+    let kept = heading.chars().filter_map(|c| match c {
+        ' ' => Some('-'),
+        '-' | '_' => Some(c),
+        c if c.is_alphanumeric() => Some(c.to_ascii_lowercase()),
+        _ => None,
+    });
+    kept.collect()
+}
+
+/// Decisions that their index does not list by number and title.
+pub(super) fn decisions(tree: &Tree) -> Vec<Problem> {
+    let index = tree.text(INDEX).unwrap_or_default();
+    let mut problems = Vec::new();
+    for (path, text) in tree.ending(".md") {
+        let Some(name) = path.strip_prefix(DECISIONS).filter(|_| path != INDEX) else {
+            continue;
+        };
+        // "# 7. Title"
+        let title = text.lines().next().unwrap_or_default();
+        let entry = title
+            .strip_prefix("# ")
+            .and_then(|title| title.split_once(". "));
+        let listed = entry.is_some_and(|(number, title)| {
+            let file = format!("{number:0>4}-");
+            let line = format!("{number}. [{title}]({name})");
+            name.starts_with(&file) && index.lines().any(|listed| listed == line)
+        });
+        if !listed {
+            let what = format!("{INDEX} lacks this decision, or has another number or title");
+            problems.push(Problem::of_file(path, what));
+        }
+    }
+    problems
+}
+
+/// Tests that SPECIFICATION.md names and that do not exist, and promises without a
+/// test. A cell names a file or directory, and then functions in it.
+pub(super) fn specification(tree: &Tree) -> Vec<Problem> {
+    let text = tree.text(SPECIFICATION).unwrap_or_default();
+    let mut problems = Vec::new();
+    let (mut file, mut is_body, mut last_cell) = (None::<String>, false, String::new());
+    for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
+        let line = line_of(text, range.start);
+        match event {
+            Event::End(TagEnd::TableHead) => is_body = true,
+            Event::End(TagEnd::Table) => is_body = false,
+            Event::Start(Tag::TableCell) => (file, last_cell) = (None, String::new()),
+            Event::Text(said) => last_cell.push_str(&said),
+            Event::Code(code) if is_body => {
+                last_cell.push_str(&code);
+                let is_path = code.contains('/') && !code.contains(' ');
+                let is_function = !is_path && code.contains('_') && !code.contains(' ');
+                if is_path {
+                    if !tree.exists(&code) {
+                        let what = format!("there is no {code}");
+                        problems.push(Problem::at(SPECIFICATION, line, what));
+                    }
+                    file = Some(code.to_string());
+                } else if is_function && let Some(file) = &file {
+                    let function = format!("fn {code}(");
+                    if !tree.text(file).is_some_and(|text| text.contains(&function)) {
+                        let what = format!("{file} has no test {code}");
+                        problems.push(Problem::at(SPECIFICATION, line, what));
+                    }
+                }
+            }
+            Event::End(TagEnd::TableRow) => {
+                let enforced = file.is_some()
+                    || last_cell.contains("test pending")
+                    || last_cell.contains("cargo xtask");
+                if !enforced {
+                    let what = "neither a test nor \"test pending\"";
+                    problems.push(Problem::at(SPECIFICATION, line, what));
+                }
+            }
+            _ => {}
+        }
+    }
+    problems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::tree, *};
+
+    fn told(problems: Vec<Problem>) -> Vec<String> {
+        problems.iter().map(Problem::to_string).collect()
+    }
+
+    #[test]
+    fn a_link_leads_to_a_file_a_directory_or_a_heading() {
+        let tree = tree(&[
+            (
+                "README.md",
+                "[a](docs/a.md#what-it-is-now) [d](docs) [w](https://x.y/z)\n",
+            ),
+            (
+                "docs/a.md",
+                "# What `it` is, now!\n\n[up](../README.md) [here](#what-it-is-now)\n\
+                 [gone](b.md) [none](../README.md#none)\n",
+            ),
+        ]);
+        assert_eq!(
+            told(links(&tree)),
+            [
+                "docs/a.md:4: dead link b.md",
+                "docs/a.md:4: dead link ../README.md#none",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_index_has_each_decision() {
+        let tree = tree(&[
+            (
+                INDEX,
+                "# Decisions\n\n1. [One](0001-one.md)\n2. [Too](0002-two.md)\n",
+            ),
+            ("docs/decisions/0001-one.md", "# 1. One\n"),
+            ("docs/decisions/0002-two.md", "# 2. Two\n"),
+            ("docs/decisions/0003-three.md", "# 3. Three\n"),
+        ]);
+        let problems = decisions(&tree);
+        let paths: Vec<_> = problems.iter().map(|problem| &*problem.path).collect();
+        assert_eq!(
+            paths,
+            ["docs/decisions/0002-two.md", "docs/decisions/0003-three.md"]
+        );
+    }
+
+    #[test]
+    fn a_promise_has_a_test_that_exists() {
+        let table = "| promise | enforced by |\n| --- | --- |\n\
+                     | a `b_c` | `a/t.rs`: `is_so`, `is_not` |\n| b | test pending |\n\
+                     | c | `a/u.rs` |\n| d | trust |\n| e | `cargo xtask bench` |\n";
+        let tree = tree(&[(SPECIFICATION, table), ("a/t.rs", "fn is_so() {}\n")]);
+        assert_eq!(
+            told(specification(&tree)),
+            [
+                "SPECIFICATION.md:3: a/t.rs has no test is_not",
+                "SPECIFICATION.md:5: there is no a/u.rs",
+                "SPECIFICATION.md:6: neither a test nor \"test pending\"",
+            ]
+        );
+    }
+}
