@@ -96,7 +96,7 @@ pub enum StartError {
     /// A name that cannot be that of a file.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// What the lender said of the device makes no sense.
+    /// The lender's description of the device is invalid.
     #[error("cannot serve device {device}")]
     Device {
         device: String,

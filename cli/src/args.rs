@@ -70,7 +70,7 @@ pub(crate) enum Verb {
     Migrate(Migrate),
     /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
-    /// Say what is wrong on this host, and how to mend it
+    /// Diagnose this host and suggest fixes
     Doctor(Doctor),
     /// Measure drives in a guest, make reports, compare two measurements
     Bench(Bench),

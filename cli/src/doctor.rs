@@ -7,7 +7,7 @@ use clap::Args as ClapArgs;
 use farside_doctor::{Facts, Host, Level};
 
 /// Says what keeps VMs of this host from borrowing, why that matters, and what
-/// to type to mend it. Changes nothing. Fails when there is a problem; notes are
+/// to type to fix it. Changes nothing. Fails when there is a problem; notes are
 /// for you to know.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Doctor {

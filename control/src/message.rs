@@ -318,7 +318,7 @@ pub enum ErrorKind {
     StaleEpoch,
     /// A window, LUT, requester or mapping limit.
     Limit,
-    /// The request makes no sense as it is.
+    /// The request is invalid.
     Invalid,
     /// The lender itself failed.
     Internal,

@@ -1,5 +1,4 @@
-//! Looks at a host for what would keep VMs from borrowing, and says how to mend
-//! it.
+//! Looks at a host for what would keep VMs from borrowing, and suggests fixes.
 //!
 //! ```text
 //!   Host --look--> Facts --judge--> Report (of Findings)

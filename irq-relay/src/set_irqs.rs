@@ -210,7 +210,7 @@ impl SetIrqs {
     /// does that when the device is unplugged, and then, up to 11.1 at least,
     /// keeps the connection of a device with MSI-X until it ends: this is all
     /// there is to learn that nobody will clear bus-master enable.
-    pub fn is_farewell(&self) -> bool {
+    pub fn is_unplug_notification(&self) -> bool {
         self.range.index() == IrqIndex::Err
             && self.range.count() != 0
             && matches!(&self.data, IrqData::Sinks(sinks) if sinks.iter().all(Option::is_none))

@@ -211,7 +211,7 @@ impl Model {
 #[serde(deny_unknown_fields)]
 pub struct DmaTestConfig {}
 
-/// Why a configuration is no good.
+/// Why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.

@@ -131,7 +131,7 @@ fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry, l
             Reply::Refused(RemoteError {
                 kind: ErrorKind::Invalid,
                 message: format!(
-                    "that ticket is no good: it was used, or is older than {TICKET_LIFE:?}, or its lease is over"
+                    "invalid register-channel token: it was used, is older than {TICKET_LIFE:?}, or its lease has ended"
                 ),
             })
         }

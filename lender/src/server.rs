@@ -29,13 +29,13 @@ const ACCEPT_PAUSE: Timespec = Timespec {
 /// Why a lender does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The configuration is no good.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// What an earlier run remembered cannot be read.
     #[error("{0}")]
     State(io::Error),
-    /// The fabric's limits are no good.
+    /// The fabric's limits are invalid.
     #[error("the limits in [fabric] are invalid")]
     Fabric(#[from] LimitError),
     /// A device cannot be opened.
@@ -186,8 +186,8 @@ impl Lender {
     pub fn run(self) -> io::Result<()> {
         loop {
             let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
-            let doors = self.entrances.iter();
-            fds.extend(doors.map(|entrance| PollFd::new(entrance, PollFlags::IN)));
+            let listeners = self.entrances.iter();
+            fds.extend(listeners.map(|entrance| PollFd::new(entrance, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,

@@ -80,8 +80,8 @@ impl Redeemed {
     }
 }
 
-/// The connection that a ticket stands for. Dropped, the ticket is no good any
-/// more. Readable when the connection has come.
+/// The connection that a ticket stands for. Dropping it invalidates the
+/// ticket. Readable when the connection has come.
 pub(crate) struct Awaited {
     ticket: Ticket,
     until: Instant,

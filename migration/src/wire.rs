@@ -174,7 +174,7 @@ pub(crate) fn receive<T: DeserializeOwned>(mut stream: impl Read) -> Result<Opti
     stream.read_exact(&mut text).map_err(broke)?;
     serde_json::from_slice(&text)
         .map(Some)
-        .map_err(|error| Error::lost(format!("a message makes no sense: {error}")))
+        .map_err(|error| Error::lost(format!("malformed message: {error}")))
 }
 
 fn unclean(head: &[u8]) -> Error {

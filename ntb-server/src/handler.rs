@@ -105,8 +105,8 @@ impl PortHandler<'_> {
     fn set_irqs(&mut self, message: SetIrqsMessage<'_>) -> Result<(), Errno> {
         let side = self.machine.hosts.side(self.port);
         let applied = SetIrqs::decode(&side.counts, message).and_then(|request| {
-            let farewell = request.is_farewell();
-            side.vectors.apply(request).map(|()| farewell)
+            let unplugs = request.is_unplug_notification();
+            side.vectors.apply(request).map(|()| unplugs)
         });
         match applied {
             Ok(true) => {

@@ -58,8 +58,8 @@ pub enum StartError {
     /// Both ports at one path.
     #[error("both ports are to be served at {}: give each a socket of its own", .0.display())]
     SameSocket(PathBuf),
-    /// The model describes what cannot be: a bug of ours.
-    #[error("the NTB's description makes no sense: {0}")]
+    /// The model's description is invalid: a bug in the model.
+    #[error("invalid description of the NTB: {0}")]
     Description(String),
 }
 

@@ -204,7 +204,7 @@ fn identify(drive: &Function, registers: &RegionMemory, queues: &Arc<SharedMemor
     let wait = |what: &str, done: &dyn Fn() -> bool| -> Outcome {
         while !done() {
             if Instant::now() > deadline {
-                return Err(format!("waited in vain for {what}").into());
+                return Err(format!("timed out waiting for {what}").into());
             }
             thread::yield_now();
         }

@@ -50,7 +50,7 @@ pub enum NtbError {
         found: u32,
         supported: u32,
     },
-    /// What it says of itself makes no sense.
+    /// Its registers hold invalid values.
     #[error("{bdf} cannot be used as an NTB: {problem}")]
     Unusable { bdf: Bdf, problem: String },
     /// The link does not come up, or is no longer up.

@@ -57,7 +57,7 @@ impl FarsideNtb {
         let unusable = |problem| NtbError::Unusable { bdf, problem };
         let value = registers.read32(reg::CAPS);
         let sizes = sizes(value)
-            .ok_or_else(|| unusable(format!("its register CAPS, {value:#x}, makes no sense")))?;
+            .ok_or_else(|| unusable(format!("its register CAPS, {value:#x}, is invalid")))?;
         if sizes.window_size != window_len {
             return Err(unusable(format!(
                 "its register CAPS says {:#x} bytes for the window BAR, which has {window_len:#x}",

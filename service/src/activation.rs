@@ -61,7 +61,7 @@ pub enum ActivationError {
     Foreign { number: usize, why: String },
     /// The right place, the wrong kind.
     #[error(
-        "the service manager's socket at {path} has to be made with {wanted}=, not {found}=: mend the socket unit, and restart it",
+        "the service manager's socket at {path} has to be made with {wanted}=, not {found}=: fix the socket unit, and restart it",
         path = path.display()
     )]
     Kind {

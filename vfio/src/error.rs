@@ -154,7 +154,7 @@ pub enum VfioError {
         len: u64,
         source: io::Error,
     },
-    /// What the device says of itself makes no sense.
+    /// The device describes itself by invalid values.
     #[error("{bdf} cannot be lent: {problem}")]
     Unsupported { bdf: Bdf, problem: String },
     /// The device has no reset that leaves its neighbours alone.

@@ -47,7 +47,7 @@ pub enum Error {
         path: PathBuf,
         limit: Duration,
     },
-    /// The monitor closed, or said what makes no sense.
+    /// The monitor closed, or sent an invalid answer.
     #[error("lost the monitor of VM {vm}: {why}")]
     MonitorLost { vm: String, why: String },
     /// QEMU refused a command.

@@ -224,9 +224,9 @@ impl Device {
         {
             return Answer::Error(error.errno());
         }
-        let farewell = request.is_farewell();
-        self.unplugged |= farewell;
-        let give_back = farewell.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
+        let unplugs = request.is_unplug_notification();
+        self.unplugged |= unplugs;
+        let give_back = unplugs.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
         let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
         self.hold(
             to,

@@ -208,7 +208,7 @@ pub fn start(port: &mut impl Port, command: Command, job: Job) {
 pub fn finish(port: &mut impl Port) -> Ended {
     until("the DMA test device is done", || {
         let status = read_u32(port, 0, reg::STATUS);
-        assert_eq!(status & status::REJECTED, 0, "the command makes no sense");
+        assert_eq!(status & status::REJECTED, 0, "the command is invalid");
         status & (status::BUSY | status::DONE) == status::DONE
     });
     Ended {

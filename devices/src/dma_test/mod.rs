@@ -46,7 +46,7 @@
 //! A command of up to [`CHUNK`] bytes is done when the doorbell write
 //! completes; a longer one goes on by itself while `BUSY` reads 1. At its end
 //! `DONE` is set, with `FAULT` when an access was refused: the command ends
-//! there, and what came before has been done. A command that makes no sense
+//! there, and what came before has been done. An invalid command
 //! (number, length, vector, range beyond BAR 2 or beyond 2^64, another one
 //! still busy) sets `REJECTED` and does nothing else. RAISE, and the end of any
 //! command when `CONTROL` bit 0 is set, raise `VECTOR` and set `INTERRUPT`,

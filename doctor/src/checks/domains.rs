@@ -47,10 +47,10 @@ fn defined(vm: &VmFacts, config: &VmConfig, xml: &str) -> Vec<Finding> {
     let name = quoted(&vm.name);
     let wrong = |what: String| {
         let why = "the guest finds no devices, or QEMU does not start";
-        let mend = format!(
+        let fix = format!(
             "virsh dumpxml --inactive {name} > {name}.xml && farside libvirt --vm {name} --edit {name}.xml --in-place && virsh define {name}.xml"
         );
-        Finding::problem(CHECK, what, why).of_vm(&vm.name).fix(mend)
+        Finding::problem(CHECK, what, why).of_vm(&vm.name).fix(fix)
     };
     let problems = match check_domain(xml, &paths::device_socket) {
         Ok(problems) => problems,

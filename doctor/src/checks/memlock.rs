@@ -120,10 +120,10 @@ impl<'a> Locker<'a> {
             Size(limit),
             Size(needed)
         );
-        Finding::problem_if(required, CHECK, what, why).fix(self.mend(needed))
+        Finding::problem_if(required, CHECK, what, why).fix(self.remedy(needed))
     }
 
-    fn mend(&self, needed: u64) -> String {
+    fn remedy(&self, needed: u64) -> String {
         if let Some(unit) = self.unit {
             let folder = format!("/etc/systemd/system/{unit}.d");
             return format!(

@@ -30,7 +30,7 @@ pub(crate) fn one(findings: Vec<Finding>) -> Finding {
 }
 
 /// The one finding, which is of that level, contains the word, and says what to
-/// type if there is something to mend.
+/// type if there is something to fix.
 #[track_caller]
 pub(crate) fn says(findings: Vec<Finding>, level: Level, word: &str) -> Finding {
     let finding = one(findings);

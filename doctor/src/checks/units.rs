@@ -60,9 +60,9 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             "QEMU finds no socket, or one of a device that the VM has no more",
         );
         let unit = quoted(&format!("farside@{}.socket", vm.name));
-        let mend =
+        let fix =
             format!("systemctl daemon-reload && systemctl restart {unit}   # while the VM is off");
-        Some(finding.of_vm(&vm.name).fix(mend))
+        Some(finding.of_vm(&vm.name).fix(fix))
     }));
     if findings.is_empty() {
         findings.push(Finding::ok(CHECK, "installed, and none has failed"));

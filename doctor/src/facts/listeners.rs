@@ -109,7 +109,7 @@ fn request() -> Vec<u8> {
 }
 
 /// Takes what is in one answer. Returns whether it was the last; `None` when it is
-/// an error, or makes no sense.
+/// an error, or malformed.
 fn take(mut answer: &[u8], files: &mut HashSet<(u32, u32)>) -> Option<bool> {
     while answer.len() >= HEADER {
         let len = usize::try_from(u32_at(answer, 0)?).ok()?;

@@ -150,7 +150,7 @@ fn a_port_that_is_unplugged_can_be_plugged_in_again() {
     let mut world = World::new();
     let events = world.a.set_eventfd(32);
     world.a.put32(reg::EVENT_STATUS, event::ALL);
-    // QEMU's farewell; the connection stays.
+    // QEMU's unplug notification; the connection stays.
     world.b.take_error_trigger();
     assert_eq!(events.wait(), 1);
     assert_eq!(world.a.get32(reg::LINK_STATUS), 0);

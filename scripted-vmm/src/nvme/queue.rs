@@ -93,7 +93,7 @@ impl Queue {
     /// when none of both comes in time.
     ///
     /// # Errors
-    /// A completion without an interrupt, and one that makes no sense.
+    /// A completion without an interrupt, and one that is invalid.
     pub fn wait(&mut self, machine: &mut Machine) -> Result<Option<Completion>> {
         let deadline = machine.deadline();
         loop {
