@@ -38,6 +38,7 @@ pub struct GuestBuilder<'a> {
     append: Vec<String>,
     without: Vec<String>,
     args: Vec<String>,
+    lean: bool,
     paused: bool,
 }
 
@@ -56,6 +57,7 @@ impl<'a> GuestBuilder<'a> {
             append: Vec::new(),
             without: Vec::new(),
             args: Vec::new(),
+            lean: false,
             paused: false,
         }
     }
@@ -130,6 +132,13 @@ impl<'a> GuestBuilder<'a> {
         self
     }
 
+    /// With a userland of busybox and the agent alone, which 256 MiB hold.
+    #[must_use]
+    pub fn lean(mut self) -> Self {
+        self.lean = true;
+        self
+    }
+
     /// The machine is made, but its processors stand still.
     #[must_use]
     pub fn paused(mut self) -> Self {
@@ -150,6 +159,9 @@ impl<'a> GuestBuilder<'a> {
         let mut builder = testbed.vm(&self.vm);
         if self.boot_from.is_some() {
             builder = builder.boot(Boot::Device);
+        }
+        if self.lean {
+            builder = builder.lean();
         }
         for text in &self.append {
             builder = builder.append(text);
