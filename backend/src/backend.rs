@@ -17,9 +17,9 @@ use farside_control::{
 };
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
-use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
 use farside_ntb::{HostEndpoint, NtbError};
+use farside_pci::Bdf;
 use farside_service::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_vfio_user::ListenError;
 

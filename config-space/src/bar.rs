@@ -3,7 +3,7 @@
 //! A BAR of 2ⁿ bytes has its lowest n bits read-only, so sizing (write all
 //! ones, read back) needs no code of its own.
 
-use farside_devices::{Bar, BarKind};
+use farside_pci::{Bar, BarKind};
 
 use super::builder::{Builder, get_u32};
 use super::{COMMAND_IO, COMMAND_MEMORY, ConfigSpaceError};

@@ -1,6 +1,6 @@
 //! The type 0 header (PCIe 7.5.1.1 and 7.5.1.2).
 
-use farside_devices::{BarKind, Description};
+use farside_pci::{BarKind, Description};
 
 use super::builder::Builder;
 use super::{

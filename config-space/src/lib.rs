@@ -14,7 +14,7 @@
 //!
 //! ```
 //! # use farside_config_space::{ConfigSpace, Edge};
-//! # use farside_devices::Description;
+//! # use farside_pci::Description;
 //! # let mut config = vec![0; 256];
 //! # config[..4].copy_from_slice(&[0x36, 0x1b, 0x10, 0x00]);
 //! # let description = Description {
@@ -70,7 +70,7 @@ pub use msix::Msix;
 pub use pm::PowerState;
 pub use policy::Hidden;
 
-use farside_devices::Description;
+use farside_pci::Description;
 
 use bar::BarRegister;
 use builder::Builder;

@@ -1,7 +1,7 @@
 //! The capability lists: found, checked, and linked anew without what is
 //! hidden.
 
-use farside_devices::Description;
+use farside_pci::Description;
 
 use super::builder::{Builder, CONVENTIONAL, EXTENDED};
 use super::policy::{self, Hidden, List, Shown, Treatment};

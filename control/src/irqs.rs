@@ -5,11 +5,11 @@ use std::{
     sync::Arc,
 };
 
-use farside_devices::Description;
 use farside_irq_relay::{
     Action, IrqCounts, IrqCountsError, IrqData, IrqRange, Relay, SetIrqs, SetIrqsError, Sink,
     TriggerFd,
 };
+use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
 /// One change to a function's interrupts (VFIO's `SET_IRQS`).

@@ -1,7 +1,7 @@
 //! Requests and replies.
 
-use farside_devices::Description;
 use farside_fabric::{FaultSummary, NtbLimits, Usage};
+use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
 use crate::{Fence, IrqUpdate};

@@ -11,17 +11,16 @@
 #![deny(unsafe_code)]
 
 pub mod bus;
-pub mod description;
 pub mod dma_test;
 pub mod ntb;
 pub mod nvme;
 
 pub use bus::{Bus, Dma, Interrupts};
-pub use description::{Bar, BarKind, Description, MappableArea};
 
 use std::os::fd::BorrowedFd;
 
 use farside_fabric::memory::HostSlice;
+use farside_pci::Description;
 
 /// A PCIe function, as its owner drives it.
 ///
@@ -41,8 +40,8 @@ pub trait Device: Send {
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8], bus: &mut Bus<'_>);
 
     /// Gives the memory behind the mappable area number `area` of BAR `bar`
-    /// (see [`Bar::mappable`]): the borrower's CPU reads and writes it without
-    /// a trap from now on. `None` takes it back.
+    /// (see [`farside_pci::Bar::mappable`]): the borrower's CPU reads and writes
+    /// it without a trap from now on. `None` takes it back.
     fn set_bar_memory(&mut self, bar: u8, area: usize, memory: Option<HostSlice>);
 
     /// Does what can be done now: fetches commands, reaps completions, raises

@@ -13,7 +13,8 @@ use std::error::Error;
 use std::process::{Command, ExitCode};
 
 use farside_host_pci::kmsg::FaultReader;
-use farside_host_pci::{Bdf, Filter, Force, HostPci};
+use farside_host_pci::{Filter, Force, HostPci};
+use farside_pci::Bdf;
 use rustix::event::{PollFd, PollFlags, poll};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

@@ -15,10 +15,10 @@
 
 use farside_error_chain::Chain;
 
-use crate::bdf::Bdf;
 use crate::error::{NotLendable, PciError};
 use crate::function::{FunctionInfo, FunctionKind, HostPci, device_dir};
 use crate::vfio_driver::{DRIVERS, VFIO_PCI, is_for_users};
+use farside_pci::Bdf;
 
 const PROBE: &str = "sys/bus/pci/drivers_probe";
 

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use crate::bdf::Bdf;
 use crate::usage::InUse;
+use farside_pci::Bdf;
 
 /// Why something about a PCI function of this host could not be done.
 #[derive(Debug, Error)]

@@ -14,9 +14,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::{FunctionInfo, FunctionKind, HostPci, some_of};
+use farside_pci::Bdf;
 
 /// Which functions are meant; see the module's table for the text form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

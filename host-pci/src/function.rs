@@ -6,10 +6,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::reset::{self, ResetMethod};
 use crate::sysfs::{Kernel, LinuxKernel, Tree};
+use farside_pci::Bdf;
 
 /// Where every PCI function has a folder.
 pub(crate) const DEVICES: &str = "sys/bus/pci/devices";

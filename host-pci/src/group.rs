@@ -7,10 +7,10 @@
 
 use std::fmt;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::{FunctionInfo, FunctionKind, HostPci, device_dir, some_of};
 use crate::vfio_driver::is_for_users;
+use farside_pci::Bdf;
 
 const GROUPS: &str = "sys/kernel/iommu_groups";
 

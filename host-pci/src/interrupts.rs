@@ -4,9 +4,9 @@
 //! and `vfio-intx(...)`; `/proc/interrupts` has a column for each CPU. A count
 //! goes when its vector is given up.
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::HostPci;
+use farside_pci::Bdf;
 
 /// MSI-X has at most 2,048 vectors (PCI 3.0, 6.8.2); a shared INTx line adds one.
 const MAX_COUNTS: usize = 4096;

@@ -19,7 +19,6 @@
 //! [`Kernel`].
 #![forbid(unsafe_code)]
 
-mod bdf;
 mod binding;
 mod error;
 mod filter;
@@ -35,7 +34,6 @@ mod sysfs;
 mod usage;
 mod vfio_driver;
 
-pub use bdf::{Bdf, BdfError};
 pub use binding::{Binding, Force, Former};
 pub use error::{NotLendable, PciError};
 pub use filter::{ClassPrefix, Filter, FilterError, Kind};

@@ -5,9 +5,9 @@
 
 use std::fmt;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::HostPci;
+use farside_pci::Bdf;
 
 /// The kernel shows a handful; firmware could describe more.
 const MAX_REGIONS: usize = 1024;

@@ -5,10 +5,10 @@
 
 use std::fmt;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::{HostPci, device_dir};
 use crate::sysfs::Tree;
+use farside_pci::Bdf;
 
 /// The kernel knows fewer than ten.
 const MAX_METHODS: usize = 16;

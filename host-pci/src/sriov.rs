@@ -9,12 +9,12 @@
 
 use farside_error_chain::Chain;
 
-use crate::bdf::Bdf;
 use crate::binding::Force;
 use crate::error::PciError;
 use crate::function::{HostPci, Sriov, device_dir};
 use crate::usage::{InUse, Use};
 use crate::vfio_driver::is_for_users;
+use farside_pci::Bdf;
 
 /// The virtual functions of a physical one, until this is dropped.
 ///

@@ -8,9 +8,9 @@
 use std::fmt;
 use std::path::Path;
 
-use crate::bdf::Bdf;
 use crate::error::PciError;
 use crate::function::{HostPci, device_dir};
+use farside_pci::Bdf;
 
 const BLOCKS: &str = "sys/class/block";
 const NETS: &str = "sys/class/net";

@@ -24,7 +24,8 @@ use std::path::{Path, PathBuf};
 use farside_control::{Address, NAME_RULE, check_name};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
-use farside_host_pci::{Bdf, Filter};
+use farside_host_pci::Filter;
+use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
 

@@ -40,9 +40,10 @@ use farside_control::{
 };
 use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
-use farside_host_pci::{Bdf, Binding, HostPci};
+use farside_host_pci::{Binding, HostPci};
 use farside_irq_relay::Fire;
 use farside_ntb::Adapter;
+use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

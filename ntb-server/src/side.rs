@@ -3,11 +3,9 @@
 use std::time::Duration;
 
 use farside_config_space::{ConfigSpace, ConfigSpaceError};
-use farside_devices::{
-    Description,
-    ntb::{Port, Target},
-};
+use farside_devices::ntb::{Port, Target};
 use farside_irq_relay::{IrqCounts, IrqCountsError, Vectors};
+use farside_pci::Description;
 use farside_vfio_user::{DmaCommands, RateLimit, Region, ReplyTo};
 
 use crate::memory::Memory;

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 
 use farside_fabric::memory::{SharedMemory, create_sealed};
 use farside_fabric::{BorrowerDomain, FarAddress, Iova, LenderPath, MemoryRange};
-use farside_host_pci::Bdf;
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::FunctionOps;
 use farside_ntb::{Adapter, BorrowerNtb, EndpointOptions};
+use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, RegionMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

@@ -9,8 +9,8 @@ use farside_error_chain::Chain;
 use farside_fabric::{
     AdapterUsage, FarAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, fits,
 };
-use farside_host_pci::Bdf;
 use farside_irq_relay::TriggerFd;
+use farside_pci::Bdf;
 use farside_vfio::Function;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use farside_devices::ntb::registers::{
     DEVICE_ID, REGISTERS_BAR, REGISTERS_SIZE, VENDOR_ID, WINDOW_BAR,
 };
-use farside_host_pci::Bdf;
+use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function};
 
 use crate::adapter::Parts;

@@ -5,7 +5,7 @@ use std::io;
 use std::time::Duration;
 
 use farside_fabric::{FabricError, LimitError, Size};
-use farside_host_pci::Bdf;
+use farside_pci::Bdf;
 use farside_vfio::VfioError;
 
 use crate::LinkState;

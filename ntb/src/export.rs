@@ -4,9 +4,9 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 
-use farside_devices::MappableArea;
 use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, PAGE_SIZE};
+use farside_pci::MappableArea;
 use serde::{Deserialize, Serialize};
 
 use crate::far_space::FarRange;

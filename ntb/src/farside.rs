@@ -11,7 +11,7 @@ use farside_devices::ntb::registers::{
     requester_entry, scratchpad,
 };
 use farside_fabric::{FarAddress, LutRange};
-use farside_host_pci::Bdf;
+use farside_pci::Bdf;
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities, Refused};
 use crate::{NtbError, Registers};

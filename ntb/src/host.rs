@@ -1,6 +1,7 @@
 //! This host's endpoint, from its driver into use and back.
 
-use farside_host_pci::{Bdf, Binding, Force, HostPci};
+use farside_host_pci::{Binding, Force, HostPci};
+use farside_pci::Bdf;
 use farside_vfio::Api;
 
 use crate::endpoint::check_ids;

@@ -4,11 +4,11 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use farside_devices::Description;
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{FabricError, Iova};
-use farside_host_pci::Bdf;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_pci::Bdf;
+use farside_pci::Description;
 use farside_vfio::{Domain, Function, RegionMemory, VfioError};
 
 use crate::Registers;

@@ -1,9 +1,9 @@
 //! What a borrower must know of a physical function, made from what VFIO says.
 
-use farside_devices::{Bar, BarKind, Description, MappableArea};
 use farside_fabric::PAGE_SIZE;
-use farside_host_pci::Bdf;
 use farside_irq_relay::{IrqCounts, IrqIndex};
+use farside_pci::Bdf;
+use farside_pci::{Bar, BarKind, Description, MappableArea};
 use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP};
 
 use crate::VfioError;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farside_error_chain::Chain;
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{AddressRange, Iova, PAGE_SIZE, RangeTable};
-use farside_host_pci::Bdf;
+use farside_pci::Bdf;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 

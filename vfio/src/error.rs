@@ -3,8 +3,8 @@
 use std::io;
 
 use farside_fabric::{FabricError, Size};
-use farside_host_pci::Bdf;
 use farside_irq_relay::IrqIndex;
+use farside_pci::Bdf;
 
 use crate::Api;
 

@@ -8,11 +8,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farside_devices::Description;
 use farside_error_chain::Chain;
 use farside_fabric::PAGE_SIZE;
-use farside_host_pci::Bdf;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
+use farside_pci::Bdf;
+use farside_pci::Description;
 use vfio_bindings::bindings::vfio::{
     VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
 };

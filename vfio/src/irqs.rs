@@ -17,8 +17,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use farside_error_chain::Chain;
-use farside_host_pci::Bdf;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, SetIrqs, Sink, TriggerFd, wire};
+use farside_pci::Bdf;
 
 use crate::VfioError;
 use crate::ioctl::{IrqSet, IrqSetData};

@@ -7,8 +7,8 @@ use std::{
 
 use farside_control::{Address, paths};
 use farside_fabric::{Size, deserialize_size, pin::PinPolicy};
-use farside_host_pci::Bdf;
 use farside_irq_relay::Interrupts;
+use farside_pci::Bdf;
 use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
 use serde::{
     Deserialize, Deserializer,

@@ -3,9 +3,9 @@
 use std::{os::fd::OwnedFd, sync::Arc};
 
 use farside_control::BarMemory;
-use farside_devices::Description;
 use farside_fabric::FarAddress;
 use farside_ntb::{Adapter, BarWindow, NtbError};
+use farside_pci::Description;
 
 /// Memory that a client maps for a BAR.
 #[derive(Clone, Debug)]

@@ -1,8 +1,8 @@
 //! What `farside status` says of a device at the borrower.
 
 use farside_control::{Address, Epoch};
-use farside_devices::Description;
 use farside_irq_relay::VectorsStatus;
+use farside_pci::Description;
 use serde::Serialize;
 
 use crate::borrow::{

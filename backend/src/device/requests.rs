@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use farside_devices::Description;
 use farside_error_chain::Chain;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
+use farside_pci::Description;
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
     Request,

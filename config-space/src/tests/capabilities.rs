@@ -1,6 +1,6 @@
 use super::image::{Image, MSI, PCIE, PM, VENDOR, VPD, bar};
 use super::*;
-use farside_devices::BarKind;
+use farside_pci::BarKind;
 
 const MSIX: u64 = 0xd0;
 

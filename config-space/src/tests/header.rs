@@ -1,4 +1,4 @@
-use farside_devices::BarKind;
+use farside_pci::BarKind;
 
 use super::image::{Image, bar};
 use super::*;

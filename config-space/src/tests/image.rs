@@ -1,6 +1,6 @@
 //! Makes images.
 
-use farside_devices::{Bar, BarKind, Description};
+use farside_pci::{Bar, BarKind, Description};
 
 /// Offsets in [`Image::nvme`].
 pub const PM: u64 = 0x40;

@@ -78,7 +78,9 @@ use std::os::fd::BorrowedFd;
 
 use farside_fabric::{Access, Fault, FaultReason, memory::HostSlice};
 
-use crate::{Bar, BarKind, Bus, Description, Device, MappableArea};
+use farside_pci::{Bar, BarKind, Description, MappableArea};
+
+use crate::{Bus, Device};
 use job::{Job, Step};
 use sram::Sram;
 

@@ -76,9 +76,9 @@ mod window;
 
 use std::ops::{Index, IndexMut};
 
-use crate::Description;
 pub use config::{ConfigError, PortConfig};
 pub use far::{Far, FarError, FarRead, Target};
+use farside_pci::Description;
 use port::PortState;
 use registers::{REGISTERS_BAR, REGISTERS_SIZE, WINDOW_BAR};
 

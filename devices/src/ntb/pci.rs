@@ -7,7 +7,7 @@ use super::{
         WINDOW_BAR,
     },
 };
-use crate::{Bar, BarKind, Description};
+use farside_pci::{Bar, BarKind, Description};
 
 const CONFIG_SIZE: usize = 4096;
 const PM: usize = 0x40;

@@ -8,7 +8,7 @@ use super::{
     },
     window::PendingRead,
 };
-use crate::Description;
+use farside_pci::Description;
 
 /// Bytes of the MSI-X table.
 pub(super) const MSIX_TABLE_SIZE: usize = VECTORS as usize * 16;

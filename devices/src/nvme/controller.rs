@@ -37,7 +37,9 @@ use super::{
     stats::Stats,
     status::Status,
 };
-use crate::{Bus, Description, Dma};
+use farside_pci::Description;
+
+use crate::{Bus, Dma};
 
 /// Commands fetched from one queue before the next one's turn.
 const BURST: usize = 32;

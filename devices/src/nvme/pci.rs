@@ -2,7 +2,7 @@
 //! management, PCI Express (with function-level reset) and MSI-X.
 
 use super::registers::{BAR_SIZE, MSIX_PBA, MSIX_TABLE};
-use crate::{Bar, BarKind, Description};
+use farside_pci::{Bar, BarKind, Description};
 
 /// Vendor id: the block that its owner opened to virtual devices.
 ///

@@ -5,7 +5,7 @@
 //! (`amd_iommu_report_page_fault`), `drivers/iommu/arm/arm-smmu-v3`
 //! (`arm_smmu_dump_event`, since 6.15), `lib/ratelimit.c`.
 
-use crate::bdf::Bdf;
+use farside_pci::Bdf;
 
 /// Longer lines are cut: what is parsed of them comes first.
 const MAX_LINE: usize = 1024;

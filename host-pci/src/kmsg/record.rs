@@ -3,7 +3,7 @@
 //!
 //! Source: Linux `Documentation/ABI/testing/dev-kmsg`.
 
-use crate::bdf::Bdf;
+use farside_pci::Bdf;
 
 /// The low three bits of the priority are the level, the others the facility.
 const FACILITY_SHIFT: u32 = 3;

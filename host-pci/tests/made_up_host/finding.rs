@@ -1,6 +1,7 @@
 //! What functions are there, what they are, and which a filter means.
 
-use farside_host_pci::{Bdf, Filter, FunctionKind, HostPci, PciError, ResetMethod};
+use farside_host_pci::{Filter, FunctionKind, HostPci, PciError, ResetMethod};
+use farside_pci::Bdf;
 use proptest::prelude::*;
 
 use crate::host::{MadeUpHost, bdf};

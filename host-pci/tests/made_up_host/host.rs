@@ -7,7 +7,8 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use farside_host_pci::{Bdf, HostPci, Kernel};
+use farside_host_pci::{HostPci, Kernel};
+use farside_pci::Bdf;
 use rustix::io::Errno;
 use tempfile::TempDir;
 

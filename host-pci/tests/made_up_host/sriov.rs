@@ -1,6 +1,7 @@
 //! Virtual functions.
 
-use farside_host_pci::{Bdf, Force, PciError};
+use farside_host_pci::{Force, PciError};
+use farside_pci::Bdf;
 use rustix::io::Errno;
 
 use crate::host::{MadeUpHost, bdf};

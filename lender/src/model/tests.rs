@@ -3,8 +3,9 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use farside_devices::{Description, dma_test::DmaTest};
+use farside_devices::dma_test::DmaTest;
 use farside_fabric::{Access, NtbLimits, memory::HostSlice, memory::create_sealed};
+use farside_pci::Description;
 
 use super::*;
 

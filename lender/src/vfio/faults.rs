@@ -9,10 +9,8 @@ use std::{
 use farside_control::Wakeup;
 use farside_error_chain::Chain;
 use farside_fabric::{Access, Fault, FaultLog, FaultReason};
-use farside_host_pci::{
-    Bdf,
-    kmsg::{self, FaultReader, KernelDmaFault, KernelEvent},
-};
+use farside_host_pci::kmsg::{self, FaultReader, KernelDmaFault, KernelEvent};
+use farside_pci::Bdf;
 use rustix::event::{PollFd, PollFlags, poll};
 
 /// Reads the kernel's log on a thread of its own, for all functions that are

@@ -1,6 +1,7 @@
 //! From the configuration to functions that are bound to vfio-pci.
 
-use farside_host_pci::{Bdf, Binding, CreatedVfs, Filter, Force, HostPci, PciError};
+use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
+use farside_pci::Bdf;
 
 use crate::config::{VfioConfig, VfsConfig};
 

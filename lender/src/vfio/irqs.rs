@@ -12,11 +12,12 @@ use std::{
 };
 
 use farside_control::{IrqUpdate, RemoteError, irq_counts};
-use farside_devices::Description;
-use farside_host_pci::{Bdf, HostPci, IrqKind};
+use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
     Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
 };
+use farside_pci::Bdf;
+use farside_pci::Description;
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 

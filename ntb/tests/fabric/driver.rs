@@ -7,8 +7,8 @@ use farside_devices::ntb::registers::{
 };
 use farside_devices::ntb::{Port, PortConfig};
 use farside_fabric::{FarAddress, LutRange};
-use farside_host_pci::Bdf;
 use farside_ntb::{FarsideNtb, NtbDriver, NtbError, Registers};
+use farside_pci::Bdf;
 
 use crate::world::{MIB, World};
 

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use farside_devices::ntb::Port;
 use farside_devices::ntb::registers::WINDOW_BAR;
-use farside_devices::{Bar, BarKind, Description, MappableArea};
 use farside_fabric::FabricError;
 use farside_fabric::memory::SharedMemory;
-use farside_host_pci::Bdf;
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::FunctionOps;
+use farside_pci::Bdf;
+use farside_pci::{Bar, BarKind, Description, MappableArea};
 
 use crate::world::{Hosts, Kind, ModelBar, ModelDomain, Table, World, refused};
 

@@ -6,8 +6,8 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use farside_host_pci::Bdf;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo};
+use farside_pci::Bdf;
 use vfio_bindings::bindings::vfio::{VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX};
 use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionDmaRange, VfioRegionInfoCap};
 

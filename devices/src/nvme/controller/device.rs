@@ -3,10 +3,11 @@
 use std::os::fd::BorrowedFd;
 
 use farside_fabric::memory::HostSlice;
+use farside_pci::Description;
 
 use super::{Nvme, power_on_table};
 use crate::{
-    Bus, Description, Device,
+    Bus, Device,
     nvme::{
         registers::{BAR_SIZE, Registers},
         slots::{IO_SLOTS, RESERVED_SLOTS},

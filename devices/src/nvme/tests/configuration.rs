@@ -2,9 +2,11 @@
 
 use std::{fs, os::unix::fs::PermissionsExt};
 
+use farside_pci::BarKind;
+
 use super::world::{Driver, image};
 use crate::{
-    BarKind, Device,
+    Device,
     nvme::{Config, ConfigError, EngineChoice, ImageError, Nvme},
 };
 

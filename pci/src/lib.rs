@@ -1,0 +1,11 @@
+//! PCI vocabulary: a function's address, the registers of its configuration
+//! space, and its description as a borrower reads it.
+//!
+//! Plain data; no I/O. "PCIe" is the PCI Express Base Specification 6.0.
+#![forbid(unsafe_code)]
+
+mod bdf;
+mod description;
+
+pub use bdf::{Bdf, BdfError};
+pub use description::{Bar, BarKind, Description, MappableArea};
