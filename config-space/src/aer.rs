@@ -29,16 +29,21 @@ const CORRECTABLE_MASK_POWER_ON: u32 = 0xe000;
 
 pub fn build(builder: &mut Builder, at: usize) {
     builder
+        .image
         .set_u32(at + UNCORRECTABLE_STATUS, 0)
-        .clearable_u32(at + UNCORRECTABLE_STATUS, UNCORRECTABLE)
         .set_u32(at + UNCORRECTABLE_MASK, UNCORRECTABLE_MASK_POWER_ON)
-        .writable_u32(at + UNCORRECTABLE_MASK, UNCORRECTABLE)
         .set_u32(at + UNCORRECTABLE_SEVERITY, UNCORRECTABLE_SEVERITY_POWER_ON)
-        .writable_u32(at + UNCORRECTABLE_SEVERITY, UNCORRECTABLE)
         .set_u32(at + CORRECTABLE_STATUS, 0)
-        .clearable_u32(at + CORRECTABLE_STATUS, CORRECTABLE)
-        .set_u32(at + CORRECTABLE_MASK, CORRECTABLE_MASK_POWER_ON)
-        .writable_u32(at + CORRECTABLE_MASK, CORRECTABLE)
-        // Control and header log.
-        .zero(at + CONTROL..at + LENGTH);
+        .set_u32(at + CORRECTABLE_MASK, CORRECTABLE_MASK_POWER_ON);
+    // Control and header log.
+    builder.image[at + CONTROL..at + LENGTH].fill(0);
+    builder
+        .clearable
+        .set_u32(at + UNCORRECTABLE_STATUS, UNCORRECTABLE)
+        .set_u32(at + CORRECTABLE_STATUS, CORRECTABLE);
+    builder
+        .writable
+        .set_u32(at + UNCORRECTABLE_MASK, UNCORRECTABLE)
+        .set_u32(at + UNCORRECTABLE_SEVERITY, UNCORRECTABLE)
+        .set_u32(at + CORRECTABLE_MASK, CORRECTABLE);
 }

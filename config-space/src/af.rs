@@ -21,8 +21,9 @@ pub struct Registers {
 impl Registers {
     pub fn build(builder: &mut Builder, at: usize) -> Self {
         let capabilities =
-            builder.u8(at + CAPABILITIES) & (TRANSACTIONS_PENDING | FUNCTION_LEVEL_RESET);
+            builder.image.u8(at + CAPABILITIES) & (TRANSACTIONS_PENDING | FUNCTION_LEVEL_RESET);
         builder
+            .image
             .set_u8(at + CAPABILITIES, capabilities)
             .set_u16(at + CONTROL, 0);
         Self {

@@ -7,5 +7,5 @@ pub const LENGTH: usize = 8;
 /// A function is lent on its own: it has no next function and no function
 /// groups.
 pub fn build(builder: &mut Builder, at: usize) {
-    builder.set_u32(at + 4, 0);
+    builder.image.set_u32(at + 4, 0);
 }

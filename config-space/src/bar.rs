@@ -3,21 +3,11 @@
 //! A BAR of 2ⁿ bytes has its lowest n bits read-only, so sizing (write all
 //! ones, read back) needs no code of its own.
 
-use farside_pci::{Bar, BarKind};
+use farside_pci::regs::{BASE_ADDRESS_0, COMMAND_IO, COMMAND_MEMORY};
+use farside_pci::{Bar, BarKind, ConfigImage};
 
-use super::builder::{Builder, get_u32};
-use super::{COMMAND_IO, COMMAND_MEMORY, ConfigSpaceError};
-
-const FIRST: usize = 0x10;
-
-/// Address bits of a memory BAR's low register.
-const MEMORY_BITS: u32 = !0xf;
-/// Address bits of an I/O BAR.
-const IO_BITS: u32 = !0x3;
-
-const IO_SPACE: u32 = 1 << 0;
-const MEMORY_64: u32 = 0b10 << 1;
-const PREFETCHABLE: u32 = 1 << 3;
+use super::ConfigSpaceError;
+use super::builder::Builder;
 
 /// Largest I/O BAR, bytes: x86 has 64 KiB of I/O space in all.
 const IO_LIMIT: u64 = 1 << 16;
@@ -48,14 +38,14 @@ impl BarRegister {
     }
 
     /// The address in it, being BAR number `index`.
-    pub fn address(&self, index: usize, bytes: &[u8]) -> GuestBarAddress {
-        let low = get_u32(bytes, offset(index));
+    pub fn address(&self, index: usize, image: &ConfigImage) -> GuestBarAddress {
+        let low = image.u32(offset(index)) & self.kind.address_mask();
         match self.kind {
-            BarKind::Io => GuestBarAddress::Io(low & IO_BITS),
-            BarKind::Memory32 { .. } => GuestBarAddress::Memory((low & MEMORY_BITS).into()),
+            BarKind::Io => GuestBarAddress::Io(low),
+            BarKind::Memory32 { .. } => GuestBarAddress::Memory(low.into()),
             BarKind::Memory64 { .. } => {
-                let high = get_u32(bytes, offset(index + 1));
-                GuestBarAddress::Memory(u64::from(high) << 32 | u64::from(low & MEMORY_BITS))
+                let high = image.u32(offset(index + 1));
+                GuestBarAddress::Memory(u64::from(high) << 32 | u64::from(low))
             }
         }
     }
@@ -70,14 +60,14 @@ impl BarRegister {
 }
 
 fn offset(index: usize) -> usize {
-    FIRST + 4 * index
+    BASE_ADDRESS_0 + 4 * index
 }
 
 pub fn build(
     builder: &mut Builder,
     bars: &[Option<Bar>; 6],
 ) -> Result<[Option<BarRegister>; 6], ConfigSpaceError> {
-    builder.zero(FIRST..offset(bars.len()));
+    builder.image[BASE_ADDRESS_0..offset(bars.len())].fill(0);
     let mut registers = [const { None }; 6];
     for (index, bar) in bars.iter().enumerate() {
         let Some(bar) = bar else { continue };
@@ -89,23 +79,11 @@ pub fn build(
         let at = offset(index);
         // Truncation keeps the low half, which is what is meant.
         let low = address_bits as u32;
-        match bar.kind {
-            BarKind::Io => {
-                builder
-                    .set_u32(at, IO_SPACE)
-                    .writable_u32(at, low & IO_BITS);
-            }
-            BarKind::Memory32 { prefetchable } => {
-                builder
-                    .set_u32(at, flag(prefetchable))
-                    .writable_u32(at, low & MEMORY_BITS);
-            }
-            BarKind::Memory64 { prefetchable } => {
-                builder
-                    .set_u32(at, MEMORY_64 | flag(prefetchable))
-                    .writable_u32(at, low & MEMORY_BITS)
-                    .writable_u32(at + 4, (address_bits >> 32) as u32);
-            }
+        builder.image.set_u32(at, bar.kind.register_bits());
+        builder.writable.set_u32(at, low & bar.kind.address_mask());
+        if let BarKind::Memory64 { .. } = bar.kind {
+            let high = (address_bits >> 32) as u32;
+            builder.writable.set_u32(at + 4, high);
         }
         registers[index] = Some(BarRegister {
             kind: bar.kind,
@@ -113,10 +91,6 @@ pub fn build(
         });
     }
     Ok(registers)
-}
-
-fn flag(prefetchable: bool) -> u32 {
-    if prefetchable { PREFETCHABLE } else { 0 }
 }
 
 fn check(index: usize, bar: &Bar, bars: &[Option<Bar>; 6]) -> Result<(), &'static str> {

@@ -1,11 +1,12 @@
 //! What a write does, as values for the caller to carry out.
 
-use super::bar::GuestBarAddress;
-use super::builder::get_u16;
-use super::{
-    COMMAND, COMMAND_BUS_MASTER, COMMAND_INTX_DISABLE, COMMAND_IO, COMMAND_MEMORY, Msi, Msix,
-    PowerState, Registers,
+use farside_pci::ConfigImage;
+use farside_pci::regs::{
+    COMMAND, COMMAND_INTX_DISABLE, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY,
 };
+
+use super::bar::GuestBarAddress;
+use super::{Msi, Msix, PowerState, Registers};
 
 /// How a bit changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,7 +110,7 @@ impl Effects {
         let mut effects = Vec::new();
         let edge = |bit: u16| Edge::between(before.command & bit != 0, after.command & bit != 0);
         let bits = [
-            edge(COMMAND_BUS_MASTER),
+            edge(COMMAND_MASTER),
             edge(COMMAND_MEMORY),
             edge(COMMAND_IO),
             edge(COMMAND_INTX_DISABLE),
@@ -168,33 +169,33 @@ pub struct View {
 }
 
 impl View {
-    pub fn of(registers: &Registers, bytes: &[u8]) -> Self {
-        let command = get_u16(bytes, COMMAND);
+    pub fn of(registers: &Registers, image: &ConfigImage) -> Self {
+        let command = image.u16(COMMAND);
         let power = registers
             .pm
             .as_ref()
-            .map_or(PowerState::D0, |pm| pm.state(bytes));
+            .map_or(PowerState::D0, |pm| pm.state(image));
         let mut bars = [None; 6];
         for (index, bar) in registers.bars.iter().enumerate() {
             bars[index] = bar
                 .as_ref()
                 .filter(|bar| power == PowerState::D0 && bar.decoded(command))
-                .map(|bar| bar.address(index, bytes));
+                .map(|bar| bar.address(index, image));
         }
         Self {
             command,
             bars,
             power,
-            msi: registers.msi.as_ref().map(|msi| msi.state(bytes)),
-            msix: registers.msix.as_ref().map(|msix| msix.state(bytes)),
+            msi: registers.msi.as_ref().map(|msi| msi.state(image)),
+            msix: registers.msix.as_ref().map(|msix| msix.state(image)),
             pcie_control: registers
                 .pcie
                 .as_ref()
-                .map(|pcie| pcie.device_control(bytes)),
+                .map(|pcie| pcie.device_control(image)),
         }
     }
 
     pub fn may_dma(&self) -> bool {
-        self.command & COMMAND_BUS_MASTER != 0 && self.power == PowerState::D0
+        self.command & COMMAND_MASTER != 0 && self.power == PowerState::D0
     }
 }

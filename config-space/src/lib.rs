@@ -70,36 +70,22 @@ pub use msix::Msix;
 pub use pm::PowerState;
 pub use policy::Hidden;
 
-use farside_pci::Description;
+use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, COMMAND_MASTER, INTERRUPT_PIN, STATUS};
+use farside_pci::{ConfigImage, Description};
 
 use bar::BarRegister;
 use builder::Builder;
 use effects::View;
 
-/// Offset of the command register.
-const COMMAND: usize = 0x04;
-/// Offset of the status register.
-const STATUS: usize = 0x06;
-
-const COMMAND_IO: u16 = 1 << 0;
-const COMMAND_MEMORY: u16 = 1 << 1;
-const COMMAND_BUS_MASTER: u16 = 1 << 2;
-const COMMAND_INTX_DISABLE: u16 = 1 << 10;
-
-/// Interrupt Status, in the low byte of the status register: the function
-/// asserts INTx, or would if INTx disable did not keep it from that (PCIe
-/// 7.5.1.1.4).
-pub const INTERRUPT_STATUS: u8 = 1 << 3;
-
 /// A function's configuration space.
 #[derive(Clone, Debug)]
 pub struct ConfigSpace {
-    bytes: Vec<u8>,
-    power_on: Vec<u8>,
+    bytes: ConfigImage,
+    power_on: ConfigImage,
     /// Bits that take what is written.
-    writable: Vec<u8>,
+    writable: ConfigImage,
     /// Bits that a written 1 clears.
-    clearable: Vec<u8>,
+    clearable: ConfigImage,
     registers: Registers,
     hidden: Vec<Hidden>,
 }
@@ -160,12 +146,11 @@ impl ConfigSpace {
             ..Registers::default()
         };
         let hidden = walk::build(&mut builder, description, &mut registers)?;
-        let (power_on, writable, clearable) = builder.finish();
         Ok(Self {
-            bytes: power_on.clone(),
-            power_on,
-            writable,
-            clearable,
+            bytes: builder.image.clone(),
+            power_on: builder.image,
+            writable: builder.writable,
+            clearable: builder.clearable,
             registers,
             hidden,
         })
@@ -222,7 +207,7 @@ impl ConfigSpace {
         let outcome = self.outcome(staged.offset, &staged.data);
         self.bytes = outcome.bytes;
         if staged.bus_master_refused {
-            self.bytes[COMMAND] &= !(COMMAND_BUS_MASTER as u8);
+            self.bytes[COMMAND] &= !(COMMAND_MASTER as u8);
         }
         let after = View::of(&self.registers, &self.bytes);
         Effects::between(&before, &after, outcome.reset)
@@ -253,7 +238,7 @@ impl ConfigSpace {
 
     /// Whether the bus-master bit is set.
     pub fn bus_master(&self) -> bool {
-        self.command() & COMMAND_BUS_MASTER != 0
+        self.command() & COMMAND_MASTER != 0
     }
 
     /// Whether the guest has turned INTx off.
@@ -261,17 +246,17 @@ impl ConfigSpace {
         self.command() & COMMAND_INTX_DISABLE != 0
     }
 
-    /// Where a read of `len` bytes at `offset` has the byte with
-    /// [`INTERRUPT_STATUS`], if it has it and INTx is in use: the function has
-    /// the pin, and neither MSI nor MSI-X is enabled. The bit is the device's,
-    /// and [`read`](Self::read) says 0.
+    /// Where a read of `len` bytes at `offset` has the byte with [Interrupt
+    /// Status](farside_pci::regs::STATUS_INTERRUPT), if it has it and INTx is in
+    /// use: the function has the pin, and neither MSI nor MSI-X is enabled. The
+    /// bit is the device's, and [`read`](Self::read) says 0.
     pub fn interrupt_status_at(&self, offset: u64, len: usize) -> Option<usize> {
         let at = usize::try_from((STATUS as u64).checked_sub(offset)?).ok()?;
         let in_use = || {
             let registers = &self.registers;
             let msi = registers.msi.as_ref().map(|msi| msi.state(&self.bytes));
             let msix = registers.msix.as_ref().map(|msix| msix.state(&self.bytes));
-            self.bytes[header::INTERRUPT_PIN] != 0
+            self.bytes[INTERRUPT_PIN] != 0
                 && !msi.is_some_and(|msi| msi.enabled)
                 && !msix.is_some_and(|msix| msix.enabled)
         };
@@ -294,7 +279,7 @@ impl ConfigSpace {
     }
 
     fn command(&self) -> u16 {
-        builder::get_u16(&self.bytes, COMMAND)
+        self.bytes.u16(COMMAND)
     }
 
     /// Index of byte `at` of an access at `offset`, if it is in the space.
@@ -335,7 +320,7 @@ impl ConfigSpace {
 }
 
 struct Outcome {
-    bytes: Vec<u8>,
+    bytes: ConfigImage,
     reset: Option<ResetCause>,
 }
 

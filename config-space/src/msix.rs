@@ -1,22 +1,12 @@
 //! MSI-X (PCIe 7.7.2). The table and the pending bits are in a BAR and not
 //! dealt with here, only that they are where they can be.
 
+use farside_pci::ConfigImage;
+use farside_pci::regs::*;
+
 use super::ConfigSpaceError;
 use super::bar::BarRegister;
-use super::builder::{Builder, get_u16};
-
-pub const LENGTH: usize = 12;
-
-const CONTROL: usize = 2;
-const TABLE: usize = 4;
-const PENDING: usize = 8;
-
-const TABLE_SIZE: u16 = 0x7ff;
-const FUNCTION_MASK: u16 = 1 << 14;
-const ENABLE: u16 = 1 << 15;
-
-/// Bytes of a table entry.
-const ENTRY: u64 = 16;
+use super::builder::Builder;
 
 /// The state of MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +30,7 @@ impl Registers {
         described: u16,
         bars: &[Option<BarRegister>; 6],
     ) -> Result<Self, ConfigSpaceError> {
-        let size = builder.u16(at + CONTROL) & TABLE_SIZE;
+        let size = builder.image.u16(at + MSIX_FLAGS) & MSIX_FLAGS_QSIZE;
         let in_config = size + 1;
         if in_config != described {
             return Err(ConfigSpaceError::Vectors {
@@ -49,14 +39,8 @@ impl Registers {
                 described,
             });
         }
-        let vectors = u64::from(in_config);
-        let pending = vectors.div_ceil(64) * 8;
-        for (part, register, length) in [
-            ("table", TABLE, vectors * ENTRY),
-            ("pending bit array", PENDING, pending),
-        ] {
-            let value = builder.u32(at + register);
-            let (bar, offset) = ((value & 0b111) as u8, u64::from(value & !0b111));
+        let parts = ["table", "pending bit array"].into_iter();
+        for (part, (bar, offset, length)) in parts.zip(builder.image.msix_areas(at)) {
             let inside = bars
                 .get(usize::from(bar))
                 .and_then(Option::as_ref)
@@ -65,17 +49,18 @@ impl Registers {
                 return Err(ConfigSpaceError::MsixOutside { part, bar, offset });
             }
         }
+        builder.image.set_u16(at + MSIX_FLAGS, size);
         builder
-            .set_u16(at + CONTROL, size)
-            .writable_u16(at + CONTROL, ENABLE | FUNCTION_MASK);
+            .writable
+            .set_u16(at + MSIX_FLAGS, MSIX_FLAGS_ENABLE | MSIX_FLAGS_MASKALL);
         Ok(Self { at })
     }
 
-    pub fn state(&self, bytes: &[u8]) -> Msix {
-        let control = get_u16(bytes, self.at + CONTROL);
+    pub fn state(&self, image: &ConfigImage) -> Msix {
+        let control = image.u16(self.at + MSIX_FLAGS);
         Msix {
-            enabled: control & ENABLE != 0,
-            function_mask: control & FUNCTION_MASK != 0,
+            enabled: control & MSIX_FLAGS_ENABLE != 0,
+            function_mask: control & MSIX_FLAGS_MASKALL != 0,
         }
     }
 }

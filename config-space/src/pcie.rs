@@ -4,18 +4,11 @@
 //! ordering) take what the guest writes, so that it reads back what it set;
 //! the link is the lender's, and its status is what the lender saw.
 
-use super::ConfigSpaceError;
-use super::builder::{Builder, get_u16};
+use farside_pci::ConfigImage;
+use farside_pci::regs::*;
 
-const FLAGS: usize = 0x02;
-const DEVICE_CAPABILITIES: usize = 0x04;
-const DEVICE_CONTROL: usize = 0x08;
-const DEVICE_STATUS: usize = 0x0a;
-const LINK_CONTROL: usize = 0x10;
-const LINK_STATUS: usize = 0x12;
-const DEVICE_CAPABILITIES_2: usize = 0x24;
-const DEVICE_CONTROL_2: usize = 0x28;
-const DEVICE_STATUS_2: usize = 0x2a;
+use super::ConfigSpaceError;
+use super::builder::Builder;
 
 const VERSION: u16 = 0xf;
 const SLOT_IMPLEMENTED: u16 = 1 << 8;
@@ -28,14 +21,11 @@ const TYPE_ROOT_COMPLEX_ENDPOINT: u8 = 9;
 /// port.
 const DEVICE_CAPABILITIES_GONE: u32 = 0b11 << 3 | 0x3ff << 18;
 const EXTENDED_TAG: u32 = 1 << 5;
-const FUNCTION_LEVEL_RESET: u32 = 1 << 28;
 
 /// Error reporting enables, relaxed ordering, payload size, no snoop, read
 /// request size.
 const CONTROL_WRITABLE: u16 = 0x78ff;
 const CONTROL_EXTENDED_TAG: u16 = 1 << 8;
-/// Defaults of 7.5.3.4: relaxed ordering, no snoop, 512-byte read requests.
-const CONTROL_POWER_ON: u16 = 0x2810;
 /// In the high byte of the control register.
 const CONTROL_FLR_HIGH: u8 = 1 << 7;
 
@@ -80,62 +70,67 @@ pub fn length(flags: u16) -> usize {
 
 impl Registers {
     pub fn build(builder: &mut Builder, at: usize) -> Result<Self, ConfigSpaceError> {
-        let flags = builder.u16(at + FLAGS);
+        let Builder {
+            image,
+            writable,
+            clearable,
+        } = builder;
+        let flags = image.u16(at + EXP_FLAGS);
         let device_type = device_type(flags);
         let has_link = match device_type {
             TYPE_ENDPOINT | TYPE_LEGACY_ENDPOINT => true,
             TYPE_ROOT_COMPLEX_ENDPOINT => false,
             other => return Err(ConfigSpaceError::PortType(other)),
         };
-        let capabilities = builder.u32(at + DEVICE_CAPABILITIES) & !DEVICE_CAPABILITIES_GONE;
+        let capabilities = image.u32(at + EXP_DEVCAP) & !DEVICE_CAPABILITIES_GONE;
         let tags = if capabilities & EXTENDED_TAG != 0 {
             CONTROL_EXTENDED_TAG
         } else {
             0
         };
-        builder
-            .set_u16(at + FLAGS, flags & !SLOT_IMPLEMENTED)
-            .set_u32(at + DEVICE_CAPABILITIES, capabilities)
-            .set_u16(at + DEVICE_CONTROL, CONTROL_POWER_ON)
-            .writable_u16(at + DEVICE_CONTROL, CONTROL_WRITABLE | tags)
-            .set_u16(at + DEVICE_STATUS, 0)
-            .clearable_u16(at + DEVICE_STATUS, STATUS_EVENTS);
+        image
+            .set_u16(at + EXP_FLAGS, flags & !SLOT_IMPLEMENTED)
+            .set_u32(at + EXP_DEVCAP, capabilities)
+            .set_u16(at + EXP_DEVCTL, EXP_DEVCTL_DEFAULT)
+            .set_u16(at + EXP_DEVSTA, 0);
+        writable.set_u16(at + EXP_DEVCTL, CONTROL_WRITABLE | tags);
+        clearable.set_u16(at + EXP_DEVSTA, STATUS_EVENTS);
         if has_link {
-            let status = builder.u16(at + LINK_STATUS) & !LINK_EVENTS;
-            builder
-                .set_u16(at + LINK_CONTROL, 0)
-                .writable_u16(at + LINK_CONTROL, LINK_WRITABLE)
-                .set_u16(at + LINK_STATUS, status);
+            let status = image.u16(at + EXP_LNKSTA) & !LINK_EVENTS;
+            image
+                .set_u16(at + EXP_LNKCTL, 0)
+                .set_u16(at + EXP_LNKSTA, status);
+            writable.set_u16(at + EXP_LNKCTL, LINK_WRITABLE);
         }
         if flags & VERSION >= 2 {
-            let capabilities = builder.u32(at + DEVICE_CAPABILITIES_2) & CAPABILITIES_2_KEPT;
-            let mut writable = CONTROL_2_WRITABLE;
+            let capabilities = image.u32(at + EXP_DEVCAP2) & CAPABILITIES_2_KEPT;
+            let mut control = CONTROL_2_WRITABLE;
             if capabilities & TIMEOUT_RANGES != 0 {
-                writable |= 0xf;
+                control |= 0xf;
             }
             if capabilities & TIMEOUT_DISABLE != 0 {
-                writable |= 1 << 4;
+                control |= 1 << 4;
             }
-            builder
-                .set_u32(at + DEVICE_CAPABILITIES_2, capabilities)
-                .set_u16(at + DEVICE_CONTROL_2, 0)
-                .writable_u16(at + DEVICE_CONTROL_2, writable)
-                .set_u16(at + DEVICE_STATUS_2, 0);
+            image
+                .set_u32(at + EXP_DEVCAP2, capabilities)
+                .set_u16(at + EXP_DEVCTL2, 0)
+                .set_u16(at + EXP_DEVSTA2, 0);
+            writable.set_u16(at + EXP_DEVCTL2, control);
         }
         Ok(Self {
             at,
-            flr: capabilities & FUNCTION_LEVEL_RESET != 0,
+            flr: capabilities & EXP_DEVCAP_FLR != 0,
         })
     }
 
-    pub fn device_control(&self, bytes: &[u8]) -> u16 {
-        get_u16(bytes, self.at + DEVICE_CONTROL)
+    pub fn device_control(&self, image: &ConfigImage) -> u16 {
+        image.u16(self.at + EXP_DEVCTL)
     }
 
     /// The byte and the bit in it that initiate a function level reset
     /// (6.6.2), if the device can.
     pub fn flr_bit(&self) -> Option<(usize, u8)> {
         self.flr
-            .then_some((self.at + DEVICE_CONTROL + 1, CONTROL_FLR_HIGH))
+            .then_some((self.at + EXP_DEVCTL + 1, CONTROL_FLR_HIGH))
     }
 }

@@ -2,18 +2,11 @@
 //! hidden.
 
 use farside_pci::Description;
+use farside_pci::regs::*;
 
-use super::builder::{Builder, CONVENTIONAL, EXTENDED};
+use super::builder::Builder;
 use super::policy::{self, Hidden, List, Shown, Treatment};
-use super::{ConfigSpaceError, Registers, STATUS, aer, af, ari, msi, msix, pcie, pm};
-
-const POINTER: usize = 0x34;
-const STATUS_CAPABILITY_LIST: u16 = 1 << 4;
-
-/// Where standard capabilities may be.
-const STANDARD_FROM: usize = 0x40;
-/// Where extended capabilities begin.
-const EXTENDED_FROM: usize = CONVENTIONAL;
+use super::{ConfigSpaceError, Registers, aer, af, ari, msi, msix, pcie, pm};
 
 /// A capability in the device's image.
 struct Found {
@@ -30,8 +23,9 @@ pub fn build(
 ) -> Result<Vec<Hidden>, ConfigSpaceError> {
     let mut hidden = Vec::new();
 
-    let has_list = status_has_list(&description.config);
-    let found = if has_list {
+    // The header's builder has cleared this bit in its image.
+    let status = u16::from_le_bytes([description.config[STATUS], description.config[STATUS + 1]]);
+    let found = if status & STATUS_CAP_LIST != 0 {
         find_standard(builder)?
     } else {
         Vec::new()
@@ -44,9 +38,12 @@ pub fn build(
         &found,
         &mut hidden,
     )?;
-    link_standard(builder, &shown);
+    builder.image.set_u8(CAPABILITY_LIST, 0);
+    for at in shown {
+        builder.image.link_capability(at);
+    }
 
-    if builder.bytes().len() == EXTENDED {
+    if builder.image.len() == CFG_SPACE_EXP_SIZE {
         // Only PCI Express has an extended space.
         let found = if registers.pcie.is_some() {
             find_extended(builder)?
@@ -54,7 +51,7 @@ pub fn build(
             Vec::new()
         };
         if found.is_empty() {
-            builder.zero(EXTENDED_FROM..EXTENDED);
+            builder.image[CFG_SPACE_SIZE..].fill(0);
         }
         let shown = treat(
             builder,
@@ -64,7 +61,9 @@ pub fn build(
             &found,
             &mut hidden,
         )?;
-        link_extended(builder, &shown);
+        for at in shown {
+            builder.image.link_extended_capability(at);
+        }
     }
 
     for (name, described, found) in [
@@ -82,32 +81,27 @@ pub fn build(
     Ok(hidden)
 }
 
-/// The header's builder has cleared this bit, so it is asked of the image.
-fn status_has_list(image: &[u8]) -> bool {
-    super::builder::get_u16(image, STATUS) & STATUS_CAPABILITY_LIST != 0
-}
-
 /// Standard capabilities in the order of the list. Each must be at a place of
 /// its own, so the walk ends after at most 48.
 fn find_standard(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
     let mut found: Vec<Found> = Vec::new();
-    let mut at = pointer(builder.u8(POINTER));
+    let mut at = pointer(builder.image.u8(CAPABILITY_LIST));
     while at != 0 {
-        if at < STANDARD_FROM {
+        if at < STD_HEADER_SIZEOF {
             return Err(ConfigSpaceError::CapabilityPointer {
                 at,
-                from: STANDARD_FROM,
-                to: CONVENTIONAL,
+                from: STD_HEADER_SIZEOF,
+                to: CFG_SPACE_SIZE,
             });
         }
         if found.iter().any(|capability| capability.at == at) {
             return Err(ConfigSpaceError::CapabilityLoop { at });
         }
         found.push(Found {
-            id: builder.u8(at).into(),
+            id: builder.image.u8(at).into(),
             at,
         });
-        at = pointer(builder.u8(at + 1));
+        at = pointer(builder.image.u8(at + CAP_LIST_NEXT));
     }
     Ok(found)
 }
@@ -121,15 +115,15 @@ fn pointer(byte: u8) -> usize {
 /// Extended capabilities in the order of the list: at most 960.
 fn find_extended(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
     let mut found = Vec::new();
-    let mut seen = [false; EXTENDED / 4];
-    let mut at = EXTENDED_FROM;
+    let mut seen = [false; CFG_SPACE_EXP_SIZE / 4];
+    let mut at = CFG_SPACE_SIZE;
     loop {
         if std::mem::replace(&mut seen[at / 4], true) {
             return Err(ConfigSpaceError::CapabilityLoop { at });
         }
-        let header = builder.u32(at);
+        let header = builder.image.u32(at);
         // Nothing there, or nobody who answers.
-        if at == EXTENDED_FROM && (header == 0 || header == !0) {
+        if at == CFG_SPACE_SIZE && (header == 0 || header == !0) {
             return Ok(found);
         }
         // The id is the low half.
@@ -142,11 +136,11 @@ fn find_extended(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
         if at == 0 {
             return Ok(found);
         }
-        if at < EXTENDED_FROM {
+        if at < CFG_SPACE_SIZE {
             return Err(ConfigSpaceError::CapabilityPointer {
                 at,
-                from: EXTENDED_FROM,
-                to: EXTENDED,
+                from: CFG_SPACE_SIZE,
+                to: CFG_SPACE_EXP_SIZE,
             });
         }
     }
@@ -163,8 +157,8 @@ fn treat(
     hidden: &mut Vec<Hidden>,
 ) -> Result<Vec<usize>, ConfigSpaceError> {
     let end = match list {
-        List::Standard => CONVENTIONAL,
-        List::Extended => EXTENDED,
+        List::Standard => CFG_SPACE_SIZE,
+        List::Extended => CFG_SPACE_EXP_SIZE,
     };
     let mut shown_at = Vec::new();
     for &Found { id, at } in found {
@@ -178,7 +172,7 @@ fn treat(
             Treatment::Hide(reason) => {
                 // How long it is need not be known: what is up to the next one
                 // may be its.
-                builder.zero(at..next.unwrap_or(end));
+                builder.image[at..next.unwrap_or(end)].fill(0);
                 // Id 0 is a placeholder ("Null Capability"): nothing is lost.
                 if id != 0 {
                     hidden.push(Hidden {
@@ -224,23 +218,23 @@ fn length(
         Ok(length)
     };
     Ok(match shown {
-        Shown::PowerManagement => pm::LENGTH,
-        Shown::Msi => msi::length(builder.u16(at + 2)),
-        Shown::VendorSpecific => at_least(builder.u8(at + 2).into(), 3)?,
-        Shown::PciExpress => pcie::length(builder.u16(at + 2)),
-        Shown::Msix => msix::LENGTH,
+        Shown::PowerManagement => PM_SIZEOF,
+        Shown::Msi => msi::length(builder.image.u16(at + 2)),
+        Shown::VendorSpecific => at_least(builder.image.u8(at + 2).into(), 3)?,
+        Shown::PciExpress => pcie::length(builder.image.u16(at + 2)),
+        Shown::Msix => MSIX_SIZEOF,
         Shown::AdvancedFeatures => af::LENGTH,
         Shown::AdvancedErrors => aer::LENGTH,
         Shown::SerialNumber => 12,
         Shown::VendorSpecificExtended => {
-            if at + 8 > EXTENDED {
+            if at + 8 > CFG_SPACE_EXP_SIZE {
                 return Err(ConfigSpaceError::CapabilityOutside {
                     name,
                     at,
                     length: 8,
                 });
             }
-            at_least((builder.u32(at + 4) >> 20) as usize, 8)?
+            at_least((builder.image.u32(at + 4) >> 20) as usize, 8)?
         }
         Shown::Ari => ari::LENGTH,
     })
@@ -287,35 +281,4 @@ fn make(
         Shown::VendorSpecific | Shown::SerialNumber | Shown::VendorSpecificExtended => {}
     }
     Ok(())
-}
-
-fn link_standard(builder: &mut Builder, shown: &[usize]) {
-    // Below 256, so they fit.
-    let mut link = POINTER;
-    for &at in shown {
-        builder.set_u8(link, at as u8);
-        link = at + 1;
-    }
-    builder.set_u8(link, 0);
-    if !shown.is_empty() {
-        let status = builder.u16(STATUS) | STATUS_CAPABILITY_LIST;
-        builder.set_u16(STATUS, status);
-    }
-}
-
-/// The list begins at 0x100 whatever is there: where that is hidden, a
-/// capability without meaning (id 0, "Null Extended Capability") leads on.
-fn link_extended(builder: &mut Builder, shown: &[usize]) {
-    let mut link = EXTENDED_FROM;
-    for &at in shown.iter().filter(|&&at| at != EXTENDED_FROM) {
-        set_next(builder, link, at);
-        link = at;
-    }
-    set_next(builder, link, 0);
-}
-
-fn set_next(builder: &mut Builder, at: usize, next: usize) {
-    // Below 4096, so it fits in 12 bits.
-    let header = builder.u32(at) & 0x000f_ffff | (next as u32) << 20;
-    builder.set_u32(at, header);
 }

@@ -10,13 +10,10 @@ use crate::error::PciError;
 use crate::reset::{self, ResetMethod};
 use crate::sysfs::{Kernel, LinuxKernel, Tree};
 use farside_pci::Bdf;
+use farside_pci::regs::{HEADER_TYPE, HEADER_TYPE_MASK};
 
 /// Where every PCI function has a folder.
 pub(crate) const DEVICES: &str = "sys/bus/pci/devices";
-/// Offset of the header type in configuration space (PCI 3.0, 6.1).
-const HEADER_TYPE: usize = 0x0e;
-/// Bit 7 of the header type says multi-function.
-const HEADER_TYPE_MASK: u8 = 0x7f;
 /// The mask every function has until a driver sets one.
 const DEFAULT_DMA_MASK_BITS: u32 = 32;
 /// How many functions an error names.

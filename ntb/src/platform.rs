@@ -7,8 +7,7 @@ use std::sync::Arc;
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{FabricError, Iova};
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
-use farside_pci::Bdf;
-use farside_pci::Description;
+use farside_pci::{Bdf, Description};
 use farside_vfio::{Domain, Function, RegionMemory, VfioError};
 
 use crate::Registers;

@@ -1,7 +1,8 @@
-//! What a function looks like from outside: the part of it that a borrower
-//! reads before it borrows.
+//! A function's description, which a borrower reads before it borrows.
 
 use serde::{Deserialize, Serialize};
+
+use crate::regs::*;
 
 /// A function's configuration-space image, BARs and interrupts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +50,54 @@ pub enum BarKind {
         /// Reads have no side effects.
         prefetchable: bool,
     },
+}
+
+impl Bar {
+    /// A BAR without mappable areas: every access traps.
+    pub fn new(size: u64, kind: BarKind) -> Self {
+        Self {
+            size,
+            kind,
+            mappable: Vec::new(),
+        }
+    }
+}
+
+impl BarKind {
+    /// The kind that this value of the BAR's register holds (PCIe 7.5.1.2.1).
+    pub fn from_register(register: u32) -> Self {
+        let prefetchable = register & BASE_ADDRESS_MEM_PREFETCH != 0;
+        if register & BASE_ADDRESS_SPACE_IO != 0 {
+            Self::Io
+        } else if register & BASE_ADDRESS_MEM_TYPE_MASK == BASE_ADDRESS_MEM_TYPE_64 {
+            Self::Memory64 { prefetchable }
+        } else {
+            Self::Memory32 { prefetchable }
+        }
+    }
+
+    /// The address bits of the BAR's register.
+    pub fn address_mask(self) -> u32 {
+        match self {
+            Self::Io => BASE_ADDRESS_IO_MASK,
+            Self::Memory32 { .. } | Self::Memory64 { .. } => BASE_ADDRESS_MEM_MASK,
+        }
+    }
+
+    /// The read-only type bits of the BAR's register.
+    pub fn register_bits(self) -> u32 {
+        let (width, prefetchable) = match self {
+            Self::Io => return BASE_ADDRESS_SPACE_IO,
+            Self::Memory32 { prefetchable } => (0, prefetchable),
+            Self::Memory64 { prefetchable } => (BASE_ADDRESS_MEM_TYPE_64, prefetchable),
+        };
+        width
+            | if prefetchable {
+                BASE_ADDRESS_MEM_PREFETCH
+            } else {
+                0
+            }
+    }
 }
 
 /// A page-aligned part of a BAR that can be mapped into the guest.

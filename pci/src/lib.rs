@@ -6,6 +6,9 @@
 
 mod bdf;
 mod description;
+mod image;
+pub mod regs;
 
 pub use bdf::{Bdf, BdfError};
 pub use description::{Bar, BarKind, Description, MappableArea};
+pub use image::ConfigImage;

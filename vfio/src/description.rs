@@ -2,28 +2,11 @@
 
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
-use farside_pci::Bdf;
-use farside_pci::{Bar, BarKind, Description, MappableArea};
+use farside_pci::regs::*;
+use farside_pci::{Bar, BarKind, Bdf, ConfigImage, Description, MappableArea};
 use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP};
 
 use crate::VfioError;
-
-const COMMAND: usize = 0x04;
-const STATUS: usize = 0x06;
-const REVISION: usize = 0x08;
-const CACHE_LINE_SIZE: usize = 0x0c;
-const LATENCY_TIMER: usize = 0x0d;
-const HEADER_TYPE: usize = 0x0e;
-const BARS: usize = 0x10;
-const EXPANSION_ROM: usize = 0x30;
-const CAPABILITIES: usize = 0x34;
-const INTERRUPT_LINE: usize = 0x3c;
-
-const STATUS_CAPABILITIES: u16 = 1 << 4;
-
-const CAP_PM: u8 = 0x01;
-const CAP_MSI: u8 = 0x05;
-const CAP_MSIX: u8 = 0x11;
 
 /// What VFIO says of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,8 +25,8 @@ pub(crate) struct Region {
 pub(crate) fn config_size(regions: &[Region]) -> usize {
     let region = regions.get(VFIO_PCI_CONFIG_REGION_INDEX as usize);
     match region.map_or(0, |region| region.size) {
-        4096.. => 4096,
-        _ => 256,
+        4096.. => CFG_SPACE_EXP_SIZE,
+        _ => CFG_SPACE_SIZE,
     }
 }
 
@@ -55,8 +38,8 @@ pub(crate) fn describe(
     counts: IrqCounts,
 ) -> Result<Description, VfioError> {
     let unsupported = |problem: String| VfioError::Unsupported { bdf, problem };
-    let mut image = Image(config);
-    let header = image.u8(HEADER_TYPE) & 0x7f;
+    let mut image = ConfigImage::from(config);
+    let header = image.u8(HEADER_TYPE) & HEADER_TYPE_MASK;
     if header != 0 {
         return Err(unsupported(format!(
             "it is a bridge (header type {header:#x}), and only endpoints are lent"
@@ -64,31 +47,28 @@ pub(crate) fn describe(
     }
     let summary = format!(
         "{:04x}:{:04x} {} at {bdf}",
-        image.u16(0),
-        image.u16(2),
-        class_text(image.u32(REVISION) >> 8)
+        image.u16(VENDOR_ID),
+        image.u16(DEVICE_ID),
+        class_text(image.u32(CLASS_REVISION) >> 8)
     );
-    let traps = msix_areas(&image);
+    // The MSI-X table is QEMU's to emulate: what the guest writes there must not
+    // reach the device, whose table the kernel programs.
+    let msix = image.find_capability(CAP_ID_MSIX, MSIX_SIZEOF);
+    let traps = msix.map(|at| image.msix_areas(at));
     let mut bars = [const { None }; 6];
     let mut bar = 0;
     while bar < 6 {
-        let low = image.u32(BARS + 4 * bar);
+        let kind = BarKind::from_register(image.u32(BASE_ADDRESS_0 + 4 * bar));
         let size = regions.get(bar).map_or(0, |region| region.size);
-        let wide = low & 0b111 == 0b100;
         if size != 0 {
             if !size.is_power_of_two() {
                 return Err(unsupported(format!(
                     "BAR {bar} of {size:#x} bytes is no power of two"
                 )));
             }
-            let prefetchable = low & 1 << 3 != 0;
-            let kind = match low & 1 {
-                1 => BarKind::Io,
-                _ if wide => BarKind::Memory64 { prefetchable },
-                _ => BarKind::Memory32 { prefetchable },
-            };
-            let mine = traps.iter().filter(|(of, _)| *of == bar);
-            let mine: Vec<(u64, u64)> = mine.map(|&(_, area)| area).collect();
+            let mine = traps.iter().flatten();
+            let mine = mine.filter(|&&(of, ..)| usize::from(of) == bar);
+            let mine: Vec<(u64, u64)> = mine.map(|&(_, offset, len)| (offset, len)).collect();
             bars[bar] = Some(Bar {
                 size,
                 kind,
@@ -98,11 +78,14 @@ pub(crate) fn describe(
                 },
             });
         }
-        bar += if wide { 2 } else { 1 };
+        bar += match kind {
+            BarKind::Memory64 { .. } => 2,
+            BarKind::Memory32 { .. } | BarKind::Io => 1,
+        };
     }
-    image.as_after_reset();
+    clear_settings(&mut image);
     Ok(Description {
-        config: image.0,
+        config: image.to_vec(),
         bars,
         intx: counts.count(IrqIndex::Intx) != 0,
         msi_vectors: counts.count(IrqIndex::Msi),
@@ -154,25 +137,6 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<MappableArea> {
         .collect()
 }
 
-/// Where MSI-X table and pending bits are, as BAR and (offset, bytes).
-///
-/// The table is QEMU's to emulate: what the guest writes there must not reach
-/// the device, whose table the kernel programs.
-fn msix_areas(image: &Image) -> Vec<(usize, (u64, u64))> {
-    let Some(at) = image.capability(CAP_MSIX) else {
-        return Vec::new();
-    };
-    let vectors = u64::from(image.u16(at + 2) & 0x7ff) + 1;
-    let place = |register: u32, bytes: u64| {
-        let bar = (register & 0b111) as usize;
-        (bar, (u64::from(register & !0b111), bytes))
-    };
-    vec![
-        place(image.u32(at + 4), 16 * vectors),
-        place(image.u32(at + 8), vectors.div_ceil(64) * 8),
-    ]
-}
-
 /// What a class code (24 bits: base class, sub-class, interface) says, for
 /// people.
 fn class_text(class: u32) -> String {
@@ -198,78 +162,43 @@ fn class_text(class: u32) -> String {
     text.to_owned()
 }
 
-/// A configuration space. What is outside reads as zero.
-struct Image(Vec<u8>);
-
-impl Image {
-    fn u8(&self, at: usize) -> u8 {
-        self.0.get(at).copied().unwrap_or(0)
+/// Clears what software has set since power-on: the host's, or VFIO's.
+fn clear_settings(image: &mut ConfigImage) {
+    image
+        .set_u16(COMMAND, 0)
+        .set_u8(CACHE_LINE_SIZE, 0)
+        .set_u8(LATENCY_TIMER, 0)
+        .set_u32(ROM_ADDRESS, 0)
+        .set_u8(INTERRUPT_LINE, 0);
+    let mut upper_half = false;
+    for bar in 0..6 {
+        let at = BASE_ADDRESS_0 + 4 * bar;
+        let register = image.u32(at);
+        let kind = BarKind::from_register(register);
+        let address = if upper_half { !0 } else { kind.address_mask() };
+        image.set_u32(at, register & !address);
+        upper_half = !upper_half && matches!(kind, BarKind::Memory64 { .. });
     }
-
-    fn u16(&self, at: usize) -> u16 {
-        u16::from_le_bytes([self.u8(at), self.u8(at + 1)])
-    }
-
-    fn u32(&self, at: usize) -> u32 {
-        u32::from(self.u16(at)) | u32::from(self.u16(at + 2)) << 16
-    }
-
-    fn set(&mut self, at: usize, bytes: &[u8]) {
-        if let Some(place) = self.0.get_mut(at..at + bytes.len()) {
-            place.copy_from_slice(bytes);
-        }
-    }
-
-    /// Where a capability is (PCIe 7.5.1.1.11).
-    fn capability(&self, id: u8) -> Option<usize> {
-        if self.u16(STATUS) & STATUS_CAPABILITIES == 0 {
-            return None;
-        }
-        let mut at = usize::from(self.u8(CAPABILITIES) & !0b11);
-        // No more fit, so a chain that goes in circles ends.
-        for _ in 0..48 {
-            if at < 0x40 {
-                return None;
-            }
-            if self.u8(at) == id {
-                return Some(at);
-            }
-            at = usize::from(self.u8(at + 1) & !0b11);
-        }
-        None
-    }
-
-    /// Clears what software has set since power-on: the host's, or VFIO's.
-    fn as_after_reset(&mut self) {
-        self.set(COMMAND, &[0; 2]);
-        self.set(CACHE_LINE_SIZE, &[0]);
-        self.set(LATENCY_TIMER, &[0]);
-        for bar in 0..6 {
-            let at = BARS + 4 * bar;
-            let after_wide = bar > 0 && self.u32(at - 4) & 0b111 == 0b100;
-            let type_bits = match self.u32(at) {
-                _ if after_wide => 0,
-                low if low & 1 != 0 => low & 0b11,
-                low => low & 0b1111,
-            };
-            self.set(at, &type_bits.to_le_bytes());
-        }
-        self.set(EXPANSION_ROM, &[0; 4]);
-        self.set(INTERRUPT_LINE, &[0]);
-        if let Some(at) = self.capability(CAP_PM) {
-            // D0, and no power-management event.
-            let control = self.u16(at + 4) & !0x8103;
-            self.set(at + 4, &control.to_le_bytes());
-        }
-        if let Some(at) = self.capability(CAP_MSI) {
-            // Disabled, one message.
-            let control = self.u16(at + 2) & !0x0071;
-            self.set(at + 2, &control.to_le_bytes());
-        }
-        if let Some(at) = self.capability(CAP_MSIX) {
-            // Disabled, not masked as a whole.
-            let control = self.u16(at + 2) & !0xc000;
-            self.set(at + 2, &control.to_le_bytes());
+    for (id, length, register, set) in [
+        // D0, and no power-management event.
+        (CAP_ID_PM, PM_SIZEOF, PM_CTRL, 0x8100 | PM_CTRL_STATE_MASK),
+        // Disabled, one message.
+        (
+            CAP_ID_MSI,
+            10,
+            MSI_FLAGS,
+            MSI_FLAGS_ENABLE | MSI_FLAGS_QSIZE,
+        ),
+        // Disabled, not masked as a whole.
+        (
+            CAP_ID_MSIX,
+            MSIX_SIZEOF,
+            MSIX_FLAGS,
+            MSIX_FLAGS_ENABLE | MSIX_FLAGS_MASKALL,
+        ),
+    ] {
+        if let Some(at) = image.find_capability(id, length) {
+            image.set_u16(at + register, image.u16(at + register) & !set);
         }
     }
 }

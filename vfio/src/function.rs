@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farside_error_chain::Chain;
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
-use farside_pci::Bdf;
-use farside_pci::Description;
+use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
+use farside_pci::{Bdf, Description};
 use vfio_bindings::bindings::vfio::{
     VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
 };
@@ -22,11 +22,6 @@ use crate::irqs::Irqs;
 use crate::{Domain, RegionMemory, VfioError, ioctl};
 
 pub(crate) use open::Handle;
-
-const COMMAND: u64 = 0x04;
-const COMMAND_IO: u16 = 1 << 0;
-const COMMAND_MEMORY: u16 = 1 << 1;
-const COMMAND_BUS_MASTER: u16 = 1 << 2;
 
 /// A PCI function that is bound to vfio-pci and open in this process. Dropping
 /// it stops its DMA and interrupts and closes it; the kernel resets it when
@@ -69,7 +64,7 @@ impl Function {
         };
         // The guest's command register is the backend's; the device's always
         // decodes, or accesses through a mapping would end this process.
-        function.change_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_BUS_MASTER)?;
+        function.change_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_MASTER)?;
         Ok(function)
     }
 
@@ -210,8 +205,8 @@ impl Function {
     /// [`VfioError::Access`].
     pub fn set_bus_master(&self, enabled: bool) -> Result<(), VfioError> {
         match enabled {
-            true => self.change_command(COMMAND_BUS_MASTER, 0),
-            false => self.change_command(0, COMMAND_BUS_MASTER),
+            true => self.change_command(COMMAND_MASTER, 0),
+            false => self.change_command(0, COMMAND_MASTER),
         }
     }
 
@@ -221,8 +216,8 @@ impl Function {
     /// [`VfioError::Access`].
     pub fn bus_master(&self) -> Result<bool, VfioError> {
         let mut command = [0; 2];
-        self.config_read(COMMAND, &mut command)?;
-        Ok(u16::from_le_bytes(command) & COMMAND_BUS_MASTER != 0)
+        self.config_read(COMMAND as u64, &mut command)?;
+        Ok(u16::from_le_bytes(command) & COMMAND_MASTER != 0)
     }
 
     /// How many vectors it has.
@@ -271,10 +266,10 @@ impl Function {
     fn change_command(&self, set: u16, clear: u16) -> Result<(), VfioError> {
         let _one_at_a_time = self.command.lock().unwrap_or_else(PoisonError::into_inner);
         let mut command = [0; 2];
-        self.config_read(COMMAND, &mut command)?;
+        self.config_read(COMMAND as u64, &mut command)?;
         let old = u16::from_le_bytes(command);
         let new = (old | set) & !clear;
-        self.config_write(COMMAND, &new.to_le_bytes())
+        self.config_write(COMMAND as u64, &new.to_le_bytes())
     }
 
     /// The region and length of a part of a BAR that can be mapped.

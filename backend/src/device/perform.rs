@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use farside_config_space::INTERRUPT_STATUS;
 use farside_control::registers::Event as RegisterEvent;
 use farside_error_chain::Chain;
+use farside_pci::regs::STATUS_INTERRUPT;
 
 use super::{
     Device,
@@ -177,7 +177,7 @@ impl Device {
                     if value != 0
                         && let Some(byte) = self.buffer.get_mut(at)
                     {
-                        *byte |= INTERRUPT_STATUS;
+                        *byte |= STATUS_INTERRUPT as u8;
                     }
                     self.tasks.finish_current();
                 }

@@ -1,4 +1,5 @@
 use farside_pci::BarKind;
+use farside_pci::regs::STATUS_INTERRUPT;
 
 use super::image::{Image, bar};
 use super::*;
@@ -160,7 +161,7 @@ fn interrupt_status_is_the_devices_while_intx_is_in_use() {
 #[test]
 fn interrupt_status_of_the_image_is_not_kept() {
     let mut image = Image::nvme();
-    image.put(6, &[0x10 | INTERRUPT_STATUS]);
+    image.put(6, &[0x10 | STATUS_INTERRUPT as u8]);
     let space = ConfigSpace::new(&image.0).unwrap();
     assert_eq!(read_u16(&space, 6), 0x10);
 }

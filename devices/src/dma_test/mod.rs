@@ -535,34 +535,25 @@ impl Device for DmaTest {
 }
 
 fn description() -> Description {
-    let bar = |size, kind, mappable| {
-        Some(Bar {
-            size,
-            kind,
-            mappable,
-        })
-    };
-    let plain = BarKind::Memory32 {
-        prefetchable: false,
-    };
-    let sram = MappableArea {
+    let prefetchable = false;
+    let plain = |size| Some(Bar::new(size, BarKind::Memory32 { prefetchable }));
+    let prefetchable = true;
+    let mut sram = Bar::new(SRAM_SIZE, BarKind::Memory64 { prefetchable });
+    sram.mappable.push(MappableArea {
         offset: 0,
         len: SRAM_SIZE,
-    };
+    });
+    let bars = [
+        plain(REGISTERS_SIZE),
+        None,
+        Some(sram),
+        None,
+        plain(MSIX_SIZE),
+        None,
+    ];
     Description {
-        config: config_space::image(),
-        bars: [
-            bar(REGISTERS_SIZE, plain, vec![]),
-            None,
-            bar(
-                SRAM_SIZE,
-                BarKind::Memory64 { prefetchable: true },
-                vec![sram],
-            ),
-            None,
-            bar(MSIX_SIZE, plain, vec![]),
-            None,
-        ],
+        config: config_space::image(&bars).to_vec(),
+        bars,
         intx: true,
         msi_vectors: config_space::MSI_VECTORS,
         msix_vectors: VECTORS,

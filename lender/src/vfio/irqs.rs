@@ -16,21 +16,16 @@ use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
     Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
 };
-use farside_pci::Bdf;
-use farside_pci::Description;
+use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
+use farside_pci::{Bdf, Description};
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 
 use crate::refusals::{internal, invalid_irqs};
 
-/// Offset of the command register (PCIe 7.5.1.1.3).
-const COMMAND: u64 = 4;
-/// INTx disable, in its high byte.
-const INTX_DISABLE_HIGH: u8 = 1 << 2;
-/// Offset of the status register (PCIe 7.5.1.1.4).
-const STATUS: u64 = 6;
-/// Interrupt Status, in its low byte.
-const INTERRUPT_STATUS: u8 = 1 << 3;
+/// Interrupt Disable, in the high byte of the command register.
+const INTX_DISABLE_HIGH: u8 = (COMMAND_INTX_DISABLE >> 8) as u8;
+const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 
 /// Vectors that are looked at in one go.
 const READY: usize = 64;
@@ -199,7 +194,7 @@ fn unkey(key: u64) -> (IrqIndex, u16) {
 pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<(), RemoteError> {
     let mut high = [0];
     function
-        .config_read(COMMAND + 1, &mut high)
+        .config_read(COMMAND_HIGH, &mut high)
         .map_err(internal)?;
     let wanted = match disabled {
         true => high[0] | INTX_DISABLE_HIGH,
@@ -207,7 +202,7 @@ pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<()
     };
     if wanted != high[0] {
         function
-            .config_write(COMMAND + 1, &[wanted])
+            .config_write(COMMAND_HIGH, &[wanted])
             .map_err(internal)?;
     }
     Ok(())
@@ -217,8 +212,10 @@ pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<()
 /// an interrupt that it took, which it does by INTx disable.
 pub(super) fn interrupt_status(function: &Function) -> Result<bool, RemoteError> {
     let mut low = [0];
-    function.config_read(STATUS, &mut low).map_err(internal)?;
-    Ok(low[0] & INTERRUPT_STATUS != 0)
+    function
+        .config_read(STATUS as u64, &mut low)
+        .map_err(internal)?;
+    Ok(u16::from(low[0]) & STATUS_INTERRUPT != 0)
 }
 
 /// (index, vector, count) of what the kernel has taken from the function.

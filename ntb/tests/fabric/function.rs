@@ -10,8 +10,7 @@ use farside_fabric::FabricError;
 use farside_fabric::memory::SharedMemory;
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::FunctionOps;
-use farside_pci::Bdf;
-use farside_pci::{Bar, BarKind, Description, MappableArea};
+use farside_pci::{Bar, BarKind, Bdf, Description, MappableArea};
 
 use crate::world::{Hosts, Kind, ModelBar, ModelDomain, Table, World, refused};
 
