@@ -4,6 +4,8 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::device::{CONFIG, Device};
 
+// Own constants, not `farside-pci`'s: a test must not share the product's errors.
+
 /// Memory space enable.
 pub const MEMORY: u16 = 1 << 1;
 /// Bus-master enable.

@@ -8,6 +8,8 @@ use farside_testbed::{BarAddress, Width};
 
 use crate::{Guest, SHORT};
 
+// Own constants, not `farside-pci`'s: a test must not share the product's errors.
+
 /// Offset of the command register in configuration space.
 const COMMAND: u64 = 4;
 /// Its bits.

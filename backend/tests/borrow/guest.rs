@@ -19,6 +19,7 @@ use crate::{host::until, vmm::Vmm};
 /// Region of configuration space.
 pub const CONFIG: u32 = 7;
 
+// Own constants, not `farside-pci`'s: a test must not share the product's errors.
 pub const COMMAND: u64 = 0x04;
 pub const STATUS: u64 = 0x06;
 pub const MEMORY: u16 = 1 << 1;

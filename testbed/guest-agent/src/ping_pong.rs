@@ -50,6 +50,8 @@ const MESSAGE_AT: usize = 64;
 /// The message. Its upper half is always 0.
 const MESSAGE: u64 = 0x5f49;
 
+// Own constants, not `farside-pci`'s: a test must not share the product's errors.
+
 /// The command register in configuration space, and its bits.
 const PCI_COMMAND: u64 = 4;
 const MEMORY_AND_MASTER: u64 = 0b110;
