@@ -12,7 +12,6 @@
 
 pub mod bus;
 pub mod dma_test;
-pub mod ntb;
 pub mod nvme;
 
 pub use bus::{Bus, Dma, Interrupts};

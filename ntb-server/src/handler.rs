@@ -1,6 +1,5 @@
 //! One VMM's requests, and its answers to our messages.
 
-use farside_devices::ntb::{FarError, Ntb, Port, Read};
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_vfio_user::{
     DeviceInfo, Errno, Header, Matched, Negotiated, Region, RegionInfo, RegionWrite, Reply,
@@ -10,6 +9,7 @@ use farside_vfio_user::{
 
 use crate::{
     hosts::Hosts,
+    model::{FarError, Ntb, Port, Read},
     side::{Held, Tag},
 };
 

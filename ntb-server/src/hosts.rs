@@ -2,11 +2,11 @@
 
 use std::sync::atomic::Ordering;
 
-use farside_devices::ntb::{Far, FarError, FarRead, Port, Target};
 use farside_fabric::memory::HostSlice;
 
 use crate::{
     memory::{Access, Found},
+    model::{Far, FarError, FarRead, Port, Target},
     side::{Side, Tag},
 };
 

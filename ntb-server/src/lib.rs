@@ -1,4 +1,4 @@
-//! Serves the two ports of an NTB model (`farside_devices::ntb`) to two VMs,
+//! Serves the two ports of an NTB model ([`model`]) to two VMs,
 //! each at a vfio-user socket of its own. A store to the window in one VM lands
 //! in the memory of the other, or in a register of one of its devices.
 //!
@@ -37,8 +37,9 @@
 mod handler;
 mod hosts;
 mod memory;
+pub mod model;
 mod server;
 mod side;
 
-pub use farside_devices::ntb::PortConfig;
+pub use model::PortConfig;
 pub use server::{Config, NtbServer, PortAt, StartError};

@@ -7,7 +7,6 @@ use std::{
 };
 
 use farside_control::Wakeup;
-use farside_devices::ntb::{ConfigError, FarError, Ntb, Port, PortConfig};
 use farside_error_chain::Chain;
 use farside_vfio_user::{
     Connection, ConnectionError, ListenError, Listener, RateLimit, Reply, Session, Slot,
@@ -21,6 +20,7 @@ use rustix::{
 use crate::{
     handler::{Machine, PortHandler},
     hosts::Hosts,
+    model::{ConfigError, FarError, Ntb, Port, PortConfig},
     side::Side,
 };
 

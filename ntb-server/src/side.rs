@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use farside_config_space::{ConfigSpace, ConfigSpaceError};
-use farside_devices::ntb::{Port, Target};
 use farside_irq_relay::{IrqCounts, IrqCountsError, Vectors};
 use farside_pci::Description;
 use farside_vfio_user::{DmaCommands, RateLimit, Region, ReplyTo};
 
 use crate::memory::Memory;
+use crate::model::{Port, Target};
 
 /// How long a VMM may take to serve a message. Below QEMU's own patience of
 /// 5 s: a read that waits for it is answered in time.

@@ -12,7 +12,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farside_devices::ntb::registers::WINDOW_BAR;
+use farside_ntb::regs::WINDOW_BAR;
 
 use world::{RAM, World, lead};
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use farside_control::Wakeup;
-use farside_devices::ntb::registers::{
+use farside_ntb::regs::{
     ID, REGISTERS_BAR, WINDOW_BAR, error, link_control, link_status, lut, lut_entry, reg,
     requester, requester_entry,
 };

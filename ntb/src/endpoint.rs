@@ -3,13 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use farside_devices::ntb::registers::{
-    DEVICE_ID, REGISTERS_BAR, REGISTERS_SIZE, VENDOR_ID, WINDOW_BAR,
-};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function};
 
 use crate::adapter::Parts;
+use crate::regs::{DEVICE_ID, REGISTERS_BAR, REGISTERS_SIZE, VENDOR_ID, WINDOW_BAR};
 use crate::{Adapter, FarsideNtb, NtbError, Registers};
 
 /// Which endpoint to take, and how.

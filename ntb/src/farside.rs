@@ -1,19 +1,19 @@
 //! The driver of farside's own NTB endpoint.
 //!
-//! Register set: [`farside_devices::ntb`].
+//! Register set: [`crate::regs`].
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use farside_devices::ntb::registers::{
-    DOORBELLS, EVENT_VECTOR, ID, REQUESTERS, SCRATCHPADS, VERSION, WINDOW_BAR, caps, counts, error,
-    event, link_control, link_status, lut, lut_entry, peer_scratchpad, reg, requester,
-    requester_entry, scratchpad,
-};
 use farside_fabric::{FarAddress, LutRange};
 use farside_pci::Bdf;
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities, Refused};
+use crate::regs::{
+    DOORBELLS, EVENT_VECTOR, ID, REQUESTERS, SCRATCHPADS, VERSION, WINDOW_BAR, caps, counts, error,
+    event, link_control, link_status, lut, lut_entry, peer_scratchpad, reg, requester,
+    requester_entry, scratchpad,
+};
 use crate::{NtbError, Registers};
 
 /// A port of farside's own NTB.

@@ -37,6 +37,7 @@
 
 pub mod driver;
 pub mod platform;
+pub mod regs;
 
 mod adapter;
 mod borrower;

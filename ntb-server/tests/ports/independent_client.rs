@@ -2,7 +2,7 @@
 
 use std::os::fd::AsRawFd;
 
-use farside_devices::ntb::registers::{
+use farside_ntb::regs::{
     REGISTERS_BAR, WINDOW_BAR, link_control, lut, lut_entry, reg, requester, requester_entry,
 };
 use rustix::event::EventfdFlags;

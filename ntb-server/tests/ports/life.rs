@@ -1,6 +1,6 @@
 //! VMMs that come, go and reset; doorbells and link.
 
-use farside_devices::ntb::registers::{
+use farside_ntb::regs::{
     ID, LUT, WINDOW_BAR, event, link_status, lut_entry, peer_scratchpad, reg, scratchpad,
 };
 
@@ -28,7 +28,7 @@ fn a_doorbell_that_nobody_listens_to_is_pending() {
     // Enables MSI-X.
     let other = world.b.set_eventfd(1);
     world.a.put32(reg::DOORBELL_SET_PEER, 1 << 9);
-    let pba = farside_devices::ntb::registers::MSIX_PBA;
+    let pba = farside_ntb::regs::MSIX_PBA;
     assert_eq!(world.b.get64(pba), 1 << 9);
     let bell = world.b.set_eventfd(9);
     assert_eq!(bell.wait(), 1);

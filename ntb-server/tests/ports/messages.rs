@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_devices::ntb::registers::{WINDOW_BAR, error, event, reg};
+use farside_ntb::regs::{WINDOW_BAR, error, event, reg};
 use rustix::io::Errno;
 
 use crate::{

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use farside_devices::ntb::registers::WINDOW_BAR;
+use farside_ntb::regs::WINDOW_BAR;
 
 use crate::world::{RAM, World, lead};
 

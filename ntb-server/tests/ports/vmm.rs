@@ -14,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-use farside_devices::ntb::registers::{REGISTERS_BAR, WINDOW_BAR};
 use farside_fabric::memory::create_sealed;
+use farside_ntb::regs::{REGISTERS_BAR, WINDOW_BAR};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
     io::Errno,

@@ -1,6 +1,6 @@
 //! Windows that lead to memory that the far VMM shares.
 
-use farside_devices::ntb::registers::{WINDOW_BAR, error, event, link_status, reg};
+use farside_ntb::regs::{WINDOW_BAR, error, event, link_status, reg};
 use rustix::io::Errno;
 
 use crate::{

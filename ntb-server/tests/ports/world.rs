@@ -3,7 +3,7 @@
 use std::{path::PathBuf, thread::JoinHandle};
 
 use farside_control::Wakeup;
-use farside_devices::ntb::registers::{
+use farside_ntb::regs::{
     link_control, link_status, lut, lut_entry, reg, requester, requester_entry,
 };
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};

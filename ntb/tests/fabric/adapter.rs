@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use farside_devices::ntb::registers::{reg, requester, requester_entry};
-use farside_devices::ntb::{Port, PortConfig};
 use farside_fabric::{FarAddress, LimitError};
 use farside_ntb::NtbError;
+use farside_ntb::regs::{reg, requester, requester_entry};
+use farside_ntb_server::model::{Port, PortConfig};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::function::ModelFunction;
@@ -145,7 +145,7 @@ fn an_endpoint_is_left_as_it_was_found() {
 
 #[test]
 fn what_a_former_driver_left_is_cleared() {
-    use farside_devices::ntb::registers::{REGISTERS_BAR, lut_entry};
+    use farside_ntb::regs::{REGISTERS_BAR, lut_entry};
     let world = World::small();
     world.set_present(Port::A, true);
     let stale = 0xdead_b001u64.to_le_bytes();

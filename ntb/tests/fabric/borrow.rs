@@ -2,12 +2,12 @@
 
 use std::sync::atomic::Ordering;
 
-use farside_devices::ntb::Port;
-use farside_devices::ntb::registers::{WINDOW_BAR, reg};
 use farside_fabric::{
     BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, LimitError, MemoryRange,
 };
+use farside_ntb::regs::{WINDOW_BAR, reg};
 use farside_ntb::{BorrowerNtb, NtbError};
+use farside_ntb_server::model::Port;
 
 use crate::function::ModelFunction;
 use crate::world::{MIB, World, ram};
@@ -305,7 +305,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
     assert_eq!(path.usage().windows, 1, "it is as it was");
     drop(path);
     assert_eq!(b.usage().lut_entries, 4);
-    let lut = |index| world.read64(Port::B, farside_devices::ntb::registers::lut_entry(index));
+    let lut = |index| world.read64(Port::B, farside_ntb::regs::lut_entry(index));
     assert!(
         (0..64).all(|index| lut(index) == 0),
         "but they lead nowhere"

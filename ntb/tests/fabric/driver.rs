@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use farside_devices::ntb::registers::{
+use farside_fabric::{FarAddress, LutRange};
+use farside_ntb::regs::{
     EVENT_VECTOR, ID, REQUESTERS, VERSION, lut, lut_entry, reg, requester, requester_entry,
 };
-use farside_devices::ntb::{Port, PortConfig};
-use farside_fabric::{FarAddress, LutRange};
 use farside_ntb::{FarsideNtb, NtbDriver, NtbError, Registers};
+use farside_ntb_server::model::{Port, PortConfig};
 use farside_pci::Bdf;
 
 use crate::world::{MIB, World};

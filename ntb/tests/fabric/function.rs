@@ -4,12 +4,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use farside_devices::ntb::Port;
-use farside_devices::ntb::registers::WINDOW_BAR;
 use farside_fabric::FabricError;
 use farside_fabric::memory::SharedMemory;
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::FunctionOps;
+use farside_ntb::regs::WINDOW_BAR;
+use farside_ntb_server::model::Port;
 use farside_pci::{Bar, BarKind, Bdf, Description, MappableArea};
 
 use crate::world::{Hosts, Kind, ModelBar, ModelDomain, Table, World, refused};

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use farside_devices::ntb::registers::{lut, lut_entry, requester, requester_entry};
-use farside_devices::ntb::{Port, PortConfig};
 use farside_fabric::{FarAddress, Iova, LenderPath};
+use farside_ntb::regs::{lut, lut_entry, requester, requester_entry};
 use farside_ntb::{Adapter, BarWindow, LenderNtb};
+use farside_ntb_server::model::{Port, PortConfig};
 use proptest::prelude::*;
 use proptest::sample::Index;
 

@@ -6,13 +6,13 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use farside_devices::ntb::registers::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
-use farside_devices::ntb::{Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target};
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{FabricError, MemoryRange};
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
+use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
 use farside_ntb::{Adapter, FarsideNtb, Parts, Registers};
+use farside_ntb_server::model::{Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target};
 
 use crate::function::ModelFunction;
 

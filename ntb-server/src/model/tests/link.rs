@@ -3,7 +3,7 @@
 use super::{
     super::{
         Port,
-        registers::{
+        regs::{
             EVENT_VECTOR, event, link_control, link_status, lut_entry, reg, requester_entry,
             scratchpad,
         },

@@ -3,9 +3,7 @@
 use super::{
     super::{
         Port,
-        registers::{
-            DOORBELLS, EVENT_VECTOR, SCRATCHPADS, event, peer_scratchpad, reg, scratchpad,
-        },
+        regs::{DOORBELLS, EVENT_VECTOR, SCRATCHPADS, event, peer_scratchpad, reg, scratchpad},
     },
     world::World,
 };

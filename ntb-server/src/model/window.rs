@@ -2,7 +2,7 @@
 
 use super::{
     Far, FarError, FarRead, Ntb, Port, Read, Target,
-    registers::{FAR_ALIGN_SHIFT, error, event},
+    regs::{FAR_ALIGN_SHIFT, error, event},
 };
 
 /// Accesses are split at multiples of this, as PCIe requests are. Segments

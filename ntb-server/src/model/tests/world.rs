@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::{
     Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target,
-    registers::{
+    regs::{
         REGISTERS_BAR, WINDOW_BAR, error, link_control, lut, lut_entry, reg, requester,
         requester_entry,
     },

@@ -3,7 +3,7 @@
 use super::{
     config::PortConfig,
     pci,
-    registers::{
+    regs::{
         REQUESTERS, SCRATCHPADS, VECTORS, error, event, link_control, lut as lut_bits, requester,
     },
     window::PendingRead,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::{
-    super::{Port, registers::lut},
+    super::{Port, regs::lut},
     world::{SEGMENT, SMALL, World},
 };
 
@@ -85,7 +85,7 @@ proptest! {
             }
         }
         for port in Port::BOTH {
-            prop_assert_eq!(world.get32(port, 0), super::super::registers::ID);
+            prop_assert_eq!(world.get32(port, 0), super::super::regs::ID);
         }
     }
 }

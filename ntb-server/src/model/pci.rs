@@ -4,7 +4,7 @@ use farside_pci::{Bar, BarKind, ConfigImage, Description};
 
 use super::{
     config::PortConfig,
-    registers::{
+    regs::{
         CLASS, DEVICE_ID, MSIX_PBA, MSIX_TABLE, REGISTERS_BAR, REGISTERS_SIZE, VECTORS, VENDOR_ID,
         WINDOW_BAR,
     },

@@ -1,6 +1,6 @@
 //! Sizes of a port.
 
-use super::registers::{
+use super::regs::{
     DEFAULT_LUT_ENTRIES, DEFAULT_WINDOW_SIZE, FAR_ALIGN_SHIFT, MAX_LUT_ENTRIES, MAX_WINDOW_SIZE,
     MIN_WINDOW_SIZE, caps,
 };

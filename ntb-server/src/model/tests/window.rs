@@ -3,7 +3,7 @@
 use super::{
     super::{
         FarError, Port, Target,
-        registers::{error, event, link_control, lut_entry, reg, requester, requester_entry},
+        regs::{error, event, link_control, lut_entry, reg, requester, requester_entry},
     },
     world::{SEGMENT, SMALL, World},
 };

@@ -3,7 +3,7 @@
 use super::{
     super::{
         ConfigError, Ntb, Port, PortConfig,
-        registers::{
+        regs::{
             ID, LUT, MSIX_PBA, MSIX_TABLE, REGISTERS_BAR, REGISTERS_SIZE, VERSION, caps, counts,
             lut_entry, reg, requester_entry,
         },

@@ -1,6 +1,6 @@
 //! What the model needs of the two hosts.
 
-use super::{Port, registers::error};
+use super::{Port, regs::error};
 
 /// The two hosts, as the model reaches them.
 ///

@@ -3,7 +3,7 @@
 use super::{
     Far, Ntb, Port,
     port::MSIX_TABLE_SIZE,
-    registers::{
+    regs::{
         DOORBELLS, EVENT_VECTOR, ID, LUT, MAX_LUT_ENTRIES, MSIX_PBA, MSIX_TABLE, REQUESTER_TABLE,
         REQUESTERS, SCRATCHPADS, VECTORS, VERSION, counts, event, link_control, link_status, lut,
         reg, requester,
