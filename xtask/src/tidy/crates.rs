@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 use serde::Deserialize;
 
-use super::{Problem, Tree};
+use super::{Problem, Tree, docs::resolve};
 use crate::cargo;
 
 const ARCHITECTURE: &str = "docs/architecture.md";
@@ -154,13 +154,13 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     } in packages
     {
         let inside = format!("{dir}/");
-        let sources: Vec<_> = tree
-            .ending(".rs")
-            .filter(|(path, _)| path.starts_with(&inside))
-            .map(|(_, text)| text)
-            .collect();
+        let own = tree.ending(".rs");
+        let own: Vec<_> = own.filter(|(path, _)| path.starts_with(&inside)).collect();
+        let included = own.iter().flat_map(|(path, text)| included(path, text));
+        let included: Vec<_> = included.filter_map(|path| tree.text(&path)).collect();
+        let sources = || own.iter().map(|(_, text)| text).chain(&included);
         for name in dependencies {
-            if !sources.iter().any(|text| has_word(text, name)) {
+            if !sources().any(|text| has_word(text, name)) {
                 let manifest = format!("{dir}/Cargo.toml");
                 let what = format!("no source file names the dependency {name}");
                 problems.push(Problem::of_file(&manifest, what));
@@ -168,6 +168,13 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// The files that `text`, of the file `from`, includes by `#[path = "…"]`.
+fn included(from: &str, text: &str) -> impl Iterator<Item = String> {
+    let paths = text.split("#[path = \"").skip(1);
+    let paths = paths.filter_map(|rest| rest.split_once('"'));
+    paths.map(move |(path, _)| resolve(from, path))
 }
 
 /// Whether `word` stands in `text`, and not as a part of another.
@@ -230,9 +237,18 @@ mod tests {
     fn a_dependency_is_used_where_a_source_names_it() {
         let tree = tree(&[
             ("a/src/lib.rs", "use log::info;\n// serde_json\n"),
+            (
+                "a/tests/t.rs",
+                "#[path = \"../../ab/tests/common.rs\"]\nmod common;\n",
+            ),
             ("ab/src/lib.rs", "use serde::Serialize;\n"),
+            ("ab/tests/common.rs", "use tempfile::tempdir;\n"),
         ]);
-        let packages = [package("a", &[], &["log", "serde", "serde_json"])];
+        let packages = [package(
+            "a",
+            &[],
+            &["log", "serde", "serde_json", "tempfile"],
+        )];
         assert_eq!(
             told(unused(&tree, &packages)),
             ["no source file names the dependency serde"]

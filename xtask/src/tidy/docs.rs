@@ -45,7 +45,7 @@ fn line_of(text: &str, offset: usize) -> usize {
 }
 
 /// `link`, which a file `from` has, relative to the workspace.
-fn resolve(from: &str, link: &str) -> String {
+pub(super) fn resolve(from: &str, link: &str) -> String {
     let mut parts: Vec<&str> = from.split('/').collect();
     parts.pop();
     for part in link.split('/') {
