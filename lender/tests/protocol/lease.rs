@@ -10,7 +10,7 @@ use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, statu
 use farside_fabric::NtbLimits;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 
-use crate::peer::{DEADLINE, DEVICE, Running, interrupt_status, memory, read, write};
+use crate::peer::{DEADLINE, DEVICE, Running, interrupt_status, memory, read, until, write};
 
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
@@ -82,10 +82,16 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
         &[sram.as_fd()],
     );
     drop(peer);
-    lender.wait_until_free(DEVICE);
 
-    // With everything open and DMA running.
-    let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
+    // With everything open and DMA running. The lender may serve the request above
+    // only now: the device is free before that as well as afterwards.
+    let mut peer = lender.hello("b");
+    let mut registers = None;
+    until("the device is returned", || {
+        registers = peer.borrow(DEVICE).ok();
+        registers.is_some()
+    });
+    let mut registers = registers.expect("borrowed above");
     peer.open(&ram, 0, FAR, MAX_LENGTH.into());
     start_fill(&mut registers, 0);
     drop((peer, registers));

@@ -64,7 +64,7 @@ pub enum ImageError {
     },
     /// The file or device is write-protected and `read_only` is not set.
     #[error(
-        "image {path} is write-protected; make it writable, or lend it read-only (`--nvme ID=IMAGE,read-only`, or in lender.toml `model.nvme = {{ image = {path:?}, read-only = true }}`)"
+        "image {path} is write-protected; make it writable, or lend it read-only (lender.toml: `model.nvme = {{ image = {path:?}, read-only = true }}`; or `--nvme ID=IMAGE,read-only`)"
     )]
     WriteProtected {
         /// The image.
