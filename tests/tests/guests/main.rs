@@ -28,7 +28,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 type Test = fn(&Cluster) -> anyhow::Result<Completion>;
 
 /// Why a trial is not run without being asked for.
-const HEAVY: &str = "takes about half an hour and 5 GiB; run with --include-ignored";
+const HEAVY: &str = "takes about eight minutes and 5 GiB; run with --include-ignored";
 
 /// Test functions, named as they are.
 macro_rules! tests {
