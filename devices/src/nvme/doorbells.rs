@@ -103,39 +103,48 @@ impl DoorbellBuffer {
         index: u16,
     ) -> Result<(), Fault> {
         *shadow = Shadow {
-            unwritten: true,
+            unwritten: index != 0 && self.load(dma, doorbell)? == 0,
             ..Shadow::default()
         };
-        self.await_first_write(dma, doorbell, shadow, index)
+        if shadow.unwritten {
+            self.publish(dma, doorbell, shadow, index)?;
+        }
+        Ok(())
     }
 
-    /// While the guest has not written a doorbell to memory, publishes its `index`,
-    /// so that the first write there is rung.
-    pub fn await_first_write(
+    /// Publishes the event index that makes the guest ring for a write that passes
+    /// `index`, unless it is published.
+    ///
+    /// Whether one passes it, the guest judges by the value that it replaces in
+    /// memory: until it has written there, any value passes 0.
+    pub fn publish(
         &mut self,
         dma: &mut dyn Dma,
         doorbell: Doorbell,
         shadow: &mut Shadow,
         index: u16,
     ) -> Result<(), Fault> {
-        if !shadow.unwritten {
-            return Ok(());
-        }
-        shadow.unwritten = index != 0 && self.load(dma, doorbell)? == 0;
-        if shadow.unwritten && shadow.set_published(index) {
-            self.publish(dma, doorbell, index)?;
+        self.look_for_first_write(dma, doorbell, shadow)?;
+        let index = if shadow.unwritten { 0 } else { index };
+        if shadow.published.replace(index) != Some(index) {
+            self.events.store(dma, doorbell.offset(), index.into())?;
         }
         Ok(())
     }
 
-    /// Publishes an event index: a write that passes it is rung.
-    pub fn publish(
+    /// Sees whether the guest has written a doorbell to memory by now: the next time
+    /// it may be a zero that stands there.
+    pub fn look_for_first_write(
         &mut self,
         dma: &mut dyn Dma,
         doorbell: Doorbell,
-        value: u16,
+        shadow: &mut Shadow,
     ) -> Result<(), Fault> {
-        self.events.store(dma, doorbell.offset(), value.into())
+        if shadow.unwritten && self.load(dma, doorbell)? != 0 {
+            shadow.unwritten = false;
+            self.live = true;
+        }
+        Ok(())
     }
 
     /// Gives up translations.
@@ -168,11 +177,6 @@ impl Shadow {
         }
     }
 
-    /// Whether the guest has yet to write this doorbell to memory.
-    pub fn is_unwritten(&self) -> bool {
-        self.unwritten
-    }
-
     /// The guest rang the register, and so has written to memory before.
     pub fn rung(&mut self) {
         self.stale = None;
@@ -181,12 +185,6 @@ impl Shadow {
     /// Notes a value that is out of range. Returns whether it is a new one.
     pub fn refuse(&mut self, value: u32) -> bool {
         self.refused.replace(value) != Some(value)
-    }
-
-    /// Whether `index` is not what stands published. It is taken to be
-    /// published then.
-    pub fn set_published(&mut self, index: u16) -> bool {
-        self.published.replace(index) != Some(index)
     }
 
     pub fn published(&self) -> Option<u16> {

@@ -288,8 +288,7 @@ impl Queues {
             cq.shadow = Shadow::for_new_queue(buffer.load(dma, doorbell)?);
             // The head is looked at only now and then: its first move is to
             // be rung, so that it is not taken for what stood there before.
-            cq.shadow.set_published(0);
-            buffer.publish(dma, doorbell, 0)?;
+            buffer.publish(dma, doorbell, &mut cq.shadow, 0)?;
         }
         self.cqs[usize::from(id)] = Some(cq);
         self.active_cqs.push(id);

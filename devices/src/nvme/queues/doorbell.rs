@@ -42,7 +42,7 @@ impl Queues {
             let buffer = buffer.as_ref().filter(|_| id != 0);
             buffer.is_none_or(|buffer| buffer.register_counts(shadow))
         };
-        let (outcome, shadow, index) = match doorbell {
+        let (outcome, shadow) = match doorbell {
             Doorbell::SubmissionTail(id) => match self.sqs.get_mut(usize::from(id)) {
                 Some(Some(sq)) => {
                     sq.shadow.rung();
@@ -50,9 +50,9 @@ impl Queues {
                         true => sq.set_tail(value),
                         false => Ok(()),
                     };
-                    (outcome, Some(&mut sq.shadow), sq.tail)
+                    (outcome, Some(&mut sq.shadow))
                 }
-                _ => (Err(DoorbellError::InvalidRegister), None, 0),
+                _ => (Err(DoorbellError::InvalidRegister), None),
             },
             Doorbell::CompletionHead(id) => match self.cqs.get_mut(usize::from(id)) {
                 Some(Some(cq)) => {
@@ -61,21 +61,21 @@ impl Queues {
                         true => cq.set_head(value),
                         false => Ok(()),
                     };
-                    (outcome, Some(&mut cq.shadow), cq.head)
+                    (outcome, Some(&mut cq.shadow))
                 }
-                _ => (Err(DoorbellError::InvalidRegister), None, 0),
+                _ => (Err(DoorbellError::InvalidRegister), None),
             },
         };
-        let awaited = match (&mut self.buffer, shadow) {
+        let looked = match (&mut self.buffer, shadow) {
             (Some(buffer), Some(shadow)) if dma.is_bus_master() => {
-                buffer.await_first_write(dma, doorbell, shadow, index)
+                buffer.look_for_first_write(dma, doorbell, shadow)
             }
             _ => Ok(()),
         };
         if let Err(error) = outcome {
             self.report(error);
         }
-        awaited
+        looked
     }
 
     fn report(&mut self, error: DoorbellError) {
@@ -121,7 +121,6 @@ impl Queues {
         // come to; renewed once in half a ring so that the guest keeps the
         // cache line.
         let stale = match sq.shadow.published() {
-            _ if sq.shadow.is_unwritten() => false,
             None => true,
             Some(index) => distance(index, sq.tail, sq.entries) > u32::from(sq.entries) / 2,
         };
@@ -131,8 +130,7 @@ impl Queues {
             } else {
                 sq.tail - 1
             };
-            sq.shadow.set_published(behind);
-            buffer.publish(dma, doorbell, behind)?;
+            buffer.publish(dma, doorbell, &mut sq.shadow, behind)?;
         }
         Ok(())
     }
@@ -169,10 +167,9 @@ impl Queues {
         for index in 0..self.active.len() {
             let id = self.active[index];
             let full = self.wants_fetch(id).filter(|&cq| !self.has_room(cq));
-            if let (Some(buffer), Some(sq)) = (&mut self.buffer, &mut self.sqs[usize::from(id)])
-                && sq.shadow.set_published(sq.tail)
-            {
-                buffer.publish(dma, Doorbell::SubmissionTail(id), sq.tail)?;
+            if let (Some(buffer), Some(sq)) = (&mut self.buffer, &mut self.sqs[usize::from(id)]) {
+                let doorbell = Doorbell::SubmissionTail(id);
+                buffer.publish(dma, doorbell, &mut sq.shadow, sq.tail)?;
             }
             if let Some(cq) = full {
                 self.publish_head(dma, cq)?;
@@ -196,9 +193,9 @@ impl Queues {
     fn publish_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
         if id != 0
             && let (Some(buffer), Some(cq)) = (&mut self.buffer, &mut self.cqs[usize::from(id)])
-            && cq.shadow.set_published(cq.head)
         {
-            buffer.publish(dma, Doorbell::CompletionHead(id), cq.head)?;
+            let doorbell = Doorbell::CompletionHead(id);
+            buffer.publish(dma, doorbell, &mut cq.shadow, cq.head)?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Shadow doorbells, with a driver that decides as Linux does.
 
-use super::world::{BASE, DATA, Driver, OK, SHADOWS, Sqe, on_each_engine};
+use super::world::{BASE, DATA, Driver, OK, Pair, SHADOWS, Sqe, on_each_engine};
 use crate::Device;
 
 impl Driver {
@@ -17,14 +17,38 @@ impl Driver {
         self.shadow = Some((values, events));
     }
 
+    /// Puts a command into queue `at`; the device is not told.
+    pub fn put(&mut self, at: usize, sqe: Sqe, id: u16) {
+        let pair = &mut self.pairs[at];
+        let slot = pair.sq + u64::from(pair.tail) * 64;
+        pair.tail = (pair.tail + 1) % pair.entries;
+        self.memory.put(slot, &sqe.id(id).bytes());
+    }
+
+    pub fn ring_tail(&mut self, at: usize) {
+        let Pair { id, tail, .. } = self.pairs[at];
+        self.doorbell(u64::from(id) * 2, tail);
+    }
+
+    /// Puts commands into queue `at`, and rings once for all; returns their ids.
+    pub fn submit_batch(&mut self, at: usize, sqes: impl IntoIterator<Item = Sqe>) -> Vec<u16> {
+        let ids = sqes.into_iter().map(|sqe| {
+            let id = self.new_id();
+            self.put(at, sqe, id);
+            id
+        });
+        let ids = ids.collect();
+        self.ring_tail(at);
+        ids
+    }
+
     /// Takes `count` completions of queue `at`, which are there, and writes the head
     /// once.
     pub fn take_batch(&mut self, at: usize, count: u16) {
-        let old = self.pairs[at].head;
         for _ in 0..count {
             assert_eq!(self.peel(at).unwrap().status, OK);
         }
-        self.ring_head(at, old);
+        self.ring_head(at);
     }
 }
 
@@ -245,6 +269,27 @@ fn take_all(driver: &mut Driver, ids: [Vec<u16>; 2]) {
     }
 }
 
+/// As [`run_all`], with one write to each doorbell.
+fn run_batches(driver: &mut Driver, counts: [u16; 2]) {
+    let mut batch = |at: usize| {
+        let rings = driver.rings;
+        let ids = driver.submit_batch(at, (0..counts[at - 1]).map(|n| read(n.into())));
+        assert_eq!(driver.rings, rings + 1, "the device sleeps");
+        ids
+    };
+    let ids = [batch(1), batch(2)];
+    take_all(driver, ids);
+}
+
+/// What a driver does first with a buffer that was configured during I/O.
+#[derive(Clone, Copy)]
+enum First {
+    /// As many commands for each queue, each rung.
+    Each([u16; 2]),
+    /// Some for both, rung once: from most places of the rings they wrap.
+    Batch,
+}
+
 /// The buffer is switched on in the middle of I/O: with two queues at any place of
 /// their rings, with commands that are submitted, fetched, completed or reaped. A
 /// zero that nobody wrote is not a tail: it would have the ring executed once more.
@@ -256,7 +301,12 @@ fn the_buffer_is_switched_on_at_any_point_of_io() {
         for (first, second) in (0..ENTRIES).flat_map(|a| (0..ENTRIES).map(move |b| (a, b))) {
             for open in 0..ENTRIES {
                 for polls in 0..3 {
-                    for use_first in [[1, 0], [0, 1], [1, 1]] {
+                    for use_first in [
+                        First::Each([1, 0]),
+                        First::Each([0, 1]),
+                        First::Each([1, 1]),
+                        First::Batch,
+                    ] {
                         driver.enable();
                         driver.clear_doorbell_buffer();
                         driver.create_pair(1, ENTRIES);
@@ -283,7 +333,10 @@ fn the_buffer_is_switched_on_at_any_point_of_io() {
                         driver.mirror_doorbells = false;
                         driver.configure_doorbells();
                         take_all(&mut driver, ids);
-                        run_all(&mut driver, use_first);
+                        match use_first {
+                            First::Each(counts) => run_all(&mut driver, counts),
+                            First::Batch => run_batches(&mut driver, [3, 2]),
+                        }
                         // More than a turn of both rings.
                         for counts in [[1, 0], [0, 1], [3, 2], [2, 3], [3, 3], [1, 1]] {
                             run_all(&mut driver, counts);

@@ -204,7 +204,7 @@ impl Sqe {
         self
     }
 
-    fn bytes(&self) -> [u8; 64] {
+    pub fn bytes(&self) -> [u8; 64] {
         let mut bytes = [0; 64];
         for (chunk, dword) in bytes.chunks_exact_mut(4).zip(self.0) {
             chunk.copy_from_slice(&dword.to_le_bytes());
@@ -420,17 +420,20 @@ impl Driver {
         self.pairs.len() - 1
     }
 
-    fn doorbell(&mut self, index: u64, value: u16, old: u16) {
+    pub fn doorbell(&mut self, index: u64, value: u16) {
         if let Some((values, events)) = self.shadow
             && index >= 2
         {
+            let old = self.memory.get_u32(values + index * 4) as u16;
             self.memory
                 .put(values + index * 4, &u32::from(value).to_le_bytes());
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
             let event = self.memory.get_u32(events + index * 4) as u16;
-            // As a driver decides whether the write passed the event index.
+            // As Linux and SPDK decide whether the write passed the event index: by what
+            // was in memory. A zero over a zero that nobody wrote, where a queue was
+            // in use before, is no write, so it is rung.
             let passed = value.wrapping_sub(event).wrapping_sub(1) < value.wrapping_sub(old);
-            if !passed {
+            if !passed && (value, old) != (0, 0) {
                 return;
             }
         } else if self.mirror_doorbells && index >= 2 {
@@ -441,35 +444,33 @@ impl Driver {
         self.write32(0x1000 + index * 4, value.into());
     }
 
+    pub fn new_id(&mut self) -> u16 {
+        self.next_id = self.next_id.wrapping_add(1);
+        self.next_id
+    }
+
     /// Puts a command into queue `at` and rings; returns its id.
     pub fn submit(&mut self, at: usize, sqe: Sqe) -> u16 {
-        self.next_id = self.next_id.wrapping_add(1);
-        let id = self.next_id;
+        let id = self.new_id();
         self.submit_as(at, sqe, id);
         id
     }
 
     pub fn submit_as(&mut self, at: usize, sqe: Sqe, id: u16) {
-        let pair = &mut self.pairs[at];
-        let slot = pair.sq + u64::from(pair.tail) * 64;
-        let old = pair.tail;
-        pair.tail = (pair.tail + 1) % pair.entries;
-        let (tail, queue) = (pair.tail, pair.id);
-        self.memory.put(slot, &sqe.id(id).bytes());
-        self.doorbell(u64::from(queue) * 2, tail, old);
+        self.put(at, sqe, id);
+        self.ring_tail(at);
     }
 
     /// Takes the next completion of queue `at`, if there is one.
     pub fn take(&mut self, at: usize) -> Option<Cqe> {
-        let old = self.pairs[at].head;
         let cqe = self.peel(at)?;
-        self.ring_head(at, old);
+        self.ring_head(at);
         Some(cqe)
     }
 
-    pub fn ring_head(&mut self, at: usize, old: u16) {
+    pub fn ring_head(&mut self, at: usize) {
         let Pair { id, head, .. } = self.pairs[at];
-        self.doorbell(u64::from(id) * 2 + 1, head, old);
+        self.doorbell(u64::from(id) * 2 + 1, head);
     }
 
     /// The next completion of queue `at`; the device is not told.
