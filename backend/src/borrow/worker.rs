@@ -2,6 +2,7 @@
 //! and may wait for either. The event loop holds the client's request
 //! meanwhile and is told through a [`Wakeup`].
 
+mod progress;
 mod work;
 
 use std::{
@@ -83,19 +84,6 @@ pub(crate) struct Run {
     pub(crate) memory: Option<DmaTable>,
     /// `Map`, `Unmap`: what changed.
     pub(crate) change: Option<MemoryChange>,
-}
-
-impl Run {
-    /// Whether it may have to pin guest RAM.
-    fn pins(&self) -> bool {
-        let pins = |step: &Step| matches!(step, Step::Open | Step::Map);
-        self.steps.iter().any(pins)
-    }
-
-    /// Whether it makes guest RAM unreachable piece by piece.
-    fn unmaps(&self) -> bool {
-        self.steps.contains(&Step::Unmap)
-    }
 }
 
 /// A change of guest memory while windows are open.

@@ -4,7 +4,7 @@ use std::{
     os::fd::AsFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -13,13 +13,16 @@ use farside_control::{
     BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
 };
 use farside_error_chain::Chain;
-use farside_fabric::pin::{self, PinOptions, PinProgress};
+use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_ntb::BarWindow;
 use farside_service::StateLog;
 
-use super::{Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError};
+use super::{
+    Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError,
+    progress::Progress,
+};
 use crate::{
     borrow::{
         State, Step, bars::LeasedBars, error::PathError, far::FarSide, page_pins::PagePins,
@@ -93,17 +96,11 @@ impl Borrow {
     /// Does a job.
     pub(super) fn work(&mut self, job: Job) -> Outcome {
         let limit = self.settings.open_limit();
-        match &job {
-            Job::Run(run) if run.pins() => {
-                self.pin_by = Instant::now() + limit;
-                self.give_lender(limit + CALLS_AFTER_PINNING);
-            }
-            // As slow as mapping it was. A lender that hangs comes on top.
-            Job::Run(run) if run.unmaps() && self.path.is_behind_iommu() => {
-                self.give_lender(CALLS_TIMEOUT.max(limit.saturating_sub(HANG_UP_TIMEOUT)));
-            }
-            _ => self.give_lender(CALLS_TIMEOUT),
-        }
+        self.pin_by = Instant::now() + limit;
+        self.give_lender(match &job {
+            Job::Run(run) => time_for(run.steps, limit, self.path.is_behind_iommu()),
+            _ => CALLS_TIMEOUT,
+        });
         let result = match job {
             Job::Run(run) => return self.run(*run),
             Job::Check => self.check(),
@@ -501,6 +498,20 @@ impl Borrow {
     }
 }
 
+/// How long the lender may take for `steps`, of which pinning has `limit`.
+fn time_for(steps: &[Step], limit: Duration, behind_iommu: bool) -> Duration {
+    let has = |wanted: [Step; 2]| steps.iter().any(|step| wanted.contains(step));
+    if has([Step::Open, Step::Map]) {
+        limit + CALLS_AFTER_PINNING
+    } else if behind_iommu && has([Step::Unmap, Step::Stop]) {
+        // An IOMMU unmaps as slowly as it maps. Late, the lease is broken off, which
+        // comes on top.
+        CALLS_TIMEOUT.max(limit.saturating_sub(HANG_UP_TIMEOUT))
+    } else {
+        CALLS_TIMEOUT
+    }
+}
+
 /// Where the guest's RAM is, for a lender to look at.
 fn guest_ram(table: Option<&DmaTable>) -> Result<Vec<RamRange>, WorkError> {
     let Some(table) = table else {
@@ -528,46 +539,23 @@ fn with_lease(
     Ok(call(leased(client)?)?)
 }
 
-/// Logs how far pinning is, every second of it, and once that it is late.
-struct Progress {
-    name: String,
-    started: Instant,
-    /// The seconds that are logged.
-    logged: AtomicU64,
-    timeout: Duration,
-    limit: Duration,
-    late: AtomicBool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl Progress {
-    fn new(name: String, settings: &Settings) -> Self {
-        Self {
-            name,
-            started: Instant::now(),
-            logged: AtomicU64::new(0),
-            timeout: settings.open_timeout,
-            limit: settings.open_limit(),
-            late: AtomicBool::new(false),
+    #[test]
+    fn an_iommu_has_as_long_to_unmap_as_to_map() {
+        let seconds = Duration::from_secs;
+        for step in [Step::Unmap, Step::Stop] {
+            assert_eq!(time_for(&[step], seconds(100), true), seconds(99));
+            // The lender of a software model only drops a mapping.
+            assert_eq!(time_for(&[step], seconds(100), false), CALLS_TIMEOUT);
+            // With hanging up, within QEMU's own 5 s, of which pinning has 4.
+            assert_eq!(time_for(&[step], seconds(4), true), CALLS_TIMEOUT);
         }
-    }
-
-    fn show(&self, at: PinProgress) {
-        let PinProgress { done, total } = at;
-        let (done, total) = (done >> 20, total >> 20);
-        let elapsed = self.started.elapsed();
-        let Self {
-            name,
-            timeout,
-            limit,
-            ..
-        } = self;
-        if elapsed > *timeout && timeout < limit && !self.late.swap(true, Ordering::Relaxed) {
-            log::warn!(
-                "{name}: late: {done} of {total} MiB of guest RAM pinned after {timeout:?}; going on, for {limit:?} in all"
-            );
-        }
-        if self.logged.fetch_max(elapsed.as_secs(), Ordering::Relaxed) < elapsed.as_secs() {
-            log::info!("{name}: pinning guest RAM, {done} of {total} MiB");
-        }
+        assert!(CALLS_TIMEOUT + HANG_UP_TIMEOUT < seconds(5));
+        assert_eq!(time_for(&[Step::Close], seconds(100), true), CALLS_TIMEOUT);
+        let open = time_for(&[Step::Close, Step::Open], seconds(4), true);
+        assert_eq!(open, seconds(4) + CALLS_AFTER_PINNING);
     }
 }
