@@ -25,7 +25,7 @@ impl Folder {
     pub(crate) fn hold(vm: &str, folder: &Path) -> Result<Self, StartError> {
         let lock = folder.join("lock");
         loop {
-            paths::create_folder(folder).map_err(at(folder))?;
+            paths::create_directory(folder).map_err(at(folder))?;
             let file = match File::create(&lock) {
                 // Its last owner has just removed it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,

@@ -69,7 +69,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     }
     // For the monitor, where no backend has made it.
     let folder = paths::vm_dir(&name);
-    paths::create_folder(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
+    paths::create_directory(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
     farside_vm_control::keep_monitor_private();
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))

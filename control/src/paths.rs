@@ -69,44 +69,44 @@ pub fn monitor_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 
-/// Makes `folder`, for this user alone, unless it is there. Refuses one that
+/// Makes `directory`, for this user alone, unless it is there. Refuses one that
 /// another user owns and who could put sockets of his own there: the fallback
 /// in `/tmp` has a name that others can guess.
-pub fn create_folder(folder: &Path) -> io::Result<()> {
+pub fn create_directory(directory: &Path) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
-        .create(folder)?;
-    let owner = std::fs::metadata(folder)?.uid();
+        .create(directory)?;
+    let owner = std::fs::metadata(directory)?.uid();
     let ours = rustix::process::geteuid().as_raw();
     if owner != ours && owner != 0 {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!(
-                "the folder belongs to user {owner}, not to {ours}: remove it, or name another in FARSIDE_RUNTIME_DIR"
+                "the directory belongs to user {owner}, not to {ours}: remove it, or name another in FARSIDE_RUNTIME_DIR"
             ),
         ));
     }
     // Those above it up to the runtime directory are as much in the way.
     let runtime = runtime_dir();
-    let above = folder.ancestors().skip(1);
+    let above = directory.ancestors().skip(1);
     let above = above.take_while(|above| above.starts_with(&runtime));
-    std::iter::once(folder)
+    std::iter::once(directory)
         .chain(above)
         .try_for_each(check_writers)
 }
 
 /// Refuses a directory in which any user could replace sockets with his own.
-fn check_writers(folder: &Path) -> io::Result<()> {
+fn check_writers(directory: &Path) -> io::Result<()> {
     const OTHERS_WRITE: u32 = 0o002;
     const STICKY: u32 = 0o1000;
-    let mode = std::fs::metadata(folder)?.mode();
+    let mode = std::fs::metadata(directory)?.mode();
     if mode & (OTHERS_WRITE | STICKY) == OTHERS_WRITE {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!(
                 "every user may write to {0} (mode {1:04o}) and replace sockets in it: `chmod o-w {0}`",
-                folder.display(),
+                directory.display(),
                 mode & 0o7777
             ),
         ));
@@ -123,16 +123,16 @@ mod tests {
     #[test]
     fn a_directory_that_every_user_may_write_to_is_refused() {
         let parent = tempfile::tempdir().unwrap();
-        let folder = parent.path().join("run");
-        create_folder(&folder).unwrap();
+        let directory = parent.path().join("run");
+        create_directory(&directory).unwrap();
         for (mode, good) in [
             (0o777, false),
             (0o702, false),
             (0o1777, true),
             (0o775, true),
         ] {
-            std::fs::set_permissions(&folder, Permissions::from_mode(mode)).unwrap();
-            let made = create_folder(&folder);
+            std::fs::set_permissions(&directory, Permissions::from_mode(mode)).unwrap();
+            let made = create_directory(&directory);
             assert_eq!(made.is_ok(), good, "{mode:o}: {made:?}");
             if let Err(error) = made {
                 let error = error.to_string();

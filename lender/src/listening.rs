@@ -123,7 +123,7 @@ fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, Start
         return Ok(Listener::adopt(socket, path));
     }
     if let Some(folder) = path.parent() {
-        paths::create_folder(folder).map_err(|source| StartError::Folder {
+        paths::create_directory(folder).map_err(|source| StartError::Folder {
             path: folder.to_owned(),
             source,
         })?;

@@ -232,7 +232,7 @@ impl Backend {
     pub(crate) fn spawn(vm: &str, args: &[OsString], limit: Duration) -> Result<Self, Error> {
         let deadline = Instant::now() + limit;
         let folder = paths::vm_dir(vm);
-        paths::create_folder(&folder)
+        paths::create_directory(&folder)
             .map_err(Error::system(format!("cannot use {}", folder.display())))?;
         let log = Log::open(vm, "backend.log")?;
         let mut watch = Watch::new(&folder)?;

@@ -50,7 +50,7 @@ pub(crate) fn start(
     };
     let mut command_line = vm.command_line(&program).map_err(described)?;
     let folder = paths::vm_dir(name);
-    paths::create_folder(&folder)
+    paths::create_directory(&folder)
         .map_err(Error::system(format!("cannot use {}", folder.display())))?;
     let pid_file = folder.join("qemu.pid");
     let pid_text = pid_file.display().to_string();
