@@ -8,6 +8,7 @@
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
 //! - [`RateLimit`], [`StateLog`]: log lines that others cause at a rate they
 //!   choose.
+//! - [`output_within`]: another program's output, with a deadline.
 //!
 //! Started by hand, a daemon gets nothing and tells nobody; all of this then does
 //! nothing.
@@ -15,11 +16,13 @@
 #![forbid(unsafe_code)]
 
 mod activation;
+mod command;
 mod group;
 mod rate_limit;
 mod readiness;
 
 pub use activation::{Activated, ActivationError, Endpoint, Kind};
+pub use command::{OutputError, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{ready, status, stopping};

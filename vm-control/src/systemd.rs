@@ -1,13 +1,18 @@
 //! The backend as a unit, where this host is run by systemd and has it.
 
-use std::{path::Path, process::Command};
+use std::{path::Path, process::Command, time::Duration};
+
+use farside_service::{OutputError, output_within};
 
 use crate::{Error, places::from_env};
 
 const TEMPLATE: &str = "farside@.service";
 
+/// More than systemd gives the unit to start (90 s) and to stop (TimeoutStopSec).
+const JOB: Duration = Duration::from_secs(120);
+
 /// Whether backends are to be run by systemd: it runs this host, we may command
-/// it, farside's folders are those of the unit, and the unit is installed.
+/// it, farside's directories are those of the unit, and the unit is installed.
 pub(crate) fn has_unit() -> bool {
     let moved = ["RUNTIME", "CONFIG", "STATE"]
         .iter()
@@ -47,10 +52,15 @@ fn unit(vm: &str) -> String {
 }
 
 fn run(args: &[&str]) -> Result<(), Error> {
-    let output = Command::new("systemctl")
-        .args(args)
-        .output()
-        .map_err(Error::system("cannot run systemctl"))?;
+    let mut command = Command::new("systemctl");
+    let output = output_within(command.args(args), JOB).map_err(|error| match error {
+        OutputError::Run(source) => Error::system("cannot run systemctl")(source),
+        OutputError::Late(limit) => Error::Late {
+            what: format!("systemctl {} has not ended", args.join(" ")),
+            limit,
+            advice: "see what systemd waits for with `systemctl list-jobs`".to_owned(),
+        },
+    })?;
     match output.status.success() {
         true => Ok(()),
         false => Err(Error::Systemd {

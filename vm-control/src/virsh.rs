@@ -1,10 +1,12 @@
 //! libvirt, by its own tool.
 
 use std::{
+    path::Path,
     process::Command,
     time::{Duration, Instant},
 };
 
+use farside_service::{OutputError, output_within};
 use serde_json::Value;
 
 use crate::{Error, places, qemu::PRESS_AGAIN};
@@ -12,6 +14,13 @@ use crate::{Error, places, qemu::PRESS_AGAIN};
 /// libvirt tells of the end of a domain only to who stays connected: `virsh`
 /// is asked so often.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// For libvirt's answer to what takes a QEMU that lives no time, device_add and
+/// bus-master enable included.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// For a start: QEMU zeroes huge pages and preallocated RAM before libvirt answers.
+const START: Duration = Duration::from_secs(600);
 
 /// Runs QEMU's monitor command `line`, and returns QEMU's answer.
 pub(crate) fn monitor_command(domain: &str, line: &Value) -> Result<Value, Error> {
@@ -30,7 +39,7 @@ pub(crate) fn is_running(domain: &str) -> Result<bool, Error> {
 }
 
 pub(crate) fn start(domain: &str) -> Result<(), Error> {
-    run(&["start", "--domain", domain]).map(drop)
+    run_within(&places::virsh(), &["start", "--domain", domain], START).map(drop)
 }
 
 /// Presses the power button, again and again, as a guest that still boots does not hear
@@ -71,17 +80,25 @@ fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
 
 /// Runs a command of `virsh`, in English. Returns what it printed, trimmed.
 pub fn run(args: &[&str]) -> Result<String, Error> {
-    let program = places::virsh();
-    let output = Command::new(&program)
-        .arg("--quiet")
-        .args(args)
-        // Its words are looked at.
-        .env("LC_ALL", "C")
-        .output()
-        .map_err(Error::system(format!(
+    run_within(&places::virsh(), args, ANSWER)
+}
+
+fn run_within(program: &Path, args: &[&str], limit: Duration) -> Result<String, Error> {
+    let mut command = Command::new(program);
+    // Its words are looked at.
+    command.arg("--quiet").args(args).env("LC_ALL", "C");
+    let output = output_within(&mut command, limit).map_err(|error| match error {
+        OutputError::Run(source) => Error::system(format!(
             "cannot run {} (package libvirt-clients; or name it in FARSIDE_VIRSH)",
             program.display()
-        )))?;
+        ))(source),
+        OutputError::Late(limit) => Error::Late {
+            what: format!("virsh {} has not ended", args.join(" ")),
+            limit,
+            advice: "see whether libvirt answers `virsh list`, and restart its daemon if not; the VMs go on meanwhile"
+                .to_owned(),
+        },
+    })?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned());
     }
@@ -93,4 +110,25 @@ pub fn run(args: &[&str]) -> Result<String, Error> {
             .trim_start_matches("error: ")
             .replace("\nerror: ", ": "),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use super::*;
+
+    #[test]
+    fn a_libvirt_that_hangs_is_named_after_the_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let hangs = directory.path().join("virsh");
+        fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+        fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = run_within(&hangs, &["destroy", "--domain", "web"], limit).unwrap_err();
+        let said = error.to_string();
+        for part in ["virsh destroy --domain web", "50ms", "virsh list"] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+    }
 }

@@ -4,11 +4,13 @@ use std::{
     collections::BTreeSet,
     fs::{self, OpenOptions},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
+    time::Duration,
 };
 
 use farside_error_chain::Chain;
 use farside_qemu_configs::{Accel, HugePages, QemuBinary};
+use farside_service::output_within;
 use farside_vm_config::{Manager, VmConfig};
 use farside_vm_control::Monitor;
 use serde::{Deserialize, Serialize};
@@ -20,6 +22,9 @@ use crate::{
     live::GREETING,
     local::{config_of, requirements::qemu_of},
 };
+
+/// For QEMU's list of machines.
+const ANSWER: Duration = Duration::from_secs(60);
 
 /// A host, as a VM that runs or would run on it finds it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -193,10 +198,13 @@ fn machine_of(config: &VmConfig) -> String {
 }
 
 fn machine_help(program: &Path) -> Result<String> {
-    let asked = Command::new(program)
-        .args(["-machine", "help"])
-        .stdin(Stdio::null())
-        .output()?;
+    let mut command = Command::new(program);
+    let asked = output_within(command.args(["-machine", "help"]), ANSWER).map_err(|error| {
+        Error::new(
+            ErrorKind::Host,
+            format!("{} -machine help: {}", program.display(), Chain(&error)),
+        )
+    })?;
     match asked.status.success() {
         true => Ok(String::from_utf8_lossy(&asked.stdout).into_owned()),
         false => Err(Error::new(

@@ -1,0 +1,117 @@
+//! Programs that are asked something, and have a deadline.
+
+use std::{
+    io::{self, Read},
+    os::unix::process::CommandExt,
+    process::{Child, Command, Output, Stdio},
+    sync::mpsc::{Receiver, channel},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
+};
+
+/// Longest output that is read, bytes. QEMU lists its devices in some 30 KB.
+const MAX_OUTPUT: u64 = 4 << 20;
+
+/// Why a program's output is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum OutputError {
+    /// It cannot be run.
+    #[error("it cannot be run")]
+    Run(#[source] io::Error),
+    /// It was killed, with the children that it had not put elsewhere.
+    #[error("it did not answer within {0:?}")]
+    Late(Duration),
+}
+
+/// Runs `command` without input, in a process group of its own, and returns what it
+/// wrote. Kills the group once `limit` is over.
+///
+/// # Errors
+/// [`OutputError`]; that the program fails is none, see [`Output::status`].
+pub fn output_within(command: &mut Command, limit: Duration) -> Result<Output, OutputError> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .map_err(OutputError::Run)?;
+    let written = read_until_end(&mut child, Instant::now() + limit);
+    if written.is_none() {
+        // It fails only where nothing is left to kill.
+        let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+    }
+    let status = child.wait().map_err(OutputError::Run)?;
+    let [stdout, stderr] = written.ok_or(OutputError::Late(limit))?;
+    Ok(Output {
+        status,
+        stdout,
+        stderr,
+    })
+}
+
+/// What it writes to its standard output and error, if it ends in time.
+fn read_until_end(child: &mut Child, deadline: Instant) -> Option<[Vec<u8>; 2]> {
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let stdout = reader(child.stdout.take()?);
+    let stderr = reader(child.stderr.take()?);
+    let written = [
+        stdout.recv_timeout(left()).ok()?,
+        stderr.recv_timeout(left()).ok()?,
+    ];
+    let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).ok()?;
+    let limit = Timespec::try_from(left()).ok()?;
+    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+    let ended = poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready != 0);
+    ended.then_some(written)
+}
+
+fn reader(stream: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
+    let (send, receive) = channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = stream.take(MAX_OUTPUT).read_to_end(&mut bytes);
+        // After the deadline nobody receives.
+        let _ = send.send(bytes);
+    });
+    receive
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sh(script: &str, limit: Duration) -> Result<Output, OutputError> {
+        output_within(Command::new("/bin/sh").args(["-c", script]), limit)
+    }
+
+    #[test]
+    fn output_comes_with_the_status() {
+        let output = sh("echo yes; echo no >&2; exit 3", Duration::from_secs(60)).unwrap();
+        assert_eq!(output.stdout, b"yes\n");
+        assert_eq!(output.stderr, b"no\n");
+        assert_eq!(output.status.code(), Some(3));
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_killed_with_its_children() {
+        let limit = Duration::from_millis(50);
+        let began = Instant::now();
+        // Its child has the pipes, too; and one that has closed them.
+        for script in ["sleep 1000 & wait", "exec >&- 2>&-; sleep 1000"] {
+            let error = sh(script, limit).unwrap_err();
+            assert!(matches!(error, OutputError::Late(_)), "{script}: {error}");
+        }
+        assert!(began.elapsed() < Duration::from_secs(500));
+    }
+
+    #[test]
+    fn a_program_that_is_missing_cannot_be_run() {
+        let error = output_within(&mut Command::new("/no/such"), Duration::from_secs(1));
+        assert!(matches!(error, Err(OutputError::Run(_))), "{error:?}");
+    }
+}
