@@ -9,13 +9,18 @@ mod crates;
 mod docs;
 mod sources;
 
-use std::{collections::BTreeMap, fmt, fs, process::ExitCode};
+use std::{
+    collections::BTreeMap,
+    fmt, fs, io,
+    path::Path,
+    process::{Command, ExitCode},
+};
 
 use anyhow::{Context, Result, ensure};
 
 use crate::cargo;
 
-/// The tracked text files of a checkout.
+/// The text files of a checkout.
 struct Tree(BTreeMap<String, String>);
 
 /// A violation.
@@ -62,22 +67,10 @@ pub(crate) fn run() -> Result<ExitCode> {
 impl Tree {
     fn read() -> Result<Self> {
         let root = cargo::workspace();
-        let output = std::process::Command::new("git")
-            .args(["ls-files", "-z"])
-            .current_dir(&root)
-            .output()
-            .context("running git")?;
-        ensure!(
-            output.status.success(),
-            "git ls-files failed: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-        let names = String::from_utf8(output.stdout).context("names of tracked files")?;
-        let names = names.split_terminator('\0');
         // A file that is deleted and not yet committed, or no text, is skipped.
-        let files = names.filter_map(|name| {
-            let text = fs::read_to_string(root.join(name)).ok()?;
-            Some((name.to_owned(), text))
+        let files = names(&root)?.into_iter().filter_map(|name| {
+            let text = fs::read_to_string(root.join(&name)).ok()?;
+            Some((name, text))
         });
         Ok(Self(files.collect()))
     }
@@ -99,6 +92,51 @@ impl Tree {
         let mut from = self.0.range(path.to_owned()..);
         path.is_empty() || from.any(|(name, _)| name == path || name.starts_with(&below))
     }
+}
+
+/// The files that git tracks below `root`; of a source archive, or where there is no
+/// git, all that are there.
+fn names(root: &Path) -> Result<Vec<String>> {
+    if !root.join(".git").exists() {
+        return walk(root);
+    }
+    let mut git = Command::new("git");
+    match git.args(["ls-files", "-z"]).current_dir(root).output() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => walk(root),
+        Err(error) => Err(error).context("running git"),
+        Ok(output) => {
+            ensure!(
+                output.status.success(),
+                "git ls-files failed: {}",
+                String::from_utf8_lossy(&output.stderr).trim()
+            );
+            let names = String::from_utf8(output.stdout).context("names of tracked files")?;
+            Ok(names.split_terminator('\0').map(str::to_owned).collect())
+        }
+    }
+}
+
+/// The files below `root`, apart from cargo's output and git's own.
+fn walk(root: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        let entries = fs::read_dir(&directory)
+            .with_context(|| format!("cannot list {}", directory.display()))?;
+        for entry in entries {
+            let entry = entry?;
+            let path = entry.path();
+            let name = entry.file_name();
+            if entry.file_type()?.is_dir() {
+                if name != "target" && name != ".git" {
+                    directories.push(path);
+                }
+            } else if let Some(path) = path.strip_prefix(root)?.to_str() {
+                files.push(path.to_owned());
+            }
+        }
+    }
+    Ok(files)
 }
 
 impl Problem {
