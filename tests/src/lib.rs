@@ -7,6 +7,7 @@
 //! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
 //! - [`DmaTester`]: drives the DMA test device from inside a guest.
 //! - [`told`]: a test that fails shows what was said meanwhile;
+//! - [`trial`]: a test that says how long it took, and has a limit;
 //! - [`two_hosts`]: two hosts between which a VM can move.
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
@@ -36,7 +37,7 @@ pub use guest::{Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Fault, Lent, Status};
-pub use told::told;
+pub use told::{Weight, told, trial};
 
 use std::time::Duration;
 

@@ -1,8 +1,12 @@
-//! A failed test tells what was said on its stage.
+//! A test tells how long it took, and when it fails what was said on its stage.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::mpsc::{RecvTimeoutError, channel},
+    time::{Duration, Instant},
+};
 
-use libtest_mimic::Failed;
+use libtest_mimic::{Completion, Failed, Trial};
 
 /// Runs a test; when it fails or panics, `story` is shown with the reason.
 pub fn told<T>(
@@ -19,4 +23,50 @@ pub fn told<T>(
             .unwrap_or_else(|| "a panic without words".to_owned()),
     };
     Err(format!("{what}\n{}", story()).into())
+}
+
+/// What a test runs, and so how long it may take on a host that is busy with more.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight {
+    /// Guests: 15 minutes.
+    Guests,
+    /// Hosts in VMs, or many guests: an hour.
+    Hosts,
+}
+
+impl Weight {
+    fn limit(self) -> Duration {
+        Duration::from_secs(
+            60 * match self {
+                Self::Guests => 15,
+                Self::Hosts => 60,
+            },
+        )
+    }
+}
+
+/// A test that prints how long it took: `cargo xtask test` lists the slowest. When it takes
+/// longer than its weight allows, all tests of this binary end.
+pub fn trial(
+    name: &str,
+    weight: Weight,
+    test: impl FnOnce() -> Result<Completion, Failed> + Send + 'static,
+) -> Trial {
+    let watched = name.to_owned();
+    Trial::ignorable_test(name, move || {
+        let began = Instant::now();
+        let (ended, end) = channel::<()>();
+        let name = watched.clone();
+        let limit = weight.limit();
+        std::thread::spawn(move || {
+            if end.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{name}: has not ended within {limit:?}");
+                std::process::exit(101);
+            }
+        });
+        let result = test();
+        drop(ended);
+        println!("took: {watched}: {:.1}s", began.elapsed().as_secs_f64());
+        result
+    })
 }

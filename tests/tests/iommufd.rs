@@ -4,16 +4,16 @@
 
 use anyhow::{Result, ensure};
 use farside_tests::{
-    Cluster,
+    Cluster, Weight,
     hosts::{self, Programs, Set},
-    testbed,
+    testbed, trial,
 };
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 fn main() {
     env_logger::init();
     let name = "a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd";
-    let trial = Trial::ignorable_test(name, run);
+    let trial = trial(name, Weight::Hosts, run);
     libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit();
 }
 

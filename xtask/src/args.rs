@@ -51,11 +51,12 @@ pub(crate) struct Demo {
     pub(crate) memory: u64,
 }
 
-/// Prepares the test bed, builds the product and runs `cargo test --workspace`. At the
-/// end lists the tests that were not run, with the reasons.
+/// Prepares the test bed, builds the product and runs the workspace's tests: those that
+/// boot VMs one binary after the other, beside all others. At the end lists the slowest
+/// tests, and those that were not run, with the reasons.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Test {
-    /// More arguments for `cargo test`, such as names of tests.
+    /// Arguments as for `cargo test`, such as names of tests; all tests without them.
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,

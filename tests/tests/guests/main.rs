@@ -21,8 +21,8 @@ mod sharing;
 mod start;
 mod viommu;
 
-use farside_tests::{Cluster, told};
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use farside_tests::{Cluster, Weight, told, trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 /// What a test is: it passes, fails, or says why it cannot be run here.
 type Test = fn(&Cluster) -> anyhow::Result<Completion>;
@@ -91,9 +91,10 @@ fn main() {
     ]
     .map(|(name, test)| {
         let heavy = name.starts_with("crowd::");
+        let weight = if heavy { Weight::Hosts } else { Weight::Guests };
         // libtest-mimic prints no reason for a trial with this flag: it is set only
         // where the trial is run.
-        Trial::ignorable_test(name, move || match heavy && !with_heavy {
+        trial(name, weight, move || match heavy && !with_heavy {
             true => Ok(Completion::ignored_with(HEAVY)),
             false => run(test),
         })

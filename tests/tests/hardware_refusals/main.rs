@@ -22,7 +22,8 @@ use std::{
 };
 
 use anyhow::{Result, anyhow};
-use libtest_mimic::{Arguments, Failed, Trial};
+use farside_tests::{Weight, trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 use host::Host;
 use stage::Stage;
@@ -67,10 +68,10 @@ fn main() {
     ];
     let alone = alone
         .into_iter()
-        .map(|(name, test)| Trial::test(name, move || run(test)));
+        .map(|(name, test)| trial(name, Weight::Hosts, move || run(test)));
     let shared = shared.into_iter().map(|(name, test)| {
         let stage = Arc::clone(&stage);
-        Trial::test(name, move || run(|| on(&stage, test)))
+        trial(name, Weight::Hosts, move || run(|| on(&stage, test)))
     });
     let conclusion = libtest_mimic::run(&args, alone.chain(shared).collect());
     if let Some(stage) = lock(&stage).take()
@@ -104,9 +105,10 @@ fn lock(stage: &Mutex<Option<Stage>>) -> std::sync::MutexGuard<'_, Option<Stage>
     stage.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn run(test: impl FnOnce() -> Result<()>) -> Result<(), Failed> {
+fn run(test: impl FnOnce() -> Result<()>) -> Result<Completion, Failed> {
     match catch_unwind(AssertUnwindSafe(test)) {
-        Ok(result) => result.map_err(|error| format!("{error:#}").into()),
+        Ok(Ok(())) => Ok(Completion::Completed),
+        Ok(Err(error)) => Err(format!("{error:#}").into()),
         Err(_) => Err("a panic".into()),
     }
 }

@@ -4,11 +4,11 @@
 
 use anyhow::ensure;
 use farside_tests::{
-    Cluster,
+    Cluster, Weight,
     hosts::{self, Programs, Set},
-    testbed, told,
+    testbed, told, trial,
 };
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 type Test = fn(&Set<'_>) -> anyhow::Result<()>;
 
@@ -31,7 +31,11 @@ fn main() {
             two_guests_use_a_virtual_function_each_of_one_adapter,
         ),
     ];
-    let trials = tests.map(|(name, test)| Trial::test(name, move || run(test)));
+    let trials = tests.map(|(name, test)| {
+        trial(name, Weight::Hosts, move || {
+            run(test).map(|()| Completion::Completed)
+        })
+    });
     libtest_mimic::run(&args, trials.into()).exit();
 }
 

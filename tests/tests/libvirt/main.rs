@@ -19,8 +19,8 @@ mod state;
 mod users;
 
 use farside_testbed::DebianRoot;
-use farside_tests::{Cluster, told, two_hosts};
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use farside_tests::{Cluster, Weight, told, trial, two_hosts};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 use hosts::Hosts;
 use stage::{AS_DEFAULT_USER, AS_ROOT, Stage};
@@ -60,7 +60,7 @@ fn main() {
         refusals::the_hook_leaves_other_domains_alone on AS_ROOT,
         refusals::the_hook_says_what_is_wrong_with_a_domain_of_ours on AS_ROOT,
     ]
-    .map(|(name, test, conf)| Trial::ignorable_test(name, move || run(test, conf)));
+    .map(|(name, test, conf)| trial(name, Weight::Guests, move || run(test, conf)));
     let moves = [
         (
             "moves::a_domain_moves_to_another_host_and_back_with_its_drive",
@@ -71,7 +71,7 @@ fn main() {
             moves::a_domain_has_one_home_whatever_command_of_virsh_was_the_last,
         ),
     ]
-    .map(|(name, test)| Trial::ignorable_test(name, move || run_on_two(test)));
+    .map(|(name, test)| trial(name, Weight::Guests, move || run_on_two(test)));
     let trials = trials.into_iter().chain(moves).collect();
     libtest_mimic::run(&args, trials).exit();
 }

@@ -14,10 +14,10 @@ use std::{fs, path::Path};
 use anyhow::{Context, Result, ensure};
 use farside_testbed::{Vm, VmBuilder};
 use farside_tests::{
-    BOOT, MIB, SHORT,
+    BOOT, MIB, SHORT, Weight, trial,
     two_hosts::{Stage, play},
 };
-use libtest_mimic::{Arguments, Completion, Trial};
+use libtest_mimic::{Arguments, Completion};
 
 type Make = fn() -> Result<Stage>;
 type Test = fn(&Stage) -> Result<Completion>;
@@ -49,7 +49,7 @@ fn main() {
         troubles::a_transfer_goes_on_without_the_command_that_began_it on usual,
         checks::what_would_stop_a_migration_is_told_before on deaf,
     ]
-    .map(|(name, make, test)| Trial::ignorable_test(name, move || play(make, test)));
+    .map(|(name, make, test)| trial(name, Weight::Guests, move || play(make, test)));
     libtest_mimic::run(&args, trials.into()).exit();
 }
 

@@ -9,10 +9,10 @@ mod kills;
 mod moves;
 
 use farside_tests::{
-    SHORT,
+    SHORT, Weight, trial,
     two_hosts::{self as stage, Stage, play},
 };
-use libtest_mimic::{Arguments, Completion, Trial};
+use libtest_mimic::{Arguments, Completion};
 
 type Test = fn(&Stage) -> anyhow::Result<Completion>;
 
@@ -39,6 +39,6 @@ fn main() {
         attacks::a_full_disk_stops_it_and_room_lets_it_go_on,
         kills::a_migration_survives_the_death_of_anything,
     ]
-    .map(|(name, test)| Trial::ignorable_test(name, move || play(Stage::new, test)));
+    .map(|(name, test)| trial(name, Weight::Hosts, move || play(Stage::new, test)));
     libtest_mimic::run(&args, trials.into()).exit();
 }

@@ -15,7 +15,8 @@ mod machine;
 mod stage;
 
 use farside_testbed::DebianRoot;
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use farside_tests::{Weight, trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 use stage::Stage;
 
@@ -37,7 +38,7 @@ fn main() {
             booted::systemd_starts_restarts_and_ends_lender_and_backend,
         ),
     ];
-    let trials = tests.map(|(name, test)| Trial::ignorable_test(name, move || run(test)));
+    let trials = tests.map(|(name, test)| trial(name, Weight::Hosts, move || run(test)));
     libtest_mimic::run(&args, trials.into()).exit();
 }
 

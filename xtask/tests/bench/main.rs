@@ -9,7 +9,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use farside_bench::{METRICS, Results, Spread, job::JOBS};
-use libtest_mimic::{Arguments, Trial};
+use farside_tests::{Weight, trial};
+use libtest_mimic::{Arguments, Completion};
 
 fn main() {
     env_logger::init();
@@ -17,8 +18,9 @@ fn main() {
     // Emulated guests are heavy.
     args.test_threads.get_or_insert(2);
     let test = |name: &str, run: fn() -> Result<()>| {
-        Trial::test(name, move || {
-            run().map_err(|error| format!("{error:#}").into())
+        trial(name, Weight::Guests, move || {
+            let run = run().map(|()| Completion::Completed);
+            run.map_err(|error| format!("{error:#}").into())
         })
     };
     let trials = vec![

@@ -1,0 +1,200 @@
+//! Test binaries: building them, and what one is.
+
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::Request;
+use crate::{
+    cargo::{cargo, workspace},
+    child::die_with_us,
+};
+
+/// Packages whose tests boot VMs, or wait for them, and of which one runs at a time.
+const WITH_VMS: [&str; 3] = ["farside-tests", "farside-testbed", "xtask"];
+
+/// Something that runs tests.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Binary {
+    /// As reports have it: `guests`.
+    pub(super) name: String,
+    /// Where it is from: `tests/guests/main.rs`.
+    source: String,
+    program: Program,
+    /// Directory of its package.
+    package: PathBuf,
+    pub(super) has_vms: bool,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Program {
+    /// libtest's, at this path.
+    Libtest(PathBuf),
+    /// One with a `main` of its own.
+    Own(PathBuf),
+    /// Cargo, with a crate's examples.
+    Docs,
+}
+
+/// One of cargo's messages, as far as it matters here.
+#[derive(Deserialize)]
+struct Artifact {
+    target: Target,
+    profile: Profile,
+    executable: Option<PathBuf>,
+    manifest_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    src_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+/// A package's manifest, as far as it matters here.
+#[derive(Deserialize)]
+struct Manifest {
+    package: Package,
+    #[serde(default)]
+    test: Vec<TestTarget>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct TestTarget {
+    name: String,
+    #[serde(default = "yes")]
+    harness: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Builds the tests; cargo shows its progress. None if they don't compile.
+pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
+    let mut command = cargo();
+    command
+        .args(["test", "--no-run"])
+        .args(["--message-format", "json-render-diagnostics"])
+        .args(&request.selection)
+        .stdout(Stdio::piped());
+    die_with_us(&mut command);
+    let output = command
+        .spawn()
+        .and_then(std::process::Child::wait_with_output)
+        .context("running cargo test --no-run")?;
+    if !output.status.success() {
+        return Ok(None);
+    }
+    let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
+    let mut binaries = Vec::new();
+    for line in messages.lines() {
+        // Others have no executable.
+        if let Ok(artifact) = serde_json::from_str::<Artifact>(line)
+            && artifact.profile.test
+            && let Some(path) = artifact.executable
+        {
+            binaries.push(Binary::read(
+                &artifact.target,
+                path,
+                &artifact.manifest_path,
+            )?);
+        }
+    }
+    ensure!(
+        !binaries.is_empty() || request.docs,
+        "cargo built no test binary for {:?}",
+        request.selection
+    );
+    binaries.sort_by(|a, b| (&a.package, &a.source).cmp(&(&b.package, &b.source)));
+    if request.docs {
+        binaries.push(Binary {
+            name: "examples of the documentation".to_owned(),
+            source: "cargo test --doc".to_owned(),
+            program: Program::Docs,
+            package: workspace(),
+            has_vms: false,
+        });
+    }
+    Ok(Some(binaries))
+}
+
+impl Binary {
+    fn read(target: &Target, path: PathBuf, manifest: &Path) -> Result<Self> {
+        let about = || format!("cannot read {}", manifest.display());
+        let text = fs::read_to_string(manifest).with_context(about)?;
+        let read: Manifest = toml::from_str(&text).with_context(about)?;
+        let package = manifest.parent().with_context(about)?;
+        let source = target.src_path.strip_prefix(package);
+        let own = |test: &TestTarget| test.name == target.name && !test.harness;
+        Ok(Self {
+            name: target.name.clone(),
+            source: source.unwrap_or(&target.src_path).display().to_string(),
+            program: match read.test.iter().any(own) {
+                true => Program::Own(path),
+                false => Program::Libtest(path),
+            },
+            has_vms: WITH_VMS.contains(&&*read.package.name),
+            package: package.to_owned(),
+        })
+    }
+
+    /// The line that stands above its output; cargo's, which others read, too.
+    pub(super) fn title(&self) -> String {
+        match &self.program {
+            Program::Libtest(path) | Program::Own(path) => {
+                format!("     Running {} ({})", self.source, path.display())
+            }
+            Program::Docs => "   Doc-tests of all crates".to_owned(),
+        }
+    }
+
+    /// What runs it as cargo would.
+    pub(super) fn command(&self, request: &Request, product: &Path) -> Command {
+        let mut command = match &self.program {
+            Program::Docs => {
+                let mut command = cargo();
+                command.args(["test", "--doc", "--no-fail-fast"]);
+                command.args(&request.selection).arg("--");
+                command
+            }
+            Program::Own(path) => Command::new(path),
+            Program::Libtest(path) => {
+                let mut command = Command::new(path);
+                // Stable libtest has times, and shows them to who insists.
+                command.env("RUSTC_BOOTSTRAP", "1");
+                command.args(["-Zunstable-options", "--report-time"]);
+                command
+            }
+        };
+        command
+            .args(&request.harness)
+            .current_dir(&self.package)
+            .env("CARGO_MANIFEST_DIR", &self.package)
+            .env("CARGO", cargo_program())
+            .env("FARSIDE_BIN", product)
+            .stdin(Stdio::null());
+        die_with_us(&mut command);
+        command
+    }
+}
+
+fn cargo_program() -> OsString {
+    cargo().get_program().to_owned()
+}

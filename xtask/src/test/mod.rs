@@ -1,0 +1,245 @@
+//! `cargo xtask test`: every test, and at the end the slowest, and those that were not
+//! run.
+//!
+//! Cargo builds the tests ([`binaries`]) and runs one binary after the other. Here those
+//! that boot VMs, and wait for them, run one after the other beside all others.
+
+mod binaries;
+mod output;
+mod report;
+
+use std::{
+    io::{Write, pipe, stdout},
+    path::Path,
+    process::ExitCode,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use farside_testbed::{Progress, Testbed};
+
+use crate::cargo::{Profile, build_product};
+use binaries::Binary;
+use report::Report;
+
+/// For all tests of a binary, on a host that is busy with more.
+const LIMIT: Duration = Duration::from_secs(45 * 60);
+
+/// Cargo's options whose value is the next argument.
+const WITH_VALUE: [&str; 12] = [
+    "-p",
+    "--package",
+    "--exclude",
+    "--bin",
+    "--test",
+    "--example",
+    "--bench",
+    "-F",
+    "--features",
+    "-j",
+    "--jobs",
+    "--target-dir",
+];
+
+/// What to run, as cargo's arguments say.
+#[derive(Debug, PartialEq, Eq)]
+struct Request {
+    /// Which tests cargo builds.
+    selection: Vec<String>,
+    /// The examples in documentation, too.
+    docs: bool,
+    /// For the test binaries.
+    harness: Vec<String>,
+    /// Go on after a failure.
+    no_fail_fast: bool,
+}
+
+impl Request {
+    fn read(args: &[String]) -> Self {
+        let (cargo, harness) = match args.iter().position(|arg| arg == "--") {
+            Some(at) => (&args[..at], &args[at + 1..]),
+            None => (args, &[][..]),
+        };
+        let mut request = Self {
+            selection: Vec::new(),
+            docs: true,
+            harness: harness.to_vec(),
+            no_fail_fast: false,
+        };
+        let mut all = true;
+        let mut cargo = cargo.iter().cloned();
+        while let Some(arg) = cargo.next() {
+            match &*arg {
+                "--no-fail-fast" => {
+                    request.no_fail_fast = true;
+                    continue;
+                }
+                "-p" | "--package" => all = false,
+                "--lib" | "--bins" | "--tests" | "--examples" | "--benches" | "--all-targets" => {
+                    request.docs = false;
+                }
+                "--bin" | "--test" | "--example" | "--bench" => request.docs = false,
+                // Part of a test's name.
+                name if !name.starts_with('-') => {
+                    request.harness.insert(0, arg);
+                    continue;
+                }
+                _ => {}
+            }
+            let value = WITH_VALUE.contains(&&*arg).then(|| cargo.next()).flatten();
+            request.selection.push(arg);
+            request.selection.extend(value);
+        }
+        if all {
+            request.selection.insert(0, "--workspace".to_owned());
+        }
+        request
+    }
+}
+
+/// Runs tests, all unless `args` selects some as cargo's would.
+pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
+    let request = Request::read(args);
+    let testbed = Testbed::prepare(&Progress::auto())?;
+    eprintln!(
+        "Test bed: {}, {:?}",
+        testbed.qemu_version(),
+        testbed.accel()
+    );
+    let product = build_product(Profile::Dev)?;
+    let Some(binaries) = binaries::build(&request)? else {
+        return Ok(ExitCode::FAILURE);
+    };
+    let began = Instant::now();
+    let (with_vms, others): (Vec<_>, Vec<_>) =
+        binaries.into_iter().partition(|binary| binary.has_vms);
+    let beside = match with_vms.is_empty() {
+        true => Show::AtOnce,
+        false => Show::AtItsEnd,
+    };
+    let run = Run {
+        request: &request,
+        product: &product,
+        report: Mutex::default(),
+    };
+    // The kernel ends the tests with the thread that started them.
+    std::thread::scope(|scope| {
+        let others = scope.spawn(|| run.all(others, beside));
+        let shown = run.all(with_vms, Show::AtOnce);
+        others
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            .and(shown)
+    })?;
+    let report = run.report();
+    println!("\n{report}in {:.0} s", began.elapsed().as_secs_f64());
+    if report.is_failed() && !request.no_fail_fast {
+        println!("What would have been run after that is not listed; --no-fail-fast goes on.");
+    }
+    Ok(match report.is_failed() {
+        true => ExitCode::FAILURE,
+        false => ExitCode::SUCCESS,
+    })
+}
+
+/// When a binary's output is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Show {
+    /// Line by line.
+    AtOnce,
+    /// In one piece, so that it does not mix with another's.
+    AtItsEnd,
+}
+
+struct Run<'a> {
+    request: &'a Request,
+    product: &'a Path,
+    report: Mutex<Report>,
+}
+
+impl Run<'_> {
+    /// Runs binaries one after the other.
+    fn all(&self, binaries: Vec<Binary>, show: Show) -> Result<()> {
+        for binary in binaries {
+            if self.report().is_failed() && !self.request.no_fail_fast {
+                break;
+            }
+            self.one(&binary, show)
+                .with_context(|| format!("running the tests of {}", binary.name))?;
+        }
+        Ok(())
+    }
+
+    fn one(&self, binary: &Binary, show: Show) -> Result<()> {
+        // One pipe, as a terminal would have it.
+        let (output, input) = pipe().context("a pipe for a test's output")?;
+        let mut command = binary.command(self.request, self.product);
+        command
+            .stdout(input.try_clone().context("a pipe for a test's output")?)
+            .stderr(input);
+        let mut child = command.spawn().context("starting it")?;
+        // It has the pipe's other end, too.
+        drop(command);
+        self.report().begin();
+        let mut block = Vec::new();
+        let mut say = |line: &[u8], flush: bool| -> Result<()> {
+            block.extend_from_slice(line);
+            block.push(b'\n');
+            if flush || show == Show::AtOnce {
+                let mut stdout = stdout().lock();
+                stdout
+                    .write_all(&block)
+                    .and_then(|()| stdout.flush())
+                    .context("writing to standard output")?;
+                block.clear();
+            }
+            Ok(())
+        };
+        say(binary.title().as_bytes(), false)?;
+        let late = output::read_lines(output, &child, LIMIT, |line| {
+            self.report()
+                .read(&binary.name, &String::from_utf8_lossy(line));
+            say(line, false)
+        })?;
+        let status = child.wait().context("waiting for it")?;
+        if late {
+            self.report()
+                .fail(&binary.name, &format!("killed after {LIMIT:?}"));
+        } else if !status.success() {
+            self.report().fail(&binary.name, &status.to_string());
+        }
+        say(b"", true)
+    }
+
+    fn report(&self) -> MutexGuard<'_, Report> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(args: &str) -> Request {
+        let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+        Request::read(&args)
+    }
+
+    #[test]
+    fn arguments_are_those_of_cargo_test() {
+        let all = request("--no-fail-fast");
+        assert_eq!(all.selection, ["--workspace"]);
+        assert!(all.docs && all.no_fail_fast && all.harness.is_empty());
+
+        let some = request("--test guests -- life:: --test-threads 1");
+        assert_eq!(some.selection, ["--workspace", "--test", "guests"]);
+        assert_eq!(some.harness, ["life::", "--test-threads", "1"]);
+        assert!(!some.docs && !some.no_fail_fast);
+
+        let package = request("-p farside-fabric pin");
+        assert_eq!(package.selection, ["-p", "farside-fabric"]);
+        assert_eq!(package.harness, ["pin"]);
+        assert!(package.docs);
+    }
+}

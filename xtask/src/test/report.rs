@@ -1,0 +1,254 @@
+//! What the output of test binaries says: tests that were not run, and times.
+
+use std::{collections::BTreeMap, fmt, time::Duration};
+
+use console::strip_ansi_codes;
+
+/// How many of the slowest tests are listed.
+const SLOWEST: usize = 20;
+
+/// The end of a run, from the lines that test binaries print.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    binaries: usize,
+    counts: BTreeMap<&'static str, usize>,
+    /// Tests that were not run, by the reason, each with its binary.
+    not_run: BTreeMap<String, Vec<String>>,
+    /// Of tests that were run, with the binary.
+    times: Vec<(Duration, String)>,
+    /// Binaries that did not end well, and how.
+    failed: Vec<String>,
+}
+
+impl Report {
+    pub(super) fn begin(&mut self) {
+        self.binaries += 1;
+    }
+
+    /// Reads a line of a binary's output, without its end.
+    pub(super) fn read(&mut self, binary: &str, line: &str) {
+        // With CARGO_TERM_COLOR=always and `-- --color=always`.
+        let line = strip_ansi_codes(line);
+        let line = line.trim();
+        if let Some((test, reason)) = ignored(line).or_else(|| skipped(line)) {
+            let tests = self.not_run.entry(reason.to_owned()).or_default();
+            tests.push(format!("{binary}: {test}"));
+        } else if let Some((test, time)) = timed(line) {
+            self.times.push((time, format!("{binary}: {test}")));
+        } else if let Some(counts) = line.strip_prefix("test result: ") {
+            for kind in ["passed", "failed", "ignored"] {
+                *self.counts.entry(kind).or_default() += count(counts, kind);
+            }
+        }
+    }
+
+    pub(super) fn fail(&mut self, binary: &str, how: &str) {
+        self.failed.push(format!("{binary}: {how}"));
+    }
+
+    pub(super) fn is_failed(&self) -> bool {
+        !self.failed.is_empty()
+    }
+}
+
+/// `test NAME ... ignored`, with a reason after a comma (libtest) or in parentheses
+/// (libtest-mimic).
+fn ignored(line: &str) -> Option<(&str, &str)> {
+    let (test, reason) = line.strip_prefix("test ")?.split_once(" ... ignored")?;
+    let reason = reason.strip_prefix(", ").or_else(|| {
+        reason
+            .strip_prefix(" (")
+            .map(|rest| rest.strip_suffix(')').unwrap_or(rest))
+    });
+    let reason = reason.map(|reason| match reason.rsplit_once(" <") {
+        Some((before, time)) if time.ends_with("s>") => before,
+        _ => reason,
+    });
+    Some((test.trim_end(), reason.unwrap_or("no reason given")))
+}
+
+/// `skipped: NAME: REASON`, of a test that finds out only while it runs. It may stand
+/// behind the name that libtest has begun a line with.
+fn skipped(line: &str) -> Option<(&str, &str)> {
+    let (before, rest) = line.split_once("skipped: ")?;
+    (before.is_empty() || before.starts_with("test ")).then_some(())?;
+    rest.split_once(": ")
+}
+
+/// `test NAME ... ok <0.123s>` (libtest), `took: NAME: 0.123s` (ours).
+fn timed(line: &str) -> Option<(&str, Duration)> {
+    let (test, time) = match line.split_once("took: ") {
+        Some((_, rest)) => rest.split_once(": ")?,
+        None => {
+            let (test, rest) = line.strip_prefix("test ")?.split_once(" ... ")?;
+            (test, rest.rsplit_once('<')?.1.strip_suffix('>')?)
+        }
+    };
+    let seconds: f64 = time.strip_suffix('s')?.parse().ok()?;
+    Some((test.trim_end(), Duration::try_from_secs_f64(seconds).ok()?))
+}
+
+/// The number before `kind` in `ok. 3 passed; 0 failed; …`.
+fn count(text: &str, kind: &str) -> usize {
+    let before = text.split(kind).next().unwrap_or_default();
+    let number = before.split_whitespace().next_back();
+    number.and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.binaries == 0 {
+            return writeln!(f, "Not run: no test binary was started");
+        }
+        let mut times: Vec<_> = self.times.iter().collect();
+        times.sort_by(|a, b| b.cmp(a));
+        times.truncate(SLOWEST);
+        if let Some((slowest, _)) = times.first()
+            && *slowest >= Duration::from_secs(1)
+        {
+            writeln!(f, "Slowest tests:")?;
+            for (time, test) in times {
+                writeln!(f, "{:8.1} s  {test}", time.as_secs_f64())?;
+            }
+            writeln!(f)?;
+        }
+        let not_run: usize = self.not_run.values().map(Vec::len).sum();
+        match not_run {
+            0 => writeln!(f, "Not run: none")?,
+            count => writeln!(f, "Not run: {count}")?,
+        }
+        for (reason, tests) in &self.not_run {
+            writeln!(f, "- {reason}")?;
+            for test in tests {
+                writeln!(f, "    {test}")?;
+            }
+        }
+        if !self.failed.is_empty() {
+            writeln!(f, "\nFailed:")?;
+            for failed in &self.failed {
+                writeln!(f, "    {failed}")?;
+            }
+        }
+        let of = |kind| self.counts.get(kind).copied().unwrap_or(0);
+        writeln!(
+            f,
+            "\n{} test binaries: {} passed, {} failed, {} ignored",
+            self.binaries,
+            of("passed"),
+            of("failed"),
+            of("ignored")
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What test binaries print, of both kinds.
+    const OUTPUT: [(&str, &str); 4] = [
+        (
+            "farside_fabric",
+            "\
+running 2 tests
+test pin::limits ... ignored, a measurement <0.000s>
+test pin::skipped_pages_are_counted ... ok <1.204s>
+test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 1.21s",
+        ),
+        (
+            "pin",
+            "\
+skipped: huge_pages: no hugetlbfs (ENOSYS (os error 38))
+test huge_pages ... ok <0.000s>
+test one_at_a_time ... skipped: one_at_a_time: no huge page is free
+ok <0.001s>",
+        ),
+        (
+            "libvirt",
+            "\
+test life::starts   ... ignored (needs root, or a user namespace: x: y (EPERM))
+test life::stops    ... ignored (needs root, or a user namespace: x: y (EPERM))
+took: life::fails: 12.5s
+test life::fails    ... FAILED
+test result: FAILED. 0 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out; finished in 13s",
+        ),
+        (
+            "examples",
+            "test vfio-user/src/lib.rs - (line 7) ... ignored",
+        ),
+    ];
+
+    fn read(output: &[(&str, &str)]) -> Report {
+        let mut report = Report::default();
+        for (binary, lines) in output {
+            report.begin();
+            lines.lines().for_each(|line| report.read(binary, line));
+        }
+        report
+    }
+
+    #[test]
+    fn the_end_has_the_slowest_tests_and_those_that_were_not_run() {
+        let mut report = read(&OUTPUT);
+        assert!(!report.is_failed());
+        report.fail("libvirt", "exit status: 101");
+        let expected = "\
+Slowest tests:
+    12.5 s  libvirt: life::fails
+     1.2 s  farside_fabric: pin::skipped_pages_are_counted
+     0.0 s  pin: huge_pages
+
+Not run: 6
+- a measurement
+    farside_fabric: pin::limits
+- needs root, or a user namespace: x: y (EPERM)
+    libvirt: life::starts
+    libvirt: life::stops
+- no huge page is free
+    pin: one_at_a_time
+- no hugetlbfs (ENOSYS (os error 38))
+    pin: huge_pages
+- no reason given
+    examples: vfio-user/src/lib.rs - (line 7)
+
+Failed:
+    libvirt: exit status: 101
+
+4 test binaries: 1 passed, 1 failed, 3 ignored
+";
+        assert_eq!(report.to_string(), expected);
+        assert!(report.is_failed());
+    }
+
+    #[test]
+    fn coloured_output_is_read_alike() {
+        let coloured = [
+            (
+                "farside_fabric",
+                "test pin::limits ... \x1b[33mignored, a measurement\x1b[m",
+            ),
+            (
+                "farside_vfio_user",
+                "test vfio-user/src/lib.rs - (line 7) ... \x1b[33mignored\x1b[0m",
+            ),
+        ];
+        let expected = "\
+Not run: 2
+- a measurement
+    farside_fabric: pin::limits
+- no reason given
+    farside_vfio_user: vfio-user/src/lib.rs - (line 7)
+
+2 test binaries: 0 passed, 0 failed, 0 ignored
+";
+        assert_eq!(read(&coloured).to_string(), expected);
+    }
+
+    #[test]
+    fn that_all_were_run_is_claimed_only_where_some_were() {
+        let all = read(&[("pin", "test a ... ok")]).to_string();
+        assert!(all.starts_with("Not run: none\n"), "{all}");
+        let none = Report::default().to_string();
+        assert_eq!(none, "Not run: no test binary was started\n");
+    }
+}
