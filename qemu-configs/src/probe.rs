@@ -1,11 +1,13 @@
 //! Whether a QEMU can use borrowed devices.
 
 use std::{
-    ffi::OsStr,
     fmt, io,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
+    time::Duration,
 };
+
+use farside_service::{OutputError, output_within};
 
 /// A version of QEMU. Micro releases make no difference to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -52,7 +54,7 @@ impl QemuBinary {
     /// devices.
     pub fn probe(path: impl AsRef<Path>) -> Result<Self, ProbeError> {
         let path = path.as_ref();
-        Self::probe_by(path, |args| ask(path, args))
+        Self::probe_by(path, |args| ask(path, args, ANSWER))
     }
 
     /// As [`QemuBinary::probe`], with answers that the caller gets: `ask` runs
@@ -108,6 +110,13 @@ pub enum ProbeError {
         #[source]
         source: io::Error,
     },
+    /// It was asked something, and killed.
+    #[error("{path:?} {question} has not ended within {limit:?}")]
+    Late {
+        path: PathBuf,
+        question: String,
+        limit: Duration,
+    },
     /// It ended with an error.
     #[error("{path:?} {question} failed ({status}): {said}")]
     Failed {
@@ -132,15 +141,22 @@ const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci
     on Debian 13 package qemu-system-x86 of trixie-backports, \
     elsewhere your distribution's or https://www.qemu.org/download/";
 
-fn ask(path: &Path, args: &[&str]) -> Result<String, ProbeError> {
-    let output = Command::new(path)
-        .args(args.iter().map(OsStr::new))
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| ProbeError::Run {
+/// For an answer; QEMU gives it before it makes a machine.
+const ANSWER: Duration = Duration::from_secs(60);
+
+fn ask(path: &Path, args: &[&str], limit: Duration) -> Result<String, ProbeError> {
+    let mut command = Command::new(path);
+    let output = output_within(command.args(args), limit).map_err(|error| match error {
+        OutputError::Run(source) => ProbeError::Run {
             path: path.to_owned(),
             source,
-        })?;
+        },
+        OutputError::Late(limit) => ProbeError::Late {
+            path: path.to_owned(),
+            question: args.join(" "),
+            limit,
+        },
+    })?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         return Err(ProbeError::Failed {
@@ -155,7 +171,23 @@ fn ask(path: &Path, args: &[&str]) -> Result<String, ProbeError> {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
     use super::*;
+
+    #[test]
+    fn a_qemu_that_hangs_is_named_after_the_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let hangs = directory.path().join("qemu");
+        fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+        fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).unwrap();
+        let error = ask(&hangs, &["--version"], Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(error, ProbeError::Late { .. }), "{error}");
+        assert!(
+            error.to_string().contains("--version has not ended"),
+            "{error}"
+        );
+    }
 
     #[test]
     fn reads_versions_of_releases_distributions_and_development() {

@@ -47,6 +47,9 @@ pub enum Error {
         path: PathBuf,
         limit: Duration,
     },
+    /// So many clients wait for the monitor that one more cannot connect.
+    #[error("QEMU of VM {vm} takes no more clients at {path}: close the others, or QEMU hangs", path = path.display())]
+    MonitorFull { vm: String, path: PathBuf },
     /// The monitor closed, or sent an invalid answer.
     #[error("lost the monitor of VM {vm}: {why}")]
     MonitorLost { vm: String, why: String },

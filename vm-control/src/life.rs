@@ -244,7 +244,9 @@ pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
         Manager::Qemu => match Monitor::connect(vm, Manager::Qemu, GREETING) {
             Ok(monitor) => qemu::stop(monitor, options.limit, options.force)?,
             Err(Error::NotRunning { .. }) => {}
-            Err(Error::MonitorSilent { .. }) if options.force => qemu::kill_silent(vm)?,
+            Err(Error::MonitorSilent { .. } | Error::MonitorFull { .. }) if options.force => {
+                qemu::kill_silent(vm)?;
+            }
             Err(error) => return Err(error),
         },
     }

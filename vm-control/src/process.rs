@@ -56,6 +56,29 @@ impl Process {
         Ok(same.then_some(process))
     }
 
+    /// The process that wrote its number into `file` and has it open still, as QEMU has
+    /// (`-pidfile`). None when there is none.
+    pub(crate) fn of_pid_file(file: &Path) -> io::Result<Option<Self>> {
+        let text = fs::read_to_string(file)?;
+        let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else {
+            return Ok(None);
+        };
+        let process = match Self::open(pid) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::SRCH) => return Ok(None),
+            process => process?,
+        };
+        // It has the file after its pidfd was made: no other process has its number.
+        let wanted = fs::metadata(file)?;
+        let is_it = |entry: io::Result<fs::DirEntry>| {
+            let open = fs::metadata(entry.ok()?.path()).ok()?;
+            Some((open.dev(), open.ino()) == (wanted.dev(), wanted.ino()))
+        };
+        let mut open = fs::read_dir(format!("/proc/{}/fd", process.pid()))?;
+        Ok(open
+            .any(|entry| is_it(entry) == Some(true))
+            .then_some(process))
+    }
+
     fn open(pid: Pid) -> io::Result<Self> {
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         Ok(Self { pid, pidfd })

@@ -6,8 +6,8 @@
 //! its devices are made.
 
 use std::{
-    fs,
-    path::PathBuf,
+    fs, io,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -16,6 +16,7 @@ use farside_qemu_configs::Vm;
 use farside_vm_config::Manager;
 use rustix::{
     fs::Mode,
+    io::Errno,
     process::{Signal, umask},
 };
 use serde_json::json;
@@ -52,7 +53,7 @@ pub(crate) fn start(
     let folder = paths::vm_dir(name);
     paths::create_directory(&folder)
         .map_err(Error::system(format!("cannot use {}", folder.display())))?;
-    let pid_file = folder.join("qemu.pid");
+    let pid_file = pid_file(name);
     let pid_text = pid_file.display().to_string();
     command_line.args.extend(["-pidfile".to_owned(), pid_text]);
     command_line.args.extend(extra.iter().cloned());
@@ -174,11 +175,88 @@ fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
 
 /// Ends a QEMU whose monitor is silent.
 pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
-    let path = paths::monitor_socket(vm);
-    let failed = || Error::system(format!("cannot end QEMU of VM {vm}"));
-    let stream = crate::monitor::socket::connect_by(&path, Instant::now() + GREETING)
-        .map_err(|errno| failed()(errno.into()))?;
-    let process = Process::of_peer(&stream).map_err(failed())?;
-    process.kill_listener(&stream).map_err(failed())?;
+    let process = kill_unanswering(&paths::monitor_socket(vm), &pid_file(vm), GREETING);
+    let process = process.map_err(Error::system(format!("cannot end QEMU of VM {vm}")))?;
     kill_late(vm, &process, true)
+}
+
+/// Kills the process that listens at `monitor`; where its backlog is full, the one that
+/// wrote `pid_file`.
+fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Result<Process> {
+    match crate::monitor::socket::connect_by(monitor, Instant::now() + limit) {
+        Ok(stream) => {
+            let process = Process::of_peer(&stream)?;
+            process.kill_listener(&stream)?;
+            Ok(process)
+        }
+        Err(Errno::AGAIN) => {
+            let process = Process::of_pid_file(pid_file)?.ok_or_else(|| {
+                io::Error::other(format!(
+                    "its monitor takes no more clients, and no process that `farside start` has \
+                     started has {} open: `fuser {}` as root finds it",
+                    pid_file.display(),
+                    monitor.display()
+                ))
+            })?;
+            process.signal(Signal::KILL)?;
+            Ok(process)
+        }
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Where a QEMU of `farside start` writes its number.
+fn pid_file(vm: &str) -> PathBuf {
+    paths::vm_dir(vm).join("qemu.pid")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::net::UnixListener,
+        process::{Child, Command},
+    };
+
+    use super::*;
+
+    /// A process that has the PID file open, and does nothing.
+    fn silent(pid_file: &Path) -> Child {
+        let script = format!(
+            "exec 9>{0}; echo $$ >&9; exec sleep 1000",
+            pid_file.display()
+        );
+        let child = Command::new("sh").args(["-c", &script]).spawn().unwrap();
+        let written = || fs::read_to_string(pid_file).is_ok_and(|text| text.ends_with('\n'));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !written() {
+            assert!(Instant::now() < deadline);
+            std::thread::yield_now();
+        }
+        child
+    }
+
+    #[test]
+    fn a_qemu_whose_monitor_takes_no_more_clients_is_killed() {
+        let directory = tempfile::tempdir().unwrap();
+        let (monitor, pid_file) = (directory.path().join("qmp"), directory.path().join("pid"));
+        let _listener = UnixListener::bind(&monitor).unwrap();
+        let short = Duration::from_millis(50);
+        let connect = || crate::monitor::socket::connect_by(&monitor, Instant::now() + short);
+        let waiting: Vec<_> = std::iter::from_fn(|| connect().ok()).collect();
+        assert!(!waiting.is_empty());
+
+        let mut child = silent(&pid_file);
+        let killed = kill_unanswering(&monitor, &pid_file, short).unwrap();
+        assert_eq!(killed.pid(), child.id());
+        assert!(!child.wait().unwrap().success());
+
+        // Another process has the number that stands there.
+        let own = std::process::id();
+        fs::write(&pid_file, format!("{own}\n")).unwrap();
+        let error = kill_unanswering(&monitor, &pid_file, short).unwrap_err();
+        assert!(
+            error.to_string().contains("takes no more clients"),
+            "{error}"
+        );
+    }
 }

@@ -68,12 +68,9 @@ impl Socket {
             }
             // Its backlog is full.
             Err(Errno::AGAIN) => {
-                return Err(Error::MonitorLost {
+                return Err(Error::MonitorFull {
                     vm: vm.to_owned(),
-                    why: format!(
-                        "{}: too many clients wait for it: close the others",
-                        path.display()
-                    ),
+                    path: path.to_owned(),
                 });
             }
             Err(errno) => return Err(failed("cannot connect")(errno.into())),
