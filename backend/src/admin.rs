@@ -47,6 +47,7 @@ pub(crate) struct AdminServer {
     done: mpsc::Receiver<Done>,
     outbox: mpsc::Sender<Done>,
     wakeup: Wakeup,
+    evictions: RateLimit,
 }
 
 /// Work that was done elsewhere.
@@ -81,6 +82,7 @@ impl AdminServer {
             done,
             outbox,
             wakeup: Wakeup::new()?,
+            evictions: RateLimit::new(),
         })
     }
 
@@ -95,7 +97,11 @@ impl AdminServer {
             if self.peers.len() >= MAX_PEERS
                 && let Some(at) = self.oldest_idle()
             {
-                log::info!("the control socket has {MAX_PEERS} clients: the first is let go");
+                if let Some(held_back) = self.evictions.allow() {
+                    log::info!(
+                        "control socket: {MAX_PEERS} clients are connected, closing the oldest idle one{held_back}"
+                    );
+                }
                 self.drop_peer(at, ops)?;
             }
             socket.set_nonblocking(true)?;
