@@ -49,6 +49,9 @@ pub(crate) struct Mapping {
     pub(crate) writable: bool,
 }
 
+/// Guest RAM comes in multiples of this.
+const RAM_UNIT: u64 = 1 << 20;
+
 impl Mapping {
     /// Whether a device can reach it.
     pub(crate) fn is_shared(&self) -> bool {
@@ -86,15 +89,16 @@ impl Mapping {
         !self.is_shared() && [LOW_MEMORY, HIGH_MEMORY].into_iter().any(is_ram_at)
     }
 
-    /// Whether it is as a memory BAR must be: a power of two in size, and
-    /// aligned to that (PCI Local Bus 3.0, 6.2.5.1), above 4 GiB. A VM without
-    /// RAM up there may have a BAR at its beginning.
+    /// Whether it is as a memory BAR above 4 GiB must be: a power of two in size, and
+    /// aligned to that (PCI Local Bus 3.0, 6.2.5.1), or the first part of one, which its
+    /// MSI-X table divides. A VM without RAM up there may have a BAR at its beginning.
     ///
     /// High RAM of such a size that is private, unlike the low RAM, is taken
     /// for a BAR: DMA to it faults.
     fn may_be_bar(&self) -> bool {
         let (start, len) = (self.range.start(), self.range.len());
-        start >= HIGH_MEMORY && len.is_power_of_two() && start.get().is_multiple_of(len)
+        let is_whole = len.is_power_of_two() && start.get().is_multiple_of(len);
+        start >= HIGH_MEMORY && (is_whole || len < RAM_UNIT)
     }
 }
 

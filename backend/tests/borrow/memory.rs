@@ -218,6 +218,12 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
     assert!(served.status()["last_error"].is_null());
+    // A BAR of another device at 4 GiB, whole and up to its MSI-X table, is not RAM.
+    for len in [16 * MIB, 0x3000] {
+        vmm.map(4 << 30, len, None).unwrap();
+        assert_open(&host, &served, DMA, SMALL, 1);
+        vmm.unmap(4 << 30, len).unwrap();
+    }
     // More of it, by hotplug; of no size that a BAR can have.
     vmm.map(4 << 30, 3 * MIB, None).unwrap_err();
     assert_closed(&host, &served, DMA, "leased");

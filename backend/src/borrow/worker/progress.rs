@@ -33,22 +33,67 @@ impl Progress {
     }
 
     pub(super) fn show(&self, at: PinProgress) {
+        let [late, progress] = self.lines(at, self.started.elapsed());
+        if let Some(line) = late {
+            log::warn!("{line}");
+        }
+        if let Some(line) = progress {
+            log::info!("{line}");
+        }
+    }
+
+    /// What is to be logged after `elapsed`: that it is late, and how far it is.
+    fn lines(&self, at: PinProgress, elapsed: Duration) -> [Option<String>; 2] {
         let PinProgress { done, total } = at;
         let (done, total) = (done >> 20, total >> 20);
-        let elapsed = self.started.elapsed();
         let Self {
             name,
             timeout,
             limit,
             ..
         } = self;
-        if elapsed > *timeout && timeout < limit && !self.late.swap(true, Ordering::Relaxed) {
-            log::warn!(
+        let is_late = elapsed > *timeout && timeout < limit;
+        let late = (is_late && !self.late.swap(true, Ordering::Relaxed)).then(|| {
+            format!(
                 "{name}: late: {done} of {total} MiB of guest RAM pinned after {timeout:?}; going on, for {limit:?} in all"
-            );
-        }
-        if self.logged.fetch_max(elapsed.as_secs(), Ordering::Relaxed) < elapsed.as_secs() {
-            log::info!("{name}: pinning guest RAM, {done} of {total} MiB");
-        }
+            )
+        });
+        let seconds = elapsed.as_secs();
+        let is_next = self.logged.fetch_max(seconds, Ordering::Relaxed) < seconds;
+        let progress = is_next.then(|| format!("{name}: pinning guest RAM, {done} of {total} MiB"));
+        [late, progress]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_bus_master_enable_says_so_once_and_how_far_it_is_each_second() {
+        let progress = Progress {
+            name: "disk0".to_owned(),
+            started: Instant::now(),
+            logged: AtomicU64::new(0),
+            timeout: Duration::from_secs(1),
+            limit: Duration::from_secs(4),
+            late: AtomicBool::new(false),
+        };
+        let lines = |millis, done: u64| {
+            let (done, total) = (done << 20, 256 << 20);
+            let lines = progress.lines(PinProgress { done, total }, Duration::from_millis(millis));
+            lines.map(Option::unwrap_or_default)
+        };
+        assert_eq!(lines(900, 64), ["", ""]);
+        let [late, far] = lines(1100, 80);
+        let told =
+            "disk0: late: 80 of 256 MiB of guest RAM pinned after 1s; going on, for 4s in all";
+        assert_eq!(late, told);
+        assert_eq!(far, "disk0: pinning guest RAM, 80 of 256 MiB");
+        assert_eq!(lines(1900, 96), ["", ""]);
+        assert_eq!(
+            lines(2000, 99),
+            ["", "disk0: pinning guest RAM, 99 of 256 MiB"]
+        );
     }
 }
