@@ -21,7 +21,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_control::{Address, NAME_RULE, check_name};
+use farside_control::{Address, NAME_RULE, NameError, check_name, check_name_of};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use farside_host_pci::Filter;
@@ -231,6 +231,9 @@ pub enum ConfigError {
         /// Line, column and cause.
         source: Box<toml::de::Error>,
     },
+    /// The lender's name cannot be used.
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// A device id cannot be used.
     #[error("device id {id:?} {why}; {NAME_RULE}")]
     Id {
@@ -267,6 +270,8 @@ impl Config {
 
     /// Checks what the types cannot.
     pub fn check(&self) -> Result<(), ConfigError> {
+        // The default state file has it in its name.
+        check_name_of("lender name", &self.name)?;
         if self.device.is_empty() {
             return Err(ConfigError::Empty);
         }
@@ -297,11 +302,13 @@ impl Default for Config {
 
 fn host_name() -> String {
     let name = rustix::system::uname();
-    match name.nodename().to_str() {
-        // What Linux has until somebody names the host.
-        Ok("" | "(none)") | Err(_) => "lender".to_owned(),
-        Ok(name) => name.to_owned(),
-    }
+    let whole = name.nodename().to_str().unwrap_or_default();
+    let label = whole.split('.').next().unwrap_or_default();
+    // Linux has "(none)" until somebody names the host; a whole name may be too long.
+    let usable = [whole, label, "lender"]
+        .into_iter()
+        .find(|name| check_name(name).is_ok());
+    usable.unwrap_or_default().to_owned()
 }
 
 fn default_poll_us() -> u64 {
@@ -332,6 +339,20 @@ mod tests {
         match &config.device[0].source {
             Source::Model(model) => open(model).unwrap(),
             Source::Vfio(_) => unreachable!(),
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_no_file_name_is_refused() {
+        for (name, good) in [
+            ("rack1-a", true),
+            ("../rack1", false),
+            ("a/b", false),
+            ("", false),
+        ] {
+            let text = format!("name = {name:?}\n[[device]]\nid = 'a'\nmodel.dma-test = {{}}");
+            let checked = toml::from_str::<Config>(&text).unwrap().check();
+            assert_eq!(checked.is_ok(), good, "{name:?}: {checked:?}");
         }
     }
 
