@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use farside_control::Address;
 use farside_host_pci::Filter;
 use farside_pci::Bdf;
-use farside_vm_config::parse_size;
+use farside_vm_config::parse_memory;
 
 use crate::{
     bench::Bench,
@@ -200,7 +200,7 @@ pub(crate) struct Serve {
     /// Guest RAM, such as 64G: how long pinning may take derives from it, and
     /// whether the devices can reach it is looked at before the VM boots
     /// [default: as long as QEMU waits when nothing raises its x-msg-timeout].
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
     pub(crate) memory: Option<u64>,
     /// Chipset, which decides where that RAM is [default: q35].
     #[arg(long, value_enum)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail};
 use clap::Args as ClapArgs;
 use farside_control::check_name_of;
-use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_size, places};
+use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_memory, places};
 
 use crate::values::{AccelArg, HugePagesArg, MachineArg};
 
@@ -19,7 +19,7 @@ pub(crate) struct VmFlags {
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Guest RAM, such as 512M or 4G [default: 2G].
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
     memory: Option<u64>,
     /// Virtual processors [default: 1].
     #[arg(long, value_name = "N")]

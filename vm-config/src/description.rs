@@ -6,7 +6,7 @@ use std::{
 };
 
 use farside_control::{Address, paths};
-use farside_fabric::{Size, deserialize_size, pin::PinPolicy};
+use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_pci::Bdf;
 use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
@@ -251,14 +251,27 @@ impl VmConfig {
 const DEFAULT_SPARE_PORTS: u16 = 2;
 
 fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    let bytes = deserialize_size(deserializer)?;
-    if bytes < MIN_MEMORY {
-        return Err(de::Error::custom(format_args!(
+    enough(deserialize_size(deserializer)?)
+        .map(Some)
+        .map_err(de::Error::custom)
+}
+
+/// Reads an amount of guest RAM, as a VM's configuration has it: `4G`, `512 MiB`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn parse_memory(text: &str) -> Result<u64, String> {
+    enough(parse_size(text)?)
+}
+
+fn enough(bytes: u64) -> Result<u64, String> {
+    match bytes {
+        MIN_MEMORY.. => Ok(bytes),
+        _ => Err(format!(
             "{} is too little for a VM: a number without a unit is bytes, so write \"4 GiB\"",
             Size(bytes)
-        )));
+        )),
     }
-    Ok(Some(bytes))
 }
 
 #[cfg(test)]

@@ -18,6 +18,6 @@ mod description;
 pub mod places;
 mod ram;
 
-pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig};
+pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig, parse_memory};
 pub use farside_fabric::parse_size;
 pub use ram::ram_ranges;
