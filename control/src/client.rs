@@ -24,7 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     /// Nobody listens there.
-    #[error("cannot reach the lender at {address} (is `farside lend` running?)")]
+    #[error("cannot reach the lender at {address}{}", unreachable_hint(source))]
     Unreachable {
         /// Where it should be.
         address: Address,
@@ -55,6 +55,18 @@ pub enum CallError {
     /// The lender answered something else than was asked.
     #[error("the lender answered {0} to a request that does not expect it")]
     Unexpected(String),
+}
+
+/// What often is behind it.
+fn unreachable_hint(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => " (is `farside lend` running?)",
+        ErrorKind::PermissionDenied => {
+            " (connect as the user that runs it, or as a member of its socket-group)"
+        }
+        _ => "",
+    }
 }
 
 impl From<ChannelError> for CallError {

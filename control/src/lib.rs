@@ -18,7 +18,7 @@
 //!     | Borrow{device} + BAR memory ----------> |
 //!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
-//!     | SetCommand, Reset, ... (epoch) -------> |
+//!     | EnableBusMaster, ... (epoch) ---------> |
 //!     | Return (epoch), or just close --------> |
 //! ```
 //!

@@ -1,4 +1,4 @@
-//! An owned `mmap` of a shared file. One of the two places with `unsafe`.
+//! An owned `mmap` of a shared file.
 //!
 //! The file belongs to somebody else as well: its contents can change at any
 //! time, so no reference to them is ever made, and it can shrink, so a CPU

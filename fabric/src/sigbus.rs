@@ -1,4 +1,4 @@
-//! Surviving SIGBUS. One of the two places with `unsafe`.
+//! Surviving SIGBUS.
 //!
 //! A CPU access to a mapped file raises SIGBUS when the file has become
 //! shorter, or when the system has no page to give (a full tmpfs, an empty

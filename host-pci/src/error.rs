@@ -156,8 +156,12 @@ pub enum PciError {
     },
     /// The kernel's log cannot be read.
     #[error(
-        "{} cannot be read, so DMA faults cannot be shown (it needs root, or the \
-         capability CAP_SYSLOG where kernel.dmesg_restrict is set)", path.display()
+        "{} cannot be read, so DMA faults cannot be shown{}", path.display(), match source.kind() {
+            io::ErrorKind::PermissionDenied => {
+                " (it needs root, or the capability CAP_SYSLOG where kernel.dmesg_restrict is set)"
+            }
+            _ => "",
+        }
     )]
     KernelLog {
         /// `/dev/kmsg`.

@@ -29,15 +29,22 @@ pub enum GroupError {
     #[error("cannot look up socket group {name:?}")]
     Lookup { name: String, source: io::Error },
     /// A file cannot be given to the group.
-    #[error(
-        "cannot give {path} to the group {group}; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit",
-        path = path.display()
-    )]
+    #[error("cannot give {path} to the group {group}{hint}", path = path.display(), hint = membership(source, group))]
     Give {
         path: PathBuf,
         group: String,
         source: io::Error,
     },
+}
+
+/// Who may give a file to a group, where that is why it failed.
+fn membership(error: &io::Error, group: &str) -> String {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => format!(
+            "; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit"
+        ),
+        _ => String::new(),
+    }
 }
 
 impl SocketGroup {

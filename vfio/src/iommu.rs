@@ -15,7 +15,7 @@ use iommufd_bindings::iommufd::{
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
 };
 use iommufd_ioctls::{IommuFd, IommufdError};
-use vfio_ioctls::{VfioContainer, VfioIommufd, VfioOps};
+use vfio_ioctls::{VfioContainer, VfioError as VfioIoctlError, VfioIommufd, VfioOps};
 use vmm_sys_util::errno::Error as SysError;
 
 use crate::ioctl;
@@ -34,12 +34,7 @@ impl Iommu {
         match api {
             Api::Type1 => VfioContainer::new(None)
                 .map(|container| Self::Type1(Arc::new(container)))
-                .map_err(|error| {
-                    refused(format!(
-                        "{error}; run `modprobe vfio_iommu_type1` (CONFIG_VFIO_IOMMU_TYPE1), and \
-                         run this as root or a user who may open /dev/vfio/vfio"
-                    ))
-                }),
+                .map_err(|error| refused(format!("{error}{}", open_hint(&error)))),
             Api::Iommufd => IommuFd::new()
                 .map_err(|error| refused(format!("{error} (CONFIG_IOMMUFD)")))
                 .and_then(|iommufd| {
@@ -187,6 +182,22 @@ fn io_error(error: IommufdError) -> io::Error {
         | IommufdError::IommuIoasMapFile(error)
         | IommufdError::IommuIoasUnmap(error) => errno(error),
         other => io::Error::other(other),
+    }
+}
+
+/// What helps where a container cannot be made.
+fn open_hint(error: &VfioIoctlError) -> &'static str {
+    const MODULE: &str = "; run `modprobe vfio_iommu_type1` (CONFIG_VFIO_IOMMU_TYPE1)";
+    match error {
+        VfioIoctlError::OpenContainer(source) => match source.kind() {
+            io::ErrorKind::NotFound => MODULE,
+            io::ErrorKind::PermissionDenied => {
+                "; run this as root, or as a user who may open /dev/vfio/vfio"
+            }
+            _ => "",
+        },
+        VfioIoctlError::VfioExtension | VfioIoctlError::VfioType1V2 => MODULE,
+        _ => "",
     }
 }
 

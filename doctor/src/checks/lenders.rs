@@ -69,6 +69,10 @@ fn of_lender(facts: &Facts, lender: &LenderFacts) -> Finding {
                 .fix("farside --version")
                 .fix(there("farside --version"))
         }
+        Err(Refusal::NoLender(error)) => {
+            Finding::problem(CHECK, format!("{address}: {error}"), &why)
+                .fix(there("ss --listening --processes --tcp --unix"))
+        }
         Err(Refusal::Other(error)) => Finding::problem(CHECK, format!("{address}: {error}"), &why)
             .fix(there("systemctl restart farside-lender.service")),
     }
@@ -119,6 +123,9 @@ mod tests {
             Level::Problem,
             "speaks version 9",
         );
+        let foreign = Err(Refusal::NoLender("is not a farside lender".into()));
+        let said = says(with("tcp:rack2:7410", foreign), Level::Problem, "not a");
+        assert!(!said.fix.concat().contains("restart"), "{said:?}");
         let late = Err(Refusal::Other("no answer within 1.5s".into()));
         says(with("tcp:rack2:7410", late), Level::Problem, "no answer");
     }

@@ -26,6 +26,8 @@ pub(crate) enum Refusal {
     Unreachable(String),
     /// It speaks another version of the protocol.
     Version(String),
+    /// Something else listens there.
+    NoLender(String),
     /// It is there, and did not answer, or refused.
     Other(String),
 }
@@ -86,6 +88,7 @@ fn refusal(error: CallError) -> Refusal {
         CallError::Refused(error) if error.kind == ErrorKind::Version => {
             Refusal::Version(error.message)
         }
-        other => Refusal::Other(other.to_string()),
+        CallError::NotALender { .. } => Refusal::NoLender(error.to_string()),
+        other => Refusal::Other(Chain(&other).to_string()),
     }
 }

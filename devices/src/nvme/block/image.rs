@@ -27,7 +27,7 @@ const IN_USE_STEP: Duration = Duration::from_millis(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// There is no such file.
-    #[error("image {path}: no such file; create one with `truncate -s 10G {path}`")]
+    #[error("image {path}: no such {}", missing(path))]
     Missing {
         /// The image.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// An image of no blocks.
-    #[error("image {path} is empty; give it a size with `truncate -s 10G {path}`")]
+    #[error("image {path} is empty{}", empty(path))]
     Empty {
         /// The image.
         path: PathBuf,
@@ -108,6 +108,22 @@ pub struct Image {
     pub size: u64,
     /// Whether a hole can be punched, and reads as zeroes.
     pub punches_holes: bool,
+}
+
+/// What is not there, and where one comes from.
+fn missing(path: &Path) -> String {
+    match path.starts_with("/dev") {
+        true => "device; `lsblk` lists those there are".to_owned(),
+        false => format!("file; create one with `truncate -s 10G {}`", path.display()),
+    }
+}
+
+/// How what has no blocks gets some.
+fn empty(path: &Path) -> String {
+    match path.starts_with("/dev") {
+        true => ": the device has no medium, or none that it can read".to_owned(),
+        false => format!("; give it a size with `truncate -s 10G {}`", path.display()),
+    }
 }
 
 impl Image {
