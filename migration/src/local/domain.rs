@@ -49,12 +49,12 @@ pub(super) fn is_free(domain: &str, xml: &str) -> Result<()> {
             "libvirt has a domain {domain} already, of which farside knows nothing: undefine it, or give one of the two another name (virsh domrename)"
         )));
     }
-    let Some(uuid) = uuid_of(xml) else {
+    let Some(uuid) = uuid_of(domain, xml)? else {
         return Ok(());
     };
     let taken = virsh(&["list", "--all", "--uuid"])?;
     if taken.lines().any(|taken| taken == uuid) {
-        let other = virsh(&["domname", "--domain", uuid])?;
+        let other = virsh(&["domname", "--domain", &uuid])?;
         return Err(Error::refused(format!(
             "libvirt has a domain {other} with the UUID of domain {domain}, {uuid}: undefine it"
         )));
@@ -96,10 +96,16 @@ pub(super) fn moves_whole(domain: &str) -> Result<()> {
     Ok(())
 }
 
-/// In what libvirt prints, the domain's own is the first element of that name.
-fn uuid_of(xml: &str) -> Option<&str> {
-    let (_, rest) = xml.split_once("<uuid>")?;
-    Some(rest.split_once("</uuid>")?.0)
+/// The UUID in the XML of a domain. Elements further down may have UUIDs of their own.
+fn uuid_of(domain: &str, xml: &str) -> Result<Option<String>> {
+    let tree = roxmltree::Document::parse(xml).map_err(|error| {
+        Error::refused(format!("cannot parse the XML of domain {domain}: {error}"))
+    })?;
+    let mut children = tree.root_element().children();
+    let uuid = children.find(|child| child.has_tag_name("uuid"));
+    Ok(uuid
+        .and_then(|uuid| uuid.text())
+        .map(|text| text.trim().to_owned()))
 }
 
 /// What libvirt says of a domain.
@@ -121,10 +127,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_uuid_of_a_domain_is_that_of_its_root_element() {
+        let uuid = |xml: &str| uuid_of("web1", xml).unwrap();
+        let found = Some("3f0c".to_owned());
+        assert_eq!(uuid("<domain>\n  <uuid>\n3f0c </uuid>\n</domain>"), found);
+        // Each was taken for the domain's own by a search of the text.
+        for other in [
+            "<!-- <uuid>0000</uuid> -->",
+            "<description><![CDATA[<uuid>0000</uuid>]]></description>",
+            "<metadata><x:vm xmlns:x='x:y'><uuid>0000</uuid></x:vm></metadata>",
+        ] {
+            let xml = format!("<domain type='kvm'>{other}<uuid>3f0c</uuid></domain>");
+            assert_eq!(uuid(&xml), found, "{xml}");
+        }
+        assert_eq!(uuid("<domain/>"), None);
+        let error = uuid_of("web1", "<domain>").unwrap_err().to_string();
+        assert!(error.contains("XML of domain web1"), "{error}");
+    }
+
+    #[test]
     fn what_libvirt_prints_is_read() {
-        let xml = "<domain type='kvm'>\n  <name>web1</name>\n  <uuid>3f0c</uuid>\n</domain>";
-        assert_eq!(uuid_of(xml), Some("3f0c"));
-        assert_eq!(uuid_of("<domain/>"), None);
         let info = Info("Name:           web1\nPersistent:     yes\nManaged save:   no".into());
         assert!(info.says("Persistent", "yes"));
         assert!(!info.says("Managed save", "yes") && !info.says("Autostart", "enable"));
