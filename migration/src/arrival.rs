@@ -45,7 +45,7 @@ impl<'a> Arrival<'a> {
             Request::Install(journal) => self.install(&journal),
             Request::Start { id, vm } => self.until(&id, &vm, Step::Finish),
             Request::Listen { id, vm, live } => {
-                return match self.listen(&id, &vm, &live) {
+                return match self.incoming(&id, &vm, &live) {
                     Ok(uri) => Reply::Listening(uri),
                     Err(error) => Reply::Failed(error),
                 };
@@ -62,15 +62,15 @@ impl<'a> Arrival<'a> {
     /// Whether the VM could run here. Returns its devices as they are seen from
     /// here.
     pub fn check(&self, theirs: &Journal) -> Result<Vec<MovedDevice>> {
-        let (vm, description) = (&theirs.vm, &theirs.description);
+        let (vm, configuration) = (&theirs.vm, &theirs.configuration);
         self.name_is_free(theirs)?;
         if let Some(live) = &theirs.live {
             try_listen(live.address)?;
         }
-        if let Some(error) = self.host.missing(vm, description)?.into_iter().next() {
+        if let Some(error) = self.host.missing(vm, configuration)?.into_iter().next() {
             return Err(error);
         }
-        let found = self.host.devices(vm, description)?;
+        let found = self.host.devices(vm, configuration)?;
         theirs
             .devices
             .iter()
@@ -84,13 +84,13 @@ impl<'a> Arrival<'a> {
         if let Some(open) = self.open_other(theirs)? {
             return Err(open);
         }
-        if self.host.description(vm)?.is_some() {
+        if self.host.configuration(vm)?.is_some() {
             return Err(Error::refused(format!(
-                "there is a VM {vm} already: remove its description, or give one of the two another name"
+                "there is a VM {vm} already: remove its configuration, or give one of the two another name"
             )));
         }
         match self.host.run_state(vm)? {
-            RunState::Stopped => self.host.is_free(vm, &theirs.description),
+            RunState::Stopped => self.host.is_free(vm, &theirs.configuration),
             RunState::Running | RunState::Other(_) => {
                 Err(Error::refused(format!("a VM {vm} runs there already")))
             }
@@ -165,7 +165,7 @@ impl<'a> Arrival<'a> {
         self.advance(ours, end)
     }
 
-    fn listen(&self, id: &str, vm: &str, live: &Live) -> Result<String> {
+    fn incoming(&self, id: &str, vm: &str, live: &Live) -> Result<String> {
         let ours = self.ours(id, vm)?;
         if ours.step != Step::Start {
             return Err(Error::journal(format!(
@@ -173,7 +173,7 @@ impl<'a> Arrival<'a> {
                 ours.step
             )));
         }
-        self.host.listen(vm, live.address)
+        self.host.incoming(vm, live.address)
     }
 
     /// The journal of a migration that is not being undone.
@@ -197,7 +197,7 @@ impl<'a> Arrival<'a> {
             let next = match ours.step {
                 Step::Install => {
                     self.host.write_fences(&ours.vm, &fences(&ours))?;
-                    self.host.install(&ours.vm, &ours.description)?;
+                    self.host.install(&ours.vm, &ours.configuration)?;
                     Step::Start
                 }
                 Step::Start => {
@@ -207,7 +207,7 @@ impl<'a> Arrival<'a> {
                     Step::Finish
                 }
                 Step::Finish => {
-                    self.host.write_tombstone(&ours.vm, None)?;
+                    self.host.write_moved_marker(&ours.vm, None)?;
                     Step::Done
                 }
                 other => {
@@ -254,7 +254,7 @@ impl<'a> Arrival<'a> {
             self.host.write_journal(&ours)?;
         }
         if installed {
-            if self.host.description(vm)?.is_some() {
+            if self.host.configuration(vm)?.is_some() {
                 let limit = Duration::from_secs(ours.shutdown_timeout);
                 self.host.stop(vm, limit)?;
             }
@@ -343,7 +343,7 @@ pub(crate) fn seen_from_here(
 ) -> Result<MovedDevice> {
     let Some(here) = found.iter().find(|here| here.id == device.id) else {
         return Err(Error::refused(format!(
-            "device {} of VM {vm} is not found there: name its lender in the description as both hosts reach it",
+            "device {} of VM {vm} is not found there: name its lender in the configuration as both hosts reach it",
             device.id
         )));
     };

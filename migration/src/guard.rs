@@ -32,10 +32,10 @@ pub fn may_run(host: &dyn Host, vm: &str) -> Result<()> {
             "VM {vm} is on its way from {source} to {destination} (migration {id}, {step}): go on with `farside migrate --resume {vm}`{there}, or take it back with `farside migrate --resume {vm} --back`{there}"
         )));
     }
-    match host.tombstone(vm)? {
-        Some(tombstone) => Err(Error::refused(format!(
+    match host.moved_marker(vm)? {
+        Some(marker) => Err(Error::refused(format!(
             "VM {vm} has moved to {} (migration {}): start it there; `farside migrate --forget {vm}` makes room for another VM of that name here",
-            tombstone.to, tombstone.migration
+            marker.to, marker.migration
         ))),
         None => Ok(()),
     }

@@ -17,8 +17,8 @@ use crate::{
 /// What describes a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// The text of its description (TOML).
+pub struct Configuration {
+    /// The text of its configuration (TOML).
     pub toml: String,
     /// Where libvirt runs it, the XML of its domain.
     pub domain: Option<String>,
@@ -29,7 +29,7 @@ pub struct Description {
 
 /// What a host keeps of a VM that moved away.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Tombstone {
+pub struct MovedMarker {
     /// The host that it moved to.
     pub to: String,
     /// The migration's id.
@@ -80,12 +80,12 @@ pub trait Host {
     fn write_journal(&self, journal: &Journal) -> Result<()>;
 
     /// What describes the VM on this host.
-    fn description(&self, vm: &str) -> Result<Option<Description>>;
+    fn configuration(&self, vm: &str) -> Result<Option<Configuration>>;
 
     /// Describes the VM.
-    fn install(&self, vm: &str, description: &Description) -> Result<()>;
+    fn install(&self, vm: &str, configuration: &Configuration) -> Result<()>;
 
-    /// Takes the VM's description away.
+    /// Takes the VM's configuration away.
     fn uninstall(&self, vm: &str) -> Result<()>;
 
     /// The VM's fences.
@@ -95,61 +95,69 @@ pub trait Host {
     fn write_fences(&self, vm: &str, fences: &Fences) -> Result<()>;
 
     /// Where the VM moved to.
-    fn tombstone(&self, vm: &str) -> Result<Option<Tombstone>>;
+    fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>>;
 
     /// Replaces that.
-    fn write_tombstone(&self, vm: &str, tombstone: Option<&Tombstone>) -> Result<()>;
+    fn write_moved_marker(&self, vm: &str, marker: Option<&MovedMarker>) -> Result<()>;
 
     /// What the VM does.
     fn run_state(&self, vm: &str) -> Result<RunState>;
 
-    /// Starts the VM from its description, if it does not run.
+    /// Starts the VM from its configuration, if it does not run.
     fn start(&self, vm: &str) -> Result<()>;
 
     /// Has the guest power off, and ends the VM's backend. When this fails for
     /// want of time, the VM goes on.
     fn stop(&self, vm: &str, limit: Duration) -> Result<()>;
 
-    /// Looks the VM's devices up at the lenders of its description, from here.
-    fn devices(&self, vm: &str, description: &Description) -> Result<Vec<FoundDevice>>;
+    /// Looks the VM's devices up at the lenders of its configuration, from here.
+    fn devices(&self, vm: &str, configuration: &Configuration) -> Result<Vec<FoundDevice>>;
 
     /// The same, each by itself.
-    fn each_device(&self, vm: &str, description: &Description) -> Result<Vec<Result<FoundDevice>>> {
-        Ok(self.devices(vm, description)?.into_iter().map(Ok).collect())
+    fn each_device(
+        &self,
+        vm: &str,
+        configuration: &Configuration,
+    ) -> Result<Vec<Result<FoundDevice>>> {
+        Ok(self
+            .devices(vm, configuration)?
+            .into_iter()
+            .map(Ok)
+            .collect())
     }
 
     /// Refuses a VM of which a part would stay behind on this host.
-    fn moves_whole(&self, vm: &str, description: &Description) -> Result<()> {
-        let _ = (vm, description);
+    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+        let _ = (vm, configuration);
         Ok(())
     }
 
     /// Refuses where something that is not farside's has the VM's name on this host.
-    fn is_free(&self, vm: &str, description: &Description) -> Result<()> {
-        let _ = (vm, description);
+    fn is_free(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+        let _ = (vm, configuration);
         Ok(())
     }
 
-    /// What the description names and this host does not have: programs, files.
-    fn missing(&self, vm: &str, description: &Description) -> Result<Vec<Error>>;
+    /// What the configuration names and this host does not have: programs, files.
+    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>>;
 
-    /// Whether a device reaches the RAM of a VM of this description on this host, as far
+    /// Whether a device reaches the RAM of a VM of this configuration on this host, as far
     /// as its lender can tell.
-    fn reaches(&self, vm: &str, description: &Description, device: &FoundDevice) -> Result<()>;
+    fn reaches(&self, vm: &str, configuration: &Configuration, device: &FoundDevice) -> Result<()>;
 
     /// What the VM runs by on this host; or would, unless it `runs`.
-    fn facts(&self, vm: &str, description: &Description, runs: bool) -> Result<Facts>;
+    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts>;
 
     /// Where the guest is that was to be sent by [`Host::send`]. A transfer that is
     /// under way is waited for, or called off first.
-    fn whereabouts(&self, vm: &str, call_off: bool) -> Result<Guest> {
+    fn query_transfer(&self, vm: &str, call_off: bool) -> Result<Guest> {
         let _ = call_off;
         Err(not_live(vm))
     }
 
     /// Has the VM's QEMU wait for a guest at this address. Returns where, as QEMU
     /// takes it.
-    fn listen(&self, vm: &str, address: IpAddr) -> Result<String> {
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String> {
         let _ = address;
         Err(not_live(vm))
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::{Description, Error, Result, Step, live::Live};
+use crate::{Configuration, Error, Result, Step, live::Live};
 
 /// The version of the manifest.
 pub const MANIFEST_VERSION: u32 = 1;
@@ -43,8 +43,9 @@ pub struct Journal {
     pub was_running: bool,
     /// How long the guest may take to power off, seconds.
     pub shutdown_timeout: u64,
-    /// What describes the VM.
-    pub description: Description,
+    /// The VM's configuration.
+    #[serde(rename = "description")]
+    pub configuration: Configuration,
     /// Its devices.
     pub devices: Vec<MovedDevice>,
     /// The guest runs meanwhile.
@@ -218,7 +219,7 @@ mod tests {
             shell: Some("ssh -p 22".into()),
             was_running: true,
             shutdown_timeout: 120,
-            description: Description {
+            configuration: Configuration {
                 toml: "devices = [\"disk0\"]\n".into(),
                 ..Default::default()
             },
@@ -245,8 +246,8 @@ mod tests {
 
     #[test]
     fn what_is_saved_is_loaded_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("migrations/web1.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("migrations/web1.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
         journal().save(&path).unwrap();
         let again = Journal::load(&path).unwrap().unwrap();

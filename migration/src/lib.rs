@@ -38,7 +38,7 @@ pub use agent::serve_agent;
 pub use arrival::{Arrival, resume_here};
 pub use error::{Error, ErrorKind, Result};
 pub use guard::may_run;
-pub use host::{Description, FoundDevice, Host, Peer, RunState, Tombstone};
+pub use host::{Configuration, FoundDevice, Host, MovedMarker, Peer, RunState};
 pub use journal::{Identity, Journal, MANIFEST_VERSION, MovedDevice, Role};
 pub use local::LocalHost;
 pub use lock::Lock;

@@ -1,38 +1,38 @@
-//! Live migration: QEMU moves the guest while it runs, and farside moves the
-//! devices that it borrows.
+//! Live migration: QEMU moves the running guest, and farside moves the devices that
+//! it borrows.
 //!
 //! The steps are those of a cold migration ([`crate::Step`]), of which three mean
 //! something else:
 //!
 //! | step | cold | live |
 //! | --- | --- | --- |
-//! | ShutDown | the guest powers off | the guest lets go of each device |
-//! | Start | the VM boots there | QEMU moves the guest there, which goes on, and gets its devices back |
-//! | StartAgain | the VM boots here again | the guest goes on here, and gets its devices back |
+//! | ShutDown | the guest powers off | each device is hot-unplugged |
+//! | Start | the VM boots there | QEMU sends the guest, which resumes there; its devices are plugged in again |
+//! | StartAgain | the VM boots here again | the guest resumes here; its devices are plugged in again |
 //!
-//! Never two guests run: QEMU at the other host is started so that its guest
-//! stands still ([`listen`]), and is told to go on ([`land`]) only when QEMU here
-//! says that it has sent everything and will not go on by itself ([`send`]). Until
-//! it was told, going back is safe; as long as the guest is here, also without the
-//! other host, which cannot have it. So a live migration that fails goes back by
-//! itself, which a cold one does only until the lenders are asked: a guest that runs
+//! At most one of the two guests runs. QEMU at the other host is started with its
+//! guest paused ([`incoming`]). The guest resumes there ([`resume_guest`]) only after
+//! QEMU here has reported the transfer as completed ([`send`]), which leaves the
+//! guest here paused. Until then it is safe to go back; while the guest is here, even
+//! without the other host, which cannot have it. So a live migration that fails goes
+//! back by itself, where a cold one does so only before the handover: a running guest
 //! waits for its devices.
 //!
-//! QEMU sends guest memory as it is: anyone on the way can read and change it.
+//! QEMU sends guest memory unencrypted and unauthenticated.
 
 mod address;
-mod land;
-mod listen;
+mod guest;
+mod incoming;
 mod send;
-mod settled;
+mod terminal;
 
 pub use address::address_for;
 pub(crate) use address::try_listen;
-pub(crate) use land::{end, land, let_go};
-pub(crate) use listen::{GREETING, listen};
+pub(crate) use guest::{end, release_devices, resume_guest};
+pub(crate) use incoming::{GREETING, incoming};
 pub use send::{Guest, Report};
-pub(crate) use send::{send, whereabouts};
-pub(crate) use settled::settled;
+pub(crate) use send::{query_transfer, send};
+pub(crate) use terminal::wait_until_terminal;
 
 use serde::{Deserialize, Serialize};
 

@@ -10,8 +10,8 @@ use farside_vm_config::{Manager, VmConfig, places, ram_ranges};
 use farside_vm_control as control;
 
 use crate::{
-    Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
-    Tombstone,
+    Configuration, Error, ErrorKind, FoundDevice, Host, Identity, Journal, MovedMarker, Result,
+    Role, RunState,
     check::{self, Facts},
     live,
 };
@@ -19,8 +19,8 @@ use crate::{
 /// How long a VM may take to start: backend and QEMU, each.
 const START: Duration = Duration::from_secs(120);
 
-/// Longest description that is read, bytes.
-const MAX_DESCRIPTION: u64 = 1 << 20;
+/// Longest configuration that is read, bytes.
+const MAX_CONFIGURATION: u64 = 1 << 20;
 
 /// This host.
 #[derive(Clone, Copy, Debug, Default)]
@@ -61,17 +61,17 @@ impl LocalHost {
     }
 }
 
-fn tombstone_path(vm: &str) -> PathBuf {
+fn moved_marker_path(vm: &str) -> PathBuf {
     places::vm_state(vm).join("moved.json")
 }
 
-/// What a description's text says.
-pub(crate) fn config_of(vm: &str, description: &Description) -> Result<VmConfig> {
-    let config: VmConfig = toml::from_str(&description.toml)
-        .map_err(|error| Error::refused(format!("the description of VM {vm}: {error}")))?;
+/// What a configuration's text says.
+pub(crate) fn config_of(vm: &str, configuration: &Configuration) -> Result<VmConfig> {
+    let config: VmConfig = toml::from_str(&configuration.toml)
+        .map_err(|error| Error::refused(format!("the configuration of VM {vm}: {error}")))?;
     match &config.name {
         Some(name) if name != vm => Err(Error::refused(format!(
-            "the description of VM {vm} is that of VM {name}"
+            "the configuration of VM {vm} is that of VM {name}"
         ))),
         _ => Ok(config),
     }
@@ -95,50 +95,50 @@ impl Host for LocalHost {
         journal.save(&Self::journal_path(&journal.vm))
     }
 
-    fn description(&self, vm: &str) -> Result<Option<Description>> {
+    fn configuration(&self, vm: &str) -> Result<Option<Configuration>> {
         let path = places::description(vm);
-        let Some(bytes) = files::read_bounded(&path, MAX_DESCRIPTION)? else {
+        let Some(bytes) = files::read_bounded(&path, MAX_CONFIGURATION)? else {
             return Ok(None);
         };
         let toml = String::from_utf8(bytes)
             .map_err(|_| Error::new(ErrorKind::Host, format!("{} is not UTF-8", path.display())))?;
-        let mut description = Description {
+        let mut configuration = Configuration {
             toml,
-            ..Description::default()
+            ..Configuration::default()
         };
-        if is_libvirt(&config_of(vm, &description)?) {
-            description.domain = Some(domain::xml(vm)?);
-            description.autostart = domain::starts_with_host(vm)?;
+        if is_libvirt(&config_of(vm, &configuration)?) {
+            configuration.domain = Some(domain::xml(vm)?);
+            configuration.autostart = domain::starts_with_host(vm)?;
         }
-        Ok(Some(description))
+        Ok(Some(configuration))
     }
 
-    fn install(&self, vm: &str, description: &Description) -> Result<()> {
-        if let Some(xml) = &description.domain {
-            domain::define(vm, xml, description.autostart)?;
+    fn install(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+        if let Some(xml) = &configuration.domain {
+            domain::define(vm, xml, configuration.autostart)?;
         }
-        files::replace(&places::description(vm), description.toml.as_bytes())?;
+        files::replace(&places::description(vm), configuration.toml.as_bytes())?;
         Ok(())
     }
 
     fn uninstall(&self, vm: &str) -> Result<()> {
         let state = places::vm_state(vm);
-        // Where a description is, its domain is: so it is the first to go, as it is the
+        // Where a configuration is, its domain is: so it is the first to go, as it is the
         // last to come.
-        if let Some(description) = self.description(vm)? {
+        if let Some(configuration) = self.configuration(vm)? {
             if self.moves_live(vm)? == Some(Role::Source) {
                 live::end(vm)?;
             }
-            if let Some(xml) = &description.domain {
+            if let Some(xml) = &configuration.domain {
                 files::replace(&state.join("moved.xml"), xml.as_bytes())?;
             }
-            files::replace(&state.join("moved.toml"), description.toml.as_bytes())?;
+            files::replace(&state.join("moved.toml"), configuration.toml.as_bytes())?;
             files::remove(&places::description(vm))?;
         }
         // One that was cut off in between has left a domain, which is not described.
         let by_libvirt = self
             .journal(vm)?
-            .is_some_and(|journal| journal.description.domain.is_some());
+            .is_some_and(|journal| journal.configuration.domain.is_some());
         if by_libvirt && domain::exists(vm)? {
             domain::undefine(vm)?;
         }
@@ -158,9 +158,9 @@ impl Host for LocalHost {
         Ok(())
     }
 
-    fn tombstone(&self, vm: &str) -> Result<Option<Tombstone>> {
-        let path = tombstone_path(vm);
-        let Some(bytes) = files::read_bounded(&path, MAX_DESCRIPTION)? else {
+    fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>> {
+        let path = moved_marker_path(vm);
+        let Some(bytes) = files::read_bounded(&path, MAX_CONFIGURATION)? else {
             return Ok(None);
         };
         serde_json::from_slice(&bytes)
@@ -168,12 +168,12 @@ impl Host for LocalHost {
             .map_err(|error| Error::new(ErrorKind::Host, format!("{}: {error}", path.display())))
     }
 
-    fn write_tombstone(&self, vm: &str, tombstone: Option<&Tombstone>) -> Result<()> {
-        let path = tombstone_path(vm);
-        match tombstone {
+    fn write_moved_marker(&self, vm: &str, marker: Option<&MovedMarker>) -> Result<()> {
+        let path = moved_marker_path(vm);
+        match marker {
             None => files::remove(&path)?,
-            Some(tombstone) => {
-                let text = serde_json::to_vec_pretty(tombstone).map_err(io::Error::other)?;
+            Some(marker) => {
+                let text = serde_json::to_vec_pretty(marker).map_err(io::Error::other)?;
                 files::replace(&path, &text)?;
             }
         }
@@ -184,15 +184,15 @@ impl Host for LocalHost {
         if !places::description(vm).exists() {
             return Ok(RunState::Stopped);
         }
-        let state = live::settled(|| control::describe(vm))?.state;
+        let state = live::wait_until_terminal(|| control::describe(vm))?.state;
         Ok(match state {
             control::RunState::Running => RunState::Running,
             control::RunState::Still(why) => RunState::Other(format!(
                 "its guest stands still ({why}), and would lose what it has in memory: let it go on, or end it"
             )),
             control::RunState::Stopped => {
-                let description = self.description(vm)?.unwrap_or_default();
-                match is_libvirt(&config_of(vm, &description)?) && domain::has_saved_state(vm)? {
+                let configuration = self.configuration(vm)?.unwrap_or_default();
+                match is_libvirt(&config_of(vm, &configuration)?) && domain::has_saved_state(vm)? {
                     true => RunState::Other(format!(
                         "libvirt has saved its memory (managed save), which does not move along: start it, or drop that with `virsh managedsave-remove {vm}`"
                     )),
@@ -202,12 +202,12 @@ impl Host for LocalHost {
         })
     }
 
-    fn whereabouts(&self, vm: &str, call_off: bool) -> Result<live::Guest> {
-        live::whereabouts(vm, call_off)
+    fn query_transfer(&self, vm: &str, call_off: bool) -> Result<live::Guest> {
+        live::query_transfer(vm, call_off)
     }
 
-    fn listen(&self, vm: &str, address: IpAddr) -> Result<String> {
-        live::listen(vm, address)
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String> {
+        live::incoming(vm, address)
     }
 
     fn send(&self, vm: &str, uri: &str) -> Result<live::Report> {
@@ -216,7 +216,7 @@ impl Host for LocalHost {
 
     fn start(&self, vm: &str) -> Result<()> {
         if let Some(role) = self.moves_live(vm)? {
-            return live::land(vm, role);
+            return live::resume_guest(vm, role);
         }
         if control::describe(vm)?.state == control::RunState::Stopped {
             let options = control::StartOptions {
@@ -238,7 +238,7 @@ impl Host for LocalHost {
 
     fn stop(&self, vm: &str, limit: Duration) -> Result<()> {
         match self.moves_live(vm)? {
-            Some(Role::Source) => return live::let_go(vm, limit),
+            Some(Role::Source) => return live::release_devices(vm, limit),
             Some(Role::Destination) => return live::end(vm),
             None => {}
         }
@@ -249,12 +249,16 @@ impl Host for LocalHost {
         Ok(control::stop(vm, &options)?)
     }
 
-    fn devices(&self, vm: &str, description: &Description) -> Result<Vec<FoundDevice>> {
-        self.each_device(vm, description)?.into_iter().collect()
+    fn devices(&self, vm: &str, configuration: &Configuration) -> Result<Vec<FoundDevice>> {
+        self.each_device(vm, configuration)?.into_iter().collect()
     }
 
-    fn each_device(&self, vm: &str, description: &Description) -> Result<Vec<Result<FoundDevice>>> {
-        let config = config_of(vm, description)?;
+    fn each_device(
+        &self,
+        vm: &str,
+        configuration: &Configuration,
+    ) -> Result<Vec<Result<FoundDevice>>> {
+        let config = config_of(vm, configuration)?;
         let lenders = config.lenders();
         let devices = config.devices.iter().enumerate();
         Ok(devices
@@ -265,26 +269,26 @@ impl Host for LocalHost {
             .collect())
     }
 
-    fn moves_whole(&self, vm: &str, description: &Description) -> Result<()> {
-        match description.domain {
-            Some(_) => domain::moves_whole(vm),
+    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+        match configuration.domain {
+            Some(_) => domain::check_movable(vm),
             None => Ok(()),
         }
     }
 
-    fn is_free(&self, vm: &str, description: &Description) -> Result<()> {
-        match &description.domain {
+    fn is_free(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+        match &configuration.domain {
             Some(xml) => domain::is_free(vm, xml),
             None => Ok(()),
         }
     }
 
-    fn missing(&self, vm: &str, description: &Description) -> Result<Vec<Error>> {
-        requirements::missing(vm, description)
+    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+        requirements::missing(vm, configuration)
     }
 
-    fn reaches(&self, vm: &str, description: &Description, device: &FoundDevice) -> Result<()> {
-        let config = config_of(vm, description)?;
+    fn reaches(&self, vm: &str, configuration: &Configuration, device: &FoundDevice) -> Result<()> {
+        let config = config_of(vm, configuration)?;
         // Of a domain, libvirt knows how much it has.
         if is_libvirt(&config) && config.memory.is_none() {
             return Ok(());
@@ -294,8 +298,8 @@ impl Host for LocalHost {
         Ok(client.check(&device.id, device.lender.route(), ram)?)
     }
 
-    fn facts(&self, vm: &str, description: &Description, runs: bool) -> Result<Facts> {
-        check::look(vm, description, runs)
+    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts> {
+        check::look(vm, configuration, runs)
     }
 
     fn hand_over(

@@ -23,7 +23,7 @@ pub struct Lock {
     _file: File,
 }
 
-/// Refuses a name that could lead out of the folders in which it names files.
+/// Refuses a name that could lead out of the directories in which it names files.
 pub(crate) fn check_vm_name(vm: &str) -> Result<()> {
     check_name_of("VM name", vm).map_err(|error| Error::refused(error.to_string()))
 }
@@ -32,10 +32,10 @@ impl Lock {
     /// Waits for whoever has it, with a limit.
     pub fn take(vm: &str) -> Result<Self> {
         check_vm_name(vm)?;
-        let folder = places::state_dir().join("migrations");
+        let directory = places::state_dir().join("migrations");
         // Backends of other users look into it.
-        fs::create_dir_all(&folder)?;
-        let path = folder.join(format!("{vm}.lock"));
+        fs::create_dir_all(&directory)?;
+        let path = directory.join(format!("{vm}.lock"));
         let file = File::create(&path)?;
         let deadline = Instant::now() + PATIENCE;
         loop {

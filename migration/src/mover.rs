@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use farside_control::{Epoch, Fences};
 
 use crate::{
-    Error, ErrorKind, Host, Journal, MovedDevice, Peer, Reply, Request, Result, Step, Tombstone,
+    Error, ErrorKind, Host, Journal, MovedDevice, MovedMarker, Peer, Reply, Request, Result, Step,
     live::{Guest, Report},
 };
 
@@ -172,11 +172,11 @@ impl<'a> Mover<'a> {
                 Step::Finish
             }
             Step::Finish => {
-                let tombstone = Tombstone {
+                let marker = MovedMarker {
                     to: self.journal.destination.clone(),
                     migration: self.journal.id.clone(),
                 };
-                self.host.write_tombstone(&vm, Some(&tombstone))?;
+                self.host.write_moved_marker(&vm, Some(&marker))?;
                 self.host.write_fences(&vm, &Fences::default())?;
                 self.host.uninstall(&vm)?;
                 let id = self.journal.id.clone();
@@ -215,7 +215,7 @@ impl<'a> Mover<'a> {
         let Some(live) = self.journal.live.clone() else {
             return Ok(());
         };
-        match self.host.whereabouts(&vm, false)? {
+        match self.host.query_transfer(&vm, false)? {
             Guest::Here => {}
             Guest::There(report) => {
                 self.report = Some(report);
@@ -242,9 +242,9 @@ impl<'a> Mover<'a> {
     /// A backend that was killed may have left the lender to notice.
     fn all_returned(&self) -> Result<()> {
         let Journal {
-            vm, description, ..
+            vm, configuration, ..
         } = &self.journal;
-        for device in self.host.devices(vm, description)? {
+        for device in self.host.devices(vm, configuration)? {
             if let Some((holder, epoch)) = device.holder {
                 return Err(Error::new(
                     ErrorKind::Lender,
@@ -287,7 +287,7 @@ impl<'a> Mover<'a> {
     /// have it.
     fn guest_is_here(&self, call_off: bool) -> bool {
         let Journal { vm, live, .. } = &self.journal;
-        live.is_some() && self.host.whereabouts(vm, call_off) == Ok(Guest::Here)
+        live.is_some() && self.host.query_transfer(vm, call_off) == Ok(Guest::Here)
     }
 
     fn stop_there(&mut self) -> Result<Step> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use farside_control::Fences;
 
 use crate::{
-    Description, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
+    Configuration, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
     live::Live, lock::check_vm_name,
 };
 
@@ -30,15 +30,15 @@ impl Plan {
     /// cannot be moved as it stands.
     pub fn manifest(&self, host: &dyn Host) -> Result<Journal> {
         self.may_leave(host)?;
-        let description = self.description(host)?;
-        let was_running = self.was_running(host, &description)?;
+        let configuration = self.configuration(host)?;
+        let was_running = self.was_running(host, &configuration)?;
         let held = host.fences(&self.vm)?;
         let devices: Result<_> = host
-            .devices(&self.vm, &description)?
+            .devices(&self.vm, &configuration)?
             .into_iter()
             .map(|found| self.moved(found, &held))
             .collect();
-        self.journal(host, description, was_running, devices?)
+        self.journal(host, configuration, was_running, devices?)
     }
 
     /// The VM is not on its way already, nor elsewhere.
@@ -54,17 +54,21 @@ impl Plan {
         crate::may_run(host, vm)
     }
 
-    pub(crate) fn description(&self, host: &dyn Host) -> Result<Description> {
-        host.description(&self.vm)?.ok_or_else(|| {
+    pub(crate) fn configuration(&self, host: &dyn Host) -> Result<Configuration> {
+        host.configuration(&self.vm)?.ok_or_else(|| {
             Error::refused(format!(
-                "VM {} has no description on this host, so nobody could start it on another",
+                "VM {} has no configuration on this host, so nobody could start it on another",
                 self.vm
             ))
         })
     }
 
     /// Whether the VM runs, in a state in which it can be moved in this way.
-    pub(crate) fn was_running(&self, host: &dyn Host, description: &Description) -> Result<bool> {
+    pub(crate) fn was_running(
+        &self,
+        host: &dyn Host,
+        configuration: &Configuration,
+    ) -> Result<bool> {
         let vm = &self.vm;
         let running = match host.run_state(vm)? {
             RunState::Running => true,
@@ -73,7 +77,7 @@ impl Plan {
                 return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
             }
         };
-        host.moves_whole(vm, description)?;
+        host.check_movable(vm, configuration)?;
         if self.live.is_none() {
             return Ok(running);
         }
@@ -82,7 +86,7 @@ impl Plan {
                 "VM {vm} does not run: without --live it moves as it is"
             )));
         }
-        if description.domain.is_some() {
+        if configuration.domain.is_some() {
             return Err(Error::refused(format!(
                 "VM {vm} is run by libvirt: --live is for VMs whose QEMU farside runs; without it, it moves"
             )));
@@ -117,7 +121,7 @@ impl Plan {
     pub(crate) fn journal(
         &self,
         host: &dyn Host,
-        description: Description,
+        configuration: Configuration,
         was_running: bool,
         devices: Vec<MovedDevice>,
     ) -> Result<Journal> {
@@ -132,7 +136,7 @@ impl Plan {
             shell: self.shell.clone(),
             was_running,
             shutdown_timeout: self.shutdown_timeout.as_secs(),
-            description,
+            configuration,
             devices,
             live: self.live.clone(),
         })

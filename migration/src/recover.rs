@@ -7,33 +7,33 @@ use crate::{Error, Host, Journal, Result, plan::random_id};
 /// Removes what reminds this host of a VM that moved away.
 pub fn forget(host: &dyn Host, vm: &str) -> Result<()> {
     no_open_migration(host, vm)?;
-    if host.tombstone(vm)?.is_none() {
+    if host.moved_marker(vm)?.is_none() {
         return Err(Error::refused(format!(
             "VM {vm} has not moved away from this host"
         )));
     }
-    host.write_tombstone(vm, None)
+    host.write_moved_marker(vm, None)
 }
 
 /// Takes a VM's devices for this host, from whichever host has them: a handover
 /// that no journal knows of. Returns the fences.
 pub fn claim(host: &dyn Host, vm: &str) -> Result<Fences> {
     no_open_migration(host, vm)?;
-    let Some(description) = host.description(vm)? else {
+    let Some(configuration) = host.configuration(vm)? else {
         return Err(Error::refused(format!(
-            "VM {vm} has no description on this host: put one there first (of a VM that moved away, the old one is moved.toml in its state folder)"
+            "VM {vm} has no configuration on this host: put one there first (of a VM that moved away, the old one is moved.toml in its state directory)"
         )));
     };
     let id = random_id()?;
     let mut fences = Fences::default();
-    for device in host.devices(vm, &description)? {
+    for device in host.devices(vm, &configuration)? {
         let newest = device.fences.iter().find(|fence| fence.vm == vm);
         let supersedes = newest.map(|fence| fence.epoch);
         let fence = host.hand_over(&device.lender, &device.id, vm, &id, supersedes)?;
         fences.0.insert(device.id, fence);
     }
     host.write_fences(vm, &fences)?;
-    host.write_tombstone(vm, None)?;
+    host.write_moved_marker(vm, None)?;
     Ok(fences)
 }
 

@@ -10,13 +10,13 @@
 //!
 //! | step | what it does | who may run the VM meanwhile |
 //! | --- | --- | --- |
-//! | Prepare | the other host looks whether it could run the VM | the old host |
+//! | Prepare | the other host checks whether it could run the VM | the old host |
 //! | ShutDown | the guest powers off, the backend ends | nobody new |
 //! | Return | the lenders have the devices back | nobody |
 //! | HandOver | each lender fences the old host off and reserves the device | nobody |
-//! | Install | description and fences go to the other host | nobody |
+//! | Install | configuration and fences go to the other host | nobody |
 //! | Start | the VM starts there | the new host |
-//! | Finish | the old host keeps a tombstone only | the new host |
+//! | Finish | the old host keeps only a moved marker | the new host |
 //! | StopThere | the other host ends the VM, if it had started it, and forgets it | nobody |
 //! | HandBack | each lender fences the other host off | nobody |
 //! | StartAgain | the VM starts on the old host | the old host |
@@ -74,7 +74,7 @@ impl std::fmt::Display for Step {
             Self::ShutDown => "shutting the VM down",
             Self::Return => "giving the devices back",
             Self::HandOver => "handing the devices over",
-            Self::Install => "describing the VM at the other host",
+            Self::Install => "configuring the VM at the other host",
             Self::Start => "starting the VM at the other host",
             Self::Finish => "leaving the old host",
             Self::Done => "done",

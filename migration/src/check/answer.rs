@@ -9,27 +9,27 @@ use crate::{Arrival, Host, live::try_listen};
 /// the other host has tried it.
 pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<TcpListener>) {
     let journal = &question.journal;
-    let (vm, description) = (&journal.vm, &journal.description);
+    let (vm, configuration) = (&journal.vm, &journal.configuration);
     let arrival = Arrival::new(host);
     let mut findings = vec![Finding::either(
         "name",
         &arrival.name_is_free(journal),
         &format!("no VM {vm} is here"),
     )];
-    match host.missing(vm, description) {
-        Err(error) => findings.push(Finding::of("description", &error)),
+    match host.missing(vm, configuration) {
+        Err(error) => findings.push(Finding::of("configuration", &error)),
         Ok(missing) if missing.is_empty() => {
-            findings.push(Finding::ok("description", "what it names is here"));
+            findings.push(Finding::ok("configuration", "what it names is here"));
         }
         Ok(missing) => findings.extend(
             missing
                 .iter()
-                .map(|error| Finding::of("description", error)),
+                .map(|error| Finding::of("configuration", error)),
         ),
     }
     findings.extend(devices(host, question));
     let wanted = Wanted::of(journal);
-    match (host.facts(vm, description, false), wanted) {
+    match (host.facts(vm, configuration, false), wanted) {
         (Ok(here), Ok(wanted)) => {
             findings.extend(compare::compare(&wanted, &question.facts, &here));
         }
@@ -54,8 +54,8 @@ pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<Tc
 /// from here.
 fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
     let journal = &question.journal;
-    let (vm, description) = (&journal.vm, &journal.description);
-    let found = match host.each_device(vm, description) {
+    let (vm, configuration) = (&journal.vm, &journal.configuration);
+    let found = match host.each_device(vm, configuration) {
         Ok(found) => found,
         Err(error) => return vec![Finding::of("devices", &error)],
     };
@@ -77,7 +77,7 @@ fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
         let well = format!("{id} is found at {}", here.lender);
         findings.push(Finding::either("device", &same, &well));
         if same.is_ok() {
-            let reached = host.reaches(vm, description, here);
+            let reached = host.reaches(vm, configuration, here);
             let well = format!("the lender of {id} has windows for all of the guest's RAM");
             findings.push(Finding::either("windows", &reached, &well));
         }

@@ -18,7 +18,7 @@ pub(super) struct Wanted {
 impl Wanted {
     /// Of the VM in a manifest.
     pub(super) fn of(journal: &Journal) -> Result<Self> {
-        let config = config_of(&journal.vm, &journal.description)?;
+        let config = config_of(&journal.vm, &journal.configuration)?;
         let libvirt = config.manager == Some(Manager::Libvirt);
         let args = config.qemu_args.iter().zip(config.qemu_args.iter().skip(1));
         let model = args
@@ -94,7 +94,7 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
 fn processor(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
     const CHECK: &str = "processor";
     use Accelerator::{Kvm, Missing, Tcg};
-    let one = "say accel = \"tcg\" or accel = \"kvm\" in the description, and start the VM anew";
+    let one = "say accel = \"tcg\" or accel = \"kvm\" in the configuration, and start the VM anew";
     match (there.accelerator, here.accelerator) {
         (_, Missing) => Finding::problem(
             CHECK,

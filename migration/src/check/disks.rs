@@ -61,8 +61,8 @@ mod tests {
 
     #[test]
     fn a_disk_is_known_by_path_and_length() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("root.img");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("root.img");
         let nodes = json!([
             { "drv": "raw", "file": path, "image": { "virtual-size": 512 } },
             { "drv": "file", "file": path, "image": { "virtual-size": 512 } },

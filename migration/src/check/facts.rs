@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::disks;
 use crate::{
-    Description, Error, ErrorKind, Result,
+    Configuration, Error, ErrorKind, Result,
     live::GREETING,
     local::{config_of, requirements::qemu_of},
 };
@@ -93,9 +93,9 @@ pub struct Disk {
     pub len: u64,
 }
 
-/// Looks at this host for a VM of this description. One that `runs` is asked.
-pub(crate) fn look(vm: &str, description: &Description, runs: bool) -> Result<Facts> {
-    let config = config_of(vm, description)?;
+/// Looks at this host for a VM of this configuration. One that `runs` is asked.
+pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts> {
+    let config = config_of(vm, configuration)?;
     let ours = config.manager != Some(Manager::Libvirt);
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
     let line = |name: &str| {
@@ -180,7 +180,7 @@ fn qemu(config: &VmConfig) -> Result<Qemu> {
     })
 }
 
-/// As QEMU's last argument about it says, or the description.
+/// As QEMU's last argument about it says, or the configuration.
 fn machine_of(config: &VmConfig) -> String {
     let args = config.qemu_args.iter().zip(config.qemu_args.iter().skip(1));
     let mut named = args

@@ -22,7 +22,7 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
         return of(&here, findings);
     };
     let runs = journal.was_running;
-    let facts = match host.facts(&plan.vm, &journal.description, runs) {
+    let facts = match host.facts(&plan.vm, &journal.configuration, runs) {
         Ok(facts) => facts,
         Err(error) => {
             findings.push(Finding::of("host", &error));
@@ -96,17 +96,17 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
         &leaves,
         &format!("{vm} is at home here"),
     )];
-    let description = match plan.description(host) {
-        Ok(description) => description,
+    let configuration = match plan.configuration(host) {
+        Ok(configuration) => configuration,
         Err(error) => {
             // Of one that has moved on, that has been told.
             if leaves.is_ok() {
-                findings.push(Finding::of("description", &error));
+                findings.push(Finding::of("configuration", &error));
             }
             return (None, findings);
         }
     };
-    let running = plan.was_running(host, &description);
+    let running = plan.was_running(host, &configuration);
     let state = match running {
         Ok(false) => "it does not run, and moves as it is",
         _ => "it runs",
@@ -114,7 +114,7 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
     findings.push(Finding::either("state", &running, state));
     let mut devices = Vec::new();
     let found = host
-        .each_device(vm, &description)
+        .each_device(vm, &configuration)
         .and_then(|found| Ok((found, host.fences(vm)?)));
     match found {
         Err(error) => findings.push(Finding::of("devices", &error)),
@@ -132,7 +132,7 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
         }
     }
     let journal: Result<Journal> =
-        plan.journal(host, description, running.unwrap_or(false), devices);
+        plan.journal(host, configuration, running.unwrap_or(false), devices);
     match journal {
         Ok(journal) => (Some(journal), findings),
         Err(error) => {

@@ -7,41 +7,41 @@ use farside_vm_control::{self as control, Monitor};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::listen::GREETING;
+use super::incoming::GREETING;
 use crate::{Error, ErrorKind, Result};
 
-/// How often to look how far it is, at least.
-const LOOK_AGAIN: Duration = Duration::from_millis(250);
+/// Maximum time between two queries of the progress.
+const QUERY_AGAIN: Duration = Duration::from_millis(250);
 
-/// How often to tell.
-const TELL_AGAIN: Duration = Duration::from_secs(5);
+/// Time between two log lines.
+const LOG_AGAIN: Duration = Duration::from_secs(5);
 
-/// Where the guest of a live migration is, as the host that it leaves knows it.
+/// Where the guest of a live migration is, as its source host knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guest {
     /// Here.
     Here,
-    /// There, whole. It stands still here for good, unless the other host is known
-    /// not to go on with it.
+    /// There, completely. It stays paused here, unless the other host is known not to
+    /// resume it.
     There(Report),
-    /// Not here: QEMU has ended here.
+    /// Not here: QEMU has exited.
     Gone,
 }
 
-/// What QEMU says of a migration that is over.
+/// QEMU's figures of a completed transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// How long the guest stood still, milliseconds.
+    /// How long the guest was paused, milliseconds.
     pub downtime_ms: u64,
-    /// How long it all took, milliseconds.
+    /// How long the transfer took, milliseconds.
     pub total_ms: u64,
-    /// How much was sent, bytes.
+    /// Bytes sent.
     pub bytes: u64,
 }
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "kebab-case")]
-struct Told {
+struct Status {
     status: String,
     error_desc: Option<String>,
     downtime: u64,
@@ -56,43 +56,43 @@ struct Ram {
     remaining: u64,
 }
 
-/// What a status means.
+/// Progress of a transfer.
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
-    /// None was begun.
+    /// No transfer was started.
     Idle,
-    /// It goes on.
+    /// In progress; bytes.
     Underway { sent: u64, left: u64 },
-    /// The guest is there, and stands still here.
+    /// Completed: the guest is there, and paused here.
     Sent(Report),
-    /// It is over, and the guest is here.
+    /// Failed or cancelled: the guest is here.
     Failed(String),
 }
 
-fn progress(told: &Value) -> Result<Progress> {
-    let told: Told = serde_json::from_value(told.clone()).map_err(|error| {
-        let message = format!("QEMU's answer to query-migrate is odd ({error}): {told}");
+fn progress(answer: &Value) -> Result<Progress> {
+    let status: Status = serde_json::from_value(answer.clone()).map_err(|error| {
+        let message = format!("malformed answer to query-migrate ({error}): {answer}");
         Error::new(ErrorKind::Vm, message)
     })?;
-    Ok(match told.status.as_str() {
+    Ok(match status.status.as_str() {
         "" | "none" => Progress::Idle,
         "completed" => Progress::Sent(Report {
-            downtime_ms: told.downtime,
-            total_ms: told.total_time,
-            bytes: told.ram.transferred,
+            downtime_ms: status.downtime,
+            total_ms: status.total_time,
+            bytes: status.ram.transferred,
         }),
         "failed" | "cancelled" => {
-            Progress::Failed(told.error_desc.unwrap_or_else(|| told.status.clone()))
+            Progress::Failed(status.error_desc.unwrap_or_else(|| status.status.clone()))
         }
         _ => Progress::Underway {
-            sent: told.ram.transferred,
-            left: told.ram.remaining,
+            sent: status.ram.transferred,
+            left: status.ram.remaining,
         },
     })
 }
 
-/// Both ends agree on these. The return path has the other end confirm that it has
-/// taken all, before the guest is given up here.
+/// Both ends need the same capabilities. With the return path, QEMU reports `completed`
+/// only after the other end has confirmed that it received everything.
 pub(super) fn set_capabilities(monitor: &mut Monitor) -> Result<()> {
     let on = |name: &str| json!({ "capability": name, "state": true });
     let capabilities = ["events", "return-path", "auto-converge"].map(on);
@@ -101,14 +101,14 @@ pub(super) fn set_capabilities(monitor: &mut Monitor) -> Result<()> {
     Ok(())
 }
 
-/// Where the guest is. A transfer that is under way is waited for; with `call_off`,
-/// QEMU is told to stop it first, which it may do too late.
-pub(crate) fn whereabouts(vm: &str, call_off: bool) -> Result<Guest> {
+/// Where the guest is. Waits for a transfer in progress; with `cancel`, cancels it
+/// first, which may come too late.
+pub(crate) fn query_transfer(vm: &str, cancel: bool) -> Result<Guest> {
     let mut monitor = match Monitor::connect(vm, Manager::Qemu, GREETING) {
         Err(control::Error::NotRunning { .. }) => return Ok(Guest::Gone),
         monitor => monitor?,
     };
-    if call_off {
+    if cancel {
         monitor.run("migrate_cancel", json!({}))?;
     }
     Ok(match watch(&mut monitor)? {
@@ -122,10 +122,10 @@ pub(super) fn runs(monitor: &mut Monitor) -> Result<bool> {
     Ok(status["running"] == true)
 }
 
-/// Sends the guest to the QEMU that listens at `uri`. When this fails, the guest
-/// runs on here.
+/// Sends the guest to the QEMU that listens at `uri`. After a failure the guest still
+/// runs here.
 pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
-    // QEMU 11.1 would send the guest all the same, to a QEMU that has no such device.
+    // QEMU 11.1 sends such a guest all the same, to a QEMU without that device.
     let devices = control::describe(vm)?.devices;
     if let Some(device) = devices.iter().find(|device| device.plugged) {
         return Err(Error::refused(format!(
@@ -139,7 +139,7 @@ pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
     let why = match watch(&mut monitor)? {
         Progress::Sent(report) => return Ok(report),
         Progress::Failed(why) => why,
-        other => format!("it says {other:?}"),
+        other => format!("unexpected state {other:?}"),
     };
     Err(Error::new(
         ErrorKind::Vm,
@@ -147,22 +147,22 @@ pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
     ))
 }
 
-/// Waits until no transfer is under way. Returns how the last one ended.
+/// Waits until no transfer is in progress. Returns the result of the last one.
 fn watch(monitor: &mut Monitor) -> Result<Progress> {
-    let mut told_at = Instant::now();
+    let mut logged_at = Instant::now();
     loop {
-        let told = monitor.run("query-migrate", json!({}))?;
-        let (sent, left) = match progress(&told)? {
+        let answer = monitor.run("query-migrate", json!({}))?;
+        let (sent, left) = match progress(&answer)? {
             Progress::Underway { sent, left } => (sent, left),
             over => return Ok(over),
         };
-        if told_at.elapsed() >= TELL_AGAIN {
-            told_at = Instant::now();
+        if logged_at.elapsed() >= LOG_AGAIN {
+            logged_at = Instant::now();
             let (vm, mib) = (monitor.vm(), |bytes| bytes >> 20);
             log::info!("VM {vm}: {} MiB sent, {} MiB left", mib(sent), mib(left));
         }
-        // An event is a reason to look at once; it is the answer that counts.
-        monitor.wait_event(Instant::now() + LOOK_AGAIN, |event| {
+        // The event only ends the wait; the state is that of the next answer.
+        monitor.wait_event(Instant::now() + QUERY_AGAIN, |event| {
             event.name == "MIGRATION"
         })?;
     }
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_qemu_says_is_understood() {
+    fn answers_to_query_migrate_are_parsed() {
         let done = json!({
             "status": "completed", "downtime": 37, "total-time": 1556, "setup-time": 1,
             "ram": { "transferred": 225375077u64, "remaining": 0, "total": 537403392u64 },
@@ -186,9 +186,9 @@ mod tests {
         assert_eq!(progress(&done), Ok(Progress::Sent(report)));
         assert_eq!(progress(&json!({})), Ok(Progress::Idle));
         for status in ["setup", "active", "device", "pre-switchover", "cancelling"] {
-            let told = json!({ "status": status, "ram": { "transferred": 5, "remaining": 7 } });
+            let answer = json!({ "status": status, "ram": { "transferred": 5, "remaining": 7 } });
             let underway = Progress::Underway { sent: 5, left: 7 };
-            assert_eq!(progress(&told), Ok(underway), "{status}");
+            assert_eq!(progress(&answer), Ok(underway), "{status}");
         }
         let failed = json!({ "status": "failed", "error-desc": "Connection refused" });
         let why = Progress::Failed("Connection refused".into());

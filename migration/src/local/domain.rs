@@ -63,7 +63,7 @@ pub(super) fn is_free(domain: &str, xml: &str) -> Result<()> {
 }
 
 /// Refuses a domain of which a part would stay behind.
-pub(super) fn moves_whole(domain: &str) -> Result<()> {
+pub(super) fn check_movable(domain: &str) -> Result<()> {
     let refused = |why: &str| {
         let text = format!("domain {domain} cannot be moved as it is: {why}");
         Err(Error::refused(text))

@@ -1,4 +1,4 @@
-//! What a description asks of a host.
+//! What a configuration asks of a host.
 
 use std::{
     env,
@@ -8,9 +8,9 @@ use std::{
 use farside_vm_config::{Flash, VmConfig};
 
 use super::{config_of, is_libvirt};
-use crate::{Description, Error, Result};
+use crate::{Configuration, Error, Result};
 
-/// QEMU's program when the description names none.
+/// QEMU's program when the configuration names none.
 const QEMU: &str = "qemu-system-x86_64";
 
 /// The QEMU of a VM.
@@ -19,8 +19,8 @@ pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
 }
 
 /// What is named, and not on this host.
-pub(super) fn missing(vm: &str, description: &Description) -> Result<Vec<Error>> {
-    let config = config_of(vm, description)?;
+pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+    let config = config_of(vm, configuration)?;
     let mut missing = Vec::new();
     let mut needs = |there: bool, what: &str, path: &Path, advice: &str| {
         if !there {
@@ -55,7 +55,7 @@ fn missing_lender(vm: &str, config: &VmConfig) -> Option<Error> {
     };
     let path = lender.path().filter(|path| !path.exists())?;
     Some(Error::refused(format!(
-        "the lender of VM {vm} is at {}, a socket that is not there: name it in the description as both hosts reach it (tcp:HOST:PORT)",
+        "the lender of VM {vm} is at {}, a socket that is not there: name it in the configuration as both hosts reach it (tcp:HOST:PORT)",
         path.display()
     )))
 }
@@ -66,6 +66,6 @@ fn find_program(program: &Path) -> Option<PathBuf> {
     }
     let paths = env::var_os("PATH")?;
     env::split_paths(&paths)
-        .map(|folder| folder.join(program))
+        .map(|directory| directory.join(program))
         .find(|path| path.is_file())
 }

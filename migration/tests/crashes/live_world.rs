@@ -32,7 +32,7 @@ impl FakeHost {
     }
 
     /// The guest goes on, and then has its devices.
-    pub fn land(&self, role: Role) -> Result<()> {
+    pub fn resume_guest(&self, role: Role) -> Result<()> {
         let (running, still) = self.qemu();
         match (running, still, role) {
             (true, ..) => {}
@@ -53,7 +53,7 @@ impl FakeHost {
         }
     }
 
-    pub fn listen_here(&self) -> Result<String> {
+    pub fn wait_for_guest(&self) -> Result<String> {
         if self.qemu().0 {
             return failed("it runs there already");
         }

@@ -41,7 +41,7 @@ fn at_every_point(
 fn there_and_not(world: &Rc<World>, here: &'static str, other: &'static str) {
     assert_eq!(world.running(), Some(here));
     assert_eq!(world.holders(), [Some(here); 2]);
-    assert!(world.is_described(here));
+    assert!(world.is_configured(here));
     for device in DEVICES {
         assert!(world.may_borrow(here, device));
         assert!(!world.reserved(device), "{device} is there for others");
@@ -51,7 +51,7 @@ fn there_and_not(world: &Rc<World>, here: &'static str, other: &'static str) {
     assert!(world.host(other).start_anyhow().is_err());
 }
 
-/// Where the VM went: the old host is refused by its tombstone and by the lender.
+/// Where the VM went: the old host is refused by its moved marker and by the lender.
 fn moved(world: &Rc<World>, to: &'static str, from: &'static str) {
     there_and_not(world, to, from);
     for device in DEVICES {
@@ -67,9 +67,9 @@ trait StartAnyhow {
 
 impl StartAnyhow for world::FakeHost {
     fn start_anyhow(&self) -> Result<()> {
-        match self.description(VM)? {
+        match self.configuration(VM)? {
             Some(_) => self.start(VM),
-            None => Err(farside_migration::Error::refused("no description")),
+            None => Err(farside_migration::Error::refused("no configuration")),
         }
     }
 }
@@ -79,7 +79,7 @@ fn there() -> Rc<World> {
 }
 
 /// A world in which the VM has been to `b` and back, so that all have fences and
-/// tombstones.
+/// moved markers.
 fn there_and_back() -> Rc<World> {
     let world = World::new();
     migrate(&world, "a", "b").unwrap();
@@ -280,7 +280,7 @@ fn a_host_that_refuses_to_go_back_leaves_the_vm_where_it_is() {
         assert!(error.to_string().contains("another farside"), "{error}");
         let step = host.journal(VM).unwrap().map(|journal| journal.step);
         assert_eq!(step, Some(Step::StopThere), "{crash:?}");
-        assert!(world.is_described("a"), "{crash:?}");
+        assert!(world.is_configured("a"), "{crash:?}");
         cases += 1;
         if resume(&world, "a", "b", true, false).is_ok() {
             there_and_not(&world, "a", "b");
@@ -334,7 +334,7 @@ fn a_vm_that_does_not_start_there_can_go_on_or_back() {
 #[test]
 fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
     let world = World::new();
-    let other = farside_migration::Description {
+    let other = farside_migration::Configuration {
         toml: "of another VM".into(),
         ..Default::default()
     };
@@ -345,5 +345,5 @@ fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
         "{error}"
     );
     assert_eq!(world.running(), Some("a"));
-    assert_eq!(world.host("b").description(VM).unwrap(), Some(other));
+    assert_eq!(world.host("b").configuration(VM).unwrap(), Some(other));
 }

@@ -13,8 +13,8 @@ use std::{
 
 use farside_control::{Epoch, Fence, Fences};
 use farside_migration::{
-    Arrival, Description, Error, ErrorKind, Host, Journal, Mover, Peer, Plan, Reply, Request,
-    Result, Tombstone, live::Live, resume_here,
+    Arrival, Configuration, Error, ErrorKind, Host, Journal, MovedMarker, Mover, Peer, Plan, Reply,
+    Request, Result, live::Live, resume_here,
 };
 
 use crate::live_world::Still;
@@ -43,9 +43,9 @@ struct Device {
 #[derive(Default)]
 struct Files {
     journal: Option<String>,
-    description: Option<Description>,
+    configuration: Option<Configuration>,
     fences: Fences,
-    tombstone: Option<Tombstone>,
+    marker: Option<MovedMarker>,
     running: bool,
     /// A QEMU of which the guest does not run.
     still: Option<Still>,
@@ -77,11 +77,11 @@ impl World {
         for host in ["a", "b"] {
             world.hosts.borrow_mut().insert(host, Files::default());
         }
-        let description = Description {
+        let configuration = Configuration {
             toml: "of the VM".into(),
             ..Default::default()
         };
-        world.files("a", |files| files.description = Some(description));
+        world.files("a", |files| files.configuration = Some(configuration));
         world.host("a").start(VM).unwrap();
         world.calls.set(0);
         world
@@ -195,8 +195,8 @@ impl World {
             .is_some_and(|fence| fence.reserved)
     }
 
-    pub fn is_described(&self, host: &str) -> bool {
-        self.files(host, |files| files.description.is_some())
+    pub fn is_configured(&self, host: &str) -> bool {
+        self.files(host, |files| files.configuration.is_some())
     }
 
     /// How often the guest was booted.

@@ -4,8 +4,8 @@ use std::{net::IpAddr, rc::Rc, time::Duration};
 
 use farside_control::{Address, Epoch, Fence, Fences};
 use farside_migration::{
-    Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
-    Tombstone,
+    Configuration, Error, ErrorKind, FoundDevice, Host, Identity, Journal, MovedMarker, Result,
+    Role, RunState,
     check::Facts,
     live::{Guest, Report},
 };
@@ -118,22 +118,22 @@ impl Host for FakeHost {
         self.files(|files| files.journal = Some(text))
     }
 
-    fn description(&self, _vm: &str) -> Result<Option<Description>> {
+    fn configuration(&self, _vm: &str) -> Result<Option<Configuration>> {
         Ok(self
             .world
-            .files(self.name, |files| files.description.clone()))
+            .files(self.name, |files| files.configuration.clone()))
     }
 
-    fn install(&self, _vm: &str, description: &Description) -> Result<()> {
-        let description = description.clone();
-        self.files(|files| files.description = Some(description))
+    fn install(&self, _vm: &str, configuration: &Configuration) -> Result<()> {
+        let configuration = configuration.clone();
+        self.files(|files| files.configuration = Some(configuration))
     }
 
     fn uninstall(&self, _vm: &str) -> Result<()> {
         if self.moves_live()? == Some(Role::Source) {
             self.end()?;
         }
-        self.files(|files| files.description = None)
+        self.files(|files| files.configuration = None)
     }
 
     fn fences(&self, _vm: &str) -> Result<Fences> {
@@ -145,13 +145,13 @@ impl Host for FakeHost {
         self.files(|files| files.fences = fences)
     }
 
-    fn tombstone(&self, _vm: &str) -> Result<Option<Tombstone>> {
-        Ok(self.world.files(self.name, |files| files.tombstone.clone()))
+    fn moved_marker(&self, _vm: &str) -> Result<Option<MovedMarker>> {
+        Ok(self.world.files(self.name, |files| files.marker.clone()))
     }
 
-    fn write_tombstone(&self, _vm: &str, tombstone: Option<&Tombstone>) -> Result<()> {
-        let tombstone = tombstone.cloned();
-        self.files(|files| files.tombstone = tombstone)
+    fn write_moved_marker(&self, _vm: &str, marker: Option<&MovedMarker>) -> Result<()> {
+        let marker = marker.cloned();
+        self.files(|files| files.marker = marker)
     }
 
     fn run_state(&self, _vm: &str) -> Result<RunState> {
@@ -165,10 +165,10 @@ impl Host for FakeHost {
     fn start(&self, vm: &str) -> Result<()> {
         // As `farside serve` does.
         farside_migration::may_run(self, vm)?;
-        let described = self.description(vm)?.is_some();
+        let described = self.configuration(vm)?.is_some();
         assert!(described, "nothing to start from on {}", self.name);
         if let Some(role) = self.moves_live()? {
-            return self.land(role);
+            return self.resume_guest(role);
         }
         match self.qemu().0 {
             true => self.once(|| Ok(())),
@@ -193,7 +193,7 @@ impl Host for FakeHost {
         })
     }
 
-    fn devices(&self, vm: &str, _description: &Description) -> Result<Vec<FoundDevice>> {
+    fn devices(&self, vm: &str, _description: &Configuration) -> Result<Vec<FoundDevice>> {
         let devices = self.world.devices.borrow();
         let found = devices
             .iter()
@@ -214,24 +214,24 @@ impl Host for FakeHost {
         Ok(found.collect())
     }
 
-    fn missing(&self, _vm: &str, _description: &Description) -> Result<Vec<Error>> {
+    fn missing(&self, _vm: &str, _description: &Configuration) -> Result<Vec<Error>> {
         Ok(Vec::new())
     }
 
-    fn reaches(&self, _: &str, _: &Description, _: &FoundDevice) -> Result<()> {
+    fn reaches(&self, _: &str, _: &Configuration, _: &FoundDevice) -> Result<()> {
         Ok(())
     }
 
-    fn facts(&self, vm: &str, _: &Description, _: bool) -> Result<Facts> {
+    fn facts(&self, vm: &str, _: &Configuration, _: bool) -> Result<Facts> {
         Err(Error::refused(format!("VM {vm} runs by nothing")))
     }
 
-    fn whereabouts(&self, _vm: &str, _call_off: bool) -> Result<Guest> {
+    fn query_transfer(&self, _vm: &str, _call_off: bool) -> Result<Guest> {
         self.once(|| Ok(self.where_is_it()))
     }
 
-    fn listen(&self, _vm: &str, _address: IpAddr) -> Result<String> {
-        self.listen_here()
+    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<String> {
+        self.wait_for_guest()
     }
 
     fn send(&self, _vm: &str, uri: &str) -> Result<Report> {

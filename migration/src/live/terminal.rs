@@ -1,5 +1,5 @@
-//! A QEMU of which the transfer failed ends by itself, maybe while it is asked
-//! something.
+//! A QEMU whose incoming transfer failed exits by itself, possibly during a QMP
+//! command.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,16 @@ use farside_vm_control::Error as Control;
 
 use crate::Result;
 
-/// How long QEMU may take to end.
+/// Time limit for QEMU to exit.
 const END: Duration = Duration::from_secs(20);
 
-/// How often to ask again: until it has ended it may be reached, and hang up.
+/// Pause between attempts: a QEMU that exits still accepts connections, and closes them.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Asks until QEMU has answered, or has ended and the answer says so.
-pub(crate) fn settled<T>(mut ask: impl FnMut() -> std::result::Result<T, Control>) -> Result<T> {
+/// Repeats `ask` until its result is final: QEMU has answered, or has exited.
+pub(crate) fn wait_until_terminal<T>(
+    mut ask: impl FnMut() -> std::result::Result<T, Control>,
+) -> Result<T> {
     let deadline = Instant::now() + END;
     loop {
         match ask() {
@@ -37,7 +39,7 @@ mod tests {
         let mut third_time = |last: std::result::Result<u32, Control>| {
             asked = 0;
             let mut last = Some(last);
-            let answer = settled(|| {
+            let answer = wait_until_terminal(|| {
                 asked += 1;
                 match asked {
                     3 => last.take().unwrap(),

@@ -1,4 +1,4 @@
-//! A guest and its devices: let go of before it moves, and found again after it.
+//! A guest and its devices: unplugged before the transfer, plugged in again after it.
 
 use std::time::Duration;
 
@@ -8,47 +8,47 @@ use farside_vm_control::{
 };
 use serde_json::json;
 
-use super::{listen::GREETING, send::runs, settled};
+use super::{incoming::GREETING, send::runs, wait_until_terminal};
 use crate::{Error, ErrorKind, Result, Role};
 
 /// How long a backend may take to start.
 const START: Duration = Duration::from_secs(120);
 
-/// Has the guest let go of all its devices, each within `limit`. When one stays,
-/// those that went come back with [`land`].
-pub(crate) fn let_go(vm: &str, limit: Duration) -> Result<()> {
+/// Hot-unplugs all devices of the guest, each within `limit`. After a failure
+/// [`resume_guest`] plugs the unplugged ones in again.
+pub(crate) fn release_devices(vm: &str, limit: Duration) -> Result<()> {
     for device in control::describe(vm)?.devices {
         if device.plugged {
             let detached = control::detach(vm, &device.id, limit)?;
             let took = detached.guest_took.unwrap_or_default();
-            log::info!("VM {vm}: the guest let go of {} in {took:.1?}", device.id);
+            log::info!("VM {vm}: the guest released {} in {took:.1?}", device.id);
         }
     }
     Ok(())
 }
 
-/// Has the guest go on at this host, and gives it the devices of its description,
-/// at their ports.
-pub(crate) fn land(vm: &str, role: Role) -> Result<()> {
-    let state = settled(|| control::describe(vm))?.state;
+/// Resumes the guest at this host, and plugs the devices of its configuration in at
+/// their ports.
+pub(crate) fn resume_guest(vm: &str, role: Role) -> Result<()> {
+    let state = wait_until_terminal(|| control::describe(vm))?.state;
     match (&state, role) {
         (RunState::Running, _) => {}
-        // QEMU has died, and with it the guest: what is left is to boot it.
+        // The guest died with its QEMU: boot it.
         (RunState::Stopped, Role::Source) => {
-            log::error!("VM {vm}: QEMU has ended here; the VM is started anew");
+            log::error!("VM {vm}: QEMU has exited here; booting the VM again");
             control::start(vm, &StartOptions::default())?;
         }
         (RunState::Stopped, Role::Destination) => {
-            return Err(gone(vm, "QEMU has ended"));
+            return Err(cannot_resume(vm, "QEMU has exited"));
         }
         (RunState::Still(why), Role::Destination) if why == "inmigrate" => {
-            return Err(gone(vm, "the guest has not come whole"));
+            return Err(cannot_resume(vm, "the guest was not received completely"));
         }
         (RunState::Still(_), _) => {
             let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
             monitor.run("cont", json!({}))?;
             if !runs(&mut monitor)? {
-                return Err(gone(vm, "the guest does not go on"));
+                return Err(cannot_resume(vm, "the guest stays paused after `cont`"));
             }
         }
     }
@@ -62,14 +62,13 @@ pub(crate) fn land(vm: &str, role: Role) -> Result<()> {
     Ok(())
 }
 
-fn gone(vm: &str, why: &str) -> Error {
-    Error::new(ErrorKind::Vm, format!("VM {vm} cannot go on: {why}"))
+fn cannot_resume(vm: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Vm, format!("cannot resume VM {vm}: {why}"))
 }
 
-/// Ends a QEMU whose guest stands still, and the VM's backend. A guest that runs
-/// is left alone.
+/// Ends a QEMU whose guest is paused, and the VM's backend. Fails if the guest runs.
 pub(crate) fn end(vm: &str) -> Result<()> {
-    if settled(|| control::describe(vm))?.state == RunState::Running {
+    if wait_until_terminal(|| control::describe(vm))?.state == RunState::Running {
         return Err(Error::refused(format!(
             "VM {vm} has arrived there and runs: let it go on with --resume, and move it back from there"
         )));
@@ -78,5 +77,5 @@ pub(crate) fn end(vm: &str) -> Result<()> {
         limit: Duration::ZERO,
         force: true,
     };
-    settled(|| control::stop(vm, &options))
+    wait_until_terminal(|| control::stop(vm, &options))
 }

@@ -1,4 +1,4 @@
-//! The other host: QEMU with a machine into which a guest can come.
+//! The other host: a QEMU that waits for an incoming guest.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -6,23 +6,22 @@ use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor, RunState, StartOptions};
 use serde_json::json;
 
-use super::{address::uri, settled};
+use super::{address::uri, wait_until_terminal};
 use crate::{Error, ErrorKind, Result};
 
-/// How long backend and QEMU may take to start, each.
+/// Time limit for backend and QEMU to start, each.
 const START: Duration = Duration::from_secs(120);
 
-/// How long QEMU may take to greet.
+/// Time limit for the QMP greeting.
 pub(crate) const GREETING: Duration = Duration::from_secs(20);
 
-/// What QEMU is started with: it waits for a guest, which then stands still.
+/// QEMU arguments: wait for an incoming guest, and leave it paused.
 const ARGS: [&str; 3] = ["-incoming", "defer", "-S"];
 
-/// Starts the VM's QEMU with its devices' ports empty, and has it listen. Returns
-/// where, as QEMU takes it. One that listened before, for an attempt that failed,
-/// is ended.
-pub(crate) fn listen(vm: &str, address: IpAddr) -> Result<String> {
-    match settled(|| control::describe(vm))?.state {
+/// Starts the VM's QEMU without the borrowed devices, listening for the guest. Returns
+/// its URI. Ends a QEMU that still listens for a failed attempt.
+pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<String> {
+    match wait_until_terminal(|| control::describe(vm))?.state {
         RunState::Stopped => {}
         RunState::Running => {
             return Err(Error::refused(format!("VM {vm} runs there already")));
@@ -44,13 +43,13 @@ pub(crate) fn listen(vm: &str, address: IpAddr) -> Result<String> {
             format!("QEMU cannot listen at {address} there: {error}"),
         )
     })?;
-    let told = monitor.run("query-migrate", json!({}))?;
-    let port = told["socket-address"][0]["port"].as_str();
+    let answer = monitor.run("query-migrate", json!({}))?;
+    let port = answer["socket-address"][0]["port"].as_str();
     match port.and_then(|port| port.parse().ok()) {
         Some(port) => Ok(uri(address, port)),
         None => Err(Error::new(
             ErrorKind::Vm,
-            format!("QEMU of VM {vm} does not say where it listens: {told}"),
+            format!("QEMU of VM {vm} does not report the port at which it listens: {answer}"),
         )),
     }
 }
