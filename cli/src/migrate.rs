@@ -5,10 +5,10 @@ use std::{net::IpAddr, time::Duration};
 use clap::{ArgGroup, Args as ClapArgs};
 use farside_control::{Address, Client, paths};
 use farside_migration::{
-    Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell,
+    Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell, Store, Strategy,
     check::{Finding, Level, check},
     claim, forget,
-    live::{Live, address_for},
+    live::address_for,
     resume_here, serve_agent,
 };
 
@@ -80,16 +80,15 @@ pub(crate) struct Migrate {
 }
 
 impl Migrate {
-    /// What --live asks for.
-    fn live(&self, to: &str) -> anyhow::Result<Option<Live>> {
+    fn strategy(&self, to: &str) -> anyhow::Result<Strategy> {
         if !self.live {
-            return Ok(None);
+            return Ok(Strategy::Cold);
         }
         let address = match self.migrate_address {
             Some(address) => address,
             None => address_for(to)?,
         };
-        Ok(Some(Live { address }))
+        Ok(Strategy::Live { address })
     }
 
     fn rsh(&self) -> Option<String> {
@@ -144,7 +143,7 @@ fn forward(args: &Migrate, vm: &str, to: &str) -> anyhow::Result<()> {
         to: to.to_owned(),
         shell: args.rsh(),
         shutdown_timeout: Duration::from_secs(args.shutdown_timeout),
-        live: args.live(to)?,
+        strategy: args.strategy(to)?,
     };
     let shell = Shell::new(plan.shell.as_deref())?;
     let mut peer = Remote::new(to, shell);
@@ -201,7 +200,7 @@ fn tell_live(mover: &Mover<'_>) {
             report.total_ms as f64 / 1000.0,
         );
     }
-    if mover.journal().live.is_some()
+    if mover.journal().strategy.is_live()
         && let Some(without) = mover.without_devices()
     {
         println!(

@@ -1,4 +1,4 @@
-//! `farside migrate --agent`: a host that is asked by another one.
+//! `farside migrate --agent`: answers the requests of another host.
 
 use std::io::{Read, Write};
 
@@ -34,10 +34,10 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
 fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<()> {
     let vm = match request {
         Request::Hello(_) => return Ok(()),
-        // It changes nothing, but looks into the VM's files.
+        // Needs no lock: it only reads the VM's files.
         Request::Check(question) => return check_vm_name(&question.journal.vm),
         Request::Prepare(journal) | Request::Install(journal) => &journal.vm,
-        Request::Listen { vm, .. }
+        Request::Incoming { vm, .. }
         | Request::Start { vm, .. }
         | Request::Finish { vm, .. }
         | Request::StopThere { vm, .. } => vm,

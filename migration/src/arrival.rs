@@ -6,14 +6,13 @@ use farside_control::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,
-    RunState, Step, check,
-    live::{Live, try_listen},
+    RunState, Step, Strategy, check, live::try_listen,
 };
 
-/// A host that answers what the other one asks of it.
+/// The host that the VM goes to, which serves the requests of the other one.
 pub struct Arrival<'a> {
     host: &'a dyn Host,
-    /// Of a check: the other host connects to it.
+    /// Kept after a check: the other host connects to it.
     tried: RefCell<Option<TcpListener>>,
 }
 
@@ -24,7 +23,7 @@ impl<'a> Arrival<'a> {
         Self { host, tried }
     }
 
-    /// Does what is asked.
+    /// Serves a request.
     pub fn answer(&self, request: Request) -> Reply {
         let done = match request {
             Request::Hello(hello) => {
@@ -44,8 +43,8 @@ impl<'a> Arrival<'a> {
             Request::Prepare(journal) => self.prepare(*journal),
             Request::Install(journal) => self.install(&journal),
             Request::Start { id, vm } => self.until(&id, &vm, Step::Finish),
-            Request::Listen { id, vm, live } => {
-                return match self.incoming(&id, &vm, &live) {
+            Request::Incoming { id, vm } => {
+                return match self.incoming(&id, &vm) {
                     Ok(uri) => Reply::Listening(uri),
                     Err(error) => Reply::Failed(error),
                 };
@@ -59,18 +58,17 @@ impl<'a> Arrival<'a> {
         }
     }
 
-    /// Whether the VM could run here. Returns its devices as they are seen from
-    /// here.
+    /// Checks that the VM can run here. Returns its devices as this host sees them.
     pub fn check(&self, theirs: &Journal) -> Result<Vec<MovedDevice>> {
         let (vm, configuration) = (&theirs.vm, &theirs.configuration);
         self.name_is_free(theirs)?;
-        if let Some(live) = &theirs.live {
-            try_listen(live.address)?;
+        if let Some(address) = theirs.strategy.address() {
+            try_listen(address)?;
         }
         if let Some(error) = self.host.missing(vm, configuration)?.into_iter().next() {
             return Err(error);
         }
-        let found = self.host.devices(vm, configuration)?;
+        let found = self.host.find_all(vm, configuration)?;
         theirs
             .devices
             .iter()
@@ -78,7 +76,7 @@ impl<'a> Arrival<'a> {
             .collect()
     }
 
-    /// Nothing of that name is in the way here.
+    /// Refuses a VM whose name is in use here.
     pub(crate) fn name_is_free(&self, theirs: &Journal) -> Result<()> {
         let vm = &theirs.vm;
         if let Some(open) = self.open_other(theirs)? {
@@ -90,25 +88,25 @@ impl<'a> Arrival<'a> {
             )));
         }
         match self.host.run_state(vm)? {
-            RunState::Stopped => self.host.is_free(vm, &theirs.configuration),
+            RunState::Stopped => self.host.check_name_free(vm, &theirs.configuration),
             RunState::Running | RunState::Other(_) => {
                 Err(Error::refused(format!("a VM {vm} runs there already")))
             }
         }
     }
 
-    /// Another migration of a VM of that name, which is not over.
+    /// Another open migration of a VM of that name.
     fn open_other(&self, theirs: &Journal) -> Result<Option<Error>> {
         let open = self.host.journal(&theirs.vm)?.filter(Journal::is_open);
         Ok(open
             .filter(|ours| {
-                // One that was given up before anything happened is no harm.
+                // One that was abandoned before Install has changed nothing here.
                 let harmless = ours.role == Role::Destination && ours.step == Step::Prepare;
                 ours.id != theirs.id && !harmless
             })
             .map(|ours| {
                 Error::refused(format!(
-                    "another migration of VM {} is not over there ({}, {}): `farside migrate --status` there says more",
+                    "another migration of VM {} is open there ({}, {}): see `farside migrate --status` there",
                     theirs.vm, ours.id, ours.step
                 ))
             }))
@@ -135,7 +133,7 @@ impl<'a> Arrival<'a> {
         self.host.write_journal(&ours)
     }
 
-    /// From here on the VM belongs here.
+    /// From here on the VM belongs to this host.
     fn install(&self, theirs: &Journal) -> Result<()> {
         let mut ours = self.ours(&theirs.id, &theirs.vm)?;
         if ours.step == Step::Prepare {
@@ -159,13 +157,13 @@ impl<'a> Arrival<'a> {
         let ours = self.ours(id, vm)?;
         if ours.step == Step::Prepare {
             return Err(Error::journal(format!(
-                "VM {vm} has not been described there yet (migration {id})"
+                "VM {vm} is not configured there yet (migration {id})"
             )));
         }
         self.advance(ours, end)
     }
 
-    fn incoming(&self, id: &str, vm: &str, live: &Live) -> Result<String> {
+    fn incoming(&self, id: &str, vm: &str) -> Result<String> {
         let ours = self.ours(id, vm)?;
         if ours.step != Step::Start {
             return Err(Error::journal(format!(
@@ -173,7 +171,12 @@ impl<'a> Arrival<'a> {
                 ours.step
             )));
         }
-        self.host.incoming(vm, live.address)
+        match ours.strategy {
+            Strategy::Live { address } => self.host.incoming(vm, address),
+            Strategy::Cold => Err(Error::journal(format!(
+                "migration {id} of VM {vm} is not live"
+            ))),
+        }
     }
 
     /// The journal of a migration that is not being undone.
@@ -186,12 +189,12 @@ impl<'a> Arrival<'a> {
                 }
             }
             _ => Err(Error::journal(format!(
-                "nothing is known of migration {id} of VM {vm} there"
+                "migration {id} of VM {vm} is unknown there"
             ))),
         }
     }
 
-    /// Goes on until `end` is what comes next.
+    /// Performs the steps before `end`.
     fn advance(&self, mut ours: Journal, end: Step) -> Result<()> {
         while ours.step < end {
             let next = match ours.step {
@@ -202,7 +205,7 @@ impl<'a> Arrival<'a> {
                 }
                 Step::Start => {
                     if ours.was_running {
-                        self.host.start(&ours.vm)?;
+                        ours.strategy.start(self.host, &ours.vm)?;
                     }
                     Step::Finish
                 }
@@ -223,7 +226,7 @@ impl<'a> Arrival<'a> {
         Ok(())
     }
 
-    /// Ends and forgets the VM.
+    /// Ends the VM, and removes its configuration.
     fn stop(&self, id: &str, vm: &str) -> Result<()> {
         let Some(mut ours) = self.host.journal(vm)?.filter(|ours| ours.id == id) else {
             return Ok(());
@@ -235,16 +238,16 @@ impl<'a> Arrival<'a> {
             return Err(Error::new(
                 ErrorKind::Arrived,
                 format!(
-                    "VM {vm} has arrived there, and that is over: move it back with `farside migrate {vm} --to` from there"
+                    "VM {vm} has arrived there: move it back with `farside migrate {vm} --to` from there"
                 ),
             ));
         }
-        // To end a guest that was moved alive would lose what it has in memory.
-        if ours.live.is_some() && self.host.run_state(vm)? == RunState::Running {
+        // Ending a guest that was sent here would lose its memory.
+        if ours.strategy.is_live() && self.host.run_state(vm)? == RunState::Running {
             return Err(Error::new(
                 ErrorKind::Arrived,
                 format!(
-                    "VM {vm} has arrived there and runs: let it go on, and move it back from there"
+                    "VM {vm} has arrived there and runs: complete the migration, and move it back from there"
                 ),
             ));
         }
@@ -256,7 +259,7 @@ impl<'a> Arrival<'a> {
         if installed {
             if self.host.configuration(vm)?.is_some() {
                 let limit = Duration::from_secs(ours.shutdown_timeout);
-                self.host.stop(vm, limit)?;
+                ours.strategy.end_destination(self.host, vm, limit)?;
             }
             self.host.uninstall(vm)?;
             self.host.write_fences(vm, &Fences::default())?;
@@ -266,22 +269,17 @@ impl<'a> Arrival<'a> {
     }
 }
 
-/// Goes on at the host that the VM goes to, when the other host is dead. Without
-/// `lost`, the word of somebody who knows that it is, only where it has let
-/// the VM go.
+/// Resumes a migration at the host that the VM goes to, when the other host is down.
+/// Refuses where the VM may still run there, unless the user confirms with `lost` that the
+/// host is permanently down.
 pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()> {
     let vm = ours.vm.clone();
     if ours.step.is_back() {
         return Arrival::new(host).stop(&ours.id, &vm);
     }
-    // A guest that is moved while it runs goes on there when that fails late.
-    let may_run_there = match ours.live {
-        None => ours.step == Step::Prepare,
-        Some(_) => ours.step <= Step::Start,
-    };
-    if may_run_there && !lost {
+    if ours.strategy.source_may_run(ours.step) && !lost {
         return Err(Error::refused(format!(
-            "VM {vm} may still run on {}: go on there with `farside migrate --resume {vm}`; if that host is dead for good, say so here with --lost-host",
+            "VM {vm} may still run on {}: resume there with `farside migrate --resume {vm}`; if that host is permanently down, resume here with --lost-host",
             ours.source
         )));
     }
@@ -294,26 +292,24 @@ pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()>
         ours.begin(Step::Install);
         host.write_journal(&ours)?;
     }
-    let live = ours.live.is_some();
+    let live = ours.strategy.is_live();
     let Err(error) = Arrival::new(host).advance(ours, Step::Done) else {
         return Ok(());
     };
     match host.journal(&vm)? {
         Some(ours) if lost && live && ours.step == Step::Start => {
-            log::error!(
-                "{error}: the guest was lost with the other host, and VM {vm} is started anew"
-            );
-            start_anew(host, ours)
+            log::error!("{error}: the guest was lost with the other host; booting VM {vm} here");
+            boot_instead(host, ours)
         }
         _ => Err(error),
     }
 }
 
-/// Goes on with a live migration as if it was a cold one. A guest that runs is not
-/// ended: then this fails.
-fn start_anew(host: &dyn Host, mut ours: Journal) -> Result<()> {
-    host.stop(&ours.vm, Duration::ZERO)?;
-    ours.live = None;
+/// Completes a live migration as a cold one, and records that. Fails if the guest runs.
+fn boot_instead(host: &dyn Host, mut ours: Journal) -> Result<()> {
+    ours.strategy
+        .end_destination(host, &ours.vm, Duration::ZERO)?;
+    ours.strategy = Strategy::Cold;
     host.write_journal(&ours)?;
     Arrival::new(host).advance(ours, Step::Done)
 }
@@ -325,7 +321,7 @@ fn undone(ours: &Journal) -> Error {
     ))
 }
 
-/// What the VM shows to the lenders from now on.
+/// The fences that the VM shows to the lenders from now on.
 fn fences(ours: &Journal) -> Fences {
     let devices = ours.devices.iter();
     Fences(
@@ -335,7 +331,7 @@ fn fences(ours: &Journal) -> Fences {
     )
 }
 
-/// A device as this host's lenders describe it: it must be the same one.
+/// A device as this host's lenders describe it. Refuses another device of that id.
 pub(crate) fn seen_from_here(
     device: &MovedDevice,
     found: &[FoundDevice],

@@ -1,14 +1,14 @@
 //! Whether a VM may run on a host now.
 
-use crate::{Error, Host, Journal, Result, Role, Step};
+use crate::{Error, Journal, Result, Role, Step, Store};
 
-/// Refuses a VM that moved away, or that is on its way. For `farside start` and
-/// for backends: whoever starts a VM by its name.
+/// Refuses a VM that moved away or is being moved. For `farside start` and for backends:
+/// whatever starts a VM by its name.
 ///
-/// This spares people a mistake. That the VM does not get its devices when it is
-/// started all the same is up to the lender.
-pub fn may_run(host: &dyn Host, vm: &str) -> Result<()> {
-    let journal = host.journal(vm)?.filter(Journal::is_open);
+/// This prevents mistakes only: a VM that is started all the same is refused its devices by
+/// the lender.
+pub fn may_run(store: &dyn Store, vm: &str) -> Result<()> {
+    let journal = store.journal(vm)?.filter(Journal::is_open);
     if let Some(journal) = &journal {
         let Journal {
             step,
@@ -32,7 +32,7 @@ pub fn may_run(host: &dyn Host, vm: &str) -> Result<()> {
             "VM {vm} is on its way from {source} to {destination} (migration {id}, {step}): go on with `farside migrate --resume {vm}`{there}, or take it back with `farside migrate --resume {vm} --back`{there}"
         )));
     }
-    match host.moved_marker(vm)? {
+    match store.moved_marker(vm)? {
         Some(marker) => Err(Error::refused(format!(
             "VM {vm} has moved to {} (migration {}): start it there; `farside migrate --forget {vm}` makes room for another VM of that name here",
             marker.to, marker.migration

@@ -1,7 +1,16 @@
-//! All that a migration does to a host, and asks of it.
+//! What a migration needs of a host, one trait for each concern.
 //!
-//! [`crate::LocalHost`] is the host that this process runs on. Tests have one of their
-//! own, in which the process can end at every call.
+//! | trait | used by |
+//! | --- | --- |
+//! | [`Store`] | everyone: the journal is read and written there |
+//! | [`Runner`] | [`crate::Mover`], [`crate::Arrival`], [`crate::Plan`] |
+//! | [`LiveRunner`] | the steps of a live migration |
+//! | [`Lenders`] | [`crate::Plan`], handovers, [`crate::claim`] |
+//! | [`HostFacts`] | checks before a migration |
+//!
+//! [`crate::LocalHost`] implements them for the host of this process. Tests implement
+//! them for a host in memory, where the process can end at every call. No method
+//! has a default that passes a check: each implementation states what it checks.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -14,13 +23,13 @@ use crate::{
     live::{Guest, Report},
 };
 
-/// What describes a VM.
+/// A VM's configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Configuration {
-    /// The text of its configuration (TOML).
+    /// The text of its configuration file (TOML).
     pub toml: String,
-    /// Where libvirt runs it, the XML of its domain.
+    /// For a VM of libvirt, the XML of its domain.
     pub domain: Option<String>,
     /// libvirt starts the domain with its host.
     #[serde(default)]
@@ -36,15 +45,15 @@ pub struct MovedMarker {
     pub migration: String,
 }
 
-/// What a VM does.
+/// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunState {
     /// It does not run.
     Stopped,
-    /// It runs, and can be asked to power off.
+    /// It runs, and can be shut down.
     Running,
-    /// It can be neither taken for stopped nor asked to power off: paused, saved,
-    /// and the like; why, and what to do.
+    /// Neither stopped nor able to shut down, such as paused or saved: the reason and
+    /// the remedy.
     Other(String),
 }
 
@@ -55,37 +64,34 @@ pub struct FoundDevice {
     pub id: String,
     /// The number of its port.
     pub port: u16,
-    /// Where the lender is.
+    /// The lender's address.
     pub lender: Address,
-    /// What the lender calls itself.
+    /// The name that the lender gives itself.
     pub lender_name: String,
     /// What the device is.
     pub identity: Identity,
-    /// Who has it: VM and epoch.
+    /// Its holder: VM and epoch.
     pub holder: Option<(String, Epoch)>,
     /// The VMs that moved with it.
     pub fences: Vec<Fence>,
 }
 
-/// A host. What changes it lasts when the call returns, and may be done again: a
-/// change that is there already is no error.
-pub trait Host {
-    /// Its name, for people.
-    fn name(&self) -> String;
-
+/// What a host keeps on disk of its VMs. A change is durable when the call returns, and
+/// idempotent.
+pub trait Store {
     /// The journal of the VM's last migration.
     fn journal(&self, vm: &str) -> Result<Option<Journal>>;
 
-    /// Puts the journal in the place of what was there.
+    /// Replaces the journal.
     fn write_journal(&self, journal: &Journal) -> Result<()>;
 
-    /// What describes the VM on this host.
+    /// The VM's configuration on this host.
     fn configuration(&self, vm: &str) -> Result<Option<Configuration>>;
 
-    /// Describes the VM.
+    /// Adds the VM's configuration.
     fn install(&self, vm: &str, configuration: &Configuration) -> Result<()>;
 
-    /// Takes the VM's configuration away.
+    /// Removes the VM's configuration.
     fn uninstall(&self, vm: &str) -> Result<()>;
 
     /// The VM's fences.
@@ -97,78 +103,74 @@ pub trait Host {
     /// Where the VM moved to.
     fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>>;
 
-    /// Replaces that.
+    /// Replaces or removes that.
     fn write_moved_marker(&self, vm: &str, marker: Option<&MovedMarker>) -> Result<()>;
+}
 
-    /// What the VM does.
+/// Runs VMs of this host.
+pub trait Runner {
+    /// The VM's run state.
     fn run_state(&self, vm: &str) -> Result<RunState>;
 
-    /// Starts the VM from its configuration, if it does not run.
+    /// Boots the VM from its configuration, unless it runs.
     fn start(&self, vm: &str) -> Result<()>;
 
-    /// Has the guest power off, and ends the VM's backend. When this fails for
-    /// want of time, the VM goes on.
+    /// Shuts the guest down, and ends the VM's backend. If the guest does not power off
+    /// within `limit`, this fails and the VM runs on.
     fn stop(&self, vm: &str, limit: Duration) -> Result<()>;
+}
 
-    /// Looks the VM's devices up at the lenders of its configuration, from here.
-    fn devices(&self, vm: &str, configuration: &Configuration) -> Result<Vec<FoundDevice>>;
+/// Moves running guests; see [`crate::live`].
+pub trait LiveRunner {
+    /// Hot-unplugs the guest's borrowed devices, each within `limit`.
+    fn release_devices(&self, vm: &str, limit: Duration) -> Result<()>;
 
-    /// The same, each by itself.
-    fn each_device(
+    /// Starts a QEMU that waits for a guest at this address. Returns its URI.
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String>;
+
+    /// Sends the guest to that QEMU. After a failure the guest still runs here.
+    fn send(&self, vm: &str, uri: &str) -> Result<Report>;
+
+    /// Where the guest is that [`LiveRunner::send`] was to send. Waits for a transfer in
+    /// progress, or cancels it first.
+    fn query_transfer(&self, vm: &str, cancel: bool) -> Result<Guest>;
+
+    /// At the host that the guest leaves: resumes it, or boots it if it died with its
+    /// QEMU, and plugs its devices in.
+    fn resume_here(&self, vm: &str) -> Result<()>;
+
+    /// At the host that the guest goes to: resumes it if it was received completely, and
+    /// plugs its devices in.
+    fn resume_received(&self, vm: &str) -> Result<()>;
+
+    /// Ends a QEMU whose guest is paused, if there is one. Fails if the guest runs.
+    fn end_paused(&self, vm: &str) -> Result<()>;
+}
+
+/// The lenders of a VM, as this host reaches them.
+pub trait Lenders {
+    /// Looks up each of the VM's devices at the lenders of its configuration.
+    fn find_each(
         &self,
         vm: &str,
         configuration: &Configuration,
-    ) -> Result<Vec<Result<FoundDevice>>> {
-        Ok(self
-            .devices(vm, configuration)?
-            .into_iter()
-            .map(Ok)
-            .collect())
+    ) -> Result<Vec<Result<FoundDevice>>>;
+
+    /// Looks up all of the VM's devices.
+    fn find_all(&self, vm: &str, configuration: &Configuration) -> Result<Vec<FoundDevice>> {
+        self.find_each(vm, configuration)?.into_iter().collect()
     }
 
-    /// Refuses a VM of which a part would stay behind on this host.
-    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()> {
-        let _ = (vm, configuration);
-        Ok(())
-    }
+    /// Refuses a device whose lender cannot map all RAM of the VM, as far as that lender
+    /// can tell.
+    fn check_windows(
+        &self,
+        vm: &str,
+        configuration: &Configuration,
+        device: &FoundDevice,
+    ) -> Result<()>;
 
-    /// Refuses where something that is not farside's has the VM's name on this host.
-    fn is_free(&self, vm: &str, configuration: &Configuration) -> Result<()> {
-        let _ = (vm, configuration);
-        Ok(())
-    }
-
-    /// What the configuration names and this host does not have: programs, files.
-    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>>;
-
-    /// Whether a device reaches the RAM of a VM of this configuration on this host, as far
-    /// as its lender can tell.
-    fn reaches(&self, vm: &str, configuration: &Configuration, device: &FoundDevice) -> Result<()>;
-
-    /// What the VM runs by on this host; or would, unless it `runs`.
-    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts>;
-
-    /// Where the guest is that was to be sent by [`Host::send`]. A transfer that is
-    /// under way is waited for, or called off first.
-    fn query_transfer(&self, vm: &str, call_off: bool) -> Result<Guest> {
-        let _ = call_off;
-        Err(not_live(vm))
-    }
-
-    /// Has the VM's QEMU wait for a guest at this address. Returns where, as QEMU
-    /// takes it.
-    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String> {
-        let _ = address;
-        Err(not_live(vm))
-    }
-
-    /// Has the VM's QEMU send its guest there. When this fails, it runs on here.
-    fn send(&self, vm: &str, uri: &str) -> Result<Report> {
-        let _ = uri;
-        Err(not_live(vm))
-    }
-
-    /// Asks a lender for a handover; see [`farside_control::Request::Handover`].
+    /// Requests a handover from a lender; see [`farside_control::Request::Handover`].
     fn hand_over(
         &self,
         lender: &Address,
@@ -179,12 +181,31 @@ pub trait Host {
     ) -> Result<Epoch>;
 }
 
-fn not_live(vm: &str) -> Error {
-    Error::refused(format!("VM {vm} cannot be moved live by this host"))
+/// Facts about this host that decide whether a VM may leave it or come to it.
+pub trait HostFacts {
+    /// The host's name, for messages.
+    fn name(&self) -> String;
+
+    /// Refuses a VM of which a part would stay behind on this host.
+    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()>;
+
+    /// Refuses a VM whose name something other than farside uses on this host.
+    fn check_name_free(&self, vm: &str, configuration: &Configuration) -> Result<()>;
+
+    /// The files and binaries that the configuration names and this host lacks, as errors.
+    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>>;
+
+    /// What the VM runs with on this host; or would, unless it `runs`.
+    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts>;
 }
+
+/// A whole host, for users that need every part of it. It has no methods of its own.
+pub trait Host: Store + Runner + LiveRunner + Lenders + HostFacts {}
+
+impl<T: Store + Runner + LiveRunner + Lenders + HostFacts> Host for T {}
 
 /// The other host.
 pub trait Peer {
-    /// Asks it something, and waits for the answer.
+    /// Sends a request, and waits for the reply.
     fn ask(&mut self, request: Request) -> Result<Reply>;
 }

@@ -11,10 +11,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::{Configuration, Error, Result, Step, live::Live};
+use crate::{Configuration, Error, Result, Step, Strategy};
 
 /// The version of the manifest.
-pub const MANIFEST_VERSION: u32 = 1;
+pub const MANIFEST_VERSION: u32 = 2;
+
+/// The version before it, which is read, too.
+const FORMER_VERSION: u32 = 1;
 
 /// Longest file that is read, bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -44,13 +47,11 @@ pub struct Journal {
     /// How long the guest may take to power off, seconds.
     pub shutdown_timeout: u64,
     /// The VM's configuration.
-    #[serde(rename = "description")]
     pub configuration: Configuration,
     /// Its devices.
     pub devices: Vec<MovedDevice>,
-    /// The guest runs meanwhile.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub live: Option<Live>,
+    /// Cold or live.
+    pub strategy: Strategy,
 }
 
 /// Whose journal it is.
@@ -151,29 +152,33 @@ impl Journal {
         Ok(text + "\n")
     }
 
-    /// Reads the text of a file: of this version, and with nothing changed.
+    /// Parses the text of a file. Refuses an unknown version or a wrong checksum.
     pub fn from_text(text: &str) -> Result<Self> {
         let mut file: Value = serde_json::from_str(text)
             .map_err(|error| Error::journal(format!("it is cut off or was changed: {error}")))?;
-        match file["manifest"].as_u64() {
-            Some(version) if version == u64::from(MANIFEST_VERSION) => {}
+        let former = match file["manifest"].as_u64() {
+            Some(version) if version == u64::from(MANIFEST_VERSION) => false,
+            Some(version) if version == u64::from(FORMER_VERSION) => true,
             Some(version) => {
                 return Err(Error::new(
                     crate::ErrorKind::Version,
                     format!(
-                        "it is a manifest of version {version}, and this farside knows {MANIFEST_VERSION}: use the farside that wrote it"
+                        "it is a manifest of version {version}, and this farside reads {FORMER_VERSION} and {MANIFEST_VERSION}: use the farside that wrote it"
                     ),
                 ));
             }
-            None => return Err(Error::journal("it is no manifest of a migration")),
-        }
-        let body = file["migration"].take();
+            None => return Err(Error::journal("it is not a manifest of a migration")),
+        };
+        let mut body = file["migration"].take();
         let (written, found) = (file["checksum"].as_str(), checksum(&body));
         if written != Some(&found) {
             return Err(Error::journal(format!(
                 "it was changed: its checksum says {}, its text {found}",
                 written.unwrap_or("nothing")
             )));
+        }
+        if former {
+            upgrade(&mut body);
         }
         serde_json::from_value(body).map_err(|error| Error::journal(error.to_string()))
     }
@@ -191,6 +196,22 @@ impl Journal {
     /// Puts it in the place of the file.
     pub fn save(&self, path: &Path) -> Result<()> {
         Ok(files::replace(path, self.to_text()?.as_bytes())?)
+    }
+}
+
+/// Turns a manifest of [`FORMER_VERSION`] into one of [`MANIFEST_VERSION`]: a live migration
+/// had a field `live`, and the configuration was called `description`.
+fn upgrade(body: &mut Value) {
+    let Some(fields) = body.as_object_mut() else {
+        return;
+    };
+    let strategy = match fields.remove("live") {
+        None | Some(Value::Null) => json!("cold"),
+        Some(live) => json!({ "live": live }),
+    };
+    fields.insert("strategy".into(), strategy);
+    if let Some(configuration) = fields.remove("description") {
+        fields.insert("configuration".into(), configuration);
     }
 }
 
@@ -238,7 +259,7 @@ mod tests {
                 fence: Some(Epoch(7)),
                 back: None,
             }],
-            live: None,
+            strategy: Strategy::Cold,
         };
         journal.begin(Step::HandOver);
         journal
@@ -259,6 +280,29 @@ mod tests {
         let mut journal = journal();
         journal.begun.clone_from(&other.begun);
         journal
+    }
+
+    /// `version-1.json` was written by a farside of that version.
+    #[test]
+    fn a_journal_of_the_former_version_is_read_and_saved_as_one_of_this() {
+        let cold = include_str!("journal/version-1.json");
+        let live = include_str!("journal/version-1-live.json");
+        let address = [10, 0, 0, 2].into();
+        for (text, strategy, step) in [
+            (cold, Strategy::Cold, Step::Prepare),
+            (live, Strategy::Live { address }, Step::Start),
+        ] {
+            let journal = Journal::from_text(text).unwrap();
+            assert_eq!((&journal.strategy, journal.step), (&strategy, step));
+            assert_eq!(journal.configuration.toml, "devices = [\"disk0\"]\n");
+            let now = journal.to_text().unwrap();
+            assert!(now.contains("\"manifest\": 2"), "{now}");
+            assert_eq!(Journal::from_text(&now), Ok(journal));
+            // Its checksum is verified, too.
+            let changed = text.replace("rack1-b", "rack1-x");
+            let error = Journal::from_text(&changed).unwrap_err().to_string();
+            assert!(error.contains("was changed"), "{error}");
+        }
     }
 
     #[test]
@@ -292,10 +336,13 @@ mod tests {
     #[test]
     fn a_manifest_of_another_version_is_refused_by_its_number() {
         let text = journal().to_text().unwrap();
-        let other = text.replace("\"manifest\": 1", "\"manifest\": 2");
+        let other = text.replace("\"manifest\": 2", "\"manifest\": 3");
         let error = Journal::from_text(&other).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Version);
-        assert!(error.to_string().contains("version 2"), "{error}");
+        let error = error.to_string();
+        for words in ["version 3", "use the farside that wrote it"] {
+            assert!(error.contains(words), "{error}");
+        }
         assert!(Journal::from_text("{}").is_err());
     }
 }

@@ -3,17 +3,18 @@
 //! The host that the VM leaves is in charge ([`Mover`]). It reaches the other one
 //! as rsync and git do: a remote shell starts `farside migrate --agent` there
 //! ([`Remote`], [`serve_agent`]), which answers [`Request`]s on its standard input
-//! and output. What was done so far both write down before they do more
-//! ([`Journal`], [`Step`]), so that whatever is cut off can be taken up again, or
-//! taken back.
+//! and output. Both record each step before they begin it ([`Journal`], [`Step`]), so
+//! that a migration that was cut off can be resumed or taken back.
 //!
-//! - [`Host`]: all that is done to a host; [`LocalHost`] does it.
+//! - [`Store`], [`Runner`], [`LiveRunner`], [`Lenders`], [`HostFacts`]: what a host
+//!   provides; [`LocalHost`] implements them.
+//! - [`Strategy`]: cold or live, as recorded in the journal.
 //! - [`Mover`]: the steps, at the host that the VM leaves.
-//! - [`Arrival`]: its part of them, at the host that the VM goes to.
+//! - [`Arrival`]: the other host's part of them.
 //! - [`may_run`]: whether a VM may run on a host now.
 //!
-//! That never two hosts have a device is not up to any of this, but to the lender:
-//! see [`farside_control::Fence`].
+//! None of this keeps two hosts from holding a device; the lender does, by
+//! [`farside_control::Fence`].
 
 #![forbid(unsafe_code)]
 
@@ -31,6 +32,7 @@ mod mover;
 mod plan;
 mod recover;
 mod step;
+mod strategy;
 mod transport;
 mod wire;
 
@@ -38,7 +40,10 @@ pub use agent::serve_agent;
 pub use arrival::{Arrival, resume_here};
 pub use error::{Error, ErrorKind, Result};
 pub use guard::may_run;
-pub use host::{Configuration, FoundDevice, Host, MovedMarker, Peer, RunState};
+pub use host::{
+    Configuration, FoundDevice, Host, HostFacts, Lenders, LiveRunner, MovedMarker, Peer, RunState,
+    Runner, Store,
+};
 pub use journal::{Identity, Journal, MANIFEST_VERSION, MovedDevice, Role};
 pub use local::LocalHost;
 pub use lock::Lock;
@@ -46,5 +51,6 @@ pub use mover::Mover;
 pub use plan::Plan;
 pub use recover::{claim, forget};
 pub use step::Step;
+pub use strategy::Strategy;
 pub use transport::{Remote, Shell};
 pub use wire::{Hello, PROTOCOL_VERSION, Reply, Request};

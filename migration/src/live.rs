@@ -1,8 +1,8 @@
 //! Live migration: QEMU moves the running guest, and farside moves the devices that
 //! it borrows.
 //!
-//! The steps are those of a cold migration ([`crate::Step`]), of which three mean
-//! something else:
+//! The steps are those of a cold migration ([`crate::Step`]), of which three differ
+//! ([`crate::Strategy`]):
 //!
 //! | step | cold | live |
 //! | --- | --- | --- |
@@ -28,18 +28,8 @@ mod terminal;
 
 pub use address::address_for;
 pub(crate) use address::try_listen;
-pub(crate) use guest::{end, release_devices, resume_guest};
+pub(crate) use guest::{end_paused, release_devices, resume_guest};
 pub(crate) use incoming::{GREETING, incoming};
 pub use send::{Guest, Report};
 pub(crate) use send::{query_transfer, send};
 pub(crate) use terminal::wait_until_terminal;
-
-use serde::{Deserialize, Serialize};
-
-/// What a journal says of a live migration.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Live {
-    /// The address of the other host at which its QEMU listens.
-    pub address: std::net::IpAddr,
-}

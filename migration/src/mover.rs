@@ -16,12 +16,12 @@ pub struct Mover<'a> {
     journal: Journal,
     lost: bool,
     report: Option<Report>,
-    let_go: Option<Instant>,
+    released: Option<Instant>,
     without_devices: Option<Duration>,
 }
 
 impl<'a> Mover<'a> {
-    /// Begins one, or takes up what `journal` says of one that was cut off.
+    /// Begins the migration of `journal`, or resumes it.
     pub fn new(host: &'a dyn Host, peer: &'a mut dyn Peer, journal: Journal) -> Self {
         Self {
             host,
@@ -29,37 +29,37 @@ impl<'a> Mover<'a> {
             journal,
             lost: false,
             report: None,
-            let_go: None,
+            released: None,
             without_devices: None,
         }
     }
 
-    /// Somebody who knows says that the other host is dead.
+    /// The user confirms that the other host is permanently down.
     #[must_use]
     pub fn lost(mut self, lost: bool) -> Self {
         self.lost = lost;
         self
     }
 
-    /// The journal as it stands.
+    /// The present journal.
     pub fn journal(&self) -> &Journal {
         &self.journal
     }
 
-    /// What QEMU says of a live migration, once the guest was sent.
+    /// QEMU's figures of a live migration, once the guest was sent.
     pub fn report(&self) -> Option<Report> {
         self.report
     }
 
-    /// How long the guest of a live migration had not all of its devices: from when
-    /// it was first asked to let go until the last was plugged in again, here or
-    /// there. None when another process did a part of that.
+    /// How long the guest of a live migration lacked a device: from the first unplug
+    /// request until the last device was plugged in again, here or there. None when
+    /// another process did a part of that.
     pub fn without_devices(&self) -> Option<Duration> {
         self.without_devices
     }
 
-    /// Moves the VM. When something fails before a lender was asked for anything,
-    /// the VM is put back as it was; later, somebody has to decide.
+    /// Moves the VM. An error before the handover takes the VM back; after it, the user
+    /// decides.
     pub fn forward(&mut self) -> Result<()> {
         if self.journal.begun.is_empty() {
             self.begin(Step::Prepare)?;
@@ -84,7 +84,7 @@ impl<'a> Mover<'a> {
                 }),
                 Err(more) => Err(Error {
                     message: format!(
-                        "{error}; going back failed too: {more}; `farside migrate --resume {vm}` tries that again"
+                        "{error}; going back failed too: {more}; `farside migrate --resume {vm}` retries it"
                     ),
                     ..error
                 }),
@@ -148,8 +148,8 @@ impl<'a> Mover<'a> {
                 Step::ShutDown
             }
             Step::ShutDown => {
-                self.let_go = Some(Instant::now());
-                self.host.stop(&vm, limit)?;
+                self.released = Some(Instant::now());
+                self.journal.strategy.release(self.host, &vm, limit)?;
                 Step::Return
             }
             Step::Return => {
@@ -165,10 +165,10 @@ impl<'a> Mover<'a> {
                 Step::Start
             }
             Step::Start => {
-                self.send_live()?;
+                self.send_guest()?;
                 let id = self.journal.id.clone();
                 self.ask(Request::Start { id, vm })?;
-                self.without_devices = self.let_go.map(|since| since.elapsed());
+                self.without_devices = self.released.map(|since| since.elapsed());
                 Step::Finish
             }
             Step::Finish => {
@@ -178,6 +178,10 @@ impl<'a> Mover<'a> {
                 };
                 self.host.write_moved_marker(&vm, Some(&marker))?;
                 self.host.write_fences(&vm, &Fences::default())?;
+                // The configuration goes last, so without one nothing runs here.
+                if self.host.configuration(&vm)?.is_some() {
+                    self.journal.strategy.end_source(self.host, &vm)?;
+                }
                 self.host.uninstall(&vm)?;
                 let id = self.journal.id.clone();
                 self.ask(Request::Finish { id, vm })?;
@@ -190,8 +194,8 @@ impl<'a> Mover<'a> {
             }
             Step::StartAgain => {
                 if self.journal.was_running {
-                    self.host.start(&vm)?;
-                    self.without_devices = self.let_go.map(|since| since.elapsed());
+                    self.journal.strategy.start_again(self.host, &vm)?;
+                    self.without_devices = self.released.map(|since| since.elapsed());
                 }
                 Step::Undone
             }
@@ -209,27 +213,23 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// Sends the guest, unless it was sent before.
-    fn send_live(&mut self) -> Result<()> {
-        let Journal { id, vm, .. } = self.journal.clone();
-        let Some(live) = self.journal.live.clone() else {
+    /// Sends a running guest, unless it was sent before.
+    fn send_guest(&mut self) -> Result<()> {
+        if !self.journal.strategy.is_live() {
             return Ok(());
-        };
+        }
+        let Journal { id, vm, .. } = self.journal.clone();
         match self.host.query_transfer(&vm, false)? {
             Guest::Here => {}
             Guest::There(report) => {
                 self.report = Some(report);
                 return Ok(());
             }
-            // The other host knows whether it has the guest whole.
+            // The other host knows whether it received the guest completely.
             Guest::Gone => return Ok(()),
         }
         let host = self.journal.destination.clone();
-        let request = Request::Listen {
-            id,
-            vm: vm.clone(),
-            live,
-        };
+        let request = Request::Incoming { id, vm: vm.clone() };
         let uri = match self.peer.ask(request).map_err(|error| error.at(&host))? {
             Reply::Listening(uri) => uri,
             Reply::Failed(error) => return Err(error.at(&host)),
@@ -239,12 +239,12 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// A backend that was killed may have left the lender to notice.
+    /// A lender notices late that a backend was killed.
     fn all_returned(&self) -> Result<()> {
         let Journal {
             vm, configuration, ..
         } = &self.journal;
-        for device in self.host.devices(vm, configuration)? {
+        for device in self.host.find_all(vm, configuration)? {
             if let Some((holder, epoch)) = device.holder {
                 return Err(Error::new(
                     ErrorKind::Lender,
@@ -283,11 +283,9 @@ impl<'a> Mover<'a> {
             .hand_over(&device.lender, &device.id, vm, id, supersedes)
     }
 
-    /// In a live migration: the guest has not been sent, so the other host cannot
-    /// have it.
-    fn guest_is_here(&self, call_off: bool) -> bool {
-        let Journal { vm, live, .. } = &self.journal;
-        live.is_some() && self.host.query_transfer(vm, call_off) == Ok(Guest::Here)
+    fn guest_is_here(&self, cancel: bool) -> bool {
+        let Journal { vm, strategy, .. } = &self.journal;
+        strategy.guest_is_here(self.host, vm, cancel)
     }
 
     fn stop_there(&mut self) -> Result<Step> {
@@ -296,12 +294,12 @@ impl<'a> Mover<'a> {
         let Err(error) = self.ask(Request::StopThere { id, vm }) else {
             return Ok(Step::HandBack);
         };
-        // It went on without this host, and the VM has arrived.
+        // It completed the migration without this host.
         if error.kind == ErrorKind::Arrived {
             log::warn!("{error}");
             return Ok(Step::Finish);
         }
-        // A host that was never told to may not run it.
+        // Without Install the other host does not run it.
         let may_run_there = self.journal.has_begun(Step::Install) && !here;
         if error.kind == ErrorKind::Lost && (self.lost || !may_run_there) {
             log::warn!("{error}: going back without that host");
@@ -322,8 +320,7 @@ impl<'a> Mover<'a> {
         if !self.journal.has_begun(Step::HandOver) {
             return Ok(());
         }
-        // What is to be taken back must have been handed over first, or the
-        // lender would still let that happen later.
+        // Complete the handover first, or the other host could still request it later.
         self.hand_over()?;
         let id = format!("{}-back", self.journal.id);
         for at in 0..self.journal.devices.len() {

@@ -6,7 +6,7 @@ use farside_control::Fences;
 
 use crate::{
     Configuration, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
-    live::Live, lock::check_vm_name,
+    Store, Strategy, lock::check_vm_name,
 };
 
 /// What is to be moved, and how.
@@ -16,54 +16,53 @@ pub struct Plan {
     pub vm: String,
     /// The host to go to, as the remote shell knows it.
     pub to: String,
-    /// The remote shell's words, if not the usual ones.
+    /// The remote shell's words, if not the default ones.
     pub shell: Option<String>,
-    /// How long the guest may take to power off; in a live migration, to let go of
-    /// a device.
+    /// Time limit for the guest to power off; in a live migration, to release a device.
     pub shutdown_timeout: Duration,
-    /// Let the guest run meanwhile.
-    pub live: Option<Live>,
+    /// Cold or live.
+    pub strategy: Strategy,
 }
 
 impl Plan {
-    /// The manifest: what the VM is, and what it has, now. Refuses a VM that
-    /// cannot be moved as it stands.
+    /// The manifest: the VM's present configuration, state and devices. Refuses a VM
+    /// that cannot be moved.
     pub fn manifest(&self, host: &dyn Host) -> Result<Journal> {
         self.may_leave(host)?;
         let configuration = self.configuration(host)?;
         let was_running = self.was_running(host, &configuration)?;
         let held = host.fences(&self.vm)?;
         let devices: Result<_> = host
-            .devices(&self.vm, &configuration)?
+            .find_all(&self.vm, &configuration)?
             .into_iter()
             .map(|found| self.moved(found, &held))
             .collect();
         self.journal(host, configuration, was_running, devices?)
     }
 
-    /// The VM is not on its way already, nor elsewhere.
-    pub(crate) fn may_leave(&self, host: &dyn Host) -> Result<()> {
+    /// Refuses a VM that is being moved, or has moved.
+    pub(crate) fn may_leave(&self, store: &dyn Store) -> Result<()> {
         let vm = &self.vm;
         check_vm_name(vm)?;
-        if let Some(open) = host.journal(vm)?.filter(Journal::is_open) {
+        if let Some(open) = store.journal(vm)?.filter(Journal::is_open) {
             return Err(Error::refused(format!(
                 "VM {vm} is moving already (migration {}, {}): `farside migrate --resume {vm}` goes on, and with --back it goes back",
                 open.id, open.step
             )));
         }
-        crate::may_run(host, vm)
+        crate::may_run(store, vm)
     }
 
-    pub(crate) fn configuration(&self, host: &dyn Host) -> Result<Configuration> {
-        host.configuration(&self.vm)?.ok_or_else(|| {
+    pub(crate) fn configuration(&self, store: &dyn Store) -> Result<Configuration> {
+        store.configuration(&self.vm)?.ok_or_else(|| {
             Error::refused(format!(
-                "VM {} has no configuration on this host, so nobody could start it on another",
+                "VM {} has no configuration on this host, so another could not start it",
                 self.vm
             ))
         })
     }
 
-    /// Whether the VM runs, in a state in which it can be moved in this way.
+    /// Whether the VM runs. Refuses a state in which the strategy cannot move it.
     pub(crate) fn was_running(
         &self,
         host: &dyn Host,
@@ -78,23 +77,23 @@ impl Plan {
             }
         };
         host.check_movable(vm, configuration)?;
-        if self.live.is_none() {
+        if !self.strategy.is_live() {
             return Ok(running);
         }
         if !running {
             return Err(Error::refused(format!(
-                "VM {vm} does not run: without --live it moves as it is"
+                "VM {vm} does not run: move it without --live"
             )));
         }
         if configuration.domain.is_some() {
             return Err(Error::refused(format!(
-                "VM {vm} is run by libvirt: --live is for VMs whose QEMU farside runs; without it, it moves"
+                "VM {vm} is run by libvirt, and --live is for VMs whose QEMU farside runs: move it without --live"
             )));
         }
         Ok(running)
     }
 
-    /// A device as the manifest has it. `held` are the VM's fences.
+    /// A device, for the manifest. `held` are the VM's fences.
     pub(crate) fn moved(&self, found: FoundDevice, held: &Fences) -> Result<MovedDevice> {
         let lease = match found.holder {
             Some((holder, _)) if holder != self.vm => {
@@ -138,14 +137,14 @@ impl Plan {
             shutdown_timeout: self.shutdown_timeout.as_secs(),
             configuration,
             devices,
-            live: self.live.clone(),
+            strategy: self.strategy.clone(),
         })
     }
 }
 
 pub(crate) fn random_id() -> Result<String> {
     let mut random = [0; 16];
-    // From a kernel that has started, 16 bytes come at once and whole.
+    // Once the kernel's pool is initialized, up to 256 bytes come in one piece.
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
         .map_err(std::io::Error::from)?;
     Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())

@@ -1,23 +1,23 @@
-//! What people can do by hand when a host is lost for good.
+//! Repairs by hand, for when a host is lost for good.
 
 use farside_control::Fences;
 
-use crate::{Error, Host, Journal, Result, plan::random_id};
+use crate::{Error, Journal, Lenders, Result, Store, plan::random_id};
 
-/// Removes what reminds this host of a VM that moved away.
-pub fn forget(host: &dyn Host, vm: &str) -> Result<()> {
-    no_open_migration(host, vm)?;
-    if host.moved_marker(vm)?.is_none() {
+/// Removes the moved marker of a VM that moved away.
+pub fn forget(store: &dyn Store, vm: &str) -> Result<()> {
+    no_open_migration(store, vm)?;
+    if store.moved_marker(vm)?.is_none() {
         return Err(Error::refused(format!(
             "VM {vm} has not moved away from this host"
         )));
     }
-    host.write_moved_marker(vm, None)
+    store.write_moved_marker(vm, None)
 }
 
-/// Takes a VM's devices for this host, from whichever host has them: a handover
-/// that no journal knows of. Returns the fences.
-pub fn claim(host: &dyn Host, vm: &str) -> Result<Fences> {
+/// Takes a VM's devices for this host from whichever host holds them: a handover that
+/// is in no journal. Returns the fences.
+pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
     no_open_migration(host, vm)?;
     let Some(configuration) = host.configuration(vm)? else {
         return Err(Error::refused(format!(
@@ -26,7 +26,7 @@ pub fn claim(host: &dyn Host, vm: &str) -> Result<Fences> {
     };
     let id = random_id()?;
     let mut fences = Fences::default();
-    for device in host.devices(vm, &configuration)? {
+    for device in host.find_all(vm, &configuration)? {
         let newest = device.fences.iter().find(|fence| fence.vm == vm);
         let supersedes = newest.map(|fence| fence.epoch);
         let fence = host.hand_over(&device.lender, &device.id, vm, &id, supersedes)?;
@@ -37,8 +37,8 @@ pub fn claim(host: &dyn Host, vm: &str) -> Result<Fences> {
     Ok(fences)
 }
 
-fn no_open_migration(host: &dyn Host, vm: &str) -> Result<()> {
-    match host.journal(vm)?.filter(Journal::is_open) {
+fn no_open_migration(store: &dyn Store, vm: &str) -> Result<()> {
+    match store.journal(vm)?.filter(Journal::is_open) {
         Some(open) => Err(Error::refused(format!(
             "VM {vm} is moving (migration {}, {}): end that first with `farside migrate --resume {vm}`, or --resume {vm} --back",
             open.id, open.step

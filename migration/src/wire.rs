@@ -1,5 +1,4 @@
-//! What the two hosts say to each other: JSON messages, each with its length before
-//! it.
+//! The messages between the two hosts: JSON, each with its length before it.
 
 use std::io::{Read, Write};
 
@@ -8,20 +7,19 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::{
     Error, ErrorKind, Journal, MANIFEST_VERSION, Result,
     check::{Answer, Question},
-    live::Live,
 };
 
 /// The version of the messages. Hosts of different versions refuse each other.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Longest message, bytes.
 const MAX_MESSAGE: usize = 4 << 20;
 
-/// What goes before each message's length. A login shell that prints a greeting
-/// is told from an agent by it.
+/// Precedes each message's length. It distinguishes an agent from a login shell that prints
+/// a greeting.
 const MARK: [u8; 4] = *b"fsm1";
 
-/// Who somebody is.
+/// Versions of a peer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Version of farside.
@@ -33,7 +31,7 @@ pub struct Hello {
 }
 
 impl Hello {
-    /// This program.
+    /// Of this binary.
     pub fn ours() -> Self {
         Self {
             farside: env!("CARGO_PKG_VERSION").to_owned(),
@@ -65,16 +63,16 @@ impl Hello {
     }
 }
 
-/// What the host that the VM leaves asks of the other.
+/// A request of the host that the VM leaves.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// First message.
     Hello(Hello),
-    /// What would stop the VM from coming here; changes nothing.
+    /// Checks what would stop the VM from coming here; changes nothing.
     Check(Box<Question>),
-    /// The same, and takes note of the migration.
+    /// The same, and records the migration.
     Prepare(Box<Journal>),
-    /// The lenders have handed the devices over: the VM is to run here.
+    /// The lenders have handed the devices over: installs the VM.
     Install(Box<Journal>),
     /// Starts the VM.
     Start {
@@ -83,14 +81,12 @@ pub enum Request {
         /// The VM.
         vm: String,
     },
-    /// The guest will come: QEMU is to listen for it.
-    Listen {
+    /// Starts a QEMU that waits for the guest.
+    Incoming {
         /// The migration.
         id: String,
         /// The VM.
         vm: String,
-        /// Where.
-        live: Live,
     },
     /// The other host is done.
     Finish {
@@ -99,7 +95,7 @@ pub enum Request {
         /// The VM.
         vm: String,
     },
-    /// Ends the VM, if it was started, and forgets it.
+    /// Ends the VM, if it was started, and removes its configuration.
     StopThere {
         /// The migration.
         id: String,
@@ -108,12 +104,12 @@ pub enum Request {
     },
 }
 
-/// What it answers.
+/// The reply to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
     /// To `Hello`.
     Hello {
-        /// Who answers.
+        /// The versions of the other host.
         hello: Hello,
         /// The host's own name.
         host: String,
@@ -122,7 +118,7 @@ pub enum Reply {
     Done,
     /// To `Check`.
     Checked(Answer),
-    /// To `Listen`: where, as QEMU takes it.
+    /// To `Incoming`: QEMU's URI.
     Listening(String),
     /// Not done.
     Failed(Error),

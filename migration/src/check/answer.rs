@@ -36,8 +36,8 @@ pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<Tc
         (Err(error), _) | (_, Err(error)) => findings.push(Finding::of("host", &error)),
     }
     findings.extend(disks::seen_here(question.facts.disks.as_deref()));
-    let listener = journal.live.as_ref().and_then(|live| {
-        let tried = try_listen(live.address);
+    let listener = journal.strategy.address().and_then(|address| {
+        let tried = try_listen(address);
         if let Err(error) = &tried {
             findings.push(Finding::of("address", error));
         }
@@ -55,7 +55,7 @@ pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<Tc
 fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
     let journal = &question.journal;
     let (vm, configuration) = (&journal.vm, &journal.configuration);
-    let found = match host.each_device(vm, configuration) {
+    let found = match host.find_each(vm, configuration) {
         Ok(found) => found,
         Err(error) => return vec![Finding::of("devices", &error)],
     };
@@ -77,7 +77,7 @@ fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
         let well = format!("{id} is found at {}", here.lender);
         findings.push(Finding::either("device", &same, &well));
         if same.is_ok() {
-            let reached = host.reaches(vm, configuration, here);
+            let reached = host.check_windows(vm, configuration, here);
             let well = format!("the lender of {id} has windows for all of the guest's RAM");
             findings.push(Finding::either("windows", &reached, &well));
         }

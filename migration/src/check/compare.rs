@@ -26,7 +26,7 @@ impl Wanted {
             .filter_map(|(_, value)| value.split(',').next())
             .next_back();
         Ok(Self {
-            live: journal.live.is_some(),
+            live: journal.strategy.is_live(),
             memory: (!libvirt).then(|| config.memory()),
             // What farside's own command line says is `max`.
             host_processor: matches!(model, None | Some("host" | "max")),

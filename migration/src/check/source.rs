@@ -29,7 +29,7 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
             return of(&here, findings);
         }
     };
-    if journal.live.is_some() {
+    if journal.strategy.is_live() {
         findings.push(match facts.blockers.as_slice() {
             [] => Finding::ok("guest", "QEMU has nothing against sending it"),
             reasons => Finding::problem(
@@ -40,7 +40,7 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
         });
     }
     let question = Question { journal, facts };
-    let live = question.journal.live.clone();
+    let address = question.journal.strategy.address();
     let answer = match peer.ask(Request::Check(Box::new(question))) {
         Ok(Reply::Checked(answer)) => answer,
         Ok(Reply::Failed(error)) | Err(error) => {
@@ -66,10 +66,10 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
         }
     };
     findings.push(Finding::ok("other host", "the same farside answers there"));
-    if let (Some(live), Some(port)) = (live, answer.port) {
-        let address = SocketAddr::new(live.address, port);
+    if let (Some(ip), Some(port)) = (address, answer.port) {
+        let address = SocketAddr::new(ip, port);
         findings.push(match TcpStream::connect_timeout(&address, CONNECT) {
-            Ok(_) => Finding::ok("network", format!("{} can be reached there", live.address)),
+            Ok(_) => Finding::ok("network", format!("{ip} can be reached there")),
             Err(error) => Finding::problem(
                 "network",
                 format!("{address} cannot be reached there: {error}"),
@@ -114,7 +114,7 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
     findings.push(Finding::either("state", &running, state));
     let mut devices = Vec::new();
     let found = host
-        .each_device(vm, &configuration)
+        .find_each(vm, &configuration)
         .and_then(|found| Ok((found, host.fences(vm)?)));
     match found {
         Err(error) => findings.push(Finding::of("devices", &error)),

@@ -67,7 +67,7 @@ fn cannot_resume(vm: &str, why: &str) -> Error {
 }
 
 /// Ends a QEMU whose guest is paused, and the VM's backend. Fails if the guest runs.
-pub(crate) fn end(vm: &str) -> Result<()> {
+pub(crate) fn end_paused(vm: &str) -> Result<()> {
     if wait_until_terminal(|| control::describe(vm))?.state == RunState::Running {
         return Err(Error::refused(format!(
             "VM {vm} has arrived there and runs: let it go on with --resume, and move it back from there"

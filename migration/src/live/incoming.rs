@@ -26,7 +26,7 @@ pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<String> {
         RunState::Running => {
             return Err(Error::refused(format!("VM {vm} runs there already")));
         }
-        RunState::Still(_) => super::end(vm)?,
+        RunState::Still(_) => super::end_paused(vm)?,
     }
     let options = StartOptions {
         limit: START,

@@ -1,8 +1,10 @@
 //! What live migration does to the world. QEMU that moves a guest is one call: it
 //! is here or there, and goes on, or waits, without anybody.
 
+use std::{net::IpAddr, time::Duration};
+
 use farside_migration::{
-    Error, ErrorKind, Host, Journal, Result, Role,
+    Error, ErrorKind, LiveRunner, Result, Store,
     live::{Guest, Report},
 };
 
@@ -24,44 +26,36 @@ fn failed<T>(why: &str) -> Result<T> {
 }
 
 impl FakeHost {
-    /// This host's part, while the VM is moved with its guest running.
-    pub fn moves_live(&self) -> Result<Option<Role>> {
-        let journal = self.journal(VM)?.filter(Journal::is_open);
-        let live = journal.filter(|journal| journal.live.is_some());
-        Ok(live.map(|journal| journal.role))
+    fn assert_live(&self) {
+        let configured = self.configuration(VM).unwrap().is_some();
+        assert!(configured, "nothing to run by on {}", self.name);
+        self.assert_strategy(true);
+    }
+}
+
+impl LiveRunner for FakeHost {
+    fn release_devices(&self, _vm: &str, _limit: Duration) -> Result<()> {
+        self.assert_live();
+        self.once(|| match self.is_deaf() {
+            true => failed("the guest does not release its devices"),
+            false => {
+                self.return_devices();
+                Ok(())
+            }
+        })
     }
 
-    /// The guest goes on, and then has its devices.
-    pub fn resume_guest(&self, role: Role) -> Result<()> {
-        let (running, still) = self.qemu();
-        match (running, still, role) {
-            (true, ..) => {}
-            (false, Some(Still::Whole), Role::Destination)
-            | (false, Some(Still::Sent), Role::Source) => self.set_qemu(true, None)?,
-            // The guest was lost with QEMU.
-            (false, None, Role::Source) => self.boot()?,
-            (false, still, _) => return failed(&format!("cannot go on: {still:?}")),
-        }
-        self.borrow_missing()
-    }
-
-    /// Ends a QEMU whose guest stands still.
-    pub fn end(&self) -> Result<()> {
-        match self.qemu().0 {
-            true => failed("the guest runs"),
-            false => self.set_qemu(false, None),
-        }
-    }
-
-    pub fn wait_for_guest(&self) -> Result<String> {
+    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<String> {
+        self.assert_live();
         if self.qemu().0 {
             return failed("it runs there already");
         }
         self.set_qemu(false, Some(Still::Waiting))?;
-        Ok(self.name())
+        Ok(self.name.to_owned())
     }
 
-    pub fn send_to(&self, uri: &str) -> Result<Report> {
+    fn send(&self, _vm: &str, uri: &str) -> Result<Report> {
+        self.assert_live();
         let there = self.other(uri);
         self.once(|| {
             assert!(self.holds_nothing(), "a guest is sent with its devices");
@@ -75,11 +69,47 @@ impl FakeHost {
         })
     }
 
-    pub fn where_is_it(&self) -> Guest {
+    fn query_transfer(&self, _vm: &str, _cancel: bool) -> Result<Guest> {
+        self.assert_strategy(true);
+        self.once(|| {
+            Ok(match self.qemu() {
+                (true, _) => Guest::Here,
+                (false, Some(Still::Sent)) => Guest::There(Report::default()),
+                _ => Guest::Gone,
+            })
+        })
+    }
+
+    fn resume_here(&self, vm: &str) -> Result<()> {
+        // As `farside serve` does.
+        farside_migration::may_run(self, vm)?;
+        self.assert_live();
         match self.qemu() {
-            (true, _) => Guest::Here,
-            (false, Some(Still::Sent)) => Guest::There(Report::default()),
-            _ => Guest::Gone,
+            (true, _) => {}
+            (false, Some(Still::Sent)) => self.set_qemu(true, None)?,
+            // The guest was lost with QEMU.
+            (false, None) => self.boot()?,
+            (false, still) => return failed(&format!("cannot resume: {still:?}")),
+        }
+        self.borrow_missing()
+    }
+
+    fn resume_received(&self, vm: &str) -> Result<()> {
+        farside_migration::may_run(self, vm)?;
+        self.assert_live();
+        match self.qemu() {
+            (true, _) => {}
+            (false, Some(Still::Whole)) => self.set_qemu(true, None)?,
+            (false, still) => return failed(&format!("cannot resume: {still:?}")),
+        }
+        self.borrow_missing()
+    }
+
+    fn end_paused(&self, _vm: &str) -> Result<()> {
+        self.assert_live();
+        match self.qemu().0 {
+            true => failed("the guest runs"),
+            false => self.set_qemu(false, None),
         }
     }
 }

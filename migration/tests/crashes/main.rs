@@ -3,13 +3,16 @@
 //! two hosts have a device (that is checked after each call of either), and at the
 //! end exactly one has all of them.
 
+mod former;
 mod live;
 mod live_world;
 mod world;
 
 use std::rc::Rc;
 
-use farside_migration::{Error, Host, Journal, Mover, Peer, Reply, Request, Result, Step, may_run};
+use farside_migration::{
+    Error, Journal, Mover, Peer, Reply, Request, Result, Runner, Step, Store, may_run,
+};
 use world::{Crash, DEVICES, VM, World, migrate, resume};
 
 /// Every point at which `run` can be cut off, in a new world each time. Returns how many there

@@ -13,8 +13,8 @@ use std::{
 
 use farside_control::{Epoch, Fence, Fences};
 use farside_migration::{
-    Arrival, Configuration, Error, ErrorKind, Host, Journal, MovedMarker, Mover, Peer, Plan, Reply,
-    Request, Result, live::Live, resume_here,
+    Arrival, Configuration, Error, ErrorKind, Journal, MovedMarker, Mover, Peer, Plan, Reply,
+    Request, Result, Runner, Store, Strategy, resume_here,
 };
 
 use crate::live_world::Still;
@@ -22,6 +22,9 @@ use crate::live_world::Still;
 pub use host::FakeHost;
 
 pub const VM: &str = "web1";
+/// The text of the VM's configuration.
+pub const CONFIGURATION: &str = "of the VM";
+
 pub const DEVICES: [&str; 2] = ["disk0", "disk1"];
 
 /// Where the process ends: at so many calls from its start, before or after
@@ -65,6 +68,10 @@ pub struct World {
     pub broken_transfer: Cell<bool>,
     pub broken_start: Cell<Option<&'static str>>,
     pub unreachable: Cell<Option<&'static str>>,
+    /// The host that a part of the VM would not leave.
+    pub stays_behind: Cell<Option<&'static str>>,
+    /// The host on which something else has the VM's name.
+    pub name_taken: Cell<Option<&'static str>>,
 }
 
 impl World {
@@ -78,7 +85,7 @@ impl World {
             world.hosts.borrow_mut().insert(host, Files::default());
         }
         let configuration = Configuration {
-            toml: "of the VM".into(),
+            toml: CONFIGURATION.into(),
             ..Default::default()
         };
         world.files("a", |files| files.configuration = Some(configuration));
@@ -195,6 +202,13 @@ impl World {
             .is_some_and(|fence| fence.reserved)
     }
 
+    /// Changes the text of each journal.
+    pub fn rewrite_journals(&self, change: impl Fn(&str) -> String) {
+        for files in self.hosts.borrow_mut().values_mut() {
+            files.journal = files.journal.as_deref().map(&change);
+        }
+    }
+
     pub fn is_configured(&self, host: &str) -> bool {
         self.files(host, |files| files.configuration.is_some())
     }
@@ -253,20 +267,20 @@ impl Peer for Line {
 
 /// `farside migrate web1 --to`.
 pub fn migrate(world: &Rc<World>, from: &'static str, to: &'static str) -> Result<()> {
-    migrate_as(world, from, to, None)
+    migrate_as(world, from, to, Strategy::Cold)
 }
 
 /// The same, with `--live`.
 pub fn migrate_live(world: &Rc<World>, from: &'static str, to: &'static str) -> Result<()> {
     let address = [127, 0, 0, 1].into();
-    migrate_as(world, from, to, Some(Live { address }))
+    migrate_as(world, from, to, Strategy::Live { address })
 }
 
 fn migrate_as(
     world: &Rc<World>,
     from: &'static str,
     to: &'static str,
-    live: Option<Live>,
+    strategy: Strategy,
 ) -> Result<()> {
     let (here, mut there) = (world.host(from), Line(world.host(to)));
     let plan = Plan {
@@ -274,7 +288,7 @@ fn migrate_as(
         to: to.into(),
         shell: None,
         shutdown_timeout: Duration::from_secs(1),
-        live,
+        strategy,
     };
     let manifest = plan.manifest(&here)?;
     Mover::new(&here, &mut there, manifest).forward()

@@ -1,21 +1,22 @@
 //! A host of the world, as the crate under test finds it.
 
-use std::{net::IpAddr, rc::Rc, time::Duration};
+use std::{rc::Rc, time::Duration};
 
 use farside_control::{Address, Epoch, Fence, Fences};
 use farside_migration::{
-    Configuration, Error, ErrorKind, FoundDevice, Host, Identity, Journal, MovedMarker, Result,
-    Role, RunState,
-    check::Facts,
-    live::{Guest, Report},
+    Configuration, Error, ErrorKind, FoundDevice, HostFacts, Identity, Journal, Lenders,
+    MovedMarker, Result, RunState, Runner, Store, check::Facts,
 };
 
-use super::{Files, World};
+use super::{CONFIGURATION, Files, VM, World};
 use crate::live_world::Still;
+
+/// The name of the lender.
+const LENDER: &str = "lender";
 
 /// A host of the world.
 pub struct FakeHost {
-    pub(super) name: &'static str,
+    pub name: &'static str,
     pub(super) world: Rc<World>,
 }
 
@@ -45,6 +46,13 @@ impl FakeHost {
         })
     }
 
+    /// Only the methods of the strategy that the journal records are called.
+    pub fn assert_strategy(&self, live: bool) {
+        if let Some(open) = self.journal(VM).unwrap().filter(Journal::is_open) {
+            assert_eq!(open.strategy.is_live(), live, "{:?}", open.step);
+        }
+    }
+
     /// One call.
     pub fn once<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<T> {
         self.world.call(what)
@@ -56,6 +64,14 @@ impl FakeHost {
 
     pub fn holds_nothing(&self) -> bool {
         !self.world.holders().contains(&Some(self.name))
+    }
+
+    pub fn is_deaf(&self) -> bool {
+        self.world.guest_deaf.get()
+    }
+
+    pub fn return_devices(&self) {
+        self.world.return_all(self.name);
     }
 
     pub fn breaks_transfers(&self) -> bool {
@@ -103,11 +119,7 @@ impl FakeHost {
     }
 }
 
-impl Host for FakeHost {
-    fn name(&self) -> String {
-        self.name.to_owned()
-    }
-
+impl Store for FakeHost {
     fn journal(&self, _vm: &str) -> Result<Option<Journal>> {
         let text = self.world.files(self.name, |files| files.journal.clone());
         text.map(|text| Journal::from_text(&text)).transpose()
@@ -130,9 +142,8 @@ impl Host for FakeHost {
     }
 
     fn uninstall(&self, _vm: &str) -> Result<()> {
-        if self.moves_live()? == Some(Role::Source) {
-            self.end()?;
-        }
+        let (running, still) = self.qemu();
+        assert!(!running && still.is_none(), "QEMU still runs");
         self.files(|files| files.configuration = None)
     }
 
@@ -153,7 +164,9 @@ impl Host for FakeHost {
         let marker = marker.cloned();
         self.files(|files| files.marker = marker)
     }
+}
 
+impl Runner for FakeHost {
     fn run_state(&self, _vm: &str) -> Result<RunState> {
         Ok(match self.qemu() {
             (true, _) => RunState::Running,
@@ -167,9 +180,7 @@ impl Host for FakeHost {
         farside_migration::may_run(self, vm)?;
         let described = self.configuration(vm)?.is_some();
         assert!(described, "nothing to start from on {}", self.name);
-        if let Some(role) = self.moves_live()? {
-            return self.resume_guest(role);
-        }
+        self.assert_strategy(false);
         match self.qemu().0 {
             true => self.once(|| Ok(())),
             false => self.boot(),
@@ -177,23 +188,48 @@ impl Host for FakeHost {
     }
 
     fn stop(&self, _vm: &str, _limit: Duration) -> Result<()> {
-        let live = self.moves_live()?;
-        if live == Some(Role::Destination) {
-            return self.end();
-        }
+        self.assert_strategy(false);
         self.world.call(|| {
             if self.world.guest_deaf.get() {
                 return Err(Error::new(ErrorKind::Vm, "the guest does not power off"));
             }
-            match live {
-                Some(_) => self.world.return_all(self.name),
-                None => self.world.stop(self.name),
-            }
+            self.world.stop(self.name);
             Ok(())
         })
     }
+}
 
-    fn devices(&self, vm: &str, _description: &Configuration) -> Result<Vec<FoundDevice>> {
+impl HostFacts for FakeHost {
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn check_movable(&self, vm: &str, _: &Configuration) -> Result<()> {
+        match self.world.stays_behind.get() == Some(self.name) {
+            true => Err(Error::refused(format!("VM {vm} has snapshots"))),
+            false => Ok(()),
+        }
+    }
+
+    fn check_name_free(&self, vm: &str, _: &Configuration) -> Result<()> {
+        match self.world.name_taken.get() == Some(self.name) {
+            true => Err(Error::refused(format!("there is a domain {vm}"))),
+            false => Ok(()),
+        }
+    }
+
+    fn missing(&self, _vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+        let missing = (configuration.toml != CONFIGURATION).then(|| Error::refused("no such VM"));
+        Ok(missing.into_iter().collect())
+    }
+
+    fn facts(&self, vm: &str, _: &Configuration, _: bool) -> Result<Facts> {
+        Err(Error::refused(format!("VM {vm} runs by nothing")))
+    }
+}
+
+impl Lenders for FakeHost {
+    fn find_each(&self, vm: &str, _: &Configuration) -> Result<Vec<Result<FoundDevice>>> {
         let devices = self.world.devices.borrow();
         let found = devices
             .iter()
@@ -202,7 +238,7 @@ impl Host for FakeHost {
                 id: (*id).to_owned(),
                 port,
                 lender: "tcp:lender:1".parse().unwrap(),
-                lender_name: "lender".into(),
+                lender_name: LENDER.into(),
                 identity: Identity {
                     pci: "1:1".into(),
                     summary: (*id).to_owned(),
@@ -210,32 +246,15 @@ impl Host for FakeHost {
                 },
                 holder: device.lease.map(|(_, epoch)| (vm.to_owned(), epoch)),
                 fences: device.fence.iter().cloned().collect(),
-            });
+            })
+            .map(Ok);
         Ok(found.collect())
     }
 
-    fn missing(&self, _vm: &str, _description: &Configuration) -> Result<Vec<Error>> {
-        Ok(Vec::new())
-    }
-
-    fn reaches(&self, _: &str, _: &Configuration, _: &FoundDevice) -> Result<()> {
+    fn check_windows(&self, _: &str, _: &Configuration, device: &FoundDevice) -> Result<()> {
+        // Its windows reach all RAM there is.
+        assert_eq!(device.lender_name, LENDER);
         Ok(())
-    }
-
-    fn facts(&self, vm: &str, _: &Configuration, _: bool) -> Result<Facts> {
-        Err(Error::refused(format!("VM {vm} runs by nothing")))
-    }
-
-    fn query_transfer(&self, _vm: &str, _call_off: bool) -> Result<Guest> {
-        self.once(|| Ok(self.where_is_it()))
-    }
-
-    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<String> {
-        self.wait_for_guest()
-    }
-
-    fn send(&self, _vm: &str, uri: &str) -> Result<Report> {
-        self.send_to(uri)
     }
 
     /// The lender's rules, as `lender/src/fences.rs` and `registry.rs` have them.

@@ -1,0 +1,90 @@
+//! The lenders of a VM's configuration.
+
+use farside_control::{Address, CallError, Client, Epoch, ErrorKind as Remote};
+use farside_vm_config::ram_ranges;
+
+use super::{LocalHost, config_of, is_libvirt};
+use crate::{Configuration, Error, ErrorKind, FoundDevice, Identity, Lenders, Result};
+
+impl Lenders for LocalHost {
+    fn find_each(
+        &self,
+        vm: &str,
+        configuration: &Configuration,
+    ) -> Result<Vec<Result<FoundDevice>>> {
+        let config = config_of(vm, configuration)?;
+        let lenders = config.lenders();
+        let devices = config.devices.iter().enumerate();
+        Ok(devices
+            .map(|(position, device)| {
+                let port = device.port.unwrap_or(position as u16);
+                find(&device.id, port, &lenders)
+            })
+            .collect())
+    }
+
+    fn check_windows(
+        &self,
+        vm: &str,
+        configuration: &Configuration,
+        device: &FoundDevice,
+    ) -> Result<()> {
+        let config = config_of(vm, configuration)?;
+        // libvirt knows the RAM of a domain; the configuration need not name it.
+        if is_libvirt(&config) && config.memory.is_none() {
+            return Ok(());
+        }
+        let ram = ram_ranges(config.machine.unwrap_or_default(), config.memory());
+        let mut client = Client::connect(&device.lender, None)?;
+        Ok(client.check(&device.id, device.lender.route(), ram)?)
+    }
+
+    fn hand_over(
+        &self,
+        lender: &Address,
+        device: &str,
+        vm: &str,
+        migration: &str,
+        supersedes: Option<Epoch>,
+    ) -> Result<Epoch> {
+        let mut client = Client::connect(lender, None)?;
+        Ok(client.hand_over(device, vm, migration, supersedes)?)
+    }
+}
+
+/// The lender that has a device, and its description of it.
+fn find(id: &str, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
+    let mut unreachable = None;
+    for lender in lenders {
+        match look(id, port, lender) {
+            Ok(found) => return Ok(found),
+            Err(CallError::Refused(error)) if error.kind == Remote::UnknownDevice => {}
+            Err(error) => {
+                unreachable.get_or_insert(error);
+            }
+        }
+    }
+    let asked: Vec<String> = lenders.iter().map(Address::to_string).collect();
+    Err(match unreachable {
+        Some(error) => Error::from(error).at(&format!("device {id}")),
+        None => Error::new(
+            ErrorKind::Lender,
+            format!("no lender has device {id} (asked: {})", asked.join(", ")),
+        ),
+    })
+}
+
+fn look(id: &str, port: u16, lender: &Address) -> std::result::Result<FoundDevice, CallError> {
+    let mut client = Client::connect(lender, None)?;
+    let described = client.describe(id)?;
+    let entry = client.status(id)?.entry;
+    Ok(FoundDevice {
+        id: id.to_owned(),
+        port,
+        lender: lender.clone(),
+        lender_name: client.lender().to_owned(),
+        identity: Identity::of(&described),
+        holder: entry.borrowed_by.map(|holder| (holder.vm, holder.epoch)),
+        fences: entry.fences,
+    })
+}

@@ -1,0 +1,92 @@
+//! Runs VMs by `farside_vm_control`.
+
+use std::{net::IpAddr, time::Duration};
+
+use farside_vm_config::places;
+use farside_vm_control as control;
+
+use super::{LocalHost, config_of, domain, is_libvirt};
+use crate::{LiveRunner, Result, Role, RunState, Runner, Store, live};
+
+/// Time limit for backend and QEMU to start, each.
+const START: Duration = Duration::from_secs(120);
+
+impl Runner for LocalHost {
+    fn run_state(&self, vm: &str) -> Result<RunState> {
+        if !places::description(vm).exists() {
+            return Ok(RunState::Stopped);
+        }
+        let state = live::wait_until_terminal(|| control::describe(vm))?.state;
+        Ok(match state {
+            control::RunState::Running => RunState::Running,
+            control::RunState::Still(why) => RunState::Other(format!(
+                "its guest stands still ({why}), and would lose what it has in memory: resume it, or stop it"
+            )),
+            control::RunState::Stopped => {
+                let configuration = self.configuration(vm)?.unwrap_or_default();
+                match is_libvirt(&config_of(vm, &configuration)?) && domain::has_saved_state(vm)? {
+                    true => RunState::Other(format!(
+                        "libvirt has saved its memory (managed save), which does not move along: start it, or drop that with `virsh managedsave-remove {vm}`"
+                    )),
+                    false => RunState::Stopped,
+                }
+            }
+        })
+    }
+
+    fn start(&self, vm: &str) -> Result<()> {
+        if control::describe(vm)?.state == control::RunState::Stopped {
+            let options = control::StartOptions {
+                limit: START,
+                ..control::StartOptions::default()
+            };
+            if let Err(error) = control::start(vm, &options) {
+                // libvirt completes a start whose virsh was killed.
+                let runs =
+                    control::describe(vm).is_ok_and(|now| now.state != control::RunState::Stopped);
+                if !runs {
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&self, vm: &str, limit: Duration) -> Result<()> {
+        let options = control::StopOptions {
+            limit,
+            force: false,
+        };
+        Ok(control::stop(vm, &options)?)
+    }
+}
+
+impl LiveRunner for LocalHost {
+    fn release_devices(&self, vm: &str, limit: Duration) -> Result<()> {
+        live::release_devices(vm, limit)
+    }
+
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String> {
+        live::incoming(vm, address)
+    }
+
+    fn send(&self, vm: &str, uri: &str) -> Result<live::Report> {
+        live::send(vm, uri)
+    }
+
+    fn query_transfer(&self, vm: &str, call_off: bool) -> Result<live::Guest> {
+        live::query_transfer(vm, call_off)
+    }
+
+    fn resume_here(&self, vm: &str) -> Result<()> {
+        live::resume_guest(vm, Role::Source)
+    }
+
+    fn resume_received(&self, vm: &str) -> Result<()> {
+        live::resume_guest(vm, Role::Destination)
+    }
+
+    fn end_paused(&self, vm: &str) -> Result<()> {
+        live::end_paused(vm)
+    }
+}
