@@ -16,6 +16,7 @@ use crate::{
     hotplug::{Attach, Detach},
     libvirt::Libvirt,
     migrate::Migrate,
+    migration::Migration,
     ntb::Ntb,
     plan::Plan,
     run::{Start, Stop},
@@ -69,6 +70,8 @@ pub(crate) enum Verb {
     Detach(Detach),
     /// Move a VM and its devices to another host
     Migrate(Migrate),
+    /// Show, resume or repair migrations
+    Migration(Migration),
     /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
     /// Diagnose this host and suggest fixes

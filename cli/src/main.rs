@@ -14,6 +14,7 @@ mod lend;
 mod libvirt;
 mod logging;
 mod migrate;
+mod migration;
 mod ntb;
 mod plan;
 mod qemu;
@@ -61,6 +62,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Attach(attach) => hotplug::attach(&attach),
         Verb::Detach(detach) => hotplug::detach(&detach),
         Verb::Migrate(migrate) => migrate::run(&migrate),
+        Verb::Migration(migration) => migration::run(&migration),
         Verb::Status(status) => status::run(&status),
         Verb::Doctor(doctor) => doctor::run(&doctor),
         Verb::Bench(bench) => bench::run(&bench),

@@ -45,7 +45,7 @@ impl Fence {
         RemoteError {
             kind: ErrorKind::Fenced,
             message: format!(
-                "device {device}: VM {} was moved to another host (migration {}, fence {}), and this one shows {shown}: start it where it is now, or take it back with `farside migrate --claim {}` once it runs nowhere else",
+                "device {device}: VM {} was moved to another host (migration {}, fence {}), and this one shows {shown}: start it where it is now, or take it back with `farside migration claim {}` once it runs nowhere else",
                 self.vm, self.migration, self.epoch, self.vm
             ),
         }
@@ -56,7 +56,7 @@ impl Fence {
         RemoteError {
             kind: ErrorKind::Busy,
             message: format!(
-                "device {device} is reserved for VM {}, which is moving to another host (migration {}): finish that with `farside migrate --resume {}`, or give the device up with `farside migrate --end-reservation {device}`",
+                "device {device} is reserved for VM {}, which is moving to another host (migration {}): finish that with `farside migration resume {}`, or give the device up with `farside migration release {device}`",
                 self.vm, self.migration, self.vm
             ),
         }

@@ -266,7 +266,7 @@ mod tests {
         book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
         let others = book.check("disk0", "b", None).unwrap_err();
         assert_eq!(others.kind, ErrorKind::Busy);
-        assert!(others.message.contains("--end-reservation disk0"));
+        assert!(others.message.contains("migration release disk0"));
         for old in [None, Some(Epoch(4))] {
             let refused = book.check("disk0", "a", old).unwrap_err();
             assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");

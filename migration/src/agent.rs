@@ -1,4 +1,4 @@
-//! `farside migrate --agent`: answers the requests of another host.
+//! `farside migration agent`: answers the requests of another host.
 
 use std::io::{Read, Write};
 

@@ -106,7 +106,7 @@ impl<'a> Arrival<'a> {
             })
             .map(|ours| {
                 Error::refused(format!(
-                    "another migration of VM {} is open there ({}, {}): see `farside migrate --status` there",
+                    "another migration of VM {} is open there ({}, {}): see `farside migration status` there",
                     theirs.vm, ours.id, ours.step
                 ))
             }))
@@ -279,7 +279,7 @@ pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()>
     }
     if ours.strategy.source_may_run(ours.step) && !lost {
         return Err(Error::refused(format!(
-            "VM {vm} may still run on {}: resume there with `farside migrate --resume {vm}`; if that host is permanently down, resume here with --lost-host",
+            "VM {vm} may still run on {}: resume there with `farside migration resume {vm}`; if that host is permanently down, resume here with --lost-host",
             ours.source
         )));
     }

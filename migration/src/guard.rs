@@ -29,12 +29,12 @@ pub fn may_run(store: &dyn Store, vm: &str) -> Result<()> {
             Role::Destination => format!(" on {source}"),
         };
         return Err(Error::refused(format!(
-            "VM {vm} is on its way from {source} to {destination} (migration {id}, {step}): go on with `farside migrate --resume {vm}`{there}, or take it back with `farside migrate --resume {vm} --back`{there}"
+            "VM {vm} is on its way from {source} to {destination} (migration {id}, {step}): go on with `farside migration resume {vm}`{there}, or take it back with `farside migration resume {vm} --back`{there}"
         )));
     }
     match store.moved_marker(vm)? {
         Some(marker) => Err(Error::refused(format!(
-            "VM {vm} has moved to {} (migration {}): start it there; `farside migrate --forget {vm}` makes room for another VM of that name here",
+            "VM {vm} has moved to {} (migration {}): start it there; `farside migration forget {vm}` makes room for another VM of that name here",
             marker.to, marker.migration
         ))),
         None => Ok(()),

@@ -1,7 +1,7 @@
 //! Moves a VM to another host, with the devices that it borrows.
 //!
 //! The host that the VM leaves is in charge ([`Mover`]). It reaches the other one
-//! as rsync and git do: a remote shell starts `farside migrate --agent` there
+//! as rsync and git do: a remote shell starts `farside migration agent` there
 //! ([`Remote`], [`serve_agent`]), which answers [`Request`]s on its standard input
 //! and output. Both record each step before they begin it ([`Journal`], [`Step`]), so
 //! that a migration that was cut off can be resumed or taken back.

@@ -84,7 +84,7 @@ impl<'a> Mover<'a> {
                 }),
                 Err(more) => Err(Error {
                     message: format!(
-                        "{error}; going back failed too: {more}; `farside migrate --resume {vm}` retries it"
+                        "{error}; going back failed too: {more}; `farside migration resume {vm}` retries it"
                     ),
                     ..error
                 }),
@@ -92,7 +92,7 @@ impl<'a> Mover<'a> {
         }
         Err(Error {
             message: format!(
-                "{} while {}; `farside migrate --resume {vm}` goes on, and with --back it goes back",
+                "{} while {}; `farside migration resume {vm}` goes on, and with --back it goes back",
                 error.message, self.journal.step
             ),
             ..error
@@ -101,11 +101,11 @@ impl<'a> Mover<'a> {
 
     /// Takes the VM back.
     pub fn back(&mut self) -> Result<()> {
-        let step = self.journal.step;
+        let (vm, step) = (&self.journal.vm, self.journal.step);
         if step >= Step::Finish && !step.is_back() {
             return Err(Error::refused(format!(
-                "VM {} has arrived at {} already: let it go on with --resume, and move it back from there",
-                self.journal.vm, self.journal.destination
+                "VM {vm} has arrived at {} already: complete the migration with `farside migration resume {vm}`, and move it back from there",
+                self.journal.destination
             )));
         }
         if !step.is_back() {

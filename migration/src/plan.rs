@@ -46,7 +46,7 @@ impl Plan {
         check_vm_name(vm)?;
         if let Some(open) = store.journal(vm)?.filter(Journal::is_open) {
             return Err(Error::refused(format!(
-                "VM {vm} is moving already (migration {}, {}): `farside migrate --resume {vm}` goes on, and with --back it goes back",
+                "VM {vm} is moving already (migration {}, {}): `farside migration resume {vm}` goes on, and with --back it goes back",
                 open.id, open.step
             )));
         }

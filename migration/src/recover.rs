@@ -40,7 +40,7 @@ pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
 fn no_open_migration(store: &dyn Store, vm: &str) -> Result<()> {
     match store.journal(vm)?.filter(Journal::is_open) {
         Some(open) => Err(Error::refused(format!(
-            "VM {vm} is moving (migration {}, {}): end that first with `farside migrate --resume {vm}`, or --resume {vm} --back",
+            "VM {vm} is moving (migration {}, {}): end that first with `farside migration resume {vm}`, or take it back with --back",
             open.id, open.step
         ))),
         None => Ok(()),

@@ -20,7 +20,7 @@ use crate::{
 const SSH: &str = "ssh -T -o ServerAliveInterval=15 -o ServerAliveCountMax=4";
 
 /// What is run on the other host.
-const COMMAND: [&str; 3] = ["farside", "migrate", "--agent"];
+const COMMAND: [&str; 3] = ["farside", "migration", "agent"];
 
 /// How long the agent may take to end when it is told to.
 const END: Duration = Duration::from_secs(5);
@@ -165,7 +165,7 @@ impl Call {
             None => String::new(),
         };
         Error::lost(format!(
-            "the agent there has ended, or was never started{said}: is farside installed there, and does the remote shell let you in?"
+            "the agent there has ended, or was never started{said}: is the same farside installed there, and does the remote shell let you in?"
         ))
     }
 
@@ -237,7 +237,7 @@ mod tests {
         let words: Vec<_> = command.get_args().collect();
         assert_eq!(
             words,
-            ["-i", "my key", "rack1-b", "farside", "migrate", "--agent"]
+            ["-i", "my key", "rack1-b", "farside", "migration", "agent"]
         );
         for bad in ["", "'"] {
             assert!(Shell::new(Some(bad)).is_err(), "{bad:?}");
@@ -252,7 +252,10 @@ mod tests {
         let greeting = ask("sh -c 'echo Welcome to this host; cat >/dev/null'", "b");
         assert!(greeting.message.contains("Welcome"), "{greeting}");
         let nothing = ask("sh -c 'cat >/dev/null & exit 1'", "b");
-        assert!(nothing.message.contains("farside installed"), "{nothing}");
+        assert!(
+            nothing.message.contains("same farside installed"),
+            "{nothing}"
+        );
         let missing = ask("/no/such/shell", "b");
         assert!(missing.message.contains("/no/such/shell"), "{missing}");
         let locked_out = ask(

@@ -93,7 +93,11 @@ fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
     let fence = hand_over(&lender, "m1", None);
     let (kind, message) = refusal(&lender, "b", None);
     assert_eq!(kind, ErrorKind::Busy);
-    for word in ["reserved for VM a", "--resume a", "--end-reservation dma0"] {
+    for word in [
+        "reserved for VM a",
+        "migration resume a",
+        "migration release dma0",
+    ] {
         assert!(message.contains(word), "no {word:?} in {message}");
     }
     let entry = lender.status(DEVICE).entry;

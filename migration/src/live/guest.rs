@@ -70,7 +70,7 @@ fn cannot_resume(vm: &str, why: &str) -> Error {
 pub(crate) fn end_paused(vm: &str) -> Result<()> {
     if wait_until_terminal(|| control::describe(vm))?.state == RunState::Running {
         return Err(Error::refused(format!(
-            "VM {vm} has arrived there and runs: let it go on with --resume, and move it back from there"
+            "VM {vm} has arrived there and runs: complete the migration with `farside migration resume {vm}`, and move it back from there"
         )));
     }
     let options = StopOptions {

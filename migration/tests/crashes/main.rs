@@ -316,7 +316,7 @@ fn a_vm_that_does_not_start_there_can_go_on_or_back() {
         let world = World::new();
         world.broken_start.set(Some("b"));
         let error = migrate(&world, "a", "b").unwrap_err().to_string();
-        assert!(error.contains("--resume web1"), "{error}");
+        assert!(error.contains("migration resume web1"), "{error}");
         assert_eq!(world.running(), None);
         for device in DEVICES {
             assert!(world.reserved(device), "nobody takes it meanwhile");

@@ -294,7 +294,7 @@ fn migrate_as(
     Mover::new(&here, &mut there, manifest).forward()
 }
 
-/// `farside migrate --resume web1` on `on`; true when there was nothing to do.
+/// `farside migration resume web1` on `on`; true when there was nothing to do.
 pub fn resume(
     world: &Rc<World>,
     on: &'static str,

@@ -92,7 +92,7 @@ pub fn a_domain_moves_to_another_host_and_back_with_its_drive(hosts: &Hosts) -> 
         drop(held);
         Ok(())
     })?;
-    let said = b.ok(&["farside", "migrate", "--resume", VM])?;
+    let said = b.ok(&["farside", "migration", "resume", VM])?;
     ensure!(said == format!("VM {VM} runs on a now"), "{said}");
     let guest = domain.guest()?;
     chain.verify(&guest)?;
@@ -173,7 +173,7 @@ pub fn a_domain_has_one_home_whatever_command_of_virsh_was_the_last(hosts: &Host
         let ended = here.run(&migrate(to))?;
         ensure!(!ended.status.success(), "{what}: {ended:?}");
         ensure!(hosts.is_sprung(trapped), "{what}: nobody died: {ended:?}");
-        let mut resume = vec!["farside", "migrate", "--resume", VM];
+        let mut resume = vec!["farside", "migration", "resume", VM];
         if home == from {
             resume.push("--back");
         }

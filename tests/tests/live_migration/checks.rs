@@ -38,7 +38,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
         &["other host", "remote shell gets there"],
     )?;
     let no_agent = [&cold[..], &["--rsh", "sh -c 'cat >/dev/null & exit 1'"]].concat();
-    told(stage, &no_agent, &["other host", "farside installed"])?;
+    told(stage, &no_agent, &["other host", "same farside installed"])?;
 
     // The address is not known, is not that host's, is not to be reached.
     stage.refused(

@@ -78,7 +78,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     let migration = begin_slowly(stage, &guest)?;
     kill(migration.pid());
     migration.end(stage)?;
-    stage.ok("a", &["migrate", "--resume", VM, "--back"])?;
+    stage.ok("a", &["migration", "resume", VM, "--back"])?;
     ensure!(stage.running()? == ["a"], "{:?}", stage.running());
     guest.wait_path(DRIVE, SHORT)?;
     ensure!(checksum(&guest)? == sum, "the drive has other data");
@@ -89,7 +89,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     kill(migration.pid());
     migration.end(stage)?;
     speed(&guest, 0)?;
-    let said = stage.ok("a", &["migrate", "--resume", VM])?;
+    let said = stage.ok("a", &["migration", "resume", VM])?;
     ensure!(said.contains("stood still for"), "{said}");
     let guest = arrived(stage)?;
     ensure!(stage.running()? == ["b"], "{:?}", stage.running());

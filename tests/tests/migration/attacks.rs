@@ -82,11 +82,11 @@ pub fn both_hosts_go_on_at_once_and_one_has_the_vm(stage: &Stage) -> Result<Comp
         eprintln!("{what}");
         stage.note(format!("== {what}"));
         cut_off(stage, from, to, step)?;
-        let mut here = vec!["migrate", "--resume", VM];
+        let mut here = vec!["migration", "resume", VM];
         if back {
             here.push("--back");
         }
-        let there = ["migrate", "--resume", VM, "--lost-host"];
+        let there = ["migration", "resume", VM, "--lost-host"];
         let both = [stage.begin(from, &here)?, stage.begin(to, &there)?];
         for migration in both {
             // Each may be refused, by what the other has done.
@@ -128,7 +128,7 @@ pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion
         ("half a message", cut),
     ] {
         let mut child = stage
-            .command("a", &["migrate", "--agent"])?
+            .command("a", &["migration", "agent"])?
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -163,7 +163,7 @@ pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion
 /// What the agent on host `a` answers to all of it.
 fn ask(stage: &Stage, frames: &[&[u8]]) -> Result<String> {
     let mut child = stage
-        .command("a", &["migrate", "--agent"])?
+        .command("a", &["migration", "agent"])?
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -184,7 +184,7 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
     let disk = SmallDisk::mount(&stage.path("c", "state"))?;
     let lender = stage.lend()?;
     disk.fill()?;
-    let refused = ["No space left on device", "--resume web1"];
+    let refused = ["No space left on device", "migration resume web1"];
     stage.refused("a", &MIGRATE, &refused)?;
     disk.empty()?;
     ensure!(Ledger::default().audit(&lender)?.handovers == 0);
@@ -205,11 +205,11 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
         fs::write(&journal, &bad)?;
         // Which of the hosts, and which file.
         let file = shown(&journal);
-        stage.refused("a", &["migrate", "--resume", VM], &[words, "b: ", &file])?;
+        stage.refused("a", &["migration", "resume", VM], &[words, "b: ", &file])?;
         ensure!(is_described(stage, "a") && !is_described(stage, "b"));
     }
     fs::write(&journal, &text)?;
-    stage.ok("a", &["migrate", "--resume", VM])?;
+    stage.ok("a", &["migration", "resume", VM])?;
     is_at(stage, "b", "mended")?;
     ensure!(Ledger::default().audit(&lender)?.handovers == 1);
     Ok(Completion::Completed)
@@ -279,7 +279,7 @@ pub fn a_full_disk_stops_it_and_room_lets_it_go_on(stage: &Stage) -> Result<Comp
         let to = if from == "a" { "b" } else { "a" };
         cut_off(stage, from, to, "return")?;
         disk.fill()?;
-        let mut resume = vec!["migrate", "--resume", VM];
+        let mut resume = vec!["migration", "resume", VM];
         if back {
             resume.push("--back");
         }

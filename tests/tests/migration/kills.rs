@@ -181,7 +181,7 @@ fn strike(
     };
     match victim {
         Victim::Coordinator => kill(migration.pid()),
-        Victim::Agent => any(&["migrate --agent"])?.into_iter().for_each(kill),
+        Victim::Agent => any(&["migration agent"])?.into_iter().for_each(kill),
         Victim::Backend => any(&["serve --vm"])?.into_iter().for_each(kill),
         Victim::Qemu => HOSTS.iter().try_for_each(|host| -> Result<()> {
             stage.qemus(host)?.into_iter().for_each(kill);
@@ -199,9 +199,9 @@ fn strike(
     Ok(())
 }
 
-/// `--resume` until nothing is left to do.
+/// `farside migration resume` until nothing is left to do.
 pub fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
-    let mut args = vec!["migrate", "--resume", VM];
+    let mut args = vec!["migration", "resume", VM];
     if back {
         args.push("--back");
     }
@@ -216,7 +216,7 @@ pub fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
         }
         last = ended.stderr;
     }
-    bail!("--resume does not come to an end: {last}")
+    bail!("`farside migration resume` does not come to an end: {last}")
 }
 
 /// The one host that has the VM; the other refuses to start it.

@@ -135,7 +135,7 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     let (holder, _) = stage.holder()?.context("nobody has the drive")?;
     ensure!(holder == VM);
     // Somebody who knows that the new host is lost takes the VM back.
-    stage.ok("a", &["migrate", "--claim", VM])?;
+    stage.ok("a", &["migration", "claim", VM])?;
     ensure!(stage.holder()?.is_none(), "the lease there is over");
     stage.ok("a", &["start", VM])?;
     stage.guest()?;
@@ -241,7 +241,7 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
     let before = fs::read_to_string(&journal)?;
     fs::write(&journal, before.replace("undone", "start"))?;
     stage.refused("a", &migrate, &["was changed"])?;
-    stage.refused("a", &["migrate", "--resume", VM], &["was changed"])?;
+    stage.refused("a", &["migration", "resume", VM], &["was changed"])?;
     fs::write(
         &journal,
         before.replace("\"manifest\": 2", "\"manifest\": 7"),

@@ -1,0 +1,208 @@
+//! `farside migration`: the migrations of this host, and repairs by hand.
+
+use clap::{Args as ClapArgs, Subcommand};
+use farside_control::{Address, Client, paths};
+use farside_migration::{
+    Journal, LocalHost, Lock, Mover, Remote, Role, Shell, Step, Store, claim, forget, resume_here,
+    serve_agent,
+};
+
+use crate::text::table;
+
+/// Shows and resumes the migrations that `farside migrate` began, and repairs what a
+/// lost host leaves behind.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Migration {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// List the migrations of this host and their steps
+    Status,
+    /// Resume a migration that was cut off, or take the VM back
+    Resume(Resume),
+    /// Forget that a VM moved away, so that another may have its name here
+    Forget {
+        /// Name of the VM.
+        #[arg(value_name = "VM")]
+        vm: String,
+    },
+    /// Take a VM's devices for this host, when the host that holds them is lost
+    Claim {
+        /// Name of the VM.
+        #[arg(value_name = "VM")]
+        vm: String,
+    },
+    /// Release a device that is reserved for a VM that is being moved
+    Release(Release),
+    /// Serve another host on standard input and output
+    #[command(hide = true)]
+    Agent,
+}
+
+/// Resumes a migration that was cut off: at the host that the VM leaves or, if that is
+/// down, at the host that it goes to.
+#[derive(Debug, ClapArgs)]
+struct Resume {
+    /// Name of the VM.
+    #[arg(value_name = "VM")]
+    vm: String,
+    /// Take the VM back to the host that it leaves.
+    #[arg(long)]
+    back: bool,
+    /// Complete without the other host, which must be permanently down. Its leases
+    /// are fenced off in case it is not.
+    #[arg(long)]
+    lost_host: bool,
+    #[command(flatten)]
+    shell: ShellFlag,
+}
+
+/// Releases a device that is reserved for a VM that is being moved: any VM may then
+/// borrow it.
+#[derive(Debug, ClapArgs)]
+struct Release {
+    /// Id of the device.
+    #[arg(value_name = "DEVICE")]
+    device: String,
+    /// The lender of that device [default: this host's].
+    #[arg(long, value_name = "ADDRESS")]
+    lender: Option<Address>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ShellFlag {
+    /// The remote shell, to which the host's name and a command are appended
+    /// [default: FARSIDE_RSH in the environment, else ssh].
+    #[arg(long, value_name = "COMMAND")]
+    rsh: Option<String>,
+}
+
+impl ShellFlag {
+    pub(crate) fn command(&self) -> Option<String> {
+        let from_environment = || std::env::var("FARSIDE_RSH").ok();
+        self.rsh
+            .clone()
+            .or_else(from_environment)
+            .filter(|command| !command.is_empty())
+    }
+}
+
+pub(crate) fn run(args: &Migration) -> anyhow::Result<()> {
+    match &args.verb {
+        Verb::Status => status(),
+        Verb::Resume(args) => resume(args),
+        Verb::Forget { vm } => {
+            let _lock = Lock::take(vm)?;
+            forget(&LocalHost, vm)?;
+            println!("VM {vm}: forgotten that it moved away");
+            Ok(())
+        }
+        Verb::Claim { vm } => {
+            let _lock = Lock::take(vm)?;
+            let fences = claim(&LocalHost, vm)?;
+            let devices: Vec<_> = fences.0.into_keys().collect();
+            println!("VM {vm} has its devices here: {}", devices.join(", "));
+            Ok(())
+        }
+        Verb::Release(Release { device, lender }) => {
+            let ours = || paths::lender_socket().into();
+            let lender = lender.clone().unwrap_or_else(ours);
+            Client::connect(&lender, None)?.end_reservation(device)?;
+            println!("device {device} can be borrowed by any VM");
+            Ok(())
+        }
+        Verb::Agent => {
+            let (input, output) = (std::io::stdin().lock(), std::io::stdout().lock());
+            Ok(serve_agent(&LocalHost, input, output)?)
+        }
+    }
+}
+
+fn status() -> anyhow::Result<()> {
+    let mut rows = Vec::new();
+    for journal in LocalHost::journals() {
+        match journal {
+            Ok(journal) => rows.push(vec![
+                journal.vm,
+                journal.source,
+                journal.destination,
+                journal.step.to_string(),
+                journal.id,
+            ]),
+            Err(error) => eprintln!("error: {error}"),
+        }
+    }
+    let head = ["VM", "FROM", "TO", "STEP", "MIGRATION"];
+    print!("{}", table(&head, &rows));
+    Ok(())
+}
+
+fn resume(args: &Resume) -> anyhow::Result<()> {
+    let vm = &args.vm;
+    let _lock = Lock::take(vm)?;
+    let journal = LocalHost.journal(vm)?.filter(Journal::is_open);
+    let Some(journal) = journal else {
+        anyhow::bail!("no migration of VM {vm} is open on this host");
+    };
+    if journal.role == Role::Destination {
+        anyhow::ensure!(
+            !args.back,
+            "only {}, the host that VM {vm} leaves, can take it back",
+            journal.source
+        );
+        resume_here(&LocalHost, journal, args.lost_host)?;
+        let journal = LocalHost.journal(vm)?;
+        println!("{}", journal.as_ref().map_or_else(String::new, outcome));
+        return Ok(());
+    }
+    let shell = args.shell.command().or_else(|| journal.shell.clone());
+    let mut peer = Remote::new(&journal.destination, Shell::new(shell.as_deref())?);
+    let mut mover = Mover::new(&LocalHost, &mut peer, journal).lost(args.lost_host);
+    match args.back || mover.journal().step.is_back() {
+        true => mover.back()?,
+        false => mover.forward()?,
+    }
+    show_outcome(&mover);
+    Ok(())
+}
+
+/// Where the VM is now, and what a live migration cost the guest.
+pub(crate) fn show_outcome(mover: &Mover<'_>) {
+    println!("{}", outcome(mover.journal()));
+    if let Some(report) = mover.report() {
+        println!(
+            "the guest stood still for {} ms; QEMU sent {} MiB in {:.1} s",
+            report.downtime_ms,
+            report.bytes >> 20,
+            report.total_ms as f64 / 1000.0,
+        );
+    }
+    if mover.journal().strategy.is_live()
+        && let Some(without) = mover.without_devices()
+    {
+        println!(
+            "the guest was without its devices for {:.1} s",
+            without.as_secs_f64()
+        );
+    }
+}
+
+fn outcome(journal: &Journal) -> String {
+    let Journal {
+        vm,
+        source,
+        destination,
+        step,
+        was_running,
+        ..
+    } = journal;
+    let runs = if *was_running { "runs" } else { "is" };
+    match step {
+        Step::Done => format!("VM {vm} {runs} on {destination} now"),
+        Step::Undone => format!("VM {vm} {runs} on {source} again"),
+        step => format!("VM {vm} is between {source} and {destination}: {step}"),
+    }
+}
