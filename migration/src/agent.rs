@@ -8,7 +8,7 @@ use crate::{
     wire::{receive, send},
 };
 
-/// Answers requests until the other side closes. The first has to be Hello.
+/// Serves requests until the input ends. The first must be Hello.
 pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write) -> Result<()> {
     let arrival = Arrival::new(host);
     let mut greeted = false;

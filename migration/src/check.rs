@@ -1,12 +1,12 @@
-//! Before a migration: what would stop it. Nothing is changed, on neither host.
+//! Checks what would stop a migration. Changes nothing on either host.
 //!
-//! A migration refuses at the first thing that does not fit. Here everything is
-//! looked at, on both hosts, and each [`Finding`] says what to do. The host that
-//! the VM leaves ([`check`]) sends what it knows as a [`Question`]; the other one
-//! looks at itself and compares.
+//! A migration stops at the first problem. Here all checks are performed, on both
+//! hosts, and each [`Finding`] includes the remedy. The host that the VM leaves
+//! ([`check`]) sends its facts as a [`Question`]; the other one compares them with its
+//! own.
 //!
-//! What cannot be known: whether a disk there is the *same* disk, and what changes
-//! between the check and the migration.
+//! Not checked: whether a disk there is the *same* disk, and changes between the check
+//! and the migration.
 
 mod answer;
 mod compare;
@@ -25,21 +25,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::Journal;
 
-/// What the host that a VM would leave asks of the other.
+/// The request of the host that a VM would leave.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Question {
-    /// The manifest, as far as one can be made.
+    /// The manifest.
     pub journal: Journal,
-    /// What the VM runs by, or would.
+    /// The facts about that host.
     pub facts: Facts,
 }
 
-/// What the other host says.
+/// The reply of the other host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
-    /// All that was looked at.
+    /// All findings.
     pub findings: Vec<Finding>,
     /// For a live migration: the TCP port at which this host listens until the
-    /// connection ends, as its QEMU would.
+    /// connection ends, in place of its QEMU.
     pub port: Option<u16>,
 }

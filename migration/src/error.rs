@@ -1,4 +1,4 @@
-//! What can go wrong, in a form that travels between hosts.
+//! Errors, in a form that is sent between hosts.
 
 use farside_error_chain::Chain;
 use serde::{Deserialize, Serialize};
@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong: names the thing, and what to do.
+/// An error. Its message names what failed, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    /// For programs.
+    /// The class of the error.
     pub kind: ErrorKind,
-    /// For people.
+    /// The text for the user.
     pub message: String,
 }
 
@@ -27,7 +27,7 @@ pub enum ErrorKind {
     Lost,
     /// Another version at the other end, or of a file.
     Version,
-    /// A journal that cannot be read, or does not fit.
+    /// A journal that cannot be read, or does not match.
     Journal,
     /// A lender.
     Lender,
@@ -59,7 +59,7 @@ impl Error {
         Self::new(ErrorKind::Journal, message)
     }
 
-    /// With the host's name before it.
+    /// Prefixes the message with a host's name.
     #[must_use]
     pub fn at(self, host: &str) -> Self {
         let message = format!("{host}: {}", self.message);

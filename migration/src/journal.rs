@@ -16,35 +16,35 @@ use crate::{Configuration, Error, Result, Step, Strategy};
 /// The version of the manifest.
 pub const MANIFEST_VERSION: u32 = 2;
 
-/// The version before it, which is read, too.
+/// The former version, which is still read.
 const FORMER_VERSION: u32 = 1;
 
 /// Longest file that is read, bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What moves, and how far it is.
+/// What moves, and the present step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Journal {
-    /// The migration's id: 32 hexadecimal digits, of chance.
+    /// The migration's id: 32 random hexadecimal digits.
     pub id: String,
     /// The VM.
     pub vm: String,
     /// Whose journal it is.
     pub role: Role,
-    /// The step that is under way.
+    /// The present step.
     pub step: Step,
     /// The steps that were begun at this host, and when: seconds since 1970.
     pub begun: Vec<(Step, u64)>,
-    /// The host that the VM leaves, for people.
+    /// The name of the host that the VM leaves, for messages.
     pub source: String,
     /// The host that it goes to, as the remote shell knows it.
     pub destination: String,
     /// The words of the remote shell, at the host that the VM leaves.
     pub shell: Option<String>,
-    /// The VM runs, and is to run afterwards.
+    /// The VM runs when the migration begins, and is to run afterwards.
     pub was_running: bool,
-    /// How long the guest may take to power off, seconds.
+    /// Time limit for the guest to power off, seconds.
     pub shutdown_timeout: u64,
     /// The VM's configuration.
     pub configuration: Configuration,
@@ -81,28 +81,28 @@ pub struct MovedDevice {
     pub identity: Identity,
     /// The epoch of the lease when the migration began.
     pub lease: Option<Epoch>,
-    /// The fence that the old host has.
+    /// The fence of the old host.
     pub held: Option<Epoch>,
-    /// The fence that the new host gets, once the lender has given it.
+    /// The fence of the new host, after the handover.
     pub fence: Option<Epoch>,
-    /// The fence that the old host got by taking it back.
+    /// The fence of the old host, after a handover back.
     pub back: Option<Epoch>,
 }
 
-/// By what a device is known again.
+/// The identity of a device, which is the same at both hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
     /// PCI vendor and device id, as `1b36:0010`.
     pub pci: String,
-    /// The lender's line for people: model and size.
+    /// The lender's summary: model and size.
     pub summary: String,
-    /// SHA-256 of all that the lender says of it.
+    /// SHA-256 of the lender's description.
     pub digest: String,
 }
 
 impl Identity {
-    /// Of what a lender says of a device.
+    /// From a lender's description of a device.
     pub fn of(described: &Described) -> Self {
         let config = &described.description.config;
         let word = |at: usize| {
@@ -120,8 +120,7 @@ impl Identity {
 }
 
 impl Journal {
-    /// Takes note of the step that begins now. [`crate::Host::write_journal`] makes it
-    /// last.
+    /// Records the step that begins now. [`crate::Store::write_journal`] makes it durable.
     pub fn begin(&mut self, step: Step) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         self.begun
@@ -134,7 +133,7 @@ impl Journal {
         self.begun.iter().any(|(begun, _)| *begun == step)
     }
 
-    /// Something is left to do.
+    /// The migration is neither done nor undone.
     pub fn is_open(&self) -> bool {
         !self.step.is_end()
     }
@@ -183,7 +182,7 @@ impl Journal {
         serde_json::from_value(body).map_err(|error| Error::journal(error.to_string()))
     }
 
-    /// Reads a file; none when it is missing.
+    /// Reads a file; none if it is missing.
     pub fn load(path: &Path) -> Result<Option<Self>> {
         let Some(bytes) = files::read_bounded(path, MAX_FILE)? else {
             return Ok(None);
@@ -193,7 +192,7 @@ impl Journal {
             .map_err(|error| error.at(&path.display().to_string()))
     }
 
-    /// Puts it in the place of the file.
+    /// Replaces the file.
     pub fn save(&self, path: &Path) -> Result<()> {
         Ok(files::replace(path, self.to_text()?.as_bytes())?)
     }

@@ -1,4 +1,4 @@
-//! The way to the other host: a remote shell that starts farside there.
+//! The connection to the other host: a remote shell that starts farside there.
 
 use std::{
     io::{BufRead, BufReader},
@@ -15,26 +15,25 @@ use crate::{
     wire::{receive, send},
 };
 
-/// The remote shell when nothing is said: it gives a host up that does not answer
-/// for a minute.
+/// The default remote shell. It gives up a host that does not answer for a minute.
 const SSH: &str = "ssh -T -o ServerAliveInterval=15 -o ServerAliveCountMax=4";
 
-/// What is run on the other host.
+/// The command that is run on the other host.
 const COMMAND: [&str; 3] = ["farside", "migration", "agent"];
 
-/// How long the agent may take to end when it is told to.
+/// Time limit for the agent to exit.
 const END: Duration = Duration::from_secs(5);
 
-/// How long one that hangs up may take to say why.
+/// Time limit for the rest of stderr once the connection broke.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Most characters of that.
+/// Longest line of it that is kept, characters.
 const MAX_WORDS: usize = 300;
 
-/// How often to look whether it has; a child has no event that is simpler.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Pause between two checks whether it has exited.
+const CHECK_AGAIN: Duration = Duration::from_millis(20);
 
-/// A remote shell: the words that go before the host's name.
+/// A remote shell: the words before the host's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shell(Vec<String>);
 
@@ -45,15 +44,15 @@ impl Shell {
         match shlex::split(command) {
             Some(words) if !words.is_empty() => Ok(Self(words)),
             _ => Err(Error::refused(format!(
-                "{command:?} is no command for a remote shell: give one such as 'ssh -p 2222'"
+                "invalid command of a remote shell {command:?}: give one such as 'ssh -p 2222'"
             ))),
         }
     }
 
     fn command(&self, host: &str) -> Result<Command> {
-        // It would be taken for an option.
+        // The shell would parse it as an option.
         if host.is_empty() || host.starts_with('-') {
-            return Err(Error::refused(format!("{host:?} is no name of a host")));
+            return Err(Error::refused(format!("invalid host name {host:?}")));
         }
         let mut command = Command::new(&self.0[0]);
         command.args(&self.0[1..]).arg(host).args(COMMAND);
@@ -61,8 +60,8 @@ impl Shell {
     }
 }
 
-/// The other host. It is called up when it is asked something for the first time,
-/// and not again once the connection broke.
+/// The other host. Connects at the first request, and not again once the connection
+/// broke.
 pub struct Remote {
     host: String,
     shell: Shell,
@@ -81,7 +80,7 @@ struct Call {
     output: ChildStdout,
     /// The last line of its standard error.
     last_line: Arc<Mutex<String>>,
-    /// Ends with that; nothing comes.
+    /// Disconnected at the end of its standard error.
     all_said: Receiver<()>,
 }
 
@@ -152,7 +151,7 @@ impl Call {
             None => Ok(()),
         };
         match sent {
-            // Nobody reads any more.
+            // EPIPE: the agent has exited.
             Err(error) if error.kind == ErrorKind::Lost => return Err(self.gone()),
             sent => sent?,
         }
@@ -169,10 +168,10 @@ impl Call {
         ))
     }
 
-    /// The last line that the remote shell or the agent has said. One of its other
-    /// streams is closed: what was said comes before long.
+    /// The last line that the remote shell or the agent wrote to stderr. Another of its
+    /// streams is closed, so the end of this one is near.
     fn last_words(&self) -> Option<String> {
-        // Late words are as good as none.
+        // After the time limit, use what there is.
         let _ = self.all_said.recv_timeout(LAST_WORDS);
         let line = self
             .last_line
@@ -184,16 +183,16 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        // It ends when it has nobody to listen to.
+        // The agent exits at the end of its input.
         self.input = None;
         let deadline = Instant::now() + END;
         while Instant::now() < deadline {
             match self.child.try_wait() {
-                Ok(None) => std::thread::sleep(LOOK_AGAIN),
+                Ok(None) => std::thread::sleep(CHECK_AGAIN),
                 _ => return,
             }
         }
-        // Both fail only where there is nothing left to end.
+        // Both fail only if it has exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -5,8 +5,8 @@ use std::net::TcpListener;
 use super::{Answer, Finding, Question, compare, compare::Wanted, disks};
 use crate::{Arrival, Host, live::try_listen};
 
-/// Looks at everything. The listener is that of [`Answer::port`], to be kept until
-/// the other host has tried it.
+/// Performs all checks. The listener is that of [`Answer::port`]: keep it until the other
+/// host has connected.
 pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<TcpListener>) {
     let journal = &question.journal;
     let (vm, configuration) = (&journal.vm, &journal.configuration);
@@ -50,8 +50,7 @@ pub(crate) fn answer(host: &dyn Host, question: &Question) -> (Answer, Option<Tc
     (Answer { findings, port }, listener)
 }
 
-/// Each device: whether it is the same one, and whether it reaches the guest's RAM
-/// from here.
+/// For each device: whether it is the same one, and whether its lender can map all RAM.
 fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
     let journal = &question.journal;
     let (vm, configuration) = (&journal.vm, &journal.configuration);
@@ -69,7 +68,7 @@ fn devices(host: &dyn Host, question: &Question) -> Vec<Finding> {
     }
     for device in &journal.devices {
         let id = &device.id;
-        // One that was not found has been told of.
+        // Its absence is among the findings.
         let Some(here) = seen.iter().find(|here| here.id == *id) else {
             continue;
         };

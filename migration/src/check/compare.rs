@@ -1,4 +1,4 @@
-//! Two hosts beside each other.
+//! Compares two hosts.
 
 use farside_fabric::Size;
 use farside_vm_config::Manager;
@@ -6,13 +6,13 @@ use farside_vm_config::Manager;
 use super::{Accelerator, Facts, Finding, Qemu};
 use crate::{Journal, Result, local::config_of};
 
-/// What the VM asks of the host that it goes to.
+/// Requirements of the VM.
 pub(super) struct Wanted {
     pub(super) live: bool,
-    /// Guest RAM, bytes. None where libvirt knows.
+    /// Guest RAM, bytes. None for a domain of libvirt.
     pub(super) memory: Option<u64>,
-    /// The guest sees the processor of the host.
-    pub(super) host_processor: bool,
+    /// The guest sees the CPU of the host.
+    pub(super) host_cpu: bool,
 }
 
 impl Wanted {
@@ -28,8 +28,8 @@ impl Wanted {
         Ok(Self {
             live: journal.strategy.is_live(),
             memory: (!libvirt).then(|| config.memory()),
-            // What farside's own command line says is `max`.
-            host_processor: matches!(model, None | Some("host" | "max")),
+            // The default of farside's command line is `max`.
+            host_cpu: matches!(model, None | Some("host" | "max")),
         })
     }
 }
@@ -43,7 +43,7 @@ pub(super) fn compare(wanted: &Wanted, there: &Facts, here: &Facts) -> Vec<Findi
         (Some(Ok(there)), Some(Ok(here))) => findings.extend(qemu(wanted.live, there, here)),
         (_, Some(Ok(here))) => findings.push(Finding::ok("QEMU", version(here))),
     }
-    findings.push(processor(wanted, there, here));
+    findings.push(cpu(wanted, there, here));
     if let Some(memory) = wanted.memory {
         findings.push(room(memory, here));
     }
@@ -52,7 +52,7 @@ pub(super) fn compare(wanted: &Wanted, there: &Facts, here: &Facts) -> Vec<Findi
 
 fn version(qemu: &Qemu) -> String {
     let (major, minor) = qemu.version;
-    format!("{} is QEMU {major}.{minor}", qemu.program.display())
+    format!("{} is QEMU {major}.{minor}", qemu.binary.display())
 }
 
 fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
@@ -73,7 +73,7 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
     };
     let (machine, wanted) = (&here.machine, &there.machine);
     let pin = format!(
-        "describe the VM with qemu-args = [\"-machine\", \"{wanted}\"] on the host where it is, so that it has that machine everywhere"
+        "set qemu-args = [\"-machine\", \"{wanted}\"] in the configuration on the host where the VM is"
     );
     let machine = if machine == wanted {
         Finding::ok("machine", format!("it is {wanted} on both hosts"))
@@ -91,26 +91,26 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
     vec![release, machine]
 }
 
-fn processor(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
-    const CHECK: &str = "processor";
+fn cpu(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
+    const CHECK: &str = "CPU";
     use Accelerator::{Kvm, Missing, Tcg};
-    let one = "say accel = \"tcg\" or accel = \"kvm\" in the configuration, and start the VM anew";
+    let one = "set accel = \"tcg\" or accel = \"kvm\" in the configuration, and start the VM again";
     match (there.accelerator, here.accelerator) {
         (_, Missing) => Finding::problem(
             CHECK,
-            "the VM is to run by KVM, and /dev/kvm cannot be used here",
-            "load kvm_intel or kvm_amd, and let this user use /dev/kvm; `farside doctor` says more",
+            "the VM requires KVM, and /dev/kvm cannot be used here",
+            "load kvm_intel or kvm_amd, and give this user access to /dev/kvm; see `farside doctor`",
         ),
         (Kvm, Tcg) => Finding::if_live(
             wanted.live,
             CHECK,
-            "the VM runs by KVM, and would be emulated here, which has no /dev/kvm",
+            "the VM runs under KVM, and would be emulated here, without /dev/kvm",
             one,
         ),
         (Tcg | Missing, Kvm) => Finding::if_live(
             wanted.live,
             CHECK,
-            "the VM is emulated, and would run by KVM here",
+            "the VM is emulated, and would run under KVM here",
             one,
         ),
         (_, Tcg) => Finding::ok(CHECK, "it is emulated on both hosts"),
@@ -121,25 +121,22 @@ fn processor(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
                 .map(String::as_str)
                 .collect();
             match missing.as_slice() {
-                [] => Finding::ok(
-                    CHECK,
-                    format!("{} can all that the other can", here.processor),
-                ),
-                missing if wanted.host_processor => Finding::if_live(
+                [] => Finding::ok(CHECK, format!("{} has all features of the other", here.cpu)),
+                missing if wanted.host_cpu => Finding::if_live(
                     wanted.live,
                     CHECK,
                     format!(
                         "{} lacks what the guest has seen of {}: {}",
-                        here.processor,
-                        there.processor,
+                        here.cpu,
+                        there.cpu,
                         missing.join(" ")
                     ),
-                    "give the VM a processor that both have, with qemu-args = [\"-cpu\", MODEL], and start it anew",
+                    "choose a CPU model that both have, with qemu-args = [\"-cpu\", MODEL], and start the VM again",
                 ),
                 missing => Finding::note(
                     CHECK,
-                    format!("{} lacks {}", here.processor, missing.join(" ")),
-                    "QEMU refuses to start if the VM's processor has one of these",
+                    format!("{} lacks {}", here.cpu, missing.join(" ")),
+                    "QEMU refuses to start if the VM's CPU model has one of these",
                 ),
             }
         }
@@ -149,7 +146,7 @@ fn processor(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
 fn room(memory: u64, here: &Facts) -> Finding {
     const CHECK: &str = "memory";
     let free = here.memory.free;
-    // Nobody counts kilobytes here.
+    // MiB suffice.
     let whole = free >> 20 << 20;
     let what = format!(
         "the VM has {}, and {} are free here",
@@ -158,7 +155,7 @@ fn room(memory: u64, here: &Facts) -> Finding {
     );
     match here.memory.huge_page {
         _ if free >= memory => Finding::ok(CHECK, what),
-        None => Finding::problem(CHECK, what, "end something else, or give the VM less"),
+        None => Finding::problem(CHECK, what, "stop another VM, or give this one less"),
         Some(page) => Finding::problem(
             CHECK,
             format!("{what} in pages of {}", Size(page)),

@@ -9,7 +9,7 @@ use super::{Disk, Finding};
 
 const CHECK: &str = "disk";
 
-/// The files that QEMU's block nodes are on, as it lists them.
+/// The files of QEMU's block nodes, from query-named-block-nodes.
 pub(super) fn of(nodes: &Value) -> Vec<Disk> {
     let files = nodes.as_array().into_iter().flatten();
     let files = files.filter(|node| {
@@ -28,14 +28,14 @@ pub(super) fn of(nodes: &Value) -> Vec<Disk> {
 /// Whether this host sees them too.
 pub(super) fn seen_here(disks: Option<&[Disk]>) -> Vec<Finding> {
     let Some(disks) = disks else {
-        let what = "the VM does not run, so nobody can say which files its own disks are on";
+        let what = "the VM does not run, so the files of its own disks are unknown";
         return vec![Finding::note(
             CHECK,
             what,
-            "see to it that both hosts have them at the same place",
+            "make sure that both hosts have them at the same paths",
         )];
     };
-    let advice = "put it on storage that both hosts see, at the same place";
+    let advice = "put it on storage that both hosts see, at the same path";
     disks
         .iter()
         .map(|disk| {

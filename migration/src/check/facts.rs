@@ -1,4 +1,4 @@
-//! What a guest sees of a host, and needs of it.
+//! Facts about a host that a guest depends on.
 
 use std::{
     collections::BTreeSet,
@@ -26,74 +26,73 @@ use crate::{
 /// For QEMU's list of machines.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// A host, as a VM that runs or would run on it finds it.
+/// Facts about a host, for one VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
-    /// The QEMU that runs the VM or would, or why it cannot. None where libvirt
-    /// chooses.
+    /// The QEMU of the VM, or why it cannot be used. None where libvirt chooses.
     pub qemu: Option<std::result::Result<Qemu, String>>,
-    /// What runs the guest's instructions.
+    /// The accelerator.
     pub accelerator: Accelerator,
-    /// The processor's name.
-    pub processor: String,
-    /// What the processor can do, in the kernel's words.
+    /// The CPU's model name.
+    pub cpu: String,
+    /// The CPU's feature flags, from /proc/cpuinfo.
     pub flags: BTreeSet<String>,
-    /// What guest RAM comes from.
+    /// Memory for guest RAM.
     pub memory: Memory,
-    /// The files behind the VM's own disks; none when it does not run.
+    /// The files of the VM's own disks; none if it does not run.
     pub disks: Option<Vec<Disk>>,
-    /// Why the VM's QEMU refuses to send its guest, but for the borrowed devices.
+    /// QEMU's migration blockers, without those of borrowed devices.
     pub blockers: Vec<String>,
 }
 
-/// A QEMU.
+/// A QEMU binary.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Qemu {
-    /// The program.
-    pub program: PathBuf,
+    /// Its path.
+    pub binary: PathBuf,
     /// Major and minor number of its version.
     pub version: (u64, u64),
-    /// The VM's machine, with its version: `pc-q35-10.1`.
+    /// The VM's versioned machine type: `pc-q35-10.1`.
     pub machine: String,
-    /// All machines that it knows.
+    /// All machine types that it has.
     pub machines: BTreeSet<String>,
 }
 
-/// What runs the guest's instructions.
+/// An accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Accelerator {
-    /// The host's processor.
+    /// KVM.
     Kvm,
-    /// QEMU's translator.
+    /// Emulation by QEMU.
     Tcg,
-    /// KVM is asked for, and not there.
+    /// KVM is required, and not usable.
     Missing,
 }
 
-/// What guest RAM comes from, bytes.
+/// Memory for guest RAM, bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
-    /// Size of the huge pages that the VM uses, if it does.
+    /// Size of the VM's huge pages, if it uses them.
     pub huge_page: Option<u64>,
-    /// How much is free, of those pages or of all memory.
+    /// Free memory: of those huge pages, or MemAvailable.
     pub free: u64,
 }
 
-/// A file behind a disk.
+/// The file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// Where.
+    /// Its path.
     pub path: PathBuf,
     /// Its length, bytes.
     pub len: u64,
 }
 
-/// Looks at this host for a VM of this configuration. One that `runs` is asked.
+/// Collects the facts. If the VM `runs`, its QEMU is queried.
 pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts> {
     let config = config_of(vm, configuration)?;
     let ours = config.manager != Some(Manager::Libvirt);
@@ -106,7 +105,7 @@ pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Resul
     let mut facts = Facts {
         qemu: ours.then(|| qemu(&config).map_err(|error| error.message)),
         accelerator: accelerator(config.accel.unwrap_or_default()),
-        processor: line("model name").to_owned(),
+        cpu: line("model name").to_owned(),
         flags: line("flags").split(' ').map(str::to_owned).collect(),
         memory: memory(config.hugepages.unwrap_or_default())?,
         disks: None,
@@ -118,7 +117,7 @@ pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Resul
     Ok(facts)
 }
 
-/// What the running QEMU says is surer than what a new one would.
+/// Replaces what a new QEMU would have by what the running one has.
 fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     let mut ask = |command: &str, arguments: Value| monitor.run(command, arguments);
@@ -141,7 +140,7 @@ fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
     }
     let migration = ask("query-migrate", json!({}))?;
     let reasons = migration["blocked-reasons"].as_array();
-    // A device that can be borrowed says so itself, and goes before the guest does.
+    // Borrowed devices are unplugged before the transfer.
     let ours = |reason: &str| reason.contains("vfio-user:") || reason.contains("VFIO");
     let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
     facts.blockers = reasons
@@ -173,14 +172,14 @@ fn qemu(config: &VmConfig) -> Result<Qemu> {
     }
     let version = probed.version();
     Ok(Qemu {
-        program,
+        binary: program,
         version: (version.major.into(), version.minor.into()),
         machine,
         machines,
     })
 }
 
-/// As QEMU's last argument about it says, or the configuration.
+/// The machine type of QEMU's last such argument, or of the configuration.
 fn machine_of(config: &VmConfig) -> String {
     let args = config.qemu_args.iter().zip(config.qemu_args.iter().skip(1));
     let mut named = args

@@ -1,16 +1,16 @@
-//! One thing that was looked at, and what came of it.
+//! The result of one check.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How bad it is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
     /// As it should be.
     Ok,
-    /// The VM moves all the same; worth knowing.
+    /// Worth knowing; the VM can be moved.
     Note,
     /// It would stop the migration.
     Problem,
@@ -26,18 +26,17 @@ impl std::fmt::Display for Level {
     }
 }
 
-/// What a check says.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Finding {
-    /// How bad it is.
+    /// The severity.
     pub level: Level,
-    /// What was looked at, in a word or two.
+    /// What was checked, in a word or two.
     pub check: String,
     /// What was found.
     pub what: String,
-    /// What to do about it. Empty where nothing is to be done, or where `what` says
-    /// it.
+    /// The remedy. Empty if none is needed, or if `what` includes it.
     pub advice: String,
 }
 
@@ -63,18 +62,18 @@ impl Finding {
         Self::new(Level::Problem, check, what, advice)
     }
 
-    /// What would stop a live migration, and not one in which the VM boots anew.
+    /// A problem for a live migration, a note for a cold one.
     pub(super) fn if_live(live: bool, check: &str, what: impl Into<String>, advice: &str) -> Self {
         let level = if live { Level::Problem } else { Level::Note };
         Self::new(level, check, what, advice)
     }
 
-    /// An error says itself what to do.
+    /// A problem; the error's message includes the remedy.
     pub(super) fn of(check: &str, error: &Error) -> Self {
         Self::problem(check, &error.message, "")
     }
 
-    /// What a migration would be refused with, or that all is well.
+    /// A problem if the check failed, else `well`.
     pub(super) fn either<T>(check: &str, result: &Result<T>, well: &str) -> Self {
         match result {
             Ok(_) => Self::ok(check, well),

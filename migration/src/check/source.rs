@@ -1,4 +1,4 @@
-//! The host that the VM would leave, which asks.
+//! Checks at the host that the VM would leave.
 
 use std::{
     net::{SocketAddr, TcpStream},
@@ -8,13 +8,13 @@ use std::{
 use super::{Finding, Question};
 use crate::{ErrorKind, Host, Journal, Peer, Plan, Reply, Request, Result};
 
-/// How long the other host may take to accept a connection.
+/// Time limit for a connection to the other host.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Everything that was looked at, with the host that looked.
+/// Findings, each with the host that it is about.
 pub type Findings = Vec<(String, Finding)>;
 
-/// What would stop this migration.
+/// Checks what would stop this migration, on both hosts.
 pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
     let (journal, mut findings) = look_here(plan, host);
     let here = host.name();
@@ -31,11 +31,11 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
     };
     if journal.strategy.is_live() {
         findings.push(match facts.blockers.as_slice() {
-            [] => Finding::ok("guest", "QEMU has nothing against sending it"),
+            [] => Finding::ok("guest", "QEMU reports no migration blocker"),
             reasons => Finding::problem(
                 "guest",
-                format!("QEMU refuses to send it: {}", reasons.join("; ")),
-                "take away what that names, or move the VM without --live",
+                format!("QEMU reports migration blockers: {}", reasons.join("; ")),
+                "remove what they name, or move the VM without --live",
             ),
         });
     }
@@ -49,7 +49,7 @@ pub fn check(plan: &Plan, host: &dyn Host, peer: &mut dyn Peer) -> Findings {
                 error.message,
                 match error.kind {
                     ErrorKind::Lost => {
-                        "see that the remote shell gets there, and that farside is installed there"
+                        "make sure that the remote shell gets there, and that farside is installed there"
                     }
                     _ => "",
                 },
@@ -87,7 +87,7 @@ fn of(host: &str, findings: Vec<Finding>) -> Findings {
     findings.map(|found| (host.to_owned(), found)).collect()
 }
 
-/// This host, and the manifest as far as it goes.
+/// Checks this host. Returns the manifest, if one can be made.
 fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
     let vm = &plan.vm;
     let leaves = plan.may_leave(host);
@@ -99,7 +99,7 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
     let configuration = match plan.configuration(host) {
         Ok(configuration) => configuration,
         Err(error) => {
-            // Of one that has moved on, that has been told.
+            // A VM that moved away is among the findings already.
             if leaves.is_ok() {
                 findings.push(Finding::of("configuration", &error));
             }
@@ -108,7 +108,7 @@ fn look_here(plan: &Plan, host: &dyn Host) -> (Option<Journal>, Vec<Finding>) {
     };
     let running = plan.was_running(host, &configuration);
     let state = match running {
-        Ok(false) => "it does not run, and moves as it is",
+        Ok(false) => "it does not run, and stays stopped",
         _ => "it runs",
     };
     findings.push(Finding::either("state", &running, state));

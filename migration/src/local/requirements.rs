@@ -1,4 +1,4 @@
-//! What a configuration asks of a host.
+//! What a configuration requires of a host.
 
 use std::{
     env,
@@ -10,7 +10,7 @@ use farside_vm_config::{Flash, VmConfig};
 use super::{config_of, is_libvirt};
 use crate::{Configuration, Error, Result};
 
-/// QEMU's program when the configuration names none.
+/// The QEMU binary when the configuration names none.
 const QEMU: &str = "qemu-system-x86_64";
 
 /// The QEMU of a VM.
@@ -18,7 +18,7 @@ pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
     config.qemu.clone().unwrap_or_else(|| QEMU.into())
 }
 
-/// What is named, and not on this host.
+/// What the configuration names and this host lacks.
 pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
     let config = config_of(vm, configuration)?;
     let mut missing = Vec::new();
@@ -30,12 +30,12 @@ pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Err
             )));
         }
     };
-    let program: PathBuf = match is_libvirt(&config) {
+    let binary: PathBuf = match is_libvirt(&config) {
         true => farside_vm_control::virsh_program(),
         false => qemu_of(&config),
     };
-    let there = find_program(&program).is_some();
-    needs(there, "the program", &program, SAME_PLACE);
+    let there = find_binary(&binary).is_some();
+    needs(there, "the binary", &binary, SAME_PLACE);
     if let Some(Flash { code, vars }) = &config.ovmf {
         needs(code.exists(), "the firmware", code, SAME_PLACE);
         let advice = "they are the VM's own: copy them, or keep them where both hosts see them";
@@ -47,7 +47,7 @@ pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Err
 
 const SAME_PLACE: &str = "install it at the same place";
 
-/// A socket of another host is a path here, with nothing behind it.
+/// The UNIX socket of another host's lender does not exist here.
 fn missing_lender(vm: &str, config: &VmConfig) -> Option<Error> {
     let lenders = config.lenders();
     let [lender] = &lenders[..] else {
@@ -60,12 +60,12 @@ fn missing_lender(vm: &str, config: &VmConfig) -> Option<Error> {
     )))
 }
 
-fn find_program(program: &Path) -> Option<PathBuf> {
-    if program.components().count() > 1 {
-        return program.is_file().then(|| program.to_owned());
+fn find_binary(binary: &Path) -> Option<PathBuf> {
+    if binary.components().count() > 1 {
+        return binary.is_file().then(|| binary.to_owned());
     }
     let paths = env::var_os("PATH")?;
     env::split_paths(&paths)
-        .map(|directory| directory.join(program))
+        .map(|directory| directory.join(binary))
         .find(|path| path.is_file())
 }

@@ -334,6 +334,30 @@ fn a_vm_that_does_not_start_there_can_go_on_or_back() {
     }
 }
 
+/// Each host's own checks are obeyed: the VM is not touched.
+#[test]
+fn a_host_that_refuses_leaves_the_vm_as_it_is() {
+    for run in [migrate, world::migrate_live] {
+        let world = World::new();
+        world.stays_behind.set(Some("a"));
+        let error = run(&world, "a", "b").unwrap_err().to_string();
+        assert!(error.contains("has snapshots"), "{error}");
+        assert_eq!(world.host("a").journal(VM), Ok(None));
+        there_and_not(&world, "a", "b");
+        world.stays_behind.set(None);
+
+        world.name_taken.set(Some("b"));
+        let error = run(&world, "a", "b").unwrap_err().to_string();
+        let words = ["there is a domain web1", "as it was"];
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        there_and_not(&world, "a", "b");
+        world.name_taken.set(None);
+
+        run(&world, "a", "b").unwrap();
+        moved(&world, "b", "a");
+    }
+}
+
 #[test]
 fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
     let world = World::new();

@@ -6,13 +6,13 @@ use super::{
 fn host(version: (u64, u64), machine: &str) -> Facts {
     Facts {
         qemu: Some(Ok(Qemu {
-            program: "qemu".into(),
+            binary: "qemu".into(),
             version,
             machine: machine.into(),
             machines: ["pc-q35-10.1", machine].map(String::from).into(),
         })),
         accelerator: Accelerator::Kvm,
-        processor: "Brand X".into(),
+        cpu: "Brand X".into(),
         flags: ["sse", "avx"].map(String::from).into(),
         memory: Memory {
             huge_page: None,
@@ -26,7 +26,7 @@ fn host(version: (u64, u64), machine: &str) -> Facts {
 const WANTED: Wanted = Wanted {
     live: true,
     memory: Some(4 << 30),
-    host_processor: true,
+    host_cpu: true,
 };
 
 /// The findings that are not well.
@@ -81,13 +81,13 @@ fn a_running_guest_does_not_go_to_an_older_qemu_nor_to_another_machine() {
 }
 
 #[test]
-fn a_processor_that_lacks_something_is_named_with_it() {
+fn a_cpu_that_lacks_a_feature_is_named_with_it() {
     let there = host((11, 1), "pc-q35-11.1");
     let mut here = there.clone();
     here.flags.remove("avx");
-    stops_live(&there, &here, "processor", &["lacks", "avx", "-cpu"]);
+    stops_live(&there, &here, "CPU", &["lacks", "avx", "-cpu"]);
     let named = Wanted {
-        host_processor: false,
+        host_cpu: false,
         ..WANTED
     };
     let bad = against(&named, &there, &here);
@@ -99,8 +99,8 @@ fn kvm_and_emulation_do_not_mix() {
     let kvm = host((11, 1), "pc-q35-11.1");
     let mut tcg = kvm.clone();
     tcg.accelerator = Accelerator::Tcg;
-    stops_live(&kvm, &tcg, "processor", &["emulated", "accel"]);
-    stops_live(&tcg, &kvm, "processor", &["emulated", "accel"]);
+    stops_live(&kvm, &tcg, "CPU", &["emulated", "accel"]);
+    stops_live(&tcg, &kvm, "CPU", &["emulated", "accel"]);
     let mut none = kvm.clone();
     none.accelerator = Accelerator::Missing;
     let bad = against(
