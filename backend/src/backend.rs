@@ -15,12 +15,12 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use farside_control::{
     Address, CallError, NameError, RamRange, Wakeup, check_name_of, raise_open_files,
 };
+use farside_daemon::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
-use farside_service::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_vfio_user::ListenError;
 
 use crate::{
@@ -218,7 +218,7 @@ impl Backend {
             self.manager.run()?;
             self.served.apply(&mut self.manager);
         }
-        farside_service::stopping("returning the devices");
+        farside_daemon::stopping("returning the devices");
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");
@@ -232,7 +232,7 @@ impl Backend {
              connect to again. Stop the VM (`farside stop {vm}`): this backend ends when the VM \
              disconnects. A second SIGTERM or SIGINT ends it now"
         );
-        farside_service::status(&format!(
+        farside_daemon::status(&format!(
             "stops when VM {vm} disconnects from {devices}; a second SIGTERM stops it now"
         ));
     }

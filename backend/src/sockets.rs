@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_control::paths;
-use farside_service::{Activated, Kind, SocketGroup};
+use farside_daemon::{Activated, Kind, SocketGroup};
 use farside_vfio_user::Listener;
 use rustix::{
     fs::Mode,

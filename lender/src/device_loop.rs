@@ -23,7 +23,7 @@ use std::{
 };
 
 use farside_control::{Channel, DeviceStatus, Epoch, RemoteError, Wakeup};
-use farside_service::{RateLimit, StateLog};
+use farside_daemon::{RateLimit, StateLog};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{

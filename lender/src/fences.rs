@@ -7,7 +7,7 @@
 use std::{collections::BTreeMap, io, path::PathBuf};
 
 use farside_control::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError, files};
-use farside_service::RateLimit;
+use farside_daemon::RateLimit;
 use serde::{Deserialize, Serialize};
 
 use crate::refusals::{internal, invalid};

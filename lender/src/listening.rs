@@ -17,7 +17,7 @@ use std::{
 };
 
 use farside_control::{Address, Channel, Listener, is_private, paths};
-use farside_service::{Activated, Kind, RateLimit};
+use farside_daemon::{Activated, Kind, RateLimit};
 
 use crate::{config::Config, server::StartError};
 

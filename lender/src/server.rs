@@ -3,10 +3,10 @@
 use std::{io, sync::Arc, thread::JoinHandle};
 
 use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
+use farside_daemon::{Activated, ActivationError, RateLimit};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
 use farside_ntb::HostEndpoint;
-use farside_service::{Activated, ActivationError, RateLimit};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{

@@ -68,7 +68,7 @@ mod wire;
 pub use command::Command;
 pub use connection::{Connection, ConnectionError, Message};
 pub use dma::{DmaCommands, Matched, TooMany};
-pub use farside_service::RateLimit;
+pub use farside_daemon::RateLimit;
 pub use header::{HEADER_SIZE, Header, MessageType, ReplyTo};
 pub use listener::{ListenError, Listener, Slot};
 pub use refusal::{Fate, Refusal};

@@ -17,7 +17,7 @@ use rustix::net::{
 
 use super::connection::{Connection, ConnectionError};
 use super::stream::Stream;
-use farside_service::RateLimit;
+use farside_daemon::RateLimit;
 
 /// Longest path of a UNIX socket on Linux, bytes without the final NUL
 /// (`unix(7)`).

@@ -12,12 +12,12 @@ use std::{
 use farside_control::{
     BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
 };
+use farside_daemon::StateLog;
 use farside_error_chain::Chain;
 use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_ntb::BarWindow;
-use farside_service::StateLog;
 
 use super::{
     Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError,
