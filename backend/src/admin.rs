@@ -11,10 +11,8 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use farside_control::{
-    Wakeup,
-    admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION},
-};
+use farside_control::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
+use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_vfio_user::RateLimit;
 

@@ -12,10 +12,11 @@ use std::{
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{
-    Address, CallError, NameError, RamRange, Wakeup, check_name_of, raise_open_files,
+use farside_control::{Address, CallError, RamRange};
+use farside_daemon::{
+    Activated, ActivationError, GroupError, NameError, SocketGroup, Wakeup, check_name_of,
+    raise_open_files,
 };
-use farside_daemon::{Activated, ActivationError, GroupError, SocketGroup};
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
@@ -41,7 +42,7 @@ pub struct Config {
     /// The VM's name.
     pub vm: String,
     /// The folder of its sockets, which no other backend may use;
-    /// [`farside_control::paths::vm_dir`] by custom. Made if it is not there.
+    /// [`farside_daemon::paths::vm_dir`] by custom. Made if it is not there.
     pub folder: PathBuf,
     /// Device ids. There may be none: devices can be attached later.
     pub devices: Vec<String>,

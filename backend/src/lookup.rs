@@ -8,9 +8,8 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{
-    Address, CallError, Client, Described, ErrorKind, RamRange, Route, check_name_of,
-};
+use farside_control::{Address, CallError, Client, Described, ErrorKind, RamRange, Route};
+use farside_daemon::check_name_of;
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;

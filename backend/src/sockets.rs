@@ -7,8 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_control::paths;
-use farside_daemon::{Activated, Kind, SocketGroup};
+use farside_daemon::{Activated, Kind, SocketGroup, paths};
 use farside_vfio_user::Listener;
 use rustix::{
     fs::Mode,

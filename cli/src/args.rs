@@ -156,7 +156,7 @@ impl Lenders {
     /// Those named, or the one of this host.
     pub(crate) fn addresses(&self) -> Vec<Address> {
         match self.lenders.as_slice() {
-            [] => vec![farside_control::paths::lender_socket().into()],
+            [] => vec![farside_daemon::paths::lender_socket().into()],
             some => some.to_vec(),
         }
     }

@@ -3,8 +3,8 @@
 use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
-use farside_control::{Address, CallError, Client, paths};
-use farside_daemon::SocketGroup;
+use farside_control::{Address, CallError, Client};
+use farside_daemon::{SocketGroup, paths};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
 use farside_qemu_configs::{CommandLine, QemuBinary, Vm};

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Wakeup, paths};
-use farside_daemon::{Activated, ready};
+use farside_daemon::{Activated, Wakeup, paths, ready};
 use farside_fabric::pin::PinPolicy;
 use farside_vm_config::{DeviceConfig, VmConfig};
 

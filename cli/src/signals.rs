@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,

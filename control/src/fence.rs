@@ -9,9 +9,10 @@
 
 use std::{collections::BTreeMap, io, path::Path};
 
+use farside_daemon::files;
 use serde::{Deserialize, Serialize};
 
-use crate::{Epoch, ErrorKind, RemoteError, files};
+use crate::{Epoch, ErrorKind, RemoteError};
 
 /// Most VMs that a lender keeps a fence of, for one device.
 pub const MAX_FENCES: usize = 1024;

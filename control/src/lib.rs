@@ -36,8 +36,6 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
-pub mod files;
-pub mod paths;
 pub mod registers;
 
 mod address;
@@ -47,9 +45,6 @@ mod fence;
 mod irqs;
 mod listener;
 mod message;
-mod names;
-mod open_files;
-mod wakeup;
 
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
@@ -62,6 +57,3 @@ pub use message::{
     ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
     VERSION,
 };
-pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
-pub use open_files::raise_open_files;
-pub use wakeup::Wakeup;

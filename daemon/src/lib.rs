@@ -1,28 +1,41 @@
-//! What every daemon needs: what it gets from the service manager that started it
-//! (systemd) and tells it, and a log that nobody can flood.
+//! The parts that every daemon needs: paths, sockets, readiness, and a log that no
+//! peer can flood.
 //!
-//! - [`Activated`]: listening sockets that the service manager has made, so that
-//!   peers can connect before the daemon runs and while it is restarted
+//! - [`paths`]: where sockets are, unless configured.
+//! - [`check_name`]: names that become file names and parts of log lines.
+//! - [`files`]: small files that survive a crash.
+//! - [`Activated`]: listening sockets that the service manager (systemd) created, so
+//!   that peers can connect before the daemon runs and while it restarts
 //!   (`sd_listen_fds(3)`).
-//! - [`ready`], [`status`], [`stopping`]: readiness and a line of status (`sd_notify(3)`).
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
-//! - [`RateLimit`], [`StateLog`]: log lines that others cause at a rate they
-//!   choose.
-//! - [`output_within`]: another program's output, with a deadline.
+//! - [`ready`], [`status`], [`stopping`]: readiness and a status line
+//!   (`sd_notify(3)`). Without a service manager they do nothing.
+//! - [`RateLimit`], [`StateLog`]: log lines that peers cause at a rate they choose.
+//! - [`Wakeup`]: wakes a thread that polls.
+//! - [`output_within`]: runs a program with a deadline.
+//! - [`raise_open_files`]: the limit of open files.
 //!
-//! Started by hand, a daemon gets nothing and tells nobody; all of this then does
-//! nothing.
+//! Protocols are in other crates: this one depends on none of ours.
 
 #![forbid(unsafe_code)]
+
+pub mod files;
+pub mod paths;
 
 mod activation;
 mod command;
 mod group;
+mod names;
+mod open_files;
 mod rate_limit;
 mod readiness;
+mod wakeup;
 
 pub use activation::{Activated, ActivationError, Endpoint, Kind};
 pub use command::{OutputError, output_within};
 pub use group::{GroupError, SocketGroup};
+pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
+pub use open_files::raise_open_files;
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{ready, status, stopping};
+pub use wakeup::Wakeup;

@@ -7,9 +7,10 @@ use std::{
 };
 
 use farside_control::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, NAME_RULE, RemoteError, Reply, Request,
-    Route, TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request, Route,
+    TICKET_LIFE, Ticket, VERSION,
 };
+use farside_daemon::{NAME_RULE, Wakeup, check_name};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -22,8 +22,8 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Channel, DeviceStatus, Epoch, RemoteError, Wakeup};
-use farside_daemon::{RateLimit, StateLog};
+use farside_control::{Channel, DeviceStatus, Epoch, RemoteError};
+use farside_daemon::{RateLimit, StateLog, Wakeup};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{

@@ -16,8 +16,8 @@ use std::{
     },
 };
 
-use farside_control::{Address, Channel, Listener, is_private, paths};
-use farside_daemon::{Activated, Kind, RateLimit};
+use farside_control::{Address, Channel, Listener, is_private};
+use farside_daemon::{Activated, Kind, RateLimit, paths};
 
 use crate::{config::Config, server::StartError};
 

@@ -8,8 +8,9 @@ use std::{
 
 use farside_control::{
     BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RamRange,
-    RemoteError, Route, Wakeup,
+    RemoteError, Route,
 };
+use farside_daemon::Wakeup;
 
 use crate::{
     fences::{Claim, FenceBook},

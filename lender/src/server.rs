@@ -2,8 +2,8 @@
 
 use std::{io, sync::Arc, thread::JoinHandle};
 
-use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
-use farside_daemon::{Activated, ActivationError, RateLimit};
+use farside_control::{Address, Channel, Epoch};
+use farside_daemon::{Activated, ActivationError, RateLimit, Wakeup, raise_open_files};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
 use farside_ntb::HostEndpoint;

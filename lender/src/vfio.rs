@@ -35,9 +35,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
-};
+use farside_control::{BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route};
+use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};

@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_vfio_user::{
     Connection, ConnectionError, ListenError, Listener, RateLimit, Reply, Session, Slot,

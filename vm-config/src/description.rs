@@ -5,7 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_control::{Address, paths};
+use farside_control::Address;
+use farside_daemon::paths;
 use farside_fabric::{Size, deserialize_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_pci::Bdf;

@@ -1,5 +1,5 @@
 //! Where descriptions and state are, when nobody says otherwise. Sockets:
-//! [`farside_control::paths`].
+//! [`farside_daemon::paths`].
 
 use std::{
     env,

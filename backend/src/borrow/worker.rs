@@ -16,9 +16,8 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{
-    Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route, Wakeup,
-};
+use farside_control::{Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route};
+use farside_daemon::Wakeup;
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};

@@ -10,7 +10,8 @@ use std::{
 };
 
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Address, Client, DeviceStatus, Wakeup};
+use farside_control::{Address, Client, DeviceStatus};
+use farside_daemon::Wakeup;
 use farside_fabric::{NtbLimits, Usage, pin::PinPolicy};
 use farside_lender::{
     Lender,

@@ -10,8 +10,9 @@ use std::{
 
 use farside_control::{
     Address, Channel, Client, Envelope, Epoch, Listener, Registers, RemoteError, Reply, Request,
-    Route, Ticket, VERSION, Wakeup,
+    Route, Ticket, VERSION,
 };
+use farside_daemon::Wakeup;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};

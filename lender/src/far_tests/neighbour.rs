@@ -10,9 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
-};
+use farside_control::{BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route};
+use farside_daemon::Wakeup;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{FarAddress, Iova, MemoryRange};
 use farside_irq_relay::Fire;

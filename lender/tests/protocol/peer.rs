@@ -11,9 +11,10 @@ use std::{
 
 use farside_control::{
     Address, Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError,
-    Reply, Request, Route, VERSION, Wakeup,
+    Reply, Request, Route, VERSION,
     registers::{Access, Event},
 };
+use farside_daemon::Wakeup;
 use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{NtbLimits, Usage};
 use farside_lender::{

@@ -56,7 +56,7 @@ pub fn status_socket(vm: &str) -> PathBuf {
 }
 
 /// The name in a VM's folder of the socket where its backend is told what to
-/// serve; see [`crate::admin`].
+/// serve.
 pub const CONTROL_SOCKET_NAME: &str = "control";
 
 /// Where a VM's backend is told what to serve.
