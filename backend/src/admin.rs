@@ -1,5 +1,5 @@
 //! The control socket on the event loop: an administrator adds and removes
-//! devices. See [`farside_control::admin`] for what is said.
+//! devices. See [`farside_backend_api::admin`] for what is said.
 
 mod peer;
 
@@ -11,7 +11,7 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use farside_control::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
+use farside_backend_api::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
 use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_vfio_user::RateLimit;

@@ -12,7 +12,6 @@ use std::{
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{Address, CallError, RamRange};
 use farside_daemon::{
     Activated, ActivationError, GroupError, NameError, SocketGroup, Wakeup, check_name_of,
     raise_open_files,
@@ -20,6 +19,7 @@ use farside_daemon::{
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
+use farside_lender_protocol::{Address, CallError, RamRange};
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
 use farside_vfio_user::ListenError;
@@ -50,7 +50,7 @@ pub struct Config {
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for devices of other hosts.
     pub ntb: Option<Bdf>,
-    /// The file with the [fences](farside_control::Fences) of a VM that was
+    /// The file with the [fences](farside_lender_protocol::Fences) of a VM that was
     /// moved to this host; it need not be there.
     pub fences: Option<PathBuf>,
     /// The form of interrupts.

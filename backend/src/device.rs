@@ -17,9 +17,9 @@ mod task;
 use std::time::{Duration, Instant};
 
 use farside_config_space::ConfigSpace;
-use farside_control::{Channel, Described, ErrorKind};
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
+use farside_lender_protocol::{Channel, Described, ErrorKind};
 use farside_vfio_user::{RateLimit, Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
@@ -104,7 +104,7 @@ pub(crate) enum Then {
 impl Device {
     pub(crate) fn new(settings: Settings, described: Described) -> Result<Self, DeviceError> {
         let config = ConfigSpace::new(&described.description)?;
-        let counts = farside_control::irq_counts(&described.description)?;
+        let counts = farside_lender_protocol::irq_counts(&described.description)?;
         for hidden in config.hidden() {
             log::info!(
                 "device {} (VM {}): capability {} is hidden from the guest: {}",

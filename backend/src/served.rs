@@ -13,7 +13,7 @@ use std::{
 };
 
 use event_manager::{EventManager, SubscriberId, SubscriberOps};
-use farside_control::admin;
+use farside_backend_api::admin;
 
 use crate::{backend::Subscriber, device::DeviceReport, server::DeviceServer};
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use farside_control::Address;
 use farside_host_pci::Filter;
+use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::parse_size;
 

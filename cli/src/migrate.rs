@@ -3,8 +3,8 @@
 use std::{net::IpAddr, time::Duration};
 
 use clap::{ArgGroup, Args as ClapArgs};
-use farside_control::{Address, Client};
 use farside_daemon::paths;
+use farside_lender_protocol::{Address, Client};
 use farside_migration::{
     Host, Journal, LocalHost, Lock, Mover, Plan, Remote, Role, Shell,
     check::{Finding, Level, check},

@@ -3,10 +3,10 @@
 use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
-use farside_control::{Address, CallError, Client};
 use farside_daemon::{SocketGroup, paths};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
+use farside_lender_protocol::{Address, CallError, Client};
 use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
 use farside_vm_config::DeviceConfig;
 

@@ -7,8 +7,8 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
-use farside_control::{Address, Client, DeviceStatus};
 use farside_daemon::{check_name, check_name_of, paths};
+use farside_lender_protocol::{Address, Client, DeviceStatus};
 use farside_vm_control::connect_by;
 use serde_json::{Value, json};
 

@@ -21,11 +21,11 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_control::Address;
 use farside_daemon::{NAME_RULE, check_name};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use farside_host_pci::Filter;
+use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;

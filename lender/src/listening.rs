@@ -16,8 +16,8 @@ use std::{
     },
 };
 
-use farside_control::{Address, Channel, Listener, is_private};
 use farside_daemon::{Activated, Kind, RateLimit, paths};
+use farside_lender_protocol::{Address, Channel, Listener, is_private};
 
 use crate::{config::Config, server::StartError};
 

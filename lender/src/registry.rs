@@ -6,11 +6,11 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{
     BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RamRange,
     RemoteError, Route,
 };
-use farside_daemon::Wakeup;
 
 use crate::{
     fences::{Claim, FenceBook},

@@ -2,10 +2,10 @@
 
 use std::{io, sync::Arc, thread::JoinHandle};
 
-use farside_control::{Address, Channel, Epoch};
 use farside_daemon::{Activated, ActivationError, RateLimit, Wakeup, raise_open_files};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
+use farside_lender_protocol::{Address, Channel, Epoch};
 use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

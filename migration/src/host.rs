@@ -5,7 +5,7 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use farside_control::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Epoch, Fence, Fences};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -160,7 +160,7 @@ pub trait Host {
         Err(not_live(vm))
     }
 
-    /// Asks a lender for a handover; see [`farside_control::Request::Handover`].
+    /// Asks a lender for a handover; see [`farside_lender_protocol::Request::Handover`].
     fn hand_over(
         &self,
         lender: &Address,

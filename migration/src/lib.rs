@@ -13,7 +13,7 @@
 //! - [`may_run`]: whether a VM may run on a host now.
 //!
 //! That never two hosts have a device is not up to any of this, but to the lender:
-//! see [`farside_control::Fence`].
+//! see [`farside_lender_protocol::Fence`].
 
 #![forbid(unsafe_code)]
 

@@ -5,8 +5,8 @@ pub(crate) mod requirements;
 
 use std::{fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
-use farside_control::{Address, CallError, Client, Epoch, ErrorKind as Remote, Fences};
 use farside_daemon::files;
+use farside_lender_protocol::{Address, CallError, Client, Epoch, ErrorKind as Remote, Fences};
 use farside_vm_config::{Manager, VmConfig, places, ram_ranges};
 use farside_vm_control as control;
 

@@ -1,6 +1,6 @@
 //! What people can do by hand when a host is lost for good.
 
-use farside_control::Fences;
+use farside_lender_protocol::Fences;
 
 use crate::{Error, Host, Journal, Result, plan::random_id};
 

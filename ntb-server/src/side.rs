@@ -62,7 +62,7 @@ pub(crate) enum Tag {
 
 impl Side {
     pub(crate) fn new(name: String, description: &Description) -> Result<Self, SideError> {
-        let counts = farside_control::irq_counts(description)?;
+        let counts = farside_lender_protocol::irq_counts(description)?;
         Ok(Self {
             name,
             config: ConfigSpace::new(description)?,

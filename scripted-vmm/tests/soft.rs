@@ -10,8 +10,8 @@ mod program;
 use std::time::Duration;
 
 use farside_backend::Interrupts;
-use farside_control::DeviceStatus;
 use farside_fabric::NtbLimits;
+use farside_lender_protocol::DeviceStatus;
 use farside_scripted_vmm::{
     checks,
     device::Device,

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::admin::{self, Answer, Request, Status};
+use farside_backend_api::admin::{self, Answer, Request, Status};
 use farside_daemon::paths;
 use farside_error_chain::Chain;
 use farside_vm_config::places as config_places;

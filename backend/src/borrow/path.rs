@@ -3,12 +3,12 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farside_control::{CallError, Client};
 use farside_fabric::{
     MemoryRange,
     pin::{PinOptions, PinProgress, Pins},
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
+use farside_lender_protocol::{CallError, Client};
 use serde::Serialize;
 
 use super::{

@@ -1,7 +1,7 @@
 //! What `farside status` says of a device at the borrower.
 
-use farside_control::{Address, Epoch};
 use farside_irq_relay::VectorsStatus;
+use farside_lender_protocol::{Address, Epoch};
 use farside_pci::Description;
 use serde::Serialize;
 

@@ -10,13 +10,13 @@ use std::{
 };
 
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Address, Client, DeviceStatus};
 use farside_daemon::Wakeup;
 use farside_fabric::{NtbLimits, Usage, pin::PinPolicy};
 use farside_lender::{
     Lender,
     config::{DeviceConfig, Model},
 };
+use farside_lender_protocol::{Address, Client, DeviceStatus};
 use serde_json::Value;
 
 /// How long anything may take that is not about time.

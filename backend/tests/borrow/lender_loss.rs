@@ -7,13 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
-    Registers, Reply, Request,
-};
 use farside_devices::{
     Device as _,
     dma_test::{self, DmaTest, reg},
+};
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
+    Registers, Reply, Request,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},

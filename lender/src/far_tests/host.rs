@@ -8,11 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Epoch, Listener, Registers, RemoteError, Reply, Request,
     Route, Ticket, VERSION,
 };
-use farside_daemon::Wakeup;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};

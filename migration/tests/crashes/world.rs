@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Epoch, Fence, Fences};
+use farside_lender_protocol::{Epoch, Fence, Fences};
 use farside_migration::{
     Arrival, Description, Error, ErrorKind, Host, Journal, Mover, Peer, Plan, Reply, Request,
     Result, Tombstone, live::Live, resume_here,

@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, rc::Rc, time::Duration};
 
-use farside_control::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Epoch, Fence, Fences};
 use farside_migration::{
     Description, Error, ErrorKind, FoundDevice, Host, Identity, Journal, Result, Role, RunState,
     Tombstone,

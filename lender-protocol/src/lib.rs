@@ -18,11 +18,11 @@
 //!     | Borrow{device} + BAR memory ----------> |
 //!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
-//!     | SetCommand, Reset, ... (epoch) -------> |
+//!     | EnableBusMaster, Reset, ... (epoch) --> |
 //!     | Return (epoch), or just close --------> |
 //! ```
 //!
-//! A tool that moves a VM to another host asks for a [`Handover`](Request::Handover)
+//! A tool that moves a VM to another host requests a [`Handover`](Request::Handover)
 //! of each of its devices; see [`Fence`].
 //!
 //! Over TCP the lease comes with a [`Ticket`] instead of the register channel:
@@ -35,7 +35,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod admin;
 pub mod registers;
 
 mod address;

@@ -1,0 +1,6 @@
+//! The interface of a backend to the commands on its host: requests at its control
+//! socket ([`admin`]).
+
+#![forbid(unsafe_code)]
+
+pub mod admin;
