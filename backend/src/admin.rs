@@ -12,16 +12,14 @@ use std::{
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_backend_api::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
-use farside_daemon::Wakeup;
+use farside_daemon::{OwnedListener, RateLimit, Wakeup};
 use farside_error_chain::Chain;
-use farside_vfio_user::RateLimit;
 
 use crate::{
     StartError,
     lookup::{Lookup, check_device},
     served::{Served, Standing, Stays},
     server::DeviceServer,
-    sockets::StatusSocket,
 };
 use peer::Peer;
 
@@ -35,7 +33,7 @@ const MAX_COMING: usize = 16;
 
 /// The control socket.
 pub(crate) struct AdminServer {
-    socket: StatusSocket,
+    socket: OwnedListener,
     lookup: Arc<Lookup>,
     served: Served,
     peers: Vec<Peer>,
@@ -64,7 +62,7 @@ enum What {
 
 impl AdminServer {
     pub(crate) fn new(
-        socket: StatusSocket,
+        socket: OwnedListener,
         lookup: Arc<Lookup>,
         served: Served,
     ) -> io::Result<Self> {
@@ -85,10 +83,8 @@ impl AdminServer {
     /// Accepts those who wait, for as long as there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.has_room() {
-            let socket = match self.socket.accept() {
-                Ok(socket) => socket,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
+            let Some(socket) = self.socket.accept()? else {
+                break;
             };
             if self.peers.len() >= MAX_PEERS
                 && let Some(at) = self.oldest_idle()
@@ -96,10 +92,9 @@ impl AdminServer {
                 log::info!("the control socket has {MAX_PEERS} clients: the first is let go");
                 self.drop_peer(at, ops)?;
             }
-            socket.set_nonblocking(true)?;
             ops.add(Events::new(&socket, EventSet::IN))
                 .map_err(io::Error::other)?;
-            self.peers.push(Peer::new(socket, self.next_token));
+            self.peers.push(Peer::new(socket.into(), self.next_token));
             self.next_token += 1;
         }
         self.watch_listener(ops)
@@ -124,7 +119,7 @@ impl AdminServer {
             true => EventSet::IN,
             false => EventSet::empty(),
         };
-        ops.modify(Events::new(&self.socket.listener, room))
+        ops.modify(Events::new(&self.socket, room))
             .map_err(io::Error::other)
     }
 
@@ -342,7 +337,7 @@ fn busy(device: &str) -> Answer {
 impl MutEventSubscriber for AdminServer {
     fn init(&mut self, ops: &mut EventOps) {
         let added = ops
-            .add(Events::new(&self.socket.listener, EventSet::IN))
+            .add(Events::new(&self.socket, EventSet::IN))
             .and_then(|()| ops.add(Events::new(&self.wakeup, EventSet::IN)));
         if let Err(error) = added {
             let vm = self.lookup.vm();
@@ -354,7 +349,7 @@ impl MutEventSubscriber for AdminServer {
         static FAILED: RateLimit = RateLimit::new();
 
         let fd = events.fd();
-        let done = if fd == self.socket.listener.as_raw_fd() {
+        let done = if fd == self.socket.as_raw_fd() {
             self.accept(ops)
         } else if fd == self.wakeup.as_raw_fd() {
             self.take_done(ops)

@@ -13,8 +13,8 @@ use std::{
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_daemon::{
-    Activated, ActivationError, GroupError, NameError, SocketGroup, Wakeup, check_name_of,
-    raise_open_files,
+    Activated, ActivationError, GroupError, ListenError, NameError, SocketGroup, Wakeup,
+    check_name_of, raise_open_files,
 };
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
@@ -22,7 +22,6 @@ use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{Address, CallError, RamRange};
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
-use farside_vfio_user::ListenError;
 
 use crate::{
     admin::AdminServer,

@@ -17,10 +17,11 @@ mod task;
 use std::time::{Duration, Instant};
 
 use farside_config_space::ConfigSpace;
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_lender_protocol::{Channel, Described, ErrorKind};
-use farside_vfio_user::{RateLimit, Reply, ReplyTo, serve::Answer};
+use farside_vfio_user::{Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
 use crate::{

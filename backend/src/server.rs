@@ -8,9 +8,10 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_vfio_user::{
-    Connection, ConnectionError, Listener, RateLimit, Session, Slot,
+    Connection, ConnectionError, Listener, Session, Slot,
     serve::{Pumped, pump},
 };
 use rustix::{

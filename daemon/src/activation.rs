@@ -20,6 +20,8 @@ use rustix::{
     net::{SocketAddrAny, SocketAddrUnix, getsockname, sockopt},
 };
 
+use crate::OwnedListener;
+
 /// Where a socket listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
@@ -102,7 +104,7 @@ impl Activated {
         &mut self,
         path: &Path,
         kind: Kind,
-    ) -> Result<Option<OwnedFd>, ActivationError> {
+    ) -> Result<Option<OwnedListener>, ActivationError> {
         let here = |socket: &Socket| matches!(&socket.at, Endpoint::Path(at) if same(at, path));
         let Some(index) = self.0.iter().position(here) else {
             return Ok(None);
@@ -116,7 +118,7 @@ impl Activated {
             });
         }
         match found.kind == kind {
-            true => Ok(Some(found.fd)),
+            true => Ok(Some(OwnedListener::adopt(found.fd, path))),
             false => Err(ActivationError::Kind {
                 path: path.to_owned(),
                 wanted: kind,

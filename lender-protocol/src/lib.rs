@@ -50,7 +50,7 @@ pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
 pub use fence::{Fence, Fences, MAX_FENCES};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
-pub use listener::{Listener, is_private};
+pub use listener::Listener;
 pub use message::{
     BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
     ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
