@@ -16,6 +16,7 @@ mod task;
 
 use std::time::{Duration, Instant};
 
+use farside_backend_api::DeviceReport;
 use farside_config_space::ConfigSpace;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
@@ -32,7 +33,6 @@ use crate::{
     dma_table::DmaTable,
 };
 use bars::Bars;
-pub(crate) use report::DeviceReport;
 use task::{Finish, Held, Task, Tasks};
 
 /// Events of the register channel that are taken before others have their turn.
@@ -133,7 +133,7 @@ impl Device {
             tasks: Tasks::default(),
             failure: None,
             buffer: Vec::new(),
-            report: DeviceReport::new(&settings, &described.description),
+            report: report::initial(&settings, &described.description),
             settings,
             described,
         })
@@ -171,7 +171,7 @@ impl Device {
     /// What there is to say about the device now.
     pub(crate) fn report(&self) -> DeviceReport {
         DeviceReport {
-            state: self.state,
+            state: self.state.into(),
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
             ..self.report.clone()
@@ -287,11 +287,11 @@ impl Device {
             self.report.epoch = lease.epoch;
         }
         if let Some(layout) = outcome.layout {
-            self.report.layout = layout;
+            layout.fill(&mut self.report);
             // All is well again.
             self.report.last_error = None;
         }
-        self.report.open = outcome.opened;
+        outcome.opened.fill(&mut self.report);
         match self.state {
             State::Described | State::Lost => self.retired.extend(self.registers.take()),
             State::Leased | State::Ready | State::Closing => {}

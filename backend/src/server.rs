@@ -8,6 +8,7 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_backend_api::DeviceReport;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_vfio_user::{
@@ -22,7 +23,7 @@ use rustix::{
     },
 };
 
-use crate::device::{Conclusion, Device, DeviceReport, Then};
+use crate::device::{Conclusion, Device, Then};
 
 /// Requests of one client that are served before others have their turn.
 const BUDGET: usize = 64;

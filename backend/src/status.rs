@@ -10,21 +10,14 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use serde::Serialize;
 
-use crate::{device::DeviceReport, served::Served};
+use crate::served::Served;
+use farside_backend_api::{BackendReport, status::FORMAT};
 use farside_daemon::{OwnedListener, RateLimit};
 
 /// Most peers that have not read all of their report yet. Others wait to be
 /// accepted. Bounds memory.
 const MAX_PEERS: usize = 16;
-
-#[derive(Serialize)]
-struct BackendReport<'a> {
-    vm: &'a str,
-    pid: u32,
-    devices: Vec<DeviceReport>,
-}
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
@@ -69,7 +62,8 @@ impl StatusServer {
 
     fn report(&self) -> serde_json::Result<Vec<u8>> {
         serde_json::to_vec(&BackendReport {
-            vm: &self.vm,
+            format: FORMAT,
+            vm: self.vm.clone(),
             pid: std::process::id(),
             devices: self.served.reports(),
         })

@@ -327,7 +327,7 @@ pub enum ErrorKind {
 }
 
 /// A line of `farside devices`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceEntry {
     /// Cluster-wide device id.
     pub id: String,
@@ -381,7 +381,7 @@ impl BorrowedBy {
 }
 
 /// What a lender knows of one device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
     /// As in the listing.
     pub entry: DeviceEntry,
@@ -396,6 +396,18 @@ pub struct DeviceStatus {
     pub faults: FaultSummary,
     /// The model's own counters.
     pub counters: Vec<(String, u64)>,
+}
+
+impl DeviceStatus {
+    /// Whether the device reaches no memory.
+    pub fn is_closed(&self) -> bool {
+        !self.bus_master && self.usage.windows == 0 && self.usage.bytes_mapped == 0
+    }
+
+    /// Whether no VM has the device, which reaches no memory.
+    pub fn is_free(&self) -> bool {
+        self.entry.borrowed_by.is_none() && self.is_closed()
+    }
 }
 
 #[cfg(test)]

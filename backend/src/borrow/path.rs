@@ -9,7 +9,6 @@ use farside_fabric::{
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
 use farside_lender_protocol::{CallError, Client};
-use serde::Serialize;
 
 use super::{
     error::PathError,
@@ -19,7 +18,7 @@ use super::{
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
 /// What opening came to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OpenReport {
     /// Bytes of guest RAM that are kept for the device, which reaches them;
     /// behind a vIOMMU, those of them that are mapped.

@@ -141,7 +141,7 @@ pub(crate) struct NewLease {
 }
 
 /// What `Open` found.
-#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayoutReport {
     pub(crate) guest_ram_bytes: u64,
     pub(crate) layout_probes: u32,
