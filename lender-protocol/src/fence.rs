@@ -100,8 +100,8 @@ mod tests {
 
     #[test]
     fn what_is_saved_is_loaded_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a/fences.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());
         let fences = Fences([("disk0".to_owned(), Epoch(7))].into());
         fences.save(&path).unwrap();
