@@ -1,5 +1,5 @@
 //! The control socket on the event loop: an administrator adds and removes
-//! devices. See [`farside_control::admin`] for what is said.
+//! devices. See [`farside_backend_api::admin`] for what is said.
 
 mod peer;
 
@@ -11,19 +11,15 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use farside_control::{
-    Wakeup,
-    admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION},
-};
+use farside_backend_api::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
+use farside_daemon::{OwnedListener, RateLimit, Wakeup};
 use farside_error_chain::Chain;
-use farside_vfio_user::RateLimit;
 
 use crate::{
     StartError,
     lookup::{Lookup, check_device},
     served::{Served, Standing, Stays},
     server::DeviceServer,
-    sockets::StatusSocket,
 };
 use peer::Peer;
 
@@ -37,7 +33,7 @@ const MAX_COMING: usize = 16;
 
 /// The control socket.
 pub(crate) struct AdminServer {
-    socket: StatusSocket,
+    socket: OwnedListener,
     lookup: Arc<Lookup>,
     served: Served,
     peers: Vec<Peer>,
@@ -67,7 +63,7 @@ enum What {
 
 impl AdminServer {
     pub(crate) fn new(
-        socket: StatusSocket,
+        socket: OwnedListener,
         lookup: Arc<Lookup>,
         served: Served,
     ) -> io::Result<Self> {
@@ -89,10 +85,8 @@ impl AdminServer {
     /// Accepts those who wait, for as long as there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.has_room() {
-            let socket = match self.socket.accept() {
-                Ok(socket) => socket,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
+            let Some(socket) = self.socket.accept()? else {
+                break;
             };
             if self.peers.len() >= MAX_PEERS
                 && let Some(at) = self.oldest_idle()
@@ -104,10 +98,9 @@ impl AdminServer {
                 }
                 self.drop_peer(at, ops)?;
             }
-            socket.set_nonblocking(true)?;
             ops.add(Events::new(&socket, EventSet::IN))
                 .map_err(io::Error::other)?;
-            self.peers.push(Peer::new(socket, self.next_token));
+            self.peers.push(Peer::new(socket.into(), self.next_token));
             self.next_token += 1;
         }
         self.watch_listener(ops)
@@ -132,7 +125,7 @@ impl AdminServer {
             true => EventSet::IN,
             false => EventSet::empty(),
         };
-        ops.modify(Events::new(&self.socket.listener, room))
+        ops.modify(Events::new(&self.socket, room))
             .map_err(io::Error::other)
     }
 
@@ -350,7 +343,7 @@ fn busy(device: &str) -> Answer {
 impl MutEventSubscriber for AdminServer {
     fn init(&mut self, ops: &mut EventOps) {
         let added = ops
-            .add(Events::new(&self.socket.listener, EventSet::IN))
+            .add(Events::new(&self.socket, EventSet::IN))
             .and_then(|()| ops.add(Events::new(&self.wakeup, EventSet::IN)));
         if let Err(error) = added {
             let vm = self.lookup.vm();
@@ -362,7 +355,7 @@ impl MutEventSubscriber for AdminServer {
         static FAILED: RateLimit = RateLimit::new();
 
         let fd = events.fd();
-        let done = if fd == self.socket.listener.as_raw_fd() {
+        let done = if fd == self.socket.as_raw_fd() {
             self.accept(ops)
         } else if fd == self.wakeup.as_raw_fd() {
             self.take_done(ops)

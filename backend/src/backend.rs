@@ -12,16 +12,16 @@ use std::{
 };
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use farside_control::{
-    Address, CallError, NameError, RamRange, Wakeup, check_name_of, raise_open_files,
+use farside_daemon::{
+    Activated, ActivationError, GroupError, ListenError, NameError, SocketGroup, Wakeup,
+    check_name_of, raise_open_files,
 };
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
+use farside_lender_protocol::{Address, CallError, RamRange};
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
-use farside_service::{Activated, ActivationError, GroupError, SocketGroup};
-use farside_vfio_user::ListenError;
 
 use crate::{
     admin::AdminServer,
@@ -41,7 +41,7 @@ pub struct Config {
     /// The VM's name.
     pub vm: String,
     /// The folder of its sockets, which no other backend may use;
-    /// [`farside_control::paths::vm_dir`] by custom. Made if it is not there.
+    /// [`farside_daemon::paths::vm_dir`] by custom. Made if it is not there.
     pub folder: PathBuf,
     /// Device ids. There may be none: devices can be attached later.
     pub devices: Vec<String>,
@@ -49,7 +49,7 @@ pub struct Config {
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for devices of other hosts.
     pub ntb: Option<Bdf>,
-    /// The file with the [fences](farside_control::Fences) of a VM that was
+    /// The file with the [fences](farside_lender_protocol::Fences) of a VM that was
     /// moved to this host; it need not be there.
     pub fences: Option<PathBuf>,
     /// The form of interrupts.
@@ -218,7 +218,7 @@ impl Backend {
             self.manager.run()?;
             self.served.apply(&mut self.manager);
         }
-        farside_service::stopping("returning the devices");
+        farside_daemon::stopping("returning the devices");
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");
@@ -232,7 +232,7 @@ impl Backend {
              connect to again. Stop the VM (`farside stop {vm}`): this backend ends when the VM \
              disconnects. A second SIGTERM or SIGINT ends it now"
         );
-        farside_service::status(&format!(
+        farside_daemon::status(&format!(
             "stops when VM {vm} disconnects from {devices}; a second SIGTERM stops it now"
         ));
     }

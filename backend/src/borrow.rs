@@ -73,11 +73,8 @@ mod page_pins;
 pub(crate) mod path;
 pub(crate) mod worker;
 
-use serde::Serialize;
-
 /// Where a borrow stands.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum State {
     /// Known, not borrowed.
     #[default]

@@ -16,11 +16,13 @@ mod task;
 
 use std::time::{Duration, Instant};
 
+use farside_backend_api::DeviceReport;
 use farside_config_space::ConfigSpace;
-use farside_control::{Channel, Described, ErrorKind};
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
-use farside_vfio_user::{RateLimit, Reply, ReplyTo, serve::Answer};
+use farside_lender_protocol::{Channel, Described, ErrorKind};
+use farside_vfio_user::{Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
 use crate::{
@@ -31,7 +33,6 @@ use crate::{
     dma_table::DmaTable,
 };
 use bars::Bars;
-pub(crate) use report::DeviceReport;
 use task::{Finish, Held, Task, Tasks};
 
 /// Events of the register channel that are taken before others have their turn.
@@ -104,7 +105,7 @@ pub(crate) enum Then {
 impl Device {
     pub(crate) fn new(settings: Settings, described: Described) -> Result<Self, DeviceError> {
         let config = ConfigSpace::new(&described.description)?;
-        let counts = farside_control::irq_counts(&described.description)?;
+        let counts = farside_lender_protocol::irq_counts(&described.description)?;
         for hidden in config.hidden() {
             log::info!(
                 "device {} (VM {}): capability {} is hidden from the guest: {}",
@@ -132,7 +133,7 @@ impl Device {
             tasks: Tasks::default(),
             failure: None,
             buffer: Vec::new(),
-            report: DeviceReport::new(&settings, &described.description),
+            report: report::initial(&settings, &described.description),
             settings,
             described,
         })
@@ -170,7 +171,7 @@ impl Device {
     /// What there is to say about the device now.
     pub(crate) fn report(&self) -> DeviceReport {
         DeviceReport {
-            state: self.state,
+            state: self.state.into(),
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
             ..self.report.clone()
@@ -286,11 +287,11 @@ impl Device {
             self.report.epoch = lease.epoch;
         }
         if let Some(layout) = outcome.layout {
-            self.report.layout = layout;
+            layout.fill(&mut self.report);
             // All is well again.
             self.report.last_error = None;
         }
-        self.report.open = outcome.opened;
+        outcome.opened.fill(&mut self.report);
         match self.state {
             State::Described | State::Lost => self.retired.extend(self.registers.take()),
             State::Leased | State::Ready | State::Closing => {}

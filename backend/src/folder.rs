@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_control::paths;
+use farside_daemon::paths;
 
 use crate::StartError;
 

@@ -8,12 +8,11 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{
-    Address, CallError, Client, Described, ErrorKind, RamRange, Route, check_name_of,
-};
+use farside_daemon::check_name_of;
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
+use farside_lender_protocol::{Address, CallError, Client, Described, ErrorKind, RamRange, Route};
 use farside_ntb::Adapter;
 
 use crate::{

@@ -13,9 +13,9 @@ use std::{
 };
 
 use event_manager::{EventManager, SubscriberId, SubscriberOps};
-use farside_control::admin;
+use farside_backend_api::{DeviceReport, admin};
 
-use crate::{backend::Subscriber, device::DeviceReport, server::DeviceServer};
+use crate::{backend::Subscriber, server::DeviceServer};
 
 /// All of them. Clones are handles to the same list.
 #[derive(Clone, Default)]

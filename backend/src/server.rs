@@ -8,9 +8,11 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use farside_backend_api::DeviceReport;
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_vfio_user::{
-    Connection, ConnectionError, Listener, RateLimit, Session, Slot,
+    Connection, ConnectionError, Listener, Session, Slot,
     serve::{Pumped, pump},
 };
 use rustix::{
@@ -21,7 +23,7 @@ use rustix::{
     },
 };
 
-use crate::device::{Conclusion, Device, DeviceReport, Then};
+use crate::device::{Conclusion, Device, Then};
 
 /// Requests of one client that are served before others have their turn.
 const BUDGET: usize = 64;

@@ -10,26 +10,19 @@ use std::{
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use serde::Serialize;
 
-use crate::{device::DeviceReport, served::Served, sockets::StatusSocket};
-use farside_vfio_user::RateLimit;
+use crate::served::Served;
+use farside_backend_api::{BackendReport, status::FORMAT};
+use farside_daemon::{OwnedListener, RateLimit};
 
 /// Most peers that have not read all of their report yet. Others wait to be
 /// accepted. Bounds memory.
 const MAX_PEERS: usize = 16;
 
-#[derive(Serialize)]
-struct BackendReport<'a> {
-    vm: &'a str,
-    pid: u32,
-    devices: Vec<DeviceReport>,
-}
-
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
     vm: String,
-    socket: StatusSocket,
+    socket: OwnedListener,
     served: Served,
     peers: Vec<Peer>,
 }
@@ -58,7 +51,7 @@ impl Peer {
 }
 
 impl StatusServer {
-    pub(crate) fn new(vm: &str, socket: StatusSocket, served: Served) -> Self {
+    pub(crate) fn new(vm: &str, socket: OwnedListener, served: Served) -> Self {
         Self {
             vm: vm.to_owned(),
             socket,
@@ -69,7 +62,8 @@ impl StatusServer {
 
     fn report(&self) -> serde_json::Result<Vec<u8>> {
         serde_json::to_vec(&BackendReport {
-            vm: &self.vm,
+            format: FORMAT,
+            vm: self.vm.clone(),
             pid: std::process::id(),
             devices: self.served.reports(),
         })
@@ -78,14 +72,11 @@ impl StatusServer {
     /// Accepts and answers those who wait, for as long as there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.peers.len() < MAX_PEERS {
-            let socket = match self.socket.accept() {
-                Ok(socket) => socket,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
+            let Some(socket) = self.socket.accept()? else {
+                break;
             };
-            socket.set_nonblocking(true)?;
             let mut peer = Peer {
-                socket,
+                socket: socket.into(),
                 report: self.report()?,
                 sent: 0,
             };
@@ -97,7 +88,7 @@ impl StatusServer {
         }
         if self.peers.len() == MAX_PEERS {
             // Until one has gone.
-            ops.modify(Events::new(&self.socket.listener, EventSet::empty()))
+            ops.modify(Events::new(&self.socket, EventSet::empty()))
                 .map_err(io::Error::other)?;
         }
         Ok(())
@@ -119,7 +110,7 @@ impl StatusServer {
         let peer = self.peers.swap_remove(at);
         ops.remove(Events::empty(&peer.socket))
             .map_err(io::Error::other)?;
-        ops.modify(Events::new(&self.socket.listener, EventSet::IN))
+        ops.modify(Events::new(&self.socket, EventSet::IN))
             .map_err(io::Error::other)?;
         sent.map(|_| ())
     }
@@ -127,7 +118,7 @@ impl StatusServer {
 
 impl MutEventSubscriber for StatusServer {
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(error) = ops.add(Events::new(&self.socket.listener, EventSet::IN)) {
+        if let Err(error) = ops.add(Events::new(&self.socket, EventSet::IN)) {
             log::error!("no status for VM {}: event loop: {error}", self.vm);
         }
     }
@@ -135,7 +126,7 @@ impl MutEventSubscriber for StatusServer {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         static FAILED: RateLimit = RateLimit::new();
 
-        let answered = if events.fd() == self.socket.listener.as_raw_fd() {
+        let answered = if events.fd() == self.socket.as_raw_fd() {
             self.accept(ops)
         } else {
             self.go_on(events.fd(), ops)

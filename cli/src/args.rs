@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use farside_control::Address;
 use farside_host_pci::Filter;
+use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::parse_memory;
 
@@ -159,7 +159,7 @@ impl Lenders {
     /// Those named, or the one of this host.
     pub(crate) fn addresses(&self) -> Vec<Address> {
         match self.lenders.as_slice() {
-            [] => vec![farside_control::paths::lender_socket().into()],
+            [] => vec![farside_daemon::paths::lender_socket().into()],
             some => some.to_vec(),
         }
     }

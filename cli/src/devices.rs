@@ -1,6 +1,6 @@
 //! `farside devices`.
 
-use farside_control::{Client, DeviceEntry};
+use farside_lender_protocol::{Client, DeviceEntry};
 
 use crate::{args::Devices, text::table};
 

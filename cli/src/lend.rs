@@ -1,12 +1,12 @@
 //! `farside lend`.
 
 use anyhow::Context;
-use farside_control::Address;
+use farside_daemon::{Activated, ready};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Source, VfioConfig, VfsConfig},
 };
-use farside_service::{Activated, ready};
+use farside_lender_protocol::Address;
 
 use crate::{args::Lend, signals};
 

@@ -8,7 +8,8 @@ use std::{
 
 use anyhow::{Context, bail, ensure};
 use clap::{ArgGroup, Args as ClapArgs};
-use farside_control::{Address, paths::device_socket};
+use farside_daemon::paths::device_socket;
+use farside_lender_protocol::Address;
 use farside_qemu_configs::{
     Accel, Borrowed, BorrowedDevice, DomainOptions, add_devices, check_domain, read_domain,
     remove_all, remove_devices,

@@ -1,7 +1,8 @@
 //! `farside migration`: the migrations of this host, and repairs by hand.
 
 use clap::{Args as ClapArgs, Subcommand};
-use farside_control::{Address, Client, paths};
+use farside_daemon::paths;
+use farside_lender_protocol::{Address, Client};
 use farside_migration::{
     Journal, LocalHost, Lock, Mover, Remote, Role, Shell, Step, Store, claim, forget, resume_here,
     serve_agent,

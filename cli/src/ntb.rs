@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args as ClapArgs;
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 
 use farside_vm_config::parse_size;

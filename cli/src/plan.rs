@@ -4,9 +4,9 @@ mod args;
 mod text;
 
 use anyhow::{Context, bail};
-use farside_control::Client;
 use farside_fabric::NtbLimits;
 use farside_lender::config::Config;
+use farside_lender_protocol::Client;
 use farside_planner::{
     AddressRules, Cluster, ClusterPlan, Guest, NtbPlan, PRESETS, Preset, VfioPlan, plan_cluster,
     plan_ntb, plan_vfio,

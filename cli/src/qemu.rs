@@ -3,11 +3,12 @@
 use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
-use farside_control::{Address, CallError, Client, paths};
+use farside_backend_api::BackendReport;
+use farside_daemon::{SocketGroup, paths};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
+use farside_lender_protocol::{Address, CallError, Client};
 use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
-use farside_service::SocketGroup;
 use farside_vm_config::DeviceConfig;
 
 use crate::{
@@ -28,7 +29,9 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     let name = name_of(&config)?;
     if config.devices.is_empty() {
         let served = served(&name)?.devices.into_iter();
-        config.devices = served.map(|(id, _)| DeviceConfig::from(id)).collect();
+        config.devices = served
+            .map(|device| DeviceConfig::from(device.device))
+            .collect();
     }
     check_boot(&name, &config)?;
     if let Some(group) = &config.socket_group {
@@ -40,14 +43,15 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
 
     let command_line = vm.command_line(&qemu)?;
     if let Ok(backend) = served(&name) {
-        for (device, lender) in &backend.devices {
-            check(&vm, device, lender)?;
+        for device in &backend.devices {
+            check(&vm, &device.device, &device.lender)?;
         }
-        if backend.open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
+        let open_timeout = open_timeout(&backend);
+        if open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
             log::warn!(
                 "pinning {} may take longer than the {:?} that the backend of VM {name} allows: start it with --memory {}M",
                 Size(vm.ram),
-                backend.open_timeout,
+                open_timeout,
                 vm.ram >> 20
             );
         }
@@ -96,32 +100,18 @@ fn print(vm: &Vm, command_line: &CommandLine, form: QemuForm) -> anyhow::Result<
 }
 
 /// What a VM's backend serves.
-struct Served {
-    /// Device ids, and where their lenders are.
-    devices: Vec<(String, Address)>,
-    open_timeout: Duration,
-}
-
-fn served(vm: &str) -> anyhow::Result<Served> {
-    let report = status::backend(&paths::status_socket(vm))?.with_context(|| {
+fn served(vm: &str) -> anyhow::Result<BackendReport> {
+    status::backend(&paths::status_socket(vm))?.with_context(|| {
         format!(
             "no backend runs for VM {vm}: start `farside serve --vm {vm} --device ID`, or name the devices with --device"
         )
-    })?;
-    let devices = report["devices"].as_array().context("malformed status")?;
-    let open_timeout = devices
-        .iter()
-        .filter_map(|device| device["open_timeout_ms"].as_u64());
-    let open_timeout = Duration::from_millis(open_timeout.min().unwrap_or(0));
-    let devices = devices.iter().map(|device| {
-        let (id, lender) = (device["device"].as_str(), device["lender"].as_str());
-        let (id, lender) = id.zip(lender).context("malformed status")?;
-        Ok((id.to_owned(), lender.parse()?))
-    });
-    Ok(Served {
-        devices: devices.collect::<anyhow::Result<_>>()?,
-        open_timeout,
     })
+}
+
+/// How long the backend lets a bus-master enable take.
+fn open_timeout(backend: &BackendReport) -> Duration {
+    let timeouts = backend.devices.iter().map(|device| device.open_timeout_ms);
+    Duration::from_millis(timeouts.min().unwrap_or(0))
 }
 
 /// Says before the VM boots that a device cannot reach its RAM. The lender has

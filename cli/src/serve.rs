@@ -4,9 +4,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Wakeup, paths};
+use farside_daemon::{Activated, Wakeup, paths, ready};
 use farside_fabric::pin::PinPolicy;
-use farside_service::{Activated, ready};
 use farside_vm_config::{DeviceConfig, VmConfig};
 
 use crate::{

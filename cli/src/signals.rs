@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
@@ -59,7 +59,7 @@ impl Requests {
 /// Logs that the first signal ends the process, and tells the service manager.
 pub(crate) fn stopping(signal: &str) {
     log::info!("stopping at {signal}");
-    farside_service::stopping(&format!("stopping at {signal}"));
+    farside_daemon::stopping(&format!("stopping at {signal}"));
 }
 
 #[cfg(test)]

@@ -7,16 +7,17 @@ use std::{
 };
 
 use anyhow::{Context, anyhow, bail};
-use farside_control::{Address, Client, DeviceStatus, check_name, check_name_of, paths};
+use farside_backend_api::{BackendReport, DeviceReport, LenderReport, Status};
+use farside_daemon::{check_name, check_name_of, paths};
+use farside_lender_protocol::{Address, Client, DeviceStatus};
 use farside_vm_control::connect_by;
-use serde_json::{Value, json};
 
-use crate::args::Status;
+use crate::args::Status as Args;
 
 /// How long a backend may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let vms = match &args.vm {
         Some(vm) => vec![vm.clone()],
         None => running_vms()?,
@@ -48,16 +49,16 @@ pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
             Err(error) => return Err(error),
         }
     }
+    let status = Status::new(backends, lenders);
     if args.json {
-        let all = json!({ "backends": backends, "lenders": lenders });
-        println!("{}", serde_json::to_string_pretty(&all)?);
+        println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        print!("{}", text(&backends, &lenders, hang || denied));
+        print!("{}", text(&status, hang || denied));
     }
     if hang {
         bail!("not every backend answers");
     }
-    if backends.is_empty() && lenders.is_empty() {
+    if status.backends.is_empty() && status.lenders.is_empty() {
         if denied {
             bail!("this user may not connect to the backends here");
         }
@@ -67,7 +68,7 @@ pub(crate) fn run(args: &Status) -> anyhow::Result<()> {
 }
 
 /// One backend's report; none if no backend listens at `socket`.
-pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<Value>> {
+pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
     let failed = |what: &str, error: io::Error| match error.kind() {
         ErrorKind::WouldBlock => anyhow!(
             "the backend does not answer at {} within {TIMEOUT:?}: it hangs, or is stopped",
@@ -92,21 +93,16 @@ pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<Value>> {
     let mut report = Vec::new();
     let read = stream.read_to_end(&mut report);
     read.map_err(|error| failed("read the status from", error))?;
-    let report = serde_json::from_slice(&report);
-    report.with_context(|| format!("malformed status from {}", socket.display()))
+    let report = BackendReport::from_json(&report);
+    let report =
+        report.with_context(|| format!("cannot use the status from {}", socket.display()))?;
+    Ok(Some(report))
 }
 
 /// Whether a backend belongs to another user, and may well answer that one.
 fn is_denied(error: &anyhow::Error) -> bool {
     let cause = error.root_cause().downcast_ref::<io::Error>();
     cause.is_some_and(|cause| cause.kind() == ErrorKind::PermissionDenied)
-}
-
-#[derive(serde::Serialize)]
-struct LenderReport {
-    lender: String,
-    address: Address,
-    devices: Vec<DeviceStatus>,
 }
 
 fn lender(address: &Address) -> anyhow::Result<LenderReport> {
@@ -144,118 +140,116 @@ fn running_vms() -> anyhow::Result<Vec<String>> {
     Ok(vms)
 }
 
-fn text(backends: &[Value], lenders: &[LenderReport], hidden: bool) -> String {
-    let mut out = String::new();
-    let mut line = |indent: usize, text: String| {
-        out += &" ".repeat(indent);
-        out += &text;
-        out.push('\n');
-    };
-    if backends.is_empty() && !hidden {
-        line(0, "no backend runs".into());
+fn text(status: &Status, hidden: bool) -> String {
+    let mut lines = Lines::default();
+    if status.backends.is_empty() && !hidden {
+        lines.add(0, "no backend runs");
     }
-    for backend in backends {
-        line(0, format!("VM {}", plain(&backend["vm"])));
-        for device in backend["devices"].as_array().into_iter().flatten() {
-            line(
-                2,
-                format!(
-                    "{}{}: {} (epoch {})",
-                    plain(&device["device"]),
-                    match device["attached"].as_bool() {
-                        Some(true) => " (attached)",
-                        _ => "",
-                    },
-                    plain(&device["state"]),
-                    plain(&device["epoch"])
-                ),
-            );
-            line(
-                4,
-                format!(
-                    "{} MiB pinned ({} MiB locked), {} DMA windows, {} LUT entries",
-                    mib(&device["bytes_pinned"]),
-                    mib(&device["bytes_locked"]),
-                    plain(&device["dma_windows"]),
-                    plain(&device["lut_entries"])
-                ),
-            );
-            if device["bme_to_ready_us"] != 0 {
-                line(
-                    4,
-                    format!(
-                        "last bus-master enable: DMA-ready after {} µs, {} layout probes",
-                        plain(&device["bme_to_ready_us"]),
-                        plain(&device["layout_probes"])
-                    ),
-                );
-            }
-            if let Some(error) = device["last_error"].as_str() {
-                line(4, format!("last error: {error}"));
-            }
+    for backend in &status.backends {
+        lines.add(0, format!("VM {}", backend.vm));
+        for device in &backend.devices {
+            borrowed(&mut lines, device);
         }
     }
-    for lender in lenders {
-        line(0, format!("lender {} ({})", lender.lender, lender.address));
+    for lender in &status.lenders {
+        lines.add(0, format!("lender {} ({})", lender.lender, lender.address));
         for device in &lender.devices {
-            let lease = match &device.entry.borrowed_by {
-                Some(by) => format!(
-                    "borrowed by VM {} (epoch {}, {} s)",
-                    by.vm, by.epoch, by.seconds
-                ),
-                None => "free".into(),
-            };
-            line(
-                2,
-                format!("{} ({}): {lease}", device.entry.id, device.entry.summary),
-            );
-            if let Some(problem) = &device.entry.problem {
-                line(4, format!("problem: {problem}"));
-            }
-            let media_errors = device
-                .counters
-                .iter()
-                .find(|(name, _)| name == "media_errors");
-            if let Some((_, count @ 1..)) = media_errors {
-                line(4, format!("{count} commands failed at the medium"));
-            }
-            let usage = &device.usage;
-            line(
-                4,
-                format!(
-                    "{} windows, {} LUT entries, {} MiB mapped, bus master {}",
-                    usage.windows,
-                    usage.lut_entries,
-                    usage.bytes_mapped >> 20,
-                    if device.bus_master { "on" } else { "off" }
-                ),
-            );
-            let interrupts: u64 = device.interrupts.iter().map(|(_, _, count)| count).sum();
-            line(
-                4,
-                format!(
-                    "{interrupts} interrupts on {} vectors",
-                    device.interrupts.len()
-                ),
-            );
-            line(4, format!("{} DMA faults", device.faults.total));
-            for record in &device.faults.recent {
-                line(6, format!("#{}: {}", record.sequence, record.fault));
-            }
+            lent(&mut lines, device);
         }
     }
-    out
+    lines.0
 }
 
-/// A JSON value without the quotes.
-fn plain(value: &Value) -> String {
-    value
-        .as_str()
-        .map_or_else(|| value.to_string(), str::to_owned)
+/// A device, as its backend has it.
+fn borrowed(lines: &mut Lines, device: &DeviceReport) {
+    let attached = if device.attached { " (attached)" } else { "" };
+    lines.add(
+        2,
+        format!(
+            "{}{attached}: {} (epoch {})",
+            device.device, device.state, device.epoch
+        ),
+    );
+    lines.add(
+        4,
+        format!(
+            "{} MiB pinned ({} MiB locked), {} DMA windows, {} LUT entries",
+            device.bytes_pinned >> 20,
+            device.bytes_locked >> 20,
+            device.dma_windows,
+            device.lut_entries
+        ),
+    );
+    if device.bme_to_ready_us != 0 {
+        lines.add(
+            4,
+            format!(
+                "last bus-master enable: DMA-ready after {} µs, {} layout probes",
+                device.bme_to_ready_us, device.layout_probes
+            ),
+        );
+    }
+    if let Some(error) = &device.last_error {
+        lines.add(4, format!("last error: {error}"));
+    }
 }
 
-fn mib(value: &Value) -> u64 {
-    value.as_u64().unwrap_or(0) >> 20
+/// A device, as its lender has it.
+fn lent(lines: &mut Lines, device: &DeviceStatus) {
+    let lease = match &device.entry.borrowed_by {
+        Some(by) => format!(
+            "borrowed by VM {} (epoch {}, {} s)",
+            by.vm, by.epoch, by.seconds
+        ),
+        None => "free".into(),
+    };
+    lines.add(
+        2,
+        format!("{} ({}): {lease}", device.entry.id, device.entry.summary),
+    );
+    if let Some(problem) = &device.entry.problem {
+        lines.add(4, format!("problem: {problem}"));
+    }
+    let mut counters = device.counters.iter();
+    let media_errors = counters.find(|(name, _)| name == "media_errors");
+    if let Some((_, count @ 1..)) = media_errors {
+        lines.add(4, format!("{count} commands failed at the medium"));
+    }
+    let usage = &device.usage;
+    lines.add(
+        4,
+        format!(
+            "{} windows, {} LUT entries, {} MiB mapped, bus master {}",
+            usage.windows,
+            usage.lut_entries,
+            usage.bytes_mapped >> 20,
+            if device.bus_master { "on" } else { "off" }
+        ),
+    );
+    let interrupts: u64 = device.interrupts.iter().map(|(_, _, count)| count).sum();
+    lines.add(
+        4,
+        format!(
+            "{interrupts} interrupts on {} vectors",
+            device.interrupts.len()
+        ),
+    );
+    lines.add(4, format!("{} DMA faults", device.faults.total));
+    for record in &device.faults.recent {
+        lines.add(6, format!("#{}: {}", record.sequence, record.fault));
+    }
+}
+
+/// Indented lines.
+#[derive(Default)]
+struct Lines(String);
+
+impl Lines {
+    fn add(&mut self, indent: usize, text: impl AsRef<str>) {
+        self.0 += &" ".repeat(indent);
+        self.0 += text.as_ref();
+        self.0.push('\n');
+    }
 }
 
 #[cfg(test)]

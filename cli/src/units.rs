@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use clap::Args as ClapArgs;
-use farside_control::{check_name_of, paths};
+use farside_daemon::{check_name_of, paths};
 use farside_vm_config::{VmConfig, places};
 
 /// Prints what the socket units of VMs lack: drop-ins with a line for each

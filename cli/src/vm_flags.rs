@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use clap::Args as ClapArgs;
-use farside_control::check_name_of;
+use farside_daemon::check_name_of;
 use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_memory, places};
 
 use crate::values::{AccelArg, HugePagesArg, MachineArg};

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::paths;
+use farside_daemon::paths;
 use farside_vm_config::places;
 
 /// Longest file that is read, bytes: far more than any of those has.

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use farside_service::{OutputError, output_within};
+use farside_daemon::{OutputError, output_within};
 
 use crate::Host;
 

@@ -9,9 +9,9 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 use farside_fabric::{FarAddress, FaultSummary, Iova, MemoryRange, Usage};
 use farside_irq_relay::Fire;
+use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 
 /// How long DMA in flight may take to drain before the borrower is told that
 /// it does not.
@@ -63,10 +63,10 @@ pub(crate) trait Borrowable: Send {
     /// Lets the device master the bus.
     fn enable_bus_master(&mut self) -> Result<(), RemoteError>;
 
-    /// See [`farside_control::Request::FarMap`].
+    /// See [`farside_lender_protocol::Request::FarMap`].
     fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError>;
 
-    /// See [`farside_control::Request::FarUnmap`].
+    /// See [`farside_lender_protocol::Request::FarUnmap`].
     fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError>;
 
     /// Opens a window. Returns the LUT entries it takes.

@@ -21,10 +21,11 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_control::{Address, NAME_RULE, NameError, check_name, check_name_of};
+use farside_daemon::{NAME_RULE, NameError, check_name, check_name_of};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use farside_host_pci::Filter;
+use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
@@ -37,7 +38,7 @@ pub struct Config {
     #[serde(default = "host_name")]
     pub name: String,
     /// Where backends of this host connect. Default: `lender.sock` in the runtime folder.
-    #[serde(default = "farside_control::paths::lender_socket")]
+    #[serde(default = "farside_daemon::paths::lender_socket")]
     pub socket: PathBuf,
     /// Where backends of other hosts connect: `tcp:HOST:PORT`.
     #[serde(default)]

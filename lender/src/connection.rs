@@ -6,12 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, NAME_RULE, RemoteError, Reply, Request,
-    Route, TICKET_LIFE, Ticket, VERSION, Wakeup, check_name,
-};
+use farside_daemon::{NAME_RULE, Wakeup, check_name};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
+use farside_lender_protocol::{
+    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request, Route,
+    TICKET_LIFE, Ticket, VERSION,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{

@@ -22,8 +22,8 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Channel, DeviceStatus, Epoch, RemoteError, Wakeup};
-use farside_service::{RateLimit, StateLog};
+use farside_daemon::{RateLimit, StateLog, Wakeup};
+use farside_lender_protocol::{Channel, DeviceStatus, Epoch, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{

@@ -6,8 +6,8 @@
 
 use std::{collections::BTreeMap, io, path::PathBuf};
 
-use farside_control::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError, files};
-use farside_service::RateLimit;
+use farside_daemon::{RateLimit, files};
+use farside_lender_protocol::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError};
 use serde::{Deserialize, Serialize};
 
 use crate::refusals::{internal, invalid};

@@ -16,8 +16,8 @@ use std::{
     },
 };
 
-use farside_control::{Address, Channel, Listener, is_private, paths};
-use farside_service::{Activated, Kind, RateLimit};
+use farside_daemon::{Activated, Kind, RateLimit, is_private, paths};
+use farside_lender_protocol::{Address, Channel, Listener};
 
 use crate::{config::Config, server::StartError};
 
@@ -120,7 +120,7 @@ impl AsFd for Entrance {
 /// The socket for this host.
 fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, StartError> {
     if let Some(socket) = activated.take_path(path, Kind::SeqPacket)? {
-        return Ok(Listener::adopt(socket, path));
+        return Ok(socket.into());
     }
     if let Some(folder) = path.parent() {
         paths::create_directory(folder).map_err(|source| StartError::Folder {
@@ -135,7 +135,7 @@ fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
     let Address::Tcp { host, port } = address else {
         return Err(StartError::NotTcp(address.clone()));
     };
-    let listener = Listener::bind_tcp(host, *port).map_err(StartError::Listen)?;
+    let listener = Listener::bind_tcp(host, *port).map_err(StartError::ListenTcp)?;
     checked(listener, address, plain)
 }
 

@@ -8,15 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
-};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
     FarAddress, FaultSummary, Iova, LenderPath, MemoryRange, fits,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::{Fire, IrqCounts};
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread::JoinHandle};
 
-use farside_control::{Wakeup, check_name_of};
+use farside_daemon::{Wakeup, check_name_of};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};

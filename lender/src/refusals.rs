@@ -1,9 +1,9 @@
 //! What a borrower is told when a request is refused.
 
-use farside_control::{ErrorKind, RemoteError};
 use farside_error_chain::Chain;
 use farside_fabric::FabricError;
 use farside_irq_relay::SetIrqsError;
+use farside_lender_protocol::{ErrorKind, RemoteError};
 
 pub(crate) fn invalid(message: String) -> RemoteError {
     RemoteError {

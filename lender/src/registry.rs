@@ -6,9 +6,10 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{
     BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RamRange,
-    RemoteError, Route, Wakeup,
+    RemoteError, Route,
 };
 
 use crate::{

@@ -2,11 +2,13 @@
 
 use std::{io, sync::Arc, thread::JoinHandle};
 
-use farside_control::{Address, Channel, Epoch, Wakeup, raise_open_files};
+use farside_daemon::{
+    Activated, ActivationError, ListenError, RateLimit, Wakeup, raise_open_files,
+};
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
+use farside_lender_protocol::{Address, Channel, Epoch};
 use farside_ntb::HostEndpoint;
-use farside_service::{Activated, ActivationError, RateLimit};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
@@ -66,9 +68,12 @@ pub enum StartError {
         /// What making it said.
         source: io::Error,
     },
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen for backends")]
-    Listen(#[source] io::Error),
+    Listen(#[source] ListenError),
+    /// The TCP port cannot be opened.
+    #[error("cannot listen for backends")]
+    ListenTcp(#[source] io::Error),
     /// The service manager's sockets are not a lender's.
     #[error(transparent)]
     Activation(#[from] ActivationError),

@@ -13,7 +13,8 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{Channel, TICKET_LIFE, Ticket, Wakeup};
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{Channel, TICKET_LIFE, Ticket};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 /// The tickets that are out.

@@ -35,13 +35,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
-};
+use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
 use farside_irq_relay::Fire;
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route,
+};
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};

@@ -8,11 +8,11 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Address, Channel, Envelope};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model},
 };
+use farside_lender_protocol::{Address, Channel, Envelope};
 
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, net::TcpListener, time::Duration};
 
-use farside_control::{Epoch, Fences};
+use farside_lender_protocol::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,

@@ -73,8 +73,8 @@ impl From<std::io::Error> for Error {
     }
 }
 
-impl From<farside_control::CallError> for Error {
-    fn from(error: farside_control::CallError) -> Self {
+impl From<farside_lender_protocol::CallError> for Error {
+    fn from(error: farside_lender_protocol::CallError) -> Self {
         Self::new(ErrorKind::Lender, Chain(&error).to_string())
     }
 }

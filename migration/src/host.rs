@@ -14,7 +14,7 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use farside_control::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Epoch, Fence, Fences};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -170,7 +170,7 @@ pub trait Lenders {
         device: &FoundDevice,
     ) -> Result<()>;
 
-    /// Requests a handover from a lender; see [`farside_control::Request::Handover`].
+    /// Requests a handover from a lender; see [`farside_lender_protocol::Request::Handover`].
     fn hand_over(
         &self,
         lender: &Address,

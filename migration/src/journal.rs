@@ -6,7 +6,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use farside_control::{Address, Described, Epoch, files};
+use farside_daemon::files;
+use farside_lender_protocol::{Address, Described, Epoch};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};

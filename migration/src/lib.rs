@@ -14,7 +14,7 @@
 //! - [`may_run`]: whether a VM may run on a host now.
 //!
 //! None of this keeps two hosts from holding a device; the lender does, by
-//! [`farside_control::Fence`].
+//! [`farside_lender_protocol::Fence`].
 
 #![forbid(unsafe_code)]
 

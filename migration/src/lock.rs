@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::check_name_of;
+use farside_daemon::check_name_of;
 use farside_vm_config::places;
 
 use crate::{Error, Result};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_control::{Epoch, Fences};
+use farside_lender_protocol::{Epoch, Fences};
 
 use crate::{
     Error, ErrorKind, Host, Journal, MovedDevice, MovedMarker, Peer, Reply, Request, Result, Step,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farside_control::Fences;
+use farside_lender_protocol::Fences;
 
 use crate::{
     Configuration, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,

@@ -1,6 +1,6 @@
 //! Repairs by hand, for when a host is lost for good.
 
-use farside_control::Fences;
+use farside_lender_protocol::Fences;
 
 use crate::{Error, Journal, Lenders, Result, Store, plan::random_id};
 

@@ -10,8 +10,9 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use farside_daemon::RateLimit;
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_vfio_user::{DmaMap, DmaUnmap, RateLimit};
+use farside_vfio_user::{DmaMap, DmaUnmap};
 use rustix::{
     fs::{OFlags, fcntl_getfl, fstat},
     io::Errno,

@@ -6,10 +6,10 @@ use std::{
     time::Instant,
 };
 
-use farside_control::Wakeup;
+use farside_daemon::{ListenError, RateLimit, Wakeup};
 use farside_error_chain::Chain;
 use farside_vfio_user::{
-    Connection, ConnectionError, ListenError, Listener, RateLimit, Reply, Session, Slot,
+    Connection, ConnectionError, Listener, Reply, Session, Slot,
     serve::{Pumped, pump, pump_replies},
 };
 use rustix::{

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use farside_config_space::{ConfigSpace, ConfigSpaceError};
+use farside_daemon::RateLimit;
 use farside_irq_relay::{IrqCounts, IrqCountsError, Vectors};
 use farside_pci::Description;
-use farside_vfio_user::{DmaCommands, RateLimit, Region, ReplyTo};
+use farside_vfio_user::{DmaCommands, Region, ReplyTo};
 
 use crate::memory::Memory;
 use crate::model::{Port, Target};
@@ -62,7 +63,7 @@ pub(crate) enum Tag {
 
 impl Side {
     pub(crate) fn new(name: String, description: &Description) -> Result<Self, SideError> {
-        let counts = farside_control::irq_counts(description)?;
+        let counts = farside_lender_protocol::irq_counts(description)?;
         Ok(Self {
             name,
             config: ConfigSpace::new(description)?,

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_ntb::regs::{
     ID, REGISTERS_BAR, WINDOW_BAR, error, link_control, link_status, lut, lut_entry, reg,
     requester, requester_entry,

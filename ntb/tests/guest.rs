@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 use std::{env, fs, thread};
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 use farside_testbed::{Progress, Testbed};
 

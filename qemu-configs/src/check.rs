@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_control::{NameError, check_name_of};
+use farside_daemon::{NameError, check_name_of};
 
 use crate::{Firmware, SharedMemoryError, ViommuError, Vm, check_viommu};
 

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use farside_service::{OutputError, output_within};
+use farside_daemon::{OutputError, output_within};
 
 /// A version of QEMU. Micro releases make no difference to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

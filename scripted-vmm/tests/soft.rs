@@ -10,8 +10,8 @@ mod program;
 use std::time::Duration;
 
 use farside_backend::Interrupts;
-use farside_control::DeviceStatus;
 use farside_fabric::NtbLimits;
+use farside_lender_protocol::DeviceStatus;
 use farside_scripted_vmm::{
     checks,
     device::Device,
@@ -288,7 +288,7 @@ fn a_reset_and_another_vmm_start_over() {
     run(&mut session, "reset");
     assert_closed(&host, &served, DISK, "leased");
     run(&mut session, "io 1M 1M");
-    let epoch = served.status()["epoch"].as_u64();
+    let epoch = served.status().epoch;
     run(&mut session, "reconnect");
     run(&mut session, "io 1M 2M");
     for _ in 0..10 {
@@ -297,7 +297,7 @@ fn a_reset_and_another_vmm_start_over() {
     }
     run(&mut session, "io 1M 3M");
     assert_open(&host, &served, DISK, 32 * MIB, 2);
-    assert!(served.status()["epoch"].as_u64() > epoch);
+    assert!(served.status().epoch > epoch);
     let report = finish(session);
     assert_eq!(report.checksum_ok, Some(true));
     assert_eq!(report.early_interrupts, 0);

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use crate::{
-    SHORT, Status, binary,
+    BorrowState, SHORT, Status, binary,
     daemon::{Daemon, Log},
     guest::GuestBuilder,
 };
@@ -180,9 +180,7 @@ impl Cluster {
     pub fn status(&self) -> Result<Status> {
         let ended = self.run(&["status", "--json"])?;
         ensure!(ended.status.success(), "farside status: {ended:?}");
-        let value = serde_json::from_str(&ended.stdout)
-            .with_context(|| format!("farside status printed {}", ended.stdout))?;
-        Ok(Status(value))
+        Status::from_json(&ended.stdout)
     }
 
     /// Waits until `look` finds something in the status. An error of `look` is
@@ -204,14 +202,14 @@ impl Cluster {
                 let why = found
                     .err()
                     .map_or(String::new(), |error| format!("{error:#}\n"));
-                anyhow::bail!("no {what} within {timeout:?}; {why}status: {:#}", status.0);
+                anyhow::bail!("no {what} within {timeout:?}; {why}status: {:#?}", status.0);
             }
             std::thread::sleep(LOOK_AGAIN);
         }
     }
 
     /// Waits until the borrow of `device` is in `state`, and returns it.
-    pub fn wait_state(&self, vm: &str, device: &str, state: &str) -> Result<crate::Borrow> {
+    pub fn wait_state(&self, vm: &str, device: &str, state: BorrowState) -> Result<crate::Borrow> {
         let what = format!("{device} of VM {vm} in state {state}");
         self.wait_status(&what, SHORT, |status| {
             let borrow = status.borrow(vm, device)?;

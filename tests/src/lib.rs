@@ -32,11 +32,12 @@ pub use binary::farside as farside_program;
 pub use cluster::{Cluster, Ended, Serve};
 pub use daemon::Daemon;
 pub use dma_tester::{Answer, DmaTester};
+pub use farside_backend_api::BorrowState;
 pub use farside_testbed::{BarAddress, Machine, Vm, Width};
 pub use guest::{Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
-pub use status::{Borrow, Fault, Lent, Status};
+pub use status::{Borrow, Lent, Status};
 pub use told::{Weight, told, trial};
 
 use std::time::Duration;

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use farside_tests::{Cluster, Ended, MIB, SHORT};
+use farside_tests::{BorrowState, Cluster, Ended, MIB, SHORT};
 
 fn cluster() -> Cluster {
     Cluster::new().unwrap()
@@ -165,7 +165,7 @@ fn sockets_that_dead_processes_left_are_replaced() {
     lender.wait_log("stale socket", SHORT).unwrap();
     let _backend = cluster.serve("a", &["dma0"]).start().unwrap();
     let borrow = cluster.status().unwrap().borrow("a", "dma0").unwrap();
-    assert_eq!(borrow.state, "described");
+    assert_eq!(borrow.state, BorrowState::Described);
 }
 
 #[test]

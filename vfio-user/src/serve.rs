@@ -7,7 +7,7 @@ use super::reply::Reply;
 use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
-use farside_service::RateLimit;
+use farside_daemon::RateLimit;
 
 /// What serves requests.
 pub trait Handler {

@@ -5,9 +5,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_control::{Address, paths};
+use farside_daemon::paths;
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
+use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
 use serde::{

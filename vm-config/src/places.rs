@@ -1,5 +1,5 @@
 //! Where descriptions and state are, when nobody says otherwise. Sockets:
-//! [`farside_control::paths`].
+//! [`farside_daemon::paths`].
 
 use std::{
     env,
@@ -40,7 +40,7 @@ pub fn vm_state(vm: &str) -> PathBuf {
     state_dir().join("vm").join(vm)
 }
 
-/// The [fences](farside_control::Fences) of a VM that was moved to this host.
+/// The [fences](farside_lender_protocol::Fences) of a VM that was moved to this host.
 pub fn fences(vm: &str) -> PathBuf {
     vm_state(vm).join("fences.json")
 }

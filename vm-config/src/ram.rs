@@ -1,6 +1,6 @@
 //! Where a VM will have its RAM, as far as its size and chipset tell.
 
-use farside_control::RamRange;
+use farside_lender_protocol::RamRange;
 use farside_qemu_configs::{Machine, ram_split};
 
 /// Where RAM above the PCI hole begins.

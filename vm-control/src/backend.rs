@@ -11,10 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    admin::{self, Answer, Request, Status},
-    paths,
-};
+use farside_backend_api::admin::{self, Answer, Request, Status};
+use farside_daemon::paths;
 use farside_error_chain::Chain;
 use farside_vm_config::places as config_places;
 use rustix::{io::Errno, process::Signal};

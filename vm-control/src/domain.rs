@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{check_name_of, paths};
+use farside_daemon::{check_name_of, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{ANCHOR_FILE, DomainVm, anchor_image};
 use farside_vm_config::places;

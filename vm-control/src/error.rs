@@ -2,7 +2,8 @@
 
 use std::{io, path::PathBuf, time::Duration};
 
-use farside_control::{NameError, admin::Refusal};
+use farside_backend_api::admin::Refusal;
+use farside_daemon::NameError;
 use farside_fabric::host_memory::TooLarge;
 use farside_qemu_configs::{ProbeError, VmError};
 use farside_vm_config::LoadError;

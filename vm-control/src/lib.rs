@@ -11,7 +11,7 @@
 //! - [`Backend`]: the control socket of the VM's backend.
 //!
 //! A VM is named, and known by its description (`VmConfig::of_vm`); where its
-//! sockets and logs are say `farside_control::paths` and
+//! sockets and logs are say `farside_daemon::paths` and
 //! `farside_vm_config::places`. Every wait is for an event where there is one, and
 //! has a limit; an error names the VM, what was waited for and what to do.
 //!

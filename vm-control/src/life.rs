@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use farside_control::check_name_of;
+use farside_daemon::check_name_of;
 use farside_error_chain::Chain;
 use farside_fabric::host_memory::{HostMemory, Pages};
 use farside_qemu_configs::{HugePages, QemuBinary, qemu_id};

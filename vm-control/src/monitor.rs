@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::paths;
+use farside_daemon::paths;
 use farside_vm_config::Manager;
 use qapi::Command;
 use serde_json::{Value, json};

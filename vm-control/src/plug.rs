@@ -10,10 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    admin::{self, RefusalKind},
-    check_name_of, paths,
-};
+use farside_backend_api::admin::{self, RefusalKind};
+use farside_daemon::{check_name_of, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{Device, Vm, qemu_id};
 use farside_vm_config::{LoadError, Manager, VmConfig};

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::paths;
+use farside_daemon::paths;
 use farside_qemu_configs::Vm;
 use farside_vm_config::Manager;
 use rustix::{

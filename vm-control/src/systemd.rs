@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command, time::Duration};
 
-use farside_service::{OutputError, output_within};
+use farside_daemon::{OutputError, output_within};
 
 use crate::{Error, places::from_env};
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_service::{OutputError, output_within};
+use farside_daemon::{OutputError, output_within};
 use serde_json::Value;
 
 use crate::{Error, places, qemu::PRESS_AGAIN};

@@ -12,13 +12,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use farside_backend_api::{DeviceReport, Status};
+use farside_lender_protocol::DeviceStatus;
 use farside_testbed::{Accel, Testbed, Vm};
 use tempfile::TempDir;
 
 use crate::{
     child::Child,
     interrupt::{self, Registration},
-    status::{Borrow, Lent, Status},
+    status,
 };
 
 /// The borrowed drive.
@@ -122,7 +124,7 @@ impl Scene {
             folder,
         };
         scene.wait_for("the backend's status", |scene| {
-            Ok(scene.status()?.borrow(DEVICE).is_some())
+            Ok(status::device(&scene.status()?, DEVICE).0.is_some())
         })?;
         Ok(scene)
     }
@@ -204,15 +206,14 @@ impl Scene {
             "farside status failed:\n{}",
             String::from_utf8_lossy(&output.stderr)
         );
-        serde_json::from_slice(&output.stdout).context("reading what farside status printed")
+        Status::from_json(&output.stdout).context("reading what farside status printed")
     }
 
     /// Both sides of the drive.
-    pub(crate) fn device(&self) -> Result<(Borrow, Lent)> {
+    pub(crate) fn device(&self) -> Result<(DeviceReport, DeviceStatus)> {
         let status = self.status()?;
-        let both = (status.borrow(DEVICE).cloned(), status.lent(DEVICE).cloned());
-        match both {
-            (Some(borrow), Some(lent)) => Ok((borrow, lent)),
+        match status::device(&status, DEVICE) {
+            (Some(borrow), Some(lent)) => Ok((borrow.clone(), lent.clone())),
             (None, _) => bail!("the backend's status does not name {DEVICE}"),
             (_, None) => bail!("the lender's status does not name {DEVICE}"),
         }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use event_manager::EventSet;
-use farside_control::admin::{Answer, MAX_REQUEST, Refusal, RefusalKind};
+use farside_backend_api::admin::{Answer, MAX_REQUEST, Refusal, RefusalKind};
 
 /// A peer.
 pub(super) struct Peer {

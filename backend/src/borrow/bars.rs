@@ -2,8 +2,8 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use farside_control::BarMemory;
 use farside_fabric::FarAddress;
+use farside_lender_protocol::BarMemory;
 use farside_ntb::{Adapter, BarWindow, NtbError};
 use farside_pci::Description;
 

@@ -1,7 +1,7 @@
 //! What stands between a device and guest RAM.
 
-use farside_control::{CallError, ErrorKind};
 use farside_fabric::{FabricError, pin::PinError};
+use farside_lender_protocol::{CallError, ErrorKind};
 use farside_ntb::NtbError;
 
 /// Why a way to guest RAM could not be made or changed.

@@ -3,9 +3,9 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{BarOwner, Client};
 use farside_error_chain::Chain;
 use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
+use farside_lender_protocol::{BarOwner, Client};
 use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
 use super::error::PathError;

@@ -3,13 +3,12 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farside_control::{CallError, Client};
 use farside_fabric::{
     MemoryRange,
     pin::{PinOptions, PinProgress, Pins},
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
-use serde::Serialize;
+use farside_lender_protocol::{CallError, Client};
 
 use super::{
     error::PathError,
@@ -19,7 +18,7 @@ use super::{
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
 /// What opening came to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OpenReport {
     /// Bytes of guest RAM that are kept for the device, which reaches them;
     /// behind a vIOMMU, those of them that are mapped.

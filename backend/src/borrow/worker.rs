@@ -16,12 +16,13 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{
-    Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route, Wakeup,
-};
+use farside_daemon::Wakeup;
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::{SetIrqs, Vectors};
+use farside_lender_protocol::{
+    Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route,
+};
 use farside_ntb::Adapter;
 
 use super::{Event, State, Step, bars::BarFile, error::PathError, path::OpenReport};
@@ -140,7 +141,7 @@ pub(crate) struct NewLease {
 }
 
 /// What `Open` found.
-#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayoutReport {
     pub(crate) guest_ram_bytes: u64,
     pub(crate) layout_probes: u32,

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use farside_control::{BarOwner, Described};
+use farside_lender_protocol::{BarOwner, Described};
 use farside_vfio_user::{Mappable, SparseArea};
 
 use crate::borrow::bars::BarFile;

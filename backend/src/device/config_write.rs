@@ -1,9 +1,10 @@
 //! Writes to configuration space and what they set in motion.
 
+use farside_backend_api::BarAddress;
 use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
-use farside_vfio_user::RateLimit;
+use farside_daemon::RateLimit;
 
-use super::{Device, report::BarAddress, task::Task};
+use super::{Device, task::Task};
 use crate::borrow::{Event, State};
 
 impl Device {

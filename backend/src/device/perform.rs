@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use farside_control::registers::Event as RegisterEvent;
 use farside_error_chain::Chain;
+use farside_lender_protocol::registers::Event as RegisterEvent;
 use farside_pci::regs::STATUS_INTERRUPT;
 
 use super::{

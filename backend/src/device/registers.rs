@@ -1,6 +1,6 @@
 //! Register accesses on their way to the lender.
 
-use farside_control::{
+use farside_lender_protocol::{
     Channel, ChannelError,
     registers::{Access, Event},
 };

@@ -1,9 +1,7 @@
-//! What `farside status` says of a device at the borrower.
+//! The report on a device, for `farside status`.
 
-use farside_control::{Address, Epoch};
-use farside_irq_relay::VectorsStatus;
+use farside_backend_api::{BorrowState, DeviceReport};
 use farside_pci::Description;
-use serde::Serialize;
 
 use crate::borrow::{
     State,
@@ -11,54 +9,44 @@ use crate::borrow::{
     worker::{LayoutReport, Settings},
 };
 
-/// One device of a backend.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct DeviceReport {
-    pub(crate) device: String,
-    pub(crate) summary: String,
-    pub(crate) lender: Address,
-    /// It came after the backend's start.
-    pub(crate) attached: bool,
-    pub(crate) state: State,
-    /// Of the last lease; zero before the first.
-    pub(crate) epoch: Epoch,
-    /// What is open now; zeros when nothing is.
-    #[serde(flatten)]
-    pub(crate) open: OpenReport,
-    /// What the last bus-master enable found.
-    #[serde(flatten)]
-    pub(crate) layout: LayoutReport,
-    /// Guest-physical addresses of the BARs, while they decode.
-    pub(crate) bars: Vec<BarAddress>,
-    pub(crate) interrupts: VectorsStatus,
-    pub(crate) last_error: Option<String>,
-    /// Longest time that a bus-master enable may take.
-    pub(crate) open_timeout_ms: u64,
+/// The report on a device that was not borrowed yet.
+pub(super) fn initial(settings: &Settings, description: &Description) -> DeviceReport {
+    let lender = settings.lender.clone();
+    DeviceReport {
+        open_timeout_ms: settings.open_limit().as_millis() as u64,
+        ..DeviceReport::new(&settings.device, &description.summary, lender)
+    }
 }
 
-/// Where the guest put a BAR.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct BarAddress {
-    pub(crate) bar: u8,
-    pub(crate) gpa: u64,
-    pub(crate) size: u64,
+impl OpenReport {
+    /// Puts the figures into `report`.
+    pub(super) fn fill(self, report: &mut DeviceReport) {
+        report.bytes_pinned = self.bytes_pinned;
+        report.bytes_locked = self.bytes_locked;
+        report.dma_windows = self.dma_windows;
+        report.lut_entries = self.lut_entries;
+        report.bytes_unreachable = self.bytes_unreachable;
+    }
 }
 
-impl DeviceReport {
-    pub(crate) fn new(settings: &Settings, description: &Description) -> Self {
-        Self {
-            device: settings.device.clone(),
-            summary: description.summary.clone(),
-            lender: settings.lender.clone(),
-            attached: false,
-            state: State::default(),
-            epoch: Epoch::default(),
-            open: OpenReport::default(),
-            layout: LayoutReport::default(),
-            bars: Vec::new(),
-            interrupts: VectorsStatus::default(),
-            last_error: None,
-            open_timeout_ms: settings.open_limit().as_millis() as u64,
+impl LayoutReport {
+    /// Puts the figures into `report`.
+    pub(super) fn fill(self, report: &mut DeviceReport) {
+        report.guest_ram_bytes = self.guest_ram_bytes;
+        report.layout_probes = self.layout_probes;
+        report.bme_to_ready_us = self.bme_to_ready_us;
+        report.bytes_pinned_before_bme = self.bytes_pinned_before_bme;
+    }
+}
+
+impl From<State> for BorrowState {
+    fn from(state: State) -> Self {
+        match state {
+            State::Described => Self::Described,
+            State::Leased => Self::Leased,
+            State::Ready => Self::Ready,
+            State::Closing => Self::Closing,
+            State::Lost => Self::Lost,
         }
     }
 }

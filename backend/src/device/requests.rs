@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_pci::Description;
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, RateLimit, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
-    Request,
+    DeviceInfo, DmaMap, DmaUnmap, Region, RegionInfo, RegionWrite, Reply, ReplyTo, Request,
     serve::{Answer, Handler},
 };
 use rustix::io::Errno;

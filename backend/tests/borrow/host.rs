@@ -10,13 +10,14 @@ use std::{
 };
 
 use farside_backend::{Backend, Config, Interrupts};
-use farside_control::{Address, Client, DeviceStatus, Wakeup};
+use farside_backend_api::{BackendReport, BorrowState, DeviceReport};
+use farside_daemon::Wakeup;
 use farside_fabric::{NtbLimits, Usage, pin::PinPolicy};
 use farside_lender::{
     Lender,
     config::{DeviceConfig, Model},
 };
-use serde_json::Value;
+use farside_lender_protocol::{Address, Client, DeviceStatus};
 
 /// How long anything may take that is not about time.
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -202,27 +203,24 @@ impl Served {
     }
 
     /// The backend's word on its first device.
-    pub fn status(&self) -> Value {
-        self.full_status()["devices"][0].clone()
+    pub fn status(&self) -> DeviceReport {
+        self.full_status().devices.swap_remove(0)
     }
 
-    pub fn full_status(&self) -> Value {
+    pub fn full_status(&self) -> BackendReport {
         let mut socket = UnixStream::connect(self.folder.join("status")).unwrap();
         socket.set_read_timeout(Some(DEADLINE)).unwrap();
         let mut report = Vec::new();
         socket.read_to_end(&mut report).unwrap();
-        serde_json::from_slice(&report).unwrap()
+        BackendReport::from_json(&report).unwrap()
     }
 
     pub fn state(&self) -> String {
-        self.status()["state"].as_str().unwrap().to_owned()
+        self.status().state.to_string()
     }
 
     pub fn last_error(&self) -> String {
-        match &self.status()["last_error"] {
-            Value::String(error) => error.clone(),
-            other => panic!("last_error is {other}"),
-        }
+        self.status().last_error.expect("an error is reported")
     }
 }
 
@@ -239,10 +237,17 @@ impl Drop for Served {
 #[track_caller]
 pub fn assert_closed(host: &Host, served: &Served, device: &str, state: &str) {
     let status = served.status();
-    assert_eq!(status["state"], state, "{status}");
-    for name in ["bytes_pinned", "bytes_locked", "dma_windows", "lut_entries"] {
-        assert_eq!(status[name], 0, "{name} in {status}");
-    }
+    assert_eq!(status.state.to_string(), state, "{status:?}");
+    assert_eq!(
+        (status.bytes_pinned, status.bytes_locked),
+        (0, 0),
+        "{status:?}"
+    );
+    assert_eq!(
+        (status.dma_windows, status.lut_entries),
+        (0, 0),
+        "{status:?}"
+    );
     let lender = host.lender_status(device);
     assert!(!lender.bus_master);
     assert_eq!(lender.usage, Usage::default());
@@ -255,13 +260,13 @@ pub fn assert_closed(host: &Host, served: &Served, device: &str, state: &str) {
 #[track_caller]
 pub fn assert_open(host: &Host, served: &Served, device: &str, bytes: u64, windows: u32) {
     let status = served.status();
-    assert_eq!(status["state"], "ready", "{status}");
-    assert_eq!(status["bytes_pinned"], bytes, "{status}");
-    assert_eq!(status["dma_windows"], windows, "{status}");
+    assert_eq!(status.state, BorrowState::Ready, "{status:?}");
+    assert_eq!(status.bytes_pinned, bytes, "{status:?}");
+    assert_eq!(status.dma_windows, windows, "{status:?}");
     let lender = host.lender_status(device);
     assert!(lender.bus_master);
     assert_eq!(lender.usage.bytes_mapped, bytes);
     assert_eq!(lender.usage.windows, windows);
-    assert_eq!(status["lut_entries"], lender.usage.lut_entries);
+    assert_eq!(status.lut_entries, lender.usage.lut_entries);
     assert_eq!(lender.entry.borrowed_by.unwrap().vm, "a");
 }

@@ -2,6 +2,7 @@
 
 use std::{sync::mpsc::Receiver, time::Duration};
 
+use farside_backend_api::BorrowState;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -49,11 +50,11 @@ fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
         assert!(!enable(&mut vmm), "{kind:?}");
         assert_eq!(command(&mut vmm), MEMORY);
         let status = served.status();
-        assert_eq!(status["state"], "closing", "{kind:?} {status}");
-        assert!(served.last_error().contains("slow"), "{status}");
+        assert_eq!(status.state, BorrowState::Closing, "{kind:?} {status:?}");
+        assert!(served.last_error().contains("slow"), "{status:?}");
         let pinned = if kind == Kind::OpenWindow { 0 } else { SMALL };
         if kind == Kind::EnableBusMaster {
-            assert_eq!(status["bytes_pinned"], pinned, "{status}");
+            assert_eq!(status.bytes_pinned, pinned, "{status:?}");
         }
         // It is late still.
         assert!(!enable(&mut vmm), "{kind:?}");
@@ -61,7 +62,7 @@ fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
         lender.answer.send(()).unwrap();
         assert!(enable(&mut vmm), "{kind:?}: {}", served.last_error());
         assert_eq!(served.state(), "ready");
-        assert_eq!(served.status()["bytes_pinned"], SMALL);
+        assert_eq!(served.status().bytes_pinned, SMALL);
         let asked = from(&lender.asked, kind);
         let opens = [Kind::OpenWindow, Kind::FarMap, Kind::EnableBusMaster];
         assert_eq!(asked[..2], [kind, Kind::Close], "{asked:?}");
@@ -91,8 +92,8 @@ fn memory_is_not_taken_away_before_a_late_lender_has_closed() {
     assert_eq!(asked, [Kind::EnableBusMaster, Kind::Close, Kind::Close]);
     let status = served.status();
     assert_eq!(
-        (&status["state"], &status["bytes_pinned"]),
-        (&"leased".into(), &0.into())
+        (status.state, status.bytes_pinned),
+        (BorrowState::Leased, 0)
     );
     finish(lender, vmm, served);
 }
@@ -122,8 +123,8 @@ fn a_bus_master_clear_answered_late_keeps_the_lease() {
     assert_eq!(command(&mut vmm), MEMORY);
     let status = served.status();
     assert_eq!(
-        (&status["state"], &status["bytes_pinned"]),
-        (&"closing".into(), &SMALL.into())
+        (status.state, status.bytes_pinned),
+        (BorrowState::Closing, SMALL)
     );
     lender.answer.send(()).unwrap();
     assert!(enable(&mut vmm));

@@ -7,13 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
-    Registers, Reply, Request,
-};
+use farside_backend_api::BorrowState;
 use farside_devices::{
     Device as _,
     dma_test::{self, DmaTest, reg},
+};
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
+    Registers, Reply, Request,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -40,7 +41,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
         .unwrap();
     vmm.reset().unwrap();
     assert!(enable(&mut vmm));
-    let epoch = served.status()["epoch"].as_u64().unwrap();
+    let epoch = served.status().epoch;
     host.stop_lender();
     until("the loss is seen", || served.state() == "lost");
 
@@ -49,10 +50,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
     assert_eq!(read_u32(&mut vmm, CONFIG, 0), !0);
     vmm.try_write(0, reg::SCRATCH, &[1; 4]).unwrap();
     let status = served.status();
-    assert_eq!(
-        (&status["bytes_pinned"], &status["dma_windows"]),
-        (&0.into(), &0.into())
-    );
+    assert_eq!((status.bytes_pinned, status.dma_windows), (0, 0));
     // Everything else of the protocol goes on.
     vmm.map(8 << 30, SMALL, ram.fd(0)).unwrap();
     vmm.unmap(8 << 30, SMALL).unwrap();
@@ -69,7 +67,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
     );
     vmm.reset().unwrap();
     assert_closed(&host, &served, DMA, "leased");
-    assert!(served.status()["epoch"].as_u64().unwrap() > epoch);
+    assert!(served.status().epoch > epoch);
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
     assert_eq!(command(&mut vmm), 0);
     assert!(enable(&mut vmm));
@@ -327,10 +325,7 @@ fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
     leave.send(()).unwrap();
     vmm.reply().unwrap();
     let status = served.status();
-    assert_eq!(status["state"], "lost");
-    assert_eq!(
-        (&status["bytes_pinned"], &status["dma_windows"]),
-        (&0.into(), &0.into())
-    );
+    assert_eq!(status.state, BorrowState::Lost);
+    assert_eq!((status.bytes_pinned, status.dma_windows), (0, 0));
     lender.thread.join().unwrap();
 }

@@ -37,20 +37,20 @@ fn nothing_is_open_before_bus_master_enable() {
 
     let bars = place_bars(&mut vmm, 0xe000_0000);
     assert_eq!(bars, [(0, 0x1000), (2, 0x10000), (4, 0x10000)]);
-    assert_eq!(served.status()["bars"].as_array().unwrap().len(), 0);
+    assert_eq!(served.status().bars.len(), 0);
     set_command(&mut vmm, MEMORY);
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
-    let decoded = &served.status()["bars"];
-    assert_eq!(decoded[0]["gpa"], 0xe000_0000u64);
-    assert_eq!(decoded[1]["gpa"], 0xe001_0000u64);
+    let decoded = &served.status().bars;
+    assert_eq!(decoded[0].gpa, 0xe000_0000);
+    assert_eq!(decoded[1].gpa, 0xe001_0000);
     assert_closed(&host, &served, DMA, "leased");
 
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
     let status = served.status();
-    assert_eq!(status["bytes_pinned_before_bme"], 0);
-    assert_eq!(status["guest_ram_bytes"], SMALL);
-    assert!(status["bme_to_ready_us"].as_u64().unwrap() > 0);
+    assert_eq!(status.bytes_pinned_before_bme, 0);
+    assert_eq!(status.guest_ram_bytes, SMALL);
+    assert!(status.bme_to_ready_us > 0);
     assert!(!fill(&mut vmm, 0x1000, 0x3000, 0xa5).faulted());
     ram.assert_filled(0, 0x1000, 0);
     ram.assert_filled(0x1000, 0x3000, 0xa5);
@@ -97,13 +97,13 @@ fn device_reset_closes_everything_and_resets() {
     let host = Host::new();
     let served = host.serve(DMA);
     let (mut vmm, _ram) = ready(&host, &served);
-    let epoch = served.status()["epoch"].clone();
+    let epoch = served.status().epoch;
     vmm.try_write(0, reg::SCRATCH, &[7; 4]).unwrap();
     vmm.reset().unwrap();
     assert_closed(&host, &served, DMA, "leased");
     assert_eq!(command(&mut vmm), 0);
     assert_eq!(read_u32(&mut vmm, 0, reg::SCRATCH), 0);
-    assert_eq!(served.status()["epoch"], epoch, "it is the same lease");
+    assert_eq!(served.status().epoch, epoch, "it is the same lease");
 }
 
 #[test]
@@ -133,13 +133,13 @@ fn a_client_that_goes_returns_the_device_and_the_next_starts_over() {
     vmm.try_write(2, 0, b"secret").unwrap();
     vmm.try_write(CONFIG, 0x10, &0xe000_0000u32.to_le_bytes())
         .unwrap();
-    let epoch = served.status()["epoch"].as_u64().unwrap();
+    let epoch = served.status().epoch;
     drop(vmm);
     until("the device is returned", || served.state() == "described");
     assert_closed(&host, &served, DMA, "described");
 
     let (mut vmm, _ram) = ready(&host, &served);
-    assert!(served.status()["epoch"].as_u64().unwrap() > epoch);
+    assert!(served.status().epoch > epoch);
     assert_eq!(read_u32(&mut vmm, CONFIG, 0x10), 0);
     let mut sram = [1; 6];
     vmm.try_read(2, 0, &mut sram).unwrap();

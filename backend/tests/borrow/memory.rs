@@ -217,7 +217,7 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
     let _ram = small(&mut vmm);
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
-    assert!(served.status()["last_error"].is_null());
+    assert_eq!(served.status().last_error, None);
     // A BAR of another device at 4 GiB, whole and up to its MSI-X table, is not RAM.
     for len in [16 * MIB, 0x3000] {
         vmm.map(4 << 30, len, None).unwrap();
@@ -354,20 +354,20 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
     vmm.map(0, 6 * MIB, ram.fd(0)).unwrap();
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, 6 * MIB, 1);
-    assert_eq!(served.status()["lut_entries"], 6);
+    assert_eq!(served.status().lut_entries, 6);
     assert_eq!(
         vmm.map(4 << 30, 4 * MIB, ram.fd(6 * MIB)),
         Err(Errno::NOSPC)
     );
     assert_open(&host, &served, DMA, 6 * MIB, 1);
-    assert_eq!(served.status()["bytes_unreachable"], 4 * MIB);
+    assert_eq!(served.status().bytes_unreachable, 4 * MIB);
     assert!(served.last_error().contains("LUT entries"));
     assert!(fill(&mut vmm, 4 << 30, 0x1000, 1).faulted());
     assert!(!fill(&mut vmm, 5 * MIB, 0x1000, 1).faulted());
     ram.assert_filled(6 * MIB, 4 * MIB as usize, 0);
     // Less of it fits.
     vmm.unmap(4 << 30, 4 * MIB).unwrap();
-    assert_eq!(served.status()["bytes_unreachable"], 0);
+    assert_eq!(served.status().bytes_unreachable, 0);
     vmm.map(4 << 30, 2 * MIB, ram.fd(6 * MIB)).unwrap();
     assert_open(&host, &served, DMA, 8 * MIB, 2);
     assert!(!fill(&mut vmm, 4 << 30, 0x1000, 1).faulted());
@@ -384,7 +384,7 @@ fn blocks_of_a_memory_device_share_a_window() {
     const AT: u64 = 5 << 30;
     let host = Host::new();
     let (served, mut vmm, _low) = ready(&host);
-    let lut_entries = served.status()["lut_entries"].as_u64().unwrap();
+    let lut_entries = served.status().lut_entries;
     let region = Ram::new(BLOCKS * BLOCK);
     // All of them once, neighbours far apart in time; a third stays unplugged.
     let order: Vec<u64> = (0..BLOCKS).map(|n| n * 7 % BLOCKS).collect();
@@ -396,7 +396,7 @@ fn blocks_of_a_memory_device_share_a_window() {
     let bytes = plugged.len() as u64 * BLOCK;
     assert_open(&host, &served, DMA, SMALL + bytes, 2);
     // 1 GiB in segments of 128 MiB.
-    assert_eq!(served.status()["lut_entries"], lut_entries + 8);
+    assert_eq!(served.status().lut_entries, lut_entries + 8);
     for n in plugged.iter().take(20) {
         assert!(!fill(&mut vmm, AT + n * BLOCK, 0x1000, 1).faulted(), "{n}");
     }
@@ -416,7 +416,7 @@ fn blocks_of_a_memory_device_share_a_window() {
     assert_open(&host, &served, DMA, SMALL + left * BLOCK, 2);
     vmm.unmap(AT, BLOCKS * BLOCK).unwrap();
     assert_open(&host, &served, DMA, SMALL, 1);
-    assert_eq!(served.status()["lut_entries"], lut_entries);
+    assert_eq!(served.status().lut_entries, lut_entries);
 }
 
 /// A memory device larger than the NTB's BAR: as much of it as fits is reached.
@@ -443,7 +443,7 @@ fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
         assert_eq!(vmm.map(AT + at, BLOCK, region.fd(at)), Err(Errno::NOSPC));
         assert!(fill(&mut vmm, AT + at, 0x1000, 1).faulted());
     }
-    assert_eq!(served.status()["bytes_unreachable"], 2 * BLOCK);
+    assert_eq!(served.status().bytes_unreachable, 2 * BLOCK);
     // What was open is, and more of it finds room.
     vmm.map(AT + BLOCK, BLOCK, region.fd(BLOCK)).unwrap();
     assert_open(&host, &served, DMA, SMALL + 8 * BLOCK, 8);
@@ -456,7 +456,7 @@ fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
     assert!(!fill(&mut vmm, AT + BLOCK, 0x1000, 1).faulted());
     // QEMU takes it back.
     vmm.unmap(AT + 7 * SEGMENT, 9 * SEGMENT).unwrap();
-    assert_eq!(served.status()["bytes_unreachable"], 0);
+    assert_eq!(served.status().bytes_unreachable, 0);
 }
 
 #[test]

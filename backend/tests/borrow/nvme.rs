@@ -3,8 +3,8 @@
 
 use std::{fs::File, io::Seek};
 
-use farside_control::Client;
 use farside_lender::config::{Model, Source};
+use farside_lender_protocol::Client;
 use rustix::fs::{Advice, fadvise};
 
 use crate::{

@@ -49,7 +49,7 @@ fn a_device_that_was_taken_in_between_reads_as_absent() {
     let _ram = small(&mut loser);
     loser.try_write(CONFIG, 4, &4u16.to_le_bytes()).unwrap();
     assert_eq!(second.state(), "described");
-    assert_eq!(second.status()["bytes_pinned"], 0);
+    assert_eq!(second.status().bytes_pinned, 0);
     drop(winner);
     until("the device is returned", || first.state() == "described");
     // The guest is reset, and finds it.
@@ -99,7 +99,8 @@ fn an_adapter_without_requester_entries_refuses_by_the_limits_name() {
     clients[0].reset().unwrap();
     clients[1].reset().unwrap();
     assert_eq!(clients[2].reset(), Err(Errno::NOSPC));
-    let error = served.full_status()["devices"][2]["last_error"].to_string();
+    let error = served.full_status().devices[2].last_error.clone();
+    let error = error.expect("an error is reported");
     assert!(error.contains("requester-entries = 3"), "{error}");
     assert_eq!(host.lender_status("dma2").entry.borrowed_by, None);
     // One is returned: its entry is free at once.

@@ -5,8 +5,8 @@ use std::{
     os::unix::{fs::PermissionsExt, net::UnixStream},
 };
 
+use farside_backend_api::BackendReport;
 use farside_devices::dma_test::VECTORS;
-use serde_json::Value;
 
 use crate::{
     guest::{Event, raise},
@@ -49,10 +49,10 @@ fn a_long_report_reaches_a_slow_reader() {
         let mut report = Vec::new();
         slow.read_to_end(&mut report).unwrap();
         assert!(report.len() > 256 << 10, "{} bytes", report.len());
-        let report: Value = serde_json::from_slice(&report).unwrap();
-        for device in report["devices"].as_array().unwrap() {
-            let fired = device["interrupts"]["fired"].as_array().unwrap();
-            assert_eq!(fired.len(), usize::from(VECTORS));
+        let report = BackendReport::from_json(&report).unwrap();
+        assert_eq!(report.devices.len(), ids.len());
+        for device in report.devices {
+            assert_eq!(device.interrupts.fired.len(), usize::from(VECTORS));
         }
     }
 }
@@ -71,7 +71,7 @@ fn peers_that_leave_or_talk_do_no_harm() {
         drop(peer);
     }
     let status = served.full_status();
-    assert_eq!(status["vm"], "a");
-    assert_eq!(status["pid"], std::process::id());
-    assert_eq!(status["devices"][0]["device"], DMA);
+    assert_eq!(status.vm, "a");
+    assert_eq!(status.pid, std::process::id());
+    assert_eq!(status.devices[0].device, DMA);
 }

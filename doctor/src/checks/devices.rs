@@ -1,6 +1,6 @@
 //! Whether the lenders have the devices that VMs name, and who else does.
 
-use farside_control::DeviceEntry;
+use farside_lender_protocol::DeviceEntry;
 use farside_vm_config::VmConfig;
 
 use crate::{
@@ -78,7 +78,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use farside_control::{BorrowedBy, Epoch};
+    use farside_lender_protocol::{BorrowedBy, Epoch};
 
     use super::*;
     use crate::{

@@ -1,6 +1,6 @@
 //! Domains of the VMs that libvirt manages.
 
-use farside_control::paths;
+use farside_daemon::paths;
 use farside_error_chain::Chain;
 use farside_qemu_configs::{check_domain, read_domain};
 use farside_vm_config::{Manager, VmConfig};

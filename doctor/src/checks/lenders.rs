@@ -1,6 +1,6 @@
 //! Whether lenders answer.
 
-use farside_control::{Address, VERSION};
+use farside_lender_protocol::{Address, VERSION};
 
 use crate::{
     Facts, Finding,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use farside_control::paths;
+use farside_daemon::paths;
 
 use crate::{Facts, Finding, finding::quoted};
 

@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, sync::mpsc::channel, thread, time::Instant};
 
-use farside_control::{Address, CallError, Client, DeviceEntry, ErrorKind};
 use farside_error_chain::Chain;
 use farside_lender::config::Config as LenderConfig;
+use farside_lender_protocol::{Address, CallError, Client, DeviceEntry, ErrorKind};
 
 use super::VmFacts;
 use crate::Host;

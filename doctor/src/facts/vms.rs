@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use farside_control::check_name_of;
+use farside_daemon::check_name_of;
 use farside_error_chain::Chain;
 use farside_vm_config::{LoadError, VmConfig};
 

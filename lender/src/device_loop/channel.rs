@@ -7,7 +7,7 @@ use std::{
     time::Instant,
 };
 
-use farside_control::{Channel, Epoch, Registers};
+use farside_lender_protocol::{Channel, Epoch, Registers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, end::End};
@@ -75,7 +75,7 @@ impl Offer {
             let is_ready = |n: usize| !fds[n].revents().is_empty();
             let (gone, mail, stop) = (is_ready(1), is_ready(2), is_ready(3));
             if gone {
-                return Err(End::PeerGone(farside_control::ChannelError::Closed));
+                return Err(End::PeerGone(farside_lender_protocol::ChannelError::Closed));
             }
             if stop {
                 return Err(End::Stopped);

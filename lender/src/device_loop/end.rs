@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use farside_control::{Channel, ChannelError, Epoch, RemoteError, Reply, TICKET_LIFE};
 use farside_error_chain::Chain;
+use farside_lender_protocol::{Channel, ChannelError, Epoch, RemoteError, Reply, TICKET_LIFE};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::DeviceLoop;

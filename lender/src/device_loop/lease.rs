@@ -6,11 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
+use farside_fabric::{FarAddress, Iova, MemoryRange};
+use farside_lender_protocol::{
     Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
     registers::{Access, Event},
 };
-use farside_fabric::{FarAddress, Iova, MemoryRange};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{

@@ -9,12 +9,12 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
-};
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{FarAddress, Iova, MemoryRange};
 use farside_irq_relay::{Fire, Relay};
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
+};
 
 use crate::{
     borrowable::{Begun, Borrowable, Report},

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::Request;
+use farside_lender_protocol::Request;
 
 use super::{
     device::Done,

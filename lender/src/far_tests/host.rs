@@ -8,9 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Epoch, Listener, Registers, RemoteError, Reply, Request,
-    Route, Ticket, VERSION, Wakeup,
+    Route, Ticket, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 

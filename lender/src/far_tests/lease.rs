@@ -2,11 +2,11 @@
 
 use std::{io::Write, os::fd::AsFd, time::Duration};
 
-use farside_control::{
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_lender_protocol::{
     BarMemory, CallError, ChannelError, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
 };
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
 use rustix::net::sockopt::{set_socket_linger, set_socket_recv_buffer_size};
 
 use super::{

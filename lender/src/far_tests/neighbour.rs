@@ -10,12 +10,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, Wakeup,
-};
+use farside_daemon::Wakeup;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{FarAddress, Iova, MemoryRange};
 use farside_irq_relay::Fire;
+use farside_lender_protocol::{
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route,
+};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::host::{DEADLINE, Host};

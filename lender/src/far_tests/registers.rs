@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farside_control::{ErrorKind, Reply, Request, TICKET_LIFE, registers::Event};
+use farside_lender_protocol::{ErrorKind, Reply, Request, TICKET_LIFE, registers::Event};
 
 use super::{
     device::{Done, PROBLEM, SCRATCH},

@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
-use farside_control::RemoteError;
 use farside_fabric::memory::SharedMemory;
+use farside_lender_protocol::RemoteError;
 
 use super::ModelDevice;
 use crate::refusals::{internal, invalid};

@@ -2,10 +2,10 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use farside_control::{IrqUpdate, RemoteError};
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
 use farside_irq_relay::{Fire, IrqCounts, IrqIndex, Relay, Vectors};
+use farside_lender_protocol::{IrqUpdate, RemoteError};
 
 use crate::refusals::invalid_irqs;
 

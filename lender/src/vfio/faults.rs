@@ -6,7 +6,7 @@ use std::{
     thread::JoinHandle,
 };
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
 use farside_fabric::{Access, Fault, FaultLog, FaultReason};
 use farside_host_pci::kmsg::{self, FaultReader, KernelDmaFault, KernelEvent};

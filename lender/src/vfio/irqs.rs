@@ -11,11 +11,11 @@ use std::{
     sync::Arc,
 };
 
-use farside_control::{IrqUpdate, RemoteError, irq_counts};
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
     Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
 };
+use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
 use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
 use farside_pci::{Bdf, Description};
 use farside_vfio::Function;

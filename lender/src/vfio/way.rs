@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use farside_control::RemoteError;
 use farside_fabric::{FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage};
+use farside_lender_protocol::RemoteError;
 use farside_ntb::{Adapter, ExportedBars, LenderNtb};
 use farside_vfio::{Function, LocalPath};
 

@@ -2,8 +2,10 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{Address, Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION};
 use farside_devices::dma_test::SRAM_SIZE;
+use farside_lender_protocol::{
+    Address, Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION,
+};
 
 use crate::peer::{DEVICE, Peer, Running, memory};
 

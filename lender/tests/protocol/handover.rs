@@ -2,8 +2,8 @@
 
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
-use farside_control::{Client, Epoch, ErrorKind, Request};
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
+use farside_lender_protocol::{Client, Epoch, ErrorKind, Request};
 
 use crate::peer::{DEVICE, Peer, Running, memory, write};
 
@@ -28,7 +28,7 @@ fn refusal(lender: &Running, vm: &str, fence: Option<Epoch>) -> (ErrorKind, Stri
     (error.kind, error.message)
 }
 
-fn borrow(lender: &Running, fence: Option<Epoch>) -> (Peer, farside_control::Channel) {
+fn borrow(lender: &Running, fence: Option<Epoch>) -> (Peer, farside_lender_protocol::Channel) {
     let mut peer = lender.hello("a");
     let registers = peer.borrow_under(DEVICE, fence).unwrap();
     (peer, registers)
@@ -57,7 +57,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     old.expect_closed();
     assert!(
         registers
-            .receive::<farside_control::registers::Event>(crate::peer::DEADLINE)
+            .receive::<farside_lender_protocol::registers::Event>(crate::peer::DEADLINE)
             .is_err()
     );
     lender.wait_until_free(DEVICE);

@@ -2,9 +2,9 @@
 
 use std::os::fd::AsFd;
 
-use farside_control::{ErrorKind, MAX_FDS, Request, Route, registers::Access};
 use farside_devices::dma_test::{self, reg};
 use farside_fabric::NtbLimits;
+use farside_lender_protocol::{ErrorKind, MAX_FDS, Request, Route, registers::Access};
 
 use crate::peer::{DEADLINE, DEVICE, Running, memory, read, until, write};
 

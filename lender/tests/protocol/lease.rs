@@ -2,13 +2,13 @@
 
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
-use farside_control::{
-    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
-    registers::{Access, Event},
-};
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, status};
 use farside_fabric::NtbLimits;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_lender_protocol::{
+    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
+    registers::{Access, Event},
+};
 
 use crate::peer::{DEADLINE, DEVICE, Running, interrupt_status, memory, read, until, write};
 

@@ -9,16 +9,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    Address, Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError,
-    Reply, Request, Route, VERSION, Wakeup,
-    registers::{Access, Event},
-};
+use farside_daemon::Wakeup;
 use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{NtbLimits, Usage};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model},
+};
+use farside_lender_protocol::{
+    Address, Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError,
+    Reply, Request, Route, VERSION,
+    registers::{Access, Event},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 

@@ -1,10 +1,11 @@
 //! TCP ports: where a lender listens, and how many it lets in.
 
-use farside_control::{Address, Request, Route, VERSION, raise_open_files};
+use farside_daemon::raise_open_files;
 use farside_lender::{
     Lender, StartError,
     config::{Config, DeviceConfig, Model},
 };
+use farside_lender_protocol::{Address, Request, Route, VERSION};
 
 use crate::peer::{DEVICE, Peer, Running, until};
 

@@ -8,9 +8,9 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::output_within;
 use farside_error_chain::Chain;
 use farside_qemu_configs::{Accel, HugePages, QemuBinary};
-use farside_service::output_within;
 use farside_vm_config::{Manager, VmConfig};
 use farside_vm_control::Monitor;
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 
-use farside_control::is_private;
+use farside_daemon::is_private;
 
 use crate::{Error, Result};
 

@@ -13,7 +13,7 @@ pub(super) fn xml(domain: &str) -> Result<String> {
 /// Defines a domain, or changes it to `xml`; with `autostart`, it starts with its host.
 pub(super) fn define(domain: &str, xml: &str, autostart: bool) -> Result<()> {
     let path = places::vm_state(domain).join("arrived.xml");
-    farside_control::files::replace(&path, xml.as_bytes())?;
+    farside_daemon::files::replace(&path, xml.as_bytes())?;
     virsh(&["define", "--file", &path.to_string_lossy()])?;
     if autostart {
         virsh(&["autostart", "--domain", domain])?;

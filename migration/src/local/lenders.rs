@@ -1,6 +1,6 @@
 //! The lenders of a VM's configuration.
 
-use farside_control::{Address, CallError, Client, Epoch, ErrorKind as Remote};
+use farside_lender_protocol::{Address, CallError, Client, Epoch, ErrorKind as Remote};
 use farside_vm_config::ram_ranges;
 
 use super::{LocalHost, config_of, is_libvirt};

@@ -2,7 +2,8 @@
 
 use std::{io, path::PathBuf};
 
-use farside_control::{Fences, files};
+use farside_daemon::files;
+use farside_lender_protocol::Fences;
 use farside_vm_config::places;
 
 use super::{LocalHost, config_of, domain, is_libvirt};

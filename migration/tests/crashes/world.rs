@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use farside_control::{Epoch, Fence, Fences};
+use farside_lender_protocol::{Epoch, Fence, Fences};
 use farside_migration::{
     Arrival, Configuration, Error, ErrorKind, Journal, MovedMarker, Mover, Peer, Plan, Reply,
     Request, Result, Runner, Store, Strategy, resume_here,

@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, thread::JoinHandle};
 
-use farside_control::Wakeup;
+use farside_daemon::Wakeup;
 use farside_ntb::regs::{
     link_control, link_status, lut, lut_entry, reg, requester, requester_entry,
 };

@@ -110,9 +110,7 @@ impl Host {
     pub(super) fn status(&self) -> Result<Status> {
         let command = format!("FARSIDE_RUNTIME_DIR={RUNTIME} farside status --json");
         let text = self.exec_ok(&command, SHORT)?;
-        let value = serde_json::from_str(&text)
-            .with_context(|| format!("farside status printed {text}"))?;
-        Ok(Status(value))
+        Status::from_json(&text)
     }
 
     /// What this host's lender says of a device.

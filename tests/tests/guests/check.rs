@@ -1,7 +1,7 @@
 //! What several tests look at.
 
 use anyhow::{Context, ensure};
-use farside_tests::{Borrow, Cluster, Guest, MIB, noise, sha256, shared_ram};
+use farside_tests::{Borrow, BorrowState, Cluster, Guest, MIB, noise, sha256, shared_ram};
 
 /// The device is ready, and reaches exactly the RAM that QEMU itself says the
 /// guest has, through so many windows.
@@ -9,9 +9,9 @@ pub fn open(
     cluster: &Cluster,
     guest: &Guest<'_>,
     device: &str,
-    windows: u64,
+    windows: u32,
 ) -> anyhow::Result<Borrow> {
-    let borrow = cluster.wait_state(guest.name(), device, "ready")?;
+    let borrow = cluster.wait_state(guest.name(), device, BorrowState::Ready)?;
     let ram = shared_ram(guest.qmp())?;
     let bytes: u64 = ram.iter().map(|(_, len)| len).sum();
     let lent = cluster.status()?.lent(device)?;
@@ -35,7 +35,7 @@ pub fn open(
 
 /// The device is borrowed, and nothing is pinned or open, on either side.
 pub fn closed(cluster: &Cluster, vm: &str, device: &str) -> anyhow::Result<Borrow> {
-    let borrow = cluster.wait_state(vm, device, "leased")?;
+    let borrow = cluster.wait_state(vm, device, BorrowState::Leased)?;
     ensure!(borrow.is_closed() && borrow.bytes_locked == 0, "{borrow:?}");
     let lent = cluster.status()?.lent(device)?;
     ensure!(lent.is_closed(), "{lent:?}");

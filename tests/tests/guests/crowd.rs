@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use farside_tests::{Cluster, MIB};
+use farside_tests::{BorrowState, Cluster, MIB};
 use libtest_mimic::Completion;
 
 use crate::passed;
@@ -42,7 +42,10 @@ pub fn twenty_guests_started_at_once_have_their_disks(
                 .with_context(|| format!("round {round}, {vm}"))?;
             guest.wait_disk()?;
             let borrow = cluster.status()?.borrow(vm, id)?;
-            ensure!(borrow.state == "ready", "round {round}, {vm}: {borrow:?}");
+            ensure!(
+                borrow.state == BorrowState::Ready,
+                "round {round}, {vm}: {borrow:?}"
+            );
             println!(
                 "round {round}, {vm}: ready {} ms after bus-master enable",
                 borrow.bme_to_ready_us / 1000

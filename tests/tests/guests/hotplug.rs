@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use farside_qemu_configs::qemu_id;
 use farside_testbed::Machine;
-use farside_tests::{Cluster, Guest, MIB, NVME, SHORT};
+use farside_tests::{BorrowState, Cluster, Guest, MIB, NVME, SHORT};
 use libtest_mimic::Completion;
 use serde_json::json;
 
@@ -65,7 +65,7 @@ fn comes_and_goes(
     let _backend = cluster.serve("a", &["disk0"]).start()?;
     let guest = cluster.guest("a").machine(machine).args(args).boot()?;
     guest.wait_disk()?;
-    let stays = cluster.wait_state("a", "disk0", "ready")?;
+    let stays = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
     let busy = guest.exec_start(BUSY, LONG)?;
     let mut place = None;
     let mut times = Times::default();
@@ -100,7 +100,7 @@ fn comes_and_goes(
     ensure!(output.success(), "{output:?}");
     let last = cluster.status()?.borrow("a", "disk0")?;
     ensure!(
-        (last.state.as_str(), last.epoch) == ("ready", stays.epoch),
+        (last.state, last.epoch) == (BorrowState::Ready, stays.epoch),
         "{last:?}"
     );
     println!("{machine:?} {args:?}: {times:?} (ms)");

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, ensure};
-use farside_tests::{Cluster, Guest, MIB, SHORT, Status};
+use farside_tests::{BorrowState, Cluster, Guest, MIB, SHORT, Status};
 use libtest_mimic::Completion;
 
 use crate::{
@@ -175,7 +175,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     let said = command.log();
     ensure!(said.contains("the monitor of VM a"), "{said}");
     cluster.wait_free("disk0")?;
-    let left = cluster.wait_state("a", "disk0", "described")?;
+    let left = cluster.wait_state("a", "disk0", BorrowState::Described)?;
     ensure!(left.is_closed(), "{left:?}");
     ensure!(std::fs::read(&description)? == before);
     let message = refused(cluster, &["detach", "a", "disk0"])?;
@@ -195,7 +195,7 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
     let _backend = cluster.serve("a", &["disk0"]).start()?;
     // No system is on that drive: the firmware looks, and stops.
     let guest = cluster.guest("a").boot_from("disk0").start()?;
-    let before = cluster.wait_state("a", "disk0", "ready")?;
+    let before = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
 
     // QEMU serves one client at a time: whoever keeps its monitor is told of.
     let monitor = cluster.folder().join("vm/a/qmp");
@@ -213,7 +213,7 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
         "{message}"
     );
     ensure!(has(&guest, "disk0")?);
-    let after = cluster.wait_state("a", "disk0", "ready")?;
+    let after = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
     ensure!(after.epoch == before.epoch, "{after:?}");
     guest.kill_qemu()?;
     cluster.wait_free("disk0")?;

@@ -1,7 +1,7 @@
 //! What `farside attach` and `farside detach` refuse, and that the VM goes on.
 
 use anyhow::ensure;
-use farside_tests::{Cluster, MIB, SHORT};
+use farside_tests::{BorrowState, Cluster, MIB, SHORT};
 use libtest_mimic::Completion;
 use serde_json::json;
 
@@ -38,7 +38,7 @@ pub fn a_guest_that_does_not_let_go_keeps_its_drive(
     ensure!(has(&guest, "disk0")?);
     let after = cluster.status()?.borrow("a", "disk0")?;
     ensure!(
-        (after.state.as_str(), after.epoch) == ("ready", before.epoch),
+        (after.state, after.epoch) == (BorrowState::Ready, before.epoch),
         "{after:?}"
     );
     check::io(&guest, DISK, 302)?;
@@ -94,7 +94,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
     ])?;
     let _backend_b = cluster.serve("b", &["dma4"]).start()?;
     let other = cluster.guest("b").paused().start()?;
-    cluster.wait_state("b", "dma4", "leased")?;
+    cluster.wait_state("b", "dma4", BorrowState::Leased)?;
 
     let says = |args: &[&str], words: &[&str]| -> anyhow::Result<()> {
         let message = refused(cluster, args)?;

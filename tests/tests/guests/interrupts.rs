@@ -1,15 +1,16 @@
 //! Each way that an interrupt can take.
 
 use anyhow::ensure;
+use farside_irq_relay::IrqIndex;
 use farside_tests::{Cluster, DmaTester, MIB, Machine, NVME, SHORT};
 use libtest_mimic::Completion;
 
 use crate::{check, passed};
 
 /// VFIO's number of INTx.
-const INTX: u64 = 0;
+const INTX: u8 = 0;
 /// VFIO's number of MSI-X.
-const MSIX: u64 = 2;
+const MSIX: u8 = 2;
 
 pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
@@ -99,17 +100,18 @@ pub fn relayed_interrupts_carry_io_and_are_counted_alike(
         cluster.wait_status("equal counts", farside_tests::SHORT, |status| {
             let borrow = status.borrow("a", "disk0")?;
             let lent = status.lent("disk0")?;
-            let sent: Vec<(u64, u64)> = lent
+            let sent: Vec<(u16, u64)> = lent
                 .interrupts
                 .iter()
                 .filter(|(index, ..)| *index == MSIX)
                 .map(|(_, vector, count)| (*vector, *count))
                 .collect();
-            let passed_on: Vec<(u64, u64)> = borrow
+            let passed_on: Vec<(u16, u64)> = borrow
+                .interrupts
                 .fired
                 .iter()
-                .filter(|(index, ..)| index == "Msix")
-                .map(|(_, vector, count)| (*vector, *count))
+                .filter(|count| count.index == IrqIndex::Msix)
+                .map(|count| (count.vector, count.fired))
                 .collect();
             Ok((sent == passed_on && !sent.is_empty()).then_some((sent, passed_on)))
         })?;

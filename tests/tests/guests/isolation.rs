@@ -1,6 +1,7 @@
 //! A device that is told to reach beyond its guest's RAM.
 
 use anyhow::{Context, ensure};
+use farside_fabric::{Access, FaultReason};
 use farside_tests::{Cluster, DmaTester, MIB, Status, noise, sha256};
 use libtest_mimic::Completion;
 
@@ -33,8 +34,8 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     expect_fault(
         &cluster.status()?,
         page.gpa,
-        "Write",
-        &["BusMasterDisabled"],
+        Access::Write,
+        &[FaultReason::BusMasterDisabled],
     )?;
     check::closed(cluster, "a", "dma0")?;
 
@@ -74,8 +75,9 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     let own = tester_b.checksum(theirs.gpa, PAGE)?;
     ensure!(own.result == u64::from(crc32c::crc32c(&secret)), "{own:?}");
 
-    let outside = ["LenderDomain", "Window", "BorrowerDomain"];
-    let protected = ["LenderDomain", "Window", "BorrowerDomain", "Permission"];
+    use FaultReason::{BorrowerDomain, LenderDomain, Permission, Window};
+    let outside = [LenderDomain, Window, BorrowerDomain];
+    let protected = [LenderDomain, Window, BorrowerDomain, Permission];
     let targets = [
         ("the other VM's memory", theirs.gpa, &outside[..]),
         ("the first byte above RAM", ram_a, &outside),
@@ -97,7 +99,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
             "{what} ({iova:#x}): {answer:?}"
         );
         let status = cluster.status()?;
-        expect_fault(&status, iova, "Write", reasons).context(what)?;
+        expect_fault(&status, iova, Access::Write, reasons).context(what)?;
         let total = status.lent("dma0")?.fault_total;
         ensure!(total == before + 1, "{what}: {before} faults, then {total}");
     }
@@ -114,7 +116,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     // Reading is refused the same, and gives nothing away.
     let read = tester.read8(theirs.gpa)?;
     ensure!(read.faulted && read.data == u64::MAX, "{read:?}");
-    expect_fault(&cluster.status()?, theirs.gpa, "Read", &outside)?;
+    expect_fault(&cluster.status()?, theirs.gpa, Access::Read, &outside)?;
     // What begins in RAM and ends outside stops at the edge.
     let over = tester.fill(ram_a - 8, 16, 0x7777_7777)?;
     ensure!(over.faulted && over.moved <= 8, "{over:?}");
@@ -140,12 +142,17 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
 }
 
 /// The last fault of `dma0` is this one.
-fn expect_fault(status: &Status, iova: u64, access: &str, reasons: &[&str]) -> anyhow::Result<()> {
+fn expect_fault(
+    status: &Status,
+    iova: u64,
+    access: Access,
+    reasons: &[FaultReason],
+) -> anyhow::Result<()> {
     let lent = status.lent("dma0")?;
     let last = lent.faults.last().context("no fault is reported")?;
     ensure!(
-        last.iova == iova && last.access == access && reasons.contains(&&*last.reason),
-        "expected a {access} at {iova:#x}, refused by one of {reasons:?}; reported: {last:?}"
+        last.iova == iova && last.access == access && reasons.contains(&last.reason),
+        "expected a {access:?} at {iova:#x}, refused by one of {reasons:?}; reported: {last:?}"
     );
     Ok(())
 }

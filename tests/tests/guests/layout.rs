@@ -1,7 +1,7 @@
 //! Where guest RAM is.
 
 use anyhow::ensure;
-use farside_tests::{BOOT, Cluster, DmaTester, MIB, noise, sha256};
+use farside_tests::{BOOT, BorrowState, Cluster, DmaTester, MIB, noise, sha256};
 use libtest_mimic::Completion;
 use serde_json::json;
 
@@ -145,7 +145,7 @@ pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Res
         )?;
         cluster.wait_status("memory of the new size", BOOT, |status| {
             let borrow = status.borrow("grows", "disk0")?;
-            ensure!(borrow.state == "ready", "{borrow:?}");
+            ensure!(borrow.state == BorrowState::Ready, "{borrow:?}");
             Ok((borrow.bytes_pinned == small.bytes_pinned + size).then_some(borrow))
         })
     };
@@ -153,7 +153,7 @@ pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Res
     // One window for the region, in LUT entries of 128 MiB.
     ensure!(large.dma_windows == 2, "{small:?}, then {large:?}");
     ensure!(
-        large.lut_entries == small.lut_entries + REGION / (128 * MIB),
+        u64::from(large.lut_entries) == u64::from(small.lut_entries) + REGION / (128 * MIB),
         "{small:?}, then {large:?}"
     );
     check::io(&guest, "/dev/nvme0n1", 7)?;

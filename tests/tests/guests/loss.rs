@@ -1,7 +1,7 @@
 //! One of the processes is killed, or told to stop, under a running guest.
 
 use anyhow::ensure;
-use farside_tests::{BOOT, Cluster, DmaTester, MIB, SHORT};
+use farside_tests::{BOOT, BorrowState, Cluster, DmaTester, MIB, SHORT};
 use libtest_mimic::Completion;
 
 use crate::{check, passed};
@@ -40,7 +40,7 @@ pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
     a.kill_qemu()?;
     let lent = cluster.wait_free("disk0")?;
     ensure!(lent.fault_total == 0, "{lent:?}");
-    let returned = cluster.wait_state("a", "disk0", "described")?;
+    let returned = cluster.wait_state("a", "disk0", BorrowState::Described)?;
     ensure!(returned.is_closed(), "{returned:?}");
     ensure!(backend_a.is_running()?, "the backend lives on");
 
@@ -103,7 +103,7 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
 
     lender.kill()?;
     for device in ["disk0", "dma0"] {
-        let lost = cluster.wait_state("a", device, "lost")?;
+        let lost = cluster.wait_state("a", device, BorrowState::Lost)?;
         ensure!(lost.is_closed(), "nothing stays pinned: {lost:?}");
     }
     let gone = tester.answer()?;
@@ -159,7 +159,7 @@ pub fn a_lender_told_to_stop_takes_all_back(cluster: &Cluster) -> anyhow::Result
     );
     let socket = cluster.folder().join("lender.sock");
     ensure!(!socket.exists(), "{} is left", socket.display());
-    let lost = cluster.wait_state("a", "disk0", "lost")?;
+    let lost = cluster.wait_state("a", "disk0", BorrowState::Lost)?;
     ensure!(lost.is_closed(), "{lost:?}");
     ensure!(backend.is_running()?);
     ensure!(guest.qmp().status()? == "running");

@@ -1,6 +1,7 @@
 //! Bus-master enable is refused: why is said, and the device stays mute.
 
 use anyhow::ensure;
+use farside_fabric::FaultReason;
 use farside_tests::{BOOT, Borrow, Cluster, DmaTester, Guest, MIB, testbed};
 use libtest_mimic::Completion;
 
@@ -20,7 +21,7 @@ fn refused(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<String> {
     ensure!(
         reason
             .as_ref()
-            .is_some_and(|fault| fault.reason == "BusMasterDisabled"),
+            .is_some_and(|fault| fault.reason == FaultReason::BusMasterDisabled),
         "{reason:?}"
     );
     last_error.ok_or_else(|| anyhow::anyhow!("no reason is given"))

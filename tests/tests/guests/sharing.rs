@@ -1,7 +1,7 @@
 //! Several VMs, several devices, one lender.
 
 use anyhow::{Context, ensure};
-use farside_tests::{Cluster, Guest, MIB, SHORT, noise, sha256, sha256_of};
+use farside_tests::{BorrowState, Cluster, Guest, MIB, SHORT, noise, sha256, sha256_of};
 use libtest_mimic::Completion;
 
 use crate::{check, passed};
@@ -95,7 +95,7 @@ pub fn a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm(
     let _backend_a = cluster.serve("first", &["disk0"]).start()?;
     let backend_b = cluster.serve("second", &["disk0"]).start()?;
     let first = cluster.guest("first").paused().start()?;
-    cluster.wait_state("first", "disk0", "leased")?;
+    cluster.wait_state("first", "disk0", BorrowState::Leased)?;
 
     let refused = match cluster.guest("second").paused().start() {
         Ok(_) => anyhow::bail!("the second VM started with a device that the first has"),
@@ -106,7 +106,7 @@ pub fn a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm(
     let status = cluster.status()?;
     let borrow = status.borrow("second", "disk0")?;
     ensure!(
-        borrow.state == "described" && borrow.is_closed(),
+        borrow.state == BorrowState::Described && borrow.is_closed(),
         "{borrow:?}"
     );
     ensure!(

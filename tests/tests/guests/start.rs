@@ -4,13 +4,12 @@ use std::{os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 use anyhow::{Context, ensure};
 use farside_testbed::{Accel, AgentPort, Guest};
-use farside_tests::{BOOT, Cluster, MIB, SHORT, noise, sha256, testbed};
+use farside_tests::{BOOT, Cluster, MIB, SHORT, Status, noise, sha256, testbed};
 use libtest_mimic::Completion;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
-use serde_json::Value;
 
 use crate::{hotplug::done, hotplug_refusals::refused, passed};
 
@@ -141,8 +140,8 @@ fn qemu_pid(cluster: &Cluster) -> anyhow::Result<i32> {
 
 fn backend_pid(cluster: &Cluster) -> anyhow::Result<i32> {
     let status = cluster.status()?;
-    let pid = status.0["backends"][0]["pid"].as_i64();
-    Ok(pid.context("no backend")?.try_into()?)
+    let backend = status.0.backends.first().context("no backend")?;
+    Ok(backend.pid.try_into()?)
 }
 
 pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Result<Completion> {
@@ -278,8 +277,6 @@ fn nothing_runs(cluster: &Cluster, vm: &str) -> anyhow::Result<()> {
     ensure!(!alive, "QEMU is process {pid}");
     // Without a lender, too, when it fails but prints all the same.
     let ended = cluster.run(&["status", "--json"])?;
-    let status: Value = serde_json::from_str(&ended.stdout)?;
-    let backends = status["backends"].as_array().context("backends")?;
-    ensure!(!backends.iter().any(|backend| backend["vm"] == vm));
+    ensure!(Status::from_json(&ended.stdout)?.0.backend(vm).is_none());
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use farside_testbed::{HostVm, Pending, VmBuilder};
 use farside_tests::{BOOT, SHORT, Status};
 
@@ -172,8 +172,7 @@ impl Host {
     pub fn status(&self, place: Place) -> Result<Status> {
         let command = format!("FARSIDE_RUNTIME_DIR={} farside status --json", place.0);
         let text = self.exec_ok(&command, SHORT)?;
-        let value = serde_json::from_str(&text).with_context(|| format!("status: {text}"))?;
-        Ok(Status(value))
+        Status::from_json(&text)
     }
 
     /// Waits for a shell condition, whose truth no event tells.

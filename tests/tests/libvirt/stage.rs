@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{DebianRoot, Inside, Progress};
-use farside_tests::{Cluster, Daemon, Ended, SHORT, testbed};
+use farside_tests::{Cluster, Daemon, Ended, SHORT, Status, testbed};
 use tempfile::TempDir;
 
 /// What a host with libvirt has installed.
@@ -196,11 +196,7 @@ impl<'a> Stage<'a> {
     /// Whether a backend of that VM runs on the host, as `farside status` has it.
     pub fn backend_runs(&self, vm: &str) -> Result<bool> {
         let status = self.run(&["farside", "status", "--json"])?;
-        let status: serde_json::Value = serde_json::from_str(&status.stdout)
-            .with_context(|| format!("farside status: {status:?}"))?;
-        let backends = status["backends"].as_array();
-        let backends = backends.with_context(|| format!("no backends in {status}"))?;
-        Ok(backends.iter().any(|backend| backend["vm"] == vm))
+        Ok(Status::from_json(&status.stdout)?.0.backend(vm).is_some())
     }
 
     /// Nothing of that VM is left: no domain runs, no QEMU, no backend, no socket.

@@ -2,15 +2,15 @@
 
 use std::{path::PathBuf, time::Duration};
 
+use farside_backend_api::{BorrowState, DeviceReport};
+use farside_lender_protocol::DeviceStatus;
+
 use super::{
     guest::{FILE_SIZE, GuestFacts},
     kernel_view::KernelView,
     outside::OutsideFacts,
 };
-use crate::{
-    status::{Borrow, Lent},
-    text::bytes,
-};
+use crate::text::bytes;
 
 /// How much of QEMU's RAM the layout may lack, at most: what a PC has instead of
 /// RAM between 640 KiB and 1 MiB. How much of that it has depends on the video
@@ -44,10 +44,10 @@ pub(super) struct Facts {
 }
 
 /// The drive at one moment.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Seen {
-    pub(super) borrow: Borrow,
-    pub(super) lent: Lent,
+    pub(super) borrow: DeviceReport,
+    pub(super) lent: DeviceStatus,
     pub(super) kernel: KernelView,
 }
 
@@ -131,7 +131,7 @@ impl Facts {
                 "after it exactly the guest's RAM is pinned, and windows are open",
                 ram > 0
                     && running.borrow.bytes_pinned == ram
-                    && running.borrow.state == "ready"
+                    && running.borrow.state == BorrowState::Ready
                     && running.borrow.dma_windows > 0
                     && running.borrow.lut_entries > 0,
                 format!("{:?}", running.borrow),
@@ -205,6 +205,17 @@ impl Facts {
     }
 }
 
+impl Default for Seen {
+    /// Stands for a drive that was not looked at: nothing is open or pinned.
+    fn default() -> Self {
+        Self {
+            borrow: DeviceReport::new("", "", PathBuf::new().into()),
+            lent: DeviceStatus::default(),
+            kernel: KernelView::default(),
+        }
+    }
+}
+
 impl Seen {
     /// Whether backend, lender and kernel all say that nothing is open.
     fn is_shut(&self) -> bool {
@@ -223,7 +234,7 @@ impl Seen {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::status::{Fired, Relayed, Usage};
+    use farside_fabric::Usage;
 
     /// A demo in which all went well.
     pub(in crate::demo) fn good() -> Facts {
@@ -231,8 +242,8 @@ pub(super) mod tests {
         let ram = memory - (256 << 10);
         let sha256 = "ab".repeat(32);
         let running = Seen {
-            borrow: Borrow {
-                state: "ready".to_owned(),
+            borrow: DeviceReport {
+                state: BorrowState::Ready,
                 bytes_pinned: ram,
                 bytes_locked: ram,
                 dma_windows: 1,
@@ -240,18 +251,18 @@ pub(super) mod tests {
                 guest_ram_bytes: ram,
                 layout_probes: 40,
                 bme_to_ready_us: 250_000,
-                interrupts: Relayed::default(),
-                ..Borrow::default()
+                ..Seen::default().borrow
             },
-            lent: Lent {
+            lent: DeviceStatus {
                 bus_master: true,
                 usage: Usage {
                     windows: 1,
                     lut_entries: 8,
                     bytes_mapped: ram,
+                    ..Usage::default()
                 },
-                interrupts: vec![Fired(2, 0, 14), Fired(2, 1, 1000)],
-                ..Lent::default()
+                interrupts: vec![(2, 0, 14), (2, 1, 1000)],
+                ..DeviceStatus::default()
             },
             kernel: KernelView {
                 locked: ram,
@@ -322,7 +333,7 @@ pub(super) mod tests {
             ("layout", |f| f.memory -= 1 << 20),
             ("after it", |f| running(f).borrow.bytes_pinned += 4096),
             ("after it", |f| {
-                running(f).borrow.state = "leased".to_owned()
+                running(f).borrow.state = BorrowState::Leased
             }),
             ("lender and kernel", |f| running(f).kernel.locked = 0),
             ("lender and kernel", |f| running(f).kernel.shared -= 4096),

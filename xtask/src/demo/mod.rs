@@ -21,6 +21,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use farside_backend_api::BorrowState;
 use farside_testbed::{Progress, Testbed};
 
 use crate::{
@@ -99,7 +100,7 @@ fn play(
     guest.shutdown()?;
     scene.wait_for("the drive's return to the lender", |scene| {
         let (borrow, lent) = scene.device()?;
-        Ok(lent.is_free() && borrow.state == "described")
+        Ok(lent.is_free() && borrow.state == BorrowState::Described)
     })?;
     facts.after = Some(look(scene)?);
     task.done();

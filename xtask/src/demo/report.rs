@@ -7,7 +7,10 @@ use super::{
     facts::{Facts, Seen},
     guest::Direction,
 };
-use crate::text::{bytes, micros};
+use crate::{
+    status,
+    text::{bytes, micros},
+};
 
 /// The report at the end of the demo.
 pub(super) fn text(facts: &Facts) -> String {
@@ -84,8 +87,8 @@ pub(super) fn text(facts: &Facts) -> String {
         "NTB",
         format!(
             "{}, {}",
-            counted(borrow.dma_windows, "DMA window", "DMA windows"),
-            counted(borrow.lut_entries, "LUT entry", "LUT entries")
+            counted(borrow.dma_windows.into(), "DMA window", "DMA windows"),
+            counted(borrow.lut_entries.into(), "LUT entry", "LUT entries")
         ),
     );
     line(
@@ -97,7 +100,7 @@ pub(super) fn text(facts: &Facts) -> String {
         .lent
         .interrupts
         .iter()
-        .map(|f| f.to_string())
+        .map(|f| status::fired(*f))
         .collect();
     line(&mut text, "interrupts", fired.join(", "));
     line(&mut text, "DMA faults", facts.dma_faults().to_string());

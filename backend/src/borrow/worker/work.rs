@@ -9,15 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_control::{
-    BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
-};
+use farside_daemon::StateLog;
 use farside_error_chain::Chain;
 use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
+use farside_lender_protocol::{
+    BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
+};
 use farside_ntb::BarWindow;
-use farside_service::StateLog;
 
 use super::{
     Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError,
@@ -529,7 +529,7 @@ fn guest_ram(table: Option<&DmaTable>) -> Result<Vec<RamRange>, WorkError> {
 fn leased(client: &mut Option<Client>) -> Result<&mut Client, WorkError> {
     client
         .as_mut()
-        .ok_or_else(|| CallError::Lost(farside_control::ChannelError::Closed).into())
+        .ok_or_else(|| CallError::Lost(farside_lender_protocol::ChannelError::Closed).into())
 }
 
 fn with_lease(

@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use farside_control::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Epoch, Fence, Fences};
 use farside_migration::{
     Configuration, Error, ErrorKind, FoundDevice, HostFacts, Identity, Journal, Lenders,
     MovedMarker, Result, RunState, Runner, Store, check::Facts,

@@ -10,8 +10,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use farside_backend_api::admin::{Answer, Command, Request, VERSION};
 use farside_bench::Section;
-use farside_control::admin::{Answer, Command, Request, VERSION};
 
 use super::{
     figures::series,

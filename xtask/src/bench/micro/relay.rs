@@ -23,10 +23,10 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use farside_bench::Section;
-use farside_control::{Channel, ChannelError, registers::Event};
 use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd, Vectors,
 };
+use farside_lender_protocol::{Channel, ChannelError, registers::Event};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::{Errno, read, write},

@@ -4,8 +4,8 @@
 /// may have 107 bytes.
 pub const MAX_NAME: usize = 48;
 
-/// Checks a device id or a VM's name, which come to be file names and parts of
-/// log lines. The error is what is wrong with it.
+/// Checks a device id or a VM's name, which become file names and parts of log
+/// lines. The error is the reason.
 pub fn check_name(name: &str) -> Result<(), &'static str> {
     if name.is_empty() || name.len() > MAX_NAME {
         return Err("has the wrong length");
@@ -18,7 +18,7 @@ pub fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A name that a VM, a device or a group cannot have.
+/// An invalid name of a VM, a device or a group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {name:?} {why}; {NAME_RULE}")]
 pub struct NameError {
@@ -27,7 +27,7 @@ pub struct NameError {
     why: &'static str,
 }
 
-/// As [`check_name`], with an error that says what has that name, such as "VM name".
+/// As [`check_name`], with an error that begins with `what`, such as "VM name".
 pub fn check_name_of(what: &'static str, name: &str) -> Result<(), NameError> {
     check_name(name).map_err(|why| NameError {
         what,
@@ -36,7 +36,7 @@ pub fn check_name_of(what: &'static str, name: &str) -> Result<(), NameError> {
     })
 }
 
-/// What [`check_name`] allows, for error messages.
+/// The rule of [`check_name`], for error messages.
 pub const NAME_RULE: &str =
     "use 1 to 48 letters, digits, `-`, `_` and `.`, first a letter or digit";
 

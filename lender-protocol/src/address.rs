@@ -20,7 +20,7 @@ const MAX_HOST: usize = 253;
 /// command line.
 ///
 /// ```
-/// use farside_control::Address;
+/// use farside_lender_protocol::Address;
 ///
 /// let near: Address = "/run/farside/lender.sock".parse().unwrap();
 /// let far: Address = "tcp:rack1-b:7410".parse().unwrap();

@@ -1,10 +1,10 @@
-//! How many descriptors this process may have.
+//! The limit of open files.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit of open files to the hard one. The soft limit is
-/// 1024 by custom, for the sake of `select()`, which we do not use; one function with
-/// 2048 vectors has more eventfds than that.
+/// Raises the soft limit of open files to the hard one. The soft limit is 1024 by
+/// default, for `select()`, which we do not use; one function with 2048 vectors has
+/// more eventfds than that.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {

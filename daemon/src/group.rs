@@ -74,12 +74,12 @@ impl SocketGroup {
         self.give(path, 0o660)
     }
 
-    /// Lets members reach what is in `folder`, whose names they have to know
-    /// (mode 0710), and everyone pass through `parents` folders above it that are
+    /// Lets members reach what is in `directory`, whose names they have to know
+    /// (mode 0710), and everyone pass through `parents` directories above it that are
     /// this user's.
-    pub fn admit_into(&self, folder: &Path, parents: usize) -> Result<(), GroupError> {
-        self.give(folder, 0o710)?;
-        for parent in folder.ancestors().skip(1).take(parents) {
+    pub fn admit_into(&self, directory: &Path, parents: usize) -> Result<(), GroupError> {
+        self.give(directory, 0o710)?;
+        for parent in directory.ancestors().skip(1).take(parents) {
             open_for_passing(parent).map_err(|source| self.not_given(parent, source))?;
         }
         Ok(())
@@ -100,18 +100,18 @@ impl SocketGroup {
     }
 }
 
-/// Lets everyone pass through `folder`, if it is ours and does not yet: what is in
+/// Lets everyone pass through `directory`, if it is ours and does not yet: what is in
 /// it has modes of its own.
-fn open_for_passing(folder: &Path) -> io::Result<()> {
+fn open_for_passing(directory: &Path) -> io::Result<()> {
     const PASS: u32 = 0o011;
 
-    let meta = std::fs::metadata(folder)?;
+    let meta = std::fs::metadata(directory)?;
     let ours = meta.uid() == rustix::process::geteuid().as_raw();
     let mode = meta.mode() & 0o7777;
     if !ours || mode & PASS == PASS {
         return Ok(());
     }
-    std::fs::set_permissions(folder, Permissions::from_mode(mode | PASS))
+    std::fs::set_permissions(directory, Permissions::from_mode(mode | PASS))
 }
 
 #[cfg(test)]
@@ -125,9 +125,9 @@ mod tests {
     }
 
     #[test]
-    fn members_reach_a_socket_and_its_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+    fn members_reach_a_socket_and_its_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
         // Our own group: everyone may give a file to that.
         let gid = rustix::process::getegid().as_raw();
@@ -135,27 +135,27 @@ mod tests {
         let group = SocketGroup::named(&own.name).unwrap();
         assert_eq!(group.name(), own.name);
         group.admit(&path).unwrap();
-        let inner = folder.path().join("vm");
+        let inner = directory.path().join("vm");
         std::fs::create_dir(&inner).unwrap();
-        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o700)).unwrap();
+        std::fs::set_permissions(directory.path(), Permissions::from_mode(0o700)).unwrap();
         group.admit_into(&inner, 1).unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
         assert_eq!(mode(&path), 0o660);
         assert_eq!(mode(&inner), 0o710);
-        assert_eq!(mode(folder.path()), 0o711);
+        assert_eq!(mode(directory.path()), 0o711);
         assert_eq!(std::fs::metadata(&path).unwrap().gid(), gid);
 
-        let error = group.admit(&folder.path().join("none")).unwrap_err();
+        let error = group.admit(&directory.path().join("none")).unwrap_err();
         assert!(error.to_string().contains("/none to the group"), "{error}");
     }
 
     #[test]
-    fn a_folder_that_is_open_stays_as_it_is() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
-        open_for_passing(folder.path()).unwrap();
+    fn a_directory_that_is_open_stays_as_it_is() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
+        open_for_passing(directory.path()).unwrap();
         assert_eq!(
-            std::fs::metadata(folder.path()).unwrap().mode() & 0o777,
+            std::fs::metadata(directory.path()).unwrap().mode() & 0o777,
             0o755
         );
     }

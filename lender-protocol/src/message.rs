@@ -23,7 +23,7 @@ impl std::fmt::Display for Epoch {
     }
 }
 
-/// What travels from backend to lender.
+/// A message from a backend to a lender.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Envelope {
     /// The lease it is sent under; zero before there is one.
@@ -35,7 +35,7 @@ pub struct Envelope {
     pub request: Request,
 }
 
-/// What a backend (or `farside devices`, `farside status`) asks.
+/// A request of a backend (or of `farside devices`, `farside status`).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// First message of a connection.
@@ -50,7 +50,7 @@ pub enum Request {
     /// The limits of this lender's fabric, so that a guest that cannot fit is
     /// refused before it boots.
     Limits,
-    /// One device's outside.
+    /// Describes a device: configuration space, BARs, vectors.
     Describe {
         /// Device id.
         device: String,
@@ -191,7 +191,7 @@ pub enum Registers {
 /// How long a [`Ticket`] is good for.
 pub const TICKET_LIFE: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// What a lender answers.
+/// A reply of a lender.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
     /// To `Hello`.
@@ -327,7 +327,7 @@ pub enum ErrorKind {
 }
 
 /// A line of `farside devices`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceEntry {
     /// Cluster-wide device id.
     pub id: String,
@@ -381,7 +381,7 @@ impl BorrowedBy {
 }
 
 /// What a lender knows of one device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
     /// As in the listing.
     pub entry: DeviceEntry,
@@ -396,6 +396,18 @@ pub struct DeviceStatus {
     pub faults: FaultSummary,
     /// The model's own counters.
     pub counters: Vec<(String, u64)>,
+}
+
+impl DeviceStatus {
+    /// Whether the device reaches no memory.
+    pub fn is_closed(&self) -> bool {
+        !self.bus_master && self.usage.windows == 0 && self.usage.bytes_mapped == 0
+    }
+
+    /// Whether no VM has the device, which reaches no memory.
+    pub fn is_free(&self) -> bool {
+        self.entry.borrowed_by.is_none() && self.is_closed()
+    }
 }
 
 #[cfg(test)]

@@ -264,7 +264,7 @@ fn the_last_words_of_a_peer_are_heard() {
 
 const HEADER: usize = 4;
 
-/// `cargo test -p farside-control --release -- --ignored --nocapture`
+/// `cargo test -p farside-lender-protocol --release -- --ignored --nocapture`
 #[test]
 #[ignore = "a measurement"]
 fn round_trip_times() {

@@ -1,8 +1,7 @@
-//! Listening sockets that the service manager has made (`sd_listen_fds(3)`).
+//! Listening sockets that the service manager created (`sd_listen_fds(3)`).
 //!
-//! They are told apart by where they listen, not by their order or names: the
-//! daemon knows where it wants to listen, and asks for each such socket. What
-//! nobody asked for is a mistake in a unit, and is said to be one.
+//! The daemon takes each of them by its address, not by its order or name. A
+//! socket that is left over is a mistake in a unit, and reported as an error.
 
 use std::{
     fmt, io,
@@ -20,6 +19,8 @@ use rustix::{
     net::{SocketAddrAny, SocketAddrUnix, getsockname, sockopt},
 };
 
+use crate::OwnedListener;
+
 /// Where a socket listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
@@ -29,7 +30,7 @@ pub enum Endpoint {
     Port(SocketAddr),
 }
 
-/// How a UNIX socket carries what is sent.
+/// The type of a UNIX socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// As bytes: vfio-user, status.
@@ -38,7 +39,7 @@ pub enum Kind {
     SeqPacket,
 }
 
-/// A socket that was handed over.
+/// A socket from the service manager.
 #[derive(Debug)]
 struct Socket {
     fd: OwnedFd,
@@ -46,7 +47,7 @@ struct Socket {
     kind: Kind,
 }
 
-/// Listening sockets from the service manager that nobody has taken yet.
+/// Listening sockets from the service manager that are not taken yet.
 #[derive(Debug, Default)]
 pub struct Activated(Vec<Socket>);
 
@@ -54,12 +55,12 @@ pub struct Activated(Vec<Socket>);
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ActivationError {
-    /// Not a socket, or of a kind that nothing here listens with.
+    /// Not a socket, or of a type that no daemon listens with.
     #[error(
         "descriptor {number} from the service manager ($LISTEN_FDS) is no listening UNIX or TCP socket: {why}; a socket unit of farside has only ListenStream= and ListenSequentialPacket=, with Accept=no"
     )]
     Foreign { number: usize, why: String },
-    /// The right place, the wrong kind.
+    /// The address is as expected, the type is not.
     #[error(
         "the service manager's socket at {path} has to be made with {wanted}=, not {found}=: fix the socket unit, and restart it",
         path = path.display()
@@ -69,18 +70,18 @@ pub enum ActivationError {
         wanted: Kind,
         found: Kind,
     },
-    /// Its path has gone.
+    /// Its path was removed.
     #[error(
         "the service manager listens at {path}, but somebody has removed that path, so that nobody can connect: restart the socket unit",
         path = path.display()
     )]
     Lost { path: PathBuf },
-    /// A socket that nobody wants.
+    /// The daemon takes no socket at this address.
     #[error(
         "the service manager listens at {at}, which is none of {wanted}: remove it from the socket unit (`systemctl cat` shows it), or run `systemctl daemon-reload` and restart the socket unit if the configuration has changed"
     )]
     Unwanted { at: Endpoint, wanted: String },
-    /// The kernel does not say what it is.
+    /// The kernel does not report its type or address.
     #[error("descriptor {number} from the service manager ($LISTEN_FDS) cannot be used")]
     System { number: usize, source: io::Error },
 }
@@ -102,7 +103,7 @@ impl Activated {
         &mut self,
         path: &Path,
         kind: Kind,
-    ) -> Result<Option<OwnedFd>, ActivationError> {
+    ) -> Result<Option<OwnedListener>, ActivationError> {
         let here = |socket: &Socket| matches!(&socket.at, Endpoint::Path(at) if same(at, path));
         let Some(index) = self.0.iter().position(here) else {
             return Ok(None);
@@ -116,7 +117,7 @@ impl Activated {
             });
         }
         match found.kind == kind {
-            true => Ok(Some(found.fd)),
+            true => Ok(Some(OwnedListener::adopt(found.fd, path))),
             false => Err(ActivationError::Kind {
                 path: path.to_owned(),
                 wanted: kind,
@@ -257,12 +258,15 @@ mod tests {
 
     #[test]
     fn a_socket_is_found_by_its_path_however_that_is_written() {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, link) = (folder.path().join("run/s"), folder.path().join("link"));
-        std::fs::create_dir(folder.path().join("run")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let (path, link) = (
+            directory.path().join("run/s"),
+            directory.path().join("link"),
+        );
+        std::fs::create_dir(directory.path().join("run")).unwrap();
         std::os::unix::fs::symlink("run", &link).unwrap();
         let mut activated = listening(&path);
-        let other = folder.path().join("t");
+        let other = directory.path().join("t");
         assert!(activated.take_path(&other, Kind::Stream).unwrap().is_none());
         let found = activated.take_path(&link.join("s"), Kind::Stream).unwrap();
         assert!(found.is_some());
@@ -271,8 +275,8 @@ mod tests {
 
     #[test]
     fn what_nobody_asked_for_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let error = listening(&path)
             .finish("the sockets of VM web1")
             .unwrap_err();
@@ -285,8 +289,8 @@ mod tests {
 
     #[test]
     fn the_wrong_kind_and_a_path_that_has_gone_are_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let wrong = listening(&path)
             .take_path(&path, Kind::SeqPacket)
             .unwrap_err();

@@ -1,4 +1,4 @@
-//! Where sockets are, when nobody says otherwise.
+//! Default paths of sockets.
 
 use std::{
     env,
@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folder of farside's sockets: `$FARSIDE_RUNTIME_DIR`, else
+/// The directory of farside's sockets: `$FARSIDE_RUNTIME_DIR`, else
 /// `$XDG_RUNTIME_DIR/farside`, else `/run/farside` for root and
 /// `/tmp/farside-UID` for others.
 pub fn runtime_dir() -> PathBuf {
@@ -37,12 +37,12 @@ pub fn vm_dir(vm: &str) -> PathBuf {
     runtime_dir().join("vm").join(vm)
 }
 
-/// The name in a VM's folder of the socket for one of its devices.
+/// The name in a VM's directory of the socket for one of its devices.
 pub fn device_socket_name(device: &str) -> String {
     format!("{device}.sock")
 }
 
-/// The name in a VM's folder of the socket that answers `farside status`.
+/// The name in a VM's directory of the socket that answers `farside status`.
 pub const STATUS_SOCKET_NAME: &str = "status";
 
 /// Where QEMU finds a device of a VM.
@@ -55,11 +55,11 @@ pub fn status_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(STATUS_SOCKET_NAME)
 }
 
-/// The name in a VM's folder of the socket where its backend is told what to
-/// serve; see [`crate::admin`].
+/// The name in a VM's directory of the socket that takes requests to attach and
+/// detach devices.
 pub const CONTROL_SOCKET_NAME: &str = "control";
 
-/// Where a VM's backend is told what to serve.
+/// Where a VM's backend takes requests to attach and detach devices.
 pub fn control_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(CONTROL_SOCKET_NAME)
 }

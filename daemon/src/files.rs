@@ -1,4 +1,4 @@
-//! Small files that must outlive a crash of the process or of the host.
+//! Small files that survive a crash of the process or of the host.
 
 use std::{
     fs::{self, File},
@@ -6,9 +6,9 @@ use std::{
     path::Path,
 };
 
-/// Puts `bytes` in the place of the file `path`, whole or not at all: whoever
-/// reads it, also after a crash, finds what was there before or all of the new.
-/// Its folder is made if it is missing.
+/// Replaces the content of the file `path` with `bytes`, atomically: a reader, also
+/// after a crash, finds the old content or all of the new. Creates its directory
+/// if that is missing.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let at = |error: io::Error| {
         io::Error::new(
@@ -16,9 +16,9 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
             format!("cannot write {}: {error}", path.display()),
         )
     };
-    let no_folder = || io::Error::other("it has no folder");
-    let folder = path.parent().ok_or_else(no_folder).map_err(at)?;
-    fs::create_dir_all(folder).map_err(at)?;
+    let no_parent = || io::Error::other("it has no parent directory");
+    let directory = path.parent().ok_or_else(no_parent).map_err(at)?;
+    fs::create_dir_all(directory).map_err(at)?;
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     let fresh = Path::new(&name);
@@ -28,15 +28,15 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
             file.sync_all()
         })
         .and_then(|()| fs::rename(fresh, path))
-        .and_then(|()| sync_folder(folder));
+        .and_then(|()| sync_directory(directory));
     written.map_err(at)
 }
 
-/// Removes a file, so that it stays away after a crash; one that is missing is
-/// no error.
+/// Removes a file, so that a crash does not bring it back. Succeeds if it is
+/// missing.
 pub fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
-        Ok(()) => path.parent().map_or(Ok(()), sync_folder),
+        Ok(()) => path.parent().map_or(Ok(()), sync_directory),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => {
             let text = format!("cannot remove {}: {error}", path.display());
@@ -45,12 +45,12 @@ pub fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes what was renamed or removed in `folder` last.
-pub fn sync_folder(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
+/// Flushes renames and removals in `directory`.
+fn sync_directory(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_all()
 }
 
-/// Reads a file of at most `most` bytes; none when it is missing.
+/// Reads a file of at most `most` bytes. Returns `None` if it is missing.
 pub fn read_bounded(path: &Path, most: u64) -> io::Result<Option<Vec<u8>>> {
     let at = |error: io::Error| {
         let text = format!("cannot read {}: {error}", path.display());
@@ -77,8 +77,8 @@ mod tests {
 
     #[test]
     fn a_file_is_replaced_read_and_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("deep/file");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("deep/file");
         assert_eq!(read_bounded(&path, 10).unwrap(), None);
         replace(&path, b"old").unwrap();
         replace(&path, b"newer").unwrap();

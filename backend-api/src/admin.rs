@@ -1,5 +1,5 @@
-//! What an administrator asks of a running backend, at the socket `control` in
-//! the VM's folder: a JSON document a line, one answer for each.
+//! Requests of an administrator to a running backend, at the socket `control` in
+//! the VM's directory: a JSON document a line, one answer for each.
 //!
 //! ```text
 //! > {"version":1,"command":{"attach":{"device":"disk1"}}}
@@ -8,7 +8,7 @@
 //! < "detached"
 //! ```
 //!
-//! The socket is its owner's alone. A VMM or guest has no way to it.
+//! The socket is its owner's alone. Neither VMM nor guest can reach it.
 
 use std::path::PathBuf;
 
@@ -43,12 +43,12 @@ pub enum Command {
     Detach {
         /// Its id.
         device: String,
-        /// Also when a client is connected that has not let go of it: to that
-        /// VM the device is as if pulled out.
+        /// Even if a connected client has not released it: the VM sees a surprise
+        /// removal.
         #[serde(default)]
         force: bool,
     },
-    /// Say what is served.
+    /// List the devices that are served.
     Status,
 }
 
@@ -65,9 +65,9 @@ pub enum Answer {
     },
     /// The device is served no longer, and not borrowed.
     Detached,
-    /// What is served.
+    /// The devices that are served.
     Status(Status),
-    /// It was not done; nothing changed.
+    /// Refused; nothing changed.
     Refused(Refusal),
 }
 
@@ -89,15 +89,15 @@ pub struct Served {
     pub device: String,
     /// Where a VMM connects.
     pub socket: PathBuf,
-    /// A client has it, and has not let go of it.
+    /// A client has it, and has not released it.
     pub in_use: bool,
     /// It came by [`Command::Attach`], after the backend's start.
     pub attached: bool,
-    /// What went wrong with it last, if that has not gone well since.
+    /// Its last error, unless a borrow has succeeded since.
     pub last_error: Option<String>,
 }
 
-/// Why something was not done.
+/// Why a request was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
@@ -117,7 +117,7 @@ pub enum RefusalKind {
     UnknownDevice,
     /// A client has the device.
     InUse,
-    /// The device is on its way in or out.
+    /// The device is being attached or detached.
     Busy,
     /// All else.
     Failed,

@@ -16,7 +16,7 @@ const PERIOD: Duration = Duration::from_secs(5);
 /// one noisy device or listener does not silence another:
 ///
 /// ```
-/// # use farside_service::RateLimit;
+/// # use farside_daemon::RateLimit;
 /// struct Listener {
 ///     refused: RateLimit,
 /// }

@@ -9,9 +9,10 @@
 
 use std::{collections::BTreeMap, io, path::Path};
 
+use farside_daemon::files;
 use serde::{Deserialize, Serialize};
 
-use crate::{Epoch, ErrorKind, RemoteError, files};
+use crate::{Epoch, ErrorKind, RemoteError};
 
 /// Most VMs that a lender keeps a fence of, for one device.
 pub const MAX_FENCES: usize = 1024;
@@ -99,8 +100,8 @@ mod tests {
 
     #[test]
     fn what_is_saved_is_loaded_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a/fences.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());
         let fences = Fences([("disk0".to_owned(), Epoch(7))].into());
         fences.save(&path).unwrap();

@@ -18,11 +18,11 @@
 //!     | Borrow{device} + BAR memory ----------> |
 //!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
-//!     | EnableBusMaster, ... (epoch) ---------> |
+//!     | EnableBusMaster, Reset, ... (epoch) --> |
 //!     | Return (epoch), or just close --------> |
 //! ```
 //!
-//! A tool that moves a VM to another host asks for a [`Handover`](Request::Handover)
+//! A tool that moves a VM to another host requests a [`Handover`](Request::Handover)
 //! of each of its devices; see [`Fence`].
 //!
 //! Over TCP the lease comes with a [`Ticket`] instead of the register channel:
@@ -35,9 +35,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod admin;
-pub mod files;
-pub mod paths;
 pub mod registers;
 
 mod address;
@@ -47,21 +44,15 @@ mod fence;
 mod irqs;
 mod listener;
 mod message;
-mod names;
-mod open_files;
-mod wakeup;
 
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
 pub use fence::{Fence, Fences, MAX_FENCES};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
-pub use listener::{Listener, is_private};
+pub use listener::Listener;
 pub use message::{
     BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
     ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
     VERSION,
 };
-pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
-pub use open_files::raise_open_files;
-pub use wakeup::Wakeup;

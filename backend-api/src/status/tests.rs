@@ -1,0 +1,137 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+/// The names that programs of others rely on, written out: the types above must
+/// not change them unnoticed.
+fn document() -> Value {
+    json!({
+        "format": 1,
+        "backends": [{
+            "format": 1,
+            "vm": "web1",
+            "pid": 7,
+            "devices": [{
+                "device": "disk0",
+                "summary": "NVMe, 1 GiB",
+                "lender": "tcp:rack1-b:7410",
+                "attached": false,
+                "state": "ready",
+                "epoch": 3,
+                "bytes_pinned": 10,
+                "bytes_locked": 9,
+                "dma_windows": 2,
+                "lut_entries": 4,
+                "bytes_unreachable": 0,
+                "guest_ram_bytes": 10,
+                "layout_probes": 5,
+                "bme_to_ready_us": 6,
+                "bytes_pinned_before_bme": 0,
+                "bars": [{"bar": 0, "gpa": 0xfe00_0000_u32, "size": 0x4000}],
+                "interrupts": {
+                    "enabled": "Msix",
+                    "fired": [{"index": "Msix", "vector": 1, "fired": 40}],
+                    "pending": 0,
+                    "dropped": 0,
+                    "failed": 0
+                },
+                "last_error": null,
+                "open_timeout_ms": 4000
+            }]
+        }],
+        "lenders": [{
+            "lender": "rack1-b",
+            "address": "/run/farside/lender.sock",
+            "devices": [{
+                "entry": {
+                    "id": "disk0",
+                    "source": "model",
+                    "summary": "NVMe, 1 GiB",
+                    "borrowed_by": {"vm": "web1", "epoch": 3, "seconds": 2},
+                    "fences": [
+                        {"vm": "web1", "epoch": 2, "migration": "m1", "reserved": false}
+                    ],
+                    "problem": null
+                },
+                "bus_master": true,
+                "usage": {
+                    "windows": 2,
+                    "lut_entries": 4,
+                    "window_bytes": 10,
+                    "bytes_mapped": 10,
+                    "lender_pages": pages(),
+                    "borrower_pages": pages()
+                },
+                "interrupts": [[2, 1, 40]],
+                "faults": {
+                    "total": 1,
+                    "by_reason": {
+                        "bus_master_disabled": 1,
+                        "lender_domain": 0,
+                        "window": 0,
+                        "borrower_domain": 0,
+                        "permission": 0,
+                        "memory_gone": 0
+                    },
+                    "recent": [{
+                        "sequence": 1,
+                        "unix_ms": 8,
+                        "fault": {
+                            "iova": 4096,
+                            "len": 64,
+                            "access": "Read",
+                            "reason": "BusMasterDisabled"
+                        }
+                    }]
+                },
+                "counters": [["io_commands", 12]]
+            }]
+        }]
+    })
+}
+
+fn pages() -> Value {
+    json!({"pages_4k": 3, "pages_2m": 2, "pages_1g": 1})
+}
+
+#[test]
+fn the_document_keeps_its_names() {
+    let json = document();
+    let status = Status::from_json(json.to_string().as_bytes()).unwrap();
+    assert_eq!(serde_json::to_value(&status).unwrap(), json);
+
+    let borrow = status.backend("web1").unwrap().device("disk0").unwrap();
+    assert_eq!(borrow.state, BorrowState::Ready);
+    assert!(!borrow.is_closed());
+    assert!(status.lent("disk0").unwrap().bus_master);
+    assert!(status.backend("web2").is_none() && status.lent("disk1").is_none());
+}
+
+#[test]
+fn states_display_as_they_are_written() {
+    for state in [
+        BorrowState::Described,
+        BorrowState::Leased,
+        BorrowState::Ready,
+        BorrowState::Closing,
+        BorrowState::Lost,
+    ] {
+        assert_eq!(serde_json::to_value(state).unwrap(), state.to_string());
+    }
+}
+
+#[test]
+fn a_backend_from_before_the_number_is_read() {
+    let mut json = document()["backends"][0].clone();
+    json.as_object_mut().unwrap().remove("format");
+    let report = BackendReport::from_json(json.to_string().as_bytes()).unwrap();
+    assert_eq!((report.format, report.pid), (1, 7));
+}
+
+#[test]
+fn another_format_is_refused_by_its_number() {
+    let error = BackendReport::from_json(br#"{"format": 2, "vms": []}"#).unwrap_err();
+    assert!(matches!(error, StatusError::Format(2)), "{error}");
+    let error = BackendReport::from_json(br#"{"vm": "web1"}"#).unwrap_err();
+    assert!(matches!(error, StatusError::Malformed(_)), "{error}");
+}

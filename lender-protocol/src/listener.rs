@@ -1,0 +1,130 @@
+//! Sockets at which a lender accepts channels.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+use farside_daemon::{Kind, ListenError, OwnedListener};
+
+use crate::{Address, Channel};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener(Socket);
+
+#[derive(Debug)]
+enum Socket {
+    Unix(OwnedListener),
+    Tcp { socket: TcpListener, at: SocketAddr },
+}
+
+impl Listener {
+    /// Listens at `path`; see [`OwnedListener::bind`].
+    pub fn bind(path: &Path) -> Result<Self, ListenError> {
+        OwnedListener::bind(path, Kind::SeqPacket, BACKLOG).map(Self::from)
+    }
+
+    /// Listens at a TCP address: the first that `host` resolves to and that is
+    /// this host's. The caller decides who may connect: see
+    /// [`is_private`](farside_daemon::is_private).
+    pub fn bind_tcp(host: &str, port: u16) -> io::Result<Self> {
+        let address = Address::Tcp {
+            host: host.to_owned(),
+            port,
+        };
+        let failed = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
+        let resolved: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
+        let socket = TcpListener::bind(&resolved[..]).map_err(failed)?;
+        socket.set_nonblocking(true).map_err(failed)?;
+        let at = socket.local_addr().map_err(failed)?;
+        Ok(Self(Socket::Tcp { socket, at }))
+    }
+
+    /// Takes a TCP socket that listens at `at` already and does not block, such as
+    /// one from a service manager.
+    pub fn adopt_tcp(socket: OwnedFd, at: SocketAddr) -> Self {
+        let socket = socket.into();
+        Self(Socket::Tcp { socket, at })
+    }
+
+    /// Accepts a pending connection. Returns `None` if there is none.
+    pub fn accept(&self) -> io::Result<Option<Channel>> {
+        match &self.0 {
+            Socket::Unix(socket) => Ok(socket.accept()?.map(Channel::from_socket)),
+            Socket::Tcp { socket, .. } => loop {
+                match socket.accept() {
+                    Ok((connection, _)) => return Channel::from_tcp(connection).map(Some),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                    // That peer gave up; the next may not have.
+                    Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                    Err(error) => return Err(error),
+                }
+            },
+        }
+    }
+
+    /// Where it listens; for TCP with the port that the kernel chose, and the
+    /// address that the name resolved to.
+    pub fn address(&self) -> Address {
+        match &self.0 {
+            Socket::Unix(socket) => Address::Unix(socket.path().to_owned()),
+            Socket::Tcp { at, .. } => Address::Tcp {
+                host: at.ip().to_string(),
+                port: at.port(),
+            },
+        }
+    }
+
+    /// The IP address at which it listens, if it does.
+    pub fn ip(&self) -> Option<IpAddr> {
+        match &self.0 {
+            Socket::Unix(_) => None,
+            Socket::Tcp { at, .. } => Some(at.ip()),
+        }
+    }
+}
+
+impl From<OwnedListener> for Listener {
+    /// For a socket of [`Kind::SeqPacket`].
+    fn from(socket: OwnedListener) -> Self {
+        Self(Socket::Unix(socket))
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.0 {
+            Socket::Unix(socket) => socket.as_fd(),
+            Socket::Tcp { socket, .. } => socket.as_fd(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn connecting_does_not_wait_for_ever() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lender.sock");
+        let _listener = OwnedListener::bind(&path, Kind::SeqPacket, 0).unwrap();
+        let mut waiting = Vec::new();
+        let error = loop {
+            match Channel::connect(&path.clone().into(), Duration::from_millis(20)) {
+                Ok(channel) => waiting.push(channel),
+                Err(error) => break error,
+            }
+            assert!(waiting.len() < 100, "the backlog has no end");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}
