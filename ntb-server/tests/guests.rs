@@ -105,6 +105,8 @@ impl Host {
         assert_eq!(host.get(reg::ID), ID);
         host.put(requester_entry(0), requester::VALID);
         host.put(reg::LINK_CONTROL, link_control::ENABLE);
+        // A read pushes the posted write: the other guest sees the link after it.
+        assert_eq!(host.get(reg::LINK_CONTROL), link_control::ENABLE);
         host
     }
 

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use farside_devices::dma_test::{self, Command, reg, status};
 use farside_testbed::{BarAddress, Width};
 
-use crate::{Guest, SHORT};
+use crate::{FunctionId, Guest, SHORT};
 
 // Own constants, not `farside-pci`'s: a test must not share the product's errors.
 
@@ -46,8 +46,10 @@ pub struct Answer {
 impl<'a> DmaTester<'a> {
     /// Finds the device; no driver has it. Lets it decode its BARs.
     pub fn new(guest: &'a Guest<'a>) -> Result<Self> {
-        let id = format!("{:04x}:{:04x}", dma_test::VENDOR_ID, dma_test::DEVICE_ID);
-        let bdf = guest.find(&id)?;
+        let bdf = guest.find(FunctionId::Device {
+            vendor: dma_test::VENDOR_ID,
+            device: dma_test::DEVICE_ID,
+        })?;
         let tester = Self { guest, bdf };
         tester.set_command(MEMORY, 0)?;
         let found = tester.read(reg::ID, Width::U32)?;

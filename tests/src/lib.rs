@@ -34,7 +34,7 @@ pub use daemon::Daemon;
 pub use dma_tester::{Answer, DmaTester};
 pub use farside_backend_api::BorrowState;
 pub use farside_testbed::{BarAddress, Machine, Vm, Width};
-pub use guest::{Guest, GuestBuilder, NVME, testbed};
+pub use guest::{FunctionId, Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Lent, Status};

@@ -34,7 +34,7 @@ pub fn twenty_guests_started_at_once_have_their_disks(
             backends.push(serve.start()?);
         }
         for vm in &vms {
-            guests.push(cluster.guest(vm).memory(256 * MIB).lean().start()?);
+            guests.push(cluster.guest(vm).memory(256 * MIB).start()?);
         }
         for ((guest, vm), id) in guests.iter().zip(&vms).zip(&ids) {
             guest

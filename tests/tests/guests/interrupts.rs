@@ -20,6 +20,7 @@ pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Complet
         .machine(Machine::I440fx)
         .cpus(2)
         .append("pci=nomsi")
+        .whole()
         .boot()?;
     guest.wait_disk()?;
     check::io(&guest, "/dev/nvme0n1", 7)?;
@@ -44,7 +45,7 @@ pub fn a_driver_of_a_shared_line_takes_its_interrupts(
 ) -> anyhow::Result<Completion> {
     let _lender = cluster.lend(&["--dma-test", "dma0"])?;
     let _backend = cluster.serve("a", &["dma0"]).start()?;
-    let guest = cluster.guest("a").machine(Machine::I440fx).boot()?;
+    let guest = cluster.guest("a").machine(Machine::I440fx).whole().boot()?;
     let tester = DmaTester::new(&guest)?;
     let bdf = &tester.bdf;
     guest.sh(&format!(

@@ -24,7 +24,7 @@ pub fn bytes_are_the_same_on_both_sides(cluster: &Cluster) -> anyhow::Result<Com
         .open(&image)?
         .write_all_at(&put, 32 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").boot()?;
+    let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     ensure!(check::number(&guest, &format!("blockdev --getsize64 {DISK}"))? == 64 * MIB);
 
@@ -92,7 +92,7 @@ fn nvme_cli(guest: &Guest<'_>) -> anyhow::Result<()> {
 pub fn file_systems_fio_and_discard_work(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (_lender, image) = cluster.lend_disk(512 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").cpus(2).boot()?;
+    let guest = cluster.guest("a").whole().cpus(2).boot()?;
     guest.wait_disk()?;
 
     guest.sh_within(
@@ -155,7 +155,7 @@ pub fn every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell(
     // busy, however slow an emulated one is.
     let _lender = cluster.lend(&["--nvme", &drive, "--poll-us", "1000000"])?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").cpus(4).boot()?;
+    let guest = cluster.guest("a").whole().cpus(4).boot()?;
     guest.wait_disk()?;
     let queues = check::number(&guest, "ls /sys/block/nvme0n1/mq | wc -l")?;
     ensure!(queues == 4, "{queues} queues for 4 processors");

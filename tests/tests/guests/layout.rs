@@ -121,6 +121,7 @@ pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Res
     let object = format!("memory-backend-memfd,id=more,size={REGION},share=on,reserve=off");
     let guest = cluster
         .guest("grows")
+        .whole()
         .args(&["-m", "slots=2,maxmem=4G"])
         .args(&["-object", &object])
         .args(&["-device", "virtio-mem-pci,id=vmem,memdev=more"])

@@ -24,7 +24,12 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
             "{borrow:?}"
         );
     }
-    let guest = cluster.guest("a").without_module("nvme").paused().start()?;
+    let guest = cluster
+        .guest("a")
+        .whole()
+        .without_module("nvme")
+        .paused()
+        .start()?;
     // QEMU has reset it and mapped all memory; no processor has run.
     let first = check::closed(cluster, "a", "disk0")?;
     guest.qmp().execute("cont", json!({}))?;
@@ -201,7 +206,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
         .into();
     // The drive is to come while the guest runs, into a spare port.
     let guest = cluster.guest("a").device("dma0").boot()?;
-    ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+    ensure!(guest.functions(NVME)?.is_empty());
     let disk = cluster.status()?.borrow("a", "disk0")?;
     ensure!(disk.state == BorrowState::Described, "{disk:?}");
     guest.qmp().device_add(config.device_add(1)?)?;
@@ -211,7 +216,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
 
     unplug(&guest, "disk0")?;
     guest.wait_no_path(DISK, SHORT)?;
-    ensure!(guest.sh(&format!("lspci -d {NVME}"))?.is_empty());
+    ensure!(guest.functions(NVME)?.is_empty());
     cluster.wait_free("disk0")?;
 
     // And comes back, although QEMU keeps the connection of its first life.

@@ -23,7 +23,7 @@ pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
     let mut backend_a = cluster.serve("a", &["disk0"]).start()?;
     let _backend_b = cluster.serve("b", &["disk1"]).start()?;
     let a = cluster.guest("a").boot()?;
-    let b = cluster.guest("b").boot()?;
+    let b = cluster.guest("b").whole().boot()?;
     a.wait_disk()?;
     b.wait_disk()?;
     let first = check::open(cluster, &a, "disk0", 1)?;

@@ -15,7 +15,7 @@ const FIO: Duration = Duration::from_secs(600);
 /// A guest whose kernel translates all DMA, and flushes at each unmap.
 fn guest<'a>(cluster: &'a Cluster, vm: &str) -> GuestBuilder<'a> {
     let translate = "intel_iommu=on iommu.passthrough=0";
-    cluster.guest(vm).append(translate)
+    cluster.guest(vm).whole().append(translate)
 }
 
 pub fn pages_are_mapped_for_each_io_and_for_no_longer(
