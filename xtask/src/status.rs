@@ -22,3 +22,17 @@ pub(crate) fn fired((index, vector, count): (u8, u16, u64)) -> String {
         _ => format!("interrupt {index}.{vector}: {count}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupts_have_the_specifications_names() {
+        let shown = [(0, 0, 8), (1, 3, 2), (2, 1, 40), (7, 0, 1)].map(fired);
+        assert_eq!(
+            shown,
+            ["INTx: 8", "MSI 3: 2", "MSI-X 1: 40", "interrupt 7.0: 1"]
+        );
+    }
+}

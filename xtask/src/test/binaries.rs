@@ -1,6 +1,7 @@
 //! Test binaries: building them, and what one is.
 
 use std::{
+    collections::BTreeMap,
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
@@ -16,8 +17,8 @@ use crate::{
     child::die_with_us,
 };
 
-/// Packages whose tests boot VMs, or wait for them, and of which one runs at a time.
-const WITH_VMS: [&str; 3] = ["farside-tests", "farside-testbed", "xtask"];
+/// What boots VMs: packages whose integration tests do so name it.
+const TESTBED: &str = "farside-testbed";
 
 /// Something that runs tests.
 #[derive(Debug, PartialEq, Eq)]
@@ -54,6 +55,7 @@ struct Artifact {
 #[derive(Deserialize)]
 struct Target {
     name: String,
+    kind: Vec<String>,
     src_path: PathBuf,
 }
 
@@ -68,6 +70,10 @@ struct Manifest {
     package: Package,
     #[serde(default)]
     test: Vec<TestTarget>,
+    #[serde(default)]
+    dependencies: BTreeMap<String, toml::Value>,
+    #[serde(default, rename = "dev-dependencies")]
+    dev_dependencies: BTreeMap<String, toml::Value>,
 }
 
 #[derive(Deserialize)]
@@ -104,26 +110,32 @@ pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
     }
     let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
     let mut binaries = Vec::new();
+    let mut has_library = false;
     for line in messages.lines() {
-        // Others have no executable.
-        if let Ok(artifact) = serde_json::from_str::<Artifact>(line)
+        let message: serde_json::Value =
+            serde_json::from_str(line).context("one of cargo's messages")?;
+        if message["reason"] != "compiler-artifact" {
+            continue;
+        }
+        let artifact: Artifact = serde_json::from_value(message).context("cargo's artifact")?;
+        if let Some(path) = artifact.executable
             && artifact.profile.test
-            && let Some(path) = artifact.executable
         {
             binaries.push(Binary::read(
                 &artifact.target,
                 path,
                 &artifact.manifest_path,
             )?);
+            has_library |= artifact.target.kind.iter().any(|kind| kind == "lib");
         }
     }
     ensure!(
-        !binaries.is_empty() || request.docs,
+        !binaries.is_empty(),
         "cargo built no test binary for {:?}",
         request.selection
     );
     binaries.sort_by(|a, b| (&a.package, &a.source).cmp(&(&b.package, &b.source)));
-    if request.docs {
+    if request.docs && has_library {
         binaries.push(Binary {
             name: "examples of the documentation".to_owned(),
             source: "cargo test --doc".to_owned(),
@@ -150,12 +162,15 @@ impl Binary {
                 true => Program::Own(path),
                 false => Program::Libtest(path),
             },
-            has_vms: WITH_VMS.contains(&&*read.package.name),
+            has_vms: target.kind.iter().any(|kind| kind == "test")
+                && (read.package.name == TESTBED
+                    || read.dependencies.contains_key(TESTBED)
+                    || read.dev_dependencies.contains_key(TESTBED)),
             package: package.to_owned(),
         })
     }
 
-    /// The line that stands above its output; cargo's, which others read, too.
+    /// The line above its output, in cargo's form.
     pub(super) fn title(&self) -> String {
         match &self.program {
             Program::Libtest(path) | Program::Own(path) => {
@@ -177,7 +192,7 @@ impl Binary {
             Program::Own(path) => Command::new(path),
             Program::Libtest(path) => {
                 let mut command = Command::new(path);
-                // Stable libtest has times, and shows them to who insists.
+                // libtest reports times only with an unstable option.
                 command.env("RUSTC_BOOTSTRAP", "1");
                 command.args(["-Zunstable-options", "--report-time"]);
                 command

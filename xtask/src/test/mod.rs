@@ -16,30 +16,33 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use farside_testbed::{Progress, Testbed};
 
 use crate::cargo::{Profile, build_product};
 use binaries::Binary;
 use report::Report;
 
-/// For all tests of a binary, on a host that is busy with more.
-const LIMIT: Duration = Duration::from_secs(45 * 60);
+/// For all tests of a binary: above what a single test may take, which then is named.
+const LIMIT: Duration = Duration::from_secs(75 * 60);
 
-/// Cargo's options whose value is the next argument.
-const WITH_VALUE: [&str; 12] = [
+/// Options of cargo that choose tests; those of the second list have a value.
+const FLAGS: [&str; 7] = [
+    "--no-fail-fast",
+    "--workspace",
+    "--lib",
+    "--bins",
+    "--tests",
+    "--examples",
+    "--all-targets",
+];
+const WITH_VALUE: [&str; 6] = [
     "-p",
     "--package",
     "--exclude",
     "--bin",
     "--test",
     "--example",
-    "--bench",
-    "-F",
-    "--features",
-    "-j",
-    "--jobs",
-    "--target-dir",
 ];
 
 /// What to run, as cargo's arguments say.
@@ -56,7 +59,7 @@ struct Request {
 }
 
 impl Request {
-    fn read(args: &[String]) -> Self {
+    fn read(args: &[String]) -> Result<Self> {
         let (cargo, harness) = match args.iter().position(|arg| arg == "--") {
             Some(at) => (&args[..at], &args[at + 1..]),
             None => (args, &[][..]),
@@ -70,37 +73,49 @@ impl Request {
         let mut all = true;
         let mut cargo = cargo.iter().cloned();
         while let Some(arg) = cargo.next() {
-            match &*arg {
+            if !arg.starts_with('-') {
+                // Part of a test's name.
+                request.harness.insert(0, arg);
+                continue;
+            }
+            let (name, value) = match arg.split_once('=') {
+                Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
+                None => (arg, None),
+            };
+            ensure!(
+                FLAGS.contains(&&*name) || WITH_VALUE.contains(&&*name),
+                "{name} is not known here; known are {}, {}, and what follows `--` goes to the test binaries",
+                FLAGS.join(", "),
+                WITH_VALUE.join(", ")
+            );
+            match &*name {
                 "--no-fail-fast" => {
                     request.no_fail_fast = true;
                     continue;
                 }
-                "-p" | "--package" => all = false,
-                "--lib" | "--bins" | "--tests" | "--examples" | "--benches" | "--all-targets" => {
-                    request.docs = false;
-                }
-                "--bin" | "--test" | "--example" | "--bench" => request.docs = false,
-                // Part of a test's name.
-                name if !name.starts_with('-') => {
-                    request.harness.insert(0, arg);
-                    continue;
-                }
-                _ => {}
+                "-p" | "--package" | "--workspace" => all = false,
+                "--exclude" => {}
+                _ => request.docs = false,
             }
-            let value = WITH_VALUE.contains(&&*arg).then(|| cargo.next()).flatten();
-            request.selection.push(arg);
+            let has_value = WITH_VALUE.contains(&&*name);
+            let value = value.or_else(|| has_value.then(|| cargo.next()).flatten());
+            ensure!(
+                has_value == value.is_some(),
+                "{name}: its value is missing, or it has none"
+            );
+            request.selection.push(name);
             request.selection.extend(value);
         }
         if all {
             request.selection.insert(0, "--workspace".to_owned());
         }
-        request
+        Ok(request)
     }
 }
 
 /// Runs tests, all unless `args` selects some as cargo's would.
 pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
-    let request = Request::read(args);
+    let request = Request::read(args)?;
     let testbed = Testbed::prepare(&Progress::auto())?;
     eprintln!(
         "Test bed: {}, {:?}",
@@ -132,7 +147,10 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             .and(shown)
     })?;
-    let report = run.report();
+    let mut report = run.report();
+    if request.harness.is_empty() && report.passed() == 0 {
+        report.fail("all", "no test was run");
+    }
     println!("\n{report}in {:.0} s", began.elapsed().as_secs_f64());
     if report.is_failed() && !request.no_fail_fast {
         println!("What would have been run after that is not listed; --no-fail-fast goes on.");
@@ -223,7 +241,7 @@ mod tests {
 
     fn request(args: &str) -> Request {
         let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
-        Request::read(&args)
+        Request::read(&args).unwrap()
     }
 
     #[test]
@@ -241,5 +259,17 @@ mod tests {
         assert_eq!(package.selection, ["-p", "farside-fabric"]);
         assert_eq!(package.harness, ["pin"]);
         assert!(package.docs);
+        let package = request("--package=farside-fabric");
+        assert_eq!(package.selection, ["--package", "farside-fabric"]);
+
+        for (unknown, named) in [
+            ("--color always", "--color"),
+            ("--doc", "--doc"),
+            ("-p", "-p"),
+        ] {
+            let args: Vec<String> = unknown.split(' ').map(str::to_owned).collect();
+            let error = Request::read(&args).unwrap_err().to_string();
+            assert!(error.starts_with(named), "{error}");
+        }
     }
 }

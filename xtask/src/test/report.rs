@@ -46,6 +46,10 @@ impl Report {
         self.failed.push(format!("{binary}: {how}"));
     }
 
+    pub(super) fn passed(&self) -> usize {
+        self.counts.get("passed").copied().unwrap_or(0)
+    }
+
     pub(super) fn is_failed(&self) -> bool {
         !self.failed.is_empty()
     }
