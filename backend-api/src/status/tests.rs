@@ -103,8 +103,60 @@ fn the_document_keeps_its_names() {
     let borrow = status.backend("web1").unwrap().device("disk0").unwrap();
     assert_eq!(borrow.state, BorrowState::Ready);
     assert!(!borrow.is_closed());
-    assert!(status.lent("disk0").unwrap().bus_master);
+    let lent = status.lent("disk0").unwrap();
+    assert!(lent.bus_master && !lent.is_free());
+    let mut returned = lent.clone();
+    returned.entry.borrowed_by = None;
+    returned.bus_master = false;
+    assert!(!returned.is_free(), "its windows are open");
+    returned.usage = Default::default();
+    assert!(returned.is_free());
     assert!(status.backend("web2").is_none() && status.lent("disk1").is_none());
+}
+
+/// As [`document`]: every name of a value.
+#[test]
+fn values_keep_their_names() {
+    use farside_fabric::{Access, FaultReason};
+    use farside_irq_relay::IrqIndex;
+
+    fn names<T: serde::Serialize>(values: &[T]) -> Vec<String> {
+        let name = |value| serde_json::from_value(serde_json::to_value(value).unwrap());
+        values.iter().map(|value| name(value).unwrap()).collect()
+    }
+    let reasons = names(&[
+        FaultReason::BusMasterDisabled,
+        FaultReason::LenderDomain,
+        FaultReason::Window,
+        FaultReason::BorrowerDomain,
+        FaultReason::Permission,
+        FaultReason::MemoryGone,
+    ]);
+    let expected = "BusMasterDisabled LenderDomain Window BorrowerDomain Permission MemoryGone";
+    assert_eq!(reasons.join(" "), expected);
+    assert_eq!(
+        names(&[Access::Read, Access::Write]).join(" "),
+        "Read Write"
+    );
+    let indexes = [
+        IrqIndex::Intx,
+        IrqIndex::Msi,
+        IrqIndex::Msix,
+        IrqIndex::Err,
+        IrqIndex::Req,
+    ];
+    assert_eq!(names(&indexes).join(" "), "Intx Msi Msix Err Req");
+    let states = [
+        BorrowState::Described,
+        BorrowState::Leased,
+        BorrowState::Ready,
+        BorrowState::Closing,
+        BorrowState::Lost,
+    ];
+    assert_eq!(
+        names(&states).join(" "),
+        "described leased ready closing lost"
+    );
 }
 
 #[test]
