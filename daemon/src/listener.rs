@@ -60,7 +60,7 @@ pub enum ListenError {
     NotASocket { path: PathBuf },
     /// The socket there is of another type, or this user may not connect to it.
     #[error(
-        "cannot tell whether {path} is in use: remove it or choose another path",
+        "cannot tell whether {path} is in use: stop the process that uses it or choose another path",
         path = path.display()
     )]
     Probe { path: PathBuf, source: io::Error },

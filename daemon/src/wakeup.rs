@@ -28,7 +28,7 @@ impl Wakeup {
         match write(&*self.0, &1u64.to_ne_bytes()) {
             // AGAIN: the counter is full, so the flag is up.
             Ok(_) | Err(Errno::AGAIN) => {}
-            Err(errno) => panic!("an eventfd of this process takes a write: {errno}"),
+            Err(errno) => panic!("cannot write to our own eventfd: {errno}"),
         }
     }
 

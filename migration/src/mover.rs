@@ -308,7 +308,8 @@ impl<'a> Mover<'a> {
         Err(match error.kind {
             ErrorKind::Lost => Error {
                 message: format!(
-                    "{error}; the VM may run there: if that host is dead for good, say so with --lost-host"
+                    "{error}; the VM may run there: if that host is permanently down, run `farside migration resume {} --back --lost-host`",
+                    self.journal.vm
                 ),
                 ..error
             },

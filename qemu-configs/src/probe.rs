@@ -110,8 +110,8 @@ pub enum ProbeError {
         #[source]
         source: io::Error,
     },
-    /// It was asked something, and killed.
-    #[error("{path:?} {question} has not ended within {limit:?}")]
+    /// It did not exit within the limit, and was killed.
+    #[error("{path:?} {question} did not exit within {limit:?}")]
     Late {
         path: PathBuf,
         question: String,
@@ -141,7 +141,7 @@ const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci
     on Debian 13 package qemu-system-x86 of trixie-backports, \
     elsewhere your distribution's or https://www.qemu.org/download/";
 
-/// For an answer; QEMU gives it before it makes a machine.
+/// Time limit for a query; QEMU answers these before it creates a machine.
 const ANSWER: Duration = Duration::from_secs(60);
 
 fn ask(path: &Path, args: &[&str], limit: Duration) -> Result<String, ProbeError> {
@@ -184,7 +184,7 @@ mod tests {
         let error = ask(&hangs, &["--version"], Duration::from_millis(50)).unwrap_err();
         assert!(matches!(error, ProbeError::Late { .. }), "{error}");
         assert!(
-            error.to_string().contains("--version has not ended"),
+            error.to_string().contains("--version did not exit"),
             "{error}"
         );
     }

@@ -49,7 +49,10 @@ pub enum Error {
         limit: Duration,
     },
     /// So many clients wait for the monitor that one more cannot connect.
-    #[error("QEMU of VM {vm} takes no more clients at {path}: close the others, or QEMU hangs", path = path.display())]
+    #[error(
+        "the monitor of VM {vm} at {path} accepts no more clients: close the others or, if QEMU hangs, run `farside stop --force {vm}`",
+        path = path.display()
+    )]
     MonitorFull { vm: String, path: PathBuf },
     /// The monitor closed, or sent an invalid answer.
     #[error("lost the monitor of VM {vm}: {why}")]

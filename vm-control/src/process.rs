@@ -56,10 +56,13 @@ impl Process {
         Ok(same.then_some(process))
     }
 
-    /// The process that wrote its number into `file` and has it open still, as QEMU has
+    /// The process that wrote its PID into `file` and has it open still, as QEMU has
     /// (`-pidfile`). None when there is none.
     pub(crate) fn of_pid_file(file: &Path) -> io::Result<Option<Self>> {
-        let text = fs::read_to_string(file)?;
+        let text = match fs::read_to_string(file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            text => text?,
+        };
         let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else {
             return Ok(None);
         };
@@ -67,13 +70,17 @@ impl Process {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::SRCH) => return Ok(None),
             process => process?,
         };
-        // It has the file after its pidfd was made: no other process has its number.
+        // Looked at after pidfd_open: a process that has the file open is QEMU, and no
+        // later owner of its PID.
         let wanted = fs::metadata(file)?;
         let is_it = |entry: io::Result<fs::DirEntry>| {
             let open = fs::metadata(entry.ok()?.path()).ok()?;
             Some((open.dev(), open.ino()) == (wanted.dev(), wanted.ino()))
         };
-        let mut open = fs::read_dir(format!("/proc/{}/fd", process.pid()))?;
+        let mut open = match fs::read_dir(format!("/proc/{}/fd", process.pid())) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            open => open?,
+        };
         Ok(open
             .any(|entry| is_it(entry) == Some(true))
             .then_some(process))

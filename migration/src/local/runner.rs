@@ -74,8 +74,8 @@ impl LiveRunner for LocalHost {
         live::send(vm, uri)
     }
 
-    fn query_transfer(&self, vm: &str, call_off: bool) -> Result<live::Guest> {
-        live::query_transfer(vm, call_off)
+    fn query_transfer(&self, vm: &str, cancel: bool) -> Result<live::Guest> {
+        live::query_transfer(vm, cancel)
     }
 
     fn resume_here(&self, vm: &str) -> Result<()> {
