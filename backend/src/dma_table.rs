@@ -18,6 +18,9 @@ use rustix::{
     io::Errno,
 };
 
+/// What is smaller is no RAM above 4 GiB: nobody gives a VM so little there.
+const RAM_UNIT: u64 = 1 << 20;
+
 /// Most mappings of one client: what the version reply announces. Bounds
 /// memory.
 const MAX_MAPPINGS: usize = farside_vfio_user::MAX_DMA_MAPS as usize;
@@ -48,9 +51,6 @@ pub(crate) struct Mapping {
     pub(crate) backing: Option<Backing>,
     pub(crate) writable: bool,
 }
-
-/// Guest RAM comes in multiples of this.
-const RAM_UNIT: u64 = 1 << 20;
 
 impl Mapping {
     /// Whether a device can reach it.
@@ -91,7 +91,8 @@ impl Mapping {
 
     /// Whether it is as a memory BAR above 4 GiB must be: a power of two in size, and
     /// aligned to that (PCI Local Bus 3.0, 6.2.5.1), or the first part of one, which its
-    /// MSI-X table divides. A VM without RAM up there may have a BAR at its beginning.
+    /// MSI-X table divides; a first part of 1 MiB and more that is no power of two is
+    /// taken for RAM. A VM without RAM up there may have a BAR at its beginning.
     ///
     /// High RAM of such a size that is private, unlike the low RAM, is taken
     /// for a BAR: DMA to it faults.

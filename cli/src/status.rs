@@ -23,7 +23,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => running_vms()?,
     };
     let mut backends = Vec::new();
-    let (mut hang, mut denied) = (false, false);
+    let (mut unread, mut denied) = (false, false);
     for vm in &vms {
         check_name_of("VM name", vm)?;
         match backend(&paths::status_socket(vm)) {
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 log::warn!("VM {vm}: {error:#}");
                 match is_denied(&error) {
                     true => denied = true,
-                    false => hang = true,
+                    false => unread = true,
                 }
             }
         }
@@ -53,10 +53,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        print!("{}", text(&status, hang || denied));
+        print!("{}", text(&status, unread || denied));
     }
-    if hang {
-        bail!("not every backend answers");
+    if unread {
+        bail!("the status of a backend cannot be read");
     }
     if status.backends.is_empty() && status.lenders.is_empty() {
         if denied {

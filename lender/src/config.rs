@@ -303,13 +303,16 @@ impl Default for Config {
 
 fn host_name() -> String {
     let name = rustix::system::uname();
-    let whole = name.nodename().to_str().unwrap_or_default();
-    let label = whole.split('.').next().unwrap_or_default();
-    // Linux has "(none)" until somebody names the host; a whole name may be too long.
-    let usable = [whole, label, "lender"]
-        .into_iter()
-        .find(|name| check_name(name).is_ok());
-    usable.unwrap_or_default().to_owned()
+    lender_name(name.nodename().to_str().unwrap_or_default()).to_owned()
+}
+
+/// The name of a lender on the host `nodename`: Linux has "(none)" until somebody names
+/// the host, and a name with its domain may be longer than a lender's.
+fn lender_name(nodename: &str) -> &str {
+    let label = nodename.split('.').next().unwrap_or_default();
+    let usable = [nodename, label].into_iter();
+    let mut usable = usable.filter(|name| check_name(name).is_ok());
+    usable.next().unwrap_or("lender")
 }
 
 fn default_poll_us() -> u64 {
@@ -340,6 +343,19 @@ mod tests {
         match &config.device[0].source {
             Source::Model(model) => open(model).unwrap(),
             Source::Vfio(_) => unreachable!(),
+        }
+    }
+
+    #[test]
+    fn a_lender_has_its_hosts_name_where_that_is_one() {
+        let long = format!("rack1.{}", "x".repeat(50));
+        for (host, name) in [
+            ("rack1", "rack1"),
+            ("(none)", "lender"),
+            ("", "lender"),
+            (&long, "rack1"),
+        ] {
+            assert_eq!(lender_name(host), name, "{host}");
         }
     }
 

@@ -252,7 +252,7 @@ impl VmConfig {
 const DEFAULT_SPARE_PORTS: u16 = 2;
 
 fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    enough(deserialize_size(deserializer)?)
+    check_memory(deserialize_size(deserializer)?)
         .map(Some)
         .map_err(de::Error::custom)
 }
@@ -260,12 +260,12 @@ fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::
 /// Reads an amount of guest RAM, as a VM's configuration has it: `4G`, `512 MiB`.
 ///
 /// # Errors
-/// What is wrong with it.
+/// Fails if `text` is not a size, or less than a VM needs.
 pub fn parse_memory(text: &str) -> Result<u64, String> {
-    enough(parse_size(text)?)
+    check_memory(parse_size(text)?)
 }
 
-fn enough(bytes: u64) -> Result<u64, String> {
+fn check_memory(bytes: u64) -> Result<u64, String> {
     match bytes {
         MIN_MEMORY.. => Ok(bytes),
         _ => Err(format!(

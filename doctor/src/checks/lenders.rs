@@ -69,10 +69,8 @@ fn of_lender(facts: &Facts, lender: &LenderFacts) -> Finding {
                 .fix("farside --version")
                 .fix(there("farside --version"))
         }
-        Err(Refusal::NoLender(error)) => {
-            Finding::problem(CHECK, format!("{address}: {error}"), &why)
-                .fix(there("ss --listening --processes --tcp --unix"))
-        }
+        Err(Refusal::NoLender(error)) => Finding::problem(CHECK, error, &why)
+            .fix(there("ss --listening --processes --tcp --unix")),
         Err(Refusal::Other(error)) => Finding::problem(CHECK, format!("{address}: {error}"), &why)
             .fix(there("systemctl restart farside-lender.service")),
     }
@@ -123,8 +121,14 @@ mod tests {
             Level::Problem,
             "speaks version 9",
         );
-        let foreign = Err(Refusal::NoLender("is not a farside lender".into()));
-        let said = says(with("tcp:rack2:7410", foreign), Level::Problem, "not a");
+        let foreign = Err(Refusal::NoLender(
+            "tcp:rack2:7410 is not a farside lender".into(),
+        ));
+        let said = says(
+            with("tcp:rack2:7410", foreign),
+            Level::Problem,
+            "is not a farside lender",
+        );
         assert!(!said.fix.concat().contains("restart"), "{said:?}");
         let late = Err(Refusal::Other("no answer within 1.5s".into()));
         says(with("tcp:rack2:7410", late), Level::Problem, "no answer");

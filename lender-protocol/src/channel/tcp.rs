@@ -21,7 +21,7 @@ const DEAD_AFTER: Duration = Duration::from_secs(9);
 pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
     let deadline = Instant::now() + timeout;
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs()?.collect();
-    let mut failed = io::Error::new(io::ErrorKind::NotFound, "the name stands for no address");
+    let mut failed = io::Error::other("the name has no address");
     for (n, address) in addresses.iter().enumerate() {
         // One that does not answer leaves time for the others.
         let left = deadline.saturating_duration_since(Instant::now());

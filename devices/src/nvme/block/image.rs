@@ -110,17 +110,22 @@ pub struct Image {
     pub punches_holes: bool,
 }
 
+/// Whether a device is meant.
+fn is_device(path: &Path) -> bool {
+    path.starts_with("/dev") && !path.starts_with("/dev/shm")
+}
+
 /// What is not there, and where one comes from.
 fn missing(path: &Path) -> String {
-    match path.starts_with("/dev") {
-        true => "device; `lsblk` lists those there are".to_owned(),
+    match is_device(path) {
+        true => "device; `lsblk` lists the block devices of this host".to_owned(),
         false => format!("file; create one with `truncate -s 10G {}`", path.display()),
     }
 }
 
 /// How what has no blocks gets some.
 fn empty(path: &Path) -> String {
-    match path.starts_with("/dev") {
+    match is_device(path) {
         true => ": the device has no medium, or none that it can read".to_owned(),
         false => format!("; give it a size with `truncate -s 10G {}`", path.display()),
     }
