@@ -146,7 +146,8 @@ impl Host {
 
     fn start(&self, place: Place, name: &str, args: &str, ready: &str) -> Result<Service<'_>> {
         let command = format!(
-            "echo $$ >/run/{name}.pid
+            // Complete when it is there.
+            "echo $$ >/run/{name}.new; mv /run/{name}.new /run/{name}.pid
             export FARSIDE_RUNTIME_DIR={}
             exec farside {args} >/tmp/{name}.log 2>&1",
             place.0
