@@ -119,6 +119,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn membership_is_named_where_it_is_missing() {
+        for (kind, named) in [
+            (io::ErrorKind::PermissionDenied, true),
+            (io::ErrorKind::ReadOnlyFilesystem, false),
+            (io::ErrorKind::NotFound, false),
+        ] {
+            let error = GroupError::Give {
+                path: "/run/farside/x".into(),
+                group: "kvm".to_owned(),
+                source: kind.into(),
+            };
+            assert_eq!(error.to_string().contains("usermod"), named, "{error}");
+        }
+    }
+
+    #[test]
     fn an_unknown_group_is_named() {
         let error = SocketGroup::named("no-such-group").unwrap_err().to_string();
         assert!(error.contains("\"no-such-group\"") && error.contains("getent group"));

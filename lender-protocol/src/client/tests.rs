@@ -100,3 +100,22 @@ fn a_late_answer_costs_time_and_is_not_taken_for_another() {
     assert!(client.hang_up(DEADLINE));
     lender.thread.join().unwrap();
 }
+
+#[test]
+fn a_lender_that_is_not_reached_has_the_hint_that_helps() {
+    use std::io::ErrorKind;
+    for (kind, hint) in [
+        (ErrorKind::NotFound, "is `farside lend` running?"),
+        (ErrorKind::ConnectionRefused, "is `farside lend` running?"),
+        (ErrorKind::PermissionDenied, "socket-group"),
+        (ErrorKind::TimedOut, "/run/lender.sock"),
+    ] {
+        let error = CallError::Unreachable {
+            address: "/run/lender.sock".parse().unwrap(),
+            source: kind.into(),
+        };
+        let said = error.to_string();
+        assert!(said.contains(hint), "{kind}: {said}");
+        assert_eq!(said.contains('('), kind != ErrorKind::TimedOut, "{said}");
+    }
+}

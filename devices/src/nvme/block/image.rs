@@ -232,3 +232,26 @@ fn can_punch(file: &File, size: u64, block_size: u32) -> bool {
     )
     .is_ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_not_to_be_made_by_truncate() {
+        for (path, is_file) in [
+            ("/srv/disk0.img", true),
+            ("/dev/shm/disk0.img", true),
+            ("/dev/nvme9n1", false),
+        ] {
+            let path = PathBuf::from(path);
+            for error in [
+                ImageError::Missing { path: path.clone() },
+                ImageError::Empty { path },
+            ] {
+                let said = error.to_string();
+                assert_eq!(said.contains("truncate"), is_file, "{said}");
+            }
+        }
+    }
+}
