@@ -21,6 +21,8 @@ pub(crate) enum Verb {
     Demo(Demo),
     /// Run every test of the workspace, those that boot guests included
     Test(Test),
+    /// Run what depends on chance again and again, with new seeds
+    Soak(Soak),
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
     /// Compare the borrowed NVMe drive with QEMU's own, in one guest
@@ -63,6 +65,16 @@ pub(crate) struct Test {
         value_name = "ARGUMENTS"
     )]
     pub(crate) cargo_args: Vec<String>,
+}
+
+/// Runs migrations, kills, hot plug, property tests and twenty guests at once in turn, each
+/// round with a new seed, until the time is over or one fails. Prints the command that
+/// repeats a round.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Soak {
+    /// How long a round may begin, minutes.
+    #[arg(long, value_name = "MINUTES", default_value_t = 60)]
+    pub(crate) minutes: u64,
 }
 
 /// Boots VMs that play hosts, each with an emulated VT-d and Linux's VFIO, lends a
@@ -203,7 +215,7 @@ mod tests {
     fn without_a_verb_the_verbs_are_listed() {
         assert!(Args::try_parse_from(["xtask"]).unwrap().verb.is_none());
         let help = Args::command().render_help().to_string();
-        for verb in ["demo", "test", "cluster", "bench", "deb", "kernel"] {
+        for verb in ["demo", "test", "soak", "cluster", "bench", "deb", "kernel"] {
             assert!(help.contains(&format!("\n  {verb} ")), "{help}");
         }
     }

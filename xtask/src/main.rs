@@ -1,5 +1,5 @@
-//! Developer chores: `cargo xtask demo`, `test`, `cluster`, `bench`, `deb`,
-//! `kernel`, `tidy`.
+//! Developer chores: `cargo xtask demo`, `test`, `soak`, `cluster`, `bench`,
+//! `deb`, `kernel`, `tidy`.
 //!
 //! Each verb does all of its own set-up: it builds the product, and the test
 //! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
@@ -8,6 +8,7 @@
 //! - [`cluster`]: physical devices, lent in VMs that play hosts;
 //! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
 //! - [`test`]: every test, and which were not run;
+//! - [`soak`]: what depends on chance, for a given time;
 //! - [`deb`]: the Debian package;
 //! - [`kernel`]: a kernel with iommufd, for the tests that need it;
 //! - [`tidy`]: what neither rustfmt nor clippy looks at;
@@ -26,6 +27,7 @@ mod demo;
 mod interrupt;
 mod kernel;
 mod scene;
+mod soak;
 mod status;
 mod test;
 mod text;
@@ -64,6 +66,7 @@ fn run(args: Args) -> Result<ExitCode> {
         None => Args::command().print_help()?,
         Some(Verb::Demo(demo)) => return demo::run(&demo),
         Some(Verb::Test(test)) => return test::run(&test.cargo_args),
+        Some(Verb::Soak(soak)) => return soak::run(&soak),
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,

@@ -11,7 +11,7 @@ use libtest_mimic::Completion;
 use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill};
 
 /// How many, unless `FARSIDE_KILLS` says otherwise.
-const KILLS: usize = 20;
+const KILLS: usize = 4;
 
 /// The steps at which something is killed, as the journal names them.
 const STEPS: [&str; 7] = [

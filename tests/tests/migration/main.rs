@@ -1,8 +1,9 @@
 //! Cold migration with real guests, between two network namespaces.
 //!
 //! Each test has a stage of its own; when one fails, what was said on it is shown.
-//! There are 50 moves and 20 kills, of which each boots a guest: `FARSIDE_MIGRATIONS`
-//! and `FARSIDE_KILLS` say otherwise, `FARSIDE_SEED` repeats what chance has chosen.
+//! There are six moves and four kills, of which each boots a guest, unless
+//! `FARSIDE_MIGRATIONS` and `FARSIDE_KILLS` say otherwise; `cargo xtask soak` has 50 and
+//! 20. `FARSIDE_SEED` repeats what chance has chosen.
 
 mod attacks;
 mod kills;

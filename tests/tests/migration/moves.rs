@@ -12,7 +12,7 @@ use libtest_mimic::Completion;
 use crate::stage::{Chain, Ledger, Stage, VM};
 
 /// How many, unless `FARSIDE_MIGRATIONS` says otherwise. Each boots a guest.
-const MIGRATIONS: usize = 50;
+const MIGRATIONS: usize = 6;
 
 /// How long migrations took.
 #[derive(Default)]
