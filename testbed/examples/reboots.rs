@@ -39,8 +39,15 @@ fn main() -> Result<()> {
             });
         }
         let guests = [(); 2].map(|()| scope.spawn(|| reboot_in_turns(&testbed, &append, &left)));
+        let mut told = 0;
         while !guests.iter().all(thread::ScopedJoinHandle::is_finished) {
-            task.set((reboots - left.load(Ordering::Relaxed)) as u64);
+            let begun = reboots - left.load(Ordering::Relaxed);
+            task.set(begun as u64);
+            // A log shows no bar.
+            if begun / 10 > told {
+                told = begun / 10;
+                eprintln!("{begun} of {reboots} begun");
+            }
             thread::sleep(Duration::from_secs(1));
         }
         done.store(true, Ordering::Relaxed);

@@ -68,8 +68,8 @@ pub(crate) struct Test {
 }
 
 /// Runs migrations, kills, hot plug, property tests and twenty guests at once in turn, each
-/// round with a new seed, until the time is over or one fails. Prints the command that
-/// repeats a round.
+/// round with a new seed where chance decides, until the time is over or one fails. Prints
+/// the command that repeats a round.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Soak {
     /// How long a round may begin, minutes.
