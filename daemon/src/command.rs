@@ -10,6 +10,7 @@ use std::{
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
     process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
 
@@ -63,11 +64,24 @@ fn read_until_end(child: &mut Child, deadline: Instant) -> Option<[Vec<u8>; 2]> 
         stdout.recv_timeout(left()).ok()?,
         stderr.recv_timeout(left()).ok()?,
     ];
-    let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).ok()?;
-    let limit = Timespec::try_from(left()).ok()?;
-    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-    let ended = poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready != 0);
-    ended.then_some(written)
+    ends_by(child, deadline).ok()?.then_some(written)
+}
+
+/// Waits until `child`, which nobody has waited for yet, has ended. Returns whether that
+/// came by `deadline`.
+///
+/// # Errors
+/// If the process has no descriptor left for it.
+pub fn ends_by(child: &Child, deadline: Instant) -> io::Result<bool> {
+    let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let limit = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)) {
+            Err(Errno::INTR) => {}
+            ready => return Ok(ready? != 0),
+        }
+    }
 }
 
 fn reader(stream: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
@@ -107,6 +121,16 @@ mod tests {
             assert!(matches!(error, OutputError::Late(_)), "{script}: {error}");
         }
         assert!(began.elapsed() < Duration::from_secs(500));
+    }
+
+    #[test]
+    fn the_end_of_a_child_is_waited_for() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let input = child.stdin.take();
+        assert!(!ends_by(&child, Instant::now() + Duration::from_millis(50)).unwrap());
+        drop(input);
+        assert!(ends_by(&child, Instant::now() + Duration::from_secs(60)).unwrap());
+        assert!(child.wait().unwrap().success());
     }
 
     #[test]

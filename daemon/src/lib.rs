@@ -14,7 +14,7 @@
 //!   (`sd_notify(3)`). Without a service manager they do nothing.
 //! - [`RateLimit`], [`StateLog`]: log lines that peers cause at a rate they choose.
 //! - [`Wakeup`]: wakes a thread that polls.
-//! - [`output_within`]: runs a program with a deadline.
+//! - [`output_within`], [`ends_by`]: run a program, or wait for one, with a deadline.
 //! - [`raise_open_files`]: the limit of open files.
 //!
 //! Protocols are in other crates: this one depends on none of ours.
@@ -36,7 +36,7 @@ mod readiness;
 mod wakeup;
 
 pub use activation::{Activated, ActivationError, Endpoint, Kind};
-pub use command::{OutputError, output_within};
+pub use command::{OutputError, ends_by, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use listener::{ListenError, OwnedListener};
 pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
