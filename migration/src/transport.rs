@@ -10,6 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::ends_by;
+
 use crate::{
     Error, ErrorKind, Hello, Peer, Reply, Request, Result,
     wire::{receive, send},
@@ -29,9 +31,6 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Longest line of it that is kept, characters.
 const MAX_WORDS: usize = 300;
-
-/// Pause between two checks whether it has exited.
-const CHECK_AGAIN: Duration = Duration::from_millis(20);
 
 /// A remote shell: the words before the host's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -164,7 +163,7 @@ impl Call {
             None => String::new(),
         };
         Error::lost(format!(
-            "the agent there has ended, or was never started{said}: is the same farside installed there, and does the remote shell let you in?"
+            "the agent there has ended, or was never started{said}: is the same farside installed there, and does the remote shell work (`ssh HOST true`)?"
         ))
     }
 
@@ -185,15 +184,10 @@ impl Drop for Call {
     fn drop(&mut self) {
         // The agent exits at the end of its input.
         self.input = None;
-        let deadline = Instant::now() + END;
-        while Instant::now() < deadline {
-            match self.child.try_wait() {
-                Ok(None) => std::thread::sleep(CHECK_AGAIN),
-                _ => return,
-            }
+        if !ends_by(&self.child, Instant::now() + END).unwrap_or(false) {
+            // Fails only if it has exited.
+            let _ = self.child.kill();
         }
-        // Both fail only if it has exited.
-        let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
