@@ -25,7 +25,7 @@ use farside_pci::Bdf;
 
 use crate::{
     admin::AdminServer,
-    folder::Folder,
+    directory::Directory,
     lookup::{Lookup, check_device},
     served::Served,
     sockets::Sockets,
@@ -40,9 +40,9 @@ const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Config {
     /// The VM's name.
     pub vm: String,
-    /// The folder of its sockets, which no other backend may use;
+    /// The directory of its sockets, which no other backend may use;
     /// [`farside_daemon::paths::vm_dir`] by custom. Made if it is not there.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// Device ids. There may be none: devices can be attached later.
     pub devices: Vec<String>,
     /// The lenders to look for them at, in this order.
@@ -103,9 +103,9 @@ pub enum StartError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Another backend serves the VM.
-    #[error("VM {vm} has a backend already ({folder} is locked): stop it, or choose another --vm", folder = folder.display())]
-    Running { vm: String, folder: PathBuf },
-    /// A socket or folder cannot be made.
+    #[error("VM {vm} has a backend already ({directory} is locked): stop it, or choose another --vm", directory = directory.display())]
+    Running { vm: String, directory: PathBuf },
+    /// A socket or directory cannot be made.
     #[error("cannot make or use {path}", path = path.display())]
     Path { path: PathBuf, source: io::Error },
     /// A socket cannot be made.
@@ -134,7 +134,7 @@ pub struct Backend {
     vm: String,
     /// Given back after the devices.
     _ntb: Option<HostEndpoint>,
-    _folder: Folder,
+    _directory: Directory,
 }
 
 impl Backend {
@@ -155,8 +155,8 @@ impl Backend {
         if let Some(ntb) = &ntb {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
-        let folder = Folder::hold(&config.vm, &config.folder)?;
-        let made = Sockets::new(&config.folder, group, activated);
+        let directory = Directory::hold(&config.vm, &config.directory)?;
+        let made = Sockets::new(&config.directory, group, activated);
         let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
         let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut found = Vec::new();
@@ -183,7 +183,7 @@ impl Backend {
             served,
             vm: config.vm.clone(),
             _ntb: ntb,
-            _folder: folder,
+            _directory: directory,
         })
     }
 

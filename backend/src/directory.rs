@@ -1,4 +1,4 @@
-//! The folder of a VM's sockets, which belongs to one backend at a time.
+//! The directory of a VM's sockets, which belongs to one backend at a time.
 
 use std::{
     fs::{File, TryLockError},
@@ -11,21 +11,21 @@ use farside_daemon::paths;
 
 use crate::StartError;
 
-/// The VM's folder, held by a lock on a file in it. Dropped, the file goes, and
-/// the folder if nothing else is in it.
+/// The VM's directory, held by a lock on a file in it. Dropped, the file goes, and
+/// the directory if nothing else is in it.
 #[derive(Debug)]
-pub(crate) struct Folder {
+pub(crate) struct Directory {
     path: PathBuf,
     lock: PathBuf,
     _file: File,
 }
 
-impl Folder {
-    /// Makes the folder, and makes it ours.
-    pub(crate) fn hold(vm: &str, folder: &Path) -> Result<Self, StartError> {
-        let lock = folder.join("lock");
+impl Directory {
+    /// Makes the directory, and makes it ours.
+    pub(crate) fn hold(vm: &str, directory: &Path) -> Result<Self, StartError> {
+        let lock = directory.join("lock");
         loop {
-            paths::create_directory(folder).map_err(at(folder))?;
+            paths::create_directory(directory).map_err(at(directory))?;
             let file = match File::create(&lock) {
                 // Its last owner has just removed it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -36,7 +36,7 @@ impl Folder {
                 Err(TryLockError::WouldBlock) => {
                     return Err(StartError::Running {
                         vm: vm.to_owned(),
-                        folder: folder.to_owned(),
+                        directory: directory.to_owned(),
                     });
                 }
                 Err(TryLockError::Error(error)) => return Err(at(&lock)(error)),
@@ -45,7 +45,7 @@ impl Folder {
             // and our locking it.
             if is_at(&file, &lock).map_err(at(&lock))? {
                 return Ok(Self {
-                    path: folder.to_owned(),
+                    path: directory.to_owned(),
                     lock,
                     _file: file,
                 });
@@ -54,7 +54,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for Directory {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_file(&self.lock) {
             log::warn!("cannot remove {}: {error}", self.lock.display());
@@ -86,8 +86,8 @@ mod tests {
     fn one_holds_it_and_leaves_nothing() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Folder::hold("web1", &path).unwrap();
-        let second = Folder::hold("web1", &path).unwrap_err();
+        let held = Directory::hold("web1", &path).unwrap();
+        let second = Directory::hold("web1", &path).unwrap_err();
         assert!(matches!(second, StartError::Running { .. }), "{second}");
         drop(held);
         assert!(!path.exists());
@@ -97,11 +97,11 @@ mod tests {
     fn what_others_have_in_it_stays() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Folder::hold("web1", &path).unwrap();
+        let held = Directory::hold("web1", &path).unwrap();
         File::create(path.join("qmp")).unwrap();
         drop(held);
         let left: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
         assert_eq!(left.len(), 1);
-        drop(Folder::hold("web1", &path).unwrap());
+        drop(Directory::hold("web1", &path).unwrap());
     }
 }

@@ -6,7 +6,7 @@
 //! - `dma_table`: what the client said of guest memory.
 //! - `borrow`: the state machine of a borrow, and the thread that does its work.
 //! - `device`: one device: requests in, answers out.
-//! - `folder`, `sockets`: where all that is found.
+//! - `directory`, `sockets`: where all that is found.
 //! - `lookup`, `served`: devices are looked up, and come and go.
 //! - `server`, `status`, `admin`, [`Backend`]: all of it on one event loop.
 
@@ -16,8 +16,8 @@ mod admin;
 mod backend;
 mod borrow;
 mod device;
+mod directory;
 mod dma_table;
-mod folder;
 mod lookup;
 mod served;
 mod server;

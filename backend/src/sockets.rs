@@ -8,8 +8,8 @@ use farside_vfio_user::Listener;
 
 use crate::StartError;
 
-/// Folders above a VM's own that members of a socket group have to pass: `vm`,
-/// and the runtime folder.
+/// Directories above a VM's own that members of a socket group have to pass: `vm`,
+/// and the runtime directory.
 const PARENTS: usize = 2;
 
 /// Connections that may wait to be accepted.
@@ -18,16 +18,16 @@ const BACKLOG: i32 = 32;
 /// Where the VM's sockets come from.
 #[derive(Debug)]
 pub(crate) struct Sockets {
-    folder: PathBuf,
+    directory: PathBuf,
     group: Option<SocketGroup>,
     activated: Activated,
 }
 
 impl Sockets {
-    /// `folder` is the VM's, which the caller holds.
-    pub(crate) fn new(folder: &Path, group: Option<SocketGroup>, activated: Activated) -> Self {
+    /// `directory` is the VM's, which the caller holds.
+    pub(crate) fn new(directory: &Path, group: Option<SocketGroup>, activated: Activated) -> Self {
         Self {
-            folder: folder.to_owned(),
+            directory: directory.to_owned(),
             group,
             activated,
         }
@@ -35,15 +35,15 @@ impl Sockets {
 
     /// The socket at which QEMU finds a device.
     pub(crate) fn device(&mut self, device: &str) -> Result<Listener, StartError> {
-        let path = self.folder.join(paths::device_socket_name(device));
+        let path = self.directory.join(paths::device_socket_name(device));
         if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
             return Ok(socket.into());
         }
         let listener = Listener::bind(&path)?;
         if let Some(group) = &self.group {
             // Not before: where the service manager made the sockets, it has seen
-            // to the folder too, and this user need not be a member.
-            group.admit_into(&self.folder, PARENTS)?;
+            // to the directory too, and this user need not be a member.
+            group.admit_into(&self.directory, PARENTS)?;
             group.admit(&path)?;
         }
         Ok(listener)
@@ -60,7 +60,7 @@ impl Sockets {
     }
 
     fn own(&mut self, name: &str) -> Result<OwnedListener, StartError> {
-        let path = self.folder.join(name);
+        let path = self.directory.join(name);
         if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
             return Ok(socket);
         }

@@ -94,9 +94,9 @@ pub(crate) enum Verb {
     },
     /// Write man pages
     Man {
-        /// Folder to write them to; made if missing.
+        /// Directory to write them to; made if missing.
         #[arg(default_value = "man")]
-        folder: PathBuf,
+        directory: PathBuf,
     },
 }
 
@@ -111,7 +111,7 @@ pub(crate) struct Lend {
     #[arg(long)]
     pub(crate) name: Option<String>,
     /// Where backends of this host connect [default: lender.sock in the runtime
-    /// folder].
+    /// directory].
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
     /// Where backends of other hosts connect: tcp:HOST:PORT; may be given more

@@ -40,8 +40,8 @@ enum What {
     Report {
         /// The results.
         results: PathBuf,
-        /// Folder to write to; made if missing.
-        #[arg(long, value_name = "FOLDER")]
+        /// Directory to write to; made if missing.
+        #[arg(long, value_name = "DIRECTORY")]
         out: PathBuf,
     },
     /// Say what changed between two files of results

@@ -207,9 +207,9 @@ fn replace(file: &Path, text: &str) -> anyhow::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     // A link stays one.
     let file = fs::canonicalize(file)?;
-    let folder = file.parent().context("it has no folder")?;
+    let directory = file.parent().context("it has no directory")?;
     let was = fs::metadata(&file)?;
-    let mut new = tempfile::NamedTempFile::new_in(folder)?;
+    let mut new = tempfile::NamedTempFile::new_in(directory)?;
     new.write_all(text.as_bytes())?;
     new.as_file().set_permissions(was.permissions())?;
     fchown(new.as_file(), Some(was.uid()), Some(was.gid()))?;

@@ -79,10 +79,10 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
             );
             Ok(())
         }
-        Verb::Man { folder } => {
-            std::fs::create_dir_all(&folder)?;
-            clap_mangen::generate_to(Args::command(), &folder)?;
-            println!("man pages written to {}", folder.display());
+        Verb::Man { directory } => {
+            std::fs::create_dir_all(&directory)?;
+            clap_mangen::generate_to(Args::command(), &directory)?;
+            println!("man pages written to {}", directory.display());
             Ok(())
         }
     }

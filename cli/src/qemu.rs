@@ -72,8 +72,9 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         }
     }
     // For the monitor, where no backend has made it.
-    let folder = paths::vm_dir(&name);
-    paths::create_directory(&folder).with_context(|| format!("cannot use {}", folder.display()))?;
+    let directory = paths::vm_dir(&name);
+    paths::create_directory(&directory)
+        .with_context(|| format!("cannot use {}", directory.display()))?;
     farside_vm_control::keep_monitor_private();
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))

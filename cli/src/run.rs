@@ -8,12 +8,12 @@ use farside_vm_control::{RunState, StartOptions, StopOptions, VmState};
 use crate::waiting::Waiting;
 
 /// Starts a VM in the background from its description: its backend, then QEMU,
-/// or libvirt's domain of that name. Their logs are in the VM's state folder.
+/// or libvirt's domain of that name. Their logs are in the VM's state directory.
 /// When one does not start, nothing stays behind.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Start {
     /// Name of the VM; its description is vm/NAME.toml in the configuration
-    /// folder.
+    /// directory.
     #[arg(value_name = "VM")]
     vm: String,
     /// How long backend and QEMU may take to start, each, seconds.

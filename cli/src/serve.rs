@@ -61,7 +61,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     signals::raise_on_signal(&stop, |signal| log::info!("{signal} received"))
         .context("cannot wait for signals")?;
     let config = Config {
-        folder: paths::vm_dir(&vm),
+        directory: paths::vm_dir(&vm),
         fences: Some(farside_vm_config::places::fences(&vm)),
         vm,
         devices: file.device_ids(),

@@ -120,12 +120,12 @@ fn lender(address: &Address) -> anyhow::Result<LenderReport> {
 }
 
 fn running_vms() -> anyhow::Result<Vec<String>> {
-    let folder = paths::runtime_dir().join("vm");
-    let entries = match std::fs::read_dir(&folder) {
+    let directory = paths::runtime_dir().join("vm");
+    let entries = match std::fs::read_dir(&directory) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => {
-            return Err(error).with_context(|| format!("cannot read {}", folder.display()));
+            return Err(error).with_context(|| format!("cannot read {}", directory.display()));
         }
     };
     let mut vms = Vec::new();

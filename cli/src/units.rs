@@ -24,8 +24,8 @@ pub(crate) struct Units {
     /// VMs [default: all that have a description].
     #[arg(value_name = "VM")]
     vms: Vec<String>,
-    /// Write the drop-ins below this folder instead of printing them.
-    #[arg(long, value_name = "FOLDER")]
+    /// Write the drop-ins below this directory instead of printing them.
+    #[arg(long, value_name = "DIRECTORY")]
     to: Option<PathBuf>,
 }
 
@@ -54,13 +54,13 @@ pub(crate) fn run(args: &Units) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names of the VMs that are described in `folder`.
-fn described(folder: &Path) -> anyhow::Result<Vec<String>> {
-    let entries = match fs::read_dir(folder) {
+/// The names of the VMs that are described in `directory`.
+fn described(directory: &Path) -> anyhow::Result<Vec<String>> {
+    let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => {
-            return Err(error).with_context(|| format!("cannot read {}", folder.display()));
+            return Err(error).with_context(|| format!("cannot read {}", directory.display()));
         }
     };
     let mut vms = Vec::new();
@@ -100,10 +100,12 @@ fn drop_in(vm: &str) -> anyhow::Result<String> {
 
 /// A path as a value in a unit.
 fn escaped(path: &Path) -> anyhow::Result<String> {
-    let text = path.to_str().context("the runtime folder is not UTF-8")?;
+    let text = path
+        .to_str()
+        .context("the runtime directory is not UTF-8")?;
     ensure!(
         path.is_absolute() && !text.contains(['\n', '\\', '"']),
-        "the runtime folder of {text:?} cannot be written in a unit: name another in FARSIDE_RUNTIME_DIR"
+        "the runtime directory of {text:?} cannot be written in a unit: name another in FARSIDE_RUNTIME_DIR"
     );
     Ok(text.replace('%', "%%"))
 }
@@ -115,8 +117,8 @@ fn put(vm: &str, text: &str, to: Option<&Path>) -> anyhow::Result<()> {
         return Ok(());
     };
     let path = to.join(name);
-    let folder = path.parent().unwrap_or(to);
-    fs::create_dir_all(folder)
+    let directory = path.parent().unwrap_or(to);
+    fs::create_dir_all(directory)
         .and_then(|()| fs::write(&path, text))
         .with_context(|| format!("cannot write {}", path.display()))
 }

@@ -12,7 +12,7 @@ use crate::values::{AccelArg, HugePagesArg, MachineArg};
 #[derive(Debug, ClapArgs)]
 pub(crate) struct VmFlags {
     /// Name of the VM. When this host has a description of it (vm/NAME.toml in
-    /// the configuration folder), that is used.
+    /// the configuration directory), that is used.
     #[arg(long, value_name = "NAME")]
     pub(crate) vm: Option<String>,
     /// The VM's description (TOML); flags go before it.

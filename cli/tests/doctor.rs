@@ -1,4 +1,4 @@
-//! `farside doctor` on hosts that are folders: what it finds, what it says to
+//! `farside doctor` on hosts that are directories: what it finds, what it says to
 //! type, and that typing it helps.
 
 use std::{
@@ -20,22 +20,22 @@ const PATIENCE: [&str; 2] = ["--timeout", "120"];
 
 /// A host, with QEMU as good as none needs to be to be asked.
 struct Host {
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Host {
     fn new() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         for name in ["run", "etc/vm", "var", "bin"] {
-            fs::create_dir_all(folder.path().join(name)).expect("a folder");
+            fs::create_dir_all(directory.path().join(name)).expect("a directory");
         }
-        let host = Self { folder };
+        let host = Self { directory };
         host.qemu("echo 'QEMU emulator version 11.1.3'; echo 'name \"vfio-user-pci\", bus PCI'");
         host
     }
 
     fn path(&self, path: &str) -> PathBuf {
-        self.folder.path().join(path)
+        self.directory.path().join(path)
     }
 
     /// A program with the name of QEMU.
@@ -111,9 +111,9 @@ fn one<'a>(findings: &'a [Value], check: &str, level: &str, word: &str) -> &'a V
 #[test]
 fn a_stale_socket_is_gone_when_the_command_is_typed() {
     let host = Host::new();
-    let folder = host.path("run/vm/web1");
-    fs::create_dir_all(&folder).expect("a folder");
-    let socket = folder.join("disk0.sock");
+    let directory = host.path("run/vm/web1");
+    fs::create_dir_all(&directory).expect("a directory");
+    let socket = directory.join("disk0.sock");
     let listener = UnixListener::bind(&socket).expect("a socket");
     one(&host.findings(&[]), "sockets", "ok", "1 in use");
     drop(listener);

@@ -134,14 +134,15 @@ fn a_lenders_configuration_and_every_adapter_can_be_asked_about() {
 
 #[test]
 fn a_running_lender_can_be_asked_about_its_adapter() {
-    let folder = std::env::temp_dir().join(format!("farside-plan-lender-{}", std::process::id()));
+    let directory =
+        std::env::temp_dir().join(format!("farside-plan-lender-{}", std::process::id()));
     let fabric = farside_fabric::NtbLimits {
         bar_size: 256 << 20,
         ..Default::default()
     };
     let lender = farside_lender::Lender::start(farside_lender::config::Config {
         name: "rack1".into(),
-        socket: folder.join("lender.sock"),
+        socket: directory.join("lender.sock"),
         fabric,
         device: vec![farside_lender::config::DeviceConfig {
             id: "dma0".into(),
@@ -152,7 +153,7 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
     .expect("a lender starts");
     let stop = lender.stop_handle();
     let running = std::thread::spawn(move || lender.run());
-    let address = folder.join("lender.sock").display().to_string();
+    let address = directory.join("lender.sock").display().to_string();
     fails(
         &["--guest", "1G", "--lender", &address],
         &["bar-size = 256 MiB", "raise bar-size to 1 GiB"],
@@ -160,7 +161,7 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
     fits(&["--guest", "64M", "--lender", &address], &["lender rack1"]);
     stop.raise();
     running.join().expect("no panic").expect("a clean end");
-    std::fs::remove_dir_all(&folder).expect("removed");
+    std::fs::remove_dir_all(&directory).expect("removed");
 }
 
 #[test]

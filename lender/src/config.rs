@@ -37,7 +37,7 @@ pub struct Config {
     /// The lender's name in messages. Default: the host name.
     #[serde(default = "host_name")]
     pub name: String,
-    /// Where backends of this host connect. Default: `lender.sock` in the runtime folder.
+    /// Where backends of this host connect. Default: `lender.sock` in the runtime directory.
     #[serde(default = "farside_daemon::paths::lender_socket")]
     pub socket: PathBuf,
     /// Where backends of other hosts connect: `tcp:HOST:PORT`.
@@ -57,7 +57,7 @@ pub struct Config {
     pub fabric: NtbLimits,
     /// The file in which it remembers what must outlive it: which VMs moved
     /// to another host. Without one it hands nothing over. `farside lend` has
-    /// `lender-NAME.json` in the state folder.
+    /// `lender-NAME.json` in the state directory.
     #[serde(default)]
     pub state: Option<PathBuf>,
     /// The devices.

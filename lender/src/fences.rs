@@ -237,14 +237,14 @@ mod tests {
     }
 
     fn book() -> (tempfile::TempDir, FenceBook) {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("lender.json");
-        (folder, FenceBook::load(Some(file)).unwrap())
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("lender.json");
+        (directory, FenceBook::load(Some(file)).unwrap())
     }
 
     #[test]
     fn handovers_of_one_vm_are_one_line_of_succession() {
-        let (_folder, mut book) = book();
+        let (_directory, mut book) = book();
         let first = claim("a", "m1", None);
         assert_eq!(book.asked_before(&first).unwrap(), None);
         book.hand_over(&first, Epoch(5)).unwrap();
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
-        let (_folder, mut book) = book();
+        let (_directory, mut book) = book();
         book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
         let others = book.check("disk0", "b", None).unwrap_err();
         assert_eq!(others.kind, ErrorKind::Busy);
@@ -283,9 +283,9 @@ mod tests {
 
     #[test]
     fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
-        let (folder, mut book) = book();
+        let (directory, mut book) = book();
         book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
-        let file = folder.path().join("lender.json");
+        let file = directory.path().join("lender.json");
         let again = FenceBook::load(Some(file.clone())).unwrap();
         assert_eq!(again.of("disk0"), book.of("disk0"));
         assert_eq!(again.largest("disk0"), Epoch(5));
@@ -315,9 +315,9 @@ mod tests {
 
     #[test]
     fn a_handover_that_cannot_be_written_down_has_not_happened() {
-        let folder = tempfile::tempdir().unwrap();
-        // A folder is in the file's place.
-        let file = folder.path().join("lender.json");
+        let directory = tempfile::tempdir().unwrap();
+        // A directory is in the file's place.
+        let file = directory.path().join("lender.json");
         std::fs::create_dir_all(file.join("x")).unwrap();
         let mut book = FenceBook {
             file: Some(file),

@@ -122,9 +122,9 @@ fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, Start
     if let Some(socket) = activated.take_path(path, Kind::SeqPacket)? {
         return Ok(socket.into());
     }
-    if let Some(folder) = path.parent() {
-        paths::create_directory(folder).map_err(|source| StartError::Folder {
-            path: folder.to_owned(),
+    if let Some(directory) = path.parent() {
+        paths::create_directory(directory).map_err(|source| StartError::Directory {
+            path: directory.to_owned(),
             source,
         })?;
     }

@@ -57,13 +57,13 @@ pub enum StartError {
     /// The kernel has no VFIO.
     #[error(transparent)]
     Vfio(farside_vfio::VfioError),
-    /// The socket's folder cannot be made.
+    /// The socket's directory cannot be made.
     #[error(
         "cannot use directory {path} for the socket that backends of this host connect to: name another with --socket, or `socket` in lender.toml",
         path = path.display()
     )]
-    Folder {
-        /// The folder.
+    Directory {
+        /// The directory.
         path: std::path::PathBuf,
         /// What making it said.
         source: io::Error,

@@ -64,7 +64,7 @@ fn finish(session: Session) -> Report {
 /// The drive's image, and a host that lends it.
 fn host_with_image() -> (Host, std::path::PathBuf) {
     let host = Host::with_disk();
-    let image = host.folder(&format!("{DISK}.img"));
+    let image = host.directory(&format!("{DISK}.img"));
     assert_eq!(std::fs::metadata(&image).unwrap().len(), host::DISK_SIZE);
     (host, image)
 }

@@ -44,7 +44,7 @@ const DISCONNECT: Duration = Duration::from_secs(2);
 /// How often to look whether they are closed: the backend reports no event for it.
 const DISCONNECT_STEP: Duration = Duration::from_millis(10);
 
-/// The file in the VM's directory that a backend locks (`backend/src/folder.rs`).
+/// The file in the VM's directory that a backend locks (`backend/src/directory.rs`).
 const LOCK: &str = "lock";
 
 /// Longest answer, bytes.
@@ -229,11 +229,11 @@ impl Backend {
     /// waits until it answers.
     pub(crate) fn spawn(vm: &str, args: &[OsString], limit: Duration) -> Result<Self, Error> {
         let deadline = Instant::now() + limit;
-        let folder = paths::vm_dir(vm);
-        paths::create_directory(&folder)
-            .map_err(Error::system(format!("cannot use {}", folder.display())))?;
+        let directory = paths::vm_dir(vm);
+        paths::create_directory(&directory)
+            .map_err(Error::system(format!("cannot use {}", directory.display())))?;
         let log = Log::open(vm, "backend.log")?;
-        let mut watch = Watch::new(&folder)?;
+        let mut watch = Watch::new(&directory)?;
         let process = log.spawn(
             Command::new(places::farside())
                 .args(["serve", "--vm", vm])
@@ -254,7 +254,7 @@ impl Backend {
             Waited::Answered(backend) => Ok(backend),
             Waited::Ended => {
                 // One that was refused has not used it; else it is not empty, or gone.
-                let _ = fs::remove_dir(&folder);
+                let _ = fs::remove_dir(&directory);
                 Err(failed(log.last_words()))
             }
             Waited::Late => {

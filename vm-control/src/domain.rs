@@ -46,7 +46,7 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
 /// are back at their lenders. That there is none is no error.
 pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
     check(vm)?;
-    // Before the backend, which takes the folder away when it is empty.
+    // Before the backend, which takes the directory away when it is empty.
     weigh_anchor(vm)?;
     Backend::end(vm, false)
 }

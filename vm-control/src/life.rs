@@ -364,7 +364,7 @@ fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
     }
 }
 
-/// The VM's description, for one whose name may be that of a folder.
+/// The VM's description, for one whose name may be that of a directory.
 pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
     check_name_of("VM name", vm)?;
     Ok(VmConfig::of_vm(vm)?)

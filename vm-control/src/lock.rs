@@ -16,10 +16,10 @@ pub(crate) struct Lock(#[allow(dead_code, reason = "held, not used")] File);
 
 impl Lock {
     pub(crate) fn take(vm: &str) -> Result<Self, Error> {
-        let folder = places::vm_state(vm);
-        let path = folder.join("command.lock");
+        let directory = places::vm_state(vm);
+        let path = directory.join("command.lock");
         let at = || Error::system(format!("cannot lock VM {vm} by {}", path.display()));
-        fs::create_dir_all(&folder).map_err(at())?;
+        fs::create_dir_all(&directory).map_err(at())?;
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)

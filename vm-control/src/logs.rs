@@ -26,11 +26,11 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Opens `name` in the VM's state folder.
+    /// Opens `name` in the VM's state directory.
     pub(crate) fn open(vm: &str, name: &str) -> Result<Self, Error> {
-        let folder = places::vm_state(vm);
-        let path = folder.join(name);
-        let opened = fs::create_dir_all(&folder).and_then(|()| {
+        let directory = places::vm_state(vm);
+        let path = directory.join(name);
+        let opened = fs::create_dir_all(&directory).and_then(|()| {
             let file = OpenOptions::new().append(true).create(true).open(&path)?;
             let start = file.metadata()?.len();
             Ok((file, start))

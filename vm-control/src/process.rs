@@ -191,8 +191,8 @@ mod tests {
 
     #[test]
     fn the_holder_of_a_lock_is_found() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("lock");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lock");
         assert!(Process::of_lock(&path).unwrap().is_none());
         let file = fs::File::create(&path).unwrap();
         assert!(Process::of_lock(&path).unwrap().is_none());

@@ -50,9 +50,9 @@ pub(crate) fn start(
         source,
     };
     let mut command_line = vm.command_line(&program).map_err(described)?;
-    let folder = paths::vm_dir(name);
-    paths::create_directory(&folder)
-        .map_err(Error::system(format!("cannot use {}", folder.display())))?;
+    let directory = paths::vm_dir(name);
+    paths::create_directory(&directory)
+        .map_err(Error::system(format!("cannot use {}", directory.display())))?;
     let pid_file = pid_file(name);
     let pid_text = pid_file.display().to_string();
     command_line.args.extend(["-pidfile".to_owned(), pid_text]);
@@ -65,7 +65,7 @@ pub(crate) fn start(
     // What a QEMU that was killed has left.
     let _ = fs::remove_file(paths::monitor_socket(name));
     let log = Log::open(name, "qemu.log")?;
-    let mut watch = Watch::new(&folder)?;
+    let mut watch = Watch::new(&directory)?;
     keep_monitor_private();
     let process = log.spawn(&mut command_line.to_command())?;
     let failed = |why| Error::Failed {
@@ -93,7 +93,7 @@ pub(crate) fn start(
 
 /// Has QEMU, when it is started next, make its monitor for this user alone. QEMU
 /// knows no mode for a socket but what the umask leaves, and whoever may write to it
-/// may connect; a `socket-group` can pass through the VM's folder.
+/// may connect; a `socket-group` can pass through the VM's directory.
 pub fn keep_monitor_private() {
     let others_write = Mode::WGRP | Mode::WOTH;
     let before = umask(Mode::RWXG | Mode::RWXO);

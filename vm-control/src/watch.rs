@@ -23,7 +23,7 @@ use crate::{
 /// event: so much later it is tried once more.
 const LISTENS_AFTER: Duration = Duration::from_millis(100);
 
-/// Watches a folder in which a socket is to appear.
+/// Watches a directory in which a socket is to appear.
 pub(crate) struct Watch(File);
 
 /// How a wait ended.
@@ -38,23 +38,23 @@ pub(crate) enum Waited<T> {
 
 impl Watch {
     /// To be made before the process is started.
-    pub(crate) fn new(folder: &Path) -> Result<Self, Error> {
+    pub(crate) fn new(directory: &Path) -> Result<Self, Error> {
         let watch = || -> Result<OwnedFd, Errno> {
             let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
             let watch = inotify::init(flags)?;
-            inotify::add_watch(&watch, folder, inotify::WatchFlags::CREATE)?;
+            inotify::add_watch(&watch, directory, inotify::WatchFlags::CREATE)?;
             Ok(watch)
         };
         match watch() {
             Ok(watch) => Ok(Self(watch.into())),
             Err(errno) => Err(Error::System {
-                what: format!("cannot watch {}", folder.display()),
+                what: format!("cannot watch {}", directory.display()),
                 source: errno.into(),
             }),
         }
     }
 
-    /// Tries until something answers, whenever the folder changes.
+    /// Tries until something answers, whenever the directory changes.
     pub(crate) fn wait<T>(
         &mut self,
         process: &Process,

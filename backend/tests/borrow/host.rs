@@ -1,4 +1,4 @@
-//! A lender and backends, each on a thread, on sockets in a temporary folder.
+//! A lender and backends, each on a thread, on sockets in a temporary directory.
 //! The tests of the scripted VMM use this file as well.
 
 use std::{
@@ -84,7 +84,7 @@ impl Host {
         self.lender_socket().into()
     }
 
-    pub fn folder(&self, vm: &str) -> PathBuf {
+    pub fn directory(&self, vm: &str) -> PathBuf {
         self.dir.path().join(vm)
     }
 
@@ -125,7 +125,7 @@ impl Host {
     pub fn config(&self, vm: &str, devices: &[&str]) -> Config {
         Config {
             vm: vm.into(),
-            folder: self.folder(vm),
+            directory: self.directory(vm),
             devices: devices.iter().map(|&id| id.to_owned()).collect(),
             lenders: vec![self.lender()],
             ram: Vec::new(),
@@ -170,7 +170,7 @@ pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
 
 /// A running backend.
 pub struct Served {
-    folder: PathBuf,
+    directory: PathBuf,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
 }
@@ -182,7 +182,7 @@ impl Served {
         let raised = stop.clone();
         let thread = std::thread::spawn(move || backend.run(raised).unwrap());
         Self {
-            folder: config.folder,
+            directory: config.directory,
             stop,
             thread: Some(thread),
         }
@@ -199,7 +199,7 @@ impl Served {
     }
 
     pub fn socket(&self, device: &str) -> PathBuf {
-        self.folder.join(format!("{device}.sock"))
+        self.directory.join(format!("{device}.sock"))
     }
 
     /// The backend's word on its first device.
@@ -208,7 +208,7 @@ impl Served {
     }
 
     pub fn full_status(&self) -> BackendReport {
-        let mut socket = UnixStream::connect(self.folder.join("status")).unwrap();
+        let mut socket = UnixStream::connect(self.directory.join("status")).unwrap();
         socket.set_read_timeout(Some(DEADLINE)).unwrap();
         let mut report = Vec::new();
         socket.read_to_end(&mut report).unwrap();

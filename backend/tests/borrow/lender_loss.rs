@@ -255,7 +255,7 @@ pub fn muted_within(
     let lender = Muted::start(socket.clone(), mute);
     let served = Served::start(farside_backend::Config {
         vm: "a".into(),
-        folder: dir.path().join("a"),
+        directory: dir.path().join("a"),
         devices: vec![DMA.into()],
         lenders: vec![socket.into()],
         ram: Vec::new(),

@@ -171,7 +171,7 @@ fn a_stopped_backend_returns_the_device_and_unlinks_its_sockets() {
     assert_eq!(lender.entry.borrowed_by, None);
     assert_eq!(lender.usage, Default::default());
     assert!(!served.socket(DMA).exists());
-    assert!(!host.folder("a").join("status").exists());
+    assert!(!host.directory("a").join("status").exists());
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn a_long_report_reaches_a_slow_reader() {
             .unwrap();
     }
     let slow: Vec<_> = (0..20)
-        .map(|_| UnixStream::connect(host.folder("a").join("status")).unwrap())
+        .map(|_| UnixStream::connect(host.directory("a").join("status")).unwrap())
         .collect();
     // Devices are served meanwhile.
     vmms[0].reset().unwrap();
@@ -61,7 +61,7 @@ fn a_long_report_reaches_a_slow_reader() {
 fn peers_that_leave_or_talk_do_no_harm() {
     let host = Host::new();
     let served = host.serve(DMA);
-    let path = host.folder("a").join("status");
+    let path = host.directory("a").join("status");
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     for _ in 0..50 {

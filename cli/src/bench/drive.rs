@@ -56,12 +56,12 @@ fn parts(sys: &Path) -> Vec<String> {
 
 /// What is made of the drive or its parts: RAID, LVM, encryption.
 fn holder(sys: &Path, parts: &[String]) -> Option<String> {
-    let folders = parts
+    let directories = parts
         .iter()
         .map(|part| sys.join(part))
         .chain([sys.to_owned()]);
-    folders.into_iter().find_map(|folder| {
-        let mut holders = fs::read_dir(folder.join("holders")).ok()?.flatten();
+    directories.into_iter().find_map(|directory| {
+        let mut holders = fs::read_dir(directory.join("holders")).ok()?.flatten();
         holders.next()?.file_name().into_string().ok()
     })
 }

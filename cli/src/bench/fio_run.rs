@@ -22,7 +22,7 @@ pub(super) fn version() -> Result<String> {
 
 /// Runs a job once.
 pub(super) fn measure(job: &Job, drive: &Drive, timing: Timing) -> Result<Measurement> {
-    let folder = tempfile::tempdir().context("creating a folder for fio")?;
+    let directory = tempfile::tempdir().context("creating a directory for fio")?;
     let sample = fio::sample_command(&drive.name);
     let hooks = Hooks {
         begin: sample.clone(),
@@ -32,7 +32,7 @@ pub(super) fn measure(job: &Job, drive: &Drive, timing: Timing) -> Result<Measur
     let output = call(
         Command::new("fio")
             .args(arguments)
-            .current_dir(folder.path()),
+            .current_dir(directory.path()),
     )?;
     // It says more than its status when it fails.
     let outcome = fio::read_output(&String::from_utf8_lossy(&output.stdout));
@@ -50,7 +50,7 @@ pub(super) fn measure(job: &Job, drive: &Drive, timing: Timing) -> Result<Measur
         )
     })?;
     let sample = |when: &str| -> Result<Sample> {
-        let path = folder.path().join(format!("job.{when}.txt"));
+        let path = directory.path().join(format!("job.{when}.txt"));
         let text = fs::read_to_string(&path);
         let text = text.with_context(|| format!("reading what fio ran {when} its job"))?;
         Ok(Sample::parse(&text)?)

@@ -24,7 +24,7 @@ fn program(served: &Served) -> Command {
 fn a_script_ends_in_one_object() {
     let host = Host::with_disk();
     let served = host.serve(DISK);
-    let json = host.folder("a").join("report.json");
+    let json = host.directory("a").join("report.json");
     let mut child = program(&served)
         .arg("--json")
         .arg(&json)

@@ -13,8 +13,8 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// Connects to who says `text`, again and again if `endless`, until we hang up.
 fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Socket, Error> {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("qmp");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
     thread::spawn(move || -> io::Result<()> {
         let (mut peer, _) = listener.accept()?;
@@ -57,8 +57,8 @@ fn one_that_ends_while_somebody_connects_runs_no_more() {
         listener.accept().unwrap();
         std::process::exit(0);
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("qmp");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
     let name = "monitor::socket::tests::one_that_ends_while_somebody_connects_runs_no_more";
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
