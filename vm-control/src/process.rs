@@ -2,10 +2,11 @@
 //! never meets another process.
 
 use std::{
-    fs, io,
+    fs::{self, OpenOptions},
+    io::{self, Read},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::MetadataExt,
+        unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::Path,
     process::Child,
@@ -14,11 +15,14 @@ use std::{
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{major, minor},
+    fs::{OFlags, major, minor},
     io::Errno,
     net::sockopt::socket_peercred,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
+
+/// Longest PID file, bytes: a number and a newline.
+const MAX_PID_TEXT: u64 = 32;
 
 /// A process.
 #[derive(Debug)]
@@ -58,11 +62,30 @@ impl Process {
 
     /// The process that wrote its PID into `file` and has it open still, as QEMU has
     /// (`-pidfile`). None when there is none.
+    ///
+    /// Others may own the VM's directory: neither links nor anything but a regular file is
+    /// taken, so that nobody else's process is named.
     pub(crate) fn of_pid_file(file: &Path) -> io::Result<Option<Self>> {
-        let text = match fs::read_to_string(file) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text?,
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let opened = OpenOptions::new()
+            .read(true)
+            .custom_flags(flags.bits().cast_signed())
+            .open(file);
+        let opened = match opened {
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound
+                    || Errno::from_io_error(&error) == Some(Errno::LOOP) =>
+            {
+                return Ok(None);
+            }
+            opened => opened?,
         };
+        let wanted = opened.metadata()?;
+        if !wanted.is_file() || wanted.nlink() != 1 {
+            return Ok(None);
+        }
+        let mut text = String::new();
+        opened.take(MAX_PID_TEXT).read_to_string(&mut text)?;
         let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else {
             return Ok(None);
         };
@@ -72,7 +95,6 @@ impl Process {
         };
         // Looked at after pidfd_open: a process that has the file open is QEMU, and no
         // later owner of its PID.
-        let wanted = fs::metadata(file)?;
         let is_it = |entry: io::Result<fs::DirEntry>| {
             let open = fs::metadata(entry.ok()?.path()).ok()?;
             Some((open.dev(), open.ino()) == (wanted.dev(), wanted.ino()))

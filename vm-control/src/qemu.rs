@@ -205,7 +205,7 @@ fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Res
     }
 }
 
-/// Where a QEMU of `farside start` writes its number.
+/// Where a QEMU of `farside start` writes its PID.
 fn pid_file(vm: &str) -> PathBuf {
     paths::vm_dir(vm).join("qemu.pid")
 }
@@ -251,11 +251,37 @@ mod tests {
 
         // Another process has the PID that stands there; then there is no such file.
         fs::write(&pid_file, format!("{}\n", std::process::id())).unwrap();
-        for _ in 0..2 {
+        let refused = || {
             let error = kill_unanswering(&monitor, &pid_file, short).unwrap_err();
             let said = error.to_string();
             assert!(said.contains("takes no more clients"), "{said}");
-            let _ = fs::remove_file(&pid_file);
-        }
+        };
+        refused();
+        fs::remove_file(&pid_file).unwrap();
+        refused();
+
+        // Whoever owns the directory names another's process, by its own PID file.
+        let others = directory.path().join("others");
+        let mut other = silent(&others);
+        std::os::unix::fs::symlink(&others, &pid_file).unwrap();
+        refused();
+        fs::remove_file(&pid_file).unwrap();
+        fs::hard_link(&others, &pid_file).unwrap();
+        refused();
+        assert!(other.try_wait().unwrap().is_none(), "it lives");
+        other.kill().unwrap();
+        other.wait().unwrap();
+
+        // A FIFO without a writer is not waited for.
+        fs::remove_file(&pid_file).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pid_file,
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
+        refused();
     }
 }
