@@ -153,7 +153,7 @@ pub(crate) struct Bench {
 }
 
 /// Builds the program, writes man pages and completions, and packs all of it with
-/// the units and examples of `packaging/`. The last line is the package's path.
+/// the units and examples of `cli/packaging/`. The last line is the package's path.
 ///
 /// cargo-deb is installed into the target folder when there is none.
 #[derive(Debug, ClapArgs)]

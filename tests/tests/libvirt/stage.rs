@@ -90,7 +90,7 @@ impl<'a> Stage<'a> {
         )
         .context("installing farside")?;
         let hook = inside.path("/etc/libvirt/hooks/qemu");
-        fs::write(&hook, include_str!("../../../packaging/libvirt/qemu"))
+        fs::write(&hook, include_str!("../../../cli/packaging/libvirt/qemu"))
             .and_then(|()| fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)))
             .context("installing the hook")?;
         fs::write(inside.path("/etc/libvirt/qemu.conf"), qemu_conf).context("qemu.conf")?;

@@ -178,7 +178,7 @@ test result: FAILED. 0 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out; 
         ),
         (
             "examples",
-            "test vfio-user/src/lib.rs - (line 7) ... ignored",
+            "test backend/vfio-user/src/lib.rs - (line 7) ... ignored",
         ),
     ];
 
@@ -213,7 +213,7 @@ Not run: 6
 - no hugetlbfs (ENOSYS (os error 38))
     pin: huge_pages
 - no reason given
-    examples: vfio-user/src/lib.rs - (line 7)
+    examples: backend/vfio-user/src/lib.rs - (line 7)
 
 Failed:
     libvirt: exit status: 101
@@ -233,7 +233,7 @@ Failed:
             ),
             (
                 "farside_vfio_user",
-                "test vfio-user/src/lib.rs - (line 7) ... \x1b[33mignored\x1b[0m",
+                "test backend/vfio-user/src/lib.rs - (line 7) ... \x1b[33mignored\x1b[0m",
             ),
         ];
         let expected = "\
@@ -241,7 +241,7 @@ Not run: 2
 - a measurement
     farside_fabric: pin::limits
 - no reason given
-    farside_vfio_user: vfio-user/src/lib.rs - (line 7)
+    farside_vfio_user: backend/vfio-user/src/lib.rs - (line 7)
 
 2 test binaries: 0 passed, 0 failed, 0 ignored
 ";

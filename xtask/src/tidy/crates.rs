@@ -13,7 +13,10 @@ use crate::cargo;
 const ARCHITECTURE: &str = "docs/architecture.md";
 
 /// Rows whose imports are described, not listed.
-const UNLISTED: [&str; 4] = ["cli", "testbed", "tests", "xtask"];
+const UNLISTED: [&str; 4] = ["cli", "tests", "tests/testbed", "xtask"];
+
+/// How many entries the top-level directory may have, dotfiles aside.
+const MOST_ENTRIES: usize = 18;
 
 /// A package of the workspace.
 pub(super) struct Package {
@@ -90,8 +93,8 @@ pub(super) fn table(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     for package in packages {
         let dir = &package.dir;
         let Some(listed) = rows.get(dir) else {
-            // What lies within another crate's directory belongs to that.
-            if !dir.contains('/') {
+            // What lies deeper is a part of the crate that it lies in.
+            if dir.matches('/').count() < 2 {
                 let what = format!("the crate table lacks {dir}");
                 problems.push(Problem::of_file(ARCHITECTURE, what));
             }
@@ -146,6 +149,56 @@ fn rows(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     rows
 }
 
+/// Imports between top-level directories that run in a circle.
+pub(super) fn layers(packages: &[Package]) -> Vec<Problem> {
+    let top = |dir: &str| dir.split('/').next().unwrap_or(dir).to_owned();
+    let mut arrows: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
+    for package in packages {
+        for import in &package.imports {
+            let (from, to) = (top(&package.dir), top(import));
+            if from != to {
+                let what = format!("{} imports {import}", package.dir);
+                arrows.entry((from, to)).or_default().push(what);
+            }
+        }
+    }
+    // An arrow is in no circle if nothing leads on from its end, or to its start.
+    loop {
+        let starts: BTreeSet<_> = arrows.keys().map(|(from, _)| from.clone()).collect();
+        let ends: BTreeSet<_> = arrows.keys().map(|(_, to)| to.clone()).collect();
+        let before = arrows.len();
+        arrows.retain(|(from, to), _| starts.contains(to) && ends.contains(from));
+        if arrows.len() == before {
+            break;
+        }
+    }
+    let problems = arrows.into_iter().map(|((from, to), imports)| {
+        let what = format!(
+            "{from} and {to} are in a circle of imports: {}",
+            imports.join(", ")
+        );
+        Problem::of_file("Cargo.toml", what)
+    });
+    problems.collect()
+}
+
+/// Whether more lies at the top than one takes in at a glance.
+pub(super) fn top_level(tree: &Tree) -> Vec<Problem> {
+    let entries = tree
+        .paths()
+        .map(|path| path.split('/').next().unwrap_or(path));
+    let visible: BTreeSet<_> = entries.filter(|name| !name.starts_with('.')).collect();
+    let what = format!(
+        "{} entries at the top, and {MOST_ENTRIES} is the most: put a crate under the one that owns it",
+        visible.len()
+    );
+    let too_many = visible.len() > MOST_ENTRIES;
+    too_many
+        .then(|| Problem::of_file(".", what))
+        .into_iter()
+        .collect()
+}
+
 /// Dependencies that no source file of their package names.
 pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     let mut problems = Vec::new();
@@ -153,9 +206,10 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
         dir, dependencies, ..
     } in packages
     {
-        let inside = format!("{dir}/");
         let own = tree.ending(".rs");
-        let own: Vec<_> = own.filter(|(path, _)| path.starts_with(&inside)).collect();
+        let own: Vec<_> = own
+            .filter(|(path, _)| owner(packages, path) == dir)
+            .collect();
         let included = own.iter().flat_map(|(path, text)| included(path, text));
         let included: Vec<_> = included.filter_map(|path| tree.text(&path)).collect();
         let sources = || own.iter().map(|(_, text)| text).chain(&included);
@@ -168,6 +222,16 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// The directory of the package that the file `path` is of: the innermost around it.
+fn owner<'a>(packages: &'a [Package], path: &str) -> &'a str {
+    let around = packages.iter().filter(|package| {
+        let inside = path.strip_prefix(&*package.dir);
+        inside.is_some_and(|rest| rest.starts_with('/'))
+    });
+    let innermost = around.max_by_key(|package| package.dir.len());
+    innermost.map_or("", |package| &package.dir)
 }
 
 /// The files that `text`, of the file `from`, includes by `#[path = "…"]`.
@@ -214,23 +278,56 @@ mod tests {
             package("a", &["b"], &[]),
             package("b", &[], &[]),
             package("c", &[], &[]),
-            package("c/inner", &["a"], &[]),
+            package("c/d/inner", &["a"], &[]),
         ];
         assert_eq!(table(&tree, &right), []);
         let wrong = [
             package("a", &["d"], &[]),
             package("b", &[], &[]),
-            package("d", &[], &[]),
+            package("a/d", &[], &[]),
         ];
         assert_eq!(
             told(table(&tree, &wrong)),
             [
                 "crate a imports, and the table does not list, d",
                 "crate a does not import, and the table lists, b",
-                "the crate table lacks d",
+                "the crate table lacks a/d",
                 "the crate table has c, which is no crate",
             ]
         );
+    }
+
+    #[test]
+    fn imports_between_top_level_directories_run_one_way() {
+        let one_way = [
+            package("a", &["a/inner", "b/inner"], &[]),
+            package("a/inner", &["c"], &[]),
+            package("b/inner", &["b", "c"], &[]),
+            package("b", &[], &[]),
+            package("c", &[], &[]),
+        ];
+        assert_eq!(layers(&one_way), []);
+        let circle = [
+            package("a", &["b/inner"], &[]),
+            package("b", &["a", "c"], &[]),
+            package("d", &["a"], &[]),
+        ];
+        assert_eq!(
+            told(layers(&circle)),
+            [
+                "a and b are in a circle of imports: a imports b/inner",
+                "b and a are in a circle of imports: b imports a",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_top_level_stays_small() {
+        let files: Vec<_> = (0..=MOST_ENTRIES).map(|n| format!("{n}/a.rs")).collect();
+        let files: Vec<_> = files.iter().map(|path| (&**path, "")).collect();
+        let few = [&files[1..], &[(".ci/run", ""), ("1/b.rs", "")]].concat();
+        assert_eq!(top_level(&tree(&few)), []);
+        assert_eq!(top_level(&tree(&files)).len(), 1);
     }
 
     #[test]
@@ -241,14 +338,15 @@ mod tests {
                 "a/tests/t.rs",
                 "#[path = \"../../ab/tests/common.rs\"]\nmod common;\n",
             ),
+            // Of other packages, one of them within this one's directory.
             ("ab/src/lib.rs", "use serde::Serialize;\n"),
+            ("a/inner/src/lib.rs", "use serde::Serialize;\n"),
             ("ab/tests/common.rs", "use tempfile::tempdir;\n"),
         ]);
-        let packages = [package(
-            "a",
-            &[],
-            &["log", "serde", "serde_json", "tempfile"],
-        )];
+        let packages = [
+            package("a", &[], &["log", "serde", "serde_json", "tempfile"]),
+            package("a/inner", &[], &[]),
+        ];
         assert_eq!(
             told(unused(&tree, &packages)),
             ["no source file names the dependency serde"]

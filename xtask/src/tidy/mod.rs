@@ -1,7 +1,8 @@
 //! `cargo xtask tidy`: checks what neither rustfmt nor clippy looks at, so that
 //! documents and layering do not drift from the code.
 //!
-//! - [`crates`]: the crate table of docs/architecture.md, unused dependencies;
+//! - [`crates`]: the crate table of docs/architecture.md, the directions of imports, the
+//!   size of the top level, unused dependencies;
 //! - [`docs`]: links, the index of decisions, the tests that SPECIFICATION.md names;
 //! - [`sources`]: length of files, `unsafe`, words.
 
@@ -39,6 +40,8 @@ pub(crate) fn run() -> Result<ExitCode> {
     let packages = crates::packages()?;
     let checks = [
         ("crate table", crates::table(&tree, &packages)),
+        ("layers", crates::layers(&packages)),
+        ("top level", crates::top_level(&tree)),
         ("dependencies", crates::unused(&tree, &packages)),
         ("links", docs::links(&tree)),
         ("decisions", docs::decisions(&tree)),
@@ -77,6 +80,10 @@ impl Tree {
 
     fn text(&self, path: &str) -> Option<&str> {
         self.0.get(path).map(String::as_str)
+    }
+
+    fn paths(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
     }
 
     /// Files whose names end in `suffix`.

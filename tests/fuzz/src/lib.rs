@@ -2,7 +2,7 @@
 //! them, and the seeds are written for them.
 //!
 //! ```text
-//! cargo run --manifest-path fuzz/Cargo.toml --example seeds
+//! cargo run --manifest-path tests/fuzz/Cargo.toml --example seeds
 //! cargo +nightly fuzz run message_sequences
 //! cargo +nightly fuzz run config_space
 //! cargo +nightly fuzz run domains
@@ -13,7 +13,7 @@ pub mod domains;
 pub mod input;
 pub mod messages;
 
-#[path = "../../vfio-user/tests/support/device.rs"]
+#[path = "../../../backend/vfio-user/tests/support/device.rs"]
 mod device;
-#[path = "../../config-space/src/tests/image.rs"]
+#[path = "../../../backend/config-space/src/tests/image.rs"]
 mod image;

@@ -36,11 +36,10 @@ pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, St
 fn source() -> Result<PathBuf> {
     let running = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).to_owned();
-    running
-        .into_iter()
-        .map(|package| package.join("../testbed"))
-        .chain([built])
-        .map(|testbed| testbed.join("guest-agent"))
+    let packages = running.iter().chain([&built]);
+    packages
+        .flat_map(|package| package.ancestors())
+        .map(|directory| directory.join("tests/testbed/guest-agent"))
         .find(|source| source.join("Cargo.toml").exists())
         .context("no sources of the guest agent: run through cargo, in a checkout")
 }

@@ -2,7 +2,7 @@
 //! it finds is compared with what they and the image say.
 
 #[allow(dead_code, reason = "the backend's tests need more of it")]
-#[path = "../../backend/tests/borrow/host.rs"]
+#[path = "../../../backend/tests/borrow/host.rs"]
 mod host;
 #[path = "soft/program.rs"]
 mod program;

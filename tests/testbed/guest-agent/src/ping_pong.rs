@@ -1,7 +1,7 @@
 //! Times a DMA test device: from the processor's write to a register until what
 //! the device does has come back, by DMA or as an interrupt.
 //!
-//! The registers are those of `devices/src/dma_test`. A round asks for a DMA
+//! The registers are those of `lender/devices/src/dma_test`. A round asks for a DMA
 //! write of 8 bytes to a page of ours; a write to the doorbell register starts
 //! it. Waiting for it is
 //!

@@ -167,7 +167,7 @@ fn configs() -> Vec<Vec<u8>> {
 }
 
 fn domains() -> Vec<Vec<u8>> {
-    let everything = include_str!("../../qemu-configs/tests/libvirt/everything.xml");
+    let everything = include_str!("../../../qemu-configs/tests/libvirt/everything.xml");
     let small = "<domain type='kvm'><name>vm1</name><memory unit='GiB'>1</memory>\
          <os><type machine='pc'>hvm</type></os></domain>";
     let plain = "<?xml version='1.0'?>\r\n<!-- <domain> -->\n<domain type='kvm' \
