@@ -44,6 +44,8 @@ pub(crate) struct AdminServer {
     outbox: mpsc::Sender<Done>,
     wakeup: Wakeup,
     evictions: RateLimit,
+    /// Lines on requests that cannot be served.
+    unserved: RateLimit,
 }
 
 /// Work that was done elsewhere.
@@ -79,6 +81,7 @@ impl AdminServer {
             outbox,
             wakeup: Wakeup::new()?,
             evictions: RateLimit::new(),
+            unserved: RateLimit::new(),
         })
     }
 
@@ -352,8 +355,6 @@ impl MutEventSubscriber for AdminServer {
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        static FAILED: RateLimit = RateLimit::new();
-
         let fd = events.fd();
         let done = if fd == self.socket.as_raw_fd() {
             self.accept(ops)
@@ -363,7 +364,7 @@ impl MutEventSubscriber for AdminServer {
             self.serve_peer(fd, events.event_set(), ops)
         };
         if let Err(error) = done
-            && let Some(held_back) = FAILED.allow()
+            && let Some(held_back) = self.unserved.allow()
         {
             let vm = self.lookup.vm();
             log::warn!("cannot serve the control socket of VM {vm}: {error}{held_back}");

@@ -22,7 +22,7 @@ use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_lender_protocol::{Channel, Described, ErrorKind};
-use farside_vfio_user::{Reply, ReplyTo, serve::Answer};
+use farside_vfio_user::{ClientLog, Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
 use crate::{
@@ -61,6 +61,8 @@ pub(crate) struct Device {
     vectors: Vectors,
     bars: Bars,
     worker: Worker,
+    /// Lines on the device's clients.
+    pub(crate) client_log: ClientLog,
     registers: Option<Channel>,
     /// Register channels that are done with, until the event loop no longer
     /// watches them: closed earlier, their numbers could come back as those of
@@ -122,6 +124,7 @@ impl Device {
             vectors: Vectors::new(counts),
             bars: Bars::new(&described)?,
             worker: Worker::start(settings.clone(), described.clone())?,
+            client_log: ClientLog::default(),
             registers: None,
             retired: Vec::new(),
             returning: false,

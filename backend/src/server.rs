@@ -9,8 +9,6 @@ use std::{
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_backend_api::DeviceReport;
-use farside_daemon::RateLimit;
-use farside_error_chain::Chain;
 use farside_vfio_user::{
     Connection, ConnectionError, Listener, Session, Slot,
     serve::{Pumped, pump},
@@ -129,9 +127,6 @@ impl DeviceServer {
     }
 
     fn accept(&mut self) {
-        static CONNECTED: RateLimit = RateLimit::new();
-        static FAILED: RateLimit = RateLimit::new();
-
         // The last client's end may be waiting to be told in this same round:
         // a VM that is started again at once is not to be turned away for it.
         if self.client.as_ref().is_some_and(Client::has_hung_up) {
@@ -149,9 +144,7 @@ impl DeviceServer {
         };
         match self.listener.accept(slot) {
             Ok(Some(connection)) => {
-                if let Some(held_back) = CONNECTED.allow() {
-                    log::info!("{}: a client connected{held_back}", self.device.name());
-                }
+                self.device.client_log.connected(&self.device.name());
                 self.client = Some(Client {
                     connection,
                     session: Session::new(),
@@ -159,9 +152,8 @@ impl DeviceServer {
             }
             Ok(None) => {}
             Err(error) => {
-                if let Some(held_back) = FAILED.allow() {
-                    log::error!("{}: {}{held_back}", self.device.name(), Chain(&error));
-                }
+                let name = self.device.name();
+                self.device.client_log.not_accepted(&name, &error);
             }
         }
     }
@@ -194,22 +186,8 @@ impl DeviceServer {
     }
 
     fn drop_client(&mut self, error: &ConnectionError) {
-        static CLOSED: RateLimit = RateLimit::new();
-        static DROPPED: RateLimit = RateLimit::new();
-
         let name = self.device.name();
-        match error {
-            ConnectionError::Closed => {
-                if let Some(held_back) = CLOSED.allow() {
-                    log::info!("{name}: the client closed the connection{held_back}");
-                }
-            }
-            error => {
-                if let Some(held_back) = DROPPED.allow() {
-                    log::warn!("{name}: dropping the client: {}{held_back}", Chain(error));
-                }
-            }
-        }
+        self.device.client_log.ended(&name, error, "");
         self.let_go();
     }
 

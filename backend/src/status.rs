@@ -25,6 +25,8 @@ pub(crate) struct StatusServer {
     socket: OwnedListener,
     served: Served,
     peers: Vec<Peer>,
+    /// Lines on requests that cannot be answered.
+    unanswered: RateLimit,
 }
 
 /// Who is being sent a report. One of functions with thousands of vectors can be
@@ -57,6 +59,7 @@ impl StatusServer {
             socket,
             served,
             peers: Vec::new(),
+            unanswered: RateLimit::new(),
         }
     }
 
@@ -124,15 +127,13 @@ impl MutEventSubscriber for StatusServer {
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        static FAILED: RateLimit = RateLimit::new();
-
         let answered = if events.fd() == self.socket.as_raw_fd() {
             self.accept(ops)
         } else {
             self.go_on(events.fd(), ops)
         };
         if let Err(error) = answered
-            && let Some(held_back) = FAILED.allow()
+            && let Some(held_back) = self.unanswered.allow()
         {
             log::warn!(
                 "cannot answer a status request of VM {}: {error}{held_back}",

@@ -2,8 +2,8 @@
 
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_vfio_user::{
-    DeviceInfo, Errno, Header, Matched, Negotiated, Region, RegionInfo, RegionWrite, Reply,
-    ReplyTo, Request,
+    DeviceInfo, Errno, Header, Matched, Negotiated, Refusal, Region, RegionInfo, RegionWrite,
+    Reply, ReplyTo, Request,
     serve::{Answer, Handler},
 };
 
@@ -198,6 +198,11 @@ impl PortHandler<'_> {
 }
 
 impl Handler for PortHandler<'_> {
+    fn refused(&mut self, refusal: &Refusal) {
+        let side = self.machine.hosts.side(self.port);
+        side.client_log.refused(&side.name, refusal);
+    }
+
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         let done = match request {
             Request::Version(negotiated) => return self.negotiate(negotiated),

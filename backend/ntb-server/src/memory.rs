@@ -34,6 +34,8 @@ pub(crate) struct Memory {
     files: BTreeMap<FileKey, Weak<SharedMemory>>,
     /// The mapping that was hit last.
     last: Option<(u64, Mapping)>,
+    /// Lines on memory that cannot be mapped.
+    unmappable: RateLimit,
 }
 
 #[derive(Clone, Debug)]
@@ -174,11 +176,9 @@ impl Memory {
     /// The memory behind a descriptor. What cannot be mapped is no error: the
     /// VMM can be asked for it.
     fn share(&mut self, fd: OwnedFd, offset: u64, len: u64) -> Option<HostSlice> {
-        static FAILED: RateLimit = RateLimit::new();
-
         let shared = self.try_share(fd, offset, len);
         if let Err(error) = &shared
-            && let Some(held_back) = FAILED.allow()
+            && let Some(held_back) = self.unmappable.allow()
         {
             log::warn!(
                 "memory of {len:#x} bytes at offset {offset:#x} of its file cannot be mapped ({error}): each access to it is a message{held_back}"

@@ -6,8 +6,7 @@ use std::{
     time::Instant,
 };
 
-use farside_daemon::{ListenError, RateLimit, Wakeup};
-use farside_error_chain::Chain;
+use farside_daemon::{ListenError, Wakeup};
 use farside_vfio_user::{
     Connection, ConnectionError, Listener, Reply, Session, Slot,
     serve::{Pumped, pump, pump_replies},
@@ -214,9 +213,6 @@ impl NtbServer {
     }
 
     fn accept(&mut self, port: Port) {
-        static CONNECTED: RateLimit = RateLimit::new();
-        static FAILED: RateLimit = RateLimit::new();
-
         // A VM that is started again at once is not to be turned away for an
         // end of the last one that was not seen yet, nor one whose port is
         // plugged in again for the connection that it keeps.
@@ -231,12 +227,10 @@ impl NtbServer {
             Some(_) => Slot::Taken,
             None => Slot::Free,
         };
-        let name = &self.machine.hosts.side(port).name;
+        let side = self.machine.hosts.side(port);
         match place.listener.accept(slot) {
             Ok(Some(mut connection)) => {
-                if let Some(held_back) = CONNECTED.allow() {
-                    log::info!("{name}: a VMM connected{held_back}");
-                }
+                side.client_log.connected(&side.name);
                 connection.read_ahead();
                 place.client = Some(Client {
                     connection,
@@ -245,11 +239,7 @@ impl NtbServer {
                 });
             }
             Ok(None) => {}
-            Err(error) => {
-                if let Some(held_back) = FAILED.allow() {
-                    log::error!("{name}: {}{held_back}", Chain(&error));
-                }
-            }
+            Err(error) => side.client_log.not_accepted(&side.name, &error),
         }
     }
 
@@ -302,8 +292,6 @@ impl NtbServer {
 
     /// Gives up on messages whose time is up.
     fn expire(&mut self) {
-        static LATE: RateLimit = RateLimit::new();
-
         let waiting = Port::BOTH.map(|port| self.machine.hosts.side(port).commands.deadline());
         if waiting == [None; 2] {
             return;
@@ -311,8 +299,9 @@ impl NtbServer {
         let now = Instant::now();
         for port in Port::BOTH {
             while let Some(tag) = self.machine.hosts.side(port).commands.expire(now) {
-                if let Some(held_back) = LATE.allow() {
-                    let name = &self.machine.hosts.side(port).name;
+                let side = self.machine.hosts.side(port);
+                if let Some(held_back) = side.unanswered.allow() {
+                    let name = &side.name;
                     log::warn!("{name}: the VMM did not answer a DMA message in time{held_back}");
                 }
                 self.machine.concluded(tag, Err(FarError::Timeout));
@@ -352,26 +341,14 @@ impl NtbServer {
     }
 
     fn drop_client(&mut self, port: Port, error: &ConnectionError) {
-        static CLOSED: RateLimit = RateLimit::new();
-        static DROPPED: RateLimit = RateLimit::new();
-
         let side = self.machine.hosts.side(port);
         let (mappings, shared) = side.memory.counts();
-        let (name, stats) = (&side.name, self.machine.ntb.stats(port));
-        match error {
-            ConnectionError::Closed => {
-                if let Some(held_back) = CLOSED.allow() {
-                    log::info!(
-                        "{name}: the VMM closed the connection; {mappings} mappings, {shared} of shared memory; {stats:?}{held_back}"
-                    );
-                }
-            }
-            error => {
-                if let Some(held_back) = DROPPED.allow() {
-                    log::warn!("{name}: dropping the VMM: {}{held_back}", Chain(error));
-                }
-            }
-        }
+        let stats = self.machine.ntb.stats(port);
+        side.client_log.ended(
+            &side.name,
+            error,
+            format_args!("; {mappings} mappings, {shared} of shared memory; {stats:?}"),
+        );
         self.places[port as usize].client = None;
         self.machine.client_gone(port);
     }

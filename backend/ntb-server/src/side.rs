@@ -6,7 +6,7 @@ use farside_config_space::{ConfigSpace, ConfigSpaceError};
 use farside_daemon::RateLimit;
 use farside_irq_relay::{IrqCounts, IrqCountsError, Vectors};
 use farside_pci::Description;
-use farside_vfio_user::{DmaCommands, Region, ReplyTo};
+use farside_vfio_user::{ClientLog, DmaCommands, Region, ReplyTo};
 
 use crate::memory::Memory;
 use crate::model::{Port, Target};
@@ -22,6 +22,7 @@ const MAX_MESSAGES: usize = 4096;
 pub(crate) struct Side {
     /// For log lines.
     pub(crate) name: String,
+    pub(crate) client_log: ClientLog,
     pub(crate) config: ConfigSpace,
     pub(crate) counts: IrqCounts,
     pub(crate) vectors: Vectors,
@@ -34,6 +35,8 @@ pub(crate) struct Side {
     pub(crate) unplugged: bool,
     /// Lines about that.
     pub(crate) unplugs: RateLimit,
+    /// Lines on messages that the VMM does not answer.
+    pub(crate) unanswered: RateLimit,
     /// Number of the last read that had to wait.
     pub(crate) reads: u64,
     /// What a read fills; kept, so that reads do not allocate.
@@ -66,6 +69,7 @@ impl Side {
         let counts = farside_lender_protocol::irq_counts(description)?;
         Ok(Self {
             name,
+            client_log: ClientLog::default(),
             config: ConfigSpace::new(description)?,
             counts,
             vectors: Vectors::new(counts),
@@ -74,6 +78,7 @@ impl Side {
             held: None,
             unplugged: false,
             unplugs: RateLimit::new(),
+            unanswered: RateLimit::new(),
             reads: 0,
             buffer: Vec::new(),
             bars: std::array::from_fn(|bar| {

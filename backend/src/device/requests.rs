@@ -7,7 +7,8 @@ use farside_error_chain::Chain;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_pci::Description;
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, Region, RegionInfo, RegionWrite, Reply, ReplyTo, Request,
+    DeviceInfo, DmaMap, DmaUnmap, Refusal, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
+    Request,
     serve::{Answer, Handler},
 };
 use rustix::io::Errno;
@@ -237,6 +238,10 @@ impl Device {
 }
 
 impl Handler for Device {
+    fn refused(&mut self, refusal: &Refusal) {
+        self.client_log.refused(&self.name(), refusal);
+    }
+
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         match request {

@@ -49,6 +49,7 @@
 
 #![forbid(unsafe_code)]
 
+mod client_log;
 mod command;
 pub mod connection;
 pub mod dma;
@@ -65,6 +66,7 @@ mod stream;
 pub mod version;
 mod wire;
 
+pub use client_log::ClientLog;
 pub use command::Command;
 pub use connection::{Connection, ConnectionError, Message};
 pub use dma::{DmaCommands, Matched, TooMany};

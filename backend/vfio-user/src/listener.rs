@@ -21,7 +21,11 @@ const BACKLOG: i32 = 4;
 
 /// A listening socket for one client at a time.
 #[derive(Debug)]
-pub struct Listener(OwnedListener);
+pub struct Listener {
+    socket: OwnedListener,
+    /// Lines on clients that are refused since another is served.
+    refused: RateLimit,
+}
 
 /// Whether a client may be served now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,12 +55,12 @@ pub enum AcceptError {
 impl Listener {
     /// Listens at `path`; see [`OwnedListener::bind`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        OwnedListener::bind(path, Kind::Stream, BACKLOG).map(Self)
+        OwnedListener::bind(path, Kind::Stream, BACKLOG).map(Self::from)
     }
 
     /// The socket's path.
     pub fn path(&self) -> &Path {
-        self.0.path()
+        self.socket.path()
     }
 
     /// Accepts the next client if `slot` is free, and refuses pending ones if not.
@@ -66,10 +70,8 @@ impl Listener {
     ///
     /// Fails if accepting does, for instance with EMFILE.
     pub fn accept(&self, slot: Slot) -> Result<Option<Connection>, AcceptError> {
-        static REFUSED: RateLimit = RateLimit::new();
-
         loop {
-            let accepted = self.0.accept().map_err(|source| AcceptError::Accept {
+            let accepted = self.socket.accept().map_err(|source| AcceptError::Accept {
                 path: self.path().to_owned(),
                 source,
             });
@@ -80,7 +82,7 @@ impl Listener {
                 Slot::Free => return Ok(Some(Connection::new(UnixStream::from(client))?)),
                 Slot::Taken => drop(Stream::new(client)),
             }
-            if let Some(held_back) = REFUSED.allow() {
+            if let Some(held_back) = self.refused.allow() {
                 log::warn!(
                     "{}: refused a client, since another one is being served{held_back}",
                     self.path().display()
@@ -93,14 +95,17 @@ impl Listener {
 impl From<OwnedListener> for Listener {
     /// For a socket of [`Kind::Stream`].
     fn from(socket: OwnedListener) -> Self {
-        Self(socket)
+        Self {
+            socket,
+            refused: RateLimit::new(),
+        }
     }
 }
 
 impl AsFd for Listener {
     /// For the event loop: readable while a client is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.socket.as_fd()
     }
 }
 
@@ -108,8 +113,8 @@ impl Drop for Listener {
     /// Accepts and closes pending connections, which the kernel would reset. At an
     /// adopted socket another process accepts next.
     fn drop(&mut self) {
-        if self.0.owns_path() && shutdown(&self.0, Shutdown::Read).is_ok() {
-            while let Ok(Some(client)) = self.0.accept() {
+        if self.socket.owns_path() && shutdown(&self.socket, Shutdown::Read).is_ok() {
+            while let Ok(Some(client)) = self.socket.accept() {
                 drop(Stream::new(client));
             }
         }

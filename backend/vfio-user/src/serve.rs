@@ -2,17 +2,21 @@
 
 use super::connection::{Connection, ConnectionError, Message};
 use super::header::{Header, MessageType};
-use super::refusal::Fate;
+use super::refusal::{Fate, Refusal};
 use super::reply::Reply;
 use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
-use farside_daemon::RateLimit;
 
 /// What serves requests.
 pub trait Handler {
-    /// Serves one request. Anything but a panic is a fine answer.
+    /// Serves one request. May return any [`Answer`]; must not panic.
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_>;
+
+    /// Logs that a request was refused; [`Refusal::fate`] tells what follows. A client
+    /// can cause any number of calls, so the lines must be limited
+    /// ([`ClientLog`](super::ClientLog)).
+    fn refused(&mut self, refusal: &Refusal);
 
     /// Takes a reply to a command of ours (see [`dma`](super::dma)). Returns
     /// whether it is to one; for a server that sends none it never is.
@@ -22,7 +26,7 @@ pub trait Handler {
     }
 }
 
-/// What a handler says.
+/// How a request is answered.
 #[derive(Debug)]
 pub enum Answer<'a> {
     /// Send this.
@@ -63,10 +67,9 @@ pub fn pump(
     handler: &mut impl Handler,
     budget: usize,
 ) -> Result<Pumped, ConnectionError> {
-    static REFUSED: RateLimit = RateLimit::new();
-
     for served in 0..budget {
-        // What waits at the end of a call is a system call longer on its way.
+        // Skip the recvmsg that would only return EAGAIN: whatever arrives later makes
+        // the socket readable.
         if served > 0 && connection.is_emptied() && !connection.wants_write() {
             return Ok(Pumped::Idle);
         }
@@ -89,9 +92,7 @@ pub fn pump(
                 Answer::Later => return Ok(Pumped::Later),
             },
             Err(refusal) => {
-                if let Some(held_back) = REFUSED.allow() {
-                    log::warn!("client request refused: {refusal}{held_back}");
-                }
+                handler.refused(&refusal);
                 match refusal.fate() {
                     Fate::Ignore => {}
                     Fate::Reply => connection.send(to, Err(refusal.errno()))?,

@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use farside_irq_relay::{IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsMessage, Sink};
 use farside_vfio_user::serve::{Answer, Handler};
 use farside_vfio_user::{
-    DeviceInfo, DmaMap, DmaUnmap, Errno, Mappable, Region, RegionInfo, Reply, ReplyTo, Request,
-    SparseArea,
+    DeviceInfo, DmaMap, DmaUnmap, Errno, Mappable, Refusal, Region, RegionInfo, Reply, ReplyTo,
+    Request, SparseArea,
 };
 
 /// Bytes of BAR 0, whose second page can be mapped.
@@ -164,6 +164,8 @@ fn counts() -> IrqCounts {
 }
 
 impl Handler for TestDevice {
+    fn refused(&mut self, _: &Refusal) {}
+
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         let done = |result: Result<(), Errno>, reply| match result {
             Ok(()) => Answer::Reply(reply),

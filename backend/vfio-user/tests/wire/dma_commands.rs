@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use farside_vfio_user::serve::{Answer, Handler, Pumped, pump, pump_replies};
 use farside_vfio_user::{
-    Connection, ConnectionError, DmaCommands, Errno, Header, Matched, ReplyTo, Request, Session,
+    Connection, ConnectionError, DmaCommands, Errno, Header, Matched, Refusal, ReplyTo, Request,
+    Session,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -24,6 +25,8 @@ struct Server {
 }
 
 impl Handler for Server {
+    fn refused(&mut self, _: &Refusal) {}
+
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         match request {
             Request::DeviceReset => {
