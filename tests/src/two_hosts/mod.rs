@@ -82,7 +82,7 @@ impl Stage {
             notes: Mutex::default(),
         };
         for host in HOSTS.into_iter().chain([THIRD]) {
-            ip(&["netns", "add", &stage.netns(host)])?;
+            netns::add(&stage.netns(host))?;
             ip(&["-n", &stage.netns(host), "link", "set", "lo", "up"])?;
             for kind in ["run", "etc/vm", "state"] {
                 fs::create_dir_all(stage.folder.path().join(host).join(kind))?;

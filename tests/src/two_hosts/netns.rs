@@ -1,6 +1,9 @@
 //! Network namespaces, by the test bed's `ip`.
 
-use std::{process::Stdio, sync::LazyLock};
+use std::{
+    process::{Command, Stdio},
+    sync::LazyLock,
+};
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::lacks_root;
@@ -11,7 +14,7 @@ use crate::testbed;
 pub fn unable() -> Option<String> {
     static MADE: LazyLock<Result<(), String>> = LazyLock::new(|| {
         let name = format!("fs-try-{}", std::process::id());
-        let made = ip(&["netns", "add", &name]).and_then(|_| ip(&["netns", "delete", &name]));
+        let made = add(&name).and_then(|()| ip(&["netns", "delete", &name]));
         made.map(drop)
             .map_err(|error| format!("{error:#}").replace('\n', "; "))
     });
@@ -24,9 +27,23 @@ pub fn unable() -> Option<String> {
     lacks_root().or_else(why)
 }
 
+/// Makes the network namespace `name`.
+///
+/// `ip` returns to the namespace that it came from, which root of a user namespace may
+/// do only if that is its own, too.
+pub(super) fn add(name: &str) -> Result<()> {
+    let tool = testbed()?.tool("ip");
+    let mut unshare = Command::new("unshare");
+    unshare.arg("--net").arg(tool.get_program());
+    run(unshare, &["netns", "add", name]).map(drop)
+}
+
 pub(super) fn ip(args: &[&str]) -> Result<String> {
-    let output = testbed()?
-        .tool("ip")
+    run(testbed()?.tool("ip"), args)
+}
+
+fn run(mut ip: Command, args: &[&str]) -> Result<String> {
+    let output = ip
         .args(args)
         .stdin(Stdio::null())
         .output()

@@ -93,6 +93,9 @@ impl<'a> Stage<'a> {
         fs::write(&hook, include_str!("../../../cli/packaging/libvirt/qemu"))
             .and_then(|()| fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)))
             .context("installing the hook")?;
+        // Root of a user namespace may not set the attributes (trusted.*) in which libvirt
+        // keeps former owners of files.
+        let qemu_conf = format!("{qemu_conf}remember_owner = 0\n");
         fs::write(inside.path("/etc/libvirt/qemu.conf"), qemu_conf).context("qemu.conf")?;
         let log = "log_level = 3\nlog_outputs = \"3:file:/var/log/libvirt/libvirtd.log\"\n";
         fs::write(inside.path("/etc/libvirt/libvirtd.conf"), log).context("libvirtd.conf")?;

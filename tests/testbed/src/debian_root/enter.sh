@@ -6,14 +6,18 @@
 # folder of the machine and where it shall be. $FARSIDE_HOST: the host's name, where
 # that is its own.
 set -eu
-[ -z "${FARSIDE_HOST-}" ] || echo "$FARSIDE_HOST" > /proc/sys/kernel/hostname
 cd "$1"
 mount -t tmpfs -o mode=755 farside .
 cd "$1"
 mkdir lower upper work root
 mount --bind "$2" lower
 # Relative: no character in a path means anything to overlayfs then.
-mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work farside root
+options=lowerdir=lower,upperdir=upper,workdir=work
+# Root of a user namespace may not set trusted.overlay.*, without which a directory
+# cannot replace one of the lower layer.
+read -r _ outside _ < /proc/self/uid_map
+[ "$outside" = 0 ] || options=$options,userxattr
+mount -t overlay -o "$options" farside root
 cd root
 mount --rbind /dev dev
 mount -t tmpfs -o mode=1777 farside dev/shm
@@ -31,5 +35,9 @@ done
 read -r outside _ < /proc/self/stat
 mount -t proc proc proc
 pivot_root . mnt
-# bash waits for orphans, as a first process has to.
-exec chroot . /bin/bash -c 'umount -l /mnt && echo "ready $1" && read -r _' bash "$outside"
+# bash waits for orphans, as a first process has to. The host name is set by a system
+# call: /proc/sys/kernel/hostname is not the user namespace's.
+exec chroot . /bin/bash -c '
+    [ -z "${FARSIDE_HOST-}" ] || hostname "$FARSIDE_HOST" || exit
+    umount -l /mnt && echo "ready $1" && read -r _
+' bash "$outside"
