@@ -28,7 +28,7 @@ use rustix::io::Errno;
 use crate::{
     borrow::{
         Event, State,
-        worker::{Outcome, Settings, WorkError, Worker},
+        worker::{NewLease, Outcome, Settings, StepDone, WorkError, Worker},
     },
     dma_table::DmaTable,
 };
@@ -174,7 +174,7 @@ impl Device {
     /// What there is to say about the device now.
     pub(crate) fn report(&self) -> DeviceReport {
         DeviceReport {
-            state: self.state.into(),
+            state: self.state,
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
             ..self.report.clone()
@@ -279,36 +279,52 @@ impl Device {
 
     /// Takes over what the worker did.
     fn absorb(&mut self, outcome: Outcome) {
+        let Outcome {
+            state,
+            steps,
+            opened,
+            result,
+        } = outcome;
         self.returning = false;
-        if let Some(state) = outcome.state {
-            self.state = state;
+        self.state = state;
+        opened.fill(&mut self.report);
+        for step in steps {
+            match step {
+                StepDone::Borrowed(lease) => self.adopt(lease),
+                StepDone::Opened(layout) => {
+                    layout.fill(&mut self.report);
+                    // All is well again.
+                    self.report.last_error = None;
+                }
+                StepDone::Blocked(blocked) => self.fail(&blocked.into()),
+                StepDone::Done => {}
+            }
         }
-        if let Some(lease) = outcome.lease {
-            self.retired.extend(self.registers.replace(lease.registers));
-            self.bars.adopt(lease.bars);
-            self.absent = false;
-            self.report.epoch = lease.epoch;
-        }
-        if let Some(layout) = outcome.layout {
-            layout.fill(&mut self.report);
-            // All is well again.
-            self.report.last_error = None;
-        }
-        outcome.opened.fill(&mut self.report);
         match self.state {
             State::Described | State::Lost => self.retired.extend(self.registers.take()),
             State::Leased | State::Ready | State::Closing => {}
         }
-        if let Some(error) = outcome.error {
-            static FAILED: RateLimit = RateLimit::new();
-            if let Some(held_back) = FAILED.allow() {
-                log::error!("{}: {error}{held_back}", self.name(), error = Chain(&error));
-            }
-            // A borrow that was not answered in time is asked for again.
-            self.absent = self.state == State::Described && !error.is_late();
-            self.failure = Some(errno_of(&error));
-            self.report.last_error = Some(Chain(&error).to_string());
+        if let Err(error) = result {
+            self.fail(&error);
         }
+    }
+
+    fn adopt(&mut self, lease: NewLease) {
+        self.retired.extend(self.registers.replace(lease.registers));
+        self.bars.adopt(lease.bars);
+        self.absent = false;
+        self.report.epoch = lease.epoch;
+    }
+
+    fn fail(&mut self, error: &WorkError) {
+        static FAILED: RateLimit = RateLimit::new();
+        if let Some(held_back) = FAILED.allow() {
+            log::error!("{}: {error}{held_back}", self.name(), error = Chain(error));
+        }
+        // A borrow that was not answered in time is asked for again.
+        self.absent = self.state == State::Described && !error.is_late();
+        self.failure = Some(errno_of(error));
+        self.report.last_error = Some(Chain(error).to_string());
     }
 
     /// Takes a request in hand. Answers at once if nothing has to be waited

@@ -3,7 +3,6 @@
 
 use std::os::fd::AsFd;
 
-use farside_error_chain::Chain;
 use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
 use farside_lender_protocol::{BarOwner, Client};
 use farside_ntb::{Adapter, BorrowerNtb, FarRange};
@@ -20,7 +19,8 @@ pub(crate) enum FarSide {
     /// The lender, which has both ends of the way.
     #[default]
     Lender,
-    /// The lender, by its IOMMU, which takes its time.
+    /// The lender, through its IOMMU. Slow, so it maps in steps that each meet the
+    /// call's deadline.
     LendersIommu,
     /// We, in the IOMMU domain of this host's NTB endpoint.
     Ntb(BorrowerNtb),
@@ -40,6 +40,12 @@ impl FarSide {
             (BarOwner::Borrower, None) => Self::Lender,
             (BarOwner::Lender, None) => Self::LendersIommu,
         }
+    }
+
+    /// Whether an IOMMU translates what the device reaches: changing that takes
+    /// time that grows with the memory.
+    pub(crate) fn is_behind_iommu(&self) -> bool {
+        !matches!(self, Self::Lender)
     }
 
     /// Room for a window; `free` finds it where nobody else takes any.
@@ -97,18 +103,6 @@ impl FarSide {
             Self::Ntb(domain) => domain.unmap(FarAddress::new(far), len)?,
         }
         Ok(())
-    }
-
-    /// Unmaps all, whatever has become of the lender.
-    pub(super) fn unmap_all(&mut self) {
-        if let Self::Ntb(domain) = self
-            && let Err(error) = domain.unmap_all()
-        {
-            log::error!(
-                "guest RAM stays within the NTB's reach: {error}",
-                error = Chain(&error)
-            );
-        }
     }
 }
 

@@ -90,11 +90,6 @@ impl PagePins {
     pub(crate) fn report(&self) -> PinReport {
         self.report
     }
-
-    /// Unpins everything.
-    pub(crate) fn clear(&mut self) {
-        *self = Self::default();
-    }
 }
 
 #[cfg(test)]
@@ -140,8 +135,6 @@ mod tests {
         // Beyond the file: refused, and nothing else is lost by it.
         assert!(pins.pin(&page(2 * CHUNK, PAGE), &options).is_err());
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
-        pins.clear();
-        assert_eq!(pinned(&pins), 0);
         assert!(PagePins::fits(PAGE) && !PagePins::fits(CHUNK));
     }
 }

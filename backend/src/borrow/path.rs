@@ -38,8 +38,17 @@ struct Segment {
     /// Where the borrower's domain has it: one piece for each window that it
     /// is in.
     pieces: Vec<Piece>,
-    /// None where [`PagePins`] has it.
-    pins: Option<Pins>,
+    pins: SegmentPins,
+}
+
+/// Who keeps a mapping's memory pinned.
+#[derive(Default)]
+enum SegmentPins {
+    /// [`PagePins`], for a page behind a vIOMMU, until the path closes.
+    #[default]
+    Path,
+    /// The segment, as long as it is mapped.
+    Own(Pins),
 }
 
 #[derive(Clone, Copy)]
@@ -55,7 +64,7 @@ struct Window {
     lut_entries: u32,
 }
 
-/// The open way of one borrow. Empty when closed.
+/// The open way of one borrow. Dropping it unmaps, then unpins.
 #[derive(Default)]
 pub(crate) struct OpenPath {
     far_side: FarSide,
@@ -78,7 +87,7 @@ struct Adding {
     windows: Vec<u64>,
     /// What of it the borrower's domain has.
     pieces: Vec<Piece>,
-    pins: Option<Pins>,
+    pins: SegmentPins,
 }
 
 /// Windows of pages are multiples of this until a window has shown what a LUT
@@ -86,12 +95,19 @@ struct Adding {
 const PAGE_WINDOW: u64 = 128 << 20;
 
 impl OpenPath {
-    /// A closed way, whose far end is `far_side`.
-    pub(crate) fn new(far_side: FarSide) -> Self {
+    /// A way to `far_side`, with nothing open. `page_window` is what another has
+    /// [learned](Self::page_window).
+    pub(crate) fn new(far_side: FarSide, page_window: Option<u64>) -> Self {
         Self {
             far_side,
+            page_window,
             ..Self::default()
         }
+    }
+
+    /// What a LUT entry of the lender's translates, as far as that has shown.
+    pub(crate) fn page_window(&self) -> Option<u64> {
+        self.page_window
     }
 
     /// Opens a window for each of the plan's, then pins all that `mappings`
@@ -184,13 +200,7 @@ impl OpenPath {
     /// nothing is mapped in costs but its LUT entry. A physical function's IOMMU
     /// may have reserved ranges there.
     fn keeps_windows(&self) -> bool {
-        !self.is_behind_iommu()
-    }
-
-    /// Whether an IOMMU translates what the device reaches: changing that takes
-    /// time that grows with the memory.
-    pub(crate) fn is_behind_iommu(&self) -> bool {
-        !matches!(self.far_side, FarSide::Lender)
+        !self.far_side.is_behind_iommu()
     }
 
     /// Opens windows for pages in `range`: of all that their LUT entries
@@ -253,7 +263,7 @@ impl OpenPath {
                 .retain(|window| window.range.start().get() != start);
             self.adding.windows.pop();
         }
-        self.adding.pins = None;
+        self.adding.pins = SegmentPins::default();
         let start = mapping.range.start().get();
         self.unreachable.insert(start, mapping.range.len());
         Ok(())
@@ -299,7 +309,7 @@ impl OpenPath {
         for piece in &segment.pieces {
             self.far_side.unmap(client, piece.far, piece.range.len())?;
         }
-        let paged = segment.pins.is_none();
+        let paged = matches!(segment.pins, SegmentPins::Path);
         self.segments.remove(&start);
         if !(paged && self.keeps_windows()) {
             self.close_empty(client)?;
@@ -307,28 +317,16 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Stops DMA and undoes everything; pins go last.
-    pub(crate) fn close(&mut self, client: &mut Client) -> Result<(), CallError> {
-        client.close()?;
-        self.forget();
-        Ok(())
-    }
-
-    /// Unmaps and unpins, when the lender has undone its part already, or is
-    /// gone.
-    pub(crate) fn forget(&mut self) {
-        self.far_side.unmap_all();
-        self.segments.clear();
-        self.page_pins.clear();
-        self.windows.clear();
-        self.unreachable.clear();
-        self.adding = Adding::default();
-    }
-
     pub(crate) fn report(&self) -> OpenReport {
         let pins = || {
-            let whole = self.segments.values().filter_map(|s| s.pins.as_ref());
-            whole.map(Pins::report).chain([self.page_pins.report()])
+            let own = self
+                .segments
+                .values()
+                .filter_map(|segment| match &segment.pins {
+                    SegmentPins::Own(pins) => Some(pins.report()),
+                    SegmentPins::Path => None,
+                });
+            own.chain([self.page_pins.report()])
         };
         OpenReport {
             bytes_pinned: pins().map(|pins| pins.bytes_pinned).sum(),
@@ -354,7 +352,10 @@ impl OpenPath {
         };
         match paged && PagePins::fits(memory.len) {
             true => self.page_pins.pin(&memory, pinning)?,
-            false => self.adding.pins = Some(Pins::new(std::slice::from_ref(&memory), pinning)?),
+            false => {
+                let pins = Pins::new(std::slice::from_ref(&memory), pinning)?;
+                self.adding.pins = SegmentPins::Own(pins);
+            }
         }
         let start = mapping.range.start().get();
         for piece in &pieces {
@@ -531,7 +532,7 @@ mod tests {
             let segment = Segment {
                 range,
                 pieces: Vec::new(),
-                pins: None,
+                pins: SegmentPins::Path,
             };
             path.segments.insert(range.start().get(), segment);
         };

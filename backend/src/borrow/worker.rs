@@ -2,11 +2,11 @@
 //! and may wait for either. The event loop holds the client's request
 //! meanwhile and is told through a [`Wakeup`].
 
+mod lease;
 mod progress;
 mod work;
 
 use std::{
-    os::fd::OwnedFd,
     path::PathBuf,
     sync::{
         Arc,
@@ -19,15 +19,13 @@ use std::{
 use farside_daemon::Wakeup;
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
-use farside_irq_relay::{SetIrqs, Vectors};
-use farside_lender_protocol::{
-    Address, CallError, Channel, Described, Epoch, ErrorKind, MAX_FDS, Route,
-};
+use farside_irq_relay::SetIrqs;
+use farside_lender_protocol::{Address, CallError, Channel, Described, Epoch, ErrorKind, Route};
 use farside_ntb::Adapter;
 
-use super::{Event, State, Step, bars::BarFile, error::PathError, path::OpenReport};
-use crate::dma_table::{Blocked, DmaError, DmaTable, Mapping};
-use work::Borrow;
+use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
+use crate::dma_table::Blocked;
+use work::Borrower;
 
 /// What does not change in the life of a backend's device.
 #[derive(Clone)]
@@ -62,77 +60,37 @@ impl Settings {
 
 /// Work for the thread.
 pub(crate) enum Job {
-    /// Say whether the device can be borrowed, for a client that connects.
+    /// Find out whether the device can be borrowed, for a client that connects.
     Check,
-    /// Take these steps.
-    Run(Box<Run>),
+    /// Take these steps, until one fails.
+    Take(Vec<Step>),
     /// Pass a change of interrupts on.
     SetIrqs(SetIrqs),
     /// Pass the INTx disable bit on.
     SetIntxDisable(bool),
 }
 
-/// Steps, with all that they need.
-pub(crate) struct Run {
-    pub(crate) state: State,
-    pub(crate) steps: &'static [Step],
-    /// `Borrow`: files of the BARs with mappable areas.
-    pub(crate) bar_files: Vec<Arc<OwnedFd>>,
-    /// `Borrow`: interrupts that the client set up already.
-    pub(crate) irqs: Vec<SetIrqs>,
-    pub(crate) intx_disable: bool,
-    /// `Borrow`, `Open`: what the client has mapped.
-    pub(crate) memory: Option<DmaTable>,
-    /// `Map`, `Unmap`: what changed.
-    pub(crate) change: Option<MemoryChange>,
-}
-
-/// A change of guest memory while windows are open.
-pub(crate) enum MemoryChange {
-    Map(Mapping),
-    /// The client was refused a mapping that it will take for good.
-    Refused(DmaError),
-    Unmap(Vec<Mapping>),
-}
-
-impl MemoryChange {
-    /// What it is to the borrow.
-    pub(crate) fn event(&self) -> Event {
-        match self {
-            change if change.blocked().is_some() => Event::MemoryRefused,
-            Self::Unmap(_) => Event::MemoryRemoved,
-            Self::Map(_) | Self::Refused(_) => Event::MemoryAdded,
-        }
-    }
-
-    /// Why no device may do DMA after it.
-    fn blocked(&self) -> Option<Blocked> {
-        match self {
-            Self::Map(mapping) => mapping
-                .is_private_ram()
-                .then(|| Blocked::private_ram(mapping)),
-            Self::Refused(error) => Some(Blocked::Refused(*error)),
-            Self::Unmap(_) => None,
-        }
-    }
-}
-
 /// What became of a [`Job`].
-#[derive(Default)]
 pub(crate) struct Outcome {
-    /// Where the borrow stands now; none when the job was no [`Job::Run`].
-    pub(crate) state: Option<State>,
-    /// From `Borrow`.
-    pub(crate) lease: Option<NewLease>,
+    /// Where the borrow stands now.
+    pub(crate) state: State,
+    /// The steps that were taken.
+    pub(crate) steps: Vec<StepDone>,
     /// What is open now.
     pub(crate) opened: OpenReport,
-    /// From `Open`.
-    pub(crate) layout: Option<LayoutReport>,
-    /// What stopped it.
-    pub(crate) error: Option<WorkError>,
+    pub(crate) result: Result<(), WorkError>,
 }
 
-/// What `Borrow` brought.
+/// What a [`Step`] came to.
+pub(crate) enum StepDone {
+    Borrowed(NewLease),
+    Opened(LayoutReport),
+    Blocked(Blocked),
+    /// Any other: there is nothing to add.
+    Done,
+}
+
+/// What a lease came with.
 pub(crate) struct NewLease {
     pub(crate) epoch: Epoch,
     pub(crate) registers: Channel,
@@ -140,7 +98,7 @@ pub(crate) struct NewLease {
     pub(crate) bars: Vec<Option<BarFile>>,
 }
 
-/// What `Open` found.
+/// What was found when windows were opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayoutReport {
     pub(crate) guest_ram_bytes: u64,
@@ -227,20 +185,20 @@ impl Worker {
         let raised = wakeup.clone();
         let cancel = Arc::new(AtomicBool::new(false));
         let name = format!("borrow-{}", settings.device);
-        let mut borrow = Borrow::new(settings, described, Arc::clone(&cancel));
+        let mut borrower = Borrower::new(settings, described, Arc::clone(&cancel));
         let thread = std::thread::Builder::new().name(name).spawn(move || {
-            // Dropped in the reverse order: whoever is woken when the
-            // thread panics finds the outbox closed.
-            let raised = RaisedAtLast(raised);
+            // Dropped in the reverse order: when the thread panics, the event
+            // loop wakes to a closed outbox.
+            let raised = RaiseOnDrop(raised);
             let outbox = outbox;
             for job in inbox {
-                let outcome = borrow.work(job);
+                let outcome = borrower.work(job);
                 if outbox.send(outcome).is_err() {
                     break;
                 }
                 raised.0.raise();
             }
-            borrow.finish();
+            borrower.finish();
         })?;
         Ok(Self {
             jobs: Some(jobs),
@@ -275,9 +233,10 @@ impl Worker {
             Err(mpsc::TryRecvError::Empty) => None,
             // With its connection the lease went.
             Err(mpsc::TryRecvError::Disconnected) => Some(Outcome {
-                state: Some(State::Lost),
-                error: Some(WorkError::Panicked),
-                ..Outcome::default()
+                state: State::Lost,
+                steps: Vec::new(),
+                opened: OpenReport::default(),
+                result: Err(WorkError::Panicked),
             }),
         }
     }
@@ -300,17 +259,11 @@ impl Drop for Worker {
     }
 }
 
-/// Is raised by the time it is dropped.
-struct RaisedAtLast(Wakeup);
+/// Raises the wakeup on drop, so that a thread that panics is noticed.
+struct RaiseOnDrop(Wakeup);
 
-impl Drop for RaisedAtLast {
+impl Drop for RaiseOnDrop {
     fn drop(&mut self) {
         self.0.raise();
     }
-}
-
-/// The requests that bring a lender's vectors into the state that a client set
-/// up before the borrow.
-pub(crate) fn recorded_irqs(vectors: &Vectors) -> Vec<SetIrqs> {
-    vectors.configuration(MAX_FDS as u16)
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use farside_error_chain::Chain;
-use farside_lender_protocol::registers::Event as RegisterEvent;
+use farside_lender_protocol::{MAX_FDS, registers::Event as RegisterEvent};
 use farside_pci::regs::STATUS_INTERRUPT;
 
 use super::{
@@ -13,10 +13,7 @@ use super::{
     task::{Task, Waiting},
 };
 use crate::{
-    borrow::{
-        Event, Step,
-        worker::{Job, MemoryChange, Run, recorded_irqs},
-    },
+    borrow::{Event, Setup, Step, worker::Job},
     dma_table::DmaTable,
 };
 
@@ -31,8 +28,7 @@ impl Device {
     fn perform(&mut self, task: Task) {
         match task {
             Task::Check => self.post(Job::Check),
-            Task::Event(event) => self.take_steps(event, None),
-            Task::Memory(change) => self.take_steps(change.event(), Some(change)),
+            Task::Event(event) => self.take_steps(event),
             Task::SetIrqs(request) => {
                 if self.registers.is_some() {
                     self.post(Job::SetIrqs(request));
@@ -66,36 +62,25 @@ impl Device {
         self.tasks.waiting = Waiting::Worker;
     }
 
-    fn take_steps(&mut self, event: Event, change: Option<MemoryChange>) {
-        let steps = self.state.on(event);
+    fn take_steps(&mut self, event: Event) {
+        // A borrow that was refused is not asked for at every access.
+        if self.absent && matches!(event, Event::BarAccess) {
+            return;
+        }
+        let steps = event.steps(self.state, || Setup {
+            bar_files: self.bars.files(),
+            irqs: self.vectors.configuration(MAX_FDS as u16),
+            intx_disable: self.config.intx_disabled(),
+            memory: self.memory.clone(),
+        });
         if steps.is_empty() {
             return;
         }
-        // A borrow that was refused is not asked for at every access.
-        if event == Event::BarAccess && self.absent {
-            return;
-        }
-        let mut run = Run {
-            state: self.state,
-            steps,
-            bar_files: Vec::new(),
-            irqs: Vec::new(),
-            intx_disable: self.config.intx_disabled(),
-            memory: None,
-            change,
-        };
-        if steps.contains(&Step::Borrow) {
-            run.bar_files = self.bars.files();
-            run.irqs = recorded_irqs(&self.vectors);
-        }
-        if steps.contains(&Step::Borrow) || steps.contains(&Step::Open) {
-            run.memory = Some(self.memory.clone());
-        }
-        self.returning = steps.contains(&Step::Return);
+        self.returning = steps.iter().any(|step| matches!(step, Step::Return));
         if self.returning {
             self.bars.let_go();
         }
-        self.post(Job::Run(Box::new(run)));
+        self.post(Job::Take(steps));
     }
 
     fn read_bar(&mut self, bar: u8, offset: u64, done: usize) {

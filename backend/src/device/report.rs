@@ -1,10 +1,9 @@
 //! The report on a device, for `farside status`.
 
-use farside_backend_api::{BorrowState, DeviceReport};
+use farside_backend_api::DeviceReport;
 use farside_pci::Description;
 
 use crate::borrow::{
-    State,
     path::OpenReport,
     worker::{LayoutReport, Settings},
 };
@@ -36,17 +35,5 @@ impl LayoutReport {
         report.layout_probes = self.layout_probes;
         report.bme_to_ready_us = self.bme_to_ready_us;
         report.bytes_pinned_before_bme = self.bytes_pinned_before_bme;
-    }
-}
-
-impl From<State> for BorrowState {
-    fn from(state: State) -> Self {
-        match state {
-            State::Described => Self::Described,
-            State::Leased => Self::Leased,
-            State::Ready => Self::Ready,
-            State::Closing => Self::Closing,
-            State::Lost => Self::Lost,
-        }
     }
 }

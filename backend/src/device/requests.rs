@@ -18,8 +18,8 @@ use super::{
     task::{self, Finish, Task},
 };
 use crate::{
-    borrow::{Event, State, worker::MemoryChange},
-    dma_table::{Backing, DmaError, Mapping},
+    borrow::{Event, State},
+    dma_table::{Backing, Blocked, DmaError, Mapping},
 };
 
 impl Device {
@@ -139,14 +139,14 @@ impl Device {
             .map(request.address, request.size, request.writable, backing)
         {
             Ok(mapping) => {
-                let change = Task::Memory(MemoryChange::Map(mapping));
-                self.hold(to, Finish::Done, [change])
+                let added = Task::Event(Event::mapped(mapping));
+                self.hold(to, Finish::Done, [added])
             }
             Err(error) => {
                 self.refuse_memory(&error);
                 // The client carries on as if it were mapped.
-                let change = Task::Memory(MemoryChange::Refused(error));
-                self.hold(to, Finish::Error(error.errno()), [change])
+                let refused = Task::Event(Event::MemoryRefused(Blocked::Refused(error)));
+                self.hold(to, Finish::Error(error.errno()), [refused])
             }
         }
     }
@@ -163,8 +163,8 @@ impl Device {
             },
         };
         self.ram_taken |= mappings.iter().any(Mapping::is_low_ram);
-        let change = Task::Memory(MemoryChange::Unmap(mappings));
-        self.hold(to, Finish::Unmap(request), [change])
+        let removed = Task::Event(Event::MemoryRemoved(mappings));
+        self.hold(to, Finish::Unmap(request), [removed])
     }
 
     /// The client only prints the error reply, so say it here too.

@@ -7,7 +7,7 @@ use farside_irq_relay::{Action, IrqData, SetIrqs};
 use farside_vfio_user::{DmaUnmap, Negotiated, Region, ReplyTo};
 use rustix::io::Errno;
 
-use crate::borrow::{Event, worker::MemoryChange};
+use crate::borrow::Event;
 
 /// A request whose answer waits.
 pub(crate) struct Held {
@@ -45,8 +45,6 @@ pub(crate) enum Task {
     Check,
     /// Take the borrow's steps for this event.
     Event(Event),
-    /// Make a change of guest memory good, if windows are open.
-    Memory(MemoryChange),
     /// Tell the lender of interrupts, if there is a lease.
     SetIrqs(SetIrqs),
     /// Tell the lender of the INTx disable bit, if there is a lease.

@@ -116,7 +116,10 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
 impl<F: FunctionOps> Drop for BorrowerNtb<F> {
     fn drop(&mut self) {
         if let Err(error) = self.unmap_all() {
-            log::error!("{error}", error = Chain(&error));
+            log::error!(
+                "guest RAM stays within the NTB's reach: {error}",
+                error = Chain(&error)
+            );
         }
     }
 }

@@ -17,15 +17,15 @@ use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
     BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
 };
-use farside_ntb::BarWindow;
 
 use super::{
-    Job, LayoutReport, MemoryChange, NewLease, Outcome, Run, Settings, WorkError,
+    Job, LayoutReport, NewLease, Outcome, Settings, StepDone, WorkError,
+    lease::{Borrow, Lease},
     progress::Progress,
 };
 use crate::{
     borrow::{
-        State, Step, bars::LeasedBars, error::PathError, far::FarSide, page_pins::PagePins,
+        Setup, State, Step, bars::LeasedBars, error::PathError, far::FarSide, page_pins::PagePins,
         path::OpenPath,
     },
     dma_table::{DmaTable, Mapping},
@@ -53,14 +53,11 @@ const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(2);
 const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 
 /// The thread's state.
-pub(super) struct Borrow {
+pub(super) struct Borrower {
     settings: Settings,
     described: Described,
-    client: Option<Client>,
-    path: OpenPath,
+    borrow: Borrow,
     lines: StateLog,
-    /// The VM's way to the device's BARs, where that leads through an NTB.
-    bar_window: Option<BarWindow>,
     /// When pinning for the current job must be done.
     pin_by: Instant,
     /// When the lender must have answered.
@@ -71,15 +68,13 @@ pub(super) struct Borrow {
     cancel: Arc<AtomicBool>,
 }
 
-impl Borrow {
+impl Borrower {
     pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
         Self {
             lines: StateLog::new(|line| log::info!("{line}")),
-            path: OpenPath::new(FarSide::new(described.bars, settings.ntb.as_ref())),
             settings,
             described,
-            client: None,
-            bar_window: None,
+            borrow: Borrow::default(),
             pin_by: Instant::now(),
             calls_by: Instant::now(),
             borrow_unanswered: false,
@@ -98,93 +93,131 @@ impl Borrow {
         let limit = self.settings.open_limit();
         self.pin_by = Instant::now() + limit;
         self.give_lender(match &job {
-            Job::Run(run) => time_for(run.steps, limit, self.path.is_behind_iommu()),
+            Job::Take(steps) => time_for(steps, limit, self.far_side().is_behind_iommu()),
             _ => CALLS_TIMEOUT,
         });
+        let mut steps = Vec::new();
         let result = match job {
-            Job::Run(run) => return self.run(*run),
+            Job::Take(wanted) => self.take(&wanted, &mut steps),
             Job::Check => self.check(),
             Job::SetIrqs(request) => self.set_irqs(&request),
-            Job::SetIntxDisable(disabled) => self.lease(|client| client.set_intx_disable(disabled)),
+            Job::SetIntxDisable(disabled) => self.set_intx_disable(disabled),
         };
-        let error = result.err();
-        let lost = error.as_ref().is_some_and(WorkError::is_lost) && self.client.is_some();
-        if lost {
-            self.drop_lease();
+        let is_lost = result.as_ref().is_err_and(WorkError::is_lost);
+        if is_lost && self.borrow.lease().is_ok() {
+            self.enter(State::Lost);
         }
         Outcome {
-            state: lost.then_some(State::Lost),
-            opened: self.path.report(),
-            error,
-            ..Outcome::default()
+            state: self.borrow.state(),
+            steps,
+            opened: self.borrow.report(),
+            result,
         }
     }
 
     /// Gives the lender so long from now on for all that is asked of it.
     fn give_lender(&mut self, timeout: Duration) {
         self.calls_by = Instant::now() + timeout;
-        if let Some(client) = &mut self.client {
-            client.set_deadline(Some(self.calls_by));
+        if let Ok(lease) = self.borrow.lease() {
+            lease.client.set_deadline(Some(self.calls_by));
         }
     }
 
-    fn run(&mut self, run: Run) -> Outcome {
-        let mut outcome = Outcome::default();
-        let mut state = run.state;
-        for step in run.steps {
-            match self.step(*step, &run, &mut outcome) {
-                Ok(()) => state = state.after(*step),
+    /// Takes `steps` until one fails, whose state it cleans up.
+    fn take(&mut self, steps: &[Step], done: &mut Vec<StepDone>) -> Result<(), WorkError> {
+        for step in steps {
+            let before = self.borrow.state();
+            match self.step(step) {
+                Ok(came_to) => {
+                    self.enter(step.after());
+                    done.push(came_to);
+                }
                 Err(error) => {
-                    state = self.clean_up(*step, state, &run, &error);
-                    outcome.error = Some(error);
-                    break;
+                    let next = self.clean_up(step, before, &error);
+                    self.enter(next);
+                    return Err(error);
                 }
             }
         }
-        outcome.state = Some(state);
-        outcome.opened = self.path.report();
-        let blocked = run.change.as_ref().and_then(MemoryChange::blocked);
-        if outcome.error.is_none() {
-            outcome.error = blocked.map(WorkError::from);
-        }
-        outcome
+        Ok(())
     }
 
-    fn step(&mut self, step: Step, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
+    fn step(&mut self, step: &Step) -> Result<StepDone, WorkError> {
         match step {
-            Step::Borrow => self.borrow_device(run, outcome),
-            Step::Open => self.open(run, outcome),
-            Step::Close | Step::Stop => {
+            Step::Borrow(setup) => return self.borrow_device(setup).map(StepDone::Borrowed),
+            Step::Open(memory) => return self.open(memory).map(StepDone::Opened),
+            Step::Close | Step::Stop | Step::Block(_) => {
                 self.close()?;
                 self.log("stopped", "stopped DMA; windows closed, guest RAM unpinned");
-                Ok(())
+                if let Step::Block(blocked) = step {
+                    return Ok(StepDone::Blocked(*blocked));
+                }
             }
             Step::Reset => {
-                self.lease(|client| client.reset())?;
-                self.path.forget();
+                self.borrow.lease()?.client.reset()?;
+                self.enter(State::Leased);
                 self.log("reset", "reset");
-                Ok(())
             }
-            Step::Map => self.map(run),
-            Step::Unmap => self.unmap(run),
-            Step::Return => {
-                self.give_back();
-                Ok(())
+            Step::Map(mapping) => self.map(mapping)?,
+            Step::Unmap(mappings) => {
+                let (client, path) = self.borrow.path()?;
+                for mapping in mappings {
+                    path.unmap(client, mapping)?;
+                }
             }
-            Step::Abandon => {
-                self.drop_lease();
-                Ok(())
+            Step::Return => self.give_back(),
+            Step::Abandon => {}
+        }
+        Ok(StepDone::Done)
+    }
+
+    /// Enters `state` with what the borrow has for it, and gives up the rest.
+    ///
+    /// A lease ends with its connection: the lender stops the device before it
+    /// does anything else. Waits until it has, so that a `DMA_UNMAP` is not
+    /// answered before; but no longer than [`HANG_UP_TIMEOUT`], for a lender that
+    /// is alive and does not get to it.
+    fn enter(&mut self, state: State) {
+        self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
+            Some((mut lease, path)) => {
+                let new_path = || OpenPath::new(self.far_side(), lease.page_window);
+                let path = path.unwrap_or_else(new_path);
+                match state {
+                    State::Ready => Borrow::Ready(lease, path),
+                    State::Closing => Borrow::Closing(lease, path),
+                    State::Leased => {
+                        lease.page_window = path.page_window();
+                        Borrow::Leased(lease)
+                    }
+                    State::Described | State::Lost => {
+                        self.hang_up(lease.client);
+                        Borrow::without_lease(state)
+                    }
+                }
             }
+            None => Borrow::without_lease(state),
+        };
+        debug_assert_eq!(self.borrow.state(), state);
+    }
+
+    fn hang_up(&mut self, client: Client) {
+        if !client.hang_up(HANG_UP_TIMEOUT) {
+            // This lease may be in the way of the next borrow.
+            self.borrow_unanswered = true;
+            log::error!(
+                "{}: the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device does no DMA any more",
+                self.name()
+            );
         }
     }
 
-    /// After a step that failed: undoes what it did. See [`crate::borrow`].
-    fn clean_up(&mut self, step: Step, state: State, run: &Run, error: &WorkError) -> State {
+    /// After a step that failed: undoes what it did, and returns where that leads.
+    /// See [`crate::borrow`].
+    fn clean_up(&mut self, step: &Step, before: State, error: &WorkError) -> State {
         if error.is_lost() {
-            self.drop_lease();
             return match step {
                 // No lease was held, so the state is unchanged.
-                Step::Borrow => state,
+                Step::Borrow(_) => before,
                 _ => State::Lost,
             };
         }
@@ -192,35 +225,36 @@ impl Borrow {
         let left = self.calls_by.saturating_duration_since(Instant::now());
         self.give_lender(left.max(UNDO_TIMEOUT));
         match step {
-            Step::Borrow | Step::Return | Step::Abandon => {
+            Step::Borrow(_) | Step::Return | Step::Abandon => {
                 self.borrow_unanswered |= error.is_late();
-                self.drop_lease();
-                state.after_refusal(step)
+                step.after_refusal()
             }
-            Step::Map if !error.is_late() && self.undo_map(run) => state.after_refusal(step),
-            Step::Open | Step::Map => match self.close() {
-                Ok(()) => State::Leased,
-                Err(error) => self.after_failed_close(step, state, &error),
-            },
+            Step::Map(mapping) if !error.is_late() && self.undo_map(mapping) => {
+                step.after_refusal()
+            }
+            Step::Open(_) | Step::Map(_) => self.close_after(step),
             // Answered, memory must be out of reach.
-            Step::Unmap if !error.is_late() => match self.close() {
-                Ok(()) => state.after_refusal(step),
-                Err(error) => self.after_failed_close(step, state, &error),
-            },
+            Step::Unmap(_) if !error.is_late() => self.close_after(step),
             // Asking again would only take longer.
-            Step::Unmap | Step::Stop | Step::Close | Step::Reset => {
-                self.after_failed_close(step, state, error)
+            Step::Unmap(_) | Step::Stop | Step::Close | Step::Block(_) | Step::Reset => {
+                self.after_failed_close(step, error)
             }
         }
     }
 
+    fn close_after(&mut self, failed: &Step) -> State {
+        match self.close() {
+            Ok(()) => State::Leased,
+            Err(error) => self.after_failed_close(failed, &error),
+        }
+    }
+
     /// Whether what failed of adding memory is undone, and nothing else.
-    fn undo_map(&mut self, run: &Run) -> bool {
-        let (Some(MemoryChange::Map(mapping)), Some(client)) = (&run.change, &mut self.client)
-        else {
+    fn undo_map(&mut self, mapping: &Mapping) -> bool {
+        let Ok((client, path)) = self.borrow.path() else {
             return false;
         };
-        match self.path.undo_map(client, mapping) {
+        match path.undo_map(client, mapping) {
             Ok(()) => {
                 self.log(
                     "unreachable",
@@ -238,27 +272,21 @@ impl Borrow {
         }
     }
 
-    /// The lender has not answered that DMA is stopped, or that it is not.
-    fn after_failed_close(&mut self, step: Step, state: State, error: &WorkError) -> State {
+    /// The lender has not answered that DMA is stopped, or that it is not. A
+    /// device that does not stop is given up.
+    fn after_failed_close(&self, step: &Step, error: &WorkError) -> State {
         let next = match error.is_late() {
-            true => state.after_late(step),
+            true => step.after_late(),
             false => State::Lost,
         };
         if next == State::Lost {
-            self.give_up(error);
+            log::error!(
+                "{}: cannot stop DMA ({error}): giving the device up",
+                self.name(),
+                error = Chain(error)
+            );
         }
         next
-    }
-
-    /// The lender does not stop the device when it is told to. Closing the
-    /// connection makes it do so before it does anything else with it.
-    fn give_up(&mut self, error: &WorkError) {
-        log::error!(
-            "{}: cannot stop DMA ({error}): giving the device up",
-            self.name(),
-            error = Chain(error)
-        );
-        self.drop_lease();
     }
 
     fn check(&mut self) -> Result<(), WorkError> {
@@ -317,7 +345,7 @@ impl Borrow {
         Ok(fences.of(device))
     }
 
-    fn borrow_device(&mut self, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
+    fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
         let Settings {
             vm, device, lender, ..
         } = &self.settings;
@@ -327,7 +355,7 @@ impl Borrow {
         }
         if self.described.bars == BarOwner::Lender {
             // The client has not booted yet, and can still be told.
-            let ram = guest_ram(run.memory.as_ref())?;
+            let ram = guest_ram(&setup.memory)?;
             client.check(device, self.settings.route, ram)?;
         }
         if self.borrow_unanswered {
@@ -335,41 +363,45 @@ impl Borrow {
             self.borrow_unanswered = false;
         }
         client.set_fence(self.fence()?);
-        let files: Vec<_> = run.bar_files.iter().map(|file| file.as_fd()).collect();
-        let lease = client.borrow_device(device, self.settings.route, &files)?;
+        let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
+        let granted = client.borrow_device(device, self.settings.route, &files)?;
         let epoch = client.epoch();
         self.log(
             "borrowed",
             &format!("borrowed from lender {} (epoch {epoch})", client.lender()),
         );
-        self.client = Some(client);
-        self.lease(|client| client.set_intx_disable(run.intx_disable))?;
-        for request in &run.irqs {
+        self.borrow = Borrow::Leased(Lease {
+            client,
+            bar_window: None,
+            page_window: None,
+        });
+        self.set_intx_disable(setup.intx_disable)?;
+        for request in &setup.irqs {
             self.set_irqs(request)?;
         }
         let description = &self.described.description;
         let ntb = self.settings.ntb.as_ref();
-        let bars =
-            LeasedBars::new(description, ntb, &lease.bars, lease.files).map_err(PathError::from)?;
-        self.bar_window = bars.window;
-        outcome.lease = Some(NewLease {
+        let bars = LeasedBars::new(description, ntb, &granted.bars, granted.files)
+            .map_err(PathError::from)?;
+        self.borrow.lease()?.bar_window = bars.window;
+        Ok(NewLease {
             epoch,
             bars: bars.files,
-            registers: lease.registers,
-        });
-        Ok(())
+            registers: granted.registers,
+        })
     }
 
-    fn open(&mut self, run: &Run, outcome: &mut Outcome) -> Result<(), WorkError> {
+    fn open(&mut self, memory: &DmaTable) -> Result<LayoutReport, WorkError> {
         let started = Instant::now();
-        let before = self.path.report().bytes_pinned;
-        let table = run.memory.as_ref().expect("Open comes with the table");
-        if let Some(blocked) = table.blocked() {
+        let bytes_pinned_before_bme = self.borrow.report().bytes_pinned;
+        // Until all is open: what has been opened is closed if something fails.
+        self.enter(State::Closing);
+        if let Some(blocked) = memory.blocked() {
             return Err(blocked.into());
         }
-        let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
+        let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
-        let mappings: Vec<Mapping> = table.iter().cloned().collect();
+        let mappings: Vec<Mapping> = memory.iter().cloned().collect();
         let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
         pin::check(&memory, self.settings.pin_policy).map_err(PathError::from)?;
         let progress = Progress::new(self.name(), &self.settings);
@@ -382,31 +414,26 @@ impl Borrow {
             room: Some(&room),
             ..self.pinning(&cancel)
         };
-        let path = &mut self.path;
-        let client = leased(&mut self.client)?;
+        let (client, path) = self.borrow.path()?;
         path.open(client, &plan, &mappings, &pinning)?;
         client.enable_bus_master()?;
         let report = path.report();
-        let open_us = started.elapsed().as_micros() as u64;
-        outcome.layout = Some(LayoutReport {
-            guest_ram_bytes: layout.ram_bytes(),
-            layout_probes: layout.probes,
-            bme_to_ready_us: open_us,
-            bytes_pinned_before_bme: before,
-        });
+        let bme_to_ready_us = started.elapsed().as_micros() as u64;
         self.log("ready", &format!(
-            "DMA-ready {open_us} µs after bus-master enable: {} MiB pinned, {} windows, {} LUT entries",
+            "DMA-ready {bme_to_ready_us} µs after bus-master enable: {} MiB pinned, {} windows, {} LUT entries",
             report.bytes_pinned >> 20,
             report.dma_windows,
             report.lut_entries
         ));
-        Ok(())
+        Ok(LayoutReport {
+            guest_ram_bytes: layout.ram_bytes(),
+            layout_probes: layout.probes,
+            bme_to_ready_us,
+            bytes_pinned_before_bme,
+        })
     }
 
-    fn map(&mut self, run: &Run) -> Result<(), WorkError> {
-        let Some(MemoryChange::Map(mapping)) = &run.change else {
-            return Ok(());
-        };
+    fn map(&mut self, mapping: &Mapping) -> Result<(), WorkError> {
         let cancel = Arc::clone(&self.cancel);
         let memory = mapping.memory();
         let room = || memory.as_ref().map_or(Ok(()), pin::check_room_for_more);
@@ -418,24 +445,14 @@ impl Borrow {
             room: Some(&room),
             ..self.pinning(&cancel)
         };
-        let client = leased(&mut self.client)?;
-        Ok(self.path.map(client, mapping, &pinning)?)
-    }
-
-    fn unmap(&mut self, run: &Run) -> Result<(), WorkError> {
-        let Some(MemoryChange::Unmap(mappings)) = &run.change else {
-            return Ok(());
-        };
-        let client = leased(&mut self.client)?;
-        for mapping in mappings {
-            self.path.unmap(client, mapping)?;
-        }
-        Ok(())
+        let (client, path) = self.borrow.path()?;
+        Ok(path.map(client, mapping, &pinning)?)
     }
 
     fn close(&mut self) -> Result<(), WorkError> {
-        let path = &mut self.path;
-        with_lease(&mut self.client, |client| path.close(client))
+        self.borrow.lease()?.client.close()?;
+        self.enter(State::Leased);
+        Ok(())
     }
 
     fn pinning<'a>(&self, cancel: &'a AtomicBool) -> PinOptions<'a> {
@@ -448,44 +465,26 @@ impl Borrow {
 
     fn set_irqs(&mut self, request: &SetIrqs) -> Result<(), WorkError> {
         let (update, fds) = IrqUpdate::new(request, self.settings.relay_interrupts);
-        self.lease(|client| client.set_irqs(update, &fds))
+        Ok(self.borrow.lease()?.client.set_irqs(update, &fds)?)
     }
 
-    fn lease(
-        &mut self,
-        call: impl FnOnce(&mut Client) -> Result<(), CallError>,
-    ) -> Result<(), WorkError> {
-        with_lease(&mut self.client, call)
+    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), WorkError> {
+        Ok(self.borrow.lease()?.client.set_intx_disable(disabled)?)
     }
 
-    /// Whatever the lender says to it, the lease is over afterwards.
+    /// Whatever the lender answers, the lease is over afterwards.
     fn give_back(&mut self) {
-        if self.client.is_some() {
-            match self.lease(|client| client.return_device()) {
+        if let Ok(lease) = self.borrow.lease() {
+            match lease.client.return_device() {
                 Ok(()) => self.log("returned", "returned"),
                 Err(error) => log::error!("{}: cannot return it: {}", self.name(), Chain(&error)),
             }
-            self.drop_lease();
         }
+        self.enter(State::Described);
     }
 
-    /// Closing the connection is what ends the lease when all else fails: the
-    /// lender stops the device before it does anything else. Waits until it
-    /// has, so that a `DMA_UNMAP` is not answered before; a lender that is
-    /// alive but does not get to it cannot be waited for for ever.
-    fn drop_lease(&mut self) {
-        if let Some(client) = self.client.take()
-            && !client.hang_up(HANG_UP_TIMEOUT)
-        {
-            // This lease may be in the way of the next borrow.
-            self.borrow_unanswered = true;
-            log::error!(
-                "{}: the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device does no DMA any more",
-                self.name()
-            );
-        }
-        self.path.forget();
-        self.bar_window = None;
+    fn far_side(&self) -> FarSide {
+        FarSide::new(self.described.bars, self.settings.ntb.as_ref())
     }
 
     fn name(&self) -> String {
@@ -500,10 +499,10 @@ impl Borrow {
 
 /// How long the lender may take for `steps`, of which pinning has `limit`.
 fn time_for(steps: &[Step], limit: Duration, behind_iommu: bool) -> Duration {
-    let has = |wanted: [Step; 2]| steps.iter().any(|step| wanted.contains(step));
-    if has([Step::Open, Step::Map]) {
+    let any = |wanted: fn(&Step) -> bool| steps.iter().any(wanted);
+    if any(|step| matches!(step, Step::Open(_) | Step::Map(_))) {
         limit + CALLS_AFTER_PINNING
-    } else if behind_iommu && has([Step::Unmap, Step::Stop]) {
+    } else if behind_iommu && any(|step| matches!(step, Step::Unmap(_) | Step::Stop)) {
         // An IOMMU unmaps as slowly as it maps. Late, the lease is broken off, which
         // comes on top.
         CALLS_TIMEOUT.max(limit.saturating_sub(HANG_UP_TIMEOUT))
@@ -513,30 +512,14 @@ fn time_for(steps: &[Step], limit: Duration, behind_iommu: bool) -> Duration {
 }
 
 /// Where the guest's RAM is, for a lender to look at.
-fn guest_ram(table: Option<&DmaTable>) -> Result<Vec<RamRange>, WorkError> {
-    let Some(table) = table else {
-        return Ok(Vec::new());
-    };
-    let layout = probe(&mut table.oracle(), &ProbeLimits::default())?;
+fn guest_ram(memory: &DmaTable) -> Result<Vec<RamRange>, WorkError> {
+    let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
     let windows = plan(&layout, &PlanRules::default()).windows;
     let ram = windows.iter().map(|window| RamRange {
         start: window.range.start().get(),
         len: window.range.len(),
     });
     Ok(ram.collect())
-}
-
-fn leased(client: &mut Option<Client>) -> Result<&mut Client, WorkError> {
-    client
-        .as_mut()
-        .ok_or_else(|| CallError::Lost(farside_lender_protocol::ChannelError::Closed).into())
-}
-
-fn with_lease(
-    client: &mut Option<Client>,
-    call: impl FnOnce(&mut Client) -> Result<(), CallError>,
-) -> Result<(), WorkError> {
-    Ok(call(leased(client)?)?)
 }
 
 #[cfg(test)]
@@ -546,16 +529,21 @@ mod tests {
     #[test]
     fn an_iommu_has_as_long_to_unmap_as_to_map() {
         let seconds = Duration::from_secs;
-        for step in [Step::Unmap, Step::Stop] {
-            assert_eq!(time_for(&[step], seconds(100), true), seconds(99));
+        for step in [Step::Unmap(Vec::new()), Step::Stop] {
+            let step = [step];
+            assert_eq!(time_for(&step, seconds(100), true), seconds(99));
             // The lender of a software model only drops a mapping.
-            assert_eq!(time_for(&[step], seconds(100), false), CALLS_TIMEOUT);
+            assert_eq!(time_for(&step, seconds(100), false), CALLS_TIMEOUT);
             // With hanging up, within QEMU's own 5 s, of which pinning has 4.
-            assert_eq!(time_for(&[step], seconds(4), true), CALLS_TIMEOUT);
+            assert_eq!(time_for(&step, seconds(4), true), CALLS_TIMEOUT);
         }
         assert!(CALLS_TIMEOUT + HANG_UP_TIMEOUT < seconds(5));
         assert_eq!(time_for(&[Step::Close], seconds(100), true), CALLS_TIMEOUT);
-        let open = time_for(&[Step::Close, Step::Open], seconds(4), true);
+        let open = time_for(
+            &[Step::Close, Step::Open(DmaTable::default())],
+            seconds(4),
+            true,
+        );
         assert_eq!(open, seconds(4) + CALLS_AFTER_PINNING);
     }
 }
