@@ -1,18 +1,18 @@
 //! One borrowed device as a client sees it: requests in, answers out.
 //!
-//! Most requests are answered at once. One that needs the lender is *held*: it
-//! becomes a queue of [`Task`]s, taken one after another, each of which may
-//! wait for the worker or for the register channel; when the queue is empty the
-//! request is concluded and its answer sent. No other request is taken
-//! meanwhile, so tasks need not fear that the ground moves under them.
+//! Most requests are answered at once. One that needs the lender is *held*
+//! ([`Pending`]): it becomes a queue of [`Task`]s, taken one after another, each
+//! of which may wait for the worker or for the register channel; when the queue is
+//! empty the request is concluded and its answer sent. No other request is taken
+//! meanwhile, so no task finds a state that another request has changed.
 
 mod bars;
 mod config_write;
+mod pending;
 mod perform;
 mod registers;
 mod report;
 mod requests;
-mod task;
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ use crate::{
     dma_table::DmaTable,
 };
 use bars::Bars;
-use task::{Finish, Held, Task, Tasks};
+use pending::{Finish, Pending, Task, Waiting};
 
 /// Events of the register channel that are taken before others have their turn.
 const REGISTER_EVENTS: usize = 256;
@@ -68,9 +68,6 @@ pub(crate) struct Device {
     /// watches them: closed earlier, their numbers could come back as those of
     /// other descriptors.
     retired: Vec<Channel>,
-    /// The worker gives the device back: the lender closes the register
-    /// channel, and that is no loss.
-    returning: bool,
     state: State,
     /// The lender refused the last borrow: the device is not there.
     absent: bool,
@@ -78,10 +75,7 @@ pub(crate) struct Device {
     unplugged: bool,
     /// The client took guest RAM back, and nothing else since.
     ram_taken: bool,
-    held: Option<Held>,
-    tasks: Tasks,
-    /// The last refusal of the request being served.
-    failure: Option<Errno>,
+    pending: Pending,
     /// What a read fills; kept, so that reads do not allocate.
     buffer: Vec<u8>,
     report: DeviceReport,
@@ -127,14 +121,11 @@ impl Device {
             client_log: ClientLog::default(),
             registers: None,
             retired: Vec::new(),
-            returning: false,
             state: State::default(),
             absent: false,
             unplugged: false,
             ram_taken: false,
-            held: None,
-            tasks: Tasks::default(),
-            failure: None,
+            pending: Pending::default(),
             buffer: Vec::new(),
             report: report::initial(&settings, &described.description),
             settings,
@@ -144,7 +135,7 @@ impl Device {
 
     /// Whether a request is held: no other may be taken.
     pub(crate) fn is_busy(&self) -> bool {
-        self.held.is_some() || !self.tasks.is_idle()
+        self.pending.is_busy()
     }
 
     pub(crate) fn worker(&self) -> &Worker {
@@ -168,7 +159,7 @@ impl Device {
 
     /// Whether a register access waits for room in the channel.
     pub(crate) fn wants_register_room(&self) -> bool {
-        self.tasks.waits_for_room()
+        matches!(self.pending.waiting, Waiting::Room(_))
     }
 
     /// What there is to say about the device now.
@@ -188,7 +179,7 @@ impl Device {
 
     /// Since when a register read waits for the lender, if one does.
     pub(crate) fn register_read_since(&self) -> Option<Instant> {
-        self.tasks.register_read_since()
+        self.pending.register_read_since()
     }
 
     /// The lender has not answered a register read in time.
@@ -211,11 +202,10 @@ impl Device {
         if self.ram_taken && !self.unplugged {
             self.name_viommu();
         }
-        self.held = None;
         self.worker.cancel();
-        self.tasks.keep_current();
-        self.tasks.push(Task::Event(Event::ClientGone));
-        self.tasks.push(Task::Forget);
+        self.pending.forget_client();
+        let tasks = [Task::Event(Event::ClientGone), Task::Forget];
+        self.pending.then.extend(tasks);
         self.advance();
     }
 
@@ -237,7 +227,7 @@ impl Device {
     pub(crate) fn on_worker(&mut self) -> Option<Conclusion<'_>> {
         let outcome = self.worker.outcome()?;
         self.absorb(outcome);
-        self.tasks.finish_current();
+        self.pending.waiting = Waiting::No;
         self.advance();
         self.conclusion()
     }
@@ -257,24 +247,22 @@ impl Device {
                 }
             }
         }
-        self.tasks.retry();
+        self.pending.retry();
         self.advance();
         self.conclusion()
     }
 
     fn lender_gone(&mut self, error: &dyn std::fmt::Display) {
-        if self.returning {
-            self.retired.extend(self.registers.take());
+        self.retired.extend(self.registers.take());
+        if matches!(self.pending.waiting, Waiting::Worker { returning: true }) {
             return;
         }
         log::error!(
-            "device {} (VM {}): the lender is gone ({error}); its registers read as all ones from here on",
-            self.settings.device,
-            self.settings.vm
+            "{}: the lender is gone ({error}); its registers read as all ones from here on",
+            self.name()
         );
-        self.retired.extend(self.registers.take());
-        self.tasks.stop_waiting_for_registers();
-        self.tasks.push(Task::Event(Event::LenderGone));
+        self.pending.stop_waiting_for_registers();
+        self.pending.then.push_back(Task::Event(Event::LenderGone));
     }
 
     /// Takes over what the worker did.
@@ -285,7 +273,6 @@ impl Device {
             opened,
             result,
         } = outcome;
-        self.returning = false;
         self.state = state;
         opened.fill(&mut self.report);
         for step in steps {
@@ -323,7 +310,7 @@ impl Device {
         }
         // A borrow that was not answered in time is asked for again.
         self.absent = self.state == State::Described && !error.is_late();
-        self.failure = Some(errno_of(error));
+        self.pending.failure = Some(errno_of(error));
         self.report.last_error = Some(Chain(error).to_string());
     }
 
@@ -335,11 +322,7 @@ impl Device {
         finish: Finish,
         tasks: impl IntoIterator<Item = Task>,
     ) -> Answer<'_> {
-        self.failure = None;
-        self.held = Some(Held { to, finish });
-        for task in tasks {
-            self.tasks.push(task);
-        }
+        self.pending.hold(to, finish, tasks);
         self.advance();
         match self.conclusion().map(|conclusion| conclusion.reply) {
             Some(Ok(reply)) => Answer::Reply(reply),
@@ -350,51 +333,28 @@ impl Device {
 
     /// The answer to the held request, once its tasks are done.
     fn conclusion(&mut self) -> Option<Conclusion<'_>> {
-        if !self.tasks.is_idle() {
-            return None;
-        }
-        let Held { to, finish } = self.held.take()?;
-        let failure = self.failure.take();
-        let then = match (&finish, failure) {
-            (Finish::Version(_), Some(_)) => Then::HangUp,
+        let (to, finish, failure) = self.pending.conclude()?;
+        let is_version = matches!(finish, Finish::Reply(Reply::Version(_)));
+        let then = match failure {
+            Some(_) if is_version => Then::HangUp,
             _ => Then::GoOn,
         };
+        if is_version && failure.is_none() {
+            self.absent = false;
+        }
         let reply = match (finish, failure) {
-            (Finish::Version(negotiated), None) => {
-                self.absent = false;
-                Ok(Reply::Version(negotiated))
-            }
-            (Finish::Unmap(request), _) => Ok(Reply::DmaUnmap(request)),
-            // What was read from a device that is gone is all ones already.
+            (Finish::Always(reply), _) | (Finish::Reply(reply), None) => Ok(reply),
             (Finish::Read { region, offset }, _) => Ok(Reply::RegionRead {
                 region,
                 offset,
                 data: &self.buffer,
             }),
-            // A refused bus-master enable shows in the register, as it would
-            // in hardware; the write itself was done.
-            (
-                Finish::Write {
-                    region,
-                    offset,
-                    count,
-                },
-                _,
-            ) => Ok(Reply::RegionWrite {
-                region,
-                offset,
-                count,
-            }),
-            (Finish::WriteMulti { done }, _) => Ok(Reply::RegionWriteMulti { done }),
-            (Finish::Done, None) => Ok(Reply::Done),
             (Finish::RegionInfo { region, argsz }, None) => Ok(Reply::RegionInfo {
                 info: self.region_info(region),
                 argsz,
             }),
-            (Finish::Version(_) | Finish::Done | Finish::RegionInfo { .. }, Some(errno)) => {
-                Err(errno)
-            }
-            (Finish::Error(errno), _) => Err(errno),
+            (Finish::Error(errno), _)
+            | (Finish::Reply(_) | Finish::RegionInfo { .. }, Some(errno)) => Err(errno),
         };
         Some(Conclusion { to, reply, then })
     }

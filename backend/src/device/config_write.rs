@@ -4,8 +4,8 @@ use farside_backend_api::BarAddress;
 use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
 use farside_daemon::RateLimit;
 
-use super::{Device, task::Task};
-use crate::borrow::{Event, State};
+use super::{Device, pending::Task};
+use crate::borrow::{Event, State, worker::Job};
 
 impl Device {
     /// Finds out what a write does, and has it done before the write shows.
@@ -22,16 +22,17 @@ impl Device {
             }
         }
         for effect in staged.effects().iter() {
-            if let Effect::CommandChanged { intx_disable, .. } = effect {
-                match intx_disable {
-                    Edge::Rising => tasks.push(Task::SetIntxDisable(true)),
-                    Edge::Falling => tasks.push(Task::SetIntxDisable(false)),
-                    Edge::Steady => {}
-                }
+            if let Effect::CommandChanged { intx_disable, .. } = effect
+                && intx_disable != Edge::Steady
+            {
+                let disable = Job::SetIntxDisable(intx_disable == Edge::Rising);
+                tasks.push(Task::Work(disable));
             }
         }
         tasks.push(Task::Commit(Box::new(staged)));
-        self.tasks.push_all_front(tasks);
+        for task in tasks.into_iter().rev() {
+            self.pending.then.push_front(task);
+        }
     }
 
     /// Lets a write show, without the bus-master bit if that was refused.

@@ -9,8 +9,8 @@ use farside_pci::regs::STATUS_INTERRUPT;
 use super::{
     Device,
     bars::Bars,
+    pending::{RegisterRead, Task, Waiting},
     registers,
-    task::{Task, Waiting},
 };
 use crate::{
     borrow::{Event, Setup, Step, worker::Job},
@@ -20,33 +20,23 @@ use crate::{
 impl Device {
     /// Takes tasks until the queue is empty or one waits.
     pub(super) fn advance(&mut self) {
-        while let Some(task) = self.tasks.take() {
+        while let Some(task) = self.pending.take() {
             self.perform(task);
         }
     }
 
     fn perform(&mut self, task: Task) {
         match task {
-            Task::Check => self.post(Job::Check),
+            Task::Work(Job::SetIrqs(_) | Job::SetIntxDisable(_)) if self.registers.is_none() => {}
+            Task::Work(job) => self.post(job),
             Task::Event(event) => self.take_steps(event),
-            Task::SetIrqs(request) => {
-                if self.registers.is_some() {
-                    self.post(Job::SetIrqs(request));
-                }
-            }
-            Task::SetIntxDisable(disabled) => {
-                if self.registers.is_some() {
-                    self.post(Job::SetIntxDisable(disabled));
-                }
-            }
             Task::ConfigWrite { offset, data } => self.write_config(offset, &data),
             Task::Commit(staged) => self.commit_config(*staged),
             Task::ResetConfig => {
                 self.config.reset();
                 self.vectors.reset();
             }
-            Task::BarRead { bar, offset, done } => self.read_bar(bar, offset, done),
-            Task::InterruptStatus { at } => self.read_interrupt_status(at),
+            Task::Read(read) => self.read_register(read),
             Task::BarWrite {
                 bar,
                 offset,
@@ -58,8 +48,13 @@ impl Device {
     }
 
     fn post(&mut self, job: Job) {
+        let is_return = |step: &Step| matches!(step, Step::Return);
+        let returning = matches!(&job, Job::Take(steps) if steps.iter().any(is_return));
+        if returning {
+            self.bars.let_go();
+        }
         self.worker.post(job);
-        self.tasks.waiting = Waiting::Worker;
+        self.pending.waiting = Waiting::Worker { returning };
     }
 
     fn take_steps(&mut self, event: Event) {
@@ -73,53 +68,27 @@ impl Device {
             intx_disable: self.config.intx_disabled(),
             memory: self.memory.clone(),
         });
-        if steps.is_empty() {
-            return;
-        }
-        self.returning = steps.iter().any(|step| matches!(step, Step::Return));
-        if self.returning {
-            self.bars.let_go();
-        }
-        self.post(Job::Take(steps));
-    }
-
-    fn read_bar(&mut self, bar: u8, offset: u64, done: usize) {
-        let left = self.buffer.len() - done;
-        let Some(channel) = &mut self.registers else {
-            return;
-        };
-        if left == 0 {
-            return;
-        }
-        match registers::request_read(channel, bar, offset + done as u64, left) {
-            Ok(Some(len)) => {
-                let since = Instant::now();
-                self.tasks.waiting = Waiting::Register { len, since };
-                let done = done + len;
-                self.tasks.push_front(Task::BarRead { bar, offset, done });
-            }
-            Ok(None) => {
-                self.tasks.waiting = Waiting::Room;
-                self.tasks.push_front(Task::BarRead { bar, offset, done });
-            }
-            Err(error) => self.lender_gone(&Chain(&error)),
+        if !steps.is_empty() {
+            self.post(Job::Take(steps));
         }
     }
 
-    /// Without a lease there is no interrupt.
-    fn read_interrupt_status(&mut self, at: usize) {
+    /// Without a lease a BAR reads as all ones, and there is no interrupt.
+    fn read_register(&mut self, read: RegisterRead) {
         let Some(channel) = &mut self.registers else {
             return;
         };
-        match registers::request_interrupt_status(channel) {
-            Ok(true) => {
-                let since = Instant::now();
-                self.tasks.waiting = Waiting::InterruptStatus { at, since };
+        let asked = match read {
+            RegisterRead::Bar { done, .. } if done == self.buffer.len() => return,
+            RegisterRead::Bar { bar, offset, done } => {
+                let left = self.buffer.len() - done;
+                registers::request_read(channel, bar, offset + done as u64, left)
             }
-            Ok(false) => {
-                self.tasks.waiting = Waiting::Room;
-                self.tasks.push_front(Task::InterruptStatus { at });
-            }
+            RegisterRead::InterruptStatus { .. } => registers::request_interrupt_status(channel),
+        };
+        match asked {
+            Ok(true) => self.pending.waiting = Waiting::Register(read, Instant::now()),
+            Ok(false) => self.pending.waiting = Waiting::Room(Task::Read(read)),
             Err(error) => self.lender_gone(&Chain(&error)),
         }
     }
@@ -131,9 +100,8 @@ impl Device {
         match registers::post_write(channel, bar, offset + done as u64, &data[done..]) {
             Ok(sent) if done + sent == data.len() => {}
             Ok(sent) => {
-                self.tasks.waiting = Waiting::Room;
                 let done = done + sent;
-                self.tasks.push_front(Task::BarWrite {
+                self.pending.waiting = Waiting::Room(Task::BarWrite {
                     bar,
                     offset,
                     data,
@@ -147,27 +115,35 @@ impl Device {
     pub(super) fn on_register_event(&mut self, event: RegisterEvent) {
         match event {
             RegisterEvent::Interrupt(fire) => self.vectors.deliver(fire),
-            // The lender is asked for one piece at a time; an answer that
-            // nobody waits for is to a client that has gone.
-            RegisterEvent::Data { value } => match self.tasks.waiting {
-                Waiting::Register { len, .. } => {
-                    if let Some(Task::BarRead { done, .. }) = self.tasks.front()
-                        && let Some(piece) = self.buffer.get_mut(done - len..*done)
-                    {
-                        piece.copy_from_slice(&value.to_le_bytes()[..len]);
-                        self.tasks.finish_current();
-                    }
+            RegisterEvent::Data { value } => self.on_register_data(value),
+        }
+    }
+
+    /// The lender is asked for one piece at a time; an answer that nobody waits
+    /// for is to a client that has gone.
+    fn on_register_data(&mut self, value: u64) {
+        let Waiting::Register(read, _) = self.pending.waiting else {
+            return;
+        };
+        self.pending.waiting = Waiting::No;
+        match read {
+            RegisterRead::Bar { bar, offset, done } => {
+                let left = self.buffer.len() - done;
+                let len = registers::piece(offset + done as u64, left);
+                if let Some(piece) = self.buffer.get_mut(done..done + len) {
+                    piece.copy_from_slice(&value.to_le_bytes()[..len]);
                 }
-                Waiting::InterruptStatus { at, .. } => {
-                    if value != 0
-                        && let Some(byte) = self.buffer.get_mut(at)
-                    {
-                        *byte |= STATUS_INTERRUPT as u8;
-                    }
-                    self.tasks.finish_current();
+                let done = done + len;
+                let rest = Task::Read(RegisterRead::Bar { bar, offset, done });
+                self.pending.then.push_front(rest);
+            }
+            RegisterRead::InterruptStatus { at } => {
+                if value != 0
+                    && let Some(byte) = self.buffer.get_mut(at)
+                {
+                    *byte |= STATUS_INTERRUPT as u8;
                 }
-                Waiting::No | Waiting::Worker | Waiting::Room => {}
-            },
+            }
         }
     }
 
@@ -181,9 +157,8 @@ impl Device {
         match Bars::new(&self.described) {
             Ok(bars) => self.bars = bars,
             Err(error) => log::error!(
-                "device {} (VM {}): no fresh memory for its BARs ({error}): the next client gets that of the last",
-                self.settings.device,
-                self.settings.vm
+                "{}: no fresh memory for its BARs ({error}): the next client gets that of the last",
+                self.name()
             ),
         }
     }

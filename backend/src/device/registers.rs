@@ -40,21 +40,20 @@ pub(crate) fn post_write(
     Ok(done)
 }
 
-/// Asks for the next piece of a read of `left` bytes. Returns its length; none
-/// when there is no room now.
+/// Requests the next [`piece`] of a read of `left` bytes. False when there is no
+/// room now.
 pub(crate) fn request_read(
     channel: &mut Channel,
     bar: u8,
     offset: u64,
     left: usize,
-) -> Result<Option<usize>, ChannelError> {
-    let len = piece(offset, left);
+) -> Result<bool, ChannelError> {
     let access = Access::Read {
         bar,
         offset,
-        len: len as u8,
+        len: piece(offset, left) as u8,
     };
-    Ok(channel.try_send(&access, &[])?.then_some(len))
+    channel.try_send(&access, &[])
 }
 
 /// Asks for Interrupt Status. False when there is no room now.

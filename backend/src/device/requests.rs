@@ -14,11 +14,12 @@ use farside_vfio_user::{
 use rustix::io::Errno;
 
 use super::{
-    Device, registers,
-    task::{self, Finish, Task},
+    Device,
+    pending::{self, Finish, RegisterRead, Task},
+    registers,
 };
 use crate::{
-    borrow::{Event, State},
+    borrow::{Event, State, worker::Job},
     dma_table::{Backing, Blocked, DmaError, Mapping},
 };
 
@@ -44,16 +45,13 @@ impl Device {
         match bar {
             Some(bar) => {
                 let borrow = Task::Event(Event::BarAccess);
-                let read = Task::BarRead {
-                    bar,
-                    offset,
-                    done: 0,
-                };
+                let done = 0;
+                let read = Task::Read(RegisterRead::Bar { bar, offset, done });
                 self.hold(to, finish, [borrow, read])
             }
             None => {
-                let status = interrupt_status.map(|at| Task::InterruptStatus { at });
-                self.hold(to, finish, status)
+                let status = interrupt_status.map(|at| RegisterRead::InterruptStatus { at });
+                self.hold(to, finish, status.map(Task::Read))
             }
         }
     }
@@ -65,24 +63,19 @@ impl Device {
             data,
         } = write;
         let count = data.len() as u32;
-        let finish = Finish::Write {
+        let reply = Reply::RegionWrite {
             region,
             offset,
             count,
         };
+        let finish = Finish::Always(reply);
         if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
             // The common case, with no task and no copy.
             if !in_bar(&self.described.description, bar, offset, data.len()) {
                 return Answer::Error(Errno::INVAL);
             }
             match registers::post_write(channel, bar, offset, data) {
-                Ok(done) if done == data.len() => {
-                    return Answer::Reply(Reply::RegionWrite {
-                        region,
-                        offset,
-                        count,
-                    });
-                }
+                Ok(done) if done == data.len() => return Answer::Reply(reply),
                 Ok(done) => {
                     let rest = Task::bar_write(bar, offset, data, done);
                     return self.hold(to, finish, [rest]);
@@ -140,7 +133,7 @@ impl Device {
         {
             Ok(mapping) => {
                 let added = Task::Event(Event::mapped(mapping));
-                self.hold(to, Finish::Done, [added])
+                self.hold(to, Finish::Reply(Reply::Done), [added])
             }
             Err(error) => {
                 self.refuse_memory(&error);
@@ -164,7 +157,7 @@ impl Device {
         };
         self.ram_taken |= mappings.iter().any(Mapping::is_low_ram);
         let removed = Task::Event(Event::MemoryRemoved(mappings));
-        self.hold(to, Finish::Unmap(request), [removed])
+        self.hold(to, Finish::Always(Reply::DmaUnmap(request)), [removed])
     }
 
     /// The client only prints the error reply, so say it here too.
@@ -218,7 +211,7 @@ impl Device {
             }
         };
         // A loopback trigger is for the one who signals; all else is recorded.
-        let loopback = task::is_loopback(&request);
+        let loopback = pending::is_loopback(&request);
         let we_signal = self.settings.relay_interrupts || self.registers.is_none();
         if (!loopback || we_signal)
             && let Err(error) = self.vectors.apply(request.clone())
@@ -228,10 +221,10 @@ impl Device {
         let unplugs = request.is_unplug_notification();
         self.unplugged |= unplugs;
         let give_back = unplugs.then_some([Task::Event(Event::ClientGone), Task::ResetConfig]);
-        let forward = (!loopback || !we_signal).then_some(Task::SetIrqs(request));
+        let forward = (!loopback || !we_signal).then_some(Task::Work(Job::SetIrqs(request)));
         self.hold(
             to,
-            Finish::Done,
+            Finish::Reply(Reply::Done),
             forward.into_iter().chain(give_back.into_iter().flatten()),
         )
     }
@@ -246,7 +239,8 @@ impl Handler for Device {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         match request {
             Request::Version(negotiated) => {
-                self.hold(to, Finish::Version(negotiated), [Task::Check])
+                let finish = Finish::Reply(Reply::Version(negotiated));
+                self.hold(to, finish, [Task::Work(Job::Check)])
             }
             Request::DmaMap(request) => self.map(request, to),
             Request::DmaUnmap(request) => self.unmap(request, to),
@@ -279,11 +273,12 @@ impl Handler for Device {
                         Err(errno) => return Answer::Error(errno),
                     }
                 }
-                self.hold(to, Finish::WriteMulti { done }, tasks)
+                let finish = Finish::Always(Reply::RegionWriteMulti { done });
+                self.hold(to, finish, tasks)
             }
             Request::DeviceReset => self.hold(
                 to,
-                Finish::Done,
+                Finish::Reply(Reply::Done),
                 // The lender is to be told of the registers as they are after
                 // the reset.
                 [Task::ResetConfig, Task::Event(Event::Reset)],
