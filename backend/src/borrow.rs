@@ -3,7 +3,7 @@
 //! ```text
 //!                reset, BAR access: Borrow
 //!  +-----------+ BME 0->1: Borrow, Open   +--------+ reset, FLR: Reset
-//!  | Described |------------------------->| Leased |---+
+//!  | Unleased  |------------------------->| Leased |---+
 //!  +-----------+                          +--------+<--+
 //!    ^  ^  ^                               |  ^  |
 //!    |  |  |   client gone: Return         |  |  |
@@ -22,7 +22,7 @@
 //!                                          +------+
 //! ```
 //!
-//! - *Described*: the device's description is known; nothing is borrowed.
+//! - *Unleased*: the device's description is known; nothing is borrowed.
 //! - *Leased*: the device is ours and reset; its IOMMU domain is empty. No page
 //!   of the VM is mapped or pinned, no window is open.
 //! - *Ready*: the device can DMA to guest RAM and to nothing else.
@@ -39,7 +39,7 @@
 //!
 //! [`Step::after_refusal`] is where they lead while the lender is still there:
 //!
-//! - *Borrow* (another VM has the device): to Described. The device reads as
+//! - *Borrow* (another VM has the device): to Unleased. The device reads as
 //!   absent. A reset or a bus-master enable asks again, a BAR access does not.
 //! - *Open*: to Leased, with everything closed. The bus-master bit stays 0.
 //! - *Map* (no room for the new memory): to Ready. What was open stays open; the
@@ -52,7 +52,7 @@
 //!
 //! [`Step::after_late`] is where they lead when the lender has not answered in
 //! time, as a slow or stopped host does not: to Closing, from where the same
-//! lease goes on once it answers. But *Borrow* stays at Described, and what
+//! lease goes on once it answers. But *Borrow* stays at Unleased, and what
 //! memory is taken away by (*Unmap*, *Stop*) cannot stay undone: the lease is
 //! broken off.
 //!
@@ -157,8 +157,8 @@ impl Event {
         use Event as E;
         use State as S;
         match (state, self) {
-            (S::Described, E::Reset | E::BarAccess) => vec![Step::Borrow(setup())],
-            (S::Described, E::EnableBusMaster) => {
+            (S::Unleased, E::Reset | E::BarAccess) => vec![Step::Borrow(setup())],
+            (S::Unleased, E::EnableBusMaster) => {
                 let setup = setup();
                 let open = Step::Open(setup.memory.clone());
                 vec![Step::Borrow(setup), open]
@@ -179,7 +179,7 @@ impl Event {
 
             // Nothing is borrowed, so there is nothing to undo.
             (
-                S::Described,
+                S::Unleased,
                 E::FunctionReset
                 | E::DisableBusMaster
                 | E::MemoryAdded(_)
@@ -219,7 +219,7 @@ impl Step {
                 State::Leased
             }
             Self::Open(_) | Self::Map(_) | Self::Unmap(_) => State::Ready,
-            Self::Return => State::Described,
+            Self::Return => State::Unleased,
             Self::Abandon => State::Lost,
         }
     }
@@ -228,7 +228,7 @@ impl Step {
     /// done was undone.
     pub(crate) fn after_refusal(&self) -> State {
         match self {
-            Self::Borrow(_) | Self::Return => State::Described,
+            Self::Borrow(_) | Self::Return => State::Unleased,
             Self::Open(_) | Self::Unmap(_) => State::Leased,
             Self::Map(_) => State::Ready,
             // A device that does not stop is given up.
@@ -240,7 +240,7 @@ impl Step {
     /// undone, in time.
     pub(crate) fn after_late(&self) -> State {
         match self {
-            Self::Borrow(_) | Self::Return => State::Described,
+            Self::Borrow(_) | Self::Return => State::Unleased,
             Self::Open(_) | Self::Map(_) | Self::Close | Self::Block(_) | Self::Reset => {
                 State::Closing
             }
@@ -256,7 +256,7 @@ mod tests {
     use super::{Event::*, State::*, *};
     use crate::dma_table::DmaError;
 
-    const STATES: [State; 5] = [Described, Leased, Ready, Closing, Lost];
+    const STATES: [State; 5] = [Unleased, Leased, Ready, Closing, Lost];
 
     fn events() -> [Event; 10] {
         let mapping = Mapping {
@@ -316,7 +316,7 @@ mod tests {
     #[test]
     fn a_client_that_goes_leaves_nothing_borrowed() {
         for state in STATES {
-            assert_eq!(after_all(state, &ClientGone), Described);
+            assert_eq!(after_all(state, &ClientGone), Unleased);
         }
     }
 
@@ -400,7 +400,7 @@ mod tests {
     fn steps_are_taken_only_in_states_that_have_what_they_change() {
         for (state, event, step) in all_steps() {
             match step {
-                Step::Borrow(_) => assert!(matches!(state, Described | Lost), "{event:?}"),
+                Step::Borrow(_) => assert!(matches!(state, Unleased | Lost), "{event:?}"),
                 Step::Map(_) | Step::Unmap(_) => assert_eq!(state, Ready, "{event:?}"),
                 _ => {}
             }

@@ -153,7 +153,7 @@ impl Device {
     }
 
     /// Whether the client has unplugged the device, or is doing so.
-    pub(crate) fn was_let_go(&self) -> bool {
+    pub(crate) fn is_released(&self) -> bool {
         self.unplugged
     }
 
@@ -288,7 +288,7 @@ impl Device {
             }
         }
         match self.state {
-            State::Described | State::Lost => self.retired.extend(self.registers.take()),
+            State::Unleased | State::Lost => self.retired.extend(self.registers.take()),
             State::Leased | State::Ready | State::Closing => {}
         }
         if let Err(error) = result {
@@ -309,7 +309,7 @@ impl Device {
             log::error!("{}: {error}{held_back}", self.name(), error = Chain(error));
         }
         // A borrow that was not answered in time is asked for again.
-        self.absent = self.state == State::Described && !error.is_late();
+        self.absent = self.state == State::Unleased && !error.is_late();
         self.pending.failure = Some(errno_of(error));
         self.report.last_error = Some(Chain(error).to_string());
     }

@@ -105,7 +105,7 @@ impl DeviceServer {
 
     /// Whether a client has the device and has not let go of it.
     pub(crate) fn in_use(&self) -> bool {
-        let stays = |client: &Client| !self.device.was_let_go() && !client.has_hung_up();
+        let stays = |client: &Client| !self.device.is_released() && !client.has_hung_up();
         self.client.as_ref().is_some_and(stays)
     }
 

@@ -165,7 +165,7 @@ fn sockets_that_dead_processes_left_are_replaced() {
     lender.wait_log("stale socket", SHORT).unwrap();
     let _backend = cluster.serve("a", &["dma0"]).start().unwrap();
     let borrow = cluster.status().unwrap().borrow("a", "dma0").unwrap();
-    assert_eq!(borrow.state, BorrowState::Described);
+    assert_eq!(borrow.state, BorrowState::Unleased);
 }
 
 #[test]

@@ -87,9 +87,10 @@ pub struct DeviceReport {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BorrowState {
-    /// Available, not leased.
+    /// Available, not leased. Format 1 calls it `described`.
     #[default]
-    Described,
+    #[serde(rename = "described")]
+    Unleased,
     /// Leased; the device reaches no guest RAM.
     Leased,
     /// Leased; the device reaches guest RAM.
@@ -211,7 +212,7 @@ impl DeviceReport {
 impl fmt::Display for BorrowState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Described => "described",
+            Self::Unleased => "described",
             Self::Leased => "leased",
             Self::Ready => "ready",
             Self::Closing => "closing",

@@ -81,9 +81,9 @@ impl Bars {
         }
     }
 
-    /// Lets go of what came with a lease: a function that we have open is not
+    /// Releases what came with a lease: a function that we have open is not
     /// lent on.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn release(&mut self) {
         if self.owner == BarOwner::Lender {
             for bar in self.bars.iter_mut().flatten() {
                 bar.memory = None;

@@ -51,7 +51,7 @@ impl Device {
         let is_return = |step: &Step| matches!(step, Step::Return);
         let returning = matches!(&job, Job::Take(steps) if steps.iter().any(is_return));
         if returning {
-            self.bars.let_go();
+            self.bars.release();
         }
         self.worker.post(job);
         self.pending.waiting = Waiting::Worker { returning };

@@ -175,7 +175,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     let said = command.log();
     ensure!(said.contains("the monitor of VM a"), "{said}");
     cluster.wait_free("disk0")?;
-    let left = cluster.wait_state("a", "disk0", BorrowState::Described)?;
+    let left = cluster.wait_state("a", "disk0", BorrowState::Unleased)?;
     ensure!(left.is_closed(), "{left:?}");
     ensure!(std::fs::read(&description)? == before);
     let message = refused(cluster, &["detach", "a", "disk0"])?;

@@ -20,7 +20,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     for device in ["disk0", "dma0"] {
         let borrow = cluster.status()?.borrow("a", device)?;
         ensure!(
-            borrow.state == BorrowState::Described && borrow.is_closed(),
+            borrow.state == BorrowState::Unleased && borrow.is_closed(),
             "{borrow:?}"
         );
     }
@@ -63,7 +63,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     guest.power_off()?;
     for device in ["disk0", "dma0"] {
         cluster.wait_free(device)?;
-        let borrow = cluster.wait_state("a", device, BorrowState::Described)?;
+        let borrow = cluster.wait_state("a", device, BorrowState::Unleased)?;
         ensure!(borrow.is_closed(), "{borrow:?}");
     }
     passed()
@@ -208,7 +208,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     let guest = cluster.guest("a").device("dma0").boot()?;
     ensure!(guest.functions(NVME)?.is_empty());
     let disk = cluster.status()?.borrow("a", "disk0")?;
-    ensure!(disk.state == BorrowState::Described, "{disk:?}");
+    ensure!(disk.state == BorrowState::Unleased, "{disk:?}");
     guest.qmp().device_add(config.device_add(1)?)?;
     guest.wait_disk()?;
     check::open(cluster, &guest, "disk0", 1)?;
@@ -238,7 +238,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     guest.wait_no_path(&gone, SHORT)?;
     cluster.wait_free("dma0")?;
     for device in ["disk0", "dma0"] {
-        let borrow = cluster.wait_state("a", device, BorrowState::Described)?;
+        let borrow = cluster.wait_state("a", device, BorrowState::Unleased)?;
         ensure!(borrow.is_closed(), "{borrow:?}");
     }
     check::no_faults(cluster, &["disk0", "dma0"])?;

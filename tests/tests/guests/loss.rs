@@ -40,7 +40,7 @@ pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
     a.kill_qemu()?;
     let lent = cluster.wait_free("disk0")?;
     ensure!(lent.fault_total == 0, "{lent:?}");
-    let returned = cluster.wait_state("a", "disk0", BorrowState::Described)?;
+    let returned = cluster.wait_state("a", "disk0", BorrowState::Unleased)?;
     ensure!(returned.is_closed(), "{returned:?}");
     ensure!(backend_a.is_running()?, "the backend lives on");
 

@@ -106,7 +106,7 @@ pub fn a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm(
     let status = cluster.status()?;
     let borrow = status.borrow("second", "disk0")?;
     ensure!(
-        borrow.state == BorrowState::Described && borrow.is_closed(),
+        borrow.state == BorrowState::Unleased && borrow.is_closed(),
         "{borrow:?}"
     );
     ensure!(

@@ -100,7 +100,7 @@ fn play(
     guest.shutdown()?;
     scene.wait_for("the drive's return to the lender", |scene| {
         let (borrow, lent) = scene.device()?;
-        Ok(lent.is_free() && borrow.state == BorrowState::Described)
+        Ok(lent.is_free() && borrow.state == BorrowState::Unleased)
     })?;
     facts.after = Some(look(scene)?);
     task.done();

@@ -147,7 +147,7 @@ fn values_keep_their_names() {
     ];
     assert_eq!(names(&indexes).join(" "), "Intx Msi Msix Err Req");
     let states = [
-        BorrowState::Described,
+        BorrowState::Unleased,
         BorrowState::Leased,
         BorrowState::Ready,
         BorrowState::Closing,
@@ -162,7 +162,7 @@ fn values_keep_their_names() {
 #[test]
 fn states_display_as_they_are_written() {
     for state in [
-        BorrowState::Described,
+        BorrowState::Unleased,
         BorrowState::Leased,
         BorrowState::Ready,
         BorrowState::Closing,

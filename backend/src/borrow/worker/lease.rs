@@ -33,14 +33,14 @@ impl Borrow {
     /// Of the states without a lease, the one that `state` is.
     pub(super) fn without_lease(state: State) -> Self {
         match state {
-            State::Described => Self::Unleased,
+            State::Unleased => Self::Unleased,
             _ => Self::Lost,
         }
     }
 
     pub(super) fn state(&self) -> State {
         match self {
-            Self::Unleased => State::Described,
+            Self::Unleased => State::Unleased,
             Self::Leased(_) => State::Leased,
             Self::Ready(..) => State::Ready,
             Self::Closing(..) => State::Closing,

@@ -189,7 +189,7 @@ impl Borrower {
                         lease.page_window = path.page_window();
                         Borrow::Leased(lease)
                     }
-                    State::Described | State::Lost => {
+                    State::Unleased | State::Lost => {
                         self.hang_up(lease.client);
                         Borrow::without_lease(state)
                     }
@@ -480,7 +480,7 @@ impl Borrower {
                 Err(error) => log::error!("{}: cannot return it: {}", self.name(), Chain(&error)),
             }
         }
-        self.enter(State::Described);
+        self.enter(State::Unleased);
     }
 
     fn far_side(&self) -> FarSide {
