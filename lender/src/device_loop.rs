@@ -2,13 +2,13 @@
 //! one to touch either.
 //!
 //! ```text
-//!   no lease --Mail::Lease--> leased --Return / peer gone / stop--> no lease
+//!   DeviceSource --Mail::Lease--> LeasedDevice --Return / peer gone / stop--> DeviceSource
 //! ```
 //!
 //! The end of a lease has one order, whatever ended it: bus mastering off,
 //! what is in flight drained, windows closed, memory unmapped, device reset,
 //! lease released. While DMA cannot be stopped, the lease stays: a device that
-//! could still write to a VM's memory is nobody else's. Closing it is tried
+//! could still write to a VM's memory is nobody else's. Revoking its memory is tried
 //! again, with growing pauses, until it succeeds or the lender stops.
 
 mod busy_poll;
@@ -23,19 +23,18 @@ use std::{
 };
 
 use farside_daemon::{RateLimit, StateLog, Wakeup};
-use farside_lender_protocol::{Channel, DeviceStatus, Epoch, RemoteError};
+use farside_lender_protocol::{DeviceStatus, Epoch, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
-    borrowable::{Borrowable, Report},
     registry::{Lease, MAX_MAIL, Mail, Mailbox, Registry},
+    source::{DeviceSource, LeasedDevice, Report},
 };
 use lease::LeaseLoop;
 
-/// A device and what its thread needs.
+/// What a device's thread needs beside the device.
 pub(crate) struct DeviceLoop {
     id: String,
-    device: Box<dyn Borrowable>,
     registry: Arc<Registry>,
     mail: mpsc::Receiver<Mail>,
     mail_wake: Wakeup,
@@ -48,13 +47,30 @@ pub(crate) struct DeviceLoop {
     /// Borrows and requests that were refused, which a borrower's guest may have
     /// caused.
     refused: RateLimit,
-    /// Why the device cannot be closed at the end of a lease, while that is so.
-    unclosable: Option<String>,
-    /// What is wrong, as it was published last.
+    /// The problem that was published last.
     problem: Option<String>,
-    /// The borrower's connection, when the lender stopped before the device
-    /// could be closed.
-    unclosed: Option<Channel>,
+}
+
+/// A device in either state, for requests that both answer.
+enum Device<'a> {
+    Available(&'a mut dyn DeviceSource),
+    Leased(&'a mut dyn LeasedDevice),
+}
+
+impl Device<'_> {
+    fn source(&mut self) -> &mut dyn DeviceSource {
+        match self {
+            Self::Available(source) => *source,
+            Self::Leased(device) => device.source(),
+        }
+    }
+
+    fn report(&mut self) -> Report {
+        match self {
+            Self::Available(source) => source.report(),
+            Self::Leased(device) => device.report(),
+        }
+    }
 }
 
 /// How a device's thread ended.
@@ -71,7 +87,6 @@ impl DeviceLoop {
     /// The loop and the mailbox of its thread.
     pub(crate) fn new(
         id: String,
-        device: Box<dyn Borrowable>,
         registry: Arc<Registry>,
         stop: Wakeup,
         poll_time: Duration,
@@ -81,7 +96,6 @@ impl DeviceLoop {
         let mailbox = Mailbox::new(sender, mail_wake.clone());
         let device_loop = Self {
             id,
-            device,
             registry,
             mail,
             mail_wake,
@@ -90,32 +104,33 @@ impl DeviceLoop {
             handovers: Vec::new(),
             lines: StateLog::new(|line| log::info!("{line}")),
             refused: RateLimit::new(),
-            unclosable: None,
             problem: None,
-            unclosed: None,
         };
         Ok((device_loop, mailbox))
     }
 
-    /// Serves leases one after another until stopped.
-    pub(crate) fn run(mut self) -> Stopped {
-        self.serve_leases();
-        let Self {
-            device, unclosed, ..
-        } = self;
-        match unclosed {
-            None => Stopped::Closed,
-            Some(connection) => {
-                // Dropping it would unmap memory under a device that still does
-                // DMA, and tell the borrower that its memory is its own again.
-                std::mem::forget((device, connection));
-                Stopped::Unclosed
-            }
+    /// Lends the device to one borrower after another until stopped.
+    pub(crate) fn run(mut self, mut source: Box<dyn DeviceSource>) -> Stopped {
+        while let Some(lease) = self.wait_for_lease(&mut *source) {
+            source = match LeaseLoop::serve(&mut self, source, lease) {
+                Some(source) => source,
+                None => return Stopped::Unclosed,
+            };
         }
+        Stopped::Closed
     }
 
-    fn serve_leases(&mut self) {
-        while self.unclosed.is_none() {
+    /// Answers mail until there is a lease to serve. None when the lender stops.
+    fn wait_for_lease(&mut self, source: &mut dyn DeviceSource) -> Option<Lease> {
+        loop {
+            // There is no lease to end first.
+            self.answer_handovers(source, |_| true);
+            if let Ok(mail) = self.mail.try_recv() {
+                match self.take_mail(mail, Device::Available(source)) {
+                    Some(lease) => return Some(lease),
+                    None => continue,
+                }
+            }
             let mut fds = [
                 PollFd::new(&self.mail_wake, PollFlags::IN),
                 PollFd::new(&self.stop, PollFlags::IN),
@@ -124,36 +139,27 @@ impl DeviceLoop {
                 && errno != rustix::io::Errno::INTR
             {
                 log::error!("device {}: cannot wait for borrowers: {errno}", self.id);
-                return;
+                return None;
             }
             if !fds[1].revents().is_empty() {
-                return;
+                return None;
             }
             self.mail_wake.lower();
-            while let Ok(mail) = self.mail.try_recv() {
-                if let Some(lease) = self.take_mail(mail) {
-                    LeaseLoop::serve(self, lease);
-                    if self.unclosed.is_some() {
-                        return;
-                    }
-                }
-                self.answer_handovers(|_| true);
-            }
         }
     }
 
     /// Answers a question; a lease is for the caller.
-    fn take_mail(&mut self, mail: Mail) -> Option<Lease> {
+    fn take_mail(&mut self, mail: Mail, mut device: Device<'_>) -> Option<Lease> {
         // Whoever asked may have gone.
         match mail {
             Mail::Status(reply) => {
-                if let Some(status) = self.status() {
+                if let Some(status) = self.status(device.report()) {
                     let _ = reply.try_send(status);
                 }
                 None
             }
             Mail::Check { route, ram, reply } => {
-                let _ = reply.try_send(self.device.check(route, &ram));
+                let _ = reply.try_send(device.source().check(route, &ram));
                 None
             }
             Mail::HandOver { fence, reply } => {
@@ -165,15 +171,15 @@ impl DeviceLoop {
     }
 
     /// Answers the handovers that `may` be.
-    fn answer_handovers(&mut self, may: impl Fn(Epoch) -> bool) {
+    fn answer_handovers(&mut self, source: &mut dyn DeviceSource, may: impl Fn(Epoch) -> bool) {
         if self.handovers.is_empty() {
             return;
         }
-        let settled = self.device.settle();
+        let flushed = source.flush();
         self.handovers.retain(|(fence, reply)| {
             if may(*fence) {
                 // Whoever asked may have gone.
-                let _ = reply.try_send(settled.clone());
+                let _ = reply.try_send(flushed.clone());
             }
             !may(*fence)
         });
@@ -193,10 +199,10 @@ impl DeviceLoop {
 
     /// Answers what is asked while there is the lease `epoch`. False when that
     /// has to end.
-    fn answer_mail(&mut self, epoch: Epoch) -> bool {
+    fn answer_mail(&mut self, device: &mut dyn LeasedDevice, epoch: Epoch) -> bool {
         self.mail_wake.lower();
         while let Ok(mail) = self.mail.try_recv() {
-            if let Some(lease) = self.take_mail(mail) {
+            if let Some(lease) = self.take_mail(mail, Device::Leased(device)) {
                 // The registry grants one lease at a time.
                 log::error!(
                     "device {}: a second lease (epoch {}) while there is one",
@@ -206,14 +212,13 @@ impl DeviceLoop {
             }
         }
         // Under a fence that is older, the lease is the one it was for.
-        self.answer_handovers(|fence| fence < epoch);
+        self.answer_handovers(device.source(), |fence| fence < epoch);
         self.handovers.is_empty()
     }
 
-    /// Logs what is wrong with the device, and shows it to whoever asks for its
-    /// entry, when that has changed.
-    fn publish_problem(&mut self) {
-        let now = self.unclosable.as_deref().or(self.device.problem());
+    /// Logs the device's problem, and shows it to whoever asks for its entry,
+    /// when it has changed.
+    fn publish_problem(&mut self, now: Option<&str>) {
         if now == self.problem.as_deref() {
             return;
         }
@@ -227,14 +232,14 @@ impl DeviceLoop {
         self.problem = now;
     }
 
-    fn status(&self) -> Option<DeviceStatus> {
+    fn status(&self, report: Report) -> Option<DeviceStatus> {
         let Report {
             bus_master,
             usage,
             interrupts,
             faults,
             counters,
-        } = self.device.report();
+        } = report;
         Some(DeviceStatus {
             entry: self.registry.entry(&self.id)?,
             bus_master,

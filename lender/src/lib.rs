@@ -5,8 +5,8 @@
 //!   that moved may borrow from.
 //! - `device_loop`: one thread a device. It alone touches the device, its
 //!   address domains and its interrupts, so the data path takes no lock.
-//! - `borrowable`: what a device source has to give; `model` and `vfio` are
-//!   such sources.
+//! - `source`: the seam to a device, available or leased; `model` and `vfio`
+//!   implement it.
 //! - `listening`: the socket and the ports where peers come in; `tickets`: how
 //!   a register channel of another host is told from any other connection.
 //! - `connection`: what a peer may ask before it has a lease. With the lease,
@@ -15,7 +15,7 @@
 //! ```text
 //!  peers --> Listener --> connection threads --Borrow--> device thread
 //!                              |                            |
-//!                              +---- Registry (leases) -----+  Borrowable:
+//!                              +---- Registry (leases) -----+  LeasedDevice:
 //!                                                              model + fabric + irq-relay
 //! ```
 
@@ -23,7 +23,6 @@
 
 pub mod config;
 
-mod borrowable;
 mod connection;
 mod device_loop;
 #[cfg(test)]
@@ -35,6 +34,7 @@ mod open;
 mod refusals;
 mod registry;
 mod server;
+mod source;
 mod tickets;
 mod vfio;
 

@@ -10,36 +10,37 @@ use std::{
 
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FarAddress, FaultSummary, Iova, LenderPath, MemoryRange, fits,
+    FarAddress, FaultSummary, LenderPath, MemoryRange, fits,
     soft::{Adapter, Path},
 };
-use farside_irq_relay::{Fire, IrqCounts};
+use farside_irq_relay::IrqCounts;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
+    BarMemory, BarOwner, Described, RamRange, RemoteError, Route, irq_counts,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    borrowable::{Begun, Borrowable, DRAIN_TIMEOUT, Report},
-    refusals::{failed, internal, limit, no_lease, refused, unsupported},
+    refusals::{failed, internal, limit, refused, unsupported},
+    source::{DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
 use ports::{DmaPort, IrqPort};
 
-/// A software model, and its way to the borrower's memory while it is lent.
+/// A software model.
 pub(crate) struct ModelDevice {
     id: String,
     device: Box<dyn Device>,
     described: Described,
     counts: IrqCounts,
     adapter: Adapter,
-    lease: Option<Lease>,
     /// Of the last lease, for whoever looks afterwards.
     last_faults: FaultSummary,
 }
 
-struct Lease {
+/// A software model and its DMA path to the borrower's memory.
+struct LeasedModel {
     path: Path,
     irq: IrqPort,
+    model: Box<ModelDevice>,
 }
 
 impl ModelDevice {
@@ -59,65 +60,25 @@ impl ModelDevice {
             described,
             device,
             adapter,
-            lease: None,
             last_faults: FaultSummary::default(),
         })
     }
 
-    fn lease(&mut self) -> Result<&mut Lease, RemoteError> {
-        self.lease.as_mut().ok_or_else(no_lease)
-    }
-
-    /// Calls the model with its bus; `idle` is what there is without a lease.
-    fn with_bus<T>(&mut self, idle: T, call: impl FnOnce(&mut dyn Device, &mut Bus<'_>) -> T) -> T {
-        let Some(lease) = &mut self.lease else {
-            return idle;
-        };
-        let mut dma = DmaPort(&mut lease.path);
-        let mut bus = Bus {
-            dma: &mut dma,
-            irq: &mut lease.irq,
-        };
-        call(&mut *self.device, &mut bus)
-    }
-
-    /// Does `change` while no DMA is in flight, then lets the device go on.
-    fn drained(
-        &mut self,
-        change: impl FnOnce(&mut Path) -> Result<(), RemoteError>,
-    ) -> Result<(), RemoteError> {
-        let changed = self
-            .drain(DRAIN_TIMEOUT)
-            .and_then(|()| change(&mut self.lease()?.path));
-        self.resume();
-        changed
-    }
-
-    fn drain(&mut self, timeout: Duration) -> Result<(), RemoteError> {
-        let deadline = Instant::now() + timeout;
-        while !self.with_bus(true, |device, bus| device.quiesce(bus)) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(failed(
-                    "DMA is still in flight: the medium has not completed it",
-                ));
-            }
-            let Some(fd) = self.device.wake_fd() else {
-                continue;
-            };
-            let left = Timespec::try_from(left).unwrap_or_default();
-            // An interrupted or failed wait is only a shorter one.
-            let _ = poll(
-                &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
-                Some(&left),
-            );
+    /// Attaches the device to the fabric, with the borrower's memory as its BARs.
+    fn attach(&mut self, route: Route, bar_memory: Vec<OwnedFd>) -> Result<Path, RemoteError> {
+        local(route)?;
+        let path = self.adapter.attach(&self.id).map_err(refused)?;
+        if let Err(error) = self.take_bar_memory(bar_memory) {
+            self.drop_bar_memory();
+            return Err(error);
         }
-        Ok(())
+        self.device.reset();
+        Ok(path)
     }
 }
 
-impl Borrowable for ModelDevice {
-    fn source(&self) -> &'static str {
+impl DeviceSource for ModelDevice {
+    fn kind(&self) -> &'static str {
         "model"
     }
 
@@ -132,145 +93,37 @@ impl Borrowable for ModelDevice {
         Ok(())
     }
 
-    fn begin(
-        &mut self,
+    fn lease(
+        mut self: Box<Self>,
         route: Route,
         _vm: &str,
         bar_memory: Vec<OwnedFd>,
-    ) -> Result<Begun, RemoteError> {
-        local(route)?;
-        let path = self.adapter.attach(&self.id).map_err(refused)?;
-        let bars = bar_memory.len();
-        if let Err(error) = self.take_bar_memory(bar_memory) {
-            self.drop_bar_memory();
-            return Err(error);
-        }
-        self.device.reset();
-        self.lease = Some(Lease {
-            path,
-            irq: IrqPort::new(self.counts),
-        });
-        Ok(Begun {
-            bars: vec![BarMemory::Borrowers; bars],
-            files: Vec::new(),
-        })
-    }
-
-    fn end(&mut self) {
-        self.device.reset();
-        self.drop_bar_memory();
-        if let Some(lease) = self.lease.take() {
-            self.last_faults = lease.path.faults().summary();
+    ) -> Result<Leased, NotLeased> {
+        let bars = vec![BarMemory::Borrowers; bar_memory.len()];
+        match self.attach(route, bar_memory) {
+            Ok(path) => Ok(Leased {
+                device: Box::new(LeasedModel {
+                    path,
+                    irq: IrqPort::new(self.counts),
+                    model: self,
+                }),
+                bars,
+                files: Vec::new(),
+            }),
+            Err(error) => Err(NotLeased {
+                source: self,
+                error,
+            }),
         }
     }
 
-    fn reset(&mut self) -> Result<(), RemoteError> {
-        self.device.reset();
-        self.lease()?.irq.reset();
-        Ok(())
-    }
-
-    fn close(&mut self, patience: Duration) -> Result<(), RemoteError> {
-        // In this order: what is in flight completes in the guest's memory. What
-        // does not, is cut off.
-        let drained = self.drain(patience);
-        let path = &mut self.lease()?.path;
-        path.set_bus_master(false).map_err(internal)?;
-        drained?;
-        let path = &mut self.lease()?.path;
-        path.close_all().map_err(internal)?;
-        path.far_unmap_all();
-        Ok(())
-    }
-
-    fn settle(&mut self) -> Result<(), RemoteError> {
+    fn flush(&mut self) -> Result<(), RemoteError> {
         self.device.settle().map_err(|error| {
             failed(format_args!(
                 "device {}: cannot bring its writes onto the medium: {error}",
                 self.id
             ))
         })
-    }
-
-    fn resume(&mut self) {
-        self.with_bus((), |device, bus| device.resume(bus));
-    }
-
-    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
-        self.lease()?.path.set_bus_master(true).map_err(internal)
-    }
-
-    fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.lease()?.path.far_map(at, memory).map_err(refused)
-    }
-
-    fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
-        // Behind a vIOMMU each page of a buffer is unmapped when the guest has the
-        // data: to drain for each would stop all other I/O.
-        let path = &mut self.lease()?.path;
-        if !path.in_use(at, len) {
-            return path.far_unmap(at, len).map_err(refused);
-        }
-        self.drained(|path| path.far_unmap(at, len).map_err(refused))
-    }
-
-    fn open_window(&mut self, iova: Iova, far: FarAddress, len: u64) -> Result<u32, RemoteError> {
-        let window = self.lease()?.path.open_window(iova, far, len);
-        window.map(|window| window.lut_entries).map_err(refused)
-    }
-
-    fn close_window(&mut self, iova: Iova) -> Result<(), RemoteError> {
-        self.drained(|path| path.close_window(iova).map_err(refused))
-    }
-
-    fn set_irqs(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
-        self.lease()?.irq.apply(update, fds)
-    }
-
-    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
-        self.lease()?.irq.set_intx_disable(disabled);
-        Ok(())
-    }
-
-    fn interrupt_status(&mut self) -> bool {
-        // What the guest wrote to memory that the device looks at comes before
-        // this, as a posted write would.
-        self.poll();
-        self.lease
-            .as_ref()
-            .is_some_and(|lease| lease.irq.intx_asserted())
-    }
-
-    fn relay_waits(&self) -> bool {
-        self.lease
-            .as_ref()
-            .is_some_and(|lease| lease.irq.relay_waits())
-    }
-
-    fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
-        if let Some(lease) = &self.lease {
-            lease.irq.drain_relay(send);
-        }
-    }
-
-    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
-        self.with_bus((), |device, bus| device.bar_read(bar, offset, data, bus));
-    }
-
-    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
-        self.with_bus((), |device, bus| device.bar_write(bar, offset, data, bus));
-    }
-
-    fn poll(&mut self) -> bool {
-        self.with_bus(false, |device, bus| device.poll(bus))
-    }
-
-    fn arm(&mut self) -> bool {
-        self.with_bus(true, |device, bus| device.arm(bus))
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.device.wake_fd()
     }
 
     fn problem(&self) -> Option<&str> {
@@ -280,21 +133,132 @@ impl Borrowable for ModelDevice {
     fn report(&self) -> Report {
         let counters = self.device.stats().into_iter();
         let counters = counters.map(|(name, value)| (name.to_owned(), value));
-        let idle = Report {
+        Report {
             faults: self.last_faults.clone(),
             counters: counters.collect(),
             ..Report::default()
-        };
-        match &self.lease {
-            None => idle,
-            Some(Lease { path, irq }) => Report {
-                bus_master: path.bus_master(),
-                usage: path.usage(),
-                interrupts: irq.fired(),
-                faults: path.faults().summary(),
-                ..idle
-            },
         }
+    }
+}
+
+impl LeasedModel {
+    /// Calls the model with its bus.
+    fn with_bus<T>(&mut self, call: impl FnOnce(&mut dyn Device, &mut Bus<'_>) -> T) -> T {
+        let mut bus = Bus {
+            dma: &mut DmaPort(&mut self.path),
+            irq: &mut self.irq,
+        };
+        call(&mut *self.model.device, &mut bus)
+    }
+}
+
+impl LeasedDevice for LeasedModel {
+    fn source(&mut self) -> &mut dyn DeviceSource {
+        &mut *self.model
+    }
+
+    fn report(&mut self) -> Report {
+        Report {
+            bus_master: self.path.bus_master(),
+            usage: self.path.usage(),
+            interrupts: self.irq.raised(),
+            faults: self.path.faults().summary(),
+            ..self.model.report()
+        }
+    }
+
+    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
+        self.with_bus(|device, bus| device.bar_read(bar, offset, data, bus));
+    }
+
+    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
+        self.with_bus(|device, bus| device.bar_write(bar, offset, data, bus));
+    }
+
+    fn irqs(&mut self) -> &mut dyn Irqs {
+        &mut self.irq
+    }
+
+    fn path(&mut self) -> &mut dyn LenderPath {
+        &mut self.path
+    }
+
+    fn map_peer(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
+        self.path.far_map(at, memory).map_err(refused)
+    }
+
+    fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
+        // Behind a vIOMMU each page of a buffer is unmapped when the guest has the
+        // data: to drain for each would stop all other I/O.
+        if !self.path.in_use(at, len) {
+            return self.path.far_unmap(at, len).map_err(refused);
+        }
+        let drained = self.quiesce(DRAIN_TIMEOUT);
+        let unmapped = drained.and_then(|()| self.path.far_unmap(at, len).map_err(refused));
+        self.resume();
+        unmapped
+    }
+
+    fn poll(&mut self) -> bool {
+        self.with_bus(|device, bus| device.poll(bus))
+    }
+
+    fn prepare_to_block(&mut self) -> bool {
+        self.with_bus(|device, bus| device.arm(bus))
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.model.device.wake_fd()
+    }
+
+    fn quiesce(&mut self, patience: Duration) -> Result<(), RemoteError> {
+        let deadline = Instant::now() + patience;
+        while !self.with_bus(|device, bus| device.quiesce(bus)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(failed(
+                    "DMA is still in flight: the medium has not completed it",
+                ));
+            }
+            let Some(fd) = self.wake_fd() else {
+                continue;
+            };
+            let left = Timespec::try_from(left).unwrap_or_default();
+            // An interrupted or failed wait is only a shorter one.
+            let _ = poll(
+                &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
+                Some(&left),
+            );
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) {
+        self.with_bus(|device, bus| device.resume(bus));
+    }
+
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        self.model.device.reset();
+        self.irq.reset();
+        Ok(())
+    }
+
+    fn revoke(&mut self, patience: Duration) -> Result<(), RemoteError> {
+        // In this order: what is in flight completes in the guest's memory. What
+        // does not, is cut off.
+        let drained = self.quiesce(patience);
+        self.path.set_bus_master(false).map_err(internal)?;
+        drained?;
+        self.path.close_all().map_err(internal)?;
+        self.path.far_unmap_all();
+        Ok(())
+    }
+
+    fn end(mut self: Box<Self>) -> Box<dyn DeviceSource> {
+        self.model.device.reset();
+        self.model.drop_bar_memory();
+        self.model.last_faults = self.path.faults().summary();
+        self.model
     }
 }
 

@@ -10,10 +10,10 @@ use farside_ntb::HostEndpoint;
 use farside_vfio::Api;
 
 use crate::{
-    borrowable::Borrowable,
     config::{Config, Model, Source},
     model::ModelDevice,
     server::StartError,
+    source::DeviceSource,
     vfio::{self, FaultWatch, VfioDevice},
 };
 
@@ -21,7 +21,7 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The devices of a lender, by id.
 pub(crate) struct Opened {
-    pub(crate) devices: Vec<(String, Box<dyn Borrowable>)>,
+    pub(crate) devices: Vec<(String, Box<dyn DeviceSource>)>,
     /// The thread that reads the kernel's log, until the lender stops.
     pub(crate) fault_reader: Option<JoinHandle<()>>,
     /// This host's end of an NTB: to be given back after all devices are closed.
@@ -42,7 +42,7 @@ pub(crate) fn open(
     let ntb = ntb.transpose().map_err(StartError::Ntb)?;
     let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
     let mut found = Vec::new();
-    let mut devices: Vec<(String, Box<dyn Borrowable>)> = Vec::new();
+    let mut devices: Vec<(String, Box<dyn DeviceSource>)> = Vec::new();
     for device in &config.device {
         let failed = |source: AnyError| StartError::Device {
             id: device.id.clone(),

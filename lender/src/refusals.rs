@@ -63,11 +63,6 @@ pub(crate) fn unsupported(message: &str) -> RemoteError {
     }
 }
 
-/// A request that needs a lease came without one.
-pub(crate) fn no_lease() -> RemoteError {
-    failed("the device is not lent")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

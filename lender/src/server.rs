@@ -151,19 +151,18 @@ impl Lender {
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
         );
-        for (id, device) in opened.devices {
-            let (source, described) = (device.source(), device.described().clone());
+        for (id, source) in opened.devices {
+            let (kind, described) = (source.kind(), source.described().clone());
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
-                device,
                 Arc::clone(&lender.registry),
                 lender.stop.clone(),
                 std::time::Duration::from_micros(config.poll_us),
             )?;
-            lender.registry.add(&id, source, described, mailbox, epoch);
+            lender.registry.add(&id, kind, described, mailbox, epoch);
             let thread = std::thread::Builder::new()
                 .name(format!("dev-{id}"))
-                .spawn(move || device_loop.run())?;
+                .spawn(move || device_loop.run(source))?;
             lender.devices.push(thread);
         }
         for entrance in &lender.entrances {

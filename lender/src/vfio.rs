@@ -24,10 +24,10 @@
 //! the descriptor for as long as it likes, so a function is lent on only when
 //! the kernel says that nobody else has it open.
 
+mod dma_path;
 mod faults;
 mod find;
 mod irqs;
-mod way;
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -37,25 +37,22 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
-use farside_fabric::{FarAddress, FaultLog, Iova, MemoryRange, pin::check_memlock};
+use farside_fabric::{FarAddress, FaultLog, LenderPath, MemoryRange, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
-use farside_irq_relay::Fire;
-use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route,
-};
+use farside_lender_protocol::{BarMemory, BarOwner, Described, RamRange, RemoteError, Route};
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
-use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
+use farside_vfio::{Api, Domain, Function, LocalPath, UsableIova, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    borrowable::{Begun, Borrowable, Report},
-    refusals::{failed, internal, invalid, limit, no_lease},
+    refusals::{failed, internal, invalid, limit, refused},
+    source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
+use dma_path::{DmaPath, adapter};
 pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
-use irqs::Irqs;
-use way::Way;
+use irqs::FunctionIrqs;
 
 /// How long a former borrower's VMM may take to let go of the function.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -66,10 +63,8 @@ const LET_GO_STEP: Timespec = Timespec {
     tv_nsec: 20_000_000,
 };
 
-/// A physical function, and its lease while it is lent.
+/// A physical function.
 pub(crate) struct VfioDevice {
-    // Dropped in this order: a function that is open cannot be given back.
-    lease: Option<Lease>,
     _binding: Binding,
     id: String,
     bdf: Bdf,
@@ -92,11 +87,14 @@ pub(crate) struct VfioDevice {
     stop: Wakeup,
 }
 
-struct Lease {
+/// A physical function that is open.
+struct LeasedFunction {
     vm: String,
-    way: Way,
-    irqs: Irqs,
+    path: DmaPath,
+    irqs: FunctionIrqs,
     function: Arc<Function>,
+    // Last: a function that is open cannot be given back.
+    device: Box<VfioDevice>,
 }
 
 impl VfioDevice {
@@ -131,7 +129,6 @@ impl VfioDevice {
             );
         }
         Ok(Self {
-            lease: None,
             address_bits: binding.before().dma_limit_bits(),
             _binding: binding,
             faults: Arc::new(FaultLog::new(&*id)),
@@ -148,10 +145,6 @@ impl VfioDevice {
             watch,
             stop,
         })
-    }
-
-    fn lease(&mut self) -> Result<&mut Lease, RemoteError> {
-        self.lease.as_mut().ok_or_else(no_lease)
     }
 
     /// Opens the function, once those who had it have let go.
@@ -186,13 +179,15 @@ impl VfioDevice {
         }
     }
 
-    /// Brings the function into its state after power-on, or refuses to lend
-    /// it as another VM left it.
-    fn clean(&self, function: &Function) -> Result<(), RemoteError> {
-        if function.can_reset() {
-            return function.reset().map_err(internal);
+    /// Opens the function in its state after power-on, or refuses to lend it as
+    /// another VM left it.
+    fn open_clean(&self) -> Result<Arc<Function>, RemoteError> {
+        let function = self.open_when_free()?;
+        match function.can_reset() {
+            true => function.reset().map_err(internal)?,
+            false => self.check_clean()?,
         }
-        self.check_clean()
+        Ok(Arc::new(function))
     }
 
     /// Refuses to lend it as another VM left it.
@@ -207,41 +202,45 @@ impl VfioDevice {
         }
     }
 
-    /// The way to the borrower's memory, and what it maps of the BARs.
-    fn way(&self, route: Route, function: &Arc<Function>) -> Result<(Way, Begun), RemoteError> {
+    /// The DMA path to the borrower's memory, and how the borrower maps the BARs.
+    fn dma_path(
+        &self,
+        route: Route,
+        function: &Arc<Function>,
+    ) -> Result<(DmaPath, Vec<BarMemory>, Vec<OwnedFd>), RemoteError> {
         let with_areas = (0u8..)
             .zip(&self.described.description.bars)
             .filter(|(_, bar)| bar.as_ref().is_some_and(|bar| !bar.mappable.is_empty()));
-        let mut begun = Begun::default();
-        let way = match route {
+        let (mut bars, mut files) = (Vec::new(), Vec::new());
+        let path = match route {
             Route::Memory => {
                 for (bar, _) in with_areas {
                     let (file, offset) = function.bar_file(bar).map_err(internal)?;
-                    begun.files.push(file);
-                    begun.bars.push(BarMemory::File { offset });
+                    files.push(file);
+                    bars.push(BarMemory::File { offset });
                 }
-                Way::local(Arc::clone(function))
+                DmaPath::Local(LocalPath::new(Arc::clone(function)))
             }
             Route::Ntb => {
-                let adapter = way::adapter(self.ntb.as_ref())?;
-                let way = Way::ntb(adapter, &self.id, Arc::clone(function))?;
-                for (bar, _) in with_areas {
-                    let far = way.far_bar(bar);
-                    begun
-                        .bars
-                        .push(far.map_or(BarMemory::Trapped, |far| BarMemory::Far {
-                            address: far.get(),
-                        }));
-                }
-                way
+                let adapter = adapter(self.ntb.as_ref())?;
+                let path = adapter.attach(&self.id, Arc::clone(function));
+                let mut path = path.map_err(internal)?;
+                let exported = path.export_bars().map_err(internal)?;
+                bars.extend(with_areas.map(|(bar, _)| match exported.far_of(bar) {
+                    None => BarMemory::Trapped,
+                    Some(peer) => BarMemory::Far {
+                        address: peer.get(),
+                    },
+                }));
+                DmaPath::Ntb(path)
             }
         };
-        Ok((way, begun))
+        Ok((path, bars, files))
     }
 }
 
-impl Borrowable for VfioDevice {
-    fn source(&self) -> &'static str {
+impl DeviceSource for VfioDevice {
+    fn kind(&self) -> &'static str {
         "vfio"
     }
 
@@ -267,7 +266,7 @@ impl Borrowable for VfioDevice {
                 check_memlock(total).map_err(|error| named(&error))
             }
             Route::Ntb => {
-                let adapter = way::adapter(self.ntb.as_ref())?;
+                let adapter = adapter(self.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
                 adapter.check_link().map_err(|error| named(&error))?;
                 let fits = adapter.check_windows(&spans);
@@ -276,53 +275,144 @@ impl Borrowable for VfioDevice {
         }
     }
 
-    fn begin(
-        &mut self,
+    fn lease(
+        mut self: Box<Self>,
         route: Route,
         vm: &str,
         bar_memory: Vec<OwnedFd>,
-    ) -> Result<Begun, RemoteError> {
+    ) -> Result<Leased, NotLeased> {
         if !bar_memory.is_empty() {
-            return Err(invalid(format!(
+            let error = invalid(format!(
                 "device {} has BARs of its own: the borrower brings none",
                 self.id
-            )));
+            ));
+            return Err(NotLeased {
+                source: self,
+                error,
+            });
         }
-        let function = self.open_when_free()?;
-        self.clean(&function)?;
-        let function = Arc::new(function);
-        let (way, begun) = self.way(route, &function)?;
+        let opened = self.open_clean().and_then(|function| {
+            let path = self.dma_path(route, &function)?;
+            let irqs = FunctionIrqs::new(&self.described.description, Arc::clone(&function))?;
+            Ok((function, path, irqs))
+        });
+        let (function, (path, bars, files), irqs) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                return Err(NotLeased {
+                    source: self,
+                    error,
+                });
+            }
+        };
         self.faults = Arc::new(FaultLog::new(&*self.id));
         self.watch.watch(self.bdf, &self.faults);
         if !function.can_reset() {
             self.left_dirty_by = Some(vm.to_owned());
         }
-        let irqs = Irqs::new(&self.described.description)?;
-        self.lease = Some(Lease {
+        let device = Box::new(LeasedFunction {
             vm: vm.to_owned(),
-            way,
+            path,
             irqs,
             function,
+            device: self,
         });
-        Ok(begun)
+        Ok(Leased {
+            device,
+            bars,
+            files,
+        })
     }
 
-    fn end(&mut self) {
-        let Some(Lease {
+    fn report(&self) -> Report {
+        Report {
+            interrupts: irqs::counts(&self.host, self.bdf),
+            faults: self.faults.summary(),
+            ..Report::default()
+        }
+    }
+}
+
+impl LeasedDevice for LeasedFunction {
+    fn source(&mut self) -> &mut dyn DeviceSource {
+        &mut *self.device
+    }
+
+    fn report(&mut self) -> Report {
+        Report {
+            bus_master: self.function.bus_master().unwrap_or(false),
+            usage: self.path.lender().usage(),
+            ..self.device.report()
+        }
+    }
+
+    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
+        if let Err(error) = self.function.bar_read(bar, offset, data) {
+            log::debug!("device {}: {error}", self.device.id, error = Chain(&error));
+            data.fill(0xff);
+        }
+    }
+
+    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
+        if let Err(error) = self.function.bar_write(bar, offset, data) {
+            log::debug!("device {}: {error}", self.device.id, error = Chain(&error));
+        }
+    }
+
+    fn irqs(&mut self) -> &mut dyn Irqs {
+        &mut self.irqs
+    }
+
+    fn path(&mut self) -> &mut dyn LenderPath {
+        self.path.lender()
+    }
+
+    fn map_peer(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
+        self.path.local()?.far_map(at, memory).map_err(refused)
+    }
+
+    fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
+        self.path.local()?.far_unmap(at, len).map_err(refused)
+    }
+
+    fn poll(&mut self) -> bool {
+        let raised = self.irqs.poll();
+        if raised {
+            self.path.flush();
+        }
+        raised
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.irqs.wake_fd())
+    }
+
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        match self.function.can_reset() {
+            true => self.function.reset().map_err(internal),
+            // The guest's own reset of what cannot be reset.
+            false => Ok(()),
+        }
+    }
+
+    /// Needs no patience: the IOMMU's unmapping waits for DMA in flight.
+    fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        self.path.revoke().map_err(refused)
+    }
+
+    fn end(self: Box<Self>) -> Box<dyn DeviceSource> {
+        let Self {
             vm,
-            way,
+            path,
             irqs,
             function,
-        }) = self.lease.take()
-        else {
-            return;
-        };
-        self.last_vm = Some(vm.clone());
-        drop((way, irqs));
+            mut device,
+        } = *self;
+        drop((path, irqs));
         if function.can_reset()
             && let Err(error) = function.reset()
         {
-            log::error!("device {}: {error}", self.id, error = Chain(&error));
+            log::error!("device {}: {error}", device.id, error = Chain(&error));
         }
         // Its interrupts and mappings end with the descriptor; the kernel
         // resets it once more.
@@ -330,122 +420,14 @@ impl Borrowable for VfioDevice {
             Some(Ok(())) => {}
             Some(Err(error)) => log::warn!(
                 "device {}: the VMM of VM {vm} has not let go of it yet ({error})",
-                self.id,
+                device.id,
                 error = Chain(&error)
             ),
-            None => log::error!("device {}: kept open by a bug in the lender", self.id),
+            None => log::error!("device {}: kept open by a bug in the lender", device.id),
         }
-        self.watch.forget(self.bdf);
-    }
-
-    fn reset(&mut self) -> Result<(), RemoteError> {
-        let function = Arc::clone(&self.lease()?.function);
-        match function.can_reset() {
-            true => function.reset().map_err(internal),
-            // The guest's own reset of what cannot be reset.
-            false => Ok(()),
-        }
-    }
-
-    /// Drains by itself: the IOMMU's unmapping waits for DMA in flight.
-    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        self.lease()?.way.close()
-    }
-
-    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
-        self.lease()?.way.set_bus_master(true)
-    }
-
-    fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.lease()?.way.far_map(at, memory)
-    }
-
-    fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
-        self.lease()?.way.far_unmap(at, len)
-    }
-
-    fn open_window(&mut self, iova: Iova, far: FarAddress, len: u64) -> Result<u32, RemoteError> {
-        self.lease()?.way.open_window(iova, far, len)
-    }
-
-    fn close_window(&mut self, iova: Iova) -> Result<(), RemoteError> {
-        self.lease()?.way.close_window(iova)
-    }
-
-    fn set_irqs(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
-        let lease = self.lease()?;
-        lease.irqs.apply(&lease.function, update, fds)
-    }
-
-    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
-        let lease = self.lease()?;
-        irqs::set_intx_disable(&lease.function, disabled)
-    }
-
-    fn interrupt_status(&mut self) -> bool {
-        let Some(lease) = &self.lease else {
-            return false;
-        };
-        irqs::interrupt_status(&lease.function).unwrap_or_else(|error| {
-            log::debug!("device {}: {error}", self.id, error = Chain(&error));
-            false
-        })
-    }
-
-    fn relay_waits(&self) -> bool {
-        self.lease
-            .as_ref()
-            .is_some_and(|lease| lease.irqs.relay_waits())
-    }
-
-    fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
-        if let Some(lease) = &mut self.lease
-            && lease.irqs.relay_waits()
-        {
-            // What the device wrote before the interrupt must be there first.
-            lease.way.flush();
-            lease.irqs.drain_relay(send);
-        }
-    }
-
-    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
-        if let Some(lease) = &self.lease
-            && let Err(error) = lease.function.bar_read(bar, offset, data)
-        {
-            log::debug!("device {}: {error}", self.id, error = Chain(&error));
-            data.fill(0xff);
-        }
-    }
-
-    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
-        if let Some(lease) = &self.lease
-            && let Err(error) = lease.function.bar_write(bar, offset, data)
-        {
-            log::debug!("device {}: {error}", self.id, error = Chain(&error));
-        }
-    }
-
-    fn poll(&mut self) -> bool {
-        self.lease.as_mut().is_some_and(|lease| lease.irqs.poll())
-    }
-
-    fn arm(&mut self) -> bool {
-        true
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.lease.as_ref().map(|lease| lease.irqs.wake_fd())
-    }
-
-    fn report(&self) -> Report {
-        let lease = self.lease.as_ref();
-        Report {
-            bus_master: lease.is_some_and(|lease| lease.function.bus_master().unwrap_or(false)),
-            usage: lease.map(|lease| lease.way.usage()).unwrap_or_default(),
-            interrupts: irqs::counts(&self.host, self.bdf),
-            faults: self.faults.summary(),
-            counters: Vec::new(),
-        }
+        device.watch.forget(device.bdf);
+        device.last_vm = Some(vm);
+        device
     }
 }
 

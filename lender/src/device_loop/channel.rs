@@ -11,7 +11,10 @@ use farside_lender_protocol::{Channel, Epoch, Registers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, end::End};
-use crate::tickets::{Awaited, Tickets};
+use crate::{
+    source::LeasedDevice,
+    tickets::{Awaited, Tickets},
+};
 
 /// The lender's end of a register channel that is about to be.
 pub(super) enum Offer {
@@ -44,6 +47,7 @@ impl Offer {
     pub(super) fn accepted(
         self,
         owner: &mut DeviceLoop,
+        device: &mut dyn LeasedDevice,
         connection: &Channel,
         epoch: Epoch,
     ) -> Result<Channel, End> {
@@ -80,7 +84,7 @@ impl Offer {
             if stop {
                 return Err(End::Stopped);
             }
-            if mail && !owner.answer_mail(epoch) {
+            if mail && !owner.answer_mail(device, epoch) {
                 return Err(End::HandedOver);
             }
         }

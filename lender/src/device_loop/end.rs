@@ -7,7 +7,7 @@ use farside_lender_protocol::{Channel, ChannelError, Epoch, RemoteError, Reply, 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::DeviceLoop;
-use crate::borrowable::DRAIN_TIMEOUT;
+use crate::source::{DRAIN_TIMEOUT, DeviceSource, LeasedDevice};
 
 /// How long a borrower may leave an answer unread.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
@@ -15,7 +15,7 @@ pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long register accesses may take that were sent before a request.
 pub(super) const LATE_ACCESSES: Duration = Duration::from_secs(2);
 
-/// Pause after the first failed close of a device; each further one doubles it.
+/// Pause after the first failed revocation; each further one doubles it.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Longest pause between two tries.
@@ -37,27 +37,30 @@ pub(super) enum End {
     Stopped,
 }
 
-/// Undoes a lease, in the order the documentation of [`super`] gives.
+/// Undoes a lease, in the order the documentation of [`super`] gives. None when
+/// the device stays as it is, open, until the process exits.
 pub(super) fn take_back(
     owner: &mut DeviceLoop,
+    mut device: Box<dyn LeasedDevice>,
     mut connection: Channel,
     vm: &str,
     epoch: Epoch,
     refusals: u64,
     end: End,
-) {
-    if !close(owner, vm, epoch) {
-        // Neither released nor reset: it may still reach the VM's memory. Nor
-        // is the borrower told that it may unpin.
-        owner.unclosed = Some(connection);
-        return;
+) -> Option<Box<dyn DeviceSource>> {
+    if !revoke(owner, &mut *device, vm, epoch) {
+        // Neither released nor reset. Dropping it would unmap memory under a
+        // device that still does DMA, and closing the connection would tell the
+        // borrower that its memory is its own again.
+        std::mem::forget((device, connection));
+        return None;
     }
-    if let Err(error) = owner.device.settle() {
+    if let Err(error) = device.source().flush() {
         log::error!("{error}", error = Chain(&error));
     }
     // All that it took of the fabric first: whoever sees the device free
     // finds room for it.
-    owner.device.end();
+    let source = device.end();
     let why = match &end {
         End::Returned => "returned".to_owned(),
         End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
@@ -74,7 +77,7 @@ pub(super) fn take_back(
     let line = format!(
         "device {}: {why} (VM {vm}, epoch {epoch}, {} DMA faults, {refusals} requests refused)",
         owner.id,
-        owner.device.report().faults.total,
+        source.report().faults.total,
     );
     owner.lines.line("ended", &line);
     owner.registry.release(&owner.id, epoch);
@@ -83,21 +86,21 @@ pub(super) fn take_back(
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
     }
     // Closing the connection tells the borrower that all of this is done.
+    Some(source)
 }
 
-/// Closes the device, however many tries that takes. False when the lender
-/// stops before one succeeds.
-fn close(owner: &mut DeviceLoop, vm: &str, epoch: Epoch) -> bool {
+/// Takes the borrower's memory away from the device, however many tries that
+/// takes. False when the lender stops before one succeeds.
+fn revoke(owner: &mut DeviceLoop, device: &mut dyn LeasedDevice, vm: &str, epoch: Epoch) -> bool {
     let mut pause = FIRST_PAUSE;
     let mut patience = DRAIN_TIMEOUT;
-    while let Err(error) = owner.device.close(patience) {
+    while let Err(error) = device.revoke(patience) {
         // From now on what drains does so in the pauses, which answer mail.
         patience = Duration::ZERO;
-        owner.unclosable = Some(format!(
+        owner.publish_problem(Some(&format!(
             "cannot stop its DMA: {error}; VM {vm} keeps the lease (epoch {epoch}) until that succeeds, trying again"
-        ));
-        owner.publish_problem();
-        if !pause_for_mail(owner, epoch, pause, &error) {
+        )));
+        if !pause_for_mail(owner, device, epoch, pause, &error) {
             log::error!(
                 "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
                 owner.id
@@ -106,8 +109,7 @@ fn close(owner: &mut DeviceLoop, vm: &str, epoch: Epoch) -> bool {
         }
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
-    owner.unclosable = None;
-    owner.publish_problem();
+    owner.publish_problem(device.source().problem());
     true
 }
 
@@ -115,6 +117,7 @@ fn close(owner: &mut DeviceLoop, vm: &str, epoch: Epoch) -> bool {
 /// stops.
 fn pause_for_mail(
     owner: &mut DeviceLoop,
+    device: &mut dyn LeasedDevice,
     epoch: Epoch,
     pause: Duration,
     error: &RemoteError,
@@ -133,7 +136,7 @@ fn pause_for_mail(
         // An interrupted wait is only a shorter one.
         let _ = poll(&mut fds, Some(&left));
         let (mail, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-        if mail && !owner.answer_mail(epoch) {
+        if mail && !owner.answer_mail(device, epoch) {
             owner.refuse_handovers(error);
         }
         if stop {

@@ -20,9 +20,9 @@ use super::{
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
 };
 use crate::{
-    borrowable::{Begun, DRAIN_TIMEOUT},
-    refusals::{failed, internal, invalid},
+    refusals::{failed, internal, invalid, refused},
     registry::Lease,
+    source::{DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased},
 };
 
 /// Register accesses that are served before others have their turn.
@@ -40,6 +40,7 @@ const ROUNDS_PER_LOOK: u32 = 16;
 /// The thread's state for the length of one lease.
 pub(super) struct LeaseLoop<'a> {
     owner: &'a mut DeviceLoop,
+    device: Box<dyn LeasedDevice>,
     connection: Channel,
     registers: Channel,
     vm: String,
@@ -58,8 +59,13 @@ struct Held {
 }
 
 impl<'a> LeaseLoop<'a> {
-    /// Serves one lease from its grant to its end.
-    pub(super) fn serve(owner: &'a mut DeviceLoop, lease: Lease) {
+    /// Serves one lease from its grant to its end. None when the device could not
+    /// be taken back before the lender stopped.
+    pub(super) fn serve(
+        owner: &'a mut DeviceLoop,
+        source: Box<dyn DeviceSource>,
+        lease: Lease,
+    ) -> Option<Box<dyn DeviceSource>> {
         let Lease {
             mut connection,
             vm,
@@ -70,24 +76,29 @@ impl<'a> LeaseLoop<'a> {
         let id = owner.id.clone();
         let peer = connection.peer();
         let tickets = owner.registry.tickets();
-        let granted = Offer::new(&connection, tickets)
-            .map_err(internal)
-            .and_then(|offer| {
-                let begun = owner.device.begin(route, &vm, bar_memory)?;
-                Ok((begun, offer))
-            });
-        let granted = granted.and_then(|(begun, offer)| {
-            if begun.files.is_empty() || !connection.is_tcp() {
-                return Ok((begun, offer));
+        let granted = match Offer::new(&connection, tickets) {
+            Ok(offer) => source
+                .lease(route, &vm, bar_memory)
+                .map(|leased| (leased, offer)),
+            Err(error) => Err(NotLeased {
+                source,
+                error: internal(error),
+            }),
+        };
+        let granted = granted.and_then(|(leased, offer)| {
+            if leased.files.is_empty() || !connection.is_tcp() {
+                return Ok((leased, offer));
             }
-            owner.device.end();
-            Err(failed(format_args!(
-                "the BARs of device {id} are files, which cannot be sent over TCP"
-            )))
+            Err(NotLeased {
+                source: leased.device.end(),
+                error: failed(format_args!(
+                    "the BARs of device {id} are files, which cannot be sent over TCP"
+                )),
+            })
         });
-        let (Begun { bars, files }, offer) = match granted {
+        let (leased, offer) = match granted {
             Ok(granted) => granted,
-            Err(error) => {
+            Err(NotLeased { source, error }) => {
                 if let Some(held_back) = owner.refused.allow() {
                     log::error!("device {id}: cannot lend to VM {vm}: {error}{held_back}");
                 }
@@ -95,9 +106,14 @@ impl<'a> LeaseLoop<'a> {
                 owner.registry.release(&id, epoch);
                 // The peer is refused either way.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
-                return;
+                return Some(source);
             }
         };
+        let Leased {
+            mut device,
+            bars,
+            files,
+        } = leased;
         let (registers, theirs) = offer.for_borrower();
         let fds: Vec<_> = theirs
             .into_iter()
@@ -112,7 +128,7 @@ impl<'a> LeaseLoop<'a> {
         let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
         drop(files);
         let accepted = match sent {
-            Ok(()) => offer.accepted(owner, &connection, epoch),
+            Ok(()) => offer.accepted(owner, &mut *device, &connection, epoch),
             Err(error) => Err(End::PeerGone(error)),
         };
         let registers = match accepted {
@@ -122,11 +138,12 @@ impl<'a> LeaseLoop<'a> {
                     "device {id}: lease dropped before VM {vm} used it (epoch {epoch}, {peer})"
                 );
                 owner.lines.line("dropped", &line);
-                return take_back(owner, connection, &vm, epoch, 0, end);
+                return take_back(owner, device, connection, &vm, epoch, 0, end);
             }
         };
         let mut lease = LeaseLoop {
             owner,
+            device,
             connection,
             registers,
             vm,
@@ -143,12 +160,13 @@ impl<'a> LeaseLoop<'a> {
         let end = lease.run();
         let LeaseLoop {
             owner,
+            device,
             connection,
             vm,
             refusals,
             ..
         } = lease;
-        take_back(owner, connection, &vm, epoch, refusals, end);
+        take_back(owner, device, connection, &vm, epoch, refusals, end)
     }
 
     fn run(&mut self) -> End {
@@ -166,7 +184,7 @@ impl<'a> LeaseLoop<'a> {
                 true => Step::Poll,
                 false => busy_poll.step(now - idle_since, now),
             };
-            if step == Step::Block && !self.owner.device.arm() {
+            if step == Step::Block && !self.device.prepare_to_block() {
                 step = Step::Poll;
             }
             let limit = match step {
@@ -197,11 +215,11 @@ impl<'a> LeaseLoop<'a> {
     /// Waits until something is ready, for as long as `limit` says, and handles it.
     /// Returns whether there was anything.
     fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
-        self.owner.publish_problem();
+        self.owner.publish_problem(self.device.source().problem());
         let mut registers = self.registers.interest();
         registers.set(
             PollFlags::OUT,
-            self.registers.wants_write() || self.owner.device.relay_waits(),
+            self.registers.wants_write() || !self.device.irqs().relay().is_empty(),
         );
         let now = Instant::now();
         // While a request is held, others wait; that the borrower is gone is
@@ -217,7 +235,7 @@ impl<'a> LeaseLoop<'a> {
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device with no descriptor of its own is woken by its other ones.
-        let device = owner.device.wake_fd().unwrap_or(owner.stop.as_fd());
+        let device = self.device.wake_fd().unwrap_or(owner.stop.as_fd());
         let mut fds = [
             PollFd::new(&self.registers, registers),
             PollFd::new(&self.connection, requests),
@@ -243,7 +261,7 @@ impl<'a> LeaseLoop<'a> {
         if registers {
             self.serve_registers(ACCESSES)?;
         }
-        if mail && !self.owner.answer_mail(self.epoch) {
+        if mail && !self.owner.answer_mail(&mut *self.device, self.epoch) {
             return Err(End::HandedOver);
         }
         if self.held.is_some() {
@@ -264,7 +282,7 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn poll_device(&mut self) -> bool {
-        let worked = self.owner.device.poll();
+        let worked = self.device.poll();
         if worked {
             self.send_relayed();
         }
@@ -284,11 +302,16 @@ impl<'a> LeaseLoop<'a> {
                     let mut data = [0xff; 8];
                     if self.is_valid(bar, offset, len) {
                         let data = &mut data[..usize::from(len)];
-                        self.owner.device.bar_read(bar, offset, data);
+                        self.device.bar_read(bar, offset, data);
                     }
                     u64::from_le_bytes(data)
                 }
-                Access::InterruptStatus => self.owner.device.interrupt_status().into(),
+                Access::InterruptStatus => {
+                    // The guest's earlier stores to memory that the device polls
+                    // come before this read, as posted writes would.
+                    self.device.poll();
+                    self.device.irqs().intx_status().into()
+                }
                 Access::Write {
                     bar,
                     offset,
@@ -298,15 +321,13 @@ impl<'a> LeaseLoop<'a> {
                     if self.is_valid(bar, offset, len) {
                         let data = value.to_le_bytes();
                         let data = &data[..usize::from(len)];
-                        self.owner.device.bar_write(bar, offset, data);
+                        self.device.bar_write(bar, offset, data);
                     }
                     continue;
                 }
             };
             // As on PCIe, where a completion does not pass messages.
-            if self.owner.device.relay_waits() {
-                self.send_relayed();
-            }
+            self.send_relayed();
             self.registers
                 .send(&Event::Data { value }, &[], SEND_TIMEOUT)
                 .map_err(End::PeerGone)?;
@@ -316,8 +337,8 @@ impl<'a> LeaseLoop<'a> {
     }
 
     /// Whether a register access is one that the device's contract allows.
-    fn is_valid(&self, bar: u8, offset: u64, len: u8) -> bool {
-        let bars = &self.owner.device.described().description.bars;
+    fn is_valid(&mut self, bar: u8, offset: u64, len: u8) -> bool {
+        let bars = &self.device.source().described().description.bars;
         let size = match bars.get(usize::from(bar)) {
             Some(Some(bar)) => bar.size,
             _ => return false,
@@ -329,13 +350,22 @@ impl<'a> LeaseLoop<'a> {
                 .is_some_and(|end| end <= size)
     }
 
-    /// Sends what fired in the relayed form. What finds no room stays in the
+    /// Sends the relayed interrupts. Those for which there is no room stay in the
     /// relay, where repeats of a vector cost nothing.
     fn send_relayed(&mut self) {
-        let registers = &mut self.registers;
-        self.owner.device.drain_relay(&mut |fire| {
+        let relay = self.device.irqs().relay();
+        let mut room = true;
+        relay.drain(|irq| {
             // An error shows again, and is handled, when the channel is read.
-            matches!(registers.try_send(&Event::Interrupt(fire), &[]), Ok(true))
+            room = room
+                && matches!(
+                    self.registers.try_send(&Event::Interrupt(irq), &[]),
+                    Ok(true)
+                );
+            if !room {
+                // Sent next time; posting to a bit set cannot fail.
+                let _ = relay.post(irq);
+            }
         });
     }
 
@@ -429,18 +459,18 @@ impl<'a> LeaseLoop<'a> {
     }
 
     fn answer(&mut self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, RemoteError> {
-        let device = &mut self.owner.device;
+        let device = &mut self.device;
         match request {
             Request::Reset => {
-                device.close(DRAIN_TIMEOUT)?;
+                device.revoke(DRAIN_TIMEOUT)?;
                 device.reset()?;
             }
-            Request::EnableBusMaster => device.enable_bus_master()?,
+            Request::EnableBusMaster => device.path().set_bus_master(true).map_err(refused)?,
             Request::Close => {
-                device.close(DRAIN_TIMEOUT)?;
+                device.revoke(DRAIN_TIMEOUT)?;
                 device.resume();
             }
-            Request::SetIntxDisable { disabled } => device.set_intx_disable(disabled)?,
+            Request::SetIntxDisable { disabled } => device.irqs().set_intx_disable(disabled)?,
             Request::FarMap {
                 far,
                 len,
@@ -460,27 +490,37 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     writable,
                 };
-                device.far_map(FarAddress::new(far), memory)?;
+                device.map_peer(FarAddress::new(far), memory)?;
             }
-            Request::FarUnmap { far, len } => device.far_unmap(FarAddress::new(far), len)?,
+            Request::FarUnmap { far, len } => device.unmap_peer(FarAddress::new(far), len)?,
             Request::OpenWindow { iova, far, len } => {
-                let lut_entries = device.open_window(Iova::new(iova), FarAddress::new(far), len)?;
+                let path = device.path();
+                let window = path.open_window(Iova::new(iova), FarAddress::new(far), len);
+                let lut_entries = window.map_err(refused)?.lut_entries;
                 return Ok(Reply::Window { lut_entries });
             }
-            Request::CloseWindow { iova } => device.close_window(Iova::new(iova))?,
+            Request::CloseWindow { iova } => {
+                let quiesced = device.quiesce(DRAIN_TIMEOUT);
+                let closed = quiesced.and_then(|()| {
+                    let path = device.path();
+                    path.close_window(Iova::new(iova)).map_err(refused)
+                });
+                device.resume();
+                closed?;
+            }
             Request::SetIrqs(update) => {
                 if self.connection.is_tcp() && update.descriptors() != 0 {
                     return Err(invalid(
                         "SetIrqs with eventfds, which TCP cannot carry: between hosts, interrupts are relayed".into(),
                     ));
                 }
-                device.set_irqs(update, fds)?;
+                device.irqs().set(update, fds)?;
                 self.send_relayed();
             }
             Request::Status { .. } => {
                 return self
                     .owner
-                    .status()
+                    .status(device.report())
                     .map(|status| Reply::Status(Box::new(status)))
                     .ok_or_else(|| invalid("the device is gone".into()));
             }

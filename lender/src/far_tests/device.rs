@@ -10,15 +10,17 @@ use std::{
 };
 
 use farside_devices::{Device as _, dma_test::DmaTest};
-use farside_fabric::{FarAddress, Iova, MemoryRange};
+use farside_fabric::{
+    BusAddress, FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage, WindowUse,
+};
 use farside_irq_relay::{Fire, Relay};
 use farside_lender_protocol::{
     BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
 };
 
 use crate::{
-    borrowable::{Begun, Borrowable, Report},
     refusals::{failed, invalid},
+    source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
 
 /// What was done to a device, in order.
@@ -51,7 +53,7 @@ pub(super) struct Recorder {
     relay: Arc<Relay>,
     scratch: u64,
     bus_master: bool,
-    /// Calls of `close` that fail before one succeeds.
+    /// Calls of `revoke` that fail before one succeeds.
     failing_closes: Arc<AtomicU32>,
     problem: Option<String>,
 }
@@ -85,8 +87,8 @@ impl Recorder {
     }
 }
 
-impl Borrowable for Recorder {
-    fn source(&self) -> &'static str {
+impl DeviceSource for Recorder {
+    fn kind(&self) -> &'static str {
         "recorder"
     }
 
@@ -98,93 +100,44 @@ impl Borrowable for Recorder {
         Ok(())
     }
 
-    fn begin(
-        &mut self,
+    fn lease(
+        self: Box<Self>,
         _route: Route,
         _vm: &str,
         _bar_memory: Vec<OwnedFd>,
-    ) -> Result<Begun, RemoteError> {
+    ) -> Result<Leased, NotLeased> {
         self.note(Done::Begin);
-        Ok(Begun {
+        Ok(Leased {
+            device: self,
             bars: vec![BarMemory::Far { address: 1 << 40 }],
             files: Vec::new(),
         })
     }
 
-    fn end(&mut self) {
-        self.note(Done::End);
-    }
-
-    fn reset(&mut self) -> Result<(), RemoteError> {
-        self.note(Done::Reset);
-        Ok(())
-    }
-
-    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        let one_less = |left: u32| left.checked_sub(1);
-        let fails =
-            self.failing_closes
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
-        if fails.is_ok() {
-            self.note(Done::CloseFailed);
-            return Err(failed("the command register cannot be written"));
-        }
-        self.bus_master = false;
-        self.note(Done::Close);
-        Ok(())
-    }
-
-    fn settle(&mut self) -> Result<(), RemoteError> {
+    fn flush(&mut self) -> Result<(), RemoteError> {
         self.note(Done::Settle);
         Ok(())
     }
 
-    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
-        self.bus_master = true;
-        self.note(Done::BusMaster);
-        Ok(())
+    fn problem(&self) -> Option<&str> {
+        self.problem.as_deref()
     }
 
-    fn far_map(&mut self, _at: FarAddress, _memory: MemoryRange) -> Result<(), RemoteError> {
-        Err(invalid("nobody can have sent a file".into()))
-    }
-
-    fn far_unmap(&mut self, _at: FarAddress, _len: u64) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn open_window(&mut self, _: Iova, _: FarAddress, _: u64) -> Result<u32, RemoteError> {
-        self.note(Done::Window);
-        Ok(1)
-    }
-
-    fn close_window(&mut self, _iova: Iova) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn set_irqs(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
-        let counts = irq_counts(&self.described.description).unwrap();
-        match update.into_request(&counts, fds, &self.relay) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(invalid(error.to_string())),
+    fn report(&self) -> Report {
+        Report {
+            bus_master: self.bus_master,
+            ..Report::default()
         }
     }
+}
 
-    fn set_intx_disable(&mut self, _disabled: bool) -> Result<(), RemoteError> {
-        Ok(())
+impl LeasedDevice for Recorder {
+    fn source(&mut self) -> &mut dyn DeviceSource {
+        self
     }
 
-    fn interrupt_status(&mut self) -> bool {
-        false
-    }
-
-    fn relay_waits(&self) -> bool {
-        !self.relay.is_empty()
-    }
-
-    fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
-        self.relay
-            .drain(|fire| assert!(send(fire), "there is room for one"));
+    fn report(&mut self) -> Report {
+        DeviceSource::report(self)
     }
 
     fn bar_read(&mut self, _bar: u8, _offset: u64, data: &mut [u8]) {
@@ -206,26 +159,103 @@ impl Borrowable for Recorder {
         self.note(Done::Write(self.scratch));
     }
 
-    fn poll(&mut self) -> bool {
-        false
+    fn irqs(&mut self) -> &mut dyn Irqs {
+        self
     }
 
-    fn arm(&mut self) -> bool {
-        true
+    fn path(&mut self) -> &mut dyn LenderPath {
+        self
+    }
+
+    fn map_peer(&mut self, _at: FarAddress, _memory: MemoryRange) -> Result<(), RemoteError> {
+        Err(invalid("nobody can have sent a file".into()))
+    }
+
+    fn unmap_peer(&mut self, _at: FarAddress, _len: u64) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn poll(&mut self) -> bool {
+        false
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    fn problem(&self) -> Option<&str> {
-        self.problem.as_deref()
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        self.note(Done::Reset);
+        Ok(())
     }
 
-    fn report(&self) -> Report {
-        Report {
-            bus_master: self.bus_master,
-            ..Report::default()
+    fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        let one_less = |left: u32| left.checked_sub(1);
+        let fails =
+            self.failing_closes
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
+        if fails.is_ok() {
+            self.note(Done::CloseFailed);
+            return Err(failed("the command register cannot be written"));
         }
+        self.bus_master = false;
+        self.note(Done::Close);
+        Ok(())
+    }
+
+    fn end(self: Box<Self>) -> Box<dyn DeviceSource> {
+        self.note(Done::End);
+        self
+    }
+}
+
+impl Irqs for Recorder {
+    fn set(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        let counts = irq_counts(&self.described.description).unwrap();
+        match update.into_request(&counts, fds, &self.relay) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(invalid(error.to_string())),
+        }
+    }
+
+    fn set_intx_disable(&mut self, _disabled: bool) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn intx_status(&mut self) -> bool {
+        false
+    }
+
+    fn relay(&self) -> &Relay {
+        &self.relay
+    }
+}
+
+impl LenderPath for Recorder {
+    fn open_window(&mut self, _: Iova, _: FarAddress, _: u64) -> Result<WindowUse, FabricError> {
+        self.note(Done::Window);
+        Ok(WindowUse {
+            bus: BusAddress::new(0),
+            bytes: 0,
+            first_lut_entry: 0,
+            lut_entries: 1,
+        })
+    }
+
+    fn close_window(&mut self, _iova: Iova) -> Result<(), FabricError> {
+        Ok(())
+    }
+
+    fn close_all(&mut self) -> Result<(), FabricError> {
+        Ok(())
+    }
+
+    fn usage(&self) -> Usage {
+        Usage::default()
+    }
+
+    fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        self.bus_master = enabled;
+        self.note(Done::BusMaster);
+        Ok(())
     }
 }

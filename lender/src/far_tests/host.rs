@@ -17,12 +17,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};
 use crate::{
-    borrowable::Borrowable,
     connection::{self, About},
     device_loop::{DeviceLoop, Stopped},
     fences::FenceBook,
     listening::PeerLines,
     registry::Registry,
+    source::DeviceSource,
 };
 
 pub(super) const DEADLINE: Duration = Duration::from_secs(20);
@@ -41,7 +41,7 @@ pub(super) fn until(what: &str, mut done: impl FnMut() -> bool) {
 pub(super) struct Host {
     pub(super) address: Address,
     logs: Vec<Arc<Mutex<Vec<Done>>>>,
-    /// Calls of `close` that are still to fail, of all devices.
+    /// Calls of `revoke` that are still to fail, of all devices.
     pub(super) failing_closes: Arc<AtomicU32>,
     stop: Wakeup,
     devices: Vec<JoinHandle<Stopped>>,
@@ -54,7 +54,7 @@ impl Host {
     pub(super) fn new() -> Self {
         let failing_closes = Arc::default();
         let mut logs = Vec::new();
-        let mut devices: Vec<Box<dyn Borrowable>> = Vec::new();
+        let mut devices: Vec<Box<dyn DeviceSource>> = Vec::new();
         for _ in DEVICES {
             let (device, log) = Recorder::new(&failing_closes);
             devices.push(Box::new(device));
@@ -68,24 +68,18 @@ impl Host {
 
     /// A host with devices of other kinds, whose threads poll for as long as
     /// `poll_time`.
-    pub(super) fn lending(devices: Vec<Box<dyn Borrowable>>, poll_time: Duration) -> Self {
+    pub(super) fn lending(devices: Vec<Box<dyn DeviceSource>>, poll_time: Duration) -> Self {
         let stop = Wakeup::new().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let fences = FenceBook::load(Some(dir.path().join("lender.json"))).unwrap();
         let registry = Arc::new(Registry::new(fences));
         let mut threads = Vec::new();
-        for (id, device) in DEVICES.into_iter().zip(devices) {
-            let (source, described) = (device.source(), device.described().clone());
-            let (device_loop, mailbox) = DeviceLoop::new(
-                id.into(),
-                device,
-                Arc::clone(&registry),
-                stop.clone(),
-                poll_time,
-            )
-            .unwrap();
-            registry.add(id, source, described, mailbox, Epoch(1));
-            threads.push(std::thread::spawn(move || device_loop.run()));
+        for (id, source) in DEVICES.into_iter().zip(devices) {
+            let (kind, described) = (source.kind(), source.described().clone());
+            let (device_loop, mailbox) =
+                DeviceLoop::new(id.into(), Arc::clone(&registry), stop.clone(), poll_time).unwrap();
+            registry.add(id, kind, described, mailbox, Epoch(1));
+            threads.push(std::thread::spawn(move || device_loop.run(source)));
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
         let address = listener.address();

@@ -12,15 +12,18 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_devices::{Device as _, dma_test::DmaTest};
-use farside_fabric::{FarAddress, Iova, MemoryRange};
-use farside_irq_relay::Fire;
+use farside_fabric::{
+    FarAddress, LenderPath, MemoryRange, NtbLimits,
+    soft::{Adapter, Path},
+};
+use farside_irq_relay::Relay;
 use farside_lender_protocol::{
     BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route,
 };
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::host::{DEADLINE, Host};
-use crate::borrowable::{Begun, Borrowable, Report};
+use crate::source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
 
 /// Of what a thread reaches that polls and never yields, which has the share that the
 /// scheduler gives it. A device that yields to the neighbour has a hundredth.
@@ -99,10 +102,12 @@ struct Echo {
     described: Described,
     doorbell: Arc<Doorbell>,
     cpu: usize,
+    relay: Relay,
+    path: Path,
 }
 
-impl Borrowable for Echo {
-    fn source(&self) -> &'static str {
+impl DeviceSource for Echo {
+    fn kind(&self) -> &'static str {
         "echo"
     }
 
@@ -114,67 +119,50 @@ impl Borrowable for Echo {
         Ok(())
     }
 
-    fn begin(&mut self, _: Route, _: &str, _: Vec<OwnedFd>) -> Result<Begun, RemoteError> {
+    fn lease(self: Box<Self>, _: Route, _: &str, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
-        Ok(Begun {
+        Ok(Leased {
+            device: self,
             bars: vec![BarMemory::Far { address: 1 << 40 }],
             files: Vec::new(),
         })
     }
 
-    fn end(&mut self) {}
+    fn report(&self) -> Report {
+        Report::default()
+    }
+}
 
-    fn reset(&mut self) -> Result<(), RemoteError> {
-        Ok(())
+impl LeasedDevice for Echo {
+    fn source(&mut self) -> &mut dyn DeviceSource {
+        self
     }
 
-    fn close(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        Ok(())
+    fn report(&mut self) -> Report {
+        Report::default()
     }
-
-    fn enable_bus_master(&mut self) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn far_map(&mut self, _: FarAddress, _: MemoryRange) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn far_unmap(&mut self, _: FarAddress, _: u64) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn open_window(&mut self, _: Iova, _: FarAddress, _: u64) -> Result<u32, RemoteError> {
-        Ok(1)
-    }
-
-    fn close_window(&mut self, _: Iova) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn set_irqs(&mut self, _: IrqUpdate, _: Vec<OwnedFd>) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn set_intx_disable(&mut self, _: bool) -> Result<(), RemoteError> {
-        Ok(())
-    }
-
-    fn interrupt_status(&mut self) -> bool {
-        false
-    }
-
-    fn relay_waits(&self) -> bool {
-        false
-    }
-
-    fn drain_relay(&mut self, _: &mut dyn FnMut(Fire) -> bool) {}
 
     fn bar_read(&mut self, _: u8, _: u64, data: &mut [u8]) {
         data.fill(0);
     }
 
     fn bar_write(&mut self, _: u8, _: u64, _: &[u8]) {}
+
+    fn irqs(&mut self) -> &mut dyn Irqs {
+        self
+    }
+
+    fn path(&mut self) -> &mut dyn LenderPath {
+        &mut self.path
+    }
+
+    fn map_peer(&mut self, _: FarAddress, _: MemoryRange) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn unmap_peer(&mut self, _: FarAddress, _: u64) -> Result<(), RemoteError> {
+        Ok(())
+    }
 
     fn poll(&mut self) -> bool {
         let work = self.doorbell.answer();
@@ -184,7 +172,7 @@ impl Borrowable for Echo {
         work
     }
 
-    fn arm(&mut self) -> bool {
+    fn prepare_to_block(&mut self) -> bool {
         self.doorbell.armed.store(true, SeqCst);
         self.doorbell.asked.load(SeqCst) == self.doorbell.answered.load(SeqCst)
     }
@@ -193,8 +181,34 @@ impl Borrowable for Echo {
         Some(self.doorbell.wake.as_fd())
     }
 
-    fn report(&self) -> Report {
-        Report::default()
+    fn reset(&mut self) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn end(self: Box<Self>) -> Box<dyn DeviceSource> {
+        self
+    }
+}
+
+impl Irqs for Echo {
+    fn set(&mut self, _: IrqUpdate, _: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn set_intx_disable(&mut self, _: bool) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
+    fn intx_status(&mut self) -> bool {
+        false
+    }
+
+    fn relay(&self) -> &Relay {
+        &self.relay
     }
 }
 
@@ -217,6 +231,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         return;
     };
     let doorbell = Doorbell::new();
+    let adapter = Adapter::new(NtbLimits::default()).unwrap();
     let echo = Echo {
         described: Described {
             description: DmaTest::new().description().clone(),
@@ -224,6 +239,8 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         },
         doorbell: Arc::clone(&doorbell),
         cpu: device,
+        relay: Relay::new(),
+        path: adapter.attach("echo").unwrap(),
     };
     let host = Host::lending(vec![Box::new(echo)], Duration::from_micros(500));
     let (_peer, ticket) = host.borrow("a");

@@ -4,10 +4,10 @@ use std::{os::fd::OwnedFd, sync::Arc};
 
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
-use farside_irq_relay::{Fire, IrqCounts, IrqIndex, Relay, Vectors};
+use farside_irq_relay::{IrqCounts, IrqIndex, Relay, Vectors};
 use farside_lender_protocol::{IrqUpdate, RemoteError};
 
-use crate::refusals::invalid_irqs;
+use crate::{refusals::invalid_irqs, source::Irqs};
 
 /// DMA through the fabric.
 pub(super) struct DmaPort<'a>(pub(super) &'a mut Path);
@@ -38,57 +38,41 @@ impl IrqPort {
         }
     }
 
-    /// Does what the borrower asks.
-    pub(super) fn apply(
-        &mut self,
-        update: IrqUpdate,
-        fds: Vec<OwnedFd>,
-    ) -> Result<(), RemoteError> {
-        update
-            .into_request(&self.counts, fds, &self.relay)
-            .and_then(|request| self.vectors.apply(request))
-            .map_err(invalid_irqs)
-    }
-
     /// The function is reset; triggers and masks stay.
     pub(super) fn reset(&mut self) {
         self.vectors.reset();
     }
 
-    pub(super) fn set_intx_disable(&mut self, disabled: bool) {
-        self.vectors.set_intx_disabled(disabled);
-    }
-
-    /// Whether the device drives its INTx line.
-    pub(super) fn intx_asserted(&self) -> bool {
-        self.vectors.intx_asserted()
-    }
-
-    /// Whether relayed interrupts wait to be sent.
-    pub(super) fn relay_waits(&self) -> bool {
-        !self.relay.is_empty()
-    }
-
-    /// Sends what waits, for as long as `send` finds room.
-    pub(super) fn drain_relay(&self, send: &mut dyn FnMut(Fire) -> bool) {
-        let mut room = true;
-        self.relay.drain(|fire| {
-            room = room && send(fire);
-            if !room {
-                // Back for the next time; posting to a bit set cannot fail.
-                let _ = self.relay.post(fire);
-            }
-        });
-    }
-
-    /// (index, vector, count) of each vector that fired.
-    pub(super) fn fired(&self) -> Vec<(u8, u16, u64)> {
+    /// (index, vector, count) of each vector that was raised.
+    pub(super) fn raised(&self) -> Vec<(u8, u16, u64)> {
         self.vectors
             .status()
             .fired
             .iter()
             .map(|count| (count.index as u8, count.vector, count.fired))
             .collect()
+    }
+}
+
+impl Irqs for IrqPort {
+    fn set(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        update
+            .into_request(&self.counts, fds, &self.relay)
+            .and_then(|request| self.vectors.apply(request))
+            .map_err(invalid_irqs)
+    }
+
+    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
+        self.vectors.set_intx_disabled(disabled);
+        Ok(())
+    }
+
+    fn intx_status(&mut self) -> bool {
+        self.vectors.intx_asserted()
+    }
+
+    fn relay(&self) -> &Relay {
+        &self.relay
     }
 }
 

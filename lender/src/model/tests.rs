@@ -4,7 +4,7 @@ use std::sync::{
 };
 
 use farside_devices::dma_test::DmaTest;
-use farside_fabric::{Access, NtbLimits, memory::HostSlice, memory::create_sealed};
+use farside_fabric::{Access, Iova, NtbLimits, memory::HostSlice, memory::create_sealed};
 use farside_pci::Description;
 
 use super::*;
@@ -68,28 +68,33 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
         quiesces: Arc::clone(&quiesces),
     };
     let adapter = Adapter::new(NtbLimits::default()).unwrap();
-    let mut model = ModelDevice::new("keeper", Box::new(keeper), adapter).unwrap();
-    model.begin(Route::Memory, "vm", Vec::new()).unwrap();
+    let model = ModelDevice::new("keeper", Box::new(keeper), adapter).unwrap();
+    let leased = Box::new(model).lease(Route::Memory, "vm", Vec::new());
+    let mut model = leased.map_err(|not| not.error).unwrap().device;
     for page in 0..2 {
         let memory = create_sealed("page", PAGE).unwrap();
         let at = FarAddress::new(FAR + page * PAGE);
-        model.far_map(at, MemoryRange::whole(memory, PAGE)).unwrap();
+        model
+            .map_peer(at, MemoryRange::whole(memory, PAGE))
+            .unwrap();
     }
-    let window = model.open_window(Iova::new(0), FarAddress::new(FAR), 2 * PAGE);
+    let window = model
+        .path()
+        .open_window(Iova::new(0), FarAddress::new(FAR), 2 * PAGE);
     window.unwrap();
-    model.enable_bus_master().unwrap();
-    let faults = |model: &ModelDevice| model.report().faults.total;
+    model.path().set_bus_master(true).unwrap();
+    let faults = |model: &mut dyn LeasedDevice| model.report().faults.total;
 
     // Both are in the IOTLB, the second in the device's hands.
     model.bar_write(0, 0, &[0]);
     model.bar_write(0, PAGE, &[0]);
-    model.far_unmap(FarAddress::new(FAR), PAGE).unwrap();
+    model.unmap_peer(FarAddress::new(FAR), PAGE).unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 0, "other I/O was stopped");
-    model.far_unmap(FarAddress::new(FAR + PAGE), PAGE).unwrap();
+    model.unmap_peer(FarAddress::new(FAR + PAGE), PAGE).unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 1, "it was in use");
     // Out of reach, both of them.
-    assert_eq!(faults(&model), 0);
+    assert_eq!(faults(&mut *model), 0);
     model.bar_write(0, 0, &[0]);
     model.bar_write(0, PAGE, &[0]);
-    assert_eq!(faults(&model), 2);
+    assert_eq!(faults(&mut *model), 2);
 }

@@ -11,6 +11,7 @@ use std::{
     sync::Arc,
 };
 
+use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
     Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
@@ -21,7 +22,10 @@ use farside_pci::{Bdf, Description};
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 
-use crate::refusals::{internal, invalid_irqs};
+use crate::{
+    refusals::{internal, invalid_irqs},
+    source::Irqs,
+};
 
 /// Interrupt Disable, in the high byte of the command register.
 const INTX_DISABLE_HIGH: u8 = (COMMAND_INTX_DISABLE >> 8) as u8;
@@ -31,7 +35,8 @@ const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 const READY: usize = 64;
 
 /// Where the function's vectors go.
-pub(super) struct Irqs {
+pub(super) struct FunctionIrqs {
+    function: Arc<Function>,
     /// What the borrower is told that there is.
     counts: IrqCounts,
     relay: Arc<Relay>,
@@ -41,52 +46,18 @@ pub(super) struct Irqs {
     epoll: OwnedFd,
 }
 
-impl Irqs {
-    pub(super) fn new(description: &Description) -> Result<Self, RemoteError> {
+impl FunctionIrqs {
+    pub(super) fn new(
+        description: &Description,
+        function: Arc<Function>,
+    ) -> Result<Self, RemoteError> {
         Ok(Self {
+            function,
             counts: irq_counts(description).map_err(internal)?,
             relay: Arc::default(),
             ours: BTreeMap::new(),
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(internal)?,
         })
-    }
-
-    /// Does what the borrower asks.
-    pub(super) fn apply(
-        &mut self,
-        function: &Function,
-        update: IrqUpdate,
-        fds: Vec<OwnedFd>,
-    ) -> Result<(), RemoteError> {
-        let request = update
-            .into_request(&self.counts, fds, &self.relay)
-            .map_err(invalid_irqs)?;
-        let (range, action, data) = request.into_parts();
-        if function.irq_counts().count(range.index()) == 0 {
-            // Error and request interrupts, which every borrower is told that
-            // there are: this function raises none.
-            return Ok(());
-        }
-        let (data, ours) = match data {
-            IrqData::Sinks(sinks) => {
-                let (data, ours) = self.with_ours(range, sinks)?;
-                (data, Some(ours))
-            }
-            other => (other, None),
-        };
-        let disables = action == Action::Trigger && range.count() == 0;
-        let request = SetIrqs::new(range, action, data).map_err(invalid_irqs)?;
-        function.set_irqs(&request).map_err(internal)?;
-        if disables {
-            self.forget(|(index, _)| index == range.index());
-        }
-        if let Some(ours) = ours {
-            self.forget(|(index, vector)| {
-                index == range.index() && range.vectors().contains(&vector)
-            });
-            self.adopt(range.index(), ours)?;
-        }
-        Ok(())
     }
 
     /// An eventfd of ours for each vector that is to be relayed.
@@ -130,7 +101,7 @@ impl Irqs {
         });
     }
 
-    /// Takes what has fired into the relay. Returns whether anything had.
+    /// Takes raised vectors into the relay. Returns whether there were any.
     pub(super) fn poll(&mut self) -> bool {
         if self.ours.is_empty() {
             return false;
@@ -155,27 +126,77 @@ impl Irqs {
         !ready.is_empty()
     }
 
-    /// Readable when [`Irqs::poll`] has something to do.
+    /// Readable when [`FunctionIrqs::poll`] has something to do.
     pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
+}
 
-    /// Whether relayed interrupts wait to be sent.
-    pub(super) fn relay_waits(&self) -> bool {
-        !self.relay.is_empty()
+impl Irqs for FunctionIrqs {
+    fn set(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
+        let request = update
+            .into_request(&self.counts, fds, &self.relay)
+            .map_err(invalid_irqs)?;
+        let (range, action, data) = request.into_parts();
+        if self.function.irq_counts().count(range.index()) == 0 {
+            // Error and request interrupts, which every borrower is told that
+            // there are: this function raises none.
+            return Ok(());
+        }
+        let (data, ours) = match data {
+            IrqData::Sinks(sinks) => {
+                let (data, ours) = self.with_ours(range, sinks)?;
+                (data, Some(ours))
+            }
+            other => (other, None),
+        };
+        let disables = action == Action::Trigger && range.count() == 0;
+        let request = SetIrqs::new(range, action, data).map_err(invalid_irqs)?;
+        self.function.set_irqs(&request).map_err(internal)?;
+        if disables {
+            self.forget(|(index, _)| index == range.index());
+        }
+        if let Some(ours) = ours {
+            self.forget(|(index, vector)| {
+                index == range.index() && range.vectors().contains(&vector)
+            });
+            self.adopt(range.index(), ours)?;
+        }
+        Ok(())
     }
 
-    /// Sends what waits, for as long as `send` finds room.
-    pub(super) fn drain_relay(&mut self, send: &mut dyn FnMut(Fire) -> bool) {
-        let relay = &self.relay;
-        let mut room = true;
-        relay.drain(|fire| {
-            room = room && send(fire);
-            if !room {
-                // Back for the next time.
-                let _ = relay.post(fire);
+    fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
+        let mut high = [0];
+        self.function
+            .config_read(COMMAND_HIGH, &mut high)
+            .map_err(internal)?;
+        let wanted = match disabled {
+            true => high[0] | INTX_DISABLE_HIGH,
+            false => high[0] & !INTX_DISABLE_HIGH,
+        };
+        if wanted != high[0] {
+            self.function
+                .config_write(COMMAND_HIGH, &[wanted])
+                .map_err(internal)?;
+        }
+        Ok(())
+    }
+
+    /// The function's own register: it stays set when the kernel masks an
+    /// interrupt that it took, which it does by INTx disable.
+    fn intx_status(&mut self) -> bool {
+        let mut low = [0];
+        match self.function.config_read(STATUS as u64, &mut low) {
+            Ok(()) => u16::from(low[0]) & STATUS_INTERRUPT != 0,
+            Err(error) => {
+                log::debug!("{}: {error}", self.function.bdf(), error = Chain(&error));
+                false
             }
-        });
+        }
+    }
+
+    fn relay(&self) -> &Relay {
+        &self.relay
     }
 }
 
@@ -188,34 +209,6 @@ fn unkey(key: u64) -> (IrqIndex, u16) {
         IrqIndex::ALL[(key >> 16) as usize % IrqIndex::ALL.len()],
         key as u16,
     )
-}
-
-/// Sets the command register's INTx disable.
-pub(super) fn set_intx_disable(function: &Function, disabled: bool) -> Result<(), RemoteError> {
-    let mut high = [0];
-    function
-        .config_read(COMMAND_HIGH, &mut high)
-        .map_err(internal)?;
-    let wanted = match disabled {
-        true => high[0] | INTX_DISABLE_HIGH,
-        false => high[0] & !INTX_DISABLE_HIGH,
-    };
-    if wanted != high[0] {
-        function
-            .config_write(COMMAND_HIGH, &[wanted])
-            .map_err(internal)?;
-    }
-    Ok(())
-}
-
-/// Interrupt Status of the function itself. It stays set when the kernel masks
-/// an interrupt that it took, which it does by INTx disable.
-pub(super) fn interrupt_status(function: &Function) -> Result<bool, RemoteError> {
-    let mut low = [0];
-    function
-        .config_read(STATUS as u64, &mut low)
-        .map_err(internal)?;
-    Ok(u16::from(low[0]) & STATUS_INTERRUPT != 0)
 }
 
 /// (index, vector, count) of what the kernel has taken from the function.

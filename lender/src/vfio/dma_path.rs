@@ -1,0 +1,127 @@
+//! A physical function's DMA path to the borrower's memory.
+
+use farside_fabric::{FabricError, LenderPath};
+use farside_lender_protocol::RemoteError;
+use farside_ntb::{Adapter, LenderNtb};
+use farside_vfio::LocalPath;
+
+use crate::refusals::{invalid, unsupported};
+
+/// One of the fabrics of physical functions.
+pub(super) enum DmaPath {
+    /// The borrower is on this machine.
+    Local(LocalPath),
+    /// The borrower is on the other side of an NTB, and reaches the function's
+    /// BARs through it.
+    Ntb(LenderNtb),
+}
+
+impl DmaPath {
+    pub(super) fn lender(&mut self) -> &mut dyn LenderPath {
+        match self {
+            Self::Local(path) => path,
+            Self::Ntb(path) => path,
+        }
+    }
+
+    /// The path on which the lender maps the borrower's memory.
+    pub(super) fn local(&mut self) -> Result<&mut LocalPath, RemoteError> {
+        match self {
+            Self::Local(path) => Ok(path),
+            Self::Ntb(_) => Err(invalid(
+                "a borrower across an NTB maps its memory itself".into(),
+            )),
+        }
+    }
+
+    /// Brings what the device has written into the borrower's memory, before
+    /// anything that this host sends from now on.
+    pub(super) fn flush(&self) {
+        match self {
+            // The kernel has taken the interrupt, which pushed the device's
+            // writes ahead of it.
+            Self::Local(_) => {}
+            // They may still be on their way through the NTB, which the message
+            // with the interrupt does not take.
+            Self::Ntb(path) => path.flush(),
+        }
+    }
+
+    /// Stops DMA, closes all windows and unmaps all memory: as much of it as
+    /// possible. Returns the first error.
+    pub(super) fn revoke(&mut self) -> Result<(), FabricError> {
+        let closed = take_down(self.lender());
+        closed.and(match self {
+            Self::Local(path) => path.far_unmap_all(),
+            // The borrower's own.
+            Self::Ntb(_) => Ok(()),
+        })
+    }
+}
+
+/// Stops DMA and closes all windows. The IOMMU's unmapping is what takes memory
+/// away from a function that ignores its command register, or whose register
+/// cannot be written: so it is done whatever fails before it.
+fn take_down(path: &mut dyn LenderPath) -> Result<(), FabricError> {
+    let stopped = path.set_bus_master(false);
+    stopped.and(path.close_all())
+}
+
+/// This host's NTB, where there is one.
+pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
+    ntb.ok_or_else(|| {
+        unsupported(
+            "this lender has no NTB: start it with `--ntb BDF`, or borrow the device on the \
+             lender's own machine",
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use farside_fabric::{FarAddress, Iova, Usage, WindowUse};
+
+    use super::*;
+
+    /// A path whose function's command register cannot be written.
+    #[derive(Default)]
+    struct Unwritable {
+        closed: bool,
+    }
+
+    impl LenderPath for Unwritable {
+        fn open_window(
+            &mut self,
+            _: Iova,
+            _: FarAddress,
+            _: u64,
+        ) -> Result<WindowUse, FabricError> {
+            unreachable!()
+        }
+
+        fn close_window(&mut self, _: Iova) -> Result<(), FabricError> {
+            unreachable!()
+        }
+
+        fn close_all(&mut self) -> Result<(), FabricError> {
+            self.closed = true;
+            Ok(())
+        }
+
+        fn usage(&self) -> Usage {
+            Usage::default()
+        }
+
+        fn set_bus_master(&mut self, _: bool) -> Result<(), FabricError> {
+            let io = std::io::Error::from_raw_os_error(5);
+            Err(FabricError::Other(Box::new(io)))
+        }
+    }
+
+    #[test]
+    fn memory_is_unmapped_although_the_command_register_cannot_be_written() {
+        let mut path = Unwritable::default();
+        assert!(take_down(&mut path).is_err());
+        assert!(path.closed);
+    }
+}
