@@ -1,18 +1,12 @@
 //! Each form of one description, given to the real QEMU: it has to take it, and
 //! to make the same devices at the same places. No guest is booted.
 
-use std::{
-    fs,
-    io::{BufRead, BufReader, Write},
-    os::unix::net::UnixStream,
-    path::Path,
-    process::Command,
-    time::Instant,
-};
+use std::{fs, os::unix::net::UnixStream, path::Path, process::Command, time::Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use farside_qemu_configs::message_timeout_ms;
 use farside_tests::{Cluster, Daemon, MIB, SHORT, testbed};
+use farside_vm_control::QmpClient;
 use serde_json::{Value, json};
 
 const VM: &str = "web1";
@@ -25,7 +19,7 @@ const DEVICES: [&str; 2] = ["dma0", "dma1"];
 const PORTS: [&str; 6] = ["port0", "port1", "port2", "port3", "port4", "port5"];
 
 /// A client of a QEMU's monitor.
-struct Monitor(BufReader<UnixStream>);
+struct Monitor(QmpClient);
 
 impl Monitor {
     /// Connects when QEMU listens. It does so before it makes its devices, and
@@ -40,28 +34,15 @@ impl Monitor {
             }
             std::thread::yield_now();
         };
-        stream.set_read_timeout(Some(SHORT))?;
-        let mut monitor = Self(BufReader::new(stream));
-        let mut greeting = String::new();
-        monitor.0.read_line(&mut greeting)?;
+        let mut monitor = Self(QmpClient::new(stream));
+        monitor.0.greet(deadline)?;
         monitor.run("qmp_capabilities", json!({}))?;
         Ok(monitor)
     }
 
     fn run(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        let line = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.0.get_mut(), "{line}")?;
-        loop {
-            let mut answer = String::new();
-            ensure!(self.0.read_line(&mut answer)? != 0, "QEMU has hung up");
-            let answer: Value = serde_json::from_str(&answer)?;
-            if let Some(error) = answer.get("error") {
-                return Err(anyhow!("{line}: {error}"));
-            }
-            if let Some(value) = answer.get("return") {
-                return Ok(value.clone());
-            }
-        }
+        let line = format!("{command} {arguments}");
+        self.0.run(command, arguments).context(line)
     }
 
     fn property(&mut self, of: &str, name: &str) -> Result<Value> {

@@ -20,7 +20,7 @@ use rustix::{io::Errno, process::Signal};
 use crate::{
     Error,
     logs::Log,
-    monitor::socket::connect_by,
+    monitor::connect_by,
     places,
     process::Process,
     systemd,

@@ -7,7 +7,7 @@
 //! - [`start_domain_backend`], [`end_domain_backend`]: the backend alone, for
 //!   libvirt's hook.
 //! - [`Monitor`]: QEMU's monitor, for what is not here; [`keep_monitor_private`] for
-//!   who starts QEMU himself.
+//!   who starts QEMU himself. [`QmpClient`]: QMP on any socket.
 //! - [`Backend`]: the control socket of the VM's backend.
 //!
 //! A VM is named, and known by its description (`VmConfig::of_vm`); where its
@@ -33,6 +33,7 @@ mod places;
 mod plug;
 mod process;
 mod qemu;
+mod qmp;
 mod slots;
 mod systemd;
 mod virsh;
@@ -44,8 +45,9 @@ pub use error::Error;
 pub use life::{
     DeviceState, RunState, StartOptions, StopOptions, VmState, describe, is_running, start, stop,
 };
-pub use monitor::{Event, Monitor, socket::connect_by};
+pub use monitor::{Monitor, connect_by};
 pub use places::virsh as virsh_program;
 pub use plug::{AttachOptions, Attached, Detached, attach, detach};
 pub use qemu::keep_monitor_private;
+pub use qmp::{ANSWER as QMP_ANSWER, Event, QmpClient, QmpError};
 pub use virsh::run as virsh;

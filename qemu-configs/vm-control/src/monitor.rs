@@ -1,140 +1,140 @@
-//! QEMU's monitor: commands, and events with a deadline.
-//!
-//! Commands and their forms on the wire are crate `qapi`'s. Its own reader is not
-//! used: it has no deadline, panics when QEMU ends before its greeting, and fails
-//! at the first event that its copy of QEMU's schema does not know.
-
-pub(crate) mod socket;
+//! The monitor of a VM's QEMU: on its socket, or through libvirt.
 
 use std::{
-    collections::VecDeque,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use farside_daemon::paths;
 use farside_vm_config::Manager;
-use qapi::Command;
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
+        sockopt::{Timeout, set_socket_timeout},
+    },
+};
 use serde_json::{Value, json};
 
-use crate::{Error, process::Process, virsh};
-use socket::{Line, Socket};
+use crate::{
+    Error,
+    process::Process,
+    qmp::{ANSWER, Event, QmpClient, QmpError, left, returned},
+    virsh,
+};
 
-/// How long QEMU may take to answer. It answers between two instructions of
-/// the guest; emulated, on a busy machine, late.
-const ANSWER: Duration = Duration::from_secs(60);
-
-/// Events that are kept while nobody asks for them. Bounds memory.
-const MAX_EVENTS: usize = 1024;
-
-/// Something that QEMU reported of itself.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Event {
-    /// As QEMU's documentation names it, such as `DEVICE_DELETED`.
-    pub name: String,
-    /// What it says.
-    pub data: Value,
-}
+/// Time limit for the end of a QEMU that closes a connection at once.
+const ENDING: Duration = Duration::from_secs(5);
 
 /// A connection to the monitor of a VM's QEMU.
 #[derive(Debug)]
 pub struct Monitor {
     vm: String,
     transport: Transport,
-    events: VecDeque<Event>,
-    next_id: u64,
 }
 
 #[derive(Debug)]
 enum Transport {
-    Socket(Socket),
+    Socket {
+        path: PathBuf,
+        client: QmpClient,
+        process: Process,
+    },
     Virsh,
 }
 
 impl Monitor {
-    /// Connects to the monitor of a VM, by the way of whoever runs it. It must
-    /// greet within `limit`; QEMU serves one client at a time.
+    /// Connects to the monitor of a VM, through its manager. QEMU must greet
+    /// within `limit`; it serves one client at a time.
     ///
     /// [`Error::NotRunning`] when there is no QEMU.
     pub fn connect(vm: &str, manager: Manager, limit: Duration) -> Result<Self, Error> {
-        let transport = match manager {
-            Manager::Qemu => {
-                let deadline = Instant::now() + limit;
-                Transport::Socket(Socket::connect(
-                    vm,
-                    &paths::monitor_socket(vm),
-                    deadline,
-                    limit,
-                )?)
-            }
-            Manager::Libvirt => {
-                if !virsh::is_running(vm)? {
-                    return Err(Error::NotRunning {
-                        vm: vm.to_owned(),
-                        hint: " (libvirt's domain of that name is not active)".to_owned(),
-                    });
-                }
-                Transport::Virsh
-            }
-        };
-        let mut monitor = Self {
-            vm: vm.to_owned(),
-            transport,
-            events: VecDeque::new(),
-            next_id: 0,
-        };
-        if let Transport::Socket(_) = monitor.transport {
-            monitor.run("qmp_capabilities", json!({}))?;
+        match manager {
+            Manager::Qemu => Self::open(vm, &paths::monitor_socket(vm), limit),
+            Manager::Libvirt if virsh::is_running(vm)? => Ok(Self {
+                vm: vm.to_owned(),
+                transport: Transport::Virsh,
+            }),
+            Manager::Libvirt => Err(Error::NotRunning {
+                vm: vm.to_owned(),
+                hint: " (libvirt's domain of that name is not active)".to_owned(),
+            }),
         }
-        Ok(monitor)
     }
 
-    /// Runs one of `qapi`'s commands.
-    pub fn execute<C: Command>(&mut self, command: &C) -> Result<C::Ok, Error> {
-        let arguments = serde_json::to_value(command).map_err(|error| self.lost(error))?;
-        let returned = self.run(C::NAME, arguments)?;
-        serde_json::from_value(returned)
-            .map_err(|error| self.lost(format!("the answer to {} is odd: {error}", C::NAME)))
+    fn open(vm: &str, path: &Path, limit: Duration) -> Result<Self, Error> {
+        let deadline = Instant::now() + limit;
+        let failed = |what: &str| Error::system(format!("{}: {what}", path.display()));
+        let not_running = |hint: String| Error::NotRunning {
+            vm: vm.to_owned(),
+            hint,
+        };
+        let stream = connect_by(path, deadline).map_err(|errno| match errno {
+            Errno::NOENT => not_running(String::new()),
+            Errno::CONNREFUSED => not_running(format!(
+                " ({} is what a QEMU that ended has left)",
+                path.display()
+            )),
+            // Its backlog is full.
+            Errno::AGAIN => Error::MonitorFull {
+                vm: vm.to_owned(),
+                path: path.to_owned(),
+            },
+            errno => failed("cannot connect")(errno.into()),
+        })?;
+        let process = Process::of_peer(&stream).map_err(failed("whose process is it?"))?;
+        let mut client = QmpClient::new(stream);
+        let greeted = client.greet(deadline).map_err(|error| (limit, error));
+        let ready = greeted.and_then(|()| {
+            let ready = client.run("qmp_capabilities", json!({}));
+            ready.map_err(|error| (ANSWER, error))
+        });
+        let monitor = Self {
+            vm: vm.to_owned(),
+            transport: Transport::Socket {
+                path: path.to_owned(),
+                client,
+                process,
+            },
+        };
+        let ended = || match monitor.process() {
+            Some(process) => process.wait(Instant::now() + ENDING),
+            None => Ok(false),
+        };
+        match ready {
+            Ok(_) => Ok(monitor),
+            // A QEMU that ends while a client connects had ended before.
+            Err((_, QmpError::Closed(_))) if matches!(ended(), Ok(true)) => {
+                Err(not_running(" (QEMU has just ended)".to_owned()))
+            }
+            Err((limit, error)) => Err(monitor.error(limit, error)),
+        }
     }
 
     /// Runs any command, and returns what it returns.
     pub fn run(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
-        let answer = match &mut self.transport {
+        let ran = match &mut self.transport {
             Transport::Virsh => {
                 let line = json!({ "execute": command, "arguments": arguments });
-                virsh::monitor_command(&self.vm, &line)?
+                returned(command, &virsh::monitor_command(&self.vm, &line)?)
             }
-            Transport::Socket(socket) => {
-                let id = self.next_id;
-                self.next_id += 1;
-                let line = json!({ "execute": command, "arguments": arguments, "id": id });
-                let deadline = Instant::now() + ANSWER;
-                socket.send(&line, deadline)?;
-                loop {
-                    match socket.receive(deadline)? {
-                        Some(Line::Event(event)) => keep(&mut self.events, event),
-                        // An answer to a command that was given up.
-                        Some(Line::Answer(answer)) if answer["id"] != id => {}
-                        Some(Line::Answer(answer)) => break answer,
-                        None => return Err(socket.silent(ANSWER)),
-                    }
-                }
-            }
+            Transport::Socket { client, .. } => client.run(command, arguments),
         };
-        match (answer.get("return"), answer.get("error")) {
-            (Some(value), _) => Ok(value.clone()),
-            (None, Some(error)) => Err(Error::Refused {
+        ran.map_err(|error| match error {
+            QmpError::Refused { class, reason } => Error::Refused {
                 vm: self.vm.clone(),
                 command: command.to_owned(),
-                class: text(&error["class"]),
-                reason: text(&error["desc"]),
-            }),
-            (None, None) => Err(self.lost(format!("the answer to {command} is odd: {answer}"))),
-        }
+                class,
+                reason,
+            },
+            error => self.error(ANSWER, error),
+        })
     }
 
     /// Waits for the next event that `wanted` takes; others before it are
     /// dropped. None when `deadline` comes first, and at once through libvirt,
-    /// which shows no events here: look at what they would tell.
+    /// which shows no events here: query the state instead.
     ///
     /// [`Error::MonitorLost`] when QEMU ends.
     pub fn wait_event(
@@ -142,32 +142,23 @@ impl Monitor {
         deadline: Instant,
         wanted: impl Fn(&Event) -> bool,
     ) -> Result<Option<Event>, Error> {
-        loop {
-            while let Some(event) = self.events.pop_front() {
-                if wanted(&event) {
-                    return Ok(Some(event));
-                }
-            }
-            let Transport::Socket(socket) = &mut self.transport else {
-                return Ok(None);
-            };
-            match socket.receive(deadline)? {
-                Some(Line::Event(event)) => keep(&mut self.events, event),
-                Some(Line::Answer(_)) => {}
-                None => return Ok(None),
-            }
-        }
+        let Transport::Socket { client, .. } = &mut self.transport else {
+            return Ok(None);
+        };
+        client
+            .wait_event(deadline, wanted)
+            .map_err(|error| self.error(ANSWER, error))
     }
 
     /// Whether events come by themselves ([`Monitor::wait_event`]).
     pub fn has_events(&self) -> bool {
-        matches!(self.transport, Transport::Socket(_))
+        matches!(self.transport, Transport::Socket { .. })
     }
 
     /// QEMU's process, where we are connected to it.
     pub(crate) fn process(&self) -> Option<&Process> {
         match &self.transport {
-            Transport::Socket(socket) => Some(socket.process()),
+            Transport::Socket { process, .. } => Some(process),
             Transport::Virsh => None,
         }
     }
@@ -182,22 +173,36 @@ impl Monitor {
         &self.vm
     }
 
-    fn lost(&self, why: impl ToString) -> Error {
-        Error::MonitorLost {
-            vm: self.vm.clone(),
-            why: why.to_string(),
+    fn error(&self, limit: Duration, error: QmpError) -> Error {
+        let vm = self.vm.clone();
+        match (error, &self.transport) {
+            (QmpError::Silent, Transport::Socket { path, process, .. }) => Error::MonitorSilent {
+                vm,
+                pid: process.pid(),
+                path: path.clone(),
+                limit,
+            },
+            (error, _) => Error::MonitorLost {
+                vm,
+                why: error.to_string(),
+            },
         }
     }
 }
 
-fn keep(events: &mut VecDeque<Event>, event: Event) {
-    log::debug!("QEMU reports {} {}", event.name, event.data);
-    if events.len() == MAX_EVENTS {
-        events.pop_front();
-    }
-    events.push_back(event);
+/// Connects; a full backlog is waited for until `deadline`, then fails with EAGAIN.
+pub fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    set_socket_timeout(&socket, Timeout::Send, Some(left(deadline)))?;
+    connect(&socket, &address)?;
+    Ok(socket.into())
 }
 
-fn text(value: &Value) -> String {
-    value.as_str().unwrap_or("without a reason").to_owned()
-}
+#[cfg(test)]
+mod tests;

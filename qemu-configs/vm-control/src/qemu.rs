@@ -183,7 +183,7 @@ pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
 /// Kills the process that listens at `monitor`; where its backlog is full, the one that
 /// wrote `pid_file`.
 fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Result<Process> {
-    match crate::monitor::socket::connect_by(monitor, Instant::now() + limit) {
+    match crate::monitor::connect_by(monitor, Instant::now() + limit) {
         Ok(stream) => {
             let process = Process::of_peer(&stream)?;
             process.kill_listener(&stream)?;
@@ -240,7 +240,7 @@ mod tests {
         let (monitor, pid_file) = (directory.path().join("qmp"), directory.path().join("pid"));
         let _listener = OwnedListener::bind(&monitor, Kind::Stream, 1).unwrap();
         let short = Duration::from_millis(50);
-        let connect = || crate::monitor::socket::connect_by(&monitor, Instant::now() + short);
+        let connect = || crate::monitor::connect_by(&monitor, Instant::now() + short);
         let waiting: Vec<_> = std::iter::from_fn(|| connect().ok()).collect();
         assert!(!waiting.is_empty());
 

@@ -162,15 +162,14 @@ fn port_number(name: &str) -> Option<u16> {
 
 /// Names and types of an object's properties.
 fn list(monitor: &mut Monitor, path: &str) -> Result<Vec<(String, String)>, Error> {
-    let path = path.to_owned();
-    let listed = monitor.execute(&qapi::qmp::qom_list { path })?;
+    let listed = monitor.run("qom-list", json!({ "path": path }))?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let listed = listed.as_array().into_iter().flatten();
     Ok(listed
-        .into_iter()
-        .map(|property| (property.name, property.type_))
+        .map(|property| (text(&property["name"]), text(&property["type"])))
         .collect())
 }
 
 fn get(monitor: &mut Monitor, path: &str, property: &str) -> Result<Value, Error> {
-    let (path, property) = (path.to_owned(), property.to_owned());
-    monitor.execute(&qapi::qmp::qom_get { path, property })
+    monitor.run("qom-get", json!({ "path": path, "property": property }))
 }

@@ -136,7 +136,7 @@ impl<'a> NestedBuilder<'a> {
             board.clone(),
             Box::new(words),
         )?;
-        let qmp = Qmp::start(connect(Channel::Qmp)?, board.clone(), "/dev/null".into())?;
+        let qmp = Qmp::new(connect(Channel::Qmp)?, board.clone(), "/dev/null".into())?;
 
         let pid_file = format!("/run/nested{slot}.pid");
         let command = self.command(slot, &pid_file);

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use farside_guest_agent::Answer;
-use serde_json::Value;
 
 use super::Event;
 
@@ -39,8 +38,8 @@ pub(crate) struct AgentState {
 
 #[derive(Debug, Default)]
 pub(crate) struct QmpState {
-    pub(crate) greeted: bool,
-    pub(crate) replies: HashMap<u64, Result<Value, String>>,
+    /// For [`QmpState::hang_up`].
+    pub(crate) socket: Option<UnixStream>,
     pub(crate) events: Vec<Event>,
     /// Whether the guest's processors stand still.
     pub(crate) stopped: bool,
@@ -67,6 +66,7 @@ impl Board {
         let nested = self.change(|state| {
             state.agent.closed = true;
             state.qmp.closed = true;
+            state.qmp.hang_up();
             state.agent.take_ended()
         });
         for board in nested {
@@ -93,6 +93,16 @@ impl Board {
                 .wait_timeout(state, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
+        }
+    }
+}
+
+impl QmpState {
+    /// Ends the connection, also for who waits for an answer.
+    pub(crate) fn hang_up(&mut self) {
+        if let Some(socket) = self.socket.take() {
+            // The only failure is that the other end has closed it.
+            let _ = socket.shutdown(Shutdown::Both);
         }
     }
 }

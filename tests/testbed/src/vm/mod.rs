@@ -82,7 +82,7 @@ impl Vm {
         agent: UnixStream,
     ) -> Result<Self> {
         let board = Board::default();
-        let qmp = Qmp::start(qmp, board.clone(), qemu_log(folder.path()))?;
+        let qmp = Qmp::new(qmp, board.clone(), qemu_log(folder.path()))?;
         let guest = {
             let folder = folder.path().to_owned();
             Guest::start(

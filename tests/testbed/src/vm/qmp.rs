@@ -1,56 +1,37 @@
-//! QEMU's control channel: JSON, one document a line.
-//!
-//! Our own few lines instead of a client crate: those read with no deadline, and
-//! bring types generated from one QEMU version's schema, where we use six
-//! commands.
+//! QEMU's monitor: commands, and its events as they come.
 
-use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+pub use farside_vm_control::Event;
+use farside_vm_control::{QMP_ANSWER, QmpClient, QmpError};
+use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
-use super::board::{Board, hang_up, read_lines};
-
-/// QEMU answers between two emulated instructions; on a busy machine, late.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
+use super::board::Board;
 
 /// A connection to QEMU's monitor.
 #[derive(Debug)]
 pub struct Qmp {
     board: Board,
-    socket: Mutex<UnixStream>,
-    next_id: AtomicU64,
-    /// Where QEMU's last words are.
+    socket: UnixStream,
+    client: Arc<Mutex<QmpClient>>,
+    /// QEMU's output.
     log: PathBuf,
 }
 
-/// Something that QEMU reported of itself.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Event {
-    /// As QEMU's documentation names it, such as `DEVICE_DELETED`.
-    pub name: String,
-    /// What it says.
-    pub data: Value,
-}
-
 impl Qmp {
-    pub(crate) fn start(socket: UnixStream, board: Board, log: PathBuf) -> Result<Self> {
-        let (on_line, on_close) = (board.clone(), board.clone());
-        read_lines(
-            "qmp",
-            &socket,
-            move |line| receive(&on_line, line),
-            move || on_close.change(|state| state.qmp.closed = true),
-        )?;
+    pub(crate) fn new(socket: UnixStream, board: Board, log: PathBuf) -> Result<Self> {
+        let copy = || socket.try_clone().context("duplicating a socket");
+        let hung_up = copy()?;
+        board.change(|state| state.qmp.socket = Some(hung_up));
         Ok(Qmp {
             board,
-            socket: Mutex::new(socket),
-            next_id: AtomicU64::new(0),
+            client: Arc::new(Mutex::new(QmpClient::new(copy()?))),
+            socket,
             log,
         })
     }
@@ -64,35 +45,32 @@ impl Qmp {
         }
     }
 
+    /// Enters command mode; from here on events come by themselves.
     pub(crate) fn negotiate(&self) -> Result<()> {
-        self.board
-            .wait(REPLY_TIMEOUT, |state| {
-                (state.qmp.greeted || state.qmp.closed).then_some(())
-            })
-            .context("QEMU's monitor did not greet")?;
-        self.execute("qmp_capabilities", json!({})).map(drop)
+        let greeted = lock(&self.client).greet(Instant::now() + QMP_ANSWER);
+        greeted.context("QEMU's monitor did not greet")?;
+        self.execute("qmp_capabilities", json!({}))?;
+        let socket = self.socket.try_clone().context("duplicating a socket")?;
+        let (client, board) = (self.client.clone(), self.board.clone());
+        std::thread::Builder::new()
+            .name("qmp".to_owned())
+            .spawn(move || watch(&socket, &client, &board))
+            .context("starting a reader thread")?;
+        Ok(())
     }
 
     /// Runs any command and returns what it returns.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value> {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let mut line = json!({"execute": command, "arguments": arguments, "id": id}).to_string();
-        line.push('\n');
-        self.socket
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .write_all(line.as_bytes())
-            .with_context(|| format!("sending {command} to QEMU"))?;
-        let reply = self.board.wait(REPLY_TIMEOUT, |state| {
-            let closed = || Err(self.ended());
-            let reply = state.qmp.replies.remove(&id);
-            reply.or_else(|| state.qmp.closed.then(closed))
-        });
-        match reply {
-            Some(Ok(value)) => Ok(value),
-            Some(Err(error)) => Err(anyhow!("QEMU's {command} failed: {error}")),
-            None => bail!("QEMU did not answer {command} within {REPLY_TIMEOUT:?}"),
-        }
+        let mut client = lock(&self.client);
+        let ran = client.run(command, arguments);
+        // So that events before the answer are counted when this returns. That the
+        // connection has ended, `watch` sees.
+        let _ = post(&mut client, &self.board);
+        ran.map_err(|error| match error {
+            QmpError::Closed(_) => anyhow!("QEMU's {command} failed: {}", self.ended()),
+            QmpError::Silent => anyhow!("QEMU did not answer {command} within {QMP_ANSWER:?}"),
+            error => anyhow!("QEMU's {command} failed: {error}"),
+        })
     }
 
     /// How many events there were; for [`Qmp::wait_event`].
@@ -162,50 +140,48 @@ impl Qmp {
 
 impl Drop for Qmp {
     fn drop(&mut self) {
-        hang_up(&self.socket);
+        self.board.change(|state| state.qmp.hang_up());
     }
 }
 
-fn receive(board: &Board, line: &str) {
-    let message: Value = match serde_json::from_str(line) {
-        Ok(message) => message,
-        Err(error) => {
-            log::warn!("QEMU's monitor said what is no JSON: {error}: {line}");
-            return;
+/// Puts events on the board as they come, until the connection ends.
+fn watch(socket: &UnixStream, client: &Mutex<QmpClient>, board: &Board) {
+    let next = || -> Result<()> {
+        rustix::io::retry_on_intr(|| poll(&mut [PollFd::new(socket, PollFlags::IN)], None))?;
+        Ok(post(&mut lock(client), board)?)
+    };
+    let error = loop {
+        if let Err(error) = next() {
+            break error;
         }
     };
-    board.change(|state| {
-        let qmp = &mut state.qmp;
-        if message.get("QMP").is_some() {
-            qmp.greeted = true;
-        } else if let Some(name) = message["event"].as_str() {
-            match name {
-                "STOP" => qmp.stopped = true,
-                "RESUME" => qmp.stopped = false,
+    log::debug!("QEMU's monitor: {error}");
+    board.change(|state| state.qmp.closed = true);
+}
+
+/// Puts the events that have come on the board.
+fn post(client: &mut QmpClient, board: &Board) -> Result<(), QmpError> {
+    let soon = || Instant::now() + Duration::from_millis(1);
+    while let Some(event) = client.wait_event(soon(), |_| true)? {
+        board.change(|state| {
+            match &*event.name {
+                "STOP" => state.qmp.stopped = true,
+                "RESUME" => state.qmp.stopped = false,
                 _ => {}
             }
-            qmp.events.push(Event {
-                name: name.to_owned(),
-                data: message["data"].clone(),
-            });
-        } else if let Some(id) = message["id"].as_u64() {
-            let result = match message.get("return") {
-                Some(value) => Ok(value.clone()),
-                None => Err(message["error"]["desc"]
-                    .as_str()
-                    .unwrap_or("without a reason")
-                    .to_owned()),
-            };
-            qmp.replies.insert(id, result);
-        } else {
-            log::warn!("QEMU's monitor said: {line}");
-        }
-    });
+            state.qmp.events.push(event);
+        });
+    }
+    Ok(())
+}
+
+fn lock(client: &Mutex<QmpClient>) -> MutexGuard<'_, QmpClient> {
+    client.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader};
+    use std::io::{BufRead, BufReader, Write};
 
     use super::*;
 
@@ -221,7 +197,7 @@ mod tests {
                 out.write_all(answer.as_bytes()).unwrap();
             }
         });
-        Qmp::start(ours, Board::default(), "/no/log".into()).unwrap()
+        Qmp::new(ours, Board::default(), "/no/log".into()).unwrap()
     }
 
     #[test]

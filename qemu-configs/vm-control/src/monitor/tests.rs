@@ -1,7 +1,7 @@
 //! Whoever is at the socket may be anyone, and says anything.
 
 use std::{
-    io::{self, BufRead, BufReader},
+    io::{self, BufRead, BufReader, Write},
     os::unix::net::UnixListener,
     process::{Command, Stdio},
     thread,
@@ -12,7 +12,7 @@ use super::*;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Connects to who says `text`, again and again if `endless`, until we hang up.
-fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Socket, Error> {
+fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Monitor, Error> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -25,9 +25,9 @@ fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Socket, E
             }
         }
         // Until we hang up.
-        peer.read(&mut [0]).map(drop)
+        io::copy(&mut peer, &mut io::sink()).map(drop)
     });
-    Socket::connect("web1", &path, Instant::now() + limit, limit)
+    Monitor::open("web1", &path, limit)
 }
 
 fn refused(text: &'static [u8], endless: bool, limit: Duration) -> String {
@@ -36,15 +36,14 @@ fn refused(text: &'static [u8], endless: bool, limit: Duration) -> String {
 
 #[test]
 fn a_greeting_is_taken() {
-    let mut socket = meet(b"{\"QMP\":{}}\n{\"event\":\"STOP\"}\n{\"ret", false, LONG).unwrap();
-    assert_eq!(socket.process().pid(), std::process::id());
+    let text = b"{\"QMP\":{}}\n{\"event\":\"STOP\"}\n{\"return\":{},\"id\":0}\n{\"event\":\"RES";
+    let mut monitor = meet(text, false, LONG).unwrap();
+    assert_eq!(monitor.pid(), Some(std::process::id()));
     let soon = Instant::now() + Duration::from_secs(1);
-    let Some(Line::Event(event)) = socket.receive(Instant::now() + LONG).unwrap() else {
-        panic!("no event");
-    };
-    assert_eq!(event.name, "STOP");
+    let event = monitor.wait_event(Instant::now() + LONG, |_| true).unwrap();
+    assert_eq!(event.expect("an event").name, "STOP");
     // Half a line is none.
-    assert!(socket.receive(soon).unwrap().is_none());
+    assert!(monitor.wait_event(soon, |_| true).unwrap().is_none());
 }
 
 /// In its own process, this is a QEMU that ends when somebody connects.
@@ -59,7 +58,7 @@ fn one_that_ends_while_somebody_connects_runs_no_more() {
     }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
-    let name = "monitor::socket::tests::one_that_ends_while_somebody_connects_runs_no_more";
+    let name = "monitor::tests::one_that_ends_while_somebody_connects_runs_no_more";
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(PATH, &path)
@@ -68,7 +67,7 @@ fn one_that_ends_while_somebody_connects_runs_no_more() {
         .unwrap();
     let lines = BufReader::new(other.stdout.take().unwrap()).lines();
     assert!(lines.map(Result::unwrap).any(|line| line.contains("bound")));
-    let error = Socket::connect("web1", &path, Instant::now() + LONG, LONG).unwrap_err();
+    let error = Monitor::open("web1", &path, LONG).unwrap_err();
     other.wait().unwrap();
     assert!(matches!(error, Error::NotRunning { .. }), "{error}");
 }
@@ -104,10 +103,12 @@ fn who_says_nothing_or_half_a_line_is_given_up() {
 
 #[test]
 fn who_never_stops_holds_nobody_up() {
-    let mut socket = meet(b"{\"QMP\":{},\"event\":\"STOP\"}\n", true, LONG).unwrap();
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || while theirs.write_all(b"{\"event\":\"STOP\"}\n").is_ok() {});
+    let mut client = QmpClient::new(ours);
     let deadline = Instant::now() + Duration::from_millis(100);
-    while let Some(line) = socket.receive(deadline).unwrap() {
-        assert!(matches!(line, Line::Event(_)));
+    while let Some(event) = client.wait_event(deadline, |_| true).unwrap() {
+        assert_eq!(event.name, "STOP");
         assert!(Instant::now() < deadline + LONG, "it goes on");
     }
 }
