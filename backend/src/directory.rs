@@ -1,13 +1,12 @@
 //! The directory of a VM's sockets, which belongs to one backend at a time.
 
 use std::{
-    fs::{File, TryLockError},
     io,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
-use farside_daemon::paths;
+use farside_daemon::{FileLock, LockError, paths};
 
 use crate::StartError;
 
@@ -17,38 +16,26 @@ use crate::StartError;
 pub(crate) struct Directory {
     path: PathBuf,
     lock: PathBuf,
-    _file: File,
+    _held: FileLock,
 }
 
 impl Directory {
     /// Makes the directory, and makes it ours.
     pub(crate) fn hold(vm: &str, directory: &Path) -> Result<Self, StartError> {
-        let lock = directory.join("lock");
+        let (path, lock) = (directory.to_owned(), directory.join("lock"));
         loop {
-            paths::create_directory(directory).map_err(at(directory))?;
-            let file = match File::create(&lock) {
-                // Its last owner has just removed it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                file => file.map_err(at(&lock))?,
-            };
-            match file.try_lock() {
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => {
+            paths::create_directory(&path).map_err(at(&path))?;
+            match FileLock::take(&lock, Duration::ZERO) {
+                Ok(_held) => return Ok(Self { path, lock, _held }),
+                Err(LockError::Held(_)) => {
                     return Err(StartError::Running {
                         vm: vm.to_owned(),
-                        directory: directory.to_owned(),
+                        directory: path,
                     });
                 }
-                Err(TryLockError::Error(error)) => return Err(at(&lock)(error)),
-            }
-            // Its last owner may have removed the file between our opening it
-            // and our locking it.
-            if is_at(&file, &lock).map_err(at(&lock))? {
-                return Ok(Self {
-                    path: directory.to_owned(),
-                    lock,
-                    _file: file,
-                });
+                // Its last owner has just removed it.
+                Err(LockError::System(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(LockError::System(error)) => return Err(at(&lock)(error)),
             }
         }
     }
@@ -67,15 +54,6 @@ impl Drop for Directory {
 fn at(path: &Path) -> impl FnOnce(io::Error) -> StartError {
     let path = path.to_owned();
     |source| StartError::Path { path, source }
-}
-
-fn is_at(file: &File, path: &Path) -> io::Result<bool> {
-    let ours = file.metadata()?;
-    match std::fs::symlink_metadata(path) {
-        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 #[cfg(test)]
@@ -98,7 +76,7 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
         let held = Directory::hold("web1", &path).unwrap();
-        File::create(path.join("qmp")).unwrap();
+        std::fs::File::create(path.join("qmp")).unwrap();
         drop(held);
         let left: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
         assert_eq!(left.len(), 1);

@@ -4,9 +4,10 @@ use std::{net::IpAddr, time::Duration};
 
 use clap::Args as ClapArgs;
 use farside_migration::{
-    LocalHost, Lock, Mover, Plan, Remote, Shell, Strategy,
+    LocalHost, Mover, Plan, Remote, Shell, Strategy,
     check::{Finding, Level, check},
     live::address_for,
+    lock_vm,
 };
 
 use crate::migration::{ShellFlag, show_outcome};
@@ -70,7 +71,7 @@ pub(crate) fn run(args: &Migrate) -> anyhow::Result<()> {
     if args.check {
         return show_check(&plan, &mut peer);
     }
-    let _lock = Lock::take(&plan.vm)?;
+    let _lock = lock_vm(&plan.vm)?;
     let manifest = plan.manifest(&LocalHost)?;
     let mut mover = Mover::new(&LocalHost, &mut peer, manifest);
     mover.forward()?;

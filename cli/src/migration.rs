@@ -4,8 +4,8 @@ use clap::{Args as ClapArgs, Subcommand};
 use farside_daemon::paths;
 use farside_lender_protocol::{Address, Client};
 use farside_migration::{
-    Journal, LocalHost, Lock, Mover, Remote, Role, Shell, Step, Store, claim, forget, resume_here,
-    serve_agent,
+    Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
+    resume_here, serve_agent,
 };
 
 use crate::text::table;
@@ -96,13 +96,13 @@ pub(crate) fn run(args: &Migration) -> anyhow::Result<()> {
         Verb::Status => status(),
         Verb::Resume(args) => resume(args),
         Verb::Forget { vm } => {
-            let _lock = Lock::take(vm)?;
+            let _lock = lock_vm(vm)?;
             forget(&LocalHost, vm)?;
             println!("VM {vm}: forgotten that it moved away");
             Ok(())
         }
         Verb::Claim { vm } => {
-            let _lock = Lock::take(vm)?;
+            let _lock = lock_vm(vm)?;
             let fences = claim(&LocalHost, vm)?;
             let devices: Vec<_> = fences.0.into_keys().collect();
             println!("VM {vm} has its devices here: {}", devices.join(", "));
@@ -143,7 +143,7 @@ fn status() -> anyhow::Result<()> {
 
 fn resume(args: &Resume) -> anyhow::Result<()> {
     let vm = &args.vm;
-    let _lock = Lock::take(vm)?;
+    let _lock = lock_vm(vm)?;
     let journal = LocalHost.journal(vm)?.filter(Journal::is_open);
     let Some(journal) = journal else {
         anyhow::bail!("no migration of VM {vm} is open on this host");

@@ -2,9 +2,11 @@
 
 use std::io::{Read, Write};
 
+use farside_daemon::FileLock;
+
 use crate::{
-    Arrival, Error, Host, Lock, Reply, Request, Result,
-    lock::check_vm_name,
+    Arrival, Error, Host, Reply, Request, Result,
+    lock::{check_vm_name, lock_vm},
     wire::{receive, send},
 };
 
@@ -12,7 +14,7 @@ use crate::{
 pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write) -> Result<()> {
     let arrival = Arrival::new(host);
     let mut greeted = false;
-    let mut locked: Option<(String, Lock)> = None;
+    let mut locked: Option<(String, FileLock)> = None;
     while let Some(request) = receive::<Request>(&mut input)? {
         let reply = match (&request, greeted) {
             (Request::Hello(_), _) => {
@@ -31,7 +33,7 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
     Ok(())
 }
 
-fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<()> {
+fn take_lock(locked: &mut Option<(String, FileLock)>, request: &Request) -> Result<()> {
     let vm = match request {
         Request::Hello(_) => return Ok(()),
         // Needs no lock: it only reads the VM's files.
@@ -46,6 +48,6 @@ fn take_lock(locked: &mut Option<(String, Lock)>, request: &Request) -> Result<(
         return Ok(());
     }
     *locked = None;
-    *locked = Some((vm.clone(), Lock::take(vm)?));
+    *locked = Some((vm.clone(), lock_vm(vm)?));
     Ok(())
 }

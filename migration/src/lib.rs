@@ -46,7 +46,7 @@ pub use host::{
 };
 pub use journal::{Identity, Journal, MANIFEST_VERSION, MovedDevice, Role};
 pub use local::LocalHost;
-pub use lock::Lock;
+pub use lock::lock_vm;
 pub use mover::Mover;
 pub use plan::Plan;
 pub use recover::{claim, forget};

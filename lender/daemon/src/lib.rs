@@ -5,6 +5,7 @@
 //! - [`check_name`]: names that become file names and parts of log lines.
 //! - [`is_private`]: networks in which nothing need be encrypted.
 //! - [`files`]: small files that survive a crash.
+//! - [`FileLock`]: a lock between processes.
 //! - [`Activated`]: listening sockets that the service manager (systemd) created, so
 //!   that peers can connect before the daemon runs and while it restarts
 //!   (`sd_listen_fds(3)`).
@@ -28,6 +29,7 @@ mod activation;
 mod command;
 mod group;
 mod listener;
+mod lock;
 mod names;
 mod network;
 mod open_files;
@@ -39,6 +41,7 @@ pub use activation::{Activated, ActivationError, Endpoint, Kind};
 pub use command::{OutputError, ends_by, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use listener::{ListenError, OwnedListener};
+pub use lock::{FileLock, LockError};
 pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
 pub use network::is_private;
 pub use open_files::raise_open_files;

@@ -29,8 +29,10 @@ pub enum Error {
     #[error(transparent)]
     Name(#[from] NameError),
     /// Another command is at work on the VM.
-    #[error("another farside command{by} is at work on VM {vm}: wait until it has ended")]
-    Locked { vm: String, by: String },
+    #[error(
+        "another farside command (process {pid}) is at work on VM {vm}: wait until it has ended"
+    )]
+    Locked { vm: String, pid: String },
     /// The VM runs already.
     #[error("VM {vm} runs already (QEMU is process {pid})")]
     Running { vm: String, pid: u32 },

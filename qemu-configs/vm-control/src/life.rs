@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::{
     Backend, Error, Monitor,
-    lock::Lock,
+    lock::lock_vm,
     places, qemu,
     slots::{Slots, plugged},
     systemd, virsh,
@@ -112,7 +112,7 @@ pub struct DeviceState {
 /// What it started it ends again when something fails.
 pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
     let config = config_of(vm)?;
-    let _lock = Lock::take(vm)?;
+    let _lock = lock_vm(vm)?;
     match manager(&config) {
         Manager::Libvirt => {
             // What the file does not say, the domain does.
@@ -238,7 +238,7 @@ fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm
 /// is no error; a backend of it is ended all the same.
 pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
     let config = config_of(vm)?;
-    let _lock = Lock::take(vm)?;
+    let _lock = lock_vm(vm)?;
     match manager(&config) {
         Manager::Libvirt => stop_domain(vm, options)?,
         Manager::Qemu => match Monitor::connect(vm, Manager::Qemu, GREETING) {

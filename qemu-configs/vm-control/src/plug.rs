@@ -21,7 +21,7 @@ use crate::{
     Backend, Error, Event, Monitor,
     keep::keep,
     life::{GREETING, config_of, manager},
-    lock::Lock,
+    lock::lock_vm,
     slots::{Slot, Slots, plugged, ram},
     virsh,
 };
@@ -64,7 +64,7 @@ pub struct Detached {
 pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attached, Error> {
     check_device(device)?;
     let config = config_or_default(vm)?;
-    let _lock = Lock::take(vm)?;
+    let _lock = lock_vm(vm)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let slots = Slots::of(&mut monitor)?;
     if plugged(&mut monitor)?.iter().any(|id| id == device) {
@@ -127,7 +127,7 @@ fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
 pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error> {
     check_device(device)?;
     let config = config_or_default(vm)?;
-    let _lock = Lock::take(vm)?;
+    let _lock = lock_vm(vm)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let has = plugged(&mut monitor)?;
     let guest_took = match has.iter().any(|id| id == device) {
