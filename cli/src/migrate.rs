@@ -91,11 +91,12 @@ fn show_check(plan: &Plan, peer: &mut Remote) -> anyhow::Result<()> {
             level,
             check,
             what,
-            advice,
+            why,
+            ..
         } = found;
         println!("{level:7}  {host:hosts$}  {check:checks$}  {what}");
-        if !advice.is_empty() {
-            println!("{:7}  {:hosts$}  {:checks$}  -> {advice}", "", "", "");
+        if !why.is_empty() {
+            println!("{:7}  {:hosts$}  {:checks$}  -> {why}", "", "", "");
         }
     }
     let (vm, to) = (&plan.vm, &plan.to);

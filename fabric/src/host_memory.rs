@@ -4,7 +4,7 @@
 //! the numbers are read and compared before memory is populated.
 //! [`HostMemory::read`] gets the facts, [`HostMemory::room_for`] only decides.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use crate::Size;
 
@@ -33,7 +33,7 @@ pub struct HostMemory {
     /// can be swapped out. None if the kernel does not say.
     available: Option<u64>,
     cgroups: Vec<Cgroup>,
-    pools: Vec<Pool>,
+    pools: BTreeMap<u64, HugePool>,
 }
 
 /// A memory cgroup with a limit.
@@ -46,10 +46,12 @@ struct Cgroup {
 }
 
 /// The hugetlb pool of one page size; counts of pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pool {
-    size: u64,
-    free: u64,
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HugePool {
+    /// In the pool.
+    pub total: u64,
+    /// Not in use; they may be reserved.
+    pub free: u64,
     reserved: u64,
     /// Pages that the kernel may still add when the pool is empty.
     surplus: u64,
@@ -104,9 +106,14 @@ impl HostMemory {
             available: text("proc/meminfo").and_then(|text| available(&text)),
             cgroups: cgroups(&text),
             pools: HUGE_SHIFTS
-                .filter_map(|shift| Pool::read(1 << shift, &text))
+                .filter_map(|shift| Some((1 << shift, HugePool::read(1 << shift, &text)?)))
                 .collect(),
         }
+    }
+
+    /// The hugetlb pools, by the size of their pages in bytes.
+    pub fn pools(&self) -> &BTreeMap<u64, HugePool> {
+        &self.pools
     }
 
     /// Without the cgroups of this process: for RAM that another process, in
@@ -128,8 +135,8 @@ impl HostMemory {
             // A size without a pool is the kernel's to refuse; it does so
             // before a page is taken.
             Pages::Huge { size } => {
-                let pool = self.pools.iter().find(|pool| pool.size == size);
-                pool.map(Pool::limit).into_iter().collect()
+                let pool = self.pools.get(&size);
+                pool.map(|pool| pool.limit(size)).into_iter().collect()
             }
         };
         match limits.into_iter().find(|limit| limit.available() < bytes) {
@@ -156,17 +163,19 @@ impl HostMemory {
 
 /// Bytes that can be used without the OOM killer, by `/proc/meminfo`.
 fn available(meminfo: &str) -> Option<u64> {
-    let kib = |name: &str| -> Option<u64> {
-        let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
-        line.strip_prefix(':')?
-            .split_whitespace()
-            .next()?
-            .parse()
-            .ok()
-    };
-    let swappable = kib("Active(anon)").unwrap_or(0) + kib("Inactive(anon)").unwrap_or(0);
-    let swap = kib("SwapFree").unwrap_or(0).min(swappable);
-    kib("MemAvailable")?.checked_add(swap)?.checked_mul(1024)
+    let bytes = |name| meminfo_bytes(meminfo, name);
+    let anonymous = [bytes("Active(anon)"), bytes("Inactive(anon)")];
+    let swappable = anonymous.into_iter().flatten().sum();
+    let swap = bytes("SwapFree").unwrap_or(0).min(swappable);
+    bytes("MemAvailable")?.checked_add(swap)
+}
+
+/// Bytes of an entry of `/proc/meminfo`, such as `MemAvailable`.
+pub fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
+    let mut entries = meminfo.lines().filter_map(|line| line.split_once(':'));
+    let (_, value) = entries.find(|(entry, _)| *entry == name)?;
+    let kib: u64 = value.trim().strip_suffix(" kB")?.parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 /// The memory cgroups with a limit that this process is in, from its own to
@@ -243,7 +252,7 @@ impl Cgroup {
     }
 }
 
-impl Pool {
+impl HugePool {
     fn read(size: u64, text: &impl Fn(&str) -> Option<String>) -> Option<Self> {
         let number = |file: &str| -> Option<u64> {
             let kib = size >> 10;
@@ -256,19 +265,19 @@ impl Pool {
         };
         let overcommit = number("nr_overcommit").unwrap_or(0);
         Some(Self {
-            size,
+            total: number("nr").unwrap_or(0),
             free: number("free")?,
             reserved: number("resv").unwrap_or(0),
             surplus: overcommit.saturating_sub(number("surplus").unwrap_or(0)),
         })
     }
 
-    fn limit(&self) -> MemoryLimit {
+    fn limit(&self, size: u64) -> MemoryLimit {
         let unreserved = self.free.saturating_sub(self.reserved);
         let pages = unreserved.saturating_add(self.surplus);
         MemoryLimit::HugePages {
-            size: self.size,
-            available: pages.saturating_mul(self.size),
+            size,
+            available: pages.saturating_mul(size),
         }
     }
 }

@@ -20,6 +20,6 @@ mod report;
 mod run;
 
 pub use facts::Facts;
-pub use finding::{Finding, Level};
+pub use farside_migration::check::{Finding, Level};
 pub use host::Host;
 pub use report::Report;

@@ -29,7 +29,7 @@ impl Report {
             } = finding;
             let vm = finding.vm.as_ref();
             let vm = vm.map_or_else(String::new, |vm| format!(" (VM {vm})"));
-            let head = format!("{:7}  {check}{vm}: {what}", level.word());
+            let head = format!("{level:7}  {check}{vm}: {what}");
             line(&mut text, &head);
             if !finding.why.is_empty() {
                 line(&mut text, &format!("         why: {}", finding.why));

@@ -64,7 +64,7 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
     let release = match here.version.cmp(&there.version) {
         std::cmp::Ordering::Equal => Finding::ok("QEMU", version(here)),
         std::cmp::Ordering::Greater => Finding::note("QEMU", text, ""),
-        std::cmp::Ordering::Less => Finding::if_live(
+        std::cmp::Ordering::Less => Finding::problem_if(
             live,
             "QEMU",
             text,
@@ -79,9 +79,9 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
         Finding::ok("machine", format!("it is {wanted} on both hosts"))
     } else if here.machines.contains(wanted) {
         let what = format!("it is {wanted}, and would be {machine} here");
-        Finding::if_live(live, "machine", what, &pin)
+        Finding::problem_if(live, "machine", what, &pin)
     } else {
-        Finding::if_live(
+        Finding::problem_if(
             live,
             "machine",
             format!("it is {wanted}, which QEMU here does not know"),
@@ -101,13 +101,13 @@ fn cpu(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
             "the VM requires KVM, and /dev/kvm cannot be used here",
             "load kvm_intel or kvm_amd, and give this user access to /dev/kvm; see `farside doctor`",
         ),
-        (Kvm, Tcg) => Finding::if_live(
+        (Kvm, Tcg) => Finding::problem_if(
             wanted.live,
             CHECK,
             "the VM runs under KVM, and would be emulated here, without /dev/kvm",
             one,
         ),
-        (Tcg | Missing, Kvm) => Finding::if_live(
+        (Tcg | Missing, Kvm) => Finding::problem_if(
             wanted.live,
             CHECK,
             "the VM is emulated, and would run under KVM here",
@@ -122,7 +122,7 @@ fn cpu(wanted: &Wanted, there: &Facts, here: &Facts) -> Finding {
                 .collect();
             match missing.as_slice() {
                 [] => Finding::ok(CHECK, format!("{} has all features of the other", here.cpu)),
-                missing if wanted.host_cpu => Finding::if_live(
+                missing if wanted.host_cpu => Finding::problem_if(
                     wanted.live,
                     CHECK,
                     format!(

@@ -10,6 +10,7 @@ use std::{
 
 use farside_daemon::output_within;
 use farside_error_chain::Chain;
+use farside_fabric::host_memory::{HostMemory, meminfo_bytes};
 use farside_qemu_configs::{Accel, HugePages, QemuBinary};
 use farside_vm_config::{Manager, VmConfig};
 use farside_vm_control::Monitor;
@@ -227,30 +228,19 @@ fn accelerator(wanted: Accel) -> Accelerator {
 }
 
 fn memory(pages: HugePages) -> Result<Memory> {
-    if pages != HugePages::None {
-        let page = pages.granule();
-        let path = format!(
-            "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages",
-            page >> 10
-        );
-        let free = fs::read_to_string(path).unwrap_or_default();
-        return Ok(Memory {
-            huge_page: Some(page),
-            free: free.trim().parse().unwrap_or(0u64).saturating_mul(page),
-        });
-    }
-    let text = fs::read_to_string("/proc/meminfo")?;
-    let mut lines = text
-        .lines()
-        .filter_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = lines.next().and_then(|rest| {
-        let kib: u64 = rest.trim().strip_suffix(" kB")?.parse().ok()?;
-        Some(kib)
-    });
-    Ok(Memory {
-        huge_page: None,
-        free: kib.unwrap_or(0) << 10,
-    })
+    let huge_page = (pages != HugePages::None).then(|| pages.granule());
+    let free = match huge_page {
+        Some(page) => {
+            let host = HostMemory::read();
+            let pool = host.pools().get(&page);
+            pool.map_or(0, |pool| pool.free.saturating_mul(page))
+        }
+        None => {
+            let meminfo = fs::read_to_string("/proc/meminfo")?;
+            meminfo_bytes(&meminfo, "MemAvailable").unwrap_or(0)
+        }
+    };
+    Ok(Memory { huge_page, free })
 }
 
 #[cfg(test)]

@@ -10,9 +10,9 @@ use crate::{Error, Result};
 pub enum Level {
     /// As it should be.
     Ok,
-    /// Worth knowing; the VM can be moved.
+    /// Worth knowing; it works, or works for now.
     Note,
-    /// It would stop the migration.
+    /// Something does not work; it would stop a migration.
     Problem,
 }
 
@@ -26,7 +26,7 @@ impl std::fmt::Display for Level {
     }
 }
 
-/// The result of one check.
+/// The result of one check, of `farside migrate --check` or `farside doctor`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Finding {
@@ -34,38 +34,63 @@ pub struct Finding {
     pub level: Level,
     /// What was checked, in a word or two.
     pub check: String,
+    /// The VM that it is about; `None` for the host, or if there is only one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
     /// What was found.
     pub what: String,
-    /// The remedy. Empty if none is needed, or if `what` includes it.
-    pub advice: String,
+    /// Why that matters, or the remedy where no command is one. May be empty.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub why: String,
+    /// Commands that fix it, one after the other.
+    pub fix: Vec<String>,
 }
 
 impl Finding {
-    fn new(level: Level, check: &str, what: impl Into<String>, advice: &str) -> Self {
+    fn new(level: Level, check: &str, what: impl Into<String>, why: &str) -> Self {
         Self {
             level,
             check: check.to_owned(),
+            vm: None,
             what: what.into(),
-            advice: advice.to_owned(),
+            why: why.to_owned(),
+            fix: Vec::new(),
         }
     }
 
-    pub(super) fn ok(check: &str, what: impl Into<String>) -> Self {
+    /// As it should be.
+    pub fn ok(check: &str, what: impl Into<String>) -> Self {
         Self::new(Level::Ok, check, what, "")
     }
 
-    pub(super) fn note(check: &str, what: impl Into<String>, advice: &str) -> Self {
-        Self::new(Level::Note, check, what, advice)
+    /// Worth knowing.
+    pub fn note(check: &str, what: impl Into<String>, why: &str) -> Self {
+        Self::new(Level::Note, check, what, why)
     }
 
-    pub(super) fn problem(check: &str, what: impl Into<String>, advice: &str) -> Self {
-        Self::new(Level::Problem, check, what, advice)
+    /// Does not work.
+    pub fn problem(check: &str, what: impl Into<String>, why: &str) -> Self {
+        Self::new(Level::Problem, check, what, why)
     }
 
-    /// A problem for a live migration, a note for a cold one.
-    pub(super) fn if_live(live: bool, check: &str, what: impl Into<String>, advice: &str) -> Self {
-        let level = if live { Level::Problem } else { Level::Note };
-        Self::new(level, check, what, advice)
+    /// A problem, or only a note.
+    pub fn problem_if(bad: bool, check: &str, what: impl Into<String>, why: &str) -> Self {
+        let level = if bad { Level::Problem } else { Level::Note };
+        Self::new(level, check, what, why)
+    }
+
+    /// About one VM.
+    #[must_use]
+    pub fn of_vm(mut self, vm: &str) -> Self {
+        self.vm = Some(vm.to_owned());
+        self
+    }
+
+    /// With one command more that fixes it.
+    #[must_use]
+    pub fn fix(mut self, command: impl Into<String>) -> Self {
+        self.fix.push(command.into());
+        self
     }
 
     /// A problem; the error's message includes the remedy.
@@ -79,5 +104,15 @@ impl Finding {
             Ok(_) => Self::ok(check, well),
             Err(error) => Self::of(check, error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_is_the_greatest() {
+        assert!(Level::Problem > Level::Note && Level::Note > Level::Ok);
     }
 }

@@ -1,6 +1,7 @@
 //! Where guest RAM is.
 
 use anyhow::ensure;
+use farside_fabric::host_memory::meminfo_bytes;
 use farside_tests::{BOOT, BorrowState, Cluster, DmaTester, MIB, noise, sha256};
 use libtest_mimic::Completion;
 use serde_json::json;
@@ -171,10 +172,5 @@ pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Res
 
 fn available_memory() -> anyhow::Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
-    let kib = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.split_whitespace().next())
-        .and_then(|number| number.parse::<u64>().ok());
-    Ok(kib.unwrap_or(0) * 1024)
+    Ok(meminfo_bytes(&text, "MemAvailable").unwrap_or(0))
 }

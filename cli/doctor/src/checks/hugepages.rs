@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use farside_fabric::Size;
+use farside_fabric::{Size, host_memory::HugePool};
 use farside_qemu_configs::HugePages;
 use farside_vm_config::Manager;
 
-use crate::{Facts, Finding, facts::Pool};
+use crate::{Facts, Finding};
 
 const CHECK: &str = "hugepages";
 
@@ -42,7 +42,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
 
 fn pool(facts: &Facts, size: u64, wanted: &Wanted) -> Finding {
     let why = "a VM whose RAM is made of huge pages does not start when too few are free";
-    let Some(&Pool { total, free }) = facts.memory.pools.get(&size) else {
+    let Some(&HugePool { total, free, .. }) = facts.memory.pools.get(&size) else {
         let what = format!("this host has no huge pages of {}", Size(size));
         return Finding::problem(CHECK, what, why).fix(format!(
             "sed -i 's/^GRUB_CMDLINE_LINUX=\"/&hugepagesz={}M hugepages={} /' /etc/default/grub && update-grub && reboot",
@@ -87,7 +87,7 @@ mod tests {
     use crate::{
         Level,
         checks::tests::{host_of, says},
-        facts::Mount,
+        facts::{Mount, huge_pool},
     };
 
     #[test]
@@ -95,13 +95,7 @@ mod tests {
         assert_eq!(judge(&host_of("memory = \"4G\"")), []);
         let mut facts = host_of("memory = \"1G\"\nhugepages = \"2M\"");
         says(judge(&facts), Level::Problem, "no huge pages of 2 MiB");
-        facts.memory.pools.insert(
-            2 << 20,
-            Pool {
-                total: 600,
-                free: 500,
-            },
-        );
+        facts.memory.pools.insert(2 << 20, huge_pool(600, 500));
         let said = says(judge(&facts), Level::Problem, "VMs need 512");
         assert_eq!(
             said.fix,
@@ -111,23 +105,14 @@ mod tests {
         facts.vms[0].running = true;
         says(judge(&facts), Level::Ok, "enough");
         facts.vms[0].running = false;
-        facts.memory.pools.insert(
-            2 << 20,
-            Pool {
-                total: 512,
-                free: 512,
-            },
-        );
+        facts.memory.pools.insert(2 << 20, huge_pool(512, 512));
         says(judge(&facts), Level::Ok, "enough");
     }
 
     #[test]
     fn libvirt_wants_a_mount() {
         let mut facts = host_of("memory = \"1G\"\nhugepages = \"1G\"\nmanager = \"libvirt\"");
-        facts
-            .memory
-            .pools
-            .insert(1 << 30, Pool { total: 1, free: 1 });
+        facts.memory.pools.insert(1 << 30, huge_pool(1, 1));
         let found = judge(&facts);
         assert_eq!(found[1].level, Level::Problem);
         assert!(found[1].fix[0].contains("pagesize=1024M"), "{found:?}");

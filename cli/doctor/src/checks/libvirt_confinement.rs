@@ -161,14 +161,17 @@ mod tests {
         };
         let found = judge(&facts);
         assert_eq!(
-            (found[1].check, found[1].level),
+            (&*found[1].check, found[1].level),
             (NAMESPACES, Level::Problem)
         );
         facts.libvirt = Some(libvirt("namespaces = []"));
         says(judge(&facts), Level::Ok, "users and groups");
 
         let found = judge(&host(libvirt("cgroup_device_acl = [ \"/dev/null\" ]")));
-        assert_eq!((found[1].check, found[1].level), (DEVICES, Level::Problem));
+        assert_eq!(
+            (&*found[1].check, found[1].level),
+            (DEVICES, Level::Problem)
+        );
         let good = libvirt("cgroup_device_acl = [ \"/dev/null\", \"/dev/kvm\" ]");
         says(judge(&host(good)), Level::Ok, "users and groups");
     }

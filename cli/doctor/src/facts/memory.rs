@@ -3,17 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use farside_fabric::host_memory::HostMemory;
+use farside_fabric::host_memory::{HostMemory, HugePool, meminfo_bytes};
 use rustix::process::{Resource, getrlimit};
 
 use crate::Host;
-
-/// Huge pages of one size.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Pool {
-    pub(crate) total: u64,
-    pub(crate) free: u64,
-}
 
 /// A hugetlbfs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +26,7 @@ pub(crate) struct Memory {
     /// What is left for guest RAM.
     pub(crate) host: HostMemory,
     /// By size, bytes.
-    pub(crate) pools: BTreeMap<u64, Pool>,
+    pub(crate) pools: BTreeMap<u64, HugePool>,
     pub(crate) mounts: Vec<Mount>,
     /// Whether shared memory may have transparent huge pages; what the kernel
     /// has chosen of its list.
@@ -42,49 +35,23 @@ pub(crate) struct Memory {
     pub(crate) ksm: bool,
 }
 
-const POOLS: &str = "sys/kernel/mm/hugepages";
 const TRANSPARENT: &str = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 pub(crate) fn look(host: &Host) -> Memory {
-    let names = std::fs::read_dir(host.system(POOLS)).into_iter().flatten();
-    let names = names
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok());
-    let pools = names.filter_map(|name| {
-        let kib: u64 = name
-            .strip_prefix("hugepages-")?
-            .strip_suffix("kB")?
-            .parse()
-            .ok()?;
-        let number = |file: &str| host.number(&format!("{POOLS}/{name}/{file}"));
-        let pool = Pool {
-            total: number("nr_hugepages")?,
-            free: number("free_hugepages")?,
-        };
-        Some((kib << 10, pool))
-    });
     let default_page = host
         .text("proc/meminfo")
-        .and_then(|text| default_page(&text));
+        .and_then(|text| meminfo_bytes(&text, "Hugepagesize"));
+    let memory = HostMemory::read_with(|path| host.text(path));
     let mounts = host.text("proc/self/mounts").unwrap_or_default();
     Memory {
         memlock: getrlimit(Resource::Memlock).current,
         open_files: getrlimit(Resource::Nofile).maximum,
-        host: HostMemory::read_with(|path| host.text(path)),
-        pools: pools.collect(),
+        pools: memory.pools().clone(),
+        host: memory,
         mounts: hugetlbfs(&mounts, default_page.unwrap_or(2 << 20)),
         shmem_huge: host.text(TRANSPARENT).and_then(|text| chosen(&text)),
         ksm: host.number("sys/kernel/mm/ksm/run") == Some(1),
     }
-}
-
-/// The kernel's default size of huge pages, by `/proc/meminfo`.
-fn default_page(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("Hugepagesize:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib << 10)
 }
 
 /// The hugetlbfs mounts of `/proc/self/mounts`.
@@ -109,6 +76,13 @@ fn hugetlbfs(mounts: &str, default_page: u64) -> Vec<Mount> {
 fn chosen(list: &str) -> Option<String> {
     let (_, rest) = list.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
+}
+
+#[cfg(test)]
+pub(crate) fn huge_pool(total: u64, free: u64) -> HugePool {
+    let mut pool = HugePool::default();
+    (pool.total, pool.free) = (total, free);
+    pool
 }
 
 #[cfg(test)]
@@ -153,10 +127,7 @@ mod tests {
         }
         let memory = look(&host);
         // A pool that is not read whole is none.
-        let pool = Pool {
-            total: 512,
-            free: 12,
-        };
+        let pool = huge_pool(512, 12);
         assert_eq!(memory.pools, BTreeMap::from([(2 << 20, pool)]));
         let mount = |at: &str, page| Mount {
             at: at.to_owned(),

@@ -22,9 +22,9 @@ use crate::{Host, Report, checks};
 pub(crate) use hardware::{Access, Hardware};
 pub(crate) use lenders::{LenderFacts, Refusal};
 pub(crate) use libvirt::{APPARMOR_LOCAL, Libvirt};
+pub(crate) use memory::Memory;
 #[cfg(test)]
-pub(crate) use memory::Mount;
-pub(crate) use memory::{Memory, Pool};
+pub(crate) use memory::{Mount, huge_pool};
 pub(crate) use qemu::QemuFacts;
 pub(crate) use qemu_conf::QemuConf;
 #[cfg(test)]

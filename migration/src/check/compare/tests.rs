@@ -34,7 +34,7 @@ fn against(wanted: &Wanted, there: &Facts, here: &Facts) -> Vec<(Level, String, 
     let findings = compare(wanted, there, here).into_iter();
     let bad = findings.filter(|finding| finding.level != Level::Ok);
     bad.map(|finding| {
-        let text = format!("{}; {}", finding.what, finding.advice);
+        let text = format!("{}; {}", finding.what, finding.why);
         (finding.level, finding.check, text)
     })
     .collect()

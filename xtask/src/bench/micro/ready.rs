@@ -10,6 +10,7 @@ use std::{fs, num::NonZeroUsize, path::Path, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use farside_bench::{Section, Series};
+use farside_fabric::host_memory::meminfo_bytes;
 use farside_scripted_vmm::{
     pci,
     ram::{Layout, PAGE, Ram},
@@ -174,9 +175,5 @@ fn enable(socket: &Path, ram: &Ram) -> Result<f64> {
 /// Bytes of memory that can be had without swapping.
 fn available() -> Result<u64> {
     let info = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
-    let line = info
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    Ok(kib.context("no line MemAvailable in /proc/meminfo")? * 1024)
+    meminfo_bytes(&info, "MemAvailable").context("no MemAvailable in /proc/meminfo")
 }
