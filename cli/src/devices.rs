@@ -1,8 +1,9 @@
 //! `farside devices`.
 
+use farside_bench::text_table;
 use farside_lender_protocol::{Client, DeviceEntry};
 
-use crate::{args::Devices, text::table};
+use crate::args::Devices;
 
 #[derive(serde::Serialize)]
 struct Listed {
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
         .collect();
     print!(
         "{}",
-        table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows)
+        text_table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows)
     );
     for problem in problems {
         println!("{problem}");

@@ -23,7 +23,6 @@ mod run;
 mod serve;
 mod signals;
 mod status;
-mod text;
 mod units;
 mod values;
 mod vm_flags;

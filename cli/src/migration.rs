@@ -1,14 +1,13 @@
 //! `farside migration`: the migrations of this host, and repairs by hand.
 
 use clap::{Args as ClapArgs, Subcommand};
+use farside_bench::text_table;
 use farside_daemon::paths;
 use farside_lender_protocol::{Address, Client};
 use farside_migration::{
     Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
     resume_here, serve_agent,
 };
-
-use crate::text::table;
 
 /// Shows and resumes the migrations that `farside migrate` began, and repairs what a
 /// lost host leaves behind.
@@ -137,7 +136,7 @@ fn status() -> anyhow::Result<()> {
         }
     }
     let head = ["VM", "FROM", "TO", "STEP", "MIGRATION"];
-    print!("{}", table(&head, &rows));
+    print!("{}", text_table(&head, &rows));
     Ok(())
 }
 

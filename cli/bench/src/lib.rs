@@ -37,5 +37,5 @@ pub use measurement::{JobResult, METRICS, Measurement, Metric, Pair};
 pub use results::{FORMAT, Finding, Results};
 pub use series::{Axis, Data, Figure, Point, Quantiles, Section, Series, Target};
 pub use spread::Spread;
-pub use table::table;
+pub use table::{table, text_table};
 pub use unit::{Better, Unit};

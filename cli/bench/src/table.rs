@@ -1,8 +1,21 @@
-//! Columns of text.
+//! Columns, each as wide as its widest cell.
 
-/// Rows of columns, each as wide as its widest cell; the first is to the left,
-/// numbers to the right.
+/// Columns of text below a header, aligned to the left.
+pub fn text_table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let header = header.iter().map(|&cell| cell.to_owned()).collect();
+    let rows: Vec<_> = [header].into_iter().chain(rows.iter().cloned()).collect();
+    lines(&rows, |_, cell, width| format!("{cell:width$}  "))
+}
+
+/// Columns of numbers, aligned to the right, except the first.
 pub fn table(rows: &[Vec<String>]) -> String {
+    lines(rows, |column, cell, width| match column {
+        0 => format!("{cell:width$}"),
+        _ => format!("   {cell:>width$}"),
+    })
+}
+
+fn lines(rows: &[Vec<String>], cell: impl Fn(usize, &str, usize) -> String) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let mut widths = vec![0; columns];
     for row in rows {
@@ -12,13 +25,10 @@ pub fn table(rows: &[Vec<String>]) -> String {
     }
     let mut text = String::new();
     for row in rows {
-        let mut line = String::new();
-        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            line += &match column {
-                0 => format!("{cell:width$}"),
-                _ => format!("   {cell:>width$}"),
-            };
-        }
+        let cells = row.iter().zip(&widths).enumerate();
+        let line: String = cells
+            .map(|(column, (text, width))| cell(column, text, *width))
+            .collect();
         text += line.trim_end();
         text.push('\n');
     }
@@ -29,12 +39,20 @@ pub fn table(rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
+    fn owned<const N: usize>(row: [&str; N]) -> Vec<String> {
+        row.map(str::to_owned).to_vec()
+    }
+
     #[test]
-    fn columns_line_up() {
-        let rows = [
-            vec!["job".to_owned(), "x".to_owned()],
-            vec!["a".to_owned(), "10 µs".to_owned()],
-        ];
+    fn numbers_line_up() {
+        let rows = [owned(["job", "x"]), owned(["a", "10 µs"])];
         assert_eq!(table(&rows), "job       x\na     10 µs\n");
+    }
+
+    #[test]
+    fn text_lines_up() {
+        let rows = [owned(["a", "b"]), owned(["long", "c"])];
+        let expected = "x     y\na     b\nlong  c\n";
+        assert_eq!(text_table(&["x", "y"], &rows), expected);
     }
 }

@@ -2,13 +2,13 @@
 
 use std::fmt::Write;
 
+use farside_bench::text_table;
 use farside_fabric::{NtbLimits, PageCounts, Size};
 use farside_planner::{
     ClusterPlan, NtbGuest, NtbPlan, PRESETS, Preset, Span, Table, VfioGuest, VfioPlan,
 };
 
 use super::Answer;
-use crate::text::table;
 
 /// How wide names are.
 const NAME: usize = 20;
@@ -33,7 +33,7 @@ impl Page {
     }
 
     fn rows(&mut self, header: &[&str], rows: &[Vec<String>]) {
-        for line in table(header, rows).lines() {
+        for line in text_table(header, rows).lines() {
             let _ = writeln!(self.0, "  {line}");
         }
     }
