@@ -5,9 +5,8 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::Args as ClapArgs;
 use farside_daemon::Wakeup;
+use farside_fabric::parse_size;
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
-
-use farside_vm_config::parse_size;
 
 use crate::signals;
 

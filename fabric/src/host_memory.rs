@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::Size;
+use crate::{Size, size::Mib};
 
 /// Left to the host: page tables, and what other processes take meanwhile.
 const RESERVE: u64 = 64 << 20;
@@ -323,19 +323,6 @@ impl fmt::Display for MemoryLimit {
                 "the pool of {} huge pages has {available} available",
                 Size(*size)
             ),
-        }
-    }
-}
-
-/// Bytes in whole MiB: nobody reads the last digits of what changes by the
-/// second.
-struct Mib(u64);
-
-impl fmt::Display for Mib {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            bytes @ 1..0x10_0000 => Size(bytes).fmt(f),
-            bytes => write!(f, "{} MiB", bytes >> 20),
         }
     }
 }

@@ -30,6 +30,19 @@ impl fmt::Display for Size {
     }
 }
 
+/// Bytes in whole MiB: nobody reads the last digits of what changes by the
+/// second.
+pub(crate) struct Mib(pub(crate) u64);
+
+impl fmt::Display for Mib {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes @ 1..0x10_0000 => Size(bytes).fmt(f),
+            bytes => write!(f, "{} MiB", bytes >> 20),
+        }
+    }
+}
+
 /// Bytes of `512M`, `4G`, `4 GiB` or `1073741824`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let bad = || {

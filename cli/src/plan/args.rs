@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::{Args as ClapArgs, ValueEnum};
+use farside_fabric::parse_size;
 use farside_guest_layout::{Gpa, GpaRange};
 use farside_lender_protocol::Address;
 use farside_planner::Reserved;
-use farside_vm_config::parse_size;
 
 use crate::values::{HugePagesArg, MachineArg};
 

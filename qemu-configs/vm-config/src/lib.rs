@@ -19,5 +19,4 @@ pub mod places;
 mod ram;
 
 pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig, parse_memory};
-pub use farside_fabric::parse_size;
 pub use ram::ram_ranges;

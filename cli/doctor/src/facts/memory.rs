@@ -65,7 +65,7 @@ fn hugetlbfs(mounts: &str, default_page: u64) -> Vec<Mount> {
         (kind == "hugetlbfs").then(|| Mount {
             at: at.to_owned(),
             page: page
-                .and_then(|page| farside_vm_config::parse_size(page).ok())
+                .and_then(|page| farside_fabric::parse_size(page).ok())
                 .unwrap_or(default_page),
         })
     });

@@ -106,7 +106,7 @@ fn limit(text: &str) -> Option<Limit> {
     let soft = text.split(':').next()?;
     match soft {
         "infinity" => Some(Limit::None),
-        soft => farside_vm_config::parse_size(soft).ok().map(Limit::Of),
+        soft => farside_fabric::parse_size(soft).ok().map(Limit::Of),
     }
 }
 

@@ -16,7 +16,7 @@
 mod bar;
 mod device;
 
-use farside_fabric::{Access, Fault, memory::HostSlice};
+use farside_fabric::{Access, Fault, Size, memory::HostSlice};
 
 use super::{
     admin,
@@ -119,7 +119,7 @@ impl Nvme {
                 source,
             })?;
         let vectors = config.queues + 1;
-        let summary = format!("{}, {}", config.model, size_text(image.size));
+        let summary = format!("{}, {}", config.model, Size(image.size));
         Ok(Self {
             description: pci::description(vectors, summary),
             names: Names {
@@ -553,15 +553,4 @@ fn power_on_table(vectors: u16) -> Box<[u8]> {
         entry[12] = 1;
     }
     table
-}
-
-fn size_text(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut size = bytes;
-    let mut unit = 0;
-    while size >= 1024 && size.is_multiple_of(1024) && unit + 1 < UNITS.len() {
-        size /= 1024;
-        unit += 1;
-    }
-    format!("{size} {}", UNITS[unit])
 }
