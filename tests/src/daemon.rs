@@ -1,18 +1,16 @@
 //! A process that runs in the background, and its log as it comes.
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    io::{BufRead, BufReader, Read, pipe},
     os::unix::process::ExitStatusExt,
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Command, ExitStatus, Stdio},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
-};
+use farside_testbed::Process;
+use rustix::process::Signal;
 
 /// What a process has printed so far. Outlives it.
 #[derive(Clone, Default)]
@@ -78,24 +76,24 @@ impl Log {
 /// A process in the background. Dropped, it is killed.
 pub struct Daemon {
     name: String,
-    child: Child,
+    process: Process,
     log: Log,
 }
 
 impl Daemon {
     /// Starts one, of whose name errors speak.
     pub fn start(name: &str, mut command: Command) -> Result<Self> {
-        let mut child = command
+        let (printed, stderr) = pipe().context("making a pipe")?;
+        command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("starting {name}: {command:?}"))?;
+            .stderr(stderr);
+        let process = Process::spawn(command).with_context(|| name.to_owned())?;
         let log = Log::default();
-        log.follow(child.stderr.take().context("no standard error")?);
+        log.follow(printed);
         Ok(Self {
             name: name.to_owned(),
-            child,
+            process,
             log,
         })
     }
@@ -106,7 +104,7 @@ impl Daemon {
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.id()
     }
 
     /// What it has logged so far.
@@ -141,7 +139,7 @@ impl Daemon {
 
     /// Whether it still runs.
     pub fn is_running(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_none())
+        Ok(self.process.wait(Instant::now())?.is_none())
     }
 
     /// SIGTERM.
@@ -166,18 +164,13 @@ impl Daemon {
 
     /// Waits for its end, and for all of its log.
     pub fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
-        let pid = Pid::from_child(&self.child);
-        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        let timespec = Timespec::try_from(timeout)?;
-        let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timespec))?;
-        if ended == 0 {
+        let Some(status) = self.process.wait(Instant::now() + timeout)? else {
             bail!(
                 "{} has not ended within {timeout:?}; its log:\n{}",
                 self.name,
                 self.log()
             );
-        }
-        let status = self.child.wait()?;
+        };
         // Its log ends when it has closed it.
         self.log
             .wait(usize::MAX, Duration::from_secs(5), |_| None::<()>);
@@ -185,15 +178,8 @@ impl Daemon {
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        kill_process(Pid::from_child(&self.child), signal)
+        self.process
+            .signal(signal)
             .with_context(|| format!("signalling {}", self.name))
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        // Both fail only where there is nothing left to end.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

@@ -7,9 +7,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_testbed::die_with_us;
 use serde::Deserialize;
-
-use crate::child::die_with_us;
 
 /// The product's package.
 const PRODUCT: &str = "farside";

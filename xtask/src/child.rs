@@ -2,23 +2,15 @@
 
 use std::{
     fs::File,
-    os::{
-        fd::OwnedFd,
-        unix::process::{CommandExt, ExitStatusExt},
-    },
+    os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
-    process::{Command, ExitStatus, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-    process::{
-        Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
-    },
-};
+use farside_testbed::Process;
+use rustix::process::Signal;
 
 use crate::interrupt::{self, Registration};
 
@@ -29,45 +21,38 @@ const QUOTE: usize = 20;
 #[derive(Debug)]
 pub(crate) struct Child {
     name: String,
-    child: std::process::Child,
-    pidfd: OwnedFd,
+    process: Process,
     log: PathBuf,
     _registration: Registration,
 }
 
 impl Child {
-    /// Starts a command. To be called by the main thread: the child ends when
-    /// the thread ends that started it.
+    /// Starts a command.
     pub(crate) fn spawn(name: &str, mut command: Command, log: &Path) -> Result<Self> {
         interrupt::check()?;
         let file = File::create(log).with_context(|| format!("creating {}", log.display()))?;
         let out = file.try_clone().context("duplicating a log file")?;
         command.stdin(Stdio::null()).stdout(out).stderr(file);
-        die_with_us(&mut command);
         // In a group of its own a terminal's Ctrl-C does not reach it: we end
         // all in order, whoever sent the signal.
         command.process_group(0);
-        let child = command
-            .spawn()
-            .with_context(|| format!("starting {name}: {command:?}"))?;
-        let pid = Pid::from_child(&child);
+        let process = Process::spawn(command).with_context(|| name.to_owned())?;
         Ok(Self {
             name: name.to_owned(),
-            _registration: Registration::new(child.id())?,
-            pidfd: pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?,
-            child,
+            _registration: Registration::new(process.id())?,
+            process,
             log: log.to_owned(),
         })
     }
 
     /// Its process id.
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.id()
     }
 
     /// An error, with its last words, when it has ended.
     pub(crate) fn check_running(&mut self) -> Result<()> {
-        match self.child.try_wait().context("waiting for a process")? {
+        match self.process.wait(Instant::now())? {
             None => Ok(()),
             Some(status) => bail!("{} ended ({status}){}", self.name, self.last_words()),
         }
@@ -76,9 +61,10 @@ impl Child {
     /// Ends it by SIGTERM, which has to lead to a good exit status in time.
     pub(crate) fn stop(mut self, timeout: Duration) -> Result<()> {
         self.check_running()?;
-        pidfd_send_signal(&self.pidfd, Signal::TERM)
+        self.process
+            .signal(Signal::TERM)
             .with_context(|| format!("stopping {}", self.name))?;
-        let Some(status) = self.wait(timeout)? else {
+        let Some(status) = self.process.wait(Instant::now() + timeout)? else {
             bail!(
                 "{} did not end within {timeout:?} of SIGTERM{}",
                 self.name,
@@ -98,22 +84,6 @@ impl Child {
         Ok(())
     }
 
-    fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).context("timeout")?;
-            let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-            match poll(&mut fds, Some(&left)) {
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error).context("poll"),
-                Ok(0) => return Ok(None),
-                Ok(_) => break,
-            }
-        }
-        Ok(Some(self.child.wait().context("waiting for a process")?))
-    }
-
     /// The end of its log, to be appended to an error.
     pub(crate) fn last_words(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
@@ -125,31 +95,6 @@ impl Child {
         let tail = &lines[lines.len().saturating_sub(QUOTE)..];
         format!("; its log ends with:\n{}", tail.join("\n"))
     }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        // Failures only say that it has ended, or has been waited for.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Has the kernel kill the child when the thread that starts it ends.
-#[expect(unsafe_code, reason = "the hook between fork and exec")]
-pub(crate) fn die_with_us(command: &mut Command) {
-    let parent = rustix::process::getpid();
-    let hook = move || {
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        // We may have died before the line above took effect.
-        if rustix::process::getppid() != Some(parent) {
-            return Err(Errno::SRCH.into());
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec only async-signal-safe code may run; the
-    // hook makes two system calls and neither allocates nor locks.
-    unsafe { command.pre_exec(hook) };
 }
 
 #[cfg(test)]

@@ -10,8 +10,9 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use farside_testbed::die_with_us;
 
-use crate::{args::Soak, child::die_with_us};
+use crate::args::Soak;
 
 /// Tests that are run in turn. A test binary takes one filter.
 const ROUNDS: [Round; 5] = [

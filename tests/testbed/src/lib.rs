@@ -44,6 +44,7 @@ mod host_vm;
 pub mod kernel_view;
 mod lean;
 mod modules;
+mod process;
 mod progress;
 mod recipe;
 mod root_user;
@@ -65,6 +66,7 @@ pub use accel::Accel;
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};
+pub use process::{Process, die_with_us};
 pub use progress::{Progress, Task};
 pub use root_user::{become_root, lacks_root};
 pub use vm::{

@@ -9,13 +9,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_testbed::die_with_us;
 use serde::Deserialize;
 
 use super::Request;
-use crate::{
-    cargo::{cargo, workspace},
-    child::die_with_us,
-};
+use crate::cargo::{cargo, workspace};
 
 /// What boots VMs: packages whose integration tests do so name it.
 const TESTBED: &str = "farside-testbed";

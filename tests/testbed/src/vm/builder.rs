@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use anyhow::{Context, Result};
 use farside_guest_agent::{PORT_NAME, SKIP_MODULES_OPTION};
 use tempfile::TempDir;
 
-use super::process::Process;
 use super::{Vm, kernel_args, qemu_log, serial_log};
 use crate::archive::Archive;
+use crate::process::Process;
 use crate::{Accel, Testbed};
 use crate::{host_vm, lean};
 
@@ -430,11 +430,13 @@ impl Staged {
 
     /// Starts the machine with a command that the caller made, with
     /// [`Staged::guest_args`] among its arguments.
-    pub fn launch_with(self, command: Command) -> Result<Vm> {
+    pub fn launch_with(self, mut command: Command) -> Result<Vm> {
         let path = qemu_log(self.folder.path());
         let log = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
         log::debug!("VM {}: {command:?}", self.name);
-        let process = Process::spawn(command, log).with_context(|| format!("VM {}", self.name))?;
+        let out = log.try_clone().context("duplicating a log file")?;
+        command.stdin(Stdio::null()).stdout(out).stderr(log);
+        let process = Process::spawn(command).with_context(|| format!("VM {}", self.name))?;
         Vm::start(self.name, self.folder, process, &self.sockets)
     }
 

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use farside_guest_agent::PORT_NAME;
 use rustix::event::{PollFd, PollFlags};
 
-use super::process::poll_until;
 use super::{Board, Guest, read_lossy, tail};
+use crate::process::poll_until;
 
 /// Where QEMU is to connect the virtio-serial port [`AgentPort::NAME`] to. The
 /// guest has to boot [`crate::Testbed::kernel`] and

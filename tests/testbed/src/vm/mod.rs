@@ -5,7 +5,6 @@ mod board;
 mod builder;
 mod foreign;
 mod kernel_args;
-mod process;
 mod qmp;
 
 use std::ops::Deref;
@@ -18,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
 
-use process::Process;
+use crate::process::Process;
 
 pub(crate) use board::Board;
 pub(crate) use builder::option_value;

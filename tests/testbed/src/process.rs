@@ -1,10 +1,9 @@
-//! QEMU as a child process that does not outlive this one.
+//! Child processes that do not outlive this one.
 
-use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,20 +16,19 @@ use rustix::process::{
 
 /// A child process, or somebody else's; killed on drop.
 #[derive(Debug)]
-pub(super) struct Process {
+pub struct Process {
     child: Option<Mutex<Child>>,
     id: u32,
     pidfd: OwnedFd,
 }
 
 impl Process {
-    /// Starts a command whose output goes to `log`.
-    pub(super) fn spawn(mut command: Command, log: File) -> Result<Self> {
-        let program = command.get_program().display().to_string();
-        let out = log.try_clone().context("duplicating a log file")?;
-        command.stdin(Stdio::null()).stdout(out).stderr(log);
+    /// Starts a command. The child does not outlive this process, but the thread
+    /// that calls this.
+    pub fn spawn(command: Command) -> Result<Self> {
+        let shown = format!("{command:?}");
         let child =
-            spawn_from_lasting_thread(command).with_context(|| format!("starting {program}"))?;
+            spawn_from_lasting_thread(command).with_context(|| format!("starting {shown}"))?;
         let pid = Pid::from_child(&child);
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
         Ok(Process {
@@ -42,7 +40,7 @@ impl Process {
 
     /// The process that connects to both sockets, and the connections. Those of
     /// processes that have ended are passed over.
-    pub(super) fn adopt(
+    pub(crate) fn adopt(
         first: &UnixListener,
         second: &UnixListener,
         timeout: Duration,
@@ -65,12 +63,13 @@ impl Process {
         Ok((process, one.stream, two.stream))
     }
 
-    pub(super) fn id(&self) -> u32 {
+    /// Its process id.
+    pub fn id(&self) -> u32 {
         self.id
     }
 
     /// Accepts the child's connection; an error when it ends instead.
-    pub(super) fn accept(&self, listener: &UnixListener, deadline: Instant) -> Result<UnixStream> {
+    pub(crate) fn accept(&self, listener: &UnixListener, deadline: Instant) -> Result<UnixStream> {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(&self.pidfd, PollFlags::IN),
@@ -86,7 +85,7 @@ impl Process {
 
     /// How the child ended, when it does so before the deadline. How somebody
     /// else's child ended only that one knows: it counts as success.
-    pub(super) fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
+    pub fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         if !poll_until(&mut fds, deadline)? {
             return Ok(None);
@@ -98,9 +97,14 @@ impl Process {
         Ok(Some(child.wait().context("waiting for a child process")?))
     }
 
-    pub(super) fn kill(&self) {
+    /// Sends a signal. Fails if the child has been waited for.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        Ok(pidfd_send_signal(&self.pidfd, signal)?)
+    }
+
+    pub(crate) fn kill(&self) {
         // The only failure is that it has ended already.
-        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        let _ = self.signal(Signal::KILL);
     }
 }
 
@@ -147,7 +151,7 @@ fn has_ended(pidfd: &OwnedFd) -> Result<bool> {
 }
 
 /// Polls; false when the deadline passes first.
-pub(super) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bool> {
+pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
@@ -163,14 +167,9 @@ pub(super) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bo
     }
 }
 
-type Order = (Command, Sender<std::io::Result<Child>>);
-
-/// The kernel sends the parent-death signal when the *thread* that started the
-/// child ends, so children are started by a thread that lasts as long as the
-/// process.
+/// Has the kernel kill the child when the *thread* that starts it ends.
 #[expect(unsafe_code, reason = "the hook between fork and exec")]
-fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
-    static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
+pub fn die_with_us(command: &mut Command) {
     let parent = rustix::process::getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -183,7 +182,15 @@ fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
     // SAFETY: between fork and exec only async-signal-safe code may run; the hook
     // makes two system calls and neither allocates nor locks.
     unsafe { command.pre_exec(hook) };
+}
 
+type Order = (Command, Sender<std::io::Result<Child>>);
+
+/// Starts a command by a thread that lasts as long as the process: see
+/// [`die_with_us`].
+fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
+    static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
+    die_with_us(&mut command);
     let spawner = SPAWNER.get_or_init(|| {
         let (sender, orders) = channel::<Order>();
         std::thread::Builder::new()
@@ -211,12 +218,14 @@ fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
 
     fn spawn(script: &str) -> Process {
         let mut command = Command::new("sh");
-        command.args(["-c", script]);
-        Process::spawn(command, tempfile::tempfile().unwrap()).unwrap()
+        command.args(["-c", script]).stdin(Stdio::null());
+        Process::spawn(command).unwrap()
     }
 
     #[test]
