@@ -163,9 +163,9 @@ impl Scene {
         more: &[OsString],
     ) -> Result<Guest> {
         interrupt::check()?;
-        let builder = kernel
-            .iter()
-            .fold(testbed.vm(self.vm), |vm, word| vm.append(*word));
+        // As users run guests: the test bed turns mitigations off where it emulates.
+        let vm = testbed.vm(self.vm).append("mitigations=auto");
+        let builder = kernel.iter().fold(vm, |vm, word| vm.append(*word));
         let staged = builder.stage()?;
         let tcg = testbed.accel() == Accel::Tcg;
         let memory = format!("{}M", size.memory_mib);

@@ -80,6 +80,8 @@ fn trial(testbed: &Testbed) -> Result<()> {
         .vm("kvm-trial")
         .memory(512 << 20)
         .accel(Accel::Kvm)
+        // The compressed one, which asks more of KVM than the ELF image does.
+        .kernel(testbed.kernel())
         .launch()?;
     vm.wait_agent(TRIAL)
 }

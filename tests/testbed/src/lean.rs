@@ -1,6 +1,5 @@
-//! A guest that boots in a third of the time, for tests that boot many: the
-//! kernel's ELF image, and an initramfs with busybox, the modules that init loads
-//! and the agent.
+//! The kernel's ELF image, and an initramfs for tests that boot many guests, with
+//! busybox, the modules that init loads and the agent alone.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
@@ -19,11 +18,6 @@ const MAKER: &str = "1";
 
 /// The modules that init loads, in the guest: one file a line.
 const MODULE_LIST: &str = "/etc/farside/modules";
-
-/// For the kernel: what costs an emulated processor time, and matters to nobody
-/// here.
-pub(crate) const KERNEL_ARGS: &str =
-    "mitigations=off cryptomgr.notests nokaslr audit=0 i8042.nokbd i8042.noaux";
 
 #[derive(Debug)]
 pub(crate) struct Lean {

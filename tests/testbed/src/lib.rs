@@ -160,6 +160,12 @@ impl Testbed {
         &self.0.debian.kernel
     }
 
+    /// The same kernel's ELF image, which a BIOS machine starts without decompressing
+    /// it: that takes an emulated CPU as long as the rest of the way to init.
+    pub fn elf_kernel(&self) -> &Path {
+        &self.0.lean.kernel
+    }
+
     /// A small kernel's image with iommufd, which [`Testbed::kernel`] has not; see
     /// [`VmBuilder::kernel`]. None until [`build_iommufd_kernel`] has built it.
     ///
@@ -176,9 +182,10 @@ impl Testbed {
         &self.0.initramfs
     }
 
-    /// What [`VmBuilder::lean`] boots.
-    pub(crate) fn lean(&self) -> &Lean {
-        &self.0.lean
+    /// [`Testbed::initramfs`] without most programs and modules; see
+    /// [`VmBuilder::lean`].
+    pub fn lean_initramfs(&self) -> &Path {
+        &self.0.lean.initramfs
     }
 
     /// The kernel command line for a guest on [`Testbed::accel`]: console on the serial
@@ -216,8 +223,8 @@ impl Testbed {
         &self.0.host.bin
     }
 
-    /// Writes a disk image of `len` bytes from which OVMF boots the guest, with
-    /// `append` added to the kernel command line.
+    /// Writes a disk image of `len` bytes from which OVMF boots the guest, as small as
+    /// [`VmBuilder::lean`] makes it, with `append` added to the kernel command line.
     pub fn make_boot_image(&self, image: &Path, len: u64, append: &str) -> Result<()> {
         boot_image::make(self, image, len, append)
     }

@@ -225,9 +225,9 @@ fn describe(
             AgentPort::NAME
         ),
         "-kernel",
-        &text(testbed.kernel()),
+        &text(testbed.elf_kernel()),
         "-initrd",
-        &text(testbed.initramfs()),
+        &text(testbed.lean_initramfs()),
         "-append",
         &testbed.kernel_args(),
     ]

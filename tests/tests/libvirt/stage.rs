@@ -70,8 +70,8 @@ impl<'a> Stage<'a> {
             Ok(folder.with_context(|| path.display().to_string())?.into())
         };
         let programs = folder_of(&program)?;
-        let kernel = folder_of(testbed.kernel())?;
-        let initramfs = folder_of(testbed.initramfs())?;
+        let kernel = folder_of(testbed.elf_kernel())?;
+        let initramfs = folder_of(testbed.lean_initramfs())?;
         let binds = [
             (cluster.folder(), cluster.folder()),
             (&programs, Path::new("/opt/farside")),
@@ -338,8 +338,8 @@ pub fn boot_xml() -> Result<String> {
     };
     Ok(format!(
         "<kernel>{KERNEL}/{}</kernel><initrd>{INITRAMFS}/{}</initrd><cmdline>{}</cmdline>",
-        name(testbed.kernel())?,
-        name(testbed.initramfs())?,
+        name(testbed.elf_kernel())?,
+        name(testbed.lean_initramfs())?,
         testbed.kernel_args(),
     ))
 }

@@ -9,7 +9,7 @@ use farside_guest_agent::PORT_NAME;
 
 use super::channels::Channel;
 use super::{HostVm, SHORT};
-use crate::vm::{Board, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
+use crate::vm::{Board, EMULATED, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
 use crate::{Accel, tools_disk};
 
 /// Longer than any test.
@@ -170,7 +170,13 @@ impl<'a> NestedBuilder<'a> {
             true => ",hugetlb=on,hugetlbsize=2M",
             false => "",
         };
-        let append = [&[kernel_args(accel)], &self.append[..]].concat().join(" ");
+        let mut append = vec![kernel_args(accel)];
+        if accel == Accel::Kvm {
+            // Its KVM is that of a VM, which may be emulated.
+            append.push(EMULATED.to_owned());
+        }
+        append.extend(self.append.iter().cloned());
+        let append = append.join(" ");
         let mut words: Vec<String> = [
             tools_disk::QEMU,
             "-name",

@@ -15,9 +15,9 @@ use tempfile::TempDir;
 
 use super::{Vm, kernel_args, qemu_log, serial_log};
 use crate::archive::Archive;
+use crate::host_vm;
 use crate::process::Process;
 use crate::{Accel, Testbed};
-use crate::{host_vm, lean};
 
 /// Which chipset the machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -162,9 +162,8 @@ impl VmBuilder {
         self
     }
 
-    /// A guest that boots in a third of the time (when the kernel is booted directly,
-    /// on a BIOS): the same kernel, not compressed, and an initramfs with busybox and
-    /// the modules that init loads, but no other programs or modules.
+    /// A smaller guest (when the kernel is booted directly): an initramfs with busybox
+    /// and the modules that init loads, but no other programs or modules.
     pub fn lean(mut self) -> Self {
         self.lean = true;
         self
@@ -350,9 +349,9 @@ impl VmBuilder {
             }
         }
         if self.boot == Boot::Kernel {
-            let usual = match self.lean {
-                true => &self.testbed.lean().kernel,
-                false => self.testbed.kernel(),
+            let usual = match self.firmware {
+                Firmware::SeaBios => self.testbed.elf_kernel(),
+                Firmware::Ovmf => self.testbed.kernel(),
             };
             args.extend([
                 "-kernel".into(),
@@ -371,9 +370,6 @@ impl VmBuilder {
         if self.iommu {
             words.push("intel_iommu=on".to_owned());
         }
-        if self.lean {
-            words.push(lean::KERNEL_ARGS.to_owned());
-        }
         words.extend(self.append.iter().cloned());
         if !self.skip_modules.is_empty() {
             words.push(format!(
@@ -387,7 +383,7 @@ impl VmBuilder {
     /// The test bed's initramfs, or a copy with this VM's files behind it.
     fn initramfs(&self, folder: &Path) -> Result<PathBuf> {
         let common = match self.lean {
-            true => &self.testbed.lean().initramfs,
+            true => self.testbed.lean_initramfs(),
             false => self.testbed.initramfs(),
         };
         if self.files.is_empty() {

@@ -21,7 +21,7 @@ use crate::process::Process;
 
 pub(crate) use board::Board;
 pub(crate) use builder::option_value;
-pub(crate) use kernel_args::kernel_args;
+pub(crate) use kernel_args::{EMULATED, kernel_args};
 
 pub use agent::{Guest, GuestPage, Output, Pending};
 pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
