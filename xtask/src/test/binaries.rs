@@ -18,6 +18,19 @@ use crate::cargo::{cargo, workspace};
 /// What boots VMs: packages whose integration tests do so name it.
 const TESTBED: &str = "farside-testbed";
 
+/// Those that take longest, in this order: run first, so that both lanes end together.
+const LONGEST: [&str; 9] = [
+    "guests",
+    "hosts",
+    "libvirt",
+    "migration",
+    "hardware_refusals",
+    "bench",
+    "live_migration",
+    "package",
+    "host",
+];
+
 /// Something that runs tests.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Binary {
@@ -166,6 +179,12 @@ impl Binary {
                     || read.dev_dependencies.contains_key(TESTBED)),
             package: package.to_owned(),
         })
+    }
+
+    /// How early it is to be run; the lowest first.
+    pub(super) fn rank(&self) -> usize {
+        let listed = LONGEST.iter().position(|name| *name == self.name);
+        listed.unwrap_or(LONGEST.len())
     }
 
     /// The line above its output, in cargo's form.

@@ -1,14 +1,16 @@
 //! `cargo xtask test`: every test, and at the end the slowest, and those that were not
 //! run.
 //!
-//! Cargo builds the tests ([`binaries`]) and runs one binary after the other. Here those
-//! that boot VMs, and wait for them, run one after the other beside all others.
+//! Cargo builds the tests ([`binaries`]) and runs one binary after the other. Here two
+//! lanes run them. One has those that boot VMs, the longest first; the other has all
+//! others, and then shares what is left of the first kind.
 
 mod binaries;
 mod output;
 mod report;
 
 use std::{
+    collections::VecDeque,
     io::{Write, pipe, stdout},
     path::Path,
     process::ExitCode,
@@ -127,25 +129,30 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         return Ok(ExitCode::FAILURE);
     };
     let began = Instant::now();
-    let (with_vms, others): (Vec<_>, Vec<_>) =
+    let (mut with_vms, others): (Vec<_>, Vec<_>) =
         binaries.into_iter().partition(|binary| binary.has_vms);
     let beside = match with_vms.is_empty() {
         true => Show::AtOnce,
         false => Show::AtItsEnd,
     };
+    with_vms.sort_by_key(Binary::rank);
     let run = Run {
         request: &request,
         product: &product,
         report: Mutex::default(),
     };
+    let (with_vms, others) = (Mutex::new(with_vms.into()), Mutex::new(others.into()));
     // The kernel ends the tests with the thread that started them.
     std::thread::scope(|scope| {
-        let others = scope.spawn(|| run.all(others, beside));
-        let shown = run.all(with_vms, Show::AtOnce);
-        others
+        let second = scope.spawn(|| {
+            run.lane(&others, beside)?;
+            run.lane(&with_vms, Show::AtItsEnd)
+        });
+        let first = run.lane(&with_vms, Show::AtOnce);
+        second
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            .and(shown)
+            .and(first)
     })?;
     let mut report = run.report();
     if request.harness.is_empty() && report.passed() == 0 {
@@ -177,9 +184,13 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs binaries one after the other.
-    fn all(&self, binaries: Vec<Binary>, show: Show) -> Result<()> {
-        for binary in binaries {
+    /// Runs binaries one after the other, until none is left.
+    fn lane(&self, binaries: &Mutex<VecDeque<Binary>>, show: Show) -> Result<()> {
+        let next = || {
+            let mut binaries = binaries.lock().unwrap_or_else(PoisonError::into_inner);
+            binaries.pop_front()
+        };
+        while let Some(binary) = next() {
             if self.report().is_failed() && !self.request.no_fail_fast {
                 break;
             }
