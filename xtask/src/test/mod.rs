@@ -12,6 +12,7 @@ mod report;
 use std::{
     collections::VecDeque,
     io::{Write, pipe, stdout},
+    ops::ControlFlow,
     path::Path,
     process::ExitCode,
     sync::{Mutex, MutexGuard, PoisonError},
@@ -226,15 +227,27 @@ impl Run<'_> {
             Ok(())
         };
         say(binary.title().as_bytes(), false)?;
+        let mut hung = None;
         let late = output::read_lines(output, &child, LIMIT, |line| {
-            self.report()
-                .read(&binary.name, &String::from_utf8_lossy(line));
-            say(line, false)
+            let text = String::from_utf8_lossy(line);
+            self.report().read(&binary.name, binary.has_vms, &text);
+            say(line, false)?;
+            if binary.has_vms {
+                return Ok(ControlFlow::Continue(()));
+            }
+            hung = hung.take().or(report::hung(&text).map(str::to_owned));
+            Ok(match hung {
+                Some(_) => ControlFlow::Break(()),
+                None => ControlFlow::Continue(()),
+            })
         })?;
         let status = child.wait().context("waiting for it")?;
         if late {
             self.report()
                 .fail(&binary.name, &format!("killed after {LIMIT:?}"));
+        } else if let Some(test) = hung {
+            let how = format!("killed: {test} had not ended after a minute");
+            self.report().fail(&binary.name, &how);
         } else if !status.success() {
             self.report().fail(&binary.name, &status.to_string());
         }

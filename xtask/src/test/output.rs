@@ -2,6 +2,7 @@
 
 use std::{
     io::{PipeReader, Read},
+    ops::ControlFlow,
     process::Child,
     time::{Duration, Instant},
 };
@@ -14,16 +15,17 @@ use rustix::{
 };
 
 /// Gives `line` each line that the child writes into the pipe, without its end, until the
-/// child ends: processes that it leaves behind may keep the pipe open. Kills it after
-/// `limit`; returns whether that came.
+/// child ends: processes that it leaves behind may keep the pipe open. Kills it where `line`
+/// breaks, and after `limit`; returns whether that came.
 pub(super) fn read_lines(
     mut output: PipeReader,
     child: &Child,
     limit: Duration,
-    mut line: impl FnMut(&[u8]) -> Result<()>,
+    mut line: impl FnMut(&[u8]) -> Result<ControlFlow<()>>,
 ) -> Result<bool> {
     let pid = Pid::from_child(child);
     let ended = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
+    let kill = || pidfd_send_signal(&ended, Signal::KILL).context("killing a test binary");
     let deadline = Instant::now() + limit;
     let mut late = false;
     let mut pending = Vec::new();
@@ -42,7 +44,7 @@ pub(super) fn read_lines(
                 Err(Errno::INTR) => continue,
                 Ok(0) => {
                     late = true;
-                    pidfd_send_signal(&ended, Signal::KILL).context("killing a test binary")?;
+                    kill()?;
                     continue;
                 }
                 result => result.context("poll")?,
@@ -60,7 +62,9 @@ pub(super) fn read_lines(
         for byte in &bytes[..len] {
             match byte {
                 b'\n' => {
-                    line(&pending)?;
+                    if line(&pending)?.is_break() {
+                        kill()?;
+                    }
                     pending.clear();
                 }
                 byte => pending.push(*byte),
@@ -68,7 +72,8 @@ pub(super) fn read_lines(
         }
     }
     if !pending.is_empty() {
-        line(&pending)?;
+        // The child has ended.
+        let _ = line(&pending)?;
     }
     Ok(late)
 }
@@ -92,7 +97,10 @@ mod tests {
         let mut lines = Vec::new();
         let late = read_lines(output, &child, limit, |line| {
             lines.push(String::from_utf8(line.to_owned()).unwrap());
-            Ok(())
+            Ok(match line {
+                b"break" => ControlFlow::Break(()),
+                _ => ControlFlow::Continue(()),
+            })
         });
         child.wait().unwrap();
         (lines, late.unwrap(), kept_open)
@@ -106,6 +114,14 @@ mod tests {
         assert_eq!(lines.len(), 3);
         assert_eq!((&*lines[0], lines[1].len(), &*lines[2]), ("a", 20000, "b"));
         assert!(!late);
+    }
+
+    #[test]
+    fn a_child_is_killed_for_what_it_prints() {
+        let script = "echo a; echo break; exec sleep 1000";
+        let (lines, late, _kept_open) = run(script, Duration::from_secs(60));
+        assert!(!late);
+        assert_eq!(lines, ["a", "break"]);
     }
 
     #[test]

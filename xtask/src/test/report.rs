@@ -7,6 +7,9 @@ use console::strip_ansi_codes;
 /// How many of the slowest tests are listed.
 const SLOWEST: usize = 20;
 
+/// A test without VMs that takes longer is listed, however many others are slower.
+const SLOW: Duration = Duration::from_secs(1);
+
 /// The end of a run, from the lines that test binaries print.
 #[derive(Debug, Default)]
 pub(super) struct Report {
@@ -16,6 +19,8 @@ pub(super) struct Report {
     not_run: BTreeMap<String, Vec<String>>,
     /// Of tests that were run, with the binary.
     times: Vec<(Duration, String)>,
+    /// Of these, tests without VMs that took longer than [`SLOW`].
+    slow: Vec<(Duration, String)>,
     /// Binaries that did not end well, and how.
     failed: Vec<String>,
 }
@@ -26,7 +31,7 @@ impl Report {
     }
 
     /// Reads a line of a binary's output, without its end.
-    pub(super) fn read(&mut self, binary: &str, line: &str) {
+    pub(super) fn read(&mut self, binary: &str, has_vms: bool, line: &str) {
         // With CARGO_TERM_COLOR=always and `-- --color=always`.
         let line = strip_ansi_codes(line);
         let line = line.trim();
@@ -34,7 +39,11 @@ impl Report {
             let tests = self.not_run.entry(reason.to_owned()).or_default();
             tests.push(format!("{binary}: {test}"));
         } else if let Some((test, time)) = timed(line) {
-            self.times.push((time, format!("{binary}: {test}")));
+            let test = (time, format!("{binary}: {test}"));
+            if time > SLOW && !has_vms {
+                self.slow.push(test.clone());
+            }
+            self.times.push(test);
         } else if let Some(counts) = line.strip_prefix("test result: ") {
             for kind in ["passed", "failed", "ignored"] {
                 *self.counts.entry(kind).or_default() += count(counts, kind);
@@ -92,6 +101,12 @@ fn timed(line: &str) -> Option<(&str, Duration)> {
     Some((test.trim_end(), Duration::try_from_secs_f64(seconds).ok()?))
 }
 
+/// `test NAME has been running for over 60 seconds`, of libtest.
+pub(super) fn hung(line: &str) -> Option<&str> {
+    line.strip_prefix("test ")?
+        .strip_suffix(" has been running for over 60 seconds")
+}
+
 /// The number before `kind` in `ok. 3 passed; 0 failed; …`.
 fn count(text: &str, kind: &str) -> usize {
     let before = text.split(kind).next().unwrap_or_default();
@@ -99,22 +114,32 @@ fn count(text: &str, kind: &str) -> usize {
     number.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
+fn slowest_first(times: &[(Duration, String)]) -> Vec<&(Duration, String)> {
+    let mut times: Vec<_> = times.iter().collect();
+    times.sort_by(|a, b| b.cmp(a));
+    times
+}
+
+fn list(f: &mut fmt::Formatter<'_>, title: &str, times: &[&(Duration, String)]) -> fmt::Result {
+    writeln!(f, "{title}")?;
+    for (time, test) in times {
+        writeln!(f, "{:8.1} s  {test}", time.as_secs_f64())?;
+    }
+    writeln!(f)
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.binaries == 0 {
             return writeln!(f, "Not run: no test binary was started");
         }
-        let mut times: Vec<_> = self.times.iter().collect();
-        times.sort_by(|a, b| b.cmp(a));
-        times.truncate(SLOWEST);
-        if let Some((slowest, _)) = times.first()
-            && *slowest >= Duration::from_secs(1)
-        {
-            writeln!(f, "Slowest tests:")?;
-            for (time, test) in times {
-                writeln!(f, "{:8.1} s  {test}", time.as_secs_f64())?;
-            }
-            writeln!(f)?;
+        let times = slowest_first(&self.times);
+        if times.first().is_some_and(|(slowest, _)| *slowest >= SLOW) {
+            list(f, "Slowest tests:", &times[..times.len().min(SLOWEST)])?;
+        }
+        if !self.slow.is_empty() {
+            let title = format!("Tests without VMs that took over {SLOW:?}:");
+            list(f, &title, &slowest_first(&self.slow))?;
         }
         let not_run: usize = self.not_run.values().map(Vec::len).sum();
         match not_run {
@@ -186,7 +211,10 @@ test result: FAILED. 0 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out; 
         let mut report = Report::default();
         for (binary, lines) in output {
             report.begin();
-            lines.lines().for_each(|line| report.read(binary, line));
+            let has_vms = *binary == "libvirt";
+            lines
+                .lines()
+                .for_each(|line| report.read(binary, has_vms, line));
         }
         report
     }
@@ -201,6 +229,9 @@ Slowest tests:
     12.5 s  libvirt: life::fails
      1.2 s  farside_fabric: pin::skipped_pages_are_counted
      0.0 s  pin: huge_pages
+
+Tests without VMs that took over 1s:
+     1.2 s  farside_fabric: pin::skipped_pages_are_counted
 
 Not run: 6
 - a measurement
@@ -222,6 +253,13 @@ Failed:
 ";
         assert_eq!(report.to_string(), expected);
         assert!(report.is_failed());
+    }
+
+    #[test]
+    fn libtest_names_a_test_that_hangs() {
+        let line = "test pin::limits has been running for over 60 seconds";
+        assert_eq!(hung(line), Some("pin::limits"));
+        assert_eq!(hung("test pin::limits ... ok <61.2s>"), None);
     }
 
     #[test]
