@@ -112,7 +112,7 @@ pub(crate) struct Bench {
     /// Only this; may be given more than once.
     #[arg(long = "only", value_name = "WHAT", value_enum)]
     pub(crate) only: Vec<Chapter>,
-    /// Measure less: the figures say little, but everything has run once.
+    /// Measure less, without warming up: the figures say little, but everything has run once.
     #[arg(long)]
     pub(crate) quick: bool,
     /// Measure this `farside` [default: built from this checkout, as users run it].

@@ -27,6 +27,9 @@ pub(super) struct Both<'a> {
     /// The processes that do the work on the host.
     pub(super) pids: &'a [u32],
     pub(super) repeats: u32,
+    /// Whether jobs run unmeasured first: QEMU's translator has then seen the code, and the
+    /// images are in the page cache.
+    pub(super) warm_up: bool,
     pub(super) progress: &'a Progress,
 }
 
@@ -50,19 +53,19 @@ impl Both<'_> {
         })
     }
 
-    /// Runs jobs, each once unmeasured: QEMU's translator has then seen the
-    /// code, and the images are in the page cache.
+    /// Runs jobs.
     pub(super) fn jobs(&self, jobs: &[&Job], seconds: u32) -> Result<Vec<JobResult>> {
-        let each = u64::from(self.repeats) + 1;
+        let first = u32::from(!self.warm_up);
+        let each = u64::from(self.repeats + 1 - first);
         let task = self.progress.bar("Measuring", jobs.len() as u64 * each);
         let mut results = Vec::new();
         for (at, job) in jobs.iter().enumerate() {
             let mut pairs = Vec::new();
-            for repeat in 0..=self.repeats {
+            for repeat in first..=self.repeats {
                 let timing = match repeat {
                     0 => WARM_UP,
                     _ => Timing {
-                        ramp: RAMP,
+                        ramp: if self.warm_up { RAMP } else { 0 },
                         seconds,
                     },
                 };
@@ -71,7 +74,7 @@ impl Both<'_> {
                 if repeat > 0 {
                     pairs.push(pair);
                 }
-                task.set(at as u64 * each + u64::from(repeat) + 1);
+                task.set(at as u64 * each + u64::from(repeat - first) + 1);
             }
             let result = JobResult {
                 job: job.name.to_string(),
@@ -97,7 +100,9 @@ impl Both<'_> {
             let total = jobs.len() as u64 * u64::from(repeats);
             let task = self.progress.bar(format!("Sweeping, {what}"), total);
             let (mut borrowed, mut own) = (Vec::new(), Vec::new());
-            self.pair(&jobs[0], WARM_UP)?;
+            if self.warm_up {
+                self.pair(&jobs[0], WARM_UP)?;
+            }
             for job in &jobs {
                 let pairs: Vec<Pair> = (0..repeats)
                     .map(|repeat| {

@@ -46,6 +46,8 @@ struct Settings {
     repeats: u32,
     /// Length of one.
     seconds: u32,
+    /// Whether something runs unmeasured first.
+    warm_up: bool,
     /// From one size of a sweep to the next.
     sweep_step: u64,
     /// Measurements of each size on each drive: there are many sizes.
@@ -61,13 +63,14 @@ struct Settings {
 impl Settings {
     fn of(args: &Bench) -> Self {
         let (repeats, seconds, sweep_step, rounds, turns, largest_gib) = match args.quick {
-            true => (2, 1, 8, 500, 3, 1),
+            true => (2, 1, 32, 500, 3, 1),
             false => (5, 3, 2, 3000, 21, 16),
         };
         Self {
             repeats: args.repeats.unwrap_or(repeats),
             sweep_repeats: args.repeats.unwrap_or(2),
             seconds: args.seconds.unwrap_or(seconds),
+            warm_up: !args.quick,
             sweep_step,
             rounds,
             turns,
@@ -232,6 +235,7 @@ impl Stage<'_> {
             drives,
             pids: &[vm.pid(), self.scene.backend_pid(), self.scene.lender_pid()],
             repeats: settings.repeats,
+            warm_up: settings.warm_up,
             progress: self.progress,
         };
         if args.wants(Chapter::PingPong) {
