@@ -19,17 +19,29 @@ pub fn farside() -> Result<&'static Path> {
 }
 
 fn find() -> Result<PathBuf> {
-    match std::env::var_os("FARSIDE_BIN") {
+    given_or_built("FARSIDE_BIN", "farside")
+}
+
+/// `$FARSIDE_SCRIPTED_VMM`, else what cargo builds.
+pub(crate) fn scripted_vmm() -> Result<PathBuf> {
+    given_or_built("FARSIDE_SCRIPTED_VMM", "farside-scripted-vmm")
+}
+
+/// `cargo xtask test` has built both with the tests.
+fn given_or_built(variable: &str, package: &str) -> Result<PathBuf> {
+    match std::env::var_os(variable) {
         Some(path) => Ok(path.into()),
-        None => build("farside"),
+        None => build(package),
     }
 }
 
 /// The program that cargo makes of a package of this workspace.
-pub(crate) fn build(package: &str) -> Result<PathBuf> {
+fn build(package: &str) -> Result<PathBuf> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["build", "--quiet", "--package", package])
         .args(["--message-format", "json-render-diagnostics"])
+        // `cargo xtask test` sets it for libtest; dependencies would be built for it.
+        .env_remove("RUSTC_BOOTSTRAP")
         .stderr(Stdio::inherit())
         .output()
         .context("running cargo")?;

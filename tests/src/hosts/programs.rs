@@ -19,12 +19,12 @@ impl Programs {
     pub fn build() -> Result<Self> {
         Ok(Self {
             farside: stripped(binary::farside()?)?,
-            scripted_vmm: stripped(&binary::build("farside-scripted-vmm")?)?,
+            scripted_vmm: stripped(&binary::scripted_vmm()?)?,
         })
     }
 
     /// Puts them into a VM.
-    pub(super) fn add_to(&self, builder: VmBuilder) -> VmBuilder {
+    pub fn add_to(&self, builder: VmBuilder) -> VmBuilder {
         builder
             .file("usr/bin/farside", 0o755, self.farside.clone())
             .file("usr/bin/scripted-vmm", 0o755, self.scripted_vmm.clone())

@@ -56,7 +56,9 @@ fn build(source: &Path, target: &Path) -> Result<()> {
             .env("CARGO_TARGET_DIR", target)
             .env("RUSTFLAGS", "-C target-feature=+crt-static")
             // It would win over RUSTFLAGS.
-            .env_remove("CARGO_ENCODED_RUSTFLAGS"),
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            // `cargo xtask test` sets it for libtest; dependencies would be built for it.
+            .env_remove("RUSTC_BOOTSTRAP"),
         "the guest agent is built from source, so it needs cargo",
     )
     .with_context(|| {

@@ -8,9 +8,7 @@ use std::{
 
 use anyhow::{Result, bail, ensure};
 use farside_testbed::{HostVm, Pending, VmBuilder};
-use farside_tests::{BOOT, SHORT, Status};
-
-use crate::programs;
+use farside_tests::{BOOT, SHORT, Status, hosts::Programs};
 
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
@@ -43,7 +41,7 @@ pub struct Service<'a> {
 
 impl Host {
     pub fn launch(builder: VmBuilder) -> Result<Self> {
-        let vm = programs::add_to(builder)?.launch_host(BOOT)?;
+        let vm = Programs::build()?.add_to(builder).launch_host(BOOT)?;
         Ok(Self {
             vm,
             wrong: RefCell::default(),

@@ -11,7 +11,6 @@ mod host;
 mod killed;
 mod line;
 mod ntb;
-mod programs;
 mod scripted;
 mod stage;
 mod unfit;
