@@ -11,7 +11,7 @@ use farside_testbed::die_with_us;
 use serde::Deserialize;
 
 /// The product's package.
-const PRODUCT: &str = "farside";
+pub(crate) const PRODUCT: &str = "farside";
 
 /// How the product is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

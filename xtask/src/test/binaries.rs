@@ -1,7 +1,7 @@
 //! Test binaries: building them, and what one is.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
@@ -13,7 +13,7 @@ use farside_testbed::die_with_us;
 use serde::Deserialize;
 
 use super::Request;
-use crate::cargo::{cargo, workspace};
+use crate::cargo::{PRODUCT, build_product, cargo, workspace};
 
 /// What boots VMs: packages whose integration tests do so name it.
 const TESTBED: &str = "farside-testbed";
@@ -103,8 +103,23 @@ fn yes() -> bool {
     true
 }
 
+/// Programs of the workspace that tests run, and the variables that name them. Built for
+/// themselves, they would have dependencies compiled again: of the features of those, only
+/// what their own packages turn on is unified then.
+const PROGRAMS: [(&str, &str); 2] = [
+    (PRODUCT, "FARSIDE_BIN"),
+    ("scripted-vmm", "FARSIDE_SCRIPTED_VMM"),
+];
+
+/// What cargo has built.
+pub(super) struct Built {
+    pub(super) binaries: Vec<Binary>,
+    /// For the environment of tests.
+    pub(super) programs: BTreeMap<&'static str, PathBuf>,
+}
+
 /// Builds the tests; cargo shows its progress. None if they don't compile.
-pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
+pub(super) fn build(request: &Request) -> Result<Option<Built>> {
     let mut command = cargo();
     command
         .args(["test", "--no-run"])
@@ -121,6 +136,7 @@ pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
     }
     let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
     let mut binaries = Vec::new();
+    let mut programs = BTreeMap::new();
     let mut has_library = false;
     for line in messages.lines() {
         let message: serde_json::Value =
@@ -129,15 +145,23 @@ pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
             continue;
         }
         let artifact: Artifact = serde_json::from_value(message).context("cargo's artifact")?;
-        if let Some(path) = artifact.executable
-            && artifact.profile.test
-        {
+        let is = |kind: &str| artifact.target.kind.iter().any(|of| of == kind);
+        let Some(path) = artifact.executable.clone() else {
+            continue;
+        };
+        if artifact.profile.test {
             binaries.push(Binary::read(
                 &artifact.target,
                 path,
                 &artifact.manifest_path,
             )?);
-            has_library |= artifact.target.kind.iter().any(|kind| kind == "lib");
+            has_library |= is("lib");
+        } else if is("bin")
+            && let Some((_, variable)) = PROGRAMS
+                .iter()
+                .find(|(name, _)| *name == artifact.target.name)
+        {
+            programs.insert(*variable, path);
         }
     }
     ensure!(
@@ -155,7 +179,11 @@ pub(super) fn build(request: &Request) -> Result<Option<Vec<Binary>>> {
             has_vms: false,
         });
     }
-    Ok(Some(binaries))
+    // Not part of the selection.
+    if let Entry::Vacant(product) = programs.entry(PROGRAMS[0].1) {
+        product.insert(build_product(crate::cargo::Profile::Dev)?);
+    }
+    Ok(Some(Built { binaries, programs }))
 }
 
 impl Binary {
@@ -198,7 +226,11 @@ impl Binary {
     }
 
     /// What runs it as cargo would.
-    pub(super) fn command(&self, request: &Request, product: &Path) -> Command {
+    pub(super) fn command(
+        &self,
+        request: &Request,
+        programs: &BTreeMap<&'static str, PathBuf>,
+    ) -> Command {
         let mut command = match &self.program {
             Program::Docs => {
                 let mut command = cargo();
@@ -220,7 +252,7 @@ impl Binary {
             .current_dir(&self.package)
             .env("CARGO_MANIFEST_DIR", &self.package)
             .env("CARGO", cargo_program())
-            .env("FARSIDE_BIN", product)
+            .envs(programs)
             .stdin(Stdio::null());
         die_with_us(&mut command);
         command

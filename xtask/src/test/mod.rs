@@ -10,10 +10,10 @@ mod output;
 mod report;
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     io::{Write, pipe, stdout},
     ops::ControlFlow,
-    path::Path,
+    path::PathBuf,
     process::ExitCode,
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -22,8 +22,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_testbed::{Progress, Testbed};
 
-use crate::cargo::{Profile, build_product};
-use binaries::Binary;
+use binaries::{Binary, Built};
 use report::Report;
 
 /// For all tests of a binary: above what a single test may take, which then is named.
@@ -125,8 +124,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         testbed.qemu_version(),
         testbed.accel()
     );
-    let product = build_product(Profile::Dev)?;
-    let Some(binaries) = binaries::build(&request)? else {
+    let Some(Built { binaries, programs }) = binaries::build(&request)? else {
         return Ok(ExitCode::FAILURE);
     };
     let began = Instant::now();
@@ -139,7 +137,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     with_vms.sort_by_key(Binary::rank);
     let run = Run {
         request: &request,
-        product: &product,
+        programs: &programs,
         report: Mutex::default(),
     };
     let (with_vms, others) = (Mutex::new(with_vms.into()), Mutex::new(others.into()));
@@ -180,7 +178,7 @@ enum Show {
 
 struct Run<'a> {
     request: &'a Request,
-    product: &'a Path,
+    programs: &'a BTreeMap<&'static str, PathBuf>,
     report: Mutex<Report>,
 }
 
@@ -204,7 +202,7 @@ impl Run<'_> {
     fn one(&self, binary: &Binary, show: Show) -> Result<()> {
         // One pipe, as a terminal would have it.
         let (output, input) = pipe().context("a pipe for a test's output")?;
-        let mut command = binary.command(self.request, self.product);
+        let mut command = binary.command(self.request, self.programs);
         command
             .stdout(input.try_clone().context("a pipe for a test's output")?)
             .stderr(input);
