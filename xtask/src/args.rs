@@ -155,24 +155,15 @@ pub(crate) struct Bench {
 /// Builds the program, writes man pages and completions, and packs all of it with
 /// the units and examples of `cli/packaging/`. The last line is the package's path.
 ///
-/// cargo-deb is installed into the target folder when there is none.
+/// cargo-deb is installed into the test bed's cache when there is none.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Deb {
-    /// How the program is built.
-    #[arg(long, value_enum, default_value_t = DebProfile::Release)]
-    pub(crate) profile: DebProfile,
+    /// Pack this `farside` [default: built from this checkout, as users run it].
+    #[arg(long, value_name = "FILE")]
+    pub(crate) program: Option<PathBuf>,
     /// Write the package to this file or folder [default: target/debian].
     #[arg(long, value_name = "PATH")]
     pub(crate) output: Option<PathBuf>,
-}
-
-/// How the packed program is built.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DebProfile {
-    /// For users.
-    Release,
-    /// For tests: with assertions, and built already.
-    Dev,
 }
 
 /// A part of `cargo xtask bench`.

@@ -15,7 +15,7 @@ use anyhow::{Context, Result, ensure};
 use farside_testbed::{Progress, Testbed};
 
 use crate::{
-    args::{Deb, DebProfile},
+    args::Deb,
     cargo::{Profile, build_product, cargo, workspace},
 };
 
@@ -33,10 +33,10 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Makes the package and prints its path.
 pub(crate) fn run(args: &Deb) -> Result<()> {
     let path = search_path()?;
-    let program = build_product(match args.profile {
-        DebProfile::Release => Profile::Release,
-        DebProfile::Dev => Profile::Dev,
-    })?;
+    let program = match &args.program {
+        Some(program) => program.clone(),
+        None => build_product(Profile::Release)?,
+    };
     let target = program
         .ancestors()
         .nth(2)
@@ -46,7 +46,9 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
     let staged = target.join("deb");
     stage(&program, &staged.join("release"))?;
 
-    let mut command = Command::new(cargo_deb(&target.join("tools"))?);
+    let mut command = Command::new(cargo_deb(
+        &farside_testbed::cache_directory()?.join(format!("cargo-deb-{CARGO_DEB}")),
+    )?);
     command
         .args(["--no-build", "--strip", "--manifest-path"])
         .arg(workspace().join("cli/Cargo.toml"))

@@ -247,6 +247,11 @@ impl Testbed {
     }
 }
 
+/// The cache's directory; see [`Testbed::prepare`].
+pub fn cache_directory() -> Result<PathBuf> {
+    cache::default_root()
+}
+
 /// Builds the kernel of [`Testbed::iommufd_kernel`], unless the cache has it, and
 /// returns its image: some minutes, 170 MB of packages, 2 GB of room meanwhile.
 pub fn build_iommufd_kernel(progress: &Progress) -> Result<PathBuf> {

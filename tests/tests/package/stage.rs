@@ -4,7 +4,7 @@ use std::{fs, path::Path, process::Command, sync::OnceLock};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{DebianRoot, Inside, Progress};
-use farside_tests::testbed;
+use farside_tests::{farside_program, testbed};
 use tempfile::TempDir;
 
 /// What the root has beside Debian's smallest system.
@@ -85,7 +85,9 @@ pub fn install(inside: &Inside) -> Result<String> {
 fn make_package(to: &Path) -> Result<()> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["run", "--quiet", "--package", "xtask", "--"])
-        .args(["deb", "--profile", "dev", "--output"])
+        .args(["deb", "--program"])
+        .arg(farside_program()?)
+        .arg("--output")
         .arg(to)
         .output()
         .context("running cargo")?;
