@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_daemon::{Activated, Kind, OwnedListener, SocketGroup, paths};
+use farside_daemon::{Activated, OwnedListener, SocketGroup, SocketKind, paths};
 use farside_vfio_user::Listener;
 
 use crate::StartError;
@@ -36,7 +36,7 @@ impl Sockets {
     /// The socket at which QEMU finds a device.
     pub(crate) fn device(&mut self, device: &str) -> Result<Listener, StartError> {
         let path = self.directory.join(paths::device_socket_name(device));
-        if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
+        if let Some(socket) = self.activated.take_path(&path, SocketKind::Stream)? {
             return Ok(socket.into());
         }
         let listener = Listener::bind(&path)?;
@@ -61,10 +61,10 @@ impl Sockets {
 
     fn own(&mut self, name: &str) -> Result<OwnedListener, StartError> {
         let path = self.directory.join(name);
-        if let Some(socket) = self.activated.take_path(&path, Kind::Stream)? {
+        if let Some(socket) = self.activated.take_path(&path, SocketKind::Stream)? {
             return Ok(socket);
         }
-        Ok(OwnedListener::bind(&path, Kind::Stream, BACKLOG)?)
+        Ok(OwnedListener::bind(&path, SocketKind::Stream, BACKLOG)?)
     }
 
     /// An error when the service manager has made a socket that nobody took.

@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-use farside_daemon::{Activated, Kind, RateLimit, is_private, paths};
+use farside_daemon::{Activated, RateLimit, SocketKind, is_private, paths};
 use farside_lender_protocol::{Address, Channel, Listener};
 
 use crate::{config::Config, server::StartError};
@@ -119,7 +119,7 @@ impl AsFd for Entrance {
 
 /// The socket for this host.
 fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, StartError> {
-    if let Some(socket) = activated.take_path(path, Kind::SeqPacket)? {
+    if let Some(socket) = activated.take_path(path, SocketKind::SeqPacket)? {
         return Ok(socket.into());
     }
     if let Some(directory) = path.parent() {

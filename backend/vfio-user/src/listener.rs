@@ -9,45 +9,45 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_daemon::{Kind, ListenError, OwnedListener, RateLimit};
+use farside_daemon::{ListenError, OwnedListener, RateLimit, SocketKind};
 use rustix::net::{Shutdown, shutdown};
 
 use super::connection::{Connection, ConnectionError};
 use super::stream::Stream;
 
-/// Connections that may wait to be accepted. More than one, so that a client
-/// that is refused hears of it at once.
+/// Backlog of listen(2). Above 1, so that a surplus client's connect(2) does not
+/// block and the refusal reaches it at once.
 const BACKLOG: i32 = 4;
 
 /// A listening socket for one client at a time.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedListener,
-    /// Lines on clients that are refused since another is served.
+    /// Limits log lines on clients refused because another one is served.
     refused: RateLimit,
 }
 
 /// Whether a client may be served now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
-    /// No client is served: the next one will be.
+    /// No client is served: accept the next one.
     Free,
-    /// A client is served: others are refused.
+    /// A client is served: refuse others.
     Taken,
 }
 
 /// Why a client cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceptError {
-    /// A client cannot be accepted.
+    /// accept(2) failed.
     #[error("cannot accept a client at {path}", path = path.display())]
     Accept {
-        /// The socket.
+        /// The socket's path.
         path: PathBuf,
-        /// Why.
+        /// The error of accept(2).
         source: io::Error,
     },
-    /// A client was accepted and cannot be served.
+    /// The accepted socket could not be set up.
     #[error(transparent)]
     Connection(#[from] ConnectionError),
 }
@@ -55,7 +55,7 @@ pub enum AcceptError {
 impl Listener {
     /// Listens at `path`; see [`OwnedListener::bind`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        OwnedListener::bind(path, Kind::Stream, BACKLOG).map(Self::from)
+        OwnedListener::bind(path, SocketKind::Stream, BACKLOG).map(Self::from)
     }
 
     /// The socket's path.
@@ -64,11 +64,11 @@ impl Listener {
     }
 
     /// Accepts the next client if `slot` is free, and refuses pending ones if not.
-    /// Returns `None` if no client is pending that may be served.
+    /// Returns `None` if no client was accepted.
     ///
     /// # Errors
     ///
-    /// Fails if accepting does, for instance with EMFILE.
+    /// Fails if accept(2) does, for instance with EMFILE.
     pub fn accept(&self, slot: Slot) -> Result<Option<Connection>, AcceptError> {
         loop {
             let accepted = self.socket.accept().map_err(|source| AcceptError::Accept {
@@ -93,7 +93,7 @@ impl Listener {
 }
 
 impl From<OwnedListener> for Listener {
-    /// For a socket of [`Kind::Stream`].
+    /// Takes a socket of [`SocketKind::Stream`].
     fn from(socket: OwnedListener) -> Self {
         Self {
             socket,
@@ -110,8 +110,8 @@ impl AsFd for Listener {
 }
 
 impl Drop for Listener {
-    /// Accepts and closes pending connections, which the kernel would reset. At an
-    /// adopted socket another process accepts next.
+    /// Accepts and closes pending connections, which the kernel would reset. An
+    /// adopted socket is left alone: its next owner accepts them.
     fn drop(&mut self) {
         if self.socket.owns_path() && shutdown(&self.socket, Shutdown::Read).is_ok() {
             while let Ok(Some(client)) = self.socket.accept() {

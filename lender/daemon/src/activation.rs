@@ -1,7 +1,7 @@
 //! Listening sockets that the service manager created (`sd_listen_fds(3)`).
 //!
-//! The daemon takes each of them by its address, not by its order or name. A
-//! socket that is left over is a mistake in a unit, and reported as an error.
+//! The daemon identifies them by address, not by order or name. An unused socket is a
+//! mistake in a unit file, and reported as an error.
 
 use std::{
     fmt, io,
@@ -21,7 +21,7 @@ use rustix::{
 
 use crate::OwnedListener;
 
-/// Where a socket listens.
+/// A socket's address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// A path.
@@ -32,10 +32,10 @@ pub enum Endpoint {
 
 /// The type of a UNIX socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// As bytes: vfio-user, status.
+pub enum SocketKind {
+    /// `SOCK_STREAM`: vfio-user, status.
     Stream,
-    /// As messages: a lender's socket.
+    /// `SOCK_SEQPACKET`: a lender's socket.
     SeqPacket,
 }
 
@@ -44,52 +44,51 @@ pub enum Kind {
 struct Socket {
     fd: OwnedFd,
     at: Endpoint,
-    kind: Kind,
+    kind: SocketKind,
 }
 
-/// Listening sockets from the service manager that are not taken yet.
+/// Listening sockets from the service manager that have not been taken.
 #[derive(Debug, Default)]
 pub struct Activated(Vec<Socket>);
 
 /// Why a descriptor from the service manager cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the fields are what the messages name")]
+#[allow(missing_docs, reason = "the messages document the fields")]
 pub enum ActivationError {
-    /// Not a socket, or of a type that no daemon listens with.
+    /// Not a socket, or of an unsupported type.
     #[error(
-        "descriptor {number} from the service manager ($LISTEN_FDS) is no listening UNIX or TCP socket: {why}; a socket unit of farside has only ListenStream= and ListenSequentialPacket=, with Accept=no"
+        "descriptor {number} from the service manager ($LISTEN_FDS) is not a listening UNIX or TCP socket: {why}; use only ListenStream= and ListenSequentialPacket= in a socket unit of farside, with Accept=no"
     )]
     Foreign { number: usize, why: String },
-    /// The address is as expected, the type is not.
+    /// Expected address, wrong type.
     #[error(
-        "the service manager's socket at {path} has to be made with {wanted}=, not {found}=: fix the socket unit, and restart it",
+        "the service manager's socket at {path} must be {wanted}=, not {found}=: fix the socket unit, and restart it",
         path = path.display()
     )]
     Kind {
         path: PathBuf,
-        wanted: Kind,
-        found: Kind,
+        wanted: SocketKind,
+        found: SocketKind,
     },
-    /// Its path was removed.
+    /// The path was removed.
     #[error(
-        "the service manager listens at {path}, but somebody has removed that path, so that nobody can connect: restart the socket unit",
+        "the service manager listens at {path}, but that path was removed and is unreachable: restart the socket unit",
         path = path.display()
     )]
     Lost { path: PathBuf },
-    /// The daemon takes no socket at this address.
+    /// The daemon has no socket at this address.
     #[error(
-        "the service manager listens at {at}, which is none of {wanted}: remove it from the socket unit (`systemctl cat` shows it), or run `systemctl daemon-reload` and restart the socket unit if the configuration has changed"
+        "the service manager listens at {at}, which is not one of {wanted}: remove it from the socket unit (`systemctl cat` shows it), or run `systemctl daemon-reload` and restart the socket unit if the configuration has changed"
     )]
     Unwanted { at: Endpoint, wanted: String },
-    /// The kernel does not report its type or address.
+    /// A system call failed.
     #[error("descriptor {number} from the service manager ($LISTEN_FDS) cannot be used")]
     System { number: usize, source: io::Error },
 }
 
 impl Activated {
-    /// Takes what the service manager gave this process; nothing when it was
-    /// started otherwise. To be called once, before there are other threads: it
-    /// removes the variables from the environment.
+    /// Takes the sockets that the service manager passed to this process, if any. Call
+    /// once, before other threads exist: it removes the variables from the environment.
     pub fn from_env() -> Result<Self, ActivationError> {
         let mut given = ListenFd::from_env();
         (0..given.len())
@@ -98,11 +97,11 @@ impl Activated {
             .map(Self)
     }
 
-    /// The socket that listens at `path`, if there is one.
+    /// Takes the socket that listens at `path`, if there is one.
     pub fn take_path(
         &mut self,
         path: &Path,
-        kind: Kind,
+        kind: SocketKind,
     ) -> Result<Option<OwnedListener>, ActivationError> {
         let here = |socket: &Socket| matches!(&socket.at, Endpoint::Path(at) if same(at, path));
         let Some(index) = self.0.iter().position(here) else {
@@ -126,7 +125,7 @@ impl Activated {
         }
     }
 
-    /// All sockets that listen at TCP ports.
+    /// Takes all sockets that listen at TCP ports.
     pub fn take_ports(&mut self) -> Vec<(OwnedFd, SocketAddr)> {
         let mut ports = Vec::new();
         for socket in std::mem::take(&mut self.0) {
@@ -138,8 +137,8 @@ impl Activated {
         ports
     }
 
-    /// An error when a socket is left. `wanted` says what would have been taken,
-    /// such as "the sockets of VM web1".
+    /// Fails if a socket has not been taken. `wanted` describes the daemon's sockets, such
+    /// as "the sockets of VM web1".
     pub fn finish(self, wanted: &str) -> Result<(), ActivationError> {
         match self.0.into_iter().next() {
             None => Ok(()),
@@ -151,9 +150,9 @@ impl Activated {
     }
 }
 
-/// What the descriptor at `index` is.
+/// Takes the descriptor at `index` and checks it.
 fn take(given: &mut ListenFd, index: usize) -> Result<Socket, ActivationError> {
-    // As the kernel counts: the first one is 3.
+    // SD_LISTEN_FDS_START is 3.
     let number = index + 3;
     let foreign = |why: String| ActivationError::Foreign { number, why };
     let system = |errno: Errno| ActivationError::System {
@@ -162,9 +161,9 @@ fn take(given: &mut ListenFd, index: usize) -> Result<Socket, ActivationError> {
     };
     let mut last = String::new();
     for (family, kind) in [
-        (libc::AF_UNIX, Kind::Stream),
-        (libc::AF_UNIX, Kind::SeqPacket),
-        (libc::AF_INET, Kind::Stream),
+        (libc::AF_UNIX, SocketKind::Stream),
+        (libc::AF_UNIX, SocketKind::SeqPacket),
+        (libc::AF_INET, SocketKind::Stream),
     ] {
         let fd = match given.take_custom::<OwnedFd>(index, family, kind.raw(), kind.unit_key()) {
             Ok(Some(fd)) => fd,
@@ -179,8 +178,7 @@ fn take(given: &mut ListenFd, index: usize) -> Result<Socket, ActivationError> {
         }
         let address = getsockname(&fd).map_err(system)?;
         let at = endpoint(&address).map_err(foreign)?;
-        // The daemons wait for sockets by poll, and another process may be
-        // faster to accept.
+        // Another process may accept a connection between poll(2) and accept(2).
         rustix::io::ioctl_fionbio(&fd, true).map_err(system)?;
         return Ok(Socket { fd, at, kind });
     }
@@ -196,11 +194,11 @@ fn endpoint(address: &SocketAddrAny) -> Result<Endpoint, String> {
             Some(path) => Ok(Endpoint::Path(std::ffi::OsStr::from_bytes(path).into())),
             None => Err("it has no path in the file system".into()),
         },
-        Err(errno) => Err(format!("its address is of another kind ({errno})")),
+        Err(errno) => Err(format!("unsupported address family ({errno})")),
     }
 }
 
-/// Whether two paths lead to the same place, such as by /var/run and /run.
+/// Whether two paths name the same file, for example through /var/run and /run.
 fn same(a: &Path, b: &Path) -> bool {
     let identity = |path| {
         let meta = std::fs::symlink_metadata(path).ok()?;
@@ -209,7 +207,7 @@ fn same(a: &Path, b: &Path) -> bool {
     a == b || identity(a).is_some_and(|a| identity(b) == Some(a))
 }
 
-impl Kind {
+impl SocketKind {
     fn raw(self) -> libc::c_int {
         match self {
             Self::Stream => libc::SOCK_STREAM,
@@ -225,7 +223,7 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for SocketKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.unit_key())
     }
@@ -252,12 +250,12 @@ mod tests {
         Activated(vec![Socket {
             at: endpoint(&address).unwrap(),
             fd,
-            kind: Kind::Stream,
+            kind: SocketKind::Stream,
         }])
     }
 
     #[test]
-    fn a_socket_is_found_by_its_path_however_that_is_written() {
+    fn a_socket_is_found_by_any_path_to_it() {
         let directory = tempfile::tempdir().unwrap();
         let (path, link) = (
             directory.path().join("run/s"),
@@ -267,14 +265,21 @@ mod tests {
         std::os::unix::fs::symlink("run", &link).unwrap();
         let mut activated = listening(&path);
         let other = directory.path().join("t");
-        assert!(activated.take_path(&other, Kind::Stream).unwrap().is_none());
-        let found = activated.take_path(&link.join("s"), Kind::Stream).unwrap();
+        assert!(
+            activated
+                .take_path(&other, SocketKind::Stream)
+                .unwrap()
+                .is_none()
+        );
+        let found = activated
+            .take_path(&link.join("s"), SocketKind::Stream)
+            .unwrap();
         assert!(found.is_some());
         activated.finish("the sockets of a test").unwrap();
     }
 
     #[test]
-    fn what_nobody_asked_for_is_named() {
+    fn an_unused_socket_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let error = listening(&path)
@@ -288,11 +293,11 @@ mod tests {
     }
 
     #[test]
-    fn the_wrong_kind_and_a_path_that_has_gone_are_refused() {
+    fn the_wrong_type_and_a_removed_path_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let wrong = listening(&path)
-            .take_path(&path, Kind::SeqPacket)
+            .take_path(&path, SocketKind::SeqPacket)
             .unwrap_err();
         assert!(
             wrong.to_string().contains("ListenSequentialPacket="),
@@ -301,7 +306,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let mut activated = listening(&path);
         std::fs::remove_file(&path).unwrap();
-        let gone = activated.take_path(&path, Kind::Stream).unwrap_err();
+        let gone = activated.take_path(&path, SocketKind::Stream).unwrap_err();
         assert!(matches!(gone, ActivationError::Lost { .. }), "{gone}");
     }
 
@@ -315,7 +320,7 @@ mod tests {
         let mut activated = Activated(vec![Socket {
             at: Endpoint::Port(at),
             fd,
-            kind: Kind::Stream,
+            kind: SocketKind::Stream,
         }]);
         assert_eq!(activated.take_ports()[0].1, at);
         activated.finish("nothing").unwrap();

@@ -1,4 +1,4 @@
-//! Programs that are asked something, and have a deadline.
+//! Child processes with a deadline.
 
 use std::{
     io::{self, Read},
@@ -14,25 +14,25 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
 
-/// Longest output that is read, bytes. QEMU lists its devices in some 30 KB.
+/// Most bytes of output that are read. QEMU's list of devices has about 30 KB.
 const MAX_OUTPUT: u64 = 4 << 20;
 
-/// Why a program's output is not known.
+/// Why a command's output is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum OutputError {
-    /// It cannot be run.
+    /// The command could not be run.
     #[error("it cannot be run")]
     Run(#[source] io::Error),
-    /// It was killed, with the children that it had not put elsewhere.
+    /// The command exceeded its limit; its process group was killed.
     #[error("it did not answer within {0:?}")]
     Late(Duration),
 }
 
-/// Runs `command` without input, in a process group of its own, and returns what it
-/// wrote. Kills the group once `limit` is over.
+/// Runs `command` without input, in a process group of its own, and returns its output.
+/// Kills the group after `limit`.
 ///
 /// # Errors
-/// [`OutputError`]; that the program fails is none, see [`Output::status`].
+/// [`OutputError`]. An unsuccessful exit is no error; see [`Output::status`].
 pub fn output_within(command: &mut Command, limit: Duration) -> Result<Output, OutputError> {
     let mut child = command
         .stdin(Stdio::null())
@@ -43,7 +43,7 @@ pub fn output_within(command: &mut Command, limit: Duration) -> Result<Output, O
         .map_err(OutputError::Run)?;
     let written = read_until_end(&mut child, Instant::now() + limit);
     if written.is_none() {
-        // It fails only where nothing is left to kill.
+        // Fails only if no process of the group is left.
         let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
     }
     let status = child.wait().map_err(OutputError::Run)?;
@@ -55,7 +55,7 @@ pub fn output_within(command: &mut Command, limit: Duration) -> Result<Output, O
     })
 }
 
-/// What it writes to its standard output and error, if it ends in time.
+/// The child's standard output and error, if it exits in time.
 fn read_until_end(child: &mut Child, deadline: Instant) -> Option<[Vec<u8>; 2]> {
     let left = || deadline.saturating_duration_since(Instant::now());
     let stdout = reader(child.stdout.take()?);
@@ -67,11 +67,11 @@ fn read_until_end(child: &mut Child, deadline: Instant) -> Option<[Vec<u8>; 2]> 
     ends_by(child, deadline).ok()?.then_some(written)
 }
 
-/// Waits until `child`, which nobody has waited for yet, has ended. Returns whether that
-/// came by `deadline`.
+/// Waits until `child`, which must not have been reaped, has exited. Returns whether it
+/// has by `deadline`.
 ///
 /// # Errors
-/// If the process has no descriptor left for it.
+/// Fails if pidfd_open(2) does, for instance with EMFILE.
 pub fn ends_by(child: &Child, deadline: Instant) -> io::Result<bool> {
     let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     loop {
@@ -89,7 +89,7 @@ fn reader(stream: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         let _ = stream.take(MAX_OUTPUT).read_to_end(&mut bytes);
-        // After the deadline nobody receives.
+        // Fails after the deadline: the receiver is dropped.
         let _ = send.send(bytes);
     });
     receive
@@ -112,10 +112,10 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_hangs_is_killed_with_its_children() {
+    fn a_hanging_command_is_killed_with_its_children() {
         let limit = Duration::from_millis(50);
         let began = Instant::now();
-        // Its child has the pipes, too; and one that has closed them.
+        // A child that also holds the pipes; and a command that has closed them.
         for script in ["sleep 1000 & wait", "exec >&- 2>&-; sleep 1000"] {
             let error = sh(script, limit).unwrap_err();
             assert!(matches!(error, OutputError::Late(_)), "{script}: {error}");
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_child_is_waited_for() {
+    fn waits_for_the_exit_of_a_child() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let input = child.stdin.take();
         assert!(!ends_by(&child, Instant::now() + Duration::from_millis(50)).unwrap());
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_missing_cannot_be_run() {
+    fn a_missing_command_cannot_be_run() {
         let error = output_within(&mut Command::new("/no/such"), Duration::from_secs(1));
         assert!(matches!(error, Err(OutputError::Run(_))), "{error:?}");
     }

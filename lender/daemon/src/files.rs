@@ -6,9 +6,8 @@ use std::{
     path::Path,
 };
 
-/// Replaces the content of the file `path` with `bytes`, atomically: a reader, also
-/// after a crash, finds the old content or all of the new. Creates its directory
-/// if that is missing.
+/// Atomically replaces the content of the file `path` with `bytes`: a reader, also
+/// after a crash, finds either the old or the new content. Creates missing directories.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let at = |error: io::Error| {
         io::Error::new(
@@ -32,8 +31,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     written.map_err(at)
 }
 
-/// Removes a file, so that a crash does not bring it back. Succeeds if it is
-/// missing.
+/// Durably removes a file. Succeeds if it is missing.
 pub fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Ok(()) => path.parent().map_or(Ok(()), sync_directory),

@@ -1,4 +1,4 @@
-//! Sockets that others than their owner may connect to.
+//! Access to sockets for members of a group.
 
 use std::{
     fs::Permissions,
@@ -16,19 +16,19 @@ pub struct SocketGroup {
     gid: u32,
 }
 
-/// Why a group cannot be given a socket.
+/// Why a group cannot be given access.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the fields are what the messages name")]
+#[allow(missing_docs, reason = "the messages document the fields")]
 pub enum GroupError {
     /// No such group.
     #[error(
-        "socket group {0:?}: this host has no such group; `getent group` lists those there are (QEMU of libvirt runs in libvirt-qemu or qemu, others often in kvm)"
+        "socket group {0:?} does not exist on this host; `getent group` lists all groups (libvirt's QEMU runs in libvirt-qemu or qemu, others often in kvm)"
     )]
     Unknown(String),
-    /// The host's list of groups cannot be read.
+    /// The look-up failed.
     #[error("cannot look up socket group {name:?}")]
     Lookup { name: String, source: io::Error },
-    /// A file cannot be given to the group.
+    /// The group or mode of a file cannot be changed.
     #[error("cannot give {path} to the group {group}{hint}", path = path.display(), hint = membership(source, group))]
     Give {
         path: PathBuf,
@@ -37,18 +37,18 @@ pub enum GroupError {
     },
 }
 
-/// Who may give a file to a group, where that is why it failed.
+/// The remedy for EPERM: only a member may chown a file to a group.
 fn membership(error: &io::Error, group: &str) -> String {
     match error.kind() {
         io::ErrorKind::PermissionDenied => format!(
-            "; the user that farside runs as has to be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit"
+            "; farside's user must be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit"
         ),
         _ => String::new(),
     }
 }
 
 impl SocketGroup {
-    /// The group of that name, where the host looks for groups (`nss(5)`).
+    /// Looks a group up by name (`nss(5)`).
     pub fn named(name: &str) -> Result<Self, GroupError> {
         match Group::from_name(name) {
             Ok(Some(group)) => Ok(Self {
@@ -63,24 +63,22 @@ impl SocketGroup {
         }
     }
 
-    /// Its name.
+    /// The group's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Lets members connect to the socket at `path`, and nobody else but its
-    /// owner (mode 0660).
+    /// Lets only the owner and members connect to the socket at `path` (mode 0660).
     pub fn admit(&self, path: &Path) -> Result<(), GroupError> {
         self.give(path, 0o660)
     }
 
-    /// Lets members reach what is in `directory`, whose names they have to know
-    /// (mode 0710), and everyone pass through `parents` directories above it that are
-    /// this user's.
+    /// Lets members search, but not list, `directory` (mode 0710), and everyone search
+    /// the next `parents` directories above it, as far as this user owns them.
     pub fn admit_into(&self, directory: &Path, parents: usize) -> Result<(), GroupError> {
         self.give(directory, 0o710)?;
         for parent in directory.ancestors().skip(1).take(parents) {
-            open_for_passing(parent).map_err(|source| self.not_given(parent, source))?;
+            make_searchable(parent).map_err(|source| self.not_given(parent, source))?;
         }
         Ok(())
     }
@@ -100,18 +98,18 @@ impl SocketGroup {
     }
 }
 
-/// Lets everyone pass through `directory`, if it is ours and does not yet: what is in
-/// it has modes of its own.
-fn open_for_passing(directory: &Path) -> io::Result<()> {
-    const PASS: u32 = 0o011;
+/// Lets everyone search `directory`, if this user owns it. Its entries have modes of
+/// their own.
+fn make_searchable(directory: &Path) -> io::Result<()> {
+    const SEARCH: u32 = 0o011;
 
     let meta = std::fs::metadata(directory)?;
     let ours = meta.uid() == rustix::process::geteuid().as_raw();
     let mode = meta.mode() & 0o7777;
-    if !ours || mode & PASS == PASS {
+    if !ours || mode & SEARCH == SEARCH {
         return Ok(());
     }
-    std::fs::set_permissions(directory, Permissions::from_mode(mode | PASS))
+    std::fs::set_permissions(directory, Permissions::from_mode(mode | SEARCH))
 }
 
 #[cfg(test)]
@@ -145,7 +143,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        // Our own group: everyone may give a file to that.
+        // This process's own group: chown(2) to it is always permitted.
         let gid = rustix::process::getegid().as_raw();
         let own = Group::from_gid(gid.into()).unwrap().expect("a group entry");
         let group = SocketGroup::named(&own.name).unwrap();
@@ -169,7 +167,7 @@ mod tests {
     fn a_directory_that_is_open_stays_as_it_is() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
-        open_for_passing(directory.path()).unwrap();
+        make_searchable(directory.path()).unwrap();
         assert_eq!(
             std::fs::metadata(directory.path()).unwrap().mode() & 0o777,
             0o755

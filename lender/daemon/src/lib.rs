@@ -1,24 +1,23 @@
-//! The parts that every daemon needs: paths, sockets, readiness, and a log that no
-//! peer can flood.
+//! The common parts of the daemons: paths, sockets, readiness, rate-limited logging.
 //!
-//! - [`paths`]: where sockets are, unless configured.
-//! - [`check_name`]: names that become file names and parts of log lines.
-//! - [`is_private`]: networks in which nothing need be encrypted.
+//! - [`paths`]: default paths of sockets.
+//! - [`check_name`]: names that are used in file names and log lines.
+//! - [`is_private`]: networks that need no encryption.
 //! - [`files`]: small files that survive a crash.
 //! - [`FileLock`]: a lock between processes.
 //! - [`Activated`]: listening sockets that the service manager (systemd) created, so
 //!   that peers can connect before the daemon runs and while it restarts
 //!   (`sd_listen_fds(3)`).
-//! - [`OwnedListener`]: a UNIX socket that this process listens at, and its path.
+//! - [`OwnedListener`]: a listening UNIX socket and its path.
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
 //! - [`ready`], [`status`], [`stopping`]: readiness and a status line
-//!   (`sd_notify(3)`). Without a service manager they do nothing.
-//! - [`RateLimit`], [`StateLog`]: log lines that peers cause at a rate they choose.
+//!   (`sd_notify(3)`). No-ops without a service manager.
+//! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
 //! - [`Wakeup`]: wakes a thread that polls.
-//! - [`output_within`], [`ends_by`]: run a program, or wait for one, with a deadline.
+//! - [`output_within`], [`ends_by`]: run or await a child process with a deadline.
 //! - [`raise_open_files`]: the limit of open files.
 //!
-//! Protocols are in other crates: this one depends on none of ours.
+//! Protocols are in other crates: this one depends on no other crate of the workspace.
 
 #![forbid(unsafe_code)]
 
@@ -37,7 +36,7 @@ mod rate_limit;
 mod readiness;
 mod wakeup;
 
-pub use activation::{Activated, ActivationError, Endpoint, Kind};
+pub use activation::{Activated, ActivationError, Endpoint, SocketKind};
 pub use command::{OutputError, ends_by, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use listener::{ListenError, OwnedListener};

@@ -1,4 +1,4 @@
-//! UNIX sockets at which a daemon listens.
+//! A daemon's listening UNIX sockets.
 
 use std::{
     fs, io,
@@ -21,13 +21,13 @@ use rustix::{
     },
 };
 
-use crate::Kind;
+use crate::SocketKind;
 
 /// Longest path of a UNIX socket on Linux, bytes without the final NUL (`unix(7)`).
 const MAX_PATH: usize = 107;
 
-/// A listening UNIX socket that does not block. Dropping it removes its path, if
-/// [`bind`](Self::bind) created that and no other process has replaced it since.
+/// A nonblocking listening UNIX socket. Dropping it removes its path, if
+/// [`bind`](Self::bind) has created that and no other process has replaced it since.
 #[derive(Debug)]
 pub struct OwnedListener {
     socket: OwnedFd,
@@ -38,15 +38,15 @@ pub struct OwnedListener {
 
 /// Why a daemon cannot listen at a path.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the fields are what the messages name")]
+#[allow(missing_docs, reason = "the messages document the fields")]
 pub enum ListenError {
     /// The path does not fit in a socket address.
     #[error(
-        "socket path {path} has {length} bytes; at most {MAX_PATH} are possible: choose a shorter directory",
+        "socket path {path} has {length} bytes, the limit is {MAX_PATH}: choose a shorter directory",
         path = path.display()
     )]
     PathTooLong { path: PathBuf, length: usize },
-    /// The path holds a NUL, or is empty.
+    /// The path contains a NUL or is empty.
     #[error("invalid socket path {path:?}")]
     PathInvalid { path: PathBuf, source: Errno },
     /// Another process listens there.
@@ -55,12 +55,12 @@ pub enum ListenError {
         path = path.display()
     )]
     InUse { path: PathBuf },
-    /// The file there is not a socket, and is left alone.
+    /// The path is a file other than a socket, which is not removed.
     #[error("{path} exists and is not a socket: remove it or choose another path", path = path.display())]
     NotASocket { path: PathBuf },
-    /// The socket there is of another type, or this user may not connect to it.
+    /// The path is a socket of another type, or this user may not connect to it.
     #[error(
-        "cannot tell whether {path} is in use: stop the process that uses it or choose another path",
+        "cannot determine whether {path} is in use: stop the process that uses it or choose another path",
         path = path.display()
     )]
     Probe { path: PathBuf, source: io::Error },
@@ -73,22 +73,21 @@ pub enum ListenError {
 }
 
 impl OwnedListener {
-    /// Listens at `path`, to which only this user may connect. A socket left
-    /// behind by a dead process is replaced. At most `backlog` connections wait to
-    /// be accepted.
+    /// Listens at `path`, to which only this user may connect. Replaces the stale socket
+    /// of a dead process. `backlog` is that of listen(2).
     ///
     /// # Errors
     ///
     /// Fails if the path is too long, in use, not a socket, or cannot be bound.
-    pub fn bind(path: &Path, kind: Kind, backlog: i32) -> Result<Self, ListenError> {
+    pub fn bind(path: &Path, kind: SocketKind, backlog: i32) -> Result<Self, ListenError> {
         let address = address(path)?;
         let failed = |source| ListenError::Listen {
             path: path.to_owned(),
             source,
         };
         let socket = new_socket(kind).map_err(failed)?;
-        // Before the bind: Linux creates the path with the socket's mode, so at
-        // no time can another user connect.
+        // Before bind(2): Linux creates the path with the socket's mode, so other users
+        // can never connect.
         fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
         match bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
@@ -102,13 +101,13 @@ impl OwnedListener {
             path: path.to_owned(),
             identity: identity(path),
         };
-        // From here on a failure removes the path.
+        // After `listener` exists: a failure removes the path.
         listen(&listener.socket, backlog).map_err(failed)?;
         Ok(listener)
     }
 
-    /// Takes a UNIX socket that listens at `path` already and does not block,
-    /// such as one from a service manager. Its path stays.
+    /// Takes a nonblocking UNIX socket that already listens at `path`, such as one from a
+    /// service manager. Its path is not removed on drop.
     pub fn adopt(socket: OwnedFd, path: &Path) -> Self {
         Self {
             socket,
@@ -127,14 +126,14 @@ impl OwnedListener {
         self.identity.is_some()
     }
 
-    /// Accepts a pending connection, which does not block either. Returns `None`
-    /// if there is none.
+    /// Accepts a pending connection, as a nonblocking socket. Returns `None` if there is
+    /// none.
     pub fn accept(&self) -> io::Result<Option<OwnedFd>> {
         loop {
             match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => return Ok(Some(socket)),
                 Err(Errno::AGAIN) => return Ok(None),
-                // That peer gave up; the next may not have.
+                // This peer has disconnected; others may be pending.
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(errno) => return Err(errno.into()),
             }
@@ -143,7 +142,7 @@ impl OwnedListener {
 }
 
 impl AsFd for OwnedListener {
-    /// Polls readable while a connection is pending.
+    /// Readable while a connection is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -157,7 +156,7 @@ impl AsRawFd for OwnedListener {
 
 impl Drop for OwnedListener {
     fn drop(&mut self) {
-        // Another process may have put its own socket there since.
+        // Another process may have replaced the path.
         if self.owns_path()
             && identity(&self.path) == self.identity
             && let Err(error) = fs::remove_file(&self.path)
@@ -174,7 +173,7 @@ fn address(path: &Path) -> Result<SocketAddrUnix, ListenError> {
         source,
     };
     match length {
-        // An empty address would make Linux choose one.
+        // Linux binds an empty address to a generated abstract one.
         0 => Err(invalid(Errno::NOENT)),
         1..=MAX_PATH => SocketAddrUnix::new(path).map_err(invalid),
         _ => Err(ListenError::PathTooLong {
@@ -184,17 +183,21 @@ fn address(path: &Path) -> Result<SocketAddrUnix, ListenError> {
     }
 }
 
-fn new_socket(kind: Kind) -> Result<OwnedFd, Errno> {
+fn new_socket(kind: SocketKind) -> Result<OwnedFd, Errno> {
     let kind = match kind {
-        Kind::Stream => SocketType::STREAM,
-        Kind::SeqPacket => SocketType::SEQPACKET,
+        SocketKind::Stream => SocketType::STREAM,
+        SocketKind::SeqPacket => SocketType::SEQPACKET,
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(AddressFamily::UNIX, kind, flags, None)
 }
 
 /// Removes a socket at which no process listens.
-fn remove_stale(path: &Path, address: &SocketAddrUnix, kind: Kind) -> Result<(), ListenError> {
+fn remove_stale(
+    path: &Path,
+    address: &SocketAddrUnix,
+    kind: SocketKind,
+) -> Result<(), ListenError> {
     let path = || path.to_owned();
     match fs::symlink_metadata(path()) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -210,7 +213,7 @@ fn remove_stale(path: &Path, address: &SocketAddrUnix, kind: Kind) -> Result<(),
         Ok(_) => {}
     }
     match new_socket(kind).and_then(|socket| connect(&socket, address)) {
-        // AGAIN: the listener's backlog is full, so there is a listener.
+        // AGAIN: a listener's backlog is full.
         Ok(()) | Err(Errno::AGAIN) => Err(ListenError::InUse { path: path() }),
         // Its owner has just removed it.
         Err(Errno::NOENT) => Ok(()),

@@ -1,14 +1,14 @@
 //! Names of devices and VMs.
 
-/// Longest name, bytes. Names become file names of sockets, whose whole path
-/// may have 107 bytes.
+/// Longest name, in bytes. Names become file names of sockets, whose paths are limited to
+/// 107 bytes.
 pub const MAX_NAME: usize = 48;
 
-/// Checks a device id or a VM's name, which become file names and parts of log
-/// lines. The error is the reason.
+/// Checks a device id or VM name, which is used in file names and log lines. The error
+/// is the reason.
 pub fn check_name(name: &str) -> Result<(), &'static str> {
     if name.is_empty() || name.len() > MAX_NAME {
-        return Err("has the wrong length");
+        return Err("has an invalid length");
     }
     let first = name.starts_with(|c: char| c.is_ascii_alphanumeric());
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -27,7 +27,7 @@ pub struct NameError {
     why: &'static str,
 }
 
-/// As [`check_name`], with an error that begins with `what`, such as "VM name".
+/// Like [`check_name`], with an error that begins with `what`, such as "VM name".
 pub fn check_name_of(what: &'static str, name: &str) -> Result<(), NameError> {
     check_name(name).map_err(|why| NameError {
         what,

@@ -1,15 +1,13 @@
-//! Networks in which a daemon may speak without encryption.
+//! Networks on which a daemon may communicate without encryption.
 
 use std::net::IpAddr;
 
-/// Whether an address is of no public network: the host's own (loopback),
-/// private (RFC 1918, RFC 4193) or of one link (RFC 3927, RFC 4291). Decides what
-/// goes unencrypted without being asked for, such as a lender's port and guest RAM
-/// in a live migration.
+/// Whether an address is loopback, private (RFC 1918, RFC 4193) or link-local
+/// (RFC 3927, RFC 4291). Traffic to other addresses, such as to a lender's port or guest
+/// RAM in a live migration, is unencrypted only on request.
 ///
-/// An IPv4-mapped address (RFC 4291, 2.5.5.2) is judged as the IPv4 address in it,
-/// since that is where the kernel sends the packets: `::ffff:10.0.0.1` is private,
-/// `::ffff:203.0.113.5` is not. Nothing public is taken for private.
+/// An IPv4-mapped address (RFC 4291, 2.5.5.2) counts as its IPv4 address, to which the
+/// kernel sends the packets: `::ffff:10.0.0.1` is private, `::ffff:203.0.113.5` is not.
 pub fn is_private(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
@@ -22,7 +20,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_that_the_internet_reaches_is_not_private_in_any_spelling() {
+    fn a_public_address_is_not_private_in_any_notation() {
         for (address, private) in [
             ("10.0.0.1", true),
             ("::ffff:10.0.0.1", true),
@@ -32,7 +30,7 @@ mod tests {
             ("203.0.113.5", false),
             ("::ffff:203.0.113.5", false),
             ("2001:db8::1", false),
-            // A NAT64 translates it (RFC 6052), wherever that is.
+            // NAT64 (RFC 6052): the translator may be on any network.
             ("64:ff9b::10.0.0.1", false),
             ("0.0.0.0", false),
             ("::", false),

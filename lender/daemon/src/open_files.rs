@@ -2,9 +2,9 @@
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit of open files to the hard one. The soft limit is 1024 by
-/// default, for `select()`, which we do not use; one function with 2048 vectors has
-/// more eventfds than that.
+/// Raises the soft limit of open files to the hard limit. The default soft limit of 1024
+/// protects users of `select()`, which farside does not use; one function with 2048
+/// vectors has more eventfds.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {

@@ -27,51 +27,49 @@ pub fn runtime_dir() -> PathBuf {
     }
 }
 
-/// The lender of this host.
+/// The socket of this host's lender.
 pub fn lender_socket() -> PathBuf {
     runtime_dir().join("lender.sock")
 }
 
-/// The sockets of one VM's backend.
+/// The directory of one VM's backend's sockets.
 pub fn vm_dir(vm: &str) -> PathBuf {
     runtime_dir().join("vm").join(vm)
 }
 
-/// The name in a VM's directory of the socket for one of its devices.
+/// Name of a device's socket in the VM's directory.
 pub fn device_socket_name(device: &str) -> String {
     format!("{device}.sock")
 }
 
-/// The name in a VM's directory of the socket that answers `farside status`.
+/// Name of the socket for `farside status` in a VM's directory.
 pub const STATUS_SOCKET_NAME: &str = "status";
 
-/// Where QEMU finds a device of a VM.
+/// The socket to which QEMU connects for a device of a VM.
 pub fn device_socket(vm: &str, device: &str) -> PathBuf {
     vm_dir(vm).join(device_socket_name(device))
 }
 
-/// Where a VM's backend answers `farside status`.
+/// The socket of a VM's backend for `farside status`.
 pub fn status_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(STATUS_SOCKET_NAME)
 }
 
-/// The name in a VM's directory of the socket that takes requests to attach and
-/// detach devices.
+/// Name of the socket for attaching and detaching devices in a VM's directory.
 pub const CONTROL_SOCKET_NAME: &str = "control";
 
-/// Where a VM's backend takes requests to attach and detach devices.
+/// The socket of a VM's backend for attaching and detaching devices.
 pub fn control_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join(CONTROL_SOCKET_NAME)
 }
 
-/// Where a VM's QEMU listens for QMP.
+/// The QMP socket of a VM's QEMU.
 pub fn monitor_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 
-/// Makes `directory`, for this user alone, unless it is there. Refuses one that
-/// another user owns and who could put sockets of his own there: the fallback
-/// in `/tmp` has a name that others can guess.
+/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it or
+/// can replace sockets in it: the fallback in `/tmp` has a predictable name.
 pub fn create_directory(directory: &Path) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
@@ -83,11 +81,11 @@ pub fn create_directory(directory: &Path) -> io::Result<()> {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
             format!(
-                "the directory belongs to user {owner}, not to {ours}: remove it, or name another in FARSIDE_RUNTIME_DIR"
+                "the directory belongs to user {owner}, not to {ours}: remove it, or set FARSIDE_RUNTIME_DIR to another"
             ),
         ));
     }
-    // Those above it up to the runtime directory are as much in the way.
+    // Also its parents up to the runtime directory.
     let runtime = runtime_dir();
     let above = directory.ancestors().skip(1);
     let above = above.take_while(|above| above.starts_with(&runtime));
@@ -96,7 +94,7 @@ pub fn create_directory(directory: &Path) -> io::Result<()> {
         .try_for_each(check_writers)
 }
 
-/// Refuses a directory in which any user could replace sockets with his own.
+/// Fails for a directory in which every user can replace sockets.
 fn check_writers(directory: &Path) -> io::Result<()> {
     const OTHERS_WRITE: u32 = 0o002;
     const STICKY: u32 = 0o1000;

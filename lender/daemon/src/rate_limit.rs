@@ -1,19 +1,19 @@
-//! Log lines that a guest, client or peer can cause at will, kept from filling
-//! the disk.
+//! Rate limits for log lines that a guest, client or peer can cause at will, so that
+//! they do not fill the disk.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-/// At most this many lines in each [`PERIOD`], for each allowance.
+/// Most lines in each [`PERIOD`].
 const BURST: u32 = 10;
 
-/// How often an allowance is full again.
+/// The period after which a limit is replenished.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// The allowance of one kind of line. Keep it in what the line is about, so that
-/// one noisy device or listener does not silence another:
+/// The limit of one kind of line. Keep it in the object that the line is about, so that
+/// one noisy device or listener does not suppress another's lines:
 ///
 /// ```
 /// # use farside_daemon::RateLimit;
@@ -35,13 +35,13 @@ struct Window {
     held_back: u64,
 }
 
-/// How many lines were not written since the last one that was. Displays as
-/// nothing when there are none.
+/// Number of lines suppressed since the last written one. Displays as an empty string if
+/// zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldBack(pub u64);
 
 impl RateLimit {
-    /// A full allowance.
+    /// An unused limit.
     pub const fn new() -> Self {
         Self(Mutex::new(None))
     }
@@ -57,7 +57,7 @@ impl RateLimit {
     }
 
     fn allow_in(&self, period: Duration, now: Instant) -> Option<HeldBack> {
-        // Counters stay usable whatever panicked while they were held.
+        // Counters have no invariant that a panic could break.
         let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let window = window.get_or_insert(Window {
             began: now,
@@ -92,9 +92,9 @@ impl std::fmt::Display for HeldBack {
     }
 }
 
-/// Log lines on the state of one thing. Each kind of line has an [allowance of
-/// its own](RateLimit); and when lines are held back, the last of them is written
-/// once the period is over, so that the log's last word on the thing is true.
+/// Log lines on the state of one object. Each kind of line has a [limit of its
+/// own](RateLimit). If lines are suppressed, the last of them is written after the
+/// period, so that the log's last line on the object reports its current state.
 #[derive(Clone, Debug)]
 pub struct StateLog(Arc<Mutex<Lines>>);
 
@@ -102,16 +102,16 @@ pub struct StateLog(Arc<Mutex<Lines>>);
 struct Lines {
     write: fn(&str),
     period: Duration,
-    /// The allowance of each kind.
+    /// The limit of each kind.
     kinds: Vec<(&'static str, RateLimit)>,
-    /// The last line, if it was held back.
+    /// The last line, if it was suppressed.
     last: Option<String>,
-    /// A thread waits to write `last`.
+    /// A thread is waiting to write `last`.
     waits: bool,
 }
 
 impl StateLog {
-    /// One that has written nothing. `write` takes whole lines.
+    /// A log that writes whole lines with `write`.
     pub fn new(write: fn(&str)) -> Self {
         Self::with_period(write, PERIOD)
     }
@@ -126,8 +126,8 @@ impl StateLog {
         })))
     }
 
-    /// Writes a line of a kind, now or when there is room for it; or never, when
-    /// another line comes first.
+    /// Writes a line of a kind. Above the limit, writes it after the period unless
+    /// another line follows before.
     pub fn line(&self, kind: &'static str, line: &str) {
         let mut lines = self.lines();
         if lines.kinds.iter().all(|(known, _)| *known != kind) {
@@ -154,8 +154,8 @@ impl StateLog {
         }
     }
 
-    /// A thread of its own, so that whoever logs need not wake up for it.
-    /// Returns whether there is one.
+    /// Starts a thread that writes the last line, so that the callers need no timer.
+    /// Returns whether it was started.
     fn write_last_after(&self, period: Duration) -> bool {
         let log = self.clone();
         let thread = std::thread::Builder::new().name("log".into());
@@ -171,7 +171,7 @@ impl StateLog {
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        // Nothing that is written to panics half-way.
+        // No update of `Lines` can be interrupted half-way by a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -190,7 +190,8 @@ mod tests {
         assert_eq!(limit.allow_at(start + PERIOD), Some(HeldBack(0)));
     }
 
-    /// What one log was given. Each test has its own function, so its own log.
+    /// The lines of one log. `write` is a plain function, so each test needs a static of
+    /// its own.
     macro_rules! written {
         ($name:ident, $log:ident) => {
             static $name: Mutex<Vec<String>> = Mutex::new(Vec::new());

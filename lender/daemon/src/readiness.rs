@@ -2,26 +2,26 @@
 
 use sd_notify::NotifyState;
 
-/// Tells the service manager that everything listens now, with a line for
+/// Notifies the service manager that all sockets listen (`READY=1`), with a line for
 /// `systemctl status`.
 pub fn ready(status: &str) {
     notify(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
 
-/// A line for `systemctl status`.
+/// Sets the line for `systemctl status`.
 pub fn status(status: &str) {
     notify(&[NotifyState::Status(status)]);
 }
 
-/// Tells the service manager that the daemon has begun to end.
+/// Notifies the service manager that the daemon is shutting down (`STOPPING=1`).
 pub fn stopping(status: &str) {
     notify(&[NotifyState::Stopping, NotifyState::Status(status)]);
 }
 
 fn notify(states: &[NotifyState]) {
-    // The daemon is as good as before; the service manager gives up on it when
-    // it waits for readiness.
+    // Not fatal: the daemon works. A service manager that waits for readiness stops it
+    // after a timeout.
     if let Err(error) = sd_notify::notify(states) {
-        log::warn!("cannot tell the service manager ($NOTIFY_SOCKET): {error}");
+        log::warn!("cannot notify the service manager ($NOTIFY_SOCKET): {error}");
     }
 }

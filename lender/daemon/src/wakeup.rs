@@ -1,4 +1,4 @@
-//! An eventfd with which one thread wakes another.
+//! An eventfd for waking another thread.
 
 use std::{
     io,
@@ -11,38 +11,37 @@ use rustix::{
     io::{Errno, read, write},
 };
 
-/// A flag between threads: raised by some, polled for by others. Clones are
-/// handles to the same flag.
+/// A flag that some threads raise and others poll. Clones are handles to the same flag.
 #[derive(Clone, Debug)]
 pub struct Wakeup(Arc<OwnedFd>);
 
 impl Wakeup {
-    /// A flag that is down.
+    /// A lowered flag.
     pub fn new() -> io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self(Arc::new(fd)))
     }
 
-    /// Raises the flag: the descriptor polls readable.
+    /// Raises the flag: the descriptor becomes readable.
     pub fn raise(&self) {
         match write(&*self.0, &1u64.to_ne_bytes()) {
-            // AGAIN: the counter is full, so the flag is up.
+            // AGAIN: the counter is at its maximum, so the flag is raised.
             Ok(_) | Err(Errno::AGAIN) => {}
-            Err(errno) => panic!("cannot write to our own eventfd: {errno}"),
+            Err(errno) => panic!("cannot write to an eventfd: {errno}"),
         }
     }
 
-    /// Takes the flag down. Returns whether it was up.
+    /// Lowers the flag. Returns whether it was raised.
     pub fn lower(&self) -> bool {
         self.take() > 0
     }
 
-    /// Takes the flag down. Returns how often it was raised since it last was.
+    /// Lowers the flag. Returns how often it was raised since it was last lowered.
     pub fn take(&self) -> u64 {
         let mut count = [0; 8];
         match read(&*self.0, &mut count) {
             Ok(_) => u64::from_ne_bytes(count),
-            // AGAIN: it is down.
+            // AGAIN: lowered.
             Err(_) => 0,
         }
     }
@@ -65,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn raises_are_counted_until_the_flag_is_taken_down() {
+    fn raises_are_counted_until_the_flag_is_lowered() {
         let flag = Wakeup::new().unwrap();
         assert!(!flag.lower());
         flag.clone().raise();

@@ -1,4 +1,4 @@
-//! Sockets at which a lender accepts channels.
+//! A lender's listening sockets.
 
 use std::{
     io,
@@ -7,11 +7,11 @@ use std::{
     path::Path,
 };
 
-use farside_daemon::{Kind, ListenError, OwnedListener};
+use farside_daemon::{ListenError, OwnedListener, SocketKind};
 
 use crate::{Address, Channel};
 
-/// Connections that may wait to be accepted.
+/// Backlog of listen(2).
 const BACKLOG: i32 = 128;
 
 /// A listening socket.
@@ -27,11 +27,11 @@ enum Socket {
 impl Listener {
     /// Listens at `path`; see [`OwnedListener::bind`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        OwnedListener::bind(path, Kind::SeqPacket, BACKLOG).map(Self::from)
+        OwnedListener::bind(path, SocketKind::SeqPacket, BACKLOG).map(Self::from)
     }
 
-    /// Listens at a TCP address: the first that `host` resolves to and that is
-    /// this host's. The caller decides who may connect: see
+    /// Listens at a TCP address: the first address of `host` that can be bound. The
+    /// caller is responsible for access control: see
     /// [`is_private`](farside_daemon::is_private).
     pub fn bind_tcp(host: &str, port: u16) -> io::Result<Self> {
         let address = Address::Tcp {
@@ -46,8 +46,8 @@ impl Listener {
         Ok(Self(Socket::Tcp { socket, at }))
     }
 
-    /// Takes a TCP socket that listens at `at` already and does not block, such as
-    /// one from a service manager.
+    /// Takes a nonblocking TCP socket that already listens at `at`, such as one from a
+    /// service manager.
     pub fn adopt_tcp(socket: OwnedFd, at: SocketAddr) -> Self {
         let socket = socket.into();
         Self(Socket::Tcp { socket, at })
@@ -61,7 +61,7 @@ impl Listener {
                 match socket.accept() {
                     Ok((connection, _)) => return Channel::from_tcp(connection).map(Some),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                    // That peer gave up; the next may not have.
+                    // This peer has disconnected; others may be pending.
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                     Err(error) => return Err(error),
                 }
@@ -69,8 +69,8 @@ impl Listener {
         }
     }
 
-    /// Where it listens; for TCP with the port that the kernel chose, and the
-    /// address that the name resolved to.
+    /// The bound address; for TCP with the resolved IP address and, if port 0 was
+    /// requested, the port that the kernel chose.
     pub fn address(&self) -> Address {
         match &self.0 {
             Socket::Unix(socket) => Address::Unix(socket.path().to_owned()),
@@ -81,7 +81,7 @@ impl Listener {
         }
     }
 
-    /// The IP address at which it listens, if it does.
+    /// The IP address of a TCP listener.
     pub fn ip(&self) -> Option<IpAddr> {
         match &self.0 {
             Socket::Unix(_) => None,
@@ -91,7 +91,7 @@ impl Listener {
 }
 
 impl From<OwnedListener> for Listener {
-    /// For a socket of [`Kind::SeqPacket`].
+    /// Takes a socket of [`SocketKind::SeqPacket`].
     fn from(socket: OwnedListener) -> Self {
         Self(Socket::Unix(socket))
     }
@@ -116,14 +116,14 @@ mod tests {
     fn connecting_does_not_wait_for_ever() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lender.sock");
-        let _listener = OwnedListener::bind(&path, Kind::SeqPacket, 0).unwrap();
+        let _listener = OwnedListener::bind(&path, SocketKind::SeqPacket, 0).unwrap();
         let mut waiting = Vec::new();
         let error = loop {
             match Channel::connect(&path.clone().into(), Duration::from_millis(20)) {
                 Ok(channel) => waiting.push(channel),
                 Err(error) => break error,
             }
-            assert!(waiting.len() < 100, "the backlog has no end");
+            assert!(waiting.len() < 100, "the backlog is unlimited");
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }

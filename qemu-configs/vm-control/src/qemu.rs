@@ -214,7 +214,7 @@ fn pid_file(vm: &str) -> PathBuf {
 mod tests {
     use std::process::{Child, Command};
 
-    use farside_daemon::{Kind, OwnedListener};
+    use farside_daemon::{OwnedListener, SocketKind};
 
     use super::*;
 
@@ -238,7 +238,7 @@ mod tests {
     fn a_qemu_whose_monitor_takes_no_more_clients_is_killed() {
         let directory = tempfile::tempdir().unwrap();
         let (monitor, pid_file) = (directory.path().join("qmp"), directory.path().join("pid"));
-        let _listener = OwnedListener::bind(&monitor, Kind::Stream, 1).unwrap();
+        let _listener = OwnedListener::bind(&monitor, SocketKind::Stream, 1).unwrap();
         let short = Duration::from_millis(50);
         let connect = || crate::monitor::connect_by(&monitor, Instant::now() + short);
         let waiting: Vec<_> = std::iter::from_fn(|| connect().ok()).collect();

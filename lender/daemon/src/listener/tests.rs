@@ -5,11 +5,11 @@ use std::os::unix::{
 
 use super::*;
 
-/// A few connections fit.
+/// Room for a few connections.
 const BACKLOG: i32 = 4;
 
 fn bind_stream(path: &Path) -> Result<OwnedListener, ListenError> {
-    OwnedListener::bind(path, Kind::Stream, BACKLOG)
+    OwnedListener::bind(path, SocketKind::Stream, BACKLOG)
 }
 
 #[test]
@@ -27,9 +27,9 @@ fn only_its_owner_may_connect_and_the_path_goes_with_it() {
 #[test]
 fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let dir = tempfile::tempdir().unwrap();
-    for kind in [Kind::Stream, Kind::SeqPacket] {
+    for kind in [SocketKind::Stream, SocketKind::SeqPacket] {
         let path = dir.path().join(kind.to_string());
-        // Left behind: bound, then closed without an unlink.
+        // Stale: bound, then closed without unlink(2).
         let socket = new_socket(kind).unwrap();
         bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         drop(socket);
@@ -38,7 +38,7 @@ fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let error = OwnedListener::bind(&path, kind, BACKLOG).unwrap_err();
         assert!(matches!(error, ListenError::InUse { .. }), "{error}");
         assert!(error.to_string().contains("another process listens at"));
-        // The probe was a peer that left at once.
+        // The probe was a peer that disconnected at once.
         assert!(listener.accept().unwrap().is_some());
         assert!(listener.accept().unwrap().is_none());
         drop(listener);
@@ -73,7 +73,7 @@ fn what_is_no_socket_of_ours_is_left_alone() {
 
     let stream = dir.path().join("stream");
     let _other = UnixListener::bind(&stream).unwrap();
-    let error = OwnedListener::bind(&stream, Kind::SeqPacket, BACKLOG).unwrap_err();
+    let error = OwnedListener::bind(&stream, SocketKind::SeqPacket, BACKLOG).unwrap_err();
     assert!(matches!(error, ListenError::Probe { .. }), "{error}");
 }
 
