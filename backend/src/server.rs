@@ -205,7 +205,7 @@ impl DeviceServer {
             return self.drop_client(&ConnectionError::Closed);
         }
         if events.intersects(gone | EventSet::READ_HANG_UP) {
-            client.connection.expect_end();
+            client.connection.on_peer_shutdown();
         }
         if let Err(error) = client.connection.flush() {
             self.drop_client(&error);

@@ -1,4 +1,4 @@
-//! One VMM's requests, and its answers to our messages.
+//! One VMM's requests, and its replies to the server's commands.
 
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_vfio_user::{
@@ -19,29 +19,29 @@ pub(crate) struct Machine {
     pub(crate) hosts: Hosts,
 }
 
-/// The machine, as one VMM sees it.
+/// The machine at one VMM's port.
 pub(crate) struct PortHandler<'a> {
     pub(crate) machine: &'a mut Machine,
     pub(crate) port: Port,
 }
 
 impl Machine {
-    /// A VMM is gone, and all that it brought.
+    /// A VMM has disconnected: drops its memory, eventfds and requests.
     pub(crate) fn client_gone(&mut self, port: Port) {
         let side = self.hosts.side(port);
         side.memory.clear();
         side.vectors.disable_all();
         side.held = None;
         side.unplugged = false;
-        let under_way = side.commands.clear();
+        let outstanding = side.commands.clear();
         self.ntb.cancel_read(port);
         self.host_gone(port);
-        for tag in under_way {
+        for tag in outstanding {
             self.concluded(tag, Err(FarError::Refused));
         }
     }
 
-    /// A VM has the port no longer.
+    /// A VM no longer has the port.
     fn host_gone(&mut self, port: Port) {
         self.ntb.set_present(port, false, &mut self.hosts);
         self.reset(port);
@@ -56,7 +56,7 @@ impl Machine {
         self.ntb.reset(port, &mut self.hosts);
     }
 
-    /// What a message was for has come to an end.
+    /// An access by a DMA command is complete.
     pub(crate) fn concluded(&mut self, tag: Tag, result: Result<&[u8], FarError>) {
         match tag {
             Tag::Write(at) => {
@@ -65,7 +65,8 @@ impl Machine {
                 }
             }
             Tag::Read { port, number } => {
-                // The answer to a read that nobody waits for any more.
+                // Ignore the reply for a read that was reset or whose VMM has
+                // disconnected.
                 let side = self.hosts.side(port);
                 if side.held.is_none() || side.reads != number {
                     return;
@@ -185,7 +186,7 @@ impl PortHandler<'_> {
         let size = self.machine.hosts.side(self.port).region_size(region);
         match size {
             0 => RegionInfo::absent(region),
-            // Nothing may be mapped, which also lets QEMU post its writes.
+            // Without mappable areas QEMU may post writes.
             _ => RegionInfo {
                 region,
                 size,
@@ -257,10 +258,10 @@ impl Handler for PortHandler<'_> {
         let side = self.machine.hosts.side(self.port);
         match side.commands.on_reply(header, payload) {
             Matched::Nothing => false,
-            Matched::Settled => true,
+            Matched::Probe => true,
             Matched::Command { tag, result } => {
                 let result = result.map_err(|errno| {
-                    log::debug!("{}: a message of ours: {errno}", side.name);
+                    log::debug!("{}: DMA command failed: {errno}", side.name);
                     FarError::Refused
                 });
                 self.machine.concluded(tag, result);

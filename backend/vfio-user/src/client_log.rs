@@ -7,10 +7,10 @@ use farside_error_chain::Chain;
 
 use crate::{AcceptError, ConnectionError, Refusal};
 
-/// Logs what becomes of a device's clients, each kind of line limited on its own.
+/// Logs events of a device's clients. Each kind of line has a rate limit of its own.
 ///
-/// It belongs to the device, not to a connection: a client that connects again gets
-/// no new allowance.
+/// It belongs to the device rather than to a connection, so that reconnecting does
+/// not reset the limits.
 #[derive(Debug, Default)]
 pub struct ClientLog {
     connected: RateLimit,
@@ -42,8 +42,8 @@ impl ClientLog {
         }
     }
 
-    /// The client closed the connection, or is disconnected because of `error`.
-    /// `state` follows in the line on a client that closed it.
+    /// The client closed the connection, or is disconnected because of `error`. If the
+    /// client closed it, the log line ends with `state`.
     pub fn ended(&self, device: &str, error: &ConnectionError, state: impl fmt::Display) {
         if let ConnectionError::Closed = error {
             if let Some(held_back) = self.closed.allow() {

@@ -6,19 +6,19 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum Command {
-    /// Negotiates version and capabilities; comes first.
+    /// Negotiates version and capabilities; the first command.
     Version = 1,
-    /// Makes a range of client memory known.
+    /// Maps a range of client memory.
     DmaMap = 2,
-    /// Takes a range of client memory back.
+    /// Unmaps a range of client memory.
     DmaUnmap = 3,
-    /// Asks for the number of regions and interrupt types.
+    /// Queries the number of regions and interrupt types.
     DeviceGetInfo = 4,
-    /// Asks for one region's size and how it can be accessed.
+    /// Queries one region's size and access flags.
     DeviceGetRegionInfo = 5,
-    /// Asks for ioeventfds of a region. Not served.
+    /// Queries a region's ioeventfds. Not supported.
     DeviceGetRegionIoFds = 6,
-    /// Asks for one interrupt type's count and flags.
+    /// Queries one interrupt type's count and flags.
     DeviceGetIrqInfo = 7,
     /// Sets up, masks or triggers interrupts.
     DeviceSetIrqs = 8,
@@ -32,20 +32,20 @@ pub enum Command {
     DmaWrite = 12,
     /// Resets the device.
     DeviceReset = 13,
-    /// Dirty page tracking of older protocol drafts. Not served.
+    /// Dirty page tracking of older protocol drafts. Not supported.
     DirtyPages = 14,
     /// Several small region writes in one message.
     RegionWriteMulti = 15,
-    /// Gets, sets or probes a device feature. Not served.
+    /// Gets, sets or probes a device feature. Not supported.
     DeviceFeature = 16,
-    /// Reads migration data. Not served.
+    /// Reads migration data. Not supported.
     MigDataRead = 17,
-    /// Writes migration data. Not served.
+    /// Writes migration data. Not supported.
     MigDataWrite = 18,
 }
 
 impl Command {
-    /// The command with this number, if there is one.
+    /// The command with this number; `None` if the protocol defines none.
     pub fn from_number(number: u16) -> Option<Self> {
         Some(match number {
             1 => Self::Version,

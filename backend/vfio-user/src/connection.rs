@@ -1,18 +1,17 @@
 //! Framing on a nonblocking UNIX stream socket, with descriptor passing.
 //!
-//! # Which message a descriptor belongs to
+//! # Matching descriptors to messages
 //!
 //! Descriptors travel with the first byte of the `sendmsg` that carried them,
 //! and Linux ends a `recvmsg` behind the segment that had descriptors. So the
 //! descriptors of one `recvmsg` came with the *last* segment in it, and belong
-//! to the last message that begins in what was received. To keep that exact,
+//! to the last message that begins in the received bytes. To keep that exact,
 //! one read never goes past the end of a message that may carry descriptors:
-//! it asks for the rest of a message whose size is known, or for
+//! it requests the rest of a message whose size is known, or
 //! [`FIRST_READ`] bytes, the size of the shortest message that may carry any.
-//! A region read and a region write of up to four bytes, which is nearly all of
-//! the traffic, arrive whole in that first read: one system call each. A server
-//! for which that is not enough may give the exactness up:
-//! [`Connection::read_ahead`].
+//! Region reads and region writes of up to four bytes, nearly all of the traffic,
+//! arrive whole in that first read: one system call each. A server may trade the
+//! exactness for fewer system calls: [`Connection::read_ahead`].
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -26,44 +25,44 @@ use super::header::{HEADER_SIZE, Header, ReplyTo};
 use super::outbox::Outbox;
 use super::reply::{self, Reply};
 use super::stream::Stream;
-use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS};
+use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS, MAX_QUEUED_BYTES};
 
 /// Bytes of a `DEVICE_SET_IRQS` without data: the shortest message that may
 /// carry descriptors.
 const FIRST_READ: usize = HEADER_SIZE + 20;
 
-/// What the receive buffer starts with, bytes, and the most it keeps when a
-/// long message is done: enough for everything but bulk region accesses.
+/// Initial size of the receive buffer in bytes, and its size after a long message is
+/// done: enough for everything but bulk region accesses.
 const BUFFER: usize = 8 << 10;
 
 /// A client's connection. Never blocks.
 ///
-/// After an error the connection is of no more use: drop it.
+/// Drop the connection after an error.
 #[derive(Debug)]
 pub struct Connection {
     socket: Stream,
-    /// Received and not yet consumed: `input[front..filled]`. It starts at the
+    /// Received and not yet consumed: `input[front..filled]`, which starts with the
     /// start of a message.
     input: Vec<u8>,
     front: usize,
     filled: usize,
-    /// Bytes at the front that were handed out as the last message.
+    /// Bytes at the front that the last returned message occupies.
     consumed: usize,
-    /// Bytes to ask for when the message at the front is not there yet.
+    /// Least size of a read while the message at the front is incomplete.
     least_read: usize,
-    /// Bytes of a refused message's body that are still to be thrown away.
+    /// Bytes of a refused message's body that are still to be discarded.
     to_drain: usize,
-    /// The last read got all that there was.
+    /// The last read emptied the socket's receive queue.
     emptied: bool,
-    /// The client has hung up: the end is to be read, too.
+    /// The client has shut down: read on until EOF.
     ending: bool,
-    /// Descriptors of messages in `input`, by where the message starts.
+    /// Descriptors of messages in `input`, by the message's start.
     fds: Vec<Passed>,
     output: Vec<u8>,
     outbox: Outbox,
 }
 
-/// Descriptors that came with the message that starts at `start` of the input.
+/// Descriptors of the message that starts at `input[start]`.
 #[derive(Debug)]
 struct Passed {
     start: usize,
@@ -71,25 +70,26 @@ struct Passed {
     refused: bool,
 }
 
-/// A framed message. Only the framing has been looked at.
+/// A framed message. Only its framing has been checked.
 #[derive(Debug)]
 pub struct Message<'a> {
     /// The header as received.
     pub header: Header,
-    /// What follows the header: `header.size - 16` bytes, or nothing when the
-    /// size is not between 16 and [`MAX_MESSAGE_SIZE`].
+    /// The bytes after the header: `header.size - 16`, or none if the size is not
+    /// between 16 and [`MAX_MESSAGE_SIZE`].
     pub payload: &'a [u8],
-    /// Descriptors that came with it, at most [`MAX_MSG_FDS`]. Those that are
-    /// not taken out are closed.
+    /// The message's descriptors, at most [`MAX_MSG_FDS`]. Dropping the message
+    /// closes them.
     pub fds: Vec<OwnedFd>,
-    /// More than [`MAX_MSG_FDS`] descriptors came; all have been closed.
+    /// The message carried more than [`MAX_MSG_FDS`] descriptors, or this process ran
+    /// out of them; all have been closed.
     pub fds_refused: bool,
 }
 
 /// The connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectionError {
-    /// In an orderly way, between messages or while sending.
+    /// Between messages or while sending.
     #[error("the client closed the connection")]
     Closed,
     /// In the middle of a message.
@@ -98,26 +98,28 @@ pub enum ConnectionError {
         /// Bytes of the message that had arrived.
         received: usize,
     },
-    /// Replies pile up.
-    #[error("the client does not read its replies: {waiting} bytes wait")]
+    /// The queue of replies is full.
+    #[error(
+        "the client does not read its replies: {waiting} bytes to queue, the limit is {MAX_QUEUED_BYTES}"
+    )]
     ClientDoesNotRead {
-        /// Bytes that would be waiting.
+        /// Bytes that would be queued.
         waiting: usize,
     },
-    /// The client sent what leaves no way to find its next message, or speaks
+    /// The start of the client's next message is unknown, or the client speaks
     /// another version; see [`Fate::ReplyThenClose`](super::Fate).
-    #[error("the client broke the protocol")]
+    #[error("protocol violation by the client")]
     Protocol(#[source] super::Refusal),
-    /// The socket failed.
+    /// recvmsg(2) failed.
     #[error("cannot receive from the client")]
     Receive(#[source] Errno),
-    /// The socket failed.
+    /// sendmsg(2) failed.
     #[error("cannot send to the client")]
     Send(#[source] Errno),
-    /// A reply's descriptor could not be kept until the client reads.
+    /// A queued reply's descriptor could not be duplicated.
     #[error("cannot duplicate a descriptor for a queued reply")]
     QueueFd(#[source] std::io::Error),
-    /// The socket could not be set up.
+    /// fcntl(2) failed.
     #[error("cannot make the client's socket nonblocking")]
     Nonblocking(#[source] std::io::Error),
 }
@@ -150,27 +152,25 @@ impl Connection {
 
     /// Receives many small messages with one system call from here on.
     ///
-    /// That is right for clients that send each message with a call of its own,
-    /// as QEMU does. With others, descriptors may be taken for those of a later
-    /// message that came in the same call.
+    /// Only for clients that send each message with a system call of its own, as QEMU
+    /// does. With others, descriptors may be attributed to a later message of the
+    /// same read.
     pub fn read_ahead(&mut self) {
         self.least_read = BUFFER;
     }
 
-    /// The event loop says that the client has hung up. One that is told of
-    /// edges only (`EPOLLET`) has to say so, and so has to watch for `EPOLLRDHUP`:
-    /// a read that brings the client's last words does not show that nothing
-    /// follows, and no other edge comes.
-    pub fn expect_end(&mut self) {
+    /// Call on `EPOLLRDHUP`. With `EPOLLET` a short read does not imply EOF, and no
+    /// further event is delivered.
+    pub fn on_peer_shutdown(&mut self) {
         self.ending = true;
     }
 
-    /// The next message, or `None` when it has not arrived whole: wait until
-    /// the socket is readable.
+    /// The next message, or `None` if it is incomplete: wait until the socket is
+    /// readable.
     ///
     /// # Errors
     ///
-    /// When the client has gone or the socket fails.
+    /// Fails if the client has closed the connection or the socket fails.
     pub fn receive(&mut self) -> Result<Option<Message<'_>>, ConnectionError> {
         match self.arrived()? {
             true => Ok(Some(self.hand_out())),
@@ -178,8 +178,8 @@ impl Connection {
         }
     }
 
-    /// The header of what [`receive`](Self::receive) would return, without
-    /// taking it.
+    /// The header of the message that [`receive`](Self::receive) would return. Does
+    /// not consume the message.
     ///
     /// # Errors
     ///
@@ -191,8 +191,7 @@ impl Connection {
         }
     }
 
-    /// Receives until the next message has arrived whole. Returns whether it
-    /// has.
+    /// Receives until the next message is complete. Returns whether it is.
     fn arrived(&mut self) -> Result<bool, ConnectionError> {
         self.discard_consumed();
         loop {
@@ -208,8 +207,8 @@ impl Connection {
                     Some(size) if size <= have => break,
                     Some(size) => size,
                     None => {
-                        // Too long: answered now, its body thrown away as it
-                        // comes. What has come of it is in the input.
+                        // Too long: refused now, its body discarded as it arrives.
+                        // `have` bytes of it are in the input.
                         self.to_drain = header.size as usize - have;
                         break;
                     }
@@ -223,12 +222,13 @@ impl Connection {
         Ok(true)
     }
 
-    /// Sends a reply, or queues it when the socket is full. Does nothing when
-    /// the client wants no reply.
+    /// Sends a reply, or queues it if the socket is full. Does nothing if the command
+    /// had the no-reply flag.
     ///
     /// # Errors
     ///
-    /// When the client has gone, does not read, or the socket fails.
+    /// Fails if the client has closed the connection or does not read, or the socket
+    /// fails.
     pub fn send(
         &mut self,
         to: ReplyTo,
@@ -244,32 +244,31 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends commands, or queues them behind what waits. They are encoded, one
-    /// after another.
+    /// Sends concatenated encoded commands, or queues them behind earlier messages.
     pub(super) fn send_encoded(&mut self, commands: &[u8]) -> Result<(), ConnectionError> {
         self.outbox.send(self.socket.as_fd(), commands, None)
     }
 
-    /// Whether replies wait for the socket to become writable. It is wise not
-    /// to [`receive`](Self::receive) meanwhile: a client that pipelines more
-    /// than it reads is then merely stopped.
+    /// Whether replies wait for the socket to become writable. Not calling
+    /// [`receive`](Self::receive) meanwhile throttles a client that pipelines more
+    /// than it reads.
     pub fn wants_write(&self) -> bool {
         !self.outbox.is_empty()
     }
 
-    /// Sends what the socket takes of the replies that wait. Returns whether
-    /// none is left.
+    /// Sends as many of the queued replies as the socket takes. Returns whether the
+    /// queue is empty.
     ///
     /// # Errors
     ///
-    /// When the client has gone or the socket fails.
+    /// Fails if the client has closed the connection or the socket fails.
     pub fn flush(&mut self) -> Result<bool, ConnectionError> {
         self.outbox.flush(self.socket.as_fd())
     }
 
-    /// Whether all has been handed out that there was at the last read. Another
-    /// [`receive`](Self::receive) would cost a system call to say so; whatever
-    /// has come since makes the socket readable.
+    /// Whether the last read emptied the socket and all its messages have been returned.
+    /// Another [`receive`](Self::receive) would only get EAGAIN; data that arrived
+    /// since makes the socket readable.
     pub(super) fn is_emptied(&self) -> bool {
         self.emptied && !self.ending && self.front + self.consumed == self.filled
     }
@@ -279,12 +278,12 @@ impl Connection {
         input.first_chunk().map(Header::decode)
     }
 
-    /// Takes the last message out of the input.
+    /// Removes the last returned message from the input.
     fn discard_consumed(&mut self) {
         self.front += std::mem::take(&mut self.consumed);
         if self.front == self.filled {
             (self.front, self.filled) = (0, 0);
-            // A long message comes alone: its last read stops at its end.
+            // A long message is alone in the input: its last read stops at its end.
             if self.input.len() > BUFFER {
                 self.input.truncate(BUFFER);
                 self.input.shrink_to_fit();
@@ -292,7 +291,7 @@ impl Connection {
         }
     }
 
-    /// Moves what there is to the start of the buffer.
+    /// Moves the input to the start of the buffer.
     fn make_room(&mut self) {
         if self.front != 0 {
             self.input.copy_within(self.front..self.filled, 0);
@@ -304,15 +303,13 @@ impl Connection {
         }
     }
 
-    /// Hands out the message at the front, which has arrived.
+    /// Returns the message at the front, which is complete or too long.
     fn hand_out(&mut self) -> Message<'_> {
-        let header = self
-            .header()
-            .expect("a message is handed out when its header is there");
+        let header = self.header().expect("the caller has seen the header");
         let (front, filled) = (self.front, self.filled);
         let (payload, end) = match frame_size(&header) {
             Some(size) => (front + HEADER_SIZE..front + size, front + size),
-            // Too long: all of the input is the start of its body.
+            // Too long: the rest of the input is the start of its body.
             None => (filled..filled, filled),
         };
         self.consumed = end - front;
@@ -332,7 +329,7 @@ impl Connection {
         }
     }
 
-    /// Reads until there are at most `want` bytes. Returns whether any came.
+    /// Reads once, to at most `want` bytes of input. Returns whether any arrived.
     fn fill(&mut self, want: usize) -> Result<bool, ConnectionError> {
         self.make_room();
         if want > self.input.len() {
@@ -354,7 +351,8 @@ impl Connection {
             });
         }
         self.filled += received;
-        // With descriptors, be they refused, it may be the kernel that ended the read.
+        // The kernel ends a read behind descriptors, even those that it dropped: a
+        // short read then does not mean that the socket is empty.
         self.emptied = from + received < want && fds.is_empty() && !refused;
         if refused || !fds.is_empty() {
             let start = self.last_message_start();
@@ -363,7 +361,7 @@ impl Connection {
         Ok(true)
     }
 
-    /// Where the message that has the last received byte starts.
+    /// Start of the message that the last received byte belongs to.
     fn last_message_start(&self) -> usize {
         let mut start = self.front;
         while let Some(header) = self.input[start..self.filled]
@@ -398,8 +396,8 @@ impl Connection {
         }
     }
 
-    /// Throws away some of a refused message's body, with any descriptors.
-    /// Returns whether any came.
+    /// Discards a part of a refused message's body, with any descriptors. Returns
+    /// whether any bytes arrived.
     fn drain(&mut self) -> Result<bool, ConnectionError> {
         let most = self.to_drain.min(self.input.len());
         let Some(Received {
@@ -424,23 +422,23 @@ impl AsFd for Connection {
     }
 }
 
-/// Bytes of a message in the stream; `None` for one that is too long to be
-/// kept. A size below the header's is taken for the header's: where such a
-/// message ends is anybody's guess, and the connection is closed over it.
+/// Bytes of a message in the stream, or `None` if it is above the limit. A size below
+/// the header's counts as the header's: such a message has no known end, and the
+/// session closes the connection.
 fn frame_size(header: &Header) -> Option<usize> {
     (header.size <= MAX_MESSAGE_SIZE).then_some((header.size as usize).max(HEADER_SIZE))
 }
 
-/// What one `recvmsg` brought.
+/// The result of one `recvmsg`.
 struct Received {
-    /// How many bytes; 0 at the end of the stream.
+    /// Number of bytes; 0 at EOF.
     bytes: usize,
     fds: Vec<OwnedFd>,
-    /// Not all descriptors could be taken.
+    /// Descriptors were dropped.
     refused: bool,
 }
 
-/// One `recvmsg`; `None` when there is nothing to receive.
+/// One `recvmsg`; `None` on EAGAIN.
 fn receive_some(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
@@ -464,8 +462,8 @@ fn receive_some(
             fds.extend(passed);
         }
     }
-    // Where the space does not suffice the kernel drops the rest, as it does
-    // when this process is out of descriptors: either way some are missing.
+    // The kernel drops descriptors for which there is no space, or which would exceed
+    // this process's RLIMIT_NOFILE.
     let refused = received.flags.contains(ReturnFlags::CTRUNC);
     Ok(Some(Received {
         bytes: received.bytes,

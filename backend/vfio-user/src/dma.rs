@@ -1,24 +1,23 @@
 //! Commands to the client: `DMA_READ` and `DMA_WRITE`.
 //!
-//! They reach what a client has not given a descriptor for: memory that it does
+//! They access ranges that the client maps without a descriptor: memory that it does
 //! not share, and registers of its other devices.
 //!
 //! # Two layouts
 //!
-//! The specification gives the count 64 bits, and so does QEMU 11.1.3. The
-//! source with which QEMU began declares 32 and lets the data begin right behind
-//! them, four bytes early, but counts four bytes more for the size of the
-//! message. Which of the two a client takes is asked for before the first
-//! command, by a `DMA_WRITE` of 2³² bytes that has none: a reader of 32 bits
-//! sees a write of nothing, which succeeds; to one of 64 it is longer than its
-//! message, an error.
+//! The specification's count field has 64 bits, as has QEMU 11.1.3's. Early QEMU
+//! declares 32 bits with the data right behind them, four bytes early, but includes
+//! the four bytes in the message's size. Before the first command the server probes
+//! the client's layout with a `DMA_WRITE` whose count is 2³² and which has no data:
+//! a client with a 32-bit count sees a write of 0 bytes, which succeeds; a client
+//! with a 64-bit count sees a count above the message's size, an error.
 //!
-//! # A client that is busy
+//! # Deadlock
 //!
-//! QEMU serves commands on its main loop under its big lock, which a virtual
-//! processor holds while it waits for the answer to a region read. So a server
-//! that waits for a command's answer before it answers a read of the *same*
-//! client waits until the command's time is up.
+//! QEMU serves commands on its main loop under its big lock, which a vCPU thread
+//! holds while it waits for the reply to a region read. A server that waits for a
+//! command's reply before it answers a read of the *same* client therefore waits
+//! until the command times out.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -30,32 +29,32 @@ use super::connection::{Connection, ConnectionError};
 use super::header::{self, Header};
 use super::wire::Put;
 
-/// Bytes of address and count, in either layout.
+/// Bytes of a payload besides its data, in either layout.
 const FIXED: usize = 16;
 
-/// Where the data begins in a payload of the early layout.
+/// Offset of the data in a payload of the early layout.
 const EARLY: usize = 12;
 
-/// Commands that wait for their replies, each with a tag of the server's.
+/// Outstanding commands, each with a tag of the server's.
 #[derive(Debug)]
 pub struct DmaCommands<T> {
     /// Sent, oldest first.
     sent: VecDeque<Sent<T>>,
-    /// To be sent when the layout is known, oldest first.
+    /// Not sent before the layout is known, oldest first.
     waiting: VecDeque<Waiting<T>>,
     layout: Layout,
     next_id: u16,
     timeout: Duration,
     most: usize,
-    /// Encoded and not yet given to the connection.
+    /// Encoded and not yet passed to the connection.
     output: Vec<u8>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Layout {
     Unknown,
-    /// Asked for by the command with this id, which must be answered by then.
-    Asked(u16, Instant),
+    /// Probed by the command with this id; the reply is due by then.
+    Probing(u16, Instant),
     Specified,
     Early,
 }
@@ -83,29 +82,29 @@ struct Access {
     count: u32,
 }
 
-/// Too many commands are under way.
+/// Too many commands are outstanding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0} DMA commands wait for the client's answer")]
+#[error("{0} DMA commands are outstanding, the limit")]
 pub struct TooMany(usize);
 
-/// What a reply of the client's was.
+/// The command that a reply matches.
 #[derive(Debug)]
 pub enum Matched<'a, T> {
-    /// To none of the commands: they have other ids, or their time was up.
+    /// No outstanding command: the id is unknown, or the command timed out.
     Nothing,
-    /// To a question of our own.
-    Settled,
-    /// To the command with this tag.
+    /// The layout probe.
+    Probe,
+    /// A command of the server's.
     Command {
-        /// The tag.
+        /// The command's tag.
         tag: T,
-        /// What was read, or nothing; or why it was refused.
+        /// The data of a read, empty for a write; or the client's error.
         result: Result<&'a [u8], Errno>,
     },
 }
 
 impl<T> DmaCommands<T> {
-    /// No commands. Each may take `timeout`; at most `most` may be under way.
+    /// No commands. Each times out after `timeout`; at most `most` may be outstanding.
     pub fn new(timeout: Duration, most: usize) -> Self {
         Self {
             sent: VecDeque::new(),
@@ -128,7 +127,7 @@ impl<T> DmaCommands<T> {
         self.start(Command::DmaRead, address, count, &[], tag)
     }
 
-    /// Writes client memory, likewise.
+    /// Writes client memory, at most as many bytes as the client negotiated.
     ///
     /// # Errors
     ///
@@ -139,12 +138,12 @@ impl<T> DmaCommands<T> {
         self.start(Command::DmaWrite, address, count, data, tag)
     }
 
-    /// Whether no command is under way.
+    /// Whether no command is outstanding.
     pub fn is_idle(&self) -> bool {
         self.sent.is_empty() && self.waiting.is_empty()
     }
 
-    /// Gives the connection what there is to send.
+    /// Passes encoded commands to the connection.
     ///
     /// # Errors
     ///
@@ -158,19 +157,16 @@ impl<T> DmaCommands<T> {
         sent
     }
 
-    /// Takes a reply of the client's.
+    /// Matches a reply of the client's to its command.
     pub fn on_reply<'a>(&mut self, header: &Header, payload: &'a [u8]) -> Matched<'a, T> {
-        if matches!(self.layout, Layout::Asked(id, _) if id == header.id) {
+        if matches!(self.layout, Layout::Probing(id, _) if id == header.id) {
             self.layout = match header.is_error() {
                 true => Layout::Specified,
                 false => Layout::Early,
             };
-            log::debug!(
-                "the client takes DMA commands in this layout: {:?}",
-                self.layout
-            );
+            log::debug!("the client's layout of DMA commands: {:?}", self.layout);
             self.send_waiting();
-            return Matched::Settled;
+            return Matched::Probe;
         }
         let command = Command::from_number(header.command);
         let found = self
@@ -188,20 +184,20 @@ impl<T> DmaCommands<T> {
         Matched::Command { tag, result }
     }
 
-    /// When the oldest command's time is up.
+    /// When the oldest command times out.
     pub fn deadline(&self) -> Option<Instant> {
         let waiting = self.waiting.front().map(|waiting| waiting.due);
         self.sent.front().map(|sent| sent.due).or(waiting)
     }
 
-    /// A command whose time is up: the oldest first. A reply that comes yet is
-    /// to none.
+    /// Removes a command that has timed out, the oldest first. A late reply to it
+    /// matches nothing.
     pub fn expire(&mut self, now: Instant) -> Option<T> {
-        if matches!(self.layout, Layout::Asked(_, due) if due <= now) {
+        if matches!(self.layout, Layout::Probing(_, due) if due <= now) {
             self.layout = Layout::Unknown;
         }
-        // All have the same time, so they are in order, and what waits was
-        // asked for after what was sent.
+        // All have the same timeout, so both queues are in order of `due`, and those
+        // in `waiting` are later than those in `sent`.
         if self.sent.front().is_some_and(|sent| sent.due <= now) {
             return self.sent.pop_front().map(|sent| sent.tag);
         }
@@ -215,8 +211,8 @@ impl<T> DmaCommands<T> {
         None
     }
 
-    /// Forgets everything: the client is gone. Returns the tags of what was
-    /// under way.
+    /// Resets to the initial state after the client has disconnected. Returns the tags
+    /// of the outstanding commands.
     pub fn clear(&mut self) -> Vec<T> {
         let sent = self.sent.drain(..).map(|sent| sent.tag);
         let waiting = self.waiting.drain(..).map(|waiting| waiting.tag);
@@ -234,9 +230,9 @@ impl<T> DmaCommands<T> {
         data: &[u8],
         tag: T,
     ) -> Result<(), TooMany> {
-        let under_way = self.sent.len() + self.waiting.len();
-        if under_way >= self.most {
-            return Err(TooMany(under_way));
+        let outstanding = self.sent.len() + self.waiting.len();
+        if outstanding >= self.most {
+            return Err(TooMany(outstanding));
         }
         let due = Instant::now() + self.timeout;
         let access = Access {
@@ -246,9 +242,9 @@ impl<T> DmaCommands<T> {
         };
         match self.layout {
             Layout::Specified | Layout::Early => self.send(access, data, due, tag),
-            Layout::Unknown | Layout::Asked(..) => {
+            Layout::Unknown | Layout::Probing(..) => {
                 if self.layout == Layout::Unknown {
-                    self.ask(due);
+                    self.probe(due);
                 }
                 self.waiting.push_back(Waiting {
                     access,
@@ -261,13 +257,13 @@ impl<T> DmaCommands<T> {
         Ok(())
     }
 
-    fn ask(&mut self, due: Instant) {
+    fn probe(&mut self, due: Instant) {
         let id = self.id();
         let start = header::begin_command(id, Command::DmaWrite, &mut self.output);
         self.output.put_u64(0);
         self.output.put_u64(1 << 32);
         header::finish(&mut self.output[start..]);
-        self.layout = Layout::Asked(id, due);
+        self.layout = Layout::Probing(id, due);
     }
 
     fn send_waiting(&mut self) {
@@ -307,7 +303,7 @@ impl<T> DmaCommands<T> {
         });
     }
 
-    /// What a reply to `access` brought; `None` when it is not all there.
+    /// The data of a reply to `access`; `None` if the payload has the wrong length.
     fn data<'a>(&self, access: Access, payload: &'a [u8]) -> Option<&'a [u8]> {
         if access.command == Command::DmaWrite {
             return Some(&[]);

@@ -12,14 +12,14 @@ const TYPE_REPLY: u32 = 1;
 const NO_REPLY: u32 = 1 << 4;
 const ERROR: u32 = 1 << 5;
 
-/// A message header, as it was received: nothing in it has been checked.
+/// A message header as received, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Chosen by the sender, echoed in the reply.
     pub id: u16,
-    /// Command number; may be none that exists.
+    /// Command number; may be undefined.
     pub command: u16,
-    /// Bytes of the message including this header, as the peer says.
+    /// Bytes of the message including this header, as sent by the peer.
     pub size: u32,
     /// Type and flag bits.
     pub flags: u32,
@@ -27,10 +27,10 @@ pub struct Header {
     pub error: u32,
 }
 
-/// What a message is, by the type bits of its header.
+/// The type bits of a message's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageType {
-    /// A command, which wants a reply unless it says otherwise.
+    /// A command. Expects a reply unless it has the no-reply flag.
     Command,
     /// A reply to a command.
     Reply,
@@ -38,9 +38,9 @@ pub enum MessageType {
     Unknown(u8),
 }
 
-/// Where an answer goes: what is kept of a command until it is answered.
+/// The parts of a command's header that its reply needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "a command that is never answered hangs the client"]
+#[must_use = "a command without a reply hangs the client"]
 pub struct ReplyTo {
     pub(super) id: u16,
     pub(super) command: u16,
@@ -50,8 +50,7 @@ pub struct ReplyTo {
 impl Header {
     /// Decodes a header.
     pub fn decode(bytes: &[u8; HEADER_SIZE]) -> Self {
-        // The array has exactly the bytes of the five fields, so no default is
-        // ever used.
+        // The array has exactly the five fields' bytes: the defaults are unused.
         let mut cursor = Cursor::new(bytes);
         Self {
             id: cursor.u16().unwrap_or_default(),
@@ -62,7 +61,7 @@ impl Header {
         }
     }
 
-    /// Command or reply.
+    /// The message's type.
     pub fn message_type(&self) -> MessageType {
         match self.flags & TYPE_MASK {
             TYPE_COMMAND => MessageType::Command,
@@ -72,17 +71,17 @@ impl Header {
         }
     }
 
-    /// Whether the sender wants no reply.
+    /// Whether the sender expects no reply.
     pub fn no_reply(&self) -> bool {
         self.flags & NO_REPLY != 0
     }
 
-    /// Whether a reply tells of an error, which is then in `error`.
+    /// Whether this is an error reply, whose errno is `error`.
     pub fn is_error(&self) -> bool {
         self.flags & ERROR != 0
     }
 
-    /// What is needed to answer this message.
+    /// Where to send the reply to this message.
     pub fn reply_to(&self) -> ReplyTo {
         ReplyTo {
             id: self.id,
@@ -93,8 +92,7 @@ impl Header {
 }
 
 impl ReplyTo {
-    /// Whether the client wants an answer at all. Sending one that is not
-    /// wanted does nothing.
+    /// Whether the client expects a reply. Sending an unexpected one does nothing.
     pub fn wanted(&self) -> bool {
         self.wanted
     }
@@ -109,8 +107,8 @@ impl ReplyTo {
     }
 }
 
-/// Appends the header of a command of ours, whose size [`finish`] fills in.
-/// Returns where it starts.
+/// Appends the header of a server command, whose size [`finish`] fills in. Returns the
+/// header's offset in `out`.
 pub(super) fn begin_command(id: u16, command: Command, out: &mut Vec<u8>) -> usize {
     let start = out.len();
     out.put_u16(id);
@@ -152,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn no_reply_and_replies_want_no_answer() {
+    fn no_reply_commands_and_replies_expect_no_reply() {
         let mut header = Header {
             id: 0,
             command: 1,

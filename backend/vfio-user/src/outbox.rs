@@ -1,4 +1,4 @@
-//! Replies on their way to a client that may not be reading.
+//! The queue of messages that the socket has not taken yet.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -11,16 +11,16 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, se
 use super::MAX_QUEUED_BYTES;
 use super::connection::ConnectionError;
 
-/// A bounded queue of encoded messages. Empty nearly always: a message is
-/// queued only if the socket did not take all of it.
+/// A bounded queue of encoded messages. Nearly always empty: only the unsent rest of
+/// a message is queued.
 #[derive(Debug, Default)]
 pub struct Outbox {
     queue: VecDeque<Queued>,
     bytes: usize,
 }
 
-/// A message of which `bytes[sent..]` has not been sent. `fd` goes with the
-/// first byte, so it is `None` as soon as that has gone.
+/// A message of which `bytes[sent..]` has not been sent. `fd` is sent with the first
+/// byte, and `None` afterwards.
 #[derive(Debug)]
 struct Queued {
     bytes: Vec<u8>,
@@ -33,7 +33,7 @@ impl Outbox {
         self.queue.is_empty()
     }
 
-    /// Sends `bytes` with `fd`, or queues what the socket does not take.
+    /// Sends `bytes` with `fd`, and queues the part that the socket does not take.
     pub fn send(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -67,7 +67,7 @@ impl Outbox {
         Ok(())
     }
 
-    /// Sends what the socket takes. Returns whether nothing is left.
+    /// Sends as much as the socket takes. Returns whether the queue is empty.
     pub fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<bool, ConnectionError> {
         while let Some(first) = self.queue.front_mut() {
             let fd = first.fd.as_ref().map(|fd| fd.as_fd());
@@ -86,17 +86,17 @@ impl Outbox {
     }
 }
 
-/// Sends a part of `bytes`, which is not empty; 0 when the socket is full.
+/// Sends a part of `bytes`, which is not empty. Returns 0 if the socket is full.
 fn send_some(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
     fd: Option<BorrowedFd<'_>>,
 ) -> Result<usize, ConnectionError> {
-    // NOSIGNAL: a client that is gone is an error, not a SIGPIPE.
+    // NOSIGNAL: report a closed peer as EPIPE, without SIGPIPE.
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     loop {
         let sent = match fd {
-            // Nearly always; the kernel has less to read of ours then.
+            // The common case: send(2) has less to copy in than sendmsg(2).
             None => send(socket, bytes, flags),
             Some(fd) => send_with(socket, bytes, fd, flags),
         };

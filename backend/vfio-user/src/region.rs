@@ -1,5 +1,4 @@
-//! Regions of a PCI device, and how one is described to the client
-//! ("`VFIO_USER_DEVICE_GET_REGION_INFO`").
+//! Regions of a PCI device ("`VFIO_USER_DEVICE_GET_REGION_INFO`").
 
 use std::os::fd::BorrowedFd;
 
@@ -62,8 +61,8 @@ impl TryFrom<u32> for Region {
     }
 }
 
-/// What the client learns of a region. A region that the device does not have
-/// has size 0 and allows nothing.
+/// A region's properties. A region that the device does not have has size 0 and
+/// cannot be accessed.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionInfo<'a> {
     /// Which region.
@@ -74,19 +73,19 @@ pub struct RegionInfo<'a> {
     pub readable: bool,
     /// Whether region writes are served.
     pub writable: bool,
-    /// What the client may map.
+    /// The part that the client may map.
     pub mappable: Option<Mappable<'a>>,
 }
 
 /// The part of a region that the client may map instead of sending accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct Mappable<'a> {
-    /// What to map. The client gets a duplicate.
+    /// The file to map. The client receives a duplicate.
     pub fd: BorrowedFd<'a>,
-    /// Where in `fd` the region starts, bytes: an area at region offset `o` is
-    /// at file offset `offset + o`.
+    /// File offset of the region's start: an area at region offset `o` is at file
+    /// offset `offset + o`.
     pub offset: u64,
-    /// The page-aligned areas that may be mapped. None: the whole region.
+    /// The page-aligned areas that may be mapped. Empty: the whole region.
     pub areas: &'a [SparseArea],
 }
 
@@ -114,8 +113,7 @@ impl<'a> RegionInfo<'a> {
     /// Bytes of the complete structure with its capabilities.
     pub(super) fn full_size(&self) -> u32 {
         match self.mappable {
-            // Areas are as many as a device describes, a handful: saturating
-            // is for form's sake.
+            // A device has a handful of areas: saturation is never reached.
             Some(Mappable { areas, .. }) if !areas.is_empty() => u32::try_from(areas.len())
                 .unwrap_or(u32::MAX)
                 .saturating_mul(SPARSE_AREA_SIZE)
@@ -127,11 +125,11 @@ impl<'a> RegionInfo<'a> {
     /// Appends the structure, with its capabilities if `argsz` has room for
     /// them, and returns the descriptor that goes with it.
     ///
-    /// An `argsz` that is too small gets the plain structure with the `argsz`
-    /// that is needed ("Message sizes"), so the client can ask again. That
-    /// plain structure has neither the caps flag (QEMU takes it with a zero
-    /// `cap_offset` for an error) nor the mmap flag and a descriptor (a client
-    /// that stops here would map the whole region and miss the traps).
+    /// If `argsz` is too small, the reply is the plain structure with the required
+    /// `argsz` ("Message sizes"), so the client can repeat the request. The plain
+    /// structure has neither the caps flag (QEMU treats it with a zero `cap_offset`
+    /// as an error) nor the mmap flag and a descriptor (a client that does not
+    /// repeat the request would map the whole region and bypass the traps).
     pub(super) fn encode(&self, argsz: u32, out: &mut Vec<u8>) -> Option<BorrowedFd<'a>> {
         let full_size = self.full_size();
         let mappable = self.mappable.filter(|_| argsz >= full_size);

@@ -11,43 +11,43 @@ use super::version::Negotiated;
 use super::wire::Put;
 use rustix::io::Errno;
 
-/// An answer. It goes with the request of the same name.
+/// A reply to the request of the same name.
 #[derive(Clone, Copy, Debug)]
 pub enum Reply<'a> {
-    /// Done, nothing to say: for `DMA_MAP`, `DEVICE_SET_IRQS` and
+    /// Success without a payload: for `DMA_MAP`, `DEVICE_SET_IRQS` and
     /// `DEVICE_RESET`.
     Done,
     /// Version and capabilities.
     Version(Negotiated),
     /// The range is no longer reachable.
     DmaUnmap(DmaUnmap),
-    /// What the device is.
+    /// The device's properties.
     DeviceInfo(DeviceInfo),
-    /// What a region is.
+    /// A region's properties.
     RegionInfo {
         /// The region.
         info: RegionInfo<'a>,
         /// The request's `argsz`: most payload bytes of this reply.
         argsz: u32,
     },
-    /// What an interrupt type is.
+    /// An interrupt type's properties.
     IrqInfo {
         /// The request's index.
         index: IrqIndex,
         /// Flags and number of vectors.
         info: IrqInfo,
     },
-    /// What was read; `data` has at most
+    /// The data read; at most
     /// [`MAX_DATA_XFER_SIZE`](super::MAX_DATA_XFER_SIZE) bytes.
     RegionRead {
         /// The request's region.
         region: Region,
         /// The request's offset.
         offset: u64,
-        /// As many bytes as were asked for.
+        /// As many bytes as requested.
         data: &'a [u8],
     },
-    /// The write was done.
+    /// The write is done.
     RegionWrite {
         /// The request's region.
         region: Region,
@@ -56,15 +56,15 @@ pub enum Reply<'a> {
         /// Bytes written.
         count: u32,
     },
-    /// The writes were done.
+    /// The writes are done.
     RegionWriteMulti {
-        /// How many.
+        /// Number of writes.
         done: u64,
     },
 }
 
-/// What the device is. It is a PCI device with 9 regions and 5 interrupt types
-/// (`linux/vfio.h`), present or not.
+/// The properties of a PCI device, which always has 9 regions and 5 interrupt types
+/// (`linux/vfio.h`), some of them empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Whether `DEVICE_RESET` is served.
@@ -75,8 +75,7 @@ const DEVICE_RESET: u32 = 1 << 0;
 const DEVICE_PCI: u32 = 1 << 1;
 const UNMAP_ALL: u32 = 1 << 1;
 
-/// Appends a reply to `out`, which is empty, and returns the descriptor that
-/// goes with it.
+/// Appends a reply to `out`, which is empty, and returns its descriptor.
 pub(super) fn encode<'a>(
     to: ReplyTo,
     reply: Result<Reply<'a>, Errno>,

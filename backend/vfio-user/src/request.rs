@@ -1,4 +1,4 @@
-//! Typed requests, checked as far as can be without knowing the device.
+//! Typed requests, with all checks that do not depend on the device.
 
 use std::os::fd::OwnedFd;
 
@@ -10,45 +10,44 @@ use super::version::Negotiated;
 use super::wire::Cursor;
 use super::{Command, DMA_PAGE_SIZE, MAX_DATA_XFER_SIZE};
 
-/// A request that keeps the protocol's rules. What depends on the device, such
-/// as the size of a region, is for the device to check.
+/// A request that is valid by the protocol. The device checks the rest, such as
+/// accesses against the size of a region.
 #[derive(Debug)]
 pub enum Request<'a> {
-    /// The first request. Already decided: answer with
+    /// The first request, already negotiated: answer with
     /// [`Reply::Version`](super::Reply::Version).
     Version(Negotiated),
-    /// Makes client memory known.
+    /// Maps client memory.
     DmaMap(DmaMap),
-    /// Takes client memory back.
+    /// Unmaps client memory.
     DmaUnmap(DmaUnmap),
-    /// Asks what the device is.
+    /// Queries the device.
     DeviceGetInfo,
-    /// Asks what a region is.
+    /// Queries a region.
     DeviceGetRegionInfo {
-        /// Which region.
+        /// The region.
         region: Region,
-        /// Most bytes that the client takes in the reply's payload.
+        /// Most bytes that the client accepts as the reply's payload.
         argsz: u32,
     },
-    /// Asks what an interrupt type is.
+    /// Queries an interrupt type.
     DeviceGetIrqInfo {
-        /// Which type.
+        /// The type.
         index: IrqIndex,
     },
     /// Sets up, masks or triggers interrupts.
     ///
-    /// Whether the function has the vectors, and the request is one that it
-    /// serves, is for [`SetIrqs::decode`](farside_irq_relay::SetIrqs::decode).
+    /// [`SetIrqs::decode`](farside_irq_relay::SetIrqs::decode) checks the request
+    /// against the function's vectors.
     DeviceSetIrqs(SetIrqsMessage<'a>),
     /// Reads `count` bytes, at most [`MAX_DATA_XFER_SIZE`].
     ///
-    /// An error reply to this one hangs clients built on the crate
-    /// `vfio_user`; for what a device would answer with an unsupported
-    /// request, reply all ones.
+    /// An error reply to this request hangs clients built on the crate `vfio_user`:
+    /// where a device would complete a read with Unsupported Request, reply all ones.
     RegionRead {
-        /// Which region.
+        /// The region.
         region: Region,
-        /// Offset in it, bytes; `offset + count` does not overflow.
+        /// Offset in the region, bytes; `offset + count` does not overflow.
         offset: u64,
         /// Bytes.
         count: u32,
@@ -61,7 +60,7 @@ pub enum Request<'a> {
     DeviceReset,
 }
 
-/// A range of client memory that the device may reach.
+/// A range of client memory that the device may access.
 #[derive(Debug)]
 pub struct DmaMap {
     /// First address on the device's bus: page aligned; the range does not
@@ -69,46 +68,46 @@ pub struct DmaMap {
     pub address: u64,
     /// Bytes: page aligned, not 0.
     pub size: u64,
-    /// Where the range starts in `fd`, bytes: page aligned; the range does not
-    /// wrap. Whether the file is that long is not known.
+    /// File offset of the range in `fd`: page aligned; the range does not wrap. Not
+    /// checked against the file's size.
     pub offset: u64,
     /// Whether the device may read it.
     pub readable: bool,
     /// Whether the device may write it.
     pub writable: bool,
-    /// What to map; without it the range cannot be mapped.
+    /// The file to map. `None`: the memory is reachable by `DMA_READ` and `DMA_WRITE`
+    /// only.
     pub fd: Option<OwnedFd>,
 }
 
-/// Which client memory is taken back.
+/// The client memory to unmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaUnmap {
-    /// Every mapping that is within the range: QEMU takes what it mapped in
-    /// parts (virtio-mem's blocks) back in one request, as VFIO's type 1
-    /// allows. `ENOENT` when there is none, `EINVAL` when a mapping would be
-    /// split.
+    /// Every mapping within the range: QEMU unmaps in one request what it mapped in
+    /// parts (virtio-mem's blocks), as VFIO's type 1 allows. `ENOENT` if the range
+    /// holds no mapping, `EINVAL` if a mapping would be split.
     Range {
         /// First address on the device's bus.
         address: u64,
         /// Bytes, not 0; the range does not wrap.
         size: u64,
     },
-    /// Every range.
+    /// All mappings.
     All,
 }
 
 /// A write to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionWrite<'a> {
-    /// Which region.
+    /// The region.
     pub region: Region,
-    /// Offset in it, bytes; `offset + data.len()` does not overflow.
+    /// Offset in the region, bytes; `offset + data.len()` does not overflow.
     pub offset: u64,
-    /// What to write, at most [`MAX_DATA_XFER_SIZE`] bytes.
+    /// At most [`MAX_DATA_XFER_SIZE`] bytes.
     pub data: &'a [u8],
 }
 
-/// The writes of a `REGION_WRITE_MULTI`, all checked before the first is seen.
+/// The writes of a `REGION_WRITE_MULTI`, all of them checked.
 #[derive(Clone, Copy, Debug)]
 pub struct WriteMulti<'a> {
     records: &'a [u8],
@@ -117,8 +116,8 @@ pub struct WriteMulti<'a> {
 /// Bytes of one record of a `REGION_WRITE_MULTI`.
 const MULTI_RECORD: usize = 24;
 
-/// `DMA_MAP` flags. Others (newer clients set bits that say how the descriptor
-/// is best used) are hints and are ignored.
+/// `DMA_MAP` flags. Other flags are ignored: newer clients set hints on the use of the
+/// descriptor.
 const MAP_READ: u32 = 1 << 0;
 const MAP_WRITE: u32 = 1 << 1;
 
@@ -127,14 +126,13 @@ const UNMAP_DIRTY_BITMAP: u32 = 1 << 0;
 const UNMAP_ALL: u32 = 1 << 1;
 
 impl<'a> Request<'a> {
-    /// Decodes the payload of `command`. `DEVICE_GET_REGION_IO_FDS` is
-    /// refused rather than answered with an empty list: its reply carries at
-    /// least one descriptor.
+    /// Decodes the payload of `command`. `DEVICE_GET_REGION_IO_FDS` is refused, since
+    /// its reply must carry at least one descriptor.
     ///
     /// Descriptors that the command does not take are closed and the request is
-    /// served, as libvfio-user does: refusing a `DMA_UNMAP` for the descriptor
-    /// that SPDK's client sends along would leave the range mapped.
-    /// `fds_refused` matters only to the commands that take descriptors.
+    /// served, as libvfio-user does: SPDK's client sends one with `DMA_UNMAP`, and a
+    /// refusal would leave the range mapped. `fds_refused` matters only to the
+    /// commands that take descriptors.
     pub(super) fn decode(
         command: Command,
         payload: &'a [u8],
@@ -191,7 +189,7 @@ impl<'a> Request<'a> {
                     count,
                     data,
                 } = fields.access()?.checked()?;
-                // `count` is at most MAX_DATA_XFER_SIZE by now.
+                // `checked` has limited `count` to MAX_DATA_XFER_SIZE.
                 fields.exactly(16 + count as usize)?;
                 Ok(Self::RegionWrite(RegionWrite {
                     region,
@@ -271,8 +269,8 @@ impl DmaUnmap {
         let (Some(argsz), Some(flags), Some(address), Some(size)) = parts else {
             return Err(fields.size(SIZE));
         };
-        // Before the length: a request for the dirty bitmap is longer, and
-        // "not supported" is the truer answer.
+        // Before the length check: a request for the dirty bitmap is longer, and
+        // must fail with ENOTSUP.
         match flags {
             0 | UNMAP_ALL => fields.exactly(SIZE)?,
             _ if flags == UNMAP_ALL | UNMAP_DIRTY_BITMAP => {
@@ -295,8 +293,7 @@ impl DmaUnmap {
 /// Not empty, whole pages, and the last byte is below 2⁶⁴.
 fn check_dma_range(address: u64, size: u64) -> Result<(), Refusal> {
     let aligned = address.is_multiple_of(DMA_PAGE_SIZE) && size.is_multiple_of(DMA_PAGE_SIZE);
-    // With `size` not 0, `size - 1` is the distance to the last byte: a range
-    // that ends at 2⁶⁴ exactly is fine.
+    // By the last byte: a range may end at 2⁶⁴ exactly.
     match size
         .checked_sub(1)
         .and_then(|last| address.checked_add(last))
@@ -318,7 +315,7 @@ impl<'a> WriteMulti<'a> {
         if records.len() != expected {
             return Err(fields.size(expected.saturating_add(8)));
         }
-        // All of it is checked before any of it is done.
+        // All writes are checked before the first is carried out.
         for record in records.chunks_exact(MULTI_RECORD) {
             record_write(fields.command, record)?;
         }
@@ -330,7 +327,7 @@ impl<'a> WriteMulti<'a> {
         self.records.len() / MULTI_RECORD
     }
 
-    /// Whether there are none.
+    /// Whether the request holds no writes.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
@@ -366,14 +363,14 @@ fn record_write(command: Command, record: &[u8]) -> Result<RegionWrite<'_>, Refu
     })
 }
 
-/// A payload on its way to be checked.
+/// An unchecked payload.
 #[derive(Clone, Copy)]
 struct Fields<'a> {
     command: Command,
     payload: &'a [u8],
 }
 
-/// The head that region reads and writes share, and what follows it.
+/// The fields that region reads and writes share, and the bytes behind them.
 struct Access<'a, R> {
     region: R,
     offset: u64,
@@ -390,7 +387,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The payload, when it has exactly `expected` bytes.
+    /// The payload, if it has exactly `expected` bytes.
     fn exactly(&self, expected: usize) -> Result<Cursor<'a>, Refusal> {
         if self.payload.len() != expected {
             return Err(self.size(expected));
@@ -409,9 +406,8 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// `argsz` and the index of a query whose reply has at least `reply`
-    /// bytes. More than the fixed part may follow: clients send the buffer
-    /// that they want filled.
+    /// `argsz` and the index of a query whose reply has at least `reply` bytes. The
+    /// payload may be longer: clients send the buffer that the reply is to fill.
     fn query(&self, reply: u32) -> Result<(u32, u32), Refusal> {
         let needed = reply as usize;
         let mut cursor = Cursor::new(self.payload);
@@ -426,7 +422,7 @@ impl<'a> Fields<'a> {
         Ok((argsz, index))
     }
 
-    /// `struct vfio_irq_set`, and the descriptors that are its data.
+    /// `struct vfio_irq_set`, with the eventfds that are its data.
     fn set_irqs(&self, fds: Vec<OwnedFd>) -> Result<SetIrqsMessage<'a>, Refusal> {
         let mut cursor = Cursor::new(self.payload);
         let parts = (

@@ -1,4 +1,4 @@
-//! Connection, session and a handler, tied together.
+//! Serves a connection's requests through a session and a handler.
 
 use super::connection::{Connection, ConnectionError, Message};
 use super::header::{Header, MessageType};
@@ -8,18 +8,18 @@ use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
 
-/// What serves requests.
+/// Serves requests.
 pub trait Handler {
     /// Serves one request. May return any [`Answer`]; must not panic.
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_>;
 
-    /// Logs that a request was refused; [`Refusal::fate`] tells what follows. A client
-    /// can cause any number of calls, so the lines must be limited
+    /// Logs a refused request; [`Refusal::fate`] has the consequence. A client can
+    /// cause any number of calls, so log lines must be rate-limited
     /// ([`ClientLog`](super::ClientLog)).
     fn refused(&mut self, refusal: &Refusal);
 
-    /// Takes a reply to a command of ours (see [`dma`](super::dma)). Returns
-    /// whether it is to one; for a server that sends none it never is.
+    /// Processes a reply to a command of the server (see [`dma`](super::dma)). Returns
+    /// whether it matches one. The default is for servers that send none.
     fn reply(&mut self, header: &Header, payload: &[u8]) -> bool {
         let _ = (header, payload);
         false
@@ -29,38 +29,36 @@ pub trait Handler {
 /// How a request is answered.
 #[derive(Debug)]
 pub enum Answer<'a> {
-    /// Send this.
+    /// Send this reply.
     Reply(Reply<'a>),
-    /// Send this error.
+    /// Send an error reply.
     Error(Errno),
-    /// The handler keeps the [`ReplyTo`] and answers by
-    /// [`Connection::send`] when it can. Until then no further request may be
-    /// taken from the connection: requests are processed in order ("Command
-    /// Concurrency").
+    /// The handler keeps the [`ReplyTo`] and calls [`Connection::send`] when the
+    /// request is done. Until then no further request may be taken from the
+    /// connection: requests are processed in order ("Command Concurrency").
     Later,
 }
 
 /// Why [`pump`] stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pumped {
-    /// Nothing more to do until the socket is readable.
+    /// Wait until the socket is readable.
     Idle,
-    /// Replies wait until the socket is writable.
+    /// Replies are queued: wait until the socket is writable.
     Full,
-    /// The budget is used up: call again after others had their turn.
+    /// The budget is exhausted: call again after serving other clients.
     Budget,
-    /// The handler answers the last request later.
+    /// The handler returned [`Answer::Later`].
     Later,
 }
 
-/// Serves what has arrived, at most `budget` messages. What arrives meanwhile may
-/// be left: the socket becomes readable then, so an event loop may watch for edges.
-/// It is readable when the client has gone, too, of which a loop that watches for
-/// edges has to tell: [`Connection::expect_end`].
+/// Serves the received messages, at most `budget`. Data that arrives meanwhile may be
+/// left unread; it makes the socket readable again, so `EPOLLET` is sufficient. An
+/// `EPOLLET` loop must call [`Connection::on_peer_shutdown`] on `EPOLLRDHUP`.
 ///
 /// # Errors
 ///
-/// When the connection is over; see [`ConnectionError`].
+/// Fails when the connection has ended; see [`ConnectionError`].
 pub fn pump(
     connection: &mut Connection,
     session: &mut Session,
@@ -73,8 +71,7 @@ pub fn pump(
         if served > 0 && connection.is_emptied() && !connection.wants_write() {
             return Ok(Pumped::Idle);
         }
-        // A client that does not read is not served: it cannot make replies
-        // pile up.
+        // Don't serve a client that does not read its replies.
         if connection.wants_write() && !connection.flush()? {
             return Ok(Pumped::Full);
         }
@@ -107,13 +104,13 @@ pub fn pump(
     Ok(Pumped::Budget)
 }
 
-/// Takes the replies to commands of ours that have arrived, up to the next
-/// request: for while the last request waits for its answer. Returns whether
-/// there is such a next request; if not, wait until the socket is readable.
+/// Processes received replies to the server's commands, up to the next request: for
+/// use while the last request is unanswered. Returns whether a next request has
+/// arrived; if not, wait until the socket is readable.
 ///
 /// # Errors
 ///
-/// When the connection is over; see [`ConnectionError`].
+/// Fails when the connection has ended; see [`ConnectionError`].
 pub fn pump_replies(
     connection: &mut Connection,
     handler: &mut impl Handler,
@@ -129,9 +126,9 @@ pub fn pump_replies(
     Ok(false)
 }
 
-/// Gives the handler a message that is a reply to a command of its own.
+/// Passes a reply to the handler. Returns whether the handler accepted it.
 fn to_handler(message: &Message<'_>, handler: &mut impl Handler) -> bool {
-    // Of a reply that is too long nothing was kept.
+    // The payload of a message above the limit has been discarded.
     message.header.message_type() == MessageType::Reply
         && message.header.size <= MAX_MESSAGE_SIZE
         && handler.reply(&message.header, message.payload)

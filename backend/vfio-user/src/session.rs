@@ -7,19 +7,19 @@ use super::request::Request;
 use super::version::Negotiated;
 use super::{Command, MAX_MESSAGE_SIZE};
 
-/// What a connection has agreed on. Does no I/O.
+/// A connection's negotiated state. Does no I/O.
 #[derive(Debug, Default)]
 pub struct Session {
     negotiated: Option<Negotiated>,
 }
 
 impl Session {
-    /// A session that has not negotiated yet.
+    /// A session before `VERSION`.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What was agreed on, once `VERSION` has come.
+    /// The negotiated capabilities; `None` before `VERSION`.
     pub fn negotiated(&self) -> Option<&Negotiated> {
         self.negotiated.as_ref()
     }
@@ -29,8 +29,7 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// A [`Refusal`], with the errno to send and what becomes of the
-    /// connection.
+    /// A [`Refusal`], with the errno to send and the connection's fate.
     pub fn decode<'a>(&mut self, message: Message<'a>) -> Result<Request<'a>, Refusal> {
         let Message {
             header,

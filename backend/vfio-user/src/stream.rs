@@ -1,8 +1,8 @@
-//! A client's socket, closed so that the client survives it.
+//! A client's socket, drained before it is closed.
 //!
-//! When a UNIX socket is closed in which something is left unread, Linux reports
-//! a reset to the other end, and not an end. QEMU 11.1 aborts at that: it sets the
-//! error of one failed read twice. So what is unread is read before.
+//! If a UNIX socket is closed with unread data, the peer sees ECONNRESET rather than
+//! EOF (unix(7)). QEMU 11.1 aborts on ECONNRESET: it sets the error of one failed
+//! read twice.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -11,7 +11,7 @@ use rustix::{
     net::{Shutdown, shutdown},
 };
 
-/// A connected stream socket that does not block.
+/// A connected nonblocking stream socket.
 #[derive(Debug)]
 pub(super) struct Stream(OwnedFd);
 
@@ -29,13 +29,12 @@ impl AsFd for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // From here on nothing is added to what is unread: that the client gets
-        // no answer any more is told at its next write.
+        // No more data can arrive: the client's next write fails with EPIPE.
         if shutdown(&self.0, Shutdown::Both).is_err() {
             return;
         }
-        // Descriptors among it are closed by the kernel.
-        let mut thrown_away = [0; 4096];
-        while matches!(read(&self.0, &mut thrown_away), Ok(1..) | Err(Errno::INTR)) {}
+        // read(2) closes passed descriptors.
+        let mut discarded = [0; 4096];
+        while matches!(read(&self.0, &mut discarded), Ok(1..) | Err(Errno::INTR)) {}
     }
 }

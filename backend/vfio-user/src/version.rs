@@ -10,17 +10,17 @@ use super::{
     VERSION_MINOR,
 };
 
-/// Longest version data that is parsed, bytes. QEMU's has about 200; the limit
-/// keeps a client from feeding the JSON parser a megabyte.
+/// Longest accepted version data, in bytes. QEMU's has about 200; the limit keeps a
+/// client from feeding the JSON parser a megabyte.
 pub const MAX_VERSION_DATA: usize = 16 << 10;
 
-/// What client and server agreed on.
+/// The negotiated version and capabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Negotiated {
     /// Minor version; the major is 0.
     pub minor: u16,
-    /// Most descriptors that the client takes in one message. A client that
-    /// takes none must not be offered mappable regions.
+    /// Most descriptors that the client accepts with one message. If 0, no mappable
+    /// region may be offered.
     pub client_max_msg_fds: u64,
     /// Most bytes of one `DMA_READ` or `DMA_WRITE` that the client serves.
     pub client_max_data_xfer_size: u64,
@@ -28,7 +28,7 @@ pub struct Negotiated {
     pub write_multiple: bool,
 }
 
-/// Capabilities that matter here; others are ignored, so newer clients work.
+/// The capabilities in use; others are ignored, so newer clients work.
 #[derive(Deserialize)]
 #[serde(default)]
 struct Proposed {
@@ -48,7 +48,7 @@ impl Default for Proposed {
 }
 
 impl Proposed {
-    /// By way of maps: a derived `Deserialize` would take arrays for objects.
+    /// Parses through maps: a derived `Deserialize` also accepts arrays as objects.
     fn parse(json: &[u8]) -> Result<Self, serde_json::Error> {
         let mut data: Map<String, Value> = serde_json::from_slice(json)?;
         let Some(capabilities) = data.remove("capabilities") else {
@@ -104,9 +104,9 @@ impl Negotiated {
         })
     }
 
-    /// Appends the reply's payload. Our limits are always in it, whether the
-    /// client named its own or not: without them it would assume one
-    /// descriptor a message. A feature is in it only when it was proposed.
+    /// Appends the reply's payload. It always holds the server's limits, even if the
+    /// client sent none: the default of `max_msg_fds` is 1. It holds a feature only if
+    /// the client proposed it.
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
         let offer = Offer {
             capabilities: Offered {

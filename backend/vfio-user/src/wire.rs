@@ -1,9 +1,9 @@
 //! Integers in and out of byte slices.
 //!
-//! All data is in the byte order of the host ("Protocol Specification"): both
-//! ends of a UNIX socket are on one machine.
+//! All data is in the host's byte order ("Protocol Specification"): both ends of a
+//! UNIX socket are on one host.
 
-/// Takes integers off the front of a payload; `None` when it is used up.
+/// Decodes integers from the front of a payload; `None` at its end.
 #[derive(Clone, Copy, Debug)]
 pub struct Cursor<'a>(&'a [u8]);
 
@@ -30,13 +30,13 @@ impl<'a> Cursor<'a> {
         self.take().map(u64::from_ne_bytes)
     }
 
-    /// What has not been taken.
+    /// The bytes that have not been decoded.
     pub fn rest(self) -> &'a [u8] {
         self.0
     }
 }
 
-/// Puts integers at the end of a message.
+/// Appends integers to a message.
 pub trait Put {
     fn put_u16(&mut self, value: u16);
     fn put_u32(&mut self, value: u32);

@@ -1,4 +1,4 @@
-//! A region access of eight bytes or less, there and back, allocates nothing.
+//! A round trip of a region access of at most eight bytes does not allocate.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 #[path = "support/device.rs"]
@@ -12,25 +12,25 @@ use std::os::unix::net::UnixStream;
 use farside_vfio_user::serve::pump;
 use farside_vfio_user::{Connection, Session};
 
-/// The system's allocator, counted.
+/// The system's allocator, with a counter.
 struct Counting;
 
 thread_local! {
-    /// Of this thread: the test harness's own allocates whenever it likes.
+    /// Of this thread: the test harness's threads allocate at any time.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: every call goes to the system's allocator as it came, which keeps the
-// contract; the counter needs no memory and no destructor.
+// SAFETY: every call is passed on unchanged to the system's allocator, which upholds
+// the contract; the counter needs no memory and no destructor.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller upholds the same contract as `System`'s.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: as above; `memory` came from `System` by way of `alloc`.
+        // SAFETY: as above; `alloc` got `memory` from `System`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -63,7 +63,7 @@ fn small_region_accesses_allocate_nothing() {
     let rest = u32::from_ne_bytes(reply[4..8].try_into().unwrap()) as usize - 16;
     exchange(&[], &mut reply[..rest]);
 
-    // Offset 0, BAR 0, as many bytes.
+    // Offset 0, BAR 0, count.
     let access = |count: u8| [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, count, 0, 0, 0];
     let reads = [1, 2, 4, 8].map(|count| (message(9, &access(count)), 32 + usize::from(count)));
     let writes = [1, 2, 4, 8].map(|count| {
@@ -75,7 +75,7 @@ fn small_region_accesses_allocate_nothing() {
             exchange(request, &mut reply[..*length]);
         }
     };
-    // What the device itself keeps.
+    // The device's own record.
     round();
     let before = ALLOCATIONS.get();
     for _ in 0..100 {

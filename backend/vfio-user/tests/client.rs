@@ -1,5 +1,4 @@
-//! The client of the crate `vfio_user`, which others wrote, as a peer: every
-//! message that it has.
+//! The independent client of the crate `vfio_user`: all of its messages.
 
 #[path = "support/device.rs"]
 mod device;
@@ -19,8 +18,8 @@ use vfio_user::Client;
 const EVENTFD_TRIGGER: u32 = 1 << 2 | 1 << 5;
 const NONE_TRIGGER: u32 = 1 | 1 << 5;
 
-/// Serves one client on a thread, which gives the device back when the client
-/// has gone.
+/// Serves one client on a thread, which returns the device after the client has
+/// disconnected.
 struct Server {
     _dir: tempfile::TempDir,
     path: PathBuf,
@@ -53,7 +52,7 @@ impl Server {
         Client::new(&self.path).unwrap()
     }
 
-    /// What became of the device.
+    /// The device, after the client has disconnected.
     fn device(self, client: Client) -> TestDevice {
         drop(client);
         self.thread.join().unwrap()
@@ -82,7 +81,7 @@ fn wait(fd: &impl AsFd, events: PollFlags) {
 fn learns_the_regions() {
     let server = Server::start();
     let client = server.client();
-    // Version, device info and all region infos have gone by.
+    // `new` has exchanged version, device info and all region infos.
     let bar0 = client.region(0).unwrap();
     assert_eq!((bar0.size, bar0.flags), (BAR0_SIZE, 0xf));
     assert_eq!(bar0.file_offset.as_ref().unwrap().start(), BAR0_FILE_OFFSET);
@@ -158,7 +157,7 @@ fn resets() {
     let mut client = server.client();
     client.reset().unwrap();
     client.reset().unwrap();
-    // The client of 0.1.7 has this the wrong way round.
+    // Version 0.1.7 of the client inverts this.
     assert!(!client.resettable());
     assert_eq!(server.device(client).resets, 2);
 }
@@ -171,7 +170,7 @@ fn shuts_down() {
     server.device(client);
 }
 
-/// Not a test: prints how long a read of four bytes takes, there and back.
+/// Not a test: prints the round-trip time of a read of four bytes.
 ///
 /// `cargo test --release -p farside-backend --test client -- --ignored --nocapture`
 #[test]

@@ -1,5 +1,5 @@
-//! No descriptor stays open, whatever it came with. The count is of the whole
-//! process: this test has one of its own.
+//! No passed descriptor leaks. In a process of its own, since the test counts the
+//! descriptors of the whole process.
 
 #[path = "support/device.rs"]
 #[allow(dead_code, reason = "most of it is for the tests of single commands")]
@@ -20,7 +20,7 @@ fn no_message_leaves_descriptors_open() {
     let canary = TriggerCanary::new();
     let map = [words(&[32, 3]), longs(&[0, 0x10000, 0x1000])].concat();
     let unmap = [words(&[24, 0]), longs(&[0x10000, 0x1000])].concat();
-    // Sets and takes away, so that nothing is held at the end.
+    // Sets and clears eventfds, so that the device holds none at the end.
     let set = words(&[20, 1 << 2 | 1 << 5, 2, 0, 2]);
     let disable = words(&[20, 1 | 1 << 5, 2, 0, 0]);
     let before = open_descriptors();

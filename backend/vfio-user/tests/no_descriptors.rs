@@ -1,5 +1,5 @@
-//! A server that has no descriptor left, which is a limit of the process: this
-//! test has one of its own.
+//! A server at its limit of open files. In a process of its own, since the limit is
+//! the process's.
 
 #[path = "support/device.rs"]
 #[allow(dead_code, reason = "most of it is for the tests of single commands")]
@@ -12,8 +12,8 @@ use farside_vfio_user::Errno;
 use harness::*;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-/// The kernel ends a read where descriptors came, also those it had to drop: what
-/// follows is to be read without being told of again.
+/// The kernel ends a read behind descriptors, even dropped ones: the server must read
+/// the rest without another edge.
 #[test]
 fn a_request_behind_descriptors_that_were_dropped_is_served() {
     let mut wire = Wire::negotiated();

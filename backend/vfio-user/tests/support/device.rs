@@ -1,5 +1,5 @@
-//! A device without a point: regions of plain bytes, a list of DMA ranges, a
-//! record of what was asked. It answers as a backend would.
+//! A dummy device: regions of plain bytes, a list of DMA ranges, a record of requests.
+//! It answers as a backend would.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -18,7 +18,7 @@ pub const BAR2_SIZE: u64 = 0x1000;
 pub const CONFIG_SIZE: u64 = 4096;
 /// MSI-X vectors.
 pub const VECTORS: u16 = 8;
-/// Where BAR 0 begins in its file.
+/// Offset of BAR 0 in its file.
 pub const BAR0_FILE_OFFSET: u64 = 0x10000;
 
 const AREAS: &[SparseArea] = &[SparseArea {
@@ -33,15 +33,15 @@ pub struct TestDevice {
     config: Vec<u8>,
     file: OwnedFd,
     read: Vec<u8>,
-    /// Mapped ranges: address, size, whether a descriptor came.
+    /// Mapped ranges: address, size, whether with a descriptor.
     pub dma: Vec<(u64, u64, bool)>,
     /// Eventfds of the MSI-X vectors.
     pub eventfds: Vec<Option<Sink>>,
     /// Vectors that a client triggered.
     pub triggered: Vec<u16>,
-    /// How often it was reset.
+    /// Number of resets.
     pub resets: u32,
-    /// Whether resets are answered later, by the test.
+    /// Whether the test answers resets, later.
     pub defer_reset: Option<Option<ReplyTo>>,
 }
 

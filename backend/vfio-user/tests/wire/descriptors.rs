@@ -32,7 +32,7 @@ fn a_command_that_takes_none_is_served_and_they_are_closed() {
         (6, vec![0; 16], Err(Errno::NOTSUP)),
         (999, vec![], Err(Errno::INVAL)),
     ];
-    // Up to what the kernel takes at once (SCM_MAX_FD is 253), the server 16.
+    // The kernel's limit is 253 (SCM_MAX_FD), the server's 16.
     for count in [1, 2, 16, 17, 64] {
         let mut wire = Wire::negotiated();
         wire.call(DMA_MAP, &map(0x1000)).unwrap();

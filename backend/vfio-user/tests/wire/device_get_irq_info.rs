@@ -5,8 +5,8 @@ use crate::harness::*;
 #[test]
 fn tells_each_type() {
     let mut wire = Wire::negotiated();
-    // Eventfd 1, maskable 2, automasked 4, noresize 8: as the product says, and of
-    // MSI, which this device has not, as Linux does.
+    // Eventfd 1, maskable 2, automasked 4, noresize 8: as the product reports them, and
+    // for MSI, which this device lacks, as Linux does.
     for (index, flags, count) in [(0, 7, 1), (1, 9, 0), (2, 3, 8), (3, 9, 1), (4, 9, 1)] {
         let reply = wire.call(GET_IRQ_INFO, &words(&[16, 0, index, 0])).unwrap();
         assert_eq!(reply, words(&[16, flags, index, count]));

@@ -34,7 +34,7 @@ fn eventfds_are_set_and_taken_away() {
         [false, false, true, true, false, false, false, false]
     );
 
-    // QEMU takes eventfds away by a message without any.
+    // QEMU removes eventfds with a message without descriptors.
     wire.call(SET_IRQS, &set(EVENTFD | TRIGGER, MSIX, 2, 1))
         .unwrap();
     assert!(wire.device.eventfds[2].is_none() && wire.device.eventfds[3].is_some());
@@ -158,7 +158,7 @@ fn booleans_must_be_as_many_as_vectors() {
         &set_bool(BOOL | TRIGGER, 0, u32::MAX, &[1]),
         Errno::INVAL,
     );
-    // An argsz that leaves them out.
+    // An argsz that does not cover them.
     let short = [words(&[20, BOOL | TRIGGER, MSIX, 0, 1]), vec![1]].concat();
     wire.refused(SET_IRQS, &short, Errno::INVAL);
     assert!(wire.device.triggered.is_empty());

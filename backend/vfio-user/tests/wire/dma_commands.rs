@@ -16,10 +16,10 @@ const DMA_WRITE: u16 = 12;
 const REPLY: u32 = 1;
 const ERROR_REPLY: u32 = 1 | 1 << 5;
 
-/// A server with commands on their way, whose requests are answered later.
+/// A server with outstanding commands, which answers requests later.
 struct Server {
     commands: DmaCommands<u32>,
-    /// Tags and results, as they came.
+    /// Tags and results, in order of arrival.
     results: Vec<(u32, Result<Vec<u8>, Errno>)>,
     resets: Vec<ReplyTo>,
 }
@@ -40,7 +40,7 @@ impl Handler for Server {
     fn reply(&mut self, header: &Header, payload: &[u8]) -> bool {
         match self.commands.on_reply(header, payload) {
             Matched::Nothing => false,
-            Matched::Settled => true,
+            Matched::Probe => true,
             Matched::Command { tag, result } => {
                 self.results.push((tag, result.map(<[u8]>::to_vec)));
                 true
@@ -49,7 +49,7 @@ impl Handler for Server {
     }
 }
 
-/// What the client takes for the data's place.
+/// The client's layout of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Layout {
     Specified,
@@ -73,7 +73,7 @@ impl World {
         }
     }
 
-    /// Whose client has settled its layout.
+    /// A world whose client has answered the layout probe.
     fn settled(layout: Layout) -> Self {
         let mut world = Self::new(Duration::from_secs(60), 16);
         world.server.commands.read(0, 1, 0).unwrap();
@@ -102,7 +102,7 @@ impl World {
         command
     }
 
-    /// Answers a command, and has the server take it.
+    /// Answers a command, and lets the server process the reply.
     fn answer(&mut self, to: &Received, flags: u32, error: u32, payload: &[u8]) {
         let mut bytes = message(to.id, to.command, flags, payload);
         bytes[12..16].copy_from_slice(&error.to_ne_bytes());
@@ -178,7 +178,7 @@ fn commands_wait_until_the_layout_is_known_and_keep_their_order() {
             [&longs(&[n, 1])[..], &[n as u8]].concat()
         );
     }
-    // It is asked for once.
+    // The layout is probed once.
     assert!(world.wire.received().is_none());
 }
 
@@ -280,8 +280,8 @@ fn commands_are_bounded() {
     world.server.commands.read(0, 1, 3).unwrap();
 }
 
-/// A connection that reads ahead, and a client that sends each message by
-/// itself: descriptors belong to the message they came with.
+/// With read-ahead, and a client that sends each message with a call of its own,
+/// descriptors are attributed to their message.
 #[test]
 fn reading_ahead_keeps_descriptors_with_their_messages() {
     let mut wire = Wire::negotiated();
@@ -305,7 +305,7 @@ fn reading_ahead_keeps_descriptors_with_their_messages() {
     wire.still_framed();
 }
 
-/// Eight bytes to the start of BAR 0.
+/// A write of eight bytes to the start of BAR 0.
 fn write_of(value: u64) -> Vec<u8> {
     [access(0, 0, 8), longs(&[value])].concat()
 }
@@ -346,7 +346,7 @@ fn wait_readable(connection: &Connection) {
 }
 
 impl World {
-    /// A copy to be changed.
+    /// A copy with changed fields.
     fn command_like(&self, like: &Received) -> Received {
         Received {
             payload: Vec::new(),

@@ -45,7 +45,7 @@ fn all_with_a_range_is_refused() {
 #[test]
 fn dirty_bitmaps_are_not_supported() {
     let mut wire = with_maps(1);
-    // As a client sends it, with the bitmap's description behind.
+    // As a client sends it: struct vfio_user_bitmap follows.
     let request = [unmap(40, DIRTY, 0, 0x1000), longs(&[4096, 8])].concat();
     wire.refused(DMA_UNMAP, &request, Errno::NOTSUP);
     wire.refused(DMA_UNMAP, &unmap(24, DIRTY, 0, 0x1000), Errno::NOTSUP);

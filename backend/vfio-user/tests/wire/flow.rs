@@ -16,7 +16,7 @@ fn a_client_that_does_not_read_is_stopped_and_goes_on_when_it_reads() {
         wire.send(&request);
         asked += 1;
     }
-    // It stopped with replies waiting, and does no more work.
+    // The server stopped with queued replies, and serves no more requests.
     assert!(wire.server.wants_write());
     wire.send(&message(2, RESET, 0, &[]));
     assert_eq!(wire.run().unwrap(), Pumped::Full);
@@ -39,7 +39,7 @@ fn a_client_that_does_not_read_is_stopped_and_goes_on_when_it_reads() {
 
 #[test]
 fn replies_that_wait_are_bounded() {
-    // A backend that sends without asking whether it should.
+    // A backend that ignores `wants_write`.
     let mut wire = Wire::negotiated();
     wire.send(&message(1, RESET, 0, &[]));
     let to = wire.server.receive().unwrap().unwrap().header.reply_to();
@@ -73,7 +73,7 @@ fn a_descriptor_waits_with_its_reply() {
     let mut waiting = 0;
     wire.send(&message(2, RESET, NO_REPLY, &[]));
     let to = {
-        // The server's own doing, past the queue: another region info.
+        // Directly by the server: another region info.
         wire.server.receive().unwrap().unwrap().header
     };
     let mut to = to;

@@ -97,13 +97,13 @@ fn the_body_of_a_message_that_is_too_long_is_thrown_away() {
     let size = MAX_MESSAGE_SIZE + 1;
     wire.send(&raw_message(5, REGION_WRITE, size, 0, &[]));
     wire.run().unwrap();
-    // Answered before the body has come.
+    // Answered before the body has arrived.
     let reply = wire.received().unwrap();
     assert_eq!(
         (reply.id, reply.error),
         (5, Errno::TOOBIG.raw_os_error() as u32)
     );
-    // A body made of messages, which must not be served.
+    // A body that consists of messages, which must not be served.
     let mut body = message(6, RESET, 0, &[]).repeat(size as usize / 16);
     body.truncate(size as usize - 16);
     for part in body.chunks(10_007) {
@@ -118,7 +118,7 @@ fn the_body_of_a_message_that_is_too_long_is_thrown_away() {
 #[test]
 fn the_longest_message_is_served_and_its_buffer_is_given_back() {
     let mut wire = Wire::negotiated();
-    // Longer than BAR 0: the device says so, the protocol does not.
+    // Longer than BAR 0: refused by the device, not by the protocol.
     let count = 1 << 20;
     let write = [access(0, 0, count), vec![0x5a; count as usize]].concat();
     let bytes = message(1, REGION_WRITE, 0, &write);

@@ -1,5 +1,5 @@
-//! A client's end of a socket pair, and a server on the other that is run by
-//! hand: no threads, no time.
+//! A client's end of a socket pair, and a server at the other that the test runs step
+//! by step: no threads, no clock.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -31,15 +31,15 @@ pub const WRITE_MULTI: u16 = 15;
 
 pub const NO_REPLY: u32 = 1 << 4;
 
-/// A client and the server it talks to.
+/// A client and its server.
 pub struct Wire {
     pub client: UnixStream,
     pub server: Connection,
     pub session: Session,
     pub device: TestDevice,
-    /// Tells of each edge of the server's socket, once.
+    /// Reports each edge of the server's socket, once (EPOLLET).
     edges: OwnedFd,
-    /// The server stopped for another reason than want of input.
+    /// The server stopped for another reason than missing input.
     unfinished: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct Received {
 }
 
 impl Wire {
-    /// Connected, nothing said.
+    /// Connected; no message sent.
     pub fn new() -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         client.set_nonblocking(true).unwrap();
@@ -98,8 +98,8 @@ impl Wire {
         self.client.write_all(bytes).unwrap();
     }
 
-    /// Lets the server do all it can, as an event loop does that is told of edges
-    /// only: whatever the server leaves unread, and no edge tells of, stays.
+    /// Runs the server as an EPOLLET event loop does: data that it leaves unread
+    /// without another edge stays unread.
     pub fn run(&mut self) -> Result<Pumped, ConnectionError> {
         loop {
             let mut events = [Event {
@@ -113,7 +113,7 @@ impl Wire {
             let hung_up = EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR;
             let told_of = events[0].flags;
             if told_of.intersects(hung_up) {
-                self.server.expect_end();
+                self.server.on_peer_shutdown();
             }
             let pumped = pump(
                 &mut self.server,
@@ -196,7 +196,7 @@ impl Wire {
         self.still_framed();
     }
 
-    /// Checks that the server takes the next message for what it is.
+    /// Checks that the stream is still framed: the next message is served.
     #[track_caller]
     pub fn still_framed(&mut self) {
         if self.session.negotiated().is_some() {
@@ -213,7 +213,7 @@ pub fn message(id: u16, command: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
     raw_message(id, command, 16 + payload.len() as u32, flags, payload)
 }
 
-/// A message with a size that need not be its own.
+/// A message with any size in its header.
 pub fn raw_message(id: u16, command: u16, size: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(id.to_ne_bytes());
@@ -261,7 +261,7 @@ pub fn get_u32(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
 }
 
-/// An eventfd, and whether the server still has it.
+/// An eventfd that reveals whether the server still holds it.
 pub struct TriggerCanary {
     eventfd: OwnedFd,
 }
@@ -273,7 +273,7 @@ impl TriggerCanary {
         Self { eventfd }
     }
 
-    /// What to send.
+    /// The descriptor to send.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.eventfd.as_fd()
     }
@@ -287,7 +287,7 @@ impl TriggerCanary {
         let ours = format!("/proc/self/fdinfo/{}", self.eventfd.as_raw_fd());
         let ours = id(&std::fs::read_to_string(ours).unwrap()).expect("an eventfd has an id");
         let holders = std::fs::read_dir("/proc/self/fdinfo").unwrap();
-        // Other tests' descriptors come and go meanwhile.
+        // Other tests open and close descriptors meanwhile.
         let infos = holders.filter_map(|entry| std::fs::read_to_string(entry.ok()?.path()).ok());
         infos
             .filter(|info| id(info).as_ref() == Some(&ours))
@@ -296,7 +296,7 @@ impl TriggerCanary {
     }
 }
 
-/// A descriptor that tells whether it has been closed by everybody.
+/// A descriptor that reveals whether all duplicates of it are closed.
 pub struct Canary {
     reader: std::io::PipeReader,
     writer: std::io::PipeWriter,
@@ -308,12 +308,12 @@ impl Canary {
         Self { reader, writer }
     }
 
-    /// What to send.
+    /// The descriptor to send.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.writer.as_fd()
     }
 
-    /// Whether nobody else holds it any more.
+    /// Whether all duplicates are closed.
     pub fn closed_elsewhere(self) -> bool {
         let Self { mut reader, writer } = self;
         drop(writer);

@@ -21,15 +21,15 @@ fn one_client_at_a_time() {
 
     let mut second = UnixStream::connect(&path).unwrap();
     assert!(listener.accept(Slot::Taken).unwrap().is_none());
-    assert_eq!(second.read(&mut [0]).unwrap(), 0, "turned away");
+    assert_eq!(second.read(&mut [0]).unwrap(), 0, "refused");
 
     drop(served);
     let _third = UnixStream::connect(&path).unwrap();
     assert!(listener.accept(Slot::Free).unwrap().is_some());
 }
 
-/// QEMU aborts when its socket is reset, and Linux resets one that is closed with
-/// something unread in it.
+/// QEMU aborts on ECONNRESET, which Linux reports to the peer of a socket that is
+/// closed with unread data.
 #[test]
 fn whoever_is_left_hears_an_end_and_no_reset() {
     let dir = tempfile::tempdir().unwrap();
@@ -37,7 +37,7 @@ fn whoever_is_left_hears_an_end_and_no_reset() {
     let listener = Listener::bind(&path).unwrap();
     let connect = || {
         let mut client = UnixStream::connect(&path).unwrap();
-        // More than one read gets, and nobody reads it.
+        // More than one read returns, and never read.
         client.write_all(&[7; 20_000]).unwrap();
         client
     };
@@ -45,9 +45,9 @@ fn whoever_is_left_hears_an_end_and_no_reset() {
     let served = listener.accept(Slot::Free).unwrap();
     let mut second = connect();
     assert!(listener.accept(Slot::Taken).unwrap().is_none());
-    assert_eq!(second.read(&mut [0]).unwrap(), 0, "turned away");
+    assert_eq!(second.read(&mut [0]).unwrap(), 0, "refused");
     drop(served);
-    assert_eq!(first.read(&mut [0]).unwrap(), 0, "let go");
+    assert_eq!(first.read(&mut [0]).unwrap(), 0, "dropped");
     let error = first.write_all(&[7; 100]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BrokenPipe, "{error}");
     let mut third = connect();

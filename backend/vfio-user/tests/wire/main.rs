@@ -1,6 +1,5 @@
-//! Tests of the protocol's server side, byte by byte. One file a command. After
-//! every refusal the next message must be answered rightly: the stream is
-//! still framed.
+//! Wire-level tests of the server side, one file for each command. After every refusal
+//! the next message must be answered correctly: the stream is still framed.
 
 #[path = "../support/device.rs"]
 mod device;

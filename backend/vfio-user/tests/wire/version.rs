@@ -29,7 +29,7 @@ fn offers_its_limits_to_a_client_that_names_none() {
 
 #[test]
 fn takes_what_qemu_sends_and_answers_no_longer() {
-    // QEMU takes the reply in the buffer that it sent the request from.
+    // QEMU receives the reply in the buffer of the request.
     let mut wire = Wire::new();
     let request = version_payload(
         0,
