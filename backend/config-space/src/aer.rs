@@ -1,8 +1,7 @@
 //! Advanced error reporting (PCIe 7.8.4).
 //!
-//! Masks and severities take what the guest writes; nothing is ever logged, as
-//! errors on the lender's bus are the lender's to handle. ECRC is the
-//! lender's too.
+//! Masks and severities are writable storage. No error is ever logged: the lender
+//! handles errors on its bus. ECRC is the lender's, too.
 
 use super::builder::Builder;
 

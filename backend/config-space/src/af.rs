@@ -32,8 +32,7 @@ impl Registers {
         }
     }
 
-    /// The byte and the bit in it that initiate a function level reset, if the
-    /// device can.
+    /// Offset and mask of the Initiate FLR bit, if the device supports FLR.
     pub fn flr_bit(&self) -> Option<(usize, u8)> {
         self.flr.then_some((self.at + CONTROL, INITIATE))
     }

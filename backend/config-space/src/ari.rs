@@ -4,8 +4,7 @@ use super::builder::Builder;
 
 pub const LENGTH: usize = 8;
 
-/// A function is lent on its own: it has no next function and no function
-/// groups.
+/// Functions are lent individually: no next function, no function groups.
 pub fn build(builder: &mut Builder, at: usize) {
     builder.image.set_u32(at + 4, 0);
 }

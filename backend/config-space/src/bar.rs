@@ -1,7 +1,7 @@
 //! Base address registers (PCIe 7.5.1.2.1).
 //!
-//! A BAR of 2ⁿ bytes has its lowest n bits read-only, so sizing (write all
-//! ones, read back) needs no code of its own.
+//! The lowest n bits of a BAR of 2ⁿ bytes are read-only, which makes sizing (write all
+//! ones, read back) work.
 
 use farside_pci::regs::{BASE_ADDRESS_0, COMMAND_IO, COMMAND_MEMORY};
 use farside_pci::{Bar, BarKind, ConfigImage};
@@ -12,7 +12,7 @@ use super::builder::Builder;
 /// Largest I/O BAR, bytes: x86 has 64 KiB of I/O space in all.
 const IO_LIMIT: u64 = 1 << 16;
 
-/// An address that the guest gave a BAR, on the guest's side of the borrow.
+/// A BAR's address in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GuestBarAddress {
     /// In memory space: a guest-physical address.
@@ -21,7 +21,7 @@ pub enum GuestBarAddress {
     Io(u32),
 }
 
-/// A BAR that exists.
+/// An implemented BAR.
 #[derive(Clone, Debug)]
 pub struct BarRegister {
     kind: BarKind,
@@ -29,7 +29,7 @@ pub struct BarRegister {
 }
 
 impl BarRegister {
-    /// Whether the function decodes it under this command register.
+    /// Whether the command register enables its decoding.
     pub fn decoded(&self, command: u16) -> bool {
         match self.kind {
             BarKind::Io => command & COMMAND_IO != 0,
@@ -37,7 +37,7 @@ impl BarRegister {
         }
     }
 
-    /// The address in it, being BAR number `index`.
+    /// The address that it holds, as BAR number `index`.
     pub fn address(&self, index: usize, image: &ConfigImage) -> GuestBarAddress {
         let low = image.u32(offset(index)) & self.kind.address_mask();
         match self.kind {
@@ -50,7 +50,7 @@ impl BarRegister {
         }
     }
 
-    /// Whether `[start, start + length)` is in it and it is in memory space.
+    /// Whether it is a memory BAR that contains `[start, start + length)`.
     pub fn holds_memory(&self, start: u64, length: u64) -> bool {
         !matches!(self.kind, BarKind::Io)
             && start
@@ -77,7 +77,6 @@ pub fn build(
         })?;
         let address_bits = !(bar.size - 1); // a power of two
         let at = offset(index);
-        // Truncation keeps the low half, which is what is meant.
         let low = address_bits as u32;
         builder.image.set_u32(at, bar.kind.register_bits());
         builder.writable.set_u32(at, low & bar.kind.address_mask());

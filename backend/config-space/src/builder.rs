@@ -5,16 +5,16 @@ use farside_pci::regs::{CFG_SPACE_EXP_SIZE, CFG_SPACE_SIZE};
 
 use super::ConfigSpaceError;
 
-/// A configuration space in the making: the device's image, all of it
-/// read-only until a mask says otherwise.
+/// Builds a configuration space from the device's image, which is read-only except
+/// for the bits in the masks.
 ///
-/// Offsets come from structures that have been checked to lie inside.
+/// Offsets must be inside: the callers have checked their structures.
 pub struct Builder {
     /// Values after power-on.
     pub image: ConfigImage,
-    /// Bits that take what is written.
+    /// Read-write bits.
     pub writable: ConfigImage,
-    /// Bits that a written 1 clears.
+    /// Write-1-to-clear bits.
     pub clearable: ConfigImage,
 }
 

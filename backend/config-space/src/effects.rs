@@ -1,4 +1,4 @@
-//! What a write does, as values for the caller to carry out.
+//! Effects of a write, as values for the caller to carry out.
 
 use farside_pci::ConfigImage;
 use farside_pci::regs::{
@@ -11,7 +11,7 @@ use super::{Msi, Msix, PowerState, Registers};
 /// How a bit changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
-    /// It does not.
+    /// No change.
     Steady,
     /// From 0 to 1.
     Rising,
@@ -33,31 +33,30 @@ impl Edge {
 /// Why the function is reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetCause {
-    /// The guest asked for a function level reset (PCIe 6.6.2).
+    /// The guest initiated a function level reset (PCIe 6.6.2).
     FunctionLevel,
-    /// The function went from D3hot to D0 and does not keep its state over
-    /// that (PCIe 5.3.1.4).
+    /// The function went from D3hot to D0, and No_Soft_Reset is clear (PCIe 5.3.1.4).
     LeftD3hot,
 }
 
-/// One consequence of a write.
+/// One effect of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Bits of the command register changed.
     CommandChanged {
-        /// The function may master the bus.
+        /// Bus-master enable.
         bus_master: Edge,
-        /// The function answers memory accesses.
+        /// Memory space enable.
         memory: Edge,
-        /// The function answers I/O accesses.
+        /// I/O space enable.
         io: Edge,
-        /// The function may not raise INTx.
+        /// INTx disable.
         intx_disable: Edge,
     },
     /// [`ConfigSpace::bar_address`](super::ConfigSpace::bar_address) of this
-    /// BAR changed: it moved, or its decoding was turned on or off. Guests
-    /// write all ones to learn the size, some without turning decoding off
-    /// first: an address may be seen here that is not meant.
+    /// BAR changed: it moved, or its decoding was enabled or disabled. May report a
+    /// transient address: some guests size a BAR (write all ones) without disabling
+    /// decoding first.
     BarMoved(u8),
     /// The power state changed to this one.
     PowerState(PowerState),
@@ -68,22 +67,22 @@ pub enum Effect {
     /// The PCI Express device control register (PCIe 7.5.3.4) changed to this
     /// value.
     PcieControl(u16),
-    /// The function is to be reset. Comes last: what else the reset changed is
-    /// before it, the end of bus mastering first.
+    /// The function must be reset. Comes last, after the changes by the reset, of which
+    /// the end of bus mastering is the first.
     Reset(ResetCause),
 }
 
-/// Consequences of a write, in the order to carry them out.
+/// Effects of a write, in the order to carry them out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effects(Vec<Effect>);
 
 impl Effects {
-    /// Whether there are none.
+    /// Whether the write has no effect outside the configuration space.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// In order.
+    /// The effects, in order.
     pub fn iter(&self) -> impl Iterator<Item = Effect> + '_ {
         self.0.iter().copied()
     }
@@ -98,7 +97,7 @@ impl Effects {
             .unwrap_or(Edge::Steady)
     }
 
-    /// Whether, and why, the function is to be reset.
+    /// The cause of the reset, if the function must be reset.
     pub fn reset(&self) -> Option<ResetCause> {
         self.iter().find_map(|effect| match effect {
             Effect::Reset(cause) => Some(cause),
@@ -158,7 +157,7 @@ impl IntoIterator for Effects {
     }
 }
 
-/// What the registers mean, at one moment.
+/// The decoded registers.
 pub struct View {
     pub command: u16,
     pub bars: [Option<GuestBarAddress>; 6],

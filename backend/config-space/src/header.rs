@@ -8,7 +8,7 @@ use super::builder::Builder;
 
 const RESERVED: std::ops::Range<usize> = 0x35..0x3c;
 
-/// Speeds and timings of conventional PCI, and nothing that reports an event.
+/// 66 MHz capable, fast back-to-back, DEVSEL timing: the constant bits.
 const STATUS_CONSTANT: u16 = 0x06a0;
 /// Parity, aborts and system errors: bits 8 and 11 to 15.
 const STATUS_EVENTS: u16 = 0xf900;
@@ -23,7 +23,7 @@ pub fn build(builder: &mut Builder, description: &Description) -> Result<(), Con
         return Err(ConfigSpaceError::HeaderType(header_type));
     }
 
-    // Decoding of a space that the function has nothing in cannot be enabled.
+    // Decoding of a space in which the function has no BAR cannot be enabled.
     let mut command = COMMAND_MASTER | COMMAND_PARITY | COMMAND_SERR | COMMAND_INTX_DISABLE;
     for bar in description.bars.iter().flatten() {
         command |= match bar.kind {
@@ -40,14 +40,14 @@ pub fn build(builder: &mut Builder, description: &Description) -> Result<(), Con
     builder
         .image
         .set_u16(COMMAND, 0)
-        // The capability list bit is set when the list is made.
+        // `walk` sets the capability list bit.
         .set_u16(STATUS, status)
         .set_u8(LATENCY_TIMER, 0)
-        // Functions are lent one by one, each as function 0.
+        // Not multi-function: functions are lent individually, each as function 0.
         .set_u8(HEADER_TYPE, 0)
         .set_u8(BIST, 0)
         .set_u32(CARDBUS_CIS, 0)
-        // There is none: a guest that sizes it reads 0.
+        // No expansion ROM: sizing reads 0.
         .set_u32(ROM_ADDRESS, 0)
         .set_u8(INTERRUPT_PIN, pin);
     builder.image[RESERVED].fill(0);

@@ -1,16 +1,16 @@
-//! The configuration space that the guest sees of a borrowed function.
+//! The virtual configuration space of a borrowed function.
 //!
-//! It is made from the device's own image, which the lender read once, and
-//! from then on lives here: the guest's accesses do not reach the device, but
-//! for [one bit](ConfigSpace::interrupt_status_at) that only it knows. Each
+//! It is built from the device's own image, which the lender has read once. The guest's
+//! accesses do not reach the device, except for
+//! [one bit](ConfigSpace::interrupt_status_at) that only the device has. Each
 //! bit is read-only, read-write or write-1-to-clear as the PCI Express Base
-//! Specification (6.0; cited as "PCIe") says for a type 0 function, and a write
-//! tells its consequences as values, [`Effect`]s, for the caller to carry out.
+//! Specification (6.0; cited as "PCIe") defines for a type 0 function, and a write
+//! returns its effects as values, [`Effect`]s, for the caller to carry out.
 //!
 //! # Writes in two steps
 //!
-//! Setting bus-master enable can fail: it is when the guest's memory is pinned
-//! and mapped. So a write can be looked at before it takes effect:
+//! Setting bus-master enable pins and maps the guest's memory, which can fail. So a
+//! write can be inspected before it takes effect:
 //!
 //! ```
 //! # use farside_config_space::{ConfigSpace, Edge};
@@ -32,18 +32,18 @@
 //! # Ok::<(), farside_config_space::ConfigSpaceError>(())
 //! ```
 //!
-//! # What the guest does not see
+//! # Hidden capabilities
 //!
-//! A capability whose controls act on something that the guest does not have
-//! is taken out of the chain and reads as zero; [`policy`] says which and why,
-//! and [`ConfigSpace::hidden`] which of them this device has. What belongs to
-//! no capability is read-only.
+//! A capability that controls something outside the guest's reach is unlinked from
+//! the list and reads as zero. [`policy`] has the rules with their reasons,
+//! [`ConfigSpace::hidden`] returns this device's hidden capabilities. Bytes outside
+//! all capabilities are read-only.
 //!
 //! # Trust
 //!
-//! The image comes from another host. Chains that loop, structures that
-//! overlap or leave the space, and tables outside their BAR are errors of
-//! [`ConfigSpace::new`]; after that no access by the guest can fail.
+//! The image comes from another host and is untrusted. [`ConfigSpace::new`] fails for
+//! lists that loop, structures that overlap or extend past the space, and tables
+//! outside their BAR; afterwards no access by the guest can fail.
 
 #![forbid(unsafe_code)]
 
@@ -82,15 +82,15 @@ use effects::View;
 pub struct ConfigSpace {
     bytes: ConfigImage,
     power_on: ConfigImage,
-    /// Bits that take what is written.
+    /// Read-write bits.
     writable: ConfigImage,
-    /// Bits that a written 1 clears.
+    /// Write-1-to-clear bits.
     clearable: ConfigImage,
     registers: Registers,
     hidden: Vec<Hidden>,
 }
 
-/// Where the registers are that mean something to us.
+/// Locations of the registers whose values have effects.
 #[derive(Clone, Debug, Default)]
 struct Registers {
     bars: [Option<BarRegister>; 6],
@@ -101,7 +101,7 @@ struct Registers {
     af: Option<af::Registers>,
 }
 
-/// A write that has not taken effect: from [`ConfigSpace::stage`].
+/// A write that has not taken effect, from [`ConfigSpace::stage`].
 #[derive(Debug)]
 #[must_use = "a staged write has no effect until it is committed"]
 pub struct Staged {
@@ -113,29 +113,29 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// What the write would do, as things stand.
+    /// The effects that the write would have on the current state.
     pub fn effects(&self) -> &Effects {
         &self.effects
     }
 
-    /// Whether the device may begin to, or must cease to, master the bus. More
-    /// than the bus-master bit: a function that is not in D0 may not either.
+    /// Whether the write enables or disables DMA. Depends on the power state as well
+    /// as on bus-master enable: only a function in D0 may master the bus.
     pub fn dma(&self) -> Edge {
         self.dma
     }
 
-    /// Leaves the bus-master bit clear, whatever else the write does.
+    /// Leaves the bus-master bit clear when the write is committed.
     pub fn refuse_bus_master(&mut self) {
         self.bus_master_refused = true;
     }
 }
 
 impl ConfigSpace {
-    /// Makes the guest's view of a device.
+    /// Builds the guest's view of a device.
     ///
     /// # Errors
     ///
-    /// When the description contradicts itself or the specification; see
+    /// Fails if the description contradicts itself or the specification; see
     /// [`ConfigSpaceError`].
     pub fn new(description: &Description) -> Result<Self, ConfigSpaceError> {
         let mut builder = Builder::new(&description.config)?;
@@ -161,31 +161,31 @@ impl ConfigSpace {
         self.bytes.len() as u64
     }
 
-    /// Capabilities of the device that the guest does not see.
+    /// The device's hidden capabilities.
     pub fn hidden(&self) -> &[Hidden] {
         &self.hidden
     }
 
-    /// Reads `data.len()` bytes at `offset`. Past the end reads as all ones,
-    /// as from a function that is not there.
+    /// Reads `data.len()` bytes at `offset`. Bytes past the end read as all ones, as of
+    /// a function that does not respond.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
-        let there = usize::try_from(offset)
+        let source = usize::try_from(offset)
             .ok()
             .and_then(|at| self.bytes.get(at..));
-        let there = there.unwrap_or_default();
-        let (inside, outside) = data.split_at_mut(there.len().min(data.len()));
-        inside.copy_from_slice(&there[..inside.len()]);
+        let source = source.unwrap_or_default();
+        let (inside, outside) = data.split_at_mut(source.len().min(data.len()));
+        inside.copy_from_slice(&source[..inside.len()]);
         outside.fill(0xff);
     }
 
-    /// Writes at once: [`stage`](Self::stage) and [`commit`](Self::commit).
+    /// [Stages](Self::stage) and [commits](Self::commit) a write.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Effects {
         let staged = self.stage(offset, data);
         self.commit(staged)
     }
 
-    /// Works out what a write of any length and alignment would do. What lies
-    /// past the end is ignored.
+    /// Computes the effects of a write of any length and alignment. Bytes past the end
+    /// are ignored.
     pub fn stage(&self, offset: u64, data: &[u8]) -> Staged {
         let before = View::of(&self.registers, &self.bytes);
         let outcome = self.outcome(offset, data);
@@ -199,9 +199,8 @@ impl ConfigSpace {
         }
     }
 
-    /// Carries out a staged write and returns what it did. Other writes and
-    /// resets may have come between: the write acts on the registers as they
-    /// are now.
+    /// Carries out a staged write and returns its effects. It acts on the current state,
+    /// which other writes and resets may have changed since it was staged.
     pub fn commit(&mut self, staged: Staged) -> Effects {
         let before = View::of(&self.registers, &self.bytes);
         let outcome = self.outcome(staged.offset, &staged.data);
@@ -213,8 +212,8 @@ impl ConfigSpace {
         Effects::between(&before, &after, outcome.reset)
     }
 
-    /// Returns to the values after power-on, as after a conventional reset.
-    /// Returns what that changed, without an [`Effect::Reset`].
+    /// Restores the values after power-on, as a conventional reset does. Returns the
+    /// effects, without an [`Effect::Reset`].
     pub fn reset(&mut self) -> Effects {
         let before = View::of(&self.registers, &self.bytes);
         self.bytes.copy_from_slice(&self.power_on);
@@ -222,16 +221,16 @@ impl ConfigSpace {
         Effects::between(&before, &after, None)
     }
 
-    /// The address the guest gave BAR `bar`, while the function decodes it:
-    /// memory or I/O space is enabled and the function is in D0. `None` too
-    /// for the second half of a 64-bit BAR and for those that do not exist.
+    /// The address of BAR `bar` while the function decodes it: memory or I/O space is
+    /// enabled and the function is in D0. `None` also for the upper half of a 64-bit BAR
+    /// and for an unimplemented BAR.
     pub fn bar_address(&self, bar: u8) -> Option<GuestBarAddress> {
         let view = View::of(&self.registers, &self.bytes);
         view.bars.get(usize::from(bar)).copied().flatten()
     }
 
-    /// Whether the guest lets the function master the bus: the bus-master bit
-    /// is set and the function is in D0.
+    /// Whether the function may master the bus: bus-master enable is set and the function
+    /// is in D0.
     pub fn may_dma(&self) -> bool {
         View::of(&self.registers, &self.bytes).may_dma()
     }
@@ -241,15 +240,15 @@ impl ConfigSpace {
         self.command() & COMMAND_MASTER != 0
     }
 
-    /// Whether the guest has turned INTx off.
+    /// Whether INTx disable is set.
     pub fn intx_disabled(&self) -> bool {
         self.command() & COMMAND_INTX_DISABLE != 0
     }
 
-    /// Where a read of `len` bytes at `offset` has the byte with [Interrupt
-    /// Status](farside_pci::regs::STATUS_INTERRUPT), if it has it and INTx is in
-    /// use: the function has the pin, and neither MSI nor MSI-X is enabled. The
-    /// bit is the device's, and [`read`](Self::read) says 0.
+    /// Index of the byte with [Interrupt Status](farside_pci::regs::STATUS_INTERRUPT) in
+    /// a read of `len` bytes at `offset`. `None` if the read does not cover it or INTx is
+    /// not in use: the function lacks the pin, or MSI or MSI-X is enabled. The caller
+    /// reads the bit from the device; [`read`](Self::read) returns 0 for it.
     pub fn interrupt_status_at(&self, offset: u64, len: usize) -> Option<usize> {
         let at = usize::try_from((STATUS as u64).checked_sub(offset)?).ok()?;
         let in_use = || {
@@ -263,7 +262,7 @@ impl ConfigSpace {
         (at < len && in_use()).then_some(at)
     }
 
-    /// The function's power state; D0 when it has no power management.
+    /// The function's power state; D0 if it has no power management.
     pub fn power_state(&self) -> PowerState {
         View::of(&self.registers, &self.bytes).power
     }
@@ -282,15 +281,14 @@ impl ConfigSpace {
         self.bytes.u16(COMMAND)
     }
 
-    /// Index of byte `at` of an access at `offset`, if it is in the space.
+    /// Index in the space of byte `at` of an access at `offset`, if it is inside.
     fn index(&self, offset: u64, at: u64) -> Option<usize> {
         let index = usize::try_from(offset.checked_add(at)?).ok()?;
         (index < self.bytes.len()).then_some(index)
     }
 
-    /// What the registers would be after a write. The one place where partial
-    /// and straddling writes are dealt with: bytes are taken one by one, each
-    /// under its masks.
+    /// The registers after a write. Applies each byte with its masks, and so handles
+    /// partial and straddling writes.
     fn outcome(&self, offset: u64, data: &[u8]) -> Outcome {
         let mut bytes = self.bytes.clone();
         let mut reset = None;
@@ -307,7 +305,7 @@ impl ConfigSpace {
             }
         }
         if let Some(pm) = &self.registers.pm {
-            pm.settle(&self.bytes, &mut bytes);
+            pm.discard_unsupported(&self.bytes, &mut bytes);
             if reset.is_none() && pm.resets(&self.bytes, &bytes) {
                 reset = Some(ResetCause::LeftD3hot);
             }
@@ -325,8 +323,8 @@ struct Outcome {
 }
 
 impl Registers {
-    /// Whether `data`, written to the byte at `index`, initiates a function
-    /// level reset. Those bits read as 0, so they are in no mask.
+    /// Whether writing `data` to the byte at `index` initiates a function level reset.
+    /// The Initiate FLR bits read as 0 and are in neither mask.
     fn starts_flr(&self, index: usize, data: u8) -> bool {
         let bits = [
             self.pcie.as_ref().and_then(pcie::Registers::flr_bit),

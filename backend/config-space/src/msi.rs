@@ -9,16 +9,15 @@ use super::builder::Builder;
 /// The state of MSI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msi {
-    /// Whether it is used.
+    /// MSI enable.
     pub enabled: bool,
-    /// Vectors that the guest allows: a power of two, at most those that the
-    /// device has.
+    /// Number of enabled vectors: a power of two, at most the device's number.
     pub vectors: u8,
-    /// Where messages go, a guest-physical address.
+    /// Message address, a guest-physical address.
     pub address: u64,
-    /// What they say; the vector is in the lowest bits.
+    /// Message data; the lowest bits hold the vector.
     pub data: u16,
-    /// Bit n: vector n is masked. 0 for a function without masks.
+    /// Bit n: vector n is masked. 0 for a function without per-vector masking.
     pub mask: u32,
 }
 
@@ -42,14 +41,13 @@ pub fn length(control: u16) -> usize {
 }
 
 impl Registers {
-    /// `described` is the number of vectors in the description.
+    /// `described` is the description's number of vectors.
     pub fn build(
         builder: &mut Builder,
         at: usize,
         described: u16,
     ) -> Result<Self, ConfigSpaceError> {
-        // What is kept has no enable bits, and not the extended message data
-        // of PCIe 4: they stay off.
+        // Clears the enable bits, and removes extended message data (PCIe 4.0).
         let control = builder.image.u16(at + MSI_FLAGS)
             & (MSI_FLAGS_QMASK | MSI_FLAGS_64BIT | MSI_FLAGS_MASKBIT);
         let in_config = 1 << log2_capable(control).min(15);
@@ -72,7 +70,7 @@ impl Registers {
             writable.set_u32(at + MSI_ADDRESS_HI, !0);
         }
         if let Some(mask) = registers.mask() {
-            // As many mask bits as vectors, of which there are at most 32.
+            // One mask bit for each vector, at most 32.
             writable.set_u32(mask, !0 >> (32 - described));
         }
         Ok(registers)
@@ -81,7 +79,7 @@ impl Registers {
     pub fn state(&self, image: &ConfigImage) -> Msi {
         let control = image.u16(self.at + MSI_FLAGS);
         let enabled_log2 = (control & MSI_FLAGS_QSIZE) >> 4;
-        // A guest that allows more than there are gets what there are.
+        // Limited to the device's number.
         let log2 = enabled_log2.min(log2_capable(self.control));
         let high = if self.control & MSI_FLAGS_64BIT != 0 {
             image.u32(self.at + MSI_ADDRESS_HI)

@@ -1,5 +1,5 @@
-//! MSI-X (PCIe 7.7.2). The table and the pending bits are in a BAR and not
-//! dealt with here, only that they are where they can be.
+//! MSI-X (PCIe 7.7.2). Table and pending bits are in a BAR; this module only checks
+//! their location.
 
 use farside_pci::ConfigImage;
 use farside_pci::regs::*;
@@ -11,9 +11,9 @@ use super::builder::Builder;
 /// The state of MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msix {
-    /// Whether it is used.
+    /// MSI-X enable.
     pub enabled: bool,
-    /// Whether all vectors are masked.
+    /// Function mask: masks all vectors.
     pub function_mask: bool,
 }
 
@@ -23,7 +23,7 @@ pub struct Registers {
 }
 
 impl Registers {
-    /// `described` is the number of vectors in the description.
+    /// `described` is the description's number of vectors.
     pub fn build(
         builder: &mut Builder,
         at: usize,

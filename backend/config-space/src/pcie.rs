@@ -1,8 +1,8 @@
 //! The PCI Express capability (PCIe 7.5.3).
 //!
-//! Controls of the device side (payload size, error reporting, relaxed
-//! ordering) take what the guest writes, so that it reads back what it set;
-//! the link is the lender's, and its status is what the lender saw.
+//! Device controls (payload size, error reporting, relaxed ordering) are writable
+//! storage, so that the guest reads back the values it has set. The link is the
+//! lender's: its status is constant, as the lender has read it.
 
 use farside_pci::ConfigImage;
 use farside_pci::regs::*;
@@ -17,9 +17,8 @@ const TYPE_ENDPOINT: u8 = 0;
 const TYPE_LEGACY_ENDPOINT: u8 = 1;
 const TYPE_ROOT_COMPLEX_ENDPOINT: u8 = 9;
 
-/// Phantom functions and slot power limit: neither exists behind the guest's
-/// port.
-const DEVICE_CAPABILITIES_GONE: u32 = 0b11 << 3 | 0x3ff << 18;
+/// Phantom functions and slot power limit: the guest's port supports neither.
+const DEVICE_CAPABILITIES_REMOVED: u32 = 0b11 << 3 | 0x3ff << 18;
 const EXTENDED_TAG: u32 = 1 << 5;
 
 /// Error reporting enables, relaxed ordering, payload size, no snoop, read
@@ -34,12 +33,12 @@ const STATUS_EVENTS: u16 = 0xf;
 
 /// ASPM, read completion boundary, common clock, extended synch.
 const LINK_WRITABLE: u16 = 0x00cb;
-/// Events of the link status register, which tell of the lender's link.
+/// Events of the link status register, which concern the lender's link.
 const LINK_EVENTS: u16 = 0xc000;
 
-/// Completion timeouts and the extended format field. Gone: atomic operations
-/// (an NTB does not carry them), LTR, OBFF, TPH, 10-bit tags and prefixes (they
-/// need the guest's root complex to be the lender's).
+/// Keeps completion timeouts and the extended format field. Removes atomic operations
+/// (an NTB does not forward them), LTR, OBFF, TPH, 10-bit tags and prefixes (they
+/// depend on the root complex, and the guest's is not the lender's).
 const CAPABILITIES_2_KEPT: u32 = 0x0010_001f;
 const TIMEOUT_RANGES: u32 = 0xf;
 const TIMEOUT_DISABLE: u32 = 1 << 4;
@@ -56,9 +55,9 @@ fn device_type(flags: u16) -> u8 {
     (flags >> 4 & 0xf) as u8
 }
 
-/// Bytes of an endpoint's structure with this flags register. Version 1 ends
-/// with the link registers; one without a link has none of the second set
-/// either, but a place for the first.
+/// Bytes of an endpoint's structure with this flags register. Version 1 ends with the
+/// link registers. A root complex integrated endpoint has no link registers in version
+/// 1; in version 2 it reserves their space but lacks the second set.
 pub fn length(flags: u16) -> usize {
     match (flags & VERSION, device_type(flags)) {
         (0 | 1, TYPE_ROOT_COMPLEX_ENDPOINT) => 0x0c,
@@ -82,7 +81,7 @@ impl Registers {
             TYPE_ROOT_COMPLEX_ENDPOINT => false,
             other => return Err(ConfigSpaceError::PortType(other)),
         };
-        let capabilities = image.u32(at + EXP_DEVCAP) & !DEVICE_CAPABILITIES_GONE;
+        let capabilities = image.u32(at + EXP_DEVCAP) & !DEVICE_CAPABILITIES_REMOVED;
         let tags = if capabilities & EXTENDED_TAG != 0 {
             CONTROL_EXTENDED_TAG
         } else {
@@ -127,8 +126,7 @@ impl Registers {
         image.u16(self.at + EXP_DEVCTL)
     }
 
-    /// The byte and the bit in it that initiate a function level reset
-    /// (6.6.2), if the device can.
+    /// Offset and mask of the Initiate FLR bit (6.6.2), if the device supports FLR.
     pub fn flr_bit(&self) -> Option<(usize, u8)> {
         self.flr
             .then_some((self.at + EXP_DEVCTL + 1, CONTROL_FLR_HIGH))

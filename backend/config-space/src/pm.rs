@@ -8,16 +8,16 @@ use farside_pci::regs::{PM_CTRL, PM_CTRL_NO_SOFT_RESET, PM_CTRL_STATE_MASK, PM_P
 
 use super::builder::Builder;
 
-/// Of the capabilities register: version, immediate readiness and
-/// device-specific initialization stay; PME, D1 and D2 go.
+/// Mask of the capabilities register: keeps version, immediate readiness and
+/// device-specific initialization; removes PME, D1 and D2.
 const KEPT: u16 = 0b0011_0111;
 
 /// A function's power state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PowerState {
-    /// Works.
+    /// Fully on.
     D0,
-    /// Answers configuration accesses only, and does not master the bus.
+    /// Responds to configuration accesses only, and does not master the bus.
     D3hot,
 }
 
@@ -43,14 +43,14 @@ impl Registers {
     pub fn state(&self, image: &ConfigImage) -> PowerState {
         match image.u16(self.at + PM_CTRL) & PM_CTRL_STATE_MASK {
             0b11 => PowerState::D3hot,
-            // 1 and 2 cannot be written.
+            // D1 and D2 cannot be written.
             _ => PowerState::D0,
         }
     }
 
     /// "If software attempts to write an unsupported state, the write
     /// operation completes normally but the data is discarded" (7.5.2.2).
-    pub fn settle(&self, before: &ConfigImage, after: &mut ConfigImage) {
+    pub fn discard_unsupported(&self, before: &ConfigImage, after: &mut ConfigImage) {
         let at = self.at + PM_CTRL;
         let state = PM_CTRL_STATE_MASK as u8;
         if matches!(after[at] & state, 1 | 2) {
@@ -58,7 +58,7 @@ impl Registers {
         }
     }
 
-    /// Whether the function loses its state between these two.
+    /// Whether this change resets the function: D3hot to D0 without No_Soft_Reset.
     pub fn resets(&self, before: &ConfigImage, after: &ConfigImage) -> bool {
         self.state(before) == PowerState::D3hot
             && self.state(after) == PowerState::D0

@@ -1,20 +1,20 @@
-//! Which capabilities a guest sees, which it does not, and why.
+//! Visible and hidden capabilities, with the reasons.
 //!
-//! A capability that is not in the tables is hidden: what its registers would
-//! do to the lender's side is not known.
+//! A capability that is not in the tables is hidden, since its registers' effects at
+//! the lender are unknown.
 
 use std::fmt;
 
-/// A capability of the device that the guest does not see.
+/// A capability of the device that is hidden from the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hidden {
-    /// Which list it is in.
+    /// The capability list that holds it.
     pub list: List,
     /// Capability id.
     pub id: u16,
-    /// Its name, for people.
+    /// Name, for log lines.
     pub name: &'static str,
-    /// Why it is hidden, for people.
+    /// Reason, for log lines.
     pub reason: &'static str,
 }
 
@@ -42,14 +42,14 @@ pub enum List {
     Extended,
 }
 
-/// What becomes of a capability.
+/// The treatment of a capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Treatment {
     Show(Shown),
     Hide(&'static str),
 }
 
-/// Capabilities that the guest sees.
+/// Capabilities that are visible to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shown {
     PowerManagement,
@@ -91,10 +91,10 @@ const LINK: &str = "it tunes the physical link, which is the lender's";
 const PLATFORM: &str = "it negotiates with the root complex, and the guest's is not the lender's";
 const GUEST_IOMMU: &str = "the guest's IOMMU is not the lender's: translations and page requests \
                            would go to the wrong one";
-const INDIRECT: &str = "its registers are a window to others that only the device can answer for";
+const INDIRECT: &str = "its registers give indirect access to others, which only the device has";
 const VIRTUAL_FUNCTIONS: &str = "virtual functions are lent on their own";
-const FIXED_BARS: &str = "BAR sizes and places are fixed for the time of a borrow";
-const OLD_BUS: &str = "it describes a bus that is not between guest and device";
+const FIXED_BARS: &str = "BAR sizes and layout are fixed for the duration of a borrow";
+const OLD_BUS: &str = "it describes a bus that does not exist between guest and device";
 const SECURITY: &str = "keys and measurements of the link are the lender's";
 
 pub(super) const STANDARD: &[Rule] = &[
@@ -158,7 +158,7 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(
         0x17,
         "TPH requester",
-        "steering tags name the lender's processors, not the guest's",
+        "steering tags name the lender's CPUs, not the guest's",
     ),
     hide(0x18, "latency tolerance reporting", PLATFORM),
     hide(0x19, "secondary PCI Express", LINK),
@@ -173,7 +173,7 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(
         0x22,
         "readiness time",
-        "a reset of a borrowed device takes longer than the device alone",
+        "a reset of a borrowed device takes longer than the device's own",
     ),
     hide(
         0x23,
@@ -203,7 +203,7 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(0x34, "flit error injection", LINK),
 ];
 
-const UNKNOWN: &str = "it is not known what its registers would do to the lender's side";
+const UNKNOWN: &str = "the effects of its registers at the lender are unknown";
 
 /// Name and treatment of a capability.
 pub(super) fn rule(list: List, id: u16) -> (&'static str, Treatment) {

@@ -1,5 +1,5 @@
-//! The capability lists: found, checked, and linked anew without what is
-//! hidden.
+//! Walks and checks the capability lists, and relinks them without the hidden
+//! capabilities.
 
 use farside_pci::Description;
 use farside_pci::regs::*;
@@ -14,8 +14,7 @@ struct Found {
     at: usize,
 }
 
-/// Finds all capabilities, makes the registers of those that are shown, hides
-/// the others.
+/// Finds all capabilities, builds the registers of the visible ones, hides the others.
 pub fn build(
     builder: &mut Builder,
     description: &Description,
@@ -23,7 +22,7 @@ pub fn build(
 ) -> Result<Vec<Hidden>, ConfigSpaceError> {
     let mut hidden = Vec::new();
 
-    // The header's builder has cleared this bit in its image.
+    // `header::build` has cleared this bit in the builder's image.
     let status = u16::from_le_bytes([description.config[STATUS], description.config[STATUS + 1]]);
     let found = if status & STATUS_CAP_LIST != 0 {
         find_standard(builder)?
@@ -44,7 +43,7 @@ pub fn build(
     }
 
     if builder.image.len() == CFG_SPACE_EXP_SIZE {
-        // Only PCI Express has an extended space.
+        // Only PCI Express functions have an extended space.
         let found = if registers.pcie.is_some() {
             find_extended(builder)?
         } else {
@@ -81,8 +80,8 @@ pub fn build(
     Ok(hidden)
 }
 
-/// Standard capabilities in the order of the list. Each must be at a place of
-/// its own, so the walk ends after at most 48.
+/// Standard capabilities in the order of the list: at most 48, since no offset may
+/// repeat.
 fn find_standard(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
     let mut found: Vec<Found> = Vec::new();
     let mut at = pointer(builder.image.u8(CAPABILITY_LIST));
@@ -122,7 +121,7 @@ fn find_extended(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
             return Err(ConfigSpaceError::CapabilityLoop { at });
         }
         let header = builder.image.u32(at);
-        // Nothing there, or nobody who answers.
+        // An empty list, or no response.
         if at == CFG_SPACE_SIZE && (header == 0 || header == !0) {
             return Ok(found);
         }
@@ -146,8 +145,8 @@ fn find_extended(builder: &Builder) -> Result<Vec<Found>, ConfigSpaceError> {
     }
 }
 
-/// Makes the registers of shown capabilities and zeroes hidden ones. Returns
-/// where the shown ones are.
+/// Builds the registers of visible capabilities and zeroes hidden ones. Returns the
+/// offsets of the visible ones.
 fn treat(
     builder: &mut Builder,
     description: &Description,
@@ -170,10 +169,9 @@ fn treat(
         let (name, treatment) = policy::rule(list, id);
         match treatment {
             Treatment::Hide(reason) => {
-                // How long it is need not be known: what is up to the next one
-                // may be its.
+                // Its length may be unknown: zero all up to the next capability.
                 builder.image[at..next.unwrap_or(end)].fill(0);
-                // Id 0 is a placeholder ("Null Capability"): nothing is lost.
+                // Id 0 is a placeholder ("Null Capability"): nothing to report.
                 if id != 0 {
                     hidden.push(Hidden {
                         list,
@@ -204,7 +202,7 @@ fn treat(
     Ok(shown_at)
 }
 
-/// Bytes of a capability, by its first dword or two.
+/// Bytes of a capability, from its first one or two dwords.
 fn length(
     builder: &Builder,
     shown: Shown,
@@ -277,7 +275,7 @@ fn make(
         Shown::AdvancedFeatures => registers.af = Some(af::Registers::build(builder, at)),
         Shown::AdvancedErrors => aer::build(builder, at),
         Shown::Ari => ari::build(builder, at),
-        // Read-only as they are: identification, or hints for the driver.
+        // Entirely read-only: identification, or hints for the driver.
         Shown::VendorSpecific | Shown::SerialNumber | Shown::VendorSpecificExtended => {}
     }
     Ok(())

@@ -178,7 +178,7 @@ fn msi_with_everything() {
     assert_eq!(effects, [Effect::MsiChanged(expected)]);
     assert_eq!(read_u16(&space, MSI + 2), 0x01a7);
     assert_eq!(space.msi(), Some(expected));
-    // More than there are: those there are.
+    // More than the device has: limited to the device's number.
     write_u16(&mut space, MSI + 2, 0x71);
     assert_eq!(space.msi().unwrap().vectors, 8);
 }
@@ -192,7 +192,7 @@ fn msi_in_all_its_layouts() {
         (0x0180, 0x18),
     ] {
         let mut image = Image::bare(256);
-        // As near the end as it goes.
+        // As near the end as possible.
         let at = (256 - length) & !3;
         image
             .link(0x34, at)
@@ -309,7 +309,7 @@ fn pci_express_takes_the_devices_controls_and_not_the_links() {
     assert_eq!(read_u16(&space, PCIE + 0x10), 0x00cb);
     write_u16(&mut space, PCIE + 0x12, !0);
     assert_eq!(read_u16(&space, PCIE + 0x12), 0x1043);
-    // Atomics, LTR, OBFF, TPH, prefixes are gone, timeouts stay.
+    // Atomics, LTR, OBFF, TPH, prefixes are removed, timeouts stay.
     assert_eq!(read_u32(&space, PCIE + 0x24), 0x0010_001f);
     write_u16(&mut space, PCIE + 0x28, !0);
     assert_eq!(read_u16(&space, PCIE + 0x28), 0x031f);
@@ -346,7 +346,7 @@ fn a_function_level_reset_undoes_everything_and_stops_dma_first() {
     })));
     assert_eq!(space.bytes, fresh.bytes);
     assert_eq!(read_u16(&space, PCIE + 8), 0x2810, "the bit reads 0");
-    // By its high byte alone, too.
+    // Also by a write of the high byte alone.
     let effects = space.write(PCIE + 9, &[0x80]);
     assert_eq!(effects.reset(), Some(ResetCause::FunctionLevel));
 }

@@ -54,7 +54,7 @@ fn changes_of_the_command_register_are_told() {
             intx_disable: Edge::Rising,
         }
     );
-    // The same again is no change; nor are bits that mean nothing here.
+    // Neither the same value nor reserved bits are a change.
     assert!(write_u16(&mut space, 4, 0x0406).is_empty());
     assert!(write_u16(&mut space, 4, 0x0546).is_empty());
     assert!(space.intx_disabled() && space.bus_master() && space.may_dma());
@@ -127,7 +127,7 @@ fn the_interrupt_pin_is_there_if_the_line_is() {
     assert_eq!(read_u8(&ConfigSpace::new(&image.0).unwrap(), 0x3d), 0);
 }
 
-/// Every other read stays here.
+/// All other reads are served locally.
 #[test]
 fn interrupt_status_is_the_devices_while_intx_is_in_use() {
     let mut space = nvme();
@@ -157,7 +157,7 @@ fn interrupt_status_is_the_devices_while_intx_is_in_use() {
     assert_eq!(space.interrupt_status_at(6, 2), None, "it has no pin");
 }
 
-/// A device that asserted INTx when it was described need not do so now.
+/// The image's Interrupt Status is not passed on: it may be outdated.
 #[test]
 fn interrupt_status_of_the_image_is_not_kept() {
     let mut image = Image::nvme();

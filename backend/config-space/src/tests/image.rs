@@ -1,4 +1,4 @@
-//! Makes images.
+//! Builds test images.
 
 use farside_pci::{Bar, BarKind, Description};
 
@@ -13,12 +13,12 @@ pub const AER: u64 = 0x140;
 pub const SERIAL: u64 = 0x180;
 pub const ARI: u64 = 0x1a0;
 
-/// A description in the making.
+/// Builds a description.
 #[derive(Clone)]
 pub struct Image(pub Description);
 
 impl Image {
-    /// A header and nothing else.
+    /// A header without capabilities.
     pub fn bare(size: usize) -> Self {
         let mut image = Self(Description {
             config: vec![0; size],
@@ -32,7 +32,7 @@ impl Image {
         image
     }
 
-    /// A drive with about everything.
+    /// An NVMe device with most capabilities.
     pub fn nvme() -> Self {
         let mut image = Self::bare(4096);
         image.0.bars[0] = Some(bar(
@@ -49,7 +49,7 @@ impl Image {
         // Multi-function, pin A; every capability that a walk must link.
         image.put(0x0e, &[0x80]).put(0x3d, &[1]).put(0x3c, &[0xff]);
         image
-            // Power management 1.2 with PME, D1 and D2, which go; state D3hot.
+            // Power management 1.2 with PME, D1 and D2, which are removed; state D3hot.
             .standard(PM, 0x01, VPD)
             .put_u32(PM as usize + 2, 0x0103_ffc3)
             // Hidden, in the middle of the list.
@@ -102,7 +102,7 @@ impl Image {
         self.put(at, &value.to_le_bytes())
     }
 
-    /// A pointer to a standard capability; from the header with its bit.
+    /// Sets a pointer to a standard capability; in the header, also its status bit.
     pub fn link(&mut self, at: usize, to: u64) -> &mut Self {
         self.0.config[6] |= 0x10;
         self.put(at, &[to as u8])

@@ -1,11 +1,11 @@
-//! What holds for any accesses.
+//! Properties that hold for all accesses.
 
 use proptest::prelude::*;
 
 use super::image::Image;
 use super::*;
 
-/// Writes, mostly near registers that do something.
+/// Writes, mostly near registers with effects.
 fn writes() -> impl Strategy<Value = Vec<(u64, Vec<u8>)>> {
     let offset = prop_oneof![0..0x100_u64, 0x100..0x220_u64, 0..5000_u64, any::<u64>()];
     let data = prop_oneof![
@@ -38,8 +38,8 @@ proptest! {
         let mut whole = nvme();
         let mut parts = whole.clone();
         for (offset, data) in writes {
-            // A reset forgets what the same write wrote before it, and in
-            // parts what is written after it stays.
+            // A reset undoes the whole of a write, but only the preceding ones of
+            // several partial writes.
             if whole.stage(offset, &data).effects().reset().is_some() {
                 continue;
             }
@@ -50,7 +50,7 @@ proptest! {
                 parts.write(offset.wrapping_add(from as u64), &data[from..from + len]);
                 from += len;
             }
-            // Past the end of the address space nothing is written either way.
+            // Writes past the end of the address space have no effect either way.
             if offset.checked_add(data.len() as u64).is_some() {
                 prop_assert_eq!(&whole.bytes, &parts.bytes);
             } else {

@@ -104,7 +104,7 @@ fn structures_that_leave_the_space() {
     for id in [0x01, 0x03, 0x0b] {
         let mut image = Image::nvme();
         image.extended(0x100, id, 0xffc).extended(0xffc, id, 0);
-        // The first is long enough to be right.
+        // The first is long enough.
         image.put_u32(0x104, 8 << 20);
         assert!(matches!(
             error(&image),
@@ -125,7 +125,7 @@ fn structures_that_overlap() {
         ConfigSpaceError::CapabilityOverlap { other: 0x44, .. }
     ));
 
-    // One that is hidden counts as well.
+    // A hidden one counts as well.
     let mut image = Image::nvme();
     image.standard(PCIE, 0x10, 0x84).standard(0x84, 0x03, 0);
     assert!(matches!(
@@ -182,13 +182,13 @@ fn messages_name_what_is_wrong() {
     image.link(0x34, 0xfc).standard(0xfc, 0x01, 0);
     assert_eq!(
         error(&image).to_string(),
-        "the power management capability at 0xfc has 8 bytes and leaves the configuration space"
+        "the power management capability at 0xfc has 8 bytes and extends past the configuration space"
     );
 }
 
 proptest! {
-    /// Whatever is broken in a good image, there is an answer, and a guest
-    /// that walks what results comes to an end.
+    /// For any corruption of a valid image, `new` returns, and a guest's walk of the
+    /// resulting lists terminates.
     #[test]
     fn broken_images_never_panic_or_hang(
         edits in prop::collection::vec((0..0x400_usize, any::<u8>()), 1..40),
