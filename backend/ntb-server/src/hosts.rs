@@ -1,4 +1,4 @@
-//! Both VMs, as the model reaches them.
+//! Both VMs, as the model accesses them.
 
 use std::sync::atomic::Ordering;
 
@@ -18,9 +18,9 @@ impl Hosts {
         &mut self.0[port as usize]
     }
 
-    /// Whether an access to memory that `port` shares must wait its turn behind
-    /// messages to its VMM. Not when that VMM waits for an answer of ours: it
-    /// serves none until then.
+    /// Whether an access to shared memory of `port` must be queued behind the DMA
+    /// commands to its VMM. False while that VMM waits for the reply to a read: it
+    /// serves no command until then.
     fn must_queue(&self, port: Port) -> bool {
         let side = &self.0[port as usize];
         !side.commands.is_idle() && side.held.is_none()
@@ -79,8 +79,8 @@ impl Far for Hosts {
     }
 }
 
-/// Loads what a CPU or device would load at once, at once; the rest byte by
-/// byte. All of it is in `memory`.
+/// Loads aligned words of 4 and 8 bytes atomically, other lengths byte by byte. The
+/// range must be inside `memory`.
 fn load(memory: &HostSlice, offset: usize, data: &mut [u8]) {
     let whole = match data.len() {
         4 => memory
@@ -98,7 +98,7 @@ fn load(memory: &HostSlice, offset: usize, data: &mut [u8]) {
     }
 }
 
-/// Stores likewise.
+/// Stores, with the same atomicity.
 fn store(memory: &HostSlice, offset: usize, data: &[u8]) {
     let whole = match *data {
         [a, b, c, d] => {

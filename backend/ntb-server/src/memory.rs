@@ -1,7 +1,7 @@
-//! What a VMM said of the VM's memory.
+//! The DMA mappings of a VM.
 //!
-//! A VM with an IOMMU maps thousands of single pages of one file: the file is
-//! mapped once, whole, and the pages are parts of that.
+//! A VM with a vIOMMU maps thousands of single pages of one file: the file is mapped
+//! once, whole, and the pages are slices of that mapping.
 
 use std::{
     collections::BTreeMap,
@@ -18,23 +18,22 @@ use rustix::{
     io::Errno,
 };
 
-/// Most mappings. Bounds memory. More than the protocol's limit that is
-/// announced: QEMU does not keep to that for a VM with an IOMMU. Enough for
-/// 4 GiB in pages of 4 KiB.
+/// Most mappings. Bounds memory. Above the negotiated `max_dma_maps`, which QEMU
+/// exceeds for a VM with a vIOMMU. Enough for 4 GiB in pages of 4 KiB.
 const MAX_MAPPINGS: usize = 1 << 20;
 
-/// Most files that are mapped at once. Bounds mappings of ours; QEMU has one
+/// Most files that are mapped at once. Bounds this process's mappings; QEMU has one file
 /// for each memory backend, and at most 256 memory slots.
 const MAX_FILES: usize = 512;
 
-/// All that is mapped, by address.
+/// All mappings, by address.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     mappings: BTreeMap<u64, Mapping>,
     files: BTreeMap<FileKey, Weak<SharedMemory>>,
     /// The mapping that was hit last.
     last: Option<(u64, Mapping)>,
-    /// Lines on memory that cannot be mapped.
+    /// Limits log lines on memory that cannot be mapped.
     unmappable: RateLimit,
 }
 
@@ -43,29 +42,29 @@ struct Mapping {
     len: u64,
     readable: bool,
     writable: bool,
-    /// None where the VMM has to be asked.
+    /// `None`: reachable by DMA commands only.
     memory: Option<HostSlice>,
 }
 
 /// Device, inode and access mode.
 type FileKey = (u64, u64, u32);
 
-/// What a VM has at an address.
+/// The result of a look-up.
 #[derive(Debug)]
 pub(crate) enum Found<'a> {
-    /// Memory that is shared.
+    /// Shared memory.
     Shared {
         memory: &'a HostSlice,
-        /// Where in it the access begins.
+        /// Offset of the access in `memory`.
         offset: usize,
     },
-    /// Memory that may not be accessed so.
+    /// Mapped without permission for the access.
     Denied,
-    /// Who knows; the VMM does.
+    /// Reachable by DMA commands to the VMM, if at all.
     Unknown,
 }
 
-/// How memory is accessed.
+/// The direction of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -73,7 +72,7 @@ pub(crate) enum Access {
 }
 
 impl Memory {
-    /// Takes a `DMA_MAP`.
+    /// Handles a `DMA_MAP`.
     pub(crate) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         if self.overlaps(map.address, map.size) {
             return Err(Errno::EXIST);
@@ -98,9 +97,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes a `DMA_UNMAP`: of whole mappings, as many as are in the range. None
-    /// is no error: QEMU asks for the whole address space of a VM's IOMMU, and
-    /// for what it did not tell of, and prints a line for each that is refused.
+    /// Handles a `DMA_UNMAP` of all whole mappings within the range. An empty range is
+    /// no error: QEMU unmaps the whole address space of a vIOMMU, and ranges that it
+    /// never mapped, and prints a line for each refusal.
     pub(crate) fn unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
         self.last = None;
         let DmaUnmap::Range { address, size } = unmap else {
@@ -125,19 +124,19 @@ impl Memory {
         Ok(())
     }
 
-    /// Forgets everything.
+    /// Removes all mappings.
     pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
 
-    /// Number of mappings, and of those that are shared.
+    /// Number of mappings, and number of shared ones.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let shared = self.mappings.values().filter(|m| m.memory.is_some());
         (self.mappings.len(), shared.count())
     }
 
-    /// What is at an address. An access that begins in a mapping and does not
-    /// cross a page is all in it.
+    /// Looks up an address. Mappings are page-aligned, so an access that does not cross a
+    /// page is entirely inside the mapping of its first byte.
     pub(crate) fn find(&mut self, address: u64, access: Access) -> Found<'_> {
         let hit = matches!(&self.last, Some((start, mapping))
             if address.wrapping_sub(*start) < mapping.len);
@@ -160,7 +159,7 @@ impl Memory {
             _ if !allowed => Found::Denied,
             Some(memory) => Found::Shared {
                 memory,
-                // Inside the slice, whose length is a usize.
+                // Below the slice's length, a usize.
                 offset: (address - start) as usize,
             },
             None => Found::Unknown,
@@ -173,15 +172,15 @@ impl Memory {
         before.is_some_and(|(start, mapping)| start + (mapping.len - 1) >= address)
     }
 
-    /// The memory behind a descriptor. What cannot be mapped is no error: the
-    /// VMM can be asked for it.
+    /// Maps the memory behind a descriptor. Failure is no error: DMA commands to the VMM
+    /// reach the memory, too.
     fn share(&mut self, fd: OwnedFd, offset: u64, len: u64) -> Option<HostSlice> {
         let shared = self.try_share(fd, offset, len);
         if let Err(error) = &shared
             && let Some(held_back) = self.unmappable.allow()
         {
             log::warn!(
-                "memory of {len:#x} bytes at offset {offset:#x} of its file cannot be mapped ({error}): each access to it is a message{held_back}"
+                "cannot map memory of {len:#x} bytes at file offset {offset:#x} ({error}): each access to it needs a DMA command{held_back}"
             );
         }
         shared.ok()
@@ -201,7 +200,7 @@ impl Memory {
         self.files.retain(|_, file| file.strong_count() != 0);
         if self.files.len() >= MAX_FILES {
             return Err(std::io::Error::other(format!(
-                "memory is in over {MAX_FILES} files"
+                "memory is in more than {MAX_FILES} files"
             )));
         }
         let size = u64::try_from(stat.st_size).unwrap_or(0);
@@ -240,7 +239,7 @@ mod tests {
         DmaUnmap::Range { address, size }
     }
 
-    /// Where in its file an address is.
+    /// File offset of an address.
     fn file_offset(memory: &mut Memory, address: u64) -> Option<usize> {
         match memory.find(address, Access::Write) {
             Found::Shared { memory, offset } => Some(memory.offset() + offset),
@@ -285,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_mapped_is_left_to_the_vmm() {
+    fn memory_that_cannot_be_mapped_is_left_to_the_vmm() {
         let file = create_sealed("test", PAGE).unwrap();
         let mut memory = Memory::default();
         memory.map(map(0, PAGE, None)).unwrap();
@@ -333,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_hit_last_is_forgotten_with_its_mapping() {
+    fn unmapping_invalidates_the_last_hit() {
         let file = create_sealed("test", 2 * PAGE).unwrap();
         let mut memory = Memory::default();
         memory.map(map(0, PAGE, Some((&file, 0)))).unwrap();

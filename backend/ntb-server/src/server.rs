@@ -23,13 +23,13 @@ use crate::{
     side::Side,
 };
 
-/// Requests of one client that are served before the other has its turn.
+/// Requests of one client that are served before the other client is.
 const BUDGET: usize = 256;
 
-/// Index of the first client among what is polled.
+/// Index of the first client in the `pollfd` array.
 const CLIENTS: usize = 3;
 
-/// Where one port is served, and its sizes.
+/// Socket and sizes of one port.
 #[derive(Clone, Debug)]
 pub struct PortAt {
     /// Path of the socket.
@@ -38,7 +38,7 @@ pub struct PortAt {
     pub sizes: PortConfig,
 }
 
-/// What to serve: port A and port B.
+/// Configuration of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The ports, A first.
@@ -48,28 +48,28 @@ pub struct Config {
 /// Why an NTB cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// A port cannot have such sizes.
+    /// Invalid sizes of a port.
     #[error(transparent)]
     Sizes(#[from] ConfigError),
-    /// A socket cannot be had.
+    /// The server cannot listen at a socket.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// Both ports at one path.
-    #[error("both ports are to be served at {}: give each a socket of its own", .0.display())]
+    /// Both ports have the same path.
+    #[error("both ports have socket {}: configure different paths", .0.display())]
     SameSocket(PathBuf),
     /// The model's description is invalid: a bug in the model.
     #[error("invalid description of the NTB: {0}")]
     Description(String),
 }
 
-/// An NTB whose two ports can be connected to.
+/// An NTB with a listener for each port.
 pub struct NtbServer {
     machine: Machine,
-    places: [Place; 2],
+    endpoints: [Endpoint; 2],
 }
 
-/// Where clients of one port come from.
-struct Place {
+/// One port's listener and its client.
+struct Endpoint {
     listener: Listener,
     client: Option<Client>,
 }
@@ -77,20 +77,19 @@ struct Place {
 struct Client {
     connection: Connection,
     session: Session,
-    /// What it is waited for with.
     next: Next,
 }
 
-/// What a client is waited for with.
+/// The event after which a client is served next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
-    /// Nothing: there is more to do.
+    /// None: more requests may be buffered.
     Now,
-    /// Something to receive.
+    /// The socket is readable.
     Input,
-    /// Room to send.
+    /// The socket is writable.
     Room,
-    /// The end of the read that it waits for itself.
+    /// The client's own read is complete.
     OwnRead,
 }
 
@@ -99,7 +98,7 @@ impl NtbServer {
     ///
     /// # Errors
     ///
-    /// When a socket cannot be had, or sizes cannot be.
+    /// Fails if a socket cannot be bound or sizes are invalid.
     pub fn start(config: &Config) -> Result<Self, StartError> {
         let [a, b] = &config.ports;
         if a.socket == b.socket {
@@ -112,17 +111,17 @@ impl NtbServer {
             side.map_err(|error| StartError::Description(error.to_string()))
         };
         let hosts = Hosts([side(Port::A, a)?, side(Port::B, b)?]);
-        let places = [Place::new(&a.socket)?, Place::new(&b.socket)?];
+        let endpoints = [Endpoint::new(&a.socket)?, Endpoint::new(&b.socket)?];
         for port in Port::BOTH {
             log::info!(
                 "{} at {}",
                 ntb.description(port).summary,
-                places[port as usize].listener.path().display()
+                endpoints[port as usize].listener.path().display()
             );
         }
         Ok(Self {
             machine: Machine { ntb, hosts },
-            places,
+            endpoints,
         })
     }
 
@@ -130,7 +129,7 @@ impl NtbServer {
     ///
     /// # Errors
     ///
-    /// When the system cannot wait for events.
+    /// Fails if poll(2) does.
     pub fn run(mut self, stop: &Wakeup) -> io::Result<()> {
         loop {
             let Ready {
@@ -157,9 +156,9 @@ impl NtbServer {
         }
     }
 
-    /// Waits until there is something to do.
+    /// Waits for the next event.
     fn wait(&self, stop: &Wakeup) -> io::Result<Ready> {
-        let [a, b] = &self.places;
+        let [a, b] = &self.endpoints;
         let nothing = || PollFd::new(stop, PollFlags::empty());
         let mut fds = [
             PollFd::new(stop, PollFlags::IN),
@@ -168,12 +167,12 @@ impl NtbServer {
             nothing(),
             nothing(),
         ];
-        for (fd, place) in fds[CLIENTS..].iter_mut().zip(&self.places) {
-            if let Some(client) = &place.client {
+        for (fd, endpoint) in fds[CLIENTS..].iter_mut().zip(&self.endpoints) {
+            if let Some(client) = &endpoint.client {
                 *fd = PollFd::new(&client.connection, client.interest());
             }
         }
-        match poll(&mut fds, self.patience().as_ref()) {
+        match poll(&mut fds, self.timeout().as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -185,7 +184,7 @@ impl NtbServer {
         };
         for port in Port::BOTH {
             let at = port as usize;
-            if let Some(client) = &self.places[at].client
+            if let Some(client) = &self.endpoints[at].client
                 && (client.next == Next::Now || is_ready(CLIENTS + at))
             {
                 ready.clients[at] = Some(fds[CLIENTS + at].revents());
@@ -194,9 +193,9 @@ impl NtbServer {
         Ok(ready)
     }
 
-    /// How long to wait at most; without an end when there is none.
-    fn patience(&self) -> Option<Timespec> {
-        let mut clients = self.places.iter().flat_map(|place| &place.client);
+    /// The timeout for poll(2); `None` if there is no deadline.
+    fn timeout(&self) -> Option<Timespec> {
+        let mut clients = self.endpoints.iter().flat_map(|endpoint| &endpoint.client);
         let mut sides = self.machine.hosts.0.iter();
         if clients.any(|client| client.next == Next::Now)
             || sides.any(|side| side.held.as_ref().is_some_and(|held| held.done))
@@ -213,26 +212,26 @@ impl NtbServer {
     }
 
     fn accept(&mut self, port: Port) {
-        // A VM that is started again at once is not to be turned away for an
-        // end of the last one that was not seen yet, nor one whose port is
-        // plugged in again for the connection that it keeps.
+        // Drop the old client now, so that neither a quick VM restart is refused (its
+        // HUP may not have been processed), nor a repeated hot-plug (QEMU keeps the old
+        // connection after an unplug).
         let unplugged = self.machine.hosts.side(port).unplugged;
-        let place = &mut self.places[port as usize];
+        let endpoint = &mut self.endpoints[port as usize];
         let over = |client: &Client| unplugged || client.has_hung_up();
-        if place.client.as_ref().is_some_and(over) {
+        if endpoint.client.as_ref().is_some_and(over) {
             self.drop_client(port, &ConnectionError::Closed);
         }
-        let place = &mut self.places[port as usize];
-        let slot = match place.client {
+        let endpoint = &mut self.endpoints[port as usize];
+        let slot = match endpoint.client {
             Some(_) => Slot::Taken,
             None => Slot::Free,
         };
         let side = self.machine.hosts.side(port);
-        match place.listener.accept(slot) {
+        match endpoint.listener.accept(slot) {
             Ok(Some(mut connection)) => {
                 side.client_log.connected(&side.name);
                 connection.read_ahead();
-                place.client = Some(Client {
+                endpoint.client = Some(Client {
                     connection,
                     session: Session::new(),
                     next: Next::Now,
@@ -244,12 +243,12 @@ impl NtbServer {
     }
 
     fn on_client(&mut self, port: Port, ready: PollFlags) {
-        let Some(client) = &mut self.places[port as usize].client else {
+        let Some(client) = &mut self.endpoints[port as usize].client else {
             return;
         };
         let hung_up = ready.intersects(PollFlags::HUP | PollFlags::ERR);
         let result = match client.next {
-            // Nothing is received now that would tell.
+            // Nothing is received now that would report it.
             Next::OwnRead if hung_up => Err(ConnectionError::Closed),
             _ => self.serve(port),
         };
@@ -258,9 +257,9 @@ impl NtbServer {
         }
     }
 
-    /// Serves what a client has sent, for one turn.
+    /// Serves up to [`BUDGET`] requests of a client.
     fn serve(&mut self, port: Port) -> Result<(), ConnectionError> {
-        let Some(client) = &mut self.places[port as usize].client else {
+        let Some(client) = &mut self.endpoints[port as usize].client else {
             return Ok(());
         };
         let Client {
@@ -290,7 +289,7 @@ impl NtbServer {
         Ok(())
     }
 
-    /// Gives up on messages whose time is up.
+    /// Fails the DMA commands that have timed out.
     fn expire(&mut self) {
         let waiting = Port::BOTH.map(|port| self.machine.hosts.side(port).commands.deadline());
         if waiting == [None; 2] {
@@ -302,20 +301,20 @@ impl NtbServer {
                 let side = self.machine.hosts.side(port);
                 if let Some(held_back) = side.unanswered.allow() {
                     let name = &side.name;
-                    log::warn!("{name}: the VMM did not answer a DMA message in time{held_back}");
+                    log::warn!("{name}: the VMM did not answer a DMA command in time{held_back}");
                 }
                 self.machine.concluded(tag, Err(FarError::Timeout));
             }
         }
     }
 
-    /// Answers the read that a client waits for, once it can be.
+    /// Answers a client's held read if it is done.
     fn answer(&mut self, port: Port) {
         let side = self.machine.hosts.side(port);
         let Some(held) = side.held.take_if(|held| held.done) else {
             return;
         };
-        let Some(client) = &mut self.places[port as usize].client else {
+        let Some(client) = &mut self.endpoints[port as usize].client else {
             return;
         };
         let reply = Reply::RegionRead {
@@ -323,16 +322,16 @@ impl NtbServer {
             offset: held.offset,
             data: &side.buffer,
         };
-        // What came behind it may have been received already.
+        // Later requests may already be buffered.
         client.next = Next::Now;
         if let Err(error) = client.connection.send(held.to, Ok(reply)) {
             self.drop_client(port, &error);
         }
     }
 
-    /// Sends messages to a VMM.
+    /// Sends DMA commands to a VMM.
     fn flush(&mut self, port: Port) {
-        if let Some(client) = &mut self.places[port as usize].client {
+        if let Some(client) = &mut self.endpoints[port as usize].client {
             let commands = &mut self.machine.hosts.side(port).commands;
             if let Err(error) = commands.flush(&mut client.connection) {
                 self.drop_client(port, &error);
@@ -349,20 +348,20 @@ impl NtbServer {
             error,
             format_args!("; {mappings} mappings, {shared} of shared memory; {stats:?}"),
         );
-        self.places[port as usize].client = None;
+        self.endpoints[port as usize].client = None;
         self.machine.client_gone(port);
     }
 }
 
-/// What there is to do.
+/// The result of a wait.
 struct Ready {
     stopped: bool,
     listeners: [bool; 2],
-    /// For each client that has its turn, what its socket is ready for.
+    /// For each client that is to be served, its socket's events.
     clients: [Option<PollFlags>; 2],
 }
 
-impl Place {
+impl Endpoint {
     fn new(socket: &Path) -> Result<Self, ListenError> {
         Ok(Self {
             listener: Listener::bind(socket)?,

@@ -1,4 +1,4 @@
-//! What there is of one VM: its view of the port, its memory, its interrupts.
+//! The state of one VM: its port's configuration space, its memory, its interrupts.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use farside_vfio_user::{ClientLog, DmaCommands, Region, ReplyTo};
 use crate::memory::Memory;
 use crate::model::{Port, Target};
 
-/// How long a VMM may take to serve a message. Below QEMU's own patience of
-/// 5 s: a read that waits for it is answered in time.
-const MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Timeout of a DMA command. Below QEMU's message timeout of 5 s, so that a read that
+/// waits for the command is answered in time.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most messages to a VMM that may be unanswered. Bounds memory.
-const MAX_MESSAGES: usize = 4096;
+/// Most outstanding DMA commands to a VMM. Bounds memory.
+const MAX_COMMANDS: usize = 4096;
 
 /// One VM.
 pub(crate) struct Side {
@@ -27,35 +27,35 @@ pub(crate) struct Side {
     pub(crate) counts: IrqCounts,
     pub(crate) vectors: Vectors,
     pub(crate) memory: Memory,
-    /// To this VMM, for accesses that come from the other.
+    /// DMA commands to this VMM, for accesses by the peer.
     pub(crate) commands: DmaCommands<Tag>,
-    /// A window read of this VMM's that waits for the other.
+    /// A window read by this VMM that waits for the peer.
     pub(crate) held: Option<Held>,
     /// The VMM has unplugged the port and may keep the connection.
     pub(crate) unplugged: bool,
-    /// Lines about that.
+    /// Limits log lines on unplugs.
     pub(crate) unplugs: RateLimit,
-    /// Lines on messages that the VMM does not answer.
+    /// Limits log lines on DMA commands that time out.
     pub(crate) unanswered: RateLimit,
     /// Number of the last read that had to wait.
     pub(crate) reads: u64,
-    /// What a read fills; kept, so that reads do not allocate.
+    /// Data of a read; reused, so that reads do not allocate.
     pub(crate) buffer: Vec<u8>,
     /// Bytes of the regions of BARs 0 to 5.
     bars: [u64; 6],
 }
 
-/// A read whose answer waits.
+/// A read that is not answered yet.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) to: ReplyTo,
     pub(crate) region: Region,
     pub(crate) offset: u64,
-    /// The answer is in the buffer.
+    /// The data is in the buffer.
     pub(crate) done: bool,
 }
 
-/// What a message is for.
+/// The access that a DMA command belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tag {
     /// The window read of this port with this number.
@@ -74,7 +74,7 @@ impl Side {
             counts,
             vectors: Vectors::new(counts),
             memory: Memory::default(),
-            commands: DmaCommands::new(MESSAGE_TIMEOUT, MAX_MESSAGES),
+            commands: DmaCommands::new(COMMAND_TIMEOUT, MAX_COMMANDS),
             held: None,
             unplugged: false,
             unplugs: RateLimit::new(),
@@ -96,14 +96,14 @@ impl Side {
         }
     }
 
-    /// Whether all of an access is in the region.
+    /// Whether an access is entirely inside the region.
     pub(crate) fn contains(&self, region: Region, offset: u64, len: usize) -> bool {
         let end = offset.checked_add(len as u64);
         end.is_some_and(|end| end <= self.region_size(region))
     }
 }
 
-/// The port's description contradicts itself.
+/// Invalid description of a port.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SideError {
     #[error(transparent)]

@@ -1,5 +1,5 @@
-//! Once it runs, a store to a window that leads to memory allocates nothing,
-//! and neither does a load.
+//! In the steady state, neither a store nor a load through a window onto shared memory
+//! allocates.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 #[path = "ports/vmm.rs"]
@@ -16,22 +16,22 @@ use farside_ntb::regs::WINDOW_BAR;
 
 use world::{RAM, World, lead};
 
-/// The system's allocator, counted.
+/// The system's allocator, with a counter.
 struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came, which keeps the
-// contract; counting touches no memory that is allocated.
+// SAFETY: every call is passed on unchanged to the system's allocator, which upholds
+// the contract; counting touches no allocated memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller upholds the same contract as `System`'s.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: as above; `memory` came from `System` by way of `alloc`.
+        // SAFETY: as above; `alloc` got `memory` from `System`.
         unsafe { System.dealloc(memory, layout) }
     }
 }

@@ -1,5 +1,5 @@
-//! Two guests in real QEMU, joined by the NTB. These tests fail where the test
-//! bed cannot be prepared (no apt, no network), and say why.
+//! Two guests in real QEMU, connected by the NTB. These tests fail with the reason where
+//! the test bed cannot be prepared (no apt, no network).
 
 use std::{
     path::{Path, PathBuf},
@@ -16,7 +16,7 @@ use farside_ntb::regs::{
 use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 use farside_testbed::{BarAddress, Progress, Testbed, Vm, Width};
 
-/// Two emulated guests may share two processors with others.
+/// Two emulated guests may share two CPUs with others.
 const BOOT: Duration = Duration::from_secs(240);
 const SHORT: Duration = Duration::from_secs(60);
 
@@ -96,7 +96,7 @@ fn find(vm: &Vm, id: &str) -> String {
 }
 
 impl Host {
-    /// Waits for a guest and does what a driver does first.
+    /// Waits for a guest and performs a driver's initialization.
     fn new(vm: Vm) -> Self {
         vm.wait_agent(BOOT).unwrap();
         let bdf = find(&vm, "fa5d:b41d");
@@ -105,7 +105,7 @@ impl Host {
         assert_eq!(host.get(reg::ID), ID);
         host.put(requester_entry(0), requester::VALID);
         host.put(reg::LINK_CONTROL, link_control::ENABLE);
-        // A read pushes the posted write: the other guest sees the link after it.
+        // A read flushes the posted write: afterwards the other guest sees the link.
         assert_eq!(host.get(reg::LINK_CONTROL), link_control::ENABLE);
         host
     }
@@ -128,8 +128,7 @@ impl Host {
         self.vm.mmio_write(&at, Width::U32, value.into()).unwrap();
     }
 
-    /// Lets a segment lead to a far address; as two halves, the valid bit
-    /// last.
+    /// Translates a segment to a peer address; written as two halves, the valid bit last.
     fn lead(&self, segment: u32, address: u64) {
         let entry = address | lut::VALID;
         self.put(lut_entry(segment) + 4, (entry >> 32) as u32);
@@ -165,7 +164,7 @@ fn a_guest_reaches_the_other_guests_memory_and_devices() {
     assert_ne!(a.get(reg::LINK_STATUS) & link_status::UP, 0);
     assert_ne!(b.get(reg::LINK_STATUS) & link_status::UP, 0);
 
-    // Memory, both ways, in every width.
+    // Memory, in both directions and every width.
     for (from, to) in [(&a, &b), (&b, &a)] {
         let page = to.vm.alloc_page(4096).unwrap();
         let segment_offset = page.gpa % SEGMENT;
@@ -200,7 +199,7 @@ fn a_guest_reaches_the_other_guests_memory_and_devices() {
     assert_eq!(a.load(window + 4, Width::U32), 0xedcb_a987);
     assert_eq!(a.get(reg::ERROR_COUNT), 0);
 
-    // Nothing is at an address beyond all that B has.
+    // An address beyond B's address space is refused.
     a.lead(10, 1 << 40);
     assert_eq!(a.load(10 * SEGMENT, Width::U32), 0xffff_ffff);
     assert_eq!(a.get(reg::ERROR_COUNT), 1);
@@ -211,8 +210,7 @@ fn a_guest_reaches_the_other_guests_memory_and_devices() {
     }
 }
 
-/// Not a test: prints how many accesses a guest makes through a window in a
-/// second.
+/// Not a test: prints a guest's rate of accesses through a window.
 #[test]
 #[ignore = "a measurement"]
 fn rates() {
@@ -233,7 +231,7 @@ fn rates() {
     let start = Instant::now();
     a.vm.mmio_fill(&a.at(WINDOW_BAR, 0), Width::U64, 7, COUNT)
         .unwrap();
-    // Pushes them all.
+    // Flushes all posted writes.
     a.load(8 * (COUNT - 1), Width::U64);
     let rate = COUNT as f64 / start.elapsed().as_secs_f64();
     println!("stores of 8 bytes to the far guest's memory: {rate:.0} a second");

@@ -17,7 +17,7 @@ const LUT_END: u64 = LUT + 8 * MAX_LUT_ENTRIES as u64;
 const SCRATCHPAD_END: u64 = reg::SCRATCHPAD + 4 * SCRATCHPADS as u64;
 const PEER_SCRATCHPAD_END: u64 = reg::PEER_SCRATCHPAD + 4 * SCRATCHPADS as u64;
 
-/// Splits an access of any alignment at words: index of its first byte, bytes,
+/// Splits an access of any alignment into words: index of the part's first byte, bytes,
 /// offset of the word, first byte in the word.
 fn words(offset: u64, len: usize) -> impl Iterator<Item = (usize, usize, u64, usize)> {
     let mut done = 0;
@@ -36,7 +36,7 @@ fn half(value: u64, offset: u64) -> u32 {
     (value >> (8 * (offset & 4))) as u32
 }
 
-/// The register with the bits of `mask` replaced.
+/// Replaces the bits of `mask`.
 fn merge(old: u32, value: u32, mask: u32) -> u32 {
     old & !mask | value & mask
 }
@@ -128,7 +128,7 @@ impl Ntb {
         match at {
             reg::LINK_CONTROL => {
                 r.link_control = merge(r.link_control, value, mask) & link_control::ENABLE;
-                self.settle(far);
+                self.update_link(far);
             }
             reg::DOORBELL_SET_PEER if link_up => {
                 self.ring(port.peer(), value & mask, far);
@@ -161,7 +161,7 @@ impl Ntb {
             REQUESTER_TABLE..REQUESTER_END => {
                 let entry = &mut r.requesters[index(at, REQUESTER_TABLE)];
                 *entry = merge(*entry, value, mask) & (requester::VALID | requester::RID);
-                self.settle(far);
+                self.update_link(far);
             }
             MSIX_TABLE..MSIX_TABLE_END => {
                 let at = (at - MSIX_TABLE) as usize;
@@ -188,13 +188,12 @@ impl Ntb {
         raise(port, bells & !r.doorbell_mask, far);
     }
 
-    /// Something happened at a port. The message is sent when the event was
-    /// not already waiting to be seen.
-    pub(super) fn event(&mut self, port: Port, what: u32, far: &mut dyn Far) {
+    /// Sets event bits of a port. Raises the interrupt only for bits that were clear.
+    pub(super) fn event(&mut self, port: Port, events: u32, far: &mut dyn Far) {
         let r = &mut self.ports[port].registers;
-        let news = what & !r.event_status;
-        r.event_status |= what;
-        if news & !r.event_mask != 0 {
+        let new = events & !r.event_status;
+        r.event_status |= events;
+        if new & !r.event_mask != 0 {
             far.raise(port, EVENT_VECTOR);
         }
     }
@@ -205,9 +204,9 @@ impl Ntb {
             .all(|port| self.ports[*port].present && self.ports[*port].link_enabled())
     }
 
-    /// Works out what follows from the state of both ports, and tells of link
-    /// changes.
-    pub(super) fn settle(&mut self, far: &mut dyn Far) {
+    /// Derives link status and window state from the state of both ports, and raises
+    /// link events.
+    pub(super) fn update_link(&mut self, far: &mut dyn Far) {
         for port in Port::BOTH {
             let peer = &self.ports[port.peer()];
             let bits = [
@@ -232,7 +231,7 @@ impl Ntb {
     }
 }
 
-/// Sends the messages of doorbells.
+/// Raises the vectors of doorbells.
 fn raise(port: Port, mut bells: u32, far: &mut dyn Far) {
     while bells != 0 {
         far.raise(port, bells.trailing_zeros() as u16);

@@ -11,7 +11,7 @@ pub struct PortConfig {
     /// Bytes of the window BAR: a power of two, [`MIN_WINDOW_SIZE`] to
     /// [`MAX_WINDOW_SIZE`].
     pub window_size: u64,
-    /// LUT entries, which is segments of the window: a power of two, 1 to
+    /// LUT entries, one for each segment of the window: a power of two, 1 to
     /// [`MAX_LUT_ENTRIES`]. A segment has at least 4 KiB.
     pub lut_entries: u32,
 }
@@ -30,7 +30,7 @@ impl PortConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`], which says what would do.
+    /// [`ConfigError`], which names the limits.
     pub fn check(&self) -> Result<(), ConfigError> {
         let Self {
             window_size,
@@ -54,13 +54,13 @@ impl PortConfig {
         Ok(())
     }
 
-    /// log2 of the bytes of a segment, of checked sizes.
+    /// log2 of the bytes of a segment. Requires checked sizes.
     pub(super) fn segment_shift(&self) -> u32 {
         let window_shift = self.window_size.trailing_zeros();
         window_shift.saturating_sub(self.lut_entries.trailing_zeros())
     }
 
-    /// The register `CAPS`, of checked sizes.
+    /// The register `CAPS`. Requires checked sizes.
     pub(super) fn caps(&self) -> u32 {
         caps::pack(
             self.window_size.trailing_zeros(),
@@ -70,25 +70,25 @@ impl PortConfig {
     }
 }
 
-/// A port cannot have these sizes.
+/// Invalid sizes of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// The window BAR.
     #[error(
-        "a window of {0:#x} bytes: give a power of two from {MIN_WINDOW_SIZE:#x} to {MAX_WINDOW_SIZE:#x}"
+        "invalid window size {0:#x}: use a power of two from {MIN_WINDOW_SIZE:#x} to {MAX_WINDOW_SIZE:#x}"
     )]
     WindowSize(u64),
     /// The LUT.
-    #[error("{0} LUT entries: give a power of two from 1 to {MAX_LUT_ENTRIES}")]
+    #[error("invalid number of LUT entries {0}: use a power of two from 1 to {MAX_LUT_ENTRIES}")]
     LutEntries(u32),
-    /// Both together.
+    /// The segments are too small.
     #[error(
-        "{lut_entries} LUT entries for a window of {window_size:#x} bytes make segments below 4 KiB: at most {most} entries fit"
+        "{lut_entries} LUT entries for a window of {window_size:#x} bytes make segments below 4 KiB: use at most {most} entries"
     )]
     Segment {
         /// Bytes of the window.
         window_size: u64,
-        /// Entries asked for.
+        /// Configured entries.
         lut_entries: u32,
         /// Entries of 4 KiB each.
         most: u64,

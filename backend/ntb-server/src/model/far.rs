@@ -1,72 +1,71 @@
-//! What the model needs of the two hosts.
+//! The model's interface to the two hosts.
 
 use super::{Port, regs::error};
 
-/// The two hosts, as the model reaches them.
+/// The two hosts, as the model accesses them.
 ///
 /// Accesses are those of PCIe memory requests: they do not cross a 4 KiB
 /// boundary.
 pub trait Far {
-    /// Reads in the address space in which the DMA of the *target*'s endpoint
-    /// is translated: memory of that host, or a register of a device there.
-    /// When that takes time, says [`FarRead::Later`] and lets
-    /// [`Ntb::complete_read`](super::Ntb::complete_read) know; one such read of
-    /// each port at a time.
+    /// Reads in the DMA address space of the peer's port: memory of that host, or a
+    /// register of a device there. A read that takes time returns [`FarRead::Later`]
+    /// and is completed by [`Ntb::complete_read`](super::Ntb::complete_read); at most
+    /// one such read is pending for each port.
     ///
     /// # Errors
     ///
-    /// When the access is known to be refused.
+    /// Fails if the access is refused at once.
     fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError>;
 
-    /// Writes there. Writes are posted: one that is found to be refused later
-    /// is told by [`Ntb::write_failed`](super::Ntb::write_failed).
+    /// Writes in the same address space. Writes are posted: a later refusal is reported
+    /// by [`Ntb::write_failed`](super::Ntb::write_failed).
     ///
     /// # Errors
     ///
-    /// When the access is known to be refused.
+    /// Fails if the access is refused at once.
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError>;
 
     /// Sends the message of an MSI-X vector to the host of `port`. A masked
     /// vector stays pending.
     fn raise(&mut self, port: Port, vector: u16);
 
-    /// Whether the message of a vector is held back by a mask: its pending bit.
+    /// The pending bit of a vector: whether a mask holds back its message.
     fn is_pending(&self, port: Port, vector: u16) -> bool;
 }
 
-/// An access that was translated.
+/// A translated access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// The port through whose window it goes. It comes out at the peer.
+    /// The port whose window is accessed.
     pub from: Port,
-    /// Where in that port's window BAR it begins, bytes.
+    /// Offset in that port's window BAR, bytes.
     pub offset: u64,
-    /// Far address: in the peer's DMA address space.
+    /// Peer address: in the DMA address space of the other port.
     pub address: u64,
 }
 
-/// How far a read has come.
+/// Progress of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FarRead {
-    /// The data is there.
+    /// The data is complete.
     Done,
-    /// The data is not there yet.
+    /// The data follows by [`Ntb::complete_read`](super::Ntb::complete_read).
     Later,
 }
 
-/// Why the far side did not take an access.
+/// Why the peer host refused an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FarError {
-    /// Nothing is there, it may not be done there, or the host has gone.
+    /// Unmapped address, missing permission, or the host is disconnected.
     Refused,
-    /// No answer in time.
+    /// No reply in time.
     Timeout,
-    /// Too much is under way.
+    /// Too many accesses are outstanding.
     Busy,
 }
 
 impl FarError {
-    /// For `ERROR_INFO`.
+    /// The reason's code in `ERROR_INFO`.
     pub(super) fn reason(self) -> u32 {
         match self {
             Self::Refused => error::FAR_REFUSED,

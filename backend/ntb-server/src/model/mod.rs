@@ -1,12 +1,12 @@
-//! A PCIe non-transparent bridge (NTB): two endpoints, the ports, each in
-//! another host. A store to the window BAR of one port becomes a store by the
-//! other port, at an address that a table says.
+//! A PCIe non-transparent bridge (NTB): two endpoints, the ports, each in a host of its
+//! own. A store to the window BAR of one port becomes a store by the other port, at the
+//! address in the translation table.
 //!
-//! Registers and what they do: [`farside_ntb::regs`].
+//! Registers: [`farside_ntb::regs`].
 //!
-//! Part of what hardware does is not modelled: an NTB takes the requester id of
-//! each access to find the way of its completion back, so each requester needs
-//! an entry. Here an access has no requester id, and any valid entry will do.
+//! Requester ids are not modelled: hardware uses the requester id of each access to
+//! route its completion back, so each requester needs a table entry. In the model an
+//! access has no requester id, and any valid entry suffices.
 
 mod bar0;
 mod config;
@@ -52,30 +52,30 @@ impl Port {
     }
 }
 
-/// How far a read has come.
+/// Progress of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "data that is not there yet must be waited for"]
+#[must_use = "a read that is not done must be completed later"]
 pub enum Read {
-    /// The data is there.
+    /// The data is complete.
     Done,
-    /// [`Ntb::complete_read`] will have it. Until then the port takes no
+    /// [`Ntb::complete_read`] will return the data. Until then the port accepts no
     /// other read.
     Later,
 }
 
-/// An NTB: both ports. Pure state; its owner gives it accesses to BARs and
-/// what happens to each port, and does what it asks for through [`Far`].
+/// An NTB: both ports. Pure state; its owner calls it for BAR accesses and events at
+/// the ports, and implements [`Far`].
 #[derive(Debug)]
 pub struct Ntb {
     ports: Ports,
 }
 
 impl Ntb {
-    /// An NTB after power-on, with nobody at either port.
+    /// An NTB after power-on, with no host at either port.
     ///
     /// # Errors
     ///
-    /// When a port cannot have such sizes.
+    /// Fails if the sizes of a port are invalid.
     pub fn new(config: [PortConfig; 2]) -> Result<Self, ConfigError> {
         for port in &config {
             port.check()?;
@@ -90,13 +90,13 @@ impl Ntb {
         Ok(ntb)
     }
 
-    /// What a port looks like from outside.
+    /// The PCI function that a port presents.
     pub fn description(&self, port: Port) -> &Description {
         &self.ports[port].description
     }
 
     /// Reads `data.len()` bytes at `offset` of a BAR; any length and alignment.
-    /// What is not in a BAR reads as all ones.
+    /// A read outside the BAR returns all ones.
     pub fn read(
         &mut self,
         port: Port,
@@ -116,8 +116,8 @@ impl Ntb {
         Read::Done
     }
 
-    /// Writes `data` at `offset` of a BAR; any length and alignment. What is
-    /// not in a BAR ignores it.
+    /// Writes `data` at `offset` of a BAR; any length and alignment. A write outside
+    /// the BAR is ignored.
     pub fn write(&mut self, port: Port, bar: u8, offset: u64, data: &[u8], far: &mut dyn Far) {
         if !self.is_inside(port, bar, offset, data.len()) {
             return;
@@ -129,30 +129,30 @@ impl Ntb {
         }
     }
 
-    /// A host came to a port, or went.
+    /// A host was connected to a port, or disconnected.
     pub fn set_present(&mut self, port: Port, present: bool, far: &mut dyn Far) {
         self.ports[port].present = present;
-        self.settle(far);
+        self.update_link(far);
     }
 
     /// Bus-master enable of a port's command register changed.
     pub fn set_bus_master(&mut self, port: Port, enabled: bool, far: &mut dyn Far) {
         if self.ports[port].bus_master != enabled {
             self.ports[port].bus_master = enabled;
-            self.settle(far);
+            self.update_link(far);
         }
     }
 
-    /// Puts a port in its state after power-on: conventional or function-level
-    /// reset. Its host stays; bus-master enable is the owner's to clear.
+    /// Resets a port (conventional or function-level reset). Its host stays connected;
+    /// the owner clears bus-master enable.
     pub fn reset(&mut self, port: Port, far: &mut dyn Far) {
         self.ports[port].reset();
-        self.settle(far);
-        // That its own registers changed is no news to a port that was reset.
+        self.update_link(far);
+        // A port gets no event for its own reset.
         self.ports[port].registers.event_status = 0;
     }
 
-    /// Counters for people, by name.
+    /// Counters for log lines, by name.
     pub fn stats(&self, port: Port) -> [(&'static str, u64); 3] {
         let r = &self.ports[port].registers;
         [
@@ -173,7 +173,7 @@ impl Ntb {
     }
 }
 
-/// Both ports, by name.
+/// Both ports, indexed by [`Port`].
 #[derive(Debug)]
 struct Ports([PortState; 2]);
 

@@ -1,4 +1,4 @@
-//! What a port looks like from outside: configuration-space image and BARs.
+//! A port's PCI function: configuration-space image and BARs.
 
 use farside_pci::{Bar, BarKind, ConfigImage, Description};
 
@@ -10,8 +10,8 @@ use super::{
     },
 };
 
-/// Describes a port. Nothing of it can be mapped: each access is translated
-/// by what the tables say at that moment.
+/// Describes a port. No area is mappable: each access is translated by the current
+/// tables.
 pub(super) fn description(number: u32, config: &PortConfig) -> Description {
     let prefetchable = false;
     let registers = Bar::new(REGISTERS_SIZE, BarKind::Memory32 { prefetchable });

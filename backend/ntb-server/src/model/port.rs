@@ -13,7 +13,7 @@ use farside_pci::Description;
 /// Bytes of the MSI-X table.
 pub(super) const MSIX_TABLE_SIZE: usize = VECTORS as usize * 16;
 
-/// What there is of a port: sizes, wires to the outside, registers.
+/// State of a port: sizes, inputs, registers.
 #[derive(Debug)]
 pub(super) struct PortState {
     pub(super) config: PortConfig,
@@ -22,23 +22,22 @@ pub(super) struct PortState {
     pub(super) present: bool,
     /// Bus-master enable of this port's command register.
     pub(super) bus_master: bool,
-    /// Why accesses through this window are refused before they are
-    /// translated; 0 when they are not. Follows from the registers of both
-    /// ports.
+    /// The reason to refuse all accesses through this window, or 0. Derived from the
+    /// state of both ports.
     pub(super) closed: u32,
-    /// `LINK_STATUS` as it last was, likewise.
+    /// The current `LINK_STATUS`. Derived from the state of both ports.
     pub(super) link_status: u32,
     pub(super) registers: Registers,
-    /// Far addresses by segment.
+    /// Peer addresses by segment.
     pub(super) lut: Box<[u64]>,
     pub(super) msix_table: Box<[u8]>,
-    /// A read through this window that waits for the far side.
+    /// A read through this window that waits for the peer.
     pub(super) pending: Option<PendingRead>,
-    /// Answer to the last read that did.
+    /// Data of the last such read.
     pub(super) finished: Vec<u8>,
 }
 
-/// What a reset sets to its initial value, tables aside.
+/// The registers that a reset initializes, without the tables.
 #[derive(Debug)]
 pub(super) struct Registers {
     pub(super) link_control: u32,
@@ -95,8 +94,7 @@ impl PortState {
         port
     }
 
-    /// As after power-on. Whether a host is there, and what its command
-    /// register says, is not the port's to forget.
+    /// Restores the power-on state, except for inputs: `present` and `bus_master`.
     pub(super) fn reset(&mut self) {
         self.registers = Registers::default();
         self.lut.fill(0);
@@ -118,8 +116,8 @@ impl PortState {
         entries.copied().any(|entry| entry & requester::VALID != 0)
     }
 
-    /// The far address of an offset in the window, or the reason why there is
-    /// none.
+    /// Translates an offset in the window to the peer address. The error is the reason
+    /// code.
     pub(super) fn translate(&self, offset: u64) -> Result<u64, u32> {
         let shift = self.config.segment_shift();
         let entry = self.lut.get((offset >> shift) as usize).copied();

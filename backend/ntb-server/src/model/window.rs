@@ -5,18 +5,18 @@ use super::{
     regs::{FAR_ALIGN_SHIFT, error, event},
 };
 
-/// Accesses are split at multiples of this, as PCIe requests are. Segments
-/// consist of such pages and far addresses are aligned to them, so that a
-/// piece is in one segment, and in one page at the far side.
+/// Accesses are split at multiples of this, as PCIe requests are. Segments consist of
+/// whole pages and peer addresses are page-aligned, so each piece is in one segment,
+/// and in one page of the peer.
 const PAGE: u64 = 1 << FAR_ALIGN_SHIFT;
 
-/// A read that waits for the far side.
+/// A read that waits for the peer.
 #[derive(Debug)]
 pub(super) struct PendingRead {
-    /// Where in the window it begins.
+    /// Offset in the window.
     offset: u64,
     data: Vec<u8>,
-    /// What is waited for: `data[at..at + len]`.
+    /// The outstanding piece: `data[at..at + len]`.
     at: usize,
     len: usize,
     address: u64,
@@ -28,7 +28,7 @@ fn piece(offset: u64, left: usize) -> usize {
     left.min(room as usize)
 }
 
-/// What a read waits for.
+/// The piece that a read waits for.
 struct Waits {
     at: usize,
     len: usize,
@@ -58,9 +58,9 @@ impl Ntb {
         }
     }
 
-    /// The far side has the data of the read through the window of `port`
-    /// that waits, or has not. Returns all that was asked for when that
-    /// concludes the read; nothing when it goes on, or none waits.
+    /// Takes the peer's reply for the pending read through the window of `port`. Returns
+    /// the data of the whole read once that is complete; `None` if another piece is
+    /// outstanding or no read is pending.
     pub fn complete_read(
         &mut self,
         port: Port,
@@ -112,7 +112,7 @@ impl Ntb {
         self.ports[port].pending = None;
     }
 
-    /// A write that was passed to the far side turned out to be refused.
+    /// The peer host has refused a posted write.
     pub fn write_failed(&mut self, at: Target, error: FarError, far: &mut dyn Far) {
         self.refuse(at, error.reason(), true, far);
     }
@@ -196,8 +196,7 @@ impl Ntb {
         })
     }
 
-    /// Why accesses through the window of `port` are refused, whatever their
-    /// offset; 0 when they are not.
+    /// The reason to refuse all accesses through the window of `port`, or 0.
     pub(super) fn closed(&self, port: Port) -> u32 {
         if !self.link_is_up() {
             error::LINK_DOWN

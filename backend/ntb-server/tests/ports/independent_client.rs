@@ -1,4 +1,4 @@
-//! The client of the crate `vfio_user`, which others wrote, at both ports.
+//! The independent client of the crate `vfio_user`, at both ports.
 
 use std::os::fd::AsRawFd;
 
@@ -16,7 +16,7 @@ const MSIX: u32 = 2;
 const EVENTFD_TRIGGER: u32 = 1 << 2 | 1 << 5;
 const RAM: u64 = 0x4000_0000;
 
-/// What a driver does first.
+/// A driver's initialization.
 fn set_up(client: &mut Client) {
     client.region_write(CONFIG, 4, &[6, 0]).unwrap();
     for (offset, value) in [
@@ -60,10 +60,10 @@ fn stores_loads_and_rings() {
     let bells = (1u32 << 4).to_le_bytes();
     a.region_write(REGISTERS_BAR.into(), reg::DOORBELL_SET_PEER, &bells)
         .unwrap();
-    // Signalled before the write was answered.
+    // Signalled before the reply to the write.
     assert_eq!(bell.read().unwrap(), 1);
 
-    // Nothing is there to be mapped: QEMU posts its writes.
+    // No mappable area: QEMU posts its writes.
     for region in 0..9 {
         assert!(
             a.region(region)

@@ -1,4 +1,4 @@
-//! VMMs that come, go and reset; doorbells and link.
+//! VMMs that connect, disconnect and reset; doorbells and link.
 
 use farside_ntb::regs::{
     ID, LUT, WINDOW_BAR, event, link_status, lut_entry, peer_scratchpad, reg, scratchpad,
@@ -44,7 +44,7 @@ fn the_function_looks_like_an_ntb() {
     assert_eq!(config[..4], [0x5d, 0xfa, 0x1d, 0xb4]);
     assert_eq!(config[9..12], [0, 0x80, 0x06]);
     assert_eq!(config[14], 0, "header type");
-    // Sizes of the BARs, as firmware finds them out.
+    // Sizes the BARs as firmware does.
     vmm.config_write(0x10, &[0xff; 16]);
     let bars = vmm.config_read(0x10, 16);
     assert_eq!(bars[..4], 0xffff_0000_u32.to_le_bytes());
@@ -69,14 +69,14 @@ fn a_vmm_that_goes_takes_the_link_with_it() {
     assert_eq!(a.get32(reg::EVENT_STATUS), event::LINK);
     assert_eq!(a.load(0, 4), [0xff; 4]);
 
-    // Another VM finds a port as after power-on.
+    // Another VM finds the port in its power-on state.
     let mut b = Vmm::negotiated(&server.socket("b"), Layout::Qemu);
     assert_eq!(b.get64(lut_entry(3)), 0);
     assert_eq!(b.get32(reg::LINK_CONTROL), 0);
     assert_eq!(b.config_read(4, 2), [0, 0]);
     set_up(&mut b);
     assert_ne!(a.get32(reg::LINK_STATUS) & link_status::UP, 0);
-    // The memory of the VM before is not reached: the new VMM is asked.
+    // The previous VM's memory is not accessed: the new VMM receives a command.
     a.post_write(WINDOW_BAR, 0, &[1; 4]);
     b.expect_write(RAM, &[1; 4]);
 }
@@ -128,7 +128,7 @@ fn resets_clear_the_port() {
         assert!(world.a.read(0, LUT, 4096).iter().all(|byte| *byte == 0));
         assert_eq!(world.a.get32(scratchpad(0)), 0);
         assert_eq!(world.a.config_read(4, 2), [0, 0]);
-        // Memory is the VMM's affair, and stays.
+        // DMA mappings survive a reset.
         set_up(&mut world.a);
         lead(&mut world.b, 0, RAM);
         world.b.store(0, &[8]);

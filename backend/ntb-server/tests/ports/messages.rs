@@ -1,4 +1,4 @@
-//! Windows that lead to what only the far VMM can reach.
+//! Windows onto addresses that only the peer VMM can access.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use crate::{
     world::{RAM, World, lead},
 };
 
-/// Registers of some device in the far VM.
+/// Registers of a device in the peer VM.
 const DEVICE: u64 = 0xfe00_0000;
 
 #[test]
 fn stores_and_loads_reach_the_far_vms_devices() {
     for layout in [Layout::Qemu, Layout::Specified] {
         let mut world = World::with(layout);
-        // As the VMM may tell of it, without a descriptor.
+        // As the VMM may map it, without a descriptor.
         world.b.map(DEVICE, 0x1000, None);
         lead(&mut world.a, 0, DEVICE);
         lead(&mut world.a, 1, DEVICE + 0x10_0000);
@@ -47,7 +47,7 @@ fn while_a_message_is_unanswered_both_vmms_are_served() {
     lead(&mut world.b, 0, RAM);
     world.a.post_read(WINDOW_BAR, 0, 4);
     let read = world.b.expect_read(DEVICE, 4);
-    // The far VMM: registers, memory of the VM that waits.
+    // Accesses by the peer VMM: registers, and memory of the waiting VM.
     assert_eq!(world.b.get32(reg::PORT), 1);
     world.b.store(0x10, b"meanwhile");
     assert_eq!(world.b.load(0x10, 9), b"meanwhile");
@@ -62,7 +62,7 @@ fn requests_behind_a_read_wait_for_it_and_answers_do_not() {
     let mut world = World::new();
     lead(&mut world.a, 0, DEVICE);
     lead(&mut world.b, 0, DEVICE);
-    // B's store to A's device is under way when A reads B's.
+    // B's store to A's device is outstanding when A reads B's.
     world.b.store(4, &[9; 4]);
     let write = world.a.expect_write(DEVICE + 4, &[9; 4]);
     world.a.post_read(WINDOW_BAR, 0, 4);
@@ -85,7 +85,7 @@ fn two_reads_that_wait_for_each_other_do_not_wait_long() {
     let start = Instant::now();
     world.a.post_read(WINDOW_BAR, 0, 4);
     let read = world.b.expect_read(DEVICE, 4);
-    // As QEMU would: B reads before it serves the message.
+    // As QEMU would: B reads before it serves the command.
     assert_eq!(world.b.load(0, 4), [0xff; 4]);
     assert_eq!(world.b.get32(reg::ERROR_INFO), error::BUSY);
     world.b.answer_read(&read, Ok(&[1; 4]));
@@ -101,7 +101,7 @@ fn accesses_behind_a_message_do_not_overtake_it() {
     lead(&mut world.a, 1, RAM);
     world.a.store(0, &[1; 4]);
     let device = world.b.expect_write(DEVICE, &[1; 4]);
-    // To memory that is shared, which could be reached at once.
+    // To shared memory, which is directly accessible.
     world.a.store(0x20_0000, &[2; 8]);
     assert_eq!(world.ram_b.read(0, 8), [0; 8]);
     let memory = world.b.expect_write(RAM, &[2; 8]);
@@ -111,7 +111,7 @@ fn accesses_behind_a_message_do_not_overtake_it() {
     world.b.answer_write(&memory, Ok(()));
     world.b.answer_read(&read, Ok(&[2; 8]));
     assert_eq!(world.a.read_reply(), [2; 8]);
-    // With nothing under way the short way is taken again.
+    // With no command outstanding, memory is accessed directly again.
     world.a.store(0x20_0000, &[3; 8]);
     assert_eq!(world.ram_b.read(0, 8), [3; 8]);
     assert!(!world.b.has_heard());
@@ -147,7 +147,7 @@ fn a_vmm_that_does_not_answer_is_not_waited_for() {
     assert_eq!(world.a.read_reply(), [0xff; 4]);
     assert!(start.elapsed() >= Duration::from_secs(2));
     assert_eq!(world.a.get32(reg::ERROR_INFO), error::TIMEOUT);
-    // It answers late, and is asked again.
+    // It answers late, and then receives another command.
     world.b.answer_read(&late, Ok(&[1; 4]));
     world.a.post_read(WINDOW_BAR, 0, 4);
     let read = world.b.expect_read(DEVICE, 4);

@@ -1,4 +1,4 @@
-//! Not tests: prints how fast accesses through a window are.
+//! Not tests: prints the rate of accesses through a window.
 //!
 //! `cargo test --release -p farside-ntb-server --test ports -- --ignored --nocapture --test-threads 1`
 
@@ -8,7 +8,7 @@ use farside_ntb::regs::WINDOW_BAR;
 
 use crate::world::{RAM, World, lead};
 
-/// Prints how many there were in a second.
+/// Prints the rate per second.
 fn measure(what: &str, count: u64, work: impl FnOnce()) {
     let start = Instant::now();
     work();

@@ -1,6 +1,5 @@
-//! A VMM's end of a vfio-user socket: sends requests, serves messages of the
-//! server's as QEMU or as the specification says. What takes too long fails
-//! the test.
+//! A VMM's end of a vfio-user socket: sends requests, serves the server's DMA commands
+//! in QEMU's or in the specification's layout. A timeout fails the test.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +22,7 @@ use rustix::{
     time::Timespec,
 };
 
-/// Longer than anything takes on a busy machine.
+/// Ample even on a loaded host.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
 const VERSION: u16 = 1;
@@ -40,7 +39,7 @@ const WRITE_MULTI: u16 = 15;
 const NO_REPLY: u32 = 1 << 4;
 const CONFIG_REGION: u32 = 7;
 
-/// How a VMM lays out the data of DMA messages.
+/// A VMM's layout of DMA commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     Specified,
@@ -65,7 +64,7 @@ pub struct Message {
     pub payload: Vec<u8>,
 }
 
-/// A DMA message, in either layout.
+/// A DMA command, in either layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dma {
     pub id: u16,
@@ -76,7 +75,7 @@ pub struct Dma {
 }
 
 impl Vmm {
-    /// Connected, nothing said.
+    /// Connected; no message sent.
     pub fn connect(path: &Path, layout: Layout) -> Self {
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -117,8 +116,7 @@ impl Vmm {
         self.reply_to(self.id)
     }
 
-    /// What was read by a request before the last; as many later ones were
-    /// posted.
+    /// The data of a read before the last request; the later requests were posted.
     pub fn read_reply_before(&mut self, later: u16) -> Vec<u8> {
         self.reply_to(self.id.wrapping_sub(later)).unwrap()[16..].to_vec()
     }
@@ -167,15 +165,14 @@ impl Vmm {
         }
     }
 
-    /// Whether anything has come that was not looked at.
+    /// Whether an unread message has arrived.
     pub fn has_heard(&mut self) -> bool {
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
         let ready = poll(&mut fds, Some(&Timespec::default())).unwrap();
         ready != 0 || !self.messages.is_empty() || !self.replies.is_empty()
     }
 
-    /// The next DMA message, with the question for the layout answered on the
-    /// way.
+    /// The next DMA command. Answers the layout probe.
     pub fn next_dma(&mut self) -> Dma {
         loop {
             let Some(message) = self.messages.pop_front() else {
@@ -185,7 +182,7 @@ impl Vmm {
             let long =
                 |at: usize| u64::from_ne_bytes(message.payload[at..at + 8].try_into().unwrap());
             let (id, command, address) = (message.id, message.command, long(0));
-            // A reader of 32 bits sees a write of nothing.
+            // With a 32-bit count this is a write of 0 bytes.
             let (count, data) = match self.layout {
                 Layout::Specified => (long(8), &message.payload[16..]),
                 Layout::Qemu => (long(8) & 0xffff_ffff, &message.payload[12..]),
@@ -271,7 +268,7 @@ impl Vmm {
         self.map_as(address, size, fd, 3).unwrap();
     }
 
-    /// With flags: 1 may be read, 2 may be written.
+    /// With flags: 1 readable, 2 writable.
     pub fn map_as(
         &mut self,
         address: u64,
@@ -294,12 +291,12 @@ impl Vmm {
         self.call(RESET, &[], &[]).unwrap();
     }
 
-    /// Asks for a read and does not wait.
+    /// Sends a read and does not wait.
     pub fn post_read(&mut self, bar: u8, offset: u64, len: u32) {
         self.post(REGION_READ, 0, &access(offset, bar.into(), len), &[]);
     }
 
-    /// What was read.
+    /// The data of the last read.
     pub fn read_reply(&mut self) -> Vec<u8> {
         self.reply().unwrap()[16..].to_vec()
     }
@@ -314,7 +311,7 @@ impl Vmm {
         self.call(REGION_WRITE, &payload, &[]).unwrap();
     }
 
-    /// A write that is not answered.
+    /// A posted write.
     pub fn post_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
         let payload = [&access(offset, bar.into(), data.len() as u32), data].concat();
         self.post(REGION_WRITE, NO_REPLY, &payload, &[]);
@@ -378,7 +375,7 @@ impl Vmm {
         Eventfd(fd)
     }
 
-    /// Takes the trigger of the error interrupt away.
+    /// Removes the error interrupt's eventfd.
     pub fn take_error_trigger(&mut self) {
         let payload = words(&[20, 1 << 2 | 1 << 5, 3, 0, 1]);
         self.call(SET_IRQS, &payload, &[]).unwrap();
@@ -389,8 +386,7 @@ impl Vmm {
 pub struct Eventfd(OwnedFd);
 
 impl Eventfd {
-    /// How often it was signalled since this was last asked; waits for the
-    /// first.
+    /// Number of signals since the last call; waits for the first.
     pub fn wait(&self) -> u64 {
         let deadline = Timespec {
             tv_sec: DEADLINE.as_secs() as i64,

@@ -1,4 +1,4 @@
-//! Windows that lead to memory that the far VMM shares.
+//! Windows onto memory that the peer VMM shares.
 
 use farside_ntb::regs::{WINDOW_BAR, error, event, link_status, reg};
 use rustix::io::Errno;
@@ -69,7 +69,7 @@ fn what_is_unmapped_is_not_reached_any_more() {
     lead(&mut world.a, 0, RAM);
     world.a.store(0, &[1]);
     world.b.unmap(RAM, RAM_SIZE).unwrap();
-    // The VMM is asked from now on, and refuses.
+    // From now on the VMM receives a command, and refuses it.
     world.a.store(0, &[2]);
     let write = world.b.expect_write(RAM, &[2]);
     world.b.answer_write(&write, Err(Errno::FAULT));
@@ -131,7 +131,7 @@ fn a_read_only_mapping_is_not_written() {
 fn pages_of_an_iommu_are_each_where_they_are() {
     const PAGES: u64 = 1024;
     let mut world = World::new();
-    // Far addresses in the reverse order of the file.
+    // Peer addresses in the reverse order of the file.
     let iova = 0x4000_0000;
     for page in 0..PAGES {
         let offset = (PAGES - 1 - page) * 4096;
@@ -162,6 +162,6 @@ fn memory_that_is_cut_off_harms_nobody() {
     rustix::fs::ftruncate(&memfd, 0).unwrap();
     assert_eq!(world.a.load(0x1000, 8), [0; 8]);
     world.a.store(0x1000, &[1, 2, 3, 4, 5, 6, 7, 8]);
-    // The server lives.
+    // The server is still running.
     assert_eq!(world.b.get32(reg::PORT), 1);
 }

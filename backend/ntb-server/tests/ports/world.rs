@@ -62,14 +62,14 @@ pub struct World {
     pub b: Vmm,
     pub ram_a: Ram,
     pub ram_b: Ram,
-    // Last: the VMMs go first.
+    // Last field: dropped after the VMMs.
     pub server: Server,
 }
 
 /// Bytes of a segment: 1 GiB in 512.
 pub const SEGMENT: u64 = 2 << 20;
 
-/// Where each VM has its memory, and how much.
+/// Address and size of each VM's memory.
 pub const RAM: u64 = 0x1_0000_0000;
 pub const RAM_SIZE: u64 = 4 << 20;
 
@@ -98,7 +98,7 @@ impl World {
     }
 }
 
-/// What a driver does first.
+/// A driver's initialization.
 pub fn set_up(vmm: &mut Vmm) {
     vmm.set_bus_master(true);
     vmm.put32(requester_entry(0), requester::VALID | 0x08);
@@ -107,7 +107,7 @@ pub fn set_up(vmm: &mut Vmm) {
     vmm.put32(reg::DOORBELL_MASK, 0);
 }
 
-/// Lets a segment lead to a far address.
+/// Translates a segment to a peer address.
 pub fn lead(vmm: &mut Vmm, segment: u32, address: u64) {
     vmm.put64(lut_entry(segment), address | lut::VALID);
 }

@@ -40,7 +40,7 @@ fn a_masked_doorbell_is_kept_until_it_is_unmasked() {
     assert_eq!(world.hosts.take_raised(), [(Port::B, 0)]);
     world.put32(Port::B, reg::DOORBELL_MASK, 0b100);
     assert_eq!(world.hosts.take_raised(), [(Port::B, 1)]);
-    // Cleared meanwhile: nothing is left to tell.
+    // Cleared meanwhile: no interrupt is left to raise.
     world.put32(Port::A, reg::DOORBELL_SET_PEER, 0b100);
     world.put32(Port::B, reg::DOORBELL_STATUS, 0b100);
     world.put32(Port::B, reg::DOORBELL_MASK, 0);
@@ -92,7 +92,7 @@ fn a_masked_event_is_kept_until_it_is_unmasked() {
     assert_eq!(world.get32(Port::A, reg::EVENT_STATUS), event::ERROR);
     world.put32(Port::A, reg::EVENT_MASK, event::LINK);
     assert_eq!(world.hosts.take_raised(), [(Port::A, EVENT_VECTOR)]);
-    // An event that was seen is told of again when it happens again.
+    // A cleared event raises the interrupt again.
     world.put32(Port::A, reg::EVENT_STATUS, event::ERROR);
     world.store(Port::A, 0, &[0]);
     world.store(Port::A, 0, &[0]);

@@ -1,4 +1,4 @@
-//! Laws, against an oracle that takes bytes one by one.
+//! Properties, against a reference that translates byte by byte.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +9,10 @@ use super::{
     world::{SEGMENT, SMALL, World},
 };
 
-/// Pages that exist at the far side.
+/// Pages of the peer's memory.
 const PAGES: u64 = 64;
 
-/// Where the oracle says that a byte of the window is.
+/// The reference's peer address of a byte of the window.
 fn far_address(luts: &BTreeMap<u32, u64>, offset: u64) -> Option<u64> {
     let entry = luts.get(&((offset / SEGMENT) as u32))?;
     let address = entry.checked_add(offset % SEGMENT)?;
@@ -28,8 +28,8 @@ fn entries() -> impl Strategy<Value = BTreeMap<u32, u64>> {
 }
 
 proptest! {
-    /// Every byte that is stored lands where its segment's entry says, or
-    /// nowhere; and is loaded from there, or is all ones.
+    /// Every byte is stored at the address in its segment's entry or dropped, and is
+    /// loaded from there or reads as all ones.
     #[test]
     fn translation_is_the_entry_of_the_segment_and_the_offset_in_it(
         luts in entries(),
@@ -66,7 +66,7 @@ proptest! {
         }
     }
 
-    /// No access, wherever and however long, does more than it should.
+    /// No access, of any offset and length, panics or breaks the register file.
     #[test]
     fn no_access_panics(
         accesses in proptest::collection::vec(

@@ -1,4 +1,4 @@
-//! Link state, and what a reset does to it.
+//! Link state, and the effect of a reset on it.
 
 use super::{
     super::{
@@ -66,7 +66,7 @@ fn each_step_of_the_peer_shows_and_is_an_event() {
         assert_eq!(world.hosts.take_raised(), [(Port::A, EVENT_VECTOR)]);
         world.put32(Port::A, reg::EVENT_STATUS, event::LINK);
     }
-    // What changes nothing is no event.
+    // No change, no event.
     world.ntb.set_present(Port::B, false, &mut world.hosts);
     world.put32(Port::B, reg::LINK_CONTROL, 0);
     assert_eq!(world.get32(Port::A, reg::EVENT_STATUS), 0);
@@ -103,6 +103,6 @@ fn a_reset_clears_the_port_and_the_peer_hears_of_it() {
     }
     assert_eq!(world.get32(Port::A, reg::DOORBELL_MASK), !0);
     assert_eq!(world.get32(Port::A, reg::EVENT_MASK), event::ALL);
-    // The peer's own registers are its own.
+    // The peer's registers are unaffected.
     assert_eq!(world.get32(Port::B, scratchpad(3)), 2);
 }

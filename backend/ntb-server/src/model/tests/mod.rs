@@ -1,4 +1,4 @@
-//! The model between two made-up hosts.
+//! The model between two simulated hosts.
 
 mod doorbells;
 mod laws;

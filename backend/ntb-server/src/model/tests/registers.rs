@@ -1,4 +1,4 @@
-//! The register file as such, and what the function looks like.
+//! The register file and the PCI function.
 
 use super::{
     super::{
@@ -75,7 +75,7 @@ fn a_lut_entry_keeps_address_and_valid_bit() {
     // One byte.
     world.put(Port::A, lut_entry(2) + 4, &[0x13]);
     assert_eq!(world.get64(Port::A, lut_entry(2)), 0x13_3456_7001);
-    // The LUT has 16 entries: there is nothing behind them.
+    // The LUT has 16 entries; offsets behind them are reserved.
     world.put64(Port::A, lut_entry(16), !0);
     assert_eq!(world.get64(Port::A, lut_entry(16)), 0);
     assert_eq!(world.get64(Port::B, lut_entry(1)), 0);
@@ -114,7 +114,7 @@ fn accesses_of_any_alignment_see_the_same_bytes() {
             assert_eq!(part.unwrap(), whole[from..from + len]);
         }
     }
-    // Past the end there is nothing.
+    // Past the end of the BAR.
     let past = world.read_bar(Port::A, REGISTERS_BAR, REGISTERS_SIZE - 2, 4);
     assert_eq!(past.unwrap(), [0xff; 4]);
     let other = world.read_bar(Port::A, 4, 0, 4);

@@ -1,4 +1,4 @@
-//! Where accesses through a window go, and which are refused.
+//! Translation and refusal of accesses through a window.
 
 use super::{
     super::{
@@ -76,7 +76,7 @@ fn a_burst_is_split_at_pages_and_only_what_is_refused_is_lost() {
     assert_eq!(read[0x2000..], burst[0x2000..]);
 }
 
-/// Does what is refused, both ways, and checks that it was.
+/// Makes an access in both directions and checks that it is refused.
 #[track_caller]
 fn assert_refuses(world: &mut World, offset: u64, reason: u32) {
     world.hosts.take_raised();
@@ -88,7 +88,7 @@ fn assert_refuses(world: &mut World, offset: u64, reason: u32) {
     world.assert_refused(Port::A, 2, reason, false);
     assert_eq!(world.get64(Port::A, reg::ERROR_OFFSET), offset);
     assert_eq!(world.get32(Port::A, reg::EVENT_STATUS), event::ERROR);
-    // One message for both: the event was not yet seen when the second came.
+    // One interrupt for both: the event was not yet cleared at the second.
     assert_eq!(world.hosts.take_raised(), [(Port::A, 32)]);
     if let Some(bytes) = world.hosts.bytes(Port::B, FAR, 4) {
         assert_eq!(bytes, [0; 4]);
@@ -128,7 +128,7 @@ fn a_far_port_that_is_no_bus_master_refuses() {
     let mut world = connected();
     world.ntb.set_bus_master(Port::B, false, &mut world.hosts);
     assert_refuses(&mut world, 3 * SEGMENT, error::NOT_BUS_MASTER);
-    // The near port's own bit does not matter.
+    // The accessing port's own bit does not matter.
     world.ntb.set_bus_master(Port::B, true, &mut world.hosts);
     world.ntb.set_bus_master(Port::A, false, &mut world.hosts);
     world.store(Port::A, 3 * SEGMENT, &[9]);
@@ -147,7 +147,7 @@ fn a_far_address_beyond_the_end_refuses() {
     let mut world = connected();
     world.lead(Port::A, 5, u64::MAX - 0xfff);
     assert_refuses(&mut world, 5 * SEGMENT + 0x1000, error::ADDRESS);
-    // The last page itself is an address like any other.
+    // The last page itself is a valid address.
     assert_refuses(&mut world, 5 * SEGMENT, error::FAR_REFUSED);
 }
 
@@ -174,7 +174,7 @@ fn a_slow_read_is_answered_later() {
         address: FAR + 0x1010,
     };
     assert_eq!(world.hosts.asked.take(), Some((target, 8)));
-    // The other port goes on meanwhile.
+    // The other port works meanwhile.
     assert_eq!(world.get32(Port::B, reg::PORT), 1);
     let data = [1, 2, 3, 4, 5, 6, 7, 8];
     assert_eq!(world.answer(Port::A, Ok(&data)), Some(data.to_vec()));

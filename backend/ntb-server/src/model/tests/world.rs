@@ -1,4 +1,4 @@
-//! Two hosts of little memory each, and what happened to them.
+//! Two hosts with little memory, and a record of accesses to them.
 
 use std::collections::BTreeMap;
 
@@ -42,7 +42,7 @@ impl Hosts {
         Some(&mut page[at..at + len])
     }
 
-    /// Vectors raised since this was last asked.
+    /// Vectors raised since the last call.
     pub fn take_raised(&mut self) -> Vec<(Port, u16)> {
         std::mem::take(&mut self.raised)
     }
@@ -93,7 +93,7 @@ pub const SMALL: PortConfig = PortConfig {
 pub const SEGMENT: u64 = 64 << 10;
 
 impl World {
-    /// Nobody there.
+    /// No host connected.
     pub fn new() -> Self {
         Self {
             ntb: Ntb::new([SMALL; 2]).unwrap(),
@@ -101,7 +101,7 @@ impl World {
         }
     }
 
-    /// Both hosts are there, with drivers that have done all but the LUT.
+    /// Both hosts connected; their drivers have set up all but the LUT.
     pub fn up() -> Self {
         let mut world = Self::new();
         for port in Port::BOTH {
@@ -116,7 +116,7 @@ impl World {
         world
     }
 
-    /// What a driver does first.
+    /// A driver's initialization.
     pub fn set_up(&mut self, port: Port) {
         self.put32(port, requester_entry(0), requester::VALID | 0x0100);
         self.put32(port, reg::LINK_CONTROL, link_control::ENABLE);
@@ -124,7 +124,7 @@ impl World {
         self.put32(port, reg::DOORBELL_MASK, 0);
     }
 
-    /// Lets a segment lead to `address`.
+    /// Translates a segment to `address`.
     pub fn lead(&mut self, port: Port, segment: u32, address: u64) {
         self.put64(port, lut_entry(segment), address | lut::VALID);
     }
@@ -165,19 +165,18 @@ impl World {
             .write(port, WINDOW_BAR, offset, data, &mut self.hosts);
     }
 
-    /// None when the read has to wait.
+    /// `None` if the read has to wait.
     pub fn load(&mut self, port: Port, offset: u64, len: usize) -> Option<Vec<u8>> {
         self.read_bar(port, WINDOW_BAR, offset, len)
     }
 
-    /// The far side answers. Returns what was read, if that is all of it.
+    /// The peer replies. Returns the data once the read is complete.
     pub fn answer(&mut self, port: Port, answer: Result<&[u8], FarError>) -> Option<Vec<u8>> {
         let read = self.ntb.complete_read(port, answer, &mut self.hosts);
         read.map(<[u8]>::to_vec)
     }
 
-    /// Checks that nothing was refused but `count` accesses, the last of them
-    /// for this reason.
+    /// Checks that `count` accesses were refused, the last of them for this reason.
     #[track_caller]
     pub fn assert_refused(&mut self, port: Port, count: u32, reason: u32, write: bool) {
         assert_eq!(self.get32(port, reg::ERROR_COUNT), count);
