@@ -1,5 +1,5 @@
-//! Requests of an administrator to a running backend, at the socket `control` in
-//! the VM's directory: a JSON document a line, one answer for each.
+//! Administrative requests to a running backend, at the socket `control` in the VM's
+//! directory: one JSON document per line, one answer for each.
 //!
 //! ```text
 //! > {"version":1,"command":{"attach":{"device":"disk1"}}}
@@ -8,7 +8,7 @@
 //! < "detached"
 //! ```
 //!
-//! The socket is its owner's alone. Neither VMM nor guest can reach it.
+//! Only the socket's owner may connect. Neither VMM nor guest can reach it.
 
 use std::path::PathBuf;
 
@@ -26,44 +26,44 @@ pub const MAX_REQUEST: usize = 4096;
 pub struct Request {
     /// [`VERSION`].
     pub version: u32,
-    /// What to do.
+    /// The operation.
     pub command: Command,
 }
 
-/// What a backend can be asked to do.
+/// An operation of a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Command {
-    /// Look a device up and serve it. Nothing is borrowed yet.
+    /// Looks a device up and serves it. Does not borrow it yet.
     Attach {
-        /// Its id.
+        /// Device id.
         device: String,
     },
-    /// Serve a device no longer. Answered when its lender has it back.
+    /// Stops serving a device. Answered after the device is returned to its lender.
     Detach {
-        /// Its id.
+        /// Device id.
         device: String,
-        /// Even if a connected client has not released it: the VM sees a surprise
-        /// removal.
+        /// Detach even if a connected client has not released it: a surprise removal
+        /// for the VM.
         #[serde(default)]
         force: bool,
     },
-    /// List the devices that are served.
+    /// Lists the devices that are served.
     Status,
 }
 
-/// What a backend answers.
+/// A backend's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
     /// The device is served.
     Attached {
-        /// Where a VMM connects.
+        /// The socket for the VMM.
         socket: PathBuf,
-        /// It was before.
+        /// The device was already served.
         already: bool,
     },
-    /// The device is served no longer, and not borrowed.
+    /// The device is neither served nor borrowed any longer.
     Detached,
     /// The devices that are served.
     Status(Status),
@@ -78,22 +78,22 @@ pub struct Status {
     pub vm: String,
     /// The backend's process.
     pub pid: u32,
-    /// What it serves.
+    /// The devices that it serves.
     pub devices: Vec<Served>,
 }
 
 /// A device that a backend serves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Served {
-    /// Its id.
+    /// Device id.
     pub device: String,
-    /// Where a VMM connects.
+    /// The socket for the VMM.
     pub socket: PathBuf,
-    /// A client has it, and has not released it.
+    /// A client is connected and has not released the device.
     pub in_use: bool,
-    /// It came by [`Command::Attach`], after the backend's start.
+    /// Added by [`Command::Attach`], after the backend's start.
     pub attached: bool,
-    /// Its last error, unless a borrow has succeeded since.
+    /// The last error, unless a borrow has succeeded since.
     pub last_error: Option<String>,
 }
 
@@ -101,9 +101,9 @@ pub struct Served {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// For programs.
+    /// The kind, for callers.
     pub kind: RefusalKind,
-    /// For people.
+    /// The message for the user.
     pub message: String,
 }
 
@@ -111,14 +111,14 @@ pub struct Refusal {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RefusalKind {
-    /// The request is not one, or of another version.
+    /// The request is malformed or of another version.
     Malformed,
     /// No lender has the device, or the backend does not serve it.
     UnknownDevice,
-    /// A client has the device.
+    /// A client is using the device.
     InUse,
     /// The device is being attached or detached.
     Busy,
-    /// All else.
+    /// Any other failure.
     Failed,
 }

@@ -1,5 +1,5 @@
-//! The interface of a backend to the commands on its host: requests at its control
-//! socket ([`admin`]) and the status that it sends ([`status`]).
+//! The interface between a backend and `farside` commands on its host: requests at the
+//! control socket ([`admin`]) and the backend's status ([`status`]).
 
 #![forbid(unsafe_code)]
 

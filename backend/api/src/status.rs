@@ -7,27 +7,27 @@ use farside_irq_relay::VectorsStatus;
 use farside_lender_protocol::{Address, DeviceStatus, Epoch};
 use serde::{Deserialize, Serialize};
 
-/// The number of the format described here. It grows when a field goes or changes
-/// its meaning. Readers ignore fields that they do not know, so new ones, which
-/// are optional, leave it as it is.
+/// The version of this format. Incremented when a field is removed or changes its
+/// meaning. Readers ignore unknown fields, so new fields, which are optional, do not
+/// change it.
 pub const FORMAT: u32 = 1;
 
-/// What `farside status --json` prints.
+/// The document that `farside status --json` prints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// [`FORMAT`].
     pub format: u32,
     /// The backends of this host.
     pub backends: Vec<BackendReport>,
-    /// The lenders that were asked.
+    /// The queried lenders.
     pub lenders: Vec<LenderReport>,
 }
 
-/// What a backend sends.
+/// A backend's status.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackendReport {
-    /// [`FORMAT`]. Backends that were started before it was numbered have the
-    /// first.
+    /// [`FORMAT`]. Missing in the first format, which backends from before this field
+    /// have.
     #[serde(default = "first_format")]
     pub format: u32,
     /// The VM.
@@ -38,48 +38,48 @@ pub struct BackendReport {
     pub devices: Vec<DeviceReport>,
 }
 
-/// One device, as its backend has it.
+/// One device's status at its backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceReport {
-    /// Its id.
+    /// Device id.
     pub device: String,
     /// Model name and size.
     pub summary: String,
-    /// Its lender.
+    /// Address of its lender.
     pub lender: Address,
-    /// It came by `farside attach`, after the backend's start.
+    /// Added by `farside attach`, after the backend's start.
     pub attached: bool,
     /// The state of the borrow.
     pub state: BorrowState,
     /// The epoch of the last lease; zero before the first.
     pub epoch: Epoch,
-    /// Bytes of guest RAM kept in memory for the device, which reaches them;
-    /// behind a vIOMMU, those of them that are mapped.
+    /// Bytes of guest RAM that are pinned for the device's DMA; behind a vIOMMU, only
+    /// mapped bytes.
     pub bytes_pinned: u64,
-    /// Bytes of those that are locked.
+    /// Bytes thereof that are locked.
     pub bytes_locked: u64,
     /// Open DMA windows.
     pub dma_windows: u32,
-    /// LUT entries that the windows take.
+    /// LUT entries of the windows.
     pub lut_entries: u32,
-    /// Bytes of guest RAM that were added while the device ran and that it does
-    /// not reach.
+    /// Bytes of guest RAM that were added while the device was running and are not
+    /// reachable for its DMA.
     pub bytes_unreachable: u64,
-    /// Bytes of guest RAM that the last bus-master enable found.
+    /// Bytes of guest RAM found at the last bus-master enable.
     pub guest_ram_bytes: u64,
-    /// Addresses that the last bus-master enable probed for RAM.
+    /// Addresses probed for RAM at the last bus-master enable.
     pub layout_probes: u32,
-    /// How long the last bus-master enable took, in microseconds.
+    /// Duration of the last bus-master enable, in microseconds.
     pub bme_to_ready_us: u64,
-    /// Bytes that were pinned when bus-master enable came.
+    /// Bytes that were already pinned at the last bus-master enable.
     pub bytes_pinned_before_bme: u64,
-    /// The BARs that the guest decodes.
+    /// The BARs that the function decodes.
     pub bars: Vec<BarAddress>,
-    /// Its interrupts, as far as they pass through the backend.
+    /// Interrupts that pass through the backend.
     pub interrupts: VectorsStatus,
     /// The last error, unless a borrow has succeeded since.
     pub last_error: Option<String>,
-    /// The longest time that a bus-master enable may take, in milliseconds.
+    /// Time limit of a bus-master enable, in milliseconds.
     pub open_timeout_ms: u64,
 }
 
@@ -91,20 +91,20 @@ pub enum BorrowState {
     #[default]
     #[serde(rename = "described")]
     Unleased,
-    /// Leased; the device reaches no guest RAM.
+    /// Leased; guest RAM is not mapped for DMA.
     Leased,
-    /// Leased; the device reaches guest RAM.
+    /// Leased; guest RAM is mapped for DMA.
     Ready,
     /// Leased; the lender has yet to confirm that DMA has stopped.
     Closing,
-    /// The lender is gone.
+    /// The connection to the lender is lost.
     Lost,
 }
 
-/// The place of a BAR in guest-physical memory.
+/// A BAR's address in guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BarAddress {
-    /// Its number.
+    /// BAR number.
     pub bar: u8,
     /// Guest-physical address of its first byte.
     pub gpa: u64,
@@ -112,26 +112,26 @@ pub struct BarAddress {
     pub size: u64,
 }
 
-/// A lender, and its devices as it has them.
+/// A lender's status.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderReport {
-    /// Its name.
+    /// The lender's name.
     pub lender: String,
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: Address,
-    /// The devices that it lends.
+    /// The status of its devices.
     pub devices: Vec<DeviceStatus>,
 }
 
-/// Why a status cannot be read.
+/// Why a status cannot be parsed.
 #[derive(Debug, thiserror::Error)]
 pub enum StatusError {
-    /// It is not JSON, or lacks a field.
+    /// Not JSON, or a field is missing.
     #[error("malformed status")]
     Malformed(#[from] serde_json::Error),
-    /// It comes from another version of farside.
+    /// From another version of farside.
     #[error(
-        "status has format {0}, and this farside reads {FORMAT}: use the version that wrote it"
+        "status has format {0}, but this farside supports {FORMAT}: use the version that wrote it"
     )]
     Format(u32),
 }
@@ -146,7 +146,7 @@ impl Status {
         }
     }
 
-    /// Reads the document.
+    /// Parses the document.
     pub fn from_json(json: &[u8]) -> Result<Self, StatusError> {
         check_format(json)?;
         Ok(serde_json::from_slice(json)?)
@@ -157,7 +157,7 @@ impl Status {
         self.backends.iter().find(|backend| backend.vm == vm)
     }
 
-    /// A device, as its lender has it.
+    /// A device's status at its lender.
     pub fn lent(&self, device: &str) -> Option<&DeviceStatus> {
         let mut devices = self.lenders.iter().flat_map(|lender| &lender.devices);
         devices.find(|lent| lent.entry.id == device)
@@ -165,13 +165,13 @@ impl Status {
 }
 
 impl BackendReport {
-    /// Reads what a status socket has sent.
+    /// Parses the document that a status socket has sent.
     pub fn from_json(json: &[u8]) -> Result<Self, StatusError> {
         check_format(json)?;
         Ok(serde_json::from_slice(json)?)
     }
 
-    /// A device that it serves.
+    /// The device with this id.
     pub fn device(&self, id: &str) -> Option<&DeviceReport> {
         self.devices.iter().find(|device| device.device == id)
     }
@@ -203,7 +203,7 @@ impl DeviceReport {
         }
     }
 
-    /// Whether the device reaches no guest RAM, and none is pinned.
+    /// Whether no guest RAM is mapped or pinned for the device.
     pub fn is_closed(&self) -> bool {
         self.state != BorrowState::Ready && self.bytes_pinned == 0 && self.dma_windows == 0
     }
@@ -225,7 +225,7 @@ fn first_format() -> u32 {
     1
 }
 
-/// Checks the number before the fields, which another format may lack.
+/// Checks the format before the fields, which another format may lack.
 fn check_format(json: &[u8]) -> Result<(), StatusError> {
     #[derive(Deserialize)]
     struct Numbered {

@@ -2,8 +2,8 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// The names that programs of others rely on, written out: the types above must
-/// not change them unnoticed.
+/// The names that external tools rely on, written out, so that no change of a type
+/// changes them unnoticed.
 fn document() -> Value {
     json!({
         "format": 1,
