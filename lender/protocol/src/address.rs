@@ -1,4 +1,4 @@
-//! Where a lender is: a socket on this host, or a port of another one.
+//! A lender's address: a UNIX socket on this host, or a TCP port of another.
 
 use std::{
     fmt,
@@ -10,14 +10,13 @@ use std::{
 use crate::Route;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
-/// What a TCP address begins with.
+/// Prefix of a TCP address.
 const TCP: &str = "tcp:";
 
 /// Longest host name, bytes (RFC 1035).
 const MAX_HOST: usize = 253;
 
-/// The address of a lender, as it is written in configuration files and on the
-/// command line.
+/// The address of a lender in configuration files and on the command line.
 ///
 /// ```
 /// use farside_lender_protocol::Address;
@@ -30,21 +29,21 @@ const MAX_HOST: usize = 253;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
-    /// A UNIX socket on this host. Written as its path, which has a `/`.
+    /// A UNIX socket on this host. Written as its path, with at least one `/`.
     Unix(PathBuf),
     /// A TCP port. Written `tcp:HOST:PORT`.
     Tcp {
-        /// A name, an IPv4 address or an IPv6 address (without its brackets).
+        /// A name, an IPv4 address or an IPv6 address (without brackets).
         host: String,
-        /// The port. Who listens at port 0 gets one that is free.
+        /// The port. For a listener, 0 selects a free port.
         port: u16,
     },
 }
 
-/// Why a text is no address.
+/// An invalid address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{text:?} is no address of a lender: {why}; write the path of its socket with a `/` (/run/farside/lender.sock, ./lender.sock), or tcp:HOST:PORT (tcp:rack1-b:7410, tcp:10.0.0.2:7410, tcp:[fd00::2]:7410)"
+    "invalid lender address {text:?}: {why}; use the path of its socket with a `/` (/run/farside/lender.sock, ./lender.sock), or tcp:HOST:PORT (tcp:rack1-b:7410, tcp:10.0.0.2:7410, tcp:[fd00::2]:7410)"
 )]
 pub struct AddressError {
     text: String,
@@ -52,12 +51,12 @@ pub struct AddressError {
 }
 
 impl Address {
-    /// Whether it is reached by TCP: then no descriptor can be sent there.
+    /// Whether it is a TCP address: TCP cannot carry descriptors.
     pub fn is_tcp(&self) -> bool {
         matches!(self, Self::Tcp { .. })
     }
 
-    /// How a device of the lender there reaches the memory of a VM here.
+    /// The DMA path from this lender's devices to the memory of a VM on this host.
     pub fn route(&self) -> Route {
         match self.is_tcp() {
             true => Route::Ntb,
@@ -91,7 +90,7 @@ impl fmt::Display for Address {
         match self {
             Self::Unix(path) => {
                 let text = path.to_string_lossy();
-                // What is written can be read again.
+                // Keeps the text parseable.
                 let bare = !text.contains('/') || text.starts_with(TCP);
                 write!(f, "{}{text}", if bare { "./" } else { "" })
             }
@@ -112,27 +111,27 @@ impl FromStr for Address {
         let Some(rest) = text.strip_prefix(TCP) else {
             return match text.contains('/') {
                 true => Ok(Self::Unix(text.into())),
-                false => Err(wrong("it is no path and does not begin with `tcp:`")),
+                false => Err(wrong("neither a path with a `/` nor `tcp:HOST:PORT`")),
             };
         };
-        let (host, port) = rest.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
-        // `parse` also takes a plus sign.
+        let (host, port) = rest.rsplit_once(':').ok_or_else(|| wrong("missing port"))?;
+        // `parse` also accepts a plus sign.
         let port = match port.parse() {
             Ok(port) if port_is_plain(rest) => port,
-            _ => return Err(wrong("the port is no number from 0 to 65535")),
+            _ => return Err(wrong("the port is not a number from 0 to 65535")),
         };
         let host = match host.strip_prefix('[') {
             Some(inner) => {
                 let inner = inner
                     .strip_suffix(']')
                     .filter(|inner| is_ipv6(inner))
-                    .ok_or_else(|| wrong("no IPv6 address between the brackets"))?;
+                    .ok_or_else(|| wrong("invalid IPv6 address in brackets"))?;
                 inner.to_owned()
             }
             None if host.contains(':') => {
                 return Err(wrong("an IPv6 address needs brackets"));
             }
-            None if !is_name(host) => return Err(wrong("no host name before the port")),
+            None if !is_name(host) => return Err(wrong("invalid host name")),
             None => host.to_owned(),
         };
         Ok(Self::Tcp { host, port })
@@ -143,7 +142,7 @@ fn port_is_plain(rest: &str) -> bool {
     rest.ends_with(|c: char| c.is_ascii_digit()) && !rest.contains('+')
 }
 
-/// An IPv6 address, with a scope if need be (`fe80::1%2`).
+/// An IPv6 address, with or without a scope (`fe80::1%2`).
 fn is_ipv6(text: &str) -> bool {
     text.parse::<Ipv6Addr>().is_ok() || format!("[{text}]:0").parse::<SocketAddrV6>().is_ok()
 }
@@ -179,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn printed_addresses_parse_again() {
         let tcp = |host: &str, port| Address::Tcp {
             host: host.into(),
             port,
@@ -208,18 +207,18 @@ mod tests {
     #[test]
     fn an_error_shows_what_an_address_looks_like() {
         for (text, why) in [
-            ("", "no path"),
-            ("lender.sock", "no path"),
-            ("10.0.0.2:7410", "no path"),
-            ("tcp:", "no port"),
-            ("tcp:host", "no port"),
+            ("", "neither a path"),
+            ("lender.sock", "neither a path"),
+            ("10.0.0.2:7410", "neither a path"),
+            ("tcp:", "missing port"),
+            ("tcp:host", "missing port"),
             ("tcp:host:", "the port"),
             ("tcp:host:65536", "the port"),
             ("tcp:host:+1", "the port"),
             ("tcp:host:-1", "the port"),
-            ("tcp::7410", "no host name"),
-            ("tcp:a b:7410", "no host name"),
-            ("tcp:a/b:7410", "no host name"),
+            ("tcp::7410", "invalid host name"),
+            ("tcp:a b:7410", "invalid host name"),
+            ("tcp:a/b:7410", "invalid host name"),
             ("tcp:fd00::2:7410", "brackets"),
             ("tcp:[10.0.0.2]:7410", "brackets"),
             ("tcp:[fd00::2:7410", "brackets"),

@@ -1,9 +1,9 @@
-//! A connection that carries messages: within a host over a UNIX socket, which
-//! also carries descriptors, between hosts over TCP, which does not.
+//! A message channel: within a host over a UNIX socket, with descriptor passing;
+//! between hosts over TCP, without.
 //!
-//! Whoever waits for several of them polls for [`Channel::interest`]. Of a
-//! message that is not whole yet, the channel keeps what has come; of the
-//! next one it takes nothing, so what poll says is always all there is.
+//! To wait for several channels, poll for [`Channel::interest`]. A channel buffers the
+//! received part of an incomplete message but never reads into the next one, so poll(2)
+//! reports every pending message.
 
 mod packets;
 mod stream;
@@ -30,11 +30,11 @@ use crate::Address;
 use packets::Packets;
 use stream::Stream;
 
-/// Most bytes of one encoded message. Bounds what a peer can make us hold.
+/// Most bytes of one encoded message. Bounds the receive buffer.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
-/// Most descriptors that ride with one message: as many as MSI has vectors,
-/// which are enabled together.
+/// Most descriptors of one message: as many as MSI has vectors, which are enabled
+/// together.
 pub const MAX_FDS: usize = 32;
 
 /// Why a message could not be exchanged.
@@ -43,12 +43,12 @@ pub enum ChannelError {
     /// The peer closed the connection.
     #[error("the peer closed the connection")]
     Closed,
-    /// The deadline passed first.
+    /// The deadline has passed.
     #[error("no answer within {0:.1?}")]
     TimedOut(Duration),
-    /// The message is over a limit.
+    /// The message exceeds a limit.
     #[error(
-        "message of {len} bytes with {fds} descriptors is over the limit of {MAX_MESSAGE} bytes, {MAX_FDS} descriptors"
+        "message of {len} bytes with {fds} descriptors exceeds the limit of {MAX_MESSAGE} bytes, {MAX_FDS} descriptors"
     )]
     TooLarge {
         /// Encoded bytes.
@@ -56,22 +56,22 @@ pub enum ChannelError {
         /// Descriptors.
         fds: usize,
     },
-    /// A message came, and not all of its descriptors.
+    /// Descriptors of a received message were dropped.
     #[error(
-        "descriptors of a message were lost: there were over {MAX_FDS}, or this process may open no more (raise `ulimit -n`, `LimitNOFILE=` in a systemd unit)"
+        "descriptors of a message were lost: there were more than {MAX_FDS}, or this process has reached its limit of open files (raise `ulimit -n`, `LimitNOFILE=` in a systemd unit)"
     )]
     DescriptorsLost,
-    /// A message was to go to another host, with descriptors. It was not sent.
+    /// Descriptors cannot be sent over TCP. The message was not sent.
     #[error(
         "{0} descriptors (memory files or eventfds) cannot be sent over TCP: between hosts, memory is reached through an NTB and interrupts are relayed"
     )]
     NoDescriptors(usize),
-    /// The first bytes of a TCP peer begin no message.
+    /// The first bytes from a TCP peer do not start a message.
     #[error(
-        "it does not speak farside's protocol: its first bytes are \"{}\"", .0.escape_ascii()
+        "the peer does not use farside's protocol: its first bytes are \"{}\"", .0.escape_ascii()
     )]
     Foreign([u8; 4]),
-    /// The bytes do not decode.
+    /// The bytes cannot be decoded.
     #[error("malformed message from the peer")]
     Malformed(#[from] postcard::Error),
     /// The socket failed.
@@ -88,8 +88,8 @@ impl From<Errno> for ChannelError {
     }
 }
 
-/// One end of a connection. The buffers are reused: neither direction allocates
-/// for messages without descriptors.
+/// One end of a connection. Reuses its buffers: neither direction allocates for
+/// messages without descriptors.
 #[derive(Debug)]
 pub struct Channel {
     transport: Transport,
@@ -103,11 +103,10 @@ enum Transport {
 }
 
 impl Channel {
-    /// Connects to the listener at `address`. Waits at most `timeout`, such as
-    /// where more want to connect than it accepts, or where no host answers.
-    /// Looking a name up is not bounded by it.
+    /// Connects to the listener at `address`. Waits at most `timeout` for a full backlog
+    /// or an unresponsive host. The timeout does not cover name resolution.
     pub fn connect(address: &Address, timeout: Duration) -> io::Result<Self> {
-        // Not zero, which would mean for ever.
+        // Zero would mean no timeout.
         let timeout = timeout.max(Duration::from_millis(1));
         match address {
             Address::Unix(path) => Packets::connect(path, timeout).map(Self::from_socket),
@@ -115,7 +114,7 @@ impl Channel {
         }
     }
 
-    /// One more connection to a TCP peer.
+    /// Opens a second connection to a TCP peer.
     pub(crate) fn connect_again(&self, timeout: Duration) -> io::Result<Self> {
         let timeout = timeout.max(Duration::from_millis(1));
         Self::from_tcp(tcp::connect_to(tcp::peer(self.as_fd())?, timeout)?)
@@ -146,8 +145,7 @@ impl Channel {
         }
     }
 
-    /// The socket, for handing to another process. Over TCP that would lose
-    /// what is buffered.
+    /// The socket, for passing to another process. Over TCP this loses buffered data.
     pub fn into_socket(self) -> OwnedFd {
         match self.transport {
             Transport::Packets(packets) => packets.into_socket(),
@@ -155,13 +153,12 @@ impl Channel {
         }
     }
 
-    /// Whether it leads to another host (or could): then no descriptors can be
-    /// sent.
+    /// Whether it is a TCP connection, which cannot carry descriptors.
     pub fn is_tcp(&self) -> bool {
         matches!(self.transport, Transport::Stream(_))
     }
 
-    /// The peer, for log lines: its process, or its address.
+    /// The peer's process or address, for log lines.
     pub fn peer(&self) -> String {
         match &self.transport {
             Transport::Packets(packets) => packets.peer(),
@@ -172,25 +169,25 @@ impl Channel {
         }
     }
 
-    /// How many messages have been sent, also for another thread to read.
+    /// Counter of sent messages, shared with other threads.
     pub(crate) fn sent(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.sent)
     }
 
-    /// The same connection; what was sent until now is not counted.
+    /// Resets the counter of sent messages.
     pub(crate) fn counted_anew(self) -> Self {
         Self::new(self.transport)
     }
 
-    /// Ends what goes to the peer, which sees the connection closed; what it
-    /// still sends can be received.
+    /// Shuts down sending: the peer sees EOF. Messages from the peer can still be
+    /// received.
     pub fn shut_down_sending(&mut self) -> io::Result<()> {
-        // An error would show again at the shutdown.
+        // shutdown(2) below fails as well if this does.
         let _ = self.flush();
         Ok(shutdown(&*self, Shutdown::Write)?)
     }
 
-    /// What to poll for.
+    /// The events to poll for.
     pub fn interest(&self) -> PollFlags {
         match self.wants_write() {
             true => PollFlags::IN | PollFlags::OUT,
@@ -198,10 +195,9 @@ impl Channel {
         }
     }
 
-    /// Whether part of a message that [`Channel::try_send`] took still has to
-    /// go, when there is room. Never so over a UNIX socket. Every call that
-    /// sends or receives sees to it first, so a loop that polls for
-    /// [`Channel::interest`] and then receives needs nothing else.
+    /// Whether part of a message that [`Channel::try_send`] accepted is unsent. Always
+    /// false for a UNIX socket. Every send and receive flushes first, so a loop that polls
+    /// for [`Channel::interest`] and then receives need not call [`Channel::flush`].
     pub fn wants_write(&self) -> bool {
         match &self.transport {
             Transport::Packets(_) => false,
@@ -209,7 +205,7 @@ impl Channel {
         }
     }
 
-    /// Sends of [`Channel::wants_write`] what there is room for.
+    /// Sends as much of the unsent part as the socket takes.
     pub fn flush(&mut self) -> Result<(), ChannelError> {
         match &mut self.transport {
             Transport::Packets(_) => Ok(()),
@@ -217,8 +213,8 @@ impl Channel {
         }
     }
 
-    /// Sends at once; `false` when the peer's queue is full, and then nothing
-    /// is sent.
+    /// Sends without blocking. Returns `false`, without sending anything, if the peer's
+    /// queue is full.
     pub fn try_send<T: Serialize>(
         &mut self,
         message: &T,
@@ -232,15 +228,15 @@ impl Channel {
             Transport::Stream(stream) => stream.try_send(message)?,
         };
         if sent {
-            // Read by who was told of this message by other means.
+            // Pairs with the Acquire load in `Client::call`.
             self.sent.fetch_add(1, Ordering::Release);
         }
         Ok(sent)
     }
 
-    /// Sends, waiting for room until `timeout` is over. After an error other
+    /// Sends, and waits for room for at most `timeout`. After an error other
     /// than [`ChannelError::TooLarge`] and [`ChannelError::NoDescriptors`] the
-    /// message may have been sent, or may yet be.
+    /// message may have been sent, or may be sent later.
     pub fn send<T: Serialize>(
         &mut self,
         message: &T,
@@ -260,13 +256,13 @@ impl Channel {
         }
     }
 
-    /// Takes the next message if one is there. After
-    /// [`ChannelError::DescriptorsLost`] the one after it can still be taken.
+    /// Receives the next message if it has arrived. After
+    /// [`ChannelError::DescriptorsLost`] later messages can still be received.
     pub fn try_receive<T: DeserializeOwned>(
         &mut self,
     ) -> Result<Option<(T, Vec<OwnedFd>)>, ChannelError> {
-        // What follows the message is ignored: a later version of ours may say
-        // more in its Hello, and is to be refused by its number.
+        // Ignores trailing bytes: a later version's Hello may be longer, and must be
+        // refused by its version number.
         match &mut self.transport {
             Transport::Packets(packets) => match packets.try_receive()? {
                 Some((bytes, fds)) => Ok(Some((postcard::from_bytes(bytes)?, fds))),
@@ -279,7 +275,7 @@ impl Channel {
         }
     }
 
-    /// Takes the next message, waiting for it for at most `timeout`.
+    /// Receives the next message, and waits for it for at most `timeout`.
     pub fn receive<T: DeserializeOwned>(
         &mut self,
         timeout: Duration,
@@ -323,7 +319,7 @@ impl AsFd for Channel {
     }
 }
 
-/// The encoded message, in `buffer`.
+/// Encodes a message into `buffer`.
 fn encode<'a, T: Serialize>(
     message: &T,
     fds: usize,

@@ -16,48 +16,48 @@ use crate::{
     Epoch, IrqUpdate, RamRange, Registers, RemoteError, Reply, Request, Route, Ticket, VERSION,
 };
 
-/// How long a lender may take to answer. Longer than it waits for a device's
-/// DMA to drain, shorter than a VMM's message timeout of 5 s.
+/// Timeout of a call. Longer than the lender waits for a device's DMA to drain, shorter
+/// than a VMM's message timeout of 5 s.
 const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// Nobody listens there.
+    /// The connection was not established.
     #[error("cannot reach the lender at {address}{}", unreachable_hint(source))]
     Unreachable {
-        /// Where it should be.
+        /// The configured address.
         address: Address,
-        /// What connecting said.
+        /// The error of connecting.
         source: std::io::Error,
     },
-    /// Something else listens there.
+    /// The peer does not use this protocol.
     #[error("{address} is not a farside lender: its first bytes are \"{}\"", first.escape_ascii())]
     NotALender {
-        /// Where the lender should be.
+        /// The configured address.
         address: Address,
-        /// What it sent.
+        /// The first bytes received.
         first: [u8; 4],
     },
-    /// The connection failed; the lease, if there was one, is lost.
-    #[error("lost the lender")]
+    /// The connection failed; the lease, if any, is lost.
+    #[error("lost the connection to the lender")]
     Lost(#[source] ChannelError),
-    /// The answer has not come in time; the lease, if there was one, stays.
-    /// What was asked for may have been done, or may yet be.
+    /// Timeout; the lease, if any, continues. The lender may have served the request, or
+    /// may still serve it.
     #[error("the lender has not answered within {0:.1?}: it is slow, or stopped")]
     Late(Duration),
-    /// What was to be sent can only be sent within a host; nothing changed.
+    /// The request can only be sent within a host; nothing changed.
     #[error(transparent)]
     NotSent(ChannelError),
-    /// The lender said no; nothing changed.
+    /// The lender refused the request; nothing changed.
     #[error(transparent)]
     Refused(#[from] RemoteError),
-    /// The lender answered something else than was asked.
-    #[error("the lender answered {0} to a request that does not expect it")]
+    /// The lender's reply does not match the request.
+    #[error("unexpected reply of the lender: {0}")]
     Unexpected(String),
 }
 
-/// What often is behind it.
+/// The likely remedy.
 fn unreachable_hint(error: &std::io::Error) -> &'static str {
     use std::io::ErrorKind;
     match error.kind() {
@@ -78,42 +78,41 @@ impl From<ChannelError> for CallError {
     }
 }
 
-/// What comes with a lease.
+/// The resources of a lease.
 #[derive(Debug)]
 pub struct Lease {
     /// The register channel.
     pub registers: Channel,
-    /// For each BAR with mappable areas, how the CPU reaches them.
+    /// How the CPU accesses the mappable areas: one entry for each BAR with such areas.
     pub bars: Vec<BarMemory>,
-    /// The files of [`BarMemory::File`], in their order.
+    /// The files of [`BarMemory::File`], in the same order.
     pub files: Vec<OwnedFd>,
 }
 
 /// A connection to a lender.
 ///
-/// Answers come in the order of the requests. After [`CallError::Late`] the next
-/// call first waits for the late answer and drops it, so that it is not taken for
-/// its own: when that call is answered, the late one has been served. After
-/// [`CallError::Lost`] and [`CallError::Unexpected`] further calls fail.
+/// Replies arrive in the order of the requests. After [`CallError::Late`] the next call
+/// first waits for the late reply and drops it: when a later call is answered, the late
+/// one has been served. After [`CallError::Lost`] and [`CallError::Unexpected`] further
+/// calls fail.
 #[derive(Debug)]
 pub struct Client {
     address: Address,
     channel: Channel,
     epoch: Epoch,
-    /// Counts what was sent on the register channel.
+    /// Counter of messages sent on the register channel.
     accesses: Arc<AtomicU64>,
     lender: String,
     deadline: Option<Instant>,
     fence: Option<Epoch>,
-    /// Requests that the lender has not answered yet. Answers come in the order
-    /// of requests, so those before the last one's are late, and dropped.
+    /// Unanswered requests. All replies but the last of them are late, and dropped.
     answers_due: u32,
     failed: bool,
 }
 
 impl Client {
-    /// Connects to the lender at `address` and agrees on the version. `vm` is the
-    /// VM that borrows through this connection; tools give none.
+    /// Connects to the lender at `address` and checks the version. `vm` is the VM that
+    /// borrows through this connection; `None` for tools.
     pub fn connect(address: &Address, vm: Option<&str>) -> Result<Self, CallError> {
         Self::connect_by(address, vm, None)
     }
@@ -160,31 +159,30 @@ impl Client {
         Ok(client)
     }
 
-    /// When calls from now on must be answered, all together. Each has
-    /// 4 s at most in any case.
+    /// Sets a common deadline for all further calls. Each call also has a timeout of 4 s.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
 
-    /// What [`Client::borrow_device`] shows, for a VM that was moved to this host.
+    /// Sets the fence for [`Client::borrow_device`], for a VM that was moved to this host.
     pub fn set_fence(&mut self, fence: Option<Epoch>) {
         self.fence = fence;
     }
 
-    /// Closes the connection, and waits for at most `patience` until the
-    /// lender has done the same. Under a lease it does that last: when this
-    /// returns true, the device does no DMA any more and nothing is open. So
-    /// it is, too, if the lender is dead.
-    pub fn hang_up(mut self, patience: Duration) -> bool {
-        // If the lender closed it first, that shows below.
+    /// Closes the connection, and waits for at most `timeout` until the lender has closed
+    /// it. A lender closes it after it has stopped the device's DMA and closed all
+    /// windows, so both are done when this returns true. This also holds if the lender's
+    /// process is dead.
+    pub fn hang_up(mut self, timeout: Duration) -> bool {
+        // If the lender closed the connection first, `receive` reports it.
         let _ = self.channel.shut_down_sending();
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.channel.receive::<Reply>(left) {
                 Err(ChannelError::Closed) => return true,
                 Err(ChannelError::TimedOut(_) | ChannelError::Io(_)) => return false,
-                // Late answers.
+                // Late replies.
                 Ok(_)
                 | Err(
                     ChannelError::Malformed(_)
@@ -202,7 +200,7 @@ impl Client {
         &self.lender
     }
 
-    /// The lease's fencing number; zero when there is no lease.
+    /// The lease's epoch; zero without a lease.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
@@ -223,7 +221,7 @@ impl Client {
         }
     }
 
-    /// What a device looks like.
+    /// The description of a device.
     pub fn describe(&mut self, device: &str) -> Result<Described, CallError> {
         let device = device.to_owned();
         match self.call(Request::Describe { device }, &[])? {
@@ -252,9 +250,9 @@ impl Client {
         self.done(Request::Check { device, route, ram }, &[])
     }
 
-    /// Borrows a device. `bar_memory` backs its BARs with mappable areas, in
-    /// their order, where those are the borrower's. From now on this
-    /// connection is the lease.
+    /// Borrows a device. `bar_memory` holds the files behind its BARs with mappable
+    /// areas, in BAR order, if the borrower provides them. Afterwards this connection is
+    /// the lease.
     pub fn borrow_device(
         &mut self,
         device: &str,
@@ -328,10 +326,10 @@ impl Client {
         self.done(Request::EndReservation { device }, &[])
     }
 
-    /// Connects once more, for the register channel.
+    /// Opens the second connection, the register channel.
     fn open_registers(&mut self, ticket: Ticket) -> Result<Channel, CallError> {
         let opened = self.try_open_registers(ticket);
-        // Without it the lease is of no use.
+        // A lease without register channel is unusable.
         self.failed |= opened.is_err();
         opened
     }
@@ -350,14 +348,14 @@ impl Client {
         };
         channel.send(&request, &[], left())?;
         match channel.receive(left())?.0 {
-            // From here on its messages count.
+            // Only register accesses count as such.
             Reply::Done => Ok(channel.counted_anew()),
             Reply::Refused(error) => Err(error.into()),
             other => Err(self.unexpected(&other)),
         }
     }
 
-    /// Gives the device back.
+    /// Returns the device.
     pub fn return_device(&mut self) -> Result<(), CallError> {
         self.done(Request::Return, &[])?;
         self.epoch = Epoch(0);
@@ -410,7 +408,7 @@ impl Client {
         self.done(Request::FarUnmap { far, len }, &[])
     }
 
-    /// See [`Request::OpenWindow`]. Returns the LUT entries it costs.
+    /// See [`Request::OpenWindow`]. Returns the number of LUT entries that it uses.
     pub fn open_window(&mut self, iova: u64, far: u64, len: u64) -> Result<u32, CallError> {
         match self.call(Request::OpenWindow { iova, far, len }, &[])? {
             (Reply::Window { lut_entries }, _) => Ok(lut_entries),
@@ -463,7 +461,7 @@ impl Client {
         }
     }
 
-    /// Now, and when a call that is made now must be answered.
+    /// Now, and the deadline of a call that is made now.
     fn deadline(&self) -> (Instant, Instant) {
         let now = Instant::now();
         let limit = now + TIMEOUT;
@@ -472,7 +470,7 @@ impl Client {
 
     fn unexpected(&mut self, reply: &Reply) -> CallError {
         self.failed = true;
-        // A description is long.
+        // Truncated: a description is long.
         CallError::Unexpected(format!("{reply:?}").chars().take(200).collect())
     }
 

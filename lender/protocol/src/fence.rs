@@ -1,11 +1,10 @@
-//! Fences: which incarnation of a VM may borrow a device.
+//! Fences: they keep a VM's old host from borrowing its devices after a migration.
 //!
-//! A VM that moves to another host takes its devices along by a *handover*
-//! ([`Request::Handover`](crate::Request::Handover)): the lender ends the lease,
-//! and from then on refuses the VM unless it shows an epoch that is at least as
-//! large as that of the handover, its *fence*. Only the host that the VM moved
-//! to has it, in a file ([`Fences`]). So a backend that was left behind on the old
-//! host cannot take the device back, whatever it does.
+//! A migration transfers the VM's devices by a *handover*
+//! ([`Request::Handover`](crate::Request::Handover)): the lender ends the lease, and from
+//! then on refuses the VM unless the request holds an epoch that is at least that of the
+//! handover, its *fence*. Only the destination host has it, in a file ([`Fences`]). So
+//! no backend left running on the source host can take the device back.
 
 use std::{collections::BTreeMap, io, path::Path};
 
@@ -14,10 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Epoch, ErrorKind, RemoteError};
 
-/// Most VMs that a lender keeps a fence of, for one device.
+/// Most fences that a lender keeps for one device.
 pub const MAX_FENCES: usize = 1024;
 
-/// Longest file of fences that is read, bytes.
+/// Largest accepted fence file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
 /// A lender's record of the last handover of a device from one host of a VM to
@@ -26,18 +25,18 @@ const MAX_FILE: u64 = 1 << 20;
 pub struct Fence {
     /// The VM.
     pub vm: String,
-    /// The least epoch that the VM has to show to borrow the device.
+    /// The least epoch with which the VM may borrow the device.
     pub epoch: Epoch,
-    /// The id of the migration that asked for it; empty when the lender only
-    /// learned the epoch from the VM.
+    /// The id of the migration that requested the handover; empty if the lender received
+    /// the epoch from the VM.
     pub migration: String,
-    /// Nobody else may borrow the device, until the VM has, or somebody ends
-    /// this.
+    /// Reserves the device for the VM, until the VM borrows it or the reservation is
+    /// ended.
     pub reserved: bool,
 }
 
 impl Fence {
-    /// What the VM is told when it shows `shown`.
+    /// The refusal of a borrow by the VM with the fence `shown`.
     pub fn refusal(&self, device: &str, shown: Option<Epoch>) -> RemoteError {
         let shown = match shown {
             Some(epoch) => format!("fence {epoch}"),
@@ -46,18 +45,18 @@ impl Fence {
         RemoteError {
             kind: ErrorKind::Fenced,
             message: format!(
-                "device {device}: VM {} was moved to another host (migration {}, fence {}), and this one shows {shown}: start it where it is now, or take it back with `farside migration claim {}` once it runs nowhere else",
+                "device {device}: VM {} was moved to another host (migration {}, fence {}), and this host has {shown}: start the VM on that host, or take it back with `farside migration claim {}` once it runs nowhere else",
                 self.vm, self.migration, self.epoch, self.vm
             ),
         }
     }
 
-    /// What another VM is told while the device is reserved.
+    /// The refusal of a borrow by another VM while the device is reserved.
     pub fn reservation(&self, device: &str) -> RemoteError {
         RemoteError {
             kind: ErrorKind::Busy,
             message: format!(
-                "device {device} is reserved for VM {}, which is moving to another host (migration {}): finish that with `farside migration resume {}`, or give the device up with `farside migration release {device}`",
+                "device {device} is reserved for VM {}, which is moving to another host (migration {}): finish the migration with `farside migration resume {}`, or end the reservation with `farside migration release {device}`",
                 self.vm, self.migration, self.vm
             ),
         }
@@ -70,18 +69,18 @@ impl Fence {
 pub struct Fences(pub BTreeMap<String, Epoch>);
 
 impl Fences {
-    /// Reads a file; none are in one that is missing.
+    /// Reads a file. A missing file holds no fences.
     pub fn load(path: &Path) -> io::Result<Self> {
         let Some(bytes) = files::read_bounded(path, MAX_FILE)? else {
             return Ok(Self::default());
         };
         serde_json::from_slice(&bytes).map_err(|error| {
-            let text = format!("{} is no file of fences: {error}", path.display());
+            let text = format!("invalid fence file {}: {error}", path.display());
             io::Error::new(io::ErrorKind::InvalidData, text)
         })
     }
 
-    /// Writes a file, so that it outlives a crash of the host.
+    /// Writes a file durably, across a crash of the host.
     pub fn save(&self, path: &Path) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(io::Error::other)?;
         text.push(b'\n');
@@ -99,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_saved_is_loaded_again() {
+    fn saved_fences_are_loaded_again() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());

@@ -1,4 +1,4 @@
-//! Interrupt requests on their way to the lender.
+//! `SET_IRQS` requests to the lender.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -27,7 +27,7 @@ pub struct IrqUpdate {
 pub enum IrqVectors {
     /// All of them.
     All,
-    /// Those that are true.
+    /// The vectors whose element is true.
     Some(Vec<bool>),
     /// Signal these eventfds: the next descriptor for each true, nothing for
     /// each false.
@@ -38,8 +38,8 @@ pub enum IrqVectors {
 }
 
 impl IrqUpdate {
-    /// The message for `request`, and the descriptors that go with it: those
-    /// of its triggers, or none when interrupts are to be relayed.
+    /// The message for `request`, and its descriptors: the eventfds, or none if
+    /// interrupts are `relayed`.
     pub fn new(request: &SetIrqs, relayed: bool) -> (Self, Vec<BorrowedFd<'_>>) {
         let range = request.range();
         let mut fds = Vec::new();
@@ -67,7 +67,7 @@ impl IrqUpdate {
         (update, fds)
     }
 
-    /// How many descriptors must come with it.
+    /// Number of descriptors that the message must have.
     pub fn descriptors(&self) -> usize {
         match &self.vectors {
             IrqVectors::EventFds(present) => present.iter().filter(|present| **present).count(),
@@ -75,8 +75,7 @@ impl IrqUpdate {
         }
     }
 
-    /// The request, checked against the function; relayed vectors go to
-    /// `relay`.
+    /// The request, checked against the function. Relayed vectors use `relay`.
     pub fn into_request(
         self,
         counts: &IrqCounts,
@@ -123,8 +122,8 @@ impl IrqUpdate {
     }
 }
 
-/// The interrupts of a function: what its description says, and the two that
-/// every function of ours has for the client's sake, error and request.
+/// The interrupts of a function: those in its description, and the error and request
+/// interrupts, which farside adds for the client.
 pub fn irq_counts(description: &Description) -> Result<IrqCounts, IrqCountsError> {
     let mut counts = IrqCounts::new()
         .with_msi(description.msi_vectors)?

@@ -1,12 +1,12 @@
 //! The versioned protocol between a backend and a lender.
 //!
 //! One UNIX `SOCK_SEQPACKET` connection carries requests and their replies
-//! ([`Request`], [`Reply`]); descriptors (guest RAM, eventfds) ride along. The
-//! socket keeps message boundaries, `serde` and `postcard` encode. Between hosts
-//! the same messages go over TCP, each with its length before it, and without
-//! descriptors ([`Address`] says which it is). A borrow adds a second
-//! connection, the *register channel* ([`registers`]), on which BAR accesses
-//! travel one way and relayed interrupts the other, without waiting behind slow
+//! ([`Request`], [`Reply`]) with their descriptors (guest RAM, eventfds). The
+//! socket preserves message boundaries; messages are encoded by `serde` and `postcard`.
+//! Between hosts the same messages go over TCP, length-prefixed and without
+//! descriptors. The [`Address`] selects the transport. A borrow adds a second
+//! connection, the *register channel* ([`registers`]), which carries BAR accesses in
+//! one direction and relayed interrupts in the other, so that neither waits behind slow
 //! requests.
 //!
 //! ```text
@@ -19,18 +19,18 @@
 //!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
 //!     | EnableBusMaster, Reset, ... (epoch) --> |
-//!     | Return (epoch), or just close --------> |
+//!     | Return (epoch), or close -------------> |
 //! ```
 //!
-//! A tool that moves a VM to another host requests a [`Handover`](Request::Handover)
-//! of each of its devices; see [`Fence`].
+//! A migration to another host requests a [`Handover`](Request::Handover) of each of the
+//! VM's devices; see [`Fence`].
 //!
-//! Over TCP the lease comes with a [`Ticket`] instead of the register channel:
+//! Over TCP the lease has a [`Ticket`] instead of the register channel:
 //!
 //! ```text
 //!     | <------------ Lease{epoch, ticket}      |
-//!     | connects again, Registers{ticket} ----> |
-//!     | <--------- Done: now it is the register channel
+//!     | second connection, Registers{ticket} -> |
+//!     | <--------- Done: this connection is now the register channel
 //! ```
 
 #![forbid(unsafe_code)]

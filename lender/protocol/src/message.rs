@@ -6,12 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Fence, IrqUpdate};
 
-/// The protocol version of this build. Peers of different versions refuse each
-/// other by name.
+/// The protocol version of this build. A lender refuses other versions with
+/// [`ErrorKind::Version`].
 pub const VERSION: u32 = 5;
 
-/// Fencing number of a lease: each borrow of a device has a larger one than
-/// the borrow before.
+/// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -26,12 +25,12 @@ impl std::fmt::Display for Epoch {
 /// A message from a backend to a lender.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Envelope {
-    /// The lease it is sent under; zero before there is one.
+    /// The sender's lease; zero without one.
     pub epoch: Epoch,
-    /// Register accesses that were sent under the lease before this request,
-    /// which must not overtake them: they come by another connection.
+    /// Number of register accesses sent under the lease before this request. The
+    /// lender serves those first, since the register channel is another connection.
     pub accesses: u64,
-    /// The request itself.
+    /// The request.
     pub request: Request,
 }
 
@@ -42,27 +41,27 @@ pub enum Request {
     Hello {
         /// [`VERSION`] of the sender.
         version: u32,
-        /// The VM it speaks for; none for tools.
+        /// The VM that borrows; `None` for tools.
         vm: Option<String>,
     },
-    /// The devices of this lender.
+    /// Lists the lender's devices.
     Devices,
-    /// The limits of this lender's fabric, so that a guest that cannot fit is
-    /// refused before it boots.
+    /// Queries the limits of the lender's fabric, to refuse a guest that cannot fit
+    /// before it boots.
     Limits,
     /// Describes a device: configuration space, BARs, vectors.
     Describe {
         /// Device id.
         device: String,
     },
-    /// One device's counters.
+    /// Queries one device's counters.
     Status {
         /// Device id.
         device: String,
     },
-    /// Whether a guest could borrow the device, as far as can be told before it
-    /// boots: addresses that the device cannot reach, windows that do not
-    /// fit, memory that may not be locked.
+    /// Checks before a guest boots whether it could borrow the device. Finds addresses
+    /// that the device cannot reach, windows that do not fit, memory above the limit of
+    /// locked memory.
     Check {
         /// Device id.
         device: String,
@@ -71,35 +70,34 @@ pub enum Request {
         /// The guest's RAM.
         ram: Vec<RamRange>,
     },
-    /// Takes the device exclusively and resets it. Descriptors, for a device
-    /// whose BARs are the [borrower's](BarOwner::Borrower): a file of the BAR's
-    /// size for each BAR with mappable areas, in the order of the BARs. After
-    /// the reply the connection is the lease: closing it returns the device.
+    /// Borrows the device exclusively and resets it. Descriptors, for a device whose BARs
+    /// the [borrower](BarOwner::Borrower) provides: a file of the BAR's size for each BAR
+    /// with mappable areas, in BAR order. After the reply the connection is the lease:
+    /// closing it returns the device.
     Borrow {
         /// Device id.
         device: String,
         /// How the device reaches the guest.
         route: Route,
-        /// What the host of this VM has of a [handover](Request::Handover): a
-        /// VM that was moved elsewhere since is refused.
+        /// The fence of the last [handover](Request::Handover) to this host, if any. The
+        /// borrow is refused if the VM was moved elsewhere since.
         fence: Option<Epoch>,
     },
-    /// Resets the device. Its windows, and what the borrower's domain maps,
-    /// are gone when the reply comes.
+    /// Resets the device. Closes its windows and removes all mappings of the borrower's
+    /// domain before the reply.
     Reset,
-    /// Lets the device master the bus: from here on it does DMA through the
-    /// windows that are open.
+    /// Enables bus mastering: the device may now do DMA through the open windows.
     EnableBusMaster,
     /// Stops DMA, closes all windows and removes all mappings of the
-    /// borrower's domain. When the reply comes, no DMA is in flight.
+    /// borrower's domain. At the reply no DMA is in flight.
     Close,
-    /// The command register's INTx disable (bit 10).
+    /// Sets the command register's INTx disable (bit 10).
     SetIntxDisable {
         /// The bit.
         disabled: bool,
     },
-    /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`]: the
-    /// lender holds both ends of the way. Descriptor: the memory's file.
+    /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`], where the
+    /// lender manages both domains. Descriptor: the memory's file.
     FarMap {
         /// Borrower-side bus address.
         far: u64,
@@ -110,8 +108,8 @@ pub enum Request {
         /// Whether the device may write.
         writable: bool,
     },
-    /// Removes a mapping of the borrower's domain. When the reply comes, no
-    /// DMA reaches the memory any more.
+    /// Removes a mapping of the borrower's domain. After the reply no DMA reaches the
+    /// memory.
     FarUnmap {
         /// Borrower-side bus address.
         far: u64,
@@ -136,59 +134,61 @@ pub enum Request {
     /// Changes triggers or masks. Descriptors: the eventfds of
     /// [`IrqVectors::EventFds`](crate::IrqVectors::EventFds).
     SetIrqs(IrqUpdate),
-    /// Gives the device back.
+    /// Returns the device.
     Return,
     /// First and only message of a connection that becomes the register channel
     /// of a lease, after the reply.
     Registers {
-        /// What came with the lease.
+        /// The ticket of the lease.
         ticket: Ticket,
     },
-    /// Takes the device from where the VM was, for where it goes to. A lease of
-    /// the VM ends as when its connection closes, all writes are on the medium,
-    /// and nobody may borrow the device until the VM has, with the epoch of the
-    /// reply as its fence.
+    /// Transfers the device from the VM's source host to its destination host. Ends the
+    /// VM's lease as if its connection were closed, flushes all writes to the medium, and
+    /// reserves the device: only the VM may borrow it next, with the epoch of the reply
+    /// as its fence.
     Handover {
         /// Device id.
         device: String,
         /// The VM.
         vm: String,
-        /// Id of the migration. Asking again with the same id gives the same
-        /// epoch, and leaves a lease under it alone.
+        /// Id of the migration. A repeated request with the same id returns the same
+        /// epoch, and does not end a lease under it.
         migration: String,
-        /// The fence that the VM has so far. Where the lender knows a larger
-        /// one, somebody else has moved the VM meanwhile, and this is refused.
+        /// The VM's current fence. Refused if the lender has a larger one: another
+        /// migration has moved the VM meanwhile.
         supersedes: Option<Epoch>,
     },
-    /// Lets others borrow a device that a handover reserved. The fence stays.
+    /// Ends the reservation of a device by a handover, so that other VMs may borrow it.
+    /// The fence stays.
     EndReservation {
         /// Device id.
         device: String,
     },
 }
 
-/// The right to open the register channel of one lease, once and soon.
+/// Token for opening the register channel of one lease: single-use, valid for
+/// [`TICKET_LIFE`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Ticket(pub [u8; 16]);
 
 impl std::fmt::Debug for Ticket {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Whoever sees it has it.
+        // A bearer token: must not be logged.
         f.write_str("Ticket")
     }
 }
 
-/// How the borrower comes by the register channel.
+/// How the borrower obtains the register channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Registers {
-    /// It is the first descriptor of the reply.
+    /// As the first descriptor of the reply.
     Descriptor,
-    /// By another connection ([`Request::Registers`]), where no descriptor can
-    /// be sent. Good once, within [`TICKET_LIFE`].
+    /// By a second connection ([`Request::Registers`]), where no descriptor can be
+    /// sent.
     Ticket(Ticket),
 }
 
-/// How long a [`Ticket`] is good for.
+/// Validity of a [`Ticket`].
 pub const TICKET_LIFE: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// A reply of a lender.
@@ -207,59 +207,57 @@ pub enum Reply {
     Description(Box<Described>),
     /// To `Status`.
     Status(Box<DeviceStatus>),
-    /// To `Borrow`. Descriptors: the register channel, if it comes so, then the
-    /// files of [`BarMemory::File`].
+    /// To `Borrow`. Descriptors: the register channel for [`Registers::Descriptor`], then
+    /// the files of [`BarMemory::File`].
     Lease {
-        /// The lease's fencing number.
+        /// The lease's epoch.
         epoch: Epoch,
-        /// How to come by the register channel.
+        /// How to obtain the register channel.
         registers: Registers,
-        /// For each BAR with mappable areas, in the order of the BARs, how the
-        /// borrower's CPU reaches them.
+        /// How the borrower's CPU accesses the mappable areas: one entry for each BAR
+        /// with such areas, in BAR order.
         bars: Vec<BarMemory>,
     },
     /// To `OpenWindow`.
     Window {
-        /// LUT entries that it costs.
+        /// LUT entries that the window uses.
         lut_entries: u32,
     },
-    /// To all else.
+    /// To all other requests.
     Done,
     /// The request was refused and had no effect.
     Refused(RemoteError),
     /// To `Handover`: the VM's fence.
     Fence {
-        /// The least epoch to show.
+        /// The least epoch with which the VM may borrow the device.
         epoch: Epoch,
     },
 }
 
-/// What a device looks like before it is borrowed.
+/// The description of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Described {
     /// Its configuration space, BARs and interrupts.
     pub description: Description,
-    /// Who brings the memory of its mappable areas.
+    /// The provider of the memory of its mappable areas.
     pub bars: BarOwner,
 }
 
-/// Who brings the memory behind the mappable areas of a device's BARs.
+/// The provider of the memory behind the mappable areas of a device's BARs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BarOwner {
-    /// The borrower: the device is a model, which looks at memory that the
-    /// guest writes to.
+    /// The borrower: the device is a model, which reads memory that the guest writes.
     Borrower,
-    /// The lender: the device is hardware, and its BARs are its own. Who wants
-    /// to map them must borrow it first.
+    /// The lender: the device is hardware, whose BARs can be mapped only under a lease.
     Lender,
 }
 
-/// How the borrower's CPU reaches the mappable areas of one BAR.
+/// How the borrower's CPU accesses the mappable areas of one BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BarMemory {
-    /// By the file that the borrower brought.
+    /// Through the borrower's own file.
     Borrowers,
-    /// By the next descriptor: the BAR begins at this offset of it.
+    /// Through the next descriptor.
     File {
         /// Offset of the BAR's first byte in the file.
         offset: u64,
@@ -270,19 +268,19 @@ pub enum BarMemory {
         /// Address of the BAR's first byte.
         address: u64,
     },
-    /// Not at all: every access is to be sent on the register channel.
+    /// Not mappable: every access goes over the register channel.
     Trapped,
 }
 
-/// How a device's DMA reaches the guest's RAM.
+/// The DMA path from a device to the guest's RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Route {
-    /// One machine: the borrower shares the memory's files with the lender
-    /// ([`Request::FarMap`]), which maps them.
+    /// Shared memory, on one host: the lender maps the memory's files, which the borrower
+    /// passes ([`Request::FarMap`]).
     #[default]
     Memory,
-    /// Two machines: through an NTB. The borrower maps its memory in the IOMMU
-    /// domain of its own endpoint, the lender opens windows onto that.
+    /// An NTB, between two hosts: the borrower maps its memory in the IOMMU domain of its
+    /// own NTB endpoint, and the lender opens windows onto that domain.
     Ntb,
 }
 
@@ -299,28 +297,28 @@ pub struct RamRange {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct RemoteError {
-    /// For programs.
+    /// The class, for callers.
     pub kind: ErrorKind,
-    /// For people: names the thing, the value and the limit.
+    /// The message for the user: names the thing, the value and the limit.
     pub message: String,
 }
 
 /// Classes of refusals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ErrorKind {
-    /// Other protocol version.
+    /// Another protocol version.
     Version,
-    /// No such device here.
+    /// The lender has no such device.
     UnknownDevice,
-    /// Another VM has it.
+    /// Borrowed by or reserved for another VM.
     Busy,
-    /// The lease is over: someone may have borrowed it since.
+    /// The lease has ended: another VM may have borrowed the device since.
     StaleEpoch,
     /// A window, LUT, requester or mapping limit.
     Limit,
     /// The request is invalid.
     Invalid,
-    /// The lender itself failed.
+    /// The lender failed.
     Internal,
     /// The VM was moved to another host.
     Fenced,
@@ -335,17 +333,16 @@ pub struct DeviceEntry {
     pub source: String,
     /// Model name and size.
     pub summary: String,
-    /// Who has it now.
+    /// The current borrow.
     pub borrowed_by: Option<BorrowedBy>,
-    /// The VMs that it moved to another host with.
+    /// The fences of VMs that migrated with it.
     pub fences: Vec<Fence>,
-    /// What is wrong with it now that an operator should know, such as a medium
-    /// that fails.
+    /// A current problem for the operator, such as a failing medium.
     pub problem: Option<String>,
 }
 
 impl DeviceEntry {
-    /// For whom it is reserved.
+    /// The fence that reserves it.
     pub fn reservation(&self) -> Option<&Fence> {
         self.fences.iter().find(|fence| fence.reserved)
     }
@@ -361,14 +358,14 @@ impl DeviceEntry {
 pub struct BorrowedBy {
     /// VM name.
     pub vm: String,
-    /// Fencing number.
+    /// The lease's epoch.
     pub epoch: Epoch,
-    /// Seconds since it was borrowed.
+    /// Seconds since the borrow.
     pub seconds: u64,
 }
 
 impl BorrowedBy {
-    /// What somebody else is told who wants `device`.
+    /// The refusal for another VM that tries to borrow `device`.
     pub fn refusal(&self, device: &str) -> RemoteError {
         RemoteError {
             kind: ErrorKind::Busy,
@@ -380,31 +377,31 @@ impl BorrowedBy {
     }
 }
 
-/// What a lender knows of one device.
+/// The status of one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
-    /// As in the listing.
+    /// Its entry in the list of devices.
     pub entry: DeviceEntry,
-    /// Bus-master enable at the device.
+    /// The device's bus-master enable.
     pub bus_master: bool,
     /// Windows and mappings of the current borrow.
     pub usage: Usage,
-    /// Fired interrupts of the current borrow: (index, vector, count), those
-    /// that are not zero.
+    /// Interrupts raised in the current borrow: (index, vector, count) with a nonzero
+    /// count.
     pub interrupts: Vec<(u8, u16, u64)>,
-    /// DMA refused in the current borrow, or in the last one.
+    /// DMA faults of the current borrow, or else of the last one.
     pub faults: FaultSummary,
-    /// The model's own counters.
+    /// Counters of the device model.
     pub counters: Vec<(String, u64)>,
 }
 
 impl DeviceStatus {
-    /// Whether the device reaches no memory.
+    /// Whether DMA is disabled and no memory is mapped.
     pub fn is_closed(&self) -> bool {
         !self.bus_master && self.usage.windows == 0 && self.usage.bytes_mapped == 0
     }
 
-    /// Whether no VM has the device, which reaches no memory.
+    /// Whether the device is unleased and [closed](Self::is_closed).
     pub fn is_free(&self) -> bool {
         self.entry.borrowed_by.is_none() && self.is_closed()
     }
@@ -414,10 +411,10 @@ impl DeviceStatus {
 mod tests {
     use super::*;
 
-    /// The encoding says nothing of field names: a field that is left out
-    /// when it has its default shifts all that follow.
+    /// The encoding has no field names: a field that is skipped when it has its default
+    /// would shift all later ones.
     #[test]
-    fn limits_survive_the_journey() {
+    fn limits_survive_the_encoding() {
         for alignment in [None, Some(4096)] {
             let limits = NtbLimits {
                 alignment,

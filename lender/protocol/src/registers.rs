@@ -1,11 +1,11 @@
 //! Messages of the register channel.
 //!
-//! Order is kept, as on PCIe: a write is posted (no answer), a read is
-//! answered after all writes that went before it.
+//! Ordered as on PCIe: a write is posted (no answer), a read is answered after all
+//! earlier writes.
 
 use serde::{Deserialize, Serialize};
 
-/// From the borrower's side. A BAR access has 1 to 8 bytes and does not cross an
+/// Messages of the borrower. A BAR access has 1 to 8 bytes and does not cross an
 /// 8-byte boundary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Access {
@@ -30,11 +30,11 @@ pub enum Access {
         value: u64,
     },
     /// Reads Interrupt Status, the one bit of configuration space that only the
-    /// device knows (PCIe 7.5.1.1.4). Answered by [`Event::Data`], 0 or 1.
+    /// device has (PCIe 7.5.1.1.4). Answered by [`Event::Data`], 0 or 1.
     InterruptStatus,
 }
 
-/// From the lender's side.
+/// Messages of the lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
     /// The answer to the oldest unanswered [`Access::Read`] or

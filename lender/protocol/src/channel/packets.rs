@@ -1,5 +1,4 @@
-//! Messages over a UNIX `SOCK_SEQPACKET` socket: one a packet, with its
-//! descriptors.
+//! Messages over a UNIX `SOCK_SEQPACKET` socket: one per packet, with descriptors.
 
 use std::{
     io,
@@ -52,7 +51,7 @@ impl Packets {
         }
     }
 
-    /// A nonblocking socket that is connected to the one at `path`.
+    /// Connects a nonblocking socket to the listener at `path`.
     pub(super) fn connect(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
         let socket = socket_with(
             AddressFamily::UNIX,
@@ -60,7 +59,7 @@ impl Packets {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        // For a UNIX socket, the time that `connect` may wait.
+        // On UNIX sockets SO_SNDTIMEO also limits connect(2).
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
         match connect(&socket, &SocketAddrUnix::new(path)?) {
             Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
@@ -74,7 +73,7 @@ impl Packets {
         self.socket
     }
 
-    /// The process that made the other end.
+    /// The process that created the peer's socket.
     pub(super) fn peer(&self) -> String {
         match socket_peercred(&self.socket) {
             Ok(peer) => format!("process {}", peer.pid.as_raw_nonzero()),
@@ -82,7 +81,7 @@ impl Packets {
         }
     }
 
-    /// Sends at once; `false` when the peer's queue is full.
+    /// Sends without blocking. Returns `false` if the peer's queue is full.
     pub(super) fn try_send<T: Serialize>(
         &mut self,
         message: &T,
@@ -99,7 +98,7 @@ impl Packets {
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
             let fits = ancillary.push(SendAncillaryMessage::ScmRights(fds));
-            debug_assert!(fits, "space is for MAX_FDS");
+            debug_assert!(fits, "the space fits MAX_FDS");
         }
         loop {
             return match sendmsg(
@@ -116,7 +115,7 @@ impl Packets {
         }
     }
 
-    /// The bytes of the next message, if one is there.
+    /// The bytes of the next message, if it has arrived.
     pub(super) fn try_receive(&mut self) -> Result<Option<Packet<'_>>, ChannelError> {
         let mut space = [MaybeUninit::uninit(); ANCILLARY_SPACE];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -148,7 +147,7 @@ impl Packets {
         if received.flags.contains(ReturnFlags::CTRUNC) {
             return Err(ChannelError::DescriptorsLost);
         }
-        // No message of ours encodes to nothing: zero bytes is end of stream.
+        // No message is empty: zero bytes mean EOF.
         if received.bytes == 0 {
             return Err(ChannelError::Closed);
         }

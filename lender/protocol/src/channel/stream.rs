@@ -1,13 +1,13 @@
-//! Messages over a byte stream: each with its length before it.
+//! Length-prefixed messages over a byte stream.
 //!
 //! ```text
 //!   | length of the message, u32 little-endian | message | length | ...
 //! ```
 //!
-//! Exactly one message is read at a time: as long as bytes of another one are
-//! about, the socket polls readable. A message that did not fit the socket's
-//! buffer as a whole is taken all the same, and its tail sent when there is
-//! room; the next one is not taken before that.
+//! Reads never go past the end of a message: while bytes of another one are pending,
+//! the socket polls readable. A message that does not fit the socket's buffer is
+//! accepted for sending nevertheless, and its rest is sent when there is room; the next
+//! message is accepted only afterwards.
 
 use std::{
     io,
@@ -25,7 +25,7 @@ use super::{ChannelError, MAX_MESSAGE, encode};
 /// Bytes of the length before each message.
 const HEADER: usize = 4;
 
-/// A message with its length.
+/// A length-prefixed message.
 type Frame = [u8; HEADER + MAX_MESSAGE];
 
 #[derive(Debug)]
@@ -33,19 +33,18 @@ pub(super) struct Stream {
     socket: OwnedFd,
     input: Input,
     output: Box<Frame>,
-    /// What of `output` has yet to go.
+    /// The unsent part of `output`.
     unsent: std::ops::Range<usize>,
     ended: Option<Ended>,
 }
 
-/// Why nothing more can be received. Kept, because the system tells only once,
-/// and then says that the peer has closed the connection: which is another
-/// thing, and means that a lender has taken its device back.
+/// Why nothing more can be received. Stored, because the kernel reports a socket error
+/// only once, and EOF afterwards, which for a lease means that the lender has ended it.
 #[derive(Clone, Copy, Debug)]
 enum Ended {
-    /// Where the peer's next message begins cannot be told.
+    /// An invalid length: the start of the next message is unknown.
     Framing,
-    /// Such as a host that does not answer any more.
+    /// A socket error, for example an unresponsive host.
     System(Errno),
 }
 
@@ -55,19 +54,19 @@ impl From<Ended> for ChannelError {
             Ended::System(errno) => errno.into(),
             Ended::Framing => Self::Io(io::Error::new(
                 io::ErrorKind::InvalidData,
-                "the peer sent a message of no allowed length before",
+                "an earlier message of the peer had an invalid length",
             )),
         }
     }
 }
 
-/// The message that is coming.
+/// The message that is being received.
 #[derive(Debug)]
 struct Input {
     frame: Box<Frame>,
-    /// How much of it has come.
+    /// Bytes received.
     len: usize,
-    /// No message was taken yet.
+    /// No message has been returned yet.
     is_first: bool,
 }
 
@@ -80,8 +79,8 @@ impl Input {
         }
     }
 
-    /// Where the next bytes go: what is missing of the header, then of the
-    /// message. Empty when it is whole.
+    /// The buffer for the next bytes: the missing part of the header, then of the message.
+    /// Empty if the message is complete.
     fn missing(&mut self) -> Result<&mut [u8], ChannelError> {
         let end = match self.len < HEADER {
             true => HEADER,
@@ -90,21 +89,24 @@ impl Input {
         Ok(&mut self.frame[self.len..end])
     }
 
-    /// What the header says, checked.
+    /// The length in the header, checked.
     fn message_len(&self) -> Result<usize, ChannelError> {
-        let header = self.frame.first_chunk::<HEADER>().expect("a frame has one");
+        let header = self
+            .frame
+            .first_chunk::<HEADER>()
+            .expect("a frame has a header");
         let len = u32::from_le_bytes(*header) as usize;
         match len {
             1..=MAX_MESSAGE => Ok(len),
-            // No message of ours encodes to nothing.
+            // No message is empty.
             0 => Err(postcard::Error::DeserializeUnexpectedEnd.into()),
-            // Such as "HTTP": every other protocol's text is a large number.
+            // For example "HTTP": the text of another protocol is a large number.
             _ if self.is_first => Err(ChannelError::Foreign(*header)),
             len => Err(ChannelError::TooLarge { len, fds: 0 }),
         }
     }
 
-    /// The message, if it is whole; the next one begins.
+    /// The message, if it is complete. Prepares for the next one.
     fn take(&mut self) -> Result<Option<&[u8]>, ChannelError> {
         if self.len < HEADER {
             return Ok(None);
@@ -154,7 +156,7 @@ impl Stream {
         Ok(())
     }
 
-    /// What an error of the socket means.
+    /// Converts a socket error, and stores it if it ends the connection.
     fn end(&mut self, errno: Errno) -> ChannelError {
         let error = errno.into();
         if !matches!(error, ChannelError::Closed) {
@@ -176,18 +178,18 @@ impl Stream {
         Ok(true)
     }
 
-    /// The bytes of the next message, if it is there.
+    /// The bytes of the next message, if it has arrived.
     pub(super) fn try_receive(&mut self) -> Result<Option<&[u8]>, ChannelError> {
         if let Some(ended) = self.ended {
             return Err(ended.into());
         }
-        // A peer that is gone shows below, after what it sent before.
+        // `fill` reports an error after the data that the peer has sent before.
         let _ = self.flush();
         self.fill()?;
         self.input.take()
     }
 
-    /// Reads until the message is whole, or there is no more now.
+    /// Reads until the message is complete or the socket is empty.
     fn fill(&mut self) -> Result<(), ChannelError> {
         loop {
             let missing = match self.input.missing() {

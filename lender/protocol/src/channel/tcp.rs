@@ -1,4 +1,4 @@
-//! TCP connections: made in time, and noticed when they are dead.
+//! TCP connections, with timeouts for connecting and for dead peers.
 
 use std::{
     io,
@@ -9,21 +9,20 @@ use std::{
 
 use rustix::net::sockopt;
 
-/// How long a peer may be silent before it is asked whether it lives, how long
-/// between two such questions, and how many it may leave unanswered.
+/// Keepalive: idle time, interval, count.
 const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(3), Duration::from_secs(2), 3);
 
-/// How long what we sent may stay unacknowledged, or find no room at the peer,
-/// before the connection is dead. As long as [`KEEPALIVE`] takes.
+/// TCP_USER_TIMEOUT: how long sent data may stay unacknowledged, or the peer's window
+/// zero, before the connection is closed. As long as [`KEEPALIVE`] takes.
 const DEAD_AFTER: Duration = Duration::from_secs(9);
 
-/// A connection to the first address of `host` that accepts one.
+/// Connects to the first address of `host` that accepts.
 pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
     let deadline = Instant::now() + timeout;
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs()?.collect();
     let mut failed = io::Error::other("the name has no address");
     for (n, address) in addresses.iter().enumerate() {
-        // One that does not answer leaves time for the others.
+        // An unresponsive address leaves time for the others.
         let left = deadline.saturating_duration_since(Instant::now());
         let share = left / (addresses.len() - n) as u32;
         match connect_to(*address, share) {
@@ -34,14 +33,14 @@ pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<Tc
     Err(failed)
 }
 
-/// A connection to `address`.
+/// Connects to `address`.
 pub(super) fn connect_to(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
-    // Not zero, which is an error.
+    // Zero is an error.
     TcpStream::connect_timeout(&address, timeout.max(Duration::from_millis(1)))
 }
 
-/// Sets what all our connections have: no waiting in system calls, or for more
-/// bytes to send; and an end when the peer's host has died.
+/// Sets the options of all connections: nonblocking, no Nagle delay, and timeouts that
+/// close the connection if the peer's host is dead.
 pub(super) fn prepare(socket: &TcpStream) -> io::Result<()> {
     let (idle, interval, count) = KEEPALIVE;
     socket.set_nonblocking(true)?;
@@ -54,7 +53,7 @@ pub(super) fn prepare(socket: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// The address of the other end.
+/// The peer's address.
 pub(super) fn peer(socket: BorrowedFd<'_>) -> io::Result<SocketAddr> {
     let address = rustix::net::getpeername(socket)?;
     let address = address.and_then(|address| SocketAddr::try_from(address).ok());
@@ -66,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dead_host_is_noticed_within_ten_seconds() {
+    fn a_dead_host_is_detected_within_ten_seconds() {
         let (idle, interval, count) = KEEPALIVE;
         assert_eq!(idle + interval * count, DEAD_AFTER);
         assert!(DEAD_AFTER < Duration::from_secs(10));

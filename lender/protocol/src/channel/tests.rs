@@ -35,7 +35,7 @@ fn frame(message: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Whether poll says that there is something to read.
+/// Whether poll(2) reports the channel readable.
 fn is_readable(channel: &Channel) -> bool {
     let mut fds = [PollFd::new(channel, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
@@ -77,7 +77,7 @@ fn descriptors_ride_along_within_a_host_only() {
     assert!(far.is_tcp() && !a.is_tcp());
     let error = far.send(&1u32, &[file.as_fd()], SOON).unwrap_err();
     assert!(error.to_string().contains("cannot be sent over TCP"));
-    // That is all that happened.
+    // The channel is still usable.
     far.send(&2u32, &[], SOON).unwrap();
     assert_eq!(other.receive::<u32>(SOON).unwrap().0, 2);
 }
@@ -104,14 +104,14 @@ fn a_full_queue_is_said_and_waited_for() {
         while a.try_send(&sent, &[]).unwrap() {
             sent += 1;
         }
-        // The last one may have been cut.
+        // The last one may be partly sent.
         assert_eq!(a.interest().contains(PollFlags::OUT), a.wants_write());
         let short = Duration::from_millis(1);
         let error = a.send(&sent, &[], short).unwrap_err();
         assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
         assert_eq!(a.sent.load(Ordering::Relaxed), sent);
         for expected in 0..sent {
-            // As the loop of its owner does, which polls for OUT as well.
+            // As the owner's loop does, which polls for OUT as well.
             a.flush().unwrap();
             assert_eq!(b.receive::<u64>(SOON).unwrap().0, expected);
         }
@@ -135,7 +135,7 @@ fn a_message_that_was_cut_goes_out_with_any_call() {
             assert!(a.try_send(&message, &[]).unwrap());
             sent += 1;
         }
-        // Neither sent nor forgotten: nothing at all.
+        // Not accepted: neither sent nor buffered.
         assert!(!a.try_send(&message, &[]).unwrap());
         let reader = std::thread::spawn(move || {
             let mut received = vec![0; sent * (HEADER + MAX_MESSAGE)];
@@ -153,9 +153,9 @@ fn a_message_that_was_cut_goes_out_with_any_call() {
     }
 }
 
-/// Nobody reads; a message is larger than what a socket holds.
+/// The message is larger than the socket's buffer, and the peer does not read.
 #[test]
-fn a_peer_that_does_not_read_holds_nobody_longer_than_was_said() {
+fn sending_to_a_peer_that_does_not_read_times_out() {
     let (mut a, _b) = channel_and_socket();
     let message = vec![0u8; MAX_MESSAGE - 3];
     let patience = Duration::from_millis(20);
@@ -169,15 +169,15 @@ fn a_peer_that_does_not_read_holds_nobody_longer_than_was_said() {
     assert!(matches!(error, ChannelError::TimedOut(_)), "{error}");
 }
 
-/// One byte every now and then does not put a deadline off.
+/// Single bytes do not extend a deadline.
 #[test]
-fn a_peer_that_dribbles_holds_nobody_longer_than_was_said() {
+fn receiving_from_a_peer_that_sends_byte_by_byte_times_out() {
     let (mut a, mut b) = channel_and_socket();
     b.write_all(&100u32.to_le_bytes()).unwrap();
     let patience = Duration::from_millis(30);
     let dribble = std::thread::spawn(move || {
         for _ in 0..99 {
-            // Fails when the channel is gone.
+            // Fails after the channel is dropped.
             if b.write_all(&[0]).is_err() {
                 return;
             }
@@ -206,7 +206,7 @@ fn lengths_that_no_message_has_are_refused_for_good() {
             ChannelError::Malformed(_) => assert_eq!(len, 0),
             other => panic!("{len}: {other}"),
         }
-        // Not taken for the end that a lender gives a lease.
+        // Not reported as EOF, with which a lender ends a lease.
         let error = a.receive::<u8>(SOON).unwrap_err();
         assert!(matches!(error, ChannelError::Io(_)), "{error}");
     }
@@ -228,7 +228,7 @@ fn what_follows_a_message_in_its_frame_is_ignored_and_garbage_is_not() {
 fn a_peer_that_goes_in_the_middle_of_a_message_is_gone() {
     let whole = frame(&[0; 100]);
     for cut in [0, 1, 4, 50] {
-        // By FIN: all is read first.
+        // FIN: all data is read first.
         let (mut a, mut b) = channel_and_socket();
         b.write_all(&frame(&[3])).unwrap();
         b.write_all(&whole[..cut]).unwrap();
@@ -238,7 +238,7 @@ fn a_peer_that_goes_in_the_middle_of_a_message_is_gone() {
             let error = a.receive::<Vec<u8>>(SOON).unwrap_err();
             assert!(matches!(error, ChannelError::Closed), "{error}");
         }
-        // By RST, as from a host that has started anew.
+        // RST, as from a host that has rebooted.
         let (mut a, mut b) = channel_and_socket();
         b.write_all(&whole[..cut]).unwrap();
         let linger = Some(Duration::ZERO);
@@ -309,8 +309,8 @@ fn round_trip_times() {
 }
 
 proptest! {
-    /// However the bytes are cut, the messages are the same; and whoever takes
-    /// one at a time when poll says so misses none.
+    /// The messages do not depend on the segmentation of the bytes, and a loop that
+    /// receives one message for each readable poll misses none.
     #[test]
     fn any_cuts_of_the_bytes_give_the_same_messages(
         messages in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 1..12),
@@ -342,7 +342,7 @@ fn a_peer_of_another_protocol_is_named_by_its_first_bytes() {
     for (sent, shown) in [
         (&b"HTTP/1.1 400 Bad Request\r\n"[..], r#""HTTP""#),
         (b"SSH-2.0-", r#""SSH-""#),
-        // An alert of TLS.
+        // A TLS alert.
         (b"\x15\x03\x01\x00\x02", r#""\x15\x03\x01\x00""#),
     ] {
         let (mut a, mut b) = channel_and_socket();

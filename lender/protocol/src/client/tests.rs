@@ -7,8 +7,8 @@ use crate::Listener;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// A lender that answers a request when it is told to: each with a bus-master
-/// enable's `Done`, or a window's.
+/// A lender that answers a request when the test triggers it: with `Done`, or with
+/// `Window`.
 struct Lender {
     answer: mpsc::Sender<()>,
     seen: mpsc::Receiver<Request>,
@@ -67,7 +67,7 @@ fn a_late_answer_costs_time_and_is_not_taken_for_another() {
     client.set_deadline(soon());
     let error = client.open_window(0, 0, 1 << 20).unwrap_err();
     assert!(matches!(error, CallError::Late(_)), "{error}");
-    // Sent all the same: a reset must not be lost because of what came before it.
+    // Sent nevertheless: a reset must not be lost because an earlier call was late.
     client.set_deadline(soon());
     let error = client.close().unwrap_err();
     assert!(matches!(error, CallError::Late(_)), "{error}");
@@ -89,7 +89,7 @@ fn a_late_answer_costs_time_and_is_not_taken_for_another() {
         .collect();
     assert_eq!(names, ["open", "close", "close", "open"]);
 
-    // A deadline that has passed sends nothing.
+    // Nothing is sent after the deadline.
     client.set_deadline(Some(Instant::now()));
     let error = client.close().unwrap_err();
     assert!(matches!(error, CallError::Late(_)), "{error}");
