@@ -1,29 +1,27 @@
-//! What a device model sees of the world beyond its own registers.
+//! A device model's interface to the bus: DMA and interrupts.
 
 use farside_fabric::{Access, Fault, memory::HostSlice};
 
-/// The bus side of a function for the length of one call.
+/// The function's bus interface for the duration of one call.
 pub struct Bus<'a> {
-    /// Memory accesses that the function masters.
+    /// Memory accesses by the function as bus master.
     pub dma: &'a mut dyn Dma,
     /// Interrupts that the function raises.
     pub irq: &'a mut dyn Interrupts,
 }
 
-/// DMA by IOVA. Each access is translated and may be refused; a refusal has
-/// already been counted and logged when it is returned.
+/// DMA by IOVA. Each access is translated and may fault; the implementation counts and
+/// logs faults.
 pub trait Dma {
-    /// Whether the function may master the bus (bus-master enable). All DMA is
-    /// refused while it may not.
+    /// Bus-master enable. While it is clear, all DMA faults.
     fn is_bus_master(&self) -> bool;
 
-    /// Translates the longest run of `[iova, iova + len)` that starts at
-    /// `iova` and is contiguous in host memory: 1 to `len` bytes. The slice is
-    /// good until the device next reports itself quiesced.
+    /// Translates the longest prefix of `[iova, iova + len)` that is contiguous in host
+    /// memory: 1 to `len` bytes. The slice is valid until the device is next quiesced.
     fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault>;
 
-    /// Copies `buf.len()` bytes from `iova`. On a fault, what came before it
-    /// has been copied.
+    /// Copies `buf.len()` bytes from `iova`. On a fault, the bytes before it have been
+    /// copied.
     fn read(&mut self, iova: u64, buf: &mut [u8]) -> Result<(), Fault> {
         let mut done = 0;
         while done < buf.len() {
@@ -35,8 +33,7 @@ pub trait Dma {
         Ok(())
     }
 
-    /// Copies `buf` to `iova`. On a fault, what came before it has been
-    /// copied.
+    /// Copies `buf` to `iova`. On a fault, the bytes before it have been copied.
     fn write(&mut self, iova: u64, buf: &[u8]) -> Result<(), Fault> {
         let mut done = 0;
         while done < buf.len() {
@@ -49,7 +46,7 @@ pub trait Dma {
     }
 
     /// Appends to `out` the host slices behind `[iova, iova + len)`, in order.
-    /// On a fault `out` is as it was before.
+    /// On a fault `out` is unchanged.
     fn gather(
         &mut self,
         iova: u64,
@@ -75,26 +72,26 @@ pub trait Dma {
     }
 }
 
-/// Interrupts of a function. Which of the two calls has an effect follows from
-/// what the guest has enabled; the device makes both and need not know.
+/// Interrupts of a function. The device makes both calls; the interrupt mode that the
+/// guest has enabled determines which of them has an effect.
 pub trait Interrupts {
     /// Sends the message of `vector` (MSI or MSI-X). Masked vectors stay
-    /// pending. No effect while neither is enabled.
+    /// pending. No effect while both MSI and MSI-X are disabled.
     fn raise(&mut self, vector: u16);
 
     /// Sets the level of the INTx line. No effect while MSI or MSI-X is
     /// enabled, or INTx is disabled in the command register; the level is
-    /// remembered.
+    /// stored.
     fn set_intx(&mut self, asserted: bool);
 
-    /// Whether the message of `vector` is held back by a mask: the vector's
-    /// bit in the MSI-X pending bit array.
+    /// The vector's bit in the MSI-X pending bit array: whether a mask holds back its
+    /// message.
     fn is_pending(&self, vector: u16) -> bool;
 
-    /// Whether [`Interrupts::set_intx`] drives the line now: neither MSI nor
-    /// MSI-X is enabled. A device whose line depends on memory that the guest
-    /// writes watches that memory only then. True is always safe, and costs
-    /// the guest a trap now and then.
+    /// Whether [`Interrupts::set_intx`] drives the line now: neither MSI nor MSI-X is
+    /// enabled. A device whose line depends on memory that the guest writes monitors
+    /// that memory only then. Returning true is always correct, but may cause additional
+    /// traps.
     fn intx_in_use(&self) -> bool {
         true
     }

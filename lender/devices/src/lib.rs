@@ -1,12 +1,12 @@
-//! Software device models that a lender can lend where there is no hardware.
+//! Software device models, which a lender can lend without hardware.
 //!
-//! A model is plain state behind the [`Device`] trait. It sees what a PCIe
-//! function sees (configuration-space image, BAR accesses, DMA, interrupt
-//! lines) and knows nothing of vfio-user, sockets or threads: its owner calls
-//! it, from one thread at a time.
+//! A model is plain state behind the [`Device`] trait. It has the interface of a PCIe
+//! function (configuration-space image, BAR accesses, DMA, interrupts) and does not
+//! depend on vfio-user, sockets or threads: its owner calls it, from one thread at a
+//! time.
 //!
-//! `unsafe` is in `nvme::block` alone, whose engines hand pointers to guest
-//! memory to the kernel.
+//! Only `nvme::block` has `unsafe` code: its engines pass pointers to guest memory to the
+//! kernel.
 
 #![deny(unsafe_code)]
 
@@ -21,12 +21,13 @@ use std::os::fd::BorrowedFd;
 use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
-/// A PCIe function, as its owner drives it.
+/// The model of a PCIe function.
 ///
-/// Every call comes from one thread. A call never blocks on the medium: work
-/// that takes time is started here and finished in [`Device::poll`].
+/// All calls come from one thread. No call blocks on the medium, except
+/// [`Device::settle`]: longer operations are started by one call and finished by
+/// [`Device::poll`].
 pub trait Device: Send {
-    /// What the function looks like from outside. Constant for the life of
+    /// The function's configuration space, BARs and vectors. Constant for the lifetime of
     /// the device.
     fn description(&self) -> &Description;
 
@@ -38,51 +39,47 @@ pub trait Device: Send {
     /// BAR `bar`.
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8], bus: &mut Bus<'_>);
 
-    /// Gives the memory behind the mappable area number `area` of BAR `bar`
-    /// (see [`farside_pci::Bar::mappable`]): the borrower's CPU reads and writes
-    /// it without a trap from now on. `None` takes it back.
+    /// Sets the memory behind mappable area `area` of BAR `bar` (see
+    /// [`farside_pci::Bar::mappable`]), which the borrower's CPU accesses without a
+    /// trap. `None` removes it.
     fn set_bar_memory(&mut self, bar: u8, area: usize, memory: Option<HostSlice>);
 
-    /// Does what can be done now: fetches commands, reaps completions, raises
-    /// interrupts. Returns whether there was anything to do.
+    /// Processes without blocking: fetches commands, reaps completions, raises
+    /// interrupts. Returns whether there was any work.
     fn poll(&mut self, bus: &mut Bus<'_>) -> bool;
 
-    /// Asks to be woken for the next event, then looks once more. Returns true
-    /// when nothing is pending, so that the owner may sleep until a BAR
-    /// access comes or [`Device::wake_fd`] is readable.
+    /// Enables notifications, then checks for work again. Returns true if there is none:
+    /// the owner may sleep until a BAR access arrives or [`Device::wake_fd`] is readable.
     fn arm(&mut self, bus: &mut Bus<'_>) -> bool;
 
-    /// Readable when [`Device::poll`] has something to do that no BAR access
-    /// announced, such as the medium's completions.
+    /// Readable when there is work for [`Device::poll`] that no BAR access triggers,
+    /// such as completions of the medium.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Stops new DMA. Returns true when none is in flight any more; until then
-    /// the owner calls again after `wake_fd` was readable. A quiesced device
-    /// starts again with [`Device::resume`].
+    /// Stops new DMA. Returns true once none is in flight; until then the owner calls it
+    /// again whenever `wake_fd` is readable. [`Device::resume`] restarts the device.
     fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool;
 
     /// Ends a quiesce that was not followed by a reset.
     fn resume(&mut self, bus: &mut Bus<'_>);
 
-    /// What is wrong with the device now that an operator should know, such as a
-    /// medium that fails. The same text for as long as it is the same.
+    /// A current problem for the operator, such as a failing medium. The text does not
+    /// change while the problem persists.
     fn problem(&self) -> Option<&str> {
         None
     }
 
-    /// Counters for people, by name, since the device was made.
+    /// Counters for the user, by name, since the device was created.
     fn stats(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
     }
 
-    /// Puts the function in its state after power-on (conventional or
-    /// function-level reset; PCIe 6.6). The owner has quiesced it, and resumes
-    /// it implicitly.
+    /// Restores the function's power-on state (conventional or function-level reset;
+    /// PCIe 6.6). The owner has quiesced the device; the reset also resumes it.
     fn reset(&mut self);
 
-    /// Brings all that was written onto the medium and waits until it is there,
-    /// after [`Device::quiesce`] has succeeded. Nothing to do for a device
-    /// without a medium.
+    /// Flushes all writes to the medium and waits for completion, after
+    /// [`Device::quiesce`] has succeeded. A no-op for a device without a medium.
     fn settle(&mut self) -> std::io::Result<()> {
         Ok(())
     }

@@ -7,10 +7,10 @@ use farside_pci::{Bar, ConfigImage};
 
 use super::{DEVICE_ID, ID, PBA, VECTORS, VENDOR_ID};
 
-/// As many as MSI has.
+/// The maximum of MSI.
 pub(super) const MSI_VECTORS: u16 = 32;
 
-/// Where capabilities are. Tests of the backend look for them here.
+/// Offsets of capabilities.
 pub(super) mod at {
     pub(crate) const PM: usize = 0x40;
     pub(crate) const MSI: usize = 0x48;
@@ -22,7 +22,7 @@ pub(super) mod at {
     pub(crate) const VSEC: usize = 0x120;
 }
 
-/// None of the defined classes.
+/// Unassigned class.
 const CLASS: u32 = 0xff_00_00;
 /// The BAR of the MSI-X table and pending bits.
 const MSIX_BAR: u8 = 4;
@@ -41,7 +41,7 @@ pub(super) fn image(bars: &[Option<Bar>; 6]) -> ConfigImage {
         )
         .add_msix(at::MSIX, VECTORS, MSIX_BAR, 0, PBA)
         .add_express(at::PCIE, 1)
-        // Vendor-specific (7.9.4): length, then our letters.
+        // Vendor-specific (7.9.4): length, then the device's ID.
         .add_capability(at::VENDOR, CAP_ID_VNDR)
         .set_u8(at::VENDOR + 2, 16)
         .set_u32(at::VENDOR + 4, ID);

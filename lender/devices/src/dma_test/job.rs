@@ -1,4 +1,4 @@
-//! A command being done, piece by piece.
+//! A running command, executed piece by piece.
 
 use farside_fabric::Fault;
 
@@ -13,12 +13,12 @@ enum Place {
 }
 
 impl Place {
-    /// `None` when `len` bytes do not fit there.
+    /// `None` if `len` bytes do not fit.
     fn new(address: u64, len: u64, in_sram: bool) -> Option<Self> {
         if in_sram {
             Sram::contains(SRAM_SIZE, address, len).then_some(Self::Sram(address))
         } else {
-            // The last byte must have an address.
+            // The range must not wrap.
             address.checked_add(len - 1)?;
             Some(Self::Iova(address))
         }
@@ -42,7 +42,7 @@ impl Place {
         Ok(())
     }
 
-    /// On a fault what came before it is counted.
+    /// On a fault the bytes before it are counted.
     fn write(
         self,
         skip: u64,
@@ -82,8 +82,7 @@ enum Work {
     Raise,
 }
 
-/// A command that makes sense. It keeps what the registers said when it was
-/// given.
+/// A valid command, with the registers' values at the doorbell write.
 #[derive(Debug)]
 pub(super) struct Job {
     work: Work,
@@ -91,20 +90,20 @@ pub(super) struct Job {
     done: u64,
 }
 
-/// What became of a piece.
+/// The result of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// There is more to do.
     More,
     /// The command is done.
     Done {
-        /// It was the command to raise an interrupt.
+        /// The command was RAISE.
         raise: bool,
     },
 }
 
 impl Job {
-    /// `None` when the registers do not make sense for `command`.
+    /// `None` if the registers are invalid for `command`.
     pub(super) fn new(command: Command, r: &Registers) -> Option<Self> {
         let len = u64::from(r.length);
         let fits = match command {
@@ -142,7 +141,7 @@ impl Job {
         Some(Self { work, len, done: 0 })
     }
 
-    /// Does up to [`CHUNK`] bytes, through `buffer` of that size.
+    /// Moves up to [`CHUNK`] bytes, through `buffer` of that size.
     pub(super) fn step(
         &mut self,
         r: &mut Registers,
@@ -160,7 +159,7 @@ impl Job {
                 to.write(skip, buf, r, sram, bus.dma)?;
             }
             Work::Fill { to, pattern } => {
-                // Pieces are whole words, but for the end of the last.
+                // All pieces but the last are whole words.
                 for (byte, value) in buf.iter_mut().zip(pattern.to_le_bytes().iter().cycle()) {
                     *byte = *value;
                 }

@@ -1,10 +1,9 @@
-//! The DMA test device: does the DMA it is told to, at the address it is told,
-//! and says what came of it. The tool for tests of isolation, guest layout,
-//! interrupts and latency; of no use to anybody else.
+//! The DMA test device: performs DMA at given addresses and reports the result. For
+//! tests of isolation, guest layout, interrupts and latency only.
 //!
 //! PCI ids: vendor [`VENDOR_ID`], device [`DEVICE_ID`] (not assigned by the
 //! PCI-SIG), class 0xff. All registers are little-endian; accesses of 1, 2, 4
-//! and 8 bytes work. What is not listed reads as zero and ignores writes.
+//! and 8 bytes work. Unlisted offsets read as zero and ignore writes.
 //!
 //! # BAR 0: registers, 4 KiB, 32-bit, trapped
 //!
@@ -17,16 +16,16 @@
 //! | 0x10 | `SRC` | 64 | RW | source: an IOVA |
 //! | 0x18 | `DST` | 64 | RW | destination: an IOVA |
 //! | 0x20 | `LENGTH` | 32 | RW | bytes, 1 to [`MAX_LENGTH`] |
-//! | 0x24 | `PATTERN` | 32 | RW | what FILL repeats, low byte first |
-//! | 0x28 | `DATA` | 64 | RW | what WRITE writes and READ has read |
+//! | 0x24 | `PATTERN` | 32 | RW | pattern that FILL repeats, low byte first |
+//! | 0x28 | `DATA` | 64 | RW | data of WRITE and READ |
 //! | 0x30 | `VECTOR` | 32 | RW | MSI or MSI-X vector, below [`VECTORS`] |
 //! | 0x34 | `COMMAND` | 32 | WO | doorbell: a [`Command`] |
 //! | 0x38 | `RESULT` | 32 | RO | CRC-32C of the last CHECKSUM |
-//! | 0x3c | `MOVED` | 32 | RO | bytes of the last command that were read or reached their destination |
+//! | 0x3c | `MOVED` | 32 | RO | bytes that the last command has read or written |
 //! | 0x40 | `FAULT_IOVA` | 64 | RO | address of the last refused access |
 //! | 0x48 | `FAULT_INFO` | 32 | RO | bits 7:0 its [reason](fault_code), bit 8: it was a write |
 //! | 0x4c | `FAULTS` | 32 | RO | accesses refused |
-//! | 0x50 | `COMMANDS` | 64 | RO | commands done, well or not |
+//! | 0x50 | `COMMANDS` | 64 | RO | commands completed, with or without a fault |
 //! | 0x58 | `BYTES_READ` | 64 | RO | by DMA |
 //! | 0x60 | `BYTES_WRITTEN` | 64 | RO | by DMA |
 //! | 0x68 | `INTERRUPTS` | 64 | RO | interrupts raised |
@@ -36,17 +35,17 @@
 //!
 //! | number | name | does |
 //! | --- | --- | --- |
-//! | 1 | COPY | copies `LENGTH` bytes from `SRC` to `DST`, from the first up, in pieces; overlapping ranges give no promised result |
+//! | 1 | COPY | copies `LENGTH` bytes from `SRC` to `DST`, in ascending pieces; the result of overlapping ranges is undefined |
 //! | 2 | FILL | fills `LENGTH` bytes at `DST` with `PATTERN` |
 //! | 3 | CHECKSUM | `RESULT` = CRC-32C (Castagnoli, RFC 3720 B.4) of `LENGTH` bytes at `SRC` |
 //! | 4 | RAISE | raises `VECTOR`, and INTx |
-//! | 5 | READ | `DATA` = `LENGTH` (1, 2, 4 or 8) bytes at `SRC`; all ones when refused |
+//! | 5 | READ | `DATA` = `LENGTH` (1, 2, 4 or 8) bytes at `SRC`; all ones on a fault |
 //! | 6 | WRITE | `LENGTH` (1, 2, 4 or 8) bytes of `DATA` to `DST` |
 //!
 //! A command of up to [`CHUNK`] bytes is done when the doorbell write
-//! completes; a longer one goes on by itself while `BUSY` reads 1. At its end
-//! `DONE` is set, with `FAULT` when an access was refused: the command ends
-//! there, and what came before has been done. An invalid command
+//! completes; a longer one continues while `BUSY` reads 1. At its end
+//! `DONE` is set. A refused access also sets `FAULT` and ends the command; earlier
+//! accesses have taken effect. An invalid command
 //! (number, length, vector, range beyond BAR 2 or beyond 2^64, another one
 //! still busy) sets `REJECTED` and does nothing else. RAISE, and the end of any
 //! command when `CONTROL` bit 0 is set, raise `VECTOR` and set `INTERRUPT`,
@@ -59,14 +58,14 @@
 //! # BAR 4: MSI-X, 64 KiB, 32-bit
 //!
 //! The table of [`VECTORS`] vectors at 0, the pending bits at 0x8000. The table
-//! is storage: masks and messages are the borrower's affair.
+//! is storage: the borrower handles masks and messages.
 //!
 //! # Configuration space
 //!
 //! Power management, MSI with 32 maskable vectors, MSI-X, PCIe endpoint with
 //! FLR, a vendor-specific capability; extended: serial number, *ATS*, a vendor-
-//! specific one. ATS cannot work through farside. It is there, between two that
-//! can, so that tests see it hidden.
+//! specific one. ATS cannot work through farside: it is included, between two supported
+//! capabilities, to test that it is hidden.
 
 mod config_space;
 mod job;
@@ -84,7 +83,7 @@ use crate::{Bus, Device};
 use job::{Job, Step};
 use sram::Sram;
 
-/// PCI vendor id: not assigned to anybody.
+/// PCI vendor id: unassigned.
 pub const VENDOR_ID: u16 = 0xfa5d;
 /// PCI device id.
 pub const DEVICE_ID: u16 = 0xd3a7;
@@ -94,8 +93,7 @@ pub const ID: u32 = u32::from_le_bytes(*b"FSDT");
 pub const VERSION: u32 = 1;
 /// Most bytes of one command.
 pub const MAX_LENGTH: u32 = 16 << 20;
-/// Most bytes that a command moves at a time, between looks at what else is to
-/// be done.
+/// Most bytes that a command moves per poll.
 pub const CHUNK: usize = 64 << 10;
 /// MSI-X vectors: as many as a function can have.
 pub const VECTORS: u16 = 2048;
@@ -111,7 +109,7 @@ const PBA: u64 = 0x8000;
 const PBA_SIZE: u64 = VECTORS as u64 / 8;
 
 /// Offsets in BAR 0.
-#[allow(missing_docs, reason = "the table above says what they mean")]
+#[allow(missing_docs, reason = "documented in the table above")]
 pub mod reg {
     pub const ID: u64 = 0x00;
     pub const VERSION: u64 = 0x04;
@@ -140,15 +138,15 @@ pub mod reg {
 
 /// Bits of `STATUS`. All but `BUSY` are cleared by writing 1.
 pub mod status {
-    /// A command is being done.
+    /// A command is running.
     pub const BUSY: u32 = 1 << 0;
-    /// A command came to its end since this was cleared.
+    /// A command has ended since this was cleared.
     pub const DONE: u32 = 1 << 1;
     /// An access was refused: see `FAULT_IOVA` and `FAULT_INFO`.
     pub const FAULT: u32 = 1 << 2;
-    /// A command made no sense and was ignored.
+    /// An invalid command was ignored.
     pub const REJECTED: u32 = 1 << 3;
-    /// An interrupt was raised. INTx is asserted as long as this is set.
+    /// An interrupt was raised. INTx is asserted while this is set.
     pub const INTERRUPT: u32 = 1 << 4;
 }
 
@@ -164,7 +162,7 @@ pub mod control {
     pub(super) const ALL: u32 = INTERRUPT_WHEN_DONE | SRC_IN_SRAM | DST_IN_SRAM;
 }
 
-/// What can be written to `COMMAND`.
+/// Values of `COMMAND`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Command {
@@ -197,8 +195,7 @@ impl Command {
     }
 }
 
-/// The reason as `FAULT_INFO` encodes it; 0 there means that there was no
-/// fault.
+/// The reason as `FAULT_INFO` encodes it, where 0 means no fault.
 pub fn fault_code(reason: FaultReason) -> u32 {
     match reason {
         FaultReason::BusMasterDisabled => 1,
@@ -214,20 +211,20 @@ pub fn fault_code(reason: FaultReason) -> u32 {
 pub struct DmaTest {
     description: Description,
     registers: Registers,
-    /// What the counters had come to before the last reset.
+    /// Sums of the counters up to the last reset.
     past: Counters,
     sram: Sram,
     msix_table: Vec<u8>,
     job: Option<Job>,
     quiesced: bool,
-    /// Where pieces of a command pass through.
+    /// Bounce buffer.
     buffer: Vec<u8>,
 }
 
 /// Names and counts.
 type Counters = [(&'static str, u64); 5];
 
-/// What BAR 0 shows, all zero after a reset.
+/// The registers in BAR 0, all zero after a reset.
 #[derive(Default)]
 struct Registers {
     status: u32,
@@ -350,7 +347,7 @@ impl DmaTest {
         }
     }
 
-    /// Does the next piece of the command. Returns whether there was one.
+    /// Executes the next piece of the command. Returns whether there was one.
     fn advance(&mut self, bus: &mut Bus<'_>) -> bool {
         if self.quiesced {
             return false;
@@ -400,7 +397,7 @@ impl DmaTest {
 }
 
 impl Registers {
-    /// `VECTOR`, when there is such a vector.
+    /// `VECTOR`, if it is a valid vector.
     fn vector(&self) -> Option<u16> {
         u16::try_from(self.vector).ok().filter(|v| *v < VECTORS)
     }
@@ -455,9 +452,8 @@ impl Device for DmaTest {
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8], bus: &mut Bus<'_>) {
         match bar {
             0 => {
-                // Natural alignment: less than a word stays within one, more is
-                // whole words. The lower comes first, so that one write can set
-                // VECTOR and ring COMMAND.
+                // Naturally aligned: within one word, or whole words. The lower word is
+                // written first, so that one write can set VECTOR and COMMAND.
                 for (bytes, at) in data.chunks(4).zip((offset..).step_by(4)) {
                     let first = (at & 3) as usize;
                     let (mut value, mut mask) = ([0; 4], [0; 4]);
@@ -490,7 +486,7 @@ impl Device for DmaTest {
     }
 
     fn arm(&mut self, _bus: &mut Bus<'_>) -> bool {
-        // Nothing happens here that a BAR access did not start.
+        // All work is started by BAR accesses.
         self.quiesced || self.job.is_none()
     }
 

@@ -2,8 +2,8 @@
 
 use farside_fabric::memory::HostSlice;
 
-/// Memory of a fixed size: the device's own, until it is given some that the
-/// borrower's CPU reaches too. Its contents move along.
+/// Memory of a fixed size: the device's own, or shared memory that the borrower's CPU
+/// accesses, too. Switching copies the contents.
 pub(super) struct Sram {
     own: Vec<u8>,
     shared: Option<HostSlice>,
@@ -17,7 +17,7 @@ impl Sram {
         }
     }
 
-    /// Whether `[offset, offset + len)` is inside.
+    /// Whether `[offset, offset + len)` is inside `size` bytes.
     pub(super) fn contains(size: u64, offset: u64, len: u64) -> bool {
         offset.checked_add(len).is_some_and(|end| end <= size)
     }
@@ -49,7 +49,7 @@ impl Sram {
     pub(super) fn set_memory(&mut self, memory: Option<HostSlice>) {
         if let Some(short) = memory.as_ref().filter(|m| m.len() < self.own.len()) {
             log::error!(
-                "DMA test device: {} bytes given for the {} of BAR 2: not used",
+                "DMA test device: shared memory of {} bytes is too small for BAR 2 ({} bytes): not used",
                 short.len(),
                 self.own.len()
             );

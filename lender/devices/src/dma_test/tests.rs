@@ -9,10 +9,10 @@ use crate::{Dma, Interrupts};
 /// IOVA of the memory that the fake fabric maps.
 const BASE: u64 = 0x1_0000_0000;
 const SIZE: usize = 1 << 20;
-/// The last page can be read only.
+/// The last page is read-only.
 const READ_ONLY: u64 = BASE + SIZE as u64 - 4096;
 
-/// One mapping, in runs of at most a page, as a real IOMMU would give them.
+/// One mapping, contiguous for at most a page, as with a real IOMMU.
 struct FakeDma(Arc<SharedMemory>);
 
 impl Dma for FakeDma {
@@ -58,7 +58,7 @@ impl Interrupts for FakeIrq {
     }
 }
 
-/// The device with all that is around it.
+/// Test fixture: device and bus.
 struct Bench {
     device: DmaTest,
     dma: FakeDma,
@@ -112,7 +112,7 @@ impl Bench {
         self.with_bus(|device, bus| device.poll(bus))
     }
 
-    /// Gives a command and waits for its end.
+    /// Executes a command and waits for its end.
     fn run(&mut self, command: Command, src: u64, dst: u64, len: u32) -> u32 {
         self.set64(reg::SRC, src);
         self.set64(reg::DST, dst);
@@ -185,7 +185,7 @@ fn a_long_command_goes_on_in_poll_and_halts_while_quiesced() {
     bench.with_bus(|device, bus| device.resume(bus));
     assert!(bench.poll());
     assert_eq!(bench.get(reg::MOVED), 2 * CHUNK as u32);
-    // Another command meanwhile is rejected and harms nothing.
+    // Another command meanwhile is rejected without side effects.
     bench.set(reg::COMMAND, Command::Raise as u32);
     assert_eq!(bench.get(reg::STATUS), status::BUSY | status::REJECTED);
     while bench.poll() {}
@@ -210,9 +210,9 @@ fn the_checksum_is_crc32c() {
     let mut bench = Bench::new();
     bench.fill_memory(BASE, b"123456789");
     assert_eq!(bench.run(Command::Checksum, BASE, 0, 9), status::DONE);
-    // The check value of CRC-32C in every catalogue.
+    // The standard check value of CRC-32C.
     assert_eq!(bench.get(reg::RESULT), 0xe306_9283);
-    // In pieces it is the same sum.
+    // The same checksum in pieces.
     let data = noise(3 * CHUNK - 5);
     bench.fill_memory(BASE, &data);
     bench.run(Command::Checksum, BASE, 0, data.len() as u32);
@@ -239,7 +239,7 @@ fn a_refused_write_says_where_and_why_and_writes_nothing_there() {
     assert_eq!(bench.get(reg::FAULT_INFO), lender_domain | 1 << 8);
     assert_eq!(bench.get(reg::MOVED), 0);
 
-    // Half in, half in a page that cannot be written.
+    // Half of the range in a read-only page.
     bench.set(reg::PATTERN, u32::MAX);
     let status = bench.run(Command::Fill, 0, READ_ONLY - 100, 200);
     assert_eq!(status, status::DONE | status::FAULT);
@@ -458,7 +458,7 @@ fn configuration_space_lists_its_capabilities() {
 }
 
 proptest! {
-    /// Whatever a guest writes, nothing panics and the device comes to rest.
+    /// No sequence of guest writes panics, and the device becomes idle.
     #[test]
     fn no_register_write_breaks_the_device(
         writes in prop::collection::vec(
@@ -470,7 +470,7 @@ proptest! {
             let offset = offset & !(len - 1);
             bench.write(0, offset, &value.to_le_bytes()[..len as usize]);
             if (offset..offset + len).contains(&reg::COMMAND) {
-                // Commands that exist, most of the time.
+                // Mostly valid commands.
                 bench.set(reg::COMMAND, value as u32 % 8);
             }
             bench.read(0, offset, len as usize);

@@ -47,7 +47,7 @@ pub(super) fn execute(
 
 const DONE: Result<Outcome, Status> = Ok(Outcome::Done(0));
 
-/// What both Create commands say in dwords 10 and 11 and PRP entry 1.
+/// Dwords 10 and 11 and PRP entry 1 of both Create commands.
 struct NewQueue {
     id: u16,
     entries: u16,
@@ -55,8 +55,7 @@ struct NewQueue {
 }
 
 impl NewQueue {
-    /// `entry_shift` is what CC has for the kind of queue, `needed` what it
-    /// has to be.
+    /// `entry_shift` is CC's entry size of this kind of queue, `needed` the required one.
     fn parse(
         nvme: &Nvme,
         command: &Command,
@@ -125,7 +124,7 @@ fn delete_cq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     DONE
 }
 
-/// 5.6. Completes when the queue's last command has.
+/// 5.6. Completes after the queue's last command.
 fn delete_sq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     nvme.queues
         .start_delete_sq(command.cdw(10) as u16, command.id())?;
@@ -142,7 +141,7 @@ fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Out
             identify::namespace(&nvme.namespace)
         }
         0x01 => identify::controller(&nvme.names),
-        // The two largest identifiers cannot be started from (5.15.2.3).
+        // The two largest identifiers are invalid here (5.15.2.3).
         0x02 | 0x10 if nsid >= NSID_ALL - 1 => return Err(Status::INVALID_NAMESPACE),
         0x02 | 0x10 => identify::namespace_list(nsid),
         0x03 => {
@@ -162,7 +161,7 @@ fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Out
     DONE
 }
 
-/// Largest log page transfer that is served at once, bytes.
+/// Largest transfer of a log page, in bytes.
 const MAX_LOG: u64 = identify::MAX_TRANSFER;
 
 /// 5.14.
@@ -175,7 +174,7 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     if len > MAX_LOG || from & 3 != 0 {
         return Err(Status::INVALID_FIELD);
     }
-    // The health of the only namespace is that of the controller.
+    // The health of the only namespace is the controller's.
     if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
         return Err(Status::INVALID_NAMESPACE);
     }
@@ -191,7 +190,7 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         .ok()
         .filter(|&from| from <= log.len())
         .ok_or(Status::INVALID_FIELD)?;
-    // What is asked for beyond the end of the log is left alone.
+    // Guest memory for data beyond the end of the log is not written.
     let end = log.len().min(from + len as usize);
     if from < end {
         send(nvme, command, dma, &log[from..end])?;
@@ -202,7 +201,7 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     DONE
 }
 
-/// 5.1. Only event requests can be aborted; all else ends by itself.
+/// 5.1. Only event requests can be aborted; other commands complete by themselves.
 fn abort(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
     const NOT_ABORTED: u32 = 1;
     let sq_id = command.cdw(10) as u16;
@@ -210,7 +209,7 @@ fn abort(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcom
     if !nvme.queues.has_sq(sq_id) {
         return Err(Status::INVALID_FIELD);
     }
-    if sq_id == 0 && nvme.events.is_open(command_id) && nvme.queues.owe(0) {
+    if sq_id == 0 && nvme.events.is_open(command_id) && nvme.queues.reserve_completion(0) {
         nvme.events.close(command_id);
         nvme.complete(bus, 0, command_id, Err(Status::ABORT_REQUESTED), None);
         return DONE;
@@ -243,7 +242,7 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         features::WRITE_CACHE => {
             let was_on = nvme.features.write_cache;
             nvme.features.set(feature, command.cdw(11))?;
-            // What the cache holds must not outlive it.
+            // Flush before the cache is disabled.
             match was_on && !nvme.features.write_cache && !nvme.namespace.read_only {
                 true => flush_cache(nvme, command),
                 false => DONE,
@@ -284,8 +283,8 @@ fn async_event_request(nvme: &mut Nvme, command: &Command) -> Result<Outcome, St
     if !nvme.events.open(command.id()) {
         return Err(Status::TOO_MANY_EVENT_REQUESTS);
     }
-    // It may stay open for ever, so it must not hold a place for a completion.
-    nvme.queues.forgive(0);
+    // It may stay open indefinitely, so it must not reserve a completion entry.
+    nvme.queues.release_completion(0);
     Ok(Outcome::Open)
 }
 
@@ -306,8 +305,8 @@ fn doorbell_buffer_config(
     }
 }
 
-/// 5.23. There is one format; a secure erase makes all blocks zeroes, and
-/// without one they are too, where that is cheap.
+/// 5.23. There is one format. A secure erase zeroes all blocks; without one they are
+/// deallocated, where the medium supports it.
 fn format(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     const NO_ERASE: u32 = 0;
     const USER_DATA_ERASE: u32 = 1;
@@ -333,7 +332,7 @@ fn format(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     Ok(Outcome::InFlight)
 }
 
-/// Writes a data structure to the memory that the command names.
+/// Writes a data structure to the command's data pointer.
 fn send(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma, data: &[u8]) -> Result<(), Status> {
     let pointer: DataPointer = command.admin_data_pointer()?;
     let slices = nvme.gather_small(dma, &pointer, data.len(), Access::Write)?;
@@ -346,7 +345,7 @@ fn send(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma, data: &[u8]) -> R
     Ok(())
 }
 
-/// Copies the front of `slices`, once.
+/// Copies the front of `slices`, reading each byte once.
 pub(super) fn copy_out(slices: &[HostSlice], data: &mut [u8]) {
     let mut done = 0;
     for slice in slices {

@@ -15,7 +15,7 @@ pub struct Command {
     dwords: [u32; 16],
 }
 
-/// Where a command's data is (PSDT, figure 104).
+/// A command's data pointer (PSDT, figure 104).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataPointer {
     /// Physical region pages: PRP entries 1 and 2.
@@ -106,8 +106,7 @@ impl Command {
     }
 }
 
-/// A completion queue entry (figure 121) but for the phase tag, which the
-/// queue knows.
+/// A completion queue entry (figure 121) without the phase tag, which is the queue's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     /// Command specific result.
@@ -119,7 +118,7 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// Dwords 0 to 2: all that may be written before the phase tag.
+    /// Dwords 0 to 2, written before the phase tag.
     pub fn front(&self) -> [u8; 12] {
         let mut bytes = [0; 12];
         bytes[..4].copy_from_slice(&self.result.to_le_bytes());

@@ -1,4 +1,4 @@
-//! What a user can say about an NVMe model, and what is wrong with it.
+//! Configuration of an NVMe model.
 
 use std::path::PathBuf;
 
@@ -27,9 +27,9 @@ pub struct Config {
     /// Bytes of a logical block: 512 or 4096.
     #[serde(default = "default_block_size")]
     pub block_size: u32,
-    /// Serial number, 1 to 20 printable ASCII characters. By default it
-    /// derives from the device id. The namespace's UUID derives from it, so it
-    /// has to be unique among the drives of a VM.
+    /// Serial number, 1 to 20 printable ASCII characters. By default derived from the
+    /// device id. The namespace's UUID is derived from it, so it must be unique among
+    /// the NVMe devices of a VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
     /// Model name, 1 to 40 printable ASCII characters.
@@ -39,7 +39,7 @@ pub struct Config {
     /// pairs.
     #[serde(default = "default_queues")]
     pub queues: u16,
-    /// How I/O on the image reaches the kernel.
+    /// The I/O engine.
     #[serde(default)]
     pub engine: EngineChoice,
 }
@@ -56,23 +56,23 @@ fn default_queues() -> u16 {
     64
 }
 
-/// Why a model cannot be made.
+/// Why a model cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The block size is not one that the model has.
-    #[error("block-size = {0}: it has to be 512 or 4096 bytes")]
+    /// Unsupported block size.
+    #[error("block-size = {0}: it must be 512 or 4096 bytes")]
     BlockSize(u32),
     /// The number of queues is out of range.
-    #[error("queues = {0}: there can be 1 to {max} pairs of I/O queues", max = MAX_VECTORS - 1)]
+    #[error("queues = {0}: it must be 1 to {max} pairs of I/O queues", max = MAX_VECTORS - 1)]
     Queues(u16),
-    /// A text does not fit into its field of Identify.
+    /// Invalid text for a field of Identify.
     #[error(
-        "{field} = {value:?}: it has to be 1 to {max} printable ASCII characters, no space at the ends"
+        "{field} = {value:?}: it must be 1 to {max} printable ASCII characters, no space at the ends"
     )]
     Text {
-        /// Which setting.
+        /// The setting.
         field: &'static str,
-        /// What was given.
+        /// Its value.
         value: String,
         /// Most characters.
         max: usize,
@@ -85,7 +85,7 @@ pub enum ConfigError {
     Engine {
         /// The image.
         image: PathBuf,
-        /// What the system said.
+        /// The error of the last engine tried.
         source: std::io::Error,
     },
 }
@@ -104,7 +104,7 @@ impl Config {
         }
     }
 
-    /// Checks all that can be checked without the image.
+    /// Checks all settings except the image.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if !matches!(self.block_size, 512 | 4096) {
             return Err(ConfigError::BlockSize(self.block_size));
@@ -123,7 +123,7 @@ impl Config {
         match &self.serial {
             Some(serial) => serial.clone(),
             None if check_text("id", id, SERIAL_LEN).is_ok() => id.to_owned(),
-            // Too long or not ASCII: what fits, and a hash to tell it apart.
+            // Too long or not ASCII: a part of the id, and a hash for uniqueness.
             None => {
                 let front: String = id
                     .chars()
@@ -148,7 +148,7 @@ fn check_text(field: &'static str, value: &str, max: usize) -> Result<(), Config
     Ok(())
 }
 
-/// FNV-1a with 128 bits: tells serial numbers apart, protects nothing.
+/// FNV-1a with 128 bits, for unique identifiers. Not cryptographic.
 pub(super) fn fnv(bytes: &[u8]) -> u128 {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;

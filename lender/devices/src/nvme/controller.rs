@@ -1,17 +1,17 @@
-//! The controller: its state, its life from enable to reset, and the loop
-//! that fetches commands and completes them.
+//! The controller: its state, its lifecycle from enable to reset, and the loop
+//! that fetches and completes commands.
 //!
 //! ```text
 //!            CC.EN = 1                    CC.EN = 0
 //!  Disabled ───────────▶ Ready ─────────────────────▶ Draining
-//!     ▲                    │ a queue cannot be reached     │
+//!     ▲                    │ DMA fault at a queue          │
 //!     │                    ▼                               │ nothing in flight
 //!     │                  Fatal (CSTS.CFS) ── CC.EN = 0 ──▶ │
 //!     └────────────────────────────────────────────────────┘
 //! ```
 //!
-//! While draining, CSTS.RDY stays set, so the guest does not reuse memory
-//! that I/O still moves to; results of that I/O are dropped.
+//! While draining, CSTS.RDY stays set, so the guest does not reuse memory that is the
+//! target of I/O in flight. The results of that I/O are dropped.
 
 mod bar;
 mod device;
@@ -41,14 +41,14 @@ use farside_pci::Description;
 
 use crate::{Bus, Dma};
 
-/// Commands fetched from one queue before the next one's turn.
+/// Most commands fetched from one queue before the next queue.
 const BURST: usize = 32;
 
-/// Steps of I/O without a return to the owner: bounds the time of one poll.
+/// Most rounds of I/O per poll. Bounds the duration of a poll.
 const MAX_TURNS: usize = 8;
 
-/// Lines a guest can make this controller log, from power-on.
-const MAX_COMPLAINTS: u32 = 16;
+/// Most log lines on guest errors since power-on.
+const MAX_GUEST_ERRORS_LOGGED: u32 = 16;
 
 /// An NVMe controller with one namespace on an image.
 pub struct Nvme {
@@ -64,39 +64,37 @@ pub struct Nvme {
     pub(super) medium: Medium,
     pub(super) events: Events,
     pub(super) stats: Stats,
-    /// Message address, data and control of each vector: plain storage, the
-    /// borrower's side acts on them.
+    /// Message address, data and control of each vector: plain storage, interpreted by
+    /// the borrower.
     msix_table: Box<[u8]>,
-    /// CC.EN went to 0 and I/O is still in flight.
+    /// CC.EN was cleared and I/O is still in flight.
     draining: bool,
     /// The flush of a shutdown is in flight.
     shutdown_flush: bool,
     quiesced: bool,
-    /// The I/O queue whose turn is first.
+    /// The I/O queue that the next round starts with.
     turn: usize,
-    /// Lines logged about the guest.
-    complaints: u32,
+    /// Number of guest errors logged.
+    guest_errors_logged: u32,
 }
 
-/// What became of a command that was fetched.
+/// The outcome of a fetched command.
 pub(super) enum Outcome {
     /// Done, with dword 0 of the completion.
     Done(u32),
-    /// A slot has it now.
+    /// In flight in a slot.
     InFlight,
-    /// Its completion comes later, or never (an event request).
+    /// Completed later without a slot, or never (an event request).
     Open,
 }
 
 impl Nvme {
-    /// Opens the image and makes a controller in its state after power-on.
-    /// `id` is the device id; the serial number derives from it unless it is
-    /// configured.
+    /// Opens the image and creates a controller in its power-on state. `id` is the device
+    /// id, from which the serial number is derived unless it is configured.
     ///
     /// # Errors
     ///
-    /// A [`ConfigError`] whose text names the setting or the image, its value
-    /// and what would be accepted.
+    /// A [`ConfigError`].
     pub fn open(id: &str, config: &Config) -> Result<Self, ConfigError> {
         config.validate()?;
         let access = match config.read_only {
@@ -141,7 +139,7 @@ impl Nvme {
             shutdown_flush: false,
             quiesced: false,
             turn: 0,
-            complaints: 0,
+            guest_errors_logged: 0,
         })
     }
 
@@ -150,7 +148,7 @@ impl Nvme {
         self.features.warnings() | self.medium.warnings()
     }
 
-    /// Reports those of `warnings` as an event that are enabled as one.
+    /// Raises an event for those of `warnings` that are enabled as events.
     pub(super) fn raise_warnings(&mut self, warnings: u8) {
         if let Some(event) = Event::of_warnings(self.features.enabled_events(warnings)) {
             self.events.raise(event);
@@ -162,31 +160,30 @@ impl Nvme {
         self.description.msix_vectors
     }
 
-    /// The memory page size that the guest chose, bytes.
+    /// The memory page size set by the guest, in bytes.
     pub(super) fn page_size(&self) -> u64 {
         self.registers.cc.page_size()
     }
 
-    /// A queue or its doorbells cannot be reached: nothing more can be told to
-    /// the guest but by CSTS (9.5).
+    /// DMA to a queue or its doorbells has faulted: only CSTS can report it (9.5).
     fn fatal(&mut self, fault: Fault) {
         if !self.registers.csts.fatal {
-            self.blame_guest(format_args!("controller fatal status: {fault}"));
+            self.log_guest_error(format_args!("controller fatal status: {fault}"));
             self.registers.csts.fatal = true;
         }
     }
 
-    /// Logs what a guest did wrong, but not for ever.
-    fn blame_guest(&mut self, what: std::fmt::Arguments<'_>) {
-        if self.complaints < MAX_COMPLAINTS {
-            self.complaints += 1;
-            log::warn!("NVMe {}: {what}", self.names.serial);
+    /// Logs a guest error, up to [`MAX_GUEST_ERRORS_LOGGED`].
+    fn log_guest_error(&mut self, error: std::fmt::Arguments<'_>) {
+        if self.guest_errors_logged < MAX_GUEST_ERRORS_LOGGED {
+            self.guest_errors_logged += 1;
+            log::warn!("NVMe {}: {error}", self.names.serial);
         }
     }
 
-    /// Whether the controller may look for work in guest memory. A guest that
-    /// resets or lets go of a drive it has not shut down clears bus-master
-    /// enable while the controller is enabled: no error, but nothing to do.
+    /// Whether the controller may access queues in guest memory. Clear bus-master enable
+    /// is no error: a guest that resets or unbinds a controller without shutdown clears it
+    /// while the controller is enabled.
     fn may_fetch(&self, bus: &Bus<'_>) -> bool {
         let csts = self.registers.csts;
         csts.ready
@@ -212,7 +209,7 @@ impl Nvme {
         self.advance(bus);
     }
 
-    /// CC.EN went to 1 (3.1.5). What cannot work is a fatal status.
+    /// CC.EN was set (3.1.5). An invalid configuration is a fatal status.
     fn enable(&mut self) {
         let Registers { cc, asq, acq, .. } = self.registers;
         let sq_entries = self.registers.admin_sq_entries();
@@ -233,7 +230,7 @@ impl Nvme {
         };
         self.registers.csts.shutdown = Shutdown::None;
         if let Some(reason) = refused {
-            self.blame_guest(format_args!("cannot be enabled: {reason}"));
+            self.log_guest_error(format_args!("cannot enable the controller: {reason}"));
             self.registers.csts.fatal = true;
             return;
         }
@@ -246,7 +243,7 @@ impl Nvme {
         self.registers.csts.ready = true;
     }
 
-    /// Takes the steps of a disable or shutdown that are due.
+    /// Advances a disable or shutdown.
     fn advance(&mut self, bus: &mut Bus<'_>) {
         if self.registers.csts.shutdown == Shutdown::Occurring
             && !self.shutdown_flush
@@ -273,7 +270,7 @@ impl Nvme {
         }
     }
 
-    /// Nothing is in flight: the controller reset is complete (7.3.2).
+    /// No I/O is in flight: completes the controller reset (7.3.2).
     fn finish_disable(&mut self, bus: &mut Bus<'_>) {
         self.draining = false;
         self.forget_session();
@@ -287,7 +284,7 @@ impl Nvme {
         }
     }
 
-    /// What a controller reset and a function reset have in common.
+    /// The common part of controller reset and function reset.
     fn forget_session(&mut self) {
         self.queues.clear();
         self.events.clear();
@@ -352,7 +349,7 @@ impl Nvme {
         Ok(true)
     }
 
-    /// Posts a completion; `about` is the LBA and namespace for the error log.
+    /// Posts a completion. `about` is the LBA and namespace for the error log.
     pub(super) fn complete(
         &mut self,
         bus: &mut Bus<'_>,
@@ -384,8 +381,7 @@ impl Nvme {
         }
     }
 
-    /// Moves I/O on, as far as it goes without waiting. Returns whether
-    /// anything finished.
+    /// Advances I/O without blocking. Returns whether any finished.
     fn turn_block(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut busy = false;
         for _ in 0..MAX_TURNS {
@@ -414,7 +410,7 @@ impl Nvme {
             self.release(tag);
             return;
         }
-        // A disabled controller does no more than it has to.
+        // A disabled controller starts no further steps.
         let status = match self.draining {
             true => Err(Status::ABORT_REQUESTED),
             false => match io::step(self, tag, result) {
@@ -436,8 +432,8 @@ impl Nvme {
         self.slots.release(tag);
     }
 
-    /// Reports doorbell errors and completes event requests. Returns whether
-    /// it completed any.
+    /// Raises events for doorbell errors and completes event requests. Returns whether
+    /// any was completed.
     fn report_events(&mut self, bus: &mut Bus<'_>) -> bool {
         while let Some(error) = self.queues.take_error() {
             self.events.raise(match error {
@@ -449,7 +445,7 @@ impl Nvme {
             return false;
         }
         let mut busy = false;
-        while self.events.is_due() && self.queues.owe(0) {
+        while self.events.is_due() && self.queues.reserve_completion(0) {
             if let Some((command_id, result)) = self.events.take() {
                 self.complete(bus, 0, command_id, Ok(result), None);
                 busy = true;
@@ -486,9 +482,8 @@ impl Nvme {
         busy
     }
 
-    /// Whether anything can be done without an event from outside. The guest
-    /// has been asked for one.
-    fn look_once_more(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
+    /// Enables the guest's notifications, then returns whether there is work already.
+    fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
         if !self.may_fetch(bus) {
             return Ok(false);
         }
@@ -524,7 +519,7 @@ impl Nvme {
         super::gather(dma, pointer, len as usize, page_size, access, slices)
     }
 
-    /// Writes or reads a small data structure of an admin command.
+    /// The guest memory of a small data structure of an admin command.
     pub(super) fn gather_small(
         &mut self,
         dma: &mut dyn Dma,
@@ -537,7 +532,7 @@ impl Nvme {
         Ok(slices)
     }
 
-    /// How a write that was not asked to be durable is done.
+    /// The durability of a write: FUA, or the write cache is disabled.
     pub(super) fn durability(&self, fua: bool) -> Durability {
         match fua || !self.features.write_cache {
             true => Durability::Durable,

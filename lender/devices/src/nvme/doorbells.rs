@@ -1,15 +1,15 @@
 //! Shadow doorbells (NVM Express 1.4, 5.7 and 7.13): the guest writes its
-//! doorbells to memory, and rings the register only when the write passes the
-//! event index that the controller published.
+//! doorbells to memory, and rings the register only if the write passes the
+//! event index that the controller has published.
 //!
-//! While the controller polls, the event index stays behind the tail, so a
-//! busy guest never traps. Before its owner sleeps, it publishes the tail
-//! itself, fences, and looks once more: either it sees the guest's next write
-//! or the guest sees the event index and rings. The fence pairs with the
-//! guest's barrier between its two accesses.
+//! While the controller polls, the event index stays behind the tail, so a busy guest
+//! never traps. Before its owner sleeps, the controller publishes the tail as event
+//! index, fences, and loads the doorbells again: either it sees the guest's next write,
+//! or the guest sees the event index and rings. The fence pairs with the guest's barrier
+//! between its two accesses.
 //!
-//! The admin queue is not shadowed: drivers ring its registers (Linux and SPDK
-//! both do), and a stale zero in its place must not be taken for a tail.
+//! The admin queue has no shadow doorbells: drivers ring its registers (Linux and SPDK
+//! both do), and a stale zero in its place must not be mistaken for a tail.
 
 use farside_fabric::{Access, Fault};
 
@@ -44,15 +44,15 @@ impl Doorbell {
     }
 }
 
-/// The two pages that Doorbell Buffer Config named.
+/// The two pages of Doorbell Buffer Config.
 #[derive(Debug)]
 pub struct DoorbellBuffer {
     values: GuestRange,
     events: GuestRange,
-    /// The guest has written to some shadow doorbell: from then on all of
-    /// them tell the truth, and the registers are only a kick, since writes
-    /// to them may arrive later than newer ones to memory. Until then the
-    /// registers count, and a zero in memory is not a value.
+    /// The guest has written to a shadow doorbell. From then on the values in memory
+    /// are authoritative, and register writes only notify: they may arrive after more
+    /// recent writes to memory. Until then the registers are authoritative, and a zero
+    /// in memory is not a value.
     live: bool,
 }
 
@@ -66,12 +66,12 @@ impl DoorbellBuffer {
         }
     }
 
-    /// The value that stands in memory.
+    /// The value in memory.
     pub fn load(&mut self, dma: &mut dyn Dma, doorbell: Doorbell) -> Result<u32, Fault> {
         self.values.load(dma, doorbell.offset())
     }
 
-    /// The value that the guest last wrote, if it wrote any.
+    /// The value that the guest last wrote, if any.
     pub fn observe(
         &mut self,
         dma: &mut dyn Dma,
@@ -88,13 +88,12 @@ impl DoorbellBuffer {
         Ok(self.live.then_some(value))
     }
 
-    /// Whether a write to the register carries a value of its own.
+    /// Whether the value of a register write is authoritative.
     pub fn register_counts(&self, shadow: &Shadow) -> bool {
         !self.live || shadow.unwritten
     }
 
-    /// Starts to watch a doorbell of a queue that is in use: by its register it is
-    /// at `index`.
+    /// Starts to monitor a doorbell of an existing queue, whose register value is `index`.
     pub fn watch(
         &mut self,
         dma: &mut dyn Dma,
@@ -112,11 +111,11 @@ impl DoorbellBuffer {
         Ok(())
     }
 
-    /// Publishes the event index that makes the guest ring for a write that passes
-    /// `index`, unless it is published.
+    /// Publishes `index` as event index, unless it is published: the guest rings for a
+    /// write that passes it.
     ///
-    /// Whether one passes it, the guest judges by the value that it replaces in
-    /// memory: until it has written there, any value passes 0.
+    /// The guest compares with the value that it replaces in memory. Before its first
+    /// write that is 0, so the event index must be 0, which any value passes.
     pub fn publish(
         &mut self,
         dma: &mut dyn Dma,
@@ -132,8 +131,8 @@ impl DoorbellBuffer {
         Ok(())
     }
 
-    /// Sees whether the guest has written a doorbell to memory by now: the next time
-    /// it may be a zero that stands there.
+    /// Checks for the guest's first write of a doorbell to memory. Must not be deferred:
+    /// a later value may be 0 again.
     pub fn look_for_first_write(
         &mut self,
         dma: &mut dyn Dma,
@@ -147,29 +146,29 @@ impl DoorbellBuffer {
         Ok(())
     }
 
-    /// Gives up translations.
+    /// Drops the translations.
     pub fn forget(&mut self) {
         self.values.forget();
         self.events.forget();
     }
 }
 
-/// What the controller knows of one shadow doorbell.
+/// The controller's state of one shadow doorbell.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shadow {
-    /// What an earlier queue of the same number left there.
+    /// The value left by an earlier queue of the same number.
     stale: Option<u32>,
-    /// The queue was in use when the buffer was configured, by its registers, and
-    /// the guest has written nothing to memory yet: the zero there is not its value.
+    /// The queue was in use through its registers when the buffer was configured, and the
+    /// guest has not written to memory yet: the zero in memory is not a value.
     unwritten: bool,
-    /// The last value that was out of range, so that it is reported once.
+    /// The last out-of-range value, so that it is reported once.
     refused: Option<u32>,
-    /// The event index last published.
+    /// The last published event index.
     published: Option<u16>,
 }
 
 impl Shadow {
-    /// For a queue that is created now, while `value` stands in memory.
+    /// For a new queue, while memory holds `value`.
     pub fn for_new_queue(value: u32) -> Self {
         Self {
             stale: (value != 0).then_some(value),
@@ -182,7 +181,7 @@ impl Shadow {
         self.stale = None;
     }
 
-    /// Notes a value that is out of range. Returns whether it is a new one.
+    /// Records an out-of-range value. Returns whether it is a new one.
     pub fn refuse(&mut self, value: u32) -> bool {
         self.refused.replace(value) != Some(value)
     }

@@ -1,17 +1,17 @@
-//! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending
-//! event a type, masked from its report until the guest has read its log.
+//! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending event of
+//! each type. A reported type is masked until the guest has read its log page.
 
 use super::medium::warning;
 
 /// Most requests that may be open.
 pub const MAX_EVENT_REQUESTS: usize = 4;
 
-/// What can be reported (figures 147 to 149).
+/// Events (figures 147 to 149).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A doorbell of no queue was written.
+    /// Write to the doorbell of a queue that does not exist.
     InvalidDoorbellRegister,
-    /// A doorbell got a value that it cannot take.
+    /// Write of an invalid value to a doorbell.
     InvalidDoorbellValue,
     /// Reliability is compromised: media errors, or a medium in read-only mode.
     Reliability,
@@ -30,7 +30,7 @@ enum Kind {
 const KINDS: [Kind; 2] = [Kind::Error, Kind::Health];
 
 impl Event {
-    /// The event of the gravest of some critical warnings.
+    /// The event of the most severe of some critical warnings.
     pub fn of_warnings(warnings: u8) -> Option<Self> {
         if warnings & (warning::RELIABILITY | warning::READ_ONLY) != 0 {
             Some(Self::Reliability)
@@ -81,7 +81,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// Opens a request. Returns whether there was a place.
+    /// Opens a request. Returns whether it is within the limit.
     pub fn open(&mut self, command_id: u16) -> bool {
         let free = self.open.len() < MAX_EVENT_REQUESTS;
         if free {
@@ -90,7 +90,7 @@ impl Events {
         free
     }
 
-    /// Closes a request that is to be aborted.
+    /// Closes a request, to abort it.
     pub fn close(&mut self, command_id: u16) {
         if let Some(index) = self.open.iter().position(|&id| id == command_id) {
             self.open.remove(index);
@@ -102,8 +102,7 @@ impl Events {
         self.open.contains(&command_id)
     }
 
-    /// Notes an event. It is dropped while one of its type is pending or
-    /// masked.
+    /// Raises an event. It is dropped if one of its type is pending or masked.
     pub fn raise(&mut self, event: Event) {
         let kind = event.kind() as usize;
         if !self.masked[kind] && self.pending[kind].is_none() {
@@ -111,12 +110,12 @@ impl Events {
         }
     }
 
-    /// Whether [`Events::take`] would give something.
+    /// Whether [`Events::take`] would return an event.
     pub fn is_due(&self) -> bool {
         !self.open.is_empty() && self.pending.iter().any(Option::is_some)
     }
 
-    /// A request and the result to complete it with.
+    /// Takes a request and its result.
     pub fn take(&mut self) -> Option<(u16, u32)> {
         if self.open.is_empty() {
             return None;
@@ -130,7 +129,7 @@ impl Events {
         None
     }
 
-    /// The guest has read log `page`, and did not ask to keep the event.
+    /// The guest has read log `page` without Retain Asynchronous Event.
     pub fn unmask(&mut self, page: u8) {
         match page {
             super::logs::ERROR_INFORMATION => self.masked[Kind::Error as usize] = false,
@@ -139,7 +138,7 @@ impl Events {
         }
     }
 
-    /// Forgets all, as a reset does.
+    /// Clears all state, as a reset does.
     pub fn clear(&mut self) {
         self.open.clear();
         self.pending = [None; 2];

@@ -1,5 +1,5 @@
-//! Features (NVM Express 1.4, 5.21.1). None can be saved, so a saved value is
-//! the default one.
+//! Features (NVM Express 1.4, 5.21.1). No feature is saveable, so the saved value is the
+//! default.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ const ARBITRATION: u8 = 0x01;
 const POWER_MANAGEMENT: u8 = 0x02;
 const TEMPERATURE_THRESHOLD: u8 = 0x04;
 const ERROR_RECOVERY: u8 = 0x05;
-/// Whether the volatile write cache is used.
+/// Volatile write cache.
 pub const WRITE_CACHE: u8 = 0x06;
 /// Number of I/O queues.
 pub const QUEUE_COUNT: u8 = 0x07;
@@ -21,14 +21,14 @@ const INTERRUPT_COALESCING: u8 = 0x08;
 const VECTOR_CONFIG: u8 = 0x09;
 const WRITE_ATOMICITY: u8 = 0x0a;
 const EVENT_CONFIG: u8 = 0x0b;
-/// The time of day.
+/// Timestamp.
 pub const TIMESTAMP: u8 = 0x0e;
 
-/// What a Get Features asks for (SEL, figure 173).
+/// The selected value of a Get Features (SEL, figure 173).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Select {
     Current,
-    /// Also stands for the saved value.
+    /// Also the saved value.
     Default,
     Capabilities,
 }
@@ -44,14 +44,14 @@ impl Select {
     }
 }
 
-/// The two sides of a temperature threshold (THSEL).
+/// Over- and under-temperature threshold (THSEL).
 #[derive(Clone, Copy, Debug)]
 struct Thresholds {
     over: u16,
     under: u16,
 }
 
-/// The milliseconds since 1970 that the host set, and when.
+/// Milliseconds since 1970 as set by the host, and the time of setting.
 #[derive(Clone, Copy, Debug)]
 struct Timestamp {
     set_to: u64,
@@ -59,17 +59,17 @@ struct Timestamp {
     by_host: bool,
 }
 
-/// Current values; [`Features::new`] has the defaults.
+/// Current values; [`Features::new`] returns the defaults.
 #[derive(Debug)]
 pub struct Features {
     queue_pairs: u16,
     arbitration: u32,
     thresholds: Thresholds,
     error_recovery: u32,
-    /// Whether a write is complete when the page cache has it.
+    /// Whether a write is complete once it is in the page cache.
     pub write_cache: bool,
     coalescing: u32,
-    /// Bit n: coalescing is off for vector n (CD).
+    /// Bit n: coalescing is disabled for vector n (CD).
     vectors_without_coalescing: [u64; 4],
     write_atomicity: u32,
     event_config: u32,
@@ -109,12 +109,12 @@ impl Features {
         }
     }
 
-    /// Those of the critical warnings that are enabled as an event.
+    /// The critical warnings that are enabled as events.
     pub fn enabled_events(&self, warnings: u8) -> u8 {
         warnings & self.event_config as u8
     }
 
-    /// Submission and completion queues that there can be, zero-based.
+    /// Numbers of submission and completion queues, zero-based.
     pub fn queue_counts(&self) -> u32 {
         let count = u32::from(self.queue_pairs) - 1;
         count | count << 16
@@ -148,8 +148,7 @@ impl Features {
         })
     }
 
-    /// Which features there are: changeable or not, of a namespace or not
-    /// (figure 175).
+    /// Capabilities of a feature: changeable, namespace specific (figure 175).
     fn capabilities(feature: u8) -> Result<u32, Status> {
         const OF_NAMESPACE: u32 = 1 << 1;
         const CHANGEABLE: u32 = 1 << 2;
@@ -169,7 +168,7 @@ impl Features {
         })
     }
 
-    /// Whether a feature is of a namespace, not of the controller.
+    /// Whether a feature is namespace specific.
     pub fn is_of_namespace(feature: u8) -> bool {
         feature == ERROR_RECOVERY
     }
@@ -187,7 +186,7 @@ impl Features {
             }
             TEMPERATURE_THRESHOLD => self.set_threshold(cdw11)?,
             ERROR_RECOVERY => {
-                // DULBE needs support that Identify does not claim.
+                // DULBE: not supported (Identify, NSFEAT).
                 if cdw11 >> 16 & 1 != 0 {
                     return Err(Status::INVALID_FIELD);
                 }
@@ -200,8 +199,8 @@ impl Features {
                 }
                 return Ok(self.queue_counts());
             }
-            // The aggregation is only "desired" (5.21.1.8): a completion is
-            // signalled at the end of its batch in any case.
+            // Only the "desired" aggregation (5.21.1.8): completions are always signalled
+            // at the end of their batch.
             INTERRUPT_COALESCING => self.coalescing = cdw11 & 0xffff,
             VECTOR_CONFIG => self.set_vector_config(cdw11)?,
             WRITE_ATOMICITY => self.write_atomicity = cdw11 & 1,
@@ -211,8 +210,8 @@ impl Features {
         Ok(0)
     }
 
-    /// Which threshold dword 11 names: only the composite temperature has
-    /// any (TMPSEL 0; Fh names all when setting).
+    /// The threshold that dword 11 selects: only the composite temperature has any
+    /// (TMPSEL 0; Fh selects all when setting).
     fn threshold(&self, cdw11: u32) -> Result<u32, Status> {
         match (cdw11 >> 16 & 0xf, cdw11 >> 20 & 3) {
             (0, 0) => Ok(self.thresholds.over.into()),

@@ -18,23 +18,23 @@ pub const MDTS: u8 = 8;
 /// Bytes of the largest transfer.
 pub const MAX_TRANSFER: u64 = 4096 << MDTS;
 
-/// Composite temperature of the model, kelvins: it has no sensor.
+/// Constant composite temperature of the model, in kelvins.
 pub const TEMPERATURE: u16 = 313;
-/// Temperature above which a warning is due, kelvins (WCTEMP).
+/// Warning composite temperature threshold (WCTEMP), in kelvins.
 pub const WARNING_TEMPERATURE: u16 = 343;
 const CRITICAL_TEMPERATURE: u16 = 353;
 
 /// Firmware revision: the version of this crate.
 pub const FIRMWARE: &str = env!("CARGO_PKG_VERSION");
 
-/// Texts of Identify Controller, checked by the configuration.
+/// Texts of Identify Controller, as checked by [`Config::validate`](super::Config::validate).
 #[derive(Debug)]
 pub struct Names {
     pub serial: String,
     pub model: String,
 }
 
-/// A data structure, filled field by field.
+/// Builder of a data structure.
 struct Data(Box<[u8; SIZE]>);
 
 impl Data {
@@ -62,7 +62,7 @@ impl Data {
         self.put(at, &value.to_le_bytes());
     }
 
-    /// ASCII, padded with spaces; what is too long is cut.
+    /// ASCII, padded with spaces or truncated.
     fn put_text(&mut self, at: usize, len: usize, text: &str) {
         let field = &mut self.0[at..at + len];
         field.fill(b' ');
@@ -140,7 +140,7 @@ pub fn namespace(namespace: &Namespace) -> Box<[u8; SIZE]> {
     if namespace.punches_holes {
         data.put8(33, READS_ZEROES | DEALLOCATE_IN_WRITE_ZEROES); // DLFEAT
     }
-    // The file system and page cache under the image work in 4 KiB.
+    // The image's file system and page cache use blocks of 4 KiB.
     let page = (4096 >> namespace.block_shift) as u16 - 1;
     for field in [64, 66, 68, 70] {
         data.put16(field, page); // NPWG, NPWA, NPDG, NPDA: zero-based
@@ -169,8 +169,8 @@ pub fn descriptors(namespace: &Namespace) -> Box<[u8; SIZE]> {
     data.0
 }
 
-/// Limits of the NVM command set (CNS 06h, of TP 4056, which drivers ask for
-/// whatever the version): write zeroes up to 32 MiB, no limit on ranges.
+/// Limits of the NVM command set (CNS 06h of TP 4056, which drivers query regardless of
+/// the version): write zeroes up to 32 MiB, no limit on ranges.
 pub fn command_set_controller() -> Box<[u8; SIZE]> {
     let mut data = Data::new();
     data.put8(1, 13); // WZSL: log2 of 4 KiB pages

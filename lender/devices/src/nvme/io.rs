@@ -1,5 +1,4 @@
-//! I/O commands (NVM Express 1.4, 6), and what follows when the medium is
-//! done with a step of one.
+//! I/O commands (NVM Express 1.4, 6) and their steps at the medium.
 
 use std::time::Instant;
 
@@ -18,7 +17,7 @@ use super::{
 };
 use crate::Bus;
 
-/// Which command a slot is for.
+/// The command that a slot is for.
 pub(super) struct Target {
     sq_id: u16,
     command_id: u16,
@@ -45,7 +44,7 @@ impl Target {
         }
     }
 
-    /// Takes a slot. There is one: commands are fetched only then.
+    /// Takes a slot. One is free: otherwise no command is fetched.
     pub(super) fn take_slot(&self, nvme: &mut Nvme, work: Work) -> Result<Tag, Status> {
         let tag = nvme.slots.take().ok_or(Status::INTERNAL_ERROR)?;
         let slot = &mut nvme.slots[tag];
@@ -81,7 +80,7 @@ pub(super) fn execute(
     }
 }
 
-/// The blocks of a command that moves data.
+/// The blocks of a command that transfers data.
 fn transfer_extent(nvme: &Nvme, command: &Command) -> Result<Extent, Status> {
     nvme.namespace.check_id(command.nsid())?;
     let extent = nvme
@@ -174,7 +173,7 @@ fn write_zeroes(nvme: &mut Nvme, target: Target, command: &Command) -> Result<Ou
 const RANGE_SIZE: usize = 16;
 const MAX_RANGES: usize = 256;
 
-/// 6.7. Only deallocation does something; the other attributes are hints.
+/// 6.7. Only deallocation has an effect; the other attributes are hints.
 fn dataset_management(
     nvme: &mut Nvme,
     target: Target,
@@ -210,8 +209,7 @@ fn dataset_management(
     }
 }
 
-/// Checks all ranges (figure 362) before any is touched, and joins those that
-/// follow each other.
+/// Checks all ranges (figure 362) before any is deallocated, and merges adjacent ones.
 fn parse_ranges(nvme: &mut Nvme, tag: Tag, raw: &[u8]) -> Result<(), Status> {
     let slot = &mut nvme.slots[tag];
     slot.ranges.clear();
@@ -268,8 +266,8 @@ fn read_part(nvme: &mut Nvme, tag: Tag, rest: Extent) {
     nvme.block.read_scratch(tag, rest.offset, len);
 }
 
-/// The medium has done a step of `tag`. Returns how the command ends, or
-/// `None` when a further step was started.
+/// Handles a finished step of `tag`. Returns the command's result, or `None` if another
+/// step was started.
 pub(super) fn step(
     nvme: &mut Nvme,
     tag: Tag,
@@ -337,7 +335,7 @@ pub(super) fn step(
     }
 }
 
-/// Notes for operator and guest what a step of `work` says of the medium.
+/// Updates the medium's state from the result of a step of `work`.
 pub(super) fn note_medium(nvme: &mut Nvme, work: Work, result: Result<(), BlockError>) {
     let direction = match work {
         Work::Read { .. } | Work::Compare { .. } | Work::Verify { .. } => Direction::Read,
@@ -345,7 +343,7 @@ pub(super) fn note_medium(nvme: &mut Nvme, work: Work, result: Result<(), BlockE
     };
     let block = &nvme.block;
     match result {
-        // Almost always.
+        // The common case.
         Ok(()) if nvme.medium.problem().is_none() => {}
         Ok(()) => nvme
             .medium
@@ -361,7 +359,7 @@ pub(super) fn note_medium(nvme: &mut Nvme, work: Work, result: Result<(), BlockE
     }
 }
 
-/// What is left after the part that was read.
+/// The rest after the part that was read.
 fn advance(rest: Extent) -> Option<Extent> {
     let len = part_of(rest);
     (rest.len > len).then(|| Extent {
@@ -370,8 +368,8 @@ fn advance(rest: Extent) -> Option<Extent> {
     })
 }
 
-/// Whether guest memory from byte `from` on equals `disk`. It is copied in
-/// pieces: the guest may change it meanwhile.
+/// Whether guest memory from byte `from` on equals `disk`. Compares copied pieces, since
+/// the guest may change its memory meanwhile.
 fn equal(disk: &[u8], guest: &[HostSlice], from: usize) -> bool {
     let mut skip = from;
     let mut rest = disk;

@@ -18,7 +18,7 @@ const FIRMWARE_SLOT: u8 = 0x03;
 const CHANGED_NAMESPACES: u8 = 0x04;
 const COMMAND_EFFECTS: u8 = 0x05;
 
-/// Entries of the error log; older ones fall out.
+/// Entries of the error log; older ones are dropped.
 pub const ERROR_LOG_ENTRIES: usize = 64;
 const ERROR_ENTRY_SIZE: usize = 64;
 
@@ -32,7 +32,7 @@ pub struct ErrorEntry {
     pub nsid: u32,
 }
 
-/// What the logs say beyond the statistics.
+/// State of the logs besides the statistics.
 #[derive(Debug)]
 pub struct Logs {
     /// Newest first, with the number of the error.
@@ -42,7 +42,7 @@ pub struct Logs {
     started: Instant,
 }
 
-/// What of the health log depends on features.
+/// Inputs of the health log.
 #[derive(Clone, Copy, Debug)]
 pub struct Health {
     /// Critical warning bits.
@@ -70,7 +70,7 @@ impl Logs {
         self.errors.push_front((self.error_count, entry));
     }
 
-    /// The log page, or `None` when there is no such page.
+    /// The log page, or `None` if it is not supported.
     pub fn page(&self, page: u8, stats: &Stats, health: Health) -> Option<Vec<u8>> {
         Some(match page {
             ERROR_INFORMATION => self.error_information(),
@@ -94,7 +94,7 @@ impl Logs {
             raw[8..10].copy_from_slice(&entry.sq_id.to_le_bytes());
             raw[10..12].copy_from_slice(&entry.command_id.to_le_bytes());
             raw[12..14].copy_from_slice(&(entry.status.bits() << 1).to_le_bytes());
-            // The location in the command is not known.
+            // Parameter error location: unknown.
             raw[14..16].copy_from_slice(&0xffffu16.to_le_bytes());
             raw[16..24].copy_from_slice(&entry.lba.to_le_bytes());
             raw[24..28].copy_from_slice(&entry.nsid.to_le_bytes());
@@ -102,8 +102,7 @@ impl Logs {
         log
     }
 
-    /// Commands that failed because the medium did (Media and Data Integrity
-    /// Errors).
+    /// Number of Media and Data Integrity Errors.
     pub fn media_errors(&self) -> u64 {
         self.media_errors
     }
@@ -116,7 +115,7 @@ impl Logs {
             log[0] |= warning::READ_ONLY;
         }
         log[1..3].copy_from_slice(&TEMPERATURE.to_le_bytes());
-        // Available spare, percent: the room that the image can still grow into.
+        // Available spare, in percent: whether the image's file system has free space.
         log[3] = match health.warnings & warning::SPARE {
             0 => 100,
             _ => 0,
@@ -138,7 +137,7 @@ impl Logs {
     }
 }
 
-/// Figure 199: one slot, which is active.
+/// Figure 199: one slot, active.
 fn firmware_slot() -> Vec<u8> {
     let mut log = vec![0; 512];
     log[0] = 1;
@@ -149,7 +148,7 @@ fn firmware_slot() -> Vec<u8> {
     log
 }
 
-/// Figure 201: commands supported, and whether they change content.
+/// Figure 201: supported commands, and whether they change logical block content.
 fn command_effects() -> Vec<u8> {
     const SUPPORTED: u32 = 1;
     const CHANGES_CONTENT: u32 = 1 << 1;

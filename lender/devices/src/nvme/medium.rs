@@ -1,9 +1,9 @@
-//! A medium that fails, as the operator and the guest are told of it: when that
-//! begins and when it ends, not for each command.
+//! Failures of the medium. Start and end of a failure are reported to the operator and
+//! the guest, rather than each failed command.
 //!
-//! I/O that fails and I/O that succeeds come side by side: a full file system
-//! still takes writes to blocks that it has. So a failure ends only when no
-//! command has met it for [`QUIET`], and what caused it is gone.
+//! During a failure some I/O succeeds: a full file system still accepts writes to
+//! allocated blocks. So a failure ends only after no command has failed for [`QUIET`] and
+//! its cause is gone.
 
 use std::{
     io,
@@ -13,7 +13,7 @@ use std::{
 
 use super::block::{BlockError, Condition};
 
-/// How long no command must have met a failure before it is over.
+/// Time without a failed command before a failure can end.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Critical warnings of the health log (NVM Express 1.4, 5.14.1.2), of which
@@ -48,26 +48,28 @@ enum Cause {
 impl Cause {
     fn warning(self) -> u8 {
         match self {
-            // The spare capacity that the namespace lives on is used up.
+            // The namespace's spare capacity is the file system's free space.
             Self::NoSpace => warning::SPARE,
             Self::ReadOnly => warning::READ_ONLY,
             Self::Shrunk { .. } | Self::Failing { .. } => warning::RELIABILITY,
         }
     }
 
-    /// Whether it is the same failure, whatever it looked like this time.
+    /// Whether it is the same kind of failure.
     fn is_same(self, other: Self) -> bool {
         std::mem::discriminant(&self) == std::mem::discriminant(&other)
     }
 
-    /// Whether it would be met again, after a success in `direction`.
+    /// Whether it persists after a success in `direction`.
     fn persists(self, size: u64, direction: Direction, condition: Condition) -> bool {
         match self {
             Self::NoSpace => condition.full,
             Self::ReadOnly => condition.read_only,
             Self::Shrunk { .. } => condition.size < size,
-            // Nothing but trying tells.
-            Self::Failing { direction: met, .. } => met != direction,
+            // No condition to check: a success in the same direction ends it.
+            Self::Failing {
+                direction: failed, ..
+            } => failed != direction,
         }
     }
 
@@ -89,13 +91,13 @@ impl Cause {
     }
 }
 
-/// What fails at the medium now.
+/// The medium's current failures.
 #[derive(Debug)]
 pub struct Medium {
     image: PathBuf,
-    /// Bytes that the namespace needs.
+    /// Bytes of the namespace.
     size: u64,
-    /// Each cause once, and when a command last met it.
+    /// Each cause once, with the time of the last failed command.
     causes: Vec<(Cause, Instant)>,
     problem: Option<String>,
 }
@@ -110,8 +112,7 @@ impl Medium {
         }
     }
 
-    /// What is wrong, for the operator. The same text for as long as it is the
-    /// same.
+    /// The problem, for the operator. The text does not change while the problem persists.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }
@@ -131,13 +132,13 @@ impl Medium {
         now: Instant,
     ) {
         let cause = match error {
-            // Neither is the medium's fault.
+            // Not failures of the medium.
             BlockError::GuestMemory | BlockError::Unsupported => return,
             BlockError::ReadOnly => Cause::ReadOnly,
-            // A block device answers ENOSPC behind its end.
+            // A block device returns ENOSPC past its end.
             _ if condition.size < self.size => Cause::Shrunk { to: condition.size },
             BlockError::NoSpace => Cause::NoSpace,
-            // It ended early, and has grown again since.
+            // The image has grown again since.
             BlockError::EndsEarly => Cause::Shrunk { to: condition.size },
             BlockError::Medium(errno) => Cause::Failing { errno, direction },
         };
@@ -167,7 +168,7 @@ impl Medium {
             if !is_quiet(*met) {
                 return true;
             }
-            // Looked at again after as long.
+            // If it persists, check again after another period.
             *met = now;
             cause.persists(self.size, direction, condition)
         });
@@ -207,13 +208,13 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_one_change_however_many_commands_meet_it() {
+    fn many_failed_commands_are_one_failure() {
         let mut medium = medium();
         let start = Instant::now();
         for second in 0..100 {
             let now = start + Duration::from_secs(second);
             medium.failed(BlockError::NoSpace, Direction::Write, FULL, now);
-            // A write to a block that the file has.
+            // A write to an allocated block.
             medium.succeeded(Direction::Write, || FULL, now);
             let expected = "image /srv/disk0.img: writes fail: no space left on its file system";
             assert_eq!(medium.problem(), Some(expected));
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_when_nothing_meets_it_and_its_cause_is_gone() {
+    fn a_failure_ends_after_a_quiet_period_if_its_cause_is_gone() {
         let mut medium = medium();
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_did_wrong_is_not_the_mediums_fault() {
+    fn guest_errors_are_not_failures_of_the_medium() {
         let mut medium = medium();
         for error in [BlockError::GuestMemory, BlockError::Unsupported] {
             medium.failed(error, Direction::Write, FINE, Instant::now());

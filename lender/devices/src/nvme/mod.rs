@@ -1,7 +1,7 @@
 //! An NVMe controller (NVM Express 1.4) with one namespace on an image file or
 //! block device.
 //!
-//! # The way of a command
+//! # Command processing
 //!
 //! 1. The guest writes an entry to a submission queue and moves the tail, by a
 //!    doorbell register (`controller`) or a shadow doorbell (`doorbells`).
@@ -11,22 +11,21 @@
 //! 3. The pages become host slices, the slices vectors of one system call
 //!    (`block`): data moves between the image and guest memory without a
 //!    bounce buffer.
-//! 4. When the medium is done, the completion is posted and, once a batch, the
+//! 4. When the I/O is complete, the completion is posted and, once per batch, the
 //!    interrupt raised (`queues`).
 //!
-//! # What is bounded
+//! # Limits
 //!
 //! Commands in flight (`slots`), bytes of a transfer (`identify::MDTS`),
 //! descriptors of a list (`sgl`), ranges of a deallocation (256), event
 //! requests (`events`), entries of the error log (`logs`), queues and their
-//! sizes (`registers`). The guest chooses within these and cannot make the
-//! model hold more.
+//! sizes (`registers`). These bound the memory that a guest can make the model use.
 //!
-//! # Order of a teardown
+//! # Teardown
 //!
-//! The guest memory of a command is let go when the kernel is done with it,
-//! and all of it before the device reports itself quiesced; a controller that
-//! is disabled stays ready until then.
+//! The guest memory of a command is released when the kernel has finished the I/O on it,
+//! and all of it before the device is quiesced; CSTS.RDY of a disabled controller stays
+//! set until then.
 
 mod admin;
 mod block;

@@ -1,4 +1,4 @@
-//! The namespace: its blocks, its names and what its medium can do.
+//! The namespace: its size, its identifiers and its medium's capabilities.
 
 use super::{command::NSID_ALL, config::fnv, status::Status};
 
@@ -36,7 +36,7 @@ impl Namespace {
         }
     }
 
-    /// All of it.
+    /// The whole namespace.
     pub fn whole(&self) -> Extent {
         Extent {
             offset: 0,
@@ -52,7 +52,7 @@ impl Namespace {
         }
     }
 
-    /// Checks the identifier of a command that can also be for all.
+    /// Checks the identifier of a command that also accepts the broadcast value.
     pub fn check_id_or_all(&self, nsid: u32) -> Result<(), Status> {
         match nsid {
             NSID_ALL => Ok(()),
@@ -68,8 +68,8 @@ impl Namespace {
     }
 }
 
-/// The namespace's UUID: derived from the serial number, so that it is the
-/// same whenever the drive is borrowed. Version 8 (RFC 9562, 5.8).
+/// The namespace's UUID: derived from the serial number, so that it is the same for each
+/// borrow. Version 8 (RFC 9562, 5.8).
 pub fn uuid_from(serial: &str) -> [u8; 16] {
     let mut uuid = fnv(serial.as_bytes()).to_be_bytes();
     uuid[6] = uuid[6] & 0x0f | 0x80;

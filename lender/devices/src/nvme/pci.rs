@@ -6,12 +6,12 @@ use farside_pci::{Bar, BarKind, ConfigImage, Description};
 
 use super::registers::{BAR_SIZE, MSIX_PBA, MSIX_TABLE};
 
-/// Vendor id: the block that its owner opened to virtual devices.
+/// Vendor id of the range for virtual devices.
 ///
 /// 1af4:10f0 to 1af4:10ff are for experimental use without registration
-/// (QEMU, docs/specs/pci-ids). Drivers bind to NVMe by class code. We do not
-/// take 1b36:0010, QEMU's own controller: guests have quirks for it, and in a
-/// VM with both one could not tell them apart.
+/// (QEMU, docs/specs/pci-ids). Drivers bind to NVMe by class code. Not 1b36:0010, QEMU's
+/// own controller: guests have quirks for it, and the two would be indistinguishable in
+/// a VM.
 pub const VENDOR_ID: u16 = 0x1af4;
 /// Device id; see [`VENDOR_ID`].
 pub const DEVICE_ID: u16 = 0x10f0;
@@ -22,7 +22,7 @@ const EXPRESS: usize = 0x50;
 /// Mass storage, non-volatile memory, NVM Express.
 const CLASS: u32 = 0x01_08_02;
 
-/// What the function looks like, with `vectors` MSI-X vectors.
+/// The function's description, with `vectors` MSI-X vectors.
 pub fn description(vectors: u16, summary: String) -> Description {
     const PAYLOAD_256: u32 = 1;
     const ASPM_COMPLIANT: u32 = 1 << 22;

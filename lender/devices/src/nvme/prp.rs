@@ -1,8 +1,7 @@
 //! Physical region pages (NVM Express 1.4, 4.3).
 //!
-//! The guest's lists are copied once, entry by entry as needed, and never more
-//! entries than the transfer has pages; so a chain of lists, even a circular
-//! one, ends with the transfer.
+//! The guest's lists are copied once, as needed, and at most one entry for each page of
+//! the transfer; so the walk ends even for a circular chain of lists.
 
 use farside_fabric::{Access, memory::HostSlice};
 
@@ -52,8 +51,7 @@ pub fn gather(
 }
 
 fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Result<(), Status> {
-    // The first list may start anywhere in its page; those it chains to start
-    // at the page's beginning.
+    // The first list may have an offset in its page; later ones must not.
     if list & 7 != 0 {
         return Err(Status::PRP_OFFSET_INVALID);
     }
@@ -61,8 +59,8 @@ fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Res
     loop {
         let wanted = left.div_ceil(page_size);
         let room = (page_size - (at & (page_size - 1))) / 8;
-        // The last entry of a page is a pointer to the next list when the
-        // transfer does not end with it.
+        // The last entry of a page points to the next list unless the transfer ends in
+        // this list.
         let (entries, chained) = if wanted > room {
             (room - 1, true)
         } else {
@@ -94,8 +92,8 @@ fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Res
         if at & (page_size - 1) != 0 {
             return Err(Status::PRP_OFFSET_INVALID);
         }
-        // A page holds at least 512 entries, so each list but the last takes
-        // pages off `left`, but the first: it may hold the chain pointer alone.
+        // Terminates: a page holds at least 512 entries, so each list reduces `left`,
+        // except perhaps the first, which may hold only the chain pointer.
     }
 }
 
@@ -105,7 +103,7 @@ fn qword(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(raw)
 }
 
-/// Joins runs of adjacent pages before they are translated.
+/// Merges adjacent pages before they are translated.
 struct Pages<'a> {
     dma: &'a mut dyn Dma,
     access: Access,
@@ -134,7 +132,7 @@ impl Pages<'_> {
 
     fn flush(&mut self) -> Result<(), Status> {
         if self.pending > 0 {
-            // The fault has been counted and logged where it was refused.
+            // `Dma` has counted and logged the fault.
             self.dma
                 .gather(self.start, self.pending as usize, self.access, self.out)
                 .map_err(|_| Status::DATA_TRANSFER_ERROR)?;

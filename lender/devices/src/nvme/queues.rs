@@ -1,9 +1,8 @@
 //! Submission and completion queues (NVM Express 1.4, 4.1).
 //!
-//! A command is fetched only when its completion queue has room for the
-//! completion, counting the completions that are owed already. So a completion
-//! never waits, and a guest that does not consume its completions stops being
-//! served without costing memory.
+//! Fetching a command reserves an entry of its completion queue; without a free entry no
+//! command is fetched. So a completion never waits, and a guest that does not consume
+//! its completions is not served and uses no memory.
 
 mod doorbell;
 
@@ -25,10 +24,9 @@ pub struct SubmissionQueue {
     entries: u16,
     head: u16,
     tail: u16,
-    /// Commands fetched and not completed, event requests apart.
+    /// Commands fetched and not completed, without event requests.
     in_flight: u32,
-    /// Identifier of the admin command that waits for the queue to be empty,
-    /// so that it can be deleted.
+    /// Identifier of the Delete command that waits for the queue's commands.
     deletion: Option<u16>,
     ring: GuestRange,
     shadow: Shadow,
@@ -49,7 +47,7 @@ impl SubmissionQueue {
         }
     }
 
-    /// Moves the tail; refuses what is out of range.
+    /// Moves the tail. Fails if `value` is out of range.
     fn set_tail(&mut self, value: u32) -> Result<(), DoorbellError> {
         match u16::try_from(value) {
             Ok(tail) if tail < self.entries => {
@@ -65,13 +63,13 @@ impl SubmissionQueue {
 #[derive(Debug)]
 pub struct CompletionQueue {
     entries: u16,
-    /// The guest has consumed up to here.
+    /// The guest has consumed the entries before it.
     head: u16,
     tail: u16,
     phase: bool,
-    /// Completions owed by commands in flight.
-    owed: u32,
-    /// Submission queues that post here.
+    /// Entries reserved for commands in flight.
+    reserved: u32,
+    /// Number of submission queues that post to it.
     users: u16,
     /// The interrupt vector; `None` when interrupts are disabled (IEN).
     vector: Option<u16>,
@@ -89,7 +87,7 @@ impl CompletionQueue {
             head: 0,
             tail: 0,
             phase: true,
-            owed: 0,
+            reserved: 0,
             users: 0,
             vector,
             dirty: false,
@@ -103,13 +101,12 @@ impl CompletionQueue {
         distance(self.head, self.tail, self.entries)
     }
 
-    /// Whether one more completion has a place, beside those owed.
+    /// Whether another entry can be reserved.
     fn has_room(&self) -> bool {
-        self.used() + self.owed < u32::from(self.entries) - 1
+        self.used() + self.reserved < u32::from(self.entries) - 1
     }
 
-    /// Moves the head; refuses what is out of range or consumes entries that
-    /// were not posted.
+    /// Moves the head. Fails if `value` is out of range or beyond the posted entries.
     fn set_head(&mut self, value: u32) -> Result<(), DoorbellError> {
         match u16::try_from(value) {
             Ok(head)
@@ -146,12 +143,12 @@ fn next(index: u16, entries: u16) -> u16 {
     if index + 1 == entries { 0 } else { index + 1 }
 }
 
-/// What went wrong with a doorbell (asynchronous error events, figure 148).
+/// An invalid doorbell write (asynchronous error events, figure 148).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellError {
-    /// There is no such queue.
+    /// The queue does not exist.
     InvalidRegister,
-    /// The value is not one that the queue can take.
+    /// The value is invalid for the queue.
     InvalidValue,
 }
 
@@ -160,9 +157,9 @@ pub enum DoorbellError {
 pub struct Queues {
     sqs: Vec<Option<SubmissionQueue>>,
     cqs: Vec<Option<CompletionQueue>>,
-    /// Submission queues that exist, but for the admin queue.
+    /// Existing submission queues, without the admin queue.
     active: Vec<u16>,
-    /// Completion queues that exist.
+    /// Existing completion queues.
     active_cqs: Vec<u16>,
     buffer: Option<DoorbellBuffer>,
     errors: Vec<DoorbellError>,
@@ -196,12 +193,12 @@ impl Queues {
         self.errors.clear();
     }
 
-    /// Forgets the level of the INTx line: a function reset has lowered it.
+    /// Resets the stored level of the INTx line: a function reset has deasserted it.
     pub fn forget_line(&mut self) {
         self.line = false;
     }
 
-    /// Gives up all translations, as a quiesce requires.
+    /// Drops all translations, as a quiesce requires.
     pub fn forget_translations(&mut self) {
         self.sqs
             .iter_mut()
@@ -221,12 +218,12 @@ impl Queues {
         self.active_cqs.iter().any(|&id| id != 0)
     }
 
-    /// The I/O submission queues that exist.
+    /// The existing I/O submission queue number `index`.
     pub fn io_queue(&self, index: usize) -> Option<u16> {
         self.active.get(index).copied()
     }
 
-    /// How many I/O submission queues exist.
+    /// Number of existing I/O submission queues.
     pub fn io_queues(&self) -> usize {
         self.active.len()
     }
@@ -236,7 +233,7 @@ impl Queues {
         self.shadow_polls
     }
 
-    /// Whether `id` is the number of a submission queue that exists.
+    /// Whether submission queue `id` exists.
     pub fn has_sq(&self, id: u16) -> bool {
         self.sqs.get(usize::from(id)).is_some_and(Option::is_some)
     }
@@ -249,7 +246,7 @@ impl Queues {
         self.active_cqs.push(0);
     }
 
-    /// A number that names no queue yet, as Create I/O Queue wants it.
+    /// Checks that `id` is a valid I/O queue number without a queue.
     fn unused<T>(queues: &[Option<T>], id: u16) -> Result<usize, Status> {
         match queues.get(usize::from(id)) {
             Some(None) if id != 0 => Ok(usize::from(id)),
@@ -267,8 +264,8 @@ impl Queues {
     pub fn check_new_sq(&self, id: u16, cq: u16) -> Result<(), Status> {
         Self::unused(&self.sqs, id)?;
         match self.cqs.get(usize::from(cq)) {
-            // The admin queue is refused as an identifier out of range is; only
-            // one that could exist is an invalid queue (5.4, CQID).
+            // 0 and out-of-range identifiers are an invalid queue identifier; a valid one
+            // without a queue is an invalid completion queue (5.4, CQID).
             _ if cq == 0 => Err(Status::INVALID_QUEUE_ID),
             None => Err(Status::INVALID_QUEUE_ID),
             Some(None) => Err(Status::INVALID_CQ),
@@ -286,8 +283,8 @@ impl Queues {
         if let Some(buffer) = &mut self.buffer {
             let doorbell = Doorbell::CompletionHead(id);
             cq.shadow = Shadow::for_new_queue(buffer.load(dma, doorbell)?);
-            // The head is looked at only now and then: its first move is to
-            // be rung, so that it is not taken for what stood there before.
+            // The head is loaded only rarely. The guest must ring for its first move,
+            // so that the value is not mistaken for the stale one.
             buffer.publish(dma, doorbell, &mut cq.shadow, 0)?;
         }
         self.cqs[usize::from(id)] = Some(cq);
@@ -329,7 +326,7 @@ impl Queues {
     }
 
     /// Stops fetching from a submission queue, to delete it for the admin
-    /// command `command_id` (5.6). [`Queues::take_deleted`] tells the end.
+    /// command `command_id` (5.6). [`Queues::take_deleted`] completes the deletion.
     pub fn start_delete_sq(&mut self, id: u16, command_id: u16) -> Result<(), Status> {
         match self.sqs.get_mut(usize::from(id)) {
             Some(Some(sq)) if id != 0 && sq.deletion.is_none() => {
@@ -340,8 +337,8 @@ impl Queues {
         }
     }
 
-    /// Removes a submission queue whose deletion is due and whose last
-    /// command has completed. Returns the admin command that asked for it.
+    /// Removes a submission queue that is being deleted and has no commands in flight.
+    /// Returns the identifier of the Delete command.
     pub fn take_deleted(&mut self) -> Option<u16> {
         let index = self.active.iter().position(|&id| {
             self.sqs[usize::from(id)]
@@ -356,8 +353,8 @@ impl Queues {
         sq.deletion
     }
 
-    /// Whether a submission queue has a command and may be fetched from, room
-    /// for its completion apart.
+    /// The completion queue of a submission queue from which a command may be fetched,
+    /// if the completion queue has room.
     fn wants_fetch(&self, id: u16) -> Option<u16> {
         let sq = self.sqs.get(usize::from(id))?.as_ref()?;
         (sq.head != sq.tail && sq.deletion.is_none()).then_some(sq.cq)
@@ -369,7 +366,7 @@ impl Queues {
             .is_some_and(CompletionQueue::has_room)
     }
 
-    /// Whether [`Queues::fetch`] would bring a command.
+    /// Whether [`Queues::fetch`] would return a command.
     pub fn can_fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<bool, Fault> {
         let Some(cq) = self.wants_fetch(id) else {
             return Ok(false);
@@ -380,7 +377,7 @@ impl Queues {
         Ok(self.has_room(cq))
     }
 
-    /// Fetches the next command of a submission queue and owes its completion.
+    /// Fetches the next command of a submission queue and reserves its completion entry.
     pub fn fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<Option<Command>, Fault> {
         if !self.can_fetch(dma, id)? {
             return Ok(None);
@@ -394,30 +391,30 @@ impl Queues {
         sq.head = next(sq.head, sq.entries);
         sq.in_flight += 1;
         if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
-            cq.owed += 1;
+            cq.reserved += 1;
         }
         Ok(Some(Command::from_bytes(&bytes)))
     }
 
-    /// Lets a fetched command owe nothing: an event request may stay open for
-    /// ever.
-    pub fn forgive(&mut self, id: u16) {
+    /// Releases the reserved completion entry of a fetched command, for an event request,
+    /// which may stay open indefinitely.
+    pub fn release_completion(&mut self, id: u16) {
         if let Some(Some(sq)) = self.sqs.get_mut(usize::from(id)) {
             sq.in_flight = sq.in_flight.saturating_sub(1);
             if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
-                cq.owed = cq.owed.saturating_sub(1);
+                cq.reserved = cq.reserved.saturating_sub(1);
             }
         }
     }
 
-    /// Owes a completion again, when there is room for it.
-    pub fn owe(&mut self, id: u16) -> bool {
+    /// Reserves a completion entry for an event request. Returns whether there was room.
+    pub fn reserve_completion(&mut self, id: u16) -> bool {
         if let Some(Some(sq)) = self.sqs.get_mut(usize::from(id))
             && let Some(cq) = &mut self.cqs[usize::from(sq.cq)]
             && cq.has_room()
         {
             sq.in_flight += 1;
-            cq.owed += 1;
+            cq.reserved += 1;
             return true;
         }
         false
@@ -439,7 +436,7 @@ impl Queues {
         let Some(cq) = self.cqs[usize::from(sq.cq)].as_mut() else {
             return Ok(());
         };
-        cq.owed = cq.owed.saturating_sub(1);
+        cq.reserved = cq.reserved.saturating_sub(1);
         let completion = Completion {
             result,
             sq_head: sq.head,
@@ -461,8 +458,8 @@ impl Queues {
         Ok(())
     }
 
-    /// Raises the interrupts of completions that were posted since the last
-    /// call, once a queue, and sets the level of the line.
+    /// Raises one interrupt for each queue with completions posted since the last call,
+    /// and sets the level of the line.
     pub fn interrupt(&mut self, irq: &mut dyn Interrupts, mask: u32) {
         for &id in &self.active_cqs {
             if let Some(cq) = &mut self.cqs[usize::from(id)]
@@ -475,7 +472,7 @@ impl Queues {
         self.update_line(irq, mask);
     }
 
-    /// Sets the level of the INTx line, when it changed: asserted while an
+    /// Sets the level of the INTx line if it has changed: asserted while an
     /// unmasked queue has entries that the guest has not consumed (7.5.1).
     pub fn update_line(&mut self, irq: &mut dyn Interrupts, mask: u32) {
         let level = self
@@ -489,8 +486,7 @@ impl Queues {
         }
     }
 
-    /// Looks for consumed entries in the shadow doorbells of the queues that
-    /// assert the INTx line.
+    /// Loads the shadow head doorbells of the queues that assert the INTx line.
     pub fn refresh_asserting(&mut self, dma: &mut dyn Dma, mask: u32) -> Result<(), Fault> {
         if !self.line || self.buffer.is_none() {
             return Ok(());

@@ -45,7 +45,7 @@ pub const VERSION: u32 = 0x0001_0400;
 /// Controller capabilities (3.1.1).
 pub fn capabilities() -> u64 {
     const CONTIGUOUS_QUEUES_REQUIRED: u64 = 1 << 16;
-    // Worst case of a disable: all I/O in flight has to end first. 500 ms units.
+    // Worst case of a disable, which waits for all I/O in flight. In units of 500 ms.
     const TIMEOUT: u64 = 60 << 24;
     const NVM_COMMAND_SET: u64 = 1 << 37;
     u64::from(MAX_QUEUE_ENTRIES - 1)
@@ -60,7 +60,7 @@ pub fn capabilities() -> u64 {
 pub struct Configuration(pub u32);
 
 impl Configuration {
-    /// Bits that can be written.
+    /// Writable bits.
     pub const WRITABLE: u32 = 0x00ff_fff1;
 
     pub fn enabled(self) -> bool {
@@ -77,7 +77,7 @@ impl Configuration {
         self.0 >> 7 & 0xf
     }
 
-    /// Bytes of a memory page. Only for values that enabling has checked.
+    /// Bytes of a memory page. Only for checked values.
     pub fn page_size(self) -> u64 {
         4096 << self.page_shift()
     }
@@ -87,7 +87,7 @@ impl Configuration {
         self.0 >> 11 & 7
     }
 
-    /// Whether a shutdown is asked for, normal or abrupt.
+    /// Whether a shutdown is requested, normal or abrupt.
     pub fn shutdown(self) -> bool {
         matches!(self.0 >> 14 & 3, 1 | 2)
     }
@@ -106,12 +106,12 @@ impl Configuration {
 /// Shutdown status (CSTS.SHST).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Shutdown {
-    /// None asked for.
+    /// No shutdown requested.
     #[default]
     None,
-    /// Commands are ending and the cache is being flushed.
+    /// Commands in flight complete, then the cache is flushed.
     Occurring,
-    /// It is safe to cut the power.
+    /// All writes are on the medium.
     Complete,
 }
 
@@ -134,7 +134,7 @@ impl ControllerStatus {
     }
 }
 
-/// The registers that hold what was written to them, and CSTS.
+/// The storage registers and CSTS.
 #[derive(Debug, Default)]
 pub struct Registers {
     pub cc: Configuration,
@@ -160,7 +160,7 @@ impl Registers {
         (self.aqa >> 16 & 0xfff) + 1
     }
 
-    /// The aligned doubleword at `at`; reserved ones read as zero.
+    /// The doubleword at `at`, a multiple of 4; reserved ones read as zero.
     pub fn read(&self, at: u64) -> u32 {
         match at {
             offset::CAP => capabilities() as u32,
@@ -178,7 +178,7 @@ impl Registers {
         }
     }
 
-    /// Writes a register that has no effect beyond its value.
+    /// Writes a register without side effects.
     pub fn write_plain(&mut self, at: u64, value: u32) {
         let low = |old: u64| old & !0xffff_ffff | u64::from(value & !0xfff);
         let high = |old: u64| old & 0xffff_ffff | u64::from(value) << 32;

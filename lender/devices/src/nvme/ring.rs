@@ -1,9 +1,9 @@
-//! A contiguous structure in guest memory that the controller goes back to:
-//! a queue, or a page of doorbells.
+//! A contiguous structure in guest memory with repeated accesses: a queue, or a page of
+//! doorbells.
 //!
-//! It is translated once and the slice is kept until the device reports itself
-//! quiesced, as [`Dma::translate`] allows. Where host memory behind it is in
-//! pieces, each access is translated instead.
+//! It is translated once, and the slice is kept until the device is quiesced, as
+//! [`Dma::translate`] allows. If it is not contiguous in host memory, each access is
+//! translated.
 
 use std::sync::atomic::Ordering;
 
@@ -30,7 +30,7 @@ impl GuestRange {
         }
     }
 
-    /// Gives up the translation, as a quiesce requires.
+    /// Drops the translation, as a quiesce requires.
     pub fn forget(&mut self) {
         self.whole = None;
     }
@@ -62,8 +62,7 @@ impl GuestRange {
         }
     }
 
-    /// Writes `front` at `offset` and then `last` behind it, in that order as
-    /// seen by another CPU.
+    /// Writes `front` at `offset` and then `last` behind it, with release ordering.
     pub fn publish(
         &mut self,
         dma: &mut dyn Dma,

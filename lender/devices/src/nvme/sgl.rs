@@ -1,14 +1,13 @@
 //! Scatter gather lists (NVM Express 1.4, 4.4): data block, segment and last
-//! segment descriptors, byte aligned, as Identify's SGLS says.
+//! segment descriptors, byte aligned (Identify, SGLS).
 
 use farside_fabric::{Access, memory::HostSlice};
 
 use super::status::Status;
 use crate::Dma;
 
-/// Most descriptors of one command, segment descriptors included: bounds the
-/// walk and what a command can make the controller hold. Linux uses at most
-/// 256 a command.
+/// Most descriptors of one command, including segment descriptors. Bounds the walk and a
+/// command's memory. Linux uses at most 256.
 pub const MAX_DESCRIPTORS: usize = 1024;
 
 const DESCRIPTOR_SIZE: usize = 16;
@@ -48,8 +47,8 @@ impl Descriptor {
     }
 }
 
-/// Appends the host memory behind the SGL that starts with `first`, which has
-/// to describe exactly `len` bytes.
+/// Appends the host memory behind the SGL that starts with `first`, which must
+/// describe exactly `len` bytes.
 pub fn gather(
     dma: &mut dyn Dma,
     first: &[u8; 16],
@@ -69,7 +68,7 @@ pub fn gather(
     } else {
         walk.segments(first)?;
     }
-    // Too short, as too long, is an error: SGLS bit 18 is clear.
+    // Any other length is an error: SGLS bit 18 is clear.
     match walk.left {
         0 => Ok(()),
         _ => Err(Status::SGL_LENGTH_INVALID),
@@ -134,7 +133,7 @@ impl Walk<'_> {
         }
         match segment.kind {
             Kind::LastSegment => Ok(None),
-            // A segment that is not the last has to end in a pointer.
+            // A segment that is not the last must end with a segment descriptor.
             _ => Err(Status::INVALID_SGL_SEGMENT),
         }
     }
@@ -148,7 +147,7 @@ impl Walk<'_> {
         if len == 0 {
             return Ok(());
         }
-        // The fault has been counted and logged where it was refused.
+        // `Dma` has counted and logged the fault.
         self.dma
             .gather(block.address, len as usize, self.access, self.out)
             .map_err(|_| Status::DATA_TRANSFER_ERROR)

@@ -2,13 +2,12 @@
 
 use super::{block::Tag, namespace::Extent};
 
-/// I/O commands in flight at most; beyond that the controller stops fetching.
+/// Most I/O commands in flight; at the limit the controller stops fetching.
 pub const IO_SLOTS: u16 = 1024;
-/// Slots that only admin commands and a shutdown can have, so that they are
-/// never starved by I/O.
+/// Slots reserved for admin commands and shutdown, so that I/O cannot starve them.
 pub const RESERVED_SLOTS: u16 = 4;
 
-/// What a slot does.
+/// The work of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Work {
     #[default]
@@ -19,13 +18,13 @@ pub enum Work {
     Write {
         len: u64,
     },
-    /// A flush, on its own or as the end of a write-like command.
+    /// A flush, as a command or as the last step of one.
     Flush,
-    /// Zeroes, and a flush after it when it has to be durable.
+    /// Write zeroes, followed by a flush if `durable`.
     Zero {
         durable: bool,
     },
-    /// Holes; the ranges left are the slot's.
+    /// Punches holes; the slot has the remaining ranges.
     Deallocate,
     /// Reads the rest in parts, and compares it with guest memory.
     Compare {
@@ -36,7 +35,7 @@ pub enum Work {
     Verify {
         rest: Extent,
     },
-    /// The flush of a shutdown; no command waits for it.
+    /// The flush of a shutdown, without a command.
     Shutdown,
 }
 
@@ -62,7 +61,7 @@ impl Slots {
         let count = IO_SLOTS + RESERVED_SLOTS;
         Self {
             slots: (0..count).map(|_| Slot::default()).collect(),
-            // The most recently used is taken first: its memory is warm.
+            // LIFO: the most recently used slot is warm in the cache.
             free: (0..count).rev().collect(),
         }
     }
@@ -72,8 +71,7 @@ impl Slots {
         self.free.len() > usize::from(RESERVED_SLOTS)
     }
 
-    /// Whether an admin command can be fetched; the last slot is kept for a
-    /// shutdown.
+    /// Whether an admin command can be fetched; the last slot is reserved for shutdown.
     pub fn has_room_for_admin(&self) -> bool {
         self.free.len() > 1
     }
@@ -87,7 +85,7 @@ impl Slots {
         self.free.pop()
     }
 
-    /// Gives a slot back.
+    /// Frees a slot.
     pub fn release(&mut self, tag: Tag) {
         let slot = &mut self[tag];
         slot.work = Work::Free;
@@ -95,7 +93,7 @@ impl Slots {
         self.free.push(tag);
     }
 
-    /// Gives all back, as a reset does.
+    /// Frees all slots, as a reset does.
     pub fn clear(&mut self) {
         *self = Self::new();
     }

@@ -1,6 +1,6 @@
-//! What the controller has done since power-on.
+//! Statistics since power-on.
 
-/// Counters; they survive resets, as SMART's do.
+/// Counters; preserved across resets, as SMART's are.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stats {
     /// Admin commands fetched.
@@ -11,11 +11,11 @@ pub struct Stats {
     pub reads: u64,
     /// Write commands.
     pub writes: u64,
-    /// Bytes that reads have moved.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that writes have moved.
+    /// Bytes written.
     pub bytes_written: u64,
-    /// Flushes, those of a shutdown included.
+    /// Flushes, including those of shutdowns.
     pub flushes: u64,
     /// Doorbell writes that trapped.
     pub doorbell_traps: u64,

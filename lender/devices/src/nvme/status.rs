@@ -7,12 +7,12 @@ pub struct Status(u16);
 const DO_NOT_RETRY: u16 = 1 << 14;
 const MORE: u16 = 1 << 13;
 
-/// An error that a repeat of the same command would meet again.
+/// An error that a retry of the command would get again (DNR).
 const fn fatal(status_type: u16, code: u16) -> Status {
     Status(status_type << 8 | code | DO_NOT_RETRY)
 }
 
-/// An error that may be gone when the command is tried again.
+/// An error for which a retry may succeed.
 const fn transient(status_type: u16, code: u16) -> Status {
     Status(status_type << 8 | code)
 }
@@ -58,18 +58,18 @@ impl Status {
     pub const UNRECOVERED_READ: Self = transient(MEDIA, 0x81);
     pub const COMPARE_FAILURE: Self = fatal(MEDIA, 0x85);
 
-    /// The same status, saying that the error log has an entry on it.
+    /// The same status with More: the error log has an entry on it.
     pub fn with_more(self) -> Self {
         Self(self.0 | MORE)
     }
 
-    /// The field as it stands in a completion, above the phase tag.
+    /// The status field of a completion, without the phase tag.
     pub fn bits(self) -> u16 {
         self.0
     }
 
-    /// Whether the medium, not the command, is to blame (SMART counts these).
-    /// An image that cannot grow loses data as one that fails does.
+    /// Whether the medium has failed, rather than the command (SMART counts these).
+    /// Includes an image that cannot grow: it loses data as a failing medium does.
     pub fn is_media_error(self) -> bool {
         let is_of_medium = self.0 >> 8 & 7 == MEDIA && self != Self::COMPARE_FAILURE;
         is_of_medium || self == Self::CAPACITY_EXCEEDED

@@ -13,27 +13,26 @@ use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
 
 use super::is_read_only;
 
-/// How long to wait for whoever has the image to exit. The kernel releases the
-/// files of a process that was killed after the process is gone: an io_uring
-/// holds them until a kernel worker has taken it apart, up to some 250 ms later.
+/// How long to wait while the image is in use. The kernel closes the files of a killed
+/// process only after its exit: an io_uring holds them until a kernel worker has
+/// destroyed it, up to some 250 ms later.
 const IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often to look whether it has. There is no event to wait for: nothing is
-/// signalled when an exclusive claim of a block device ends, and a blocking
-/// flock(2) has no timeout.
+/// Interval of retries. There is no event to wait for: the end of an exclusive claim of
+/// a block device is not signalled, and a blocking flock(2) has no timeout.
 const IN_USE_STEP: Duration = Duration::from_millis(10);
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// There is no such file.
+    /// The file does not exist.
     #[error("image {path}: no such {}", missing(path))]
     Missing {
         /// The image.
         path: PathBuf,
     },
-    /// A directory cannot hold blocks.
-    #[error("image {path} is a directory; it has to be a file or a block device")]
+    /// A directory.
+    #[error("image {path} is a directory; it must be a file or a block device")]
     Directory {
         /// The image.
         path: PathBuf,
@@ -44,13 +43,13 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
     },
-    /// An image of no blocks.
+    /// The image has no blocks.
     #[error("image {path} is empty{}", empty(path))]
     Empty {
         /// The image.
         path: PathBuf,
     },
-    /// The last block would be cut off.
+    /// The last block would be incomplete.
     #[error(
         "image {path} has {size} bytes, which is not a multiple of the block size, {block_size} bytes"
     )]
@@ -70,24 +69,24 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
     },
-    /// The file may not be opened at all.
+    /// The file may not be opened for reading.
     #[error("image {path} cannot be read: permission denied")]
     PermissionDenied {
         /// The image.
         path: PathBuf,
     },
-    /// Another process, or another device, has it.
+    /// Another process or device has claimed it.
     #[error("image {path} is in use by another process or device")]
     InUse {
         /// The image.
         path: PathBuf,
     },
-    /// Something else went wrong.
+    /// Any other error.
     #[error("cannot use image {path}")]
     Io {
         /// The image.
         path: PathBuf,
-        /// What the system said.
+        /// The error.
         source: io::Error,
     },
 }
@@ -99,23 +98,23 @@ pub enum ImageAccess {
     ReadWrite,
 }
 
-/// An open image, locked for as long as the file is open: exclusively, or
-/// shared with other readers when read-only.
+/// An open image, locked while the file is open: exclusively, or shared with other
+/// readers if read-only.
 #[derive(Debug)]
 pub struct Image {
     pub file: File,
     /// Bytes, a multiple of the block size.
     pub size: u64,
-    /// Whether a hole can be punched, and reads as zeroes.
+    /// Whether holes can be punched, which read as zeroes.
     pub punches_holes: bool,
 }
 
-/// Whether a device is meant.
+/// Whether the path is a device's.
 fn is_device(path: &Path) -> bool {
     path.starts_with("/dev") && !path.starts_with("/dev/shm")
 }
 
-/// What is not there, and where one comes from.
+/// The kind of the missing file, with a remedy.
 fn missing(path: &Path) -> String {
     match is_device(path) {
         true => "device; `lsblk` lists the block devices of this host".to_owned(),
@@ -123,17 +122,17 @@ fn missing(path: &Path) -> String {
     }
 }
 
-/// How what has no blocks gets some.
+/// The remedy for an empty image.
 fn empty(path: &Path) -> String {
     match is_device(path) {
-        true => ": the device has no medium, or none that it can read".to_owned(),
+        true => ": the device has no medium, or an unreadable one".to_owned(),
         false => format!("; give it a size with `truncate -s 10G {}`", path.display()),
     }
 }
 
 impl Image {
-    /// Opens and locks it. While it is in use, waits a moment for whoever has
-    /// it to exit, as a lender that is started anew does.
+    /// Opens and locks an image. If it is in use, retries for [`IN_USE_TIMEOUT`], for
+    /// example for the previous process of a lender that restarts.
     pub fn open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
         let until = Instant::now() + IN_USE_TIMEOUT;
         loop {
@@ -162,15 +161,14 @@ impl Image {
             return Err(ImageError::WrongKind { path: at() });
         }
         let writable = access == ImageAccess::ReadWrite;
-        // The superuser may write to what is write-protected; that is not a
-        // reason to do it.
+        // The kernel ignores write protection for root; respect it.
         if writable && metadata.permissions().readonly() {
             return Err(ImageError::WriteProtected { path: at() });
         }
         let mut options = OpenOptions::new();
         options.read(true).write(writable);
         if kind.is_block_device() && writable {
-            // Refused while it is mounted or otherwise claimed.
+            // Fails while the device is mounted or otherwise claimed.
             options.custom_flags(libc::O_EXCL);
         }
         let mut file =
@@ -188,8 +186,7 @@ impl Image {
                     }
                     _ => io(source),
                 })?;
-        // A device that was made read-only can be opened for writing all the
-        // same; then each write fails.
+        // A read-only device can be opened for writing, but each write fails.
         if kind.is_block_device() && writable && is_read_only(&file).map_err(io)? {
             return Err(ImageError::WriteProtected { path: at() });
         }
@@ -201,7 +198,7 @@ impl Image {
             rustix::io::Errno::WOULDBLOCK => ImageError::InUse { path: at() },
             _ => io(errno.into()),
         })?;
-        // A block device's metadata has no size.
+        // The metadata of a block device has no size.
         let size = file.seek(SeekFrom::End(0)).map_err(io)?;
         if size == 0 {
             return Err(ImageError::Empty { path: at() });
@@ -222,7 +219,7 @@ impl Image {
     }
 }
 
-/// Tries a hole behind the end, where it changes nothing.
+/// Punches a hole past the end, which changes no data.
 fn can_punch(file: &File, size: u64, block_size: u32) -> bool {
     fallocate(
         file,
@@ -238,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_not_to_be_made_by_truncate() {
+    fn truncate_is_not_suggested_for_a_device() {
         for (path, is_file) in [
             ("/srv/disk0.img", true),
             ("/dev/shm/disk0.img", true),

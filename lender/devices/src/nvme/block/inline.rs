@@ -1,19 +1,18 @@
-//! Copies, done where they are asked for.
+//! Synchronous I/O in the device's thread, for page-cache copies.
 //!
-//! A cached write is a copy into the page cache: microseconds, less than it
-//! takes to hand it to another thread. (Some file systems, ext4 among them,
-//! refuse nonblocking buffered writes, so io_uring gives each to a worker, one
-//! at a time for a file.) So they are done at once, in the device's thread.
+//! A cached write is a copy into the page cache: microseconds, less than passing it to
+//! another thread takes. (Some file systems, ext4 among them, do not support nonblocking
+//! buffered writes, so io_uring passes each to a worker, one at a time for a file.) So
+//! cached writes are synchronous.
 //!
-//! So are reads of an image in memory (tmpfs): that is all a copy too, but tmpfs
-//! knows no nonblocking I/O, so io_uring would give each to a worker. Large ones
-//! are given to workers all the same, which copy side by side.
+//! So are reads of an image in memory (tmpfs): they are copies, too, but tmpfs does not
+//! support nonblocking I/O, so io_uring would pass each to a worker. Large reads go to
+//! workers nevertheless, which copy in parallel.
 //!
-//! Until one takes long because it waited. Then the kernel is making writers wait
-//! for the medium (or has to swap the image in), and I/O takes the engine's way for
-//! a while: the device's thread, which must not block, is held up by one operation
-//! in each such pause. One that was only kept from its processor says nothing of
-//! the medium; workers would want processors too.
+//! If such an operation blocks, the kernel is throttling writers (or swapping the image
+//! in), and I/O uses the engine for [`PAUSE`], so that the device's thread blocks at most
+//! once per pause. Preemption isn't evidence of a slow medium, and workers would
+//! compete for the same CPUs: check `ru_nvcsw` before switching to the engine.
 
 use std::{
     fs::File,
@@ -25,34 +24,35 @@ use std::{
 
 use super::{Durability, RawOp, last_errno, raw};
 
-/// An operation that takes longer than this, and [`SLOW_BYTE`] for each byte,
-/// waited for the medium or for a processor; [`times_waited`] tells which.
+/// An operation that takes longer than this plus [`SLOW_BYTE`] per byte has blocked or
+/// was preempted; [`times_blocked`] distinguishes the two.
 const SLOW: Duration = Duration::from_millis(2);
 
-/// The time of a byte for a machine that copies slowly: 250 MB/s.
+/// Time per byte of a slow copy: 250 MB/s.
 const SLOW_BYTE: Duration = Duration::from_nanos(4);
 
-/// How long I/O takes the engine's way after a slow one.
+/// How long I/O uses the engine after an operation has blocked.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// How old a count of [`times_waited`] may be: it costs as much as a read of 4 KiB.
-/// A slow operation before which the thread slept as recently counts as having
-/// waited.
+/// Maximum age of a count of [`times_blocked`], whose system call costs as much as a read
+/// of 4 KiB. If the thread has slept within this time before a slow operation, the
+/// operation counts as blocked.
 const COUNT_AGE: Duration = Duration::from_micros(50);
 
-/// The longest read, bytes.
+/// Longest synchronous read, in bytes.
 const LONGEST_READ: u64 = 128 << 10;
 
 /// `f_type` of tmpfs and ramfs.
 const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Whether copies are quick at the moment.
+/// State of synchronous I/O.
 #[derive(Default)]
 pub(super) struct Inline {
-    /// Reads are copies too.
+    /// The image is in memory, so reads are copies, too.
     in_memory: bool,
+    /// End of the pause.
     resume: Option<Instant>,
-    /// [`times_waited`], and when that was.
+    /// [`times_blocked`], with its time.
     counted: Option<(Instant, i64)>,
 }
 
@@ -66,13 +66,12 @@ impl Inline {
         })
     }
 
-    /// Does `op` now, if it is one that is quick now, and returns its result:
-    /// bytes, or a negative errno.
+    /// Performs `op` if it is a copy and there is no pause. Returns its result: bytes, or a
+    /// negative errno.
     ///
     /// # Safety
     ///
-    /// The operation's `iovecs` and the memory they name are allocated for the
-    /// length of the call.
+    /// The operation's `iovecs` and their memory must be allocated during the call.
     pub(super) unsafe fn try_now(&mut self, file: &File, op: &RawOp) -> Option<i32> {
         let (write, iovecs, count, offset) = match *op {
             RawOp::Write {
@@ -100,11 +99,11 @@ impl Inline {
         if self.resume.is_some_and(|resume| started < resume) {
             return None;
         }
-        let waited = self.times_waited_before(started);
+        let waited = self.times_blocked_before(started);
         let (file, count, offset) = (raw(file), count as i32, offset as i64);
-        // SAFETY: `count` valid iovecs, by this function's contract; the
-        // kernel follows them, and answers EFAULT where memory is gone. Reading
-        // changes guest memory, of which there are no references.
+        // SAFETY: `count` valid iovecs, by this function's contract; only the kernel
+        // accesses their memory, with EFAULT where it is no longer mapped. Reading
+        // changes guest memory, to which there are no references.
         let bytes = unsafe {
             match write {
                 true => libc::pwritev(file, iovecs, count, offset),
@@ -112,7 +111,7 @@ impl Inline {
             }
         };
         let slow = SLOW + SLOW_BYTE * u32::try_from(bytes.max(0)).unwrap_or(u32::MAX);
-        let waited = started.elapsed() > slow && times_waited() != waited;
+        let waited = started.elapsed() > slow && times_blocked() != waited;
         self.resume = waited.then(|| Instant::now() + PAUSE);
         Some(match bytes {
             0.. => bytes as i32,
@@ -120,12 +119,12 @@ impl Inline {
         })
     }
 
-    /// [`times_waited`] before an operation that starts `now`.
-    fn times_waited_before(&mut self, now: Instant) -> i64 {
+    /// [`times_blocked`] before an operation that starts `now`.
+    fn times_blocked_before(&mut self, now: Instant) -> i64 {
         match self.counted {
             Some((at, waited)) if now - at < COUNT_AGE => waited,
             _ => {
-                let waited = times_waited();
+                let waited = times_blocked();
                 self.counted = Some((now, waited));
                 waited
             }
@@ -133,12 +132,12 @@ impl Inline {
     }
 }
 
-/// How often this thread has slept (getrusage(2), `ru_nvcsw`): the processor that
-/// another thread took from it is not counted.
-fn times_waited() -> i64 {
+/// Number of voluntary context switches of this thread (getrusage(2), `ru_nvcsw`):
+/// excludes preemption.
+fn times_blocked() -> i64 {
     // SAFETY: all zeros are a valid `rusage`, which is plain numbers.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` is a `rusage` to be written. Fails for other arguments only.
+    // SAFETY: `usage` is a valid `rusage` to write to. Cannot fail with these arguments.
     unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) };
     usage.ru_nvcsw
 }
@@ -166,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_writes_are_done_at_once_and_durable_ones_are_not() {
+    fn cached_writes_are_synchronous_and_durable_ones_are_not() {
         let file = tempfile::tempfile().unwrap();
         let mut inline = Inline::default();
         assert_eq!(write(&mut inline, &file, Durability::Durable), None);
@@ -178,19 +177,19 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_slept_has_waited() {
+    fn a_thread_that_slept_has_blocked() {
         let mut inline = Inline::default();
         let now = Instant::now();
-        let before = inline.times_waited_before(now);
+        let before = inline.times_blocked_before(now);
         std::thread::sleep(Duration::from_millis(1));
-        assert!(times_waited() > before);
-        // Asked again only when that may be out of date.
-        assert_eq!(inline.times_waited_before(now), before);
-        assert!(inline.times_waited_before(now + COUNT_AGE) > before);
+        assert!(times_blocked() > before);
+        // Queried again only after `COUNT_AGE`.
+        assert_eq!(inline.times_blocked_before(now), before);
+        assert!(inline.times_blocked_before(now + COUNT_AGE) > before);
     }
 
     #[test]
-    fn after_a_slow_write_the_engine_has_its_turn() {
+    fn after_a_blocked_write_the_engine_is_used() {
         let file = tempfile::tempfile().unwrap();
         let mut inline = Inline {
             resume: Some(Instant::now() + Duration::from_secs(3600)),
@@ -201,7 +200,7 @@ mod tests {
         assert_eq!(write(&mut inline, &file, Durability::Cached), Some(4));
     }
 
-    /// The result, and what is in the buffer afterwards.
+    /// The result, and the buffer's contents.
     fn read(inline: &mut Inline, file: &File, len: usize) -> (Option<i32>, Vec<u8>) {
         let mut data = vec![0; len];
         let iovec = libc::iovec {
@@ -219,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_are_done_at_once_where_they_are_small_copies() {
+    fn small_reads_of_an_image_in_memory_are_synchronous() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(b"abcde", 0).unwrap();
         let in_memory = |in_memory| Inline {
@@ -235,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_in_memory_is_known() {
+    fn an_image_in_memory_is_detected() {
         let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
         assert!(Inline::new(&memory.unwrap().into()).unwrap().in_memory);
         let proc = File::open("/proc/self/stat").unwrap();

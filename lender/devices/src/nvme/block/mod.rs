@@ -1,14 +1,13 @@
-//! The medium: an image file or block device, and the I/O on it that is in
-//! flight.
+//! The medium: an image file or block device, and the I/O in flight on it.
 //!
-//! This module is the safe face of the engines below it. An engine hands
-//! pointers to guest memory to the kernel; what keeps them good is here:
+//! This module is the safe interface of the engines. An engine passes pointers to guest
+//! memory to the kernel, whose validity this module ensures:
 //!
 //! - a [`Tag`]'s slices, vectors and scratch memory belong to the
 //!   [`BlockQueue`] and cannot be changed while the tag is in flight;
-//! - a slice keeps its mapping alive, and is dropped only when the kernel is
-//!   done with it;
-//! - dropping the queue waits for all that is in flight.
+//! - a slice keeps its mapping alive, and is dropped only after the kernel has finished
+//!   the I/O;
+//! - dropping the queue waits for all I/O in flight.
 //!
 //! Nothing is allocated per transfer once a tag's vectors have grown.
 #![allow(unsafe_code)]
@@ -42,59 +41,59 @@ use threads::Threads;
 use transfer::{Job, Step, Transfer};
 use uring::Uring;
 
-/// How I/O reaches the kernel.
+/// The I/O engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EngineChoice {
-    /// io_uring where the kernel has it, else threads.
+    /// io_uring if the kernel supports it, else threads.
     #[default]
     Auto,
-    /// io_uring, or refuse to start.
+    /// io_uring; fail if the kernel does not support it.
     IoUring,
-    /// A small pool of threads that call `preadv` and `pwritev`.
+    /// A small pool of threads with `preadv` and `pwritev`.
     Threads,
 }
 
-/// Number of a place for I/O in flight, below the queue's depth.
+/// Identifies a transfer; below the queue's depth.
 pub type Tag = u16;
 
-/// When a write counts as done.
+/// When a write is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// In the host's page cache; a flush brings it to the medium.
+    /// Once it is in the host's page cache.
     Cached,
-    /// On the medium.
+    /// Once it is on the medium.
     Durable,
 }
 
-/// Why an I/O failed, from the guest's point of view.
+/// Why an I/O failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockError {
-    /// Guest memory went away while the kernel used it.
+    /// The kernel could not access guest memory, such as of a file that has shrunk.
     GuestMemory,
     /// The file system under the image is full.
     NoSpace,
-    /// The medium cannot do this kind of operation.
+    /// The medium does not support the operation.
     Unsupported,
     /// The medium has become read-only.
     ReadOnly,
-    /// The medium ended early.
+    /// The medium is too short.
     EndsEarly,
     /// The medium failed, with this errno.
     Medium(i32),
 }
 
-/// How it stands with the medium, whatever I/O meets.
+/// The medium's condition, independent of I/O.
 #[derive(Clone, Copy, Debug)]
 pub struct Condition {
     /// Bytes.
     pub size: u64,
-    /// Its file system has no block left.
+    /// Its file system has no free block.
     pub full: bool,
     pub read_only: bool,
 }
 
-/// What an engine does with one tag.
+/// An operation of an engine.
 #[derive(Clone, Copy, Debug)]
 enum RawOp {
     Read {
@@ -114,47 +113,44 @@ enum RawOp {
     Allocate { mode: i32, offset: u64, len: u64 },
 }
 
-/// What an engine must provide.
+/// An I/O engine.
 ///
 /// Guaranteed by the caller: at most `depth` tags in flight, each once.
-/// Guaranteed by the engine: a tag that was queued is handed out by `reap`
-/// exactly once, and only when the kernel no longer touches its memory;
-/// dropping the engine waits until that is so for all.
+/// Guaranteed by the engine: `reap` returns each queued tag exactly once, and only after
+/// the kernel's last access to its memory; dropping the engine waits for that for all
+/// tags.
 trait Engine: Send {
-    /// Takes an operation; it may start only with [`Engine::submit`].
+    /// Queues an operation; [`Engine::submit`] starts it.
     ///
     /// # Safety
     ///
-    /// The `iovecs` and the memory they name must stay allocated, and be
-    /// neither moved nor freed, until `reap` has handed out `tag` or the
-    /// engine has been dropped. (That the guest changes the bytes or shrinks
-    /// the file behind them is fine: only the kernel touches them.)
+    /// The `iovecs` and their memory must stay allocated, and be
+    /// neither moved nor freed, until `reap` has returned `tag` or the
+    /// engine has been dropped. (The guest may change the bytes or shrink
+    /// the file behind them: only the kernel accesses them.)
     unsafe fn queue(&mut self, tag: Tag, op: RawOp);
 
-    /// Starts what was queued. Returns whether all of it was started; what
-    /// was not stays queued for the next call.
+    /// Starts the queued operations. Returns whether all were started; the others stay
+    /// queued for the next call.
     fn submit(&mut self) -> bool;
 
     /// Appends the finished tags with the system call's result: bytes, or a
     /// negative errno.
     fn reap(&mut self, done: &mut Vec<(Tag, i32)>);
 
-    /// Whether `reap` would find something. Clears readiness of `wake_fd`
-    /// that is out of date.
+    /// Whether `reap` would return a tag. Clears stale readiness of `wake_fd`.
     fn has_finished(&mut self) -> bool;
 
-    /// Readable when something has finished.
+    /// Readable when an operation has finished.
     fn wake_fd(&self) -> BorrowedFd<'_>;
 
-    /// Blocks until something that was started has finished, or a signal
-    /// comes.
+    /// Blocks until a started operation has finished, or a signal arrives.
     fn wait(&mut self);
 }
 
 /// I/O on an image, by tag.
 pub struct BlockQueue {
-    // Dropped first: waits for the kernel, so that the memory of `transfers`
-    // is no longer in use when that goes.
+    // Dropped first: waits for the kernel, which uses the memory of `transfers`.
     engine: Box<dyn Engine>,
     transfers: Box<[Transfer]>,
     inline: Inline,
@@ -175,7 +171,7 @@ impl BlockQueue {
             EngineChoice::Auto => match Uring::open(Arc::clone(&file), depth) {
                 Ok(uring) => Box::new(uring),
                 Err(refusal) => {
-                    log::info!("no io_uring here ({refusal}): using threads for I/O");
+                    log::info!("io_uring is not available ({refusal}): using threads for I/O");
                     Box::new(Threads::start(Arc::clone(&file), depth)?)
                 }
             },
@@ -192,14 +188,12 @@ impl BlockQueue {
         })
     }
 
-    /// Brings what was written and has completed onto the medium, and waits for
-    /// it.
+    /// Flushes all completed writes to the medium, and waits.
     pub fn settle(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// How it stands with the medium. What the system does not tell is taken
-    /// for in order.
+    /// The medium's condition. Values that cannot be queried count as good.
     pub fn condition(&self) -> Condition {
         let size = (&*self.file).seek(SeekFrom::End(0)).unwrap_or(u64::MAX);
         let is_device = self
@@ -229,16 +223,16 @@ impl BlockQueue {
     ///
     /// # Panics
     ///
-    /// When `tag` is in flight.
+    /// If `tag` is in flight.
     pub fn slices(&mut self, tag: Tag) -> &mut Vec<HostSlice> {
         self.transfers[usize::from(tag)].slices_mut()
     }
 
-    /// What a scratch read brought, and the guest memory of the tag.
+    /// The data of a scratch read, and the guest memory of the tag.
     ///
     /// # Panics
     ///
-    /// When `tag` is in flight.
+    /// If `tag` is in flight.
     pub fn scratch(&self, tag: Tag) -> (&[u8], &[HostSlice]) {
         self.transfers[usize::from(tag)].scratch()
     }
@@ -247,7 +241,7 @@ impl BlockQueue {
     ///
     /// # Panics
     ///
-    /// When `tag` is in flight.
+    /// If `tag` is in flight.
     pub fn release(&mut self, tag: Tag) {
         self.transfers[usize::from(tag)].release();
     }
@@ -271,19 +265,19 @@ impl BlockQueue {
     /// Most bytes of a scratch read.
     pub const SCRATCH: usize = 64 << 10;
 
-    /// Brings all writes that have completed to the medium.
+    /// Flushes all completed writes to the medium.
     pub fn flush(&mut self, tag: Tag) {
         self.start(tag, Job::Flush);
     }
 
-    /// Gives `[offset, offset + len)` back to the file system; it reads as
-    /// zeroes from then on.
+    /// Deallocates `[offset, offset + len)` (FALLOC_FL_PUNCH_HOLE), which then reads as
+    /// zeroes.
     pub fn punch(&mut self, tag: Tag, offset: u64, len: u64) {
         self.start(tag, Job::Punch { offset, len });
     }
 
-    /// Makes `[offset, offset + len)` zeroes, by whatever way the medium has;
-    /// as a hole first when `punch`.
+    /// Zeroes `[offset, offset + len)` by any method that the medium supports; with
+    /// `punch`, preferably as a hole.
     pub fn zero(&mut self, tag: Tag, offset: u64, len: u64, punch: bool) {
         self.start(tag, Job::zero(offset, len, punch));
     }
@@ -294,32 +288,31 @@ impl BlockQueue {
                 self.in_flight += 1;
                 self.queue(tag, op);
             }
-            // Nothing to move.
+            // An empty transfer.
             None => self.done.push((tag, Ok(()))),
         }
     }
 
     fn queue(&mut self, tag: Tag, op: RawOp) {
         // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
-        // `tag`, which point it at the transfer's own iovecs. These and what
-        // they name (guest slices, which keep their mapping alive; scratch;
-        // the static zeroes) are allocated in `self.transfers`, which nothing
-        // changes before this call returns.
+        // `tag`, which point it at the transfer's own iovecs. These and their memory
+        // (guest slices, which keep their mapping alive; scratch; the static zeroes) are
+        // owned by `self.transfers` or static, and not changed before this call returns.
         if let Some(result) = unsafe { self.inline.try_now(&self.file, &op) } {
             self.finished.push((tag, result));
             return;
         }
         // SAFETY: the pointers are valid, as argued above, and stay so: the
         // methods of `Transfer` refuse to change an entry in flight, and this
-        // one is in flight until `reap` has handed out `tag`. The boxes and
+        // one is in flight until `reap` has returned `tag`. The boxes and
         // vectors do not move their contents when `self` is moved, and `engine`,
         // whose drop waits for the kernel, is dropped before `transfers`.
         unsafe { self.engine.queue(tag, op) };
         self.all_submitted = false;
     }
 
-    /// Starts what was asked for since the last call and takes what has
-    /// finished; [`BlockQueue::next_done`] hands it out.
+    /// Starts queued operations and reaps finished ones; [`BlockQueue::next_done`] returns
+    /// finished transfers.
     pub fn turn(&mut self) {
         loop {
             if !self.all_submitted {
@@ -332,8 +325,8 @@ impl BlockQueue {
         }
     }
 
-    /// Handles what `reap` brought. Returns whether a further step of some
-    /// transfer was queued.
+    /// Processes finished operations. Returns whether a further step of a transfer was
+    /// queued.
     fn take_finished(&mut self) -> bool {
         let mut more = false;
         while let Some((tag, result)) = self.finished.pop() {
@@ -359,21 +352,20 @@ impl BlockQueue {
         self.done.pop()
     }
 
-    /// Whether a call of [`BlockQueue::turn`] would do something. Clears
-    /// out-of-date readiness of the wake descriptor, so that after a false
-    /// the owner may sleep on it.
+    /// Whether [`BlockQueue::turn`] has work. Clears stale readiness of the wake
+    /// descriptor, so that the owner may sleep on it if this returns false.
     pub fn is_busy(&mut self) -> bool {
-        // The engine is asked in any case: it clears its readiness.
+        // Always call the engine, which clears stale readiness.
         let finished = self.engine.has_finished() || !self.finished.is_empty();
         !self.all_submitted || !self.done.is_empty() || finished
     }
 
-    /// Readable when something has finished.
+    /// Readable when an operation has finished.
     pub fn wake_fd(&self) -> BorrowedFd<'_> {
         self.engine.wake_fd()
     }
 
-    /// Blocks until nothing is in flight and drops all results.
+    /// Blocks until no transfer is in flight, and drops all results.
     pub fn drain(&mut self) {
         while self.in_flight > 0 {
             self.turn();
@@ -405,8 +397,8 @@ fn eventfd() -> io::Result<std::os::fd::OwnedFd> {
 /// Whether a block device is read-only (`BLKROGET`).
 fn is_read_only(device: &File) -> io::Result<bool> {
     let mut read_only: libc::c_int = 0;
-    // SAFETY: the descriptor is open for the length of the call, and BLKROGET
-    // writes one int, to a place that is one.
+    // SAFETY: the descriptor is open during the call, and BLKROGET writes one int to
+    // `read_only`.
     let result = unsafe { libc::ioctl(raw(device), BLKROGET, &mut read_only) };
     match result {
         0 => Ok(read_only != 0),

@@ -1,4 +1,4 @@
-//! What the engines promise, below the controller.
+//! The engines' contract, below the controller.
 
 use std::{
     fs::File,
@@ -114,7 +114,7 @@ fn memory_in_flight_cannot_be_reached() {
 
 #[test]
 fn a_file_without_holes_is_zeroed_by_writing() {
-    // /dev/shm has no FALLOC_FL_ZERO_RANGE, so the way over a hole is taken.
+    // /dev/shm does not support FALLOC_FL_ZERO_RANGE, so a hole is punched.
     let image = match tempfile::tempfile_in("/dev/shm") {
         Ok(image) => image,
         Err(error) => {
@@ -157,7 +157,7 @@ fn lease(file: &File) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether nobody else has `file` open: only then the kernel grants a write lease.
+/// Whether `file` has no other opener: only then does the kernel grant a write lease.
 fn is_only_user(file: &File) -> bool {
     lease(file).is_ok()
 }

@@ -1,7 +1,7 @@
-//! I/O through a small pool of threads, for kernels that refuse io_uring.
+//! I/O by a small pool of threads, for hosts without io_uring.
 //!
-//! A read that the page cache can answer is done at once in the calling
-//! thread (`RWF_NOWAIT`); all else goes to the pool.
+//! The calling thread performs a read that the page cache can serve (`RWF_NOWAIT`); all
+//! other operations go to the pool.
 
 use std::{
     collections::VecDeque,
@@ -14,7 +14,7 @@ use std::{
 
 use super::{Durability, Engine, RawOp, Tag, eventfd, last_errno, raw};
 
-/// Threads of the pool: enough to overlap the medium's waits.
+/// Threads of the pool: enough to overlap the medium's latency.
 const THREADS: usize = 4;
 
 struct Job {
@@ -22,8 +22,8 @@ struct Job {
     op: RawOp,
 }
 
-// SAFETY: the pointers in `op` are followed by the kernel alone, into memory
-// that `Engine::queue`'s caller keeps valid until the job is reaped.
+// SAFETY: only the kernel dereferences the pointers in `op`, to memory that
+// `Engine::queue`'s caller keeps valid until the job is reaped.
 unsafe impl Send for Job {}
 
 #[derive(Default)]
@@ -38,13 +38,13 @@ struct Shared {
     state: Mutex<State>,
     work: Condvar,
     finished: Condvar,
-    /// Counts up when `done` becomes non-empty.
+    /// Eventfd, signalled when `done` becomes non-empty.
     wake: OwnedFd,
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock; the state is whole anyway.
+        // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -52,11 +52,11 @@ impl Shared {
 pub(super) struct Threads {
     shared: Arc<Shared>,
     pool: Vec<JoinHandle<()>>,
-    /// Not yet given to the pool.
+    /// Not yet passed to the pool.
     queued: Vec<Job>,
     /// Done in the calling thread.
     inline: Vec<(Tag, i32)>,
-    /// Given to the pool and not reaped.
+    /// Passed to the pool and not reaped.
     in_flight: usize,
 }
 
@@ -100,8 +100,8 @@ impl Threads {
         else {
             return None;
         };
-        // SAFETY: `Engine::queue` was promised `count` valid iovecs; the
-        // kernel follows them, and answers EFAULT where memory is gone.
+        // SAFETY: `count` valid iovecs, by the contract of `Engine::queue`; only the
+        // kernel accesses their memory, with EFAULT where it is no longer mapped.
         let bytes = unsafe {
             libc::preadv2(
                 raw(&self.shared.file),
@@ -124,7 +124,7 @@ fn serve(shared: &Shared) {
             state = shared.state();
             state.done.push((job.tag, result));
             if state.done.len() == 1 {
-                // Cannot fail: the count is far from its end.
+                // Cannot fail: the counter is far below its maximum.
                 let _ = rustix::io::write(&shared.wake, &1u64.to_ne_bytes());
                 shared.finished.notify_all();
             }
@@ -142,9 +142,9 @@ fn serve(shared: &Shared) {
 /// Performs one operation; bytes or a negative errno.
 fn perform(file: &File, op: RawOp) -> i32 {
     let fd = raw(file);
-    // SAFETY: `Engine::queue` was promised valid iovecs until the job is
-    // reaped, which is after this. The kernel follows them, and answers
-    // EFAULT where guest memory is gone. The other calls take no pointers.
+    // SAFETY: the iovecs are valid until the job is reaped, by the contract of
+    // `Engine::queue`, which is after this. Only the kernel accesses their memory, with
+    // EFAULT where it is no longer mapped. The other calls take no pointers.
     let result = unsafe {
         match op {
             RawOp::Read {
@@ -215,8 +215,8 @@ impl Engine for Threads {
     }
 
     fn has_finished(&mut self) -> bool {
-        // Cleared before the look, so that what finishes after it is seen.
-        // An empty one says so, which is as good.
+        // Cleared before the check, so that a later completion signals it again.
+        // EAGAIN: already clear.
         let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
         !self.inline.is_empty() || !self.shared.state().done.is_empty()
     }
@@ -243,7 +243,7 @@ impl Drop for Threads {
         self.shared.state().stopping = true;
         self.shared.work.notify_all();
         for thread in self.pool.drain(..) {
-            // A thread that panicked no longer uses any memory.
+            // A thread that panicked no longer accesses the memory.
             let _ = thread.join();
         }
     }

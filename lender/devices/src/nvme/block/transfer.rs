@@ -1,5 +1,5 @@
-//! One tag's transfer: from what was asked, over short reads and refused
-//! operations, to the result.
+//! One tag's transfer, with continuation after short I/O and fallbacks for unsupported
+//! operations.
 
 use farside_fabric::memory::HostSlice;
 
@@ -8,13 +8,13 @@ use super::{BlockError, BlockQueue, Durability, RawOp};
 /// Most vectors of one system call (`IOV_MAX`).
 const MAX_IOVECS: usize = 1024;
 
-/// Most tries of an operation that was interrupted and moved nothing.
+/// Most retries of an interrupted operation that moved no data.
 const MAX_RETRIES: u8 = 16;
 
 const ZEROES: usize = 64 << 10;
 static ZERO: [u8; ZEROES] = [0; ZEROES];
 
-/// What a transfer is to do.
+/// The job of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) enum Job {
     #[default]
@@ -35,20 +35,23 @@ pub(super) enum Job {
         offset: u64,
         len: u64,
     },
-    /// Zeroes by allocation, in the order of `ZeroWay`.
+    /// Zeroes by the first supported method.
     Zero {
         offset: u64,
         len: u64,
-        way: ZeroWay,
+        method: ZeroMethod,
         punch: bool,
     },
 }
 
-/// How to make zeroes; what the file system refuses, the next may do.
+/// Methods to zero a range, in the order of attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ZeroWay {
+pub(super) enum ZeroMethod {
+    /// `fallocate`: a hole with `punch`, else FALLOC_FL_ZERO_RANGE.
     First,
+    /// `fallocate` with the other flag.
     Second,
+    /// Writes of zeroes.
     Write,
 }
 
@@ -57,13 +60,13 @@ impl Job {
         Job::Zero {
             offset,
             len,
-            way: ZeroWay::First,
+            method: ZeroMethod::First,
             punch,
         }
     }
 }
 
-/// What follows a finished system call.
+/// The next step after a finished system call.
 pub(super) enum Step {
     Continue(RawOp),
     Done(Result<(), BlockError>),
@@ -75,20 +78,19 @@ pub(super) struct Transfer {
     /// `Idle` when the tag is not in flight.
     job: Job,
     slices: Vec<HostSlice>,
-    /// What of the transfer is still to be moved; the kernel reads this while
-    /// the tag is in flight.
+    /// The vectors of the transfer. The kernel reads them while the tag is in flight.
     iovecs: Vec<libc::iovec>,
-    /// Index of the first vector that is not done.
+    /// Index of the first unfinished vector.
     next: usize,
-    /// Bytes of the image that are done.
+    /// Bytes transferred.
     moved: u64,
     scratch: Vec<u8>,
     retries: u8,
 }
 
-// SAFETY: `iovecs` holds the only pointers. They are into memory that `slices`
-// and `scratch` of the same transfer own, or into a static, and are followed
-// by the kernel alone; so a transfer can move between threads as its parts can.
+// SAFETY: `iovecs` holds the only pointers. They point to memory that `slices` and
+// `scratch` of the same transfer own, or to a static, and only the kernel dereferences
+// them; so a transfer can move between threads as its parts can.
 unsafe impl Send for Transfer {}
 
 impl Transfer {
@@ -116,7 +118,7 @@ impl Transfer {
         self.scratch = Vec::new();
     }
 
-    /// Starts a job on an idle transfer; `None` when there is nothing to move.
+    /// Starts a job on an idle transfer; `None` if it is empty.
     pub(super) fn begin(&mut self, job: Job) -> Option<RawOp> {
         self.assert_idle();
         self.iovecs.clear();
@@ -142,7 +144,7 @@ impl Transfer {
         Some(op)
     }
 
-    /// One vector for each run that is contiguous in host memory.
+    /// Builds one vector for each range that is contiguous in host memory.
     fn iovecs_from_slices(&mut self) {
         for slice in self.slices.iter().filter(|s| !s.is_empty()) {
             let base = slice.as_ptr();
@@ -186,12 +188,12 @@ impl Transfer {
             Job::Zero {
                 offset,
                 len,
-                way,
+                method,
                 punch,
             } => {
-                let hole = (way == ZeroWay::First) == punch;
-                match way {
-                    ZeroWay::Write => (count > 0).then_some(RawOp::Write {
+                let hole = (method == ZeroMethod::First) == punch;
+                match method {
+                    ZeroMethod::Write => (count > 0).then_some(RawOp::Write {
                         iovecs,
                         count,
                         offset: offset + moved,
@@ -212,7 +214,7 @@ impl Transfer {
         }
     }
 
-    /// Takes the result of the system call: bytes, or a negative errno.
+    /// Handles the result of the system call: bytes, or a negative errno.
     pub(super) fn finish(&mut self, result: i32) -> Step {
         match self.advance(result) {
             Ok(true) => {
@@ -243,7 +245,7 @@ impl Transfer {
             Job::Idle | Job::Flush | Job::Punch { .. } => Ok(true),
             Job::Zero {
                 len,
-                way: ZeroWay::Write,
+                method: ZeroMethod::Write,
                 ..
             } => {
                 self.consume(result as usize)?;
@@ -260,8 +262,8 @@ impl Transfer {
         }
     }
 
-    /// Steps over `bytes` that the kernel has moved. None moved means that
-    /// the image ended early.
+    /// Advances over `bytes` that the kernel has transferred. Zero means that the image is
+    /// too short.
     fn consume(&mut self, mut bytes: usize) -> Result<(), BlockError> {
         if bytes == 0 {
             return Err(BlockError::EndsEarly);
@@ -290,7 +292,7 @@ impl Transfer {
         while left > 0 {
             let part = left.min(ZEROES);
             self.iovecs.push(libc::iovec {
-                // The kernel only reads from it: it is used for writes alone.
+                // Used for writes only: the kernel does not modify it.
                 iov_base: ZERO.as_ptr().cast_mut().cast(),
                 iov_len: part,
             });
@@ -298,20 +300,21 @@ impl Transfer {
         }
     }
 
-    /// Decides what an error means: `Ok` to go on with the job as it now
-    /// stands.
+    /// Handles an error. Returns `Ok` to continue, perhaps with another method.
     fn refused(&mut self, errno: i32) -> Result<(), BlockError> {
         if let Job::Zero {
-            len, ref mut way, ..
+            len,
+            ref mut method,
+            ..
         } = self.job
             && matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL)
-            && *way != ZeroWay::Write
+            && *method != ZeroMethod::Write
         {
-            let last = *way == ZeroWay::Second;
-            *way = if last {
-                ZeroWay::Write
+            let last = *method == ZeroMethod::Second;
+            *method = if last {
+                ZeroMethod::Write
             } else {
-                ZeroWay::Second
+                ZeroMethod::Second
             };
             if last {
                 self.zero_iovecs(len);

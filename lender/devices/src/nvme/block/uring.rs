@@ -1,10 +1,9 @@
 //! I/O through io_uring.
 //!
-//! Everything queued goes to the kernel with one system call. Reads that the
-//! page cache can answer are complete when that call returns, so at queue
-//! depth 1 a read is one system call and no wake-up. The ring's own
-//! descriptor is what the owner sleeps on: it is readable exactly while
-//! completions wait, so nothing has to be drained before a sleep.
+//! All queued operations are submitted with one system call. Reads that the page cache
+//! can serve are complete when that call returns, so at queue depth 1 a read is one
+//! system call and no wake-up. The owner sleeps on the ring's descriptor, which is
+//! readable exactly while completions are pending and needs no clearing.
 
 use std::{
     collections::VecDeque,
@@ -20,7 +19,7 @@ use super::{Durability, Engine, RawOp, Tag, raw};
 
 pub(super) struct Uring {
     ring: IoUring,
-    /// Entries that await a place in the ring.
+    /// Entries that wait for room in the ring.
     waiting: VecDeque<squeue::Entry>,
     /// Started or waiting, not reaped.
     in_flight: usize,
@@ -37,7 +36,7 @@ impl Uring {
         let ring: IoUring = IoUring::builder()
             .dontfork()
             .setup_clamp()
-            // One completion a tag at most, so it cannot overflow.
+            // At most one completion for each tag, so it cannot overflow.
             .setup_cqsize(depth * 2)
             .build(depth)?;
         let mut probe = Probe::new();
@@ -125,9 +124,8 @@ impl Uring {
     fn fill_ring(&mut self) {
         let mut queue = self.ring.submission();
         while let Some(entry) = self.waiting.front() {
-            // SAFETY: what the entry points to stays valid until it is
-            // reaped or the engine is dropped, by the contract of
-            // `Engine::queue`; dropping waits (see `Drop`).
+            // SAFETY: the entry's memory stays valid until it is reaped or the engine is
+            // dropped, by the contract of `Engine::queue`; dropping waits (see `Drop`).
             if unsafe { queue.push(entry) }.is_err() {
                 return;
             }
@@ -136,8 +134,7 @@ impl Uring {
     }
 }
 
-/// A write that must reach the medium would block in the submitting thread on
-/// some file systems.
+/// On some file systems a durable write would block the submitting thread.
 fn off_thread(entry: squeue::Entry, durability: Durability) -> squeue::Entry {
     match durability {
         Durability::Cached => entry,
@@ -152,7 +149,7 @@ fn write_flags(durability: Durability) -> i32 {
     }
 }
 
-/// The kernel moves at most 2 GiB at a time; what is left follows.
+/// The kernel moves at most 2 GiB per operation; further operations move the rest.
 fn clamp(len: usize) -> u32 {
     len.min(1 << 30) as u32
 }
@@ -174,7 +171,7 @@ impl Engine for Uring {
                 Ok(0) => return false,
                 Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // Out of memory or completions not yet reaped: later.
+                // Out of memory, or completions must be reaped first: retried later.
                 Err(_) => return false,
             }
         }
@@ -192,15 +189,14 @@ impl Engine for Uring {
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the ring keeps its descriptor open for as long as `self`,
-        // which the result borrows.
+        // SAFETY: the ring keeps its descriptor open for the lifetime of `self`, which
+        // the result borrows.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
 
     fn wait(&mut self) {
         if self.in_flight > 0 && !self.has_finished() {
-            // A failure (a signal) is a return without a completion, which
-            // the caller expects.
+            // On failure (a signal) it returns without a completion, as documented.
             let _ = self.ring.submit_and_wait(1);
         }
     }
@@ -208,18 +204,18 @@ impl Engine for Uring {
 
 impl Drop for Uring {
     fn drop(&mut self) {
-        let mut sink = Vec::new();
-        // What never reached the kernel needs no waiting for.
+        let mut discarded = Vec::new();
+        // Entries that were never submitted need no waiting.
         self.in_flight -= self.waiting.len();
         self.waiting.clear();
         while self.in_flight > 0 {
             self.wait();
-            self.reap(&mut sink);
-            sink.clear();
+            self.reap(&mut discarded);
+            discarded.clear();
         }
-        // Closing the ring leaves its reference to the image to a kernel worker
-        // that takes it apart later; the image is to be free at once, for the
-        // lender that is started next. A failure leaves it to that worker.
+        // After close(2) of the ring a kernel worker drops its reference to the image
+        // later. Drop it now, so that a restarted lender can claim the image at once. On
+        // failure the worker does it.
         let _ = self.ring.submitter().unregister_files();
     }
 }

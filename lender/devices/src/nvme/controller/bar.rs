@@ -15,7 +15,7 @@ impl Nvme {
     pub(super) fn read_dword(&mut self, at: u64, bus: &mut Bus<'_>) -> u32 {
         match at {
             ..DOORBELLS => self.registers.read(at),
-            // Doorbells read as anything (3.1.24).
+            // Reads of doorbells are vendor specific (3.1.24).
             DOORBELLS..MSIX_TABLE => 0,
             MSIX_TABLE..MSIX_PBA => self.table_dword(at - MSIX_TABLE),
             _ => self.pending_bits(at - MSIX_PBA, bus),

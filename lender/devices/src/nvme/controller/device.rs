@@ -1,4 +1,4 @@
-//! The controller as its owner drives it.
+//! The controller's implementation of [`Device`].
 
 use std::os::fd::BorrowedFd;
 
@@ -24,7 +24,7 @@ impl Device for Nvme {
         if bar != 0 || at >= BAR_SIZE {
             return;
         }
-        // Naturally aligned, so it is inside one doubleword, or is two.
+        // Naturally aligned: inside one doubleword, or two whole ones.
         let mut at = at;
         for part in data.chunks_mut(4) {
             let value = self.read_dword(at & !3, bus).to_le_bytes();
@@ -36,7 +36,7 @@ impl Device for Nvme {
     }
 
     fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
-        // Narrower accesses have no meaning in any register (3.1).
+        // No register supports narrower or unaligned accesses (3.1).
         if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
             return;
         }
@@ -48,7 +48,7 @@ impl Device for Nvme {
         }
     }
 
-    /// Nothing of BAR 0 is mappable.
+    /// BAR 0 has no mappable area.
     fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
 
     fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
@@ -56,7 +56,7 @@ impl Device for Nvme {
     }
 
     fn arm(&mut self, bus: &mut Bus<'_>) -> bool {
-        let pending = match self.look_once_more(bus) {
+        let pending = match self.enable_notifications(bus) {
             Ok(pending) => pending,
             Err(fault) => {
                 self.fatal(fault);
@@ -89,7 +89,7 @@ impl Device for Nvme {
     }
 
     fn reset(&mut self) {
-        // The owner has quiesced it, so nothing is waited for.
+        // The owner has quiesced the device: this does not block.
         self.block.drain();
         for tag in 0..IO_SLOTS + RESERVED_SLOTS {
             self.block.release(tag);

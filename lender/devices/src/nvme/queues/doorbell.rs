@@ -1,5 +1,5 @@
-//! How tails and heads come from the guest: by doorbell registers, or by the
-//! shadow doorbells in its memory (NVM Express 1.4, 7.13).
+//! Updates of tails and heads by the guest: through doorbell registers, or through shadow
+//! doorbells in memory (NVM Express 1.4, 7.13).
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -12,8 +12,8 @@ use crate::{
 };
 
 impl Queues {
-    /// Starts to use shadow doorbells for all I/O queues. Those that exist may be in
-    /// use, by their registers.
+    /// Enables shadow doorbells for all I/O queues. Existing queues may already be in use
+    /// through their registers.
     pub fn set_buffer(
         &mut self,
         dma: &mut dyn Dma,
@@ -35,9 +35,9 @@ impl Queues {
         Ok(())
     }
 
-    /// Takes a write to a doorbell register.
+    /// Handles a write to a doorbell register.
     pub fn ring(&mut self, dma: &mut dyn Dma, doorbell: Doorbell, value: u32) -> Result<(), Fault> {
-        // Where it does not count, the value in memory is at least as new.
+        // If it does not count, the value in memory is at least as recent.
         let counts = |buffer: &Option<DoorbellBuffer>, id: u16, shadow: &Shadow| {
             let buffer = buffer.as_ref().filter(|_| id != 0);
             buffer.is_none_or(|buffer| buffer.register_counts(shadow))
@@ -79,25 +79,25 @@ impl Queues {
     }
 
     fn report(&mut self, error: DoorbellError) {
-        // The events that come of these are masked until the guest has read
-        // the first, so more of them would be dropped anyway.
+        // Bounded: further events of this type are dropped anyway until the guest has
+        // read the log for the first.
         if self.errors.len() < 8 {
             self.errors.push(error);
         }
     }
 
-    /// Whether there are doorbell errors to report.
+    /// Whether there are unreported doorbell errors.
     pub fn has_errors(&self) -> bool {
         !self.errors.is_empty()
     }
 
-    /// The next doorbell error that is not reported yet.
+    /// Removes an unreported doorbell error.
     pub fn take_error(&mut self) -> Option<DoorbellError> {
         self.errors.pop()
     }
 
-    /// Loads the shadow tail of an I/O submission queue and, while polling,
-    /// keeps the event index from being passed.
+    /// Loads the shadow tail of an I/O submission queue and keeps the event index behind
+    /// it, so that the guest does not ring while the controller polls.
     pub fn refresh_tail(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
         let (Some(buffer), Some(Some(sq))) =
             (self.buffer.as_mut(), self.sqs.get_mut(usize::from(id)))
@@ -117,9 +117,8 @@ impl Queues {
             self.errors.truncate(7);
             self.errors.push(DoorbellError::InvalidValue);
         }
-        // Just behind the tail is the value that takes the guest longest to
-        // come to; renewed once in half a ring so that the guest keeps the
-        // cache line.
+        // The value just behind the tail is the last that the guest's tail reaches.
+        // Updated once per half ring, so that the cache line mostly stays with the guest.
         let stale = match sq.shadow.published() {
             None => true,
             Some(index) => distance(index, sq.tail, sq.entries) > u32::from(sq.entries) / 2,
@@ -156,10 +155,9 @@ impl Queues {
         Ok(())
     }
 
-    /// Publishes the event indexes that make the guest ring for whatever the
-    /// controller waits for: new commands, room in a full completion queue
-    /// and, with `line`, completions that hold the INTx line. Ends with a full
-    /// fence: what the caller loads after it is newer.
+    /// Publishes event indexes so that the guest rings for new commands, for room in a
+    /// full completion queue and, with `line`, for consumed completions that assert the
+    /// INTx line. Ends with a full fence, which orders it before the caller's loads.
     pub fn publish_events(&mut self, dma: &mut dyn Dma, line: bool) -> Result<(), Fault> {
         if self.buffer.is_none() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! How fast the data path is, beside a plain loop of `preadv` on the same
+//! Throughput of the data path, compared with a plain loop of `preadv` on the same
 //! file. Run with `cargo test --release -p farside-devices -- --ignored
 //! --nocapture data_path`.
 
@@ -74,8 +74,8 @@ fn median(mut figures: Vec<f64>) -> f64 {
     figures[figures.len() / 2]
 }
 
-/// Rounds take turns between the engines and the plain loops, so that other
-/// load of the machine meets all alike.
+/// Rounds alternate between the engines and the plain loops, so that other load of the
+/// host affects all alike.
 #[test]
 #[ignore = "a measurement"]
 fn data_path() {

@@ -1,4 +1,4 @@
-//! What a user sees: settings, and what is said when they cannot work.
+//! Settings, and the errors of invalid ones.
 
 use std::{fs, os::unix::fs::PermissionsExt};
 
@@ -106,7 +106,7 @@ fn description_is_that_of_an_nvme_endpoint() {
     );
     assert!(description.intx && description.msix_vectors == 65);
     assert_eq!(description.summary, "farside NVMe, 16 MiB");
-    // Every capability is reachable, and MSI-X is where the BAR has it.
+    // Every capability is reachable, and MSI-X is at its place in the BAR.
     let mut at = usize::from(config[0x34]);
     let mut ids = Vec::new();
     while at != 0 {

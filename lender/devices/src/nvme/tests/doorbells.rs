@@ -1,15 +1,15 @@
-//! Shadow doorbells, with a driver that decides as Linux does.
+//! Shadow doorbells, with a driver that behaves as Linux does.
 
 use super::world::{BASE, DATA, Driver, OK, Pair, SHADOWS, Sqe, on_each_engine};
 use crate::Device;
 
 impl Driver {
-    /// Zeroes the memory for doorbells, as drivers do before the device knows of it.
+    /// Zeroes the doorbell memory, as drivers do before Doorbell Buffer Config.
     pub fn clear_doorbell_buffer(&mut self) {
         self.memory.put(SHADOWS, &[0; 0x2000]);
     }
 
-    /// Starts to use shadow doorbells.
+    /// Enables shadow doorbells.
     pub fn configure_doorbells(&mut self) {
         let (values, events) = (SHADOWS, SHADOWS + 0x1000);
         let cqe = self.admin(Sqe::new(0x7c).prp(values, events));
@@ -17,7 +17,7 @@ impl Driver {
         self.shadow = Some((values, events));
     }
 
-    /// Puts a command into queue `at`; the device is not told.
+    /// Puts a command into queue `at`, without ringing.
     pub fn put(&mut self, at: usize, sqe: Sqe, id: u16) {
         let pair = &mut self.pairs[at];
         let slot = pair.sq + u64::from(pair.tail) * 64;
@@ -30,7 +30,7 @@ impl Driver {
         self.doorbell(u64::from(id) * 2, tail);
     }
 
-    /// Puts commands into queue `at`, and rings once for all; returns their ids.
+    /// Puts commands into queue `at`, and rings once for all. Returns their ids.
     pub fn submit_batch(&mut self, at: usize, sqes: impl IntoIterator<Item = Sqe>) -> Vec<u16> {
         let ids = sqes.into_iter().map(|sqe| {
             let id = self.new_id();
@@ -42,8 +42,7 @@ impl Driver {
         ids
     }
 
-    /// Takes `count` completions of queue `at`, which are there, and writes the head
-    /// once.
+    /// Takes `count` posted completions of queue `at`, and writes the head once.
     pub fn take_batch(&mut self, at: usize, count: u16) {
         for _ in 0..count {
             assert_eq!(self.peel(at).unwrap().status, OK);
@@ -232,18 +231,17 @@ fn unreachable_doorbells_are_fatal() {
     assert_eq!(driver.io(read(0)).status, OK);
 }
 
-/// How a driver uses the buffer before it is configured.
+/// A driver's use of the buffer before it is configured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Before {
-    /// Not at all: its first write there comes after the completion of Doorbell
-    /// Buffer Config.
+    /// None: its first write follows the completion of Doorbell Buffer Config.
     Untouched,
-    /// It writes every doorbell there too, as Linux does.
+    /// It also writes every doorbell to the buffer, as Linux does.
     Kept,
 }
 
-/// Puts `counts` commands into the I/O queues, and takes all their completions:
-/// each comes once, with nothing beside.
+/// Puts `counts` commands into the I/O queues, and takes all their completions: exactly
+/// one for each.
 fn run_all(driver: &mut Driver, counts: [u16; 2]) {
     let mut ids = [Vec::new(), Vec::new()];
     for (queue, ids) in ids.iter_mut().enumerate() {
@@ -269,7 +267,7 @@ fn take_all(driver: &mut Driver, ids: [Vec<u16>; 2]) {
     }
 }
 
-/// As [`run_all`], with one write to each doorbell.
+/// Like [`run_all`], with one write to each doorbell.
 fn run_batches(driver: &mut Driver, counts: [u16; 2]) {
     let mut batch = |at: usize| {
         let rings = driver.rings;
@@ -281,18 +279,18 @@ fn run_batches(driver: &mut Driver, counts: [u16; 2]) {
     take_all(driver, ids);
 }
 
-/// What a driver does first with a buffer that was configured during I/O.
+/// A driver's first use of a buffer that was configured during I/O.
 #[derive(Clone, Copy)]
 enum First {
-    /// As many commands for each queue, each rung.
+    /// This many commands for each queue, each with a doorbell write.
     Each([u16; 2]),
-    /// Some for both, rung once: from most places of the rings they wrap.
+    /// Some commands for both, with one doorbell write: from most positions they wrap.
     Batch,
 }
 
-/// The buffer is switched on in the middle of I/O: with two queues at any place of
-/// their rings, with commands that are submitted, fetched, completed or reaped. A
-/// zero that nobody wrote is not a tail: it would have the ring executed once more.
+/// The buffer is configured during I/O: with two queues at any position of their rings,
+/// with commands that are submitted, fetched, completed or reaped. The initial zero is
+/// not a tail: taking it for one would execute the ring again.
 #[test]
 fn the_buffer_is_switched_on_at_any_point_of_io() {
     const ENTRIES: u16 = 4;
@@ -349,9 +347,9 @@ fn the_buffer_is_switched_on_at_any_point_of_io() {
     assert_eq!(driver.log(1, 64)[..8], [0; 8], "no error was logged");
 }
 
-/// The event index of a completion queue must not stand at or beyond the tail while
-/// a command waits for room: the guest's next head would not be rung, and the command
-/// never done. For every place of a ring, whatever the guest consumes at once.
+/// The event index of a completion queue must not be at or beyond the tail while a command
+/// waits for room: the guest would not ring for its next head, and the command would never
+/// be executed. For every position of a ring, and any number of entries consumed at once.
 #[test]
 fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consumed() {
     const ENTRIES: u16 = 4;
@@ -363,7 +361,7 @@ fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consum
             for _ in 0..place {
                 run_all(&mut driver, [0, 1]);
             }
-            // A full completion queue, and as many commands that wait for room.
+            // A full completion queue, and the same number of commands that wait for room.
             for _ in 0..2 {
                 for block in 0..ENTRIES - 1 {
                     driver.submit(2, read(block.into()));

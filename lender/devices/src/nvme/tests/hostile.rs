@@ -1,5 +1,5 @@
-//! Random guests: nothing panics, and nothing is written that the guest's
-//! memory does not contain (the fake memory gives out no other).
+//! Random guests: no panic, and no write outside the guest's memory (the fake memory
+//! translates nothing else).
 
 use proptest::prelude::*;
 
@@ -20,7 +20,7 @@ enum Act {
     Consume,
 }
 
-/// Addresses near what matters, some of them unreachable or misaligned.
+/// Addresses near the structures in use, some of them unmapped or misaligned.
 fn address() -> impl Strategy<Value = u64> {
     prop_oneof![
         8 => (0u64..0x40).prop_map(|page| DATA + page * 4096),
@@ -145,13 +145,13 @@ proptest! {
         for act in &acts {
             perform(&mut driver, act);
         }
-        // Whatever happened, a reset brings it back.
+        // A reset always recovers the controller.
         perform(&mut driver, &Act::Reset);
         let cqe = driver.io(Sqe::new(0).nsid(1));
         prop_assert_eq!(cqe.status, (0, 0));
     }
 
-    /// Commands from elsewhere than memory: any 64 bytes at all.
+    /// Commands of 64 arbitrary bytes.
     #[test]
     fn random_bytes_are_survived(
         commands in prop::collection::vec(prop::array::uniform16(any::<u32>()), 1..40),

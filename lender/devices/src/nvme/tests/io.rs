@@ -312,7 +312,7 @@ fn write_zeroes_and_holes() {
         assert!(disk[..512].iter().all(|&byte| byte == 0xee));
         assert!(disk[512..2048].iter().all(|&byte| byte == 0));
         assert!(disk[2048..].iter().all(|&byte| byte == 0xee));
-        // DEAC: as a hole; FUA: with a flush behind it.
+        // DEAC: as a hole; FUA: followed by a flush.
         let before = std::fs::metadata(&driver.image).unwrap().blocks();
         let cqe = driver.io(Sqe::new(8)
             .nsid(1)
@@ -350,7 +350,7 @@ fn deallocation() {
         assert_eq!(driver.disk(1 << 20, 1), [0xee]);
         assert_eq!(driver.disk(2 << 20, 4096), [0; 4096]);
         assert!(std::fs::metadata(&driver.image).unwrap().blocks() <= before - 2048);
-        // One bad range, and none is touched.
+        // With an invalid range, none is deallocated.
         let ranges = [range(2048, 8), range(IMAGE / 512 - 1, 2)];
         driver.memory.put_qwords(DATA, ranges.into_iter().flatten());
         let sqe = Sqe::new(9).nsid(1).prp(DATA, 0).cdw(10, 1).cdw(11, 4);

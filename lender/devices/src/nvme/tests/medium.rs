@@ -1,4 +1,4 @@
-//! Media that fail while they are used: real file systems and block devices.
+//! Media that fail while in use: real file systems and block devices.
 
 use std::{
     fs::File,
@@ -29,7 +29,7 @@ const READ: u8 = 2;
 /// Id of the event request that each test opens.
 const EVENT: u16 = 50;
 
-/// A driver that has asked for an event on every critical warning.
+/// A driver that has enabled events for all critical warnings.
 fn driver(configure: impl FnOnce(&mut Config)) -> Driver {
     let mut driver = Driver::ready_with(configure);
     assert_eq!(driver.set_feature(0x0b, 0xff).status, OK);
@@ -68,7 +68,7 @@ fn skipped(test: &str, why: &dyn std::fmt::Display) {
     writeln!(stdout().lock(), "skipped: {test}: {why}").unwrap();
 }
 
-/// A file system of 1 MiB that is mounted nowhere, and goes with its descriptor.
+/// A detached file system of 1 MiB, released with its descriptor.
 fn small_file_system() -> rustix::io::Result<OwnedFd> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_set_string(&context, "size", "1M")?;
@@ -110,7 +110,7 @@ fn a_full_file_system_is_told_to_operator_and_guest_once() {
     let status = u16::from_le_bytes([errors[12], errors[13]]) >> 1;
     assert_eq!(status, Status::CAPACITY_EXCEEDED.bits());
     assert_eq!(u64_at(&errors, 16), full / 512, "LBA");
-    // Blocks that the file has are written all the same; that changes nothing.
+    // Writes to allocated blocks succeed, and do not end the failure.
     driver.submit_as(0, Sqe::new(0x0c), EVENT);
     let before = driver.nvme.problem().unwrap().to_owned();
     for _ in 0..4 {
@@ -143,7 +143,7 @@ struct Loop {
 }
 
 impl Loop {
-    /// None, which is reported, where this host or this user has none.
+    /// `None`, with a report, if this host or user has no loop devices.
     fn attach(test: &str, options: &[&str]) -> Option<Self> {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(IMAGE).unwrap();
@@ -157,7 +157,7 @@ impl Loop {
                     file,
                 };
                 if options.is_empty() {
-                    // The flag of the device's last user outlives its detaching.
+                    // The read-only flag of the previous user survives the detach.
                     run("blockdev", "--setrw", &device.device);
                 }
                 Some(device)
@@ -198,7 +198,7 @@ fn a_block_device_that_shrinks_or_becomes_read_only_is_told_to_operator_and_gues
     device.file.as_file().set_len(IMAGE / 2).unwrap();
     run("losetup", "-c", &device.device);
     assert_eq!(transfer(&mut driver, READ, IMAGE / 2), UNRECOVERED_READ);
-    // The kernel's ENOSPC of a block device means its end.
+    // For a block device the kernel's ENOSPC means past the end.
     let written = transfer(&mut driver, WRITE, IMAGE / 2);
     assert_eq!(written, CAPACITY_EXCEEDED);
     expect_problem(&driver, "shrunk from 16777216 to 8388608 bytes");

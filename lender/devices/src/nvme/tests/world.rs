@@ -24,7 +24,7 @@ use crate::{
 
 /// First IOVA of the guest's memory.
 pub const BASE: u64 = 0x4000_0000;
-/// Bytes of it.
+/// Bytes of the guest's memory.
 pub const SIZE: usize = 48 << 20;
 /// Bytes of an image.
 pub const IMAGE: u64 = 16 << 20;
@@ -35,7 +35,7 @@ pub const ACQ: u64 = BASE + 0x1000;
 pub const SHADOWS: u64 = BASE + 0x2000;
 /// Pages of queue pairs: submission, completion, at 64 KiB each.
 const RINGS: u64 = BASE + 0x10_0000;
-/// Where commands may put data.
+/// Data buffers of commands.
 pub const DATA: u64 = BASE + 0x100_0000;
 /// Entries of the admin queues.
 pub const ADMIN_ENTRIES: u16 = 32;
@@ -43,8 +43,8 @@ pub const ADMIN_ENTRIES: u16 = 32;
 /// Guest memory: one mapped range, and faults elsewhere.
 pub struct Memory {
     pub all: HostSlice,
-    /// The same memory, mapped read-only: a write to what was translated for
-    /// reading ends the test.
+    /// The same memory, mapped read-only: a write through a translation for reading
+    /// crashes the test.
     readable: HostSlice,
     /// Longest run that is contiguous in host memory.
     pub run: usize,
@@ -158,7 +158,7 @@ impl Interrupts for Irq {
     }
 }
 
-/// A submission queue entry in the making.
+/// Builder of a submission queue entry.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sqe(pub [u32; 16]);
 
@@ -213,7 +213,7 @@ impl Sqe {
     }
 }
 
-/// What a completion said.
+/// A decoded completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cqe {
     pub result: u32,
@@ -253,16 +253,15 @@ impl Pair {
     }
 }
 
-/// Everything a test needs: device, memory, interrupts and queues.
+/// Test fixture: device, memory, interrupts and queues.
 pub struct Driver {
     pub nvme: Nvme,
     pub memory: Memory,
     pub irq: Irq,
     pub pairs: Vec<Pair>,
-    /// Whether doorbells go to memory first, as Linux does it; at these
-    /// addresses.
+    /// The addresses of shadow doorbells, if they are written first, as Linux does.
     pub shadow: Option<(u64, u64)>,
-    /// Whether doorbells go to that memory too, before the device knows of it.
+    /// Whether doorbells are also written to that memory before Doorbell Buffer Config.
     pub mirror_doorbells: bool,
     /// Writes to doorbell registers.
     pub rings: u64,
@@ -273,7 +272,7 @@ pub struct Driver {
 
 pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
 
-/// A folder with an image of `size` bytes, each sector marked.
+/// A directory with an image of `size` bytes, each sector marked.
 pub fn image(size: u64) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("disk.img");
@@ -357,7 +356,7 @@ impl Driver {
         self.with(|nvme, bus| nvme.arm(bus))
     }
 
-    /// Sleeps as an owner does when the device says that it may.
+    /// Sleeps as an owner does if [`Device::arm`] returns true.
     fn sleep(&mut self) {
         let fd = self.nvme.wake_fd().unwrap();
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
@@ -383,7 +382,7 @@ impl Driver {
         }
     }
 
-    /// The order in which Linux brings a controller up.
+    /// Enables the controller in the same order as Linux.
     pub fn enable(&mut self) {
         self.write32(0x14, 0);
         self.until("disabled state", |driver| driver.read32(0x1c) & 1 == 0);
@@ -429,9 +428,9 @@ impl Driver {
                 .put(values + index * 4, &u32::from(value).to_le_bytes());
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
             let event = self.memory.get_u32(events + index * 4) as u16;
-            // As Linux and SPDK decide whether the write passed the event index: by what
-            // was in memory. A zero over a zero that nobody wrote, where a queue was
-            // in use before, is no write, so it is rung.
+            // As Linux and SPDK determine whether the write passed the event index: by the
+            // old value in memory. Where a queue was in use before, a zero written over
+            // the initial zero is not detectable, so it is rung.
             let passed = value.wrapping_sub(event).wrapping_sub(1) < value.wrapping_sub(old);
             if !passed && (value, old) != (0, 0) {
                 return;
@@ -449,7 +448,7 @@ impl Driver {
         self.next_id
     }
 
-    /// Puts a command into queue `at` and rings; returns its id.
+    /// Puts a command into queue `at` and rings. Returns its id.
     pub fn submit(&mut self, at: usize, sqe: Sqe) -> u16 {
         let id = self.new_id();
         self.submit_as(at, sqe, id);
@@ -473,7 +472,7 @@ impl Driver {
         self.doorbell(u64::from(id) * 2 + 1, head);
     }
 
-    /// The next completion of queue `at`; the device is not told.
+    /// The next completion of queue `at`, without ringing.
     pub fn peel(&mut self, at: usize) -> Option<Cqe> {
         let pair = &mut self.pairs[at];
         let slot = pair.cq + u64::from(pair.head) * 16;
@@ -548,7 +547,7 @@ impl Driver {
         self.memory.get(DATA, len as usize)
     }
 
-    /// The image's bytes, read past the device.
+    /// The image's bytes, read directly.
     pub fn disk(&self, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         File::open(&self.image)
@@ -577,7 +576,7 @@ impl Driver {
     }
 }
 
-/// Bytes that differ by place and `seed`.
+/// Bytes that depend on their position and `seed`.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
