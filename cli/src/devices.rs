@@ -1,41 +1,36 @@
 //! `farside devices`.
 
+use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
-use farside_lender_protocol::{Client, DeviceEntry};
+use farside_lender_protocol::Client;
 
 use crate::args::Devices;
-
-#[derive(serde::Serialize)]
-struct Listed {
-    lender: String,
-    #[serde(flatten)]
-    device: DeviceEntry,
-}
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     let mut listed = Vec::new();
     for address in args.lenders.addresses() {
         let mut client = Client::connect(&address, None)?;
         let lender = client.lender().to_owned();
-        listed.extend(client.devices()?.into_iter().map(|device| Listed {
+        listed.extend(client.devices()?.into_iter().map(|device| ListedDevice {
             lender: lender.clone(),
             device,
         }));
     }
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&listed)?);
+        let document = DeviceList::new(listed);
+        println!("{}", serde_json::to_string_pretty(&document)?);
         return Ok(());
     }
     let problems: Vec<String> = listed
         .iter()
-        .filter_map(|Listed { device, .. }| {
+        .filter_map(|ListedDevice { device, .. }| {
             let problem = device.problem.as_ref()?;
             Some(format!("problem: device {}: {problem}", device.id))
         })
         .collect();
     let rows: Vec<Vec<String>> = listed
         .into_iter()
-        .map(|Listed { lender, device }| {
+        .map(|ListedDevice { lender, device }| {
             let reserved = device.reservation().map(|fence| {
                 format!(
                     "reserved for VM {} (migration {})",

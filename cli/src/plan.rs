@@ -8,8 +8,8 @@ use farside_fabric::NtbLimits;
 use farside_lender::config::Config;
 use farside_lender_protocol::Client;
 use farside_planner::{
-    AddressRules, Cluster, ClusterPlan, Guest, NtbPlan, PRESETS, Preset, VfioPlan, plan_cluster,
-    plan_ntb, plan_vfio,
+    AddressRules, Answer, Cluster, ClusterPlan, Guest, PRESETS, Preset, plan_cluster, plan_ntb,
+    plan_vfio,
 };
 use farside_qemu_configs::HugePages;
 
@@ -17,26 +17,6 @@ pub(crate) use args::Plan;
 use args::{FabricArg, GuestArg};
 
 use crate::values::HugePagesArg;
-
-/// All answers to one question.
-#[derive(serde::Serialize)]
-struct Answer {
-    /// Whose limits: a preset's name or a file's.
-    adapter: Option<String>,
-    ntb: Option<NtbPlan>,
-    cluster: Option<ClusterPlan>,
-    vfio: Option<VfioPlan>,
-    fits: bool,
-}
-
-impl Answer {
-    fn problems(&self) -> Vec<&str> {
-        let ntb = self.ntb.iter().flat_map(|plan| &plan.problems);
-        let cluster = self.cluster.iter().flat_map(|plan| &plan.problems);
-        let vfio = self.vfio.iter().flat_map(|plan| &plan.problems);
-        ntb.chain(cluster).chain(vfio).map(String::as_str).collect()
-    }
-}
 
 pub(crate) fn run(args: &Plan) -> anyhow::Result<()> {
     if args.adapters {
@@ -62,16 +42,10 @@ fn answer(args: &Plan) -> anyhow::Result<Answer> {
         ..AddressRules::default()
     };
     rules.reserved.extend(args.reserved.iter().cloned());
-    let mut answer = Answer {
-        adapter: None,
-        ntb: None,
-        cluster: None,
-        vfio: None,
-        fits: false,
-    };
+    let mut answer = Answer::default();
     match (args.fabric, args.nodes) {
         (FabricArg::Vfio, Some(_)) => {
-            bail!("--nodes asks about many hosts, --fabric vfio about one: leave one of them out")
+            bail!("--nodes is for many hosts, --fabric vfio for one: use only one of them")
         }
         (FabricArg::Vfio, None) => {
             args.needs_guest()?;
@@ -148,7 +122,7 @@ fn limits(args: &Plan) -> anyhow::Result<(String, NtbLimits)> {
             let preset = Preset::find(&args.adapter).with_context(|| {
                 let names = PRESETS.iter().map(|preset| preset.name);
                 format!(
-                    "no adapter is called {:?}: use one of {}, or give its limits by flags",
+                    "unknown adapter {:?}: use one of {}, or give its limits by flags",
                     args.adapter,
                     names.collect::<Vec<_>>().join(", ")
                 )

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_backend_api::DeviceList;
 use farside_testbed::{Accel, Staged};
 use farside_tests::{BOOT, SHORT, Vm, farside_program, testbed};
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -153,10 +154,11 @@ fn the_example_of_the_docs_works_as_printed() -> Result<()> {
         "the page shows the output of {compared} commands"
     );
     let lent = session.type_line("./rsh rack1-c farside devices --json")?;
-    let lent: serde_json::Value = serde_json::from_str(&lent)?;
+    let lent: DeviceList = serde_json::from_str(&lent)?;
+    let device = &lent.devices.first().context("no device")?.device;
     ensure!(
-        lent[0]["id"] == "disk0" && lent[0]["borrowed_by"].is_null(),
-        "{lent}"
+        device.id == "disk0" && device.borrowed_by.is_none(),
+        "{lent:?}"
     );
     refused_where_it_left(&session)
 }

@@ -25,6 +25,8 @@ mod cpu;
 mod deb;
 mod demo;
 mod interrupt;
+#[cfg(test)]
+mod json;
 mod kernel;
 mod scene;
 mod soak;

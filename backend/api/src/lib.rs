@@ -1,11 +1,14 @@
 //! The interface between a backend and `farside` commands on its host: requests at the
-//! control socket ([`admin`]) and the backend's status ([`status`]).
+//! control socket ([`admin`]), the backend's status ([`status`]), and the JSON documents
+//! of `farside status` and `farside devices` ([`devices`]).
 
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod devices;
 pub mod status;
 
+pub use devices::{DeviceList, ListedDevice};
 pub use status::{
     BackendReport, BarAddress, BorrowState, DeviceReport, LenderReport, Status, StatusError,
 };

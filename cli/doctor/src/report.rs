@@ -1,4 +1,4 @@
-//! All findings, for people and for programs.
+//! All findings, as text and as JSON.
 
 use std::fmt::Write as _;
 
@@ -14,13 +14,17 @@ pub struct Report {
 }
 
 impl Report {
+    /// The number of the JSON format. It grows when a key goes or changes its type
+    /// or meaning; new keys leave it as it is.
+    pub const FORMAT: u32 = 1;
+
     /// How many findings are of that level.
     pub fn count(&self, level: Level) -> usize {
         let findings = self.findings.iter();
         findings.filter(|finding| finding.level == level).count()
     }
 
-    /// Lines for people: what, why, and what to type.
+    /// Text: what, why, and the commands.
     pub fn text(&self) -> String {
         let mut text = String::new();
         for finding in &self.findings {
@@ -51,7 +55,8 @@ fn line(text: &mut String, lines: &str) {
 
 impl Serialize for Report {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut report = serializer.serialize_struct("Report", 3)?;
+        let mut report = serializer.serialize_struct("Report", 4)?;
+        report.serialize_field("format", &Self::FORMAT)?;
         report.serialize_field("problems", &self.count(Level::Problem))?;
         report.serialize_field("notes", &self.count(Level::Note))?;
         report.serialize_field("findings", &self.findings)?;

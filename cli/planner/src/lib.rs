@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod addresses;
+mod answer;
 mod cluster;
 mod cost;
 mod guest;
@@ -29,6 +30,7 @@ mod remedy;
 mod vfio;
 
 pub use addresses::{AddressError, AddressRules, Reserved, Span};
+pub use answer::Answer;
 pub use cluster::{Cluster, ClusterPlan, Table, WindowsOfHost, plan_cluster};
 pub use cost::{Cost, Limit};
 pub use guest::{Guest, GuestError, MAX_RAM};
@@ -39,7 +41,7 @@ pub use vfio::{PagesBySize, VfioGuest, VfioPlan, plan_vfio};
 
 use farside_fabric::LimitError;
 
-/// A question that has no answer: what was asked cannot be.
+/// Why a question is invalid.
 ///
 /// That something does not fit is an answer, not an error.
 #[derive(Debug, thiserror::Error)]
@@ -47,16 +49,16 @@ pub enum PlanError {
     /// No guest was given.
     #[error("no guest to plan for: give at least one")]
     NoGuests,
-    /// A guest that cannot be.
+    /// Invalid guest.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// An adapter that cannot be.
+    /// Invalid adapter.
     #[error(transparent)]
     Limits(#[from] LimitError),
-    /// Rules for addresses that cannot be.
+    /// Invalid address rules.
     #[error(transparent)]
     Addresses(#[from] AddressError),
-    /// A cluster that cannot be.
+    /// Invalid cluster.
     #[error("{name} = {value} must be {rule}")]
     Cluster {
         /// The number's name.

@@ -5,10 +5,9 @@ use std::fmt::Write;
 use farside_bench::text_table;
 use farside_fabric::{NtbLimits, PageCounts, Size};
 use farside_planner::{
-    ClusterPlan, NtbGuest, NtbPlan, PRESETS, Preset, Span, Table, VfioGuest, VfioPlan,
+    Answer, ClusterPlan, NtbGuest, NtbPlan, PRESETS, Preset, Span, Table, VfioGuest, VfioPlan,
 };
 
-use super::Answer;
 
 /// How wide names are.
 const NAME: usize = 20;

@@ -22,6 +22,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_backend_api::DeviceList;
 use farside_testbed::{Accel, Staged, Vm, VmBuilder};
 use tempfile::TempDir;
 
@@ -269,11 +270,10 @@ impl Stage {
     /// The holder of the device and the epoch, as the lender has it.
     pub fn holder(&self) -> Result<Option<(String, u64)>> {
         let listed = self.ok(THIRD, &["devices", "--json"])?;
-        let listed: serde_json::Value = serde_json::from_str(&listed)?;
-        let held = &listed[0]["borrowed_by"];
-        Ok(held["vm"]
-            .as_str()
-            .map(|vm| (vm.to_owned(), held["epoch"].as_u64().unwrap_or(0))))
+        let listed: DeviceList = serde_json::from_str(&listed)?;
+        let listed = listed.devices.into_iter().next();
+        let device = listed.context("the lender has no device")?.device;
+        Ok(device.borrowed_by.map(|by| (by.vm, by.epoch.0)))
     }
 
     /// The processes of a host whose command line has all these words.

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
     }
     print!("{}", report.text());
     if let Some(path) = &args.json {
-        let json = serde_json::to_string_pretty(&report.json())?;
+        let json = serde_json::to_string_pretty(&report.document())?;
         fs::write(path, json + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(match report.checks().iter().all(|check| check.holds) {

@@ -2,7 +2,7 @@
 
 use console::style;
 use farside_tests::hosts::{Facts, VfFacts};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::text::{bytes, micros};
 
@@ -72,15 +72,33 @@ impl Report {
         text
     }
 
-    /// The machine-readable form. Names stay; more may come.
-    pub(super) fn json(&self) -> Value {
-        json!({
-            "same_host": self.same_host,
-            "two_hosts": self.two_hosts,
-            "vfs_lent": self.vfs.as_ref().map(|vfs| vfs.vfs_lent),
-            "vfs": self.vfs,
-        })
+    /// What `cargo xtask cluster --json` writes.
+    pub(super) fn document(&self) -> Document<'_> {
+        Document {
+            format: Document::FORMAT,
+            same_host: self.same_host.as_ref(),
+            two_hosts: self.two_hosts.as_ref(),
+            vfs_lent: self.vfs.as_ref().map(|vfs| vfs.vfs_lent),
+            vfs: self.vfs.as_ref(),
+        }
     }
+}
+
+/// What `cargo xtask cluster --json` writes; docs/json.md has the keys.
+#[derive(Debug, Serialize)]
+pub(super) struct Document<'a> {
+    /// [`Document::FORMAT`].
+    format: u32,
+    same_host: Option<&'a Facts>,
+    two_hosts: Option<&'a Facts>,
+    vfs_lent: Option<u64>,
+    vfs: Option<&'a VfFacts>,
+}
+
+impl Document<'_> {
+    /// The number of the format. It grows when a key goes or changes its type or
+    /// meaning; new keys leave it as it is.
+    const FORMAT: u32 = 1;
 }
 
 fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
@@ -126,6 +144,7 @@ fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json::is_documented;
 
     /// The names that the users of the file rely on.
     const FIXED: &[&str] = &[
@@ -148,10 +167,14 @@ mod tests {
             two_hosts: Some(Facts::default()),
             vfs: Some(VfFacts {
                 vfs_lent: 2,
+                bytes_mapped: vec![1, 1],
+                guest_ram_bytes: vec![1, 1],
                 ..VfFacts::default()
             }),
         };
-        let json = report.json();
+        let json = serde_json::to_value(report.document()).unwrap();
+        let none = serde_json::to_value(Report::default().document()).unwrap();
+        is_documented("cargo xtask cluster --json", &[&json, &none]);
         for scene in ["same_host", "two_hosts"] {
             for name in FIXED {
                 assert!(!json[scene][name].is_null(), "{scene}.{name}: {json}");

@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
 
     print!("{}", report::text(&facts));
     if let Some(path) = &args.json {
-        let json = serde_json::to_string_pretty(&report::json(&facts))?;
+        let json = serde_json::to_string_pretty(&report::Document::from(&facts))?;
         fs::write(path, json + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(match facts.checks().iter().all(|check| check.holds) {

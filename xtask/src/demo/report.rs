@@ -1,7 +1,7 @@
 //! How the facts are shown: to people, and as JSON.
 
 use console::style;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::{
     facts::{Facts, Seen},
@@ -149,39 +149,94 @@ fn figures(direction: &Direction) -> String {
     )
 }
 
-/// The machine-readable form. Names stay; more may come.
-pub(super) fn json(facts: &Facts) -> Value {
-    let none = Seen::default();
-    let running = facts.running.as_ref().unwrap_or(&none);
-    let after = facts.after.as_ref().unwrap_or(&none);
-    let fired = running.lent.interrupts.iter();
-    json!({
-        "guest_ram_bytes": running.borrow.guest_ram_bytes,
-        "bytes_pinned_before_bme": facts.pinned_before_bme(),
-        "bytes_pinned_after_bme": running.borrow.bytes_pinned,
-        "bytes_pinned_after_shutdown": after.borrow.bytes_pinned,
-        "dma_windows": running.borrow.dma_windows,
-        "lut_entries": running.borrow.lut_entries,
-        "layout_probes": running.borrow.layout_probes,
-        "bme_to_ready_us": running.borrow.bme_to_ready_us,
-        "dma_faults": facts.dma_faults(),
-        "checksum_ok": facts.checksum_ok(),
-        "wall_s": facts.wall.as_secs_f64(),
-        "bytes_locked_after_bme": running.borrow.bytes_locked,
-        "qemu_ram_bytes": facts.memory,
-        "accel": facts.accel.to_lowercase(),
-        "sha256": facts.guest.sha256_written,
-        "interrupts": fired.map(|f| json!({"index": f.0, "vector": f.1, "count": f.2}))
-            .collect::<Vec<_>>(),
-        "checks": facts.checks().iter().map(|check| json!({"what": check.what, "ok": check.holds}))
-            .collect::<Vec<_>>(),
-    })
+/// What `cargo xtask demo --json` writes; docs/json.md has the keys.
+#[derive(Debug, Serialize)]
+pub(super) struct Document {
+    /// [`Document::FORMAT`].
+    format: u32,
+    guest_ram_bytes: u64,
+    bytes_pinned_before_bme: u64,
+    bytes_pinned_after_bme: u64,
+    bytes_pinned_after_shutdown: u64,
+    dma_windows: u32,
+    lut_entries: u32,
+    layout_probes: u32,
+    bme_to_ready_us: u64,
+    dma_faults: u64,
+    checksum_ok: bool,
+    wall_s: f64,
+    bytes_locked_after_bme: u64,
+    qemu_ram_bytes: u64,
+    accel: String,
+    sha256: String,
+    interrupts: Vec<InterruptCount>,
+    checks: Vec<CheckResult>,
+}
+
+#[derive(Debug, Serialize)]
+struct InterruptCount {
+    index: u8,
+    vector: u16,
+    count: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct CheckResult {
+    what: &'static str,
+    ok: bool,
+}
+
+impl Document {
+    /// The number of the format. It grows when a key goes or changes its type or
+    /// meaning; new keys leave it as it is.
+    const FORMAT: u32 = 1;
+}
+
+impl From<&Facts> for Document {
+    fn from(facts: &Facts) -> Self {
+        let none = Seen::default();
+        let running = facts.running.as_ref().unwrap_or(&none);
+        let after = facts.after.as_ref().unwrap_or(&none);
+        let interrupts = running.lent.interrupts.iter();
+        let checks = facts.checks().into_iter();
+        Self {
+            format: Self::FORMAT,
+            guest_ram_bytes: running.borrow.guest_ram_bytes,
+            bytes_pinned_before_bme: facts.pinned_before_bme(),
+            bytes_pinned_after_bme: running.borrow.bytes_pinned,
+            bytes_pinned_after_shutdown: after.borrow.bytes_pinned,
+            dma_windows: running.borrow.dma_windows,
+            lut_entries: running.borrow.lut_entries,
+            layout_probes: running.borrow.layout_probes,
+            bme_to_ready_us: running.borrow.bme_to_ready_us,
+            dma_faults: facts.dma_faults(),
+            checksum_ok: facts.checksum_ok(),
+            wall_s: facts.wall.as_secs_f64(),
+            bytes_locked_after_bme: running.borrow.bytes_locked,
+            qemu_ram_bytes: facts.memory,
+            accel: facts.accel.to_lowercase(),
+            sha256: facts.guest.sha256_written.clone(),
+            interrupts: interrupts
+                .map(|&(index, vector, count)| InterruptCount {
+                    index,
+                    vector,
+                    count,
+                })
+                .collect(),
+            checks: checks
+                .map(|check| CheckResult {
+                    what: check.what,
+                    ok: check.holds,
+                })
+                .collect(),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demo::facts::tests::good;
+    use crate::{demo::facts::tests::good, json::is_documented};
 
     /// The names that the users of the file rely on.
     const FIXED: &[&str] = &[
@@ -200,7 +255,8 @@ mod tests {
 
     #[test]
     fn the_json_has_its_fixed_names() {
-        let json = json(&good());
+        let json = serde_json::to_value(Document::from(&good())).unwrap();
+        is_documented("cargo xtask demo --json", &[&json]);
         for name in FIXED {
             match *name {
                 "checksum_ok" => assert_eq!(json[name], true),

@@ -1,0 +1,362 @@
+//! The JSON documents that scripts read, against docs/json.md: a key that goes or
+//! changes its type fails a test, and so does one that the page lacks.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use farside_backend_api::{
+    BackendReport, BarAddress, DeviceList, DeviceReport, LenderReport, ListedDevice, Status,
+};
+use farside_bench::{
+    Axis, Better, Data, Environment, JobResult, Measurement, Pair, Point, Quantiles, Results,
+    Section, Series, Target, Unit,
+};
+use farside_doctor::{Finding, Level, Report};
+use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary};
+use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
+use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Epoch, Fence};
+use farside_planner::{
+    AddressRules, Answer, Cluster, Guest, Preset, Remedy, plan_cluster, plan_ntb, plan_vfio,
+};
+use farside_qemu_configs::{HugePages, Machine};
+use serde_json::{Value, json, to_value};
+
+const PAGE: &str = include_str!("../../docs/json.md");
+
+/// Whether the section `title` of docs/json.md has the keys of these documents, which
+/// together have all of them, and the number of the format.
+pub(crate) fn is_documented(title: &str, documents: &[&Value]) {
+    let (_, section) = PAGE
+        .split_once(&format!("\n## `{title}`\n"))
+        .unwrap_or_else(|| panic!("docs/json.md has no section `{title}`"));
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let documented: BTreeSet<String> = rows
+        .map(|row| {
+            let cells: Vec<_> = row.split('|').map(str::trim).collect();
+            format!("| {} | {} |", cells[1], cells[2])
+        })
+        .collect();
+    let found: BTreeSet<String> = keys(documents)
+        .iter()
+        .map(|(key, types)| format!("| `{key}` | {types} |"))
+        .collect();
+    let gone: Vec<_> = documented.difference(&found).collect();
+    let new: Vec<_> = found.difference(&documented).collect();
+    assert!(
+        gone.is_empty() && new.is_empty(),
+        "`{title}` in docs/json.md\nnot in the document: {gone:#?}\nnot on the page: {new:#?}"
+    );
+    let format = format!("| `format` | integer | | {}", documents[0]["format"]);
+    assert!(section.contains(&format), "no {format:?} at `{title}`");
+}
+
+/// The keys of documents of one kind, as `devices[].epoch`, with the types that their
+/// values have in any of them.
+fn keys(documents: &[&Value]) -> BTreeMap<String, String> {
+    let mut types = BTreeMap::new();
+    for document in documents {
+        visit("", document, &mut types);
+    }
+    types.remove("");
+    let (mut keys, mut elements) = (BTreeMap::new(), BTreeMap::new());
+    // Backwards: elements come before their array.
+    for (key, mut types) in types.into_iter().rev() {
+        let null = types.remove("null").then_some("null");
+        let names = types.into_iter().chain(null).map(|name| {
+            let element: Option<&String> = elements.get(&key).filter(|_| name == "array");
+            element.map_or(name.to_owned(), |element| format!("array of {element}"))
+        });
+        let names = names.collect::<Vec<_>>().join(" or ");
+        match key.strip_suffix("[]") {
+            Some(array) => elements.insert(array.to_owned(), names),
+            None => keys.insert(key, names),
+        };
+    }
+    keys
+}
+
+fn visit(key: &str, value: &Value, types: &mut BTreeMap<String, BTreeSet<&'static str>>) {
+    let name = match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(number) if number.is_f64() => "number",
+        Value::Number(_) => "integer",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    };
+    types.entry(key.to_owned()).or_default().insert(name);
+    for element in value.as_array().into_iter().flatten() {
+        visit(&format!("{key}[]"), element, types);
+    }
+    for (name, value) in value.as_object().into_iter().flatten() {
+        let dot = if key.is_empty() { "" } else { "." };
+        visit(&format!("{key}{dot}{name}"), value, types);
+    }
+}
+
+#[test]
+fn keys_have_the_types_of_all_documents() {
+    let one = json!({"a": null, "b": [{"c": 1}, {"c": 1.5}], "d": [["x", 1]], "e": []});
+    let other = json!({"a": {"f": true}, "b": [], "d": [], "e": {}});
+    let keys: Vec<_> = keys(&[&one, &other]).into_iter().collect();
+    let keys: Vec<_> = keys.iter().map(|(k, t)| (k.as_str(), t.as_str())).collect();
+    assert_eq!(
+        keys,
+        [
+            ("a", "object or null"),
+            ("a.f", "boolean"),
+            ("b", "array of object"),
+            ("b[].c", "integer or number"),
+            ("d", "array of array of integer or string"),
+            ("e", "array or object"),
+        ]
+    );
+}
+
+fn entry(problem: Option<&str>) -> DeviceEntry {
+    let borrowed_by = BorrowedBy {
+        vm: "web1".to_owned(),
+        epoch: Epoch(3),
+        seconds: 2,
+    };
+    let fence = Fence {
+        vm: "web1".to_owned(),
+        epoch: Epoch(2),
+        migration: "m1".to_owned(),
+        reserved: false,
+    };
+    DeviceEntry {
+        borrowed_by: problem.map(|_| borrowed_by),
+        fences: vec![fence],
+        problem: problem.map(str::to_owned),
+        ..DeviceEntry::default()
+    }
+}
+
+#[test]
+fn status_is_documented() {
+    let lender: Address = "tcp:rack1-b:7410".parse().unwrap();
+    let fired = VectorCount {
+        index: IrqIndex::Msix,
+        vector: 1,
+        fired: 40,
+    };
+    let borrowed = DeviceReport {
+        bars: vec![BarAddress {
+            bar: 0,
+            gpa: 0xfe00_0000,
+            size: 0x4000,
+        }],
+        interrupts: VectorsStatus {
+            enabled: Some(IrqIndex::Msix),
+            fired: vec![fired],
+            ..VectorsStatus::default()
+        },
+        last_error: Some("the lender is gone".to_owned()),
+        ..DeviceReport::new("disk0", "NVMe, 1 GiB", lender.clone())
+    };
+    let idle = DeviceReport::new("disk1", "NVMe, 1 GiB", lender.clone());
+    let backend = BackendReport {
+        format: farside_backend_api::status::FORMAT,
+        vm: "web1".to_owned(),
+        pid: 7,
+        devices: vec![borrowed, idle],
+    };
+    let fault = Fault {
+        iova: 4096,
+        len: 64,
+        access: Access::Read,
+        reason: FaultReason::Window,
+    };
+    let recent = FaultRecord {
+        sequence: 1,
+        unix_ms: 8,
+        fault,
+    };
+    let lent = DeviceStatus {
+        entry: entry(Some("the medium fails")),
+        interrupts: vec![(2, 1, 40)],
+        faults: FaultSummary {
+            recent: vec![recent],
+            ..FaultSummary::default()
+        },
+        counters: vec![("io_commands".to_owned(), 12)],
+        ..DeviceStatus::default()
+    };
+    let free = DeviceStatus {
+        entry: entry(None),
+        ..DeviceStatus::default()
+    };
+    let lender = LenderReport {
+        lender: "rack1-b".to_owned(),
+        address: lender,
+        devices: vec![lent, free],
+    };
+    let status = to_value(Status::new(vec![backend], vec![lender])).unwrap();
+    is_documented("farside status --json", &[&status]);
+}
+
+#[test]
+fn devices_are_documented() {
+    let listed = [entry(Some("the medium fails")), entry(None)].map(|device| ListedDevice {
+        lender: "rack1-b".to_owned(),
+        device,
+    });
+    let list = DeviceList::new(listed.to_vec());
+    let value = to_value(&list).unwrap();
+    is_documented("farside devices --json", &[&value]);
+    assert_eq!(serde_json::from_value::<DeviceList>(value).unwrap(), list);
+}
+
+#[test]
+fn a_diagnosis_is_documented() {
+    let full = Finding {
+        level: Level::Problem,
+        check: "memlock",
+        vm: Some("web1".to_owned()),
+        what: "8 MiB".to_owned(),
+        why: "too little".to_owned(),
+        fix: vec!["ulimit -l 1".to_owned()],
+    };
+    let report = to_value(Report {
+        findings: vec![full],
+    });
+    is_documented("farside doctor --json", &[&report.unwrap()]);
+}
+
+#[test]
+fn plans_are_documented() {
+    let guest = |vms, ram: u64| Guest {
+        vms,
+        ram,
+        machine: Machine::Q35,
+        devices: 1,
+        huge_pages: HugePages::None,
+    };
+    let rules = AddressRules::default();
+    let all = Remedy {
+        bar_size: Some(1 << 30),
+        lut_entries: Some(512),
+        requester_entries: Some(64),
+        lenders: Some(2),
+    };
+    // One that fits and two that do not, on adapters with different limits.
+    let cases = [
+        ("dolphin-pxh830", 1, 1 << 30, None),
+        ("amd", 30, 16 << 30, Some(all)),
+        ("amd", 30, 16 << 30, Some(Remedy::default())),
+    ];
+    let plans = cases.map(|(adapter, vms, ram, remedy)| {
+        let limits = &Preset::find(adapter).unwrap().limits;
+        let cluster = Cluster {
+            nodes: 60,
+            devices: vms,
+            peers: 1,
+            device_bars: 16 << 10,
+            switch_requesters: None,
+        };
+        let guests = [guest(vms, ram)];
+        let mut ntb = plan_ntb(&guests, limits, &rules).unwrap();
+        let guest = remedy.map(|_| &guests[0]);
+        let mut cluster = plan_cluster(&cluster, limits, guest).unwrap();
+        (ntb.remedy, cluster.remedy) = (remedy, remedy);
+        if remedy.is_some() {
+            ntb.guests[0].largest_alone = None;
+        }
+        to_value(Answer {
+            adapter: Some(adapter.to_owned()),
+            ntb: Some(ntb),
+            cluster: Some(cluster),
+            ..Answer::default()
+        })
+    });
+    let local = [1 << 30, 1 << 50].map(|ram| {
+        let mut plan = plan_vfio(&[guest(1, ram)], &rules).unwrap();
+        plan.guests[0].largest = plan.guests[0].largest.filter(|_| plan.fits);
+        to_value(Answer {
+            vfio: Some(plan),
+            ..Answer::default()
+        })
+    });
+    let documents: Vec<_> = plans.into_iter().chain(local).map(Result::unwrap).collect();
+    let documents: Vec<_> = documents.iter().collect();
+    is_documented("farside plan --json", &documents);
+}
+
+#[test]
+fn results_of_a_benchmark_are_documented() {
+    let measurement = |cpu| Measurement {
+        iops: 1.0,
+        bandwidth: 1.0,
+        p50: 1.0,
+        p99: 1.0,
+        p999: 1.0,
+        guest_cpu: cpu,
+        host_cpu: cpu,
+    };
+    let pair = |cpu| Pair {
+        borrowed: measurement(cpu),
+        beside: measurement(cpu),
+    };
+    let job = |pairs| JobResult {
+        job: "randread-4k-qd1".to_owned(),
+        pairs,
+    };
+    let series = |name: &str, data, target| Series {
+        name: name.to_owned(),
+        unit: Unit::Nanoseconds,
+        better: Better::Less,
+        data,
+        against: Some("bare".to_owned()),
+        target: Some(target),
+    };
+    let quantiles = Quantiles {
+        samples: 9,
+        min: 1.0,
+        p1: 1.0,
+        p25: 1.0,
+        p50: 1.0,
+        p75: 1.0,
+        p99: 1.0,
+        p999: 1.0,
+        max: 1.0,
+    };
+    let points = Data::Points {
+        over: Axis {
+            name: "transfer size".to_owned(),
+            unit: Unit::Bytes,
+        },
+        points: vec![Point {
+            x: 1.0,
+            y: vec![1.0],
+        }],
+    };
+    let section = Section {
+        name: "interrupts".to_owned(),
+        title: "Interrupts".to_owned(),
+        about: "How long.".to_owned(),
+        series: vec![
+            series("repeats", Data::Repeats(vec![1.0]), Target::AtLeast(1.0)),
+            series(
+                "quantiles",
+                Data::Quantiles(vec![quantiles]),
+                Target::AtMost(1.0),
+            ),
+            series("points", points, Target::AtMost(1.0)),
+        ],
+    };
+    let known = Environment {
+        host_kernel: Some("6.12".to_owned()),
+        guest_kernel: Some("6.12".to_owned()),
+        qemu: Some("10.1.0".to_owned()),
+        accel: Some("kvm".to_owned()),
+        ..Environment::default()
+    };
+    let mut results = Results::new(known, ["borrowed", "own"]);
+    results.jobs = vec![job(vec![pair(Some(1.0)), pair(None)]), job(Vec::new())];
+    results.sections.push(section);
+    let unknown = Results::new(Environment::default(), ["borrowed", "own"]);
+    let documents = [results, unknown].map(|results| to_value(results).unwrap());
+    is_documented("cargo xtask bench --json", &[&documents[0], &documents[1]]);
+}
