@@ -12,7 +12,9 @@ use std::{
 };
 
 use farside_fabric::MemoryRange;
-use farside_guest_layout::{Gpa, GpaRange, HIGH_MEMORY, Oracle, PAGE_SIZE, RangeSet, Resolution};
+use farside_guest_layout::{
+    Gpa, GpaRange, HIGH_MEMORY, MemoryMap, PAGE_SIZE, RangeSet, Resolution,
+};
 use rustix::{
     fs::{FileType, OFlags, Stat, fcntl_getfl, fstat},
     io::Errno,
@@ -301,7 +303,7 @@ impl Blocked {
 /// Answers the layout probe from the table.
 pub(crate) struct TableOracle(RangeSet);
 
-impl Oracle for TableOracle {
+impl MemoryMap for TableOracle {
     fn resolve(&mut self, range: GpaRange) -> Resolution {
         self.0.resolve(range)
     }

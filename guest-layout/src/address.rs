@@ -47,7 +47,7 @@ impl fmt::Display for Gpa {
     }
 }
 
-/// A range that cannot be.
+/// An invalid range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeError {
     /// It has no bytes.

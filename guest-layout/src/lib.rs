@@ -26,5 +26,5 @@ mod range_set;
 pub use address::{Gpa, GpaRange, PAGE_SIZE, RangeError};
 pub use growth::spans;
 pub use plan::{Plan, PlanRules, Window, plan};
-pub use probe::{HIGH_MEMORY, Layout, Oracle, ProbeError, ProbeLimits, Resolution, probe};
+pub use probe::{HIGH_MEMORY, Layout, MemoryMap, ProbeError, ProbeLimits, Resolution, probe};
 pub use range_set::RangeSet;

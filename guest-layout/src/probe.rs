@@ -1,14 +1,14 @@
-//! Finding the edges of RAM by asking.
+//! Finds the edges of RAM by queries.
 //!
-//! x86 puts RAM at two well-known places: from 0, and from 4 GiB. From each,
-//! the search alternates between a run of RAM and a run of anything else. It
-//! first asks about the whole remainder, which ends it in one question when
-//! nothing more is to be found. Otherwise it gallops from one page while the answer
-//! stays what it was, squaring the length each time (1, 2, 4, 16, 256, 65 536…
-//! pages), and bisects the last step: first its order of magnitude, then the
-//! length. Both "all RAM" and "no RAM" are monotone in the length (a longer
-//! range is never *more* uniform), so the edge is found exactly. A run of n
-//! pages costs about log2(n) + 2·log2(log2(n)) questions: 40 for 4 TiB.
+//! x86 puts RAM at two well-known places: from 0, and from 4 GiB. From each, the
+//! search alternates between a run of RAM and a run of anything else. It first
+//! queries the whole remainder, which ends the search if that is uniform. Otherwise
+//! it gallops from one page while the answer stays the same, squaring the length
+//! each time (1, 2, 4, 16, 256, 65 536… pages), and bisects the last step: first
+//! its order of magnitude, then the length. Both "all RAM" and "no RAM" are
+//! monotone in the length (a longer range is never *more* uniform), so the edge is
+//! found exactly. A run of n pages costs about log2(n) + 2·log2(log2(n)) queries:
+//! 40 for 4 TiB.
 
 use std::fmt;
 
@@ -23,16 +23,16 @@ pub enum Resolution {
     /// Every byte.
     All,
     /// No byte.
-    None,
+    Empty,
     /// Some bytes but not all.
-    Some,
+    Partial,
 }
 
-/// Knows which guest-physical addresses are RAM.
+/// The guest-physical addresses that are RAM.
 ///
-/// Answers must not change during one [`probe`]. An oracle that contradicts
-/// itself gets an error or a wrong layout, never an endless search.
-pub trait Oracle {
+/// Answers must not change during one [`probe`]. Contradicting answers cause an
+/// error or a wrong layout, but no endless search.
+pub trait MemoryMap {
     /// How much of `range` resolves to guest RAM.
     fn resolve(&mut self, range: GpaRange) -> Resolution;
 }
@@ -44,7 +44,7 @@ pub struct ProbeLimits {
     /// Where to stop looking; a multiple of [`PAGE_SIZE`]. By default 2^52, the
     /// most that x86 can address physically.
     pub end: Gpa,
-    /// Most questions to ask. By default 65 536: about 3 ms.
+    /// Maximum number of queries. By default 65 536: about 3 ms.
     pub max_probes: u32,
     /// Most ranges of RAM to find. By default 1024; a PC has about ten, and a
     /// fragmented virtio-mem some hundreds.
@@ -68,7 +68,7 @@ pub struct Layout {
     pub low: Vec<GpaRange>,
     /// RAM from 4 GiB: maximal ranges, ascending.
     pub high: Vec<GpaRange>,
-    /// Questions that were asked.
+    /// Number of queries.
     pub probes: u32,
 }
 
@@ -106,9 +106,9 @@ pub enum ProbeError {
         /// The page.
         at: Gpa,
     },
-    /// The oracle contradicted an answer it had given.
+    /// The memory map contradicted an earlier answer.
     Inconsistent {
-        /// The beginning of the range it was asked about.
+        /// The beginning of the queried range.
         at: Gpa,
     },
     /// [`ProbeLimits::end`] is not a multiple of [`PAGE_SIZE`].
@@ -154,12 +154,12 @@ impl std::error::Error for ProbeError {}
 /// Finds guest RAM from 0 up to 4 GiB, and from 4 GiB up to `limits.end`.
 ///
 /// RAM that crosses 4 GiB is found as two ranges, one low and one high.
-pub fn probe(oracle: &mut impl Oracle, limits: &ProbeLimits) -> Result<Layout, ProbeError> {
+pub fn probe(map: &mut impl MemoryMap, limits: &ProbeLimits) -> Result<Layout, ProbeError> {
     if !limits.end.is_page_aligned() {
         return Err(ProbeError::UnalignedEnd { end: limits.end });
     }
     let mut search = Search {
-        oracle,
+        map,
         limits,
         probes: 0,
         found: 0,
@@ -174,13 +174,13 @@ pub fn probe(oracle: &mut impl Oracle, limits: &ProbeLimits) -> Result<Layout, P
 }
 
 struct Search<'a, O> {
-    oracle: &'a mut O,
+    map: &'a mut O,
     limits: &'a ProbeLimits,
     probes: u32,
     found: usize,
 }
 
-impl<O: Oracle> Search<'_, O> {
+impl<O: MemoryMap> Search<'_, O> {
     /// The ranges of RAM in `start..end`; nothing when that is empty.
     fn zone(&mut self, start: Gpa, end: Gpa) -> Result<Vec<GpaRange>, ProbeError> {
         let mut ranges = Vec::new();
@@ -196,7 +196,7 @@ impl<O: Oracle> Search<'_, O> {
             }
         };
         // Here the rest begins with `run`, and `answer` is about all of it.
-        while answer == Resolution::Some {
+        while answer == Resolution::Partial {
             let head = self.run(rest, run)?;
             if run == Run::Ram {
                 self.push(&mut ranges, head)?;
@@ -220,7 +220,7 @@ impl<O: Oracle> Search<'_, O> {
     fn run(&mut self, rest: GpaRange, run: Run) -> Result<GpaRange, ProbeError> {
         let mut good = 0;
         let mut bad = rest.len() / PAGE_SIZE;
-        let mut last = Resolution::Some;
+        let mut last = Resolution::Partial;
         let mut next = 1;
         while next < bad {
             last = self.ask(prefix(rest, next)?)?;
@@ -239,7 +239,7 @@ impl<O: Oracle> Search<'_, O> {
             // The run before ended here, so this page had to be the other kind.
             let at = rest.start();
             return Err(match last {
-                Resolution::Some => ProbeError::PartialPage { at },
+                Resolution::Partial => ProbeError::PartialPage { at },
                 _ => ProbeError::Inconsistent { at },
             });
         }
@@ -265,7 +265,7 @@ impl<O: Oracle> Search<'_, O> {
             });
         }
         self.probes += 1;
-        Ok(self.oracle.resolve(range))
+        Ok(self.map.resolve(range))
     }
 
     fn push(&mut self, ranges: &mut Vec<GpaRange>, range: GpaRange) -> Result<(), ProbeError> {
@@ -292,16 +292,16 @@ impl Run {
     fn of(answer: Resolution) -> Option<Self> {
         match answer {
             Resolution::All => Some(Self::Ram),
-            Resolution::None => Some(Self::Hole),
-            Resolution::Some => None,
+            Resolution::Empty => Some(Self::Hole),
+            Resolution::Partial => None,
         }
     }
 
-    /// The oracle's word for it.
+    /// The resolution of a uniform run.
     fn answer(self) -> Resolution {
         match self {
             Self::Ram => Resolution::All,
-            Self::Hole => Resolution::None,
+            Self::Hole => Resolution::Empty,
         }
     }
 

@@ -1,9 +1,9 @@
 //! A set of addresses, kept as few ranges.
 
-use crate::{Gpa, GpaRange, Oracle, Resolution};
+use crate::{Gpa, GpaRange, MemoryMap, Resolution};
 
 /// A set of guest-physical addresses: sorted ranges that neither overlap nor
-/// touch. It answers as an [`Oracle`] in logarithmic time.
+/// touch. It answers as a [`MemoryMap`] in logarithmic time.
 ///
 /// ```
 /// use farside_guest_layout::{Gpa, GpaRange, RangeSet};
@@ -36,8 +36,8 @@ impl RangeSet {
             .partition_point(|held| held.end() <= range.start());
         match self.ranges.get(at) {
             Some(held) if held.covers(range) => Resolution::All,
-            Some(held) if held.overlaps(range) => Resolution::Some,
-            _ => Resolution::None,
+            Some(held) if held.overlaps(range) => Resolution::Partial,
+            _ => Resolution::Empty,
         }
     }
 }
@@ -61,7 +61,7 @@ impl FromIterator<GpaRange> for RangeSet {
     }
 }
 
-impl Oracle for RangeSet {
+impl MemoryMap for RangeSet {
     fn resolve(&mut self, range: GpaRange) -> Resolution {
         RangeSet::resolve(self, range)
     }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use common::{GIB, KIB, MIB, Naive, TIB, span};
 use farside_guest_layout::{
-    Gpa, GpaRange, Layout, Oracle, Plan, PlanRules, ProbeError, ProbeLimits, RangeSet, Resolution,
-    plan, probe,
+    Gpa, GpaRange, Layout, MemoryMap, Plan, PlanRules, ProbeError, ProbeLimits, RangeSet,
+    Resolution, plan, probe,
 };
 
 fn found(ram: &[GpaRange]) -> (Layout, Plan) {
@@ -159,11 +159,11 @@ fn four_tib_takes_under_200_probes_and_1_ms() {
     let (layout, plan) = found(&four_tib());
     assert_eq!(plan.windows.len(), 2);
     // The fastest of many runs: what it takes when nothing else runs.
-    let mut oracle: RangeSet = four_tib().into_iter().collect();
+    let mut map: RangeSet = four_tib().into_iter().collect();
     let fastest = (0..100)
         .map(|_| {
             let start = Instant::now();
-            let again = probe(&mut oracle, &ProbeLimits::default());
+            let again = probe(&mut map, &ProbeLimits::default());
             assert_eq!(again.as_ref(), Ok(&layout));
             start.elapsed()
         })
@@ -210,14 +210,14 @@ fn ram_up_to_the_end_of_the_search_is_found() {
 /// Every other page is RAM.
 struct Stripes;
 
-impl Oracle for Stripes {
+impl MemoryMap for Stripes {
     fn resolve(&mut self, range: GpaRange) -> Resolution {
         if range.len() > 4096 {
-            Resolution::Some
+            Resolution::Partial
         } else if (range.start().get() / 4096).is_multiple_of(2) {
             Resolution::All
         } else {
-            Resolution::None
+            Resolution::Empty
         }
     }
 }
@@ -265,13 +265,13 @@ fn partial_pages_are_refused() {
 #[test]
 fn an_oracle_that_contradicts_itself_does_not_hang_the_search() {
     struct Liar(u32);
-    impl Oracle for Liar {
+    impl MemoryMap for Liar {
         fn resolve(&mut self, _: GpaRange) -> Resolution {
             self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             match self.0 >> 30 {
                 0 => Resolution::All,
-                1 => Resolution::None,
-                _ => Resolution::Some,
+                1 => Resolution::Empty,
+                _ => Resolution::Partial,
             }
         }
     }

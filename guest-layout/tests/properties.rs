@@ -1,4 +1,4 @@
-//! Random layouts against a naive oracle: every byte of RAM is in exactly one
+//! Random layouts against a naive memory map: every byte of RAM is in exactly one
 //! segment, no other byte is, and windows do not overlap.
 
 mod common;
@@ -80,7 +80,7 @@ proptest! {
         start in 0u64..(1 << 24),
         pages in 1u64..(1 << 20),
     ) {
-        use farside_guest_layout::Oracle;
+        use farside_guest_layout::MemoryMap;
         let asked = GpaRange::new(Gpa::new(start * 4096), pages * 4096)?;
         let expected: Resolution = Naive(ram.clone()).resolve(asked);
         prop_assert_eq!(merged(ram).resolve(asked), expected);

@@ -9,7 +9,7 @@ pub enum Interrupts {
     /// The lender's device signals the VMM's eventfd itself. On one machine.
     #[default]
     Direct,
-    /// The lender tells the backend, which signals it. Across machines; or to
-    /// test that form.
+    /// The lender sends a message to the backend, which signals it. Across
+    /// machines; or to test that form.
     Relayed,
 }

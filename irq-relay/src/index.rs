@@ -128,7 +128,7 @@ impl IrqCounts {
     }
 }
 
-/// What VFIO tells of one index.
+/// VFIO's information about one index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IrqInfo {
     /// `VFIO_IRQ_INFO_*`, see [`wire`].

@@ -1,30 +1,30 @@
-//! Interrupt vectors, masks and eventfds: what stands between a device that
-//! raises an interrupt and the eventfd on which QEMU waits for it.
+//! Interrupt vectors, masks and eventfds: the path from a device that raises an
+//! interrupt to the eventfd on which QEMU waits.
 //!
 //! The rules are those of Linux VFIO (`linux/vfio.h`, `VFIO_DEVICE_SET_IRQS`),
-//! because QEMU speaks them and because a physical device behind vfio-pci
-//! obeys them already. In layers:
+//! which QEMU uses and which a physical device behind vfio-pci follows already. In
+//! layers:
 //!
 //! - [`IrqCounts`], [`IrqRange`], [`SetIrqs`]: a client's request, checked
 //!   before anything acts on it;
 //! - `state`: masks, pending bits and the INTx line; pure, it answers each
 //!   event with the interrupt to [`Fire`], if any;
-//! - [`Vectors`]: that state with a [`Sink`] for each vector, which performs
+//! - [`Vectors`]: that state with a [`IrqTarget`] for each vector, which performs
 //!   what the state decides;
-//! - [`Relay`]: the sink for a borrower on another host. It collects what fired
+//! - [`Relay`]: the target for a borrower on another host. It collects what fired
 //!   until a message can carry it; over there [`Vectors::deliver`] passes it
 //!   on.
 //!
 //! # On one host
 //!
 //! QEMU's eventfds travel from backend to lender; the device's thread signals
-//! them itself (`Sink::EventFd`) and the backend is not on the way.
+//! them itself (`IrqTarget::EventFd`) and the backend is not on the way.
 //!
 //! # On two hosts
 //!
 //! ```text
 //!  lender                                    borrower
-//!  device → Vectors → Sink::Relay ──message──→ Vectors::deliver → eventfd
+//!  device → Vectors → IrqTarget::Relay ──message──→ Vectors::deliver → eventfd
 //! ```
 //!
 //! Each side masks on its own: the lender so that nothing needless travels,
@@ -46,5 +46,5 @@ pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;
 pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, SetIrqsMessage, wire};
 pub use state::Fire;
-pub use trigger::{Sink, TriggerFd};
+pub use trigger::{IrqTarget, TriggerFd};
 pub use vectors::{VectorCount, Vectors, VectorsStatus};

@@ -1,4 +1,4 @@
-//! Interrupts on their way to another host.
+//! Interrupts to be sent to another host.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,7 +27,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// A relay that its consumer asks from time to time.
+    /// A relay that its consumer polls.
     pub fn new() -> Self {
         Self {
             summary: AtomicU64::new(0),
@@ -52,9 +52,9 @@ impl Relay {
         if self.words[word].fetch_or(bit, Ordering::AcqRel) & bit != 0 {
             self.coalesced.fetch_add(1, Ordering::Relaxed);
         }
-        // After the word: whoever takes the summary's bit sees the word's. Even
-        // when the word's bit was set already, the drain that clears it may be
-        // past this word; only the summary tells it to come again.
+        // After the word: the consumer that takes the summary's bit also sees the
+        // word's. Even when the word's bit was set already, the drain that clears
+        // it may be past this word; only the summary makes it drain again.
         if self.summary.fetch_or(1 << word, Ordering::AcqRel) == 0
             && let Some(waker) = &self.waker
         {

@@ -5,7 +5,7 @@ use std::{io, os::fd::OwnedFd};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use crate::{IrqCounts, IrqIndex, IrqRange, Sink, TriggerFd};
+use crate::{IrqCounts, IrqIndex, IrqRange, IrqTarget, TriggerFd};
 
 /// Flag bits of `linux/vfio.h`.
 pub mod wire {
@@ -52,7 +52,7 @@ pub enum IrqData {
     /// Those that are true; one entry a vector.
     Bool(Vec<bool>),
     /// Where each of them goes, or `None` for nowhere; one entry a vector.
-    Sinks(Vec<Option<Sink>>),
+    Targets(Vec<Option<IrqTarget>>),
 }
 
 /// A `SET_IRQS` message as it came: nothing but its framing has been checked.
@@ -93,7 +93,7 @@ impl SetIrqs {
         let entries = match &data {
             IrqData::None => range.count().into(),
             IrqData::Bool(chosen) => chosen.len(),
-            IrqData::Sinks(sinks) => sinks.len(),
+            IrqData::Targets(targets) => targets.len(),
         };
         if entries != usize::from(range.count()) {
             return Err(SetIrqsError::WrongCount {
@@ -107,8 +107,8 @@ impl SetIrqs {
                 return Err(SetIrqsError::NotMaskable { index });
             }
             // Taking an eventfd away that was never there is no error.
-            if let IrqData::Sinks(sinks) = &data
-                && sinks.iter().any(Option::is_some)
+            if let IrqData::Targets(targets) = &data
+                && targets.iter().any(Option::is_some)
             {
                 return Err(SetIrqsError::MaskByEventFd { index });
             }
@@ -176,12 +176,12 @@ impl SetIrqs {
                     });
                 }
                 if fds.is_empty() {
-                    IrqData::Sinks(vec![None; vectors])
+                    IrqData::Targets(vec![None; vectors])
                 } else if fds.len() == vectors {
-                    let sinks = fds.into_iter().map(|fd| {
-                        TriggerFd::try_from(fd).map(|trigger| Some(Sink::EventFd(trigger)))
+                    let targets = fds.into_iter().map(|fd| {
+                        TriggerFd::try_from(fd).map(|trigger| Some(IrqTarget::EventFd(trigger)))
                     });
-                    IrqData::Sinks(sinks.collect::<Result<_, _>>()?)
+                    IrqData::Targets(targets.collect::<Result<_, _>>()?)
                 } else {
                     return Err(wrong_count(fds.len()));
                 }
@@ -206,14 +206,14 @@ impl SetIrqs {
         &self.data
     }
 
-    /// Whether the request takes the trigger of the error interrupt away. QEMU
-    /// does that when the device is unplugged, and then, up to 11.1 at least,
-    /// keeps the connection of a device with MSI-X until it ends: this is all
-    /// there is to learn that nobody will clear bus-master enable.
+    /// Whether the request takes the trigger of the error interrupt away. QEMU does
+    /// that when the device is unplugged, and then, up to 11.1 at least, keeps the
+    /// connection of a device with MSI-X until it ends: this is all that shows that
+    /// no driver will clear bus-master enable.
     pub fn is_unplug_notification(&self) -> bool {
         self.range.index() == IrqIndex::Err
             && self.range.count() != 0
-            && matches!(&self.data, IrqData::Sinks(sinks) if sinks.iter().all(Option::is_none))
+            && matches!(&self.data, IrqData::Targets(targets) if targets.iter().all(Option::is_none))
     }
 
     /// The parts, for sending the request on.

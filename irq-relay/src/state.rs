@@ -1,10 +1,11 @@
-//! Masks, pending bits and the INTx line: decides what fires, fires nothing.
+//! Masks, pending bits and the INTx line: decides which interrupts are signalled,
+//! without side effects.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{IrqCounts, IrqIndex, SetIrqsError, bits::Bits};
 
-/// An interrupt that is to be fired now.
+/// An interrupt to signal now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "(IrqIndex, u16)", into = "(IrqIndex, u16)")]
 #[must_use = "an interrupt that is not performed is lost"]
@@ -14,7 +15,7 @@ pub struct Fire {
 }
 
 impl Fire {
-    /// An interrupt that PCI knows: the vector is below the index's limit.
+    /// An interrupt that PCI defines: the vector is below the index's limit.
     pub fn new(index: IrqIndex, vector: u16) -> Option<Self> {
         let limit = match index {
             IrqIndex::Msi => IrqCounts::MAX_MSI,
@@ -55,14 +56,14 @@ impl From<Fire> for (IrqIndex, u16) {
     }
 }
 
-/// What became of an interrupt that a device raised.
+/// The result of raising an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Raised {
-    /// It is to be fired.
+    /// Signal it.
     Fire(Fire),
-    /// It waits for its mask or its trigger.
+    /// Pending: masked, or without an eventfd.
     Held,
-    /// Nobody listens: the index is not enabled or has no such vector.
+    /// No IRQ target: the index is not enabled or has no such vector.
     Dropped,
 }
 
@@ -73,8 +74,8 @@ pub(crate) struct State {
     counts: IrqCounts,
     enabled: Option<IrqIndex>,
     intx: Line,
-    msi: Bank,
-    msix: Bank,
+    msi: VectorTable,
+    msix: VectorTable,
     err: bool,
     req: bool,
 }
@@ -95,14 +96,14 @@ struct Line {
 
 /// Message-signalled vectors.
 #[derive(Debug)]
-struct Bank {
+struct VectorTable {
     count: u16,
     masked: Bits,
     pending: Bits,
     trigger: Bits,
 }
 
-impl Bank {
+impl VectorTable {
     fn new(count: u16) -> Self {
         Self {
             count,
@@ -135,8 +136,8 @@ impl State {
             counts,
             enabled: None,
             intx: Line::default(),
-            msi: Bank::new(counts.count(IrqIndex::Msi)),
-            msix: Bank::new(counts.count(IrqIndex::Msix)),
+            msi: VectorTable::new(counts.count(IrqIndex::Msi)),
+            msix: VectorTable::new(counts.count(IrqIndex::Msix)),
             err: false,
             req: false,
         }
@@ -198,9 +199,9 @@ impl State {
                 self.settle_intx()
             }
             IrqIndex::Msi | IrqIndex::Msix => {
-                let bank = self.bank_mut(index);
-                bank.trigger.replace(vector, present);
-                bank.release(vector).then_some(Fire::at(index, vector))
+                let table = self.table_mut(index);
+                table.trigger.replace(vector, present);
+                table.release(vector).then_some(Fire::at(index, vector))
             }
             IrqIndex::Err => {
                 self.err = present;
@@ -226,9 +227,9 @@ impl State {
                 self.settle_intx()
             }
             IrqIndex::Msi | IrqIndex::Msix => {
-                let bank = self.bank_mut(index);
-                bank.masked.replace(vector, masked);
-                bank.release(vector).then_some(Fire::at(index, vector))
+                let table = self.table_mut(index);
+                table.masked.replace(vector, masked);
+                table.release(vector).then_some(Fire::at(index, vector))
             }
             IrqIndex::Err | IrqIndex::Req => None,
         }
@@ -320,12 +321,12 @@ impl State {
     }
 
     fn raise_message(&mut self, index: IrqIndex, vector: u16) -> Raised {
-        let bank = self.bank_mut(index);
-        if vector >= bank.count {
+        let table = self.table_mut(index);
+        if vector >= table.count {
             return Raised::Dropped;
         }
-        if bank.held(vector) {
-            bank.pending.replace(vector, true);
+        if table.held(vector) {
+            table.pending.replace(vector, true);
             return Raised::Held;
         }
         Raised::Fire(Fire::at(index, vector))
@@ -342,7 +343,7 @@ impl State {
         Some(Fire::at(IrqIndex::Intx, 0))
     }
 
-    fn bank_mut(&mut self, index: IrqIndex) -> &mut Bank {
+    fn table_mut(&mut self, index: IrqIndex) -> &mut VectorTable {
         match index {
             IrqIndex::Msi => &mut self.msi,
             _ => &mut self.msix,

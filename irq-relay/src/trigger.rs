@@ -1,4 +1,4 @@
-//! Where a fired vector goes.
+//! The targets of interrupts.
 
 use std::{
     io,
@@ -80,7 +80,7 @@ impl TryFrom<OwnedFd> for TriggerFd {
 
     fn try_from(fd: OwnedFd) -> Result<Self, SetIrqsError> {
         let descriptor = |error: Errno| SetIrqsError::Descriptor(error.into());
-        // The kernel has no call that says "eventfd" without /proc. Of the
+        // The kernel has no call that identifies an eventfd without /proc. Of the
         // other nameless kinds none does harm with the eight bytes we write.
         if fstatfs(&fd).map_err(descriptor)?.f_type as u64 != ANON_INODE_FS {
             return Err(SetIrqsError::NotAnEventFd);
@@ -101,16 +101,16 @@ impl AsFd for TriggerFd {
     }
 }
 
-/// Where a vector goes when it fires.
+/// The IRQ target of a vector.
 #[derive(Clone, Debug)]
-pub enum Sink {
+pub enum IrqTarget {
     /// To an eventfd, at once.
     EventFd(TriggerFd),
     /// Into a relay, from where it goes to the borrower's host.
     Relay(Arc<Relay>),
 }
 
-impl Sink {
+impl IrqTarget {
     pub(crate) fn fire(&self, fire: Fire) -> Result<(), Errno> {
         match self {
             Self::EventFd(trigger) => trigger.signal(),
@@ -127,13 +127,13 @@ impl Sink {
     }
 }
 
-impl From<TriggerFd> for Sink {
+impl From<TriggerFd> for IrqTarget {
     fn from(trigger: TriggerFd) -> Self {
         Self::EventFd(trigger)
     }
 }
 
-impl From<Arc<Relay>> for Sink {
+impl From<Arc<Relay>> for IrqTarget {
     fn from(relay: Arc<Relay>) -> Self {
         Self::Relay(relay)
     }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs, SetIrqsError, Sink,
+    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError,
     state::{Raised, State},
 };
 
@@ -28,15 +28,15 @@ pub struct Vectors {
     state: State,
     /// By index, by vector.
     slots: [Box<[Slot]>; IrqIndex::ALL.len()],
-    /// Raised while nobody listened.
+    /// Raised without an IRQ target.
     dropped: u64,
-    /// Fired, but the sink refused it.
+    /// Fired, but the target refused it.
     failed: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Slot {
-    sink: Option<Sink>,
+    target: Option<IrqTarget>,
     fired: u64,
 }
 
@@ -63,17 +63,17 @@ impl Vectors {
         self.state.enabled()
     }
 
-    /// Does what a client asks. On an error nothing has changed.
+    /// Executes a client's request. On an error nothing is changed.
     ///
     /// A backend that only records, because a lender's `Vectors` does the work,
-    /// passes everything here too, except triggers without sinks (loopback
+    /// passes everything here too, except triggers without targets (loopback
     /// tests): those would fire on both sides.
     pub fn apply(&mut self, request: SetIrqs) -> Result<(), SetIrqsError> {
         let (range, action, data) = request.into_parts();
         range.recheck(&self.state.counts())?;
         match (action, data) {
             (Action::Trigger, IrqData::None) if range.count() == 0 => self.disable(range.index()),
-            (Action::Trigger, IrqData::Sinks(sinks)) => self.set_sinks(range, sinks)?,
+            (Action::Trigger, IrqData::Targets(targets)) => self.set_targets(range, targets)?,
             (Action::Trigger, data) => self.loop_back(range, &data)?,
             (Action::Mask, data) => self.set_masked(range, &data, true),
             (Action::Unmask, data) => self.set_masked(range, &data, false),
@@ -114,12 +114,12 @@ impl Vectors {
         self.perform(fire);
     }
 
-    /// The device cannot go on: tells the client, if it wants to know.
+    /// The device has failed: notifies the client, if it has set an eventfd.
     pub fn signal_err(&mut self) {
         self.deliver(Fire::at(IrqIndex::Err, 0));
     }
 
-    /// Asks the client to give the device back, if it wants to know.
+    /// Asks the client to release the device, if it has set an eventfd.
     pub fn signal_req(&mut self) {
         self.deliver(Fire::at(IrqIndex::Req, 0));
     }
@@ -175,7 +175,7 @@ impl Vectors {
 
     /// Requests that bring new [`Vectors`] of the same function into the
     /// configuration of these (masks, triggers; not what is pending), in order.
-    /// None has more than `max_vectors` sinks, except that MSI is never split:
+    /// None has more than `max_vectors` targets, except that MSI is never split:
     /// VFIO enables its vectors together.
     pub fn configuration(&self, max_vectors: u16) -> Vec<SetIrqs> {
         let mut requests = Vec::new();
@@ -186,7 +186,7 @@ impl Vectors {
             }
             // Triggers last, so that nothing fires that should be masked.
             let slots = &self.slots[index as usize];
-            let used = slots.iter().rposition(|slot| slot.sink.is_some());
+            let used = slots.iter().rposition(|slot| slot.target.is_some());
             let used = match used {
                 Some(last) => last + 1,
                 // Enabled, with no trigger yet.
@@ -198,8 +198,13 @@ impl Vectors {
                 _ => used,
             };
             for (chunk, start) in slots[..used].chunks(step).zip((0..).step_by(step)) {
-                let sinks = chunk.iter().map(|slot| slot.sink.clone()).collect();
-                requests.push(self.request(index, start, Action::Trigger, IrqData::Sinks(sinks)));
+                let targets = chunk.iter().map(|slot| slot.target.clone()).collect();
+                requests.push(self.request(
+                    index,
+                    start,
+                    Action::Trigger,
+                    IrqData::Targets(targets),
+                ));
             }
         }
         requests
@@ -209,7 +214,7 @@ impl Vectors {
         let count = match &data {
             IrqData::None => 0,
             IrqData::Bool(chosen) => chosen.len(),
-            IrqData::Sinks(sinks) => sinks.len(),
+            IrqData::Targets(targets) => targets.len(),
         };
         IrqRange::new(&self.counts(), index as u32, start, count as u32)
             .and_then(|range| SetIrqs::new(range, action, data))
@@ -219,18 +224,22 @@ impl Vectors {
     fn disable(&mut self, index: IrqIndex) {
         self.state.disable(index);
         for slot in &mut self.slots[index as usize] {
-            slot.sink = None;
+            slot.target = None;
         }
         // INTx can be enabled again only by a request: nothing fires here.
     }
 
-    fn set_sinks(&mut self, range: IrqRange, sinks: Vec<Option<Sink>>) -> Result<(), SetIrqsError> {
+    fn set_targets(
+        &mut self,
+        range: IrqRange,
+        targets: Vec<Option<IrqTarget>>,
+    ) -> Result<(), SetIrqsError> {
         let index = range.index();
         self.state.enable(index)?;
-        for (vector, sink) in range.vectors().zip(sinks) {
-            let present = sink.is_some();
-            // The sink first: setting the trigger may fire what was pending.
-            self.slots[index as usize][usize::from(vector)].sink = sink;
+        for (vector, target) in range.vectors().zip(targets) {
+            let present = target.is_some();
+            // The target first: setting the trigger may fire what was pending.
+            self.slots[index as usize][usize::from(vector)].target = target;
             let fire = self.state.set_trigger(index, vector, present);
             self.perform(fire);
         }
@@ -268,7 +277,7 @@ impl Vectors {
         let Some(fire) = fire else { return };
         let slot = &mut self.slots[fire.index() as usize][usize::from(fire.vector())];
         slot.fired += 1;
-        let sent = slot.sink.as_ref().map(|sink| sink.fire(fire));
+        let sent = slot.target.as_ref().map(|target| target.fire(fire));
         if !matches!(sent, Some(Ok(()))) {
             self.failed += 1;
         }
@@ -283,7 +292,7 @@ fn chosen(range: IrqRange, data: &IrqData) -> impl Iterator<Item = u16> {
         .filter(move |(entry, _)| match data {
             IrqData::None => true,
             IrqData::Bool(chosen) => chosen[*entry],
-            IrqData::Sinks(_) => false,
+            IrqData::Targets(_) => false,
         })
         .map(|(_, vector)| vector)
 }
@@ -297,7 +306,7 @@ pub struct VectorsStatus {
     pub fired: Vec<VectorCount>,
     /// Vectors that are held back now.
     pub pending: u32,
-    /// Interrupts that were raised while nobody listened.
+    /// Interrupts that were raised without an IRQ target.
     pub dropped: u64,
     /// Interrupts that fired, but whose eventfd could not be written.
     pub failed: u64,

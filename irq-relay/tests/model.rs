@@ -5,7 +5,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{disable, request, set_masked, taken, vectors};
-use farside_irq_relay::{Action, IrqData, IrqIndex, Sink, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqTarget, TriggerFd};
 use proptest::{collection::vec, prelude::*};
 
 /// Few, so that operations meet; across a word boundary.
@@ -44,8 +44,8 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// VFIO's rules, as plainly as they can be said. What fires is everything that
-/// wants to and is not held back, looked for after each operation.
+/// VFIO's rules, as plainly as possible. What fires is everything that wants to and
+/// is not held back, looked for after each operation.
 #[derive(Default)]
 struct Model {
     enabled: Option<IrqIndex>,
@@ -138,8 +138,8 @@ proptest! {
         for op in &ops {
             let accepted = match *op {
                 Op::Assign(index, vector, on) => {
-                    let sink = on.then(|| Sink::from(fds[&(index, vector)].clone()));
-                    let data = IrqData::Sinks(vec![sink]);
+                    let target = on.then(|| IrqTarget::from(fds[&(index, vector)].clone()));
+                    let data = IrqData::Targets(vec![target]);
                     let set = request(index, vector.into(), 1, Action::Trigger, data).unwrap();
                     real.apply(set).is_ok()
                 }

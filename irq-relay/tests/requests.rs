@@ -1,4 +1,4 @@
-//! What a client may ask, and the errno it gets for the rest.
+//! Valid requests of a client, and the errno for invalid ones.
 
 mod common;
 
@@ -75,10 +75,10 @@ fn eventfds_of_either_mode_are_taken() {
     for flags in [EventfdFlags::empty(), EventfdFlags::NONBLOCK] {
         let set = parse(TRIGGER_EVENTFD, 2, 2045, 3, &[], eventfds(3, flags)).unwrap();
         assert_eq!(set.range().vectors(), 2045..2048);
-        let IrqData::Sinks(sinks) = set.data() else {
+        let IrqData::Targets(targets) = set.data() else {
             panic!("{set:?}")
         };
-        assert!(sinks.iter().all(Option::is_some));
+        assert!(targets.iter().all(Option::is_some));
     }
 }
 
@@ -97,11 +97,11 @@ fn a_full_blocking_eventfd_does_not_block_the_device() {
 #[test]
 fn no_descriptors_take_the_triggers_away() {
     let set = parse(TRIGGER_EVENTFD, 2, 0, 2048, &[], vec![]).unwrap();
-    let IrqData::Sinks(sinks) = set.data() else {
+    let IrqData::Targets(targets) = set.data() else {
         panic!("{set:?}")
     };
-    assert_eq!(sinks.len(), 2048);
-    assert!(sinks.iter().all(Option::is_none));
+    assert_eq!(targets.len(), 2048);
+    assert!(targets.iter().all(Option::is_none));
 }
 
 #[test]

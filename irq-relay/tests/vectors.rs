@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::{all_counts, disable, request, set_masked, set_triggers, taken, vectors};
 use farside_irq_relay::{
-    Action, Fire, IrqData, IrqIndex, Relay, SetIrqsError, Sink, TriggerFd, Vectors,
+    Action, Fire, IrqData, IrqIndex, IrqTarget, Relay, SetIrqsError, TriggerFd, Vectors,
 };
 
 #[test]
@@ -58,7 +58,7 @@ fn bool_data_masks_the_chosen_vectors_only() {
 fn a_vector_raised_before_its_trigger_came_is_not_lost() {
     let mut vectors = vectors();
     // QEMU enables MSI-X with a request that assigns nothing.
-    let none = IrqData::Sinks(vec![None]);
+    let none = IrqData::Targets(vec![None]);
     let set = request(IrqIndex::Msix, 0, 1, Action::Trigger, none).unwrap();
     vectors.apply(set).unwrap();
     assert_eq!(vectors.enabled(), Some(IrqIndex::Msix));
@@ -72,7 +72,7 @@ fn a_vector_raised_before_its_trigger_came_is_not_lost() {
 fn taking_a_trigger_away_holds_the_vector_back() {
     let mut vectors = vectors();
     let fds = set_triggers(&mut vectors, IrqIndex::Msi, 0, 2);
-    let none = IrqData::Sinks(vec![None]);
+    let none = IrqData::Targets(vec![None]);
     let set = request(IrqIndex::Msi, 1, 1, Action::Trigger, none).unwrap();
     vectors.apply(set).unwrap();
     vectors.raise(0);
@@ -178,7 +178,7 @@ fn error_and_request_interrupts_stand_beside_the_others() {
 fn intx_msi_and_msix_exclude_each_other() {
     let mut vectors = vectors();
     let fds = set_triggers(&mut vectors, IrqIndex::Intx, 0, 1);
-    let data = IrqData::Sinks(vec![Some(TriggerFd::new().unwrap().into())]);
+    let data = IrqData::Targets(vec![Some(TriggerFd::new().unwrap().into())]);
     let set = request(IrqIndex::Msi, 0, 1, Action::Trigger, data).unwrap();
     let error = vectors.apply(set).unwrap_err();
     assert_eq!(
@@ -237,7 +237,7 @@ fn the_configuration_can_be_replayed_in_small_requests() {
     set_masked(&mut old, IrqIndex::Msix, 5, true);
     let requests = old.configuration(16);
     assert!(requests.iter().all(|set| match set.data() {
-        IrqData::Sinks(sinks) => sinks.len() <= 16,
+        IrqData::Targets(targets) => targets.len() <= 16,
         _ => true,
     }));
 
@@ -260,7 +260,7 @@ fn the_configuration_can_be_replayed_in_small_requests() {
 #[test]
 fn an_enabled_index_without_triggers_is_replayed_too() {
     let mut old = vectors();
-    let none = IrqData::Sinks(vec![None]);
+    let none = IrqData::Targets(vec![None]);
     let set = request(IrqIndex::Msix, 9, 1, Action::Trigger, none).unwrap();
     old.apply(set).unwrap();
     let mut new = vectors();
@@ -289,8 +289,8 @@ impl TwoHosts {
 
     /// The client's triggers stay at the borrower; the lender gets the relay.
     fn set_triggers(&mut self, index: IrqIndex, count: u32) -> Vec<TriggerFd> {
-        let sinks = vec![Some(Sink::from(Arc::clone(&self.relay))); count as usize];
-        let data = IrqData::Sinks(sinks);
+        let targets = vec![Some(IrqTarget::from(Arc::clone(&self.relay))); count as usize];
+        let data = IrqData::Targets(targets);
         let set = request(index, 0, count, Action::Trigger, data).unwrap();
         self.lender.apply(set).unwrap();
         set_triggers(&mut self.borrower, index, 0, count)

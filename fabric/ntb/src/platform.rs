@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{FabricError, Iova};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_pci::{Bdf, Description};
 use farside_vfio::{Domain, Function, RegionMemory, VfioError};
 
@@ -105,7 +105,7 @@ impl Registers for RegionMemory {
     }
 
     fn write32(&self, offset: u64, value: u32) {
-        // Outside: nothing is written, as the trait says.
+        // Outside: nothing is written, as the trait requires.
         let _ = self.store_u32(offset, value);
     }
 
@@ -180,7 +180,7 @@ impl FunctionOps for Function {
         let index = IrqIndex::Msix;
         let range = IrqRange::new(&self.irq_counts(), index as u32, vector.into(), 1)
             .map_err(|error| other(error.into()))?;
-        let data = IrqData::Sinks(vec![Some(Sink::from(to))]);
+        let data = IrqData::Targets(vec![Some(IrqTarget::from(to))]);
         let request = SetIrqs::new(range, Action::Trigger, data);
         let request = request.map_err(|error| other(error.into()))?;
         self.set_irqs(&request).map_err(VfioError::into)

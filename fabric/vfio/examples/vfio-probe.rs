@@ -1,6 +1,6 @@
-//! Checks this crate against a real kernel and a real function: an NVMe drive
-//! that is bound to vfio-pci and that nobody needs. Prints a line for each
-//! check and ends with `probe: all is well`.
+//! Checks this crate against a real kernel and a real function: an NVMe device that
+//! is bound to vfio-pci and unused. Prints a line for each check and ends with
+//! `probe: all is well`.
 //!
 //! `vfio-probe BDF [OTHER]`: OTHER is a second function, with a BAR2 to be a
 //! target of DMA. `tests/guest.rs` runs it in a VM.
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use farside_config_space::ConfigSpace;
 use farside_fabric::memory::{SharedMemory, create_sealed};
 use farside_fabric::{BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, MemoryRange};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, LocalPath, VfioError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -186,7 +186,7 @@ fn mappings(domain: &Domain) -> Outcome {
     Ok(())
 }
 
-/// A process that may lock too little is told how much it may.
+/// A process that may lock too little gets an error with the limit.
 fn memlock(domain: &Domain) -> Outcome {
     let memory = SharedMemory::anonymous(MIB as usize)?;
     let slice = memory.slice(0, MIB as usize).ok_or("no slice")?;
@@ -213,8 +213,8 @@ fn interrupts(function: &Function) -> Outcome {
         Ok(SetIrqs::new(range, action, data)?)
     };
     let trigger = |start, fds: &[&TriggerFd]| {
-        let sinks = fds.iter().map(|fd| Some(Sink::EventFd((*fd).clone())));
-        let data = IrqData::Sinks(sinks.collect());
+        let sinks = fds.iter().map(|fd| Some(IrqTarget::EventFd((*fd).clone())));
+        let data = IrqData::Targets(sinks.collect());
         request(start, fds.len() as u32, Action::Trigger, data)
     };
     let fire = |vector| {
@@ -319,7 +319,7 @@ fn path(function: &Arc<Function>) -> Outcome {
     Ok(())
 }
 
-/// A descriptor that somebody else keeps is noticed.
+/// A descriptor that another process keeps is noticed.
 fn still_held(domain: Domain, function: Function) -> Outcome {
     let (api, bdf) = (domain.api(), function.bdf());
     let (kept, offset) = function.bar_file(0)?;

@@ -17,13 +17,13 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use farside_error_chain::Chain;
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, SetIrqs, Sink, TriggerFd, wire};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, IrqTarget, SetIrqs, TriggerFd, wire};
 use farside_pci::Bdf;
 
 use crate::VfioError;
 use crate::ioctl::{IrqSet, IrqSetData};
 
-/// Who carries out `VFIO_DEVICE_SET_IRQS`.
+/// Executes `VFIO_DEVICE_SET_IRQS`.
 pub(crate) trait Kernel {
     fn set_irqs(&self, set: IrqSet<'_>) -> io::Result<()>;
 }
@@ -94,12 +94,14 @@ impl Irqs {
         let start = usize::from(range.start());
         let done = match (request.action(), request.data()) {
             (Action::Trigger, IrqData::None) if range.count() == 0 => bank.disable(kernel),
-            (Action::Trigger, IrqData::Sinks(sinks)) => {
-                let triggers = (range.vectors().zip(sinks))
-                    .map(|(vector, sink)| match sink {
+            (Action::Trigger, IrqData::Targets(targets)) => {
+                let triggers = (range.vectors().zip(targets))
+                    .map(|(vector, target)| match target {
                         None => Ok(None),
-                        Some(Sink::EventFd(trigger)) => Ok(Some(trigger.clone())),
-                        Some(Sink::Relay(_)) => Err(VfioError::NotAnEventFd { bdf, index, vector }),
+                        Some(IrqTarget::EventFd(trigger)) => Ok(Some(trigger.clone())),
+                        Some(IrqTarget::Relay(_)) => {
+                            Err(VfioError::NotAnEventFd { bdf, index, vector })
+                        }
                     })
                     .collect::<Result<Vec<_>, _>>()?;
                 bank.set_triggers(kernel, start, triggers)
@@ -122,7 +124,7 @@ impl Irqs {
                         .filter_map(|(vector, &chosen)| chosen.then_some(vector))
                         .collect(),
                     // `SetIrqs` lets no eventfd through here.
-                    IrqData::Sinks(_) => Vec::new(),
+                    IrqData::Targets(_) => Vec::new(),
                 };
                 let mut chosen = chosen.into_iter();
                 chosen.try_for_each(|vector| bank.set_masked(kernel, vector, masked))
@@ -295,7 +297,7 @@ impl Bank {
             self.vectors[at].parked = old;
             return Err(error);
         }
-        // After the kernel knows the new one: nothing goes to the old any more.
+        // The kernel signals the new eventfd by now, and no longer the old one.
         if let (Some(parked), Some(trigger)) = (old, &self.vectors[at].trigger)
             && parked.take()?.is_some()
         {

@@ -1,8 +1,8 @@
-//! What the tests share: short ways to write layouts, and a naive oracle.
-// Each test program uses a part of it.
+//! What the tests share: short ways to write layouts, and a naive memory map.
+// Each test binary uses a part of it.
 #![allow(dead_code)]
 
-use farside_guest_layout::{Gpa, GpaRange, Oracle, Resolution};
+use farside_guest_layout::{Gpa, GpaRange, MemoryMap, Resolution};
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -17,7 +17,7 @@ pub fn span(start: u64, end: u64) -> GpaRange {
 /// Ranges that do not overlap (but may touch), searched one after the other.
 pub struct Naive(pub Vec<GpaRange>);
 
-impl Oracle for Naive {
+impl MemoryMap for Naive {
     fn resolve(&mut self, range: GpaRange) -> Resolution {
         let common: u64 = self
             .0
@@ -31,9 +31,9 @@ impl Oracle for Naive {
         if common == range.len() {
             Resolution::All
         } else if common == 0 {
-            Resolution::None
+            Resolution::Empty
         } else {
-            Resolution::Some
+            Resolution::Partial
         }
     }
 }

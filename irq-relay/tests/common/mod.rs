@@ -2,7 +2,8 @@
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs, SetIrqsError, Sink, TriggerFd, Vectors,
+    Action, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError, TriggerFd,
+    Vectors,
 };
 
 /// Every interrupt a function can have: INTx, 32 MSI, 2048 MSI-X, error,
@@ -40,8 +41,8 @@ pub fn set_triggers(
     count: u32,
 ) -> Vec<TriggerFd> {
     let triggers: Vec<_> = (0..count).map(|_| TriggerFd::new().unwrap()).collect();
-    let sinks = triggers.iter().cloned().map(|fd| Some(Sink::from(fd)));
-    let data = IrqData::Sinks(sinks.collect());
+    let targets = triggers.iter().cloned().map(|fd| Some(IrqTarget::from(fd)));
+    let data = IrqData::Targets(targets.collect());
     let set = request(index, start, count, Action::Trigger, data).unwrap();
     vectors.apply(set).unwrap();
     triggers
@@ -58,7 +59,7 @@ pub fn disable(vectors: &mut Vectors, index: IrqIndex) {
     vectors.apply(set).unwrap();
 }
 
-/// How often the eventfd was signalled since it was last asked.
+/// How often the eventfd was signalled since the last query.
 pub fn taken(trigger: &TriggerFd) -> u64 {
     trigger.take().unwrap().unwrap_or(0)
 }

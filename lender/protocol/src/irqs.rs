@@ -6,7 +6,7 @@ use std::{
 };
 
 use farside_irq_relay::{
-    Action, IrqCounts, IrqCountsError, IrqData, IrqRange, Relay, SetIrqs, SetIrqsError, Sink,
+    Action, IrqCounts, IrqCountsError, IrqData, IrqRange, IrqTarget, Relay, SetIrqs, SetIrqsError,
     TriggerFd,
 };
 use farside_pci::Description;
@@ -46,12 +46,12 @@ impl IrqUpdate {
         let vectors = match request.data() {
             IrqData::None => IrqVectors::All,
             IrqData::Bool(chosen) => IrqVectors::Some(chosen.clone()),
-            IrqData::Sinks(sinks) => {
+            IrqData::Targets(sinks) => {
                 let present = sinks.iter().map(Option::is_some).collect();
                 if relayed {
                     IrqVectors::Relay(present)
                 } else {
-                    let triggers = sinks.iter().flatten().filter_map(Sink::trigger);
+                    let triggers = sinks.iter().flatten().filter_map(IrqTarget::trigger);
                     fds.extend(triggers.map(TriggerFd::as_fd));
                     IrqVectors::EventFds(present)
                 }
@@ -91,10 +91,10 @@ impl IrqUpdate {
         let data = match self.vectors {
             IrqVectors::All => IrqData::None,
             IrqVectors::Some(chosen) => IrqData::Bool(chosen),
-            IrqVectors::Relay(present) => IrqData::Sinks(
+            IrqVectors::Relay(present) => IrqData::Targets(
                 present
                     .into_iter()
-                    .map(|present| present.then(|| Sink::Relay(Arc::clone(relay))))
+                    .map(|present| present.then(|| IrqTarget::Relay(Arc::clone(relay))))
                     .collect(),
             ),
             IrqVectors::EventFds(present) => {
@@ -108,14 +108,14 @@ impl IrqUpdate {
                 for present in present {
                     sinks.push(match (present, present.then(|| fds.next()).flatten()) {
                         (false, _) => None,
-                        (true, Some(fd)) => Some(Sink::EventFd(TriggerFd::try_from(fd)?)),
+                        (true, Some(fd)) => Some(IrqTarget::EventFd(TriggerFd::try_from(fd)?)),
                         (true, None) => return Err(wrong_count),
                     });
                 }
                 if fds.next().is_some() {
                     return Err(wrong_count);
                 }
-                IrqData::Sinks(sinks)
+                IrqData::Targets(sinks)
             }
         };
         SetIrqs::new(range, self.action, data)

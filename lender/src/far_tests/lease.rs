@@ -2,7 +2,7 @@
 
 use std::{io::Write, os::fd::AsFd, time::Duration};
 
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_lender_protocol::{
     BarMemory, CallError, ChannelError, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
@@ -83,7 +83,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     let _lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
     let counts = irq_counts(&host.client("b").describe(DEVICE).unwrap().description).unwrap();
     let range = IrqRange::new(&counts, IrqIndex::Msix as u32, 0, 1).unwrap();
-    let sinks = IrqData::Sinks(vec![Some(Sink::from(TriggerFd::new().unwrap()))]);
+    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(TriggerFd::new().unwrap()))]);
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
     let (update, fds) = IrqUpdate::new(&request, false);
     let file = tempfile::tempfile().unwrap();

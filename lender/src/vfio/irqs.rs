@@ -14,7 +14,7 @@ use std::{
 use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
-    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd,
+    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd,
 };
 use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
 use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
@@ -65,21 +65,21 @@ impl FunctionIrqs {
     fn with_ours(
         &self,
         range: IrqRange,
-        sinks: Vec<Option<Sink>>,
+        sinks: Vec<Option<IrqTarget>>,
     ) -> Result<(IrqData, Vec<(u16, TriggerFd)>), RemoteError> {
         let mut ours = Vec::new();
         let mut triggers = Vec::with_capacity(sinks.len());
         for (vector, sink) in range.vectors().zip(sinks) {
             triggers.push(match sink {
-                Some(Sink::Relay(_)) => {
+                Some(IrqTarget::Relay(_)) => {
                     let trigger = TriggerFd::new().map_err(internal)?;
                     ours.push((vector, trigger.clone()));
-                    Some(Sink::EventFd(trigger))
+                    Some(IrqTarget::EventFd(trigger))
                 }
                 other => other,
             });
         }
-        Ok((IrqData::Sinks(triggers), ours))
+        Ok((IrqData::Targets(triggers), ours))
     }
 
     fn adopt(&mut self, index: IrqIndex, ours: Vec<(u16, TriggerFd)>) -> Result<(), RemoteError> {

@@ -4,7 +4,7 @@ use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, status};
 use farside_fabric::NtbLimits;
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, SetIrqs, Sink, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_lender_protocol::{
     Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
@@ -222,7 +222,7 @@ fn a_relayed_interrupt_comes_before_the_read_after_it() {
             .description,
     );
     let range = IrqRange::new(&counts.unwrap(), IrqIndex::Msix as u32, 0, 1).unwrap();
-    let sinks = IrqData::Sinks(vec![Some(Sink::from(TriggerFd::new().unwrap()))]);
+    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(TriggerFd::new().unwrap()))]);
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
     let (update, _) = IrqUpdate::new(&request, true);
     peer.call(Request::SetIrqs(update), &[]).unwrap();

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use farside_irq_relay::{IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsMessage, Sink};
+use farside_irq_relay::{IrqCounts, IrqData, IrqIndex, IrqTarget, SetIrqs, SetIrqsMessage};
 use farside_vfio_user::serve::{Answer, Handler};
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Errno, Mappable, Refusal, Region, RegionInfo, Reply, ReplyTo,
@@ -36,7 +36,7 @@ pub struct TestDevice {
     /// Mapped ranges: address, size, whether with a descriptor.
     pub dma: Vec<(u64, u64, bool)>,
     /// Eventfds of the MSI-X vectors.
-    pub eventfds: Vec<Option<Sink>>,
+    pub eventfds: Vec<Option<IrqTarget>>,
     /// Vectors that a client triggered.
     pub triggered: Vec<u16>,
     /// Number of resets.
@@ -143,7 +143,7 @@ impl TestDevice {
                 let chosen = range.vectors().zip(chosen).filter(|(_, chosen)| *chosen);
                 self.triggered.extend(chosen.map(|(vector, _)| vector));
             }
-            IrqData::Sinks(sinks) => {
+            IrqData::Targets(sinks) => {
                 for (vector, sink) in range.vectors().zip(sinks) {
                     self.eventfds[usize::from(vector)] = sink;
                 }

@@ -118,9 +118,18 @@ fn request(index: IrqIndex, start: u16, count: u16, action: Action, data: IrqDat
 }
 
 fn triggers(index: IrqIndex, start: u16, fds: &[Option<TriggerFd>]) -> SetIrqs {
-    let sinks = fds.iter().map(|fd| fd.clone().map(Sink::EventFd)).collect();
+    let targets = fds
+        .iter()
+        .map(|fd| fd.clone().map(IrqTarget::EventFd))
+        .collect();
     let count = fds.len() as u16;
-    request(index, start, count, Action::Trigger, IrqData::Sinks(sinks))
+    request(
+        index,
+        start,
+        count,
+        Action::Trigger,
+        IrqData::Targets(targets),
+    )
 }
 
 fn disable(index: IrqIndex) -> SetIrqs {
@@ -210,7 +219,7 @@ fn an_interrupt_while_masked_comes_on_unmask() {
 fn a_relay_is_nothing_that_the_kernel_can_signal() {
     let kernel = FakeKernel::new(false, 64);
     let relay = std::sync::Arc::new(farside_irq_relay::Relay::new());
-    let data = IrqData::Sinks(vec![Some(Sink::Relay(relay))]);
+    let data = IrqData::Targets(vec![Some(IrqTarget::Relay(relay))]);
     let request = request(IrqIndex::Msix, 2, 1, Action::Trigger, data);
     let error = kernel.irqs().apply(&kernel, &request).unwrap_err();
     assert!(error.to_string().contains("MSI-X vector 2"), "{error}");

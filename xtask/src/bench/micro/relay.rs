@@ -24,7 +24,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_bench::Section;
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqIndex, IrqRange, Relay, SetIrqs, Sink, TriggerFd, Vectors,
+    Action, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd, Vectors,
 };
 use farside_lender_protocol::{Channel, ChannelError, registers::Event};
 use rustix::{
@@ -206,13 +206,13 @@ fn relay(channel: &mut Channel, vectors: &mut Vectors) {
     }
 }
 
-/// Vectors of which one goes to `sink`.
-fn vectors(sink: Sink) -> Result<Vectors> {
+/// Vectors of which one goes to `target`.
+fn vectors(target: IrqTarget) -> Result<Vectors> {
     let counts = IrqCounts::new().with_msix(1)?;
     let range = IrqRange::new(&counts, IrqIndex::Msix as u32, 0, 1)?;
     let mut vectors = Vectors::new(counts);
-    let to_sink = IrqData::Sinks(vec![Some(sink)]);
-    vectors.apply(SetIrqs::new(range, Action::Trigger, to_sink)?)?;
+    let to_target = IrqData::Targets(vec![Some(target)]);
+    vectors.apply(SetIrqs::new(range, Action::Trigger, to_target)?)?;
     Ok(vectors)
 }
 
