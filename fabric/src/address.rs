@@ -74,8 +74,8 @@ address! {
     BusAddress, "bus address"
 }
 address! {
-    /// An address in the IOMMU domain of the borrower's NTB endpoint: what
-    /// comes out at the far side of a window.
+    /// An address in the IOMMU domain of the borrower's NTB endpoint: what is used
+    /// on the peer side of a window.
     FarAddress, "far address"
 }
 

@@ -1,4 +1,4 @@
-//! What kind of file somebody shares as memory.
+//! The kind of file that a client shares as memory.
 
 use std::{fs::File, io};
 

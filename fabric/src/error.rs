@@ -41,9 +41,9 @@ pub enum FabricError {
     Overlap {
         /// Name of the address space.
         space: &'static str,
-        /// First address asked for.
+        /// First address requested.
         start: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
         /// First address of what is there.
         other_start: u64,
@@ -58,9 +58,9 @@ pub enum FabricError {
     SplitMapping {
         /// Name of the address space.
         space: &'static str,
-        /// First address asked for.
+        /// First address requested.
         start: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
         /// First address of the mapping.
         mapping_start: u64,
@@ -72,9 +72,9 @@ pub enum FabricError {
     NotMapped {
         /// Name of the address space.
         space: &'static str,
-        /// First address asked for.
+        /// First address requested.
         start: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
     },
     /// A domain has as many mappings as it may have.
@@ -88,7 +88,7 @@ pub enum FabricError {
     /// No window begins there.
     #[error("no window begins at IOVA {iova}")]
     NoWindow {
-        /// The IOVA asked for.
+        /// The IOVA requested.
         iova: Iova,
     },
     /// The adapter does not have what it takes.
@@ -101,7 +101,7 @@ pub enum FabricError {
         offset: u64,
         /// Bytes.
         len: u64,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// What an implementation beyond this crate reports: a proxy, a driver.

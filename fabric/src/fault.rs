@@ -81,7 +81,7 @@ impl fmt::Display for Bytes {
 pub struct Fault {
     /// First IOVA that was refused.
     pub iova: u64,
-    /// Bytes asked for from there; 0 where hardware does not say.
+    /// Bytes requested from there; 0 if hardware does not report it.
     pub len: u64,
     /// Direction.
     pub access: Access,

@@ -15,10 +15,10 @@ use crate::{Fault, FaultReason};
 
 /// Counts and remembers refused DMAs of one device, and logs them.
 ///
-/// A guest can cause faults as fast as it likes. So memory is bounded (the
-/// last [`FaultLog::REMEMBERED`] faults), and log lines are too: at most
-/// [`FaultLog::LINES`] in [`FaultLog::PERIOD`], then one that says how many
-/// were left out.
+/// A guest can cause faults as fast as it likes. So memory is bounded (the last
+/// [`FaultLog::REMEMBERED`] faults), and log lines are too: at most
+/// [`FaultLog::LINES`] in [`FaultLog::PERIOD`], then one with how many were left
+/// out.
 #[derive(Debug)]
 pub struct FaultLog {
     device: String,

@@ -29,8 +29,8 @@ pub enum Pages {
 /// What memory this host, and this process's cgroups, have left.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
-    /// Bytes that can be used without the OOM killer: `MemAvailable`, and what
-    /// can be swapped out. None if the kernel does not say.
+    /// Bytes that can be used without the OOM killer: `MemAvailable`, and what can
+    /// be swapped out. None if the kernel does not report it.
     available: Option<u64>,
     cgroups: Vec<Cgroup>,
     pools: BTreeMap<u64, HugePool>,
@@ -61,7 +61,7 @@ pub struct HugePool {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} of guest RAM do not fit: {limit}; {}", Mib(*needed), limit.remedy(*needed))]
 pub struct TooLarge {
-    /// Bytes that were asked for.
+    /// Bytes that were requested.
     pub needed: u64,
     /// What bounds them.
     pub limit: MemoryLimit,

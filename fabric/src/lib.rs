@@ -1,8 +1,8 @@
 //! The path of a DMA from a borrowed device to the borrower's memory.
 //!
-//! A device at the lender puts an IOVA on its bus, and the bytes must land in
-//! guest RAM at another host. Three tables stand between, each owned by
-//! somebody else, each able to refuse:
+//! A device at the lender puts an IOVA on its bus, and the bytes must land in guest
+//! RAM at another host. Three tables stand between, each with a different owner,
+//! each able to refuse:
 //!
 //! ```text
 //!            lender                                borrower

@@ -25,9 +25,8 @@ pub struct NtbLimits {
     pub bar_size: u64,
     /// Entries of the look-up table; a power of two.
     pub lut_entries: u32,
-    /// What a far address must be a multiple of, bytes; a power of two. Left
-    /// out, it is the segment size. (Older Intel NTBs: the BAR's size. AMD:
-    /// 4096.)
+    /// What a peer address must be a multiple of, bytes; a power of two. Left out,
+    /// it is the segment size. (Older Intel NTBs: the BAR's size. AMD: 4096.)
     #[serde(deserialize_with = "deserialize_optional_size")]
     pub alignment: Option<u64>,
     /// Most LUT entries that one window may take; left out, all of them. It is 1
@@ -100,7 +99,7 @@ impl NtbLimits {
         self.bar_size / u64::from(self.lut_entries.max(1))
     }
 
-    /// What a far address must be a multiple of, bytes.
+    /// What a peer address must be a multiple of, bytes.
     pub fn alignment(&self) -> u64 {
         self.alignment.unwrap_or_else(|| self.segment())
     }
@@ -169,8 +168,8 @@ pub struct NtbUse {
 /// do, and what they take. Ask before a VM boots.
 ///
 /// # Errors
-/// [`LimitError::GuestTooLarge`] and [`LimitError::WindowTooLarge`] say what
-/// would fit, and which BAR would do.
+/// [`LimitError::GuestTooLarge`] and [`LimitError::WindowTooLarge`] name what would
+/// fit, and which BAR would do.
 pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
     limits.validate()?;
     spans
@@ -207,7 +206,7 @@ pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LimitError {
-    /// A configured limit cannot be.
+    /// Invalid limit in the configuration.
     #[error("NTB limit {name} = {value} must be {rule}")]
     Invalid {
         /// Its name in the configuration.
@@ -282,13 +281,13 @@ pub enum LimitError {
         /// What to do.
         remedy: Remedy,
     },
-    /// A far address is not aligned as the adapter needs.
+    /// A peer address is not aligned as the adapter needs.
     #[error(
         "far address {far:#x} is not a multiple of {}, the alignment of the NTB's translation",
         Size(*alignment)
     )]
     Alignment {
-        /// The far address.
+        /// The peer address.
         far: u64,
         /// What it must be a multiple of, bytes.
         alignment: u64,

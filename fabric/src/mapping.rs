@@ -1,9 +1,8 @@
 //! An owned `mmap` of a shared file.
 //!
-//! The file belongs to somebody else as well: its contents can change at any
-//! time, so no reference to them is ever made, and it can shrink, so a CPU
-//! access can raise SIGBUS (see [`crate::sigbus`]; system calls get `EFAULT`
-//! instead).
+//! The file belongs to another process, too: its contents can change at any time,
+//! so no reference to them is ever made, and it can shrink, so a CPU access can
+//! raise SIGBUS (see [`crate::sigbus`]; system calls get `EFAULT` instead).
 #![allow(unsafe_code)]
 
 use std::{fs::File, io, ptr::NonNull};

@@ -18,7 +18,7 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use crate::{PAGE_SIZE, backing::Backing, mapping::Mapping, sigbus::Guarded};
 
-/// A part of a file that is somebody's memory.
+/// A part of a file that is a client's memory.
 #[derive(Clone, Debug)]
 pub struct MemoryRange {
     /// The file.
@@ -84,7 +84,7 @@ impl SharedMemory {
         Self::map_file(&range.file, range.offset, range.len, range.writable)
     }
 
-    /// Maps `len` new zero bytes that nobody else has, rounded up to pages:
+    /// Maps `len` new zero bytes that no other process has, rounded up to pages:
     /// for BARs and tests.
     ///
     /// # Errors
@@ -125,9 +125,9 @@ impl SharedMemory {
         self.page_size
     }
 
-    /// Whether an access found that the file had shrunk (or that the system
-    /// had no page for it). From then on all of it is zero pages of our own,
-    /// which nobody else sees.
+    /// Whether an access found that the file had shrunk (or that the system had no
+    /// page for it). From then on all of it is zero pages of our own, which no
+    /// other process sees.
     pub fn is_gone(&self) -> bool {
         self.guard.is_gone()
     }

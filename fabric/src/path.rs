@@ -2,7 +2,7 @@
 //!
 //! An implementation must hold to this:
 //!
-//! - *Nothing before it is asked for.* A new domain or path has no mapping, no
+//! - *Nothing before it is requested.* A new domain or path has no mapping, no
 //!   window, and bus mastering off.
 //! - *Done when it returns.* After a map or open returned `Ok`, a DMA there is
 //!   carried out; after an error, the path is as it was.
@@ -13,7 +13,7 @@
 //! - *No sharing.* A path reaches the memory of its own borrow only, whatever
 //!   IOVA its device uses.
 //!
-//! While something is mapped, the memory must stay pinned by whoever mapped
+//! While something is mapped, the memory must stay pinned by the code that mapped
 //! it ([`crate::pin`]). It stays legal to map and unmap other ranges.
 //!
 //! Order of setting up: pin, [`BorrowerDomain::map`],
@@ -52,8 +52,8 @@ pub trait BorrowerDomain {
 /// One borrow's path at the lender: the device's IOMMU domain and the NTB
 /// windows behind it.
 pub trait LenderPath {
-    /// Opens a window: the `len` bytes at `iova` reach those at `far`. Holes
-    /// are allowed: whether there is memory at the far side is not asked.
+    /// Opens a window: the `len` bytes at `iova` reach those at `far`. Holes are
+    /// allowed: the peer memory is not checked.
     ///
     /// # Errors
     /// [`FabricError::Limit`] when the adapter has too little left (the message
@@ -112,11 +112,11 @@ pub struct Usage {
     pub lut_entries: u32,
     /// Bytes of IOVA that they span, holes included.
     pub window_bytes: u64,
-    /// Bytes of memory mapped in the borrower's domain, where this side knows
-    /// (the `soft` fabric does).
+    /// Bytes of memory mapped in the borrower's domain, if known to this side (the
+    /// `soft` fabric does).
     pub bytes_mapped: u64,
     /// Pages in the lender's IOMMU domain.
     pub lender_pages: PageCounts,
-    /// Pages in the borrower's IOMMU domain, where this side knows.
+    /// Pages in the borrower's IOMMU domain, if known to this side.
     pub borrower_pages: PageCounts,
 }

@@ -1,9 +1,9 @@
 //! Surviving SIGBUS.
 //!
-//! A CPU access to a mapped file raises SIGBUS when the file has become
-//! shorter, or when the system has no page to give (a full tmpfs, an empty
-//! pool of huge pages). The first is in the hands of whoever gave us the file,
-//! so it must not end the process.
+//! A CPU access to a mapped file raises SIGBUS when the file has become shorter, or
+//! when the system has no page to give (a full tmpfs, an empty pool of huge pages).
+//! The first is controlled by the client that shared the file, so it must not end
+//! the process.
 //!
 //! Every mapping that the CPU accesses is entered in a fixed table. The signal
 //! handler looks the faulting address up there; when it finds it, it replaces
@@ -163,7 +163,7 @@ fn install() -> io::Result<()> {
     let previous = PREVIOUS.get_or_init(|| {
         // SAFETY: sigaction is plain data, for which zeroes are a value.
         let mut previous: libc::sigaction = unsafe { mem::zeroed() };
-        // SAFETY: a null action only asks; `previous` is ours.
+        // SAFETY: a null action only queries; `previous` is ours.
         match unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) } {
             0 => Ok(previous),
             _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)),
@@ -228,8 +228,8 @@ fn forward(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
             }
         }
         _ if previous.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: SA_SIGINFO says that the address is of a function of
-            // this type; whoever installed it vouches for it.
+            // SAFETY: SA_SIGINFO says that the address is of a function of this
+            // type; the party that installed it vouches for it.
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                 unsafe { mem::transmute(handler) };
             handler(signal, info, context);

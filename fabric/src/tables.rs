@@ -1,5 +1,5 @@
-//! Who has what of an NTB adapter's two tables. Pure: whoever programs the
-//! tables, software or hardware, asks here first.
+//! The owners of entries in an NTB adapter's two tables. Pure: the party that
+//! programs the tables, software or hardware, checks here first.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! The adapter's limits: what fits, and what is said when it does not.
+//! The adapter's limits: what fits, and the errors when it does not.
 
 use farside_fabric::{
     FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits, fits, soft::Adapter,

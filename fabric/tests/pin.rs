@@ -174,7 +174,7 @@ fn the_memlock_limit_is_looked_at_first() {
 #[ignore = "changes a limit of the process; run by another test"]
 fn child_with_a_small_memlock_limit() {
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
-    // Root may lock without limit: be somebody else.
+    // Root may lock without limit: become another user.
     let mut sets = capabilities(None).expect("capabilities");
     sets.effective -= CapabilitySet::IPC_LOCK;
     set_capabilities(None, sets).expect("drop CAP_IPC_LOCK");

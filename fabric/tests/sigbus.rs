@@ -155,8 +155,7 @@ fn an_empty_pool_of_huge_pages_does_no_harm() {
     eprintln!("gone: {}", memory.is_gone());
 }
 
-/// Runs the test `name` of this program, which is ignored otherwise, on its
-/// own.
+/// Runs the test `name` of this binary, which is ignored otherwise, on its own.
 fn in_child(name: &str) -> ExitStatus {
     let program = std::env::current_exe().expect("this program");
     Command::new(program)
@@ -166,12 +165,12 @@ fn in_child(name: &str) -> ExitStatus {
         .status
 }
 
-/// Raises SIGBUS at an address that nobody has registered.
+/// Raises SIGBUS at an address that is not registered.
 fn touch_foreign_memory() {
     use rustix::mm::{MapFlags, ProtFlags, mmap};
     let fd = unsealed(4096);
     let prot = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping, of which nothing else knows.
+    // SAFETY: a new mapping, not used elsewhere.
     let at = unsafe { mmap(std::ptr::null_mut(), 4096, prot, MapFlags::SHARED, &fd, 0) };
     let at = at.expect("map").cast::<u8>();
     ftruncate(&fd, 0).expect("shrink");

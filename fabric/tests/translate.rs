@@ -11,7 +11,7 @@ use farside_fabric::{
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
-/// IOVA and far addresses in use: pages 0 to this.
+/// IOVA and peer addresses in use: pages 0 to this.
 const SPACE: u64 = 48;
 /// Pages of the file of memory.
 const FILE: u64 = 64;

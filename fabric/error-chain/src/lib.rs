@@ -1,8 +1,8 @@
 //! The one reporter of errors.
 //!
 //! An error's `Display` has its own fact only, and its cause is its `source()`. So
-//! whoever shows an error to people, in a log line or a message to a peer, shows it
-//! by [`Chain`].
+//! all code that reports an error, in a log line or a message to a peer, uses
+//! [`Chain`].
 
 #![forbid(unsafe_code)]
 

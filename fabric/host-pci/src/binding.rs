@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   driver_override = vfio-pci     no other driver may take it from now on
-//!   driver/unbind   = BDF          its driver lets go (returns when it has)
+//!   driver/unbind   = BDF          its driver unbinds (returns when done)
 //!   drivers_probe   = BDF          vfio-pci takes it (returns when it has)
 //! ```
 //!
@@ -41,8 +41,8 @@ pub enum Former {
     /// Not known: an earlier run gave it to vfio-pci and was killed. Whatever
     /// driver wants it may have it back.
     Unknown,
-    /// The administrator gave it to this driver for user programs, and keeps it
-    /// there: nothing was changed, nothing is undone.
+    /// The administrator bound it to this driver for userspace, and keeps it there:
+    /// nothing was changed, nothing is undone.
     Kept(String),
 }
 
@@ -110,7 +110,7 @@ impl HostPci {
         Ok(binding)
     }
 
-    /// The binding of a function that a driver for user programs has already.
+    /// The binding of a function that is bound to a userspace driver already.
     fn keep(&self, before: &FunctionInfo) -> Option<Binding> {
         let bdf = before.bdf;
         let driver = before.driver.as_deref().filter(|name| is_for_users(name))?;
@@ -197,9 +197,9 @@ impl Binding {
             log::info!("{bdf} is gone; there is nothing to give back");
             return Ok(());
         }
-        // An empty line is how the kernel is told "none". An override for vfio-pci
-        // that was there before comes from a run killed midway: kept, it would
-        // send the function back there.
+        // An empty line clears it. An override for vfio-pci that was there before
+        // comes from a run killed midway: kept, it would send the function back
+        // there.
         let former_override = self
             .before
             .driver_override

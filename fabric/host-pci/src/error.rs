@@ -16,7 +16,7 @@ pub enum PciError {
     /// No function has that address.
     #[error("this host has no PCI function {bdf}; {near}")]
     NoFunction {
-        /// The address asked for.
+        /// The address requested.
         bdf: Bdf,
         /// Which functions are close to it.
         near: String,
@@ -55,7 +55,7 @@ pub enum PciError {
          in the firmware)"
     )]
     GroupNotViable {
-        /// The function asked about.
+        /// The function queried.
         bdf: Bdf,
         /// The group's number.
         group: u32,
@@ -118,12 +118,12 @@ pub enum PciError {
     TooManyVfs {
         /// The physical function.
         pf: Bdf,
-        /// How many were asked for.
+        /// How many were requested.
         wanted: u32,
         /// `sriov_totalvfs`.
         total: u32,
     },
-    /// Virtual functions would go while somebody uses them.
+    /// Virtual functions would be removed while another process uses them.
     #[error(
         "PCI function {pf} has {existing} virtual functions, and to have {wanted} they must all go \
          first, but {vf} is in use: {}",
@@ -134,7 +134,7 @@ pub enum PciError {
         pf: Bdf,
         /// How many it has.
         existing: u32,
-        /// How many were asked for.
+        /// How many were requested.
         wanted: u32,
         /// One virtual function in use.
         vf: Bdf,
@@ -149,7 +149,7 @@ pub enum PciError {
     VfsMissing {
         /// The physical function.
         pf: Bdf,
-        /// How many were asked for.
+        /// How many were requested.
         wanted: u32,
         /// How many are there.
         found: usize,

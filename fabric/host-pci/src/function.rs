@@ -1,4 +1,4 @@
-//! What a PCI function is, as its folder in sysfs tells.
+//! A PCI function, from its directory in sysfs.
 //!
 //! Source: Linux `Documentation/ABI/testing/sysfs-bus-pci`.
 
@@ -12,7 +12,7 @@ use crate::sysfs::{Kernel, LinuxKernel, Tree};
 use farside_pci::Bdf;
 use farside_pci::regs::{HEADER_TYPE, HEADER_TYPE_MASK};
 
-/// Where every PCI function has a folder.
+/// Where every PCI function has a directory.
 pub(crate) const DEVICES: &str = "sys/bus/pci/devices";
 /// The mask every function has until a driver sets one.
 const DEFAULT_DMA_MASK_BITS: u32 = 32;
@@ -48,7 +48,7 @@ pub enum FunctionKind {
     HostBridge,
 }
 
-/// What sysfs tells about a function, at one moment.
+/// The sysfs attributes of a function, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FunctionInfo {
     /// Its address.
@@ -71,7 +71,7 @@ pub struct FunctionInfo {
     pub driver_override: Option<String>,
     /// Its IOMMU group's number.
     pub iommu_group: Option<u32>,
-    /// Its NUMA node, where the firmware tells.
+    /// Its NUMA node, if the firmware provides it.
     pub numa_node: Option<u32>,
     /// The physical function whose virtual function this is.
     pub physfn: Option<Bdf>,
@@ -90,7 +90,7 @@ impl FunctionInfo {
         self.physfn.is_some()
     }
 
-    /// Whether the kernel knows a way to reset it.
+    /// Whether the kernel can reset it.
     pub fn can_be_reset(&self) -> bool {
         !self.reset_methods.is_empty()
     }
@@ -133,7 +133,7 @@ impl HostPci {
         Self::at("/")
     }
 
-    /// A host whose `sys`, `proc` and `dev` are folders of `root`.
+    /// A host whose `sys`, `proc` and `dev` are directories of `root`.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self::with_kernel(root, Arc::new(LinuxKernel))
     }
@@ -176,7 +176,7 @@ impl HostPci {
         Ok(all)
     }
 
-    /// What sysfs tells about one function.
+    /// The sysfs attributes of one function.
     ///
     /// # Errors
     /// [`PciError::NoFunction`], or sysfs has contents that are not understood.
@@ -327,7 +327,7 @@ impl fmt::Debug for HostPci {
     }
 }
 
-/// The folder of a function, relative to the root.
+/// The directory of a function, relative to the root.
 pub(crate) fn device_dir(bdf: &Bdf) -> String {
     format!("{DEVICES}/{bdf}")
 }

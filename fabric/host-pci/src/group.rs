@@ -1,4 +1,4 @@
-//! IOMMU groups: which functions the IOMMU cannot tell apart.
+//! IOMMU groups: which functions the IOMMU cannot distinguish.
 //!
 //! VFIO gives a group away only when no driver of the host has any function in
 //! it, since a function could reach its neighbours' memory. What counts as out of
@@ -120,7 +120,7 @@ impl HostPci {
             self.require_iommu()?;
             return Err(PciError::NoGroup { bdf: *bdf });
         };
-        // VFIO can be told to make groups up, which confine nothing.
+        // VFIO's no-IOMMU mode makes groups that confine nothing.
         let name = self.tree.attribute(&format!("{GROUPS}/{id}/name"))?;
         if name.as_deref() == Some("vfio-noiommu") {
             return Err(PciError::NoIommu {

@@ -2,8 +2,8 @@
 //!
 //! Sources: Linux `Documentation/admin-guide/kernel-parameters.txt`
 //! (`intel_iommu=`, `amd_iommu=`, `iommu=`); the ACPI tables DMAR (Intel VT-d),
-//! IVRS (AMD I/O virtualization) and IORT (Arm), with which firmware tells that an IOMMU
-//! is there and on.
+//! IVRS (AMD I/O virtualization) and IORT (Arm), with which firmware reports that
+//! an IOMMU is there and on.
 
 use crate::error::PciError;
 use crate::function::HostPci;
@@ -30,7 +30,7 @@ impl HostPci {
         Ok(!self.tree.names(GROUPS)?.is_empty())
     }
 
-    /// As [`HostPci::iommu_present`], as an error that says what to change.
+    /// As [`HostPci::iommu_present`], as an error with the remedy.
     ///
     /// # Errors
     /// [`PciError::NoIommu`].

@@ -13,9 +13,9 @@
 //!   /dev/kmsg --FaultReader--> KernelDmaFault
 //! ```
 //!
-//! Nothing is cached: every call asks sysfs, since an administrator, udev and
-//! hotplug change it beside us. Everything is read below a root folder, so that
-//! the crate is tested on made-up trees; what a plain folder cannot do is behind
+//! Nothing is cached: every call reads sysfs, since an administrator, udev and
+//! hotplug change it beside us. Everything is read below a root directory, so that
+//! the crate is tested on made-up trees; what a plain directory cannot do is behind
 //! [`Kernel`].
 #![forbid(unsafe_code)]
 

@@ -24,7 +24,7 @@ pub enum ReservedKind {
     Reserved,
     /// Interrupt messages; a write there is no memory access.
     Msi,
-    /// A kind newer than this program.
+    /// A kind newer than this code.
     Other(String),
 }
 

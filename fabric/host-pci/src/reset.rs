@@ -10,7 +10,7 @@ use crate::function::{HostPci, device_dir};
 use crate::sysfs::Tree;
 use farside_pci::Bdf;
 
-/// The kernel knows fewer than ten.
+/// The kernel has fewer than ten.
 const MAX_METHODS: usize = 16;
 
 /// A way to reset a function, in the kernel's word.
@@ -31,9 +31,9 @@ pub enum ResetMethod {
     Bus,
     /// Reset of the bus of a CXL device.
     CxlBus,
-    /// The kernel can reset it but is too old (before 5.15) to say how.
+    /// The kernel can reset it but is too old (before 5.15) to report how.
     Unnamed,
-    /// A method newer than this program.
+    /// A method newer than this code.
     Other(String),
 }
 
@@ -81,7 +81,7 @@ impl HostPci {
         methods(&self.tree, &device_dir(bdf))
     }
 
-    /// Whether the kernel knows a way to reset the function.
+    /// Whether the kernel can reset the function.
     ///
     /// # Errors
     /// As [`HostPci::function`].

@@ -1,7 +1,7 @@
-//! Reading and writing the kernel's attribute files below a root folder.
+//! Reading and writing the kernel's attribute files below a root directory.
 //!
 //! Every read is bounded and every text is checked to be text: the kernel is
-//! trusted, but a driver's attribute may hold what a device told it.
+//! trusted, but a driver's attribute may hold text from the device.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -22,8 +22,8 @@ const MAX_TABLE: u64 = 64 << 20;
 /// A PCI domain has at most 65,536 functions.
 const MAX_ENTRIES: usize = 1 << 17;
 
-/// What a plain folder cannot stand in for: writes that have an effect, and
-/// what the kernel knows but shows in no file.
+/// What a plain directory cannot stand in for: writes that have an effect, and
+/// kernel state that no file shows.
 pub trait Kernel: Send + Sync {
     /// Writes `text` to the attribute at `path` in one call, and returns when
     /// its effect is there.
@@ -32,7 +32,7 @@ pub trait Kernel: Send + Sync {
     /// The kernel's refusal.
     fn write(&self, path: &Path, text: &str) -> io::Result<()>;
 
-    /// Whether somebody has the block device at `node` for himself alone: a
+    /// Whether another process has the block device at `node` open exclusively: a
     /// file system (in any mount namespace), swap, device mapper, MD, ZFS.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl Kernel for LinuxKernel {
     }
 }
 
-/// A root folder and the kernel behind it.
+/// A root directory and the kernel behind it.
 #[derive(Clone)]
 pub(crate) struct Tree {
     root: PathBuf,
@@ -141,7 +141,7 @@ impl Tree {
         }
     }
 
-    /// The names in a folder, sorted; empty where there is no such folder.
+    /// The names in a directory, sorted; empty where there is no such directory.
     pub(crate) fn names(&self, path: &str) -> Result<Vec<String>, PciError> {
         let path = self.path(path);
         let entries = match fs::read_dir(&path) {

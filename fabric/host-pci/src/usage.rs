@@ -1,9 +1,9 @@
 //! What on the host uses a function: taking it away would lose data or cut a
 //! connection.
 //!
-//! Block devices and network interfaces are looked for in their classes and
-//! belong to the function when their folders lie below its own; so everything
-//! behind a bridge or a storage controller is found, whatever is between.
+//! Block devices and network interfaces are looked for in their classes and belong
+//! to the function when their directories lie below its own; so everything behind a
+//! bridge or a storage controller is found, whatever is between.
 
 use std::fmt;
 use std::path::Path;
@@ -42,7 +42,7 @@ pub enum Use {
     NetworkUp,
     /// It has so many virtual functions, which go with it.
     VirtualFunctions(u32),
-    /// It is in the hands of a user program's driver already.
+    /// It is bound to a userspace driver already.
     UserDriver(String),
 }
 
@@ -144,7 +144,7 @@ impl HostPci {
         Ok(())
     }
 
-    /// The devices of a class whose folders lie below `device`.
+    /// The devices of a class whose directories lie below `device`.
     fn below(&self, class: &str, device: &Path) -> Result<Vec<String>, PciError> {
         let mut found = Vec::new();
         for name in self.tree.names(class)? {

@@ -4,12 +4,12 @@ use crate::error::PciError;
 use crate::function::HostPci;
 use crate::sysfs::Tree;
 
-/// The driver through which user programs have a function.
+/// The driver through which userspace uses a function.
 pub(crate) const VFIO_PCI: &str = "vfio-pci";
-/// Where drivers have folders.
+/// Where drivers have directories.
 pub(crate) const DRIVERS: &str = "sys/bus/pci/drivers";
 
-/// Whether a driver hands the function to user programs: vfio-pci and its
+/// Whether a driver hands the function to userspace drivers: vfio-pci and its
 /// variants for single device families, such as `mlx5_vfio_pci`.
 pub(crate) fn is_for_users(driver: &str) -> bool {
     driver == VFIO_PCI || driver.ends_with("-vfio-pci") || driver.ends_with("_vfio_pci")

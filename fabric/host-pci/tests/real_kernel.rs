@@ -1,4 +1,4 @@
-//! The crate against a real kernel: a VM with an emulated VT-d, an NVMe drive with
+//! The crate against a real kernel: a VM with an emulated VT-d, an NVMe device with
 //! virtual functions, and a network adapter with them.
 
 use std::fs::File;
@@ -32,11 +32,11 @@ fn program() -> Vec<u8> {
 
 struct Host {
     vm: Vm,
-    /// The drives' images.
+    /// The disks' images.
     _folder: TempDir,
 }
 
-/// An argument for a drive with an image of its own.
+/// An argument for a device with an image of its own.
 fn drive(folder: &TempDir, id: &str) -> String {
     let path = folder.path().join(id);
     File::create(&path).unwrap().set_len(64 << 20).unwrap();
@@ -111,7 +111,7 @@ impl Host {
         self.shell(&command).trim().to_owned()
     }
 
-    /// The block device of the drive, when it is there.
+    /// The block device, if it exists.
     fn disk(&self, path: &str) -> String {
         self.vm.wait_path(path, SHORT).unwrap();
         path.to_owned()
@@ -165,7 +165,7 @@ fn to_vfio_pci_and_back(host: &Host) {
     assert_has(&printed, "former: Driver(\"nvme\")");
     assert_has(&printed, "\"vfio-pci\"");
     assert_eq!(host.driver(DRIVE), "nvme");
-    // As after a kill: vfio-pci has it, and nobody knows who had it before.
+    // As after a kill: vfio-pci has it, and its previous driver is unknown.
     host.run("leave 00:04.0");
     assert_eq!(host.driver(DRIVE), "vfio-pci");
     assert_has(&host.run("restore 00:04.0"), "former: Unknown");
@@ -175,7 +175,7 @@ fn to_vfio_pci_and_back(host: &Host) {
     host.disk(disks(host).0);
 }
 
-/// The disk of the drive, and the other one. The kernel looks at both drives at
+/// The disk of the device, and the other one. The kernel looks at both devices at
 /// once, and numbers them as they come.
 fn disks(host: &Host) -> (&'static str, &'static str) {
     let (first, second) = ("/dev/nvme0n1", "/dev/nvme1n1");
@@ -271,7 +271,7 @@ fn virtual_functions(host: &Host) {
     assert_eq!(host.shell(&numvfs).trim(), "1");
 }
 
-/// The drive is told to fetch a command from where nothing is mapped.
+/// The device is told to fetch a command from where nothing is mapped.
 fn dma_faults(host: &Host) {
     let vm = &host.vm;
     let (log, fault) = ("/tmp/faults", 0x1234_5000u64);

@@ -3,11 +3,11 @@
 //! `probe: all is well`.
 //!
 //! `ntb-probe borrower NTB` in one, `ntb-probe lender NTB DRIVE` in the other:
-//! addresses of functions that are bound to vfio-pci, DRIVE an NVMe drive that
-//! nobody needs. `tests/guest.rs` runs both.
+//! addresses of functions that are bound to vfio-pci, DRIVE an NVMe device that is
+//! unused. `tests/guest.rs` runs both.
 //!
-//! They talk through the NTB: what one has to say is in its scratchpads, and a
-//! doorbell says that it is.
+//! They communicate through the NTB: messages are in the scratchpads, and a
+//! doorbell announces them.
 
 use std::error::Error;
 use std::os::fd::AsFd;
@@ -39,7 +39,7 @@ mod nvme {
     pub const ACQ: u64 = 0x30;
     pub const DOORBELL: u64 = 0x1000;
 }
-/// Where the lender keeps the drive's queues: an IOVA above guest RAM.
+/// Where the lender keeps the device's queues: an IOVA above guest RAM.
 const QUEUES: u64 = 1 << 32;
 /// What the borrower stores to AQA through its window.
 const MARK: u32 = 0x0042_0042;
@@ -87,7 +87,7 @@ impl End {
         });
     }
 
-    /// Waits for what the other end says.
+    /// Waits for a message of the other end.
     fn hear(&self) -> Outcome<[u64; 2]> {
         let timeout = Timespec::try_from(PATIENCE)?;
         let fd = self.bell.as_fd();
@@ -117,14 +117,14 @@ fn borrower(ntb: Bdf) -> Outcome {
     println!("guest RAM at {}: {:?}", range.start(), domain.usage());
     end.say([range.start().get(), RAM]);
 
-    // The drive has written what it is into guest RAM.
+    // The device has written what it is into guest RAM.
     let [far, len] = end.hear()?;
     let mut serial = [0; 20];
     ram.slice(4, 20).ok_or("inside")?.read(&mut serial);
     println!("serial number: {:?}", String::from_utf8_lossy(&serial));
     assert!(serial.starts_with(b"farside-probe"), "{serial:?}");
 
-    // The drive's registers, through a window.
+    // The device's registers, through a window.
     let window = adapter.open_bar_window(FarAddress::new(far), len)?;
     println!("window: {window:?}, {} LUT entries", window.lut_entries());
     let registers = adapter.function().map_region(2, window.offset(), 4096)?;
@@ -198,7 +198,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     Ok(())
 }
 
-/// Has the drive write its identity to IOVA 0, which is guest RAM.
+/// Has the device write its identity to IOVA 0, which is guest RAM.
 fn identify(drive: &Function, registers: &RegionMemory, queues: &Arc<SharedMemory>) -> Outcome {
     let deadline = Instant::now() + PATIENCE;
     let wait = |what: &str, done: &dyn Fn() -> bool| -> Outcome {

@@ -63,10 +63,9 @@ struct State {
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Takes an endpoint into use: empties its tables, lets CPUs use its
-    /// window, lets it master the bus (its domain being empty, to no effect
-    /// yet) and asks for the link. Does not wait for that:
-    /// [`Adapter::wait_link`].
+    /// Takes an endpoint into use: empties its tables, lets CPUs use its window,
+    /// lets it master the bus (its domain being empty, to no effect yet) and
+    /// enables the link. Does not wait for that: [`Adapter::wait_link`].
     ///
     /// # Errors
     /// [`NtbError::Unusable`], [`NtbError::Limit`]; what the hardware and the
@@ -89,7 +88,7 @@ impl<F: FunctionOps> Adapter<F> {
             );
             return Err(NtbError::Unusable { bdf, problem });
         }
-        // It cannot be more than the table has: `validate` says so.
+        // It cannot be more than the table has: `validate` checks that.
         let limits = capabilities.limits(cpu_requesters.len() as u32);
         let tables = NtbTables::new(limits.clone())?;
         let alignment = far_alignment(capabilities.far_alignment, capabilities.segment());
@@ -220,7 +219,7 @@ impl<F: FunctionOps> Adapter<F> {
     /// through this port now, and what they would take. For a lender.
     ///
     /// # Errors
-    /// [`LimitError`] says what would fit.
+    /// [`LimitError`] names what would fit.
     pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
         self.state().tables.check_windows(spans)
     }
@@ -230,7 +229,7 @@ impl<F: FunctionOps> Adapter<F> {
     /// borrower, before its VM boots. The link must be up.
     ///
     /// # Errors
-    /// [`NtbError::Limit`] says what would fit; [`NtbError::FarSpace`],
+    /// [`NtbError::Limit`] names what would fit; [`NtbError::FarSpace`],
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`].
     pub fn check_ram(&self, spans: &[u64]) -> Result<NtbUse, NtbError> {
         self.check_link()?;
@@ -330,8 +329,8 @@ impl<F: FunctionOps> Adapter<F> {
     }
 
     fn note_events(&self) {
-        // First the eventfd: what happens after it was read signals it again.
-        // It has nothing to take when somebody else was faster.
+        // First the eventfd: what happens after it was read signals it again. It
+        // has nothing to take when another process was faster.
         let _ = self.shared.event.take();
         let mut state = self.state();
         let events = state.driver.take_events();
@@ -361,8 +360,8 @@ impl<F: FunctionOps> Adapter<F> {
     }
 }
 
-/// What far addresses are best aligned to: what the LUT needs, and its
-/// segments, but no more than the largest page of IOMMUs.
+/// What peer addresses are best aligned to: what the LUT needs, and its segments,
+/// but no more than the largest page of IOMMUs.
 fn far_alignment(needed: u64, segment: u64) -> u64 {
     needed.max(segment.min(1 << 30))
 }
@@ -428,7 +427,7 @@ impl<F: FunctionOps> Drop for RequesterEntry<F> {
 pub(crate) struct LutRun<F: FunctionOps> {
     adapter: Adapter<F>,
     range: LutRange,
-    /// They are cleared, but nobody gets them again.
+    /// They are cleared, but not allocated again.
     keep: bool,
 }
 

@@ -1,6 +1,6 @@
 //! What a userspace driver of one kind of NTB endpoint gives.
 //!
-//! docs/ntb-adapters.md says what the parts of other makers need for it.
+//! docs/ntb-adapters.md describes the requirements of other adapters.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,8 +18,8 @@ pub struct Capabilities {
     pub window_size: u64,
     /// Entries of the LUT, which cuts that BAR into segments; a power of two.
     pub lut_entries: u32,
-    /// What the far address in a LUT entry must be a multiple of, bytes; a
-    /// power of two. At most a segment where windows have several entries.
+    /// What the peer address in a LUT entry must be a multiple of, bytes; a power
+    /// of two. At most a segment where windows have several entries.
     pub far_alignment: u64,
     /// Most LUT entries that one window may take; `None` when all.
     pub entries_per_window: Option<u32>,
@@ -63,7 +63,7 @@ pub struct PeerCapabilities {
     pub window_size: u64,
     /// Entries of its LUT.
     pub lut_entries: u32,
-    /// What far addresses in its LUT, which are in *this* host's endpoint's
+    /// What peer addresses in its LUT, which are in *this* host's endpoint's
     /// domain, must be a multiple of, bytes.
     pub far_alignment: u64,
 }
@@ -126,7 +126,7 @@ pub struct Refused {
     pub write: bool,
     /// Where in the window BAR the last one began, bytes.
     pub offset: u64,
-    /// Its far address; 0 when it was not translated.
+    /// Its peer address; 0 when it was not translated.
     pub far: u64,
     /// Why it was refused, in words.
     pub reason: String,
@@ -134,9 +134,9 @@ pub struct Refused {
 
 /// A driver of one port of an NTB, in userspace.
 ///
-/// Translation is *outbound*: LUT entry `i` says where segment `i` of this
-/// port's own window BAR leads in the other host. Where hardware translates at
-/// the other port, its driver passes the request there.
+/// Translation is *outbound*: LUT entry `i` gives where segment `i` of this port's
+/// own window BAR leads in the other host. Where hardware translates at the other
+/// port, its driver passes the request there.
 ///
 /// Whoever holds a driver has taken the entries that it names
 /// ([`farside_fabric::NtbTables`]), so that a driver keeps no books.
@@ -167,10 +167,9 @@ pub trait NtbDriver: Send {
     /// What the hardware reports.
     fn clear_tables(&mut self) -> Result<(), NtbError>;
 
-    /// Makes consecutive LUT entries lead to consecutive segments of the far
-    /// side, from `far` on. All of them in one batch, where a batch is what
-    /// takes long. Done when it returns; after an error, none of them leads
-    /// anywhere.
+    /// Makes consecutive LUT entries lead to consecutive segments of the peer side,
+    /// from `far` on. All of them in one batch, where a batch is what takes long.
+    /// Done when it returns; after an error, none of them leads anywhere.
     ///
     /// # Errors
     /// What the hardware reports.

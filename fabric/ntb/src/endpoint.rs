@@ -33,7 +33,7 @@ impl EndpointOptions {
     }
 
     /// Opens the endpoint in an IOMMU domain of its own, finds its driver, and
-    /// asks for the link. Does not wait for that: [`Adapter::wait_link`].
+    /// enables the link. Does not wait for that: [`Adapter::wait_link`].
     ///
     /// # Errors
     /// What VFIO reports, such as [`farside_vfio::VfioError::NotBound`];
@@ -96,7 +96,7 @@ pub(crate) fn check_ids(bdf: Bdf, vendor: u16, device: u16) -> Result<(), NtbErr
     })
 }
 
-/// Where a BAR is in this host's physical address space, as sysfs says.
+/// Where a BAR is in this host's physical address space, from sysfs.
 fn bar_address(bdf: Bdf, bar: u8) -> Option<u64> {
     let path = Path::new("/sys/bus/pci/devices").join(bdf.to_string());
     let text = std::fs::read_to_string(path.join("resource")).ok()?;

@@ -1,4 +1,4 @@
-//! What an NTB refuses, in words that say what to do.
+//! What an NTB refuses, with the remedy.
 
 use std::fmt;
 use std::io;
@@ -117,7 +117,7 @@ pub enum NtbError {
 }
 
 impl NtbError {
-    /// Whether somebody else has the endpoint.
+    /// Whether another process has the endpoint.
     pub(crate) fn is_busy(&self) -> bool {
         matches!(self, Self::Vfio(VfioError::Busy { .. }))
     }

@@ -13,7 +13,7 @@ use crate::far_space::FarRange;
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// Where the BARs of a device are in far addresses: side by side, so that one
+/// Where the BARs of a device are in peer addresses: side by side, so that one
 /// window of the borrower's reaches them all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportedBars {
@@ -40,7 +40,7 @@ pub struct ExportedBar {
 }
 
 impl ExportedBars {
-    /// Where a BAR begins in far addresses.
+    /// Where a BAR begins in peer addresses.
     pub fn far_of(&self, bar: u8) -> Option<FarAddress> {
         let found = self.bars.iter().find(|it| it.bar == bar)?;
         self.far.checked_add(found.offset)
@@ -51,7 +51,7 @@ impl ExportedBars {
 pub(crate) struct Export<F: FunctionOps> {
     adapter: Adapter<F>,
     bars: ExportedBars,
-    /// What is mapped, as (far address, bytes).
+    /// What is mapped, as (peer address, bytes).
     mapped: Vec<(u64, u64)>,
     /// `None` when there is nothing to map.
     range: Option<FarRange>,

@@ -1,4 +1,4 @@
-//! Giving out far addresses: IOVA of the NTB endpoint's domain.
+//! Giving out peer addresses: IOVA of the NTB endpoint's domain.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,9 +7,8 @@ use farside_fabric::{FarAddress, PAGE_SIZE};
 
 use crate::NtbError;
 
-/// The far addresses of one endpoint's domain, for all that this host lets the
-/// other reach: RAM of VMs, BARs of devices. A clone is another handle on the
-/// same.
+/// The peer addresses of one endpoint's domain, for all that this host lets the
+/// other reach: RAM of VMs, BARs of devices. A clone is another handle on the same.
 ///
 /// Ranges are aligned to what the peer's LUT needs, and no two of them share
 /// one of its segments. Larger ones are aligned to the IOMMU's large pages, so
@@ -60,7 +59,7 @@ impl FarSpace {
     /// of the alignment.
     ///
     /// # Errors
-    /// [`NtbError::FarSpace`] says what would fit.
+    /// [`NtbError::FarSpace`] names what would fit.
     pub fn take(&self, bytes: u64) -> Result<FarRange, NtbError> {
         let mut inner = self.inner();
         let (start, len) = inner.find(bytes)?;
@@ -161,7 +160,7 @@ impl FarRange {
         FarAddress::new(self.start)
     }
 
-    /// Bytes; at least what was asked for.
+    /// Bytes; at least what was requested.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
         self.len

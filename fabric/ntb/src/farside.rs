@@ -129,7 +129,7 @@ impl FarsideNtb {
     }
 }
 
-/// What `CAPS` says, when it can be.
+/// The limits in `CAPS`, if valid.
 fn sizes(value: u32) -> Option<PeerCapabilities> {
     let power = |shift| 1u64.checked_shl(shift);
     let sizes = PeerCapabilities {

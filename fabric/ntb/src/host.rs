@@ -8,8 +8,8 @@ use crate::endpoint::check_ids;
 use crate::watch::Watch;
 use crate::{Adapter, EndpointOptions, NtbError};
 
-/// An endpoint that was taken from its driver. Its drop gives it back, and
-/// waits until nobody has the adapter any more: drop paths and windows first.
+/// An endpoint that was taken from its driver. Its drop gives it back, and waits
+/// until no process has the adapter any more: drop paths and windows first.
 pub struct HostEndpoint {
     // Dropped in this order.
     _watch: Watch,
@@ -38,7 +38,8 @@ impl HostEndpoint {
             Ok(adapter) => adapter,
             Err(error) => {
                 if error.is_busy() {
-                    // Unbinding would wait for whoever has it, and take it away.
+                    // Unbinding would wait for the process that has it, and take it
+                    // away.
                     binding.leave();
                 }
                 return Err(error);

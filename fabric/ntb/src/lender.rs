@@ -65,8 +65,8 @@ impl<F: FunctionOps> LenderNtb<F> {
     /// they would take. Takes nothing; ask before the VM boots.
     ///
     /// # Errors
-    /// [`FabricError::Limit`] says what would fit; an IOVA range that the
-    /// device cannot use (such as the MSI window) is named.
+    /// [`FabricError::Limit`] names what would fit; an IOVA range that the device
+    /// cannot use (such as the MSI window) is named.
     pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
         let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
         let needed = self.adapter().check_windows(&spans)?;

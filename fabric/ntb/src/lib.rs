@@ -1,21 +1,21 @@
 //! The fabric between two hosts: NTB endpoints programmed from userspace,
 //! through VFIO.
 //!
-//! Each host has one port of an NTB, an endpoint bound to vfio-pci and alone in
-//! its IOMMU domain. An access to segment `i` of a port's window BAR comes out
-//! at the other host, as DMA of the endpoint there, at the *far address* that
-//! LUT entry `i` says.
+//! Each host has one port of an NTB, an endpoint bound to vfio-pci and alone in its
+//! IOMMU domain. An access to segment `i` of a port's window BAR comes out at the
+//! other host, as DMA of the endpoint there, at the *peer address* in LUT entry
+//! `i`.
 //!
 //! ```text
 //!  lender                                       borrower
 //!  device ──► device's domain ──► window BAR ══► endpoint's domain ──► guest RAM
-//!       IOVA = GPA     LenderNtb      LUT    far address    BorrowerNtb
+//!       IOVA = GPA     LenderNtb      LUT    peer address    BorrowerNtb
 //!
 //!  device's BAR ◄── endpoint's domain ◄══ window BAR ◄── guest's CPU
-//!               ExportedBars  far address   LUT     BarWindow
+//!               ExportedBars  peer address   LUT     BarWindow
 //! ```
 //!
-//! - [`Adapter`]: this host's endpoint in use: link, LUT, requester table, far
+//! - [`Adapter`]: this host's endpoint in use: link, LUT, requester table, peer
 //!   addresses. One process has it; lender and borrower alike.
 //! - [`HostEndpoint`]: the endpoint, taken from its driver for as long as it is
 //!   in use.
@@ -28,11 +28,11 @@
 //!
 //! # What is trusted
 //!
-//! The two hosts trust each other, as hosts with an NTB between them must: a
-//! host reaches whatever the other has mapped in its endpoint's domain, at any
-//! far address, by programming its own LUT. That is the RAM of VMs that borrow,
-//! and BARs of devices that are lent; nothing else is ever mapped there. A
-//! *device* reaches only what is mapped in its own domain.
+//! The two hosts trust each other, as hosts with an NTB between them must: a host
+//! reaches whatever the other has mapped in its endpoint's domain, at any peer
+//! address, by programming its own LUT. That is the RAM of VMs that borrow, and
+//! BARs of devices that are lent; nothing else is ever mapped there. A *device*
+//! reaches only what is mapped in its own domain.
 #![forbid(unsafe_code)]
 
 pub mod driver;

@@ -13,7 +13,7 @@
 //! | 0x1000 | requester table: `COUNTS.requesters` entries of 32 bits: RID in 15:0, valid in 31 |
 //! | 0x4000 | MSI-X table, 33 entries: doorbell n is vector n, events are vector 32 |
 //! | 0x5000 | MSI-X pending bits |
-//! | 0x8000 | LUT: 2^`CAPS.lut_shift` entries of 64 bits: far address in 63:12, valid in 0 |
+//! | 0x8000 | LUT: 2^`CAPS.lut_shift` entries of 64 bits: peer address in 63:12, valid in 0 |
 //!
 //! Little-endian; naturally aligned accesses of 4 bytes, and of 8 bytes to two
 //! neighbours at once. A 64-bit register may be accessed by halves: of a LUT
@@ -24,7 +24,7 @@
 //! | --- | --- | --- | --- | --- | --- |
 //! | 0x00 | `ID` | 32 | RO | | "FSNT" |
 //! | 0x04 | `VERSION` | 32 | RO | | 1 |
-//! | 0x08 | `CAPS` | 32 | RO | | log2 of: window BAR bytes 7:0, LUT entries 15:8, far address alignment 23:16 |
+//! | 0x08 | `CAPS` | 32 | RO | | log2 of: window BAR bytes 7:0, LUT entries 15:8, peer address alignment 23:16 |
 //! | 0x0c | `COUNTS` | 32 | RO | | doorbells 7:0, scratchpads 15:8, requester entries 31:16 |
 //! | 0x10 | `PEER_CAPS` | 32 | RO | | `CAPS` of the peer port |
 //! | 0x14 | `PORT` | 32 | RO | | 0 or 1 |
@@ -38,7 +38,7 @@
 //! | 0x38 | `ERROR_COUNT` | 32 | RO, write clears | 0 | accesses through this window refused |
 //! | 0x3c | `ERROR_INFO` | 32 | RO | 0 | the last one: reason 7:0, write 8 |
 //! | 0x40 | `ERROR_OFFSET` | 64 | RO | 0 | its offset in the window BAR |
-//! | 0x48 | `ERROR_ADDRESS` | 64 | RO | 0 | its far address, 0 if not translated |
+//! | 0x48 | `ERROR_ADDRESS` | 64 | RO | 0 | its peer address, 0 if not translated |
 //! | 0x50 | `WINDOW_WRITES` | 64 | RO | 0 | writes passed on |
 //! | 0x58 | `WINDOW_READS` | 64 | RO | 0 | reads passed on |
 //! | 0x80 | `SCRATCHPAD` | 16 × 32 | RW | 0 | own scratchpads, which the peer also writes |
@@ -52,11 +52,10 @@
 //! has one), at the address in LUT entry `i` plus `o`. This is *outbound*
 //! translation: each port's LUT is for its own window.
 //!
-//! An access is refused, which is to say that reads return all ones and writes
-//! are dropped, unless: the link is up; the LUT entry is valid; at least one
-//! entry of this port's requester table is valid; the peer is bus master;
-//! something is mapped at the far address. Refusals are counted and are an
-//! event at this port.
+//! An access is refused, which means that reads return all ones and writes are
+//! dropped, unless: the link is up; the LUT entry is valid; at least one entry of
+//! this port's requester table is valid; the peer is bus master; something is
+//! mapped at the peer address. Refusals are counted and are an event at this port.
 
 /// PCI vendor id: not assigned to anybody.
 pub const VENDOR_ID: u16 = 0xfa5d;
@@ -76,7 +75,7 @@ pub const WINDOW_BAR: u8 = 2;
 pub const MIN_WINDOW_SIZE: u64 = 1 << 20;
 /// Largest window BAR, bytes.
 pub const MAX_WINDOW_SIZE: u64 = 1 << 40;
-/// Bytes of the window BAR unless said otherwise.
+/// Bytes of the window BAR unless noted otherwise.
 pub const DEFAULT_WINDOW_SIZE: u64 = 1 << 30;
 
 /// Contents of [`reg::ID`]: "FSNT", first letter first.
@@ -86,9 +85,9 @@ pub const VERSION: u32 = 1;
 
 /// Most LUT entries of a port.
 pub const MAX_LUT_ENTRIES: u32 = 4096;
-/// LUT entries of a port unless said otherwise.
+/// LUT entries of a port unless noted otherwise.
 pub const DEFAULT_LUT_ENTRIES: u32 = 512;
-/// log2 of the alignment of far addresses in LUT entries: 4 KiB.
+/// log2 of the alignment of peer addresses in LUT entries: 4 KiB.
 pub const FAR_ALIGN_SHIFT: u32 = 12;
 /// Doorbells of a port.
 pub const DOORBELLS: u32 = 32;
@@ -131,7 +130,7 @@ pub const fn peer_scratchpad(index: u32) -> u64 {
     reg::PEER_SCRATCHPAD + 4 * index as u64
 }
 
-/// Offsets in BAR 0 of the control registers; of 32 bits unless said otherwise.
+/// Offsets in BAR 0 of the control registers; of 32 bits unless noted otherwise.
 pub mod reg {
     /// RO: [`ID`](super::ID).
     pub const ID: u64 = 0x00;
@@ -170,7 +169,7 @@ pub mod reg {
     pub const ERROR_INFO: u64 = 0x3c;
     /// RO, 64 bits: its offset in this port's window BAR.
     pub const ERROR_OFFSET: u64 = 0x40;
-    /// RO, 64 bits: its far address; 0 when it was not translated.
+    /// RO, 64 bits: its peer address; 0 when it was not translated.
     pub const ERROR_ADDRESS: u64 = 0x48;
     /// RO, 64 bits: writes through this port's window that were passed on,
     /// since its reset.
@@ -198,7 +197,7 @@ pub mod caps {
         caps >> 8 & 0xff
     }
 
-    /// log2 of the alignment, in bytes, of the far address of a LUT entry.
+    /// log2 of the alignment, in bytes, of the peer address of a LUT entry.
     pub const fn far_align_shift(caps: u32) -> u32 {
         caps >> 16 & 0xff
     }
@@ -277,13 +276,13 @@ pub mod error {
     pub const NO_REQUESTER: u32 = 3;
     /// The peer port may not master its bus.
     pub const NOT_BUS_MASTER: u32 = 4;
-    /// The far address wraps around the end of the address space.
+    /// The peer address wraps around the end of the address space.
     pub const ADDRESS: u32 = 5;
-    /// Nothing is mapped at the far address, or what is there refused.
+    /// Nothing is mapped at the peer address, or what is there refused.
     pub const FAR_REFUSED: u32 = 6;
-    /// What is at the far address did not answer in time.
+    /// What is at the peer address did not answer in time.
     pub const TIMEOUT: u32 = 7;
-    /// Too many accesses to devices at the far side are under way.
+    /// Too many accesses to devices at the peer are in flight.
     pub const BUSY: u32 = 8;
 }
 
@@ -291,7 +290,7 @@ pub mod error {
 pub mod lut {
     /// The entry translates.
     pub const VALID: u64 = 1 << 0;
-    /// Far address of the segment's first byte. Bits 11:1 read as 0.
+    /// Peer address of the segment's first byte. Bits 11:1 read as 0.
     pub const ADDRESS: u64 = !0xfff;
 }
 

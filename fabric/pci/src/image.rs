@@ -276,7 +276,7 @@ mod tests {
         image.add_capability(0xf8, CAP_ID_PM);
         assert_eq!(image.find_capability(CAP_ID_PM, 8), Some(0xf8));
         assert_eq!(image.find_capability(CAP_ID_PM, 9), None);
-        // Without the status bit there is no list, whatever the pointer says.
+        // Without the status bit there is no list, regardless of the pointer.
         image.set_u16(STATUS, 0);
         assert_eq!(image.find_capability(CAP_ID_PM, 8), None);
     }

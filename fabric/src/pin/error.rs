@@ -9,7 +9,7 @@ use crate::host_memory::TooLarge;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PinError {
-    /// The memlock limit is too small, and [`PinPolicy::Require`] was asked for.
+    /// The memlock limit is too small, and [`PinPolicy::Require`] was requested.
     #[error(transparent)]
     Memlock(#[from] MemlockTooSmall),
     /// The host has not enough memory left.
@@ -22,7 +22,7 @@ pub enum PinError {
         offset: u64,
         /// Bytes.
         len: u64,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// The kernel could not make pages resident.
@@ -35,7 +35,7 @@ pub enum PinError {
         offset: u64,
         /// Bytes.
         len: u64,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// The kernel could not lock pages, although the limit allowed it.
@@ -45,7 +45,7 @@ pub enum PinError {
         offset: u64,
         /// Bytes.
         len: u64,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// [`PinOptions::deadline`] has passed.
@@ -74,7 +74,7 @@ pub enum PinError {
     System {
         /// What was tried.
         what: &'static str,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
 }

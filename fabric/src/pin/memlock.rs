@@ -45,7 +45,7 @@ pub(super) fn may_lock(needed: u64, policy: PinPolicy) -> Result<bool, PinError>
 /// Checks that `needed` more bytes may be locked.
 ///
 /// # Errors
-/// [`PinError::Memlock`] says what is needed and how to get it.
+/// [`PinError::Memlock`] names what is needed and how to get it.
 pub fn check_memlock(needed: u64) -> Result<(), PinError> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return Ok(());

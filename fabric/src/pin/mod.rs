@@ -6,10 +6,10 @@
 //! memory has them. The CPU never touches a byte of it, so neither its contents
 //! nor a file that shrinks matter here.
 //!
-//! Locking counts against `RLIMIT_MEMLOCK`, which is small for ordinary users.
-//! It is looked at before anything else is done; [`PinPolicy`] says what then.
-//! Real hardware needs more than a lock (the kernel may still move a locked
-//! page): there, mapping in an IOMMU domain pins as well, under the same limit.
+//! Locking counts against `RLIMIT_MEMLOCK`, which is small for ordinary users. The
+//! limit is checked first; [`PinPolicy`] selects the behaviour if it is too small.
+//! Real hardware needs more than a lock (the kernel may still move a locked page):
+//! there, mapping in an IOMMU domain pins as well, under the same limit.
 
 mod error;
 mod memlock;
@@ -43,8 +43,8 @@ pub use room::{RoomWatch, check_room, check_room_for_more};
 pub enum PinPolicy {
     /// Refuse. For fabrics with real hardware.
     Require,
-    /// Populate without locking, and say so once in the log. For the `soft`
-    /// fabric, whose DMA goes through page tables and finds a page again.
+    /// Populate without locking, and log that once. For the `soft` fabric, whose
+    /// DMA goes through page tables and finds a page again.
     Prefer,
 }
 
@@ -109,8 +109,8 @@ pub struct PinReport {
 /// # Errors
 /// [`PinError::TooLarge`] when they do not fit in the host's memory.
 /// [`PinError::Memlock`] when the limit is too small and `policy` requires it;
-/// otherwise that is said in the log, once. [`PinError::Map`] for a range that
-/// cannot be pinned at all.
+/// otherwise it is logged, once. [`PinError::Map`] for a range that cannot be
+/// pinned at all.
 pub fn check(ranges: &[MemoryRange], policy: PinPolicy) -> Result<(), PinError> {
     check_room(ranges)?;
     let mut to_lock = 0;
@@ -141,7 +141,7 @@ struct Pinned {
     mapping: Mapping,
     /// Where the mapping begins in the file.
     offset: u64,
-    /// Bytes asked for; the mapping has whole pages of the file.
+    /// Bytes requested; the mapping has whole pages of the file.
     bytes: u64,
     page_size: u64,
     hugetlb: bool,
@@ -199,8 +199,8 @@ fn lock(ranges: &[Pinned], policy: PinPolicy) -> Result<u64, PinError> {
         let len = range.mapping.len();
         match range.mapping.make(Residency::Lock, 0, len) {
             Ok(()) => locked += len as u64,
-            // Somebody else has used the limit up meanwhile, or the
-            // capability is one of a container and does not count.
+            // Another process has used the limit up meanwhile, or the capability is
+            // one of a container and does not count.
             Err(error) if policy == PinPolicy::Prefer => {
                 log::warn!(
                     "guest memory is not all locked: {error}",

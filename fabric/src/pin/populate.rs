@@ -95,8 +95,8 @@ impl<'a> Job<'a> {
             None => cpus().min(MAX_WORKERS),
         };
         thread::scope(|scope| {
-            // This thread is a worker, too. Fewer others than asked for make
-            // it slower, not wrong.
+            // This thread is a worker, too. Fewer others than requested make it
+            // slower, not wrong.
             for _ in 1..workers.min(self.chunks) {
                 let builder = thread::Builder::new().name("pin".into());
                 if let Err(error) = builder.spawn_scoped(scope, || self.work()) {

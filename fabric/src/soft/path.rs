@@ -1,4 +1,4 @@
-//! One borrow's path: three tables, and a cache of what they say together.
+//! One borrow's path: three tables, and a cache of their composed translations.
 
 use std::sync::{Arc, Weak};
 
@@ -35,7 +35,7 @@ pub struct Path {
 }
 
 /// What the lender's IOMMU makes of an IOVA. Windows are always readable and
-/// writable; what may be written is the borrower's to say.
+/// writable; write permission is checked by the borrower.
 #[derive(Debug)]
 struct ToBus {
     bus: BusAddress,
@@ -48,7 +48,7 @@ struct ToFar {
     lut: LutRun,
 }
 
-/// What the borrower's IOMMU makes of a far address.
+/// What the borrower's IOMMU makes of a peer address.
 #[derive(Debug)]
 struct ToMemory {
     memory: Arc<SharedMemory>,

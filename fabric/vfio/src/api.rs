@@ -27,15 +27,15 @@ impl Api {
     /// loaded, which brings what it needs with it.
     ///
     /// # Errors
-    /// [`VfioError::NoVfio`] says which module or kernel option is missing.
+    /// [`VfioError::NoVfio`] names the missing module or kernel option.
     pub fn detect() -> Result<Self, VfioError> {
         Self::detect_in(Path::new("/"))
     }
 
     fn detect_in(root: &Path) -> Result<Self, VfioError> {
         let there = |path: &str| root.join(path).exists();
-        // The folder appears with the first bound device; before that only the
-        // reserved numbers tell.
+        // The directory appears with the first bound device; before that only the
+        // reserved numbers show it.
         let cdev = there("dev/vfio/devices")
             || fs::read_to_string(root.join("proc/devices"))
                 .is_ok_and(|text| text.lines().any(|line| line.ends_with(" vfio-cdev")));

@@ -1,4 +1,4 @@
-//! What a borrower must know of a physical function, made from what VFIO says.
+//! What a borrower needs of a physical function, made from VFIO's information.
 
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
@@ -8,7 +8,7 @@ use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_IN
 
 use crate::VfioError;
 
-/// What VFIO says of a region.
+/// VFIO's information about a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     /// `VFIO_REGION_INFO_FLAG_*`.

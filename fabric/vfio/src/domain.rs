@@ -46,7 +46,7 @@ pub struct DomainUsage {
     pub mappings: usize,
     /// Bytes that they cover.
     pub bytes: u64,
-    /// Mappings that the kernel still allows, where it says.
+    /// Mappings that the kernel still allows, if it reports that.
     pub mappings_left: Option<u32>,
 }
 
@@ -71,11 +71,10 @@ impl Domain {
     /// on its DMA goes through the domain; it does not master the bus yet.
     ///
     /// # Errors
-    /// [`VfioError::NoFunction`], [`VfioError::NoIommu`],
-    /// [`VfioError::NotBound`], [`VfioError::Busy`] when somebody else (such as
-    /// a former VMM) still holds it, [`VfioError::NotViable`],
-    /// [`VfioError::Permission`], [`VfioError::NoInterruptRemapping`],
-    /// [`VfioError::Open`].
+    /// [`VfioError::NoFunction`], [`VfioError::NoIommu`], [`VfioError::NotBound`],
+    /// [`VfioError::Busy`] when another process (such as a former VMM) still holds
+    /// it, [`VfioError::NotViable`], [`VfioError::Permission`],
+    /// [`VfioError::NoInterruptRemapping`], [`VfioError::Open`].
     pub fn open(&self, bdf: Bdf) -> Result<Function, VfioError> {
         Function::open(self, bdf)
     }
@@ -178,7 +177,7 @@ impl Domain {
     }
 
     /// A bit for each page size (bytes) that the IOMMU has. An iommufd domain
-    /// tells only the smallest, and a domain without functions 4096.
+    /// reports only the smallest, and a domain without functions 4096.
     pub fn page_sizes(&self) -> u64 {
         self.0
             .capabilities()
@@ -271,7 +270,7 @@ impl Inner {
                 limit: getrlimit(Resource::Memlock).current,
             },
             Some(libc::ENOSPC) => VfioError::TooManyMappings { at, len },
-            // It does not say which of its rules; this is the likely one.
+            // It does not report which rule; this is the likely one.
             Some(libc::EINVAL | libc::EPERM | libc::EADDRINUSE) => {
                 let reserved = self
                     .iommu
@@ -289,8 +288,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Where somebody else still holds a function of the domain, closing
-        // our descriptors would not end its mappings.
+        // Where another process still holds a function of the domain, closing our
+        // descriptors would not end its mappings.
         let mut state =
             std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
         if let Err(error) = self.unmap_all(&mut state) {
@@ -300,7 +299,7 @@ impl Drop for Inner {
 }
 
 impl State {
-    /// Whether a range can be mapped, as far as this side knows.
+    /// Whether a range can be mapped, as far as this side can check.
     fn check(&self, at: Iova, len: u64) -> Result<AddressRange<Iova>, VfioError> {
         let range = AddressRange::new(at, len)?;
         if self.functions == 0 {

@@ -1,4 +1,4 @@
-//! What VFIO refuses, in words that say what to do.
+//! What VFIO refuses, with the remedy.
 
 use std::io;
 
@@ -37,7 +37,7 @@ pub enum VfioError {
     /// The function is not vfio-pci's.
     #[error("{bdf} is not bound to vfio-pci ({node} does not exist): bind it first")]
     NotBound { bdf: Bdf, node: String },
-    /// Somebody else has it open.
+    /// Another process has it open.
     #[error(
         "{bdf} is in use: another process has {node} open, or still holds a descriptor or a \
          mapping of the function (a VMM that it was lent to?); end that process first \

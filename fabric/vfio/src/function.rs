@@ -23,9 +23,9 @@ use crate::{Domain, RegionMemory, VfioError, ioctl};
 
 pub(crate) use open::Handle;
 
-/// A PCI function that is bound to vfio-pci and open in this process. Dropping
-/// it stops its DMA and interrupts and closes it; the kernel resets it when
-/// nobody has it open any more.
+/// A PCI function that is bound to vfio-pci and open in this process. Dropping it
+/// stops its DMA and interrupts and closes it; the kernel resets it when no process
+/// has it open any more.
 ///
 /// Calls may come from any thread.
 #[derive(Debug)]
@@ -78,8 +78,7 @@ impl Function {
         &self.domain
     }
 
-    /// What a borrower must know of it. Configuration space is as after a
-    /// reset.
+    /// What a borrower needs of it. Configuration space is as after a reset.
     ///
     /// # Errors
     /// [`VfioError::Access`], [`VfioError::Unsupported`].
@@ -225,7 +224,7 @@ impl Function {
         self.counts
     }
 
-    /// What the kernel says of an interrupt index, `VFIO_IRQ_INFO_NORESIZE`
+    /// What the kernel reports for an interrupt index, `VFIO_IRQ_INFO_NORESIZE`
     /// included. ([`Function::set_irqs`] copes with that.)
     pub fn irq_info(&self, index: IrqIndex) -> IrqInfo {
         self.infos[index as usize]
@@ -234,11 +233,10 @@ impl Function {
     /// Carries out a `VFIO_DEVICE_SET_IRQS` whose triggers are eventfds. Those
     /// are signalled by the kernel itself from then on.
     ///
-    /// More can be asked for than of the kernel: vectors may be added where
-    /// the index cannot be resized (then it is disabled and set up again,
-    /// within which an interrupt may be lost), disabling twice is no error,
-    /// and MSI and MSI-X vectors can be masked: what fires meanwhile is kept
-    /// and signalled on unmask.
+    /// More can be requested than of the kernel: vectors may be added where the
+    /// index cannot be resized (then it is disabled and set up again, within which
+    /// an interrupt may be lost), disabling twice is no error, and MSI and MSI-X
+    /// vectors can be masked: what fires meanwhile is kept and signalled on unmask.
     ///
     /// # Errors
     /// [`VfioError::NotAnEventFd`], [`VfioError::Irqs`].
@@ -246,7 +244,7 @@ impl Function {
         self.irqs_state().apply(&*self.handle, request)
     }
 
-    /// Closes the function, and makes sure that nobody else has it open still.
+    /// Closes the function, and makes sure that no other process has it open still.
     ///
     /// # Errors
     /// [`VfioError::Busy`]: another process has a descriptor or a mapping of

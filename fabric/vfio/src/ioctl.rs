@@ -39,9 +39,9 @@ const MAX_ANSWER: usize = 1 << 20;
 /// at host address `from` as IOVA `at`.
 ///
 /// # Safety
-/// Until [`unmap_dma`] has unmapped it, or the container is gone, the memory
-/// must be a mapping of this process whose contents may change at any time:
-/// nobody has a reference into it.
+/// Until [`unmap_dma`] has unmapped it, or the container is gone, the memory must
+/// be a mapping of this process whose contents may change at any time: without
+/// references into it.
 pub(crate) unsafe fn map_dma(
     container: BorrowedFd<'_>,
     at: u64,
@@ -94,7 +94,7 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
         if needed <= room {
             // SAFETY: the structure is integers without padding, all of them
             // initialised; a byte has no alignment. The slice lives as long as
-            // `info`, which nobody changes meanwhile.
+            // `info`, which is not changed meanwhile.
             let bytes = unsafe { slice::from_raw_parts(info.as_ptr().cast::<u8>(), room) };
             return Ok(bytes.to_vec());
         }

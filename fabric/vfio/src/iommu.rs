@@ -99,9 +99,9 @@ impl Iommu {
     fn map_address(&self, at: u64, len: u64, from: *mut u8, writable: bool) -> io::Result<()> {
         match self {
             Self::Type1(container) => {
-                // SAFETY: `from` is in a `SharedMemory` or a `RegionMemory`,
-                // both mappings that nobody has references into, and the
-                // caller keeps them until it is unmapped.
+                // SAFETY: `from` is in a `SharedMemory` or a `RegionMemory`, both
+                // mappings without references into them, and the caller keeps them
+                // until it is unmapped.
                 unsafe { ioctl::map_dma(ioctl::borrow(&**container), at, len, from, writable) }
             }
             Self::Iommufd(ioas) => {
@@ -163,7 +163,7 @@ impl Iommu {
                 let (ranges, alignment) =
                     ioctl::ioas_ranges(iommufd, ioas.ioas().id()).map_err(VfioError::Info)?;
                 Ok(Capabilities {
-                    // It tells the smallest only; it uses larger ones where it
+                    // It reports the smallest only; it uses larger ones where it
                     // can.
                     page_sizes: alignment.max(PAGE_SIZE),
                     usable: UsableIova::new(ranges),

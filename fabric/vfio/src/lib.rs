@@ -23,10 +23,10 @@
 //!   (`ioctl`, `irqs`);
 //! - register access and reset: errors are only logged (`function`, `ioctl`).
 //!
-//! Its devices panic on drop when sysfs no longer knows the function (hot
-//! unplug in the very moment); `function::open` catches that. And they only
-//! log that a group could not leave its container because somebody else still
-//! has the device open; [`Function::close`] finds that out by itself.
+//! Its devices panic on drop when sysfs no longer has the function (hot unplug in
+//! the very moment); `function::open` catches that. And they only log that a group
+//! could not leave its container because another process still has the device open;
+//! [`Function::close`] finds that out by itself.
 
 #![deny(unsafe_code)]
 

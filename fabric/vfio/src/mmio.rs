@@ -17,8 +17,8 @@ use crate::function::Handle;
 /// ones. While a reset of the function runs, they wait for it.
 ///
 /// The kernel ends a process that touches the BAR while the function's memory
-/// decoding is off or it is in D3. [`Function`](crate::Function) keeps both as
-/// they must be; whoever writes the command or power registers by
+/// decoding is off or it is in D3. [`Function`](crate::Function) keeps both as they
+/// must be; code that writes the command or power registers by
 /// [`config_write`](crate::Function::config_write) must, too.
 #[derive(Debug)]
 pub struct RegionMemory {
@@ -44,8 +44,8 @@ macro_rules! access {
         pub fn $load(&self, offset: u64) -> Option<$word> {
             let at = self.word(offset, size_of::<$word>())?;
             // SAFETY: validity: `word` has checked that the word is inside the
-            // mapping and aligned. Aliasing: nobody has references into it.
-            // What the hardware does meanwhile is what volatile is for.
+            // mapping and aligned. Aliasing: there are no references into it. What
+            // the hardware does meanwhile is what volatile is for.
             Some(<$word>::from_le(unsafe {
                 at.cast::<$word>().read_volatile()
             }))

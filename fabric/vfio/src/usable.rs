@@ -94,7 +94,7 @@ pub(crate) struct Capabilities {
     /// A bit for each page size, bytes.
     pub(crate) page_sizes: u64,
     pub(crate) usable: UsableIova,
-    /// Mappings that can still be made, where the kernel says.
+    /// Mappings that can still be made, if the kernel reports it.
     pub(crate) mappings_left: Option<u32>,
 }
 
@@ -109,7 +109,7 @@ impl Capabilities {
         };
         let mut found = Self {
             page_sizes,
-            // A kernel that does not say (before 5.4) checks when it maps.
+            // A kernel that does not report it (before 5.4) checks when it maps.
             usable: UsableIova(vec![(0, u64::MAX)]),
             mappings_left: None,
         };

@@ -20,7 +20,7 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 const BOOT: Duration = Duration::from_secs(120);
 const COMMAND: Duration = Duration::from_secs(60);
 
-/// The drive to probe, and a device with a BAR2.
+/// The device to probe, and a device with a BAR2.
 const FUNCTIONS: [&str; 2] = ["0000:00:10.0", "0000:00:11.0"];
 
 #[test]

@@ -1,4 +1,4 @@
-//! The lines with which IOMMU drivers tell of a refused DMA.
+//! The lines with which IOMMU drivers report a refused DMA.
 //!
 //! Sources, in Linux: `drivers/iommu/intel/dmar.c` (`dmar_fault_do_one`; its
 //! form changed in 5.7, 5.13 and later), `drivers/iommu/amd/iommu.c`
@@ -19,7 +19,7 @@ pub enum Access {
     Read,
     /// To write memory.
     Write,
-    /// The line does not tell (Arm tells it in the next one).
+    /// Not in this line (Arm logs it in the next one).
     Unknown,
 }
 
@@ -52,7 +52,7 @@ pub struct BlockedInterrupt {
     pub line: String,
 }
 
-/// What the kernel's log says about DMA.
+/// DMA events in the kernel's log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelEvent {
@@ -170,7 +170,7 @@ fn arm(line: &str) -> Option<KernelEvent> {
     }))
 }
 
-/// `dmar_fault: 29 callbacks suppressed`; other parts of the kernel say so too,
+/// `dmar_fault: 29 callbacks suppressed`; other parts of the kernel log the same,
 /// under their own functions' names.
 fn suppressed(line: &str) -> Option<KernelEvent> {
     let (function, rest) = line.split_once(": ")?;

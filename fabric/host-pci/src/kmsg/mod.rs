@@ -1,13 +1,13 @@
-//! DMA faults as the kernel's log tells them.
+//! DMA faults from the kernel's log.
 //!
-//! VFIO has no call that tells which DMA an IOMMU refused; the IOMMU's driver
-//! prints a line. [`FaultReader`] follows `/dev/kmsg` for those lines, and the
-//! pure parsers [`Record::parse`] and [`parse_message`] read them, for Intel
-//! VT-d, AMD-Vi and Arm SMMUv3.
+//! VFIO has no call that reports which DMA an IOMMU refused; the IOMMU's driver
+//! prints a line. [`FaultReader`] follows `/dev/kmsg` for those lines, and the pure
+//! parsers [`Record::parse`] and [`parse_message`] read them, for Intel VT-d,
+//! AMD-Vi and Arm SMMUv3.
 //!
-//! The kernel prints at most some ten faults every five seconds and then says
-//! how many lines it left out; [`KernelEvent::Suppressed`] and
-//! [`KernelEvent::Lost`] keep a count honest.
+//! The kernel prints at most some ten faults every five seconds and then logs how
+//! many lines it left out; [`KernelEvent::Suppressed`] and [`KernelEvent::Lost`]
+//! keep a count honest.
 
 mod message;
 mod reader;

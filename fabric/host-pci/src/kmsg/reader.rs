@@ -21,7 +21,7 @@ const RECORDS_A_CALL: usize = 4096;
 /// The facility of the kernel itself.
 const FACILITY_KERNEL: u32 = 0;
 
-/// Reads what the kernel's log says about DMA, from the moment of opening on.
+/// Reads DMA events in the kernel's log, from the moment of opening on.
 ///
 /// Its descriptor is non-blocking and becomes readable with each new record; use
 /// it with a level-triggered event loop and call [`FaultReader::next_event`]
@@ -71,9 +71,9 @@ impl FaultReader {
         }
     }
 
-    /// The next thing said about DMA. `None` when no record waits, or after
-    /// some thousand records about other things: wait until the descriptor is
-    /// readable, and call again.
+    /// The next DMA event. `None` when no record waits, or after some thousand
+    /// records about other things: wait until the descriptor is readable, and call
+    /// again.
     ///
     /// # Errors
     /// The log cannot be read.
@@ -88,7 +88,7 @@ impl FaultReader {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 // Records were overwritten before they were read. The next read
-                // gives the oldest that is left; its number tells how many.
+                // gives the oldest that is left; its number gives how many.
                 Err(error) if error.raw_os_error() == Some(Errno::PIPE.raw_os_error()) => continue,
                 Err(error) => return Err(error),
             };
@@ -105,8 +105,8 @@ impl FaultReader {
 
     fn take(&mut self, record: &Record) -> Option<KernelEvent> {
         let expected = self.expected.replace(record.sequence.saturating_add(1));
-        // Programs write to the log too, perhaps what a guest told them; the
-        // kernel marks theirs.
+        // Processes write to the log, too, perhaps text from a guest; the kernel
+        // marks theirs.
         let event = if record.facility == FACILITY_KERNEL {
             parse_message(&record.text, record.device)
         } else {

@@ -11,7 +11,7 @@ const FACILITY_SHIFT: u32 = 3;
 /// A record of the kernel's log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Who wrote it: 0 for the kernel. A program cannot write as the kernel.
+    /// Who wrote it: 0 for the kernel. A process cannot write as the kernel.
     pub facility: u32,
     /// Its number; the next record has the next one.
     pub sequence: u64,

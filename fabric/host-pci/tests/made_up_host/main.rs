@@ -1,4 +1,4 @@
-//! The crate on made-up hosts: folders that look like sysfs and proc, with a
+//! The crate on made-up hosts: directories that look like sysfs and proc, with a
 //! stand-in for the kernel that does what writing there does.
 
 mod binding;

@@ -6,8 +6,8 @@ use crate::host::{MadeUpHost, bdf};
 
 const DRIVE: &str = "sys/devices/pci0000:00/0000:00:04.0";
 
-/// A drive with a partition at 0000:00:04.0 and an interface at 0000:00:05.0,
-/// both idle.
+/// A disk with a partition at 0000:00:04.0 and an interface at 0000:00:05.0, both
+/// idle.
 fn host() -> MadeUpHost {
     let host = MadeUpHost::new();
     host.function("0000:00:04.0", [0x1b36, 0x0010], 0x01_0802, Some("nvme"));
@@ -19,7 +19,7 @@ fn host() -> MadeUpHost {
     host.class_device("net", "sys/devices/pci0000:00/0000:00:05.0/net", "enp0s5");
     host.file("sys/class/net/enp0s5/flags", "0x1002\n");
     host.file("sys/class/net/enp0s5/operstate", "down\n");
-    // Of no concern: another drive, which is mounted, and the loopback, which is up.
+    // Of no concern: another disk, which is mounted, and the loopback, which is up.
     host.class_device("block", "sys/devices/pci0000:00/0000:00:06.0/x", "sda1");
     host.file("sys/class/block/sda1/dev", "8:1\n");
     host.class_device("net", "sys/devices/virtual/net", "lo");

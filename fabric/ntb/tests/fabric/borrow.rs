@@ -364,7 +364,7 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     assert_eq!(b.usage().devices, ["drive"]);
     stuck.store(false, Ordering::Relaxed);
     path.open_window(Iova::new(0), far, 2 * MIB).unwrap();
-    // Entries that cannot be cleared are not given to somebody else.
+    // Entries that cannot be cleared are not allocated again.
     stuck.store(true, Ordering::Relaxed);
     path.close_window(Iova::new(0)).unwrap();
     assert!(device.table().ranges().is_empty());

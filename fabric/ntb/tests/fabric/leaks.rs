@@ -73,7 +73,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct Borrow {
     device: Arc<ModelFunction>,
     path: LenderNtb<ModelFunction>,
-    /// By IOVA: first LUT entry, far address, bytes.
+    /// By IOVA: first LUT entry, peer address, bytes.
     windows: BTreeMap<u64, (u32, u64, u64)>,
 }
 

@@ -22,7 +22,7 @@ fn regions(bars: &[(usize, u64)]) -> Vec<Region> {
     regions
 }
 
-/// An NVMe drive as a host that used it leaves it: BARs assigned, bus master on,
+/// An NVMe device as a host that used it leaves it: BARs assigned, bus master on,
 /// MSI-X enabled, in D3.
 fn used_drive() -> Vec<u8> {
     let mut config = vec![0; 4096];

@@ -83,7 +83,7 @@ impl Handle {
             .collect()
     }
 
-    /// How many vectors each interrupt index has, and what the kernel says of
+    /// How many vectors each interrupt index has, and what the kernel reports for
     /// it.
     pub(crate) fn irqs(&self) -> Result<(IrqCounts, [IrqInfo; 5]), VfioError> {
         let infos = IrqIndex::ALL.map(|index| {
@@ -157,7 +157,7 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// Whether nobody has the function open: opens what only one can.
+/// Whether no process has the function open: opens what only one can.
 pub(super) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
     match api {
         Api::Type1 => {

@@ -10,7 +10,7 @@ use farside_fabric::{
     RangeTable, Usage, WindowUse,
 };
 
-/// Who carries out what the composition asks: a [`Domain`](crate::Domain) and a
+/// Executes the changes of the composition: a [`Domain`](crate::Domain) and a
 /// [`Function`](crate::Function).
 pub trait Mapper {
     /// Maps `memory` at `at`. It must keep a clone of `memory` until it has
@@ -47,7 +47,7 @@ pub struct Piece {
 pub struct Composition<M: Mapper> {
     mapper: M,
     bus_master: bool,
-    /// Windows, and where they begin at the far side.
+    /// Windows, and their peer addresses.
     windows: RangeTable<Iova, FarAddress>,
     memory: RangeTable<FarAddress, Memory>,
     /// What the mapper has mapped and not unmapped. Here is the truth: whatever
@@ -74,7 +74,7 @@ impl<M: Mapper> Composition<M> {
         }
     }
 
-    /// Who maps.
+    /// The mapper.
     pub fn mapper(&self) -> &M {
         &self.mapper
     }

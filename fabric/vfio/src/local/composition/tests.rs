@@ -57,7 +57,7 @@ impl Mapper for Recorder {
     }
 }
 
-/// Memory whose every page begins with its own far address.
+/// Memory whose every page begins with its own peer address.
 fn memory(far: u64, pages: u64, writable: bool) -> MemoryRange {
     let len = pages * PAGE;
     let file = create_sealed("composition", len).unwrap();
