@@ -25,7 +25,7 @@ use crate::{
     vm_flags::VmFlags,
 };
 
-/// Use a PCIe device that sits in another host from a VM.
+/// Use a PCIe device of another host in a VM.
 ///
 /// A lender (`farside lend`) owns devices. For each VM a backend (`farside
 /// serve`) borrows them and serves them to QEMU over vfio-user. Neither QEMU
@@ -37,7 +37,7 @@ use crate::{
     max_term_width = 100,
     after_help = "\
 Start with:
-  farside lend --nvme disk0=disk0.img          lend an NVMe drive made of an image file
+  farside lend --nvme disk0=disk0.img          lend an NVMe device backed by an image file
   farside serve --vm demo --device disk0       serve it to the VM `demo`
   farside qemu --vm demo --run -- DISK.qcow2   start QEMU with it
 
@@ -52,21 +52,21 @@ pub(crate) struct Args {
 pub(crate) enum Verb {
     /// Lend devices: the daemon of a lending host
     Lend(Lend),
-    /// List what can be borrowed, where, and by whom it is used
+    /// List the devices that can be borrowed, their lenders and users
     Devices(Devices),
-    /// Serve borrowed devices to a VM: its backend
+    /// Run the backend of a VM, which serves borrowed devices to QEMU
     Serve(Serve),
     /// Print or start the QEMU command line of a VM
     Qemu(Box<Qemu>),
-    /// Print a VM's libvirt domain, or put its devices into one that exists
+    /// Print a VM's libvirt domain, or add its devices to an existing one
     Libvirt(Box<Libvirt>),
     /// Start a VM in the background: its backend and QEMU
     Start(Start),
-    /// Shut a VM down that `farside start` or libvirt started, and its backend
+    /// Shut down a VM started by `farside start` or libvirt, and its backend
     Stop(Stop),
-    /// Plug a device into a running VM
+    /// Hot-plug a device into a running VM
     Attach(Attach),
-    /// Unplug a device from a running VM
+    /// Hot-unplug a device from a running VM
     Detach(Detach),
     /// Move a VM and its devices to another host
     Migrate(Migrate),
@@ -76,16 +76,16 @@ pub(crate) enum Verb {
     Status(Status),
     /// Diagnose this host and suggest fixes
     Doctor(Doctor),
-    /// Measure drives in a guest, make reports, compare two measurements
+    /// Measure disks in a guest, make reports, compare two measurements
     Bench(Bench),
-    /// What libvirt calls before a domain starts and after it has ended
+    /// libvirt's hook, called before a domain starts and after it has ended
     #[command(hide = true)]
     Hook(Hook),
-    /// Print what the systemd socket units of VMs lack: the devices' sockets
+    /// Print drop-ins for the systemd socket units of VMs: the devices' sockets
     Units(Units),
-    /// Work out which VMs, devices and hosts fit an NTB or an IOMMU
+    /// Calculate which VMs, devices and hosts fit an NTB or an IOMMU
     Plan(Box<Plan>),
-    /// Join two VMs by an NTB in software, each at one of its ports
+    /// Connect two VMs by an NTB emulated in software
     Ntb(Ntb),
     /// Print a completion script for a shell
     Completions {
@@ -94,14 +94,13 @@ pub(crate) enum Verb {
     },
     /// Write man pages
     Man {
-        /// Directory to write them to; made if missing.
+        /// Output directory; created if missing.
         #[arg(default_value = "man")]
         directory: PathBuf,
     },
 }
 
-/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then takes every device
-/// back.
+/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lend {
     /// Configuration file (TOML); flags add to it.
@@ -110,47 +109,50 @@ pub(crate) struct Lend {
     /// Name of this lender [default: the host name].
     #[arg(long)]
     pub(crate) name: Option<String>,
-    /// Where backends of this host connect [default: lender.sock in the runtime
+    /// Socket for backends of this host [default: lender.sock in the runtime
     /// directory].
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
-    /// Where backends of other hosts connect: tcp:HOST:PORT; may be given more
-    /// than once.
+    /// Address to listen at for backends of other hosts, tcp:HOST:PORT; may be
+    /// given more than once.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Vec<Address>,
-    /// Lend an NVMe drive made of an image file or block device.
+    /// Lend an emulated NVMe device backed by an image file or block device.
     #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_nvme)]
     pub(crate) nvme: Vec<Nvme>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<String>,
-    /// Lend a function of this host: its address, `vendor=…,device=…`,
-    /// `class=…`, or `vfs-of:BDF`.
+    /// Lend a PCI function of this host by address, `vendor=…,device=…`, `class=…`,
+    /// or `vfs-of:BDF`.
     #[arg(long, value_name = "ID=FUNCTION", value_parser = parse_function)]
     pub(crate) vfio: Vec<(String, Filter)>,
-    /// This host's NTB endpoint: physical devices are then lent across it too.
+    /// This host's NTB endpoint, through which physical devices are lent to the
+    /// peer host, too.
     #[arg(long, value_name = "BDF")]
     pub(crate) ntb: Option<Bdf>,
-    /// Make virtual functions of a physical one first.
+    /// Create N virtual functions of a physical function first.
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
-    /// Take functions that this host uses: mounted disks, network interfaces
-    /// that are up.
+    /// Lend functions even if this host uses them: mounted disks, network
+    /// interfaces that are up.
     #[arg(long)]
     pub(crate) force: bool,
-    /// Lend functions that cannot be reset to one VM after another.
+    /// Lend functions without a reset to one VM after another, with the state of
+    /// the previous one.
     #[arg(long)]
     pub(crate) allow_dirty: bool,
-    /// How long at most a device's thread looks for work before it sleeps, microseconds.
+    /// Maximum busy-poll time before a device thread blocks, in microseconds (0
+    /// disables polling).
     #[arg(long, value_name = "US")]
     pub(crate) poll_us: Option<u64>,
 }
 
-/// Where lenders are.
+/// Addresses of lenders.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lenders {
-    /// Where a lender is: the path of its socket, or tcp:HOST:PORT; may be given
-    /// more than once [default: this host's].
+    /// Address of a lender: its socket's path, or tcp:HOST:PORT; may be given more
+    /// than once [default: this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     pub(crate) lenders: Vec<Address>,
 }
@@ -175,8 +177,8 @@ pub(crate) struct Devices {
 }
 
 /// Serves devices to one VM until it is stopped (Ctrl-C, SIGTERM). A device is
-/// borrowed when QEMU resets it as the VM boots, and given back when QEMU goes;
-/// the VM may be started again without starting this again.
+/// borrowed when QEMU resets it as the VM boots, and returned when QEMU
+/// disconnects; the VM can be restarted without restarting the backend.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Serve {
     /// Name of the VM.
@@ -185,39 +187,37 @@ pub(crate) struct Serve {
     /// Id of a device to serve; may be given more than once.
     #[arg(long = "device", value_name = "ID")]
     pub(crate) devices: Vec<String>,
-    /// The VM's description (TOML); flags add to it.
+    /// VM configuration (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) lenders: Lenders,
-    /// This host's NTB endpoint, through which physical devices of another
-    /// host reach the VM. One VM of a host at a time has it.
+    /// This host's NTB endpoint, through which physical devices of the peer host
+    /// reach the VM. Only one VM at a time can use it.
     #[arg(long, value_name = "BDF")]
     pub(crate) ntb: Option<Bdf>,
-    /// How interrupts reach QEMU.
+    /// Interrupt path to QEMU.
     #[arg(long, value_enum)]
     pub(crate) interrupts: Option<InterruptForm>,
-    /// What to do when the memlock limit is too small for the guest's RAM.
+    /// Behaviour if the memlock limit is too small for the guest's RAM.
     #[arg(long, value_enum)]
     pub(crate) pin: Option<Pin>,
-    /// Guest RAM, such as 64G: how long pinning may take derives from it, and
-    /// whether the devices can reach it is looked at before the VM boots
-    /// [default: as long as QEMU waits when nothing raises its x-msg-timeout].
+    /// Guest RAM, such as 64G: the time limit for pinning is derived from it, and
+    /// the lender checks before the VM boots that its devices can reach it
+    /// [default: the limit fits QEMU's default x-msg-timeout].
     #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
     pub(crate) memory: Option<u64>,
-    /// Chipset, which decides where that RAM is [default: q35].
+    /// Chipset, which determines the layout of that RAM [default: q35].
     #[arg(long, value_enum)]
     pub(crate) machine: Option<MachineArg>,
     /// Time after which a device that is not DMA-ready is reported as late,
-    /// seconds. Pinning goes on for four fifths of the time that QEMU waits (5 s,
-    /// or more with --memory), or for this time if it is longer; raise QEMU's
-    /// x-msg-timeout with it, to a second more at least [default: those four
-    /// fifths].
+    /// seconds. Pinning is given four fifths of QEMU's x-msg-timeout (5 s, or more
+    /// with --memory), or this time if it is longer; set QEMU's x-msg-timeout at
+    /// least one second higher [default: those four fifths].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
-    /// Group whose members, too, may connect to the devices' sockets: QEMU's,
-    /// where that runs as another user, such as libvirt-qemu [default: only this
-    /// user].
+    /// Group that may connect to the devices' sockets, for a QEMU that runs as
+    /// another user: for example libvirt-qemu [default: only this user].
     #[arg(long, value_name = "GROUP")]
     pub(crate) socket_group: Option<String>,
 }
@@ -226,7 +226,7 @@ pub(crate) struct Serve {
 pub(crate) enum InterruptForm {
     /// The lender's device signals QEMU itself (on one machine).
     Direct,
-    /// The lender tells the backend, which signals QEMU.
+    /// The lender sends a message to the backend, which signals QEMU.
     Relayed,
 }
 
@@ -238,19 +238,19 @@ pub(crate) enum Pin {
     Prefer,
 }
 
-/// Prints the QEMU command line of a VM, or starts it. The VM's devices are
-/// those that its backend serves, unless --device names them.
+/// Prints the QEMU command line of a VM, or starts QEMU. The VM's devices are those
+/// that its backend serves, unless given by --device.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Qemu {
     #[command(flatten)]
     pub(crate) vm: VmFlags,
-    /// What to print.
+    /// Output format.
     #[arg(long, value_enum, default_value = "shell", conflicts_with = "run")]
     pub(crate) form: QemuForm,
-    /// Start it instead of printing it.
+    /// Start QEMU instead of printing the command line.
     #[arg(long)]
     pub(crate) run: bool,
-    /// More arguments for QEMU: disks, networks, consoles.
+    /// Additional QEMU arguments: disks, networks, consoles.
     #[arg(last = true, value_name = "QEMU ARGUMENTS")]
     pub(crate) extra: Vec<String>,
 }
@@ -259,7 +259,8 @@ pub(crate) struct Qemu {
 pub(crate) enum QemuForm {
     /// The command line, for a shell.
     Shell,
-    /// A file for -readconfig; what that cannot say is in a comment at its top.
+    /// A file for -readconfig; options that it does not support are in a comment at
+    /// its top.
     Readconfig,
     /// JSON: the arguments, and those of -object and -device (or of QMP) alone.
     Json,

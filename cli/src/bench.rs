@@ -1,4 +1,4 @@
-//! `farside bench`: measures drives in the guest where it runs, makes reports,
+//! `farside bench`: measures disks in the guest where it runs, makes reports,
 //! compares two measurements.
 
 mod drive;
@@ -20,12 +20,12 @@ use drive::Drive;
 /// Before a job is measured, seconds.
 const RAMP: u32 = 1;
 
-/// Measures a borrowed drive beside another one, in the VM that has both; makes
-/// plots and a report of it; says what changed between two measurements.
+/// Measures a borrowed NVMe device beside another disk, in the VM that has both;
+/// makes plots and a report; compares two measurements.
 #[derive(Debug, ClapArgs)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
 pub(crate) struct Bench {
-    /// Say what changed between two files of results.
+    /// Compare two files of results.
     #[arg(long, num_args = 2, value_names = ["BEFORE", "AFTER"])]
     compare: Option<Vec<PathBuf>>,
     #[command(subcommand)]
@@ -34,17 +34,17 @@ pub(crate) struct Bench {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Run fio on two drives of this machine, in turns
+    /// Run fio on two disks of this machine, alternately
     Run(Run),
-    /// Make an HTML report and plots of a file of results
+    /// Make an HTML report and plots from a file of results
     Report {
         /// The results.
         results: PathBuf,
-        /// Directory to write to; made if missing.
+        /// Output directory; created if missing.
         #[arg(long, value_name = "DIRECTORY")]
         out: PathBuf,
     },
-    /// Say what changed between two files of results
+    /// Compare two files of results
     Compare {
         /// The results before.
         before: PathBuf,
@@ -53,23 +53,23 @@ enum What {
     },
 }
 
-/// Runs fio's jobs on both drives, in turns, and prints the ratios. What is on
-/// the drives stays as it is, unless --write says that it may go.
+/// Runs fio's jobs on both disks, alternately, and prints the ratios. Does not
+/// write to the disks unless --write is given.
 #[derive(Debug, ClapArgs)]
 struct Run {
-    /// The borrowed drive, such as /dev/nvme0n1.
+    /// The borrowed disk, such as /dev/nvme0n1.
     #[arg(long, value_name = "DRIVE")]
     borrowed: PathBuf,
-    /// The drive to compare it with, such as /dev/nvme1n1.
+    /// The disk to compare it with, such as /dev/nvme1n1.
     #[arg(long, value_name = "DRIVE")]
     beside: PathBuf,
-    /// Run the jobs that write too: WHAT IS ON BOTH DRIVES IS LOST.
+    /// Run the write jobs, too: DATA ON BOTH DISKS IS OVERWRITTEN.
     #[arg(long)]
     write: bool,
     /// Write the results to this file.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Measurements of each job on each drive.
+    /// Measurements of each job on each disk.
     #[arg(long, value_name = "N", default_value_t = 5,
           value_parser = value_parser!(u32).range(1..=1000))]
     repeats: u32,
@@ -109,7 +109,7 @@ impl Run {
         let beside = Drive::open(&self.beside)?;
         ensure!(
             borrowed.name != beside.name,
-            "--borrowed and --beside are the same drive, {}",
+            "--borrowed and --beside are the same disk, {}",
             self.beside.display()
         );
         let jobs: Vec<&Job> = JOBS
@@ -131,7 +131,7 @@ impl Run {
         }
         print!("{}", tables::text(&results));
         if !self.write {
-            println!("(only the jobs that read: --write, which overwrites both drives, runs all)");
+            println!("(read jobs only: --write runs all, and overwrites both disks)");
         }
         Ok(())
     }

@@ -6,22 +6,22 @@ use anyhow::bail;
 use clap::Args as ClapArgs;
 use farside_doctor::{Facts, Host, Level};
 
-/// Says what keeps VMs of this host from borrowing, why that matters, and what
-/// to type to fix it. Changes nothing. Fails when there is a problem; notes are
-/// for you to know.
+/// Diagnoses what keeps VMs of this host from borrowing devices, and suggests
+/// commands that fix it. Changes nothing. Fails if there is a problem; notes are
+/// informational.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Doctor {
-    /// Look at what this VM needs [default: all that are described].
+    /// Check this VM only [default: all configured VMs].
     #[arg(value_name = "VM")]
     vm: Option<String>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Only problems and notes.
+    /// Print problems and notes only.
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
-    /// How long tools (QEMU, virsh, systemctl) and lenders may take to answer;
-    /// all are asked at once.
+    /// Timeout for tools (QEMU, virsh, systemctl) and lenders, which are queried in
+    /// parallel.
     #[arg(long, value_name = "SECONDS", default_value_t = 1.5, value_parser = seconds)]
     timeout: f64,
 }
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Doctor) -> anyhow::Result<()> {
     }
 }
 
-/// A time that a program waits for.
+/// A timeout in seconds.
 fn seconds(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| "give a number of seconds")?;
     match (0.1..=3600.0).contains(&seconds) {

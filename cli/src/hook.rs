@@ -14,23 +14,23 @@ use clap::Args as ClapArgs;
 use farside_qemu_configs::{DomainVm, NAMESPACE, read_domain};
 use farside_vm_control::{end_domain_backend, start_domain_backend};
 
-/// How long a backend may take to start: it asks each lender, and each has a few
-/// seconds to answer.
+/// Time limit for the start of a backend: it queries each lender, with a deadline
+/// of a few seconds each.
 const START: Duration = Duration::from_secs(60);
 
 /// Longest domain that is read, bytes: far more than any has.
 const MAX_DOMAIN: u64 = 10 << 20;
 
-/// What libvirt calls before a domain starts and after it has ended, with the
-/// domain's XML on standard input. Starts and ends the backend of a domain that
-/// borrows devices; does nothing for others.
+/// Called by libvirt before a domain starts and after it has ended, with the
+/// domain's XML on standard input. Starts and stops the backend of a domain that
+/// borrows devices; ignores other domains.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Hook {
     /// Name of the domain.
     domain: String,
-    /// What happens to it, such as `prepare`, `release`.
+    /// libvirt's operation, such as `prepare` or `release`.
     operation: String,
-    /// Where in that it is: `begin`, `end` or `-`.
+    /// libvirt's sub-operation: `begin`, `end` or `-`.
     sub_operation: String,
     /// More, or `-`.
     #[arg(allow_hyphen_values = true, num_args = 0..)]

@@ -7,14 +7,13 @@ use farside_vm_control::AttachOptions;
 
 use crate::waiting::Waiting;
 
-/// Plugs a device into a running VM. The backend looks it up at its lenders and
-/// serves it, then QEMU plugs it in; the guest finds it as it would any
-/// hot-plugged device.
+/// Hot-plugs a device into a running VM. The backend looks it up at its lenders and
+/// serves it, then QEMU adds it; the guest handles it like any hot-plugged device.
 ///
-/// It is there until it is detached or QEMU ends, as with `virsh attach-device
-/// --live`: neither the VM's description nor a libvirt domain's XML changes. To have
-/// it at the next start, too, add it to `devices` in the description, or to the
-/// domain with `farside libvirt --edit`.
+/// It stays until it is detached or QEMU exits, as with `virsh attach-device
+/// --live`: neither the VM configuration nor a libvirt domain's XML is changed. To
+/// make it permanent, add it to `devices` in the VM configuration, or to the domain
+/// with `farside libvirt --edit`.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Attach {
     /// Name of the VM.
@@ -23,8 +22,8 @@ pub(crate) struct Attach {
     /// Id of the device.
     #[arg(value_name = "DEVICE")]
     device: String,
-    /// Number of the root port (on a pc: of the place on the bus) [default: that
-    /// of the VM's description, else the first that is free].
+    /// Number of the root port (on a pc: of the slot on the bus) [default: that of
+    /// the VM configuration, else the first free one].
     #[arg(long, value_name = "N")]
     port: Option<u16>,
 }
@@ -44,13 +43,13 @@ pub(crate) fn attach(args: &Attach) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Plugs a device out of a running VM. The guest is asked to let go of it;
-/// when it has, the device goes back to its lender. A guest that does not within
-/// the limit keeps the device, and it goes on working.
+/// Hot-unplugs a device from a running VM. The guest is asked to release it; then
+/// the device is returned to its lender. If the guest does not release it within
+/// the limit, the device stays and continues to work.
 ///
-/// Unmount what is on it first: Linux lets go of a drive that is in use, too. A
-/// device of the VM's description is back at the next start; take it out there, too,
-/// if it is to stay away.
+/// Unmount its file systems first: Linux releases a disk that is in use, too. A
+/// device of the VM configuration is back at the next start; remove it there, too,
+/// to make the change permanent.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Detach {
     /// Name of the VM.
@@ -59,7 +58,7 @@ pub(crate) struct Detach {
     /// Id of the device.
     #[arg(value_name = "DEVICE")]
     device: String,
-    /// How long the guest may take to let go, seconds.
+    /// Time limit for the guest to release the device, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     limit: u64,
 }
@@ -67,13 +66,13 @@ pub(crate) struct Detach {
 pub(crate) fn detach(args: &Detach) -> anyhow::Result<()> {
     let Detach { vm, device, limit } = args;
     let waiting = Waiting::new(format!(
-        "waiting for the guest of VM {vm} to let go of {device} (at most {limit} s)"
+        "waiting for the guest of VM {vm} to release {device} (at most {limit} s)"
     ));
     let detached = farside_vm_control::detach(vm, device, Duration::from_secs(*limit))?;
     drop(waiting);
     match detached.guest_took {
         Some(took) => println!(
-            "{device} is returned; the guest of VM {vm} took {:.1} s to let go of it",
+            "{device} is returned; the guest of VM {vm} took {:.1} s to release it",
             took.as_secs_f64()
         ),
         None => println!("{device} is returned; VM {vm} did not have it plugged in any more"),

@@ -21,30 +21,29 @@ use crate::vm_flags::{VmFlags, check_boot, name_of};
 /// Where libvirt may run QEMU by KVM.
 const KVM: &str = "/dev/kvm";
 
-/// Prints a libvirt domain for a VM, from its description and flags. With --edit,
-/// --remove or --check, works on a domain that exists, as `virsh dumpxml
+/// Prints a libvirt domain for a VM, from its configuration and flags. --edit,
+/// --remove and --check take the XML of an existing domain, as `virsh dumpxml
 /// --inactive NAME` prints it; `-` is standard input.
 #[derive(Debug, ClapArgs)]
 #[command(group(ArgGroup::new("work").args(["edit", "remove", "check"])))]
 pub(crate) struct Libvirt {
-    /// Put the VM's devices into this domain, and keep all else byte for byte.
+    /// Add the VM's devices to this domain, and keep everything else byte for byte.
     #[arg(long, value_name = "DOMAIN.XML")]
     edit: Option<PathBuf>,
-    /// Take the devices out of this domain: those of --device, or all.
+    /// Remove the devices from this domain: those of --device, or all.
     #[arg(long, value_name = "DOMAIN.XML")]
     remove: Option<PathBuf>,
-    /// Say what keeps borrowed devices from working in this domain.
+    /// Check that this domain can use borrowed devices.
     #[arg(long, value_name = "DOMAIN.XML")]
     check: Option<PathBuf>,
-    /// Change the file instead of printing the result; it changes at once, or
-    /// not at all.
+    /// Change the file, atomically, instead of printing the result.
     #[arg(long, requires = "work", conflicts_with = "check")]
     in_place: bool,
-    /// Where a lender is: the path of its socket, or tcp:HOST:PORT; may be given
-    /// more than once [default: the description's, else this host's].
+    /// Address of a lender: its socket's path, or tcp:HOST:PORT; may be given more
+    /// than once [default: the VM configuration's, else this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     lenders: Vec<Address>,
-    /// Divide processors and RAM of a new domain among so many NUMA cells.
+    /// Divide vCPUs and RAM of a new domain among this number of NUMA cells.
     #[arg(
         long,
         value_name = "CELLS",
@@ -90,7 +89,7 @@ fn generate(args: &Libvirt, mut config: VmConfig) -> anyhow::Result<String> {
     if let Some(program) = &emulator {
         ensure!(
             program.is_absolute(),
-            "libvirt takes QEMU's program by its whole path, not {}",
+            "libvirt requires the absolute path of the QEMU binary, not {}",
             program.display()
         );
     }
@@ -111,12 +110,12 @@ fn generate(args: &Libvirt, mut config: VmConfig) -> anyhow::Result<String> {
 fn edit(xml: &str, config: &VmConfig) -> anyhow::Result<String> {
     let edited = add_devices(xml, &borrowed(config))?;
     let Some(domain) = read_domain(&edited)? else {
-        bail!("which devices? Name them with --device ID, or a description with --config FILE");
+        bail!("no devices given: use --device ID, or a VM configuration with --config FILE");
     };
     if let Some(name) = &config.name {
         ensure!(
             *name == domain.name,
-            "the domain is {}, not {name}: farside's name of a VM is libvirt's",
+            "the domain is {}, not {name}: use the domain name as the VM name",
             domain.name
         );
     }
@@ -202,7 +201,7 @@ fn read(file: &Path) -> anyhow::Result<String> {
     })
 }
 
-/// Puts a new file in the place of one, with its mode and owner.
+/// Replaces a file by a new one with the same mode and owner.
 fn replace(file: &Path, text: &str) -> anyhow::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     // A link stays one.

@@ -12,16 +12,17 @@ use farside_migration::{
 
 use crate::migration::{ShellFlag, show_outcome};
 
-/// Moves a VM to another host, with its devices: they stay where they are and are
-/// borrowed from there. The VM is shut down here and starts there. The other host
-/// is reached by ssh and needs nothing but farside. A migration that was cut off is
-/// resumed or taken back by `farside migration resume`.
+/// Moves a VM to another host, with its devices: they stay in their hosts and are
+/// borrowed by the other host. The VM is shut down here and started there. The
+/// other host is reached by ssh and needs farside, QEMU and the VM's images at the
+/// same paths. An interrupted migration is resumed or rolled back by `farside
+/// migration resume`.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Migrate {
     /// Name of the VM.
     #[arg(value_name = "VM")]
     vm: String,
-    /// The host to go to, as the remote shell knows it.
+    /// The destination host, as the remote shell resolves it.
     #[arg(long, value_name = "HOST")]
     to: String,
     #[command(flatten)]
@@ -30,8 +31,9 @@ pub(crate) struct Migrate {
     /// in seconds; when it expires, the VM runs on here, unchanged.
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     shutdown_timeout: u64,
-    /// Move the running guest: it releases its devices, QEMU sends it, and it gets
-    /// them back there. Its other disks must be visible to both hosts.
+    /// Move the running guest: its devices are unplugged, QEMU migrates it, and
+    /// they are plugged in again there. Its other disks must be visible to both
+    /// hosts.
     #[arg(long)]
     live: bool,
     /// With --live, the address of the other host at which its QEMU listens for the
@@ -39,8 +41,8 @@ pub(crate) struct Migrate {
     /// unencrypted].
     #[arg(long, value_name = "ADDRESS", requires = "live")]
     migrate_address: Option<IpAddr>,
-    /// Only check what would stop the migration, on both hosts, and change nothing.
-    /// Succeeds if nothing would.
+    /// Only check both hosts for anything that would prevent the migration, and
+    /// change nothing. Exits with status 0 if nothing does.
     #[arg(long)]
     check: bool,
 }

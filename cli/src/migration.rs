@@ -9,8 +9,8 @@ use farside_migration::{
     resume_here, serve_agent,
 };
 
-/// Shows and resumes the migrations that `farside migrate` began, and repairs what a
-/// lost host leaves behind.
+/// Shows and resumes migrations started by `farside migrate`, and cleans up after a
+/// lost host.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Migration {
     #[command(subcommand)]
@@ -21,15 +21,15 @@ pub(crate) struct Migration {
 enum Verb {
     /// List the migrations of this host and their steps
     Status,
-    /// Resume a migration that was cut off, or take the VM back
+    /// Resume an interrupted migration, or roll it back
     Resume(Resume),
-    /// Forget that a VM moved away, so that another may have its name here
+    /// Remove the moved marker of a VM, so that its name can be used here again
     Forget {
         /// Name of the VM.
         #[arg(value_name = "VM")]
         vm: String,
     },
-    /// Take a VM's devices for this host, when the host that holds them is lost
+    /// Claim a VM's devices for this host when the host that holds them is lost
     Claim {
         /// Name of the VM.
         #[arg(value_name = "VM")]
@@ -42,14 +42,14 @@ enum Verb {
     Agent,
 }
 
-/// Resumes a migration that was cut off: at the host that the VM leaves or, if that is
-/// down, at the host that it goes to.
+/// Resumes an interrupted migration: on the source host or, if that is down, on the
+/// destination host.
 #[derive(Debug, ClapArgs)]
 struct Resume {
     /// Name of the VM.
     #[arg(value_name = "VM")]
     vm: String,
-    /// Take the VM back to the host that it leaves.
+    /// Roll back to the source host.
     #[arg(long)]
     back: bool,
     /// Complete without the other host, which must be permanently down. Its leases

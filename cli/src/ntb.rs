@@ -10,17 +10,16 @@ use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 
 use crate::signals;
 
-/// Joins two VMs by a PCIe non-transparent bridge (NTB) in software.
+/// Connects two VMs by a PCIe non-transparent bridge (NTB) emulated in software.
 ///
-/// Each port is a PCIe function, served to one VM over vfio-user. A store to
-/// the window (BAR 2) in one VM lands in the memory of the other, or in a
-/// register of one of its devices, where the port's table says; there are
-/// doorbells, scratchpads and link state besides.
+/// Each port is a PCIe function, served to one VM over vfio-user. A store to the
+/// window (BAR 2) in one VM goes to the memory of the other, or to a register of
+/// one of its devices, as the port's LUT maps it; there are also doorbells,
+/// scratchpads and link state.
 ///
-/// It stands in for the adapter where two VMs play two hosts: to try out and
-/// test what farside does with an NTB, or to write a driver for one. Every
-/// access to a window is a message, so it is no way to move much data. The
-/// registers are described in docs/ntb-model.md.
+/// It replaces the adapter between two VMs that act as hosts: to test farside with
+/// an NTB, or to develop a driver for one. Every access to a window is a message,
+/// so it is slow. docs/ntb-model.md describes the registers.
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "\
 Start with:

@@ -7,16 +7,16 @@ use farside_vm_control::{RunState, StartOptions, StopOptions, VmState};
 
 use crate::waiting::Waiting;
 
-/// Starts a VM in the background from its description: its backend, then QEMU,
-/// or libvirt's domain of that name. Their logs are in the VM's state directory.
-/// When one does not start, nothing stays behind.
+/// Starts a VM in the background from its configuration: its backend, then QEMU, or
+/// libvirt's domain of that name. Their logs are in the VM's state directory. If
+/// one does not start, the other is stopped.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Start {
-    /// Name of the VM; its description is vm/NAME.toml in the configuration
+    /// Name of the VM; its configuration is vm/NAME.toml in the configuration
     /// directory.
     #[arg(value_name = "VM")]
     vm: String,
-    /// How long backend and QEMU may take to start, each, seconds.
+    /// Time limit for the start of the backend, and of QEMU, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     limit: u64,
 }
@@ -48,19 +48,20 @@ fn said(state: &VmState) -> String {
     }
 }
 
-/// Ends a VM: its guest powers off, then its backend gives the devices back.
-/// When this returns, they are back at their lenders.
+/// Stops a VM: its guest powers off (ACPI shutdown), then its backend returns the
+/// devices. All devices are returned when the command exits.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Stop {
     /// Name of the VM.
     #[arg(value_name = "VM")]
     vm: String,
-    /// How long the guest may take to power off, seconds; 0 does not ask it.
+    /// Time limit for the guest to power off, in seconds; 0 skips the ACPI
+    /// shutdown.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     limit: u64,
-    /// End QEMU when the guest has not powered off by then, as if its power was
-    /// cut: what it has not written is lost. Kills QEMU and backend if they hang,
-    /// and takes devices from a VMM that farside did not start.
+    /// Terminate QEMU if the guest has not powered off by then, like a power loss:
+    /// unwritten data is lost. Kills QEMU and backend if they hang, and removes
+    /// devices from a VMM that farside did not start.
     #[arg(long)]
     force: bool,
 }

@@ -27,12 +27,12 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let vm = args
         .vm
         .or(file.name.take())
-        .context("which VM? Name it with --vm NAME")?;
+        .context("no VM given: use --vm NAME")?;
     farside_migration::may_run(&farside_migration::LocalHost, &vm)?;
     let more = args.devices.into_iter().map(DeviceConfig::from);
     file.devices.extend(more);
     if file.devices.is_empty() && args.config.is_none() {
-        anyhow::bail!("no device to serve: name at least one with --device ID");
+        anyhow::bail!("no device to serve: give at least one with --device ID");
     }
     if !args.lenders.lenders.is_empty() {
         file.lenders = args.lenders.lenders;

@@ -1,7 +1,7 @@
 //! `farside units`: the sockets of a VM's devices, as drop-ins of its socket unit.
 //!
-//! `farside@VM.socket` is made of a template, which knows the VM's name but not
-//! its devices. What is missing is in the VM's description: systemd's generator
+//! `farside@VM.socket` is made of a template, which knows the VM's name but not its
+//! devices. What is missing is in the VM configuration: systemd's generator
 //! (`systemd.generator(7)`) asks for it at boot and at each `daemon-reload`, so
 //! that unit and description agree.
 
@@ -16,12 +16,12 @@ use clap::Args as ClapArgs;
 use farside_daemon::{check_name_of, paths};
 use farside_vm_config::{VmConfig, places};
 
-/// Prints what the socket units of VMs lack: drop-ins with a line for each
-/// device. systemd's generator of the package calls this; use it to see what
-/// comes of a description, or without the package.
+/// Prints drop-ins for the socket units of VMs, with a line for each device. The
+/// package's systemd generator runs this; use it to check a VM configuration, or
+/// without the package.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Units {
-    /// VMs [default: all that have a description].
+    /// VMs [default: all that are configured].
     #[arg(value_name = "VM")]
     vms: Vec<String>,
     /// Write the drop-ins below this directory instead of printing them.
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Units) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names of the VMs that are described in `directory`.
+/// The names of the VMs configured in `directory`.
 fn described(directory: &Path) -> anyhow::Result<Vec<String>> {
     let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -105,7 +105,7 @@ fn escaped(path: &Path) -> anyhow::Result<String> {
         .context("the runtime directory is not UTF-8")?;
     ensure!(
         path.is_absolute() && !text.contains(['\n', '\\', '"']),
-        "the runtime directory of {text:?} cannot be written in a unit: name another in FARSIDE_RUNTIME_DIR"
+        "the runtime directory of {text:?} has characters that a unit file does not allow: set another one in FARSIDE_RUNTIME_DIR"
     );
     Ok(text.replace('%', "%%"))
 }

@@ -22,11 +22,11 @@ impl MachineArg {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum AccelArg {
-    /// KVM, and TCG where that does not start.
+    /// KVM, or TCG if KVM is not available.
     Auto,
-    /// KVM or nothing.
+    /// KVM only.
     Kvm,
-    /// QEMU's translator.
+    /// Emulation (TCG).
     Tcg,
 }
 

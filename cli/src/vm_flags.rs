@@ -1,4 +1,4 @@
-//! What VM: its description, and the flags that go before it.
+//! Selects the VM: its configuration, and the flags that override it.
 
 use std::path::PathBuf;
 
@@ -11,32 +11,32 @@ use crate::values::{AccelArg, HugePagesArg, MachineArg};
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct VmFlags {
-    /// Name of the VM. When this host has a description of it (vm/NAME.toml in
-    /// the configuration directory), that is used.
+    /// Name of the VM. Its configuration, vm/NAME.toml in the configuration
+    /// directory, is used if it exists.
     #[arg(long, value_name = "NAME")]
     pub(crate) vm: Option<String>,
-    /// The VM's description (TOML); flags go before it.
+    /// VM configuration (TOML); flags override it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Guest RAM, such as 512M or 4G [default: 2G].
     #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
     memory: Option<u64>,
-    /// Virtual processors [default: 1].
+    /// Number of vCPUs [default: 1].
     #[arg(long, value_name = "N")]
     cpus: Option<u32>,
     /// Chipset [default: q35].
     #[arg(long, value_enum)]
     machine: Option<MachineArg>,
-    /// What runs the guest's instructions [default: auto].
+    /// Accelerator [default: auto].
     #[arg(long, value_enum)]
     accel: Option<AccelArg>,
-    /// Make guest RAM of huge pages of this size.
+    /// Back guest RAM by huge pages of this size.
     #[arg(long, value_enum, value_name = "SIZE")]
     hugepages: Option<HugePagesArg>,
-    /// Boot OVMF: its program, and the VM's own copy of the variables.
+    /// Boot OVMF: its code image, and the VM's own copy of the variable store.
     #[arg(long, num_args = 2, value_names = ["CODE", "VARS"])]
     ovmf: Option<Vec<PathBuf>>,
-    /// Give the VM this device, whether or not its backend runs yet.
+    /// Add this device, even if its backend is not running yet.
     #[arg(long = "device", value_name = "ID")]
     pub(crate) devices: Vec<String>,
     /// Boot from this device first.
@@ -45,14 +45,14 @@ pub(crate) struct VmFlags {
     /// Root ports to leave free for hot plug [default: 2].
     #[arg(long, value_name = "N")]
     spare_ports: Option<u16>,
-    /// QEMU's program [default: qemu-system-x86_64].
+    /// QEMU binary [default: qemu-system-x86_64].
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
 }
 
 impl VmFlags {
-    /// The description: a file's, if one is named or this host has one of that
-    /// VM, with what the flags say.
+    /// The VM configuration, from the given file or this host's file of that VM,
+    /// with the flags applied.
     pub(crate) fn describe(&self) -> anyhow::Result<VmConfig> {
         let mut config = match (&self.config, &self.vm) {
             (Some(path), _) => VmConfig::load(path)?,
@@ -86,10 +86,10 @@ impl VmFlags {
     }
 }
 
-/// The name of the VM that a description is of.
+/// The VM name of a configuration.
 pub(crate) fn name_of(config: &VmConfig) -> anyhow::Result<String> {
     let name = config.name.clone();
-    let name = name.context("which VM? Name it with --vm NAME")?;
+    let name = name.context("no VM given: use --vm NAME")?;
     check_name_of("VM name", &name)?;
     Ok(name)
 }

@@ -162,7 +162,7 @@ fn a_bad_description_is_named_with_its_line() {
         &host.findings(&["web9"]),
         "description",
         "problem",
-        "no description",
+        "no configuration",
     );
     let bad_name = host.findings(&["../etc/passwd"]);
     one(
@@ -310,7 +310,7 @@ fn people_see_lines_and_the_exit_status_counts_problems() {
         "{text}"
     );
     assert!(
-        text.contains("note     description: no VM is described"),
+        text.contains("note     description: no VM is configured"),
         "{text}"
     );
 

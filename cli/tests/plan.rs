@@ -198,7 +198,7 @@ fn what_cannot_be_is_refused_with_its_numbers() {
     );
     fails(
         &["--nodes", "4", "--fabric", "vfio"],
-        &["leave one of them out"],
+        &["use only one of them"],
     );
     let huge = [
         "--nodes",

@@ -173,7 +173,7 @@ impl Journal {
         let (written, found) = (file["checksum"].as_str(), checksum(&body));
         if written != Some(&found) {
             return Err(Error::journal(format!(
-                "it was changed: its checksum says {}, its text {found}",
+                "it was changed: its checksum is {}, that of its text {found}",
                 written.unwrap_or("nothing")
             )));
         }

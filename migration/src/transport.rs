@@ -159,7 +159,7 @@ impl Call {
 
     fn gone(&self) -> Error {
         let said = match self.last_words() {
-            Some(words) => format!(" (it said: {words})"),
+            Some(words) => format!(" (its output: {words})"),
             None => String::new(),
         };
         Error::lost(format!(
@@ -258,7 +258,7 @@ mod tests {
         assert!(
             locked_out
                 .message
-                .contains("(it said: Host key verification failed.)")
+                .contains("(its output: Host key verification failed.)")
         );
         for error in [greeting, nothing, missing, locked_out] {
             assert_eq!(error.kind, ErrorKind::Lost);

@@ -36,7 +36,7 @@ pub enum VmError {
     #[error("guest RAM of 0 bytes: give the VM some")]
     NoRam,
     /// No processors, or more than this configuration can have.
-    #[error("{vcpus} processors: a VM has 1 to {MAX_VCPUS}")]
+    #[error("{vcpus} vCPUs: a VM has 1 to {MAX_VCPUS}")]
     Vcpus { vcpus: u32 },
     /// Two of something that must be unique.
     #[error("{what} {name:?} is used twice in this VM")]
@@ -44,10 +44,10 @@ pub enum VmError {
     /// The kernel does not take such a long socket path.
     #[error(
         "the socket path {path:?} has {len} bytes, and {MAX_SOCKET} is the most a UNIX \
-         socket can have: use a shorter folder"
+         socket can have: use a shorter directory"
     )]
     SocketPath { path: PathBuf, len: usize },
-    /// A path that cannot be put into an argument.
+    /// A path that is invalid in an argument.
     #[error("the path {path:?} is empty, not UTF-8, or has a zero byte: rename it")]
     Path { path: PathBuf },
     /// A port that the machine does not have.

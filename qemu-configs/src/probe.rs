@@ -126,7 +126,7 @@ pub enum ProbeError {
         said: String,
     },
     /// It is something else.
-    #[error("{path:?} does not seem to be QEMU; asked for its version it says {said:?}")]
+    #[error("{path:?} does not seem to be QEMU; its --version output is {said:?}")]
     NotQemu { path: PathBuf, said: String },
     /// It is too old.
     #[error("{path:?} is QEMU {found}; {WHERE}")]

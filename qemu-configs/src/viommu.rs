@@ -8,11 +8,11 @@ use crate::shared_memory::Properties;
 /// ("requires caching mode", "requires dma-remap=1").
 const QUIET: [(&str, &str); 2] = [("intel-iommu", "caching-mode"), ("amd-iommu", "dma-remap")];
 
-/// A vIOMMU with which QEMU ends when the guest turns it on.
+/// A vIOMMU with which QEMU exits when the guest enables it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "-device {driver} without {property}=on: QEMU ends when the guest turns the vIOMMU on, since \
-     borrowed devices are not told what the guest maps; use -device {driver},{property}=on"
+    "-device {driver} without {property}=on: QEMU exits when the guest enables the vIOMMU, since \
+     borrowed devices do not get the guest's mappings; use -device {driver},{property}=on"
 )]
 pub struct ViommuError {
     /// The vIOMMU.

@@ -286,7 +286,7 @@ fn bad_descriptions_say_what_to_do() {
         with(|vm| vm.ram = 0),
         "guest RAM of 0 bytes: give the VM some"
     );
-    assert_eq!(with(|vm| vm.vcpus = 0), "0 processors: a VM has 1 to 255");
+    assert_eq!(with(|vm| vm.vcpus = 0), "0 vCPUs: a VM has 1 to 255");
     assert_eq!(
         with(|vm| vm.devices.push(device("disk0"))),
         "device id \"disk0\" is used twice in this VM"
@@ -307,7 +307,7 @@ fn bad_descriptions_say_what_to_do() {
     );
     assert!(
         with(|vm| vm.devices[0].socket = format!("/{}", "x".repeat(107)).into()).ends_with(
-            "has 108 bytes, and 107 is the most a UNIX socket can have: use a shorter folder"
+            "has 108 bytes, and 107 is the most a UNIX socket can have: use a shorter directory"
         )
     );
     assert_eq!(
@@ -356,8 +356,8 @@ fn a_viommu_that_ends_qemu_is_refused() {
     let source = std::error::Error::source(&dma_remap).unwrap();
     assert_eq!(
         source.to_string(),
-        "-device amd-iommu without dma-remap=on: QEMU ends when the guest turns the vIOMMU on, \
-         since borrowed devices are not told what the guest maps; use -device \
+        "-device amd-iommu without dma-remap=on: QEMU exits when the guest enables the vIOMMU, \
+         since borrowed devices do not get the guest's mappings; use -device \
          amd-iommu,dma-remap=on"
     );
     for args in [

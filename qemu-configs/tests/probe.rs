@@ -15,8 +15,8 @@ use tempfile::TempDir;
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// A program that answers as a QEMU does.
-fn fake(folder: &TempDir, version: &str, devices: &str) -> PathBuf {
-    let path = folder.path().join("qemu");
+fn fake(directory: &TempDir, version: &str, devices: &str) -> PathBuf {
+    let path = directory.path().join("qemu");
     let script = format!(
         "#!/bin/sh\ncase \"$*\" in\n--version) echo '{version}' ;;\n\
          '-device help') echo '{devices}' ;;\n*) exit 9 ;;\nesac\n"
@@ -35,8 +35,8 @@ const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci
 #[test]
 fn a_new_enough_qemu_is_taken() {
     let _alone = ALONE.lock();
-    let folder = TempDir::new().unwrap();
-    let path = fake(&folder, "QEMU emulator version 10.1.0", DEVICES);
+    let directory = TempDir::new().unwrap();
+    let path = fake(&directory, "QEMU emulator version 10.1.0", DEVICES);
     let qemu = QemuBinary::probe(&path).unwrap();
     assert_eq!(qemu.version(), Version::NEEDED);
     assert_eq!(qemu.path(), path);
@@ -45,9 +45,9 @@ fn a_new_enough_qemu_is_taken() {
 #[test]
 fn an_old_qemu_is_refused_with_the_version_that_is_needed() {
     let _alone = ALONE.lock();
-    let folder = TempDir::new().unwrap();
+    let directory = TempDir::new().unwrap();
     let path = fake(
-        &folder,
+        &directory,
         "QEMU emulator version 10.0.2 (Debian 1:10.0.2)",
         DEVICES,
     );
@@ -58,9 +58,9 @@ fn an_old_qemu_is_refused_with_the_version_that_is_needed() {
 #[test]
 fn a_qemu_without_the_device_is_refused() {
     let _alone = ALONE.lock();
-    let folder = TempDir::new().unwrap();
+    let directory = TempDir::new().unwrap();
     let path = fake(
-        &folder,
+        &directory,
         "QEMU emulator version 11.1.3",
         r#"name "vfio-pci""#,
     );
@@ -74,8 +74,8 @@ fn a_qemu_without_the_device_is_refused() {
 #[test]
 fn what_is_not_qemu_is_refused() {
     let _alone = ALONE.lock();
-    let folder = TempDir::new().unwrap();
-    let path = fake(&folder, "ls (GNU coreutils) 9.1", "");
+    let directory = TempDir::new().unwrap();
+    let path = fake(&directory, "ls (GNU coreutils) 9.1", "");
     assert!(matches!(
         QemuBinary::probe(&path),
         Err(ProbeError::NotQemu { .. })
@@ -84,7 +84,7 @@ fn what_is_not_qemu_is_refused() {
         QemuBinary::probe("/bin/false"),
         Err(ProbeError::Failed { .. })
     ));
-    let missing = folder.path().join("missing");
+    let missing = directory.path().join("missing");
     let error = QemuBinary::probe(&missing).unwrap_err();
     assert_eq!(
         error.to_string(),

@@ -249,13 +249,13 @@ fn who_is_not_qemu_or_not_the_backend_is_told_so() {
     for (vm, words) in [
         (
             "noise",
-            "lost the monitor of VM noise: it said what is no JSON",
+            "lost the monitor of VM noise: it sent invalid JSON",
         ),
         (
             "other",
             "lost the monitor of VM other: this is no QEMU's monitor",
         ),
-        ("odd", "lost the monitor of VM odd: it said what is no JSON"),
+        ("odd", "lost the monitor of VM odd: it sent invalid JSON"),
     ] {
         for verb in ["attach", "detach"] {
             let ended = cluster.run(&[verb, vm, "disk0"]).unwrap();

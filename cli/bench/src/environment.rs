@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct Environment {
     /// When it began, RFC 3339.
     pub date: String,
-    /// Model of the processors.
+    /// Model of the CPUs.
     pub cpu: String,
-    /// Number of processors.
+    /// Number of CPUs.
     pub cores: u32,
     /// RAM, bytes.
     pub memory: u64,
@@ -38,7 +38,7 @@ impl Environment {
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let known = |fact: &Option<String>| fact.clone().unwrap_or_else(|| "unknown".into());
         vec![
-            ("processors", format!("{} × {}", self.cores, self.cpu)),
+            ("CPUs", format!("{} × {}", self.cores, self.cpu)),
             ("RAM", crate::Unit::Bytes.show(self.memory as f64)),
             ("host kernel", known(&self.host_kernel)),
             ("guest kernel", known(&self.guest_kernel)),
@@ -56,7 +56,7 @@ impl Environment {
     }
 }
 
-/// Model and number of processors, from `/proc/cpuinfo`.
+/// Model and number of CPUs, from `/proc/cpuinfo`.
 pub fn processors(cpuinfo: &str) -> (String, u32) {
     let values = |wanted: &'static str| {
         cpuinfo.lines().filter_map(move |line| {

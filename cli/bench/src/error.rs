@@ -13,8 +13,8 @@ pub enum Error {
         /// The beginning of what it printed.
         output: String,
     },
-    /// Counters of a drive and the processors.
-    #[error("these are not the counters of a drive and the processors: {0:?}")]
+    /// Counters of a disk and the CPUs.
+    #[error("these are not the counters of a disk and the CPUs: {0:?}")]
     Sample(String),
     /// A file of results that is none.
     #[error("this is not a file of results of farside bench")]
@@ -46,7 +46,7 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
-    /// A file or folder could not be written.
+    /// A file or directory could not be written.
     #[error("writing {}", path.display())]
     Write {
         /// Which.

@@ -15,7 +15,7 @@ pub struct Job {
     pub depth: u32,
 }
 
-/// Which requests, and where on the drive.
+/// Which requests, and where on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "they say what they are")]
 pub enum Pattern {
@@ -70,7 +70,7 @@ pub fn sweep(pattern: Pattern, step: u64) -> Vec<Job> {
 }
 
 impl Job {
-    /// Whether something on the drive is overwritten.
+    /// Whether something on the disk is overwritten.
     pub fn writes(&self) -> bool {
         !matches!(self.pattern, Pattern::RandomRead | Pattern::SequentialRead)
     }

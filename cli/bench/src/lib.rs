@@ -5,7 +5,7 @@
 //! somebody else (`farside bench`, `cargo xtask bench`).
 //!
 //! - [`job`]: what fio does; [`fio`]: its command line and its output;
-//! - [`JobResult`]: both drives, pair by pair; [`METRICS`]: what is said of them;
+//! - [`JobResult`]: both disks, pair by pair; [`METRICS`]: the metrics;
 //! - [`Section`]: measurements of any other kind, side by side, with targets;
 //! - [`Results`]: all of it with where it was measured, as a file;
 //! - [`Comparison`]: what changed between two of those;

@@ -23,10 +23,10 @@ pub struct Measurement {
     pub p99: f64,
     /// Latency from before submission to completion, nanoseconds.
     pub p999: f64,
-    /// Nanoseconds that the guest's processors were busy for one I/O.
+    /// Nanoseconds that the guest's CPUs were busy for one I/O.
     pub guest_cpu: Option<f64>,
-    /// Nanoseconds of processor time on the host for one I/O, of QEMU and all
-    /// who serve the drive; unknown from within a guest.
+    /// Nanoseconds of CPU time on the host for one I/O, of QEMU and all who serve
+    /// the disk; unknown from within a guest.
     pub host_cpu: Option<f64>,
 }
 
@@ -50,13 +50,13 @@ impl Measurement {
 /// Two runs, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pair {
-    /// On the borrowed drive.
+    /// On the borrowed disk.
     pub borrowed: Measurement,
     /// On the one it is compared with.
     pub beside: Measurement,
 }
 
-/// A job on both drives, as often as it ran.
+/// A job on both disks, as often as it ran.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(into = "Written")]
 pub struct JobResult {
@@ -132,8 +132,8 @@ const fn metric(
 const AT_LEAST: Option<Target> = Some(Target::AtLeast(1.0));
 const AT_MOST: Option<Target> = Some(Target::AtMost(1.0));
 
-/// What is said of a job. Wanted are at least as many IOPS and bytes as the
-/// drive beside has, and at most its p99.
+/// The metrics of a job. Wanted are at least as many IOPS and bytes as the disk
+/// beside has, and at most its p99.
 pub const METRICS: [Metric; 7] = [
     metric("IOPS", Unit::PerSecond, Better::More, AT_LEAST, |m| {
         Some(m.iops)
@@ -163,13 +163,13 @@ pub const METRICS: [Metric; 7] = [
 ];
 
 impl JobResult {
-    /// A metric of the borrowed drive, one figure a repeat.
+    /// A metric of the borrowed disk, one figure a repeat.
     pub fn borrowed(&self, metric: &Metric) -> Vec<f64> {
         let of = |pair: &Pair| (metric.of)(&pair.borrowed);
         self.pairs.iter().filter_map(of).collect()
     }
 
-    /// A metric of the drive beside.
+    /// A metric of the disk beside.
     pub fn beside(&self, metric: &Metric) -> Vec<f64> {
         let of = |pair: &Pair| (metric.of)(&pair.beside);
         self.pairs.iter().filter_map(of).collect()

@@ -15,25 +15,25 @@ pub fn write_json(results: &Results, path: &Path) -> Result<(), Error> {
     write(path, results.to_json().as_bytes())
 }
 
-/// Writes `results.json`, `report.html` and the plots as SVG and PNG to a folder,
-/// made if missing. Returns the report's path.
+/// Writes `results.json`, `report.html` and the plots as SVG and PNG to a
+/// directory, made if missing. Returns the report's path.
 ///
 /// # Errors
 /// When something cannot be drawn or written.
-pub fn write_all(results: &Results, folder: &Path) -> Result<PathBuf, Error> {
-    fs::create_dir_all(folder).map_err(|error| Error::Write {
-        path: folder.to_owned(),
+pub fn write_all(results: &Results, directory: &Path) -> Result<PathBuf, Error> {
+    fs::create_dir_all(directory).map_err(|error| Error::Write {
+        path: directory.to_owned(),
         error,
     })?;
     // First what cannot be made again.
-    write_json(results, &folder.join("results.json"))?;
+    write_json(results, &directory.join("results.json"))?;
     let plots = plots::all(results);
     for plot in &plots {
-        let file = |suffix| folder.join(format!("{}.{suffix}", plot.name));
+        let file = |suffix| directory.join(format!("{}.{suffix}", plot.name));
         write(&file("svg"), plot.svg()?.as_bytes())?;
         write(&file("png"), &plot.png()?)?;
     }
-    let path = folder.join("report.html");
+    let path = directory.join("report.html");
     write(&path, report::html(results, &plots)?.as_bytes())?;
     Ok(path)
 }
@@ -66,8 +66,8 @@ mod tests {
 
     #[test]
     fn a_folder_has_results_plots_and_report() {
-        let folder = tempfile::tempdir().unwrap();
-        let out = folder.path().join("a/b");
+        let directory = tempfile::tempdir().unwrap();
+        let out = directory.path().join("a/b");
         let results = crate::plots::tests::results();
         let report = write_all(&results, &out).unwrap();
         assert!(fs::read_to_string(report).unwrap().contains("</html>"));
@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("results.json");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("results.json");
         assert!(
             read(&path)
                 .unwrap_err()

@@ -49,7 +49,7 @@ pub fn html(results: &Results, plots: &[Plot]) -> Result<String, Error> {
         body += &format!("<p>{}</p>\n", escape(tables::HOW_TO_READ));
         body += &figure("fio-ratios")?;
         body += &table(&tables::job_ratios(results));
-        body += "<h3>Medians of each drive</h3>\n";
+        body += "<h3>Medians of each disk</h3>\n";
         body += &table(&tables::job_figures(results));
     }
     for section in &results.sections {

@@ -17,9 +17,9 @@ pub struct Results {
     pub format: u32,
     /// Where and with what.
     pub environment: Environment,
-    /// What the two drives are called in tables: first the borrowed one.
+    /// What the two disks are called in tables: first the borrowed one.
     pub drives: [String; 2],
-    /// fio's jobs on both drives.
+    /// fio's jobs on both disks.
     pub jobs: Vec<JobResult>,
     /// Everything else.
     pub sections: Vec<Section>,

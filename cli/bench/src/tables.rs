@@ -41,9 +41,9 @@ fn verdict(job: &JobResult) -> String {
     }
 }
 
-/// Medians of both drives.
+/// Medians of both disks.
 pub fn job_figures(results: &Results) -> Rows {
-    let mut header = vec!["job".to_owned(), "drive".to_owned()];
+    let mut header = vec!["job".to_owned(), "disk".to_owned()];
     header.extend(METRICS.iter().map(|metric| metric.name.to_owned()));
     let mut rows = vec![header];
     for job in &results.jobs {
@@ -121,8 +121,8 @@ pub fn text(results: &Results) -> String {
 
 /// What the ratios mean.
 pub const HOW_TO_READ: &str = "Ratios are median (least–most) of pairs of runs, one after the \
-other on the two drives. More is better for IOPS and bandwidth, less for everything else: \
-latency is fio's, from submission to completion; guest CPU is the time that the guest's processors were busy \
+other on the two disks. More is better for IOPS and bandwidth, less for everything else: \
+latency is fio's, from submission to completion; guest CPU is the time that the guest's CPUs were busy \
 for one I/O, host CPU that of all processes that serve the guest. Wanted are IOPS and bandwidth of \
 at least 1.00 and p99 of at most 1.00.";
 

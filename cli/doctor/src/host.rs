@@ -18,7 +18,7 @@ const MAX_FILE: u64 = 4 << 20;
 /// How long a tool or a lender may take to answer, when nobody says otherwise.
 const PATIENCE: Duration = Duration::from_millis(1500);
 
-/// A host, or a folder that looks like one.
+/// A host, or a directory that looks like one.
 #[derive(Clone, Debug)]
 pub struct Host {
     /// The system's files are below.
@@ -27,7 +27,7 @@ pub struct Host {
     pub(crate) runtime: PathBuf,
     /// Descriptions.
     pub(crate) config: PathBuf,
-    /// Whether farside's folders are others than those of its systemd units.
+    /// Whether farside's directories are others than those of its systemd units.
     pub(crate) moved: bool,
     /// Where programs are looked for, instead of in this process' `PATH`.
     pub(crate) path: Option<OsString>,
@@ -38,7 +38,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// This host, with farside's folders as the environment has them.
+    /// This host, with farside's directories as the environment has them.
     pub fn this() -> Self {
         let from = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let ours = ["RUNTIME", "CONFIG", "STATE"];
@@ -61,7 +61,7 @@ impl Host {
         self
     }
 
-    /// A made-up host below a folder, without any program.
+    /// A made-up host below a directory, without any program.
     #[cfg(test)]
     pub(crate) fn at(root: &Path) -> Self {
         Self {
@@ -90,9 +90,9 @@ impl Host {
         self.text(path)?.trim().parse().ok()
     }
 
-    /// The files in a folder of the system whose names end so, sorted.
-    pub(crate) fn files(&self, folder: &str, ending: &str) -> Vec<PathBuf> {
-        files(&self.system(folder), ending)
+    /// The files in a directory of the system whose names end so, sorted.
+    pub(crate) fn files(&self, directory: &str, ending: &str) -> Vec<PathBuf> {
+        files(&self.system(directory), ending)
     }
 }
 
@@ -105,9 +105,9 @@ pub(crate) fn read(path: &Path) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The files in a folder whose names end so, sorted.
-pub(crate) fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+/// The files in a directory whose names end so, sorted.
+pub(crate) fn files(directory: &Path, ending: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
     let mut files: Vec<_> = paths
         .filter(|path| path.is_file() && path.to_string_lossy().ends_with(ending))

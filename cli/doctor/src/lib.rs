@@ -1,14 +1,14 @@
-//! Looks at a host for what would keep VMs from borrowing, and suggests fixes.
+//! Diagnoses what keeps the VMs of a host from borrowing, and suggests fixes.
 //!
 //! ```text
 //!   Host --look--> Facts --judge--> Report (of Findings)
 //! ```
 //!
-//! [`Facts`] come from `/proc`, `/sys`, `/etc`, farside's folders, QEMU, libvirt
-//! and the lenders: all files below a root folder, all that could hang with a
-//! deadline. Nothing is changed, and nothing is started but what systemd starts
-//! when a lender is asked. What the facts mean is for [`Facts::judge`], a list of
-//! small pure functions.
+//! [`Facts`] come from `/proc`, `/sys`, `/etc`, farside's directories, QEMU,
+//! libvirt and the lenders: all files below a root directory, all that could hang
+//! with a deadline. Nothing is changed, and nothing is started but what systemd
+//! starts when a lender is asked. What the facts mean is for [`Facts::judge`], a
+//! list of small pure functions.
 
 #![forbid(unsafe_code)]
 

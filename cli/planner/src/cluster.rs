@@ -16,8 +16,8 @@ use serde::Serialize;
 
 use crate::{Cost, Guest, PlanError, remedy::Remedy};
 
-/// A cluster that is asked about. Hosts are alike: each lends to as many others
-/// as it borrows from.
+/// A cluster to plan for. Hosts are alike: each lends to as many others as it
+/// borrows from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cluster {
     /// Hosts, at least 2.
@@ -109,7 +109,7 @@ pub struct ClusterPlan {
 /// With `guest`, each lent device is used by such a VM.
 ///
 /// # Errors
-/// A cluster, an adapter or a guest that cannot be.
+/// Invalid cluster, adapter or guest.
 pub fn plan_cluster(
     cluster: &Cluster,
     limits: &NtbLimits,

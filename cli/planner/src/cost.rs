@@ -1,4 +1,4 @@
-//! What devices take of an adapter, and how many times it can be had.
+//! The resources of an adapter that devices take, and how often they fit.
 
 use farside_fabric::NtbLimits;
 use serde::Serialize;
@@ -57,7 +57,7 @@ impl Cost {
     }
 }
 
-/// What of an adapter ends first.
+/// The resource of an adapter that is exhausted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {

@@ -20,7 +20,7 @@ pub struct Guest {
     pub vms: u32,
     /// RAM of each, bytes: whole MiB, or whole huge pages.
     pub ram: u64,
-    /// Chipset, which says how much of RAM is below 4 GiB.
+    /// Chipset, which determines how much of RAM is below 4 GiB.
     pub machine: Machine,
     /// Devices that each borrows from the lender, at least 1.
     pub devices: u16,
@@ -28,7 +28,7 @@ pub struct Guest {
     pub huge_pages: HugePages,
 }
 
-/// Why there can be no such guest.
+/// Why a guest is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GuestError {
     /// No VMs.
@@ -72,7 +72,7 @@ impl Guest {
     /// Checks that QEMU could start such a VM.
     ///
     /// # Errors
-    /// The first thing that cannot be.
+    /// The first invalid value.
     pub fn check(&self) -> Result<(), GuestError> {
         let ram = self.ram;
         if self.vms == 0 {

@@ -1,4 +1,4 @@
-//! The largest guest that something is good enough for.
+//! The largest guest that fits.
 
 use farside_guest_layout::Plan;
 use farside_qemu_configs::{Machine, ram_split};

@@ -48,7 +48,7 @@ pub struct NtbGuest {
     pub windows: Vec<NtbWindow>,
     /// What one VM takes.
     pub per_vm: Cost,
-    /// How many such VMs a lender that has nothing else to do has room for.
+    /// How many such VMs an otherwise unused lender has room for.
     pub room: u64,
     /// What refuses one more.
     pub limited_by: Limit,
@@ -75,7 +75,7 @@ pub struct NtbWindow {
 /// Plans for `guests`, which borrow from one lender in this order.
 ///
 /// # Errors
-/// A guest, an adapter or address rules that cannot be.
+/// Invalid guest, adapter or address rules.
 pub fn plan_ntb(
     guests: &[Guest],
     limits: &NtbLimits,

@@ -59,18 +59,18 @@ pub static PRESETS: [Preset; 6] = [
     Preset {
         name: "intel",
         what: "Intel Xeon: 2 windows of a BAR each, 16 GiB, aligned to it",
-        source: "2 windows (3 with a split BAR, but those are 32-bit), the far address a multiple \
+        source: "2 windows (3 with a split BAR, but those are 32-bit), the peer address a multiple \
                  of the BAR's size (of 4 KiB from Sapphire Rapids on): Linux, ntb_hw_gen1.c and \
                  ntb_hw_gen4.c. The BAR's size is set in firmware; 16 GiB is our choice. No requester \
-                 table is known; windows end first",
+                 table is known; windows are exhausted first",
         limits: TWO_BARS,
     },
     Preset {
         name: "amd",
         what: "AMD: 2 windows of a BAR each, 16 GiB, aligned to 4 KiB",
-        source: "64-bit windows in BARs 2 and 4 (the first parts have a 32-bit one too), the far \
+        source: "64-bit windows in BARs 2 and 4 (the first parts have a 32-bit one too), the peer \
                  address a multiple of 4 KiB: Linux, ntb_hw_amd.c. 16 GiB is our choice. No \
-                 requester table is known; windows end first",
+                 requester table is known; windows are exhausted first",
         limits: NtbLimits {
             alignment: Some(4096),
             ..TWO_BARS
@@ -91,7 +91,7 @@ pub static PRESETS: [Preset; 6] = [
     },
     Preset {
         name: "switchtec-as-delivered",
-        what: "Microchip Switchtec as Linux's driver shows it: windows of 2 MiB",
+        what: "Microchip Switchtec with the defaults of Linux's driver: windows of 2 MiB",
         source: "max_mw_size of ntb_hw_switchtec is 2 MiB unless raised. Else as switchtec",
         limits: NtbLimits {
             bar_size: 2 * MIB,

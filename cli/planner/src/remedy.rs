@@ -5,22 +5,22 @@ use std::fmt;
 use farside_fabric::{NtbLimits, Size};
 use serde::Serialize;
 
-/// What to change. Nothing set: no adapter that could be is large enough.
+/// What to change. All unset: no possible adapter is large enough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Remedy {
-    /// The BAR that would do, bytes.
+    /// Sufficient BAR size, bytes.
     pub bar_size: Option<u64>,
-    /// The LUT that would do.
+    /// Sufficient LUT size.
     pub lut_entries: Option<u32>,
-    /// The requester table that would do, with what CPUs take.
+    /// Sufficient requester table size, with the entries of CPUs.
     pub requester_entries: Option<u32>,
-    /// So many lenders like this one would do.
+    /// Sufficient number of lenders like this one.
     pub lenders: Option<u64>,
 }
 
 impl Remedy {
-    /// What has to be raised so that `devices` devices fit, whose LUT entries on
-    /// an adapter `entries` says (`None`: they cannot be there).
+    /// What has to be raised so that `devices` devices fit, whose LUT entries on an
+    /// adapter `entries` returns (`None`: they do not fit).
     pub(crate) fn raise(
         limits: &NtbLimits,
         devices: u64,

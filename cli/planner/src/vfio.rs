@@ -64,7 +64,7 @@ pub struct PagesBySize {
 /// Plans for `guests` of one machine.
 ///
 /// # Errors
-/// A guest or address rules that cannot be.
+/// Invalid guest or address rules.
 pub fn plan_vfio(guests: &[Guest], rules: &AddressRules) -> Result<VfioPlan, PlanError> {
     if guests.is_empty() {
         return Err(PlanError::NoGuests);

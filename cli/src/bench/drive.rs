@@ -1,4 +1,4 @@
-//! A drive that may be measured: nobody else uses it.
+//! A disk that may be measured: nobody else uses it.
 
 use std::{fs, os::unix::fs::FileTypeExt, path::Path};
 
@@ -19,7 +19,7 @@ impl Drive {
         let kind = fs::metadata(&real).with_context(|| format!("{shown}"))?;
         ensure!(
             kind.file_type().is_block_device(),
-            "{shown} is no block device: name a drive, such as /dev/nvme0n1"
+            "{shown} is not a block device: give a disk, such as /dev/nvme0n1"
         );
         let name = real.file_name().and_then(|name| name.to_str());
         let name = name
@@ -32,10 +32,10 @@ impl Drive {
             &read("/proc/self/mounts"),
             &read("/proc/swaps"),
         ) {
-            anyhow::bail!("{shown} is in use: {user}; unmount it, or name another drive");
+            anyhow::bail!("{shown} is in use: {user}; unmount it, or give another disk");
         }
         if let Some(holder) = holder(&sys, &parts(&sys)) {
-            anyhow::bail!("{shown} is in use: it is part of {holder}; name another drive");
+            anyhow::bail!("{shown} is in use: it is part of {holder}; give another disk");
         }
         Ok(Self { name })
     }
@@ -54,7 +54,7 @@ fn parts(sys: &Path) -> Vec<String> {
         .collect()
 }
 
-/// What is made of the drive or its parts: RAID, LVM, encryption.
+/// What is made of the disk or its parts: RAID, LVM, encryption.
 fn holder(sys: &Path, parts: &[String]) -> Option<String> {
     let directories = parts
         .iter()
@@ -66,8 +66,8 @@ fn holder(sys: &Path, parts: &[String]) -> Option<String> {
     })
 }
 
-/// Where the drive or one of its parts is mounted or swapped to, from the
-/// kernel's lists.
+/// Where the disk or one of its parts is mounted or swapped to, from the kernel's
+/// lists.
 fn user(name: &str, parts: &[String], mounts: &str, swaps: &str) -> Option<String> {
     let ours = |device: &str| {
         device
@@ -109,7 +109,7 @@ mod tests {
             user("sdc", &["sdc1", "sdc2"]).unwrap(),
             "/dev/sdc2 is swapped to"
         );
-        // Another drive whose name begins alike.
+        // Another disk whose name has the same prefix.
         assert_eq!(user("sdaa", &[]), None);
         assert_eq!(user("sdd", &["sdd1"]), None);
     }

@@ -1,4 +1,4 @@
-//! Runs fio on a drive of this machine.
+//! Runs fio on a disk of this machine.
 
 use std::{
     fs, io,

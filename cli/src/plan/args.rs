@@ -11,10 +11,9 @@ use farside_planner::Reserved;
 
 use crate::values::{HugePagesArg, MachineArg};
 
-/// Works out which VMs, devices and hosts fit, without touching any: guest
-/// layout, DMA windows, LUT entries, requester entries, addresses, memory to
-/// lock. Fails (exit status 1) where something does not fit, and says what to
-/// change.
+/// Calculates which VMs, devices and hosts fit, without accessing any: guest
+/// layout, DMA windows, LUT entries, requester entries, addresses, memory to lock.
+/// Fails (exit status 1) if something does not fit, and prints the required change.
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "\
 Examples:
@@ -26,27 +25,27 @@ Examples:
   farside plan --guest 64G --fabric vfio         lender and VM on one machine
   farside plan --adapters                        adapters by name, and where their numbers are from")]
 pub(crate) struct Plan {
-    /// VMs that borrow from one lender: how many, RAM, machine type, devices of
-    /// each. Given more than once, they borrow in that order.
+    /// VMs that borrow from one lender: number, RAM, machine type, devices of each.
+    /// May be given more than once; they borrow in that order.
     #[arg(long = "guest", value_name = "[Nx]RAM[:MACHINE[:DEVICES]]", value_parser = parse_guest)]
     pub(crate) guests: Vec<GuestArg>,
-    /// Machine type of guests that name none.
+    /// Machine type of guests given without one.
     #[arg(long, value_enum, default_value = "q35")]
     pub(crate) machine: MachineArg,
-    /// Devices of guests that name no number.
+    /// Number of devices of guests given without one.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) devices: u16,
-    /// Pages that guest RAM is made of.
+    /// Page size of guest RAM.
     #[arg(long, value_enum, value_name = "SIZE")]
     pub(crate) hugepages: Option<HugePagesArg>,
-    /// What is between device and guest RAM.
+    /// Fabric to plan for.
     #[arg(long, value_enum, default_value = "ntb")]
     pub(crate) fabric: FabricArg,
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// An adapter by name; flags go before its numbers.
+    /// Adapter preset; other flags override its values.
     #[arg(
         long,
         value_name = "NAME",
@@ -54,7 +53,7 @@ pub(crate) struct Plan {
         help_heading = "NTB adapter"
     )]
     pub(crate) adapter: String,
-    /// List adapters by name, and where their numbers are from.
+    /// List the adapter presets, with the sources of their values.
     #[arg(long, help_heading = "NTB adapter")]
     pub(crate) adapters: bool,
     /// Take the adapter from [fabric] of a lender's configuration.
@@ -65,7 +64,7 @@ pub(crate) struct Plan {
         help_heading = "NTB adapter"
     )]
     pub(crate) config: Option<PathBuf>,
-    /// Ask a running lender for the limits of its adapter.
+    /// Query a running lender for the limits of its adapter.
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -79,16 +78,17 @@ pub(crate) struct Plan {
     /// Entries of the look-up table that cuts the BAR into segments; a power of two.
     #[arg(long, value_name = "N", help_heading = "NTB adapter")]
     pub(crate) lut_entries: Option<u32>,
-    /// What an address at the far side must be a multiple of.
+    /// Required alignment of peer addresses.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "NTB adapter")]
     pub(crate) alignment: Option<u64>,
-    /// Most LUT entries that one window may take; 1 where each has a BAR of its own.
+    /// Maximum number of LUT entries of one window; 1 if each window has a separate
+    /// BAR.
     #[arg(long, value_name = "N", help_heading = "NTB adapter")]
     pub(crate) entries_per_window: Option<u32>,
     /// Entries of the requester table: each lent device takes one.
     #[arg(long, value_name = "N", help_heading = "NTB adapter")]
     pub(crate) requester_entries: Option<u32>,
-    /// How many of those the CPUs take.
+    /// Number of requester entries reserved for CPUs.
     #[arg(long, value_name = "N", help_heading = "NTB adapter")]
     pub(crate) reserved_requesters: Option<u32>,
 
@@ -100,7 +100,7 @@ pub(crate) struct Plan {
     /// Devices that a host lends to one other [default: what the requester table has].
     #[arg(long, value_name = "N", requires = "nodes", help_heading = "Cluster")]
     pub(crate) devices_per_pair: Option<u32>,
-    /// Other hosts that each lends to at once.
+    /// Number of other hosts that each host lends to at the same time.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Cluster")]
     pub(crate) peers: u32,
     /// BARs of a device, which its borrower reaches through its own adapter.

@@ -84,7 +84,7 @@ fn qemu(live: bool, there: &Qemu, here: &Qemu) -> Vec<Finding> {
         Finding::problem_if(
             live,
             "machine",
-            format!("it is {wanted}, which QEMU here does not know"),
+            format!("it is {wanted}, which QEMU here does not support"),
             "install the QEMU that the other host has",
         )
     };

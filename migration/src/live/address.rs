@@ -16,7 +16,7 @@ pub fn address_for(to: &str) -> Result<IpAddr> {
         .map(|found| found.map(|address| address.ip()).collect())
         .map_err(|error| {
             Error::refused(format!(
-                "no address is known of host {name} ({error}): name it with --migrate-address"
+                "no address found for host {name} ({error}): give it with --migrate-address"
             ))
         })?;
     match found.iter().find(|address| is_private(**address)) {

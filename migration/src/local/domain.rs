@@ -46,7 +46,7 @@ pub(super) fn starts_with_host(domain: &str) -> Result<bool> {
 pub(super) fn is_free(domain: &str, xml: &str) -> Result<()> {
     if exists(domain)? {
         return Err(Error::refused(format!(
-            "libvirt has a domain {domain} already, of which farside knows nothing: undefine it, or give one of the two another name (virsh domrename)"
+            "libvirt has a domain {domain} already, which does not belong to farside: undefine it, or rename one of the two (virsh domrename)"
         )));
     }
     let Some(uuid) = uuid_of(domain, xml)? else {
@@ -90,7 +90,7 @@ pub(super) fn check_movable(domain: &str) -> Result<()> {
     ];
     if virsh(&secret)? != xml(domain)? {
         return refused(
-            "its XML has a password, as of its display, which libvirt shows to nobody who does not ask for it: take it out, and set it again on the other host",
+            "its XML has a password, such as of its display, which libvirt omits by default: remove it, and set it again on the other host",
         );
     }
     Ok(())

@@ -69,7 +69,7 @@ fn find(id: &str, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
         Some(error) => Error::from(error).at(&format!("device {id}")),
         None => Error::new(
             ErrorKind::Lender,
-            format!("no lender has device {id} (asked: {})", asked.join(", ")),
+            format!("no lender has device {id} (queried: {})", asked.join(", ")),
         ),
     })
 }

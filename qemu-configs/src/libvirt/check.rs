@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{Vm, message_timeout_ms, shared_memory::Properties};
 
-/// All that keeps borrowed devices from working in a domain. One that cannot be
-/// read is an error. `socket` says where the backend of a VM serves a device.
+/// Everything that keeps borrowed devices from working in a domain. One that cannot
+/// be read is an error. `socket` says where the backend of a VM serves a device.
 ///
 /// A domain that borrows nothing yet is looked at as one that is about to.
 pub fn check_domain(

@@ -61,16 +61,16 @@ pub enum DomainError {
          <source type='memfd'/> and <access mode='shared'/> (farside libvirt --edit adds them)"
     )]
     NotShared { line: u32, column: u32 },
-    /// A NUMA cell that does not say.
+    /// A NUMA cell that is not marked as shared.
     #[error(
-        "line {line}, column {column}: this NUMA cell does not say that its memory is shared: \
+        "line {line}, column {column}: this NUMA cell's memory is not marked as shared: \
          add memAccess='shared' (farside libvirt --edit does)"
     )]
     CellNotShared { line: u32, column: u32 },
-    /// A vIOMMU that does not tell what the guest maps.
+    /// A vIOMMU that does not report the guest's mappings.
     #[error(
-        "line {line}, column {column}: <iommu model='intel'> without caching mode: QEMU ends when \
-         the guest turns the vIOMMU on, since borrowed devices are not told what the guest maps; \
+        "line {line}, column {column}: <iommu model='intel'> without caching mode: QEMU exits when \
+         the guest enables the vIOMMU, since borrowed devices do not get the guest's mappings; \
          add <driver caching_mode='on'/>"
     )]
     Viommu { line: u32, column: u32 },
@@ -89,7 +89,7 @@ pub enum DomainError {
     /// change.
     #[error(
         "line {line}, column {column}: {found} is to be {wanted} \
-         ({mib} MiB of RAM take an x-msg-timeout of {timeout} ms): farside libvirt --edit mends it"
+         ({mib} MiB of RAM take an x-msg-timeout of {timeout} ms): farside libvirt --edit fixes it"
     )]
     OtherArgument {
         line: u32,
@@ -143,7 +143,7 @@ pub enum DomainError {
     #[error(transparent)]
     Vm(#[from] VmError),
     /// A NUMA layout that does not come out even.
-    #[error("{cells} NUMA cells for {vcpus} processors and {mib} MiB: {why}")]
+    #[error("{cells} NUMA cells for {vcpus} vCPUs and {mib} MiB: {why}")]
     Numa {
         cells: u32,
         vcpus: u32,

@@ -162,7 +162,7 @@ impl Vm {
             why,
         };
         if !self.vcpus.is_multiple_of(cells) {
-            return Err(uneven("give a number of processors that it divides"));
+            return Err(uneven("give a number of vCPUs that it divides"));
         }
         let granule = u64::from(cells) * self.huge_pages.granule();
         if !self.ram.is_multiple_of(granule) {

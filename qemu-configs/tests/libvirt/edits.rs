@@ -121,7 +121,7 @@ fn numa_cells_are_told_that_they_are_shared() {
     );
     assert_eq!(
         check_domain(&theirs, &socket).unwrap()[1].to_string(),
-        "line 27, column 7: this NUMA cell does not say that its memory is shared: \
+        "line 27, column 7: this NUMA cell's memory is not marked as shared: \
          add memAccess='shared' (farside libvirt --edit does)"
     );
     let edited = add(&theirs, &["disk0"]).unwrap();
@@ -170,12 +170,12 @@ fn more_memory_takes_a_new_timeout() {
     let said = problems[0].to_string();
     assert!(
         said.contains("\"x-msg-timeout\":23000")
-            && said.ends_with("(8192 MiB of RAM take an x-msg-timeout of 40000 ms): farside libvirt --edit mends it"),
+            && said.ends_with("(8192 MiB of RAM take an x-msg-timeout of 40000 ms): farside libvirt --edit fixes it"),
         "{said}"
     );
-    let mended = add_devices(&grown, &borrowed(&[])).unwrap();
-    assert!(mended.contains("\"x-msg-timeout\":40000"));
-    assert_eq!(check_domain(&mended, &socket), Ok(vec![]));
+    let fixed = add_devices(&grown, &borrowed(&[])).unwrap();
+    assert!(fixed.contains("\"x-msg-timeout\":40000"));
+    assert_eq!(check_domain(&fixed, &socket), Ok(vec![]));
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn what_makes_no_domain() {
     };
     assert_eq!(
         error(|_, options| options.numa_cells = 3),
-        "3 NUMA cells for 4 processors and 4096 MiB: give a number of processors that it divides"
+        "3 NUMA cells for 4 vCPUs and 4096 MiB: give a number of vCPUs that it divides"
     );
     assert_eq!(
         error(|vm, options| {
@@ -88,7 +88,7 @@ fn what_makes_no_domain() {
             vm.vcpus = 8;
             options.numa_cells = 8;
         }),
-        "8 NUMA cells for 8 processors and 4096 MiB: give memory that it divides, into whole pages"
+        "8 NUMA cells for 8 vCPUs and 4096 MiB: give memory that it divides, into whole pages"
     );
     assert_eq!(
         error(|vm, options| {
@@ -97,8 +97,5 @@ fn what_makes_no_domain() {
         }),
         "a pc VM has no IOMMU: use the machine q35"
     );
-    assert_eq!(
-        error(|vm, _| vm.vcpus = 0),
-        "0 processors: a VM has 1 to 255"
-    );
+    assert_eq!(error(|vm, _| vm.vcpus = 0), "0 vCPUs: a VM has 1 to 255");
 }

@@ -147,7 +147,7 @@ pub enum Manager {
 pub enum LoadError {
     /// Nobody described the VM.
     #[error(
-        "VM {vm} has no description ({path} is missing): write one, or name another file with --config",
+        "VM {vm} has no configuration ({path} is missing): create it, or give another file with --config",
         path = path.display()
     )]
     Unknown { vm: String, path: PathBuf },
@@ -322,8 +322,8 @@ mod tests {
 
     #[test]
     fn a_description_of_another_vm_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.toml");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.toml");
         std::fs::write(&path, "name = [").unwrap();
         let error = VmConfig::load(&path).unwrap_err();
         assert!(error.to_string().contains("a.toml"), "{error}");

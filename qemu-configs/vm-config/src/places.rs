@@ -6,9 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folder of VM descriptions and of `lender.toml`: `$FARSIDE_CONFIG_DIR`,
-/// else `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or
-/// `~/.config/farside` for others.
+/// The directory of VM descriptions and of `lender.toml`: `$FARSIDE_CONFIG_DIR`,
+/// else `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or `~/.config/farside`
+/// for others.
 pub fn config_dir() -> PathBuf {
     dir(
         "FARSIDE_CONFIG_DIR",
@@ -18,7 +18,7 @@ pub fn config_dir() -> PathBuf {
     )
 }
 
-/// The folder of what must outlive a reboot: `$FARSIDE_STATE_DIR`, else
+/// The directory of what must outlive a reboot: `$FARSIDE_STATE_DIR`, else
 /// `/var/lib/farside` for root, `$XDG_STATE_HOME/farside` or
 /// `~/.local/state/farside` for others.
 pub fn state_dir() -> PathBuf {
@@ -30,7 +30,7 @@ pub fn state_dir() -> PathBuf {
     )
 }
 
-/// A VM's description: `vm/NAME.toml` in [`config_dir`].
+/// A VM configuration: `vm/NAME.toml` in [`config_dir`].
 pub fn description(vm: &str) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }

@@ -18,10 +18,10 @@ use farside_vm_config::places;
 
 use crate::{Backend, Error};
 
-/// Starts the backend of a domain that is about to be started, and waits until
-/// it serves all of the domain's devices. It is made from the VM's description
-/// where there is one, else from what the domain itself says. One that runs
-/// already is taken.
+/// Starts the backend of a domain that is about to be started, and waits until it
+/// serves all of the domain's devices. It is made from the VM configuration where
+/// there is one, else from what the domain itself says. One that runs already is
+/// taken.
 ///
 /// After an error no backend of ours is left.
 pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Error> {

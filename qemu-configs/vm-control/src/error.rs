@@ -16,21 +16,21 @@ pub enum Error {
     /// The VM has no description, or one that does not parse.
     #[error(transparent)]
     Description(#[from] LoadError),
-    /// The description cannot be made into a command line.
-    #[error("VM {vm} cannot be made into a command line")]
+    /// The VM configuration is invalid for a command line.
+    #[error("cannot make a QEMU command line for VM {vm}")]
     Vm { vm: String, source: VmError },
     /// Its RAM is more than this host has left.
     #[error("VM {vm} cannot start")]
     TooLarge { vm: String, source: TooLarge },
-    /// QEMU cannot use borrowed devices, or is none.
+    /// QEMU cannot use borrowed devices, or is not QEMU.
     #[error("VM {vm} cannot start")]
     Qemu { vm: String, source: ProbeError },
-    /// A name that cannot be that of a VM or device.
+    /// An invalid VM name or device id.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// Another command is at work on the VM.
+    /// Another command is in progress on the VM.
     #[error(
-        "another farside command (process {pid}) is at work on VM {vm}: wait until it has ended"
+        "another farside command (process {pid}) is in progress on VM {vm}: wait until it has ended"
     )]
     Locked { vm: String, pid: String },
     /// The VM runs already.
@@ -125,7 +125,7 @@ pub enum Error {
     },
     /// QEMU has the device, but nobody serves it.
     #[error(
-        "device {device} is plugged into VM {vm}, but its backend has ended since, and QEMU does not connect again: `farside detach` it, then attach it anew"
+        "device {device} is plugged into VM {vm}, but its backend has ended since, and QEMU does not reconnect: `farside detach` it, then attach it again"
     )]
     Dead { device: String, vm: String },
     /// The device is not there.
@@ -146,14 +146,14 @@ pub enum Error {
     /// The port that was asked for cannot be had.
     #[error("port {port} of VM {vm} {why}")]
     Port { port: u16, vm: String, why: String },
-    /// The guest said no to an unplug.
+    /// The guest rejected an unplug.
     #[error(
-        "the guest of VM {vm} refuses to let go of {device}: something in it still uses the device; the device stays plugged in"
+        "the guest of VM {vm} refuses to release {device}: the device is still in use; it stays plugged in"
     )]
     GuestRefuses { vm: String, device: String },
     /// The guest did not answer an unplug.
     #[error(
-        "the guest of VM {vm} has not let go of {device} within {limit:?}: {why}; the device stays plugged in, and goes if the guest lets go of it later"
+        "the guest of VM {vm} has not released {device} within {limit:?}: {why}; the device stays plugged in, and is removed if the guest releases it later"
     )]
     GuestHolds {
         vm: String,

@@ -104,7 +104,7 @@ pub struct DeviceState {
     pub plugged: bool,
     /// The backend serves it.
     pub served: bool,
-    /// It is in the VM's description.
+    /// It is in the VM configuration.
     pub described: bool,
 }
 
@@ -268,7 +268,7 @@ fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
     Err(Error::Late {
         what: format!("the guest of VM {vm} has not powered off"),
         limit: options.limit,
-        advice: "it goes on; ask again, look at what it does, or end it with --force".to_owned(),
+        advice: "it runs on; try again, check the guest, or terminate it with --force".to_owned(),
     })
 }
 
@@ -364,7 +364,7 @@ fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
     }
 }
 
-/// The VM's description, for one whose name may be that of a directory.
+/// The VM configuration, for one whose name may be that of a directory.
 pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
     check_name_of("VM name", vm)?;
     Ok(VmConfig::of_vm(vm)?)

@@ -72,7 +72,7 @@ impl Log {
         let text = read().unwrap_or_default();
         let lines: Vec<_> = text.trim().lines().collect();
         match lines.as_slice() {
-            [] => format!("it said nothing (log: {})", self.path.display()),
+            [] => format!("it printed nothing (log: {})", self.path.display()),
             lines => {
                 let last = &lines[lines.len().saturating_sub(LINES)..];
                 format!("{} (log: {})", last.join("\n  "), self.path.display())

@@ -34,8 +34,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// How to plug a device in.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttachOptions {
-    /// Number of the port. Unless said, that of the VM's description, else the
-    /// first that is free and not of a described device.
+    /// Number of the port. By default that of the VM configuration, else the first
+    /// that is free and not of a described device.
     pub port: Option<u16>,
 }
 
@@ -51,16 +51,16 @@ pub struct Attached {
 /// A device that is plugged in no longer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detached {
-    /// How long the guest took to let go. None when QEMU did not have the
+    /// How long the guest took to release it. None when QEMU did not have the
     /// device any more, and only the backend served it.
     pub guest_took: Option<Duration>,
 }
 
 /// Plugs a device into a running VM: its backend looks it up and serves it, QEMU
-/// gets it. When this returns, the guest can find it; its lender lends it once
-/// QEMU resets it, which is then done. When QEMU refuses, the backend is told to
-/// forget it again. The VM's description is not changed: the device is there
-/// until it is detached or QEMU ends.
+/// gets it. When this returns, the guest can find it; its lender lends it once QEMU
+/// resets it, which is then done. When QEMU refuses, the backend is told to forget
+/// it again. The VM configuration is not changed: the device is there until it is
+/// detached or QEMU ends.
 pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attached, Error> {
     check_device(device)?;
     let config = config_or_default(vm)?;
@@ -118,7 +118,7 @@ fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
     Ok(!served.iter().any(lives))
 }
 
-/// Plugs a device out of a running VM: the guest is asked to let go of it, and
+/// Hot-unplugs a device from a running VM: the guest is asked to release it, and
 /// has `limit` to do so; then the lender has it back.
 ///
 /// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in
@@ -159,7 +159,7 @@ pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error
     Ok(Detached { guest_took })
 }
 
-/// Has the guest let go of a device, and waits until QEMU has removed it.
+/// Requests an unplug from the guest, and waits until QEMU has removed the device.
 fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Duration, Error> {
     let id = qemu_id(device);
     let begin = Instant::now();
@@ -172,7 +172,7 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
         Ok(_) => {}
         // By a detach that was given up.
         Err(Error::Refused { reason, .. }) if reason.contains("in the process of unplug") => {}
-        // It let go just now, as it was asked to before.
+        // The guest released it just now, after an earlier request.
         Err(Error::Refused { class, .. }) if class == "DeviceNotFound" => {}
         Err(error) => return Err(error),
     }
@@ -216,7 +216,7 @@ fn why_held(monitor: &mut Monitor) -> Result<String, Error> {
             "it has not answered (no hot-plug driver runs there, or something uses the device)"
                 .to_owned()
         }
-        Some(state) => format!("it does not run (QEMU says: {state})"),
+        Some(state) => format!("it does not run (QEMU's state: {state})"),
     })
 }
 
@@ -257,8 +257,10 @@ fn choose(
             device: device.to_owned(),
             used: numbers(slots.iter().filter(|slot| slot.taken)),
             advice: match slots.iter().any(|slot| !slot.taken) {
-                true => "those that are free belong to described devices; take one with --port"
-                    .to_owned(),
+                true => {
+                    "the free ports are reserved for configured devices; select one with --port"
+                        .to_owned()
+                }
                 false => "detach another device, or start the VM with more spare-ports".to_owned(),
             },
         })
@@ -325,11 +327,11 @@ fn check_device(device: &str) -> Result<(), Error> {
     Ok(check_name_of("device id", device)?)
 }
 
-/// A VM that somebody started by hand has no description, and needs none here.
+/// A VM that was started by hand has no configuration, and needs none here.
 fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
     match config_of(vm) {
         Err(Error::Description(LoadError::Unknown { path, .. })) => {
-            log::debug!("VM {vm} has no description at {}", path.display());
+            log::debug!("VM {vm} has no configuration at {}", path.display());
             match paths::vm_dir(vm).exists() {
                 true => Ok(VmConfig {
                     manager: Some(found_manager(vm)),
@@ -338,7 +340,7 @@ fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
                 false => Err(Error::NotRunning {
                     vm: vm.to_owned(),
                     hint: format!(
-                        " here, and has no description ({} is missing)",
+                        " here, and has no configuration ({} is missing)",
                         path.display()
                     ),
                 }),

@@ -31,7 +31,7 @@ use crate::{
 /// How long one attempt to reach a new QEMU's monitor takes at most.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// How often the guest's power button is pressed.
+/// Interval of ACPI shutdown requests.
 pub(crate) const PRESS_AGAIN: Duration = Duration::from_secs(5);
 
 /// How long QEMU may take to end when it is told to, or has said it will.
@@ -100,8 +100,8 @@ pub fn keep_monitor_private() {
     umask(before | others_write);
 }
 
-/// Presses the power button, again and again, and waits until QEMU has ended; with
-/// `force`, ends it then.
+/// Repeats the ACPI shutdown request (`system_powerdown`), and waits until QEMU has
+/// ended; with `force`, ends it then.
 pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result<(), Error> {
     let vm = monitor.vm().to_owned();
     let deadline = Instant::now() + limit;
@@ -123,7 +123,7 @@ pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result
         return Err(Error::Late {
             what: format!("the guest of VM {vm} has not powered off"),
             limit,
-            advice: "it goes on; ask again, look at what it does, or end it with --force"
+            advice: "it runs on; try again, check the guest, or terminate it with --force"
                 .to_owned(),
         });
     }

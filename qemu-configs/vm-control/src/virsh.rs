@@ -42,8 +42,9 @@ pub(crate) fn start(domain: &str) -> Result<(), Error> {
     run_within(&places::virsh(), &["start", "--domain", domain], START).map(drop)
 }
 
-/// Presses the power button, again and again, as a guest that still boots does not hear
-/// it, and waits until the domain is shut off. Returns whether that came.
+/// Repeats the ACPI shutdown request (`virsh shutdown`), as a guest that still
+/// boots does not hear it, and waits until the domain is shut off. Returns whether
+/// that came.
 pub(crate) fn power_down(domain: &str, deadline: Instant) -> Result<bool, Error> {
     loop {
         if let Err(error) = run(&["shutdown", "--domain", domain]) {

@@ -166,7 +166,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     let message = refused(cluster, &["attach", "a", "dma0"])?;
     ensure!(
         message.contains(&format!(
-            "another farside command (process {pid}) is at work on VM a"
+            "another farside command (process {pid}) is in progress on VM a"
         )),
         "{message}"
     );
@@ -209,7 +209,7 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
 
     let message = refused(cluster, &["detach", "a", "disk0", "--limit", "1"])?;
     ensure!(
-        message.contains("the guest of VM a has not let go of disk0 within 1s"),
+        message.contains("the guest of VM a has not released disk0 within 1s"),
         "{message}"
     );
     ensure!(has(&guest, "disk0")?);

@@ -29,7 +29,7 @@ pub fn a_guest_that_does_not_let_go_keeps_its_drive(
     for _ in 0..2 {
         let message = refused(cluster, &["detach", "a", "disk0", "--limit", "2"])?;
         ensure!(
-            message.contains("the guest of VM a has not let go of disk0 within 2s")
+            message.contains("the guest of VM a has not released disk0 within 2s")
                 && message.contains("no hot-plug driver")
                 && message.contains("stays plugged in"),
             "{message}"
@@ -55,7 +55,7 @@ pub fn a_paused_guest_lets_go_when_it_goes_on(cluster: &Cluster) -> anyhow::Resu
     guest.qmp().execute("stop", json!({}))?;
     let message = refused(cluster, &["detach", "a", "disk0", "--limit", "1"])?;
     ensure!(
-        message.contains("it does not run (QEMU says: paused)"),
+        message.contains("it does not run (QEMU's state: paused)"),
         "{message}"
     );
     ensure!(has(&guest, "disk0")?);
@@ -105,7 +105,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
     };
     says(
         &["attach", "ghost", "disk0"],
-        &["VM ghost does not run", "no description"],
+        &["VM ghost does not run", "no configuration"],
     )?;
     says(&["attach", "../a", "disk0"], &["VM name \"../a\""])?;
     says(&["attach", "a", "x/y"], &["device id \"x/y\""])?;

@@ -153,7 +153,7 @@ pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Re
         }
         nothing_runs(cluster, "web1")
     };
-    failed(&["VM web1 has no description"])?;
+    failed(&["VM web1 has no configuration"])?;
     describe(cluster, &agent, &["disk0"], &[])?;
     failed(&[
         "the backend of VM web1 does not start",

@@ -53,7 +53,7 @@ pub fn what_it_says_to_type_makes_a_domain_start(stage: &Stage) -> Result<()> {
     ensure!(restart.starts_with("systemctl restart"), "{hook}");
     stage.sh(chmod)?;
     stage.sh(&fix(&found, "socket-group", "QEMU runs as libvirt-qemu")?)?;
-    stage.sh(&fix(&found, "domain", "does not give the domain")?)?;
+    stage.sh(&fix(&found, "domain", "does not return the domain")?)?;
 
     let found = doctor(stage)?;
     let ill: Vec<_> = found

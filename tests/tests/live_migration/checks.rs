@@ -116,7 +116,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     stage.refused(
         "a",
         &late,
-        &["has not let go of disk0 within 2s", "as it was"],
+        &["has not released disk0 within 2s", "as it was"],
     )?;
     ensure!(stage.running()? == ["a"], "{:?}", stage.running());
     ensure!(stage.holder()? == Some((VM.to_owned(), epoch)));

@@ -72,10 +72,10 @@ pub(crate) fn run() -> Result<()> {
     refused(
         &vm,
         "farside bench run --borrowed /dev/nvme0n1 --beside /dev/nvme0n1 --write",
-        &["the same drive"],
+        &["the same disk"],
     )?;
     let file = "farside bench run --borrowed /dev/nvme0n1 --beside /etc/mke2fs.conf --write";
-    refused(&vm, file, &["/etc/mke2fs.conf is no block device"])?;
+    refused(&vm, file, &["/etc/mke2fs.conf is not a block device"])?;
     refused(
         &vm,
         &format!("mv /usr/bin/fio /run; {RUN}; code=$?; mv /run/fio /usr/bin; exit $code"),

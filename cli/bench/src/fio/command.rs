@@ -13,7 +13,7 @@ pub struct Timing {
 
 /// Shell commands that fio runs at the beginning and at the end of the job. It
 /// keeps their output in `job.prerun.txt` and `job.postrun.txt` in the current
-/// folder.
+/// directory.
 #[derive(Clone, Debug)]
 pub struct Hooks {
     /// Before the ramp.

@@ -1,14 +1,14 @@
-//! What drive and processors have done so far.
+//! Counters of disk and CPUs have done so far.
 
 use std::time::Duration;
 
 use crate::Error;
 
-/// The kernel shows processor time in hundredths of a second to everybody
-/// (`USER_HZ`), whatever its own tick is.
+/// The kernel shows CPU time in hundredths of a second to everybody (`USER_HZ`),
+/// whatever its own tick is.
 const TICK: Duration = Duration::from_millis(10);
 
-/// A look at the counters of a drive and of all processors.
+/// A sample of the counters of a disk and of all CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     read: u64,
@@ -19,9 +19,9 @@ pub struct Sample {
 /// What happened between two samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// Bytes read and written by the drive.
+    /// Bytes read and written by the disk.
     pub bytes: u64,
-    /// Time that processors were busy, all of them together.
+    /// Time that CPUs were busy, all of them together.
     pub cpu: Duration,
 }
 
@@ -32,7 +32,7 @@ impl Sample {
     /// When it is something else; the error quotes it.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let parsed = || {
-            // Sectors of 512 bytes, whatever the drive's own are.
+            // Sectors of 512 bytes, whatever the disk's own are.
             let drive = numbers(text.lines().next()?)?;
             let busy = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
             let busy = numbers(busy)?;
@@ -59,8 +59,8 @@ impl Sample {
 }
 
 impl Work {
-    /// Seconds of processor time for each request of `block` bytes; `None` when
-    /// there was none.
+    /// Seconds of CPU time for each request of `block` bytes; `None` when there was
+    /// none.
     pub fn cpu_per_io(&self, cpu: Duration, block: u64) -> Option<f64> {
         let ios = self.bytes as f64 / block as f64;
         (ios > 0.0).then(|| cpu.as_secs_f64() / ios)

@@ -32,15 +32,15 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     if findings.is_empty() {
         findings.push(Finding::note(
             CHECK,
-            "no VM is described here, and nothing is lent",
-            "there is nothing to check against",
+            "no VM is configured here, and no device is lent",
+            "there is no configuration to check",
         ));
     }
     findings
 }
 
 fn of_vm(users: &Users, vm: &VmFacts) -> Vec<Finding> {
-    let why = "its backend and QEMU are made from the description";
+    let why = "its backend and QEMU are started from the VM configuration";
     let wrong = |what: String| {
         let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
         finding.fix(edit(&vm.path))
@@ -78,8 +78,8 @@ fn of_vm(users: &Users, vm: &VmFacts) -> Vec<Finding> {
         let finding = match config.device_ids().as_slice() {
             [] => Finding::note(
                 CHECK,
-                "it names no device",
-                "the VM borrows nothing until `farside attach` gives it something",
+                "it has no device",
+                "the VM borrows no device before `farside attach`",
             ),
             ids => Finding::ok(CHECK, format!("borrows {}", ids.join(", "))),
         };
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_lender_and_nothing() {
         let mut facts = Facts::default();
-        says(judge(&facts), Level::Note, "nothing is lent");
+        says(judge(&facts), Level::Note, "no device is lent");
         let lender = "[[device]]\nid = \"a\"\nmodel.dma-test = {}";
         facts.lender = Some(Ok(toml::from_str(lender).unwrap()));
         says(judge(&facts), Level::Ok, "lends 1 device");

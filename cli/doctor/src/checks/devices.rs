@@ -46,7 +46,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
     let Some(device) = having.next() else {
         let ids: Vec<_> = lent.iter().map(|device| device.id.as_str()).collect();
         let what = match ids.as_slice() {
-            [] => format!("no lender has {id}, nor anything else"),
+            [] => format!("no lender has {id} or any other device"),
             ids => format!("no lender has {id}; they have {}", ids.join(", ")),
         };
         let why = "the VM's backend does not start";

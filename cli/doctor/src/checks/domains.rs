@@ -17,9 +17,13 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             let what = "libvirt is not installed, and the VM is to be run by it";
             let install = "apt-get install libvirt-daemon-system libvirt-clients";
             vec![
-                Finding::problem(CHECK, what, "the description says `manager = \"libvirt\"`")
-                    .of_vm(&vm.name)
-                    .fix(install),
+                Finding::problem(
+                    CHECK,
+                    what,
+                    "the VM configuration has `manager = \"libvirt\"`",
+                )
+                .of_vm(&vm.name)
+                .fix(install),
             ]
         }
         Some(libvirt) => match libvirt.domains.get(&vm.name) {
@@ -35,8 +39,8 @@ fn undefined(vm: &VmFacts, error: &str) -> Finding {
     let name = quoted(&vm.name);
     let finding = Finding::problem(
         CHECK,
-        format!("libvirt does not give the domain: {error}"),
-        "the VM is to be run by libvirt (`manager = \"libvirt\"`)",
+        format!("libvirt does not return the domain: {error}"),
+        "the VM is managed by libvirt (`manager = \"libvirt\"`)",
     );
     finding.of_vm(&vm.name).fix(format!(
         "farside libvirt --vm {name} > {name}.xml && virsh define {name}.xml"
@@ -72,7 +76,7 @@ fn defined(vm: &VmFacts, config: &VmConfig, xml: &str) -> Vec<Finding> {
         .collect();
     if !missing.is_empty() {
         findings.push(wrong(format!(
-            "the domain lacks {}, which the description has",
+            "the domain lacks {}, which the VM configuration has",
             missing.join(", ")
         )));
     }

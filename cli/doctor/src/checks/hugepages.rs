@@ -74,9 +74,9 @@ fn mount(facts: &Facts, size: u64) -> Option<Finding> {
     }
     let what = format!("no hugetlbfs with pages of {} is mounted", Size(size));
     let why = "libvirt refuses domains with huge pages of a size that has no mount";
-    let folder = format!("/dev/hugepages{}M", size >> 20);
+    let directory = format!("/dev/hugepages{}M", size >> 20);
     Some(Finding::problem(CHECK, what, why).fix(format!(
-        "mkdir -p {folder} && mount -t hugetlbfs -o pagesize={}M hugetlbfs {folder} && systemctl restart libvirtd",
+        "mkdir -p {directory} && mount -t hugetlbfs -o pagesize={}M hugetlbfs {directory} && systemctl restart libvirtd",
         size >> 20
     )))
 }

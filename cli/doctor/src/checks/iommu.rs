@@ -16,16 +16,16 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let hardware = &facts.hardware;
     let needed = facts.uses_hardware();
     let mut findings = vec![match &hardware.iommu_advice {
-        None => Finding::ok(CHECK, "an IOMMU is at work"),
+        None => Finding::ok(CHECK, "an IOMMU is enabled"),
         Some(advice) if needed => Finding::problem(
             CHECK,
-            format!("no IOMMU is at work: {advice}"),
+            format!("no IOMMU is enabled: {advice}"),
             "a device that is lent, or an NTB, could write to any memory of this host: it is refused",
         )
         .fix(turn_on(hardware)),
         Some(_) => Finding::ok(
             CHECK,
-            "none at work; needed only to lend physical devices, or to borrow through an NTB",
+            "none enabled; needed only to lend physical devices, or to borrow through an NTB",
         ),
     }];
     if needed {
@@ -75,11 +75,11 @@ fn vfio(facts: &Facts) -> Vec<Finding> {
         {
             let what = format!("user {} may not use {path}", facts.users.me.name);
             let why = "the kernel gives out physical devices and DMA mappings there";
-            let folder = Path::new(path).display();
-            findings.push(
-                Finding::problem(VFIO, what, why)
-                    .fix(format!("setfacl -m u:{}:rw {folder}", facts.users.me.name)),
-            );
+            let directory = Path::new(path).display();
+            findings.push(Finding::problem(VFIO, what, why).fix(format!(
+                "setfacl -m u:{}:rw {directory}",
+                facts.users.me.name
+            )));
         }
     }
     if findings.is_empty() {

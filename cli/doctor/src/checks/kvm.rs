@@ -24,7 +24,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
         .any(|config| config.manager != Some(Manager::Libvirt));
     let why = match needed {
         true => "a VM here is to run by KVM (`accel = \"kvm\"`), and does not start without",
-        false => "QEMU emulates the processor instead, some ten times slower",
+        false => "QEMU emulates the CPU instead, about ten times slower",
     };
     let hardware = &facts.hardware;
     let finding = match hardware.kvm {

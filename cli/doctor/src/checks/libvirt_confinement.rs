@@ -53,7 +53,9 @@ fn security(facts: &Facts, libvirt: &Libvirt) -> Finding {
         let what = format!("AppArmor keeps libvirt's QEMU from connecting to {sockets}");
         return Finding::problem(SECURITY, what, WHY).fix(format!(
             "mkdir -p {} && echo '{sockets} rw,' >> {LOCAL}",
-            LOCAL.rsplit_once('/').map_or("/", |(folder, _)| folder)
+            LOCAL
+                .rsplit_once('/')
+                .map_or("/", |(directory, _)| directory)
         ));
     }
     if chosen("selinux", libvirt.selinux) {
@@ -78,11 +80,11 @@ fn namespaces(facts: &Facts, libvirt: &Libvirt) -> Option<Finding> {
     if !mounts || !facts.runtime.path.starts_with("/dev") {
         return None;
     }
-    let folder = facts.runtime.path.display();
+    let directory = facts.runtime.path.display();
     let what =
-        format!("libvirt's QEMU has a /dev of its own, and farside's sockets are in {folder}");
+        format!("libvirt's QEMU has a private /dev, and farside's sockets are in {directory}");
     Some(
-        Finding::problem(NAMESPACES, what, "QEMU does not see them")
+        Finding::problem(NAMESPACES, what, "QEMU cannot access them")
             .fix("echo 'namespaces = []' >> /etc/libvirt/qemu.conf && systemctl restart libvirtd"),
     )
 }

@@ -70,7 +70,7 @@ fn of_vm(
             return Finding::ok(CHECK, format!("QEMU and backend both run as {owner}"));
         }
         let what =
-            format!("QEMU runs as {name}, the sockets are {owner}'s, and no socket-group is named");
+            format!("QEMU runs as {name}, the sockets are {owner}'s, and no socket-group is set");
         // Before any table of the file.
         return Finding::problem(CHECK, what, WHY).fix(format!(
             "sed -i '1i socket-group = \"{}\"' {}",

@@ -125,9 +125,9 @@ impl<'a> Locker<'a> {
 
     fn remedy(&self, needed: u64) -> String {
         if let Some(unit) = self.unit {
-            let folder = format!("/etc/systemd/system/{unit}.d");
+            let directory = format!("/etc/systemd/system/{unit}.d");
             return format!(
-                "mkdir -p {folder} && printf '[Service]\\nLimitMEMLOCK=infinity\\n' > {folder}/memlock.conf && systemctl daemon-reload"
+                "mkdir -p {directory} && printf '[Service]\\nLimitMEMLOCK=infinity\\n' > {directory}/memlock.conf && systemctl daemon-reload"
             );
         }
         // What else the process locks is small.

@@ -31,7 +31,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             Finding::note(
                 THP,
                 what,
-                "pinning goes page by page, while the guest's processor waits: `advise` makes it several times faster",
+                "pinning is done page by page, while the guest's vCPU waits: `advise` makes it several times faster",
             )
             .fix("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         );

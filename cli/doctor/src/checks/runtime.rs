@@ -1,4 +1,4 @@
-//! The folder of farside's sockets.
+//! The directory of farside's sockets.
 
 use crate::{Facts, Finding, finding::quoted_path};
 
@@ -12,24 +12,24 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let finding = match runtime.owner {
         None => Finding::ok(
             CHECK,
-            format!("{path} is not there yet; it is made when needed"),
+            format!("{path} does not exist yet; it is created when needed"),
         ),
         Some(owner) if me.uid != 0 && owner != me.uid && owner != 0 => Finding::problem(
             CHECK,
             format!("{path} belongs to user {owner}, not to {}", me.name),
-            "who owns it could put sockets of his own there: it is refused",
+            "its owner could replace sockets in it: it is refused",
         )
         .fix(format!("rm -r {quoted}")),
         Some(_) if runtime.open => Finding::problem(
             CHECK,
             format!("every user may write to {path}"),
-            "they could replace sockets in it: it is refused",
+            "other users could replace sockets in it: it is refused",
         )
         .fix(format!("chmod o-w {quoted}")),
         Some(_) if !runtime.writable => Finding::problem(
             CHECK,
             format!("user {} may not write to {path}", me.name),
-            "the sockets that QEMU connects to are made there",
+            "the sockets that QEMU connects to are created there",
         )
         .fix(format!(
             "chown {} {quoted} && chmod u+rwx {quoted}",
@@ -50,7 +50,7 @@ mod tests {
         let mut facts = Facts::default();
         facts.runtime.path = "/tmp/farside-1000".into();
         facts.users.me.uid = 1000;
-        says(judge(&facts), Level::Ok, "not there yet");
+        says(judge(&facts), Level::Ok, "does not exist yet");
         facts.runtime.owner = Some(1001);
         let said = says(judge(&facts), Level::Problem, "user 1001");
         assert_eq!(said.fix, ["rm -r /tmp/farside-1000"]);
@@ -62,7 +62,7 @@ mod tests {
         let said = says(judge(&facts), Level::Problem, "every user may write");
         assert_eq!(said.fix, ["chmod o-w /tmp/farside-1000"]);
         facts.runtime.open = false;
-        // Root serves in the folder of the units' user.
+        // Root serves in the directory of the units' user.
         facts.users.me.uid = 0;
         says(judge(&facts), Level::Ok, "can be used");
     }

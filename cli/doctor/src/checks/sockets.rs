@@ -25,8 +25,8 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
         findings.push(
             Finding::problem(
                 CHECK,
-                format!("nobody listens at {stale}"),
-                "a lender, backend or QEMU was killed and left them; what connects there is refused",
+                format!("no process listens at {stale}"),
+                "a lender, backend or QEMU was killed and left them; connections are refused",
             )
             .fix(format!("rm -f -- {stale}")),
         );
@@ -42,7 +42,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
                 facts.users.me.name,
                 denied.join(" ")
             ),
-            "they are another user's: ask again as that user, or as root",
+            "they belong to another user: run this as that user, or as root",
         ));
     }
     if findings.is_empty() {

@@ -22,7 +22,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             Finding::note(
                 CHECK,
                 "farside's units are not installed",
-                "nothing starts lender and backends at boot, or again after they were killed",
+                "lender and backends are not started at boot, or restarted after they were killed",
             )
             .fix("apt-get install ./farside_*.deb"),
         );
@@ -33,7 +33,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             Finding::problem(
                 CHECK,
                 format!("{unit} has failed"),
-                "systemd starts it no more until told to",
+                "systemd does not restart it without a request",
             )
             .fix(format!("journalctl --no-pager -n 20 -u {unit}"))
             .fix(format!(
@@ -54,10 +54,10 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
         let finding = Finding::problem(
             CHECK,
             format!(
-                "the socket unit is not what the description says: {} differ",
+                "the socket unit does not match the VM configuration: {} differ",
                 differ.join(", ")
             ),
-            "QEMU finds no socket, or one of a device that the VM has no more",
+            "QEMU finds no socket, or one of a device that the VM no longer has",
         );
         let unit = quoted(&format!("farside@{}.socket", vm.name));
         let fix =

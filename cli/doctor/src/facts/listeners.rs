@@ -174,11 +174,11 @@ mod tests {
 
     #[test]
     fn a_path_that_somebody_else_listens_at_elsewhere() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         // As in another chroot: the same path, and not the same file.
         let _elsewhere = UnixListener::bind(&path).unwrap();
-        std::fs::rename(&path, folder.path().join("moved")).unwrap();
+        std::fs::rename(&path, directory.path().join("moved")).unwrap();
         drop(UnixListener::bind(&path).unwrap());
         let listeners = Listeners::look(&Host::this());
         if let Listeners::Paths(paths) = &listeners {
@@ -186,7 +186,7 @@ mod tests {
             assert!(paths.contains(path.to_str().unwrap()));
             return;
         }
-        assert!(listeners.at(&folder.path().join("moved")));
+        assert!(listeners.at(&directory.path().join("moved")));
         assert!(!listeners.at(&path) && !listeners.at(Path::new("/no/such")));
     }
 

@@ -61,7 +61,7 @@ pub struct Facts {
     /// Where the programs of the system are, `farside` among them.
     pub(crate) in_path: bool,
     pub(crate) program: PathBuf,
-    /// Whether farside's folders are others than those of its systemd units.
+    /// Whether farside's directories are others than those of its systemd units.
     pub(crate) moved: bool,
 }
 
@@ -98,15 +98,15 @@ impl Facts {
                 systemd.join().expect(done),
             )
         });
-        let folders = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin"];
+        let directories = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin"];
         Self {
             only: only.map(str::to_owned),
             users: users::look(host),
             memory: memory::look(host),
             hardware: hardware::look(host),
-            in_path: folders
+            in_path: directories
                 .iter()
-                .any(|folder| host.system(folder).join("farside").exists()),
+                .any(|directory| host.system(directory).join("farside").exists()),
             program: std::env::current_exe().unwrap_or_else(|_| "farside".into()),
             moved: host.moved,
             release: host.text("etc/os-release").and_then(|text| debian(&text)),

@@ -1,4 +1,4 @@
-//! farside's runtime folder, and who listens there.
+//! farside's runtime directory, and who listens there.
 
 use std::{
     os::unix::fs::{FileTypeExt, MetadataExt},
@@ -14,10 +14,10 @@ use rustix::{
 use super::listeners::Listeners;
 use crate::Host;
 
-/// Sockets are so many folders below the runtime folder at most: `vm/NAME/`.
+/// Sockets are so many directories below the runtime directory at most: `vm/NAME/`.
 const DEPTH: usize = 2;
 
-/// The runtime folder.
+/// The runtime directory.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Runtime {
     pub(crate) path: PathBuf,
@@ -65,8 +65,8 @@ pub(crate) fn look(host: &Host) -> Runtime {
     }
 }
 
-fn collect(folder: &Path, depth: usize, listening: &Listeners, found: &mut Vec<Socket>) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+fn collect(directory: &Path, depth: usize, listening: &Listeners, found: &mut Vec<Socket>) {
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         let path = entry.path();
         match entry.file_type() {
             Ok(kind) if kind.is_socket() => {

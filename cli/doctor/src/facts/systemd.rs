@@ -55,8 +55,8 @@ pub(crate) struct Systemd {
 pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Systemd {
     let runs = host.system("run/systemd/system").exists();
     let generated = vms.iter().filter_map(|vm| {
-        let folder = format!("run/systemd/generator/farside@{}.socket.d", vm.name);
-        let parts = host.files(&folder, ".conf");
+        let directory = format!("run/systemd/generator/farside@{}.socket.d", vm.name);
+        let parts = host.files(&directory, ".conf");
         let texts: Vec<_> = parts.iter().filter_map(|part| read(part)).collect();
         let listens = texts.iter().flat_map(|text| values(text, "ListenStream"));
         let listens = listens.map(|path| path.replace("%%", "%")).collect();
@@ -72,12 +72,12 @@ pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Systemd {
 }
 
 fn unit(host: &Host, name: &str) -> Option<Unit> {
-    let files_of = FOLDERS.map(|folder| host.system(folder).join(name));
+    let files_of = FOLDERS.map(|directory| host.system(directory).join(name));
     let path = files_of.into_iter().find(|path| path.exists())?;
     let mut text = read(&path)?;
-    // By name, whichever folder they are in.
+    // By name, whichever directory they are in.
     let drop_ins =
-        FOLDERS.map(|folder| files(&host.system(folder).join(format!("{name}.d")), ".conf"));
+        FOLDERS.map(|directory| files(&host.system(directory).join(format!("{name}.d")), ".conf"));
     let mut drop_ins: Vec<_> = drop_ins.into_iter().flatten().collect();
     drop_ins.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
     for drop_in in drop_ins {

@@ -20,11 +20,11 @@ pub(crate) struct VmFacts {
 }
 
 pub(crate) fn look(host: &Host, only: Option<&str>) -> Vec<VmFacts> {
-    let folder = host.config.join("vm");
-    let path_of = |name: &str| folder.join(format!("{name}.toml"));
+    let directory = host.config.join("vm");
+    let path_of = |name: &str| directory.join(format!("{name}.toml"));
     let described = match only {
         Some(name) => vec![(name.to_owned(), path_of(name))],
-        None => files(&folder, ".toml")
+        None => files(&directory, ".toml")
             .into_iter()
             .filter_map(|path| Some((path.file_stem()?.to_str()?.to_owned(), path)))
             .collect(),
@@ -75,8 +75,8 @@ mod tests {
     fn descriptions_are_found_and_read() {
         let root = tempfile::tempdir().unwrap();
         let host = Host::at(root.path());
-        let folder = host.config.join("vm");
-        std::fs::create_dir_all(&folder).unwrap();
+        let directory = host.config.join("vm");
+        std::fs::create_dir_all(&directory).unwrap();
         for (name, text) in [
             ("web1.toml", "devices = [\"disk0\"]"),
             ("web2.toml", "devices = 3"),
@@ -84,7 +84,7 @@ mod tests {
             ("-x.toml", ""),
             ("notes.txt", "?"),
         ] {
-            std::fs::write(folder.join(name), text).unwrap();
+            std::fs::write(directory.join(name), text).unwrap();
         }
         let pids = host.system("run/libvirt/qemu");
         std::fs::create_dir_all(&pids).unwrap();
@@ -113,6 +113,6 @@ mod tests {
             assert!(error.contains(word), "{error}");
         }
         let unknown = look(&host, Some("web9")).remove(0).config.unwrap_err();
-        assert!(unknown.contains("no description"), "{unknown}");
+        assert!(unknown.contains("no configuration"), "{unknown}");
     }
 }
