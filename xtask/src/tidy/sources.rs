@@ -12,13 +12,22 @@ const CONTRIBUTING: &str = "CONTRIBUTING.md";
 
 /// Words of former years and what the field calls it. The list grows as files are
 /// rewritten.
-const WORDS: [(&str, &str); 6] = [
+const WORDS: [(&str, &str); 15] = [
     ("makes no sense", "is invalid, or malformed"),
     ("no good", "invalid"),
     ("in vain", "dropped before …"),
     ("farewell", "unplug notification"),
     ("mend", "fix"),
     ("doors", "listeners"),
+    ("mends", "fixes"),
+    ("at rest", "idle"),
+    ("favoured", "prioritised"),
+    ("goes before", "overrides"),
+    ("let in", "allowed to connect"),
+    ("turns away", "refuses"),
+    ("tombstone", "moved marker"),
+    ("whereabouts", "transfer status"),
+    ("vector fires", "vector is raised, or signalled"),
 ];
 
 /// Where [`WORDS`] stands.
