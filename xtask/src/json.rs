@@ -213,7 +213,7 @@ fn devices_are_documented() {
 fn a_diagnosis_is_documented() {
     let full = Finding {
         level: Level::Problem,
-        check: "memlock",
+        check: "memlock".to_owned(),
         vm: Some("web1".to_owned()),
         what: "8 MiB".to_owned(),
         why: "too little".to_owned(),

@@ -179,5 +179,5 @@ impl Pending {
 pub(crate) fn is_loopback(request: &SetIrqs) -> bool {
     request.action() == Action::Trigger
         && request.range().count() != 0
-        && !matches!(request.data(), IrqData::Sinks(_))
+        && !matches!(request.data(), IrqData::Targets(_))
 }

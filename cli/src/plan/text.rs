@@ -8,7 +8,6 @@ use farside_planner::{
     Answer, ClusterPlan, NtbGuest, NtbPlan, PRESETS, Preset, Span, Table, VfioGuest, VfioPlan,
 };
 
-
 /// How wide names are.
 const NAME: usize = 20;
 

@@ -213,8 +213,8 @@ fn interrupts(function: &Function) -> Outcome {
         Ok(SetIrqs::new(range, action, data)?)
     };
     let trigger = |start, fds: &[&TriggerFd]| {
-        let sinks = fds.iter().map(|fd| Some(IrqTarget::EventFd((*fd).clone())));
-        let data = IrqData::Targets(sinks.collect());
+        let targets = fds.iter().map(|fd| Some(IrqTarget::EventFd((*fd).clone())));
+        let data = IrqData::Targets(targets.collect());
         request(start, fds.len() as u32, Action::Trigger, data)
     };
     let fire = |vector| {

@@ -22,7 +22,7 @@ pub struct SocketGroup {
 pub enum GroupError {
     /// No such group.
     #[error(
-        "socket group {0:?} does not exist on this host; `getent group` lists all groups (libvirt's QEMU runs in libvirt-qemu or qemu, others often in kvm)"
+        "socket group {0:?}: no such group on this host; `getent group` lists all groups (libvirt's QEMU runs in libvirt-qemu or qemu, others often in kvm)"
     )]
     Unknown(String),
     /// The look-up failed.

@@ -46,12 +46,12 @@ impl IrqUpdate {
         let vectors = match request.data() {
             IrqData::None => IrqVectors::All,
             IrqData::Bool(chosen) => IrqVectors::Some(chosen.clone()),
-            IrqData::Targets(sinks) => {
-                let present = sinks.iter().map(Option::is_some).collect();
+            IrqData::Targets(targets) => {
+                let present = targets.iter().map(Option::is_some).collect();
                 if relayed {
                     IrqVectors::Relay(present)
                 } else {
-                    let triggers = sinks.iter().flatten().filter_map(IrqTarget::trigger);
+                    let triggers = targets.iter().flatten().filter_map(IrqTarget::trigger);
                     fds.extend(triggers.map(TriggerFd::as_fd));
                     IrqVectors::EventFds(present)
                 }
@@ -104,9 +104,9 @@ impl IrqUpdate {
                     entries: fds.len(),
                 };
                 let mut fds = fds.into_iter();
-                let mut sinks = Vec::with_capacity(present.len());
+                let mut targets = Vec::with_capacity(present.len());
                 for present in present {
-                    sinks.push(match (present, present.then(|| fds.next()).flatten()) {
+                    targets.push(match (present, present.then(|| fds.next()).flatten()) {
                         (false, _) => None,
                         (true, Some(fd)) => Some(IrqTarget::EventFd(TriggerFd::try_from(fd)?)),
                         (true, None) => return Err(wrong_count),
@@ -115,7 +115,7 @@ impl IrqUpdate {
                 if fds.next().is_some() {
                     return Err(wrong_count);
                 }
-                IrqData::Targets(sinks)
+                IrqData::Targets(targets)
             }
         };
         SetIrqs::new(range, self.action, data)

@@ -65,12 +65,12 @@ impl FunctionIrqs {
     fn with_ours(
         &self,
         range: IrqRange,
-        sinks: Vec<Option<IrqTarget>>,
+        targets: Vec<Option<IrqTarget>>,
     ) -> Result<(IrqData, Vec<(u16, TriggerFd)>), RemoteError> {
         let mut ours = Vec::new();
-        let mut triggers = Vec::with_capacity(sinks.len());
-        for (vector, sink) in range.vectors().zip(sinks) {
-            triggers.push(match sink {
+        let mut triggers = Vec::with_capacity(targets.len());
+        for (vector, target) in range.vectors().zip(targets) {
+            triggers.push(match target {
                 Some(IrqTarget::Relay(_)) => {
                     let trigger = TriggerFd::new().map_err(internal)?;
                     ours.push((vector, trigger.clone()));
@@ -144,8 +144,8 @@ impl Irqs for FunctionIrqs {
             return Ok(());
         }
         let (data, ours) = match data {
-            IrqData::Sinks(sinks) => {
-                let (data, ours) = self.with_ours(range, sinks)?;
+            IrqData::Targets(targets) => {
+                let (data, ours) = self.with_ours(range, targets)?;
                 (data, Some(ours))
             }
             other => (other, None),

@@ -143,9 +143,9 @@ impl TestDevice {
                 let chosen = range.vectors().zip(chosen).filter(|(_, chosen)| *chosen);
                 self.triggered.extend(chosen.map(|(vector, _)| vector));
             }
-            IrqData::Targets(sinks) => {
-                for (vector, sink) in range.vectors().zip(sinks) {
-                    self.eventfds[usize::from(vector)] = sink;
+            IrqData::Targets(targets) => {
+                for (vector, target) in range.vectors().zip(targets) {
+                    self.eventfds[usize::from(vector)] = target;
                 }
             }
         }
