@@ -63,6 +63,7 @@ pub(crate) struct Device {
     worker: Worker,
     /// Lines on the device's clients.
     pub(crate) client_log: ClientLog,
+    line_limits: LineLimits,
     registers: Option<Channel>,
     /// Register channels that are done with, until the event loop no longer
     /// watches them: closed earlier, their numbers could come back as those of
@@ -79,6 +80,16 @@ pub(crate) struct Device {
     /// What a read fills; kept, so that reads do not allocate.
     buffer: Vec<u8>,
     report: DeviceReport,
+}
+
+/// The limits of the log lines that a guest or client can cause.
+#[derive(Debug, Default)]
+struct LineLimits {
+    failure: RateLimit,
+    bus_master: RateLimit,
+    memory: RateLimit,
+    irqs: RateLimit,
+    viommu: RateLimit,
 }
 
 /// What a finished request comes to.
@@ -119,6 +130,7 @@ impl Device {
             bars: Bars::new(&described)?,
             worker: Worker::start(settings.clone(), described.clone())?,
             client_log: ClientLog::default(),
+            line_limits: LineLimits::default(),
             registers: None,
             retired: Vec::new(),
             state: State::default(),
@@ -213,8 +225,7 @@ impl Device {
     /// when that does not tell what the guest maps. Otherwise it ends without
     /// taking anything back.
     fn name_viommu(&mut self) {
-        static NAMED: RateLimit = RateLimit::new();
-        if let Some(held_back) = NAMED.allow() {
+        if let Some(held_back) = self.line_limits.viommu.allow() {
             log::warn!(
                 "{}: the VMM closed the connection right after it took guest RAM back; if QEMU ended with \"requires caching mode\", the guest turned on a vIOMMU that hides its mappings: use `-device intel-iommu,caching-mode=on`{held_back}",
                 self.name()
@@ -304,8 +315,7 @@ impl Device {
     }
 
     fn fail(&mut self, error: &WorkError) {
-        static FAILED: RateLimit = RateLimit::new();
-        if let Some(held_back) = FAILED.allow() {
+        if let Some(held_back) = self.line_limits.failure.allow() {
             log::error!("{}: {error}{held_back}", self.name(), error = Chain(error));
         }
         // A borrow that was not answered in time is asked for again.

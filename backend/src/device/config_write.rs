@@ -2,7 +2,6 @@
 
 use farside_backend_api::BarAddress;
 use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
-use farside_daemon::RateLimit;
 
 use super::{Device, pending::Task};
 use crate::borrow::{Event, State, worker::Job};
@@ -38,8 +37,7 @@ impl Device {
     /// Lets a write show, without the bus-master bit if that was refused.
     pub(super) fn commit_config(&mut self, mut staged: Staged) {
         if staged.dma() == Edge::Rising && self.state != State::Ready {
-            static REFUSED: RateLimit = RateLimit::new();
-            if let Some(held_back) = REFUSED.allow() {
+            if let Some(held_back) = self.line_limits.bus_master.allow() {
                 log::error!(
                     "{}: bus-master enable is refused; the device cannot DMA{held_back}",
                     self.name()

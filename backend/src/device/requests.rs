@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_pci::Description;
@@ -162,8 +161,7 @@ impl Device {
 
     /// The client only prints the error reply, so say it here too.
     fn refuse_memory(&mut self, error: &DmaError) {
-        static REFUSED: RateLimit = RateLimit::new();
-        if let Some(held_back) = REFUSED.allow() {
+        if let Some(held_back) = self.line_limits.memory.allow() {
             log::warn!(
                 "{}: guest memory refused: {error}{held_back}",
                 self.name(),
@@ -199,8 +197,7 @@ impl Device {
         let request = match SetIrqs::decode(&self.counts, message) {
             Ok(request) => request,
             Err(error) => {
-                static REFUSED: RateLimit = RateLimit::new();
-                if let Some(held_back) = REFUSED.allow() {
+                if let Some(held_back) = self.line_limits.irqs.allow() {
                     log::warn!(
                         "{}: interrupts refused: {error}{held_back}",
                         self.name(),

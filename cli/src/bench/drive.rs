@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn what_is_no_drive_is_refused() {
         let error = |path: &str| format!("{:#}", Drive::open(Path::new(path)).unwrap_err());
-        assert!(error("/dev/null").contains("/dev/null is no block device"));
+        assert!(error("/dev/null").contains("/dev/null is not a block device"));
         assert!(error("/no/drive").contains("/no/drive"));
     }
 }

@@ -73,7 +73,7 @@ pub fn what_cannot_be_attached_or_detached_is_refused(stage: &Stage) -> Result<(
     };
     for verb in ["attach", "detach"] {
         refused(&[verb, "web1", "disk1"], &["web1 does not run"])?;
-        refused(&[verb, "web9", "disk1"], &["web9", "description"])?;
+        refused(&[verb, "web9", "disk1"], &["web9", "configuration"])?;
     }
     stage.virsh(&["start", "--paused", "web2"])?;
     let guest = domain.boot()?;

@@ -85,7 +85,7 @@ fn a_path_that_is_too_long_says_how_long_it_may_be() {
     bind_stream(&longest).unwrap();
     let error = bind_stream(&dir.path().join("x".repeat(MAX_PATH + 1 - base))).unwrap_err();
     let text = error.to_string();
-    assert!(text.contains("108 bytes; at most 107"), "{text}");
+    assert!(text.contains("108 bytes, the limit is 107"), "{text}");
 }
 
 #[test]
