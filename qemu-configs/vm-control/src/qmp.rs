@@ -149,9 +149,9 @@ impl QmpClient {
                 .position(|&byte| byte == b'\n');
             if let Some(end) = end {
                 let line: Vec<u8> = self.buffer.drain(..=searched + end).collect();
-                return serde_json::from_slice(&line)
-                    .map(Some)
-                    .map_err(|error| QmpError::Malformed(format!("a line is no JSON: {error}")));
+                return serde_json::from_slice(&line).map(Some).map_err(|error| {
+                    QmpError::Malformed(format!("it sent invalid JSON: {error}"))
+                });
             }
             searched = self.buffer.len();
             if searched > MAX_LINE {

@@ -82,7 +82,7 @@ fn who_does_not_greet_is_no_monitor() {
         b"{\"QMP\":{}\n",
     ] {
         let said = refused(text, false, LONG);
-        assert!(said.contains("no JSON"), "{text:?}: {said}");
+        assert!(said.contains("invalid JSON"), "{text:?}: {said}");
     }
     for text in [b"{}\n".as_slice(), b"null\n", b"{\"return\":{}}\n"] {
         let said = refused(text, false, LONG);

@@ -12,6 +12,10 @@ use super::{HostVm, SHORT};
 use crate::vm::{Board, EMULATED, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
 use crate::{Accel, tools_disk};
 
+/// For QEMU to start in an emulated host: some 20 s on an idle machine, and other
+/// VMs run beside it.
+const START_LIMIT: Duration = Duration::from_secs(180);
+
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
@@ -142,7 +146,7 @@ impl<'a> NestedBuilder<'a> {
         let command = self.command(slot, &pid_file);
         host.exec_ok(&format!("rm -f {pid_file}"), SHORT)?;
         let qemu = host.exec_qemu(&command, LIFE, &board)?;
-        if let Err(error) = qmp.negotiate() {
+        if let Err(error) = qmp.negotiate(START_LIMIT) {
             return match board.look(|state| state.agent.closed) {
                 true => bail!("VM {name}: QEMU ended: {}", qemu.wait()?),
                 false => Err(error.context(format!("VM {name}"))),

@@ -91,7 +91,7 @@ impl Vm {
                 Box::new(move || printed(&folder)),
             )?
         };
-        qmp.negotiate()
+        qmp.negotiate(START_TIMEOUT)
             .with_context(|| died(&name, "before it answered QMP", &process, folder.path()))?;
         Ok(Vm {
             board,

@@ -45,9 +45,10 @@ impl Qmp {
         }
     }
 
-    /// Enters command mode; from here on events come by themselves.
-    pub(crate) fn negotiate(&self) -> Result<()> {
-        let greeted = lock(&self.client).greet(Instant::now() + QMP_ANSWER);
+    /// Enters command mode, once QEMU has started within `limit`; from here on events
+    /// come by themselves.
+    pub(crate) fn negotiate(&self, limit: Duration) -> Result<()> {
+        let greeted = lock(&self.client).greet(Instant::now() + limit);
         greeted.context("QEMU's monitor did not greet")?;
         self.execute("qmp_capabilities", json!({}))?;
         let socket = self.socket.try_clone().context("duplicating a socket")?;
@@ -208,7 +209,7 @@ mod tests {
              {\"return\": {}, \"id\": 1}\n\
              {\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"nvme0\"}}\n",
         ]);
-        qmp.negotiate().unwrap();
+        qmp.negotiate(QMP_ANSWER).unwrap();
         qmp.device_del("nvme0", Duration::from_secs(20)).unwrap();
         assert_eq!(qmp.event_count(), 2);
     }
