@@ -1,4 +1,4 @@
-//! The program under test.
+//! The binaries under test.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,8 +8,8 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 
-/// `$FARSIDE_BIN`, else what cargo builds, once in a process. (Cargo's own lock
-/// keeps two processes from building at once.)
+/// `$FARSIDE_BIN`, else cargo's build, made once per process. (Cargo's own lock serialises
+/// builds by several processes.)
 pub fn farside() -> Result<&'static Path> {
     static PROGRAM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     PROGRAM
@@ -22,12 +22,12 @@ fn find() -> Result<PathBuf> {
     given_or_built("FARSIDE_BIN", "farside")
 }
 
-/// `$FARSIDE_SCRIPTED_VMM`, else what cargo builds.
+/// `$FARSIDE_SCRIPTED_VMM`, else cargo's build.
 pub(crate) fn scripted_vmm() -> Result<PathBuf> {
     given_or_built("FARSIDE_SCRIPTED_VMM", "farside-scripted-vmm")
 }
 
-/// `cargo xtask test` has built both with the tests.
+/// `cargo xtask test` builds both together with the tests, and sets the variables.
 fn given_or_built(variable: &str, package: &str) -> Result<PathBuf> {
     match std::env::var_os(variable) {
         Some(path) => Ok(path.into()),
@@ -35,7 +35,7 @@ fn given_or_built(variable: &str, package: &str) -> Result<PathBuf> {
     }
 }
 
-/// The program that cargo makes of a package of this workspace.
+/// Builds the binary of a package of this workspace.
 fn build(package: &str) -> Result<PathBuf> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["build", "--quiet", "--package", package])
@@ -48,7 +48,7 @@ fn build(package: &str) -> Result<PathBuf> {
     if !output.status.success() {
         bail!("cargo build -p {package} failed ({})", output.status);
     }
-    // The last artifact is the program, after all that it needs.
+    // The last artifact is the binary; its dependencies come first.
     String::from_utf8_lossy(&output.stdout)
         .lines()
         .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())

@@ -1,4 +1,4 @@
-//! One lender or more and some backends in a runtime folder of their own.
+//! One or more lenders and backends in a separate runtime directory.
 
 use std::{
     fs::{self, File},
@@ -18,29 +18,29 @@ use crate::{
     guest::GuestBuilder,
 };
 
-/// How often a status is asked for while a condition is waited for: it has no
-/// event of its own.
+/// Interval at which a status is polled while waiting for a condition: there is no event
+/// for it.
 const LOOK_AGAIN: Duration = Duration::from_millis(25);
 
-/// A runtime folder and what was started in it.
+/// A runtime directory and the processes started in it.
 pub struct Cluster {
     folder: TempDir,
     logs: Mutex<Vec<(String, Log)>>,
     notes: Mutex<Vec<String>>,
 }
 
-/// How a program that runs to its end ended.
+/// The result of a process that ran to its end.
 #[derive(Debug)]
 pub struct Ended {
     /// Its exit status.
     pub status: ExitStatus,
-    /// What it printed.
+    /// Its standard output.
     pub stdout: String,
-    /// What it complained about.
+    /// Its standard error.
     pub stderr: String,
 }
 
-/// A backend to be started.
+/// A backend to start.
 pub struct Serve<'a> {
     cluster: &'a Cluster,
     vm: String,
@@ -49,9 +49,9 @@ pub struct Serve<'a> {
 }
 
 impl Cluster {
-    /// An empty one.
+    /// An empty cluster.
     pub fn new() -> Result<Self> {
-        // Paths of sockets have to be short.
+        // The path of a UNIX socket is limited to 107 bytes.
         let folder = tempfile::Builder::new()
             .prefix("fs-")
             .tempdir_in("/tmp")
@@ -63,7 +63,7 @@ impl Cluster {
         })
     }
 
-    /// Where sockets and images are.
+    /// The directory of sockets and images.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -98,7 +98,7 @@ impl Cluster {
         })
     }
 
-    /// Makes an empty image of `len` bytes.
+    /// Creates an empty image of `len` bytes.
     pub fn image(&self, name: &str, len: u64) -> Result<PathBuf> {
         let path = self.folder().join(format!("{name}.img"));
         File::create(&path)
@@ -114,14 +114,14 @@ impl Cluster {
         Ok(path)
     }
 
-    /// Writes a VM's description where `farside` looks for it.
+    /// Writes a VM configuration to the path where `farside` reads it.
     pub fn describe(&self, vm: &str, text: &str) -> Result<PathBuf> {
         let folder = self.folder().join("etc/vm");
         fs::create_dir_all(&folder).context("making a configuration folder")?;
         self.file(&format!("etc/vm/{vm}.toml"), text)
     }
 
-    /// A log that `farside` keeps of a VM: `backend` or `qemu`.
+    /// A log that `farside` writes for a VM: `backend` or `qemu`.
     pub fn vm_log(&self, vm: &str, what: &str) -> String {
         let path = self.folder().join(format!("state/vm/{vm}/{what}.log"));
         fs::read_to_string(path).unwrap_or_default()
@@ -148,8 +148,8 @@ impl Cluster {
         Ok(daemon)
     }
 
-    /// Starts a lender of the DMA test device `dma0` and the drive `disk0`, on
-    /// a new image of `len` bytes.
+    /// Starts a lender of the DMA test device `dma0` and the NVMe device `disk0`, on a new
+    /// image of `len` bytes.
     pub fn lend_disk(&self, len: u64) -> Result<(Daemon, PathBuf)> {
         let image = self.image("disk0", len)?;
         let drive = format!("disk0={}", image.display());
@@ -171,7 +171,7 @@ impl Cluster {
         serve
     }
 
-    /// A VM that borrows the devices that its backend serves.
+    /// A VM that borrows the devices served by its backend.
     pub fn guest(&self, vm: &str) -> GuestBuilder<'_> {
         GuestBuilder::new(self, vm)
     }
@@ -183,8 +183,8 @@ impl Cluster {
         Status::from_json(&ended.stdout)
     }
 
-    /// Waits until `look` finds something in the status. An error of `look` is
-    /// no end: what it looks for may come.
+    /// Waits until `look` returns a value. Its errors are retried: the status may not have
+    /// the entry yet.
     pub fn wait_status<T>(
         &self,
         what: &str,
@@ -217,7 +217,7 @@ impl Cluster {
         })
     }
 
-    /// Waits until the lender has `device` back.
+    /// Waits until the lender reports `device` as returned.
     pub fn wait_free(&self, device: &str) -> Result<crate::Lent> {
         self.wait_status(&format!("return of {device}"), SHORT, |status| {
             let lent = status.lent(device)?;
@@ -225,7 +225,7 @@ impl Cluster {
         })
     }
 
-    /// All sockets in the runtime folder.
+    /// All sockets in the runtime directory.
     pub fn sockets(&self) -> Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         let mut folders = vec![self.folder().to_owned()];
@@ -244,7 +244,7 @@ impl Cluster {
         Ok(found)
     }
 
-    /// Keeps a text to be shown when the test fails.
+    /// Keeps a text that is shown if the test fails.
     pub(crate) fn note(&self, text: String) {
         self.notes
             .lock()
@@ -252,7 +252,7 @@ impl Cluster {
             .push(text);
     }
 
-    /// Everything that helps to understand a failure.
+    /// Logs and notes for the analysis of a failure.
     pub fn story(&self) -> String {
         let mut story = String::new();
         for (name, log) in &*self.logs.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -274,7 +274,7 @@ impl Serve<'_> {
         self
     }
 
-    /// A program, with arguments, that runs the backend.
+    /// A command with arguments that runs the backend, such as a wrapper.
     #[must_use]
     pub fn under(mut self, wrapper: &[&str]) -> Self {
         self.wrapper = wrapper.iter().map(|&word| word.to_owned()).collect();
@@ -297,10 +297,10 @@ impl Serve<'_> {
             .join("vm")
             .join(&self.vm)
             .join("status");
-        // One that was killed leaves its sockets.
+        // A killed backend leaves its sockets.
         let _ = fs::remove_file(&status);
         let mut daemon = self.cluster.start_command(&name, command)?;
-        // The status socket is the last thing a backend makes.
+        // The backend creates the status socket last.
         let deadline = Instant::now() + SHORT;
         while !status.exists() {
             ensure!(

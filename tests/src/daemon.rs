@@ -1,4 +1,4 @@
-//! A process that runs in the background, and its log as it comes.
+//! A background process, with its log.
 
 use std::{
     io::{BufRead, BufReader, Read, pipe},
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use farside_testbed::Process;
 use rustix::process::Signal;
 
-/// What a process has printed so far. Outlives it.
+/// The output of a process so far. Outlives the process.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<(Mutex<Lines>, Condvar)>);
 
@@ -23,7 +23,7 @@ struct Lines {
 }
 
 impl Log {
-    /// Collects what `stream` brings, in the background.
+    /// Collects the output of `stream` on a thread.
     fn follow(&self, stream: impl Read + Send + 'static) {
         let log = self.clone();
         std::thread::spawn(move || {
@@ -45,8 +45,8 @@ impl Log {
         self.lock().lines.join("\n")
     }
 
-    /// Waits until `look` finds something in the lines from `since` on. None
-    /// when the time is up or nothing can come any more.
+    /// Waits until `look` returns a value for the lines from `since` on. Returns `None` on
+    /// timeout or at the end of the output.
     fn wait<T>(
         &self,
         since: usize,
@@ -73,7 +73,7 @@ impl Log {
     }
 }
 
-/// A process in the background. Dropped, it is killed.
+/// A background process, killed on drop.
 pub struct Daemon {
     name: String,
     process: Process,
@@ -81,7 +81,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one, of whose name errors speak.
+    /// Starts a process; error messages use `name`.
     pub fn start(name: &str, mut command: Command) -> Result<Self> {
         let (printed, stderr) = pipe().context("making a pipe")?;
         command
@@ -107,12 +107,12 @@ impl Daemon {
         self.process.id()
     }
 
-    /// What it has logged so far.
+    /// Its log so far.
     pub fn log(&self) -> String {
         self.log.text()
     }
 
-    /// How many lines it has logged: where [`Daemon::wait_log_since`] may begin.
+    /// The number of lines logged so far, for [`Daemon::wait_log_since`].
     pub fn log_lines(&self) -> usize {
         self.log.lock().lines.len()
     }
@@ -147,12 +147,12 @@ impl Daemon {
         self.signal(Signal::TERM)
     }
 
-    /// SIGSTOP: it hangs until it is killed.
+    /// SIGSTOP: the process hangs until it is killed.
     pub fn stop(&self) -> Result<()> {
         self.signal(Signal::STOP)
     }
 
-    /// SIGKILL, and waits for the end.
+    /// SIGKILL; waits for the process to end.
     pub fn kill(&mut self) -> Result<()> {
         self.signal(Signal::KILL)?;
         let status = self.wait_exit(crate::SHORT)?;
@@ -162,7 +162,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Waits for its end, and for all of its log.
+    /// Waits for the process to end, and for the rest of its log.
     pub fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
         let Some(status) = self.process.wait(Instant::now() + timeout)? else {
             bail!(
@@ -171,7 +171,7 @@ impl Daemon {
                 self.log()
             );
         };
-        // Its log ends when it has closed it.
+        // The log ends when the process has closed it.
         self.log
             .wait(usize::MAX, Duration::from_secs(5), |_| None::<()>);
         Ok(status)

@@ -1,4 +1,4 @@
-//! Drives the DMA test device by its registers, from inside a guest.
+//! Driver for the DMA test device, through its registers in a guest.
 
 use std::time::Instant;
 
@@ -24,27 +24,27 @@ const INTERRUPT_STATUS: u64 = 1 << 3;
 /// A DMA test device in a guest.
 pub struct DmaTester<'a> {
     guest: &'a Guest<'a>,
-    /// Where the guest has it.
+    /// Its address in the guest.
     pub bdf: String,
 }
 
-/// What came of a command.
+/// The result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// Whether the device says that an access was refused.
+    /// Whether the device reports a refused access.
     pub faulted: bool,
     /// Bytes moved.
     pub moved: u64,
-    /// Of CHECKSUM.
+    /// The RESULT register, for CHECKSUM.
     pub result: u64,
-    /// Of READ.
+    /// The DATA register, for READ.
     pub data: u64,
-    /// Where the refused access began.
+    /// The first address of the refused access.
     pub fault_iova: u64,
 }
 
 impl<'a> DmaTester<'a> {
-    /// Finds the device; no driver has it. Lets it decode its BARs.
+    /// Finds the device, which has no driver, and enables memory space.
     pub fn new(guest: &'a Guest<'a>) -> Result<Self> {
         let bdf = guest.find(FunctionId::Device {
             vendor: dma_test::VENDOR_ID,
@@ -71,14 +71,13 @@ impl<'a> DmaTester<'a> {
         Ok(command & BUS_MASTER != 0)
     }
 
-    /// What the ID register reads now.
+    /// The ID register.
     pub fn answer(&self) -> Result<u64> {
         self.read(reg::ID, Width::U32)
     }
 
-    /// Asserts INTx, or sends MSI-X vector 0. Does not look what comes of it:
-    /// that would be a register access, after which QEMU has the line sampled
-    /// anew.
+    /// Asserts INTx, or sends MSI-X vector 0. Does not read any register back: after a
+    /// register access QEMU has the line sampled anew.
     pub fn raise(&self) -> Result<()> {
         self.write(reg::COMMAND, Width::U32, Command::Raise as u64)
     }
@@ -88,7 +87,7 @@ impl<'a> DmaTester<'a> {
         self.write(reg::STATUS, Width::U32, status::INTERRUPT.into())
     }
 
-    /// Whether its status register says that an interrupt is pending.
+    /// Whether Interrupt Status reads as set.
     pub fn interrupt_status(&self) -> Result<bool> {
         let status = self.guest.config_read(&self.bdf, STATUS, Width::U16)?;
         Ok(status & INTERRUPT_STATUS != 0)
@@ -108,23 +107,23 @@ impl<'a> DmaTester<'a> {
         Ok(command & INTX_DISABLE != 0)
     }
 
-    /// Sets the PATTERN register, which a reset clears.
+    /// Sets the PATTERN register; a reset clears it.
     pub fn set_pattern(&self, pattern: u32) -> Result<()> {
         self.write(reg::PATTERN, Width::U32, pattern.into())
     }
 
-    /// What PATTERN reads.
+    /// The PATTERN register.
     pub fn pattern(&self) -> Result<u64> {
         self.read(reg::PATTERN, Width::U32)
     }
 
-    /// `PATTERN` over `len` bytes at `dst`.
+    /// Fills `len` bytes at `dst` with `pattern`.
     pub fn fill(&self, dst: u64, len: u64, pattern: u32) -> Result<Answer> {
         self.set_pattern(pattern)?;
         self.command(Command::Fill, 0, dst, len)
     }
 
-    /// `len` bytes from `src` to `dst`.
+    /// Copies `len` bytes from `src` to `dst`.
     pub fn copy(&self, src: u64, dst: u64, len: u64) -> Result<Answer> {
         self.command(Command::Copy, src, dst, len)
     }

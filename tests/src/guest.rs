@@ -1,4 +1,4 @@
-//! A VM that borrows devices, started as a user would: by `farside qemu --run`.
+//! A VM that borrows devices, started with `farside qemu --run` as a user would.
 
 use std::{fs, ops::Deref, path::PathBuf, process::ExitStatus, sync::OnceLock, time::Duration};
 
@@ -7,7 +7,7 @@ use farside_testbed::{Accel, Boot, Machine, Progress, Testbed, Vm};
 
 use crate::{BOOT, Cluster, MIB, SHORT};
 
-/// What PCI functions are told apart by.
+/// Identifies PCI functions.
 #[derive(Clone, Copy, Debug)]
 pub enum FunctionId {
     /// Base class and subclass.
@@ -24,10 +24,10 @@ pub enum FunctionId {
 /// Any NVMe controller.
 pub const NVME: FunctionId = FunctionId::Class(0x0108);
 
-/// How much of a log a failure shows.
+/// How much of a log a failure shows, bytes.
 const QUOTE: usize = 3000;
 
-/// QEMU and a guest system, once in a process.
+/// QEMU and a guest system, prepared once per process.
 pub fn testbed() -> Result<&'static Testbed> {
     static TESTBED: OnceLock<Result<Testbed, String>> = OnceLock::new();
     TESTBED
@@ -36,8 +36,7 @@ pub fn testbed() -> Result<&'static Testbed> {
         .map_err(|error| anyhow!("{error}"))
 }
 
-/// A VM to be started. Unless told otherwise it is a q35 with SeaBIOS, 512 MiB
-/// and 1 processor.
+/// A VM to start. By default a q35 with SeaBIOS, 512 MiB and 1 CPU.
 pub struct GuestBuilder<'a> {
     cluster: &'a Cluster,
     vm: String,
@@ -75,14 +74,14 @@ impl<'a> GuestBuilder<'a> {
         }
     }
 
-    /// Takes memory and processors from a VM's description.
+    /// Takes memory and CPUs from the VM configuration.
     #[must_use]
     pub fn config(mut self, path: PathBuf) -> Self {
         self.config = Some(path);
         self
     }
 
-    /// Has this device, and not all that its backend serves.
+    /// Adds this device only, instead of all that the backend serves.
     #[must_use]
     pub fn device(mut self, id: &str) -> Self {
         self.devices.push(id.to_owned());
@@ -96,7 +95,7 @@ impl<'a> GuestBuilder<'a> {
         self
     }
 
-    /// Processors.
+    /// Number of CPUs.
     #[must_use]
     pub fn cpus(mut self, count: u32) -> Self {
         self.cpus = count;
@@ -117,21 +116,21 @@ impl<'a> GuestBuilder<'a> {
         self
     }
 
-    /// No kernel from the test bed: the firmware finds one on that device.
+    /// Boots from that device through the firmware, without the test bed's kernel.
     #[must_use]
     pub fn boot_from(mut self, device: &str) -> Self {
         self.boot_from = Some(device.to_owned());
         self
     }
 
-    /// More for the kernel's command line.
+    /// Appends to the kernel command line.
     #[must_use]
     pub fn append(mut self, text: &str) -> Self {
         self.append.push(text.to_owned());
         self
     }
 
-    /// Does not load a module at boot.
+    /// Skips a module at boot.
     #[must_use]
     pub fn without_module(mut self, name: &str) -> Self {
         self.without.push(name.to_owned());
@@ -145,22 +144,22 @@ impl<'a> GuestBuilder<'a> {
         self
     }
 
-    /// With all programs and modules, not only busybox, the agent and the modules that init
-    /// loads: 90 MB more to unpack, and it does not fit in 256 MiB.
+    /// Uses the full initramfs with all binaries and modules, instead of busybox, the agent
+    /// and the modules that init loads: 90 MB more to unpack, too large for 256 MiB.
     #[must_use]
     pub fn whole(mut self) -> Self {
         self.whole = true;
         self
     }
 
-    /// The machine is made, but its processors stand still.
+    /// Starts the machine with stopped CPUs.
     #[must_use]
     pub fn paused(mut self) -> Self {
         self.paused = true;
         self
     }
 
-    /// Starts it and waits for the guest's agent.
+    /// Starts it and waits for the guest agent.
     pub fn boot(&self) -> Result<Guest<'a>> {
         let guest = self.start()?;
         guest.wait_agent(BOOT)?;
@@ -175,7 +174,7 @@ impl<'a> GuestBuilder<'a> {
             builder = builder.boot(Boot::Device);
         }
         if self.ovmf {
-            // It does not take the kernel's ELF image.
+            // This machine cannot boot the kernel's ELF image.
             builder = builder.kernel(testbed.kernel());
         }
         if !self.whole {
@@ -222,7 +221,7 @@ impl<'a> GuestBuilder<'a> {
         }
         command.arg("--").args(staged.guest_args());
         if tcg {
-            // Five-level page tables only make an emulated guest slower.
+            // Five-level page tables would only slow down an emulated guest.
             command.args(["-cpu", "max,la57=off"]);
         }
         command.args(&self.args);
@@ -236,8 +235,8 @@ impl<'a> GuestBuilder<'a> {
     }
 }
 
-/// A running VM; see [`Vm`] for what it can do. Dropped, it is killed, and its
-/// logs are kept for the test's failure message.
+/// A running VM; see [`Vm`] for its methods. On drop it is killed, and its logs are kept
+/// for the test's failure message.
 pub struct Guest<'a> {
     vm: Option<Vm>,
     cluster: &'a Cluster,
@@ -252,7 +251,7 @@ impl Deref for Guest<'_> {
 }
 
 impl<'a> Guest<'a> {
-    /// Takes a VM that was started in another way.
+    /// Wraps a VM that was started by other means.
     pub fn adopt(cluster: &'a Cluster, vm: Vm) -> Self {
         Self {
             vm: Some(vm),
@@ -260,12 +259,12 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Runs a shell command that has to succeed.
+    /// Runs a shell command that must succeed.
     pub fn sh(&self, command: &str) -> Result<String> {
         self.sh_within(command, SHORT)
     }
 
-    /// As [`Guest::sh`], with more time.
+    /// As [`Guest::sh`], with a given timeout.
     pub fn sh_within(&self, command: &str, timeout: Duration) -> Result<String> {
         self.exec_ok(command, timeout)
             .map(|printed| printed.trim().to_owned())
@@ -292,7 +291,7 @@ impl<'a> Guest<'a> {
         Ok(self.sh(&script)?.lines().map(str::to_owned).collect())
     }
 
-    /// Waits until the first borrowed drive is there.
+    /// Waits until the first borrowed NVMe device is present.
     pub fn wait_disk(&self) -> Result<()> {
         self.wait_path("/dev/nvme0n1", SHORT)
     }

@@ -1,4 +1,4 @@
-//! Bytes to recognise.
+//! Recognisable data.
 
 use std::{
     fs::File,
@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-/// `len` bytes that no one writes by chance, the same for the same `seed`.
+/// `len` pseudo-random bytes, the same for the same `seed`.
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     // splitmix64
     let mut state = seed;

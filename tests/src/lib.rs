@@ -1,18 +1,17 @@
-//! What the end-to-end tests share: real `farside` processes in a folder of
-//! their own, real QEMU, real guests.
+//! Support of the end-to-end tests: real `farside` processes in a separate directory, real
+//! QEMU, real guests.
 //!
-//! - [`Cluster`]: the runtime folder, images, and what is started in it;
-//! - [`Daemon`]: one process, with its log as it comes;
+//! - [`Cluster`]: the runtime directory, images, and the processes in it;
+//! - [`Daemon`]: one process, with its log;
 //! - [`Status`]: `farside status --json`;
 //! - [`GuestBuilder`], [`Guest`]: a VM started by `farside qemu --run`;
-//! - [`DmaTester`]: drives the DMA test device from inside a guest.
-//! - [`told`]: a test that fails shows what was said meanwhile;
-//! - [`trial`]: a test that says how long it took, and has a limit;
-//! - [`two_hosts`]: two hosts between which a VM can move.
+//! - [`DmaTester`]: driver for the DMA test device in a guest;
+//! - [`told`]: shows the logs of a test that fails;
+//! - [`trial`]: prints the duration of a test, and limits it;
+//! - [`two_hosts`]: two hosts between which a VM can move;
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
-//! The program under test is `$FARSIDE_BIN`, else what `cargo build -p farside`
-//! makes.
+//! The binary under test is `$FARSIDE_BIN`, else the build of `cargo build -p farside`.
 
 #![forbid(unsafe_code)]
 
@@ -42,11 +41,11 @@ pub use told::{Weight, told, trial};
 
 use std::time::Duration;
 
-/// For what takes no time unless the machine is very busy: emulated guests
-/// share its processors with whatever else runs.
+/// Timeout of operations that are immediate on an idle machine: emulated guests share its
+/// CPUs with other load.
 pub const SHORT: Duration = Duration::from_secs(120);
 
-/// For a guest to boot.
+/// Timeout of a guest's boot.
 pub const BOOT: Duration = Duration::from_secs(600);
 
 /// Bytes in a MiB.

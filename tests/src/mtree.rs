@@ -1,12 +1,11 @@
-//! Guest RAM as QEMU itself tells it: an oracle for what is to be pinned.
+//! Guest RAM as reported by QEMU: the reference for the memory to pin.
 
 use anyhow::{Context, Result};
 use farside_testbed::Qmp;
 use serde_json::json;
 
-/// Ranges (first address, bytes) of the VM's address space that the shared
-/// memory backend `mem` is behind, in order: RAM, and RAM that the firmware has
-/// write-protected.
+/// Ranges (first address, bytes) of the VM's address space that the shared memory backend
+/// `mem` is mapped at, in order: RAM, and RAM that the firmware has write-protected.
 pub fn shared_ram(qmp: &Qmp) -> Result<Vec<(u64, u64)>> {
     let arguments = json!({ "command-line": "info mtree -f" });
     let answer = qmp.execute("human-monitor-command", arguments)?;

@@ -5,7 +5,7 @@ use farside_backend_api::{DeviceReport, Status as Document};
 use farside_fabric::Fault;
 use farside_lender_protocol::DeviceStatus;
 
-/// All of it.
+/// The whole status.
 #[derive(Clone, Debug)]
 pub struct Status(pub Document);
 
@@ -16,13 +16,13 @@ pub type Borrow = DeviceReport;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named as in the status")]
 pub struct Lent {
-    /// The VM that has it.
+    /// The VM that borrows it.
     pub borrowed_by: Option<String>,
     pub bus_master: bool,
     pub windows: u32,
     pub lut_entries: u32,
     pub bytes_mapped: u64,
-    /// (index, vector, count) of each vector that fired.
+    /// (index, vector, count) of each vector that was raised.
     pub interrupts: Vec<(u8, u16, u64)>,
     pub fault_total: u64,
     pub faults: Vec<Fault>,
@@ -31,14 +31,14 @@ pub struct Lent {
 }
 
 impl Status {
-    /// Reads what `farside status --json` printed.
+    /// Parses the output of `farside status --json`.
     pub fn from_json(json: &str) -> Result<Self> {
         let document = Document::from_json(json.as_bytes());
         let document = document.with_context(|| format!("farside status printed {json}"))?;
         Ok(Self(document))
     }
 
-    /// The report on `device` of the backend of `vm`.
+    /// The report on `device` by the backend of `vm`.
     pub fn borrow(&self, vm: &str, device: &str) -> Result<Borrow> {
         let backend = self.0.backend(vm);
         let backend = backend.with_context(|| format!("no backend of VM {vm} in {self:?}"))?;
@@ -46,7 +46,7 @@ impl Status {
         found.with_context(|| format!("no device {device} in {backend:?}"))
     }
 
-    /// The report on `device` of its lender.
+    /// The report on `device` by its lender.
     pub fn lent(&self, device: &str) -> Result<Lent> {
         let found = self.0.lent(device).map(Lent::from);
         found.with_context(|| format!("no lender has {device} in {self:?}"))
@@ -72,12 +72,12 @@ impl From<&DeviceStatus> for Lent {
 }
 
 impl Lent {
-    /// Whether the device can reach nothing.
+    /// Whether the device can access no memory.
     pub fn is_closed(&self) -> bool {
         self.is_closed
     }
 
-    /// One of the model's own counters.
+    /// A counter of the device model.
     pub fn counter(&self, name: &str) -> Result<u64> {
         self.counters
             .iter()

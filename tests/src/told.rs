@@ -1,4 +1,4 @@
-//! A test tells how long it took, and when it fails what was said on its stage.
+//! Durations of tests, and logs of those that fail.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -8,7 +8,7 @@ use std::{
 
 use libtest_mimic::{Completion, Failed, Trial};
 
-/// Runs a test; when it fails or panics, `story` is shown with the reason.
+/// Runs a test; if it fails or panics, `story` is shown with the reason.
 pub fn told<T>(
     test: impl FnOnce() -> anyhow::Result<T>,
     story: impl FnOnce() -> String,
@@ -25,7 +25,7 @@ pub fn told<T>(
     Err(format!("{what}\n{}", story()).into())
 }
 
-/// What a test runs, and so how long it may take on a host that is busy with more.
+/// The load of a test, which sets its limit on a busy host.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight {
     /// Guests: 15 minutes.
@@ -45,8 +45,8 @@ impl Weight {
     }
 }
 
-/// A test that prints how long it took: `cargo xtask test` lists the slowest. When it takes
-/// longer than its weight allows, all tests of this binary end.
+/// A test that prints its duration, of which `cargo xtask test` lists the longest. If it
+/// exceeds the limit of its weight, all tests of this binary end.
 pub fn trial(
     name: &str,
     weight: Weight,

@@ -1,5 +1,5 @@
-//! What a user gets who types something wrong: a message that names the thing,
-//! the value and what to do. No guest is booted.
+//! Error messages for invalid input: each names the object, the value and the remedy. No
+//! guest is booted.
 
 use std::{
     fs::{self, Permissions},
@@ -13,7 +13,7 @@ fn cluster() -> Cluster {
     Cluster::new().unwrap()
 }
 
-/// Runs a command that has to fail, with one `error:` that contains all parts.
+/// Runs a command that must fail, with one `error:` that contains all parts.
 #[track_caller]
 fn refused(cluster: &Cluster, args: &[&str], parts: &[&str]) -> Ended {
     let ended = cluster.run(args).unwrap();
@@ -68,9 +68,9 @@ fn an_image_that_cannot_be_written_is_named_with_the_key_to_set() {
     let cluster = cluster();
     let image = cluster.image("ro", MIB).unwrap();
     fs::set_permissions(&image, Permissions::from_mode(0o444)).unwrap();
-    // Root may write to it all the same, except where the lender asks.
+    // Root can write to it nevertheless, unless the lender checks its mode.
     lend_refused(&image, &["is write-protected", "read-only = true }`"]);
-    // The key works.
+    // The suggested key works.
     let text = format!(
         "[[device]]\nid = \"disk0\"\nmodel.nvme = {{ image = {:?}, read-only = true }}\n",
         image.display().to_string()
@@ -125,7 +125,7 @@ fn a_lender_that_does_not_run_is_named_by_every_verb_that_needs_it() {
             ],
         );
     }
-    // A socket that nobody listens at any more.
+    // A stale socket without a listener.
     drop(UnixListener::bind(&socket).unwrap());
     for verb in verbs {
         refused(&cluster, verb, &[&path, "is `farside lend` running?"]);
@@ -197,7 +197,7 @@ fn a_second_lender_or_backend_in_the_same_place_is_refused() {
         &["serve", "--vm", "a", "--device", "dma0"],
         &["VM a has a backend already", "choose another --vm"],
     );
-    // Neither has hurt the first.
+    // Neither has affected the first.
     assert!(lender.is_running().unwrap() && backend.is_running().unwrap());
     cluster.status().unwrap().borrow("a", "dma0").unwrap();
 }
@@ -284,7 +284,7 @@ fn ids_and_names_that_are_no_file_names_are_refused() {
     refused(&cluster, &["serve", "--device", "dma0"], &["--vm NAME"]);
 }
 
-/// Something that claims to be QEMU.
+/// An executable that pretends to be QEMU.
 fn fake_qemu(cluster: &Cluster, script: &str) -> String {
     let path = cluster
         .file("qemu", &format!("#!/bin/sh\n{script}\n"))
@@ -392,7 +392,7 @@ fn status_of_a_host_where_nothing_runs_fails_and_names_each_cause_once() {
 #[test]
 fn a_socket_that_cannot_be_made_is_named_with_the_way_to_choose_another() {
     let cluster = cluster();
-    // No directory can be made in a file.
+    // A file cannot contain a directory.
     let file = cluster.file("file", "").unwrap();
     let socket = file.join("x/lender.sock").display().to_string();
     refused(

@@ -1,5 +1,5 @@
-//! A backend's control socket and QEMU's monitor, and who is not what he should
-//! be at either end. No guest is booted.
+//! A backend's control socket and QEMU's monitor, with misbehaving peers at either end. No
+//! guest is booted.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -22,7 +22,7 @@ use rustix::{
 };
 use serde_json::{Value, json};
 
-/// As `backend/src/admin.rs` has it.
+/// As in `backend/src/admin.rs`.
 const MAX_PEERS: usize = 8;
 
 struct Stage {
@@ -32,8 +32,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// A lender of `disk0` and `dma0`, and a backend of VM `a` that serves the
-    /// first.
+    /// A lender of `disk0` and `dma0`, and a backend of VM `a` that serves `disk0`.
     fn new() -> Self {
         let cluster = Cluster::new().unwrap();
         let (lender, _) = cluster.lend_disk(64 * MIB).unwrap();
@@ -55,7 +54,7 @@ impl Stage {
         BufReader::new(socket)
     }
 
-    /// The backend answers, and serves these devices.
+    /// Checks that the backend answers, and serves these devices.
     #[track_caller]
     fn serves(&mut self, devices: &[&str]) {
         let answer = ask(&mut self.connect(), &request(json!("status")));
@@ -127,7 +126,7 @@ fn garbage_is_refused_and_hurts_nobody() {
     socket.get_mut().write_all(b"\xff\xfe\n").unwrap();
     assert_eq!(answer(&mut socket)["refused"]["kind"], "malformed");
 
-    // Names that would be paths.
+    // Names that are paths.
     for device in [
         "../../etc/passwd",
         "",
@@ -145,12 +144,12 @@ fn garbage_is_refused_and_hurts_nobody() {
     let refused = ask(&mut socket, &request(unknown));
     assert_eq!(refused["refused"]["kind"], "unknown-device", "{refused}");
 
-    // What has no end is answered once, and hung up on.
+    // An endless request is answered once, and the connection closed.
     let mut endless = stage.connect();
     let _ = endless.get_mut().write_all(&[b'x'; 4096]);
     assert_eq!(answer(&mut endless)["refused"]["kind"], "malformed");
     assert_eq!(endless.read(&mut [0]).unwrap_or(0), 0);
-    // Half a request, and gone.
+    // Half a request, then a disconnect.
     let half = stage.connect();
     half.get_ref().write_all(b"{\"version\":1,").unwrap();
     half.get_ref().shutdown(Shutdown::Both).unwrap();
@@ -165,7 +164,7 @@ fn requests_in_one_piece_are_answered_in_order_and_one_by_one() {
     let detach = request(json!({ "detach": { "device": "dma0" } }));
     let lines = format!("{attach}\n{attach}\n{detach}\n{detach}\n");
     socket.get_mut().write_all(lines.as_bytes()).unwrap();
-    // Its answers come although it sends no more.
+    // Replies arrive although the sending half is shut.
     socket.get_ref().shutdown(Shutdown::Write).unwrap();
     assert_eq!(answer(&mut socket)["attached"]["already"], false);
     assert_eq!(answer(&mut socket)["attached"]["already"], true);
@@ -179,7 +178,7 @@ fn requests_in_one_piece_are_answered_in_order_and_one_by_one() {
 #[test]
 fn many_clients_keep_nobody_out() {
     let mut stage = Stage::new();
-    // Those who say nothing, and those who do not read.
+    // Peers that send nothing, and peers that do not read.
     let _silent: Vec<_> = (0..MAX_PEERS).map(|_| stage.connect()).collect();
     stage.serves(&["disk0"]);
     let _deaf: Vec<_> = (0..3 * MAX_PEERS)
@@ -192,7 +191,7 @@ fn many_clients_keep_nobody_out() {
         .collect();
     stage.serves(&["disk0"]);
 
-    // Those who ask for something and go.
+    // Peers that send a request and disconnect.
     for n in 0..50 {
         let socket = stage.connect();
         let attach = json!({ "attach": { "device": format!("none{n}") } });
@@ -201,7 +200,7 @@ fn many_clients_keep_nobody_out() {
     }
     stage.serves(&["disk0"]);
 
-    // Many at once who want the same: one device, one socket.
+    // Many concurrent equal requests: one device, one socket.
     let attach = request(json!({ "attach": { "device": "dma0" } }));
     let answers: Vec<Value> = thread::scope(|scope| {
         let ask = || ask(&mut stage.connect(), &attach);
@@ -221,7 +220,7 @@ fn many_clients_keep_nobody_out() {
     }
 }
 
-/// A process that answers each of who connects to `<vm folder>/name` with `text`.
+/// A process that answers each connection to `<vm directory>/name` with `text`.
 fn pretend(cluster: &Cluster, vm: &str, name: &str, text: &'static [u8]) {
     let folder = cluster.folder().join("vm").join(vm);
     std::fs::create_dir_all(&folder).unwrap();
@@ -274,8 +273,8 @@ fn who_is_not_qemu_or_not_the_backend_is_told_so() {
     assert!(ended.stderr.contains(words), "{ended:?}");
 }
 
-/// A VMM that farside did not start: connects to a device and resets it, which
-/// borrows it. Dropped, it disconnects.
+/// A VMM that farside did not start: connects to a device and resets it, which borrows it.
+/// Disconnects on drop.
 struct Vmm(UnixStream);
 
 impl Vmm {
@@ -314,7 +313,7 @@ impl Stage {
         status.lent("disk0").unwrap().borrowed_by.is_some()
     }
 
-    /// `farside stop a` finds a configuration.
+    /// Writes a configuration for `farside stop a`.
     fn describe(&self) {
         let text = "devices = [\"disk0\"]\nmemory = \"512M\"\n";
         self.cluster.describe("a", text).unwrap();
@@ -331,13 +330,13 @@ fn a_signal_does_not_take_a_device_from_a_vmm_that_uses_it() {
     stage.backend.wait_log(WAITS, SHORT).unwrap();
     stage.serves(&["disk0"]);
     assert!(stage.is_borrowed());
-    // It ends when the VMM does.
+    // The backend exits after the VMM.
     drop(vmm);
     assert!(stage.backend.wait_exit(SHORT).unwrap().success());
     assert!(!stage.is_borrowed());
 }
 
-/// A terminal that is closed sends it twice: the kernel and the shell do.
+/// A terminal that closes sends SIGHUP twice: from the kernel and from the shell.
 #[test]
 fn a_second_sighup_does_not_take_it() {
     let mut stage = Stage::new();
@@ -426,7 +425,7 @@ impl Stage {
     fn fill_backlog(&self, name: &str) {
         let address = SocketAddrUnix::new(self.path(name)).unwrap();
         loop {
-            // A connection that is closed stays in the backlog.
+            // A closed connection remains in the backlog.
             let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
             let socket = socket_with(family, kind, SocketFlags::NONBLOCK, None).unwrap();
             match connect(&socket, &address) {
@@ -452,7 +451,7 @@ fn a_backend_that_hangs_is_found_and_killed_when_its_backlogs_are_full() {
         assert!(ended.stderr.contains("does not answer at"), "{ended:?}");
         assert!(!ended.stderr.contains("os error"), "{ended:?}");
     }
-    // Its configuration names the devices; only a check needs the backend.
+    // The configuration names the devices; only a check needs the backend.
     let ended = stage.cluster.run(&["qemu", "--vm", "a"]).unwrap();
     assert!(ended.status.success(), "{ended:?}");
     let ended = stage.cluster.run(&["stop", "a", "--limit", "0"]).unwrap();

@@ -1,5 +1,5 @@
-//! Each form of one description, given to the real QEMU: it has to take it, and
-//! to make the same devices at the same places. No guest is booted.
+//! Each output form of one configuration, with a real QEMU: it must accept the form, and
+//! create the same devices at the same addresses. No guest is booted.
 
 use std::{fs, os::unix::net::UnixStream, path::Path, process::Command, time::Instant};
 
@@ -22,8 +22,8 @@ const PORTS: [&str; 6] = ["port0", "port1", "port2", "port3", "port4", "port5"];
 struct Monitor(QmpClient);
 
 impl Monitor {
-    /// Connects when QEMU listens. It does so before it makes its devices, and
-    /// answers after.
+    /// Connects when QEMU listens, which it does before it creates its devices; it replies
+    /// afterwards.
     fn connect(socket: &Path, qemu: &mut Daemon) -> Result<Self> {
         let deadline = Instant::now() + SHORT;
         let stream = loop {
@@ -50,7 +50,7 @@ impl Monitor {
         self.run("qom-get", json!({ "path": path, "property": name }))
     }
 
-    /// All that has to be the same.
+    /// The properties that must be equal in all forms.
     fn devices(&mut self) -> Result<Value> {
         let mut seen = serde_json::Map::new();
         let device_names = DEVICES.map(|id| format!("dev-{id}"));
@@ -75,7 +75,7 @@ impl Monitor {
     }
 }
 
-/// Starts a QEMU, with its processors stopped, and looks at what it made.
+/// Starts a QEMU with stopped CPUs, and reads its devices.
 fn look(cluster: &Cluster, mut command: Command) -> Result<Value> {
     command.args(["-S", "-display", "none", "-nodefaults"]);
     command.current_dir(cluster.folder());
@@ -90,17 +90,17 @@ fn look(cluster: &Cluster, mut command: Command) -> Result<Value> {
     Ok(devices)
 }
 
-/// What `farside qemu` prints in that form.
+/// The output of `farside qemu` in that form.
 fn form(cluster: &Cluster, form: &str) -> Result<String> {
     let ended = cluster.run(&["qemu", "--vm", VM, "--form", form])?;
     ensure!(ended.status.success(), "{form}: {ended:?}");
     Ok(ended.stdout)
 }
 
-/// A command line that a person would paste.
+/// A command line as a user would paste it.
 fn typed(text: &str) -> Command {
     let mut command = Command::new("sh");
-    // What follows the script are its arguments.
+    // The words after the script are its arguments.
     command.args(["-c", &format!("exec {} \"$@\"", text.trim_end()), "sh"]);
     command
 }
@@ -128,7 +128,7 @@ fn the_real_qemu_takes_every_form_and_makes_the_same_of_each() -> Result<()> {
 
     let file = form(&cluster, "readconfig")?;
     fs::write(cluster.folder().join(format!("{VM}.cfg")), &file)?;
-    // The comment at the top says how to start it.
+    // The comment at the top has the command that starts it.
     let lines = file.lines().filter_map(|line| line.strip_prefix("#   "));
     let command_line: Vec<_> = lines.collect();
     let by_file = look(&cluster, typed(&command_line.join("\n")))?;
@@ -142,11 +142,11 @@ fn the_real_qemu_takes_every_form_and_makes_the_same_of_each() -> Result<()> {
         "command line: {shell:#}\nfile: {by_file:#}"
     );
 
-    // The same means something.
+    // Checks that the compared values are not trivial.
     ensure!(shell["dev-dma0.type"] == "vfio-user-pci", "{shell:#}");
     let bus = shell["dev-dma0.parent_bus"].as_str().context("a bus")?;
     ensure!(bus.contains("/port3/"), "{shell:#}");
-    // Device and function as QEMU keeps them: 10.3.
+    // Device and function in QEMU's encoding: 10.3.
     ensure!(shell["port3.addr"] == 0x10 << 3 | 3, "{shell:#}");
     ensure!(
         shell["dev-dma0.x-msg-timeout"] == message_timeout_ms(RAM),

@@ -1,5 +1,5 @@
-//! A physical drive lent by VFIO's newer interface, iommufd, in a VM with a small
-//! kernel that has it: Debian's has not. `cargo xtask kernel` builds that kernel
+//! A physical NVMe device lent through VFIO's newer interface, iommufd, in a VM with a
+//! small kernel that has it: Debian's lacks it. `cargo xtask kernel` builds that kernel
 //! once; without it the test is skipped.
 
 use anyhow::{Result, ensure};

@@ -1,4 +1,4 @@
-//! The example of docs/migration.md, run as it is printed there.
+//! The example of docs/migration.md, run as printed there.
 
 use std::{
     env, fs,
@@ -14,14 +14,14 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 const PAGE: &str = include_str!("../../docs/migration.md");
 
-/// The line of the example that gives the VM its system disk; the test's guest
-/// boots from a kernel instead.
+/// The example's line that gives the VM its system disk; the test's guest boots from a
+/// kernel instead.
 const DISK: &str = r#"qemu-args = ["-drive", "if=virtio,format=raw,file=$HOSTS/web1.img"]"#;
 
 /// Seconds after which timeout(1) ends commands, which then exit with status 124.
 const DEADLINE: &str = "600";
 
-/// The shell commands of the example, one text for each block.
+/// The shell commands of the example, one text per block.
 fn blocks() -> Result<Vec<&'static str>> {
     let (_, section) = PAGE.split_once("\n## An example\n").context("no example")?;
     let section = section.split("\n## ").next().unwrap_or_default();
@@ -34,14 +34,14 @@ fn blocks() -> Result<Vec<&'static str>> {
     Ok(blocks)
 }
 
-/// Where the example is typed. Dropped, everything that it has started ends.
+/// The working directory of the example. On drop, all processes that it has started end.
 struct Session {
     directory: tempfile::TempDir,
     shell: Option<Child>,
 }
 
 impl Session {
-    /// A shell with `farside` and QEMU in its path, as a user has it.
+    /// A shell with `farside` and QEMU in its `PATH`, as a user has it.
     fn shell(&self, commands: &str) -> Result<Command> {
         let path = env::join_paths(
             [farside_program()?, testbed()?.qemu()]
@@ -80,7 +80,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         for host in ["rack1-a", "rack1-b"] {
-            // Refused where no VM runs, as after a test that passed.
+            // Refused if no VM runs, as after a test that passed.
             let _ = self.type_line(&format!("./rsh {host} farside stop web1 --limit 0 --force"));
         }
         // The lender, which the first block starts in the background.
@@ -91,8 +91,8 @@ impl Drop for Session {
     }
 }
 
-/// The guest that somebody has started, with the borrowed disk. Dropped, its
-/// QEMU is killed if it still runs.
+/// The guest that the example has started, with the borrowed disk. On drop, its QEMU is
+/// killed if it still runs.
 fn guest(staged: &Staged) -> Result<Vm> {
     let vm = staged.adopt(BOOT)?;
     vm.wait_agent(BOOT)?;
@@ -163,7 +163,7 @@ fn the_example_of_the_docs_works_as_printed() -> Result<()> {
     refused_where_it_left(&session)
 }
 
-/// The sentence after the example.
+/// The sentence that follows the example.
 fn refused_where_it_left(session: &Session) -> Result<()> {
     let start = "./rsh rack1-b farside start web1 2>&1";
     let output = session

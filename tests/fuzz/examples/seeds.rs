@@ -1,5 +1,5 @@
-//! Writes the corpora that the fuzzers start from: the messages and accesses
-//! that the unit tests make.
+//! Writes the seed corpora of the fuzz targets: the messages and accesses of the unit
+//! tests.
 
 use std::fs;
 use std::path::Path;

@@ -1,20 +1,20 @@
-//! A device's image, good but for some bytes, and what a guest does with the
-//! configuration space that is made of it.
+//! A mostly valid configuration-space image, and guest accesses to the configuration space
+//! built from it.
 //!
-//! The input: a byte that says whether the image is one of 256 bytes, a byte
-//! that says how many bytes of it are changed, each as two bytes of offset and
-//! a value; then accesses, see [`run`].
+//! Input: a byte that selects a 256-byte image or a longer one, a byte with the number of
+//! image bytes to change, each change as two bytes of offset and a value; then accesses,
+//! see [`run`].
 //!
-//! What must hold: no panic; walks of the lists end; identity does not change;
-//! what a write is said to do is what it does; a refused bus-master bit is
-//! clear; a reset leaves what was there at first.
+//! Invariants: no panic; capability-list walks terminate; the identity registers do not
+//! change; a write has exactly the reported effect; a refused bus-master bit reads as
+//! clear; a reset restores the initial contents.
 
 use farside_config_space::{ConfigSpace, Edge};
 
 use crate::image::Image;
 use crate::input::Input;
 
-/// Makes the space of `input` and carries out its accesses.
+/// Builds the space of `input` and performs its accesses.
 pub fn run(input: &[u8]) {
     let mut input = Input(input);
     let mut image = Image::nvme();
@@ -34,7 +34,7 @@ pub fn run(input: &[u8]) {
     while !input.is_empty() {
         let op = input.u8();
         let offset = input.u16();
-        // Now and then far out.
+        // Occasionally far out of bounds.
         let offset = if op & 0x80 != 0 {
             u64::MAX - u64::from(offset)
         } else {
@@ -87,7 +87,7 @@ fn bytes(space: &ConfigSpace) -> Vec<u8> {
     bytes
 }
 
-/// Walks both lists as a guest does.
+/// Walks both capability lists as a guest does.
 fn walk(bytes: &[u8]) {
     let mut at = usize::from(bytes[0x34]);
     for steps in 0.. {

@@ -1,9 +1,9 @@
-//! A text that may be a libvirt domain, and what is done with those.
+//! A text that may be a libvirt domain, and the edits that `farside libvirt` makes to one.
 //!
-//! The input: a byte that says which devices are added, then the text.
+//! Input: a byte that selects the devices to add, then the text.
 //!
-//! What must hold: no panic; adding twice is adding once; removing gives the
-//! text as it was, byte for byte; what was added is read again.
+//! Invariants: no panic; adding is idempotent; removing restores the text byte for byte;
+//! the added devices can be read back.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use farside_qemu_configs::{
 
 use crate::input::Input;
 
-/// Puts devices into the domain of `input`, and takes them out again.
+/// Adds devices to the domain of `input`, and removes them again.
 pub fn run(input: &[u8]) {
     let mut input = Input(input);
     let which = input.u8();

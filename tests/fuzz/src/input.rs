@@ -1,6 +1,6 @@
-//! The input, taken apart.
+//! Decodes values from the fuzzer's input.
 
-/// Takes values off the front; zeros when it is used up.
+/// Takes values off the front; returns zeros at the end of the input.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
@@ -16,7 +16,7 @@ impl<'a> Input<'a> {
         u16::from(self.u8()) | u16::from(self.u8()) << 8
     }
 
-    /// The next `len` bytes, or those that are left.
+    /// The next `len` bytes, or fewer at the end of the input.
     pub fn bytes(&mut self, len: usize) -> &'a [u8] {
         let (head, rest) = self.0.split_at(len.min(self.0.len()));
         self.0 = rest;

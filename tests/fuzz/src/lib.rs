@@ -1,5 +1,5 @@
-//! What the fuzz targets do, as functions of their input: the targets call
-//! them, and the seeds are written for them.
+//! The fuzz targets as functions of their input, shared by the targets and the seed
+//! generator.
 //!
 //! ```text
 //! cargo run --manifest-path tests/fuzz/Cargo.toml --example seeds

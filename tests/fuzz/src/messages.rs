@@ -1,11 +1,10 @@
-//! A sequence of operations on a vfio-user connection: whole messages, parts
-//! of them, noise, descriptors anywhere, a client that reads or does not.
+//! A sequence of operations on a vfio-user connection: whole messages, fragments, noise,
+//! descriptors at any point, a client that may not read.
 //!
-//! The input is a list of operations: one byte says which, see [`Op`].
+//! Input: a list of operations, each encoded as one byte, see [`Op`].
 //!
-//! What must hold: no panic; every reply is well formed and answers something
-//! that was asked; as long as the client sent whole messages only, its last one
-//! is answered; no descriptor is left open.
+//! Invariants: no panic; every reply is well formed and matches a request; while the client
+//! sends whole messages only, its last one is answered; no descriptor leaks.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -23,29 +22,29 @@ use rustix::net::{
 use crate::device::TestDevice;
 use crate::input::Input;
 
-/// Most descriptors that are sent with one message: some more than are taken.
+/// Most descriptors sent with one message: more than the server accepts.
 const MOST_FDS: usize = 20;
 
 const VERSION: u16 = 1;
 const GET_INFO: u16 = 4;
 
-/// What an operation's byte means: the kind in the lowest three bits, a number
-/// of descriptors in the others.
+/// Encoding of an operation's byte: the kind in the three low bits, a number of descriptors
+/// in the others.
 pub enum Op {
     /// A whole message: command, flags, two bytes of length, payload.
     Message = 0,
     /// Bytes: two bytes of length, the bytes.
     Noise = 1,
-    /// A whole message in two parts, the server run between: one byte for where
-    /// to cut, then as [`Op::Message`].
+    /// A whole message in two parts, with the server run in between: one byte for the split
+    /// point, then as [`Op::Message`].
     Split = 2,
     /// Version negotiation.
     Version = 3,
-    /// The server does one byte's worth of messages.
+    /// The server processes as many messages as the next byte gives.
     Pump = 4,
     /// The client reads.
     Read = 5,
-    /// Resets are answered later from now on, or again at once.
+    /// From now on, resets are answered later, or again at once.
     Defer = 6,
     /// The client closes its sending side.
     Shutdown = 7,
@@ -65,7 +64,7 @@ struct Peer {
     device: TestDevice,
     passed: OwnedFd,
     received: VecDeque<u8>,
-    /// Only whole messages have been sent.
+    /// Only whole messages have been sent so far.
     framed: bool,
     closed: bool,
 }
@@ -136,7 +135,7 @@ impl Peer {
         }
     }
 
-    /// A client that kept to whole messages is understood to the end.
+    /// Checks that the last message of a client that sent only whole messages is answered.
     fn last_is_answered(&mut self) {
         self.device.defer_reset = self.device.defer_reset.map(|_| None);
         self.settle();
@@ -160,7 +159,7 @@ impl Peer {
         assert!(!self.received.is_empty(), "no answer to the last message");
     }
 
-    /// Lets both ends go on until nothing moves.
+    /// Runs both ends until neither makes progress.
     fn settle(&mut self) {
         for _ in 0..10_000 {
             self.answer_deferred();
@@ -198,7 +197,7 @@ impl Peer {
     }
 
     fn pump(&mut self, budget: usize) {
-        // Nothing is taken while an answer is owed.
+        // Requests are not read while a reply is pending.
         if self.closed || matches!(self.device.defer_reset, Some(Some(_))) {
             return;
         }
@@ -226,7 +225,7 @@ impl Peer {
         }
     }
 
-    /// Reads all there is, and checks what is whole.
+    /// Reads all available replies and checks the complete ones.
     fn read(&mut self) {
         let mut bytes = [0; 4096];
         loop {
@@ -251,8 +250,7 @@ impl Peer {
             }
             self.received.extend(&bytes[..got.bytes]);
         }
-        // Leaves the last whole message, so that the caller sees that something
-        // came.
+        // Keeps the last whole message, so that the caller can see that a reply arrived.
         while let Some(size) = self.check_first() {
             if self.received.len() == size {
                 break;
@@ -261,7 +259,7 @@ impl Peer {
         }
     }
 
-    /// Size of the first message, if it is whole and in order.
+    /// Size of the first message, if it is complete and well formed.
     fn check_first(&mut self) -> Option<usize> {
         let bytes = self.received.make_contiguous();
         let word = |at: usize| {

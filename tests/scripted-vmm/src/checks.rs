@@ -1,4 +1,4 @@
-//! What a device must not do: DMA before it may, and DMA outside RAM.
+//! Checks for forbidden DMA: before bus-master enable, and outside RAM.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,11 @@ use crate::ram::{Block, HIGH, Layout, PAGE, Ram};
 use crate::report::{BeforeBme, Rogue};
 use crate::step::Target;
 
-/// Programs the drive and gives it a command while it may not master the bus;
-/// then watches what happens for `wait`.
+/// Sets up the NVMe controller and submits a command while bus-master enable is clear; then
+/// watches for effects for `wait`.
 ///
 /// # Errors
-/// When the connection is lost, or the drive cannot be stopped afterwards.
+/// If the connection is lost, or the controller cannot be disabled afterwards.
 pub fn before_bme(machine: &mut Machine, wait: Duration) -> Result<BeforeBme> {
     machine.vectors.drain()?;
     let mut admin = nvme::start(machine)?;
@@ -31,7 +31,7 @@ pub fn before_bme(machine: &mut Machine, wait: Duration) -> Result<BeforeBme> {
     admin.ring(machine)?;
     let start = Instant::now();
     let interrupts = machine.vectors.wait_any(start + wait)?;
-    // An interrupt ends the wait early; what it announces may come later.
+    // An interrupt ends the wait early; the completion it announces may still follow.
     while interrupts > 0 && start.elapsed() < wait {
         std::thread::yield_now();
     }
@@ -46,10 +46,10 @@ pub fn before_bme(machine: &mut Machine, wait: Duration) -> Result<BeforeBme> {
     Ok(found)
 }
 
-/// Where a target is.
+/// Resolves a target to an address.
 ///
 /// # Errors
-/// When RAM is mapped there, or a drive cannot be pointed there.
+/// If the address is mapped RAM, or an NVMe data pointer cannot hold it.
 pub fn rogue_address(layout: Layout, mapped: &[Block], target: Target, bytes: u64) -> Result<u64> {
     let address = match target {
         Target::Hole => layout.low,
@@ -72,10 +72,10 @@ pub fn rogue_address(layout: Layout, mapped: &[Block], target: Target, bytes: u6
     Ok(address)
 }
 
-/// Fills all RAM that is not the driver's with the guard pattern.
+/// Fills all RAM except the driver's with the guard pattern.
 ///
 /// # Errors
-/// None that can be expected.
+/// None expected.
 pub fn guard(ram: &Ram) -> Result<()> {
     let mut pattern = Pattern::new(GUARD);
     for block in ram.layout().blocks() {
@@ -86,11 +86,11 @@ pub fn guard(ram: &Ram) -> Result<()> {
     Ok(())
 }
 
-/// Has the drive read its first blocks to `address`, and compares all RAM with
-/// what it was before.
+/// Issues a read of the first blocks to `address`, and compares all RAM with its former
+/// contents.
 ///
 /// # Errors
-/// When the connection is lost, or the drive cannot do such a command.
+/// If the connection is lost, or the controller does not support such a command.
 pub fn rogue(
     machine: &mut Machine,
     drive: &mut Controller,
@@ -140,7 +140,7 @@ mod tests {
                 "{inside:#x}"
             );
         }
-        // High RAM that was taken back is outside.
+        // Unmapped high RAM counts as outside.
         assert!(rogue_address(layout, &blocks[..1], Target::Address(HIGH), PAGE).is_ok());
     }
 

@@ -1,11 +1,11 @@
-//! The device as the VMM has it: a connection to a backend, and its BARs.
+//! The device as seen by the VMM: a connection to a backend, and its BARs.
 //!
-//! A BAR access is a plain load or store where the backend lets the region be
-//! mapped, and a message everywhere else. Both are counted.
+//! A BAR access is a load or store where the backend offers mmap, and a message elsewhere.
+//! Both are counted.
 //!
-//! The client of 0.1.7 does not look at errors in replies to `DMA_MAP`,
-//! `SET_IRQS` and `DEVICE_RESET`; QEMU only prints them. What was refused shows
-//! later: bus-master enable does not stick.
+//! The client (0.1.7) ignores errors in replies to `DMA_MAP`, `SET_IRQS` and
+//! `DEVICE_RESET`; QEMU only prints them. A refusal shows later: bus-master enable reads as
+//! clear.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -33,12 +33,12 @@ const MSIX: u32 = 2;
 const DATA_NONE: u32 = 1 << 0;
 const DATA_EVENTFD: u32 = 1 << 2;
 const TRIGGER: u32 = 1 << 5;
-/// How long after an attempt to connect comes the next.
+/// Delay between attempts to connect.
 const RETRY: Duration = Duration::from_millis(10);
-/// Most descriptors that a message carries.
+/// Most descriptors that one message carries.
 const CHUNK: usize = 16;
 
-/// Memory of a BAR that is reached without a message.
+/// Part of a BAR that is accessed without a message.
 struct Mapped {
     bar: u32,
     offset: u64,
@@ -54,7 +54,7 @@ pub struct Device {
     accesses: Accesses,
 }
 
-/// How registers were reached.
+/// Register accesses by kind.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Accesses {
     /// Loads and stores.
@@ -64,17 +64,17 @@ pub struct Accesses {
 }
 
 impl Device {
-    /// Connects, for as long as `patience` until somebody serves the socket;
-    /// negotiates, and asks for regions and interrupts.
+    /// Connects, retrying for `patience` until the socket is served; negotiates, and
+    /// queries regions and interrupts.
     ///
     /// # Errors
-    /// When nobody serves the socket, or the device cannot be used: the
-    /// backend's log says why.
+    /// If the socket is not served, or the device is unusable: the backend's log has the
+    /// reason.
     pub fn connect(socket: &Path, patience: Duration) -> Result<Self> {
         let until = Instant::now() + patience;
         let mut client = loop {
             match Client::new(socket) {
-                // Nothing announces a socket.
+                // There is no event for a new socket.
                 Err(Error::Connect(_)) if Instant::now() < until => std::thread::sleep(RETRY),
                 client => break client,
             }
@@ -100,7 +100,7 @@ impl Device {
         self.accesses
     }
 
-    /// Every BAR, by what is mapped and what is not.
+    /// All areas of all BARs, mapped and trapped.
     pub fn areas(&self) -> Vec<Area> {
         let mut areas = Vec::new();
         for bar in 0..BARS {
@@ -118,8 +118,8 @@ impl Device {
         areas
     }
 
-    /// Ends the connection and lets go of the BARs, as a VMM does that goes.
-    /// As long as anybody has a BAR mapped, the device is not lent on.
+    /// Closes the connection and unmaps the BARs, as an exiting VMM does. The device is not
+    /// lent again while a process has a BAR mapped.
     pub fn close(&mut self) {
         self.client = None;
         self.mapped.clear();
@@ -129,10 +129,10 @@ impl Device {
         self.client.as_mut().context("the connection is closed")
     }
 
-    /// Gives the device a run of RAM (`DMA_MAP`).
+    /// Maps a block of RAM for the device (`DMA_MAP`).
     ///
     /// # Errors
-    /// When the connection is lost; a refusal is not seen.
+    /// If the connection is lost; a refusal is not reported.
     pub fn map(&mut self, ram: &Ram, block: Block) -> Result<()> {
         let fd = ram.file().as_raw_fd();
         self.client()?
@@ -140,7 +140,7 @@ impl Device {
             .with_context(|| format!("DMA_MAP of {:#x} bytes at {:#x}", block.len, block.gpa))
     }
 
-    /// Takes a run of RAM back (`DMA_UNMAP`).
+    /// Unmaps a block of RAM (`DMA_UNMAP`).
     ///
     /// # Errors
     /// When the connection is lost.
@@ -158,7 +158,7 @@ impl Device {
         self.client()?.reset().context("DEVICE_RESET")
     }
 
-    /// Has MSI-X vectors signal these eventfds.
+    /// Assigns these eventfds to the MSI-X vectors.
     ///
     /// # Errors
     /// When the connection is lost.
@@ -173,7 +173,7 @@ impl Device {
         Ok(())
     }
 
-    /// Has no MSI-X vector signal anything.
+    /// Disables MSI-X signalling.
     ///
     /// # Errors
     /// When the connection is lost.
@@ -183,7 +183,7 @@ impl Device {
             .context("SET_IRQS without vectors")
     }
 
-    /// Has INTx signal the one eventfd.
+    /// Assigns the one eventfd to INTx.
     ///
     /// # Errors
     /// When the connection is lost.
@@ -233,7 +233,7 @@ impl Device {
         Ok(u32::from_le_bytes(data))
     }
 
-    /// Writes an aligned register of a BAR, after everything before it.
+    /// Writes an aligned register of a BAR, ordered after all earlier writes.
     ///
     /// # Errors
     /// When the connection is lost.
@@ -241,7 +241,8 @@ impl Device {
         if let Some((memory, at)) = self.memory(bar, offset) {
             memory
                 .as_volatile_slice()
-                // Stronger would be a locked exchange, which reads the register.
+                // A stronger store would be a locked exchange, which also reads the
+                // register.
                 .store(value.to_le(), at, Ordering::Release)
                 .with_context(|| format!("storing to BAR {bar} at {offset:#x}"))?;
             self.accesses.mapped += 1;
@@ -250,7 +251,7 @@ impl Device {
         self.write(bar, offset, &value.to_le_bytes())
     }
 
-    /// The mapping that has the word, and where.
+    /// The mapping that contains the word, and the offset in it.
     fn memory(&self, bar: u32, offset: u64) -> Option<(&MmapRegion, usize)> {
         self.mapped.iter().find_map(|mapped| {
             let at = offset.checked_sub(mapped.offset)?;
@@ -302,7 +303,7 @@ fn map_bars(client: &Client) -> Result<Vec<Mapped>> {
     Ok(all)
 }
 
-/// A BAR's areas in order, from those that are mapped (sorted).
+/// Splits a BAR into areas in order, given its mapped ranges (sorted).
 fn split(bar: u32, size: u64, mapped: &[(u64, u64)]) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut next = 0;

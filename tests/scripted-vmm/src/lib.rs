@@ -1,22 +1,20 @@
-//! A program that stands where QEMU would, for tests in places where a nested
-//! QEMU would take minutes.
+//! A binary that takes QEMU's place in tests where a nested QEMU would take minutes.
 //!
-//! It is a VMM and its guest in one: it connects to a backend's device socket
-//! with a vfio-user client that others wrote (the crate `vfio_user`), brings
-//! guest RAM, does what firmware and a Linux guest do to a PCI function, and
-//! drives an NVMe drive with a driver of its own. A run is a list of
-//! [`step::Step`]s; what came of them is a [`report::Report`].
+//! It is VMM and guest in one: it connects to a backend's device socket with a third-party
+//! vfio-user client (the crate `vfio_user`), provides guest RAM, does what firmware and a
+//! Linux guest do to a PCI function, and has its own NVMe driver. A run is a list of
+//! [`step::Step`]s; its results are a [`report::Report`].
 //!
 //! - [`ram`]: guest RAM in a memfd, with guard patterns and snapshots;
-//! - [`device`]: the client, and BARs by mapping or by trap;
+//! - [`device`]: the client, and BAR accesses by mapping or by trap;
 //! - [`pci`]: configuration space as firmware and drivers use it;
-//! - [`vectors`]: the eventfds of MSI-X, every interrupt counted;
+//! - [`vectors`]: the eventfds of MSI-X, with interrupt counts;
 //! - [`nvme`]: the driver;
 //! - [`session`]: performs steps; [`checks`] and [`workload`] are the longer ones;
-//! - [`watchdog`]: the client waits for ever where an answer never comes.
+//! - [`watchdog`]: ends the process when the client blocks on a reply that never arrives.
 //!
-//! It depends on no crate of the product, so that it misunderstands nothing in
-//! the same way.
+//! It depends on no crate of the product, so that it cannot share the product's misreadings
+//! of the specifications.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What a guest's driver works with.
+//! The environment of the guest's driver.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::ram::Ram;
 use crate::vectors::Vectors;
 
-/// RAM, a device, its interrupts, and patience.
+/// RAM, a device, its interrupts, and a timeout.
 pub struct Machine {
     /// Guest RAM.
     pub ram: Ram,
@@ -16,14 +16,14 @@ pub struct Machine {
     pub device: Device,
     /// Its interrupts.
     pub vectors: Vectors,
-    /// How long the device may take for a command or a change of state.
+    /// Timeout of a command or a change of state.
     pub timeout: Duration,
-    /// Interrupts that came before their completion was in memory.
+    /// Interrupts that arrived before their completion was in memory.
     pub early_interrupts: u64,
 }
 
 impl Machine {
-    /// When a device that is asked now is late.
+    /// The deadline of an operation that starts now.
     pub fn deadline(&self) -> Instant {
         Instant::now() + self.timeout
     }
@@ -31,7 +31,7 @@ impl Machine {
     /// Reads a register of BAR 0 until `done`. Returns its last value.
     ///
     /// # Errors
-    /// When it takes too long.
+    /// If `done` does not hold in time.
     pub fn poll(&mut self, what: &str, at: u64, done: impl Fn(u32) -> bool) -> Result<u32> {
         let deadline = self.deadline();
         loop {

@@ -91,7 +91,7 @@ fn step(text: &str) -> Result<String, String> {
     }
 }
 
-/// The object of a run that came to nothing.
+/// The JSON object of a run that failed before its first step.
 #[derive(Serialize)]
 struct Failure {
     ok: bool,
@@ -178,7 +178,7 @@ fn perform(
             std::io::stdout().flush().context("printing")?;
             input.next().transpose().context("waiting for a line")?;
         }
-        // What is wrong with it is in the answer.
+        // The answer contains the reason.
         _ => {}
     }
     watchdog.begin(line);
@@ -195,6 +195,6 @@ fn perform(
 fn print(value: &impl Serialize) {
     let line = serde_json::to_string(value).unwrap_or_else(|error| format!("{error:?}"));
     let mut out = std::io::stdout().lock();
-    // Nobody may be there to read it.
+    // Standard output may be closed.
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }

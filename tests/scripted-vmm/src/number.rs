@@ -1,11 +1,11 @@
-//! Numbers as people write them on a command line.
+//! Numbers as written on a command line.
 
 use anyhow::{Context, Result};
 
 /// A number: `512`, `8M` (K, M, G: powers of 1024) or `0x10000`.
 ///
 /// # Errors
-/// Says what is not a number, and what would be.
+/// If the text is not a number; the message names it and the accepted forms.
 pub fn parse(text: &str) -> Result<u64> {
     let bad = || format!("`{text}` is not a number: write 4096, 4K, 8M, 1G or 0x1000");
     if let Some(hex) = text.strip_prefix("0x") {

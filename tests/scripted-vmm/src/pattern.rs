@@ -1,9 +1,8 @@
-//! Bytes that are told apart from all others: a stream of 64-bit words from a
-//! seed, and its checksum.
+//! Recognisable data: a stream of 64-bit words generated from a seed, and its checksum.
 
 use sha2::{Digest, Sha256};
 
-/// The seed of the guard pattern, which fills RAM that no device may write.
+/// The seed of the guard pattern, which fills RAM that the device must not write.
 pub const GUARD: u64 = 0x6661_7273_6964_6501;
 
 /// The stream of a seed: `SplitMix64`, each word little endian.
@@ -18,7 +17,7 @@ impl Pattern {
         Self { state: seed }
     }
 
-    /// The next `bytes.len()` bytes, which are whole words.
+    /// Fills `bytes`, whose length is a multiple of 8, with the next words.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         for word in bytes.chunks_mut(8) {
             word.copy_from_slice(&self.next().to_le_bytes()[..word.len()]);
@@ -34,17 +33,17 @@ impl Pattern {
     }
 }
 
-/// SHA-256 of bytes that come in pieces.
+/// SHA-256 over successive pieces.
 #[derive(Default)]
 pub struct Checksum(Sha256);
 
 impl Checksum {
-    /// Takes the next bytes.
+    /// Adds bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// In hexadecimal digits, as `sha256sum` prints it.
+    /// In hexadecimal, as `sha256sum` prints it.
     pub fn finish(self) -> String {
         let digest = self.0.finalize();
         digest.iter().map(|byte| format!("{byte:02x}")).collect()

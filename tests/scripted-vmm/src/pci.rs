@@ -10,7 +10,7 @@ use crate::device::{CONFIG, Device};
 pub const MEMORY: u16 = 1 << 1;
 /// Bus-master enable.
 pub const BUS_MASTER: u16 = 1 << 2;
-/// No INTx.
+/// INTx disable.
 pub const INTX_DISABLE: u16 = 1 << 10;
 
 const COMMAND: u64 = 0x04;
@@ -23,13 +23,13 @@ const MSIX: u8 = 0x11;
 const MSIX_ENABLE: u16 = 1 << 15;
 const BARS: u32 = 6;
 
-/// Where BARs of up to [`LARGE`] bytes go.
+/// Address range for BARs of up to [`LARGE`] bytes.
 const BELOW_4G: u64 = 0xe000_0000;
-/// Where larger ones go: above all RAM.
+/// Address range for larger BARs: above all RAM.
 const ABOVE: u64 = 1 << 40;
 const LARGE: u64 = 128 << 20;
 
-/// A memory BAR, and where it was put.
+/// A memory BAR and its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedBar {
     /// 0 to 5.
@@ -56,7 +56,7 @@ pub fn set_command(device: &mut Device, command: u16) -> Result<()> {
     device.write(CONFIG, COMMAND, &command.to_le_bytes())
 }
 
-/// Class, sub-class and programming interface.
+/// Class, subclass and programming interface.
 ///
 /// # Errors
 /// When the connection is lost.
@@ -64,11 +64,10 @@ pub fn class(device: &mut Device) -> Result<u32> {
     Ok(read_u32(device, CLASS)? >> 8)
 }
 
-/// Finds out the sizes of the memory BARs, and gives them addresses, with
-/// memory space disabled.
+/// Sizes the memory BARs and assigns their addresses, with memory space disabled.
 ///
 /// # Errors
-/// When the connection is lost, or a BAR does not keep its address.
+/// If the connection is lost, or a BAR does not retain its address.
 pub fn place_bars(device: &mut Device) -> Result<Vec<PlacedBar>> {
     set_command(device, 0)?;
     let mut placed = Vec::new();
@@ -117,7 +116,7 @@ struct Sized {
     wide: bool,
 }
 
-/// A memory BAR's size; none for what is not implemented, or is I/O space.
+/// A memory BAR's size; `None` if it is unimplemented or I/O space.
 fn size_bar(device: &mut Device, at: u64) -> Result<Option<Sized>> {
     write_u32(device, at, !0)?;
     let low = read_u32(device, at)?;
@@ -139,10 +138,10 @@ fn size_bar(device: &mut Device, at: u64) -> Result<Option<Sized>> {
     Ok(Some(Sized { size, wide }))
 }
 
-/// Sets or clears MSI-X enable. Returns how many vectors the table has.
+/// Sets or clears MSI-X enable. Returns the size of the MSI-X table.
 ///
 /// # Errors
-/// When the connection is lost, or the function has no MSI-X.
+/// If the connection is lost, or the function has no MSI-X.
 pub fn enable_msix(device: &mut Device, enable: bool) -> Result<u32> {
     let at = capability(device, MSIX)?.context("the function has no MSI-X capability")? + 2;
     let mut control = read_u16(device, at)?;
@@ -156,13 +155,13 @@ pub fn enable_msix(device: &mut Device, enable: bool) -> Result<u32> {
     Ok(vectors)
 }
 
-/// Where a capability is.
+/// The offset of a capability.
 fn capability(device: &mut Device, id: u8) -> Result<Option<u64>> {
     if read_u16(device, STATUS)? & HAS_CAPABILITIES == 0 {
         return Ok(None);
     }
     let mut at = u64::from(read_u16(device, CAPABILITIES)? & 0xfc);
-    // No more fit.
+    // Configuration space has room for no more.
     for _ in 0..48 {
         if at == 0 {
             return Ok(None);

@@ -1,6 +1,5 @@
-//! Guest RAM: one shared memfd, laid out as QEMU lays it out. Low RAM begins
-//! at GPA 0 and at offset 0 of the file; what does not fit below goes on at
-//! GPA 4 GiB, and in the file behind low RAM.
+//! Guest RAM: one shared memfd with QEMU's layout. Low RAM begins at GPA 0 and file offset
+//! 0; the remainder is at GPA 4 GiB, and follows low RAM in the file.
 
 use std::fs::File;
 use std::ops::Range;
@@ -17,31 +16,29 @@ use crate::pattern::{Checksum, Pattern};
 pub const PAGE: u64 = 4096;
 /// GPA of high RAM.
 pub const HIGH: u64 = 4 << 30;
-/// Where low RAM ends at the latest: above are the holes for PCI and the
-/// interrupt controllers.
+/// Upper bound of low RAM: above it are the PCI hole and the interrupt controllers.
 pub const LOW_LIMIT: u64 = 0xc000_0000;
 
 const HUGE_PAGE: u64 = 2 << 20;
-/// Bytes that are copied at a time.
+/// Bytes copied at a time.
 const PIECE: usize = 64 << 10;
 
-/// How much RAM a guest has, and where.
+/// Sizes of a guest's RAM below and above 4 GiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Bytes from GPA 0 on.
     pub low: u64,
     /// Bytes from GPA [`HIGH`] on.
     pub high: u64,
-    /// Bytes of the pages it is made of.
+    /// Page size.
     pub page: u64,
 }
 
 impl Layout {
-    /// `total` bytes, of which no more than `low` are low; as many as fit,
-    /// where it is not said.
+    /// `total` bytes, of which at most `low` are low RAM; without `low`, as many as fit.
     ///
     /// # Errors
-    /// Says which size does not work with these pages.
+    /// If a size is not a multiple of the page size, or `low` exceeds [`LOW_LIMIT`].
     pub fn new(total: u64, low: Option<u64>, huge_pages: bool) -> Result<Self> {
         let page = if huge_pages { HUGE_PAGE } else { PAGE };
         let low = low.unwrap_or(LOW_LIMIT).min(total);
@@ -62,12 +59,12 @@ impl Layout {
         })
     }
 
-    /// Bytes in all.
+    /// Total bytes.
     pub fn total(&self) -> u64 {
         self.low + self.high
     }
 
-    /// The runs of RAM: one, or two where there is high RAM.
+    /// The blocks of RAM: one, or two with high RAM.
     pub fn blocks(&self) -> Vec<Block> {
         let low = Block {
             gpa: 0,
@@ -85,14 +82,14 @@ impl Layout {
     }
 }
 
-/// A run of guest RAM.
+/// A contiguous block of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Where the guest sees it.
+    /// Guest-physical address.
     pub gpa: u64,
     /// Bytes.
     pub len: u64,
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub offset: u64,
 }
 
@@ -111,10 +108,10 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Zeroed RAM. Its pages come when they are touched, huge ones at once.
+    /// Zeroed RAM. Pages are allocated when touched, huge pages at once.
     ///
     /// # Errors
-    /// What the system says; too few huge pages are named.
+    /// If a system call fails; the message names a lack of huge pages.
     pub fn new(layout: Layout) -> Result<Self> {
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let huge = layout.page != PAGE;
@@ -125,7 +122,7 @@ impl Ram {
         let fd = rustix::fs::memfd_create("guest-ram", flags).context("making guest RAM")?;
         rustix::fs::ftruncate(&fd, total).context("sizing guest RAM")?;
         if huge {
-            // Else a page that is missing is a SIGBUS later on.
+            // Otherwise a missing huge page would raise SIGBUS later.
             rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, total).with_context(|| {
                 format!(
                     "guest RAM needs {} free huge pages of 2 MiB: write to /proc/sys/vm/nr_hugepages",
@@ -149,12 +146,12 @@ impl Ram {
         })
     }
 
-    /// Where it is.
+    /// Its layout.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The file that it is made of.
+    /// The memfd behind it.
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -162,14 +159,14 @@ impl Ram {
     /// Copies `data` to `gpa`.
     ///
     /// # Errors
-    /// When not all of that is RAM.
+    /// If the range is not all RAM.
     pub fn write(&self, gpa: u64, data: &[u8]) -> Result<()> {
         self.memory
             .write_slice(data, GuestAddress(gpa))
             .with_context(|| format!("writing {:#x} bytes at GPA {gpa:#x}", data.len()))
     }
 
-    /// Fills `data` from `gpa`.
+    /// Reads `data.len()` bytes at `gpa`.
     ///
     /// # Errors
     /// As [`Ram::write`].
@@ -180,7 +177,7 @@ impl Ram {
             .with_context(|| format!("reading {len:#x} bytes at GPA {gpa:#x}"))
     }
 
-    /// Reads the aligned word at `gpa` once, before anything that follows.
+    /// Reads the aligned word at `gpa` once, with acquire ordering.
     ///
     /// # Errors
     /// As [`Ram::write`].
@@ -190,7 +187,7 @@ impl Ram {
             .with_context(|| format!("reading a word at GPA {gpa:#x}"))
     }
 
-    /// Writes the aligned word at `gpa`, after everything before it.
+    /// Writes the aligned word at `gpa`, with release ordering.
     ///
     /// # Errors
     /// As [`Ram::write`].
@@ -200,7 +197,7 @@ impl Ram {
             .with_context(|| format!("writing a word at GPA {gpa:#x}"))
     }
 
-    /// Fills a range with the stream of `pattern`, which goes on behind it.
+    /// Fills a range with the next words of `pattern`.
     ///
     /// # Errors
     /// As [`Ram::write`].
@@ -248,7 +245,7 @@ impl Ram {
             .collect()
     }
 
-    /// How many bytes are not as they were, outside `except`.
+    /// How many bytes outside `except` differ from the snapshots.
     ///
     /// # Errors
     /// As [`Ram::write`].
@@ -274,13 +271,13 @@ impl Ram {
     }
 }
 
-/// What a range of RAM was.
+/// The former contents of a range of RAM.
 pub struct Snapshot {
     gpas: Range<u64>,
     bytes: Vec<u8>,
 }
 
-/// A range in pieces: (address, length).
+/// Splits a range into pieces: (address, length).
 fn pieces(gpas: Range<u64>) -> impl Iterator<Item = (u64, usize)> {
     let end = gpas.end;
     gpas.step_by(PIECE)
@@ -348,7 +345,7 @@ mod tests {
         );
     }
 
-    /// With huge pages, or with the word on how to get them.
+    /// Without huge pages, checks the message that explains how to reserve them.
     #[test]
     fn huge_pages_are_there_before_they_are_touched() {
         match Ram::new(Layout::new(4 * MIB, Some(2 * MIB), true).unwrap()) {

@@ -1,13 +1,13 @@
-//! What a run found, as it is printed and as tests read it.
+//! Results of a run, as printed and as read by tests.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A whole run: the one JSON object at its end.
+/// A whole run: the JSON object printed at its end.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// Whether every step did what it should.
+    /// Whether every step succeeded.
     pub ok: bool,
     /// The device's socket.
     pub socket: String,
@@ -17,93 +17,93 @@ pub struct Report {
     pub low_ram_bytes: u64,
     /// Bytes from GPA 4 GiB on.
     pub high_ram_bytes: u64,
-    /// Bytes of the pages that RAM is made of.
+    /// Page size of RAM.
     pub page_bytes: u64,
-    /// How long the first bus-master enable took, microseconds.
+    /// Duration of the first bus-master enable, microseconds.
     pub bme_us: Option<u64>,
-    /// Whether all data came back as written; null without any `io`.
+    /// Whether all data read back matched; null without any `io`.
     pub checksum_ok: Option<bool>,
-    /// Interrupts that reached the guest.
+    /// Interrupts delivered to the guest.
     pub msix_guest: Interrupts,
-    /// Interrupts that came before their completion was in memory.
+    /// Interrupts that arrived before their completion was in memory.
     pub early_interrupts: u64,
-    /// The device without bus-master enable; the last such step.
+    /// Activity before bus-master enable; from the last such step.
     pub before_bme: Option<BeforeBme>,
-    /// DMA outside RAM, a row an attempt.
+    /// DMA attempts outside RAM.
     pub rogue: Vec<Rogue>,
-    /// Bytes of RAM that it changed; null without any `rogue`.
+    /// Bytes of RAM changed by them; null without any `rogue`.
     pub rogue_bytes_written: Option<u64>,
-    /// The BARs by how they were reached.
+    /// The BARs by access kind.
     pub areas: Vec<Area>,
-    /// Register accesses that were a load or store.
+    /// Register accesses by load or store.
     pub mapped_accesses: u64,
-    /// Register accesses that were a message.
+    /// Register accesses by message.
     pub trapped_accesses: u64,
-    /// How long accesses take; the last `latency` step.
+    /// Access latencies; from the last `latency` step.
     pub round_trips: Option<RoundTrips>,
     /// Every step, in order.
     pub steps: Vec<Answer>,
 }
 
-/// What came of a step: one line of JSON where steps come from the input.
+/// The result of a step: one line of JSON in `--step` mode.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
-    /// As it was written.
+    /// The step as written.
     pub step: String,
-    /// Whether it did what it should.
+    /// Whether it succeeded.
     pub ok: bool,
-    /// Whether it was done because a later one needs it.
+    /// Whether it was performed because a later step requires it.
     pub implied: bool,
-    /// How long it took, microseconds.
+    /// Duration, microseconds.
     pub us: u64,
-    /// Why it could not be done.
+    /// The error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// What it found.
+    /// The result.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub found: Option<Found>,
 }
 
-/// What a step found.
+/// The result of a step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Found {
-    /// Bytes that are mapped now.
+    /// Bytes mapped now.
     Mapped(u64),
     /// The BARs and MSI-X.
     Placed(Placed),
-    /// How long bus-master enable took, microseconds.
+    /// Duration of bus-master enable, microseconds.
     BmeUs(u64),
-    /// The device without bus-master enable.
+    /// Activity before bus-master enable.
     BeforeBme(BeforeBme),
-    /// The drive.
+    /// The NVMe device.
     Drive(Drive),
     /// Data written and read.
     Io(Io),
     /// Interrupts so far.
     Interrupts(Interrupts),
-    /// What a register reads.
+    /// A register's value.
     Value(u32),
     /// DMA outside RAM.
     Rogue(Rogue),
-    /// How long accesses take.
+    /// Access latencies.
     RoundTrips(RoundTrips),
-    /// The end of the driver.
+    /// The driver's unbind.
     Unbound(Unbound),
 }
 
-/// What firmware found.
+/// Results of firmware's enumeration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Placed {
     /// (BAR, guest-physical address, bytes).
     pub bars: Vec<(u32, u64, u64)>,
     /// MSI-X vectors of the function.
     pub vectors: u32,
-    /// Those that have an eventfd.
+    /// Vectors with an eventfd.
     pub vectors_used: u32,
 }
 
-/// A drive as it identifies itself.
+/// An NVMe device's identify data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Drive {
     /// Serial number.
@@ -114,72 +114,71 @@ pub struct Drive {
     pub bytes: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Most bytes of a command.
+    /// Most bytes of a transfer.
     pub transfer_bytes: u64,
-    /// I/O queues, each with a vector of its own.
+    /// I/O queues, each with a separate vector.
     pub queues: u16,
 }
 
-/// Interrupts that the guest counted on its eventfds, from the start of the
-/// program.
+/// Interrupts counted on the guest's eventfds since the start of the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interrupts {
     /// All.
     pub sum: u64,
-    /// Those of each vector that had any.
+    /// Per vector, if not zero.
     pub vectors: BTreeMap<u32, u64>,
 }
 
 /// Data written and read back.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Io {
-    /// Whether the three checksums are one.
+    /// Whether the three checksums are equal.
     pub checksum_ok: bool,
-    /// Bytes written, and read.
+    /// Bytes written, and read back.
     pub bytes: u64,
-    /// Where on the drive, bytes.
+    /// Offset in the namespace, bytes.
     pub offset: u64,
     /// The seed of the pattern.
     pub seed: u64,
     /// SHA-256 of the pattern.
     pub sha256_pattern: String,
-    /// SHA-256 of the memory that was written from, afterwards.
+    /// SHA-256 of the source memory, after the write.
     pub sha256_source: String,
-    /// SHA-256 of the memory that was read to.
+    /// SHA-256 of the destination memory.
     pub sha256_read: String,
-    /// How long writing and flushing took, microseconds.
+    /// Duration of write and flush, microseconds.
     pub write_us: u64,
-    /// How long reading took, microseconds.
+    /// Duration of the read, microseconds.
     pub read_us: u64,
 }
 
-/// What the device did while it might not DMA: all zero, if it did nothing.
+/// Device activity while bus-master enable was clear; all zero if there was none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BeforeBme {
-    /// How long it was watched, milliseconds.
+    /// Duration of the observation, milliseconds.
     pub waited_ms: u64,
-    /// Completions in memory.
+    /// Completions found in memory.
     pub completions: u64,
     /// Interrupts.
     pub interrupts: u64,
-    /// Bytes changed of the memory that it was pointed at.
+    /// Bytes changed in the memory that the command points to.
     pub ram_bytes_changed: u64,
     /// The controller's status register at the end of the wait.
     pub csts: u32,
 }
 
-/// A read command that pointed the drive outside RAM.
+/// A read command whose destination is outside RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rogue {
-    /// Where.
+    /// Destination.
     pub address: u64,
     /// Bytes.
     pub bytes: u64,
-    /// Whether the drive answered.
+    /// Whether the command completed.
     pub completed: bool,
-    /// The status (type and code) that it answered with.
+    /// Its status (type and code).
     pub status: Option<u16>,
-    /// Bytes of RAM that are not as they were.
+    /// Bytes of RAM changed.
     pub ram_bytes_changed: u64,
 }
 
@@ -188,41 +187,41 @@ pub struct Rogue {
 pub struct Area {
     /// 0 to 5.
     pub bar: u32,
-    /// Where it begins, bytes.
+    /// Offset, bytes.
     pub offset: u64,
     /// Bytes.
     pub size: u64,
-    /// Whether it is reached by loads and stores.
+    /// Whether accesses are loads and stores.
     pub mapped: bool,
 }
 
-/// How long accesses take, there and back.
+/// Round-trip times of accesses.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RoundTrips {
     /// Four bytes of configuration space.
     pub config_read: RoundTrip,
     /// Four bytes of BAR 0, by message.
     pub bar_read: RoundTrip,
-    /// Four bytes of a mapped BAR, where there is one.
+    /// Four bytes of a mapped BAR, if there is one.
     pub mapped_read: Option<RoundTrip>,
 }
 
-/// How long something takes that was done often.
+/// Statistics of a repeated operation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RoundTrip {
-    /// How often.
+    /// Repetitions.
     pub n: u64,
-    /// Half took no longer, microseconds.
+    /// Median, microseconds.
     pub p50_us: f64,
-    /// 99 of 100 took no longer, microseconds.
+    /// 99th percentile, microseconds.
     pub p99_us: f64,
 }
 
-/// The end of a driver.
+/// A driver's unbind.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unbound {
-    /// Whether the drive said that it had shut down; null without a driver.
+    /// Whether the controller reported shutdown complete; null without a driver.
     pub shut_down: Option<bool>,
-    /// How long clearing bus-master enable took, microseconds.
+    /// Duration of clearing bus-master enable, microseconds.
     pub bme_off_us: u64,
 }

@@ -1,4 +1,4 @@
-//! Performs steps, one after another, and keeps what they found.
+//! Performs steps in order, and records their results.
 //!
 //! ```text
 //!   Connected --reset--> Reset --place--> Placed --bme--> BusMaster
@@ -7,7 +7,7 @@
 //!                         +---------------- reset ------------+
 //! ```
 //!
-//! A step that needs a later stage has the steps up to there done first.
+//! A step that requires a later stage first performs the steps that lead to it.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -26,24 +26,24 @@ use crate::timing::{micros, round_trips};
 use crate::vectors::Vectors;
 use crate::workload;
 
-/// What a run is made with.
+/// Configuration of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The backend's socket of the device.
+    /// The backend's device socket.
     pub socket: PathBuf,
     /// Guest RAM.
     pub layout: Layout,
-    /// MSI-X vectors to set up; all that the device has, where it is not said.
+    /// MSI-X vectors to set up; all by default.
     pub vectors: Option<u32>,
     /// I/O queues of the driver.
     pub queues: u16,
-    /// The drive's namespace.
+    /// Namespace identifier.
     pub namespace: u32,
-    /// The seed of the first pattern; each `io` takes the next number.
+    /// The seed of the first pattern; each `io` increments it.
     pub seed: u64,
-    /// How long to wait for somebody to serve the socket.
+    /// How long to wait until the socket is served.
     pub patience: Duration,
-    /// How long the device may take for a command or a change of state.
+    /// Timeout of a command or a change of state.
     pub timeout: Duration,
 }
 
@@ -55,7 +55,7 @@ enum Stage {
     BusMaster,
 }
 
-/// A VMM that is connected.
+/// A connected VMM.
 pub struct Session {
     options: Options,
     machine: Machine,
@@ -65,22 +65,22 @@ pub struct Session {
     drive: Option<Controller>,
     /// The eventfd of INTx.
     line: Option<Vectors>,
-    /// Whether RAM has the guard pattern.
+    /// Whether RAM is filled with the guard pattern.
     guarded: bool,
     next_seed: u64,
-    /// Of connections that are gone.
+    /// Of former connections.
     past: Accesses,
     report: Report,
 }
 
-/// What a step found, and whether that is as it should be.
+/// Whether the step succeeded, and its result.
 type Outcome = (bool, Option<Found>);
 
 impl Session {
     /// Connects.
     ///
     /// # Errors
-    /// When there is no device, or no RAM.
+    /// If there is no device, or RAM cannot be allocated.
     pub fn connect(options: Options) -> Result<Self> {
         let ram = Ram::new(options.layout)?;
         let device = Device::connect(&options.socket, options.patience)?;
@@ -124,10 +124,10 @@ impl Session {
         self.answer(line, false)
     }
 
-    /// What all steps found.
+    /// The results of all steps.
     ///
     /// # Errors
-    /// When interrupts cannot be counted.
+    /// If interrupts cannot be counted.
     pub fn finish(mut self) -> Result<Report> {
         let interrupts = self.count_interrupts()?;
         let mut report = self.report;
@@ -159,7 +159,7 @@ impl Session {
         answer
     }
 
-    /// Has the steps done that lead to `stage`.
+    /// Performs the steps that lead to `stage`.
     fn need(&mut self, stage: Stage) -> Result<()> {
         if self.mapped.is_none() {
             self.imply("map")?;
@@ -184,10 +184,10 @@ impl Session {
         }
     }
 
-    /// The machine and a drive that works, brought up first where it is not.
+    /// The machine and its enabled controller; enables it if necessary.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// If the controller does not become ready.
     pub fn drive(&mut self) -> Result<(&mut Machine, &mut Controller)> {
         if self.drive.is_none() {
             self.imply("driver")?;
@@ -227,7 +227,7 @@ impl Session {
             Step::Latency(count) => Some(self.latency(count)?),
             Step::Unbind => Some(self.unbind()?),
             Step::Reconnect => self.reconnect()?,
-            // For whoever reads the script.
+            // Handled by the script's reader.
             Step::Hold(_) | Step::Quit => None,
         };
         Ok((true, found))
@@ -371,7 +371,8 @@ impl Session {
         let (machine, drive) = self.drive()?;
         let found = checks::rogue(machine, drive, address, bytes)?;
         if !found.completed {
-            // Its queue is out of step. The next that needs it starts it anew.
+            // Its queue is out of sync; the next step that needs the controller enables it
+            // anew.
             self.drive = None;
         }
         let ok = found.ram_bytes_changed == 0;
@@ -394,7 +395,7 @@ impl Session {
         let line = Vectors::new(1)?;
         self.machine.device.disable_vectors()?;
         self.machine.device.enable_intx(&line)?;
-        // Nobody waits for it: whoever wants to know looks at the registers.
+        // No thread waits on it: the registers show the state.
         self.line = Some(line);
         Ok(None)
     }

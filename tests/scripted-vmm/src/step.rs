@@ -1,4 +1,4 @@
-//! What a run consists of: the words of a script, and what they mean.
+//! The steps of a script and their syntax.
 
 use std::str::FromStr;
 
@@ -6,50 +6,49 @@ use anyhow::{Context, Error, Result, bail, ensure};
 
 use crate::number::parse;
 
-/// One step. Steps that need others to have happened have them happen.
+/// One step. A step first performs the steps that it requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// `map`: gives all RAM that is not mapped (`DMA_MAP`).
+    /// `map`: maps all RAM that is not mapped (`DMA_MAP`).
     Map,
-    /// `unmap low|high|all`: takes RAM back (`DMA_UNMAP`).
+    /// `unmap low|high|all`: unmaps RAM (`DMA_UNMAP`).
     Unmap(Part),
-    /// `reset`: resets the device, as a VM does that boots; what the guest
-    /// had set up is forgotten.
+    /// `reset`: resets the device, as a booting VM does; discards the guest's set-up.
     Reset,
     /// `place`: sizes and places BARs, enables memory space, sets up MSI-X.
     Place,
-    /// `before-bme [MS]`: has the drive told to work while it may not DMA,
-    /// and waits that long (200) for nothing.
+    /// `before-bme [MS]`: submits a command while bus-master enable is clear, and watches
+    /// for effects for that long (200).
     BeforeBme {
-        /// How long, milliseconds.
+        /// Duration, milliseconds.
         ms: u64,
     },
-    /// `bme`: sets bus-master enable, timed.
+    /// `bme`: sets bus-master enable and times it.
     Bme,
-    /// `driver`: brings the drive up.
+    /// `driver`: enables the NVMe controller.
     Driver,
-    /// `io SIZE [OFFSET]`: writes a pattern to the drive, reads it back to
-    /// other memory, compares.
+    /// `io SIZE [OFFSET]`: writes a pattern to the namespace, reads it back to other
+    /// memory, compares.
     Io {
         /// Bytes.
         bytes: u64,
-        /// Where on the drive, bytes.
+        /// Offset in the namespace, bytes.
         offset: u64,
     },
-    /// `interrupts N`: N reads of one block, on the queues in turn; each must
-    /// bring one interrupt.
+    /// `interrupts N`: N reads of one block, on the queues in turn; each must raise one
+    /// interrupt.
     Interrupts(u64),
-    /// `rogue ADDRESS [SIZE]`: has the drive write to an address that is not
-    /// RAM, and looks whether any RAM changed.
+    /// `rogue ADDRESS [SIZE]`: makes the device write to an address outside RAM, and checks
+    /// that no RAM changed.
     Rogue {
-        /// Where.
+        /// Destination.
         to: Target,
         /// Bytes (one page).
         bytes: u64,
     },
-    /// `irqs`: counts interrupts.
+    /// `irqs`: reports interrupt counts.
     Irqs,
-    /// `intx`: has INTx signal an eventfd, instead of MSI-X.
+    /// `intx`: signals an eventfd by INTx instead of MSI-X.
     Intx,
     /// `peek REGION OFFSET`: reads 4 bytes of a BAR (0 to 5) or of configuration
     /// space (7).
@@ -65,19 +64,19 @@ pub enum Step {
         region: u32,
         /// Bytes from its start.
         offset: u64,
-        /// What to write.
+        /// The value.
         value: u32,
     },
     /// `latency [N]`: times N (1000) reads of configuration space and of a BAR.
     Latency(u64),
-    /// `unbind`: what unbinding the guest's driver does: shutdown, disable,
-    /// MSI-X off, bus-master enable off.
+    /// `unbind`: unbinds the guest's driver: shutdown, disable, MSI-X off, bus-master
+    /// enable off.
     Unbind,
-    /// `reconnect`: another VMM, after this one is gone.
+    /// `reconnect`: disconnects, and connects as another VMM.
     Reconnect,
     /// `hold [LABEL]`: prints `ready LABEL` and waits for a line of input.
     Hold(String),
-    /// `quit`: the end.
+    /// `quit`: ends the run.
     Quit,
 }
 
@@ -95,15 +94,15 @@ pub enum Part {
 /// An address outside RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// `hole`: right behind low RAM.
+    /// `hole`: directly above low RAM.
     Hole,
-    /// `above`: right behind all RAM.
+    /// `above`: directly above all RAM.
     Above,
     /// A number.
     Address(u64),
 }
 
-/// How a script is written, for help and errors.
+/// Syntax of a script, for help and errors.
 pub const GRAMMAR: &str = "map, unmap low|high|all, reset, place, before-bme [MS], bme, driver, \
 io SIZE [OFFSET], interrupts N, rogue hole|above|ADDRESS [SIZE], irqs, intx, \
 peek REGION OFFSET, poke REGION OFFSET VALUE, latency [N], unbind, reconnect, hold [LABEL], quit";

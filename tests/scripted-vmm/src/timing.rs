@@ -1,4 +1,4 @@
-//! How long things take.
+//! Time measurements.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ pub fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Does something `count` times (at least once), one after another.
+/// Repeats an operation `count` times (at least once), sequentially.
 ///
 /// # Errors
-/// The first that it gives.
+/// The operation's first error.
 pub fn round_trips(count: u64, mut once: impl FnMut() -> Result<()>) -> Result<RoundTrip> {
     let count = count.max(1);
     let mut times = Vec::new();

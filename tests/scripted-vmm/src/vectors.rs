@@ -1,4 +1,4 @@
-//! The eventfds that a VMM gives for a device's MSI-X vectors.
+//! The eventfds that a VMM assigns to a device's MSI-X vectors.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -8,17 +8,17 @@ use anyhow::{Context, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-/// One eventfd a vector, and how many interrupts came on each.
+/// One eventfd per vector, and the number of interrupts on each.
 pub struct Vectors {
     events: Vec<OwnedFd>,
     counts: Vec<u64>,
 }
 
 impl Vectors {
-    /// That many vectors.
+    /// Allocates `count` vectors.
     ///
     /// # Errors
-    /// What the system says.
+    /// If a system call fails.
     pub fn new(count: u32) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let events: Result<Vec<_>, _> = (0..count).map(|_| eventfd(0, flags)).collect();
@@ -29,26 +29,26 @@ impl Vectors {
         })
     }
 
-    /// How many there are.
+    /// The number of vectors.
     pub fn len(&self) -> u32 {
         self.events.len() as u32
     }
 
-    /// Whether there is none.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.events.is_empty()
     }
 
-    /// The eventfds in the order of the vectors, for a message.
+    /// The eventfds in vector order, for a message.
     pub fn fds(&self) -> Vec<RawFd> {
         self.events.iter().map(AsRawFd::as_raw_fd).collect()
     }
 
-    /// Waits for an interrupt of `vector` until `deadline`. Returns how many
-    /// there were: 0 when the time is up.
+    /// Waits for an interrupt of `vector` until `deadline`. Returns the number of
+    /// interrupts: 0 on timeout.
     ///
     /// # Errors
-    /// What the system says, and when there is no such vector.
+    /// If a system call fails, or there is no such vector.
     pub fn wait(&mut self, vector: u16, deadline: Instant) -> Result<u64> {
         let vector = usize::from(vector);
         let event = self.events.get(vector);
@@ -57,10 +57,10 @@ impl Vectors {
         self.take(vector)
     }
 
-    /// Waits for any interrupt until `deadline`. Returns how many there were.
+    /// Waits for any interrupt until `deadline`. Returns the number of interrupts.
     ///
     /// # Errors
-    /// What the system says.
+    /// If a system call fails.
     pub fn wait_any(&mut self, deadline: Instant) -> Result<u64> {
         let mut events: Vec<_> = self
             .events
@@ -71,15 +71,15 @@ impl Vectors {
         self.drain()
     }
 
-    /// Takes what came and was not waited for. Returns how many.
+    /// Consumes pending interrupts. Returns their number.
     ///
     /// # Errors
-    /// What the system says.
+    /// If a system call fails.
     pub fn drain(&mut self) -> Result<u64> {
         (0..self.events.len()).map(|vector| self.take(vector)).sum()
     }
 
-    /// Interrupts taken so far of each vector that had any.
+    /// Interrupts consumed so far, per vector with any.
     pub fn counts(&self) -> BTreeMap<u32, u64> {
         let counted = (0..).zip(self.counts.iter().copied());
         counted.filter(|(_, count)| *count > 0).collect()

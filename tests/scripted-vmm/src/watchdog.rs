@@ -1,23 +1,23 @@
-//! Ends a program whose client waits for an answer that never comes.
+//! Ends a process whose client blocks on a reply that never arrives.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What is under way, and until when.
+/// The current operation and its deadline.
 #[derive(Default)]
 struct Watched {
     now: Option<(String, Instant)>,
 }
 
-/// Knows how long things may take.
+/// Watches the duration of operations.
 pub struct Watchdog {
     limit: Duration,
     shared: Arc<(Mutex<Watched>, Condvar)>,
 }
 
 impl Watchdog {
-    /// Calls `late` with what has taken longer than `limit`, on a thread of
-    /// its own, once.
+    /// Calls `late`, once and on a dedicated thread, with the name of an operation that
+    /// exceeds `limit`.
     pub fn start(limit: Duration, late: impl FnOnce(&str) + Send + 'static) -> Self {
         let shared: Arc<(Mutex<Watched>, Condvar)> = Arc::default();
         std::thread::spawn({
@@ -27,13 +27,13 @@ impl Watchdog {
         Self { limit, shared }
     }
 
-    /// `what` begins; what was before it has ended.
+    /// Starts operation `what`, and ends the one before.
     pub fn begin(&self, what: &str) {
         let until = Instant::now() + self.limit;
         self.set(Some((what.to_owned(), until)));
     }
 
-    /// Nothing is under way.
+    /// Ends the current operation.
     pub fn rest(&self) {
         self.set(None);
     }
@@ -48,7 +48,7 @@ fn lock(watched: &Mutex<Watched>) -> MutexGuard<'_, Watched> {
     watched.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns what is late.
+/// Waits for an operation that exceeds its limit, and returns its name.
 fn watch((watched, changed): &(Mutex<Watched>, Condvar)) -> String {
     let mut watched = lock(watched);
     loop {

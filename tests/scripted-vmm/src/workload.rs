@@ -1,4 +1,4 @@
-//! Work for a drive: data there and back, and interrupts.
+//! Workloads for an NVMe device: data written and read back, and interrupts.
 
 use std::time::Instant;
 
@@ -11,24 +11,24 @@ use crate::ram::{HIGH, Layout, PAGE};
 use crate::report::Io;
 use crate::timing::micros;
 
-/// A part of the data, and where its bytes are.
+/// A part of the data, and its location.
 struct Chunk {
-    /// Where on the drive, bytes.
+    /// Offset in the namespace, bytes.
     offset: u64,
     bytes: u64,
-    /// GPA that it is written from.
+    /// Source GPA.
     source: u64,
-    /// GPA that it is read to.
+    /// Destination GPA.
     target: u64,
 }
 
-/// Writes `bytes` of the pattern of `seed` to the drive, and reads them back
-/// to other memory. Sources and targets lie in turn in low and in high RAM, and
-/// reach to the last byte of both.
+/// Writes `bytes` of the pattern of `seed` to the namespace, and reads them back to other
+/// memory. Sources and targets alternate between low and high RAM, and extend to the last
+/// byte of both.
 ///
 /// # Errors
-/// When the drive fails a command, or RAM or drive are too small. Other bytes
-/// than were written are no error: the checksums say it.
+/// If a command fails, or RAM or the namespace is too small. A data mismatch is not an
+/// error: the checksums show it.
 pub fn io(
     machine: &mut Machine,
     drive: &mut Controller,
@@ -140,10 +140,10 @@ fn chunks(layout: Layout, bytes: u64, offset: u64, most: u64) -> Result<Vec<Chun
         .collect())
 }
 
-/// Reads one block so often, on the queues in turn.
+/// Reads one block `count` times, on the queues in turn.
 ///
 /// # Errors
-/// When the drive fails a command, or one comes without an interrupt.
+/// If a command fails, or completes without an interrupt.
 pub fn interrupts(machine: &mut Machine, drive: &mut Controller, count: u64) -> Result<()> {
     for _ in 0..count {
         let read = Transfer {

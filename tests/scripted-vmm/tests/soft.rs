@@ -1,5 +1,5 @@
-//! The scripted VMM against a lender and a backend with software devices: what
-//! it finds is compared with what they and the image say.
+//! The scripted VMM with a lender and a backend of software devices: compares its results
+//! with the device's counters and the image.
 
 #[allow(dead_code, reason = "the backend's tests need more of it")]
 #[path = "../../../backend/tests/borrow/host.rs"]
@@ -46,7 +46,7 @@ fn connect(served: &Served, device: &str) -> Session {
     Session::connect(options(served, device)).unwrap()
 }
 
-/// Does a step that succeeds.
+/// Performs a step that must succeed.
 #[track_caller]
 fn run(session: &mut Session, step: &str) -> Option<Found> {
     let answer = session.run(step);
@@ -61,7 +61,7 @@ fn finish(session: Session) -> Report {
     report
 }
 
-/// The drive's image, and a host that lends it.
+/// An NVMe image, and a host that lends it.
 fn host_with_image() -> (Host, std::path::PathBuf) {
     let host = Host::with_disk();
     let image = host.directory(&format!("{DISK}.img"));
@@ -76,7 +76,7 @@ fn fired(status: &DeviceStatus) -> Vec<(u32, u64)> {
         .collect()
 }
 
-/// Interrupts that are under way get there.
+/// Waits for interrupts in flight.
 #[track_caller]
 fn assert_all_interrupts_arrive(session: &mut Session, host: &Host) -> u64 {
     let expected = fired(&host.lender_status(DISK));
@@ -163,12 +163,12 @@ fn dma_outside_ram_changes_nothing_and_is_a_fault() {
             panic!("{found:?}");
         };
         assert!(rogue.completed, "{rogue:?}");
-        // This drive says so; others do not.
+        // This model reports the error; other controllers may not.
         assert_ne!(rogue.status, Some(0), "{rogue:?}");
         let faults = host.lender_status(DISK).faults;
         assert!(faults.total >= count, "{faults:?}");
     }
-    // The drive still works.
+    // The controller still works.
     run(&mut session, "io 1M");
     let report = finish(session);
     assert_eq!(report.rogue.len(), 4);
@@ -177,7 +177,7 @@ fn dma_outside_ram_changes_nothing_and_is_a_fault() {
     assert_eq!(report.rogue_bytes_written, Some(0));
 }
 
-/// RAM that was taken back is as far away as any other address.
+/// Unmapped RAM is as unreachable as any other address.
 #[test]
 fn dma_to_unmapped_ram_changes_nothing() {
     let (host, _) = host_with_image();
@@ -198,7 +198,7 @@ fn dma_to_unmapped_ram_changes_nothing() {
     assert_eq!(report.rogue_bytes_written, Some(0));
 }
 
-/// A drive that works, without a session's checks.
+/// An enabled controller, without a session's checks.
 fn by_hand(served: &Served) -> (Machine, Controller) {
     let options = options(served, DISK);
     let device = Device::connect(&options.socket, options.patience).unwrap();
@@ -222,7 +222,7 @@ fn by_hand(served: &Served) -> (Machine, Controller) {
     (machine, drive)
 }
 
-/// The check must be able to fail.
+/// Verifies that the check can fail.
 #[test]
 fn dma_to_ram_would_be_noticed() {
     let (host, image) = host_with_image();
@@ -337,7 +337,7 @@ fn memory_of_a_bar_is_reached_without_a_message() {
     drop(served);
 }
 
-/// What does not answer is not waited for longer than was said.
+/// The time-out of a missing answer is the configured one.
 #[test]
 fn a_drive_without_memory_completes_nothing() {
     let host = Host::with_disk();

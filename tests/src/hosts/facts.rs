@@ -1,69 +1,69 @@
-//! What was seen.
+//! Recorded facts.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// What was seen of one borrowed drive. Unless said otherwise, the words of the
+/// Facts about one borrowed NVMe device. Unless stated otherwise, they come from the
 /// lending host's kernel.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Facts {
-    /// Whether the guest read what it had written, and the image on the
-    /// outermost machine has it.
+    /// Whether the guest read back what it had written, and the image on the outermost
+    /// machine contains it.
     pub checksum_ok: bool,
-    /// Mappings in the drive's IOMMU domain, and of guest RAM at the borrower,
-    /// before the guest first set bus-master enable.
+    /// Mappings in the device's IOMMU domain, and of guest RAM at the borrower, before the
+    /// guest first set bus-master enable.
     pub dmar_mappings_before_bme: u64,
-    /// Bytes mapped in the drive's domain while the guest used it.
+    /// Bytes mapped in the device's domain while the guest used it.
     pub bytes_mapped_after_bme: u64,
-    /// Guest RAM, as the guest's QEMU tells it.
+    /// Guest RAM as reported by the guest's QEMU.
     pub guest_ram_bytes: u64,
-    /// Whether the mapped ranges of IOVA were the guest's ranges of RAM.
+    /// Whether the mapped IOVA ranges equal the guest's RAM ranges.
     pub ranges_equal: bool,
     /// Bytes of guest RAM mapped in the borrower's domain of the NTB endpoint
     /// (on one host: as `bytes_mapped_after_bme`).
     pub borrower_bytes_mapped: u64,
-    /// Mappings, on both sides, after the guest's driver let the drive go.
+    /// Mappings, on both sides, after the guest's driver was unbound.
     pub dmar_mappings_after_unbind: u64,
-    /// DMA that the IOMMU refused, when the drive was told to reach outside of
+    /// DMA faults in the IOMMU while the device was programmed to access addresses outside
     /// guest RAM.
     pub rogue_dma_faults: u64,
-    /// Those that `farside status` shows.
+    /// The faults that `farside status` reports.
     pub rogue_faults_in_status: u64,
-    /// Bytes of guest RAM that changed by it.
+    /// Bytes of guest RAM changed by these accesses.
     pub rogue_bytes_written: u64,
-    /// Interrupts that the drive sent while the guest did its I/O.
+    /// Interrupts that the device raised during the guest's I/O.
     pub msix_device: u64,
-    /// Those that the guest counted meanwhile.
+    /// Interrupts that the guest counted meanwhile.
     pub msix_guest: u64,
-    /// From bus-master enable to a drive that can reach guest RAM, as the
-    /// backend measured it.
+    /// From bus-master enable until the device can access guest RAM, as measured by the
+    /// backend.
     pub bme_to_ready_us: u64,
-    /// From the nested QEMU's start to its guest's agent, seconds.
+    /// From the start of the nested QEMU until its guest agent answers, seconds.
     pub nested_boot_s: f64,
-    /// The guest's writing and reading of 8 MiB, seconds.
+    /// Duration of writing and reading 8 MiB in the guest, seconds.
     pub nested_io_s: f64,
-    /// All of it, seconds.
+    /// Total duration, seconds.
     pub wall_s: f64,
 }
 
-/// What was seen of two virtual functions, lent to a guest each.
+/// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
-    /// How many functions were lent at the same time.
+    /// How many functions were lent simultaneously.
     pub vfs_lent: u64,
-    /// Bytes mapped for each, while both were used.
+    /// Bytes mapped for each, while both were in use.
     pub bytes_mapped: Vec<u64>,
-    /// Guest RAM of each, as its QEMU tells it.
+    /// Guest RAM of each, as reported by its QEMU.
     pub guest_ram_bytes: Vec<u64>,
-    /// Whether a guest's frames came to the other.
+    /// Whether one guest's frames arrived at the other.
     pub frames_arrived: bool,
-    /// All of it, seconds.
+    /// Total duration, seconds.
     pub wall_s: f64,
 }
 
 impl Facts {
-    /// What has to be so, and whether it is.
+    /// The conditions to hold, and whether they do.
     pub fn checks(&self) -> Vec<(String, bool)> {
         let ram = self.guest_ram_bytes;
         let check = |what: &str, holds| (what.to_owned(), holds);
@@ -106,7 +106,7 @@ impl Facts {
 }
 
 impl VfFacts {
-    /// What has to be so, and whether it is.
+    /// The conditions to hold, and whether they do.
     pub fn checks(&self) -> Vec<(String, bool)> {
         let check = |what: &str, holds| (what.to_owned(), holds);
         vec![
@@ -120,7 +120,7 @@ impl VfFacts {
     }
 }
 
-/// A length of time as these facts tell it, to the millisecond.
+/// A duration in seconds, rounded to milliseconds.
 pub(super) fn seconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1000.0).round() / 1000.0
 }

@@ -1,4 +1,4 @@
-//! A host with the product's daemons in it.
+//! A host that runs the product's daemons.
 
 use std::{
     ops::Deref,
@@ -15,10 +15,10 @@ use crate::{BOOT, Borrow, Lent, MIB, SHORT, Status};
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
-/// Where the daemons' sockets are.
+/// The daemons' runtime directory.
 const RUNTIME: &str = "/run/farside";
 
-/// A VM that plays a host, with `farside` in it.
+/// A VM that plays a host, with the `farside` binary.
 pub(super) struct Host {
     vm: HostVm,
     logs: Mutex<Vec<String>>,
@@ -41,7 +41,7 @@ impl Host {
         })
     }
 
-    /// Sets memory apart in huge pages of 2 MiB.
+    /// Reserves memory as huge pages of 2 MiB.
     pub(super) fn reserve_huge_pages(&self, bytes: u64) -> Result<()> {
         let wanted = bytes.div_ceil(2 * MIB);
         let file = "/proc/sys/vm/nr_hugepages";
@@ -63,7 +63,7 @@ impl Host {
 
     /// Starts `farside serve` for `vm`, and waits until it serves `device`.
     pub(super) fn serve(&self, vm: &str, device: &str, args: &str) -> Result<Service<'_>> {
-        // A busy emulated host pins slowly.
+        // An emulated host under load pins memory slowly.
         let args = format!("serve --vm {vm} --device {device} --open-timeout 100 {args}");
         self.start(&format!("backend-{vm}"), &args, &socket(vm, device))
     }
@@ -89,7 +89,7 @@ impl Host {
         Ok(service)
     }
 
-    /// The logs of all daemons, and the last words of the kernel.
+    /// The logs of all daemons, and the end of the kernel log.
     pub(super) fn story(&self) -> String {
         let logs = self.logs.lock().unwrap_or_else(PoisonError::into_inner);
         let mut story = String::new();
@@ -113,18 +113,18 @@ impl Host {
         Status::from_json(&text)
     }
 
-    /// What this host's lender says of a device.
+    /// The report on a device by this host's lender.
     pub(super) fn lent(&self, device: &str) -> Result<Lent> {
         self.status()?.lent(device)
     }
 
-    /// What this host's backend of `vm` says of a device.
+    /// The report on a device by this host's backend of `vm`.
     pub(super) fn borrow(&self, vm: &str, device: &str) -> Result<Borrow> {
         self.status()?.borrow(vm, device)
     }
 
-    /// Waits until the kernel's log has so many faults of a function; fewer when the time
-    /// is up. The driver reports them from an interrupt, after the device's request.
+    /// Waits until the kernel log has `expected` faults of a function; returns fewer on
+    /// timeout. The driver logs them from an interrupt, after the device's request.
     pub(super) fn wait_dmar_faults(&self, function: &str, expected: u64) -> Result<u64> {
         wait_count(expected, || {
             let faults = self.dmar_faults()?;
@@ -135,13 +135,13 @@ impl Host {
         })
     }
 
-    /// Waits until the lender reports so many faults of a device; fewer when the time is
-    /// up. It reads them from the kernel's log, a moment after they are there.
+    /// Waits until the lender reports `expected` faults of a device; returns fewer on
+    /// timeout. It reads them from the kernel log, with a delay.
     pub(super) fn wait_faults_in_status(&self, device: &str, expected: u64) -> Result<u64> {
         wait_count(expected, || Ok(self.lent(device)?.fault_total))
     }
 
-    /// Waits until the lender has a device back.
+    /// Waits until a device is returned to the lender.
     pub(super) fn wait_returned(&self, device: &str) -> Result<()> {
         let deadline = std::time::Instant::now() + SHORT;
         loop {
@@ -169,13 +169,13 @@ fn wait_count(expected: u64, count: impl Fn() -> Result<u64>) -> Result<u64> {
     }
 }
 
-/// Where a backend serves a device.
+/// The socket at which a backend serves a device.
 pub(super) fn socket(vm: &str, device: &str) -> String {
     format!("{RUNTIME}/vm/{vm}/{device}.sock")
 }
 
 impl Service<'_> {
-    /// Stops it by SIGTERM; it has to end well.
+    /// Stops it by SIGTERM; it must exit successfully.
     pub(super) fn stop(self) -> Result<()> {
         let kill = format!("kill -TERM $(cat /run/{}.pid)", self.name);
         self.host.exec_ok(&kill, SHORT)?;

@@ -1,5 +1,5 @@
-//! One host whose kernel offers iommufd: the same borrow by VFIO's newer interface.
-//! A scripted guest uses the drive, for that kernel runs no QEMU.
+//! One host whose kernel has iommufd: the same borrow through VFIO's newer interface. The
+//! guest is the scripted VMM, because that kernel cannot run QEMU.
 
 use std::{fs::File, io::Read, path::PathBuf, time::Instant};
 
@@ -17,41 +17,41 @@ use super::{
 };
 use crate::{MIB, SHORT, sha256};
 
-/// What the guest writes and reads.
+/// Bytes that the guest writes and reads.
 const IO: u64 = 8 * MIB;
 
-/// What was seen. Unless said otherwise, the words of the host's kernel.
+/// Recorded facts. Unless stated otherwise, they come from the host's kernel.
 #[derive(Clone, Debug, Default)]
 pub struct IommufdFacts {
-    /// Whether the lender says that it uses iommufd, and the kernel has it.
+    /// Whether the lender reports that it uses iommufd, and the kernel has it.
     pub iommufd: bool,
-    /// Whether the guest read what it had written, and the image on the outermost
-    /// machine has it.
+    /// Whether the guest read back what it had written, and the image on the outermost
+    /// machine contains it.
     pub checksum_ok: bool,
-    /// Mappings in the drive's domain before bus-master enable.
+    /// Mappings in the device's domain before bus-master enable.
     pub mappings_before_bme: u64,
-    /// Bytes mapped in it then.
+    /// Bytes mapped in the domain after bus-master enable.
     pub bytes_mapped_after_bme: u64,
-    /// Guest RAM, as the scripted VMM has it.
+    /// Guest RAM, as reported by the scripted VMM.
     pub guest_ram_bytes: u64,
-    /// Mappings after the guest's driver let the drive go.
+    /// Mappings after the guest's driver was unbound.
     pub mappings_after_unbind: u64,
-    /// DMA of the drive that the IOMMU refused.
+    /// DMA of the device that the IOMMU refused.
     pub rogue_dma_faults: u64,
-    /// Those that `farside status` shows.
+    /// The faults that `farside status` reports.
     pub rogue_faults_in_status: u64,
-    /// Bytes of guest RAM that changed by it, as the scripted VMM sees it.
+    /// Bytes of guest RAM changed by these accesses, as reported by the scripted VMM.
     pub rogue_bytes_written: u64,
-    /// Interrupts that the drive sent.
+    /// Interrupts that the device raised.
     pub msix_device: u64,
-    /// Those that the scripted VMM counted.
+    /// Interrupts that the scripted VMM counted.
     pub msix_guest: u64,
-    /// All of it, seconds.
+    /// Total duration, seconds.
     pub wall_s: f64,
 }
 
 impl IommufdFacts {
-    /// What has to be so, and whether it is.
+    /// The conditions to hold, and whether they do.
     pub fn checks(&self) -> Vec<(String, bool)> {
         let ram = self.guest_ram_bytes;
         let check = |what: &str, holds| (what.to_owned(), holds);
@@ -116,11 +116,11 @@ pub fn iommufd(set: &Set<'_>, kernel: PathBuf) -> Result<IommufdFacts> {
     Ok(facts)
 }
 
-/// The scripted guest; returns the checksum of what it wrote.
+/// Runs the scripted guest; returns the checksum of the data that it wrote.
 fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> {
     host.trace_iommu()?;
     let mapped = || anyhow::Ok(LiveMappings::after(&host.iommu_trace()?));
-    // Two windows: RAM above 4 GiB, too.
+    // Two windows: also RAM above 4 GiB.
     let mut vmm = Scripted::start(host, &socket(VM, DEVICE), "--ram 64M --low 32M")?;
     vmm.step("place")?;
     vmm.step("before-bme")?;
@@ -146,7 +146,7 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     Ok(written.context("no sha256_pattern")?.to_owned())
 }
 
-/// Interrupts of the drive, as the host counted them.
+/// Interrupts of the device, as counted by the host.
 fn interrupts(host: &Host) -> Result<u64> {
     let of_drive = format!("({DRIVE})");
     let interrupts = host.interrupts()?;

@@ -1,13 +1,13 @@
-//! The product in VMs that play hosts: each has an emulated VT-d and Linux's own
-//! VFIO, one has the physical device, and the guests that use it are VMs in these
-//! VMs, run by stock QEMU.
+//! The product in VMs that play hosts: each has an emulated VT-d and Linux's VFIO, and one
+//! has the physical device. The guests that use it are nested VMs, run by stock QEMU.
 //!
 //! - [`same_host`]: lender and borrower are one host;
-//! - [`two_hosts`]: each is a host of its own, joined by an NTB and a network;
-//! - [`virtual_functions`]: two virtual functions of one device, each lent to a guest of its own;
-//! - [`iommufd`]: one host whose kernel offers VFIO's newer interface.
+//! - [`two_hosts`]: each is a separate host, connected by an NTB and a network;
+//! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
+//!   guest;
+//! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
 //!
-//! Each returns facts, most of them from the kernel's own output, and judges none.
+//! Each returns facts, most of them from the kernel's own output, and does not judge them.
 
 mod facts;
 mod host;
@@ -27,18 +27,18 @@ use farside_testbed::Testbed;
 
 use crate::Cluster;
 
-/// How often a scene tells the drive to reach outside of guest RAM.
+/// How often a scene makes the device access addresses outside guest RAM.
 const ROGUES: u64 = 3;
 
-/// What a scene needs.
+/// The requirements of a scene.
 pub struct Set<'a> {
     /// QEMU, kernel, guests.
     pub testbed: &'a Testbed,
     /// The product.
     pub programs: &'a Programs,
-    /// A folder for sockets and images, and what runs outside of all VMs.
+    /// A directory for sockets and images, and the processes outside all VMs.
     pub cluster: &'a Cluster,
-    /// Told what is being done.
+    /// Reports progress.
     pub tell: &'a dyn Fn(&str),
 }
 
@@ -52,7 +52,7 @@ pub fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     stage::two_hosts(set)
 }
 
-/// Two virtual functions of one device, lent to two guests at once.
+/// Two virtual functions of one device, lent simultaneously to two guests.
 pub fn virtual_functions(set: &Set<'_>) -> Result<VfFacts> {
     vfs::vfs(set)
 }

@@ -1,4 +1,4 @@
-//! What happens on a stage: a guest uses the drive, then a scripted VMM misuses it.
+//! The scene: a guest uses the NVMe device, then a scripted VMM misuses it.
 
 use std::{
     fs::File,
@@ -19,34 +19,34 @@ use super::{
 };
 use crate::{BOOT, MIB, SHORT, sha256, shared_ram};
 
-/// The borrowed drive's name.
+/// Name of the borrowed device.
 pub(super) const DEVICE: &str = "disk0";
-/// The guest's name.
+/// Name of the guest.
 pub(super) const VM: &str = "g";
-/// Where the drive is in the lending host.
+/// Address of the NVMe device in the lending host.
 pub(super) const DRIVE: &str = "0000:00:04.0";
-/// Where each host has its NTB endpoint.
+/// Address of each host's NTB endpoint.
 pub(super) const NTB: &str = "0000:00:10.0";
-/// The endpoint's BAR with the window.
+/// The endpoint's window BAR.
 const NTB_WINDOW: usize = 2;
-/// The guest's memory.
+/// Guest RAM, bytes.
 pub(super) const GUEST_RAM: u64 = 256 * MIB;
-/// What the guest writes and reads.
+/// Bytes that the guest writes and reads.
 const IO: u64 = 8 * MIB;
-/// For what moves megabytes in a guest of an emulated guest.
+/// Timeout of transfers of megabytes in an emulated nested guest.
 const LONG: Duration = Duration::from_secs(600);
-/// Bus-master enable, in the command register.
+/// Bus-master enable in the command register.
 const BME: u64 = 1 << 2;
 
-/// Who plays.
+/// The hosts of a scene.
 pub(super) struct Stage<'a> {
     pub(super) borrower: &'a Host,
     pub(super) lender: &'a Host,
-    /// Whether an NTB is between them; else both are one.
+    /// Whether an NTB joins them; otherwise both are one host.
     pub(super) ntb: bool,
-    /// Whether the guest's RAM is in huge pages, which the borrower has.
+    /// Whether guest RAM uses huge pages, which the borrower has reserved.
     pub(super) huge_pages: bool,
-    /// The drive's image, outside of all VMs.
+    /// The device's image, outside all VMs.
     pub(super) image: &'a Path,
 }
 
@@ -59,13 +59,13 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// What is mapped in the drive's domain, and of guest RAM at the borrower.
+    /// Mappings in the device's domain, and of guest RAM at the borrower.
     fn mapped(&self) -> Result<(LiveMappings, LiveMappings)> {
         let lender = LiveMappings::after(&self.lender.iommu_trace()?);
         if !self.ntb {
             return Ok((lender.clone(), lender));
         }
-        // The lender's endpoint has a domain too, which leads to the drive's BARs.
+        // The lender's endpoint has a domain too, which maps the device's BARs.
         let window = self.lender.bar(NTB, NTB_WINDOW)?;
         let drive = lender.leading(|paddr| window.contains(&paddr));
         let borrower = LiveMappings::after(&self.borrower.iommu_trace()?);
@@ -80,7 +80,7 @@ impl Stage<'_> {
         })
     }
 
-    /// Interrupts of the drive, as the lending host counted them.
+    /// Interrupts of the device, as counted by the lending host.
     fn interrupts(&self) -> Result<u64> {
         let handler = format!("({DRIVE})");
         let interrupts = self.lender.interrupts()?;
@@ -92,7 +92,7 @@ impl Stage<'_> {
     }
 }
 
-/// A guest boots, finds the drive, writes and reads, lets it go, ends.
+/// A guest boots, finds the device, writes and reads, unbinds its driver, and powers off.
 pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Result<()> {
     stage.trace()?;
     (set.tell)("starting a guest in the borrower");
@@ -109,7 +109,7 @@ pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Fac
     let guest = guest
         .launch()
         .map_err(|error| anyhow::anyhow!("{error:#}{}", stage.borrower.story()))?;
-    // QEMU has told all guest RAM, and the guest has not begun.
+    // QEMU has mapped all guest RAM, and the guest has not started.
     facts.dmar_mappings_before_bme = stage.mappings()?;
     guest.qmp().execute("cont", json!({}))?;
     guest.wait_agent(BOOT)?;
@@ -156,7 +156,7 @@ pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Fac
     Ok(())
 }
 
-/// The guest's only NVMe drive.
+/// Address of the guest's only NVMe controller.
 fn find_drive(guest: &Guest) -> Result<String> {
     let found = guest.exec_ok(
         "for device in /sys/bus/pci/devices/*; do
@@ -169,7 +169,7 @@ fn find_drive(guest: &Guest) -> Result<String> {
     Ok(found.to_owned())
 }
 
-/// `ram` are the guest's ranges of RAM, as its QEMU tells them.
+/// Compares the mappings with `ram`, the guest's RAM ranges as reported by its QEMU.
 fn look_at_mappings(stage: &Stage<'_>, ram: &[(u64, u64)], facts: &mut Facts) -> Result<()> {
     let (drive, borrower) = stage.mapped()?;
     facts.guest_ram_bytes = ram.iter().map(|(_, len)| len).sum();
@@ -186,7 +186,7 @@ fn look_at_mappings(stage: &Stage<'_>, ram: &[(u64, u64)], facts: &mut Facts) ->
     Ok(())
 }
 
-/// Interrupts of the drive, as the guest counted them.
+/// Interrupts of the device, as counted by the guest.
 fn guest_interrupts(guest: &Guest) -> Result<u64> {
     let text = guest.exec_ok("cat /proc/interrupts", SHORT)?;
     let interrupts = farside_testbed::kernel_view::interrupts(&text);
@@ -196,7 +196,7 @@ fn guest_interrupts(guest: &Guest) -> Result<u64> {
     Ok(of_drive.map(|interrupt| interrupt.count).sum())
 }
 
-/// Checksums of what the guest wrote, and of what it read back.
+/// Checksums of the data that the guest wrote, and of the data that it read back.
 struct Sums {
     written: String,
     back: String,
@@ -223,15 +223,15 @@ fn write_and_read(guest: &Guest) -> Result<Sums> {
     })
 }
 
-/// A guest that points the drive at what is not its RAM: at the hole behind it,
-/// and where the lending host has its own memory.
+/// A guest that makes the device access addresses outside its RAM: the hole behind it, and
+/// addresses at which the lending host has its own memory.
 pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Result<()> {
     (set.tell)("a scripted guest points the drive outside of its RAM");
     stage.trace()?;
     let logged = stage.lender.wait_dmar_faults(DRIVE, 0)?;
     let reported = stage.lender.wait_faults_in_status(DEVICE, 0)?;
     let mut vmm = Scripted::start(stage.borrower, &socket(VM, DEVICE), "--ram 64M --low 32M")?;
-    // The strict form of what was seen with QEMU: told to work while it may not.
+    // Stricter than with QEMU: a command is submitted while bus-master enable is clear.
     vmm.step("place")?;
     vmm.step("before-bme")?;
     facts.dmar_mappings_before_bme += stage.mappings()?;
@@ -239,7 +239,7 @@ pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Resu
     vmm.step("io 1M")?;
     vmm.step("rogue hole")?;
     vmm.step("rogue 0x30000000")?;
-    // High RAM that was the guest's a moment ago.
+    // High RAM that was just unmapped.
     vmm.step("unmap high")?;
     vmm.step("rogue 0x100000000")?;
     let new = stage.lender.wait_dmar_faults(DRIVE, logged + ROGUES)? - logged;

@@ -1,4 +1,4 @@
-//! The programs that go into the VMs.
+//! The binaries that are copied into the VMs.
 
 use std::{fs, path::Path, process::Command};
 
@@ -7,7 +7,7 @@ use farside_testbed::VmBuilder;
 
 use crate::binary;
 
-/// The product and the scripted VMM, without what only a debugger needs.
+/// The product and the scripted VMM, stripped of debug information.
 #[derive(Clone)]
 pub struct Programs {
     farside: Vec<u8>,
@@ -23,7 +23,7 @@ impl Programs {
         })
     }
 
-    /// Puts them into a VM.
+    /// Adds them to a VM.
     pub fn add_to(&self, builder: VmBuilder) -> VmBuilder {
         builder
             .file("usr/bin/farside", 0o755, self.farside.clone())
@@ -31,7 +31,7 @@ impl Programs {
     }
 }
 
-/// A program's file: a tenth of it when built with debug information.
+/// A binary without its debug information, which is nine tenths of it.
 pub fn stripped(program: &Path) -> Result<Vec<u8>> {
     let folder = tempfile::tempdir().context("creating a temporary folder")?;
     let to = folder.path().join("program");

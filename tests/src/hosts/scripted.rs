@@ -1,4 +1,4 @@
-//! The scripted VMM in a host, driven step by step.
+//! The scripted VMM in a host, controlled step by step.
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::Pending;
@@ -18,7 +18,7 @@ pub(super) struct Scripted<'a> {
 }
 
 impl<'a> Scripted<'a> {
-    /// Starts it at a backend's socket.
+    /// Starts it with a backend's socket.
     pub(super) fn start(host: &'a Host, socket: &str, args: &str) -> Result<Self> {
         let command = format!(
             "rm -f {INPUT} {OUTPUT}; mkfifo {INPUT} || exit 1
@@ -36,7 +36,7 @@ impl<'a> Scripted<'a> {
         })
     }
 
-    /// Has it do one step, which has to succeed; returns what it found.
+    /// Performs one step that must succeed; returns its result.
     pub(super) fn step(&mut self, step: &str) -> Result<Value> {
         self.steps += 1;
         let n = self.steps;
@@ -59,7 +59,7 @@ impl<'a> Scripted<'a> {
         Ok(answer["found"].clone())
     }
 
-    /// Ends it; returns its report.
+    /// Ends the run; returns its report.
     pub(super) fn quit(self) -> Result<Value> {
         self.host.exec_ok(&format!("echo quit >{INPUT}"), SHORT)?;
         let ended = self.running.wait_for(BOOT)?;

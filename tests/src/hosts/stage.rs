@@ -12,10 +12,10 @@ use super::{
 };
 use crate::{MIB, SHORT};
 
-/// Size of the drive; its image is sparse.
+/// Size of the NVMe namespace; its image is sparse.
 const DISK: u64 = 64 * MIB;
 
-/// QEMU's options for a drive made of `image`, at [`DRIVE`].
+/// QEMU's options for an NVMe device with `image`, at [`DRIVE`].
 pub(super) fn drive(image: &Path) -> [String; 4] {
     [
         "-drive".to_owned(),
@@ -137,7 +137,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     Ok(facts)
 }
 
-/// Waits until something is there.
+/// Waits until a path exists.
 fn await_path(path: &Path) -> Result<()> {
     let deadline = Instant::now() + SHORT;
     while !path.exists() {

@@ -1,5 +1,5 @@
-//! Two virtual functions of one network adapter, each lent to a guest of its own,
-//! at the same time. The adapter's own switch joins them.
+//! Two virtual functions of one network adapter, each lent to a different guest at the same
+//! time. The adapter's internal switch connects them.
 
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,10 @@ use crate::{BOOT, MIB, SHORT, shared_ram};
 
 /// The physical function, behind the root port.
 const ADAPTER: &str = "0000:01:00.0";
-/// For what a guest of a busy emulated guest does.
+/// Timeout of commands in an emulated nested guest under load.
 const LONG: Duration = Duration::from_secs(600);
-/// Each guest: name, device, memory, address. The memory tells them apart.
+/// Each guest: name, device, memory, address. The memory size identifies the guest's
+/// mappings.
 const GUESTS: [(&str, &str, u64, &str); 2] = [
     ("g0", "vf-0", 256 * MIB, "10.0.1.1"),
     ("g1", "vf-1", 320 * MIB, "10.0.1.2"),
@@ -61,7 +62,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut VfFacts) -> Result<()> {
     let mut guests = Vec::new();
     for (vm, device, memory, address) in GUESTS {
         (set.tell)(&format!("booting guest {vm}"));
-        // From here on, only this one's domain changes.
+        // From here on, only this function's domain changes.
         host.trace_iommu()?;
         let guest = host
             .guest(vm)

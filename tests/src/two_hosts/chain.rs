@@ -1,5 +1,5 @@
-//! What the guest writes to its borrowed drive: a chain of records, each of which
-//! begins with the hash of all before it.
+//! The guest's data on its borrowed disk: a chain of records, each of which begins with the
+//! hash of all preceding ones.
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::Guest;
@@ -11,17 +11,17 @@ const RECORD: usize = 4096;
 
 const DISK: &str = "/dev/nvme0n1";
 
-/// The chain as it should be.
+/// The expected chain.
 #[derive(Default)]
 pub struct Chain {
     records: usize,
-    /// Of all records, as the guest saw them when it had written the last.
+    /// Hash of all records, computed in the guest after the last was written.
     hash: Option<String>,
 }
 
 impl Chain {
-    /// Has the guest add a record. It is not flushed: what has been written is on
-    /// the medium when the VM has moved, whether or not the guest asks for that.
+    /// Appends a record in the guest. It is not flushed: after a migration, written data
+    /// must be on the medium without a flush by the guest.
     pub fn grow(&mut self, guest: &Guest) -> Result<()> {
         let count = self.records;
         sh(
@@ -39,7 +39,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Has the guest read every record, and compare.
+    /// Reads every record in the guest, and compares.
     pub fn verify(&self, guest: &Guest) -> Result<()> {
         let Some(expected) = &self.hash else {
             return Ok(());
@@ -50,8 +50,7 @@ impl Chain {
             "{} records have hash {found}, not {expected}",
             self.records
         );
-        // The older links were looked at when they were new, and are part of what was
-        // hashed now.
+        // Older records were compared when they were new, and the hash covers them now.
         let last = self.records - 1;
         let link = sh(
             guest,
@@ -65,13 +64,13 @@ impl Chain {
         Ok(())
     }
 
-    /// How many records there are.
+    /// The number of records.
     pub fn records(&self) -> usize {
         self.records
     }
 }
 
-/// The command that prints the hash of the first records.
+/// The command that prints the hash of the first `count` records.
 fn hash(count: usize) -> String {
     format!("dd if={DISK} bs={RECORD} count={count} 2>/dev/null | sha256sum | head -c 64")
 }

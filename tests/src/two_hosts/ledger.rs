@@ -1,7 +1,7 @@
-//! Who had the drive, and when: by the lender's own log, over all of its lives.
+//! The leases of the device, from the logs of all of its lender's processes.
 //!
-//! Looking at both hosts now and then could miss a moment in which both have the
-//! drive. The lender writes down each lease as it begins and as it ends, in order.
+//! Polling both hosts could miss a moment in which both hold the device. The lender logs
+//! the begin and the end of each lease in order.
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -9,32 +9,32 @@ use crate::Daemon;
 
 use super::VM;
 
-/// What the lenders of a test said, one after the other.
+/// The logs of a test's lenders, in order.
 #[derive(Default)]
 pub struct Ledger {
-    /// Logs of those that were killed.
+    /// Logs of killed lenders.
     past: Vec<String>,
 }
 
-/// What was found.
+/// The leases found in the logs.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Leases {
-    /// How many there were.
+    /// Number of leases.
     pub count: usize,
-    /// The process that has the drive now.
+    /// The process that holds the device now.
     pub holder: Option<u32>,
-    /// How many handovers there were.
+    /// Number of handovers.
     pub handovers: usize,
 }
 
 impl Ledger {
-    /// Keeps the log of one that was killed.
+    /// Keeps the log of a killed lender.
     pub fn killed(&mut self, lender: &Daemon) {
         self.past.push(lender.log());
     }
 
-    /// Looks through all that was said. Fails where a lease began before the last
-    /// was over, or where a host that was fenced off has got one.
+    /// Checks all logs. Fails if a lease began before the preceding one ended, or if a
+    /// fenced-off host received one.
     pub fn audit(&self, lender: &Daemon) -> Result<Leases> {
         let now = lender.log();
         let logs = self.past.iter().chain([&now]);
@@ -46,7 +46,7 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
     let mut leases = Leases::default();
     let mut fence = 0;
     for log in lives {
-        // With its lender, a lease is over.
+        // A lease ends with its lender.
         let mut open: Option<u64> = None;
         let mut unused: Option<u64> = None;
         let lines = log.lines().filter(|line| line.contains("device disk0: "));
@@ -74,7 +74,7 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
             } else if line.contains("handed over to where") {
                 ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
                 let next = number(line, ", fence ")?;
-                // A migration that is taken up again asks again, and is told the same.
+                // A resumed migration repeats its request, and gets the same answer.
                 ensure!(next >= fence, "fence {fence} was followed by {line}\n{log}");
                 fence = next;
                 leases.handovers += 1;
@@ -86,7 +86,7 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
     Ok(leases)
 }
 
-/// The number behind a word.
+/// The number that follows a word.
 fn number(line: &str, word: &str) -> Result<u64> {
     let rest = line.split_once(word).map(|(_, rest)| rest);
     let digits = rest.map(|rest| {

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 
 use super::{LOOK_AGAIN, MIGRATION, Stage, VM};
 
-/// `farside migrate`, running.
+/// A running `farside migrate`.
 pub struct Migration {
     child: Child,
     stderr: std::thread::JoinHandle<String>,
@@ -30,7 +30,7 @@ impl Stage {
             std::thread::spawn(move || {
                 let mut text = Vec::new();
                 if let Some(mut stream) = stream {
-                    // What came before an error is what there is to show.
+                    // Keeps the output that precedes an error.
                     let _ = stream.read_to_end(&mut text);
                 }
                 String::from_utf8_lossy(&text).into_owned()
@@ -46,24 +46,24 @@ impl Stage {
         })
     }
 
-    /// Where a host's journal of the VM's migration is.
+    /// Path of a host's journal of the VM's migration.
     pub fn journal_path(&self, host: &str) -> PathBuf {
         self.path(host, &format!("state/migrations/{VM}.json"))
     }
 
-    /// That journal's text; empty when there is none.
+    /// The journal's text; empty if there is none.
     pub fn journal(&self, host: &str) -> String {
         fs::read_to_string(self.journal_path(host)).unwrap_or_default()
     }
 }
 
 impl Migration {
-    /// Its process: that of `farside`, which the script has become.
+    /// The process id of `farside`, which replaces the script by exec.
     pub fn pid(&self) -> i32 {
         self.child.id().cast_signed()
     }
 
-    /// Waits for its end. Returns whether it succeeded, and all that it said.
+    /// Waits for its end. Returns whether it succeeded, and its output.
     pub fn end(mut self, stage: &Stage) -> Result<(bool, String)> {
         let deadline = Instant::now() + MIGRATION;
         let status = loop {
@@ -91,7 +91,7 @@ impl Migration {
 /// SIGKILL.
 pub fn kill(pid: i32) {
     if let Some(pid) = rustix::process::Pid::from_raw(pid) {
-        // The only failure is that it has ended already.
+        // Fails only if it has already ended.
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
     }
 }

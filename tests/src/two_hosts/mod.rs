@@ -1,6 +1,6 @@
-//! Two hosts between which a VM can move: network namespaces, each with folders of
-//! its own, and a lender in a third one. The remote shell is a script that enters
-//! the other namespace.
+//! Two hosts between which a VM can move: network namespaces, each with separate
+//! directories, and a lender in a third one. The remote shell is a script that enters the
+//! other namespace.
 
 mod chain;
 mod ledger;
@@ -41,16 +41,16 @@ pub const VM: &str = "web1";
 /// The two hosts between which it moves.
 pub const HOSTS: [&str; 2] = ["a", "b"];
 
-/// Where the lender is.
+/// The lender's host.
 const THIRD: &str = "c";
 
-/// How often to look at what has no event.
+/// Polling interval for conditions without an event.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Longest time for one migration: the guest shuts down and boots.
+/// Timeout of one migration: the guest shuts down and boots.
 pub const MIGRATION: Duration = Duration::from_secs(600);
 
-/// The hosts, and all that was started on them. Dropped, all of it is killed.
+/// The hosts, and all processes started on them, which are killed on drop.
 pub struct Stage {
     folder: TempDir,
     prefix: String,
@@ -59,13 +59,13 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// The VM is described on host `a`, and runs nowhere.
+    /// The VM is configured on host `a`, and does not run.
     pub fn new() -> Result<Self> {
         Self::with(|_, builder| builder.lean())
     }
 
-    /// As [`Stage::new`], for a machine that is not lean or has more. `change` gets the folder of
-    /// what both hosts see.
+    /// As [`Stage::new`], for a machine that is not lean or has more. `change` receives the
+    /// directory that both hosts share.
     pub fn with(change: impl FnOnce(&Path, VmBuilder) -> VmBuilder) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("fs-")
@@ -76,7 +76,7 @@ impl Stage {
         static STAGES: AtomicUsize = AtomicUsize::new(0);
         let number = STAGES.fetch_add(1, Ordering::Relaxed);
         let stage = Self {
-            // Namespaces are named for the whole machine.
+            // Namespace names are global on the machine.
             prefix: format!("fs{}-{number}", std::process::id()),
             folder,
             staged,
@@ -95,10 +95,11 @@ impl Stage {
         Ok(stage)
     }
 
-    /// A wire between the two hosts.
+    /// Connects the two hosts by a veth pair.
     fn connect(&self) -> Result<()> {
         let [a, b] = HOSTS.map(|host| self.netns(host));
-        // From inside: in the machine's own network a user namespace's root may do nothing.
+        // From inside: root of a user namespace has no privileges in the machine's own
+        // network namespace.
         ip(&[
             "-n", &a, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", &b,
         ])?;
@@ -113,17 +114,17 @@ impl Stage {
         format!("{}{host}", self.prefix)
     }
 
-    /// The folder that all hosts see.
+    /// The directory that all hosts share.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// A file of a host.
+    /// Path of a host's file.
     pub fn path(&self, host: &str, name: &str) -> PathBuf {
         self.folder.path().join(host).join(name)
     }
 
-    /// Where the lender listens.
+    /// The lender's socket.
     pub fn lender_socket(&self) -> PathBuf {
         self.path(THIRD, "run/lender.sock")
     }
@@ -154,7 +155,7 @@ impl Stage {
         self.folder.path().join("rsh")
     }
 
-    /// The VM's description.
+    /// The VM configuration.
     pub fn description(&self) -> Result<String> {
         let testbed = testbed()?;
         let tcg = testbed.accel() == Accel::Tcg;
@@ -163,7 +164,7 @@ impl Stage {
             args.push(arg.to_str().context("an argument is UTF-8")?.to_owned());
         }
         if tcg {
-            // Five-level page tables only make an emulated guest slower.
+            // Five-level page tables would only slow down an emulated guest.
             args.extend(["-cpu", "max,la57=off"].map(str::to_owned));
         }
         Ok(format!(
@@ -177,7 +178,7 @@ impl Stage {
         ))
     }
 
-    /// Describes the VM on host `a`.
+    /// Writes the VM configuration on host `a`.
     pub fn describe(&self, text: &str) -> Result<()> {
         let path = self.path("a", &format!("etc/vm/{VM}.toml"));
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
@@ -209,7 +210,7 @@ impl Stage {
         Ok(ended)
     }
 
-    /// Runs `farside` on a host, which succeeds.
+    /// Runs `farside` on a host; it must succeed.
     pub fn ok(&self, host: &str, args: &[&str]) -> Result<String> {
         let ended = self.run(host, args)?;
         ensure!(
@@ -220,7 +221,7 @@ impl Stage {
         Ok(ended.stdout)
     }
 
-    /// Runs `farside` on a host, which refuses, with these words.
+    /// Runs `farside` on a host; it must fail with these words.
     pub fn refused(&self, host: &str, args: &[&str], words: &[&str]) -> Result<()> {
         let ended = self.run(host, args)?;
         ensure!(
@@ -237,14 +238,14 @@ impl Stage {
         Ok(())
     }
 
-    /// A lender of `disk0`, on an image that is made if it is missing.
+    /// Starts a lender of `disk0`; creates its image if it is missing.
     pub fn lend(&self) -> Result<Daemon> {
         let image = self.path(THIRD, "disk0.img");
         if !image.exists() {
             fs::File::create(&image)?.set_len(64 * MIB)?;
         }
         let socket = self.lender_socket();
-        // One that was killed leaves it.
+        // A killed lender leaves it.
         let _ = fs::remove_file(&socket);
         let drive = format!("disk0={}", image.display());
         let command = self.command(THIRD, &["lend", "--name", "rack1", "--nvme", &drive])?;
@@ -253,13 +254,13 @@ impl Stage {
         Ok(daemon)
     }
 
-    /// Waits for a QEMU that somebody has started. The guest in it may have booted
-    /// elsewhere.
+    /// Waits for a QEMU that was started elsewhere. Its guest may have booted on another
+    /// host.
     pub fn adopt(&self, timeout: Duration) -> Result<Vm> {
         self.staged.adopt(timeout)
     }
 
-    /// Waits for the guest that somebody has started.
+    /// Waits for a guest that was started elsewhere.
     pub fn guest(&self) -> Result<Vm> {
         let vm = self.adopt(BOOT)?;
         vm.wait_agent(BOOT)?;
@@ -267,7 +268,7 @@ impl Stage {
         Ok(vm)
     }
 
-    /// The holder of the device and the epoch, as the lender has it.
+    /// The lease holder and the lease generation, as reported by the lender.
     pub fn holder(&self) -> Result<Option<(String, u64)>> {
         let listed = self.ok(THIRD, &["devices", "--json"])?;
         let listed: DeviceList = serde_json::from_str(&listed)?;
@@ -276,7 +277,7 @@ impl Stage {
         Ok(device.borrowed_by.map(|by| (by.vm, by.epoch.0)))
     }
 
-    /// The processes of a host whose command line has all these words.
+    /// The processes of a host whose command line contains all these words.
     pub fn processes(&self, host: &str, words: &[&str]) -> Result<Vec<i32>> {
         let mut found = Vec::new();
         for (pid, line) in self.all_processes(host)? {
@@ -291,7 +292,7 @@ impl Stage {
         let pids = ip(&["netns", "pids", &self.netns(host)])?;
         let mut found = BTreeMap::new();
         for pid in pids.split_whitespace() {
-            // It may have ended since.
+            // It may have ended in between.
             if let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) {
                 let line = String::from_utf8_lossy(&line).replace('\0', " ");
                 found.insert(pid.parse()?, line);
@@ -300,7 +301,7 @@ impl Stage {
         Ok(found)
     }
 
-    /// The hosts on which a QEMU runs.
+    /// The hosts that run a QEMU.
     pub fn running(&self) -> Result<Vec<&'static str>> {
         let mut hosts = Vec::new();
         for host in HOSTS {
@@ -311,19 +312,19 @@ impl Stage {
         Ok(hosts)
     }
 
-    /// The QEMUs of a host.
+    /// The QEMU processes of a host.
     pub fn qemus(&self, host: &str) -> Result<Vec<i32>> {
         self.processes(host, &["qemu-system", "-name"])
     }
 
-    /// Keeps a text for when the test fails.
+    /// Keeps a text that is shown if the test fails.
     pub fn note(&self, text: String) {
         if let Ok(mut notes) = self.notes.lock() {
             notes.push(text);
         }
     }
 
-    /// What helps to understand a failure.
+    /// Logs and notes for the analysis of a failure.
     pub fn story(&self) -> String {
         let mut story = String::new();
         for host in HOSTS {
@@ -356,7 +357,7 @@ fn tail(text: &str) -> &str {
 impl Drop for Stage {
     fn drop(&mut self) {
         for host in HOSTS.into_iter().chain([THIRD]) {
-            // All that was started in a namespace was started by this test.
+            // All processes in the namespace belong to this test.
             for pid in self.all_processes(host).unwrap_or_default().into_keys() {
                 kill(pid);
             }

@@ -1,4 +1,4 @@
-//! Network namespaces, by the test bed's `ip`.
+//! Network namespaces, made with the test bed's `ip`.
 
 use std::{
     process::{Command, Stdio},
@@ -10,7 +10,7 @@ use farside_testbed::lacks_root;
 
 use crate::testbed;
 
-/// Why this cannot be run here, if so.
+/// The reason why this machine cannot run the test, if any.
 pub fn unable() -> Option<String> {
     static MADE: LazyLock<Result<(), String>> = LazyLock::new(|| {
         let name = format!("fs-try-{}", std::process::id());
@@ -27,10 +27,10 @@ pub fn unable() -> Option<String> {
     lacks_root().or_else(why)
 }
 
-/// Makes the network namespace `name`.
+/// Creates the network namespace `name`.
 ///
-/// `ip` returns to the namespace that it came from, which root of a user namespace may
-/// do only if that is its own, too.
+/// `ip` returns to its original namespace, which root of a user namespace may do only if
+/// the user namespace owns that one too.
 pub(super) fn add(name: &str) -> Result<()> {
     let tool = testbed()?.tool("ip");
     let mut unshare = Command::new("unshare");

@@ -1,4 +1,4 @@
-//! One test on a stage of its own; when it fails, what was said there is shown.
+//! One test on a separate stage; if it fails, the stage's logs are shown.
 
 use anyhow::Result;
 use libtest_mimic::{Completion, Failed};
@@ -6,7 +6,7 @@ use libtest_mimic::{Completion, Failed};
 use super::{Stage, unable};
 use crate::told;
 
-/// Runs a test on a new stage, where that can be made.
+/// Runs a test on a new stage, where the machine can make one.
 pub fn play(
     make: impl FnOnce() -> Result<Stage>,
     test: impl FnOnce(&Stage) -> Result<Completion>,

@@ -1,6 +1,6 @@
-//! Boots a VM that plays a host, runs shell commands in it and prints what came
-//! of them: `cargo run -p farside-testbed --example host -- 'lspci' [QEMU-ARGUMENT…]`.
-//! `FILES="/in/the/vm=/here …"` puts files into it.
+//! Boots a VM that plays a host, runs shell commands in it and prints their output: `cargo
+//! run -p farside-testbed --example host -- 'lspci' [QEMU-ARGUMENT…]`.
+//! `FILES="/in/the/vm=/here …"` copies files into it.
 
 use std::time::{Duration, Instant};
 

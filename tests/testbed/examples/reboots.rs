@@ -43,7 +43,7 @@ fn main() -> Result<()> {
         while !guests.iter().all(thread::ScopedJoinHandle::is_finished) {
             let begun = reboots - left.load(Ordering::Relaxed);
             task.set(begun as u64);
-            // A log shows no bar.
+            // A log has no progress bar.
             if begun / 10 > told {
                 told = begun / 10;
                 eprintln!("{begun} of {reboots} begun");

@@ -1,5 +1,5 @@
-//! Boots a guest, runs a shell command in it and prints what came of it:
-//! `cargo run -p farside-testbed --example shell -- 'lspci -v' [QEMU-ARGUMENT…]`
+//! Boots a guest, runs a shell command in it and prints its output: `cargo run -p
+//! farside-testbed --example shell -- 'lspci -v' [QEMU-ARGUMENT…]`
 
 use std::time::{Duration, Instant};
 

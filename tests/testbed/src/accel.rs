@@ -1,5 +1,5 @@
-//! Chooses between KVM and emulation by trying: a machine may have `/dev/kvm`
-//! and yet a KVM that stock kernels do not run on.
+//! Chooses between KVM and emulation by a trial boot: a machine may have `/dev/kvm` and yet
+//! a KVM on which stock kernels do not run.
 
 use std::fs::{self, OpenOptions};
 use std::time::Duration;
@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use crate::progress::Progress;
 use crate::{Testbed, cache};
 
-/// With KVM, the guest answers within two seconds.
+/// With KVM, the guest replies within two seconds.
 const TRIAL: Duration = Duration::from_secs(20);
 
-/// What executes the guest's instructions.
+/// The accelerator of a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accel {
-    /// The processor's virtualization.
+    /// Hardware virtualization.
     Kvm,
     /// QEMU's emulation.
     Tcg,
@@ -33,11 +33,11 @@ impl Accel {
     }
 }
 
-/// Everything that TCG can do, except five-level page tables: they make each
-/// walk longer, and no guest here has that much memory.
+/// All features of TCG, except five-level page tables: they lengthen each page walk, and no
+/// guest here has that much memory.
 const TCG_CPU: &str = "max,la57=off";
 
-/// Tries KVM once per boot of the machine and version of QEMU and guest.
+/// Tries KVM once per boot of the machine and per version of QEMU and guest.
 pub(crate) fn choose(testbed: &Testbed, progress: &Progress) -> Result<Accel> {
     let usable = OpenOptions::new().read(true).write(true).open("/dev/kvm");
     if let Err(error) = usable {
@@ -80,7 +80,7 @@ fn trial(testbed: &Testbed) -> Result<()> {
         .vm("kvm-trial")
         .memory(512 << 20)
         .accel(Accel::Kvm)
-        // The compressed one, which asks more of KVM than the ELF image does.
+        // The compressed image, which requires more of KVM than the ELF image does.
         .kernel(testbed.kernel())
         .launch()?;
     vm.wait_agent(TRIAL)

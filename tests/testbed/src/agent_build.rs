@@ -13,7 +13,7 @@ use crate::progress::Progress;
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// The agent's program file, and the key of the sources it was made from.
+/// The agent's binary, and the key of its sources.
 pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, String)> {
     let source = source()?;
     let key = source_key(&source)?;
@@ -30,9 +30,8 @@ pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, St
     Ok((entry.join("guest-agent"), key))
 }
 
-/// The agent's sources in the checkout that is being run. Cargo says at run
-/// time where that is; the path of the build may be another checkout's that
-/// shared the target folder.
+/// The agent's sources in the current checkout, as cargo reports it at run time: the path
+/// at build time may be that of another checkout that shares the target directory.
 fn source() -> Result<PathBuf> {
     let running = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).to_owned();
@@ -55,7 +54,7 @@ fn build(source: &Path, target: &Path) -> Result<()> {
             .args(["--config", "profile.release.strip=true"])
             .env("CARGO_TARGET_DIR", target)
             .env("RUSTFLAGS", "-C target-feature=+crt-static")
-            // It would win over RUSTFLAGS.
+            // It would override RUSTFLAGS.
             .env_remove("CARGO_ENCODED_RUSTFLAGS")
             // `cargo xtask test` sets it for libtest; dependencies would be built for it.
             .env_remove("RUSTC_BOOTSTRAP"),

@@ -1,6 +1,5 @@
-//! An apt of one's own: fetches packages of a release that the machine does not
-//! run, into the cache, as any user, checking signatures, from the mirror that
-//! the machine's own apt uses.
+//! A private apt: fetches packages of a release that the machine does not run, into the
+//! cache, as any user, checking signatures, from the mirror that the machine's apt uses.
 
 use std::collections::HashSet;
 use std::env;
@@ -16,25 +15,25 @@ use crate::command::output;
 use crate::progress::Progress;
 use crate::recipe;
 
-/// Names a Debian mirror where the machine's apt has none.
+/// Names a Debian mirror if the machine's apt has none.
 const MIRROR_VARIABLE: &str = "FARSIDE_DEBIAN_MIRROR";
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const INSTALL_APT: &str = "the test bed is made of Debian packages, so it needs apt and dpkg (on Debian and Ubuntu: \
      packages apt and dpkg)";
 
-/// What to fetch.
+/// The packages to fetch.
 #[derive(Debug)]
 pub(crate) struct Wanted<'a> {
     /// The suites to take packages from, such as `trixie` and `trixie-backports`.
     pub(crate) suites: &'a [String],
-    /// Packages, fetched with what they depend on.
+    /// Packages, fetched with their dependencies.
     pub(crate) packages: &'a [&'a str],
-    /// Packages taken for installed.
+    /// Packages assumed to be installed.
     pub(crate) installed: &'a [&'a str],
 }
 
-/// Fetches packages into `folder`, which is for these alone, and returns the
-/// package files.
+/// Fetches packages into `folder`, which is used for these alone, and returns the package
+/// files.
 pub(crate) fn download(
     folder: &Path,
     wanted: &Wanted<'_>,
@@ -55,7 +54,7 @@ pub(crate) fn download(
     )?;
     task.done();
 
-    // apt names only what it has yet to fetch: so look from an empty archive.
+    // apt lists only the files that it has yet to fetch: so query with an empty archive.
     let mut install = vec!["install", "--yes"];
     install.extend(wanted.packages);
     let nothing = folder.join("nothing");
@@ -90,7 +89,7 @@ pub(crate) fn download(
         String::from_utf8_lossy(&result.stderr).trim_end()
     );
     task.done();
-    // What a former recipe left here is of no use now.
+    // Files of a former recipe are not needed any more.
     let archives = folder.join("archives");
     let (wanted, stale): (Vec<PathBuf>, Vec<PathBuf>) =
         package_files(&archives)?.into_iter().partition(|path| {
@@ -124,7 +123,7 @@ pub(crate) fn unpack(packages: &[PathBuf], root: &Path, progress: &Progress) -> 
     Ok(())
 }
 
-/// Writes the configuration of our apt and returns its path.
+/// Writes the configuration of the private apt and returns its path.
 fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
     for sub in ["lists/partial", "archives/partial"] {
         let path = folder.join(sub);
@@ -150,7 +149,7 @@ fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
     write("apt.conf", &config(folder, &source.settings))
 }
 
-/// Where Debian's packages come from, and how the machine reaches that.
+/// The source of Debian's packages, and the machine's network settings for it.
 #[derive(Debug)]
 pub(crate) struct Source {
     mirror: String,
@@ -158,7 +157,7 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// As the machine's own apt has it.
+    /// As in the configuration of the machine's apt.
     pub(crate) fn of_this_machine() -> Result<Self> {
         ensure!(
             Path::new(KEYRING).exists(),
@@ -187,8 +186,7 @@ impl Source {
     }
 }
 
-/// How the machine reaches its mirrors (proxies, certificates), but none of its
-/// hooks.
+/// The settings for access to mirrors (proxies, certificates), without hooks.
 fn settings(machine: &str) -> Vec<String> {
     let kept = [
         "Acquire::http",
@@ -203,7 +201,7 @@ fn settings(machine: &str) -> Vec<String> {
         .collect()
 }
 
-/// Our apt's configuration: the machine's settings, and folders of its own.
+/// The private apt's configuration: the machine's settings, and separate directories.
 fn config(folder: &Path, settings: &[String]) -> String {
     let mut text: String = settings.iter().map(|line| format!("{line}\n")).collect();
     let folder = folder.display();
@@ -221,13 +219,13 @@ fn config(folder: &Path, settings: &[String]) -> String {
         ("Dir::State::status", format!("{folder}/status")),
         ("Dir::Cache", folder.to_string()),
         ("Dir::Cache::archives", format!("{folder}/archives")),
-        // 90 MB of indexes that take a second to make.
+        // Saves 90 MB of indexes, which take a second to make.
         ("Dir::Cache::pkgcache", String::new()),
         ("Dir::Cache::srcpkgcache", String::new()),
         ("Dir::Log", folder.to_string()),
         ("APT::Architecture", "amd64".to_owned()),
         ("APT::Install-Recommends", "false".to_owned()),
-        // The cache may be where only the user can read, and one lock is ours.
+        // The cache may be readable by the user only, and the lock is this process's.
         ("APT::Sandbox::User", String::new()),
         ("Debug::NoLocking", "true".to_owned()),
         // A list that cannot be fetched is an error, not a warning.
@@ -269,15 +267,15 @@ fn installed(packages: &[&str]) -> String {
         .collect()
 }
 
-/// The mirror of the Debian archive that this machine uses.
+/// The machine's mirror of the Debian archive.
 fn mirror() -> Result<String> {
     if let Ok(mirror) = env::var(MIRROR_VARIABLE)
         && !mirror.is_empty()
     {
         return Ok(mirror);
     }
-    // Which archive a mirror has, apt knows from its package lists, and a fresh machine
-    // or a container image may have none.
+    // Package lists identify a mirror's archive, and a fresh machine or a container image
+    // may have none.
     let listing = index_targets(&[])?;
     if let Some(mirror) = debian_mirror(&listing) {
         return Ok(mirror.to_owned());
@@ -290,7 +288,7 @@ fn mirror() -> Result<String> {
         "APT::Sandbox::User=".to_owned(),
     ];
     let options: Vec<&str> = own.iter().flat_map(|option| ["-o", option]).collect();
-    // Mirrors of other archives may be out of reach.
+    // Mirrors of other archives may be unreachable.
     let updated = output(
         Command::new("apt-get")
             .args(&options)

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use cpio::NewcBuilder;
 use cpio::newc::{ModeFileType, trailer};
 
-/// Writes one archive; several, one after the other, make one initramfs.
+/// Writes one archive; several, concatenated, make one initramfs.
 pub(crate) struct Archive<W: Write> {
     out: Option<W>,
     folders: BTreeSet<PathBuf>,
@@ -27,7 +27,7 @@ impl<W: Write> Archive<W> {
         }
     }
 
-    /// Adds a file, and the folders above it that are not there yet.
+    /// Adds a file, and its missing parent directories.
     pub(crate) fn file(&mut self, path: impl AsRef<Path>, mode: u32, data: &[u8]) -> Result<()> {
         self.entry(path.as_ref(), ModeFileType::Regular, mode, data)
     }
@@ -53,7 +53,7 @@ impl<W: Write> Archive<W> {
         )
     }
 
-    /// Adds an empty folder.
+    /// Adds an empty directory.
     pub(crate) fn folder(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         if path.as_os_str().is_empty() || self.folders.contains(path) {

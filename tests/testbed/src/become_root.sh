@@ -1,7 +1,7 @@
-# In new user and mount namespaces: runs a program where `ip netns` works.
+# In new user and mount namespaces: runs a command where `ip netns` works.
 #
-# /run is the machine's, where only its own root may make /run/netns. Names are
-# resolved as before: /etc/resolv.conf may lead into /run.
+# /run is the machine's, and only the machine's root may create /run/netns. Name resolution
+# keeps working: /etc/resolv.conf may be a link into /run.
 set -eu
 resolv=$(readlink -f /etc/resolv.conf || true)
 [ ! -r "$resolv" ] || text=$(cat "$resolv")

@@ -38,7 +38,7 @@ pub(crate) fn make(testbed: &Testbed, image: &Path, len: u64, append: &str) -> R
     )?;
 
     let run = |command: &mut Command| {
-        // The image is ours, however odd its geometry looks.
+        // mtools may reject the image's unusual geometry.
         command.env("MTOOLS_SKIP_CHECK", "1");
         output(command, "mtools is part of the test bed").map(drop)
     };

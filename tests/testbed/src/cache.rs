@@ -1,6 +1,5 @@
-//! The cache folder: entries named by what they were made from, made in a
-//! temporary folder and renamed into place, so that half an entry never looks
-//! like one.
+//! The cache directory: entries named by a key of their inputs, made in a temporary
+//! directory and renamed into place, so that no incomplete entry is visible.
 
 use std::env;
 use std::fs::{self, File};
@@ -10,20 +9,20 @@ use anyhow::{Context, Result};
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
-/// How names of half-made entries begin.
+/// Name prefix of incomplete entries.
 const MAKING: &str = ".making-";
 
-/// How many entries of one name stay.
+/// How many entries of one name are kept.
 const KEPT: usize = 3;
 
-/// The cache folder, locked by this process while the value lives.
+/// The cache directory, locked by this process while the value lives.
 #[derive(Debug)]
 pub(crate) struct Cache {
     root: PathBuf,
     _lock: File,
 }
 
-/// Which folder the user's environment names.
+/// The cache directory that the environment names.
 pub(crate) fn default_root() -> Result<PathBuf> {
     root_from(|name| env::var_os(name).filter(|value| !value.is_empty()))
 }
@@ -33,7 +32,7 @@ fn root_from(var: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<PathBuf
         return std::path::absolute(&root)
             .with_context(|| format!("FARSIDE_CACHE={}", root.display()));
     }
-    // The XDG specification says that a relative path is to be ignored.
+    // Relative paths must be ignored (XDG Base Directory Specification).
     if let Some(base) = var("XDG_CACHE_HOME").map(PathBuf::from)
         && base.is_absolute()
     {
@@ -47,7 +46,7 @@ fn root_from(var: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<PathBuf
 }
 
 impl Cache {
-    /// Opens and locks the cache; waits while another process prepares it.
+    /// Opens and locks the cache; waits while another process holds the lock.
     pub(crate) fn open(root: PathBuf, waiting: impl FnOnce()) -> Result<Self> {
         fs::create_dir_all(&root)
             .with_context(|| format!("creating the cache folder {}", root.display()))?;
@@ -59,14 +58,14 @@ impl Cache {
                 .with_context(|| format!("locking {}", path.display()))?;
         }
         let cache = Cache { root, _lock: lock };
-        // Whoever was making these was killed: they would have held the lock.
+        // Their makers were killed: a live one would hold the lock.
         for path in cache.entries(MAKING)? {
             fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
         }
         Ok(cache)
     }
 
-    /// The paths in the cache whose names begin with that.
+    /// The paths in the cache whose names begin with `prefix`.
     fn entries(&self, prefix: &str) -> Result<Vec<PathBuf>> {
         let mut paths: Vec<PathBuf> = fs::read_dir(&self.root)
             .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
@@ -78,14 +77,14 @@ impl Cache {
         Ok(paths)
     }
 
-    /// The folder itself.
+    /// The cache directory.
     pub(crate) fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The entry `name`-`key`; made by `make` in an empty folder when it is not there.
-    /// Of entries of that name with other keys, which other checkouts may use,
-    /// the newest stay.
+    /// The entry `name`-`key`; if missing, `make` makes it in an empty directory. Of the
+    /// entries of that name with other keys, which other checkouts may use, the newest are
+    /// kept.
     pub(crate) fn entry(
         &self,
         name: &str,
@@ -127,8 +126,8 @@ impl Cache {
     }
 }
 
-/// A short name for what something was made from. Each part is hashed with its
-/// length, so that parts cannot run into each other.
+/// A short key for a list of inputs. Each part is hashed with its length, so that adjacent
+/// parts stay distinct.
 pub(crate) fn key<P: AsRef<[u8]>>(parts: impl IntoIterator<Item = P>) -> String {
     let mut hash = Sha256::new();
     for part in parts {

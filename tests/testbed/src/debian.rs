@@ -1,4 +1,4 @@
-//! The unpacked Debian packages, and the guest's kernel and userland made of them.
+//! The unpacked Debian packages, and the guest's kernel and userland made from them.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -12,10 +12,10 @@ use crate::cache::{self, Cache};
 use crate::progress::Progress;
 use crate::{elf, modules, recipe};
 
-/// Bumped when the code below makes something else of the same recipe.
+/// Incremented when the code below changes the result of the same recipe.
 const MAKER: &str = "2";
 
-/// What the packages became; everything lies in one cache entry.
+/// The results; all are in one cache entry.
 #[derive(Debug, Clone)]
 pub(crate) struct Debian {
     pub(crate) key: String,
@@ -25,7 +25,7 @@ pub(crate) struct Debian {
 }
 
 impl Debian {
-    /// Where packages are unpacked, as if it were `/`.
+    /// The root directory of the unpacked packages.
     pub(crate) fn root(&self) -> PathBuf {
         self.folder.join("root")
     }
@@ -35,12 +35,12 @@ impl Debian {
         self.folder.join("userland.cpio")
     }
 
-    /// The userland of a guest of a guest, without the agent.
+    /// The userland of a nested guest, without the agent.
     pub(crate) fn nested_userland(&self) -> PathBuf {
         self.folder.join("nested.cpio")
     }
 
-    /// Fetches and makes everything, when it is not in the cache.
+    /// Fetches and makes everything that is not in the cache.
     pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<Self> {
         let key = cache::key(recipe::parts().into_iter().chain([MAKER]));
         let folder = cache.entry("debian", &key, |folder| {
@@ -85,12 +85,12 @@ fn make_guest(root: &Path, folder: &Path) -> Result<()> {
         }
         add_modules(archive, &modules, recipe::BOOT_MODULES, recipe::MODULES)
     })?;
-    // Small: a nested guest has little memory and slow processors.
+    // Small: a nested guest has little memory and slow CPUs.
     write_archive(&folder.join("nested.cpio"), |archive| {
         add_base(archive, root)?;
         add_modules(archive, &modules, &[], recipe::NESTED_MODULES)
     })?;
-    // 150 MB that nothing reads any more.
+    // 150 MB that are not read any more.
     remove(&root.join("usr/lib/modules"))
 }
 
@@ -107,7 +107,7 @@ fn write_archive(
         .with_context(|| format!("writing {}", path.display()))
 }
 
-/// Folders and busybox.
+/// Directories and busybox.
 fn add_base<W: Write>(archive: &mut Archive<W>, root: &Path) -> Result<()> {
     for (link, target) in [
         ("bin", "usr/bin"),
@@ -126,11 +126,11 @@ fn add_base<W: Write>(archive: &mut Archive<W>, root: &Path) -> Result<()> {
     for name in recipe::BUSYBOX_NAMES {
         archive.symlink(format!("usr/bin/{name}"), "busybox")?;
     }
-    // Where the kernel looks when it wants a module.
+    // The path at which the kernel looks for modprobe.
     archive.symlink("usr/sbin/modprobe", "../bin/busybox")
 }
 
-/// The modules `boot`, which init loads, and `more`, which are there to be loaded.
+/// The modules `boot`, which init loads, and `more`, which can be loaded later.
 fn add_modules<W: Write>(
     archive: &mut Archive<W>,
     source: &Path,
@@ -158,7 +158,7 @@ fn add_modules<W: Write>(
     for (name, text) in [
         ("modules.dep", modules::modules_dep(&all)),
         ("modules.alias", modules::modules_alias(&all)),
-        // busybox complains when it is not there.
+        // busybox reports an error if it is missing.
         ("modules.symbols", String::new()),
     ] {
         archive.file(format!("{folder}/{name}"), 0o644, text.as_bytes())?;
@@ -167,7 +167,7 @@ fn add_modules<W: Write>(
     archive.copy(format!("{folder}/modules.builtin"), &builtin)
 }
 
-/// The kernel's release and image: its place differs between Debian's releases.
+/// The kernel's release and image: its path differs between Debian's releases.
 fn find_kernel(root: &Path) -> Result<(String, PathBuf)> {
     let folder = root.join("usr/lib/modules");
     let release = fs::read_dir(&folder)

@@ -1,5 +1,5 @@
-//! What we need to know of ELF files: which libraries a program loads, and what
-//! a kernel module says about itself.
+//! Parses ELF files: the libraries that a binary loads, and the metadata of a kernel
+//! module.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use goblin::elf::Elf;
 
-/// Where Debian's loader looks.
+/// Search path of Debian's loader.
 const LIBRARY_FOLDER: &str = "usr/lib/x86_64-linux-gnu";
-/// The loader itself, where programs name it.
+/// The loader itself, as binaries name it.
 pub(crate) const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 
-/// What one file loads at its start.
+/// The dynamic section of one file.
 #[derive(Debug, Default, Clone)]
 struct Needs {
     libraries: Vec<String>,
-    /// Folders of its own to look in, relative to the root.
+    /// Its additional library directories, relative to the root.
     folders: Vec<PathBuf>,
 }
 
@@ -36,7 +36,7 @@ fn needs(path: &Path) -> Result<Needs> {
     })
 }
 
-/// The libraries (relative to `root`) that these programs need, directly or not.
+/// The libraries (relative to `root`) that these binaries need, directly or indirectly.
 pub(crate) fn library_closure(root: &Path, programs: &[&str]) -> Result<BTreeSet<PathBuf>> {
     closure(
         programs.iter().map(PathBuf::from).collect(),
@@ -74,7 +74,7 @@ fn closure(
     Ok(found)
 }
 
-/// What a kernel module's `.modinfo` section says: values by key.
+/// A kernel module's `.modinfo` section: values by key.
 pub(crate) fn module_info(bytes: &[u8]) -> Result<BTreeMap<String, Vec<String>>> {
     let elf = Elf::parse(bytes).context("module as ELF")?;
     let section = elf

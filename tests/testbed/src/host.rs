@@ -1,6 +1,6 @@
-//! Programs of the unpacked packages, runnable on the host: wrappers that start
-//! them with the loader and libraries they were made for. QEMU is the system's
-//! own when that can do what we need.
+//! Binaries of the unpacked packages, runnable on the host: wrappers that start them with
+//! the loader and libraries that they were built for. The system's QEMU is used if it has
+//! the required features.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -19,13 +19,13 @@ const QEMU: &str = "qemu-system-x86_64";
 const OLDEST_QEMU: (u32, u32) = (10, 1);
 const DEVICE: &str = "\"vfio-user-pci\"";
 
-/// Where runnable programs are.
+/// The location of runnable binaries.
 #[derive(Debug, Clone)]
 pub(crate) struct Host {
     pub(crate) qemu: PathBuf,
-    /// As QEMU prints it.
+    /// As printed by QEMU.
     pub(crate) qemu_version: String,
-    /// Folder of the wrappers.
+    /// Directory of the wrappers.
     pub(crate) bin: PathBuf,
 }
 
@@ -42,7 +42,7 @@ impl Host {
                     .and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(0o755)))
                     .with_context(|| format!("writing {}", path.display()))?;
             }
-            // Asking takes longer than reading what it answered.
+            // Running QEMU takes longer than reading the cached version.
             let version = version(&folder.join(wrapped)).context("trying QEMU")?;
             fs::write(folder.join("version"), version).context("writing QEMU's version")
         })?;
@@ -63,7 +63,7 @@ impl Host {
     }
 }
 
-/// The system's QEMU, when it is new enough and has the device.
+/// The system's QEMU, if it is new enough and has the device.
 fn usable_system_qemu() -> Option<String> {
     let version = version(Path::new(QEMU)).ok()?;
     if parse_version(&version)? < OLDEST_QEMU {
@@ -109,8 +109,8 @@ fn wrappers(root: &Path) -> Result<Vec<(String, String)>> {
     Ok(scripts)
 }
 
-/// Where Perl finds its modules: it looks in `/` otherwise, where they may be another
-/// version's.
+/// Perl's module directories: by default it searches `/`, whose modules may be of another
+/// version.
 fn perl_modules(root: &Path) -> Result<Vec<PathBuf>> {
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     let perl = libraries.join("perl");

@@ -1,5 +1,5 @@
-//! The kernel's ELF image, and an initramfs for tests that boot many guests, with
-//! busybox, the modules that init loads and the agent alone.
+//! The kernel's ELF image, and an initramfs for tests that boot many guests, with busybox,
+//! the modules that init loads and the agent only.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
@@ -13,10 +13,10 @@ use crate::debian::Debian;
 use crate::host::Host;
 use crate::{make_initramfs, recipe, vmlinux};
 
-/// Bumped when the code below makes something else of the same parts.
+/// Incremented when the code below changes the result of the same inputs.
 const MAKER: &str = "1";
 
-/// The modules that init loads, in the guest: one file a line.
+/// The list of modules that init loads, in the guest: one file per line.
 const MODULE_LIST: &str = "/etc/farside/modules";
 
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub(crate) struct Lean {
     pub(crate) initramfs: PathBuf,
 }
 
-/// Makes it, or finds it in the cache. `agent_key` names the agent's program.
+/// Makes it, or finds it in the cache. `agent_key` identifies the agent's binary.
 pub(crate) fn prepare(
     cache: &Cache,
     debian: &Debian,
@@ -55,8 +55,8 @@ fn shrink(from: &Path, to: &Path) -> Result<()> {
     copy_needed(&archive, BufWriter::new(file)).with_context(context)
 }
 
-/// Copies an archive without what only some guests want: programs with their
-/// libraries, and modules that init does not load.
+/// Copies an archive without the optional parts: binaries with their libraries, and modules
+/// that init does not load.
 fn copy_needed<W: Write>(archive: &[u8], mut to: W) -> Result<()> {
     let mut at_boot = String::new();
     let mut rest = archive;
@@ -92,8 +92,8 @@ fn copy_needed<W: Write>(archive: &[u8], mut to: W) -> Result<()> {
     }
 }
 
-/// Whether a guest cannot do without. `at_boot` lists the modules that init loads,
-/// one a line.
+/// Whether every guest needs the file. `at_boot` lists the modules that init loads, one per
+/// line.
 fn is_needed(name: &str, at_boot: &str) -> bool {
     let is_program = recipe::GUEST_PROGRAMS
         .iter()

@@ -1,17 +1,15 @@
 //! Real QEMU, a real guest kernel and a small guest userland, for tests and demos.
 //!
-//! [`Testbed::prepare`] makes all of it in the user's cache folder, from Debian
-//! packages, without root. [`Testbed::vm`] then starts virtual machines, and a
-//! [`Vm`] is driven from Rust: shell commands, device registers and physical
-//! memory through an agent in the guest ([`Guest::exec`] and others), QEMU through
-//! QMP ([`Vm::qmp`]).
+//! [`Testbed::prepare`] makes everything in the user's cache directory, from Debian
+//! packages, without root. [`Testbed::vm`] then starts virtual machines, and a [`Vm`] is
+//! controlled from Rust: shell commands, device registers and physical memory through an
+//! agent in the guest ([`Guest::exec`] and others), QEMU through QMP ([`Vm::qmp`]).
 //!
-//! A VM may play a host ([`Testbed::host_vm`]): it has an emulated VT-d, and runs
-//! VMs of its own ([`HostVm::guest`]), which are driven in the same way.
+//! A VM may play a host ([`Testbed::host_vm`]): it has an emulated VT-d, and runs nested
+//! VMs ([`HostVm::guest`]), which are controlled in the same way.
 //!
-//! A [`DebianRoot`] is Debian as installed, for programs that are more than a file;
-//! it is the one thing here that takes root: the machine's, or a user namespace's
-//! ([`become_root`]).
+//! A [`DebianRoot`] is an installed Debian, for software that consists of more than a
+//! binary; it alone requires root: the machine's, or a user namespace's ([`become_root`]).
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -80,7 +78,7 @@ use debian::Debian;
 use host::Host;
 use lean::Lean;
 
-/// QEMU, a guest kernel and a guest userland, ready to be used. Cheap to clone.
+/// QEMU, a guest kernel and a guest userland, ready for use. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Testbed(Arc<Parts>);
 
@@ -96,8 +94,8 @@ struct Parts {
 }
 
 impl Testbed {
-    /// Makes, or finds in the cache, all that is needed. Two processes may do
-    /// so at once: one waits for the other.
+    /// Makes all parts, or finds them in the cache. Two processes may do so concurrently:
+    /// one waits for the other.
     ///
     /// The cache is in `$FARSIDE_CACHE`, else in `farside` in `$XDG_CACHE_HOME`
     /// or `~/.cache`.
@@ -105,7 +103,7 @@ impl Testbed {
         Self::prepare_in(cache::default_root()?, progress)
     }
 
-    /// As [`Testbed::prepare`], with the cache in that folder.
+    /// As [`Testbed::prepare`], with the cache in that directory.
     pub fn prepare_in(folder: PathBuf, progress: &Progress) -> Result<Self> {
         let cache = Cache::open(folder, || {
             progress.note("Waiting for another process that prepares the test bed");
@@ -134,42 +132,43 @@ impl Testbed {
             tools_disk,
             accel: OnceLock::new(),
         }));
-        // While the cache is still locked: one process tries, the others read.
+        // While the cache is still locked: one process tries, the others read the result.
         let accel = accel::choose(&testbed, progress)?;
         testbed.0.accel.get_or_init(|| accel);
         Ok(testbed)
     }
 
-    /// The program `qemu-system-x86_64`, at least version 10.1.
+    /// The `qemu-system-x86_64` binary, version 10.1 or later.
     pub fn qemu(&self) -> &Path {
         &self.0.host.qemu
     }
 
-    /// How that QEMU names itself.
+    /// The version that QEMU prints.
     pub fn qemu_version(&self) -> &str {
         &self.0.host.qemu_version
     }
 
-    /// What guests run on: KVM where it runs the guest kernel, else TCG.
+    /// The accelerator: KVM if it runs the guest kernel, else TCG.
     pub fn accel(&self) -> Accel {
         self.0.accel.get().copied().unwrap_or(Accel::Tcg)
     }
 
-    /// The guest's kernel image. It is also an EFI program.
+    /// The guest's kernel image, which is also an EFI binary.
     pub fn kernel(&self) -> &Path {
         &self.0.debian.kernel
     }
 
-    /// The same kernel's ELF image, which a BIOS machine starts without decompressing
-    /// it: that takes an emulated CPU as long as the rest of the way to init.
+    /// The same kernel's ELF image, which a machine with a BIOS starts without
+    /// decompression: on an emulated CPU decompression takes as long as the rest of the
+    /// boot until init.
     pub fn elf_kernel(&self) -> &Path {
         &self.0.lean.kernel
     }
 
-    /// A small kernel's image with iommufd, which [`Testbed::kernel`] has not; see
-    /// [`VmBuilder::kernel`]. None until [`build_iommufd_kernel`] has built it.
+    /// A small kernel's image with iommufd, which [`Testbed::kernel`] lacks; see
+    /// [`VmBuilder::kernel`]. `None` until [`build_iommufd_kernel`] has built it.
     ///
-    /// `FARSIDE_IOMMUFD_KERNEL` names another one.
+    /// `FARSIDE_IOMMUFD_KERNEL` overrides it.
     pub fn iommufd_kernel(&self) -> Option<PathBuf> {
         match env::var_os("FARSIDE_IOMMUFD_KERNEL").filter(|image| !image.is_empty()) {
             Some(image) => Some(image.into()),
@@ -182,24 +181,23 @@ impl Testbed {
         &self.0.initramfs
     }
 
-    /// [`Testbed::initramfs`] without most programs and modules; see
-    /// [`VmBuilder::lean`].
+    /// [`Testbed::initramfs`] without most binaries and modules; see [`VmBuilder::lean`].
     pub fn lean_initramfs(&self) -> &Path {
         &self.0.lean.initramfs
     }
 
     /// The kernel command line for a guest on [`Testbed::accel`]: console on the serial
-    /// port, and timers that an emulated guest need not calibrate.
+    /// port, and timers without calibration in an emulated guest.
     pub fn kernel_args(&self) -> String {
         vm::kernel_args(self.accel())
     }
 
-    /// OVMF's code, to be mapped read-only.
+    /// OVMF's code, for a read-only mapping.
     pub fn ovmf_code(&self) -> PathBuf {
         self.0.debian.root().join("usr/share/OVMF/OVMF_CODE_4M.fd")
     }
 
-    /// OVMF's initial variables, of which each VM needs a copy of its own.
+    /// OVMF's initial variables; each VM needs a separate copy.
     pub fn ovmf_vars(&self) -> PathBuf {
         self.0.debian.root().join("usr/share/OVMF/OVMF_VARS_4M.fd")
     }
@@ -212,13 +210,13 @@ impl Testbed {
             .join("usr/lib/systemd/boot/efi/systemd-bootx64.efi")
     }
 
-    /// A program to run on the host: `qemu-img`, `qemu-io`, `mcopy`, `mformat`,
-    /// `mmd`, `debugfs`, `fsck.ext4`, `xfs_repair`, `ip`, `xz`, `dpkg-shlibdeps`.
+    /// A tool to run on the host: `qemu-img`, `qemu-io`, `mcopy`, `mformat`, `mmd`,
+    /// `debugfs`, `fsck.ext4`, `xfs_repair`, `ip`, `xz`, `dpkg-shlibdeps`.
     pub fn tool(&self, name: &str) -> Command {
         Command::new(self.0.host.bin.join(name))
     }
 
-    /// The directory of [`Testbed::tool`]'s programs, for a `PATH`.
+    /// The directory of [`Testbed::tool`]'s tools, for a `PATH`.
     pub fn tools(&self) -> &Path {
         &self.0.host.bin
     }
@@ -229,14 +227,14 @@ impl Testbed {
         boot_image::make(self, image, len, append)
     }
 
-    /// An ext4 image with QEMU, the guest's kernel and a small initramfs, for VMs
-    /// that run VMs of their own.
+    /// An ext4 image with QEMU, the guest's kernel and a small initramfs, for VMs that run
+    /// nested VMs.
     pub fn tools_disk(&self) -> &Path {
         &self.0.tools_disk
     }
 
-    /// A new virtual machine that plays a host: with an IOMMU, room for two guests
-    /// of its own and 1.5 GiB of memory. Start it by [`VmBuilder::launch_host`].
+    /// A new virtual machine that plays a host: with an IOMMU, channels for two nested
+    /// guests and 1.5 GiB of memory. Start it with [`VmBuilder::launch_host`].
     pub fn host_vm(&self, name: &str) -> VmBuilder {
         self.vm(name).memory(1536 << 20).iommu().nested_guests(2)
     }
@@ -252,14 +250,14 @@ pub fn cache_directory() -> Result<PathBuf> {
     cache::default_root()
 }
 
-/// Builds the kernel of [`Testbed::iommufd_kernel`], unless the cache has it, and
-/// returns its image: some minutes, 170 MB of packages, 2 GB of room meanwhile.
+/// Builds the kernel of [`Testbed::iommufd_kernel`], unless it is cached, and returns its
+/// image: takes some minutes, 170 MB of packages, and 2 GB of temporary space.
 pub fn build_iommufd_kernel(progress: &Progress) -> Result<PathBuf> {
     small_kernel::build(cache::default_root()?, progress)
         .context("cannot build the small kernel with iommufd")
 }
 
-/// Puts the agent behind the userland: the kernel unpacks both.
+/// Appends the agent to the userland: the kernel unpacks both.
 fn make_initramfs(userland: &Path, agent: &Path, to: &Path) -> Result<()> {
     let context = || format!("writing {}", to.display());
     let mut file = File::create(to).with_context(context)?;

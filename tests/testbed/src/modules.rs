@@ -1,5 +1,5 @@
-//! The kernel modules of the guest: the wanted ones and those they need,
-//! decompressed, with the index files that modprobe reads.
+//! The kernel modules of the guest: the wanted ones and their dependencies, decompressed,
+//! with modprobe's index files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -10,20 +10,20 @@ use anyhow::{Context, Result, bail};
 
 use crate::elf;
 
-/// One module, ready to be loaded.
+/// One decompressed module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Module {
     pub(crate) name: String,
-    /// Relative to the kernel's module folder, without compression suffix.
+    /// Relative to the kernel's module directory, without compression suffix.
     pub(crate) path: PathBuf,
     pub(crate) bytes: Vec<u8>,
-    /// Names of the modules it needs, as it states them.
+    /// Names of its dependencies, from its `.modinfo`.
     pub(crate) depends: Vec<String>,
     pub(crate) aliases: Vec<String>,
 }
 
-/// Reads the wanted modules and what they need. The result is in loading order:
-/// each module comes after those it needs.
+/// Reads the wanted modules and their dependencies, in loading order: each module comes
+/// after its dependencies.
 pub(crate) fn collect(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
     let files = index(folder)?;
     let builtin = fs::read_to_string(folder.join("modules.builtin"))
@@ -43,8 +43,8 @@ pub(crate) fn collect(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
     })
 }
 
-/// Depth-first: a module is listed when all it needs is. `load` says what a name
-/// stands for; nothing when it is built in.
+/// Depth-first: a module follows its dependencies. `load` resolves a name; `None` if it is
+/// built in.
 fn order(
     wanted: &[&str],
     mut load: impl FnMut(&str) -> Result<Option<Module>>,
@@ -76,8 +76,7 @@ fn order(
     Ok(listed)
 }
 
-/// The text of `modules.dep`: each module's file and, nearest first, those of
-/// all it needs.
+/// The text of `modules.dep`: each module's file and its dependencies, nearest first.
 pub(crate) fn modules_dep(modules: &[Module]) -> String {
     let by_name: HashMap<&str, &Module> = modules
         .iter()
@@ -91,7 +90,8 @@ pub(crate) fn modules_dep(modules: &[Module]) -> String {
             while let Some(module) = next.pop() {
                 for name in &module.depends {
                     if let Some(&dependency) = by_name.get(name.as_str()) {
-                        // Last mention wins: what others need must be loaded first.
+                        // The last occurrence counts: dependencies of others must be loaded
+                        // first.
                         needed.retain(|other| other.name != dependency.name);
                         needed.push(dependency);
                         next.push(dependency);
@@ -120,14 +120,14 @@ pub(crate) fn modules_alias(modules: &[Module]) -> String {
         .collect()
 }
 
-/// How a module's file is compressed.
+/// The compression of a module's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Compression {
     None,
     Xz,
 }
 
-/// A module's name (with underscores, as the kernel says it) from its file's.
+/// A module's name (with underscores, as in the kernel) from its file name.
 fn module_name(path: &Path) -> Option<(String, Compression)> {
     let file = path.file_name()?.to_str()?;
     let (stem, compression) = match file.strip_suffix(".ko.xz") {
@@ -137,7 +137,7 @@ fn module_name(path: &Path) -> Option<(String, Compression)> {
     Some((stem.replace('-', "_"), compression))
 }
 
-/// Every module file below a folder, by module name.
+/// Every module file below a directory, by module name.
 fn index(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut files = BTreeMap::new();
     let mut folders = vec![folder.join("kernel")];

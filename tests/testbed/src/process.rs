@@ -14,7 +14,7 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
 };
 
-/// A child process, or somebody else's; killed on drop.
+/// A child process, or one started elsewhere; killed on drop.
 #[derive(Debug)]
 pub struct Process {
     child: Option<Mutex<Child>>,
@@ -23,8 +23,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts a command. The child does not outlive this process, but the thread
-    /// that calls this.
+    /// Starts a command. The child is killed when this process ends, not when the calling
+    /// thread does.
     pub fn spawn(command: Command) -> Result<Self> {
         let shown = format!("{command:?}");
         let child =
@@ -38,8 +38,8 @@ impl Process {
         })
     }
 
-    /// The process that connects to both sockets, and the connections. Those of
-    /// processes that have ended are passed over.
+    /// The process that connects to both sockets, and the connections. Connections of ended
+    /// processes are skipped.
     pub(crate) fn adopt(
         first: &UnixListener,
         second: &UnixListener,
@@ -49,7 +49,7 @@ impl Process {
         let mut one = accept_living(first, deadline)?;
         let mut two = accept_living(second, deadline)?;
         while one.pid != two.pid {
-            // One of them has ended since; the listeners keep their order.
+            // One of them has ended since; the listeners return connections in order.
             match has_ended(&one.pidfd)? {
                 true => one = accept_living(first, deadline)?,
                 false => two = accept_living(second, deadline)?,
@@ -68,7 +68,7 @@ impl Process {
         self.id
     }
 
-    /// Accepts the child's connection; an error when it ends instead.
+    /// Accepts the child's connection; fails if the child ends first.
     pub(crate) fn accept(&self, listener: &UnixListener, deadline: Instant) -> Result<UnixStream> {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -83,8 +83,8 @@ impl Process {
         Ok(listener.accept().context("accepting a connection")?.0)
     }
 
-    /// How the child ended, when it does so before the deadline. How somebody
-    /// else's child ended only that one knows: it counts as success.
+    /// How the child ended, or `None` at the deadline. A process that is not our child has
+    /// no exit status here: it counts as successful.
     pub fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         if !poll_until(&mut fds, deadline)? {
@@ -103,7 +103,7 @@ impl Process {
     }
 
     pub(crate) fn kill(&self) {
-        // The only failure is that it has ended already.
+        // Fails only if it has already ended.
         let _ = self.signal(Signal::KILL);
     }
 }
@@ -167,13 +167,14 @@ pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<bo
     }
 }
 
-/// Has the kernel kill the child when the *thread* that starts it ends.
+/// Makes the kernel kill the child when the *thread* that starts it ends
+/// (`PR_SET_PDEATHSIG`).
 #[expect(unsafe_code, reason = "the hook between fork and exec")]
 pub fn die_with_us(command: &mut Command) {
     let parent = rustix::process::getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the line above took effect.
+        // The parent may have died before the call above took effect.
         if rustix::process::getppid() != Some(parent) {
             return Err(std::io::Error::from(rustix::io::Errno::SRCH));
         }
@@ -186,8 +187,7 @@ pub fn die_with_us(command: &mut Command) {
 
 type Order = (Command, Sender<std::io::Result<Child>>);
 
-/// Starts a command by a thread that lasts as long as the process: see
-/// [`die_with_us`].
+/// Starts a command on a thread that lasts as long as the process: see [`die_with_us`].
 fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
     static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     die_with_us(&mut command);
@@ -197,7 +197,7 @@ fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
             .name("spawner".to_owned())
             .spawn(move || {
                 for (mut command, result) in orders {
-                    // Whoever ordered it waits for the result.
+                    // The caller waits for the result.
                     let _ = result.send(command.spawn());
                 }
             })
@@ -252,7 +252,7 @@ mod tests {
         let streams = [connect("a"), connect("b")];
         let soon = Duration::from_secs(20);
         let (process, one, _two) = Process::adopt(&listeners[0], &listeners[1], soon).unwrap();
-        // It is this one, which is not to be killed.
+        // It is this process, which must not be killed.
         assert_eq!(process.id(), std::process::id());
         std::mem::forget(process);
         drop(streams);

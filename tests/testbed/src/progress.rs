@@ -1,4 +1,4 @@
-//! Shows what takes long: bars on a terminal, a line at start and end elsewhere.
+//! Progress of long operations: bars on a terminal, a line at start and end elsewhere.
 
 use std::borrow::Cow;
 use std::io::IsTerminal;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// Where progress is shown.
+/// The destination of progress output.
 #[derive(Clone, Debug)]
 pub struct Progress(Kind);
 
@@ -37,13 +37,13 @@ impl Progress {
         Progress(Kind::Silent)
     }
 
-    /// Begins something of which is known how much there is; see [`Task::set`].
+    /// Starts an operation of known length; see [`Task::set`].
     pub fn bar(&self, label: impl Into<Cow<'static, str>>, total: u64) -> Task {
         let style = "{spinner} {msg} [{bar:30}] {percent}% {elapsed}";
         self.task(label.into(), ProgressBar::new(total), style)
     }
 
-    /// Begins something of unknown length.
+    /// Starts an operation of unknown length.
     pub fn spinner(&self, label: impl Into<Cow<'static, str>>) -> Task {
         self.task(
             label.into(),
@@ -57,7 +57,7 @@ impl Progress {
         match &self.0 {
             Kind::Silent => {}
             Kind::Lines => eprintln!("{text}"),
-            // It goes to a terminal that was there a moment ago; if no longer, nobody reads.
+            // Ignores a terminal that has gone.
             Kind::Bars(bars) => drop(bars.println(text)),
         }
     }
@@ -85,7 +85,7 @@ impl Progress {
     }
 }
 
-/// Something in progress. Dropped without [`Task::done`], it just vanishes.
+/// An operation in progress. Dropped without [`Task::done`], it disappears silently.
 #[derive(Debug)]
 pub struct Task {
     progress: Progress,
@@ -95,21 +95,21 @@ pub struct Task {
 }
 
 impl Task {
-    /// How much is done.
+    /// Sets the completed part.
     pub fn set(&self, done: u64) {
         if let Some(bar) = &self.bar {
             bar.set_position(done);
         }
     }
 
-    /// Says what is being done now.
+    /// Shows the current step.
     pub fn detail(&self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(format!("{} ({text})", self.label));
         }
     }
 
-    /// Ends it, and says how long it took.
+    /// Ends the operation, and prints its duration.
     pub fn done(self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -1,15 +1,15 @@
-//! What the test bed consists of. Changing anything here rebuilds it.
+//! The contents of the test bed. Any change here rebuilds it.
 
-/// The Debian release that everything comes from; its backports are used for
-/// the source packages in [`FROM_BACKPORTS`].
+/// The Debian release of all packages; the source packages in [`FROM_BACKPORTS`] come from
+/// its backports.
 pub(crate) const RELEASE: &str = "trixie";
 
-/// Source packages that the release itself has too old.
+/// Source packages whose version in the release is too old.
 pub(crate) const FROM_BACKPORTS: &[&str] = &["qemu", "seabios", "linux", "linux-signed-amd64"];
 
-/// Packages to fetch, with what they depend on.
+/// Packages to fetch, with their dependencies.
 pub(crate) const PACKAGES: &[&str] = &[
-    // The host's side.
+    // Host tools.
     "qemu-system-x86",
     "qemu-utils",
     "seabios",
@@ -17,13 +17,14 @@ pub(crate) const PACKAGES: &[&str] = &[
     "mtools",
     "systemd-boot-efi",
     "zstd",
-    // Tests of libvirt and of the package, and hosts that are network namespaces.
+    // For the tests of libvirt and of the package, and for hosts that are network
+    // namespaces.
     "dpkg-dev",
     "iproute2",
     "mmdebstrap",
     "perl",
     "xz-utils",
-    // The guest's side.
+    // Guest software.
     "linux-image-amd64",
     "busybox-static",
     "dosfstools",
@@ -36,8 +37,8 @@ pub(crate) const PACKAGES: &[&str] = &[
     "xfsprogs",
 ];
 
-/// Packages that others depend on, but only to be installed, configured or
-/// booted, which never happens here: taken for installed.
+/// Dependencies needed only for installation, configuration or boot, none of which happens
+/// here: assumed to be installed.
 pub(crate) const NOT_NEEDED: &[&str] = &[
     "adduser",
     "base-passwd",
@@ -69,7 +70,7 @@ pub(crate) const NOT_NEEDED: &[&str] = &[
     "uuid-runtime",
 ];
 
-/// Folders of the unpacked packages that nothing here reads.
+/// Unused directories of the unpacked packages.
 pub(crate) const UNUSED_FOLDERS: &[&str] = &[
     "usr/share/bash-completion",
     "usr/share/doc",
@@ -81,7 +82,7 @@ pub(crate) const UNUSED_FOLDERS: &[&str] = &[
     "usr/share/zsh",
 ];
 
-/// Programs that become runnable on the host, beside QEMU.
+/// Binaries made runnable on the host, besides QEMU.
 pub(crate) const HOST_TOOLS: &[&str] = &[
     "usr/bin/ip",
     "usr/bin/qemu-img",
@@ -97,13 +98,13 @@ pub(crate) const HOST_TOOLS: &[&str] = &[
     "usr/sbin/xfs_repair",
 ];
 
-/// What runs [`HOST_SCRIPTS`].
+/// The interpreter of [`HOST_SCRIPTS`].
 pub(crate) const PERL: &str = "usr/bin/perl";
 
-/// Perl scripts that become runnable on the host.
+/// Perl scripts made runnable on the host.
 pub(crate) const HOST_SCRIPTS: &[&str] = &["usr/bin/dpkg-shlibdeps", "usr/bin/mmdebstrap"];
 
-/// Programs that go into the guest, with the libraries they need.
+/// Binaries copied into the guest, with their libraries.
 pub(crate) const GUEST_PROGRAMS: &[&str] = &[
     "usr/bin/fio",
     "usr/bin/lspci",
@@ -121,13 +122,13 @@ pub(crate) const GUEST_PROGRAMS: &[&str] = &[
     "usr/sbin/xfs_repair",
 ];
 
-/// Files that go into the guest as they are.
+/// Files copied into the guest unchanged.
 pub(crate) const GUEST_FILES: &[&str] = &["usr/share/misc/pci.ids", "etc/mke2fs.conf"];
 
 /// The static busybox, for everything else.
 pub(crate) const BUSYBOX: &str = "usr/bin/busybox";
 
-/// What busybox is called in the guest.
+/// The applets of busybox that the guest has links for.
 pub(crate) const BUSYBOX_NAMES: &[&str] = &[
     "[",
     "awk",
@@ -224,12 +225,12 @@ pub(crate) const BUSYBOX_NAMES: &[&str] = &[
     "zcat",
 ];
 
-/// Modules that init loads, in this order: the way to the agent, and NVMe and
-/// the power button, which nothing else would load without udev.
+/// Modules that init loads, in this order: for the agent's port, NVMe and the power button;
+/// without udev no other process would load these.
 pub(crate) const BOOT_MODULES: &[&str] =
     &["virtio_pci", "virtio_console", "nvme", "button", "evdev"];
 
-/// Modules that are there to be loaded: by mount, by hand.
+/// Modules available in the guest: loaded by mount or by hand.
 pub(crate) const MODULES: &[&str] = &[
     "9p",
     "9pnet_virtio",
@@ -256,10 +257,10 @@ pub(crate) const MODULES: &[&str] = &[
     "xfs",
 ];
 
-/// Modules of a nested guest, to be loaded by hand: what it borrows.
+/// Modules of a nested guest, loaded by hand: drivers for borrowed devices.
 pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme"];
 
-/// Firmware and option ROMs that a nested QEMU needs, in the packages.
+/// Firmware and option ROMs for a nested QEMU, in the packages.
 pub(crate) const NESTED_FIRMWARE: &[&str] = &[
     "usr/share/qemu/kvmvapic.bin",
     "usr/share/qemu/linuxboot_dma.bin",

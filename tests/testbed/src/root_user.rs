@@ -1,5 +1,5 @@
-//! Root for what installs packages, mounts or makes network namespaces: the
-//! machine's, or that of a user namespace.
+//! Root for the installation of packages, mounts and network namespaces: the machine's
+//! root, or a user namespace's.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -8,15 +8,15 @@ use anyhow::{Context, Error};
 
 use crate::command::output;
 
-/// Maps root to the user, and all other users to those that `/etc/subuid` grants:
+/// Maps root to the user, and all other users to the range that `/etc/subuid` grants:
 /// packages have files and processes of several users.
 const USER_NAMESPACE: [&str; 3] = ["--user", "--map-root-user", "--map-auto"];
 
-/// What the new namespace needs before the program starts.
+/// Set-up of the new namespaces before the binary starts.
 const ENTER: &str = include_str!("become_root.sh");
 
-/// Restarts this program as root of a user namespace, for the first lines of `main`.
-/// Returns if it is root already, or if the machine allows no such namespace: see
+/// Restarts this binary as root of a user namespace, for the first lines of `main`. Returns
+/// if it already is root, or if the machine does not allow such a namespace: see
 /// [`lacks_root`].
 pub fn become_root() {
     if lacks_root().is_none() || user_namespace().is_err() {
@@ -32,7 +32,7 @@ pub fn become_root() {
     log::warn!("cannot run unshare: {error}");
 }
 
-/// Runs the program that is to be appended as root of a user namespace.
+/// Runs the command to be appended as root of a user namespace.
 fn enter() -> Command {
     let mut unshare = Command::new("unshare");
     unshare
@@ -41,7 +41,7 @@ fn enter() -> Command {
     unshare
 }
 
-/// Why this process is not root after [`become_root`]; None if it is.
+/// The reason why this process is not root after [`become_root`], if any.
 pub fn lacks_root() -> Option<String> {
     if rustix::process::geteuid().is_root() {
         return None;
@@ -53,15 +53,15 @@ pub fn lacks_root() -> Option<String> {
     Some(format!("needs root, or a user namespace: {why}"))
 }
 
-/// As a test's reason is printed.
+/// In the format of a test's skip reason.
 pub(crate) fn one_line(error: &Error) -> String {
     format!("{error:#}").replace('\n', "; ")
 }
 
-/// Makes one and leaves it.
+/// Creates a user namespace and leaves it.
 fn user_namespace() -> Result<(), Error> {
-    // Without other users first: where the kernel refuses, unshare would leave the child
-    // behind that it has forked to run newuidmap, and that keeps our pipe open.
+    // Without other users first: if the kernel refuses, unshare would leave behind the
+    // child that it has forked to run newuidmap, and that child holds the pipe open.
     let mut unshare = Command::new("unshare");
     unshare.args(["--user", "--map-root-user", "--mount", "true"]);
     output(&mut unshare, "it is in the package util-linux")

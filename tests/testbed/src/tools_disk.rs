@@ -1,8 +1,8 @@
-//! A disk image for VMs that play hosts: QEMU with its libraries and firmware,
-//! the guest's kernel and a small initramfs for a VM in that VM.
+//! A disk image for VMs that play hosts: QEMU with its libraries and firmware, the guest's
+//! kernel and a small initramfs for a nested VM.
 //!
-//! It is ext4, read through virtio-blk: what is not used is never copied, where
-//! an initramfs would be copied whole at each boot.
+//! It is ext4 on virtio-blk, read on demand, whereas an initramfs would be copied as a
+//! whole at each boot.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -18,10 +18,10 @@ use crate::host::Host;
 use crate::progress::Progress;
 use crate::{elf, recipe, vmlinux};
 
-/// Bumped when the code below makes something else of the same parts.
+/// Incremented when the code below changes the result of the same inputs.
 const MAKER: &str = "2";
 
-/// Where a VM mounts the disk.
+/// The disk's mount point in a VM.
 pub(crate) const MOUNT: &str = "/tools";
 
 /// QEMU on the mounted disk.
@@ -33,13 +33,13 @@ pub(crate) const KERNEL: &str = "/tools/boot/vmlinux";
 /// The nested guest's initramfs on the mounted disk.
 pub(crate) const INITRAMFS: &str = "/tools/boot/nested.cpio";
 
-/// Room for what is copied; the file is sparse.
+/// Size of the file system; the file is sparse.
 const LEN: &str = "512M";
 
 const QEMU_PROGRAM: &str = "usr/bin/qemu-system-x86_64";
 
-/// The image; made when it is not in the cache. `guest` is the cache entry with
-/// the initramfs, made from `guest_key`.
+/// The image; made if it is not cached. `guest` is the cache entry with the initramfs, made
+/// from `guest_key`.
 pub(crate) fn prepare(
     cache: &Cache,
     debian: &Debian,
@@ -102,7 +102,7 @@ fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()
         .with_context(|| format!("writing {}", script.display()))
 }
 
-/// Starts QEMU with loader and libraries of its own, wherever the VM's are from.
+/// Starts QEMU with its packaged loader and libraries, independent of the VM's.
 fn wrapper() -> String {
     format!(
         "#!/bin/sh\nexec {MOUNT}/{loader} --library-path {MOUNT}/usr/lib/x86_64-linux-gnu \

@@ -1,6 +1,5 @@
-//! The ELF image inside a bzImage. A machine that starts it by PVH spares its
-//! processor the decompression, which takes an emulated one longer than the rest
-//! of the way to init.
+//! The ELF image inside a bzImage. With a PVH boot of it the CPU skips decompression, which
+//! on an emulated CPU takes longer than the rest of the boot until init.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +9,10 @@ use anyhow::{Context, Result, ensure};
 
 use crate::command::output;
 
-/// What begins each Zstandard frame.
+/// Magic number of a Zstandard frame.
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// Writes the ELF image in `bzimage` to `to`; `zstd` is the program.
+/// Extracts the ELF image of `bzimage` to `to`; `zstd` is the path of the binary.
 pub(crate) fn extract(bzimage: &Path, to: &Path, zstd: &Path) -> Result<()> {
     let context = || format!("the kernel {}", bzimage.display());
     let image = fs::read(bzimage).with_context(context)?;
@@ -35,9 +34,8 @@ pub(crate) fn extract(bzimage: &Path, to: &Path, zstd: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The compressed payload (Linux's x86 boot protocol 2.08: `setup_sects`,
-/// `payload_offset`, `payload_length`), without the length that the kernel's build
-/// puts behind it.
+/// The compressed payload (Linux x86 boot protocol 2.08: `setup_sects`, `payload_offset`,
+/// `payload_length`), without the length that the kernel's build appends.
 fn payload(image: &[u8]) -> Result<&[u8]> {
     let word = |at: usize| {
         let bytes = image.get(at..at + 4).context("it is too short")?;

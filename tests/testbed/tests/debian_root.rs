@@ -37,8 +37,7 @@ fn enter_and_leave() -> Result<()> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     ensure!(!mounts.contains("farside-root-"), "{mounts}");
 
-    // An orphan that has ended is waited for by the first process, or its
-    // number would stay taken.
+    // The first process must reap orphans, or their process ids would stay in use.
     let orphan = sh(&inside, "sleep 1000 >/dev/null 2>&1 & echo $!")?;
     sh(&inside, &format!("kill {orphan}"))?;
     sh(

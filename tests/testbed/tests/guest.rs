@@ -1,5 +1,5 @@
-//! The test bed with real guests. These tests fail where the test bed cannot be
-//! prepared (no apt, no network), and say why.
+//! The test bed with real guests. If the test bed cannot be prepared (no apt, no network),
+//! these tests fail with the reason.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use farside_testbed::{BarAddress, Boot, Firmware, Machine, Progress, Testbed, Vm, Width};
 use serde_json::json;
 
-/// Several emulated guests may share two processors.
+/// Several emulated guests may share two CPUs.
 const BOOT: Duration = Duration::from_secs(180);
 const SHORT: Duration = Duration::from_secs(60);
 
@@ -41,12 +41,12 @@ fn a_guest_boots_with_its_tools_and_powers_off() {
     let output = vm.exec("echo out; echo err >&2; exit 7", SHORT).unwrap();
     assert_eq!(output.code, Some(7));
     assert_eq!((&*output.stdout, &*output.stderr), ("out\n", "err\n"));
-    // Time enough for the shell to start.
+    // Enough time for the shell to start.
     let slow = vm
         .exec("echo started; sleep 1000", Duration::from_secs(10))
         .unwrap();
     assert!(slow.timed_out && slow.stdout == "started\n", "{slow}");
-    // What stays in the background keeps nobody waiting.
+    // A background process does not delay the reply.
     shell(&vm, "sleep 1000 &");
 
     let data: Vec<u8> = (0..3_000_000u32).map(|i| i as u8).collect();
@@ -79,7 +79,7 @@ fn the_agent_reaches_registers_and_memory() {
         offset,
     };
     assert_eq!(vm.mmio_read(&at(0), Width::U32).unwrap(), 0x0100_00ed);
-    // The device answers with the complement of what was written.
+    // The device returns the complement of the written value.
     vm.mmio_write(&at(4), Width::U32, 0x0f0f).unwrap();
     assert_eq!(vm.mmio_read(&at(4), Width::U32).unwrap(), 0xffff_f0f0);
     let same = shell(&vm, &format!("guest-agent mmio read {bdf} 0 4 4"));

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use farside_testbed::{Progress, Testbed};
 
-/// Several emulated guests may share two processors.
+/// Several emulated guests may share two CPUs.
 const BOOT: Duration = Duration::from_secs(180);
 const SHORT: Duration = Duration::from_secs(60);
 

@@ -1,10 +1,10 @@
-//! What several tests look at.
+//! Shared checks.
 
 use anyhow::{Context, ensure};
 use farside_tests::{Borrow, BorrowState, Cluster, Guest, MIB, noise, sha256, shared_ram};
 
-/// The device is ready, and reaches exactly the RAM that QEMU itself says the
-/// guest has, through so many windows.
+/// The device is ready, and its windows, of that number, map exactly the RAM that QEMU
+/// reports.
 pub fn open(
     cluster: &Cluster,
     guest: &Guest<'_>,
@@ -33,7 +33,7 @@ pub fn open(
     Ok(borrow)
 }
 
-/// The device is borrowed, and nothing is pinned or open, on either side.
+/// The device is borrowed, and nothing is pinned or mapped, on either side.
 pub fn closed(cluster: &Cluster, vm: &str, device: &str) -> anyhow::Result<Borrow> {
     let borrow = cluster.wait_state(vm, device, BorrowState::Leased)?;
     ensure!(borrow.is_closed() && borrow.bytes_locked == 0, "{borrow:?}");
@@ -43,7 +43,7 @@ pub fn closed(cluster: &Cluster, vm: &str, device: &str) -> anyhow::Result<Borro
     Ok(borrow)
 }
 
-/// No device was refused a DMA.
+/// No device had a DMA fault.
 pub fn no_faults(cluster: &Cluster, devices: &[&str]) -> anyhow::Result<()> {
     let status = cluster.status()?;
     for device in devices {
@@ -53,8 +53,7 @@ pub fn no_faults(cluster: &Cluster, devices: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes that the guest writes come back to it from the drive, not from its
-/// cache.
+/// Bytes that the guest writes are read back from the device, not from the guest's cache.
 pub fn io(guest: &Guest<'_>, disk: &str, seed: u64) -> anyhow::Result<()> {
     let data = noise(seed, 2 * MIB as usize);
     guest.write_file("/tmp/io", &data)?;
@@ -66,7 +65,7 @@ pub fn io(guest: &Guest<'_>, disk: &str, seed: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first number that a command in the guest prints.
+/// The first number in the output of a command in the guest.
 pub fn number(guest: &Guest<'_>, command: &str) -> anyhow::Result<u64> {
     let printed = guest.sh(command)?;
     printed

@@ -13,7 +13,7 @@ const GUESTS: usize = 20;
 /// Emulated, on two CPUs, they take minutes to boot.
 const ALL_BOOT: Duration = Duration::from_secs(900);
 
-/// Whatever has to wait is late, and none of the devices is lost.
+/// All waits take longer, and no device is lost.
 pub fn twenty_guests_started_at_once_have_their_disks(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {

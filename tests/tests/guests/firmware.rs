@@ -1,4 +1,4 @@
-//! Firmware that drives the borrowed device before the guest does.
+//! Firmware that uses the borrowed device before the guest's kernel does.
 
 use anyhow::ensure;
 use farside_tests::{Cluster, MIB, Machine};
@@ -35,7 +35,7 @@ pub fn ovmf_boots_the_guest_from_the_borrowed_drive(
         "firmware and guest each enable bus mastering:\n{}",
         backend.log()
     );
-    // The first of the image's partitions is OVMF's: written to elsewhere.
+    // The first partition of the image is OVMF's: write elsewhere.
     guest.sh("test -b /dev/nvme0n1p1")?;
     check::no_faults(cluster, &["disk0"])?;
     ensure!(guest.power_off()?.success());

@@ -13,25 +13,24 @@ use crate::{check, passed};
 
 const DISK: &str = "/dev/nvme0n1";
 
-/// The drive that comes and goes beside [`DISK`].
+/// The NVMe disk that is attached and detached beside [`DISK`].
 const SECOND: &str = "/dev/nvme1n1";
 
-/// Reads and writes the first drive until told to stop, and fails when one of its
-/// passes does.
+/// Reads and writes the first disk until /tmp/stop exists, and fails when one of its passes
+/// does.
 const BUSY: &str = "set -e; n=0; while ! [ -e /tmp/stop ]; do \
     dd if=/dev/urandom of=/tmp/busy bs=64k count=4 2> /dev/null; \
     dd if=/tmp/busy of=/dev/nvme0n1 bs=64k oflag=direct 2> /dev/null; \
     dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct 2> /dev/null | cmp - /tmp/busy; \
     n=$((n+1)); done; echo passes $n";
 
-/// For all rounds on a busy machine.
+/// Timeout of all rounds on a loaded machine.
 const LONG: Duration = Duration::from_secs(900);
 
-/// Rounds of a drive's coming and going.
+/// Rounds of attach and detach.
 const ROUNDS: u64 = 10;
 
-/// As Linux has it: hot plug by ACPI (the default, on a q35 too) or by the PCIe
-/// port itself.
+/// Linux's hot-plug modes: ACPI (the default, on a q35 too) or native PCIe hot plug.
 const NO_ACPI_HOT_PLUG: [&str; 2] = [
     "-global",
     "ICH9-LPC.acpi-pci-hotplug-with-bridge-support=off",
@@ -77,7 +76,7 @@ fn comes_and_goes(
         times.seen.push(begin.elapsed().as_millis());
         check::open(cluster, &guest, "disk1", 1)?;
         check::io(&guest, SECOND, 100 + round)?;
-        // To the guest it is the same drive at the same place each time.
+        // To the guest it is the same device at the same address each time.
         let here = guest.sh("cat /sys/class/nvme/nvme1/address")?;
         ensure!(*place.get_or_insert(here.clone()) == here, "now at {here}");
 
@@ -85,7 +84,7 @@ fn comes_and_goes(
         let said = detach(cluster, "a", "disk1")?;
         times.detach.push(begin.elapsed().as_millis());
         ensure!(said.contains("disk1 is returned; the guest"), "{said}");
-        // Nothing is waited for: what the command says is so.
+        // No waiting: the state has changed when the command returns.
         let status = cluster.status()?;
         let lent = status.lent("disk1")?;
         ensure!(lent.borrowed_by.is_none() && lent.is_closed(), "{lent:?}");
@@ -93,8 +92,8 @@ fn comes_and_goes(
         guest.wait_no_path(SECOND, SHORT)?;
         guest.find(NVME)?;
     }
-    // The other one was not disturbed: not for an instant did it fail, and its
-    // lease is the first.
+    // The other device was not disturbed: its I/O never failed, and its lease is still the
+    // first.
     guest.sh("touch /tmp/stop")?;
     let output = busy.wait()?;
     ensure!(output.success(), "{output:?}");
@@ -109,14 +108,14 @@ fn comes_and_goes(
     passed()
 }
 
-/// From a command's start, ms.
+/// Times from a command's start, ms.
 #[derive(Debug, Default)]
 struct Times {
-    /// To its end.
+    /// Until its end.
     attach: Vec<u128>,
-    /// To when the guest has the drive's block device.
+    /// Until the guest has the block device.
     seen: Vec<u128>,
-    /// To its end, when the lender has it back.
+    /// Until its end, when the lender has the device back.
     detach: Vec<u128>,
 }
 
@@ -125,8 +124,7 @@ pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::
     let _backend = cluster.serve("a", &["dma0"]).start()?;
     let guest = cluster.guest("a").boot()?;
 
-    // Killed as soon as the backend serves the device: before, in or after
-    // QEMU's part.
+    // Killed as soon as the backend serves the device: before, during or after QEMU's part.
     for round in 0..3 {
         let mut command = cluster.start("farside attach", &["attach", "a", "disk0"])?;
         cluster.wait_status("disk0 served", SHORT, |status| {
@@ -140,7 +138,7 @@ pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::
         guest.wait_no_path(DISK, SHORT)?;
     }
 
-    // Only the backend has it: what detach undoes.
+    // Only the backend has it; detach undoes that.
     let mut command = cluster.start("farside attach", &["attach", "a", "disk0"])?;
     cluster.wait_status("disk0 served", SHORT, |status| {
         Ok(status.borrow("a", "disk0").ok())
@@ -150,13 +148,13 @@ pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::
     ensure!(cluster.status()?.borrow("a", "disk0").is_err());
     guest.wait_no_path(DISK, SHORT)?;
 
-    // Twice is once.
+    // Attaching is idempotent.
     attach(cluster, "a", "disk0")?;
     let again = attach(cluster, "a", "disk0")?;
     ensure!(again.contains("was plugged into VM a before"), "{again}");
     guest.wait_disk()?;
 
-    // A detach that was cut off after QEMU's part.
+    // A detach that was interrupted after QEMU's part.
     let id = qemu_id("disk0");
     guest.qmp().execute("device_del", json!({ "id": id }))?;
     guest.wait_no_path(DISK, SHORT)?;
@@ -172,25 +170,25 @@ pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::
     passed()
 }
 
-/// `farside attach`, which has to succeed. Returns what it prints.
+/// `farside attach`, which must succeed. Returns its output.
 pub fn attach(cluster: &Cluster, vm: &str, device: &str) -> anyhow::Result<String> {
     done(cluster, &["attach", vm, device])
 }
 
-/// `farside detach`, which has to succeed; with patience for an emulated guest on
-/// a busy machine.
+/// `farside detach`, which must succeed; its timeout allows for an emulated guest on a
+/// loaded machine.
 pub fn detach(cluster: &Cluster, vm: &str, device: &str) -> anyhow::Result<String> {
     done(cluster, &["detach", vm, device, "--limit", "120"])
 }
 
-/// Runs `farside`, which has to succeed. Returns what it prints.
+/// Runs `farside`, which must succeed. Returns its output.
 pub fn done(cluster: &Cluster, args: &[&str]) -> anyhow::Result<String> {
     let ended = cluster.run(args)?;
     ensure!(ended.status.success(), "farside {args:?}: {ended:?}");
     Ok(ended.stdout)
 }
 
-/// Plugging in by hand needs no command of ours: whether QEMU has the device.
+/// Whether QEMU has the device: hot plug through the monitor needs no farside command.
 pub fn has(guest: &Guest<'_>, device: &str) -> anyhow::Result<bool> {
     let path = json!({ "path": "/machine/peripheral" });
     let listed = guest.qmp().execute("qom-list", path)?;

@@ -1,4 +1,4 @@
-//! What is killed while a device is on its way in or out.
+//! Processes killed during hot plug or unplug.
 
 use std::os::unix::net::UnixStream;
 
@@ -42,8 +42,8 @@ pub fn a_backend_killed_in_an_attach_gives_the_device_back(
         match taken_out(cluster, &guest) {
             Ok(true) => {}
             Ok(false) => guest = instead_of(guest)?,
-            // Killed with a request of QEMU's unread, a backend resets QEMU's socket,
-            // and QEMU 11.1 aborts at that: then the VM starts again.
+            // A backend that is killed with an unread request of QEMU resets QEMU's socket,
+            // and QEMU 11.1 aborts then: start the VM again.
             Err(_) if guest.qemu_log().contains("error_setv") => guest = instead_of(guest)?,
             Err(error) => return Err(error),
         }
@@ -64,7 +64,7 @@ pub fn a_drive_whose_backend_was_killed_is_brought_back(
     check::io(&guest, DISK, 520)?;
     backend.kill()?;
     cluster.wait_free("disk0")?;
-    // While no backend runs, and when another does.
+    // While no backend runs, and while a different one does.
     let message = refused(cluster, &["attach", "a", "disk0"])?;
     ensure!(message.contains("its backend has ended since"), "{message}");
     ensure!(has(&guest, "disk0")?);
@@ -80,7 +80,7 @@ pub fn a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let mut backend = cluster.serve("a", &["dma0"]).start()?;
-    // Its guest sees nothing that is plugged in.
+    // Its guest does not handle hot plug.
     let guest = cluster
         .guest("a")
         .append("acpiphp.disable=1 pcie_ports=compat")
@@ -107,8 +107,8 @@ pub fn a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends(
     passed()
 }
 
-/// Takes out the drive if QEMU has it, dead. False when it must stay, because the
-/// guest had no driver on it when its backend was killed.
+/// Detaches the device if QEMU has it without a backend. False if it must stay, because the
+/// guest had no driver bound when the backend was killed.
 fn taken_out(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<bool> {
     if !has(guest, "disk0")? {
         return Ok(true);
@@ -119,7 +119,7 @@ fn taken_out(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<bool> {
     Ok(!stays)
 }
 
-/// Takes out what QEMU has, and no backend serves any more.
+/// Detaches the device that QEMU has and no backend serves any more.
 fn detach_dead(cluster: &Cluster) -> anyhow::Result<()> {
     let message = refused(cluster, &["attach", "a", "disk0"])?;
     ensure!(message.contains("its backend has ended since"), "{message}");
@@ -127,7 +127,7 @@ fn detach_dead(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Plugs the drive in and out again, and all is as it should be.
+/// Attaches and detaches the device again, and checks the result.
 fn comes_back(cluster: &Cluster, guest: &Guest<'_>, seed: u64) -> anyhow::Result<()> {
     ensure!(!has(guest, "disk0")?);
     guest.wait_no_path(DISK, SHORT)?;
@@ -146,7 +146,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     let description = cluster.describe("a", "devices = [\"disk0\"]\nmemory = \"512M\"\n")?;
     let before = std::fs::read(&description)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    // Its guest would never let go.
+    // A guest that would never release the device.
     let guest = cluster
         .guest("a")
         .append("acpiphp.disable=1 pcie_ports=compat")
@@ -162,7 +162,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
         let holder = std::fs::read_to_string(&lock)?;
         Ok((holder.trim() == pid).then_some(()))
     })?;
-    // Another one does not come in between.
+    // A concurrent attach of another device is refused.
     let message = refused(cluster, &["attach", "a", "dma0"])?;
     ensure!(
         message.contains(&format!(
@@ -180,7 +180,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     ensure!(std::fs::read(&description)? == before);
     let message = refused(cluster, &["detach", "a", "disk0"])?;
     ensure!(message.contains("VM a does not run"), "{message}");
-    // The next start finds all as before.
+    // The next start has all devices as before.
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     check::io(&guest, DISK, 510)?;
@@ -193,11 +193,11 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    // No system is on that drive: the firmware looks, and stops.
+    // Without a system on that disk, the firmware finds none and stops.
     let guest = cluster.guest("a").boot_from("disk0").start()?;
     let before = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
 
-    // QEMU serves one client at a time: whoever keeps its monitor is told of.
+    // QEMU serves one monitor client at a time: the message names a client that holds it.
     let monitor = cluster.folder().join("vm/a/qmp");
     let kept = UnixStream::connect(&monitor).context("the monitor")?;
     let message = refused(cluster, &["detach", "a", "disk0"])?;

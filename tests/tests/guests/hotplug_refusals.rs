@@ -1,4 +1,4 @@
-//! What `farside attach` and `farside detach` refuse, and that the VM goes on.
+//! Refusals of `farside attach` and `farside detach`; the VM continues.
 
 use anyhow::ensure;
 use farside_tests::{BorrowState, Cluster, MIB, SHORT};
@@ -18,7 +18,7 @@ pub fn a_guest_that_does_not_let_go_keeps_its_drive(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    // Nobody in this guest listens to hot plug.
+    // This guest does not handle hot plug.
     let guest = cluster
         .guest("a")
         .append("acpiphp.disable=1 pcie_ports=compat")
@@ -61,7 +61,7 @@ pub fn a_paused_guest_lets_go_when_it_goes_on(cluster: &Cluster) -> anyhow::Resu
     ensure!(has(&guest, "disk0")?);
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.as_deref() == Some("a"));
     guest.qmp().execute("cont", json!({}))?;
-    // It was asked already, and answers now.
+    // The earlier request is still pending, and is completed now.
     guest.wait_no_path(DISK, SHORT)?;
     cluster.wait_free("disk0")?;
     detach(cluster, "a", "disk0")?;
@@ -139,7 +139,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
         &["no free port for device dma2", "0, 1, 2", "spare-ports"],
     )?;
 
-    // None of that has left anything.
+    // None of this has left any state.
     let status = cluster.status()?;
     for device in ["dma2", "dma4", "dma7"] {
         ensure!(status.borrow("a", device).is_err(), "{device} is served");
@@ -147,7 +147,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
     ensure!(status.lent("dma4")?.borrowed_by.as_deref() == Some("b"));
     check::io(&guest, DISK, 310)?;
 
-    // A QEMU that was killed leaves its socket.
+    // A killed QEMU leaves its socket.
     guest.kill_qemu()?;
     ensure!(cluster.folder().join("vm/a/qmp").exists());
     says(
@@ -160,7 +160,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
     passed()
 }
 
-/// Runs `farside`, which has to fail. Returns what it says.
+/// Runs `farside`, which must fail. Returns its message.
 pub fn refused(cluster: &Cluster, args: &[&str]) -> anyhow::Result<String> {
     let ended = cluster.run(args)?;
     ensure!(

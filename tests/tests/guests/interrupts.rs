@@ -1,4 +1,4 @@
-//! Each way that an interrupt can take.
+//! Interrupt delivery by each path.
 
 use anyhow::ensure;
 use farside_irq_relay::IrqIndex;
@@ -7,9 +7,9 @@ use libtest_mimic::Completion;
 
 use crate::{check, passed};
 
-/// VFIO's number of INTx.
+/// `VFIO_PCI_INTX_IRQ_INDEX`.
 const INTX: u8 = 0;
-/// VFIO's number of MSI-X.
+/// `VFIO_PCI_MSIX_IRQ_INDEX`.
 const MSIX: u8 = 2;
 
 pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Completion> {
@@ -38,8 +38,8 @@ pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Complet
     passed()
 }
 
-/// uio_pci_generic takes an interrupt only when the device's status register says
-/// that it is the device's, and masks the line by INTx disable.
+/// uio_pci_generic handles an interrupt only if Interrupt Status of the device is set, and
+/// masks the line by INTx disable.
 pub fn a_driver_of_a_shared_line_takes_its_interrupts(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
@@ -56,8 +56,8 @@ pub fn a_driver_of_a_shared_line_takes_its_interrupts(
     guest.wait_path("/dev/uio0", SHORT)?;
     for count in 1..=3 {
         ensure!(!tester.interrupt_status()? && !tester.intx_disable()?);
-        // Opened before the interrupt: a read returns when the count is another
-        // than it was then.
+        // Opened before the interrupt: a read returns when the count differs from that at
+        // open.
         guest.sh(
             "exec 3</dev/uio0; (dd bs=4 count=1 <&3 | od -An -tu4 >/tmp/events) \
              </dev/null >/dev/null 2>&1 &",
@@ -96,7 +96,8 @@ pub fn relayed_interrupts_carry_io_and_are_counted_alike(
         ))?;
     }
     check::io(&guest, "/dev/nvme0n1", 8)?;
-    // What the lender sent and the backend has not passed on yet is on its way.
+    // Interrupts that the lender has sent and the backend has not passed on yet are in
+    // flight.
     let (sent, passed_on) =
         cluster.wait_status("equal counts", farside_tests::SHORT, |status| {
             let borrow = status.borrow("a", "disk0")?;
@@ -116,9 +117,9 @@ pub fn relayed_interrupts_carry_io_and_are_counted_alike(
                 .collect();
             Ok((sent == passed_on && !sent.is_empty()).then_some((sent, passed_on)))
         })?;
-    // The admin queue's vector and one for each processor.
+    // The admin queue's vector and one for each CPU.
     ensure!(sent.len() == 3, "{sent:?}");
-    // The guest cannot have seen more than were passed on.
+    // The guest cannot have counted more than were passed on.
     let counted = guest.sh("grep nvme0q /proc/interrupts")?;
     let seen: u64 = counted
         .lines()

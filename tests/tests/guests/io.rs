@@ -1,4 +1,4 @@
-//! The guest's own driver and tools on a borrowed drive.
+//! The guest's driver and tools on a borrowed NVMe device.
 
 use std::{
     fs::OpenOptions,
@@ -50,7 +50,7 @@ pub fn bytes_are_the_same_on_both_sides(cluster: &Cluster) -> anyhow::Result<Com
     passed()
 }
 
-/// The commands that an administrator types.
+/// Common administrator commands.
 fn nvme_cli(guest: &Guest<'_>) -> anyhow::Result<()> {
     ensure!(guest.sh("nvme list")?.contains(DISK));
     let controller = guest.sh("nvme id-ctrl /dev/nvme0")?;
@@ -135,7 +135,7 @@ pub fn file_systems_fio_and_discard_work(cluster: &Cluster) -> anyhow::Result<Co
     passed()
 }
 
-/// The same checker, on the image.
+/// The same file-system check, on the image.
 fn host_check(image: &Path, command: &str) -> anyhow::Result<()> {
     let (program, option) = command.split_once(' ').context("a program and an option")?;
     let output = testbed()?.tool(program).arg(option).arg(image).output()?;
@@ -151,8 +151,8 @@ pub fn every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell(
 ) -> anyhow::Result<Completion> {
     let image = cluster.image("disk0", 64 * MIB)?;
     let drive = format!("disk0={}", image.display());
-    // A device that looks for work this long never sleeps while the guest is
-    // busy, however slow an emulated one is.
+    // With this poll time, the device thread never blocks during guest I/O, even with a
+    // slow emulated guest.
     let _lender = cluster.lend(&["--nvme", &drive, "--poll-us", "1000000"])?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
     let guest = cluster.guest("a").whole().cpus(4).boot()?;
@@ -188,8 +188,8 @@ pub fn every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell(
     let commands = after.counter("io_commands")? - before.counter("io_commands")?;
     let traps = after.counter("doorbell_traps")? - before.counter("doorbell_traps")?;
     ensure!(commands >= 8192, "{commands} commands");
-    // A command without the doorbell buffer costs up to two. Now and then the
-    // guest pauses for longer than the device waits.
+    // Without the doorbell buffer a command costs up to two doorbell writes. Occasionally
+    // the guest pauses for longer than the poll time.
     ensure!(
         traps * 100 < commands,
         "{traps} trapped doorbells for {commands} commands"
@@ -207,10 +207,10 @@ pub fn an_idle_drive_costs_no_processor_time(cluster: &Cluster) -> anyhow::Resul
     check::io(&guest, DISK, 16)?;
     let used = || Ok::<_, anyhow::Error>((cpu_ticks(lender.pid())?, cpu_ticks(backend.pid())?));
     let before = used()?;
-    // The guest's clock ends the wait: it runs, and leaves the drive alone.
+    // The guest's clock measures the wait: it runs, and does not use the device.
     guest.sh("sleep 3")?;
     let after = used()?;
-    // Of 300. The kernel's timers may make the guest write once.
+    // Of 300. The kernel's timers may cause one write.
     ensure!(
         after.0 - before.0 <= 3 && after.1 - before.1 <= 3,
         "clock ticks of lender and backend: {before:?}, 3 s later {after:?}"

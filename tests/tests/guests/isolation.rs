@@ -1,4 +1,4 @@
-//! A device that is told to reach beyond its guest's RAM.
+//! A device that is programmed to access addresses beyond its guest's RAM.
 
 use anyhow::{Context, ensure};
 use farside_fabric::{Access, FaultReason};
@@ -8,7 +8,7 @@ use libtest_mimic::Completion;
 use crate::{check, passed};
 
 const PAGE: u64 = 4096;
-/// QEMU's BIOS, at the top of 4 GiB: a ROM that no one shares.
+/// QEMU's BIOS, at the top of 4 GiB: a ROM that is not shared.
 const BIOS_ROM: u64 = 0xfffc_0000;
 /// The BIOS's copy below 1 MiB: RAM, write-protected.
 const BIOS_SHADOW: u64 = 0xf_0000;
@@ -18,7 +18,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     let _backend_a = cluster.serve("a", &["dma0"]).start()?;
     let _backend_b = cluster.serve("b", &["dma1"]).start()?;
     let (ram_a, ram_b) = (512 * MIB, 1024 * MIB);
-    // With an adapter for it, the machine has the VGA hole below 1 MiB.
+    // With a VGA adapter, the machine has the VGA hole below 1 MiB.
     let vga = ["-device", "VGA,romfile="];
     let a = cluster.guest("a").memory(ram_a).args(&vga).boot()?;
     let b = cluster.guest("b").memory(ram_b).boot()?;
@@ -26,7 +26,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     let tester_b = DmaTester::new(&b)?;
     tester_b.set_bus_master(true)?;
 
-    // Not before bus-master enable.
+    // No DMA before bus-master enable.
     let page = a.alloc_page(2 * MIB)?;
     let early = tester.fill(page.gpa, PAGE, 0xdead_beef)?;
     ensure!(early.faulted && early.moved == 0, "{early:?}");
@@ -39,7 +39,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     )?;
     check::closed(cluster, "a", "dma0")?;
 
-    // All that is the guest's.
+    // All of the guest's RAM.
     tester.set_bus_master(true)?;
     check::open(cluster, &a, "dma0", 1)?;
     check::open(cluster, &b, "dma1", 1)?;
@@ -60,7 +60,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
         "the byte behind"
     );
 
-    // The other VM's: an address that only its RAM has.
+    // An address that only the other VM's RAM contains.
     let mut theirs = b.alloc_page(2 * MIB)?;
     for _ in 0..400 {
         if theirs.gpa >= ram_a {
@@ -71,7 +71,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     ensure!(theirs.gpa >= ram_a, "VM b has no page above {ram_a:#x}");
     let secret = noise(5, PAGE as usize);
     b.write_page(theirs, 0, &secret)?;
-    // The other VM's device reaches it: it is there.
+    // The other VM's device can access it: it exists.
     let own = tester_b.checksum(theirs.gpa, PAGE)?;
     ensure!(own.result == u64::from(crc32c::crc32c(&secret)), "{own:?}");
 
@@ -113,16 +113,16 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
         "the shadow changed"
     );
 
-    // Reading is refused the same, and gives nothing away.
+    // Reads are refused as well, and return no data.
     let read = tester.read8(theirs.gpa)?;
     ensure!(read.faulted && read.data == u64::MAX, "{read:?}");
     expect_fault(&cluster.status()?, theirs.gpa, Access::Read, &outside)?;
-    // What begins in RAM and ends outside stops at the edge.
+    // An access that begins in RAM and ends outside stops at the edge.
     let over = tester.fill(ram_a - 8, 16, 0x7777_7777)?;
     ensure!(over.faulted && over.moved <= 8, "{over:?}");
     ensure!(over.fault_iova >= ram_a - 8, "{over:?}");
 
-    // A person reads the same.
+    // The text output of `farside status` has the same.
     let text = cluster.run(&["status"])?.stdout;
     let line = format!("DMA Read of 8 bytes at IOVA {:#x} refused: ", theirs.gpa);
     ensure!(text.contains(&line), "{text}");
@@ -131,7 +131,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
         "VM b's device had a fault"
     );
 
-    // And no more once bus mastering is off.
+    // No DMA after bus-master enable is cleared.
     tester.set_bus_master(false)?;
     check::closed(cluster, "a", "dma0")?;
     let late = tester.fill(page.gpa, PAGE, 0)?;
@@ -141,7 +141,7 @@ pub fn dma_reaches_guest_ram_and_nothing_else(cluster: &Cluster) -> anyhow::Resu
     passed()
 }
 
-/// The last fault of `dma0` is this one.
+/// Checks that this is the last fault of `dma0`.
 fn expect_fault(
     status: &Status,
     iova: u64,

@@ -1,4 +1,4 @@
-//! Where guest RAM is.
+//! Layouts of guest RAM.
 
 use anyhow::ensure;
 use farside_fabric::host_memory::meminfo_bytes;
@@ -9,9 +9,9 @@ use serde_json::json;
 use crate::{check, passed};
 
 const RAM: u64 = 5 << 30;
-/// Guest RAM is populated on the host, besides what the rest needs.
+/// Required memory: guest RAM is populated on the host, and the rest needs some.
 const NEEDED: u64 = RAM + (2 << 30);
-/// Memory below 4 GiB that the guest's kernel leaves alone.
+/// Memory below 4 GiB that the guest's kernel does not use.
 const LOW: u64 = 0x1000_0000;
 const FOUR_GIB: u64 = 1 << 32;
 
@@ -80,7 +80,7 @@ pub fn memory_that_is_plugged_in_is_reached_at_once_and_not_before(
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;
     let small = check::open(cluster, &guest, "dma0", 1)?;
-    // Where QEMU puts the first DIMM of a guest without high memory.
+    // The address of the first DIMM of a guest without high memory.
     let fill = || tester.fill(FOUR_GIB, MIB, 0x5eed_f00d);
     let before = fill()?;
     ensure!(before.faulted && before.moved == 0, "{before:?}");
@@ -91,8 +91,7 @@ pub fn memory_that_is_plugged_in_is_reached_at_once_and_not_before(
     });
     qmp.execute("object-add", memory)?;
     qmp.device_add(json!({ "driver": "pc-dimm", "id": "dimm0", "memdev": "more" }))?;
-    // QEMU has told the backend of it before it answered. The guest's kernel
-    // leaves it alone.
+    // QEMU maps it for the backend before it replies. The guest's kernel does not use it.
     let large = cluster.status()?.borrow("grows", "dma0")?;
     ensure!(
         large.bytes_pinned == small.bytes_pinned + 256 * MIB && large.dma_windows == 2,
@@ -113,7 +112,7 @@ pub fn memory_that_is_plugged_in_is_reached_at_once_and_not_before(
     passed()
 }
 
-/// virtio-mem's blocks of 2 MiB share the device's window, and I/O goes on.
+/// virtio-mem's blocks of 2 MiB share the device's window, and I/O continues.
 pub fn a_virtio_mem_device_is_resized_under_io(cluster: &Cluster) -> anyhow::Result<Completion> {
     const REGION: u64 = 2 << 30;
     const PLUGGED: u64 = 1 << 30;

@@ -1,4 +1,4 @@
-//! When the device can reach the guest's RAM, and when nothing is pinned.
+//! When the device can access guest RAM, and when nothing is pinned.
 
 use std::time::{Duration, Instant};
 
@@ -30,13 +30,13 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
         .without_module("nvme")
         .paused()
         .start()?;
-    // QEMU has reset it and mapped all memory; no processor has run.
+    // QEMU has reset it and mapped all memory; no CPU has run.
     let first = check::closed(cluster, "a", "disk0")?;
     guest.qmp().execute("cont", json!({}))?;
     guest.wait_agent(BOOT)?;
-    // The guest has not touched this one.
+    // The guest has not used this device.
     check::closed(cluster, "a", "dma0")?;
-    // This one may be as the firmware left it: what its register says, holds.
+    // The firmware may have changed this one: check against its register.
     let bdf = guest.find(NVME)?;
     let after_firmware = match guest.config_read(&bdf, 4, Width::U16)? & 4 {
         0 => check::closed(cluster, "a", "disk0")?,
@@ -69,7 +69,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     passed()
 }
 
-/// Driver unbind, removal, reset: by the guest's own files.
+/// Driver unbind, removal and reset through the guest's sysfs.
 fn the_guest_lets_the_drive_go(
     cluster: &Cluster,
     guest: &Guest<'_>,
@@ -85,7 +85,7 @@ fn the_guest_lets_the_drive_go(
 
     guest.sh(&format!("echo {bdf} >{driver}/unbind"))?;
     check::closed(cluster, "a", "disk0")?;
-    // A reset of what nobody drives leaves it closed.
+    // A reset of a function without driver leaves it closed.
     guest.sh(&format!("echo 1 >{device}/reset"))?;
     check::closed(cluster, "a", "disk0")?;
     guest.sh(&format!("echo {bdf} >{driver}/bind"))?;
@@ -97,13 +97,12 @@ fn the_guest_lets_the_drive_go(
     guest.sh("echo 1 >/sys/bus/pci/rescan")?;
     back()?;
 
-    // With a driver, the kernel restores bus-master enable after it.
+    // With a driver, the kernel restores bus-master enable after the reset.
     guest.sh(&format!("echo 1 >{device}/reset"))?;
     back()
 }
 
-/// Bus-master enable, D3hot and FLR: by the registers of a device that no
-/// driver has.
+/// Bus-master enable, D3hot and FLR, through the registers of a device without driver.
 fn registers_end_dma(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<()> {
     let tester = DmaTester::new(guest)?;
     let bdf = tester.bdf.clone();
@@ -123,16 +122,16 @@ fn registers_end_dma(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<()>
 
     tester.set_bus_master(true)?;
     works(2)?;
-    // D3hot by the power management capability.
+    // D3hot, through the power management capability.
     guest.sh(&format!("setpci -s {bdf} CAP_PM+4.w=3:3"))?;
     check::closed(cluster, "a", "dma0")?;
-    // It keeps its registers there (No_Soft_Reset), and so may do DMA again.
+    // It keeps its registers in D3hot (No_Soft_Reset), so DMA is possible again.
     guest.sh(&format!("setpci -s {bdf} CAP_PM+4.w=0:3"))?;
     ensure!(tester.bus_master()?, "D3hot cleared bus-master enable");
     works(3)?;
 
-    // The guest's kernel saves the registers, resets the function (its own
-    // registers tell that it did), and restores bus-master enable.
+    // The guest's kernel saves the registers, resets the function (its PATTERN register
+    // shows the reset), and restores bus-master enable.
     tester.set_pattern(0x1234_5678)?;
     guest.sh(&format!("echo 1 >/sys/bus/pci/devices/{bdf}/reset"))?;
     ensure!(tester.pattern()? == 0, "the function was not reset");
@@ -165,7 +164,7 @@ pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Resul
     );
     check::io(&guest, DISK, 12)?;
 
-    // The reset button, in the middle of I/O.
+    // A system reset during I/O.
     let running = guest.exec_start(
         &format!("dd if={DISK} of=/dev/null bs=4k iflag=direct"),
         BOOT,
@@ -180,7 +179,7 @@ pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Resul
     ensure!(guest.power_off()?.success());
     cluster.wait_free("disk0")?;
 
-    // Another QEMU on the same backend.
+    // Another QEMU with the same backend.
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     let again = check::open(cluster, &guest, "disk0", 1)?;
@@ -204,7 +203,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
             bootindex: None,
         })
         .into();
-    // The drive is to come while the guest runs, into a spare port.
+    // The device will be hot-plugged into a spare port.
     let guest = cluster.guest("a").device("dma0").boot()?;
     ensure!(guest.functions(NVME)?.is_empty());
     let disk = cluster.status()?.borrow("a", "disk0")?;
@@ -219,7 +218,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     ensure!(guest.functions(NVME)?.is_empty());
     cluster.wait_free("disk0")?;
 
-    // And comes back, although QEMU keeps the connection of its first life.
+    // It can be plugged again, although QEMU still holds the first connection.
     guest.qmp().device_add(config.device_add(1)?)?;
     guest.wait_disk()?;
     check::open(cluster, &guest, "disk0", 1)?;
@@ -228,8 +227,8 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     guest.wait_no_path(DISK, SHORT)?;
     cluster.wait_free("disk0")?;
 
-    // One that was there from the start, and that no driver quiets before it
-    // goes: it may do DMA.
+    // A cold-plugged device without a driver that would quiesce it before the unplug: it
+    // may do DMA.
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;
     check::open(cluster, &guest, "dma0", 1)?;
@@ -246,10 +245,9 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     passed()
 }
 
-/// Unplugs a device, and waits until QEMU has let it go. No `DEVICE_DELETED` is
-/// waited for: QEMU 11.1 never frees a `vfio-user-pci` with MSI-X (its region
-/// for the pending bits holds a reference to the device that owns it), and
-/// keeps the socket open until it ends.
+/// Unplugs a device, and waits until QEMU has released it. There is no `DEVICE_DELETED`
+/// event: QEMU 11.1 never frees a `vfio-user-pci` with MSI-X (the memory region of its PBA
+/// holds a reference to its owner), and keeps the socket open until it ends.
 fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
     let id = qemu_id(id);
     guest.qmp().execute("device_del", json!({ "id": id }))?;
@@ -265,7 +263,7 @@ fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
             Instant::now() < deadline,
             "{id} is still plugged in: {left:#}"
         );
-        // QEMU has no event for it.
+        // QEMU has no event for this.
         std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -1,4 +1,4 @@
-//! One of the processes is killed, or told to stop, under a running guest.
+//! One of the processes is killed, or stopped, under a running guest.
 
 use anyhow::ensure;
 use farside_tests::{BOOT, BorrowState, Cluster, DmaTester, MIB, SHORT};
@@ -7,7 +7,7 @@ use libtest_mimic::Completion;
 use crate::{check, passed};
 
 const DISK: &str = "/dev/nvme0n1";
-/// Keeps a drive busy until it fails or the guest ends.
+/// Keeps an NVMe disk busy until I/O fails or the guest ends.
 const BUSY: &str = "while dd if=/dev/nvme0n1 of=/dev/null bs=4k count=256 iflag=direct; do :; done";
 
 pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
@@ -35,7 +35,7 @@ pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
     let busy_b = b.exec_start(&verify, BOOT)?;
     wait_for_io(cluster, "disk0")?;
     wait_for_io(cluster, "disk1")?;
-    // The guest's end ends the command; nothing is to be learnt from it.
+    // The guest's end ends the command; its result is of no interest.
     drop(busy_a);
     a.kill_qemu()?;
     let lent = cluster.wait_free("disk0")?;
@@ -67,12 +67,12 @@ pub fn a_killed_backend_gives_its_device_back(cluster: &Cluster) -> anyhow::Resu
     ensure!(lent.fault_total == 0, "{lent:?}");
     lender.wait_log("device disk0: taken back: the backend is gone (VM a", SHORT)?;
     ensure!(lender.is_running()?);
-    // QEMU 11.1 may fall over an assertion of its own when a server vanishes
-    // under I/O; so nothing is asked of it here.
+    // QEMU 11.1 may fail an assertion when a server disappears during I/O, so it is not
+    // queried here.
     drop(busy);
     drop(guest);
 
-    // Its sockets are still there; the next backend replaces them.
+    // The killed backend's sockets are left; the next backend replaces them.
     let left = cluster.sockets()?;
     ensure!(
         left.iter().any(|path| path.ends_with("disk0.sock")),
@@ -111,14 +111,14 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
         gone == 0xffff_ffff,
         "a register of a lost device reads {gone:#x}"
     );
-    // The driver looks at its controller, finds it gone, and fails I/O.
+    // The driver reads its controller's registers, finds the device gone, and fails I/O.
     guest.sh("echo 1 >/sys/class/nvme/nvme0/reset_controller 2>/dev/null || true")?;
     let failed = guest.exec(
         &format!("dd if={DISK} of=/dev/null bs=4k count=1 iflag=direct"),
         BOOT,
     )?;
     ensure!(
-        // Or it has no bytes any more.
+        // Or its size is 0 now.
         !failed.timed_out && (!failed.success() || failed.stderr.contains("0+0 records in")),
         "I/O without a lender: {failed}"
     );
@@ -175,27 +175,27 @@ pub fn a_backend_told_to_stop_gives_all_back(cluster: &Cluster) -> anyhow::Resul
     check::open(cluster, &guest, "disk0", 1)?;
     let busy = guest.exec_start(BUSY, BOOT)?;
     wait_for_io(cluster, "disk0")?;
-    // The guest would lose its disk, so once is not enough.
+    // The guest would lose its disk, so one signal is not enough.
     backend.terminate()?;
     backend.wait_log("not stopping yet: VM a is connected to disk0, dma0", SHORT)?;
     wait_for_io(cluster, "disk0")?;
     backend.terminate()?;
     let status = backend.wait_exit(SHORT)?;
     ensure!(status.success(), "the backend: {status}");
-    // Returned, not taken back: it was asked for.
+    // Returned, not revoked: a regular shutdown.
     for device in ["disk0", "dma0"] {
         lender.wait_log(&format!("device {device}: returned (VM a"), SHORT)?;
         cluster.wait_free(device)?;
     }
     let left = cluster.sockets()?;
-    // QEMU runs on, and its monitor with it.
+    // QEMU continues to run, and so does its monitor.
     let others = ["lender.sock", "vm/a/qmp"].map(|name| cluster.folder().join(name));
     ensure!(left == others, "{left:?}");
     drop(busy);
     passed()
 }
 
-/// Waits until the guest's own I/O is under way.
+/// Waits until the guest's I/O has started.
 fn wait_for_io(cluster: &Cluster, device: &str) -> anyhow::Result<()> {
     let before = cluster.status()?.lent(device)?.counter("io_commands")?;
     cluster.wait_status("I/O", SHORT, |status| {

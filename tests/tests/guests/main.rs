@@ -1,8 +1,8 @@
-//! End to end with real guests. Each test has a cluster of its own; when one
-//! fails, the logs of all that ran in it are shown.
+//! End-to-end tests with real guests. Each test has a separate cluster; if it fails, the
+//! logs of all its processes are shown.
 //!
-//! Emulated guests are heavy: unless `--test-threads` says otherwise, two tests
-//! run at once.
+//! Emulated guests are expensive: unless `--test-threads` is given, two tests run
+//! concurrently.
 
 mod check;
 mod crowd;
@@ -24,13 +24,13 @@ mod viommu;
 use farside_tests::{Cluster, Weight, told, trial};
 use libtest_mimic::{Arguments, Completion, Failed};
 
-/// What a test is: it passes, fails, or says why it cannot be run here.
+/// A test passes, fails, or returns the reason why it cannot run here.
 type Test = fn(&Cluster) -> anyhow::Result<Completion>;
 
-/// Why a trial is not run without being asked for.
+/// The reason why a heavy trial runs only on request.
 const HEAVY: &str = "takes about eight minutes and 5 GiB; run with --include-ignored";
 
-/// Test functions, named as they are.
+/// Test functions; trials have their names.
 macro_rules! tests {
     ($($module:ident :: $name:ident),* $(,)?) => {
         [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as Test)),*]
@@ -92,8 +92,8 @@ fn main() {
     .map(|(name, test)| {
         let heavy = name.starts_with("crowd::");
         let weight = if heavy { Weight::Hosts } else { Weight::Guests };
-        // libtest-mimic prints no reason for a trial with this flag: it is set only
-        // where the trial is run.
+        // libtest-mimic prints no reason for an ignored trial, so the flag is set only
+        // where the trial runs.
         trial(name, weight, move || match heavy && !with_heavy {
             true => Ok(Completion::ignored_with(HEAVY)),
             false => run(test),
@@ -108,7 +108,7 @@ fn run(test: Test) -> Result<Completion, Failed> {
     told(|| test(&cluster), || cluster.story())
 }
 
-/// The end of a test that was run.
+/// The result of a test that has run.
 fn passed() -> anyhow::Result<Completion> {
     Ok(Completion::Completed)
 }

@@ -1,4 +1,4 @@
-//! Bus-master enable is refused: why is said, and the device stays mute.
+//! Bus-master enable is refused: the log has the reason, and the device does no DMA.
 
 use anyhow::ensure;
 use farside_fabric::FaultReason;
@@ -7,7 +7,7 @@ use libtest_mimic::Completion;
 
 use crate::{check, passed};
 
-/// Sets bus-master enable and returns the backend's word on why it is not.
+/// Sets bus-master enable and returns the reason of its refusal from the backend's log.
 fn refused(cluster: &Cluster, guest: &Guest<'_>) -> anyhow::Result<String> {
     let tester = DmaTester::new(guest)?;
     tester.set_bus_master(true)?;
@@ -39,16 +39,15 @@ pub fn private_guest_ram_is_refused_with_the_option_to_add(
         memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`";
     ensure!(error.contains(expected), "{error}");
     ensure!(backend.log().contains(expected), "{}", backend.log());
-    // The guest's driver finds a drive that does no DMA, and gives up on it; unless told
-    // otherwise it waits a minute first.
+    // The guest's driver finds a controller that does no DMA, and gives up on it; by
+    // default after a minute.
     guest.sh("echo 2 >/sys/module/nvme_core/parameters/admin_timeout; modprobe nvme")?;
     let disk = cluster.status()?.borrow("a", "disk0")?;
     ensure!(disk.is_closed() && disk.last_error.is_some(), "{disk:?}");
     passed()
 }
 
-/// A guest in a QEMU that a user starts by hand, without what `farside qemu`
-/// checks before.
+/// A guest in a QEMU that was started directly, without the checks of `farside qemu`.
 fn own_qemu<'a>(
     cluster: &'a Cluster,
     machine: &[&str],
@@ -91,12 +90,12 @@ pub fn a_guest_too_large_for_the_window_is_told_what_fits(
         }
         Ok(())
     };
-    // Before the VM boots, where farside starts it.
+    // Before the VM boots, if farside starts it.
     match cluster.guest("a").memory(1024 * MIB).start() {
         Ok(_) => anyhow::bail!("a guest that does not fit was started"),
         Err(error) => says(&format!("{error:#}").replace("over 1 GiB", "of 1 GiB"))?,
     }
-    // At bus-master enable, where it does not.
+    // At bus-master enable, if it does not.
     let by_hand = [
         "-machine",
         "q35,memory-backend=mem",
@@ -111,7 +110,7 @@ pub fn a_guest_too_large_for_the_window_is_told_what_fits(
     ensure!(backend.log().contains(&error), "{}", backend.log());
     drop(guest);
     cluster.wait_free("dma0")?;
-    // One that fits gets it.
+    // A guest that fits can use it.
     let guest = cluster.guest("a").memory(512 * MIB).boot()?;
     DmaTester::new(&guest)?.set_bus_master(true)?;
     check::open(cluster, &guest, "dma0", 1)?;
@@ -121,7 +120,7 @@ pub fn a_guest_too_large_for_the_window_is_told_what_fits(
 pub fn memory_that_may_not_be_locked_is_refused(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let limit = "--memlock=65536:65536";
-    // Root may lock what it likes, unless that is taken from it.
+    // Root may lock any amount, unless it drops CAP_IPC_LOCK.
     let wrapper = match rustix::process::geteuid().is_root() {
         true => vec![
             "setpriv",
@@ -163,7 +162,7 @@ pub fn memory_that_may_not_be_locked_is_refused(cluster: &Cluster) -> anyhow::Re
     drop(backend);
     cluster.wait_free("dma0")?;
 
-    // An ordinary user's demo: populated, not locked, and said once.
+    // For an ordinary user: memory is populated but not locked, with one log line.
     let backend = wrapped("prefer")?;
     let guest = cluster.guest("a").boot()?;
     let tester = DmaTester::new(&guest)?;

@@ -25,7 +25,7 @@ pub fn two_vms_use_their_own_drives_of_one_lender(cluster: &Cluster) -> anyhow::
     let (left, right, other) = (disk(&a, 0x10, 0)?, disk(&a, 0x10, 1)?, disk(&b, 0x10, 0)?);
     ensure!(left != right, "two drives, one name: {left}");
 
-    // All three at once.
+    // All three concurrently.
     let write = |guest: &Guest<'_>, seed: u64| -> anyhow::Result<String> {
         let data = noise(seed, 4 * MIB as usize);
         guest.write_file(&format!("/tmp/data{seed}"), &data)?;
@@ -73,8 +73,8 @@ pub fn two_vms_use_their_own_drives_of_one_lender(cluster: &Cluster) -> anyhow::
     passed()
 }
 
-/// The drive in the place that `farside qemu` gives to device `number`: behind
-/// a root port of that function, or on the one bus.
+/// The disk at the address that `farside qemu` assigns to device `number`: behind a root
+/// port at that function, or on the single bus.
 fn disk(guest: &Guest<'_>, slot: u32, number: u32) -> anyhow::Result<String> {
     guest.wait_disk()?;
     let q35 = format!("/sys/bus/pci/devices/0000:00:{slot:02x}.{number}/*:*/nvme");
@@ -117,7 +117,7 @@ pub fn a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm(
         "{borrow:?}"
     );
     ensure!(status.lent("disk0")?.borrowed_by.as_deref() == Some("first"));
-    // The first has not noticed.
+    // The first borrow was not disturbed.
     check::closed(cluster, "first", "disk0")?;
 
     first.kill_qemu()?;

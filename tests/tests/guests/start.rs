@@ -30,7 +30,7 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
     let message = refused(cluster, &["start", "web1"])?;
     ensure!(message.contains("VM web1 runs already"), "{message}");
 
-    // What was attached goes with the VM; what is described and was detached is
+    // An attached device is dropped when the VM stops; a configured and detached one is
     // back at the next start.
     done(cluster, &["attach", "web1", "dma0"])?;
     done(cluster, &["detach", "web1", "disk0", "--limit", "120"])?;
@@ -43,13 +43,13 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
         ensure!(lent.borrowed_by.is_none() && lent.is_closed(), "{lent:?}");
     }
     drop(guest);
-    // Of a VM that does not run, nothing is to be done.
+    // Stopping a VM that does not run is no error.
     done(cluster, &["stop", "web1"])?;
 
     done(cluster, &["start", "web1"])?;
     let guest = boot(&agent)?;
     ensure!(read(&guest)?.contains(&sum), "the data is gone");
-    // One that powers off by itself leaves its backend, which goes on.
+    // After a guest powers itself off, its backend continues to run.
     let _off = guest.exec_start("sync; echo o > /proc/sysrq-trigger", SHORT)?;
     cluster.wait_free("disk0")?;
     done(cluster, &["detach", "web1", "disk0"])
@@ -62,7 +62,7 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
     nothing_runs(cluster, "web1")?;
     drop(guest);
 
-    // One that still boots has nobody who hears the button yet.
+    // A guest that is still booting does not handle the ACPI shutdown yet.
     done(cluster, &["start", "web1"])?;
     done(cluster, &["stop", "web1", "--limit", "120"])?;
     nothing_runs(cluster, "web1")?;
@@ -76,14 +76,14 @@ pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Com
     start_lax(cluster)?;
     let guest = boot(&agent)?;
     let sum = write(&guest)?;
-    // Who may write to a socket may connect to it.
+    // Write permission on a socket is permission to connect.
     for name in ["qmp", "control", "status", "disk0.sock"] {
         let path = cluster.folder().join("vm/web1").join(name);
         let mode = std::fs::symlink_metadata(&path)?.permissions().mode();
         ensure!(mode & 0o022 == 0, "{}: {mode:o}", path.display());
     }
 
-    // QEMU: its backend goes on, and the next QEMU finds the device.
+    // QEMU is killed: the backend continues, and the next QEMU finds the device.
     kill(qemu_pid(cluster)?)?;
     drop(guest);
     cluster.wait_free("disk0")?;
@@ -91,7 +91,7 @@ pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Com
     let guest = boot(&agent)?;
     ensure!(read(&guest)?.contains(&sum), "the data is gone");
 
-    // The backend: QEMU goes on without the device, until it is stopped.
+    // The backend is killed: QEMU continues without the device, until it is stopped.
     kill(backend_pid(cluster)?)?;
     cluster.wait_free("disk0")?;
     let message = refused(cluster, &["start", "web1"])?;
@@ -107,7 +107,7 @@ pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Com
     passed()
 }
 
-/// `farside start` of one who lets everybody write to what he makes.
+/// `farside start` with a umask that lets all users write.
 fn start_lax(cluster: &Cluster) -> anyhow::Result<()> {
     let start = cluster.farside(&["start", "web1"])?;
     let mut lax = Command::new("sh");
@@ -122,7 +122,7 @@ fn start_lax(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// SIGKILL, and waits for the end.
+/// SIGKILL; waits for the end.
 fn kill(pid: i32) -> anyhow::Result<()> {
     let pid = Pid::from_raw(pid).context("no process")?;
     let process = pidfd_open(pid, PidfdFlags::empty())?;
@@ -166,7 +166,7 @@ pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Re
     failed(&["QEMU of VM web1 does not start", "no-such-thing"])?;
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());
 
-    // A backend that ran before is not ours to end.
+    // A backend that ran before the start is not stopped.
     let backend = cluster.serve("web1", &["disk0"]).start()?;
     let message = refused(cluster, &["start", "web1"])?;
     ensure!(message.contains("no-such-thing"), "{message}");
@@ -180,7 +180,7 @@ pub fn a_guest_that_does_not_power_off_is_ended_by_force_only(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let agent = AgentPort::listen("web1", cluster.folder())?;
-    // Its processors stand still.
+    // Its CPUs are stopped.
     describe(cluster, &agent, &["disk0"], &["-S"])?;
     let said = done(cluster, &["start", "web1"])?;
     ensure!(said.contains("is started (prelaunch)"), "{said}");
@@ -252,7 +252,7 @@ fn boot(agent: &AgentPort) -> anyhow::Result<Guest> {
     Ok(guest)
 }
 
-/// Writes to the drive. Returns the sum of what was written.
+/// Writes to the disk. Returns the checksum of the data.
 fn write(guest: &Guest) -> anyhow::Result<String> {
     let data = noise(400, MIB as usize);
     guest.write_file("/tmp/io", &data)?;
@@ -268,14 +268,14 @@ fn read(guest: &Guest) -> anyhow::Result<String> {
     guest.exec_ok(&command, SHORT)
 }
 
-/// Neither QEMU nor backend of the VM is there.
+/// Neither QEMU nor a backend of the VM runs.
 fn nothing_runs(cluster: &Cluster, vm: &str) -> anyhow::Result<()> {
     let folder = cluster.folder().join("vm").join(vm);
     ensure!(!folder.join("control").exists(), "a backend is there");
     let pid = std::fs::read_to_string(folder.join("qemu.pid")).unwrap_or_default();
     let alive = !pid.trim().is_empty() && Path::new("/proc").join(pid.trim()).exists();
     ensure!(!alive, "QEMU is process {pid}");
-    // Without a lender, too, when it fails but prints all the same.
+    // Without a lender it fails, but prints nevertheless.
     let ended = cluster.run(&["status", "--json"])?;
     ensure!(Status::from_json(&ended.stdout)?.0.backend(vm).is_none());
     Ok(())

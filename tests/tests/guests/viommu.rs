@@ -12,7 +12,7 @@ use crate::{check, passed};
 const DISK: &str = "/dev/nvme0n1";
 const FIO: Duration = Duration::from_secs(600);
 
-/// A guest whose kernel translates all DMA, and flushes at each unmap.
+/// A guest whose kernel translates all DMA, and flushes the IOTLB at each unmap.
 fn guest<'a>(cluster: &'a Cluster, vm: &str) -> GuestBuilder<'a> {
     let translate = "intel_iommu=on iommu.passthrough=0";
     cluster.guest(vm).whole().append(translate)
@@ -36,7 +36,7 @@ pub fn pages_are_mapped_for_each_io_and_for_no_longer(
 
     check::io(&guest, DISK, 21)?;
     ensure!(sha256_of(&image, 0, 2 * MIB)? == sha256(&noise(21, 2 * MIB as usize)));
-    // Many pages at once, of many buffers.
+    // Many pages concurrently, of many buffers.
     guest.sh_within(
         &format!(
             "fio --name=verify --filename={DISK} --rw=randwrite --bs=4k-128k --size=16M \
@@ -45,13 +45,13 @@ pub fn pages_are_mapped_for_each_io_and_for_no_longer(
         ),
         FIO,
     )?;
-    // The queues' pages stay mapped while bus mastering goes off and on.
+    // The queues' pages remain mapped while bus-master enable is cleared and set.
     guest.sh("nvme reset /dev/nvme0")?;
     guest.wait_disk()?;
     check::io(&guest, DISK, 22)?;
     check::no_faults(cluster, &["disk0"])?;
 
-    // Windows are of LUT entries, not of pages, and only queues are still mapped.
+    // Windows consist of LUT entries, not of pages, and only queues are still mapped.
     let status = cluster.status()?;
     let lent = status.lent("disk0")?;
     ensure!(lent.bus_master && lent.windows <= 4, "{lent:?}");
@@ -60,7 +60,7 @@ pub fn pages_are_mapped_for_each_io_and_for_no_longer(
         "no I/O is under way: {lent:?}"
     );
 
-    // RAM that was mapped until the guest turned translation on.
+    // RAM was mapped until the guest enabled translation.
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;
     let page = guest.alloc_page(2 * MIB)?;

@@ -1,4 +1,4 @@
-//! What a backend on the device's own host is refused.
+//! Refusals of a backend on the device's own host.
 
 use anyhow::{Result, ensure};
 use farside_tests::SHORT;
@@ -29,7 +29,7 @@ pub fn guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts(
 }
 
 pub fn the_memlock_limit_is_looked_at_before_the_vm_starts(host: &Host) -> Result<()> {
-    // An ordinary user, whom the administrator gave the drive.
+    // An ordinary user with access to the device, granted by the administrator.
     host.bind(DRIVE, "vfio-pci")?;
     let user = format!(
         "set -e
@@ -58,7 +58,7 @@ pub fn the_memlock_limit_is_looked_at_before_the_vm_starts(host: &Host) -> Resul
     host.exec_ok("kill -TERM $(pidof farside)", SHORT)?;
     let ended = running.wait_for(SHORT)?;
     ensure!(ended.success(), "the user's lender: {ended}");
-    // It was not the lender that took it from its driver.
+    // The lender did not unbind it from another driver.
     ensure!(host.driver(DRIVE)? == "vfio-pci");
     let back = format!(
         "cd /sys/bus/pci/devices/{DRIVE}; echo {DRIVE} >driver/unbind; echo {DRIVE} >/sys/bus/pci/drivers_probe"
@@ -84,7 +84,7 @@ pub fn a_device_that_another_vm_has_names_that_vm(host: &Host) -> Result<()> {
         "{borrow:?}"
     );
     late.kill()?;
-    // The first has not noticed.
+    // The first borrow was not disturbed.
     vmm.step("io 1M")?;
     vmm.step("unbind")?;
     vmm.quit()?;

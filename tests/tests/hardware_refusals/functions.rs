@@ -1,4 +1,4 @@
-//! What `farside lend` refuses before it listens.
+//! Refusals of `farside lend` before it listens.
 
 use anyhow::{Result, ensure};
 use farside_tests::SHORT;
@@ -49,7 +49,7 @@ pub fn what_cannot_be_lent_stays_with_its_driver(host: &Host) -> Result<()> {
         &format!("x={DRIVE} --vfs {DRIVE}=2"),
         &[DRIVE, "SR-IOV"],
     )?;
-    // What was made and taken before the refusal is undone.
+    // Virtual functions created and functions bound before the refusal are restored.
     refuses(
         "a bad device after good ones",
         &format!("v=vfs-of:{CARD} --vfs {CARD}=2 --vfio d={DRIVE} --vfio x={nowhere}"),
@@ -62,7 +62,7 @@ pub fn what_cannot_be_lent_stays_with_its_driver(host: &Host) -> Result<()> {
     takes_and_gives_back(host, &lend)
 }
 
-/// The right command works, and leaves nothing behind.
+/// The valid command works, and leaves no trace.
 fn takes_and_gives_back(host: &Host, args: &str) -> Result<()> {
     let before = host.look()?;
     let lender = host.lend(HERE, args)?;
@@ -84,7 +84,7 @@ pub fn a_group_that_the_host_uses_names_its_members(host: &Host) -> Result<()> {
     ];
     host.refuses("a group that the host uses", HERE, &lend, &words)?;
     host.verdict()?;
-    // Without the other's driver the group is whole.
+    // With the other function unbound, the group is viable.
     let unbind = format!("echo {NEIGHBOUR} >/sys/bus/pci/drivers/virtio-pci/unbind");
     host.exec_ok(&unbind, SHORT)?;
     let lent = takes_and_gives_back(host, &format!("--vfio x={GROUPED}"));
@@ -109,7 +109,7 @@ pub fn what_is_in_use_is_taken_by_force_alone(host: &Host) -> Result<()> {
         &format!("ip link set $(ls /sys/bus/pci/devices/{CARD}/net) up"),
         SHORT,
     )?;
-    // The mount keeps a disk that is gone; nothing is written to it by then.
+    // The mount refers to a disk that is gone; nothing is written to it any more.
     host.exec_ok("umount /mnt/data", SHORT)?;
     takes_and_gives_back(host, &format!("--vfio x={MOUNTED}"))
 }

@@ -1,4 +1,4 @@
-//! A VM that plays a host, the product in it, and what refusals leave of both.
+//! A VM that plays a host, running the product; checks that refusals leave no trace.
 
 use std::{
     cell::RefCell,
@@ -13,11 +13,10 @@ use farside_tests::{BOOT, SHORT, Status, hosts::Programs};
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
-/// A refusal comes within this, on a busy emulated host; that a link is down
-/// is known after 10 s.
+/// Timeout of a refusal, on a loaded emulated host; link-down is detected after 10 s.
 const REFUSED_WITHIN: Duration = Duration::from_secs(40);
 
-/// A runtime folder: what farside takes for a host of its own.
+/// A runtime directory, which separates one logical host from another.
 #[derive(Clone, Copy)]
 pub struct Place(pub &'static str);
 
@@ -57,9 +56,9 @@ impl Host {
         Ok((output.code, output.stderr))
     }
 
-    /// Runs `farside`, which has to refuse with all these words, and to leave
-    /// everything as it is. What is wrong is told by [`Host::verdict`], so that
-    /// the others are looked at, too.
+    /// Runs `farside`, which must refuse with all these words, and leave everything
+    /// unchanged. Failures are collected for [`Host::verdict`], so that the remaining cases
+    /// still run.
     pub fn refuses(&self, what: &str, place: Place, args: &str, words: &[&str]) -> Result<()> {
         let command = format!(
             "export FARSIDE_RUNTIME_DIR={}; exec farside {args}",
@@ -98,15 +97,14 @@ impl Host {
         Ok(())
     }
 
-    /// Fails when anything was wrong since the last verdict.
+    /// Fails if any case failed since the last verdict.
     pub fn verdict(&self) -> Result<()> {
         let wrong = self.wrong.take();
         ensure!(wrong.is_empty(), "{}", wrong.join("\n\n"));
         Ok(())
     }
 
-    /// What must be as it was: who has which function, virtual functions,
-    /// sockets.
+    /// The state that must not change: driver bindings, virtual functions, sockets.
     pub fn look(&self) -> Result<String> {
         let script = "cd /sys/bus/pci/devices
             for bdf in *; do
@@ -116,7 +114,7 @@ impl Host {
             find /run/farside /run/lender /run/borrower -type s 2>/dev/null | sort
             grep ^/dev /proc/mounts; cat /sys/class/net/*/flags
             pidof farside";
-        // The last says 1 when there is none.
+        // The last command exits with 1 if it finds none.
         Ok(self.exec(script, SHORT)?.stdout)
     }
 
@@ -144,13 +142,13 @@ impl Host {
 
     fn start(&self, place: Place, name: &str, args: &str, ready: &str) -> Result<Service<'_>> {
         let command = format!(
-            // Complete when it is there.
+            // Renamed into place, so that it is complete when it appears.
             "echo $$ >/run/{name}.new; mv /run/{name}.new /run/{name}.pid
             export FARSIDE_RUNTIME_DIR={}
             exec farside {args} >/tmp/{name}.log 2>&1",
             place.0
         );
-        // One that was killed left them.
+        // A killed process leaves them.
         self.exec_ok(&format!("rm -f {ready} /run/{name}.pid"), SHORT)?;
         let service = Service {
             host: self,
@@ -174,7 +172,7 @@ impl Host {
         Status::from_json(&text)
     }
 
-    /// Waits for a shell condition, whose truth no event tells.
+    /// Polls until a shell condition holds that has no event.
     pub fn wait_for(&self, condition: &str) -> Result<()> {
         let script = format!("until {condition}; do sleep 0.05; done");
         let output = self.exec(&script, SHORT)?;
@@ -185,19 +183,19 @@ impl Host {
         Ok(())
     }
 
-    /// Waits until the lender here has its device back.
+    /// Waits until this host's lender has its device back.
     pub fn wait_free(&self) -> Result<()> {
         self.wait_for("FARSIDE_RUNTIME_DIR=/run/farside farside devices | grep -q ' - *$'")
     }
 
-    /// Ends what a test that failed has left, for the next.
+    /// Ends the processes that a failed test has left.
     pub fn clean_up(&self) -> Result<()> {
         let script = "kill -KILL $(pidof scripted-vmm) $(pidof farside) 2>/dev/null
             while pidof farside scripted-vmm >/dev/null; do sleep 0.05; done; rm -f /tmp/*.log";
         self.exec_ok(script, SHORT).map(drop)
     }
 
-    /// The daemons' logs, and the last words of the kernel.
+    /// The daemons' logs, and the end of the kernel log.
     pub fn story(&self) -> String {
         let script = "for log in /tmp/*.log; do echo \"-- $log:\"; tail -n 40 $log; done
             echo '-- dmesg:'; dmesg | tail -n 20";
@@ -222,7 +220,7 @@ impl Deref for Host {
     }
 }
 
-/// Where a backend serves a device.
+/// The socket at which a backend serves a device.
 pub fn socket(place: Place, vm: &str, device: &str) -> String {
     format!("{}/vm/{vm}/{device}.sock", place.0)
 }
@@ -233,7 +231,7 @@ impl Service<'_> {
             .exec_ok(&format!("cat /tmp/{}.log", self.name), SHORT)
     }
 
-    /// Waits until it logs something.
+    /// Waits for a log line.
     pub fn wait_log(&self, text: &str) -> Result<()> {
         let waited = self
             .host
@@ -244,7 +242,7 @@ impl Service<'_> {
         Ok(())
     }
 
-    /// Stops it by SIGTERM; it has to end well.
+    /// Stops it by SIGTERM; it must exit successfully.
     pub fn stop(self) -> Result<()> {
         self.signal("TERM")?;
         let log = self.log()?;

@@ -1,5 +1,5 @@
-//! Processes that are killed in the middle of I/O: the device can reach nothing
-//! afterwards, the next lender lends it again, and its driver gets it back.
+//! Processes killed during I/O: afterwards the device cannot access any memory, the next
+//! lender can lend it again, and its driver is rebound.
 
 use anyhow::{Result, ensure};
 use farside_testbed::kernel_view::LiveMappings;
@@ -11,7 +11,7 @@ use crate::{
     stage::DRIVE,
 };
 
-/// Lender, backend and VMM, with I/O that goes on for a while.
+/// Lender, backend and VMM, with I/O in progress.
 struct Busy<'a> {
     lender: Service<'a>,
     backend: Service<'a>,
@@ -37,10 +37,10 @@ impl<'a> Busy<'a> {
     }
 }
 
-/// As the scripted VMM's guest has.
+/// RAM of the scripted VMM's guest.
 const RAM: u64 = 64 << 20;
 
-/// How many interrupts the drive sent to user programs.
+/// The number of interrupts that the device raised through VFIO.
 const INTERRUPTS: &str =
     "awk '/vfio-msix/ { for (i = 2; i <= 3; i++) n += $i } END { print n + 0 }' /proc/interrupts";
 
@@ -48,8 +48,8 @@ fn interrupts(host: &Host) -> Result<u64> {
     Ok(host.exec_ok(INTERRUPTS, SHORT)?.trim().parse()?)
 }
 
-/// Bytes mapped where the guests have RAM, since the trace began. (The host's own
-/// drivers map elsewhere: the kernel gives them IOVA from the top of 4 GiB down.)
+/// Bytes mapped in the range of guest RAM, since the trace began. (The host's own drivers
+/// map elsewhere: the kernel allocates IOVA downwards from 4 GiB.)
 fn mapped(host: &Host) -> Result<u64> {
     let mappings = LiveMappings::after(&host.iommu_trace()?).ranges();
     let of_guests = |start: u64, end: u64| {
@@ -62,7 +62,7 @@ fn mapped(host: &Host) -> Result<u64> {
     Ok(of_guests(0, RAM) + of_guests(4 << 30, (4 << 30) + RAM))
 }
 
-/// Nothing is mapped; a lender can lend the drive, and gives it back.
+/// Nothing is mapped; a lender can lend the device, and returns it.
 fn all_is_well(host: &Host) -> Result<()> {
     ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
     let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
@@ -88,8 +88,8 @@ fn all_is_well(host: &Host) -> Result<()> {
 pub fn a_killed_lender_leaves_a_device_that_the_next_can_lend(host: &Host) -> Result<()> {
     let busy = Busy::new(host)?;
     busy.lender.kill()?;
-    // The VMM has a descriptor of the drive, and so keeps its domain, until the
-    // backend ends; its guest's RAM is all that the drive can reach.
+    // The VMM holds a descriptor of the device, and so its domain, until the backend ends;
+    // the device can access only its guest's RAM.
     busy.backend.wait_log("lender")?;
     busy.vmm.kill()?;
     busy.backend.stop()?;

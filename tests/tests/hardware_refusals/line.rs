@@ -1,4 +1,4 @@
-//! What only the function itself knows of its INTx line.
+//! INTx state that only the function has.
 
 use anyhow::{Context, Result, ensure};
 use farside_tests::SHORT;
@@ -12,8 +12,8 @@ use crate::{
 /// Interrupt Status, of command and status read as one.
 const PENDING: u64 = 1 << 19;
 
-/// QEMU's `edu` asserts INTx for what is written at 0x60, until the same is
-/// written at 0x64.
+/// QEMU's `edu` device asserts INTx for a value written to 0x60, until the same value is
+/// written to 0x64.
 pub fn interrupt_status_is_that_of_the_function(host: &Host) -> Result<()> {
     let lender = host.lend(HERE, &format!("--vfio odd={NO_RESET} --allow-dirty"))?;
     let backend = host.serve(HERE, "a", "odd", "")?;
@@ -24,7 +24,7 @@ pub fn interrupt_status_is_that_of_the_function(host: &Host) -> Result<()> {
     host.exec_ok(&format!("! {masked}"), SHORT)?;
     ensure!(!is_pending(&mut vmm)?, "before the interrupt");
     vmm.step("poke 0 0x60 1")?;
-    // The kernel has taken it, and masked the line by INTx disable.
+    // The kernel has handled it, and masked the line by INTx disable.
     host.wait_for(&masked)?;
     ensure!(is_pending(&mut vmm)?, "with the interrupt");
     vmm.step("poke 0 0x64 1")?;

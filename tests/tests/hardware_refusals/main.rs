@@ -1,7 +1,6 @@
-//! What physical devices, IOMMUs and NTBs refuse, by the real program on a real
-//! kernel: each command ends with words that say what to do, before any VM
-//! starts, and leaves the host as it was.
-//! And, where such a host is up already, what only hardware knows.
+//! Refusals caused by physical devices, IOMMUs and NTBs, with the real binary on a real
+//! kernel: each command fails with a remedy in its message, before any VM starts, and
+//! leaves the host unchanged. Also, on the same hosts, behaviour that only hardware shows.
 //!
 //! `RUST_LOG=info` shows each message.
 
@@ -27,11 +26,11 @@ use libtest_mimic::{Arguments, Completion, Failed};
 use host::Host;
 use stage::Stage;
 
-/// A test with hosts of its own, and one on the host that most share.
+/// A test with its own hosts, and a test on the shared host.
 type Alone = fn() -> Result<()>;
 type Shared = fn(&Host) -> Result<()>;
 
-/// Test functions, named as they are.
+/// Test functions; trials have their names.
 macro_rules! tests {
     ($($module:ident :: $name:ident),* $(,)?) => {
         [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as _)),*]
@@ -41,7 +40,7 @@ macro_rules! tests {
 fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
-    // Most share one host, and boot it when they need it.
+    // Most share one host, which the first of them boots.
     args.test_threads = Some(1);
     let stage: Arc<Mutex<Option<Stage>>> = Arc::default();
     let alone: [(&str, Alone); 2] = tests![
@@ -82,7 +81,7 @@ fn main() {
     conclusion.exit();
 }
 
-/// Runs a test on the host that it shares with others.
+/// Runs a test on a shared host.
 fn on(stage: &Mutex<Option<Stage>>, test: fn(&Host) -> Result<()>) -> Result<()> {
     let mut stage = lock(stage);
     if stage.is_none() {

@@ -1,5 +1,5 @@
-//! What an NTB and its two hosts refuse. Both are one host here, which has both
-//! ports: two lenders' folders keep them apart.
+//! Refusals of an NTB and its two hosts. Here both are one host with both ports, separated
+//! by two runtime directories.
 
 use anyhow::{Result, ensure};
 
@@ -8,7 +8,7 @@ use crate::{
     stage::{DRIVE, LARGE, PORT_A, PORT_B, SMALL},
 };
 
-/// Where the lender is for the borrower.
+/// The lender's address for the borrower.
 const TCP: &str = "tcp:127.0.0.1:4000";
 
 pub fn what_no_ntb_can_do_is_told_before_the_vm_starts(host: &Host) -> Result<()> {
@@ -33,7 +33,7 @@ pub fn what_no_ntb_can_do_is_told_before_the_vm_starts(host: &Host) -> Result<()
         &words,
     )?;
     lender.stop()?;
-    // The other port is taken by a lender that lends nothing else.
+    // The other port is in use by a lender that lends another device.
     let port = host.lend(HERE, &format!("--ntb {PORT_B} --dma-test t"))?;
     let lender = {
         let again = format!("lend --listen {TCP} --vfio disk0={DRIVE} --ntb {PORT_B}");
@@ -58,7 +58,7 @@ pub fn what_no_ntb_can_do_is_told_before_the_vm_starts(host: &Host) -> Result<()
     host.verdict()?;
     let args = format!("--lender {TCP} --ntb {PORT_A} --memory 64M");
     let backend = host.serve(BORROWER, "a", "disk0", &args)?;
-    // No I/O: one VMM is on both sides of this NTB, and cannot answer itself.
+    // No I/O: one VMM is at both sides of this NTB, and cannot answer its own DMA commands.
     backend.stop()?;
     lender.stop()?;
     ensure!(host.driver(DRIVE)? == "nvme");

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::host::{Host, Place, socket};
 
-/// A scripted VMM that waits for its next step. Dropped, it goes on.
+/// A scripted VMM that waits for its next step. It continues to run after a drop.
 pub struct Scripted<'a> {
     host: &'a Host,
     vm: &'static str,
@@ -37,14 +37,14 @@ impl<'a> Scripted<'a> {
         })
     }
 
-    /// Has it begin a step.
+    /// Starts a step.
     pub fn begin(&mut self, step: &str) -> Result<()> {
         self.steps += 1;
         let command = format!("echo '{step}' >/tmp/{}.in", self.vm);
         self.host.exec_ok(&command, SHORT).map(drop)
     }
 
-    /// The answer to the step that was begun last.
+    /// The result of the last step that was started.
     pub fn answer(&self) -> Result<Value> {
         let (vm, n) = (self.vm, self.steps);
         let command = format!(
@@ -56,7 +56,7 @@ impl<'a> Scripted<'a> {
         serde_json::from_str(line.trim()).with_context(|| format!("scripted-vmm printed `{line}`"))
     }
 
-    /// Has it do a step, which has to succeed.
+    /// Performs a step, which must succeed.
     pub fn step(&mut self, step: &str) -> Result<Value> {
         let answer = self.try_step(step)?;
         let log = format!("cat /tmp/{}.log", self.vm);
@@ -68,22 +68,22 @@ impl<'a> Scripted<'a> {
         Ok(answer["found"].clone())
     }
 
-    /// Has it do a step.
+    /// Performs a step.
     pub fn try_step(&mut self, step: &str) -> Result<Value> {
         self.begin(step)?;
         self.answer()
     }
 
-    /// Ends it in the middle of whatever it does.
+    /// Kills it during whatever step is running.
     pub fn kill(self) -> Result<()> {
-        // It may have ended already, refused.
+        // It may have exited already, after a refusal.
         let kill = format!("kill -KILL $(cat /tmp/{}.pid) 2>/dev/null; true", self.vm);
         self.host.exec_ok(&kill, SHORT)?;
         self.running.wait_for(SHORT)?;
         Ok(())
     }
 
-    /// Ends it well.
+    /// Ends it regularly.
     pub fn quit(self) -> Result<()> {
         self.host
             .exec_ok(&format!("echo quit >/tmp/{}.in", self.vm), SHORT)?;

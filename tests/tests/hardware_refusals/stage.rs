@@ -1,5 +1,5 @@
-//! The host that everything is tried on: two drives, a network card, an IOMMU
-//! group of two, a device that cannot be reset, and both ports of two NTBs.
+//! The shared host: two NVMe devices, a network card, an IOMMU group of two, a device
+//! without reset, and both ports of two NTBs.
 
 use std::{path::Path, time::Instant};
 
@@ -9,27 +9,27 @@ use farside_tests::{Cluster, Daemon, MIB, SHORT, testbed};
 
 use crate::host::Host;
 
-/// A drive that nothing uses.
+/// An unused NVMe device.
 pub const DRIVE: &str = "0000:00:04.0";
-/// A drive with a mounted file system.
+/// An NVMe device with a mounted file system.
 pub const MOUNTED: &str = "0000:00:05.0";
-/// A bridge: the root port above the card.
+/// A bridge: the card's root port.
 pub const BRIDGE: &str = "0000:00:06.0";
 /// A network card with SR-IOV, whose interface is up.
 pub const CARD: &str = "0000:01:00.0";
-/// A conventional function, which has no driver, and its group's other one.
+/// A conventional PCI function without driver, and the other one of its group.
 pub const GROUPED: &str = "0000:02:01.0";
 pub const NEIGHBOUR: &str = "0000:02:02.0";
-/// A function without any reset.
+/// A function without a reset method.
 pub const NO_RESET: &str = "0000:00:08.0";
 /// Both ports of an NTB.
 pub const PORT_A: &str = "0000:00:10.0";
 pub const PORT_B: &str = "0000:00:11.0";
-/// Both ports of another, whose windows differ.
+/// Both ports of another NTB, whose windows differ.
 pub const SMALL: &str = "0000:00:12.0";
 pub const LARGE: &str = "0000:00:13.0";
 
-/// The host, and what runs outside of it.
+/// The host, and the processes outside it.
 pub struct Stage {
     pub host: Host,
     _cluster: Cluster,
@@ -99,7 +99,7 @@ impl Stage {
     }
 }
 
-/// An NVMe drive of 64 MiB.
+/// An NVMe device of 64 MiB.
 pub fn drive(cluster: &Cluster, vm: VmBuilder, name: &str, at: &str) -> Result<VmBuilder> {
     let image = cluster.image(name, 64 * MIB)?;
     Ok(vm.args([

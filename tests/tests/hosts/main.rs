@@ -1,6 +1,6 @@
-//! Physical devices lent in VMs that play hosts, with Linux's VFIO and an emulated
-//! VT-d, and used by guests in these VMs. What is judged comes from the kernels'
-//! own output: IOMMU trace events, interrupt counts, refused DMA.
+//! Physical devices lent in VMs that play hosts, with Linux's VFIO and an emulated VT-d,
+//! and used by nested guests. The checks use the kernels' own output: IOMMU trace events,
+//! interrupt counts, DMA faults.
 
 use anyhow::ensure;
 use farside_tests::{
@@ -15,7 +15,7 @@ type Test = fn(&Set<'_>) -> anyhow::Result<()>;
 fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
-    // Each has two VMs or three, some in others, and all of the machine.
+    // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
     let tests: [(&str, Test); 3] = [
         (

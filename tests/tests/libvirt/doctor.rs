@@ -1,5 +1,4 @@
-//! `farside doctor` on a host where libvirt is new: what it says to type makes a
-//! VM start.
+//! `farside doctor` on a host with a fresh libvirt: the suggested commands make a VM start.
 
 use std::fs;
 
@@ -9,12 +8,12 @@ use serde_json::Value;
 
 use crate::stage::Stage;
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
-/// What it finds of one VM.
+/// Findings on one VM.
 fn doctor(stage: &Stage) -> Result<Vec<Value>> {
-    // A busy machine is no sick one.
+    // A loaded machine must not cause timeouts.
     let words = ["farside", "doctor", "web1", "--json", "--timeout", "120"];
     let ended: Ended = stage.run(&words)?;
     let report: Value =
@@ -25,7 +24,7 @@ fn doctor(stage: &Stage) -> Result<Vec<Value>> {
     Ok(findings.clone())
 }
 
-/// What to type against a problem that is found.
+/// The suggested command for a finding.
 fn fix(findings: &[Value], check: &str, word: &str) -> Result<String> {
     let found = findings.iter().find(|finding| {
         let what = finding["what"].as_str().unwrap_or_default();
@@ -43,12 +42,12 @@ pub fn what_it_says_to_type_makes_a_domain_start(stage: &Stage) -> Result<()> {
         stage.lender().display()
     );
     fs::write(stage.path("/etc/farside/vm/web1.toml"), description).context("describing")?;
-    // An upgrade that went wrong.
+    // As after a failed upgrade.
     stage.sh("chmod 644 /etc/libvirt/hooks/qemu")?;
 
     let found = doctor(stage)?;
     let hook = fix(&found, "hook", "not executable")?;
-    // Nothing but its first part: systemd does not run this host.
+    // Only its first part: systemd is not running on this host.
     let (chmod, restart) = hook.split_once(" && ").context("two commands")?;
     ensure!(restart.starts_with("systemctl restart"), "{hook}");
     stage.sh(chmod)?;
@@ -77,7 +76,7 @@ pub fn what_it_says_to_type_makes_a_domain_start(stage: &Stage) -> Result<()> {
         .collect();
     ensure!(ill.is_empty(), "of a VM that runs: {ill:#?}");
 
-    // A backend that is killed leaves its sockets.
+    // A killed backend leaves its sockets.
     let backend = stage.pid_of(&["--vm", "web1", "serve"])?;
     stage.sh(&format!("kill -KILL {backend}"))?;
     stage.virsh(&["destroy", "web1"])?;

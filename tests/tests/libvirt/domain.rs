@@ -1,5 +1,5 @@
-//! A domain of the host: a user's own, with borrowed devices put into it by
-//! `farside libvirt --edit`.
+//! A domain of the host: a user's domain, to which `farside libvirt --edit` adds borrowed
+//! devices.
 
 use std::{fs, os::unix::fs::PermissionsExt, time::Duration};
 
@@ -12,14 +12,14 @@ use crate::stage::{Stage, boot_xml};
 /// Bytes that a test writes.
 pub const DATA: u64 = 8 << 20;
 
-/// A domain that is defined.
+/// A defined domain.
 pub struct Domain<'s, 'a> {
     stage: &'s Stage<'a>,
     pub vm: String,
     agent: AgentPort,
 }
 
-/// The XML of a domain as its user wrote it, without borrowed devices.
+/// The XML of a user's domain, without borrowed devices.
 pub fn plain_xml(vm: &str, agent: &AgentPort) -> Result<String> {
     Ok(format!(
         "<domain type='qemu'>
@@ -54,8 +54,8 @@ pub fn plain_xml(vm: &str, agent: &AgentPort) -> Result<String> {
 }
 
 impl<'s, 'a> Domain<'s, 'a> {
-    /// Defines a domain that borrows these devices: puts them into its user's XML
-    /// as a user does.
+    /// Defines a domain that borrows these devices: adds them to the user's XML as a user
+    /// would.
     pub fn define(stage: &'s Stage<'a>, vm: &str, devices: &[&str]) -> Result<Self> {
         let agent = AgentPort::listen(vm, stage.cluster.folder())?;
         let xml = plain_xml(vm, &agent)?;
@@ -78,7 +78,7 @@ impl<'s, 'a> Domain<'s, 'a> {
         })
     }
 
-    /// Writes its description for this host. `more` are lines of it.
+    /// Writes its configuration for this host, with additional lines `more`.
     pub fn describe(&self, devices: &[&str], more: &str) -> Result<()> {
         let text = format!(
             "manager = \"libvirt\"\nmemory = \"512M\"\ndevices = {devices:?}\n\
@@ -90,12 +90,12 @@ impl<'s, 'a> Domain<'s, 'a> {
         fs::write(&path, text).with_context(|| path.display().to_string())
     }
 
-    /// Its XML, as it is defined.
+    /// Its XML, as defined.
     pub fn xml(&self) -> Result<String> {
         self.stage.virsh(&["dumpxml", "--inactive", &self.vm])
     }
 
-    /// Defines it anew.
+    /// Redefines it.
     pub fn redefine(&self, xml: &str) -> Result<()> {
         let name = format!("{}.again.xml", self.vm);
         let file = self.stage.cluster.file(&name, xml)?;
@@ -105,25 +105,25 @@ impl<'s, 'a> Domain<'s, 'a> {
 
     /// Starts it and waits for the guest's agent.
     pub fn boot(&self) -> Result<Guest> {
-        // Of a QEMU that ended before it ran a guest.
+        // Connections of a QEMU that ended before it ran a guest.
         while self.agent.accept(Duration::ZERO).is_ok() {}
         self.stage.virsh(&["start", &self.vm])?;
         self.guest()
     }
 
-    /// Waits for the guest that somebody has started, and its agent.
+    /// Waits for a guest that was started elsewhere, and its agent.
     pub fn guest(&self) -> Result<Guest> {
         let guest = self.agent.accept(SHORT)?;
         guest.wait_agent(BOOT)?;
         Ok(guest)
     }
 
-    /// Ends it at once, as if it lost power.
+    /// Destroys it, as at a power loss.
     pub fn destroy(&self) -> Result<()> {
         self.stage.virsh(&["destroy", &self.vm]).map(drop)
     }
 
-    /// Lets QEMU connect to the agent's socket and write the console as any user.
+    /// Allows QEMU to connect to the agent's socket and to write the console as any user.
     pub fn let_anyone_in(&self) -> Result<()> {
         fs::write(self.agent.console(), "").context("making the console's file")?;
         for path in [self.agent.socket(), self.agent.console()] {
@@ -133,7 +133,7 @@ impl<'s, 'a> Domain<'s, 'a> {
         Ok(())
     }
 
-    /// What its backend has logged.
+    /// The log of its backend.
     pub fn backend_log(&self) -> Result<String> {
         let path = self.stage.path("/var/lib/farside/vm");
         let path = path.join(&self.vm).join("backend.log");
@@ -141,8 +141,8 @@ impl<'s, 'a> Domain<'s, 'a> {
     }
 }
 
-/// Writes [`DATA`] bytes to a drive and reads them back from the medium. Returns
-/// their checksum.
+/// Writes [`DATA`] bytes to a disk and reads them back from the medium. Returns their
+/// checksum.
 pub fn write_and_read(guest: &Guest, drive: &str) -> Result<String> {
     guest.wait_path(drive, SHORT)?;
     let written = guest.exec_ok(
@@ -160,7 +160,7 @@ pub fn write_and_read(guest: &Guest, drive: &str) -> Result<String> {
     Ok(written.to_owned())
 }
 
-/// The checksum of the first [`DATA`] bytes of a drive.
+/// The checksum of the first [`DATA`] bytes of a disk.
 pub fn read(guest: &Guest, drive: &str) -> Result<String> {
     guest.wait_path(drive, SHORT)?;
     let read = guest.exec_ok(

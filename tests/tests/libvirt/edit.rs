@@ -1,10 +1,10 @@
-//! Domains that libvirt keeps, changed by `farside libvirt`.
+//! Domains defined in libvirt, edited by `farside libvirt`.
 
 use anyhow::{Result, ensure};
 
 use crate::{domain::Domain, stage::Stage};
 
-/// Each drive's size.
+/// Size of each NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
 pub fn what_libvirt_wrote_anew_is_edited_again_and_undone(stage: &Stage) -> Result<()> {
@@ -24,7 +24,7 @@ pub fn what_libvirt_wrote_anew_is_edited_again_and_undone(stage: &Stage) -> Resu
         Ok(ended.stdout)
     };
 
-    // libvirt has moved and filled in much; to farside it is the same domain.
+    // libvirt has rearranged and completed the XML; farside still accepts it.
     let one = domain.xml()?;
     change(&one, &["--check", "-"])?;
     ensure!(change(&one, &["--edit", "-", "--device", "disk0"])? == one);
@@ -45,7 +45,7 @@ pub fn what_libvirt_wrote_anew_is_edited_again_and_undone(stage: &Stage) -> Resu
     ensure!(borrowers()? == [None, web1()], "{:?}", borrowers()?);
     domain.destroy()?;
 
-    // The last one gone, it is a domain as any other.
+    // Without the last device, it is an ordinary domain.
     domain.redefine(&change(&domain.xml()?, &["--remove", "-"])?)?;
     ensure!(!domain.xml()?.contains("urn:farside"), "{}", domain.xml()?);
     stage.virsh(&["start", "--paused", "web1"])?;

@@ -1,5 +1,5 @@
-//! Two hosts with libvirt, each with files, processes and a network of its own, a wire
-//! between them, and ssh over it.
+//! Two hosts with libvirt, each with separate files, processes and network, connected by a
+//! veth pair, with ssh between them.
 
 use std::{
     fs,
@@ -14,16 +14,16 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::stage::{AS_ROOT, Stage};
 
-/// How often to look at what has no event.
+/// Polling interval for conditions without an event.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// Where the next [`Trap`] is.
+/// Path of the next [`Trap`].
 const TRAP: &str = "/run/trap";
 
-/// At what a command waits that is held.
+/// The FIFO at which a held command waits.
 const GATE: &str = "/run/gate";
 
-/// What stands in front of virsh.
+/// The wrapper of virsh.
 const VIRSH: &str = include_str!("virsh.sh");
 
 /// The hosts.
@@ -32,23 +32,23 @@ pub struct Hosts<'a> {
     pub b: Stage<'a>,
 }
 
-/// A command that waits until this is dropped.
+/// A held command, which continues when this is dropped.
 #[must_use]
 pub struct Held {
     _gate: OwnedFd,
 }
 
-/// What happens to who runs a command of virsh, once.
+/// What happens to the process that next runs a virsh command.
 #[derive(Clone, Copy, Debug)]
 pub enum Trap {
-    /// It is killed before.
+    /// It is killed before the command.
     DieBefore,
-    /// It is killed when that is done.
+    /// It is killed after the command.
     DieAfter,
 }
 
 impl<'a> Hosts<'a> {
-    /// Makes and connects them.
+    /// Creates and connects the hosts.
     pub fn new(cluster: &'a Cluster) -> Result<Self> {
         let hosts = Self {
             a: Stage::named(cluster, AS_ROOT, "a")?,
@@ -69,7 +69,7 @@ impl<'a> Hosts<'a> {
         [&self.a, &self.b]
     }
 
-    /// A host, and the other one.
+    /// A host, and its peer.
     pub fn pair(&self, from: &str) -> (&Stage<'a>, &Stage<'a>) {
         match from {
             "a" => (&self.a, &self.b),
@@ -107,7 +107,7 @@ impl<'a> Hosts<'a> {
         Ok(())
     }
 
-    /// root of each may log in at the other, with a key that is made now.
+    /// root of each may log in on the other, with a new key.
     fn let_each_other_in(&self) -> Result<()> {
         self.a.sh("umask 077 && mkdir -p /root/.ssh && ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/id_ed25519")?;
         let key = fs::read_to_string(self.a.path("/root/.ssh/id_ed25519"))?;
@@ -126,13 +126,13 @@ impl<'a> Hosts<'a> {
             }
             let names = "127.0.0.1 localhost\n10.99.0.1 a\n10.99.0.2 b\n";
             fs::write(host.path("/etc/hosts"), names).context("/etc/hosts")?;
-            // What PAM wants of a session is not there.
+            // The requirements of a PAM session are missing.
             host.sh("mkdir -p /run/sshd && /usr/sbin/sshd -o UsePAM=no")?;
         }
         Ok(())
     }
 
-    /// Who runs that command of virsh next on a host is killed there.
+    /// The process that next runs that virsh command on a host is killed there.
     pub fn trap(&self, host: &Stage, trap: Trap, command: &str) -> Result<()> {
         let when = match trap {
             Trap::DieBefore => "before",
@@ -141,13 +141,13 @@ impl<'a> Hosts<'a> {
         fs::write(host.path(TRAP), format!("{when} {command}\n")).context("a trap")
     }
 
-    /// Whether somebody was caught.
+    /// Whether the trap was triggered.
     pub fn is_sprung(&self, host: &Stage) -> bool {
         !host.path(TRAP).exists()
     }
 
-    /// That command of virsh waits on a host, when it is next run, for the end of what
-    /// [`Hosts::wait_held`] returns.
+    /// The next run of that virsh command on a host waits until the value of
+    /// [`Hosts::wait_held`] is dropped.
     pub fn hold(&self, host: &Stage, command: &str) -> Result<()> {
         host.sh(&format!("mkfifo {GATE}"))?;
         fs::write(host.path(TRAP), format!("held {command}\n")).context("a trap")
@@ -158,7 +158,7 @@ impl<'a> Hosts<'a> {
         let gate = host.path(GATE);
         let deadline = Instant::now() + BOOT;
         loop {
-            // Without a reader this fails.
+            // Fails without a reader.
             match rustix::fs::open(&gate, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty()) {
                 Ok(gate) => return Ok(Held { _gate: gate }),
                 Err(rustix::io::Errno::NXIO) => {}
@@ -169,7 +169,7 @@ impl<'a> Hosts<'a> {
         }
     }
 
-    /// What helps to understand a failure.
+    /// Logs for the analysis of a failure.
     pub fn story(&self) -> String {
         format!("{}\n{}", self.a.story(), self.b.story())
     }

@@ -8,7 +8,7 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
 pub fn a_domain_keeps_its_data_when_it_is_destroyed_started_and_shut_down(
@@ -35,7 +35,7 @@ pub fn a_domain_keeps_its_data_when_it_is_destroyed_started_and_shut_down(
             == Some("web1")
     );
 
-    // When virsh returns, the hook has given the drive back.
+    // When virsh returns, the hook has returned the device.
     domain.destroy()?;
     guest.wait_gone(BOOT)?;
     stage.nothing_left_of("web1")?;
@@ -86,7 +86,7 @@ pub fn two_domains_have_their_own_drives_and_a_third_is_told_who_has_one(
     let log = third.backend_log().context("why it did not start")?;
     ensure!(log.contains("web1"), "no word of who has it in {log}");
 
-    // One goes; the other does not notice.
+    // One domain ends without disturbing the other.
     first.destroy()?;
     stage.nothing_left_of("web1")?;
     ensure!(read(&guests.1, "/dev/nvme0n1")? == written.1);

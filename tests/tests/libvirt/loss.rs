@@ -1,4 +1,4 @@
-//! What is killed, or ended at the wrong moment.
+//! Processes killed, or ended at an inconvenient moment.
 
 use anyhow::{Result, ensure};
 use farside_tests::{BOOT, SHORT};
@@ -8,10 +8,10 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
-/// Reads and writes for as long as it can.
+/// Reads and writes until I/O fails.
 const BUSY: &str = "while dd if=/tmp/data of=/dev/nvme0n1 bs=64k oflag=direct 2>/dev/null; \
                     do dd if=/dev/nvme0n1 of=/dev/null bs=64k iflag=direct 2>/dev/null; done";
 
@@ -30,7 +30,7 @@ pub fn libvirtd_is_killed_and_the_domain_does_not_notice(stage: &Stage) -> Resul
     let again = write_and_read(&guest, "/dev/nvme0n1")?;
     ensure!(again != written);
 
-    // QEMU's end is libvirt's to notice, and the hook's to clean up after.
+    // libvirt detects QEMU's end, and the hook cleans up.
     let qemu = stage.pid_of(&["-name", "guest=web1,debug-threads=on"])?;
     stage.sh(&format!("kill -9 {qemu}"))?;
     stage.wait_off("web1")?;
@@ -38,7 +38,7 @@ pub fn libvirtd_is_killed_and_the_domain_does_not_notice(stage: &Stage) -> Resul
     stage.cluster.wait_free("disk0").map(drop)
 }
 
-/// Kills it, and starts another; `between` is done while there is none.
+/// Kills libvirtd, and starts another; `between` runs while there is none.
 fn restart_libvirtd(stage: &Stage, between: impl Fn() -> Result<()>) -> Result<()> {
     stage.kill_libvirtd()?;
     between()?;
@@ -65,7 +65,7 @@ pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(
     let written = write_and_read(&guest, "/dev/nvme0n1")?;
     let backend = stage.pid_of(&["serve", "--vm", "web1"])?;
     stage.sh(&format!("kill -9 {backend}"))?;
-    // The lender has seen its end, and the domain goes on without the drive.
+    // The lender has detected its end, and the domain continues without the device.
     stage.cluster.wait_free("disk0")?;
     let failed = guest.exec(
         "dd if=/dev/nvme0n1 of=/dev/null bs=4k count=1 iflag=direct",
@@ -75,7 +75,7 @@ pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(
         !failed.is_ok_and(|output| output.success()),
         "a drive without a backend was read"
     );
-    // Nor does a libvirtd that finds it so end it.
+    // A restarted libvirtd does not end such a domain either.
     restart_libvirtd(stage, || Ok(()))?;
     ensure!(stage.virsh(&["domstate", "web1"])? == "running");
     domain.destroy()?;

@@ -1,9 +1,8 @@
-//! libvirt for real: Debian's libvirtd runs domains that borrow devices, and
-//! farside's hook starts and ends their backends. Needs root, if only a user
-//! namespace's; skipped without it.
+//! A real libvirt: Debian's libvirtd runs domains that borrow devices, and farside's hook
+//! starts and stops their backends. Requires root, which may be a user namespace's; skipped
+//! without it.
 //!
-//! Each test has a host of its own; unless `--test-threads` says otherwise, two
-//! run at once.
+//! Each test has a separate host; unless `--test-threads` is given, two run concurrently.
 
 mod doctor;
 mod domain;
@@ -28,7 +27,7 @@ use stage::{AS_DEFAULT_USER, AS_ROOT, Stage};
 type Test = fn(&Stage) -> anyhow::Result<()>;
 type OfHosts = fn(&Hosts) -> anyhow::Result<()>;
 
-/// Test functions, named as they are, with their host's `qemu.conf`.
+/// Test functions, whose names the trials have, with their host's `qemu.conf`.
 macro_rules! tests {
     ($($module:ident :: $name:ident on $conf:ident),* $(,)?) => {
         [$((

@@ -1,4 +1,4 @@
-//! Domains that move between two hosts, each with a libvirt of its own.
+//! Domains that move between two hosts, each with a separate libvirt.
 
 use std::time::Instant;
 
@@ -15,24 +15,24 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
-/// Where the drive is, as the guest has it.
+/// Prints the device's address in the guest.
 const PLACE: &str = "readlink -f /sys/class/nvme/nvme0/device";
 
 fn migrate(to: &str) -> [&str; 5] {
     ["farside", "migrate", VM, "--to", to]
 }
 
-/// A domain on host `a` with a description, which does not run.
+/// A configured domain on host `a`, which does not run.
 fn define<'s, 'a>(hosts: &'s Hosts<'a>) -> Result<Domain<'s, 'a>> {
     let domain = Domain::define(&hosts.a, VM, &["disk0"])?;
     domain.describe(&["disk0"], "")?;
     Ok(domain)
 }
 
-/// libvirt and farside know the domain on the host `at`, and only there.
+/// libvirt and farside have the domain on the host `at` only.
 fn has_one_home(hosts: &Hosts, at: &str) -> Result<()> {
     let (home, other) = hosts.pair(at);
     let known = |host: &Stage| -> Result<(String, bool)> {
@@ -77,7 +77,7 @@ pub fn a_domain_moves_to_another_host_and_back_with_its_drive(hosts: &Hosts) -> 
     ensure!(said.contains("has moved to b"), "{said}");
     chain.grow(&guest)?;
 
-    // Back, with a farside that dies while libvirt there is asked to start the domain.
+    // Back, with a farside that dies while libvirt there starts the domain.
     hosts.hold(a, "start")?;
     std::thread::scope(|scope| {
         let migration = scope.spawn(|| b.run(&migrate("a")));
@@ -85,7 +85,7 @@ pub fn a_domain_moves_to_another_host_and_back_with_its_drive(hosts: &Hosts) -> 
         b.sh(&format!("kill -9 {}", b.pid_of_command(&migrate("a"))?))?;
         let ended = migration.join().map_err(|_| anyhow!("no end"))??;
         ensure!(!ended.status.success(), "{ended:?}");
-        // libvirt knows it here still, and may not run it.
+        // libvirt still has it defined here, and must not run it.
         let said = b.fails(&["virsh", "start", VM])?;
         ensure!(said.contains("on its way"), "{said}");
         b.nothing_left_of(VM)?;
@@ -107,7 +107,7 @@ pub fn a_domain_moves_to_another_host_and_back_with_its_drive(hosts: &Hosts) -> 
     a.nothing_left_of(VM)
 }
 
-/// What is in the way on host `b`: the domain runs on, and has not noticed.
+/// Obstacles on host `b`: the domain continues to run undisturbed.
 fn what_cannot_go_there_runs_on(hosts: &Hosts, guest: &Guest, lender: &Daemon) -> Result<()> {
     let (a, b) = (&hosts.a, &hosts.b);
     let refused = |words: &[&str]| -> Result<()> {
@@ -147,7 +147,7 @@ fn what_cannot_go_there_runs_on(hosts: &Hosts, guest: &Guest, lender: &Daemon) -
     has_one_home(hosts, "a")
 }
 
-/// It does not run, so that each move takes a moment.
+/// The domain does not run, so that each move is quick.
 pub fn a_domain_has_one_home_whatever_command_of_virsh_was_the_last(hosts: &Hosts) -> Result<()> {
     let (lender, _) = hosts.a.cluster.lend_disk(DRIVE)?;
     let domain = define(hosts)?;
@@ -156,7 +156,8 @@ pub fn a_domain_has_one_home_whatever_command_of_virsh_was_the_last(hosts: &Host
 
     what_would_stay_behind_is_refused(hosts, &domain)?;
 
-    // Where it is, who dies when, and where it is to be in the end.
+    // Old host, host of the killed process, time of the kill, virsh command, expected host at
+    // the end.
     let rounds = [
         ("a", "b", Trap::DieBefore, "define", "b"),
         ("b", "a", Trap::DieAfter, "define", "b"),
@@ -190,7 +191,8 @@ pub fn a_domain_has_one_home_whatever_command_of_virsh_was_the_last(hosts: &Host
         );
     }
 
-    // Who has it by all this gets the drive: as QEMU resets it, before any guest runs.
+    // The host that now has the domain can borrow the device: at QEMU's reset, before any
+    // guest runs.
     let b = &hosts.b;
     b.virsh(&["start", "--paused", VM])?;
     let leases = Ledger::default().audit(&lender)?;
@@ -199,10 +201,10 @@ pub fn a_domain_has_one_home_whatever_command_of_virsh_was_the_last(hosts: &Host
     b.nothing_left_of(VM)
 }
 
-/// A part of the domain that is only in this libvirt.
+/// A part of the domain that exists only in this libvirt.
 fn what_would_stay_behind_is_refused(hosts: &Hosts, domain: &Domain) -> Result<()> {
     let a = &hosts.a;
-    // Of a domain without disks there is nothing to take.
+    // A domain without disks has nothing to copy.
     let xml = domain.xml()?;
     let snapshot = format!(
         "<domainsnapshot><name>one</name><state>shutoff</state>\

@@ -1,4 +1,4 @@
-//! Devices plugged into a running domain, and out of it.
+//! Devices attached to a running domain, and detached.
 
 use anyhow::{Result, ensure};
 use farside_tests::SHORT;
@@ -8,10 +8,10 @@ use crate::{
     stage::Stage,
 };
 
-/// Each drive's size.
+/// Size of each NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
-/// A domain without a description: what farside knows of it is in its XML.
+/// A domain without a farside configuration: its XML has all the data.
 pub fn drives_are_attached_to_a_running_domain_and_detached(stage: &Stage) -> Result<()> {
     let _lender = stage.lend_two(DRIVE)?;
     let free = |device: &str| -> Result<()> {
@@ -39,14 +39,14 @@ pub fn drives_are_attached_to_a_running_domain_and_detached(stage: &Stage) -> Re
         read(&guest, "/dev/nvme1n1")? == on_second,
         "the data is gone"
     );
-    // A drive that the domain had from its start goes in the same way.
+    // A cold-plugged device can be detached in the same way.
     stage.ok(&["farside", "detach", "web1", "disk0"])?;
     guest.wait_no_path("/dev/nvme0n1", SHORT)?;
     free("disk0")?;
     ensure!(read(&guest, "/dev/nvme1n1")? == on_second);
 
-    // All that is while the domain runs: its XML is as it was, and so is its
-    // next start.
+    // Changes apply to the running domain only: its XML is unchanged, and so is its next
+    // start.
     ensure!(domain.xml()? == defined, "{}", domain.xml()?);
     ensure!(stage.virsh(&["dumpxml", "web1"])? == running);
     domain.destroy()?;
@@ -88,8 +88,8 @@ pub fn what_cannot_be_attached_or_detached_is_refused(stage: &Stage) -> Result<(
         &["port 0", "is taken"],
     )?;
 
-    // A guest that stands still cannot let go; later it does, and then another
-    // `detach` is what gives the drive back.
+    // A suspended guest cannot release the device; it does so later, and then another
+    // `detach` returns the device.
     stage.virsh(&["suspend", "web1"])?;
     refused(
         &["detach", "web1", "disk0", "--limit", "1"],

@@ -1,4 +1,4 @@
-//! Domains that cannot start, and what the hook makes of bad input.
+//! Domains that cannot start, and the hook's handling of invalid input.
 
 use anyhow::{Result, ensure};
 use farside_testbed::AgentPort;
@@ -8,7 +8,7 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
 pub fn a_domain_whose_lender_is_away_does_not_start_and_says_why(stage: &Stage) -> Result<()> {
@@ -20,7 +20,7 @@ pub fn a_domain_whose_lender_is_away_does_not_start_and_says_why(stage: &Stage) 
     }
     stage.nothing_left_of("web1")?;
 
-    // With a lender that has no such device.
+    // With a lender that lacks such a device.
     let lender = stage.cluster.lend(&["--dma-test", "dma0"])?;
     let said = stage.fails(&["virsh", "start", "web1"])?;
     for word in ["disk0", "farside devices"] {
@@ -104,7 +104,7 @@ pub fn the_hook_says_what_is_wrong_with_a_domain_of_ours(stage: &Stage) -> Resul
             "no {word:?} in {ended:?}"
         );
     }
-    // The end of what never began, and of what cannot be read.
+    // The end of a domain that never started, and of malformed XML.
     for xml in [half, &whole] {
         let words = ["/etc/libvirt/hooks/qemu", "web1", "release", "end", "-"];
         let ended = stage.run_with(&words, xml.as_bytes())?;
@@ -113,7 +113,7 @@ pub fn the_hook_says_what_is_wrong_with_a_domain_of_ours(stage: &Stage) -> Resul
             "{ended:?}"
         );
     }
-    // What a guest did with its devices is neither in a file nor comes with it.
+    // The state of the guest's devices is neither in a file nor transferred with it.
     for (operation, word) in [("restore", "--force-boot"), ("migrate", "farside migrate")] {
         let words = ["/etc/libvirt/hooks/qemu", "web1", operation, "begin", "-"];
         let ended = stage.run_with(&words, whole.as_bytes())?;
@@ -123,7 +123,7 @@ pub fn the_hook_says_what_is_wrong_with_a_domain_of_ours(stage: &Stage) -> Resul
         );
     }
 
-    // The hook outlives the program.
+    // The hook remains after the binary is removed.
     stage.sh("rm /usr/bin/farside")?;
     for (operation, xml, refused) in [
         ("prepare", whole.as_str(), true),

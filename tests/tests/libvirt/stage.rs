@@ -1,5 +1,5 @@
-//! A host with libvirt: Debian's libvirtd and QEMU in a Debian root, farside and
-//! its hook installed there as the package does. The lender is outside.
+//! A host with libvirt: Debian's libvirtd and QEMU in a Debian root, with farside and its
+//! hook installed as by the package. The lender is outside.
 
 use std::{
     ffi::OsStr,
@@ -17,7 +17,7 @@ use farside_testbed::{DebianRoot, Inside, Progress};
 use farside_tests::{Cluster, Daemon, Ended, SHORT, Status, testbed};
 use tempfile::TempDir;
 
-/// What a host with libvirt has installed.
+/// Packages installed on the host.
 const PACKAGES: &[&str] = &[
     "libvirt-clients",
     "libvirt-daemon-driver-qemu",
@@ -26,20 +26,20 @@ const PACKAGES: &[&str] = &[
     "qemu-system-x86",
 ];
 
-/// A command that hangs is ended after so many seconds.
+/// Timeout of a command, seconds.
 const COMMAND_LIMIT: &str = "300";
 
-/// Where the host finds the guest's kernel and initramfs.
+/// Path of the guest's kernel and initramfs on the host.
 const KERNEL: &str = "/srv/kernel";
 const INITRAMFS: &str = "/srv/initramfs";
 
-/// libvirt's settings for a host that is a container: there is nothing to confine
-/// QEMU with. QEMU runs as root.
+/// libvirt's settings for a host that is a container, which cannot confine QEMU. QEMU runs
+/// as root.
 pub const AS_ROOT: &str = "security_driver = \"none\"\nnamespaces = []\n\
                            cgroup_controllers = []\nuser = \"root\"\ngroup = \"root\"\n";
 
-/// As [`AS_ROOT`], but QEMU runs as the user that Debian's libvirt has for it.
-/// The kernel is in a cache, and libvirt is not to make it that user's own.
+/// As [`AS_ROOT`], but QEMU runs as the user that Debian's libvirt configures. libvirt must
+/// not change the owner of the kernel, which is in the cache.
 pub const AS_DEFAULT_USER: &str = "security_driver = \"none\"\nnamespaces = []\n\
                                    cgroup_controllers = []\ndynamic_ownership = 0\n";
 
@@ -55,8 +55,7 @@ impl<'a> Stage<'a> {
         Self::enter(cluster, qemu_conf, None)
     }
 
-    /// As [`Stage::new`], a host of that name with a network of its own, in which there
-    /// is nothing yet.
+    /// As [`Stage::new`], with that host name and a separate, empty network namespace.
     pub fn named(cluster: &'a Cluster, qemu_conf: &str, name: &str) -> Result<Self> {
         Self::enter(cluster, qemu_conf, Some(name))
     }
@@ -94,20 +93,20 @@ impl<'a> Stage<'a> {
             .and_then(|()| fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)))
             .context("installing the hook")?;
         // Root of a user namespace may not set the attributes (trusted.*) in which libvirt
-        // keeps former owners of files.
+        // stores former owners of files.
         let qemu_conf = format!("{qemu_conf}remember_owner = 0\n");
         fs::write(inside.path("/etc/libvirt/qemu.conf"), qemu_conf).context("qemu.conf")?;
         let log = "log_level = 3\nlog_outputs = \"3:file:/var/log/libvirt/libvirtd.log\"\n";
         fs::write(inside.path("/etc/libvirt/libvirtd.conf"), log).context("libvirtd.conf")?;
         fs::create_dir_all(inside.path("/etc/farside/vm")).context("/etc/farside/vm")?;
         let stage = Self { cluster, inside };
-        // The network may be the machine's: no bridge is to be made there.
+        // The network may be the machine's: create no bridge there.
         stage.sh("rm -f /etc/libvirt/qemu/networks/autostart/*")?;
         stage.sh("virtlogd -d && libvirtd -d")?;
         Ok(stage)
     }
 
-    /// A program of the machine, in the host's network.
+    /// A command of the machine, in the host's network namespace.
     pub fn in_network(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -116,7 +115,7 @@ impl<'a> Stage<'a> {
         command
     }
 
-    /// The host's first process, as this one numbers it.
+    /// The process id of the host's first process, in this process's PID namespace.
     pub fn pid(&self) -> u32 {
         self.inside.pid()
     }
@@ -126,12 +125,12 @@ impl<'a> Stage<'a> {
         self.inside.path(path)
     }
 
-    /// The address of the lender outside.
+    /// The address of the lender, which is outside.
     pub fn lender(&self) -> PathBuf {
         self.cluster.folder().join("lender.sock")
     }
 
-    /// Lends the drives `disk0` and `disk1`, of so many bytes each.
+    /// Lends the NVMe devices `disk0` and `disk1`, of `len` bytes each.
     pub fn lend_two(&self, len: u64) -> Result<Daemon> {
         let (one, two) = (
             self.cluster.image("disk0", len)?,
@@ -145,7 +144,7 @@ impl<'a> Stage<'a> {
             .lend(&["--nvme", &drives[0], "--nvme", &drives[1]])
     }
 
-    /// Runs a program of the host to its end, with that on its standard input.
+    /// Runs a command on the host to its end, with that standard input.
     pub fn run_with(&self, words: &[&str], input: &[u8]) -> Result<Ended> {
         let mut command: Command = self.inside.command("timeout");
         command.args(["--kill-after=5", COMMAND_LIMIT]).args(words);
@@ -156,7 +155,7 @@ impl<'a> Stage<'a> {
             .spawn()
             .with_context(|| format!("running {words:?}"))?;
         let mut stdin = child.stdin.take().context("no standard input")?;
-        // What ends without reading all of it is no error.
+        // A command may exit without reading all of it.
         let _ = stdin.write_all(input);
         drop(stdin);
         let output = child.wait_with_output()?;
@@ -167,42 +166,42 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// Runs a program of the host to its end.
+    /// Runs a command on the host to its end.
     pub fn run(&self, words: &[&str]) -> Result<Ended> {
         self.run_with(words, b"")
     }
 
-    /// As [`Stage::run`], for what has to succeed. Returns what it printed.
+    /// As [`Stage::run`]; the command must succeed. Returns its output.
     pub fn ok(&self, words: &[&str]) -> Result<String> {
         let ended = self.run(words)?;
         ensure!(ended.status.success(), "{words:?}: {ended:?}");
         Ok(ended.stdout.trim().to_owned())
     }
 
-    /// As [`Stage::run`], for what has to fail. Returns its complaint.
+    /// As [`Stage::run`]; the command must fail. Returns its error output.
     pub fn fails(&self, words: &[&str]) -> Result<String> {
         let ended = self.run(words)?;
         ensure!(!ended.status.success(), "{words:?} succeeded: {ended:?}");
         Ok(ended.stderr)
     }
 
-    /// A shell command of the host that has to succeed.
+    /// A shell command on the host that must succeed.
     pub fn sh(&self, script: &str) -> Result<String> {
         self.ok(&["sh", "-c", script])
     }
 
-    /// A `virsh` command that has to succeed.
+    /// A `virsh` command that must succeed.
     pub fn virsh(&self, args: &[&str]) -> Result<String> {
         self.ok(&[&["virsh", "--quiet"], args].concat())
     }
 
-    /// Whether a backend of that VM runs on the host, as `farside status` has it.
+    /// Whether a backend of that VM runs on the host, according to `farside status`.
     pub fn backend_runs(&self, vm: &str) -> Result<bool> {
         let status = self.run(&["farside", "status", "--json"])?;
         Ok(Status::from_json(&status.stdout)?.0.backend(vm).is_some())
     }
 
-    /// Nothing of that VM is left: no domain runs, no QEMU, no backend, no socket.
+    /// Nothing is left of that VM: no domain runs, no QEMU, no backend, no socket.
     pub fn nothing_left_of(&self, vm: &str) -> Result<()> {
         let state = self.virsh(&["domstate", vm])?;
         ensure!(state == "shut off", "domain {vm} is {state}");
@@ -221,7 +220,7 @@ impl<'a> Stage<'a> {
         Ok(())
     }
 
-    /// Waits until a domain is shut off: libvirt tells only who stays connected.
+    /// Waits until a domain is shut off: libvirt sends events only to connected clients.
     pub fn wait_off(&self, vm: &str) -> Result<()> {
         let deadline = Instant::now() + SHORT;
         loop {
@@ -233,8 +232,8 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// The process id, as the host has it, of the one process with all those words
-    /// among its arguments.
+    /// The process id, in the host's PID namespace, of the only process with all those
+    /// words among its arguments.
     pub fn pid_of(&self, words: &[&str]) -> Result<u32> {
         let mut found = self.processes()?;
         found.retain(|(_, command)| {
@@ -247,7 +246,7 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// The process id, as the host has it, of the one process with exactly those
+    /// The process id, in the host's PID namespace, of the only process with exactly those
     /// arguments.
     pub fn pid_of_command(&self, words: &[&str]) -> Result<u32> {
         let mut found = self.processes()?;
@@ -263,7 +262,7 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Kills libvirtd, and returns when there is none.
+    /// Kills libvirtd, and waits for its end.
     pub fn kill_libvirtd(&self) -> Result<()> {
         let libvirtd = self.pid_of(&["libvirtd"])?;
         self.sh(&format!("kill -9 {libvirtd}"))?;
@@ -271,7 +270,7 @@ impl<'a> Stage<'a> {
             .map(drop)
     }
 
-    /// Starts libvirtd, and returns when it listens.
+    /// Starts libvirtd, and waits until it listens.
     pub fn start_libvirtd(&self) -> Result<()> {
         self.sh("libvirtd -d").map(drop)
     }
@@ -290,7 +289,7 @@ impl<'a> Stage<'a> {
             .collect())
     }
 
-    /// What helps to understand a failure.
+    /// Logs for the analysis of a failure.
     pub fn story(&self) -> String {
         let logs = "tail -n 40 /var/log/libvirt/libvirtd.log /var/log/libvirt/qemu/*.log \
                     /var/lib/farside/vm/*/*.log 2>/dev/null || true";
@@ -299,7 +298,7 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// The root, once in a process.
+/// The Debian root, prepared once per process.
 fn root() -> Result<&'static DebianRoot> {
     static ROOT: OnceLock<Result<DebianRoot, String>> = OnceLock::new();
     ROOT.get_or_init(|| {
@@ -313,13 +312,13 @@ fn root() -> Result<&'static DebianRoot> {
     .map_err(|error| anyhow!("{error}"))
 }
 
-/// What libvirt found out about QEMU, which takes it seconds: shared by the hosts.
+/// libvirt's QEMU capabilities, whose probing takes seconds: shared by the hosts.
 fn probed() -> Result<&'static Path> {
     static FOLDER: OnceLock<Result<TempDir, String>> = OnceLock::new();
     FOLDER
         .get_or_init(|| {
             let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-            // QEMU's user looks in, too.
+            // Readable by QEMU's user, too.
             fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))
                 .map_err(|error| error.to_string())?;
             Ok(folder)
@@ -329,7 +328,7 @@ fn probed() -> Result<&'static Path> {
         .map_err(|error| anyhow!("{error}"))
 }
 
-/// How a domain boots the test bed's guest.
+/// The XML that boots the test bed's guest.
 pub fn boot_xml() -> Result<String> {
     let testbed = testbed()?;
     let name = |path: &Path| -> Result<String> {

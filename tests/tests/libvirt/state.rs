@@ -1,5 +1,5 @@
-//! What libvirt does to a running domain: what cannot be done with a borrowed
-//! device is refused, and the domain goes on; what can be done works.
+//! libvirt's operations on a running domain: those that a borrowed device does not allow
+//! are refused, and the domain continues; the others work.
 
 use anyhow::{Result, ensure};
 use farside_tests::BOOT;
@@ -9,7 +9,7 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
 pub fn a_domain_is_not_saved_nor_moved_but_paused_and_rebooted(stage: &Stage) -> Result<()> {
@@ -19,7 +19,7 @@ pub fn a_domain_is_not_saved_nor_moved_but_paused_and_rebooted(stage: &Stage) ->
     let written = write_and_read(&guest, "/dev/nvme0n1")?;
     let lent = || stage.cluster.status()?.lent("disk0");
 
-    // All of these write the state of its devices somewhere.
+    // All of these save the state of its devices.
     let refused: [&[&str]; 5] = [
         &["managedsave", "web1"],
         &["save", "web1", "/tmp/web1.save"],
@@ -52,8 +52,8 @@ pub fn a_domain_is_not_saved_nor_moved_but_paused_and_rebooted(stage: &Stage) ->
     stage.virsh(&["resume", "web1"])?;
     ensure!(read(&guest, "/dev/nvme0n1")? == written);
 
-    // libvirt presses the power button, and starts the machine anew when it
-    // has gone off: QEMU stays, and with it the lease.
+    // libvirt sends an ACPI shutdown, and resets the machine after the power-off: QEMU
+    // keeps running, and so the lease is kept.
     let before = lent()?;
     stage.virsh(&["reboot", "web1", "--mode", "acpi"])?;
     guest.wait_boot(2, BOOT)?;
@@ -63,7 +63,7 @@ pub fn a_domain_is_not_saved_nor_moved_but_paused_and_rebooted(stage: &Stage) ->
     stage.nothing_left_of("web1")
 }
 
-/// What keeps a domain from being saved can be taken out of its XML.
+/// The entry that prevents a domain from being saved can be removed from its XML.
 pub fn a_state_that_was_saved_without_its_devices_is_not_restored(stage: &Stage) -> Result<()> {
     let (_lender, _) = stage.cluster.lend_disk(DRIVE)?;
     let domain = Domain::define(stage, "web1", &["disk0"])?;
@@ -83,7 +83,7 @@ pub fn a_state_that_was_saved_without_its_devices_is_not_restored(stage: &Stage)
     }
     stage.nothing_left_of("web1")?;
 
-    // libvirt 11.3 says "started", and does not start it.
+    // libvirt 11.3 prints "started", and does not start it.
     stage.virsh(&["start", "--paused", "web1"])?;
     stage.virsh(&["managedsave", "web1"])?;
     stage.run(&["virsh", "start", "web1"])?;

@@ -1,4 +1,4 @@
-//! QEMU under the user that Debian's libvirt has for it.
+//! QEMU as the user that Debian's libvirt configures.
 
 use std::{
     fs,
@@ -12,13 +12,13 @@ use crate::{
     stage::Stage,
 };
 
-/// The drive's size.
+/// Size of the NVMe namespace.
 const DRIVE: u64 = 64 << 20;
 
 pub fn qemu_of_another_user_reaches_its_devices_by_a_group(stage: &Stage) -> Result<()> {
     let (_lender, _) = stage.cluster.lend_disk(DRIVE)?;
     let domain = Domain::define(stage, "web1", &["disk0"])?;
-    // The test's own folder, with agent and console.
+    // The test's directory, with the agent's socket and the console.
     let open = |path: &std::path::Path, mode| {
         fs::set_permissions(path, fs::Permissions::from_mode(mode))
             .with_context(|| path.display().to_string())
@@ -26,7 +26,7 @@ pub fn qemu_of_another_user_reaches_its_devices_by_a_group(stage: &Stage) -> Res
     open(stage.cluster.folder(), 0o777)?;
     domain.let_anyone_in()?;
 
-    // Without a group that user may not connect.
+    // Without the group that user may not connect.
     let said = stage.fails(&["virsh", "start", "web1"])?;
     ensure!(said.contains("Permission denied"), "{said}");
     stage.nothing_left_of("web1")?;

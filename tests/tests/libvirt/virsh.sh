@@ -1,6 +1,6 @@
 #!/bin/sh
-# virsh; but first what /run/trap says: when ("before", "after" or "held") who runs
-# which of its commands meets its end, or waits for whoever has the gate.
+# Wraps virsh. /run/trap names a virsh command: "before" and "after" kill the parent process
+# before or after that command, "held" first waits until /run/gate is closed.
 if [ -e /run/trap ] && read -r when at < /run/trap && [ "$2" = "$at" ]; then
     rm /run/trap
     case $when in

@@ -1,4 +1,4 @@
-//! What would stop a migration, and a guest that does not let go.
+//! Obstacles to a migration, and a guest that does not release its device.
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
@@ -11,7 +11,7 @@ use crate::{checksum, fill, live, root_image, start};
 
 pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Completion> {
     let text = stage.description()?;
-    // Neither a lender nor a running VM: both are told at once.
+    // Neither a lender nor a running VM: both are reported together.
     told(
         stage,
         &live("b"),
@@ -25,13 +25,13 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     fine(stage, &cold)?;
     fine(stage, &live("b"))?;
 
-    // The name is taken.
+    // The name is in use.
     let there = stage.path("b", &format!("etc/vm/{VM}.toml"));
     fs::write(&there, "devices = []\n")?;
     told(stage, &cold, &["name", "there is a VM web1 already"])?;
     fs::remove_file(&there)?;
 
-    // No such host; one without farside.
+    // An unknown host; a host without farside.
     told(
         stage,
         &["migrate", VM, "--to", "nowhere"],
@@ -40,7 +40,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     let no_agent = [&cold[..], &["--rsh", "sh -c 'cat >/dev/null & exit 1'"]].concat();
     told(stage, &no_agent, &["other host", "same farside installed"])?;
 
-    // The address is not known, is not that host's, is not to be reached.
+    // The address is unknown, is not that host's, or is unreachable.
     stage.refused(
         "a",
         &["migrate", VM, "--to", "b", "--live", "--check"],
@@ -56,7 +56,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
         &["network", "127.0.0.1", "cannot be reached"],
     )?;
 
-    // What the description asks for. The VM runs on, so only the text changes.
+    // Requirements of the configuration. The VM keeps running, so only the text changes.
     let describe = |from: &str, to: &str| -> Result<()> {
         ensure!(text.contains(from), "no {from} in {text}");
         stage.describe(&text.replacen(from, to, 1))
@@ -92,7 +92,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     fs::remove_file(stage.path("a", "run/lender.sock"))?;
     stage.describe(&text)?;
 
-    // The image is on a file system that the other host does not have.
+    // The image is on a file system that the other host lacks.
     let hidden = root_image(stage).with_extension("hidden");
     fs::rename(root_image(stage), &hidden)?;
     told(
@@ -106,11 +106,11 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     told(stage, &live("b"), &["state", "stands still (paused)"])?;
     guest.qmp().execute("cont", json!({}))?;
 
-    // None of that has left anything.
+    // None of this has left any state.
     fine(stage, &live("b"))?;
     ensure!(files(stage)? == before, "{:?}, {before:?}", files(stage));
 
-    // What no check can know: the guest does not let go.
+    // No check can predict this: the guest does not release the device.
     let (_, epoch) = stage.holder()?.context("nobody has the drive")?;
     let late = [&live("b")[..], &["--shutdown-timeout", "2"]].concat();
     stage.refused(
@@ -126,7 +126,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     Ok(Completion::Completed)
 }
 
-/// Nothing stops it.
+/// Checks that nothing prevents the migration.
 fn fine(stage: &Stage, args: &[&str]) -> Result<String> {
     let said = stage.ok("a", &[args, &["--check"]].concat())?;
     ensure!(!said.contains("problem"), "{said}");
@@ -134,7 +134,7 @@ fn fine(stage: &Stage, args: &[&str]) -> Result<String> {
     Ok(said)
 }
 
-/// It is told what stops it, in these words, all of them in lines about problems.
+/// Checks that these words are all in lines about problems.
 fn told(stage: &Stage, args: &[&str], words: &[&str]) -> Result<()> {
     let ended = stage.run("a", &[args, &["--check"]].concat())?;
     ensure!(
@@ -165,7 +165,7 @@ fn told(stage: &Stage, args: &[&str], words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What the hosts keep of VMs and migrations, with how long each file is.
+/// The hosts' files about VMs and migrations, with their sizes.
 fn files(stage: &Stage) -> Result<BTreeMap<PathBuf, u64>> {
     let mut found = BTreeMap::new();
     let mut folders: Vec<PathBuf> = HOSTS
@@ -177,7 +177,7 @@ fn files(stage: &Stage) -> Result<BTreeMap<PathBuf, u64>> {
             let entry = entry?;
             match entry.file_type()?.is_dir() {
                 true => folders.push(entry.path()),
-                // The backend tells what it does.
+                // The backend logs its activity.
                 false if entry.path().extension().is_some_and(|ext| ext == "log") => {}
                 false => drop(found.insert(entry.path(), entry.metadata()?.len())),
             }

@@ -1,5 +1,5 @@
-//! A process in the guest that counts, and writes each number to the guest's own
-//! disk: number N to sector N, flushed, before it goes on.
+//! A process in the guest that counts, and writes each number to the guest's own disk:
+//! number N to sector N, flushed before the next one.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -22,11 +22,11 @@ while [ ! -e /run/stop ]; do
 done
 ";
 
-/// The process, as it was when it was started.
+/// The process at its start.
 pub struct Counter {
-    /// Process id and the time of its start, in the guest's clock ticks.
+    /// Process id and start time, in the guest's clock ticks.
     process: String,
-    /// The guest's boot.
+    /// The guest's boot id.
     boot: String,
     /// The last number seen.
     last: u64,
@@ -48,7 +48,8 @@ impl Counter {
         Ok(counter)
     }
 
-    /// It is the same process in the same guest, and counts on. Returns the number.
+    /// Checks that the same process runs in the same guest, and keeps counting. Returns the
+    /// number.
     pub fn goes_on(&mut self, guest: &Vm) -> Result<u64> {
         let (boot, process) = (boot(guest)?, process(guest)?);
         ensure!(
@@ -67,7 +68,7 @@ impl Counter {
             "it was at {}, and is at {first}",
             self.last
         );
-        // It writes more meanwhile.
+        // It continues to write meanwhile.
         let command = format!("while [ $(cat /run/number) -le {first} ]; do :; done");
         guest
             .exec_ok(&command, SHORT)
@@ -76,7 +77,7 @@ impl Counter {
         Ok(self.last)
     }
 
-    /// Stops it, and looks at what is on the disk, from outside the guest.
+    /// Stops it, and checks the disk's contents from outside the guest.
     pub fn stop(mut self, guest: &Vm, image: &Path) -> Result<u64> {
         self.goes_on(guest)?;
         guest.exec_ok(
@@ -106,7 +107,7 @@ fn number(guest: &Vm) -> Result<u64> {
 }
 
 fn process(guest: &Vm) -> Result<String> {
-    // Field 22 of stat; the name of a shell has no blanks.
+    // Field 22 of `stat`; the name of a shell has no blanks.
     let command = "pid=$(cat /run/pid); echo $pid $(cut -d ' ' -f 22 /proc/$pid/stat)";
     let text = guest.exec_ok(command, SHORT).context("it has ended")?;
     ensure!(text.split_whitespace().count() == 2, "it has ended: {text}");

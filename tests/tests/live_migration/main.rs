@@ -1,8 +1,8 @@
-//! Live migration with real guests, between two network namespaces, and the check
-//! that comes before.
+//! Live migration with real guests, between two network namespaces, and the preceding
+//! check.
 //!
-//! The guest has a disk of its own (virtio) on an image that both hosts see, and the
-//! borrowed drive.
+//! The guest has its own disk (virtio) on an image that both hosts share, and the borrowed
+//! NVMe device.
 
 mod checks;
 mod counter;
@@ -22,13 +22,13 @@ use libtest_mimic::{Arguments, Completion};
 type Make = fn() -> Result<Stage>;
 type Test = fn(&Stage) -> Result<Completion>;
 
-/// The image of the guest's own disk, in the stage's folder.
+/// The image of the guest's own disk, in the stage's directory.
 const ROOT: &str = "root.img";
 
-/// Where QEMU on each host can be reached by the other.
+/// The addresses at which the hosts' QEMUs are reachable.
 const ADDRESSES: [(&str, &str); 2] = [("a", "10.99.0.1"), ("b", "10.99.0.2")];
 
-/// Test functions, named as they are, and the stage of each.
+/// Test functions, whose names the trials have, and the stage of each.
 macro_rules! tests {
     ($($module:ident :: $name:ident on $stage:ident),* $(,)?) => {
         [$((
@@ -57,7 +57,7 @@ fn usual() -> Result<Stage> {
     Stage::with(with_root)
 }
 
-/// Nobody in the guest listens to hot plug.
+/// A stage whose guest does not handle hot plug.
 fn deaf() -> Result<Stage> {
     Stage::with(|folder, builder| {
         with_root(folder, builder).append("acpiphp.disable=1 pcie_ports=compat")
@@ -68,7 +68,7 @@ fn with_root(folder: &Path, builder: VmBuilder) -> VmBuilder {
     let disk = serde_json::json!({
         "driver": "raw",
         "node-name": "root",
-        // What the page cache of one host has, the other does not see.
+        // One host's page cache is not coherent with the other's.
         "cache": { "direct": true },
         "file": { "driver": "file", "filename": folder.join(ROOT) },
     });
@@ -112,17 +112,17 @@ fn live(to: &'static str) -> [&'static str; 7] {
     ]
 }
 
-/// The guest that has come to another host.
+/// The guest that has arrived on another host.
 fn arrived(stage: &Stage) -> Result<Vm> {
     let guest = stage.adopt(BOOT)?;
     guest.wait_path(DRIVE, SHORT)?;
     Ok(guest)
 }
 
-/// The borrowed drive.
+/// The borrowed disk.
 const DRIVE: &str = "/dev/nvme0n1";
 
-/// Has the guest fill the start of its borrowed drive. Returns the checksum.
+/// Fills the start of the borrowed disk in the guest. Returns the checksum.
 fn fill(guest: &Vm) -> Result<String> {
     let command = format!("head -c 1048576 /dev/urandom | dd of={DRIVE} bs=64k conv=fsync");
     guest.exec_ok(&command, SHORT)?;

@@ -1,4 +1,4 @@
-//! Live migrations that nothing disturbs.
+//! Undisturbed live migrations.
 
 use anyhow::{Context, Result, ensure};
 use farside_tests::{
@@ -9,7 +9,7 @@ use libtest_mimic::Completion;
 
 use crate::{arrived, checksum, counter::Counter, fill, live, root_image, start};
 
-/// Where the guest finds the drive.
+/// Prints the device's address in the guest.
 const ADDRESS: &str = "readlink -f /sys/class/nvme/nvme0/device";
 
 pub fn a_running_guest_goes_there_and_back(stage: &Stage) -> Result<Completion> {

@@ -1,4 +1,4 @@
-//! Live migrations in which something fails.
+//! Live migrations with failures.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::PathBuf, time::Instant};
 
@@ -12,7 +12,7 @@ use libtest_mimic::Completion;
 
 use crate::{DRIVE, arrived, checksum, counter::Counter, fill, live, root_image, start};
 
-/// Bytes a second: slow enough that there is time to disturb a transfer.
+/// Bytes per second: slow enough to interrupt a transfer.
 const SLOW: u64 = 16 << 20;
 
 pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Result<Completion> {
@@ -35,7 +35,7 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
         all().with_context(|| what.to_owned())
     };
 
-    // An address that the other host does not have: found before anything is done.
+    // An address that the other host lacks: detected before any change.
     let mut nowhere = live("b");
     nowhere[6] = "10.99.0.77";
     stage.refused("a", &nowhere, &["cannot listen at 10.99.0.77", "as it was"])?;
@@ -43,7 +43,7 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     let (_, same) = stage.holder()?.context("nobody has the drive")?;
     ensure!(same == first, "the drive was returned");
 
-    // QEMU there does not start, and nobody could have known.
+    // QEMU there does not start, which no check predicts.
     let text = stage.description()?;
     let program = shown(farside_tests::testbed()?.qemu());
     stage.describe(&text.replacen(&program, &shown(&broken(stage)?), 1))?;
@@ -51,7 +51,7 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     stage.describe(&text)?;
     let second = stayed("no QEMU", first)?;
 
-    // QEMU there is killed while it takes the guest.
+    // QEMU there is killed during the transfer.
     let migration = begin_slowly(stage, &guest)?;
     stage.qemus("b")?.into_iter().for_each(kill);
     let (moved, said) = migration.end(stage)?;
@@ -59,7 +59,7 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     ensure!(said.contains("as it was"), "{said}");
     stayed("killed", second)?;
 
-    // Nothing of all that is in the way of one that works.
+    // None of this prevents a successful migration.
     speed(&guest, 0)?;
     stage.ok("a", &live("b"))?;
     let guest = arrived(stage)?;
@@ -74,7 +74,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     let sum = fill(&guest)?;
     let mut counter = Counter::start(&guest)?;
 
-    // Taken back while it is under way: QEMU is told to stop.
+    // Taken back during the transfer: QEMU receives a cancel request.
     let migration = begin_slowly(stage, &guest)?;
     kill(migration.pid());
     migration.end(stage)?;
@@ -84,7 +84,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     ensure!(checksum(&guest)? == sum, "the drive has other data");
     counter.goes_on(&guest)?;
 
-    // Left alone: it is waited for.
+    // Resumed without a direction: it waits for the transfer.
     let migration = begin_slowly(stage, &guest)?;
     kill(migration.pid());
     migration.end(stage)?;
@@ -99,7 +99,8 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     Ok(Completion::Completed)
 }
 
-/// Begins a migration from `a` to `b`, and waits until guest memory is on its way.
+/// Begins a migration from `a` to `b`, and waits until the transfer of guest memory has
+/// begun.
 fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
     speed(guest, SLOW)?;
     let since = guest.qmp().event_count();
@@ -110,7 +111,7 @@ fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
             data["status"] == "active"
         });
     active.context("the transfer does not begin")?;
-    // What came so far is some of it, and not all.
+    // The transfer has begun and is incomplete.
     let deadline = Instant::now() + SHORT;
     loop {
         let told = guest
@@ -124,7 +125,7 @@ fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
     }
 }
 
-/// A QEMU that fails when it is to take a guest.
+/// A QEMU that fails as the destination of a migration.
 fn broken(stage: &Stage) -> Result<PathBuf> {
     let path = stage.folder().join("broken-qemu");
     let text = format!(
@@ -137,7 +138,7 @@ fn broken(stage: &Stage) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Bytes a second that QEMU sends at most; 0 for no limit.
+/// QEMU's bandwidth limit in bytes per second; 0 for none.
 fn speed(guest: &Vm, limit: u64) -> Result<()> {
     let parameters = serde_json::json!({ "max-bandwidth": limit });
     guest.qmp().execute("migrate-set-parameters", parameters)?;

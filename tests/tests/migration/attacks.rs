@@ -1,6 +1,6 @@
-//! What people and disks do to a migration besides ending its processes. The VM
-//! does not run meanwhile, so that each takes a moment; at the end it boots where
-//! it should be, with what it had written.
+//! Failures of a migration other than killed processes: concurrent users, malformed input,
+//! full disks. The VM does not run meanwhile, so that each case is quick; at the end it
+//! boots on the expected host, with its data intact.
 
 use std::{
     fs::{self, File},
@@ -17,7 +17,7 @@ use crate::{
     stage::{Chain, Ledger, Stage, VM, kill, shown},
 };
 
-/// How often both hosts go on at once.
+/// How often both hosts resume concurrently.
 const RACES: usize = 12;
 
 const MIGRATE: [&str; 4] = ["migrate", VM, "--to", "b"];
@@ -26,14 +26,14 @@ fn is_described(stage: &Stage, host: &str) -> bool {
     stage.path(host, &format!("etc/vm/{VM}.toml")).exists()
 }
 
-/// Begins a migration and ends its process in that step, or soon after.
+/// Begins a migration and kills its process in that step, or soon after.
 fn cut_off(stage: &Stage, from: &str, to: &str, step: &str) -> Result<()> {
     let migration = begin_until(stage, from, to, step)?;
     kill(migration.pid());
     migration.end(stage).map(drop)
 }
 
-/// The VM is where it should be, and the other host refuses it.
+/// The VM is on the expected host, and the other host refuses to start it.
 fn is_at(stage: &Stage, host: &str, what: &str) -> Result<()> {
     let home = one_home(stage).with_context(|| what.to_owned())?;
     ensure!(home == host, "{what}: it is at {home}, not {host}");
@@ -61,8 +61,8 @@ pub fn two_migrations_at_once_are_one(stage: &Stage) -> Result<Completion> {
     Ok(Completion::Completed)
 }
 
-/// Somebody at each of the hosts takes up a migration that was cut off; the one at the
-/// new host says, wrongly, that the old one is dead.
+/// Both hosts resume an interrupted migration; on the new host it is claimed, wrongly, that
+/// the old host is dead.
 pub fn both_hosts_go_on_at_once_and_one_has_the_vm(stage: &Stage) -> Result<Completion> {
     let mut random = Random::new(seed()?);
     let lender = stage.lend()?;
@@ -89,7 +89,7 @@ pub fn both_hosts_go_on_at_once_and_one_has_the_vm(stage: &Stage) -> Result<Comp
         let there = ["migration", "resume", VM, "--lost-host"];
         let both = [stage.begin(from, &here)?, stage.begin(to, &there)?];
         for migration in both {
-            // Each may be refused, by what the other has done.
+            // Each may be refused, depending on the other's progress.
             migration.end(stage)?;
         }
         settle(stage, from, false).with_context(|| what.clone())?;
@@ -104,7 +104,7 @@ pub fn both_hosts_go_on_at_once_and_one_has_the_vm(stage: &Stage) -> Result<Comp
     Ok(Completion::Completed)
 }
 
-/// What is no request leaves the host as it was, and says so.
+/// A malformed request leaves the host unchanged, and is reported.
 pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion> {
     let frame = |text: &str| {
         let mut frame = b"fsm1".to_vec();
@@ -134,7 +134,7 @@ pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion
             .stderr(Stdio::piped())
             .spawn()?;
         if let Some(mut stdin) = child.stdin.take() {
-            // It may hang up at the first bytes.
+            // The agent may close the connection at the first bytes.
             let _ = stdin.write_all(&bytes);
         }
         let output = child.wait_with_output()?;
@@ -142,8 +142,7 @@ pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion
         ensure!(output.status.code() == Some(1), "{what}: {}", output.status);
         ensure!(said.contains("error: "), "{what}: {said}");
     }
-    // In form, but from somebody who has not said Hello; and then with names that
-    // lead out of the folder.
+    // Well formed, but without a preceding Hello; and then with malformed VM names.
     let stop = |vm: &str| format!("{{\"StopThere\":{{\"id\":\"1\",\"vm\":{vm:?}}}}}");
     let answer = ask(stage, &[&frame(&stop(VM))])?;
     ensure!(answer.contains("first message must be Hello"), "{answer}");
@@ -160,7 +159,7 @@ pub fn garbage_for_the_agent_changes_nothing(stage: &Stage) -> Result<Completion
     Ok(Completion::Completed)
 }
 
-/// What the agent on host `a` answers to all of it.
+/// The replies of the agent on host `a`.
 fn ask(stage: &Stage, frames: &[&[u8]]) -> Result<String> {
     let mut child = stage
         .command("a", &["migration", "agent"])?
@@ -177,10 +176,10 @@ fn ask(stage: &Stage, frames: &[&[u8]]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A lender that cannot write a handover down does not do it; and a journal of the
-/// new host that somebody changed stops the migration there. No other harm is done.
+/// A lender that cannot persist a handover does not perform it; and a modified journal on
+/// the new host stops the migration there, without further damage.
 pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Completion> {
-    // First: what is mounted later may not be seen in its namespace.
+    // First: a mount made later may be invisible in its namespace.
     let disk = SmallDisk::mount(&stage.path("c", "state"))?;
     let lender = stage.lend()?;
     disk.fill()?;
@@ -203,7 +202,7 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
         (String::new(), "cut off or was changed"),
     ] {
         fs::write(&journal, &bad)?;
-        // Which of the hosts, and which file.
+        // The message names the host and the file.
         let file = shown(&journal);
         stage.refused("a", &["migration", "resume", VM], &[words, "b: ", &file])?;
         ensure!(is_described(stage, "a") && !is_described(stage, "b"));
@@ -215,7 +214,7 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
     Ok(Completion::Completed)
 }
 
-/// A small disk in the place of a folder, unmounted when it is dropped.
+/// A small file system mounted over a directory, unmounted on drop.
 struct SmallDisk {
     folder: PathBuf,
 }
@@ -234,7 +233,7 @@ impl SmallDisk {
         })
     }
 
-    /// Leaves no room.
+    /// Fills the file system.
     fn fill(&self) -> Result<()> {
         let mut file = File::create(self.folder.join("ballast"))?;
         let full = loop {
@@ -253,7 +252,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Fails only where it is gone.
+        // Fails only if it is already unmounted.
         let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
     }
 }
@@ -263,7 +262,7 @@ pub fn a_full_disk_stops_it_and_room_lets_it_go_on(stage: &Stage) -> Result<Comp
     let disks = ["a", "b"].map(|host| SmallDisk::mount(&stage.path(host, "state")));
     let [old, new] = disks;
     let (old, new) = (old?, new?);
-    // Before anything has happened: all is as it was.
+    // Before the first step: nothing has changed.
     for (disk, words) in [
         (&old, "No space left on device"),
         (&new, "No space left on device"),
@@ -273,7 +272,7 @@ pub fn a_full_disk_stops_it_and_room_lets_it_go_on(stage: &Stage) -> Result<Comp
         is_at(stage, "a", "a full disk")?;
         disk.empty()?;
     }
-    // In between: it goes on, or back, when there is room.
+    // In between: it resumes, or is taken back, once there is space.
     for (disk, back) in [(&old, false), (&new, false), (&old, true), (&new, true)] {
         let from = one_home(stage)?;
         let to = if from == "a" { "b" } else { "a" };

@@ -1,5 +1,5 @@
-//! Something is killed at a random step, and the migration taken up again. The
-//! seed is printed; `FARSIDE_SEED` repeats a run.
+//! A process is killed at a random step, and the migration is resumed. The seed is printed;
+//! `FARSIDE_SEED` repeats a run.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +10,10 @@ use libtest_mimic::Completion;
 
 use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill};
 
-/// How many, unless `FARSIDE_KILLS` says otherwise.
+/// Number of kills, unless `FARSIDE_KILLS` is set.
 const KILLS: usize = 4;
 
-/// The steps at which something is killed, as the journal names them.
+/// The steps at which a process is killed, as the journal names them.
 const STEPS: [&str; 7] = [
     "prepare",
     "shut-down",
@@ -24,10 +24,10 @@ const STEPS: [&str; 7] = [
     "finish",
 ];
 
-/// How often the journal is looked at.
+/// Polling interval of the journal.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// How often something is tried that may meet what is still ending.
+/// Attempts of an operation that may conflict with a process that is still ending.
 const ATTEMPTS: usize = 5;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,7 +47,7 @@ const VICTIMS: [Victim; 5] = [
     Victim::Qemu,
 ];
 
-/// Numbers that look random (xorshift64*).
+/// Pseudo-random numbers (xorshift64*).
 pub struct Random(u64);
 
 impl Random {
@@ -55,7 +55,7 @@ impl Random {
         Self(seed | 1)
     }
 
-    /// A number from 0 to `end`, which is not among them.
+    /// A number from 0 to `end`, exclusive.
     pub fn below(&mut self, end: usize) -> usize {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -71,7 +71,7 @@ fn from_env(name: &str) -> Result<Option<u64>> {
     }
 }
 
-/// What chance begins with: said, so that a run can be repeated.
+/// The random seed: printed, so that a run can be repeated.
 pub fn seed() -> Result<u64> {
     let seed = match from_env("FARSIDE_SEED")? {
         Some(seed) => seed,
@@ -114,7 +114,7 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
                 &mut lender,
                 &mut ledger,
             )?;
-            // Whether it succeeded depends on what it met.
+            // Its success depends on the timing.
             migration.end(stage)?;
             settle(stage, from, back)?;
             let at = one_home(stage)?;
@@ -143,7 +143,7 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
     Ok(Completion::Completed)
 }
 
-/// Starts a migration, and waits until that step has begun or all has ended.
+/// Starts a migration, and waits until that step has begun or the migration has ended.
 pub fn begin_until(stage: &Stage, from: &str, to: &str, step: &str) -> Result<Migration> {
     let begun = |text: &str| -> bool {
         let file: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
@@ -165,7 +165,7 @@ pub fn begin_until(stage: &Stage, from: &str, to: &str, step: &str) -> Result<Mi
     Ok(migration)
 }
 
-/// Kills.
+/// Kills the victim.
 fn strike(
     stage: &Stage,
     victim: Victim,
@@ -199,7 +199,7 @@ fn strike(
     Ok(())
 }
 
-/// `farside migration resume` until nothing is left to do.
+/// Repeats `farside migration resume` until nothing is left to do.
 pub fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
     let mut args = vec!["migration", "resume", VM];
     if back {
@@ -219,7 +219,7 @@ pub fn settle(stage: &Stage, from: &str, back: bool) -> Result<()> {
     bail!("`farside migration resume` does not come to an end: {last}")
 }
 
-/// The one host that has the VM; the other refuses to start it.
+/// The only host that has the VM; the other refuses to start it.
 pub fn one_home(stage: &Stage) -> Result<&'static str> {
     let described = |host: &str| stage.path(host, &format!("etc/vm/{VM}.toml")).exists();
     let homes: Vec<_> = HOSTS.into_iter().filter(|host| described(host)).collect();
@@ -237,9 +237,8 @@ pub fn one_home(stage: &Stage) -> Result<&'static str> {
     Ok(home)
 }
 
-/// The guest of a VM that was moved runs; none if it is the one that there was. One
-/// that lost its QEMU, backend or lender when it was killed has to be started
-/// anew, as it would be without any migration.
+/// The guest of a moved VM; `None` if it is still the former one. If QEMU, backend or
+/// lender was killed, the VM must be started anew, as it would be without any migration.
 fn revive(stage: &Stage, home: &'static str, victim: Victim, before: &Vm) -> Result<Option<Vm>> {
     if matches!(victim, Victim::Coordinator | Victim::Agent) {
         let running = stage.qemus(home)?;

@@ -1,9 +1,9 @@
 //! Cold migration with real guests, between two network namespaces.
 //!
-//! Each test has a stage of its own; when one fails, what was said on it is shown.
-//! There are six moves and four kills, of which each boots a guest, unless
-//! `FARSIDE_MIGRATIONS` and `FARSIDE_KILLS` say otherwise; `cargo xtask soak` has 50 and
-//! 20. `FARSIDE_SEED` repeats what chance has chosen.
+//! Each test has a separate stage; if it fails, the stage's logs are shown. There are six
+//! moves and four kills, each of which boots a guest, unless `FARSIDE_MIGRATIONS` and
+//! `FARSIDE_KILLS` are set; `cargo xtask soak` runs 50 and 20. `FARSIDE_SEED` repeats the
+//! random choices.
 
 mod attacks;
 mod kills;
@@ -17,7 +17,7 @@ use libtest_mimic::{Arguments, Completion};
 
 type Test = fn(&Stage) -> anyhow::Result<Completion>;
 
-/// Test functions, named as they are.
+/// Test functions; trials have their names.
 macro_rules! tests {
     ($($module:ident :: $name:ident),* $(,)?) => {
         [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as Test)),*]

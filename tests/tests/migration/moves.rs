@@ -1,4 +1,4 @@
-//! Migrations that nothing disturbs, and those that are refused.
+//! Undisturbed migrations, and refused ones.
 
 use std::{
     fs,
@@ -11,15 +11,15 @@ use libtest_mimic::Completion;
 
 use crate::stage::{Chain, Ledger, Stage, VM};
 
-/// How many, unless `FARSIDE_MIGRATIONS` says otherwise. Each boots a guest.
+/// Number of migrations, unless `FARSIDE_MIGRATIONS` is set. Each boots a guest.
 const MIGRATIONS: usize = 6;
 
-/// How long migrations took.
+/// Durations of migrations.
 #[derive(Default)]
 struct Times {
     /// Until `farside migrate` has ended: the new QEMU runs.
     moved: Vec<Duration>,
-    /// Until the new guest has its drive.
+    /// Until the new guest has its NVMe disk.
     usable: Vec<Duration>,
 }
 
@@ -97,18 +97,17 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
     Ok(Completion::Completed)
 }
 
-/// A backend on the old host that nobody asked whether it may run: the lender
-/// refuses it.
+/// A backend on the old host that does not check whether it may run: the lender refuses it.
 pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     stage: &Stage,
 ) -> Result<Completion> {
     let _lender = stage.lend()?;
     let text = stage.description()?;
-    // The VM need not run to move.
+    // A VM that does not run can move, too.
     stage.ok("a", &["migrate", VM, "--to", "b"])?;
     ensure!(stage.running()?.is_empty());
-    // The old host forgets all of it, and is described anew: as a disk that was
-    // restored from a backup.
+    // The old host loses its state, and is configured anew, as after a restore from a
+    // backup.
     fs::remove_dir_all(stage.path("a", "state"))?;
     stage.describe(&text)?;
     let ended = stage.run("a", &["start", VM])?;
@@ -117,7 +116,7 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     let log = fs::read_to_string(log)?;
     ensure!(log.contains("was moved to another host"), "{log}");
     ensure!(stage.holder()?.is_none());
-    // Nor does another VM, before the new host has had it.
+    // Nor is another VM lent the device, before the new host has borrowed it.
     let listed = stage.ok(
         "b",
         &[
@@ -134,7 +133,7 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     let _guest = stage.guest()?;
     let (holder, _) = stage.holder()?.context("nobody has the drive")?;
     ensure!(holder == VM);
-    // Somebody who knows that the new host is lost takes the VM back.
+    // The administrator declares the new host lost, and takes the VM back.
     stage.ok("a", &["migration", "claim", VM])?;
     ensure!(stage.holder()?.is_none(), "the lease there is over");
     stage.ok("a", &["start", VM])?;
@@ -142,8 +141,7 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     Ok(Completion::Completed)
 }
 
-/// The lender is a process of one of the two hosts between which the VM moves: first
-/// of the one that it leaves, then of the one that it goes to.
+/// The lender runs on one of the two hosts: first on the old one, then on the new one.
 pub fn the_lender_may_be_one_of_the_two_hosts(stage: &Stage) -> Result<Completion> {
     let image = stage.path("a", "disk0.img");
     fs::File::create(&image)?.set_len(64 << 20)?;
@@ -159,7 +157,7 @@ pub fn the_lender_may_be_one_of_the_two_hosts(stage: &Stage) -> Result<Completio
 
     stage.ok("a", &["start", VM])?;
     let mut chain = Chain::default();
-    // One that is dropped is killed.
+    // Dropping the old value kills it.
     let guest = stage.guest()?;
     chain.grow(&guest)?;
     stage.ok("a", &["migrate", VM, "--to", "b"])?;
@@ -196,7 +194,7 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
         Ok(())
     };
 
-    // The name is taken.
+    // The name is in use.
     let there = stage.path("b", &format!("etc/vm/{VM}.toml"));
     fs::write(&there, "devices = []\n")?;
     stage.refused("a", &migrate, &["there is a VM web1 already", "as it was"])?;
@@ -204,19 +202,19 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
     fs::remove_file(&there)?;
     runs_on("name")?;
 
-    // No such host.
+    // An unknown host.
     let nowhere = ["migrate", VM, "--to", "nowhere"];
     stage.refused("a", &nowhere, &["nowhere", "as it was"])?;
     runs_on("host")?;
 
-    // A program that is missing there. The VM runs, so only the text changes.
+    // A binary that is missing there. The VM keeps running, so only the text changes.
     let program = farside_tests::testbed()?.qemu().display().to_string();
     stage.describe(&text.replace(&program, "/no/such/qemu"))?;
     stage.refused("a", &migrate, &["/no/such/qemu", "as it was"])?;
     stage.describe(&text)?;
     runs_on("program")?;
 
-    // The lender's socket by a path that only this host has.
+    // A path of the lender's socket that only this host has.
     let lender = crate::stage::shown(&stage.lender_socket());
     let own = text.replace(&format!("lenders = [{lender:?}]"), "");
     ensure!(own != text);
@@ -230,13 +228,13 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
     stage.describe(&text)?;
     runs_on("socket")?;
 
-    // A guest that is paused would lose what it has in memory.
+    // A paused guest would lose its memory contents.
     guest.qmp().execute("stop", serde_json::json!({}))?;
     stage.refused("a", &migrate, &["stands still (paused)"])?;
     guest.qmp().execute("cont", serde_json::json!({}))?;
     runs_on("paused")?;
 
-    // A journal that somebody changed.
+    // A modified journal.
     let journal = stage.path("a", &format!("state/migrations/{VM}.json"));
     let before = fs::read_to_string(&journal)?;
     fs::write(&journal, before.replace("undone", "start"))?;

@@ -41,15 +41,16 @@ fn scenes(machine: &Machine) -> Result<()> {
     purged_while_it_runs(machine)
 }
 
-/// Nothing runs until somebody connects; then what is needed does, and is ready.
+/// Nothing runs until a client connects; then the required units are started and become
+/// ready.
 fn by_sockets(machine: &Machine) -> Result<()> {
     machine.sh(&format!("systemctl start {LENDER_SOCKET} {BACKEND_SOCKET}"))?;
     for unit in [LENDER, BACKEND] {
         let state = machine.show(unit, "ActiveState")?;
         ensure!(state == "inactive", "{unit} is {state} before it is asked");
     }
-    // It answers to whoever woke it when it is ready; a busy machine may need
-    // longer for that than the verb waits.
+    // It answers the first client once it is ready; on a loaded machine that may take
+    // longer than the command waits.
     let status = machine.sh("until farside status --vm web1 2> /dev/null; do :; done")?;
     ensure!(
         status.contains("web1") && status.contains("disk0"),
@@ -59,7 +60,7 @@ fn by_sockets(machine: &Machine) -> Result<()> {
         (LENDER, "lending at /run/farside/lender.sock"),
         (BACKEND, "serving disk0 to VM web1"),
     ] {
-        // It is active only when it has said that it is ready.
+        // It is active only after READY=1.
         ensure!(machine.show(unit, "Type")? == "notify", "{unit}");
         let state = machine.show(unit, "ActiveState")?;
         ensure!(state == "active", "{unit} is {state} and answers");
@@ -83,7 +84,7 @@ fn by_sockets(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// QEMU of another user gets in by its group, and only so.
+/// QEMU of another user can connect through its group only.
 fn admits_the_group(machine: &Machine) -> Result<()> {
     let modes = machine.sh("stat -c '%n %U:%G %a' /run/farside/vm/web1/*.sock \
          /run/farside/lender.sock")?;
@@ -104,15 +105,15 @@ fn admits_the_group(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// A backend that is killed is there again, at the same sockets.
+/// A killed backend is restarted, on the same sockets.
 fn comes_back(machine: &Machine) -> Result<()> {
     let socket = "stat -c %i /run/farside/vm/web1/disk0.sock";
-    // A slow machine may have had it started again before.
+    // On a slow machine it may have been restarted before.
     let restarts = || -> Result<u32> { Ok(machine.show(BACKEND, "NRestarts")?.parse()?) };
     let restarted = restarts()?;
     let before = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
     machine.sh(&format!("kill -KILL {}", before.0))?;
-    // The socket never went: this waits in it.
+    // The socket still exists: this waits in its backlog.
     machine.sh("until farside status --vm web1 > /dev/null 2>&1; do :; done")?;
     let after = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
     ensure!(
@@ -169,9 +170,9 @@ fn foreign_sockets_are_refused(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// The service alone makes its sockets, and removes them.
+/// Without socket unit, the service creates its sockets, and removes them.
 fn without_sockets(machine: &Machine) -> Result<()> {
-    // It may give its sockets only to groups that it is in.
+    // It can assign its sockets only to groups that it is a member of.
     let unit = "/etc/systemd/system/farside@web1.service.d/group.conf";
     machine.sh(&format!(
         "mkdir -p $(dirname {unit})
@@ -199,7 +200,7 @@ fn purged_while_it_runs(machine: &Machine) -> Result<()> {
     ensure!(left.is_empty(), "left after purge: {left}");
     let units = machine.sh("systemctl list-units --no-legend --plain 'farside*'")?;
     ensure!(units.is_empty(), "units after purge: {units}");
-    // What the user stored is the user's.
+    // Files of the user remain.
     machine.sh("test -e /etc/farside/vm/web1.toml")?;
     let stored = machine.sh("ls /var/lib/farside")?;
     ensure!(

@@ -1,12 +1,11 @@
-//! What `systemd-analyze security` thinks of a service.
+//! The exposure level of a service, according to `systemd-analyze security`.
 
 use anyhow::{Context, Result, ensure};
 
-/// Greatest exposure that is good enough; 0 is the tightest, 10 the loosest.
+/// Maximum acceptable exposure level; 0 is the tightest, 10 the loosest.
 const GREATEST: f64 = 2.0;
 
-/// Asks it, in a place where `sh` runs shell commands. `unit` is the unit, with
-/// options before it.
+/// Runs it where `sh` runs shell commands. `unit` is the unit, with preceding options.
 pub fn is_small(sh: &dyn Fn(&str) -> Result<String>, unit: &str) -> Result<()> {
     let said = sh(&format!("systemd-analyze security --no-pager {unit} 2>&1"))?;
     let verdict = said

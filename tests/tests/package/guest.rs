@@ -1,5 +1,5 @@
-//! A guest whose backend and QEMU are units: what a hardened unit forbids its
-//! process shows only when a device is really used.
+//! A guest whose backend and QEMU are units: the effects of hardening show only when a
+//! device is really used.
 
 use anyhow::{Context, Result, ensure};
 
@@ -12,14 +12,14 @@ const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
 const IMAGE: &str = "/var/lib/farside/disk0.img";
 const CONSOLE: &str = "/var/lib/farside/web1.console";
 
-/// What the guest does instead of starting a system: reads a line that is on the
-/// drive, writes one to its second sector, and powers off.
+/// The guest's script in place of a system: reads a line from the disk, writes one to its
+/// second sector, and powers off.
 const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
     $b mount -t devtmpfs dev /dev; $b modprobe nvme; until [ -b /dev/nvme0n1 ]; do :; done; \
     $b head -n 1 /dev/nvme0n1; \
     echo by-the-guest | $b dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; $b poweroff -f";
 
-/// A guest of the machine boots, with a real kernel and its NVMe driver.
+/// A nested guest boots, with a real kernel and its NVMe driver.
 pub fn uses_the_drive(machine: &Machine) -> Result<()> {
     describe(machine)?;
     machine.sh(&format!(
@@ -27,9 +27,9 @@ pub fn uses_the_drive(machine: &Machine) -> Result<()> {
          systemctl daemon-reload
          echo by-the-host | dd of={IMAGE} conv=notrunc status=none"
     ))?;
-    // Units, sockets, lender, limits, QEMU: all that the VM needs is there.
+    // Units, sockets, lender, limits, QEMU: the VM has all it needs.
     machine.sh("farside doctor --timeout 120 web1 2>&1")?;
-    // `--wait` would take D-Bus, which is not there.
+    // `--wait` would require D-Bus, which is missing.
     machine
         .sh(&format!(
             "systemctl start {QEMU}
@@ -51,7 +51,7 @@ pub fn uses_the_drive(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Adds QEMU and the guest's kernel to the VM's description.
+/// Adds QEMU and the guest's kernel to the VM configuration.
 fn describe(machine: &Machine) -> Result<()> {
     let accel = if machine.has_kvm()? { "kvm" } else { "tcg" };
     let description = machine.sh(&format!("cat {DESCRIPTION}"))?;

@@ -1,4 +1,4 @@
-//! What the package brings, seen where no service runs.
+//! The package's contents, without running services.
 
 use anyhow::{Result, ensure};
 
@@ -7,8 +7,8 @@ use crate::{
     stage::{Stage, install, sh},
 };
 
-/// Every file, with its owner and mode, but for those that apt and dpkg
-/// themselves, the linker and man keep about what is installed.
+/// Every file, with its owner and mode, except those that apt, dpkg, the linker and man
+/// keep about installed packages.
 const LIST: &str = "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /tmp \
     -o -path /run -o -path /package -o -path /var/lib/dpkg -o -path /var/lib/apt \
     -o -path /var/cache -o -path /var/log \\) -prune -o -printf '%p %u:%g %m\\n' | sort";
@@ -27,8 +27,8 @@ pub fn it_brings_what_is_needed_and_goes_without_a_trace(stage: &Stage) -> Resul
         "program {version}, package {packed}"
     );
 
-    // A library that nobody said is needed would be missing in a root this
-    // small, and the program would not have started. The package says it, too.
+    // With an undeclared library dependency, the binary would not have started in a root
+    // this small. The package declares it, too.
     let depends = sh("dpkg-query --show --showformat '${Depends}' farside")?;
     ensure!(
         depends.contains("libc6 (>= ") && depends.contains("systemd"),
@@ -51,7 +51,7 @@ pub fn it_brings_what_is_needed_and_goes_without_a_trace(stage: &Stage) -> Resul
     ensure!(completion.contains("_farside"), "{completion}");
     sh("test -s /usr/share/zsh/vendor-completions/_farside && \
         test -s /usr/share/fish/vendor_completions.d/farside.fish")?;
-    // Beside the user's own hook, not in its place.
+    // Beside the user's hook, not in its place.
     sh("test -x /etc/libvirt/hooks/qemu.d/farside && test ! -e /etc/libvirt/hooks/qemu")?;
     sh("getent passwd farside | grep -q nologin")?;
     let owner = sh("stat -c '%U:%G %a' /var/lib/farside")?;
@@ -70,8 +70,8 @@ pub fn it_brings_what_is_needed_and_goes_without_a_trace(stage: &Stage) -> Resul
     let left: Vec<&str> = after
         .lines()
         .filter(|line| !before.lines().any(|old| old == *line))
-        // Its numbers may be in use for files of the administrator: Debian's
-        // packages leave their users.
+        // Its ids may be in use for files of the administrator: Debian's packages keep
+        // their users on removal.
         .filter(|line| {
             let path = line.split(' ').next().unwrap_or_default();
             let users = ["passwd", "shadow", "group", "gshadow"];
@@ -84,8 +84,8 @@ pub fn it_brings_what_is_needed_and_goes_without_a_trace(stage: &Stage) -> Resul
     Ok(())
 }
 
-/// The devices of a description come into its socket unit; a description that is
-/// wrong costs no other VM its own.
+/// The devices of a configuration are in its socket unit; an invalid configuration does not
+/// affect those of other VMs.
 fn generator(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     sh("echo 'devices = [' > /etc/farside/vm/broken.toml; mkdir /tmp/units")?;
     let said = sh(
@@ -122,7 +122,7 @@ fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     Ok(())
 }
 
-/// It finds that there is no QEMU, and what brings one.
+/// It reports the missing QEMU, and the package that provides it.
 fn doctor(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     let said = sh("farside doctor --timeout 60 2>&1 || test $? = 1")?;
     let problem = said.lines().find(|line| line.starts_with("problem  qemu"));
@@ -133,7 +133,7 @@ fn doctor(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     Ok(())
 }
 
-/// Without systemd, as the user that the package made.
+/// Without systemd, as the user that the package created.
 fn lends_and_serves(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     let said = sh("set -eu
          install -o farside -g farside -m 600 /dev/null /var/lib/farside/disk0.img

@@ -10,8 +10,8 @@ use tempfile::TempDir;
 
 use crate::stage::sh;
 
-/// Replaces the test bed's own first process: mounts the disks and hands over to
-/// what is on one. The agent goes along, and QEMU for a guest of the machine.
+/// Replaces the test bed's process 1: mounts the disks and switches to the root on one of
+/// them. It brings the agent along, and QEMU for a nested guest.
 const SWITCH: &str = "\
 #!/bin/sh
 b=/usr/bin/busybox
@@ -48,10 +48,10 @@ Environment=PATH=/usr/sbin:/usr/bin HOME=/root LC_ALL=C.UTF-8
 const KVM_GROUP: &str = "getent group kvm > /dev/null || groupadd --system kvm
     [ ! -e /dev/kvm ] || { chgrp kvm /dev/kvm && chmod 660 /dev/kvm; }";
 
-/// Room on the disk; the image is sparse.
+/// Size of the disk; the image is sparse.
 const DISK: &str = "1G";
 
-/// For a command in the guest.
+/// Timeout of a command in the guest.
 const SOON: Duration = BOOT;
 
 pub struct Machine {
@@ -60,9 +60,9 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Boots a copy of what is inside.
+    /// Boots a copy of the contents of `inside`.
     pub fn boot(inside: &Inside) -> Result<Self> {
-        // udev, which says that a console is there, is not: nothing to wait for.
+        // Without udev, no device unit of the console ever appears: do not wait for it.
         sh(
             inside,
             &format!(
@@ -111,7 +111,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Runs a shell command that has to succeed, and returns what it printed.
+    /// Runs a shell command that must succeed, and returns its output.
     pub fn sh(&self, script: &str) -> Result<String> {
         self.vm
             .exec_ok(script, SOON)
@@ -123,7 +123,7 @@ impl Machine {
         self.vm.write_file(path, text.as_bytes())
     }
 
-    /// Whether a guest of the machine runs on KVM; else it is emulated.
+    /// Whether a nested guest runs on KVM; otherwise it is emulated.
     pub fn has_kvm(&self) -> Result<bool> {
         Ok(self.vm.exec("test -e /dev/kvm", SOON)?.success())
     }
@@ -134,7 +134,7 @@ impl Machine {
         Ok(value.trim().to_owned())
     }
 
-    /// What to read when a test fails.
+    /// Logs for the analysis of a failure.
     pub fn story(&self) -> String {
         let journal = self
             .vm
@@ -147,7 +147,7 @@ impl Machine {
         format!("journal:\n{journal}\nconsole:\n{}", end.join("\n"))
     }
 
-    /// Powers the VM off; all that was written goes with it.
+    /// Powers the VM off; its writes are discarded.
     pub fn end(self) -> Result<()> {
         self.vm.kill()
     }

@@ -1,11 +1,10 @@
-//! The Debian package, installed by dpkg in a clean Debian root, and used by
-//! systemd in a VM that boots from that root. Needs root, if only a user namespace's;
-//! skipped without it. `$FARSIDE_DEB` is the package, else what `cargo xtask
-//! deb` makes of the sources.
+//! The Debian package, installed by dpkg in a clean Debian root, and used by systemd in a
+//! VM that boots from that root. Requires root, which may be a user namespace's; skipped
+//! without it. `$FARSIDE_DEB` is the package, else the output of `cargo xtask deb`.
 //!
-//! - [`installed`]: what the package brings, and that it goes without a trace;
+//! - [`installed`]: the package's contents, and its removal without a trace;
 //! - [`booted`]: units, sockets and restarts under a real systemd;
-//! - [`guest`]: a guest in that VM, whose QEMU is a unit, too.
+//! - [`guest`]: a nested guest in that VM, whose QEMU is a unit, too.
 
 mod booted;
 mod exposure;
@@ -26,7 +25,7 @@ fn main() {
     farside_testbed::become_root();
     env_logger::init();
     let mut args = Arguments::from_args();
-    // Emulated guests are heavy.
+    // Emulated guests are expensive.
     args.test_threads.get_or_insert(2);
     let tests: [(&str, Test); 2] = [
         (

@@ -1,4 +1,4 @@
-//! The package and a Debian root to install it in, made once.
+//! The package and a Debian root for its installation, made once.
 
 use std::{fs, path::Path, process::Command, sync::OnceLock};
 
@@ -7,18 +7,18 @@ use farside_testbed::{DebianRoot, Inside, Progress};
 use farside_tests::{farside_program, testbed};
 use tempfile::TempDir;
 
-/// What the root has beside Debian's smallest system.
+/// Packages of the root besides Debian's minimal system.
 const PACKAGES: &[&str] = &["systemd", "systemd-sysv", "man-db"];
 
-/// Names a package to test, instead of one made of the sources here.
+/// Names a package to test, instead of building one.
 const GIVEN: &str = "FARSIDE_DEB";
 
-/// Where the root finds the package.
+/// Mount point of the package's directory in the root.
 const PACKAGE: &str = "/package";
 
 pub struct Stage {
     root: DebianRoot,
-    /// With the package alone in it.
+    /// Contains the package only.
     folder: TempDir,
 }
 
@@ -46,15 +46,14 @@ impl Stage {
         })
     }
 
-    /// A private copy of the root, in which the package lies but is not
-    /// installed.
+    /// A private copy of the root, which has the package, not installed.
     pub fn enter(&self) -> Result<Inside> {
         self.root
             .enter_with(&[(self.folder.path(), Path::new(PACKAGE))])
     }
 }
 
-/// Runs a shell command inside, and returns what it printed.
+/// Runs a shell command inside, and returns its output.
 pub fn sh(inside: &Inside, script: &str) -> Result<String> {
     let output = inside
         .command("sh")
@@ -71,8 +70,8 @@ pub fn sh(inside: &Inside, script: &str) -> Result<String> {
     Ok(stdout)
 }
 
-/// Installs the package as a user does. apt refuses when a dependency is named
-/// wrongly; all of them are in the root, so nothing is fetched.
+/// Installs the package as a user does. apt refuses misspelt dependencies; all of them are
+/// in the root, so nothing is fetched.
 pub fn install(inside: &Inside) -> Result<String> {
     sh(
         inside,
@@ -81,7 +80,7 @@ pub fn install(inside: &Inside) -> Result<String> {
     )
 }
 
-/// `cargo xtask deb`, with the program that the tests have built already.
+/// `cargo xtask deb`, with the binary that was built for the tests.
 fn make_package(to: &Path) -> Result<()> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["run", "--quiet", "--package", "xtask", "--"])

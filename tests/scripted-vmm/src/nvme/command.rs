@@ -5,27 +5,27 @@ use anyhow::{Result, ensure};
 
 use crate::ram::PAGE;
 
-/// Most bytes of a transfer: a list is one page, though it could go on.
+/// Most bytes of a transfer: the PRP list is limited to one page, without chaining.
 pub const MAX_TRANSFER: u64 = 1 << 20;
 
-/// What a command does.
+/// Opcodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opcode {
     /// Creates a submission queue.
     CreateSq,
     /// Creates a completion queue.
     CreateCq,
-    /// Describes the controller or a namespace.
+    /// Reads the identify data of the controller or a namespace.
     Identify,
     /// Sets a feature.
     SetFeatures,
-    /// Has doorbells in memory.
+    /// Configures the doorbell buffer in memory.
     DoorbellBufferConfig,
     /// Makes data durable.
     Flush,
-    /// Memory to drive.
+    /// Memory to namespace.
     Write,
-    /// Drive to memory.
+    /// Namespace to memory.
     Read,
 }
 
@@ -33,7 +33,7 @@ impl Opcode {
     fn code(self) -> u8 {
         match self {
             Opcode::Flush => 0x00,
-            // Those of admin and I/O commands overlap; the queue tells.
+            // Admin and I/O opcodes overlap; the queue distinguishes them.
             Opcode::CreateSq | Opcode::Write => 0x01,
             Opcode::Read => 0x02,
             Opcode::CreateCq => 0x05,
@@ -44,12 +44,12 @@ impl Opcode {
     }
 }
 
-/// A command that has no id yet.
+/// A command before it is assigned a command identifier.
 #[derive(Clone, Copy, Debug)]
 pub struct Command {
-    /// What to do.
+    /// Opcode.
     pub opcode: Opcode,
-    /// Namespace; 0 where none is meant.
+    /// Namespace identifier; 0 if unused.
     pub namespace: u32,
     /// Data pointer.
     pub prp: [u64; 2],
@@ -78,7 +78,7 @@ impl Command {
         }
     }
 
-    /// The 64 bytes of its entry.
+    /// The 64 bytes of its submission-queue entry.
     pub fn entry(&self, id: u16) -> [u8; 64] {
         let mut words = [0; 16];
         words[0] = u32::from(self.opcode.code()) | u32::from(id) << 16;
@@ -96,12 +96,11 @@ impl Command {
     }
 }
 
-/// The data pointer of `bytes` at `address`, and what to put into the page at
-/// `list` for it.
+/// The data pointer for `bytes` at `address`, and the PRP list to write to the page at
+/// `list`.
 ///
 /// # Errors
-/// When that is more than a list of one page has room for, or no page begins
-/// there.
+/// If `bytes` is 0 or exceeds [`MAX_TRANSFER`], or `address` is not page-aligned.
 pub fn data_pointer(address: u64, bytes: u64, list: u64) -> Result<([u64; 2], Vec<u8>)> {
     ensure!(
         address.is_multiple_of(PAGE) && bytes > 0 && bytes <= MAX_TRANSFER,
@@ -121,18 +120,18 @@ pub fn data_pointer(address: u64, bytes: u64, list: u64) -> Result<([u64; 2], Ve
     })
 }
 
-/// How a command ended.
+/// A command's completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The command's own result.
+    /// The command-specific result (dword 0).
     pub result: u32,
-    /// Status code, and its type from bit 8 on; 0 is success.
+    /// Status code, with its type from bit 8 on; 0 is success.
     pub status: u16,
 }
 
 impl Completion {
     /// # Errors
-    /// Names the status of a command that failed.
+    /// If the command failed; the message has its status.
     pub fn success(self, what: &str) -> Result<Self> {
         ensure!(
             self.status == 0,

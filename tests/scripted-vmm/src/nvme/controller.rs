@@ -1,4 +1,4 @@
-//! A drive from its enable to its disable.
+//! An NVMe controller from enable to disable.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use super::registers::{
 use crate::machine::Machine;
 use crate::ram::PAGE;
 
-/// A drive that works, with its queues.
+/// An enabled controller, with its queues.
 pub struct Controller {
     pub(super) admin: Queue,
     io: Vec<Queue>,
@@ -23,20 +23,20 @@ pub struct Controller {
     turn: usize,
 }
 
-/// A transfer between the drive and memory.
+/// A transfer between the namespace and memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
     /// [`Opcode::Read`] or [`Opcode::Write`].
     pub opcode: Opcode,
-    /// Where on the drive, bytes.
+    /// Offset in the namespace, bytes.
     pub offset: u64,
     /// Bytes.
     pub bytes: u64,
-    /// Where in memory.
+    /// Address in memory.
     pub address: u64,
 }
 
-/// Programs the admin queues and sets enable.
+/// Sets up the admin queues and sets enable.
 pub fn start(machine: &mut Machine) -> Result<Queue> {
     let capabilities = Capabilities::read(machine)?;
     ensure!(
@@ -60,12 +60,12 @@ pub fn status(machine: &mut Machine) -> Result<u32> {
     machine.device.load(0, CSTS)
 }
 
-/// Whether the controller takes commands.
+/// Whether the controller is ready for commands.
 pub fn is_ready(machine: &mut Machine) -> Result<bool> {
     Ok(status(machine)? & READY != 0)
 }
 
-/// Clears enable, and waits until the drive has stopped.
+/// Clears enable, and waits until the controller is no longer ready.
 pub fn stop(machine: &mut Machine) -> Result<()> {
     machine.device.store(0, CC, 0)?;
     machine.poll("disabling the drive", CSTS, |csts| csts & READY == 0)?;
@@ -73,10 +73,10 @@ pub fn stop(machine: &mut Machine) -> Result<()> {
 }
 
 impl Controller {
-    /// Brings the drive up with that many I/O queues, queue n with vector n.
+    /// Enables the controller with that many I/O queues; queue n uses vector n.
     ///
     /// # Errors
-    /// When the drive does not come up, or is none that this driver knows.
+    /// If the controller does not become ready, or this driver does not support it.
     pub fn bring_up(machine: &mut Machine, queues: u16, namespace: u32) -> Result<Self> {
         ensure!(
             (1..=MAX_QUEUES).contains(&queues) && u32::from(queues) < machine.vectors.len(),
@@ -104,7 +104,7 @@ impl Controller {
         Ok(controller)
     }
 
-    /// What it says of itself.
+    /// The controller's and the namespace's identity.
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
@@ -149,11 +149,10 @@ impl Controller {
         Ok(())
     }
 
-    /// Moves data between the drive and memory.
+    /// Moves data between the namespace and memory.
     ///
     /// # Errors
-    /// When the drive says so or does not answer, and when the transfer is not
-    /// one.
+    /// If the command fails or times out, or the transfer is invalid.
     pub fn transfer(&mut self, machine: &mut Machine, transfer: &Transfer) -> Result<()> {
         let (command, queue) = self.prepare(machine, transfer)?;
         let done = queue.run(machine, &command)?;
@@ -161,12 +160,12 @@ impl Controller {
         Ok(())
     }
 
-    /// The same, for a transfer that the drive may refuse or never answer.
-    /// Before it starts, `before` gets the one range of RAM that the drive may
-    /// write besides the transfer's.
+    /// As [`Controller::transfer`], for a transfer that the controller may fail or never
+    /// complete. Before it starts, `before` receives the one range of RAM that the
+    /// controller may write besides the transfer's.
     ///
     /// # Errors
-    /// When the connection is lost, and what `before` says.
+    /// If the connection is lost; also the errors of `before`.
     pub fn try_transfer<T>(
         &mut self,
         machine: &mut Machine,
@@ -180,7 +179,7 @@ impl Controller {
         Ok((queue.wait(machine)?, noted))
     }
 
-    /// The command, on the queue whose turn it is.
+    /// Builds the command, on the next queue in turn.
     fn prepare(&mut self, machine: &Machine, transfer: &Transfer) -> Result<(Command, &mut Queue)> {
         let block = self.identity.block_bytes;
         let end = transfer.offset.checked_add(transfer.bytes);
@@ -205,7 +204,7 @@ impl Controller {
         Ok((command, queue))
     }
 
-    /// Makes what was written durable.
+    /// Makes written data durable.
     ///
     /// # Errors
     /// As [`Controller::transfer`].
@@ -216,16 +215,16 @@ impl Controller {
         Ok(())
     }
 
-    /// Where a page for data is that the driver does not need.
+    /// A page for data that the driver does not use.
     pub fn spare_page(&self) -> u64 {
         self.admin.memory.page
     }
 
-    /// A shutdown, as drivers do before they go, and a disable. Returns
-    /// whether the drive said that it had shut down.
+    /// A normal shutdown, as drivers do before they unbind, and a disable. Returns whether
+    /// the controller reported the shutdown as complete.
     ///
     /// # Errors
-    /// When the drive does not stop.
+    /// If the controller does not clear its ready bit.
     pub fn shut_down(self, machine: &mut Machine) -> Result<bool> {
         machine.device.store(0, CC, ENABLE | SHUT_DOWN)?;
         let csts = machine.poll("shutting the drive down", CSTS, |csts| {

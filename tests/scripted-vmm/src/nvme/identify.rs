@@ -1,4 +1,4 @@
-//! What a drive says of itself (NVM Express 1.4, 5.15).
+//! Identify data structures (NVM Express 1.4, 5.15).
 
 use anyhow::{Result, ensure};
 
@@ -16,15 +16,15 @@ pub struct Identity {
     pub blocks: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Most bytes of a transfer, also for this driver.
+    /// Most bytes of a transfer, limited by controller and driver.
     pub transfer_bytes: u64,
 }
 
 impl Identity {
-    /// From the two structures, and the smallest page (CAP.MPSMIN).
+    /// Parses the two structures; `min_page` is the smallest page (CAP.MPSMIN).
     ///
     /// # Errors
-    /// When the namespace is none, or of blocks that this driver cannot use.
+    /// If the namespace is inactive, or its block size is unsupported.
     pub fn parse(controller: &[u8; 4096], namespace: &[u8; 4096], min_page: u64) -> Result<Self> {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
         let transfer_bytes = match controller[77] {

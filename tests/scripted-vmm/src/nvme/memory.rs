@@ -1,20 +1,20 @@
-//! Where the driver has its queues: 1 MiB of low RAM, from 1 MiB on.
+//! The memory of the driver's queues: 1 MiB of low RAM, from 1 MiB on.
 
 use std::ops::Range;
 
-/// All RAM that the driver uses for itself.
+/// All RAM that the driver reserves.
 pub const DRIVER_RAM: Range<u64> = 0x10_0000..0x20_0000;
 
-/// Most queue pairs besides the admin queues'.
+/// Most queue pairs besides the admin queue pair.
 pub const MAX_QUEUES: u16 = 32;
 
 /// Entries of each queue: a submission queue is one page.
 pub const ENTRIES: u16 = 64;
 
-/// Bytes that each queue pair has.
+/// Bytes per queue pair.
 const STRIDE: u64 = 0x4000;
 
-/// Where the memory of a queue pair is.
+/// Memory layout of a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueMemory {
     /// Submission queue.
@@ -28,7 +28,7 @@ pub struct QueueMemory {
 }
 
 impl QueueMemory {
-    /// That of queue pair `id`; 0 is the admin queues'.
+    /// The layout of queue pair `id`; 0 is the admin queue pair.
     pub fn of(id: u16) -> Self {
         let base = DRIVER_RAM.start + u64::from(id) * STRIDE;
         Self {
@@ -40,5 +40,5 @@ impl QueueMemory {
     }
 }
 
-// The last queue pair's memory still is the driver's.
+// The last queue pair's memory must end within the driver's.
 const _: () = assert!(DRIVER_RAM.start + (MAX_QUEUES as u64 + 1) * STRIDE <= DRIVER_RAM.end);

@@ -1,7 +1,7 @@
-//! A driver for NVMe drives (NVM Express 1.4), as small as one can be: one
-//! command at a time, each waited for by its interrupt. So a drive raises as
-//! many interrupts as it completes commands, and they can be counted. For measuring
-//! there is a queue pair that is polled instead ([`Polled`]).
+//! A minimal driver for NVMe controllers (NVM Express 1.4): one command at a time, each
+//! completion awaited by its interrupt. So the controller raises one interrupt per
+//! completed command, and tests can count them. For measurements there is a polled queue
+//! pair instead ([`Polled`]).
 
 mod command;
 mod controller;

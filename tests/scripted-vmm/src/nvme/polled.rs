@@ -1,6 +1,5 @@
-//! Random reads as a polling driver makes them: as many in flight as wanted,
-//! completions found in memory, no interrupt. A driver such as SPDK's does so;
-//! here it is for measuring the device.
+//! Random reads by a polling driver: a given queue depth, completions found in memory, no
+//! interrupts, as SPDK does. It measures the device.
 
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -14,21 +13,22 @@ use super::registers::Capabilities;
 use crate::machine::Machine;
 use crate::ram::PAGE;
 
-/// The queue pair's number. Below are those that interrupt.
+/// The queue pair's number. Lower numbers use interrupts.
 const ID: u16 = 2;
-/// Looks for a completion between two looks at the clock.
+/// Completion polls between two reads of the clock.
 const LOOKS: u32 = 64;
 
-/// How the device learns of new commands.
+/// How the device is notified of new commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Doorbells {
-    /// By its registers: every one is a message.
+    /// By doorbell registers: each write is a message.
     Registers,
-    /// By memory (Doorbell Buffer Config); by registers when it asks for that.
+    /// By memory (Doorbell Buffer Config), and by the register when the event index
+    /// requires it.
     Buffer,
 }
 
-/// A queue pair whose driver polls.
+/// A polled queue pair.
 #[derive(Debug)]
 pub struct Polled {
     memory: QueueMemory,
@@ -40,18 +40,17 @@ pub struct Polled {
     tail: u16,
     head: u16,
     phase: u32,
-    /// Commands that were submitted, and those of them that have completed.
+    /// Commands submitted, and the completed ones among them.
     submitted: u64,
     completed: u64,
 }
 
 impl Controller {
-    /// One more queue pair, for a driver that polls. Once there is a doorbell
-    /// buffer, it is for all queues, so a controller that interrupts too is not to
-    /// be used for that any more.
+    /// Adds a polled queue pair. A doorbell buffer applies to all queues, so with one the
+    /// controller's interrupt-driven queues must not be used any more.
     ///
     /// # Errors
-    /// When the drive refuses it.
+    /// If the controller refuses it.
     pub fn polled(&mut self, machine: &mut Machine, doorbells: Doorbells) -> Result<Polled> {
         let memory = QueueMemory::of(ID);
         for at in [memory.sq, memory.cq, memory.list, memory.page] {
@@ -98,11 +97,11 @@ impl Controller {
 }
 
 impl Polled {
-    /// Reads pages of the drive for as long as `time`, `depth` of them in flight.
-    /// Returns how many were read; nothing is in flight then.
+    /// Reads pages of the namespace for `time` at queue depth `depth`. Returns the number
+    /// of reads; none is in flight on return.
     ///
     /// # Errors
-    /// When a read fails or takes too long.
+    /// If a read fails or times out.
     pub fn read(&mut self, machine: &mut Machine, depth: u16, time: Duration) -> Result<u64> {
         ensure!(
             0 < depth && depth < ENTRIES,
@@ -138,11 +137,11 @@ impl Polled {
         Ok(self.completed - before)
     }
 
-    /// Fills the queue up to `depth`, and rings once.
+    /// Fills the queue up to `depth`, and rings the doorbell once.
     fn submit(&mut self, machine: &mut Machine, depth: u16) -> Result<()> {
         let old = self.tail;
         while self.submitted - self.completed < u64::from(depth) {
-            // Fibonacci hashing: every page in some order.
+            // Fibonacci hashing: visits every page in a scattered order.
             let page = self.submitted.wrapping_mul(0x9e37_79b9_7f4a_7c15) % self.pages;
             let blocks = PAGE / self.block_bytes;
             let to = DRIVER_RAM.end + self.submitted % u64::from(ENTRIES) * PAGE;
@@ -160,7 +159,7 @@ impl Polled {
         Ok(())
     }
 
-    /// Takes all completions there are, and rings once.
+    /// Reaps all completions, and rings the doorbell once.
     fn reap(&mut self, machine: &mut Machine) -> Result<bool> {
         let old = self.head;
         loop {
@@ -186,14 +185,14 @@ impl Polled {
         Ok(true)
     }
 
-    /// Writes a doorbell: to memory, where there is a buffer, and to the register
-    /// when the value passes the event index (NVM Express 1.4, 7.13).
+    /// Writes a doorbell: to memory if there is a buffer, and to the register if the value
+    /// passes the event index (NVM Express 1.4, 7.13).
     fn ring(&self, machine: &mut Machine, register: u64, value: u16, old: u16) -> Result<()> {
         if self.doorbells == Doorbells::Buffer {
             let offset = register - self.capabilities.tail_doorbell(0);
             let [values, events] = [self.memory.list, self.memory.page];
             machine.ram.store_u32(values + offset, value.into())?;
-            // Either the device sees the value or this sees its event index.
+            // Either the device sees the value or this reads its event index.
             fence(Ordering::SeqCst);
             let event = machine.ram.load_u32(events + offset)? as u16;
             if !passes(event, value, old) {

@@ -12,7 +12,7 @@ use crate::machine::Machine;
 const COMMAND_BYTES: u64 = 64;
 const COMPLETION_BYTES: u64 = 16;
 
-/// A queue pair with one command in it at most.
+/// A queue pair with a queue depth of one.
 #[derive(Debug)]
 pub struct Queue {
     id: u16,
@@ -27,8 +27,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Queue pair `id`, whose completions interrupt by `vector`. Its memory is
-    /// cleared.
+    /// Queue pair `id`, whose completions use interrupt vector `vector`. Clears its memory.
     pub fn new(
         machine: &Machine,
         capabilities: Capabilities,
@@ -50,18 +49,18 @@ impl Queue {
         })
     }
 
-    /// Where a page for data is.
+    /// The address of its data page.
     pub fn page(&self) -> u64 {
         self.memory.page
     }
 
-    /// Where the drive writes the next completion.
+    /// Where the controller writes the next completion.
     pub fn next_completion(&self) -> Range<u64> {
         let at = self.memory.cq + u64::from(self.head) * COMPLETION_BYTES;
         at..at + COMPLETION_BYTES
     }
 
-    /// Writes a command into the queue; the drive does not know yet.
+    /// Writes a command into the queue, without ringing the doorbell.
     pub fn put(&mut self, machine: &Machine, command: &Command) -> Result<()> {
         let at = self.memory.sq + u64::from(self.tail) * COMMAND_BYTES;
         machine.ram.write(at, &command.entry(self.next_id))?;
@@ -70,13 +69,13 @@ impl Queue {
         Ok(())
     }
 
-    /// Tells the drive.
+    /// Rings the doorbell.
     pub fn ring(&self, machine: &mut Machine) -> Result<()> {
         let at = self.capabilities.tail_doorbell(self.id);
         machine.device.store(0, at, self.tail.into())
     }
 
-    /// Puts, rings, and waits.
+    /// Submits a command, rings the doorbell, and waits for the completion.
     pub fn run(&mut self, machine: &mut Machine, command: &Command) -> Result<Completion> {
         self.put(machine, command)?;
         self.ring(machine)?;
@@ -89,11 +88,11 @@ impl Queue {
         })
     }
 
-    /// Waits for the completion of the one command, by its interrupt. None
-    /// when none of both comes in time.
+    /// Waits for the interrupt of the one command, and reads its completion. Returns `None`
+    /// if neither arrives in time.
     ///
     /// # Errors
-    /// A completion without an interrupt, and one that is invalid.
+    /// On a completion without an interrupt, and on an invalid completion.
     pub fn wait(&mut self, machine: &mut Machine) -> Result<Option<Completion>> {
         let deadline = machine.deadline();
         loop {

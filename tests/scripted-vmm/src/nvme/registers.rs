@@ -23,7 +23,7 @@ pub const FATAL: u32 = 1 << 1;
 const SHUTDOWN_STATUS: u32 = 0b11 << 2;
 const SHUTDOWN_COMPLETE: u32 = 0b10 << 2;
 
-/// Whether CSTS says that a shutdown has ended.
+/// Whether CSTS reports shutdown complete.
 pub fn is_shut_down(csts: u32) -> bool {
     csts & SHUTDOWN_STATUS == SHUTDOWN_COMPLETE
 }
@@ -39,22 +39,22 @@ impl Capabilities {
         Ok(Self(u64::from(high) << 32 | u64::from(low)))
     }
 
-    /// Entries of the largest queue.
+    /// Entries of the largest queue (CAP.MQES).
     pub fn max_entries(self) -> u32 {
         (self.0 as u32 & 0xffff) + 1
     }
 
-    /// Bytes of the smallest memory page.
+    /// Bytes of the smallest memory page (CAP.MPSMIN).
     pub fn min_page(self) -> u64 {
         4096 << (self.0 >> 48 & 0xf)
     }
 
-    /// Where the doorbell of a queue's tail (submission) is.
+    /// Offset of a queue's submission (tail) doorbell.
     pub fn tail_doorbell(self, queue: u16) -> u64 {
         DOORBELLS + u64::from(queue) * 2 * self.stride()
     }
 
-    /// Where the doorbell of a queue's head (completion) is.
+    /// Offset of a queue's completion (head) doorbell.
     pub fn head_doorbell(self, queue: u16) -> u64 {
         self.tail_doorbell(queue) + self.stride()
     }

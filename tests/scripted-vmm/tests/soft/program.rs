@@ -1,4 +1,4 @@
-//! The program: steps from its arguments and from its input.
+//! The binary: steps from its arguments and from standard input.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -69,7 +69,7 @@ fn steps_from_the_input_are_answered_one_by_one() {
     assert!(ask("io 64K").ok);
     writeln!(input, "quit").unwrap();
     let report: Report = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
-    // A step was wrong.
+    // One step was invalid.
     assert!(!report.ok);
     assert_eq!(report.checksum_ok, Some(true));
     assert_eq!(child.wait().unwrap().code(), Some(1));
@@ -91,11 +91,11 @@ fn what_cannot_be_is_said_at_once() {
         said.contains("connecting to the device socket /nowhere.sock"),
         "{said}"
     );
-    // Nobody has been disturbed.
+    // The device was not borrowed.
     assert_eq!(served.state(), "described");
 }
 
-/// The client itself would wait for ever.
+/// The client itself would block for ever.
 #[test]
 fn a_backend_that_never_answers_ends_the_program() {
     let dir = tempfile::tempdir().unwrap();

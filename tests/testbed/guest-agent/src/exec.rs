@@ -1,4 +1,4 @@
-//! Runs one shell command, with a deadline, and collects what it prints.
+//! Runs one shell command with a timeout, and collects its output.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -31,8 +31,8 @@ impl<R: Read + AsFd> Stream<R> {
         })
     }
 
-    /// Reads what is there; forgets the pipe at its end. What is beyond
-    /// [`MAX_OUTPUT`] is read (so that the command does not block) and dropped.
+    /// Reads the available output; closes the pipe at its end. Output beyond [`MAX_OUTPUT`]
+    /// is read (so that the command does not block) and discarded.
     fn drain(&mut self) {
         let Some(pipe) = &mut self.pipe else { return };
         let mut chunk = [0; 65536];
@@ -52,8 +52,8 @@ impl<R: Read + AsFd> Stream<R> {
     }
 }
 
-/// Runs `sh -c command`. Ends when the shell does, even if something that it
-/// left in the background still holds its output open.
+/// Runs `sh -c command`. Returns when the shell exits, even if a background process still
+/// holds its output open.
 pub fn run(command: &str, timeout: Duration) -> Result<Answer> {
     let deadline = Instant::now() + timeout;
     let mut child = Command::new("/bin/sh")
@@ -74,7 +74,7 @@ pub fn run(command: &str, timeout: Duration) -> Result<Answer> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() && !timed_out {
             timed_out = true;
-            // It may have ended this instant; then there is nothing to kill.
+            // It may have just exited, and then there is nothing to kill.
             let _ = kill_process_group(pid, Signal::KILL);
         }
         let wait = (!timed_out).then(|| Timespec {

@@ -1,4 +1,4 @@
-//! Files in the guest: reading, writing, waiting for one to come or go.
+//! Files in the guest: reading, writing, waiting for creation or removal.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use farside_guest_agent::MAX_OUTPUT;
 
-/// How often [`wait`] looks. sysfs and devtmpfs have no event that every kind
-/// of path gives, and a look costs microseconds.
+/// Polling interval of [`wait`]. sysfs and devtmpfs have no event for every kind of path,
+/// and a poll costs microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Writes `data` at `offset`; offset 0 makes the file anew.
+/// Writes `data` at `offset`; offset 0 truncates the file.
 pub fn write(path: &str, offset: u64, data: &[u8]) -> Result<()> {
     if let Some(folder) = Path::new(path).parent() {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -50,7 +50,7 @@ pub fn read(path: &str, offset: u64, len: u64) -> Result<Vec<u8>> {
     Ok(data)
 }
 
-/// Returns when `path` is there (or gone).
+/// Waits until `path` exists, or no longer exists.
 pub fn wait(path: &str, present: bool, timeout: Duration) -> Result<()> {
     let deadline = Instant::now() + timeout;
     while Path::new(path).exists() != present {

@@ -1,5 +1,5 @@
-//! Process 1: mounts what every Linux program expects, loads the modules that
-//! the guest needs to talk to the host, starts the agent and reaps orphans.
+//! Process 1: mounts the standard file systems, loads the modules for communication with
+//! the host, starts the agent and reaps orphans.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,7 +12,7 @@ use rustix::mount::{MountFlags, mount};
 use rustix::process::{WaitOptions, wait};
 use rustix::system::{RebootCommand, reboot};
 
-/// Written by the host: one module file a line, each after those it needs.
+/// Written by the host: one module file per line, each after its dependencies.
 const MODULE_LIST: &str = "/etc/farside/modules";
 
 /// Sets the guest up; returns only by powering the machine off.
@@ -21,8 +21,8 @@ pub fn run() -> Result<()> {
     if let Err(error) = &outcome {
         eprintln!("init: {error:#}");
     }
-    // Nothing is left to do for a guest without an agent, and a machine that
-    // goes off tells the host so at once, where a panic would let it wait.
+    // A guest without an agent is useless. Powering off notifies the host at once, whereas
+    // a panic would leave it waiting.
     rustix::fs::sync();
     reboot(RebootCommand::PowerOff).context("powering off")?;
     outcome
@@ -64,7 +64,7 @@ fn mount_all() -> Result<()> {
         mount(kind, target, kind, MountFlags::empty(), data)
             .with_context(|| format!("mounting {kind} on {target}"))?;
     }
-    // What udev would do; bash's and fio's users of process substitution need it.
+    // udev would create these; bash's and fio's users of process substitution need them.
     for (link, to) in [
         ("/dev/fd", "/proc/self/fd"),
         ("/dev/stdin", "/proc/self/fd/0"),
@@ -96,7 +96,7 @@ fn load_modules() -> Result<()> {
         let file = fs::File::open(path).with_context(|| format!("opening module {path}"))?;
         match rustix::system::finit_module(&file, c"", 0) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            // A module that cannot start (no such device) is no reason to stop.
+            // A module that fails to load (no such device) does not stop the boot.
             Err(error) => eprintln!("init: module {name}: {error}"),
         }
     }

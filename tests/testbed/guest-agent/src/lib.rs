@@ -1,9 +1,9 @@
-//! What the host and the agent in a test guest say to each other.
+//! The protocol between the host and the agent in a test guest.
 //!
-//! One JSON document a line, over a virtio-serial port. The agent speaks first
-//! ([`FromGuest::Hello`], once per boot, so that the host notices a reboot);
-//! then the host sends [`ToGuest`] and the agent answers each with one
-//! [`FromGuest::Reply`] of the same id, in the order in which the work ends.
+//! One JSON document per line, over a virtio-serial port. The agent sends first
+//! ([`FromGuest::Hello`], once per boot, so that the host detects a reboot); then the host
+//! sends [`ToGuest`] and the agent answers each with one [`FromGuest::Reply`] of the same
+//! id, in order of completion.
 
 #![forbid(unsafe_code)]
 
@@ -12,18 +12,18 @@ use serde::{Deserialize, Serialize};
 /// The virtio-serial port's name, as QEMU and the guest's sysfs show it.
 pub const PORT_NAME: &str = "farside.agent";
 
-/// Kernel command line option: modules that init shall not load, by comma.
+/// Kernel command line option: comma-separated modules that init must not load.
 pub const SKIP_MODULES_OPTION: &str = "farside.skip";
 
-/// The most of each output stream that one command may return.
+/// Maximum size of each output stream of a command.
 pub const MAX_OUTPUT: usize = 16 << 20;
 
 /// A message from the host.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ToGuest {
-    /// Chosen by the host; comes back in the reply.
+    /// Chosen by the host; returned in the reply.
     pub id: u64,
-    /// What to do.
+    /// The request.
     pub request: Request,
 }
 
@@ -33,7 +33,7 @@ pub struct ToGuest {
 pub enum FromGuest {
     /// The agent has started.
     Hello {
-        /// The kernel's id of this boot: another one means the guest rebooted.
+        /// The kernel's boot id: a different one means that the guest has rebooted.
         boot_id: String,
         /// As `uname -r` prints it.
         kernel: String,
@@ -42,7 +42,7 @@ pub enum FromGuest {
     Reply {
         /// The request's id.
         id: u64,
-        /// What came of it, or why it failed.
+        /// The result, or the error.
         result: Result<Answer, String>,
     },
 }
@@ -58,7 +58,7 @@ pub struct BarAddress {
     pub offset: u64,
 }
 
-/// How wide one access is.
+/// Access width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Width {
     /// One byte.
@@ -82,7 +82,7 @@ impl Width {
         }
     }
 
-    /// The width of that many bytes, when an access can have it.
+    /// The access width of that many bytes, if there is one.
     pub fn from_bytes(bytes: u64) -> Option<Self> {
         match bytes {
             1 => Some(Width::U8),
@@ -94,42 +94,42 @@ impl Width {
     }
 }
 
-/// What the host can ask for.
+/// Requests from the host.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Request {
-    /// Runs a shell command to its end, or kills its process group when the time is up.
+    /// Runs a shell command, and kills its process group on timeout.
     Exec {
         /// For `sh -c`.
         command: String,
-        /// How long it may take.
+        /// Timeout.
         timeout_ms: u64,
     },
     /// Reads from a BAR with one access.
     MmioRead {
-        /// Where.
+        /// Address.
         at: BarAddress,
-        /// How wide.
+        /// Width.
         width: Width,
     },
     /// Writes to a BAR with one access.
     MmioWrite {
-        /// Where.
+        /// Address.
         at: BarAddress,
-        /// How wide.
+        /// Width.
         width: Width,
-        /// What; bits above the width must be zero.
+        /// Value; bits above the width must be zero.
         value: u64,
     },
-    /// Writes one value to `count` consecutive places of a BAR.
+    /// Writes one value to `count` consecutive locations of a BAR.
     MmioFill {
-        /// Where the first goes.
+        /// Address of the first write.
         at: BarAddress,
-        /// How wide each access is.
+        /// Width of each access.
         width: Width,
-        /// What.
+        /// Value.
         value: u64,
-        /// How often.
+        /// Number of writes.
         count: u64,
     },
     /// Reads from configuration space through sysfs.
@@ -149,7 +149,7 @@ pub enum Request {
         offset: u64,
         /// One, two or four bytes.
         width: Width,
-        /// What.
+        /// Value.
         value: u64,
     },
     /// Allocates zeroed, locked, physically contiguous memory.
@@ -163,7 +163,7 @@ pub enum Request {
         handle: u64,
         /// Byte offset.
         offset: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
     },
     /// Writes allocated memory.
@@ -175,17 +175,17 @@ pub enum Request {
         /// Base64.
         data: String,
     },
-    /// Gives allocated memory back.
+    /// Frees allocated memory.
     FreePage {
         /// From [`Answer::Page`].
         handle: u64,
     },
-    /// Reads guest-physical memory through `/dev/mem`: what the kernel does not
-    /// use as RAM (holes, ROMs, ranges reserved with `memmap=`).
+    /// Reads guest-physical memory that the kernel does not use as RAM (holes, ROMs, ranges
+    /// reserved with `memmap=`), through `/dev/mem`.
     PhysRead {
         /// Guest-physical address.
         gpa: u64,
-        /// How many bytes.
+        /// Number of bytes.
         len: u64,
     },
     /// Writes guest-physical memory through `/dev/mem`; see [`Request::PhysRead`].
@@ -197,67 +197,67 @@ pub enum Request {
     },
     /// Writes a file in the guest.
     WriteFile {
-        /// Where.
+        /// Path.
         path: String,
-        /// From here on; 0 truncates the file first.
+        /// Offset; 0 truncates the file first.
         offset: u64,
         /// Base64.
         data: String,
     },
     /// Reads part of a file in the guest.
     ReadFile {
-        /// Which.
+        /// Path.
         path: String,
-        /// From here on.
+        /// Offset.
         offset: u64,
-        /// At most so many bytes.
+        /// Maximum number of bytes.
         len: u64,
     },
-    /// Answers when a path exists (or, inverted, no longer does).
+    /// Replies when a path exists (or no longer does).
     WaitPath {
-        /// Which.
+        /// Path.
         path: String,
-        /// Wait until it is there, or until it is gone.
+        /// Whether to wait for its creation or its removal.
         present: bool,
-        /// How long to wait.
+        /// Timeout.
         timeout_ms: u64,
     },
-    /// Syncs and powers off; the answer comes before that.
+    /// Syncs and powers off, after the reply.
     PowerOff,
-    /// Syncs and reboots; the answer comes before that.
+    /// Syncs and reboots, after the reply.
     Reboot,
 }
 
-/// What the agent answers.
+/// The result of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// It is done, and there is nothing to say about it.
+    /// Done, without a result.
     Done,
-    /// How a command ended.
+    /// A command has ended.
     Exit {
-        /// Exit code, when it exited.
+        /// Exit code, if it exited.
         code: Option<i32>,
-        /// Signal, when one killed it.
+        /// Signal, if it was killed by one.
         signal: Option<i32>,
-        /// Whether it was killed because its time was up.
+        /// Whether it was killed on timeout.
         timed_out: bool,
         /// Base64.
         stdout: String,
         /// Base64.
         stderr: String,
     },
-    /// What a register held.
+    /// A register's value.
     Value(u64),
     /// Base64 of the bytes that were read.
     Data(String),
     /// Allocated memory.
     Page {
-        /// Its name in later requests.
+        /// Its handle in later requests.
         handle: u64,
-        /// Where it is in guest-physical memory.
+        /// Its guest-physical address.
         gpa: u64,
-        /// How much of it can be used.
+        /// Its usable size in bytes.
         len: u64,
     },
 }

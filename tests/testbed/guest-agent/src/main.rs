@@ -1,7 +1,7 @@
-//! The agent in a test guest. As process 1 it sets the guest up and starts
-//! itself again as `serve`, which does what the host asks through the
-//! virtio-serial port. `guest-agent mmio …` does single register accesses for
-//! shell scripts, `guest-agent ping-pong …` times a device.
+//! The agent in a test guest. As process 1 it sets the guest up and starts itself again as
+//! `serve`, which handles the host's requests over the virtio-serial port. `guest-agent
+//! mmio …` performs single register accesses for shell scripts, `guest-agent ping-pong …`
+//! measures a device's latency.
 
 #![deny(unsafe_code)]
 

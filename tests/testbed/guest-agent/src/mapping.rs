@@ -1,4 +1,4 @@
-//! Shared mappings of device registers and memory: the only unsafe code here.
+//! Shared mappings of device registers and memory: the only unsafe code of this crate.
 
 use std::ffi::c_void;
 use std::os::fd::AsFd;
@@ -8,19 +8,19 @@ use anyhow::{Context, Result, ensure};
 use farside_guest_agent::Width;
 use rustix::mm::{MapFlags, ProtFlags, mlock, mmap, mmap_anonymous, munmap};
 
-/// Memory that this process mapped, unmapped on drop. Devices may change it at
-/// any time, so it is only accessed through volatile operations.
+/// Memory mapped by this process, unmapped on drop. Devices may change it at any time, so
+/// all accesses are volatile.
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread, and the pointer
-// is not handed out.
+// SAFETY: the mapping belongs to the process, not to a thread, and the pointer does not
+// escape.
 unsafe impl Send for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of a file from `offset` on (both multiples of a page).
+    /// Maps `len` bytes of a file from `offset` on (both multiples of the page size).
     pub fn of_file(file: impl AsFd, offset: u64, len: usize) -> Result<Self> {
         // SAFETY: a new mapping at an address that the kernel chooses aliases nothing.
         let start = unsafe {
@@ -37,7 +37,7 @@ impl Mapping {
         Self::owning(start, len)
     }
 
-    /// Maps zeroed memory and locks it; `extra` may ask for huge pages.
+    /// Maps zeroed memory and locks it; `extra` may request huge pages.
     pub fn anonymous(len: usize, extra: MapFlags) -> Result<Self> {
         // SAFETY: as in `of_file`.
         let start = unsafe {
@@ -60,7 +60,7 @@ impl Mapping {
         Ok(Mapping { start, len })
     }
 
-    /// The address, to look its page up in `/proc/self/pagemap`.
+    /// The address, for a look-up in `/proc/self/pagemap`.
     pub fn address(&self) -> usize {
         self.start.as_ptr() as usize
     }
@@ -88,9 +88,9 @@ impl Mapping {
             offset.is_multiple_of(bytes),
             "offset {offset:#x} is not aligned to {bytes}"
         );
-        // SAFETY: `at` checked that the access lies in the mapping, which lives as
-        // long as self; the mapping starts at a page and the offset is aligned.
-        // Whoever else changes the memory is a device: hence volatile.
+        // SAFETY: `at` checked that the access lies in the mapping, which lives as long as
+        // self; the mapping is page-aligned and the offset is aligned. A device may change
+        // the memory concurrently: hence volatile.
         Ok(unsafe {
             match width {
                 Width::U8 => at.read_volatile().into(),
@@ -143,7 +143,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly the range that was mapped, and nobody has a pointer to it.
+        // SAFETY: exactly the range that was mapped, and no pointer into it is left.
         if let Err(error) = unsafe { munmap(self.start.as_ptr().cast(), self.len) } {
             eprintln!("guest-agent: munmap: {error}");
         }

@@ -1,5 +1,5 @@
-//! Memory that a device can be pointed at: locked pages and their
-//! guest-physical addresses, and physical memory through `/dev/mem`.
+//! Memory for DMA: locked pages and their guest-physical addresses, and physical memory
+//! through `/dev/mem`.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -14,7 +14,7 @@ use crate::mapping::Mapping;
 const PAGE: u64 = 4096;
 const HUGE_PAGE: u64 = 2 << 20;
 
-/// The pages that the host holds.
+/// The pages allocated by the host.
 #[derive(Default)]
 pub struct Pages {
     held: HashMap<u64, Mapping>,
@@ -28,8 +28,8 @@ impl Pages {
             (1..=HUGE_PAGE).contains(&len),
             "{len} bytes: must be 1 to {HUGE_PAGE}"
         );
-        // The kernel may migrate locked pages to make room for huge ones, which
-        // would make the address stale.
+        // The kernel may migrate locked pages during compaction, which would make the
+        // address stale.
         fs::write("/proc/sys/vm/compact_unevictable_allowed", "0")
             .context("pinning locked pages in place")?;
         let mapping = if len <= PAGE {
@@ -54,7 +54,7 @@ impl Pages {
             .with_context(|| format!("no page has the handle {handle}"))
     }
 
-    /// Gives memory back.
+    /// Frees allocated memory.
     pub fn free(&mut self, handle: u64) -> Result<()> {
         self.get(handle)?;
         self.held.remove(&handle);
@@ -74,7 +74,7 @@ fn add_huge_page() -> Result<()> {
     Ok(())
 }
 
-/// Looks a mapped address up in `/proc/self/pagemap`.
+/// Looks up the physical address of a mapped page in `/proc/self/pagemap`.
 fn physical_address(address: usize) -> Result<u64> {
     let mut entry = [0; 8];
     File::open("/proc/self/pagemap")
@@ -89,7 +89,8 @@ fn physical_address(address: usize) -> Result<u64> {
     Ok(frame * PAGE)
 }
 
-/// Maps the pages of `/dev/mem` around a range; the offset of the range in them.
+/// Maps the pages of `/dev/mem` that contain a range; also returns the range's offset in
+/// them.
 fn map_physical(gpa: u64, len: usize) -> Result<(Mapping, usize)> {
     ensure!(
         len <= MAX_OUTPUT,

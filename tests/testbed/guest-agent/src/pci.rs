@@ -8,7 +8,7 @@ use farside_guest_agent::{BarAddress, Width};
 
 use crate::mapping::Mapping;
 
-/// The whole BAR, whatever the offset.
+/// Maps the whole BAR, whatever the offset.
 pub fn map_bar(at: &BarAddress) -> Result<Mapping> {
     let path = format!("/sys/bus/pci/devices/{}/resource{}", at.bdf, at.bar);
     let file = OpenOptions::new()
@@ -28,7 +28,7 @@ pub fn mmio_read(at: &BarAddress, width: Width) -> Result<u64> {
     map_bar(at)?.read(at.offset as usize, width)
 }
 
-/// The same write to `count` consecutive places of a BAR.
+/// Writes the value to `count` consecutive locations of a BAR.
 pub fn mmio_fill(at: &BarAddress, width: Width, value: u64, count: u64) -> Result<()> {
     let bar = map_bar(at)?;
     for i in 0..count {

@@ -1,19 +1,18 @@
-//! Times a DMA test device: from the processor's write to a register until what
-//! the device does has come back, by DMA or as an interrupt.
+//! Measures the latency of a DMA test device: from the CPU's write to a register until the
+//! device's response has arrived, by DMA or as an interrupt.
 //!
-//! The registers are those of `lender/devices/src/dma_test`. A round asks for a DMA
-//! write of 8 bytes to a page of ours; a write to the doorbell register starts
-//! it. Waiting for it is
+//! The registers are those of `lender/devices/src/dma_test`. A round requests a DMA write
+//! of 8 bytes to a page; a write to the doorbell register starts it. The response is
+//! awaited by
 //!
-//! - `poll`: reading the page until the bytes are there;
-//! - `interrupt`: reading it until the interrupt's message is there. MSI is
-//!   enabled with an address in that page: who delivers the interrupt writes its
-//!   data there, where otherwise it would write to an interrupt controller. The
-//!   8 bytes have to be there by then.
+//! - `poll`: polling the page until the bytes are there;
+//! - `interrupt`: polling it until the interrupt's message is there. MSI is enabled with an
+//!   address in that page, so the interrupt's message data is written there, instead of to an
+//!   interrupt controller. The 8 bytes must have arrived by then.
 //!
-//! So no driver is needed, and the guest's kernel has no part in the figures. It
-//! works where QEMU delivers the interrupts of devices itself: not with KVM,
-//! whose kernel part knows interrupt controllers only.
+//! So no driver is needed, and the guest's kernel has no influence on the figures. It works
+//! where QEMU delivers MSI messages itself: not with KVM, which delivers them to interrupt
+//! controllers only.
 
 use std::time::{Duration, Instant};
 
@@ -36,18 +35,18 @@ mod reg {
 
 /// Contents of the ID register.
 const ID: u64 = u32::from_le_bytes(*b"FSDT") as u64;
-/// Every bit of STATUS, to clear them.
+/// Every bit of STATUS, to clear all of them.
 const ALL_STATUS: u64 = u32::MAX as u64;
-/// CONTROL: interrupt when a command is done.
+/// CONTROL: interrupt on completion of a command.
 const INTERRUPT_WHEN_DONE: u64 = 1;
-/// COMMAND: 8 bytes of DATA to DST.
+/// COMMAND: write 8 bytes of DATA to DST.
 const WRITE: u64 = 6;
-/// What is written.
+/// The data written.
 const BALL: u64 = 0x0123_4567_89ab_cdef;
 
-/// Where in the page the interrupt's message goes.
+/// Offset of the interrupt's message in the page.
 const MESSAGE_AT: usize = 64;
-/// The message. Its upper half is always 0.
+/// The message data. Its upper half is always 0.
 const MESSAGE: u64 = 0x5f49;
 
 // Own constants, not `farside-pci`'s: a test must not share the product's errors.
@@ -69,20 +68,20 @@ const MSI_DATA: u64 = 12;
 const MSI_ENABLE: u64 = 1;
 const MSI_64_BIT: u64 = 1 << 7;
 
-/// How often the clock is looked at while polling.
+/// Polls between two reads of the clock.
 const LOOKS_PER_CLOCK: u32 = 4096;
-/// How long a poll waits before it gives up.
+/// Timeout of a poll.
 const LOST: Duration = Duration::from_secs(10);
 
-/// What to wait for.
+/// The response to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wait {
     Poll,
     Interrupt,
 }
 
-/// Plays `rounds` after `warm_up` unmeasured ones, and prints the nanoseconds
-/// of each, one a line.
+/// Plays `rounds` after `warm_up` unmeasured ones, and prints the nanoseconds of each, one
+/// per line.
 pub fn run(bdf: &str, wait: &str, warm_up: u64, rounds: u64) -> Result<()> {
     let wait = match wait {
         "poll" => Wait::Poll,
@@ -143,7 +142,7 @@ impl<'a> Game<'a> {
         })
     }
 
-    /// From the doorbell to the ball's return.
+    /// From the doorbell to the response.
     fn round(&self) -> Result<Duration> {
         self.page.write(0, Width::U64, 0)?;
         self.page.write(MESSAGE_AT, Width::U64, 0)?;
@@ -168,7 +167,7 @@ impl<'a> Game<'a> {
         Ok(time)
     }
 
-    /// Reads until something is there.
+    /// Polls until the value at `place` is not zero.
     fn poll(&self, place: usize, start: Instant) -> Result<u64> {
         loop {
             for _ in 0..LOOKS_PER_CLOCK {
@@ -188,7 +187,7 @@ impl<'a> Game<'a> {
     }
 }
 
-/// Has the device's MSI write [`MESSAGE`] there.
+/// Enables the device's MSI with [`MESSAGE`] and that address.
 fn send_messages_to(bdf: &str, gpa: u64) -> Result<()> {
     let msi = find_capability(bdf, MSI)?;
     let control = pci::config_read(bdf, msi + MSI_CONTROL, Width::U16)?;
@@ -204,11 +203,11 @@ fn send_messages_to(bdf: &str, gpa: u64) -> Result<()> {
     write(MSI_CONTROL, Width::U16, MSI_ENABLE)
 }
 
-/// Where in configuration space a capability is.
+/// The offset of a capability in configuration space.
 fn find_capability(bdf: &str, id: u64) -> Result<u64> {
     let next = |at| -> Result<u64> { Ok(pci::config_read(bdf, at, Width::U8)? & !3) };
     let mut at = next(CAPABILITIES)?;
-    // A list that goes round has more than fit.
+    // A circular list exceeds the number of capabilities that fit.
     for _ in 0..64 {
         if at == 0 {
             break;

@@ -1,5 +1,4 @@
-//! The machine's power button: pressed, the guest powers off, as a guest with a
-//! service manager would.
+//! The ACPI power button: the guest powers off, as a guest with a service manager would.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -7,13 +6,13 @@ use std::path::Path;
 
 use rustix::system::{RebootCommand, reboot};
 
-/// Bytes of a `struct input_event` on a 64-bit Linux: two words of time, then
-/// type and code of 16 bits, value of 32 bits.
+/// Bytes of a `struct input_event` on a 64-bit Linux: two words of time, then type and code
+/// of 16 bits, value of 32 bits.
 const EVENT: usize = 24;
 const EV_KEY: u16 = 1;
 const KEY_POWER: u16 = 116;
 
-/// Listens at all input devices that there are, in the background.
+/// Reads all present input devices, on threads.
 pub fn watch() {
     let devices = fs::read_dir("/dev/input").into_iter().flatten().flatten();
     for path in devices.map(|entry| entry.path()) {

@@ -15,7 +15,7 @@ use rustix::system::{RebootCommand, reboot};
 use crate::pages::{self, Pages};
 use crate::{exec, files, pci};
 
-/// The port comes a moment after its driver.
+/// The port appears shortly after its driver has loaded.
 const PORT_TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Agent {
@@ -23,7 +23,7 @@ struct Agent {
     pages: Mutex<Pages>,
 }
 
-/// Serves for ever.
+/// Serves requests for ever.
 pub fn run() -> Result<()> {
     let path = find_port()?;
     let port = OpenOptions::new()
@@ -35,7 +35,7 @@ pub fn run() -> Result<()> {
         port: Mutex::new(port.try_clone().context("duplicating the port")?),
         pages: Mutex::default(),
     });
-    // A reset may have cut the former agent's last line off: end it.
+    // A reset may have truncated the previous agent's last line: end it.
     (&port).write_all(b"\n").context("writing to the port")?;
     let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
     agent.send(&FromGuest::Hello {
@@ -48,7 +48,7 @@ pub fn run() -> Result<()> {
         line.clear();
         let n = lines.read_line(&mut line).context("reading the port")?;
         if n == 0 {
-            // The host's end is closed; it may open again.
+            // The host's end is closed; it may reopen.
             std::thread::sleep(Duration::from_millis(20));
             continue;
         }
@@ -60,7 +60,7 @@ pub fn run() -> Result<()> {
             }
         };
         let agent = Arc::clone(&agent);
-        // A thread each, so that a long command does not keep others waiting.
+        // One thread per request, so that a long command does not delay others.
         std::thread::spawn(move || agent.answer(message));
     }
 }

@@ -1,17 +1,15 @@
-# Makes a private copy of a root folder, and becomes its first process: when that
-# ends, as its standard input is closed, all that runs inside ends, and with it
-# go the mounts.
+# Makes a private copy of a root directory and becomes its first process. That process ends
+# when its standard input is closed; then all processes inside end, and the mounts go.
 #
-# $1: an empty folder to mount things on; $2: the root folder; then pairs of a
-# folder of the machine and where it shall be. $FARSIDE_HOST: the host's name, where
-# that is its own.
+# $1: an empty directory for mounts; $2: the root directory; then pairs of a directory of
+# the machine and its mount point. $FARSIDE_HOST: the host name, if it has a separate one.
 set -eu
 cd "$1"
 mount -t tmpfs -o mode=755 farside .
 cd "$1"
 mkdir lower upper work root
 mount --bind "$2" lower
-# Relative: no character in a path means anything to overlayfs then.
+# Relative, so that no character of a path is special to overlayfs.
 options=lowerdir=lower,upperdir=upper,workdir=work
 # Root of a user namespace may not set trusted.overlay.*, without which a directory
 # cannot replace one of the lower layer.
@@ -31,12 +29,12 @@ while [ $# -gt 0 ]; do
     mount --rbind "$1" ".$2"
     shift 2
 done
-# In the machine's /proc still: our number there.
+# Still in the machine's /proc: the process id there.
 read -r outside _ < /proc/self/stat
 mount -t proc proc proc
 pivot_root . mnt
-# bash waits for orphans, as a first process has to. The host name is set by a system
-# call: /proc/sys/kernel/hostname is not the user namespace's.
+# bash reaps orphans, as a first process must. The host name is set by a system call:
+# /proc/sys/kernel/hostname is not the user namespace's.
 exec chroot . /bin/bash -c '
     [ -z "${FARSIDE_HOST-}" ] || hostname "$FARSIDE_HOST" || exit
     umount -l /mnt && echo "ready $1" && read -r _

@@ -1,5 +1,4 @@
-//! The inside of a Debian root: a private copy, in mount and process namespaces
-//! of its own.
+//! The inside of a Debian root: a private copy, in separate mount and PID namespaces.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -10,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 const ENTER: &str = include_str!("enter.sh");
 
-/// What a program inside has for an environment.
+/// The environment of processes inside.
 const ENVIRONMENT: [(&str, &str); 3] = [
     (
         "PATH",
@@ -20,13 +19,13 @@ const ENVIRONMENT: [(&str, &str); 3] = [
     ("LC_ALL", "C.UTF-8"),
 ];
 
-/// A private copy of a Debian root, in which programs run as root: writes go to
-/// memory, `/run` and `/tmp` are empty, `/dev` and `/sys` are the machine's, process
-/// ids are its own; network and host name are the machine's, unless it was entered by
-/// [`super::DebianRoot::enter_as`]. Nothing starts its services.
+/// A private copy of a Debian root, in which processes run as root: writes go to memory,
+/// `/run` and `/tmp` are empty, `/dev` and `/sys` are the machine's, and it has its own PID
+/// namespace; network and host name are the machine's, unless it was entered by
+/// [`super::DebianRoot::enter_as`]. Its services are not started.
 ///
-/// Dropped, it ends all that runs inside and leaves nothing behind; so it does
-/// when this process is killed.
+/// On drop, and when this process is killed, all processes inside end and nothing is left
+/// behind.
 #[derive(Debug)]
 pub struct Inside {
     first: Child,
@@ -86,9 +85,9 @@ impl Inside {
         })
     }
 
-    /// A program to run inside, as root, with an environment of its own.
+    /// A command to run inside, as root, with a clean environment.
     ///
-    /// Killing the command leaves what it started; that ends with `self`.
+    /// Killing the command does not kill its children; those end with `self`.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -100,12 +99,12 @@ impl Inside {
         command
     }
 
-    /// Its first process, as this one numbers it: names its namespaces.
+    /// The process id of its first process, which refers to its namespaces.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Where this process finds an absolute path of the inside.
+    /// The path by which this process reaches an absolute path of the inside.
     pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
         let inside = inside.as_ref();
         let inside = inside.strip_prefix("/").unwrap_or(inside);
@@ -118,8 +117,7 @@ impl Inside {
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        // The first process ends, and the kernel ends all others before it
-        // reports that.
+        // The first process ends, and the kernel ends all others before it reports that.
         drop(self.first.stdin.take());
         if let Err(error) = self.first.wait() {
             log::warn!("cannot wait for the end of a Debian root: {error}");

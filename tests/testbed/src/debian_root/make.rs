@@ -1,4 +1,4 @@
-//! Makes the folder.
+//! Makes the root directory.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::command::output;
 use crate::progress::Progress;
 use crate::recipe;
 
-/// Bumped when the code below makes something else of the same packages.
+/// Incremented when the code below changes the result of the same packages.
 pub(super) const MAKER: &str = "1";
 
 /// Source packages taken from backports beside those of the test bed.

@@ -1,13 +1,12 @@
-//! A Debian of its own in a folder: the test bed's release with packages
-//! installed and configured, for what has to be tried as a user has it: a
-//! libvirtd, a package of ours.
+//! A Debian root directory: the test bed's release with packages installed and configured,
+//! for tests of software as installed by a user: a libvirtd, the product's package.
 //!
-//! Made by mmdebstrap, kept in the cache, never changed after that: entering it
-//! ([`DebianRoot::enter`]) puts memory above it, which takes all writes.
+//! Made by mmdebstrap, kept in the cache, immutable afterwards: entering it
+//! ([`DebianRoot::enter`]) mounts an overlay in memory, which takes all writes.
 //!
-//! Unlike the rest of the test bed this needs root: packages are configured by
-//! chroot, and entering mounts. [`DebianRoot::missing`] says what the machine
-//! lacks, and [`crate::become_root`] helps an ordinary user.
+//! Unlike the rest of the test bed this needs root: packages are configured by chroot, and
+//! entering mounts. [`DebianRoot::missing`] reports missing requirements, and
+//! [`crate::become_root`] provides root to an ordinary user.
 
 mod inside;
 mod make;
@@ -25,14 +24,14 @@ use crate::{Testbed, recipe};
 
 pub use inside::Inside;
 
-/// A root folder of Debian.
+/// A root directory of Debian.
 #[derive(Debug, Clone)]
 pub struct DebianRoot {
     folder: PathBuf,
 }
 
 impl DebianRoot {
-    /// Why this machine cannot make or enter one; None when it can.
+    /// The reason why this machine cannot make or enter one, if any.
     pub fn missing() -> Option<String> {
         let unshare = || {
             let mut unshare = Command::new("unshare");
@@ -44,12 +43,12 @@ impl DebianRoot {
         lacks_root().or_else(unshare)
     }
 
-    /// Makes a root folder with these packages and what they depend on, or finds
-    /// it in the cache ([`crate::Testbed::prepare`]). `name`, of lower-case
-    /// letters, tells it from others there.
+    /// Makes a root directory with these packages and their dependencies, or finds it in
+    /// the cache ([`crate::Testbed::prepare`]). `name`, of lower-case letters,
+    /// distinguishes it from others there.
     ///
-    /// QEMU, libvirt and Linux come from the release's backports where those have
-    /// them. No service is started.
+    /// QEMU, libvirt and Linux come from the release's backports if available there. No
+    /// service is started.
     pub fn prepare(
         testbed: &Testbed,
         name: &str,
@@ -60,7 +59,8 @@ impl DebianRoot {
         if let Some(why) = Self::missing() {
             bail!("{why}");
         }
-        // Apart from what is made without root, which could not even list some of it.
+        // Separate from entries made without root, as an ordinary user could not even list
+        // some of these.
         let cache = Cache::open(testbed.0.cache.join("roots"), || {
             progress.note("Waiting for another process that prepares the test bed");
         })?;
@@ -83,7 +83,7 @@ impl DebianRoot {
         })
     }
 
-    /// Where it is. For reading only.
+    /// Its path. Read-only.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -93,14 +93,14 @@ impl DebianRoot {
         self.enter_with(&[])
     }
 
-    /// As [`DebianRoot::enter`], with folders of this machine, each at the path
-    /// that follows it.
+    /// As [`DebianRoot::enter`], with bind mounts: each directory of this machine with its
+    /// mount point.
     pub fn enter_with(&self, binds: &[(&Path, &Path)]) -> Result<Inside> {
         self.start(binds, None)
     }
 
-    /// As [`DebianRoot::enter_with`], as a host of that name with a network of its own, in
-    /// which there is nothing yet.
+    /// As [`DebianRoot::enter_with`], with that host name and a separate, empty network
+    /// namespace.
     pub fn enter_as(&self, host: &str, binds: &[(&Path, &Path)]) -> Result<Inside> {
         self.start(binds, Some(host))
     }
@@ -111,7 +111,7 @@ impl DebianRoot {
     }
 }
 
-/// The cache takes what follows a dash for the key.
+/// The cache parses the part after a dash as the key.
 fn check(name: &str) -> Result<()> {
     ensure!(
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase()),

@@ -1,6 +1,6 @@
 //! The channels from here to the guests of a VM that plays a host: ports of its
-//! virtio-serial device, which the nested QEMU opens as files. So a nested guest's
-//! agent and its QEMU's monitor are reached as those of a VM of our own.
+//! virtio-serial device, which the nested QEMU opens as files. So a nested guest's agent
+//! and its QEMU's monitor are reached like those of a non-nested VM.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use crate::Testbed;
 use crate::vm::option_value;
 
-/// The serial number by which the VM finds the disk with QEMU.
+/// The serial number of the disk with QEMU, by which the VM finds it.
 pub(super) const TOOLS_SERIAL: &str = "farside-tools";
 
-/// What one nested guest has.
+/// The channels of one nested guest.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Channel {
     Agent,

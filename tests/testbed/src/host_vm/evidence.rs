@@ -1,4 +1,4 @@
-//! What the kernel of a VM that plays a host says, read with [`crate::kernel_view`].
+//! Output of the kernel of a VM that plays a host, parsed with [`crate::kernel_view`].
 
 use std::ops::Range;
 
@@ -10,8 +10,7 @@ use crate::kernel_view::{self, DmarFault, Interrupt, TraceEvent};
 const TRACING: &str = "/sys/kernel/tracing";
 
 impl HostVm {
-    /// From now on, the kernel keeps each change of an IOMMU domain; what it has
-    /// kept before is dropped.
+    /// Enables tracing of all changes of IOMMU domains; clears the trace buffer.
     pub fn trace_iommu(&self) -> Result<()> {
         let script = format!(
             "set -e; cd {TRACING}
@@ -27,24 +26,24 @@ impl HostVm {
 
     /// The changes of IOMMU domains since [`HostVm::trace_iommu`].
     pub fn iommu_trace(&self) -> Result<Vec<TraceEvent>> {
-        // A copy: reading in parts, the kernel could add between two of them.
+        // A copy: the kernel could add entries between two partial reads.
         let copy = "/tmp/iommu-trace";
         self.exec_ok(&format!("cat {TRACING}/trace >{copy}"), SHORT)?;
         kernel_view::iommu_trace(&String::from_utf8_lossy(&self.read_file(copy)?))
     }
 
-    /// How often each interrupt came.
+    /// The count of each interrupt.
     pub fn interrupts(&self) -> Result<Vec<Interrupt>> {
         let text = self.exec_ok("cat /proc/interrupts", SHORT)?;
         Ok(kernel_view::interrupts(&text))
     }
 
-    /// The DMA that the IOMMU refused so far, as far as the kernel logged it.
+    /// The DMA faults of the IOMMU so far, as far as the kernel logged them.
     pub fn dmar_faults(&self) -> Result<Vec<DmarFault>> {
         Ok(kernel_view::dmar_faults(&self.exec_ok("dmesg", SHORT)?))
     }
 
-    /// Where a PCI function's BAR is, in host-physical addresses.
+    /// The host-physical address range of a PCI function's BAR.
     pub fn bar(&self, bdf: &str, bar: usize) -> Result<Range<u64>> {
         let path = format!("/sys/bus/pci/devices/{bdf}/resource");
         let text = self.exec_ok(&format!("cat {path}"), SHORT)?;

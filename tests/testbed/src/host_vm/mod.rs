@@ -1,5 +1,5 @@
-//! A VM that plays a host: it has an IOMMU, its kernel has VFIO, and it runs QEMU
-//! with guests of its own.
+//! A VM that plays a host: it has an IOMMU, its kernel has VFIO, and it runs QEMU with
+//! nested guests.
 //!
 //! The nested guests run on KVM where the VM has it. An emulated VM does: QEMU's
 //! TCG emulates AMD's virtualization, nested page tables included, and so a nested
@@ -21,7 +21,7 @@ pub use nested::{Nested, NestedBuilder};
 use crate::tools_disk;
 use crate::vm::{Vm, VmBuilder};
 
-/// For what takes a moment in an emulated VM on a busy machine.
+/// Timeout of short operations in an emulated VM on a loaded machine.
 const SHORT: Duration = Duration::from_secs(60);
 
 /// A VM that plays a host; see [`VmBuilder::launch_host`].
@@ -29,15 +29,14 @@ const SHORT: Duration = Duration::from_secs(60);
 pub struct HostVm {
     vm: Vm,
     kvm: bool,
-    /// Channels to nested guests that no guest uses.
+    /// Channels to nested guests that are not in use.
     free: Mutex<Vec<u32>>,
 }
 
 impl VmBuilder {
-    /// Starts the machine, waits for its agent, mounts tracefs at
-    /// `/sys/kernel/tracing`, and loads the modules of VFIO, unless it is built in.
-    /// If there are to be guests, mounts the disk with QEMU at `/tools`, and loads
-    /// the modules of KVM where there is one.
+    /// Starts the machine, waits for its agent, mounts tracefs at `/sys/kernel/tracing`,
+    /// and loads the modules of VFIO, unless it is built in. With nested guests, mounts the
+    /// disk with QEMU at `/tools`, and loads the modules of KVM where available.
     pub fn launch_host(&self, timeout: Duration) -> Result<HostVm> {
         let vm = self.launch()?;
         vm.wait_agent(timeout)?;
@@ -75,13 +74,13 @@ fn set_up_script(guests: bool) -> String {
 }
 
 impl HostVm {
-    /// Whether its guests run on KVM; else they are emulated, and slow.
+    /// Whether its guests run on KVM; otherwise they are emulated, and slow.
     pub fn has_kvm(&self) -> bool {
         self.kvm
     }
 
-    /// Binds a PCI function (such as `0000:00:04.0`) to a driver, and to no other
-    /// from then on.
+    /// Binds a PCI function (such as `0000:00:04.0`) to a driver, exclusively
+    /// (`driver_override`).
     pub fn bind(&self, bdf: &str, driver: &str) -> Result<()> {
         let script = format!(
             "set -e
@@ -96,17 +95,17 @@ impl HostVm {
             .map(drop)
     }
 
-    /// A new guest in this VM: Q35, one processor, 256 MiB of shared memory.
+    /// A new guest in this VM: Q35, one CPU, 256 MiB of shared memory.
     pub fn guest(&self, name: &str) -> NestedBuilder<'_> {
         NestedBuilder::new(self, name)
     }
 
-    /// Powers the VM off by its kernel, and waits until QEMU has ended.
+    /// Powers the VM off from within, and waits until QEMU has ended.
     pub fn shutdown(self, timeout: Duration) -> Result<std::process::ExitStatus> {
         self.vm.shutdown(timeout)
     }
 
-    /// Kills QEMU at once, as if the machine lost power, and waits for its end.
+    /// Kills QEMU, as at a power loss, and waits for its end.
     pub fn kill(self) -> Result<()> {
         self.vm.kill()
     }

@@ -19,9 +19,9 @@ const START_LIMIT: Duration = Duration::from_secs(180);
 /// Longer than any test.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
-/// Describes a guest of a VM that plays a host: a Q35 with shared memory, Debian's
-/// kernel, busybox and our agent. No module is loaded: `modprobe` has those for
-/// NVMe and for igb's virtual functions.
+/// Configuration of a guest of a VM that plays a host: a Q35 with shared memory, Debian's
+/// kernel, busybox and the agent. No module is loaded: those for NVMe and for igb's virtual
+/// functions are there for `modprobe`.
 #[derive(Debug)]
 pub struct NestedBuilder<'a> {
     host: &'a HostVm,
@@ -42,7 +42,7 @@ pub struct Nested<'a> {
     qmp: Qmp,
     /// QEMU's process id in the VM.
     pid: u32,
-    /// None when its end has been seen.
+    /// `None` once its end has been observed.
     qemu: Option<Pending<'a>>,
 }
 
@@ -65,20 +65,20 @@ impl<'a> NestedBuilder<'a> {
         self
     }
 
-    /// How many processors.
+    /// Number of CPUs.
     pub fn vcpus(mut self, count: u32) -> Self {
         self.vcpus = count;
         self
     }
 
-    /// Guest memory in huge pages of 2 MiB, which the VM has to have
+    /// Guest memory in huge pages of 2 MiB, which the VM must have reserved
     /// (`/proc/sys/vm/nr_hugepages`).
     pub fn huge_pages(mut self) -> Self {
         self.huge_pages = true;
         self
     }
 
-    /// More for the kernel command line.
+    /// Appends to the kernel command line.
     pub fn append(mut self, text: &str) -> Self {
         self.append.push(text.to_owned());
         self
@@ -90,10 +90,10 @@ impl<'a> NestedBuilder<'a> {
         self
     }
 
-    /// A device that a backend in the VM serves at that socket.
+    /// A device served by a backend in the VM at that socket.
     pub fn vfio_user(self, socket: &str) -> Self {
         let socket = serde_json::json!({"type": "unix", "path": socket});
-        // An emulated host on a busy machine answers slowly; QEMU ends when an answer
+        // An emulated host on a loaded machine replies slowly, and QEMU exits when a reply
         // is late.
         let device = serde_json::json!({
             "driver": "vfio-user-pci", "socket": socket, "x-msg-timeout": 120_000,
@@ -101,7 +101,7 @@ impl<'a> NestedBuilder<'a> {
         self.args(["-device".to_owned(), device.to_string()])
     }
 
-    /// Starts the guest; see [`Nested::wait_agent`] for what to do next.
+    /// Starts the guest; see [`Nested::wait_agent`] for the next step.
     pub fn launch(self) -> Result<Nested<'a>> {
         let slot = self.host.take_slot()?;
         let launched = self.launch_in(slot);
@@ -176,7 +176,7 @@ impl<'a> NestedBuilder<'a> {
         };
         let mut append = vec![kernel_args(accel)];
         if accel == Accel::Kvm {
-            // Its KVM is that of a VM, which may be emulated.
+            // Its KVM is the VM's, which may be emulated.
             append.push(EMULATED.to_owned());
         }
         append.extend(self.append.iter().cloned());
@@ -244,8 +244,7 @@ impl<'a> NestedBuilder<'a> {
     }
 }
 
-/// One word of a shell command, in which `$name` stays a variable if it is at the
-/// end of the word.
+/// One word of a shell command, in which a trailing `$name` remains a variable.
 fn quoted(word: &str) -> String {
     let escaped = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
     match word.rsplit_once("path=$") {
@@ -255,18 +254,18 @@ fn quoted(word: &str) -> String {
 }
 
 impl Nested<'_> {
-    /// QEMU's process id, in the VM that runs it.
+    /// QEMU's process id in the VM that runs it.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// QEMU's control channel.
+    /// QEMU's monitor.
     pub fn qmp(&self) -> &Qmp {
         &self.qmp
     }
 
-    /// Powers the guest off by its kernel, and waits until QEMU has ended. Returns
-    /// how it ended and what it printed.
+    /// Powers the guest off from within, and waits until QEMU has ended. Returns QEMU's
+    /// exit status and output.
     pub fn shutdown(mut self, timeout: Duration) -> Result<Output> {
         self.guest.power_off()?;
         let Some(qemu) = self.qemu.take() else {
@@ -275,7 +274,7 @@ impl Nested<'_> {
         qemu.wait_for(timeout)
     }
 
-    /// Kills QEMU at once, and waits for its end.
+    /// Kills QEMU, and waits for its end.
     pub fn kill(mut self) -> Result<()> {
         self.end()
     }

@@ -1,27 +1,26 @@
-//! DMA that the IOMMU refused, as Intel's driver reports it in the kernel's log.
+//! DMA faults, as Intel's IOMMU driver reports them in the kernel log.
 
-/// One refused DMA.
+/// One DMA fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DmarFault {
-    /// Whether the device wanted to write; else to read.
+    /// Whether it was a write; otherwise a read.
     pub write: bool,
-    /// The function that asked, as `0000:00:04.0`.
+    /// The requesting function, as `0000:00:04.0`.
     pub device: String,
-    /// The address on the bus.
+    /// The faulting IOVA.
     pub iova: u64,
-    /// The IOMMU's reason, in the kernel's words.
+    /// The fault reason as logged.
     pub reason: String,
 }
 
-/// The faults in the text of a kernel's log. The kernel limits their rate: there
-/// may have been more.
+/// The faults in a kernel log. The kernel rate-limits them: there may have been more.
 pub fn dmar_faults(log: &str) -> Vec<DmarFault> {
     log.lines().filter_map(fault).collect()
 }
 
-/// `… DMAR: [DMA Write NO_PASID] Request device [0000:00:04.0] fault addr 0x200010000
-/// [fault reason 0x05] PTE Write access is not set`; older kernels leave out the
-/// domain of the address.
+/// Parses `… DMAR: [DMA Write NO_PASID] Request device [0000:00:04.0] fault addr
+/// 0x200010000 [fault reason 0x05] PTE Write access is not set`; older kernels omit the
+/// PASID.
 fn fault(line: &str) -> Option<DmarFault> {
     let (_, fault) = line.split_once("DMAR: [DMA ")?;
     let (kind, rest) = fault.split_once("] Request device [")?;

@@ -1,11 +1,11 @@
-//! `/proc/interrupts`: how often each interrupt came.
+//! `/proc/interrupts`: interrupt counts.
 
 /// One line of `/proc/interrupts`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interrupt {
-    /// How the kernel numbers it: a number or a short name.
+    /// The kernel's interrupt number or short name.
     pub number: String,
-    /// How often it came, on all processors.
+    /// Its count, summed over all CPUs.
     pub count: u64,
     /// Chip, kind and handler: `IR-PCI-MSIX-0000:00:04.0 1-edge
     /// vfio-msix[1](0000:00:04.0)`.

@@ -1,9 +1,8 @@
-//! The trace events `iommu:map` and `iommu:unmap`: every change that Linux makes
-//! to any IOMMU domain.
+//! The trace events `iommu:map` and `iommu:unmap`: every change that Linux makes to an
+//! IOMMU domain.
 //!
-//! The events do not name the domain. Whoever looks at one device's therefore
-//! clears the trace when it is the only one that changes, or tells mappings apart
-//! by the memory that they lead to.
+//! The events do not name the domain. To observe one device's domain, clear the trace while
+//! it is the only one that changes, or distinguish mappings by the memory that they map.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,11 +12,11 @@ use anyhow::{Context, Result, bail, ensure};
 /// One line of the trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceEvent {
-    /// The thread that did it: name and id, joined by `-`.
+    /// The thread: name and id, joined by `-`.
     pub task: String,
-    /// When, in microseconds of the VM's clock.
+    /// Time, in microseconds of the VM's clock.
     pub at_us: u64,
-    /// What it did.
+    /// The change.
     pub change: Change,
 }
 
@@ -26,19 +25,19 @@ pub struct TraceEvent {
 pub enum Change {
     /// A mapping was added.
     Map(Mapping),
-    /// What was mapped in a range of IOVA was removed.
+    /// The mappings in a range of IOVA were removed.
     Unmap {
-        /// The first address on the bus.
+        /// The first IOVA.
         iova: u64,
         /// Bytes.
         len: u64,
     },
 }
 
-/// Some contiguous IOVA that lead to contiguous host-physical addresses.
+/// A contiguous range of IOVA mapped to a contiguous host-physical range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapping {
-    /// The first address on the bus.
+    /// The first IOVA.
     pub iova: u64,
     /// The first host-physical address: RAM, or a device's BAR.
     pub paddr: u64,
@@ -46,8 +45,8 @@ pub struct Mapping {
     pub len: u64,
 }
 
-/// Parses the text of `/sys/kernel/tracing/trace`. Other events are skipped. An
-/// error when the kernel has dropped events: what is left proves nothing.
+/// Parses the text of `/sys/kernel/tracing/trace`. Other events are skipped. Fails if the
+/// kernel has dropped events: the remainder proves nothing.
 pub fn iommu_trace(text: &str) -> Result<Vec<TraceEvent>> {
     let mut events = Vec::new();
     for line in text.lines() {
@@ -113,12 +112,12 @@ fn hex(text: &str) -> Result<u64> {
     Ok(u64::from_str_radix(digits, 16)?)
 }
 
-/// What is mapped after some changes, as if all were made to one domain.
+/// The mappings after a sequence of changes, as if all applied to one domain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LiveMappings(BTreeMap<u64, Mapping>);
 
 impl LiveMappings {
-    /// What these events leave mapped.
+    /// The mappings after these events.
     pub fn after<'a>(events: impl IntoIterator<Item = &'a TraceEvent>) -> Self {
         let mut live = Self::default();
         for event in events {
@@ -127,7 +126,7 @@ impl LiveMappings {
         live
     }
 
-    /// Makes one more change.
+    /// Applies one more change.
     pub fn apply(&mut self, change: Change) {
         match change {
             Change::Map(mapping) => {
@@ -137,7 +136,7 @@ impl LiveMappings {
         }
     }
 
-    /// Removes a range; what reaches over its edges is cut.
+    /// Removes a range; mappings that extend past its ends are trimmed.
     fn remove(&mut self, gone: Range<u64>) {
         let touched: Vec<Mapping> = self
             .0
@@ -170,17 +169,17 @@ impl LiveMappings {
         self.0.values()
     }
 
-    /// How many mappings there are.
+    /// The number of mappings.
     pub fn count(&self) -> u64 {
         self.0.len() as u64
     }
 
-    /// How many bytes are mapped.
+    /// The number of mapped bytes.
     pub fn bytes(&self) -> u64 {
         self.iter().map(|mapping| mapping.len).sum()
     }
 
-    /// The mapped ranges of IOVA, those that touch joined.
+    /// The mapped IOVA ranges; adjacent ones are merged.
     pub fn ranges(&self) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         for mapping in self.iter() {
@@ -193,7 +192,7 @@ impl LiveMappings {
         ranges
     }
 
-    /// Those that lead to where `to` says.
+    /// The mappings whose host-physical address satisfies `to`.
     pub fn leading(&self, to: impl Fn(u64) -> bool) -> Self {
         let kept = self.0.iter().filter(|(_, mapping)| to(mapping.paddr));
         Self(kept.map(|(iova, mapping)| (*iova, *mapping)).collect())

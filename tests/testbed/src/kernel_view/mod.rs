@@ -1,8 +1,8 @@
-//! What a kernel itself says about devices: which addresses its IOMMU maps, which
-//! DMA it refused, which interrupts came. Tests believe these, not the product.
+//! The kernel's own reports about devices: IOMMU mappings, DMA faults, interrupts. Tests
+//! rely on these, not on the product's reports.
 //!
-//! The parsers are pure; [`HostVm`](crate::HostVm) has the methods that read a
-//! VM's kernel with them.
+//! The parsers are pure; [`HostVm`](crate::HostVm) has the methods that read a VM's kernel
+//! with them.
 
 mod faults;
 mod interrupts;

@@ -1,10 +1,9 @@
-//! A small kernel with iommufd, which Debian's has not: built from the source of
-//! Debian's own, `make tinyconfig` and a fragment. It takes minutes, so it is
-//! built when asked for and stays in the cache.
+//! A small kernel with iommufd, which Debian's kernel lacks: built from the source of
+//! Debian's package, with `make tinyconfig` and a fragment. It takes minutes, so it is
+//! built on request only, and kept in the cache.
 //!
-//! The tree lies beside the cache's entries, under a lock of its own: other
-//! processes prepare their test beds meanwhile, and what was interrupted goes on
-//! where it was.
+//! The source tree is outside the cache's entries, under a separate lock: other processes
+//! can prepare their test beds meanwhile, and an interrupted build resumes.
 
 mod tools;
 
@@ -24,38 +23,38 @@ use crate::progress::Progress;
 use crate::recipe;
 use tools::Tools;
 
-/// Which of Debian's kernels, in the test bed's release or its backports.
+/// The version of Debian's kernel, in the test bed's release or its backports.
 const VERSION: &str = "7.2";
 
 const FRAGMENT: &str = include_str!("fragment.config");
 
-/// Bumped when the code below makes something else of the same fragment.
+/// Incremented when the code below changes the result of the same fragment.
 const MAKER: &str = "1";
 
 /// The cache entry, and the image in it.
 const ENTRY: &str = "small-kernel";
 const IMAGE: &str = "bzImage";
 
-/// Where it is built, in the cache folder.
+/// The build directory, in the cache directory.
 const BUILDING: &str = "building-kernel";
 
-/// About how many lines `make` prints.
+/// Approximate number of lines that `make` prints.
 const LINES: u64 = 2000;
 
-/// What the source package depends on, for what is not done with it here.
+/// Dependencies of the source package that this build does not need.
 const NOT_NEEDED: &[&str] = &["binutils", "xz-utils"];
 
 fn key() -> String {
     cache::key([recipe::RELEASE, VERSION, FRAGMENT, MAKER])
 }
 
-/// The kernel's image, when it has been built.
+/// The kernel's image, if it has been built.
 pub(crate) fn find(cache: &Path) -> Option<PathBuf> {
     let image = cache.join(format!("{ENTRY}-{}", key())).join(IMAGE);
     image.exists().then_some(image)
 }
 
-/// The kernel's image; built when it is not in the cache.
+/// The kernel's image; built if it is not cached.
 pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
     if let Some(image) = find(&cache) {
         return Ok(image);
@@ -89,7 +88,7 @@ pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
         }
         Ok(())
     })?;
-    // Two gigabytes that nothing reads any more.
+    // Two gigabytes that are not read any more.
     fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
     Ok(entry.join(IMAGE))
 }
@@ -137,7 +136,7 @@ fn configure(tree: &Path, tools: &Tools, progress: &Progress) -> Result<()> {
     let config = tree.join(".config");
     output(make(tree, tools).arg("tinyconfig"), tools::INSTALL)?;
     let tiny = fs::read_to_string(&config).context("reading the configuration")?;
-    // Of two settings of one name, the later counts.
+    // Of two settings with the same name, the later one wins.
     fs::write(&config, tiny + FRAGMENT).context("writing the configuration")?;
     output(make(tree, tools).arg("olddefconfig"), tools::INSTALL)?;
     let result = fs::read_to_string(&config).context("reading the configuration")?;
@@ -152,7 +151,7 @@ fn configure(tree: &Path, tools: &Tools, progress: &Progress) -> Result<()> {
     Ok(())
 }
 
-/// The settings of a fragment that a configuration has not got.
+/// The settings of a fragment that are missing in a configuration.
 fn lost<'a>(fragment: &'a str, config: &str) -> Vec<&'a str> {
     let settings = fragment.lines().filter(|line| line.starts_with("CONFIG_"));
     settings
@@ -172,7 +171,7 @@ fn compile(tree: &Path, tools: &Tools, progress: &Progress) -> Result<()> {
     let mut child = make(tree, tools)
         .arg(format!("-j{jobs}"))
         .arg("bzImage")
-        // The same image, whoever builds it.
+        // Makes the image reproducible.
         .env("KBUILD_BUILD_TIMESTAMP", "1970-01-01")
         .env("KBUILD_BUILD_USER", "farside")
         .env("KBUILD_BUILD_HOST", "testbed")
@@ -183,7 +182,7 @@ fn compile(tree: &Path, tools: &Tools, progress: &Progress) -> Result<()> {
         .context("running make")?;
     let stdout = child.stdout.take().context("make has no output")?;
     let stderr = child.stderr.take().context("make has no error output")?;
-    // Read at the same time: neither pipe may fill up.
+    // Read concurrently: neither pipe may fill up.
     let complaints = thread::spawn(move || {
         let mut text = Vec::new();
         let read = BufReader::new(stderr).read_to_end(&mut text);

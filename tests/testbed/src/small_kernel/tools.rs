@@ -1,5 +1,5 @@
-//! What builds a kernel beside a C compiler: the machine's own, or, where one is
-//! missing, packages of the machine's Debian, unpacked without being installed.
+//! The tools to build a kernel besides a C compiler: the machine's, or, if one is missing,
+//! packages of the machine's Debian release, unpacked without being installed.
 
 use std::env;
 use std::ffi::OsString;
@@ -13,15 +13,15 @@ use anyhow::{Context, Result, ensure};
 use crate::apt::{self, Wanted};
 use crate::progress::Progress;
 
-/// Said when a program is missing.
+/// Printed if a tool is missing.
 pub(super) const INSTALL: &str = "building a kernel needs the packages bc, bison, flex, gcc, \
      libelf-dev, m4, make and xz-utils";
 
-/// Programs, by the packages that have them.
+/// Tools, which have the names of their packages.
 const PROGRAMS: &[&str] = &["bc", "bison", "flex", "m4", "make"];
 const PACKAGES: &[&str] = &["bc", "bison", "flex", "libelf-dev", "m4", "make"];
 
-/// What those depend on and every machine with a compiler has.
+/// Their dependencies that every machine with a compiler has.
 const INSTALLED: &[&str] = &[
     "libc6",
     "libc6-dev",
@@ -35,12 +35,12 @@ const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 /// Tools to build with.
 #[derive(Debug)]
 pub(super) struct Tools {
-    /// Where packages are unpacked; none when the machine has all.
+    /// Root of the unpacked packages; `None` if the machine has all tools.
     root: Option<PathBuf>,
 }
 
 impl Tools {
-    /// Looks what the machine has, and unpacks the rest into `folder`.
+    /// Checks the machine's tools, and unpacks the missing ones into `folder`.
     pub(super) fn prepare(folder: &Path, progress: &Progress) -> Result<Self> {
         ensure!(has_program("gcc"), "gcc is not installed; {INSTALL}");
         let mut missing: Vec<&str> = PROGRAMS
@@ -78,8 +78,8 @@ impl Tools {
         Ok(Self { root: Some(root) })
     }
 
-    /// Has `make` use them. Unpacked programs are told where their files are,
-    /// which are not where they were made for.
+    /// Makes `make` use them. Sets the variables by which unpacked tools find their files,
+    /// which are not at the paths that they were built for.
     pub(super) fn apply(&self, command: &mut Command) {
         let Some(root) = &self.root else {
             return;
@@ -95,8 +95,8 @@ impl Tools {
             .env("BISON_PKGDATADIR", root.join("usr/share/bison"))
             .env("M4", bin.join("m4"));
         let include = root.join("usr/include");
-        // The archives: a program linked to the shared libraries would not find
-        // them by itself.
+        // The static archives: a binary linked to the shared libraries would not find them
+        // at run time.
         let mut link = format!("-L{}", libraries.display());
         for library in ["libelf.a", "libz.a", "libzstd.a"] {
             if libraries.join(library).exists() {
@@ -110,7 +110,7 @@ impl Tools {
     }
 }
 
-/// A search path with one more folder at its front.
+/// A search path with one more directory at its front.
 fn before(folder: &Path, path: Option<OsString>) -> OsString {
     let mut all = folder.as_os_str().to_owned();
     if let Some(path) = path.filter(|path| !path.is_empty()) {
@@ -125,7 +125,7 @@ fn has_program(name: &str) -> bool {
         .any(|folder| folder.join(name).is_file())
 }
 
-/// Whether a program can be made that uses libelf.
+/// Whether a binary that uses libelf can be linked.
 fn has_libelf() -> bool {
     let compiler = Command::new("gcc")
         .args(["-x", "c", "-", "-o", "/dev/null", "-lelf"])
@@ -144,7 +144,7 @@ fn has_libelf() -> bool {
     compiler.wait().is_ok_and(|status| status.success()) && written
 }
 
-/// The suite that a Debian machine was installed from, from its `os-release`.
+/// The suite of a Debian machine, from its `os-release`.
 fn debian_suite(os_release: &str) -> Option<String> {
     let value = |name: &str| {
         os_release.lines().find_map(|line| {

@@ -14,25 +14,24 @@ use farside_guest_agent::{Answer, BarAddress, FromGuest, Request, ToGuest, Width
 
 use super::board::{Board, hang_up, read_lines};
 
-/// Single accesses take microseconds; but an emulated guest may be busy.
+/// Single accesses take microseconds; but an emulated guest may be under load.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The agent enforces a command's timeout; this much later the host gives the
-/// agent up.
+/// The agent enforces a command's timeout; after this additional time the host assumes that
+/// the agent hangs.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// How much of a file goes in one message.
+/// Bytes of a file per message.
 const CHUNK: usize = 1 << 20;
 
-/// A guest, driven through its agent: shell commands, files, device registers,
-/// memory.
+/// A guest, controlled through its agent: shell commands, files, device registers, memory.
 pub struct Guest {
     name: String,
     agent: Client,
     last_words: LastWords,
 }
 
-/// Says what helps to understand why a guest is gone.
+/// Describes the state of the VM when a guest does not reply.
 type LastWords = Box<dyn Fn() -> String + Send + Sync>;
 
 #[derive(Debug)]
@@ -45,15 +44,15 @@ struct Client {
 /// How a command in the guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// Exit code, when it exited.
+    /// Exit code, if it exited.
     pub code: Option<i32>,
-    /// Signal, when one killed it.
+    /// Signal, if it was killed by one.
     pub signal: Option<i32>,
-    /// Whether it was killed because its time was up.
+    /// Whether it was killed on timeout.
     pub timed_out: bool,
-    /// What it printed.
+    /// Standard output.
     pub stdout: String,
-    /// What it complained about.
+    /// Standard error.
     pub stderr: String,
 }
 
@@ -82,14 +81,14 @@ impl fmt::Display for Output {
     }
 }
 
-/// Locked memory in the guest, at a known guest-physical address. It stays
-/// until [`Guest::free_page`] or the guest's end.
+/// Locked memory in the guest, at a known guest-physical address. Allocated until
+/// [`Guest::free_page`] or the guest's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestPage {
     handle: u64,
-    /// Where a device finds it.
+    /// Guest-physical address.
     pub gpa: u64,
-    /// How many contiguous bytes there are.
+    /// Size in bytes.
     pub len: u64,
 }
 
@@ -104,13 +103,13 @@ pub struct Pending<'a> {
 }
 
 impl Pending<'_> {
-    /// Waits for the command's end.
+    /// Waits for the end of the command.
     pub fn wait(self) -> Result<Output> {
         let timeout = self.timeout + GRACE;
         self.wait_for(timeout)
     }
 
-    /// As [`Pending::wait`], for a command that may run longer than we wait.
+    /// As [`Pending::wait`], with a timeout that may be shorter than the command's.
     pub fn wait_for(self, timeout: Duration) -> Result<Output> {
         let Self {
             guest,
@@ -168,7 +167,7 @@ impl Client {
         self.send_for(request, None)
     }
 
-    /// Sends a request; `nested` is closed when it is over.
+    /// Sends a request; `nested` is closed when the request ends.
     fn send_for(&self, request: Request, nested: Option<&Board>) -> Result<u64> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let mut line =
@@ -224,7 +223,7 @@ impl fmt::Debug for Guest {
 }
 
 impl Guest {
-    /// `socket` leads to the agent; what it says goes to `board`.
+    /// `socket` connects to the agent; its messages go to `board`.
     pub(crate) fn start(
         name: String,
         socket: UnixStream,
@@ -238,13 +237,13 @@ impl Guest {
         })
     }
 
-    /// The name it was given.
+    /// The VM's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Waits until the agent in the guest has started. The error says how far the
-    /// guest came.
+    /// Waits until the agent in the guest has started. The error includes the end of the
+    /// guest's log.
     pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
         self.wait_boot(1, timeout)
     }
@@ -254,7 +253,7 @@ impl Guest {
         self.agent.board.look(|state| state.agent.hellos)
     }
 
-    /// Waits until the agent has started that often.
+    /// Waits until the agent has started `boots` times.
     pub fn wait_boot(&self, boots: u64, timeout: Duration) -> Result<()> {
         let started = self.agent.board.wait(timeout, |state| {
             let booted = state.agent.hellos >= boots;
@@ -270,7 +269,7 @@ impl Guest {
         }
     }
 
-    /// Waits until QEMU has closed the way to the agent, as it does when it ends.
+    /// Waits until QEMU has closed the agent's socket, as it does when it ends.
     pub fn wait_gone(&self, timeout: Duration) -> Result<()> {
         let gone = self
             .agent
@@ -279,7 +278,7 @@ impl Guest {
         gone.ok_or_else(|| self.quote(&format!("QEMU has not ended within {timeout:?}")))
     }
 
-    /// An error with all that helps to understand it.
+    /// An error with the VM's state and logs.
     pub(crate) fn quote(&self, what: &str) -> anyhow::Error {
         anyhow!("VM {}: {what}{}", self.name, (self.last_words)())
     }
@@ -295,14 +294,14 @@ impl Guest {
         self.ask(Request::Reboot).context("rebooting").map(drop)
     }
 
-    /// Runs a shell command in the guest. It is killed when the time is up; that
-    /// and a bad exit code are in the output, not errors.
+    /// Runs a shell command in the guest. It is killed on timeout; the output reports a
+    /// timeout or a non-zero exit code, neither of which is an error.
     pub fn exec(&self, command: &str, timeout: Duration) -> Result<Output> {
         self.exec_start(command, timeout)?.wait()
     }
 
-    /// As [`Guest::exec`], but an end other than exit code 0 is an error. Returns
-    /// what the command printed.
+    /// As [`Guest::exec`], but any result other than exit code 0 is an error. Returns the
+    /// standard output.
     pub fn exec_ok(&self, command: &str, timeout: Duration) -> Result<String> {
         let output = self.exec(command, timeout)?;
         if !output.success() {
@@ -325,7 +324,7 @@ impl Guest {
         })
     }
 
-    /// As [`Guest::exec_start`], for a command that is the QEMU of a nested VM.
+    /// As [`Guest::exec_start`], for a command that is a nested VM's QEMU.
     pub(crate) fn exec_qemu(
         &self,
         command: &str,
@@ -366,7 +365,7 @@ impl Guest {
         })
     }
 
-    /// Writes a value to `count` consecutive places of a BAR.
+    /// Writes a value to `count` consecutive locations of a BAR.
     pub fn mmio_fill(&self, at: &BarAddress, width: Width, value: u64, count: u64) -> Result<()> {
         self.done(Request::MmioFill {
             at: at.clone(),
@@ -421,7 +420,7 @@ impl Guest {
         })
     }
 
-    /// Gives allocated memory back to the guest.
+    /// Frees allocated memory.
     pub fn free_page(&self, page: GuestPage) -> Result<()> {
         self.done(Request::FreePage {
             handle: page.handle,
@@ -481,7 +480,7 @@ impl Guest {
         self.wait_path_is(path, true, timeout)
     }
 
-    /// Waits until a path is gone from the guest.
+    /// Waits until a path no longer exists in the guest.
     pub fn wait_no_path(&self, path: &str, timeout: Duration) -> Result<()> {
         self.wait_path_is(path, false, timeout)
     }
@@ -533,7 +532,7 @@ fn receive(board: &Board, line: &str) {
             log::debug!("guest agent of boot {boot_id} started");
             state.agent.hellos += 1;
             state.agent.kernel = kernel;
-            // The agent that would have answered these is gone.
+            // The agent that would have answered these has ended.
             state.agent.open.clear();
             tell(state.agent.take_ended());
         }),
@@ -542,12 +541,12 @@ fn receive(board: &Board, line: &str) {
             state.agent.replies.insert(id, result);
             tell(state.agent.take_ended());
         }),
-        // Half a line of an agent that a reset cut off.
+        // A partial line of an agent that a reset cut off.
         Err(error) => log::warn!("the guest's agent said what it should not: {error}: {line}"),
     }
 }
 
-/// Tells nested VMs that their QEMU has ended.
+/// Notifies nested VMs that their QEMU has ended.
 fn tell(nested: Vec<Board>) {
     for board in nested {
         board.close();

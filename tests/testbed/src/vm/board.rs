@@ -1,4 +1,4 @@
-//! What the threads that read QEMU's sockets have learnt, and waiting for it.
+//! State received from QEMU's sockets by the reader threads, with waiting for changes.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
@@ -28,7 +28,7 @@ pub(crate) struct AgentState {
     pub(crate) hellos: u64,
     /// The guest kernel's release.
     pub(crate) kernel: String,
-    /// Requests without an answer so far.
+    /// Requests without a reply so far.
     pub(crate) open: HashSet<u64>,
     pub(crate) replies: HashMap<u64, Result<Answer, String>>,
     pub(crate) closed: bool,
@@ -41,7 +41,7 @@ pub(crate) struct QmpState {
     /// For [`QmpState::hang_up`].
     pub(crate) socket: Option<UnixStream>,
     pub(crate) events: Vec<Event>,
-    /// Whether the guest's processors stand still.
+    /// Whether the guest's CPUs are stopped.
     pub(crate) stopped: bool,
     pub(crate) closed: bool,
 }
@@ -61,7 +61,7 @@ impl Board {
         result
     }
 
-    /// Nothing will come any more: QEMU has ended.
+    /// Marks the end of input: QEMU has ended.
     pub(crate) fn close(&self) {
         let nested = self.change(|state| {
             state.agent.closed = true;
@@ -74,7 +74,7 @@ impl Board {
         }
     }
 
-    /// Waits until `done` says something, or the time is up.
+    /// Waits until `done` returns a value, or the deadline.
     pub(crate) fn wait<T>(
         &self,
         timeout: Duration,
@@ -98,18 +98,18 @@ impl Board {
 }
 
 impl QmpState {
-    /// Ends the connection, also for who waits for an answer.
+    /// Closes the connection, and so ends a pending wait for a reply.
     pub(crate) fn hang_up(&mut self) {
         if let Some(socket) = self.socket.take() {
-            // The only failure is that the other end has closed it.
+            // Fails only if the other end has closed it.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 }
 
 impl AgentState {
-    /// Takes the nested VMs that have ended: their request is answered, or never
-    /// will be. They are to be told by [`Board::close`].
+    /// Takes the nested VMs that have ended: their request was answered, or never will be.
+    /// The caller notifies them with [`Board::close`].
     pub(crate) fn take_ended(&mut self) -> Vec<Board> {
         let ended: Vec<u64> = self
             .nested
@@ -122,7 +122,7 @@ impl AgentState {
     }
 }
 
-/// Reads lines from a socket in a thread of its own, until the socket closes.
+/// Reads lines from a socket on a thread, until the socket closes.
 pub(crate) fn read_lines(
     name: &str,
     socket: &UnixStream,
@@ -147,9 +147,9 @@ pub(crate) fn read_lines(
     Ok(())
 }
 
-/// Closes a socket for its reader thread too, so that the other end sees it.
+/// Shuts a socket down although its reader thread holds it, so that the peer sees the end.
 pub(crate) fn hang_up(socket: &Mutex<UnixStream>) {
-    // The only failure is that the other end has closed it.
+    // Fails only if the other end has closed it.
     let _ = socket
         .lock()
         .unwrap_or_else(PoisonError::into_inner)

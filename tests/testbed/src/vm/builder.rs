@@ -1,4 +1,4 @@
-//! Describes a virtual machine and starts it.
+//! Configures a virtual machine and starts it.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -19,7 +19,7 @@ use crate::host_vm;
 use crate::process::Process;
 use crate::{Accel, Testbed};
 
-/// Which chipset the machine has.
+/// The chipset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Machine {
     /// PCI Express.
@@ -29,7 +29,7 @@ pub enum Machine {
     I440fx,
 }
 
-/// Which firmware the machine has.
+/// The firmware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Firmware {
     /// A BIOS.
@@ -39,18 +39,18 @@ pub enum Firmware {
     Ovmf,
 }
 
-/// Where the guest's kernel comes from.
+/// The source of the guest's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Boot {
-    /// From the test bed, handed to the machine by QEMU.
+    /// From the test bed, loaded by QEMU.
     #[default]
     Kernel,
-    /// From wherever the firmware finds one; see [`Testbed::make_boot_image`].
+    /// From a boot device, through the firmware; see [`Testbed::make_boot_image`].
     Device,
 }
 
-/// Describes a virtual machine; unless told otherwise, a Q35 with SeaBIOS, 1 GiB
-/// of shared memory and 2 processors.
+/// Configuration of a virtual machine; by default, a Q35 with SeaBIOS, 1 GiB of shared
+/// memory and 2 CPUs.
 #[derive(Debug, Clone)]
 pub struct VmBuilder {
     testbed: Testbed,
@@ -72,8 +72,8 @@ pub struct VmBuilder {
     nested: u32,
 }
 
-/// A VM about to be started: its folder and sockets are there, and QEMU's
-/// arguments refer to them.
+/// A VM about to be started: its directory and sockets exist, and QEMU's arguments refer to
+/// them.
 #[derive(Debug)]
 pub struct Staged {
     name: String,
@@ -84,18 +84,18 @@ pub struct Staged {
     sockets: Sockets,
 }
 
-/// Where QEMU connects to when it starts.
+/// The sockets that QEMU connects to.
 #[derive(Debug)]
 pub(super) struct Sockets {
     pub(super) agent: UnixListener,
     pub(super) qmp: UnixListener,
 }
 
-/// Queued invalidation and interrupt remapping, as hardware has; with caching
-/// mode, QEMU itself learns of each mapping, which emulated devices need.
+/// Queued invalidation and interrupt remapping, as on hardware; with caching mode, QEMU is
+/// notified of each mapping, which emulated devices require.
 const VTD: &str = "intel-iommu,intremap=on,caching-mode=on";
 
-/// A path as a value in one of QEMU's options: a comma is doubled.
+/// A path as a value in one of QEMU's options: commas are doubled.
 pub(crate) fn option_value(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
@@ -123,9 +123,9 @@ impl VmBuilder {
         }
     }
 
-    /// Starts this program with these arguments, which describe the whole
-    /// machine; only boot, console, agent and monitor are added to them. Machine,
-    /// memory, processors and accelerator of this builder are then ignored.
+    /// Starts this command with these arguments, which configure the whole machine; only
+    /// boot, console, agent and monitor are added. Machine, memory, CPUs and accelerator of
+    /// this builder are then ignored.
     pub fn base(
         mut self,
         program: impl Into<PathBuf>,
@@ -142,34 +142,33 @@ impl VmBuilder {
         self
     }
 
-    /// The firmware. OVMF's variables are this VM's own.
+    /// The firmware. Each VM has a separate copy of OVMF's variables.
     pub fn firmware(mut self, firmware: Firmware) -> Self {
         self.firmware = firmware;
         self
     }
 
-    /// Where the kernel comes from.
+    /// The source of the kernel.
     pub fn boot(mut self, boot: Boot) -> Self {
         self.boot = boot;
         self
     }
 
-    /// A kernel's image to boot instead of [`Testbed::kernel`] (when the kernel is
-    /// booted directly). What it needs has to be built in: the initramfs has
-    /// modules for the other.
+    /// A kernel image to boot instead of [`Testbed::kernel`] (with direct kernel boot). It
+    /// must have its drivers built in: the initramfs has modules for the other kernel.
     pub fn kernel(mut self, image: impl Into<PathBuf>) -> Self {
         self.kernel = Some(image.into());
         self
     }
 
-    /// A smaller guest (when the kernel is booted directly): an initramfs with busybox
-    /// and the modules that init loads, but no other programs or modules.
+    /// A smaller guest (with direct kernel boot): an initramfs with busybox and the modules
+    /// that init loads, without other binaries and modules.
     pub fn lean(mut self) -> Self {
         self.lean = true;
         self
     }
 
-    /// What executes the guest, instead of [`Testbed::accel`].
+    /// The accelerator, instead of [`Testbed::accel`].
     pub fn accel(mut self, accel: Accel) -> Self {
         self.accel = Some(accel);
         self
@@ -181,19 +180,19 @@ impl VmBuilder {
         self
     }
 
-    /// How many processors.
+    /// Number of CPUs.
     pub fn vcpus(mut self, count: u32) -> Self {
         self.vcpus = count;
         self
     }
 
-    /// More for the kernel command line (when the kernel is booted directly).
+    /// Appends to the kernel command line (with direct kernel boot).
     pub fn append(mut self, text: impl Into<String>) -> Self {
         self.append.push(text.into());
         self
     }
 
-    /// Keeps init from loading a module, such as `nvme`; `modprobe` still can.
+    /// Prevents init from loading a module, such as `nvme`; `modprobe` still can.
     pub fn without_module(mut self, name: impl Into<String>) -> Self {
         self.skip_modules.push(name.into());
         self
@@ -211,22 +210,22 @@ impl VmBuilder {
         self
     }
 
-    /// Puts a file into the guest's initramfs (when the kernel is booted
-    /// directly). The path is relative to `/`.
+    /// Adds a file to the guest's initramfs (with direct kernel boot). The path is relative
+    /// to `/`.
     pub fn file(mut self, path: impl Into<PathBuf>, mode: u32, data: impl Into<Vec<u8>>) -> Self {
         self.files.push((path.into(), mode, data.into()));
         self
     }
 
-    /// Gives the machine an emulated VT-d, which its kernel uses for all DMA and
-    /// interrupts. Only for a [`Machine::Q35`].
+    /// Adds an emulated VT-d, which the guest's kernel uses for all DMA and interrupts.
+    /// Requires a [`Machine::Q35`].
     pub fn iommu(mut self) -> Self {
         self.iommu = true;
         self
     }
 
-    /// Gives the machine the disk with QEMU ([`Testbed::tools_disk`]) and the
-    /// channels to so many guests of its own; see [`VmBuilder::launch_host`].
+    /// Adds the disk with QEMU ([`Testbed::tools_disk`]) and channels to `count` nested
+    /// guests; see [`VmBuilder::launch_host`].
     pub fn nested_guests(mut self, count: u32) -> Self {
         self.nested = count;
         self
@@ -240,13 +239,13 @@ impl VmBuilder {
         self.nested
     }
 
-    /// Starts the machine; see [`Vm::wait_agent`] for what to do next.
+    /// Starts the machine; see [`Vm::wait_agent`] for the next step.
     pub fn launch(&self) -> Result<Vm> {
         self.stage()?.launch()
     }
 
-    /// Makes folder and sockets, and the arguments that refer to them, without
-    /// starting anything.
+    /// Makes the directory and sockets, and the arguments that refer to them, without
+    /// starting QEMU.
     pub fn stage(&self) -> Result<Staged> {
         let folder = tempfile::Builder::new()
             .prefix("farside-vm-")
@@ -277,10 +276,10 @@ impl VmBuilder {
         })
     }
 
-    /// The machine itself, with memory that other processes can be given.
+    /// The machine itself, with memory that can be shared with other processes.
     fn machine_args(&self) -> Vec<OsString> {
         let machine = match self.machine {
-            // Without the split, nobody remaps the interrupts.
+            // Interrupt remapping requires the split irqchip.
             Machine::Q35 if self.iommu => "q35,kernel-irqchip=split",
             Machine::Q35 => "q35",
             Machine::I440fx => "pc",
@@ -301,13 +300,13 @@ impl VmBuilder {
         .into();
         args.extend(self.chosen_accel().args().map(OsString::from));
         if self.iommu {
-            // Before all other devices: it sees only those that come after it.
+            // Before all other devices: it applies only to those that follow.
             args.extend(["-device", VTD].map(OsString::from));
         }
         args
     }
 
-    /// What makes the machine ours: boot, console, agent, monitor.
+    /// The arguments that the test bed adds: boot, console, agent, monitor.
     fn guest_args(&self, folder: &Path) -> Result<Vec<OsString>> {
         let chardev = |kind: &str, id: &str, path: &Path| {
             format!("{kind},id={id},path={}", option_value(path))
@@ -380,7 +379,7 @@ impl VmBuilder {
         words.join(" ")
     }
 
-    /// The test bed's initramfs, or a copy with this VM's files behind it.
+    /// The test bed's initramfs, or a copy with this VM's files appended.
     fn initramfs(&self, folder: &Path) -> Result<PathBuf> {
         let common = match self.lean {
             true => self.testbed.lean_initramfs(),
@@ -407,12 +406,12 @@ impl VmBuilder {
 
 impl Staged {
     /// The arguments for boot, console, agent and monitor, and those of
-    /// [`VmBuilder::args`]: all but what describes machine and memory.
+    /// [`VmBuilder::args`]: all but those for machine and memory.
     pub fn guest_args(&self) -> &[OsString] {
         &self.extra
     }
 
-    /// The VM's folder.
+    /// The VM's directory.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -424,8 +423,8 @@ impl Staged {
         self.launch_with(command)
     }
 
-    /// Starts the machine with a command that the caller made, with
-    /// [`Staged::guest_args`] among its arguments.
+    /// Starts the machine with a command of the caller, whose arguments include
+    /// [`Staged::guest_args`].
     pub fn launch_with(self, mut command: Command) -> Result<Vm> {
         let path = qemu_log(self.folder.path());
         let log = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -436,9 +435,8 @@ impl Staged {
         Vm::start(self.name, self.folder, process, &self.sockets)
     }
 
-    /// Takes a QEMU that somebody else starts, or has started, with
-    /// [`Staged::guest_args`]: waits until it connects to its sockets. As often as
-    /// one is started.
+    /// Waits until a QEMU that is started elsewhere with [`Staged::guest_args`] connects to
+    /// its sockets. Can be called for each such QEMU.
     pub fn adopt(&self, timeout: Duration) -> Result<Vm> {
         let process = Process::adopt(&self.sockets.qmp, &self.sockets.agent, timeout)
             .with_context(|| format!("VM {}: no QEMU connects", self.name))?;

@@ -1,5 +1,4 @@
-//! VMs that somebody else starts, such as libvirt: only the way to the agent in
-//! the guest is ours.
+//! VMs started by others, such as libvirt: the test bed provides the agent's port only.
 
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -12,9 +11,8 @@ use rustix::event::{PollFd, PollFlags};
 use super::{Board, Guest, read_lossy, tail};
 use crate::process::poll_until;
 
-/// Where QEMU is to connect the virtio-serial port [`AgentPort::NAME`] to. The
-/// guest has to boot [`crate::Testbed::kernel`] and
-/// [`crate::Testbed::initramfs`].
+/// The socket to which QEMU must connect the virtio-serial port [`AgentPort::NAME`]. The
+/// guest must boot [`crate::Testbed::kernel`] and [`crate::Testbed::initramfs`].
 #[derive(Debug)]
 pub struct AgentPort {
     vm: String,
@@ -27,7 +25,7 @@ impl AgentPort {
     /// The port's name in the guest.
     pub const NAME: &'static str = PORT_NAME;
 
-    /// Listens in a folder that QEMU can reach. `vm` shows in messages.
+    /// Listens in a directory that QEMU can access. `vm` is used in messages.
     pub fn listen(vm: &str, folder: &Path) -> Result<Self> {
         let socket = folder.join(format!("{vm}.agent"));
         let listener = UnixListener::bind(&socket)
@@ -45,14 +43,13 @@ impl AgentPort {
         &self.socket
     }
 
-    /// The file that the guest's serial console is to be written to: its end is
-    /// quoted when something fails.
+    /// The file for the guest's serial console: errors quote its end.
     pub fn console(&self) -> &Path {
         &self.console
     }
 
-    /// Waits until a VM connects, which it does each time it is started. See
-    /// [`Guest::wait_agent`] for what to do next.
+    /// Waits until a VM connects, which it does at each start. See [`Guest::wait_agent`]
+    /// for the next step.
     pub fn accept(&self, timeout: Duration) -> Result<Guest> {
         let mut fds = [PollFd::new(&self.listener, PollFlags::IN)];
         ensure!(

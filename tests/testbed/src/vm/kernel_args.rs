@@ -1,28 +1,28 @@
-//! What every guest's kernel is told.
+//! Kernel command lines of guests.
 
 use std::fs;
 use std::ops::RangeInclusive;
 
 use crate::Accel;
 
-/// The serial console is slow when emulated, so it shows only warnings and what programs
-/// print. Without `no_timer_check` Linux panics, or does without a timer that works, when
-/// it sees no timer interrupt within 10 jiffies of its own busy loop, which an emulated
-/// CPU on a loaded host can miss.
+/// An emulated serial console is slow, so it shows only warnings and the output of
+/// processes. Without `no_timer_check` Linux panics, or does without a working timer, if it
+/// sees no timer interrupt within 10 jiffies of its own busy loop, which an emulated CPU on
+/// a loaded host can miss.
 const ALWAYS: &str = "console=ttyS0 quiet loglevel=5 panic=0 no_timer_check";
 
-/// What costs an emulated CPU time at boot and later, and matters to no test: without
-/// them it reaches init in three quarters of the time.
+/// Disables features that cost an emulated CPU time and no test needs: this reduces the
+/// time to init to three quarters.
 pub(crate) const EMULATED: &str =
     "mitigations=off cryptomgr.notests nokaslr audit=0 i8042.nokbd i8042.noaux";
 
-/// Ticks per second of Debian's kernel. Where a kernel has more, its delays are longer.
+/// Ticks per second of Debian's kernel. With a higher HZ, its delays are longer.
 const HZ: u64 = 250;
 
-/// TSC frequencies that are taken for true, in kHz.
+/// Plausible TSC frequencies, in kHz.
 const PLAUSIBLE_TSC: RangeInclusive<u64> = 500_000..=10_000_000;
 
-/// The kernel parameters of a guest that `accel` executes.
+/// The kernel parameters of a guest on `accel`.
 pub(crate) fn kernel_args(accel: Accel) -> String {
     let tsc = fs::read_to_string("/proc/cpuinfo")
         .ok()
@@ -36,15 +36,14 @@ pub(crate) fn kernel_args(accel: Accel) -> String {
 
 /// Timers that need no calibration. An emulated guest calibrates its TSC against the PIT,
 /// and on its second CPU a delay loop against the timer interrupts of the first; on a
-/// loaded host those come late, in bursts or not at all while it counts. Its TSC is the
+/// loaded host these are late, in bursts or absent during calibration. Its TSC is the
 /// host's, on all CPUs, so the frequency is known.
 fn timers(tsc_khz: u64) -> String {
     let loops_per_jiffy = tsc_khz * 1000 / HZ;
     format!("tsc=reliable tsc_early_khz={tsc_khz} lpj={loops_per_jiffy}")
 }
 
-/// The TSC's frequency as the host's kernel has it: `/proc/cpuinfo` shows twice as many
-/// MHz as bogomips.
+/// The TSC frequency of the host's kernel: `/proc/cpuinfo` shows twice the MHz as bogomips.
 fn tsc_khz(cpuinfo: &str) -> Option<u64> {
     let line = cpuinfo.lines().find(|line| line.starts_with("bogomips"))?;
     let bogomips: f64 = line.split_once(':')?.1.trim().parse().ok()?;

@@ -1,4 +1,4 @@
-//! Virtual machines: how they are described, started, driven and ended.
+//! Virtual machines: configuration, start, control and end.
 
 mod agent;
 mod board;
@@ -28,23 +28,23 @@ pub use builder::{Boot, Firmware, Machine, Staged, VmBuilder};
 pub use foreign::AgentPort;
 pub use qmp::{Event, Qmp};
 
-/// How long QEMU may take from its start until it opens its sockets.
+/// Timeout from QEMU's start until it connects to its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long a QEMU whose socket closed may take to end.
+/// Timeout from the close of a QEMU's socket until its end.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How much of a log an error quotes.
 const QUOTE: usize = 2000;
 
-/// A running virtual machine, and the guest in it. Dropped, it is killed and its
-/// folder removed.
+/// A running virtual machine, and its guest. On drop it is killed and its directory
+/// removed.
 #[derive(Debug)]
 pub struct Vm {
     board: Board,
     guest: Guest,
     qmp: Qmp,
-    /// Before `folder`, so that QEMU is gone when its files go.
+    /// Before `folder`, so that QEMU has ended before its files are removed.
     process: Process,
     folder: Arc<TempDir>,
 }
@@ -107,33 +107,33 @@ impl Vm {
         self.process.id()
     }
 
-    /// The folder of this VM's sockets, logs and other files.
+    /// The directory of this VM's sockets, logs and other files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// What the guest wrote to its serial console so far.
+    /// The guest's serial console output so far.
     pub fn serial_log(&self) -> String {
         read_lossy(&serial_log(self.folder.path()))
     }
 
-    /// What QEMU printed so far.
+    /// QEMU's output so far.
     pub fn qemu_log(&self) -> String {
         read_lossy(&qemu_log(self.folder.path()))
     }
 
-    /// QEMU's control channel.
+    /// QEMU's monitor.
     pub fn qmp(&self) -> &Qmp {
         &self.qmp
     }
 
-    /// Waits until the agent in the guest has started. The error says how far
-    /// the guest came.
+    /// Waits until the agent in the guest has started. The error includes the end of the
+    /// guest's log.
     pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
         self.wait_boot(1, timeout)
     }
 
-    /// Waits until the agent has started that often ([`Guest::boots`]).
+    /// Waits until the agent has started `boots` times ([`Guest::boots`]).
     pub fn wait_boot(&self, boots: u64, timeout: Duration) -> Result<()> {
         enum Seen {
             Booted,
@@ -166,14 +166,14 @@ impl Vm {
         }
     }
 
-    /// Reboots the guest by its kernel, and waits until the agent is back.
+    /// Reboots the guest from within, and waits until the agent is back.
     pub fn reboot(&self, timeout: Duration) -> Result<()> {
         let boots = self.boots();
         self.guest.ask_reboot()?;
         self.wait_boot(boots + 1, timeout)
     }
 
-    /// Powers the guest off by its kernel, and waits until QEMU has ended.
+    /// Powers the guest off from within, and waits until QEMU has ended.
     pub fn shutdown(self, timeout: Duration) -> Result<ExitStatus> {
         self.guest.power_off()?;
         self.wait_exit(timeout)
@@ -187,7 +187,7 @@ impl Vm {
         }
     }
 
-    /// Kills QEMU at once, as if the machine lost power, and waits for its end.
+    /// Kills QEMU, as at a power loss, and waits for its end.
     pub fn kill(self) -> Result<()> {
         self.process.kill();
         match self.process.wait(Instant::now() + END_TIMEOUT)? {
@@ -196,7 +196,7 @@ impl Vm {
         }
     }
 
-    /// An error with all that helps to understand it.
+    /// An error with the VM's state and logs.
     fn quote(&self, what: &str) -> anyhow::Error {
         anyhow!(
             "VM {}: {what}{}",
@@ -218,7 +218,7 @@ fn died(name: &str, when: &str, process: &Process, folder: &Path) -> String {
     format!("VM {name}: QEMU failed {when}{}", logs(process, folder))
 }
 
-/// How QEMU ended, if it did, and the ends of its logs.
+/// QEMU's exit status, if it has ended, and the ends of its logs.
 fn logs(process: &Process, folder: &Path) -> String {
     let text = match process.wait(Instant::now()) {
         Ok(Some(status)) => format!("\n-- QEMU ended: {status}"),

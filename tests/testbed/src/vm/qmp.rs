@@ -1,4 +1,4 @@
-//! QEMU's monitor: commands, and its events as they come.
+//! QEMU's monitor: commands and events.
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct Qmp {
     board: Board,
     socket: UnixStream,
     client: Arc<Mutex<QmpClient>>,
-    /// QEMU's output.
+    /// QEMU's log.
     log: PathBuf,
 }
 
@@ -36,7 +36,7 @@ impl Qmp {
         })
     }
 
-    /// QEMU is gone; it mostly printed why.
+    /// QEMU has ended; its log usually has the reason.
     fn ended(&self) -> String {
         let log = super::read_lossy(&self.log);
         match log.trim() {
@@ -45,8 +45,8 @@ impl Qmp {
         }
     }
 
-    /// Enters command mode, once QEMU has started within `limit`; from here on events
-    /// come by themselves.
+    /// Enters command mode, once QEMU has started within `limit`; afterwards events are
+    /// sent unasked.
     pub(crate) fn negotiate(&self, limit: Duration) -> Result<()> {
         let greeted = lock(&self.client).greet(Instant::now() + limit);
         greeted.context("QEMU's monitor did not greet")?;
@@ -60,12 +60,12 @@ impl Qmp {
         Ok(())
     }
 
-    /// Runs any command and returns what it returns.
+    /// Executes any command and returns its result.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value> {
         let mut client = lock(&self.client);
         let ran = client.run(command, arguments);
-        // So that events before the answer are counted when this returns. That the
-        // connection has ended, `watch` sees.
+        // Posts events that precede the reply before returning. `watch` handles the end of
+        // the connection.
         let _ = post(&mut client, &self.board);
         ran.map_err(|error| match error {
             QmpError::Closed(_) => anyhow!("QEMU's {command} failed: {}", self.ended()),
@@ -74,7 +74,7 @@ impl Qmp {
         })
     }
 
-    /// How many events there were; for [`Qmp::wait_event`].
+    /// The number of events so far, for [`Qmp::wait_event`].
     pub fn event_count(&self) -> usize {
         self.board.look(|state| state.qmp.events.len())
     }
@@ -102,12 +102,12 @@ impl Qmp {
         }
     }
 
-    /// Adds a device; `device` is what `-device` takes as JSON.
+    /// Adds a device; `device` has the JSON form of `-device`.
     pub fn device_add(&self, device: Value) -> Result<()> {
         self.execute("device_add", device).map(drop)
     }
 
-    /// Removes a device and waits until the guest has let it go.
+    /// Removes a device and waits until the guest has released it.
     pub fn device_del(&self, id: &str, timeout: Duration) -> Result<()> {
         let since = self.event_count();
         self.execute("device_del", json!({"id": id}))?;
@@ -117,12 +117,12 @@ impl Qmp {
         .map(drop)
     }
 
-    /// Resets the machine, as its reset button would.
+    /// Resets the machine (`system_reset`).
     pub fn system_reset(&self) -> Result<()> {
         self.execute("system_reset", json!({})).map(drop)
     }
 
-    /// Presses the machine's power button.
+    /// Requests an ACPI shutdown (`system_powerdown`).
     pub fn system_powerdown(&self) -> Result<()> {
         self.execute("system_powerdown", json!({})).map(drop)
     }
@@ -145,7 +145,7 @@ impl Drop for Qmp {
     }
 }
 
-/// Puts events on the board as they come, until the connection ends.
+/// Posts events to the board as they arrive, until the connection ends.
 fn watch(socket: &UnixStream, client: &Mutex<QmpClient>, board: &Board) {
     let next = || -> Result<()> {
         rustix::io::retry_on_intr(|| poll(&mut [PollFd::new(socket, PollFlags::IN)], None))?;
@@ -160,7 +160,7 @@ fn watch(socket: &UnixStream, client: &Mutex<QmpClient>, board: &Board) {
     board.change(|state| state.qmp.closed = true);
 }
 
-/// Puts the events that have come on the board.
+/// Posts pending events to the board.
 fn post(client: &mut QmpClient, board: &Board) -> Result<(), QmpError> {
     let soon = || Instant::now() + Duration::from_millis(1);
     while let Some(event) = client.wait_event(soon(), |_| true)? {
