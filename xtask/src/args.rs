@@ -185,7 +185,7 @@ impl Bench {
     /// Whether to measure that.
     pub(crate) fn wants(&self, chapter: Chapter) -> bool {
         match self.only.as_slice() {
-            // Who names jobs means fio.
+            // Naming jobs implies fio.
             [] => self.jobs.is_empty() || chapter == Chapter::Fio,
             only => only.contains(&chapter),
         }

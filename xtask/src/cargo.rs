@@ -1,4 +1,4 @@
-//! What cargo does for us: building the product.
+//! Builds the product with cargo.
 
 use std::{
     ffi::OsString,
@@ -13,16 +13,16 @@ use serde::Deserialize;
 /// The product's package.
 pub(crate) const PRODUCT: &str = "farside";
 
-/// How the product is built.
+/// The build profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Profile {
-    /// Assertions on; shares its dependencies with xtask and the tests.
+    /// With assertions; shares its dependencies with xtask and the tests.
     Dev,
-    /// What users run.
+    /// As users run it.
     Release,
 }
 
-/// Builds the program `farside`; cargo shows its progress. Returns its path.
+/// Builds the `farside` binary; cargo shows its progress. Returns its path.
 pub(crate) fn build_product(profile: Profile) -> Result<PathBuf> {
     let mut command = cargo();
     command
@@ -54,16 +54,16 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
-/// The folder of this workspace.
+/// The directory of this workspace.
 pub(crate) fn workspace() -> PathBuf {
-    // Cargo says at run time where the checkout is: the path of the build may
-    // be another one's that shared the target folder.
+    // Cargo sets the checkout's path at run time: the path at build time may be that of
+    // another checkout that shares the target directory.
     let xtask =
         std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     Path::new(&xtask).join("..")
 }
 
-/// One of cargo's messages, as far as it matters here.
+/// One of cargo's messages, with the fields used here.
 #[derive(Deserialize)]
 struct Message {
     target: Option<Target>,
@@ -75,7 +75,7 @@ struct Target {
     name: String,
 }
 
-/// The product among cargo's messages, one JSON document a line.
+/// The product's path in cargo's messages, one JSON document per line.
 fn program(messages: &str) -> Option<PathBuf> {
     messages
         .lines()

@@ -1,4 +1,4 @@
-//! Processes in the background that do not outlive this one.
+//! Background processes that do not outlive this one.
 
 use std::{
     fs::File,
@@ -17,7 +17,7 @@ use crate::interrupt::{self, Registration};
 /// How many lines of a log an error quotes.
 const QUOTE: usize = 20;
 
-/// A process in the background, its output in a file. Dropped, it is killed.
+/// A background process, with its output in a file. Killed on drop.
 #[derive(Debug)]
 pub(crate) struct Child {
     name: String,
@@ -33,8 +33,8 @@ impl Child {
         let file = File::create(log).with_context(|| format!("creating {}", log.display()))?;
         let out = file.try_clone().context("duplicating a log file")?;
         command.stdin(Stdio::null()).stdout(out).stderr(file);
-        // In a group of its own a terminal's Ctrl-C does not reach it: we end
-        // all in order, whoever sent the signal.
+        // In a separate process group, so that a terminal's Ctrl-C does not reach it: this
+        // process ends all of them in order, whatever the signal's source.
         command.process_group(0);
         let process = Process::spawn(command).with_context(|| name.to_owned())?;
         Ok(Self {
@@ -50,7 +50,7 @@ impl Child {
         self.process.id()
     }
 
-    /// An error, with its last words, when it has ended.
+    /// Fails, with the end of its log, if it has ended.
     pub(crate) fn check_running(&mut self) -> Result<()> {
         match self.process.wait(Instant::now())? {
             None => Ok(()),
@@ -58,7 +58,7 @@ impl Child {
         }
     }
 
-    /// Ends it by SIGTERM, which has to lead to a good exit status in time.
+    /// Stops it by SIGTERM; it must exit successfully in time.
     pub(crate) fn stop(mut self, timeout: Duration) -> Result<()> {
         self.check_running()?;
         self.process
@@ -84,7 +84,7 @@ impl Child {
         Ok(())
     }
 
-    /// The end of its log, to be appended to an error.
+    /// The end of its log, for an error.
     pub(crate) fn last_words(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);

@@ -1,11 +1,11 @@
-//! CPU time of processes, and which CPUs threads run on.
+//! CPU time of processes, and CPU affinity of threads.
 
 use std::{fs, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
-/// The CPUs that this thread may run on, at least one.
+/// The CPUs of this thread's affinity mask, at least one.
 pub(crate) fn available() -> Result<Vec<usize>> {
     let set = sched_getaffinity(None).context("reading this thread's CPU affinity")?;
     let cpus: Vec<_> = (0..CpuSet::MAX_CPU)
@@ -15,7 +15,7 @@ pub(crate) fn available() -> Result<Vec<usize>> {
     Ok(cpus)
 }
 
-/// Has a thread run on that CPU alone.
+/// Pins a thread to one CPU.
 pub(crate) fn pin(thread: Pid, cpu: usize) -> Result<()> {
     set(Some(thread), cpu).with_context(|| format!("pinning thread {thread:?} to CPU {cpu}"))
 }
@@ -26,8 +26,8 @@ fn set(thread: Option<Pid>, cpu: usize) -> rustix::io::Result<()> {
     sched_setaffinity(thread, &one)
 }
 
-/// This thread, and so what it starts, runs on one CPU. Dropped, it may run where
-/// it could before.
+/// Pins this thread, and the processes that it starts, to one CPU. Restores the affinity on
+/// drop.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     before: CpuSet,
@@ -64,7 +64,7 @@ pub(crate) fn time(pids: &[u32]) -> Result<Duration> {
 
 /// `utime` and `stime`, fields 14 and 15, of a line of `/proc/PID/stat`.
 fn ticks(stat: &str) -> Option<u64> {
-    // The program's name, in parentheses, may contain anything.
+    // The process name, in parentheses, may contain any character.
     let (_, rest) = stat.rsplit_once(") ")?;
     let mut fields = rest.split(' ').skip(14 - 3);
     let user: u64 = fields.next()?.parse().ok()?;

@@ -1,7 +1,7 @@
 //! `cargo xtask deb`: the Debian package.
 //!
-//! cargo-deb makes it, by the metadata in `cli/Cargo.toml`; here is what it needs
-//! first: the program, and the man pages and completions that the program prints.
+//! cargo-deb makes it, from the metadata in `cli/Cargo.toml`; this prepares its inputs: the
+//! binary, and the man pages and completions that the binary prints.
 
 use std::{
     env,
@@ -19,11 +19,11 @@ use crate::{
     cargo::{Profile, build_product, cargo, workspace},
 };
 
-/// The version of cargo-deb that is installed where there is none: what it makes
-/// of the metadata is known for this one.
+/// The version of cargo-deb to install if there is none: its use of the metadata has been
+/// verified.
 const CARGO_DEB: &str = "3.8.0";
 
-/// Completion scripts: the shell, and the file's name.
+/// Completion scripts: the shell, and the file name.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "farside.bash"),
     ("zsh", "_farside"),
@@ -41,8 +41,8 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
         .ancestors()
         .nth(2)
         .context("the program is in no target folder")?;
-    // A target folder to cargo-deb, with all that is to be packed in it: it
-    // refuses programs of the profile `dev` otherwise.
+    // A target directory for cargo-deb, with all files to be packed: otherwise it refuses
+    // binaries of the profile `dev`.
     let staged = target.join("deb");
     stage(&program, &staged.join("release"))?;
 
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
     succeed(&mut command)
 }
 
-/// `PATH` with the programs that cargo-deb runs to find dependencies and to pack: the
+/// `PATH` with the tools that cargo-deb runs to find dependencies and to pack: the
 /// machine's, else the test bed's.
 fn search_path() -> Result<OsString> {
     let mut path = env::var_os("PATH").unwrap_or_default();
@@ -80,9 +80,9 @@ fn search_path() -> Result<OsString> {
     Ok(path)
 }
 
-/// Puts program, man pages, changelog and completions into `folder`.
+/// Copies binary, man pages, changelog and completions into `folder`.
 fn stage(program: &Path, folder: &Path) -> Result<()> {
-    // Pages of verbs that are no more are not to be packed.
+    // Pages of removed commands must not be packed.
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
     }
@@ -102,8 +102,8 @@ fn stage(program: &Path, folder: &Path) -> Result<()> {
     let changelog = folder.join("changelog");
     fs::copy(workspace().join("CHANGELOG.md"), &changelog).context("copying CHANGELOG.md")?;
     texts.push(changelog);
-    // As Debian's policy has it, and without a date, so that the same texts make
-    // the same package.
+    // As Debian policy requires, and without a timestamp, so that the package is
+    // reproducible.
     succeed(
         Command::new("gzip")
             .args(["--best", "--no-name"])
@@ -121,7 +121,7 @@ fn stage(program: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where cargo-deb is; installed into `tools` when the machine has none.
+/// The path of cargo-deb; installed into `tools` if the machine has none.
 fn cargo_deb(tools: &Path) -> Result<PathBuf> {
     let ours = tools.join("bin/cargo-deb");
     for program in [PathBuf::from("cargo-deb"), ours.clone()] {
@@ -130,8 +130,8 @@ fn cargo_deb(tools: &Path) -> Result<PathBuf> {
         }
     }
     eprintln!("Installing cargo-deb {CARGO_DEB} into {}", tools.display());
-    // Unoptimised, and with the system's xz, it is there in a third of the time,
-    // and packs as fast.
+    // Unoptimised, and with the system's xz, the build takes a third of the time, and the
+    // packing as long as before.
     succeed(
         cargo()
             .args(["install", "--quiet", "--locked", "--debug"])

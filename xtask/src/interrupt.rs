@@ -1,9 +1,9 @@
-//! Ctrl-C and SIGTERM: end what was started, then ourselves.
+//! Ctrl-C and SIGTERM: ends all child processes, then this one.
 //!
-//! Every process that we start is registered here. At a signal all of them are
-//! told to end, so that whatever the main thread waits for fails, and it comes
-//! back through its destructors, which remove files. Should it not, we leave
-//! all the same; the kernel then kills the processes (see [`crate::child`]).
+//! Every child process is registered here. On a signal all of them receive SIGTERM, so that
+//! any wait of the main thread fails, and it returns through its destructors, which remove
+//! files. If it does not return in time, the process exits anyway; the kernel then kills
+//! the children (see [`crate::child`]).
 
 use std::{
     os::fd::OwnedFd,
@@ -22,18 +22,18 @@ use signal_hook::{
     iterator::Signals,
 };
 
-/// How long the main thread may take to come back.
+/// Timeout for the main thread's return.
 const GRACE: Duration = Duration::from_secs(10);
 
 static HAPPENED: AtomicBool = AtomicBool::new(false);
 static CHILDREN: Mutex<Vec<(u64, OwnedFd)>> = Mutex::new(Vec::new());
 
-/// Whether a signal asked us to end.
+/// Whether a signal was received.
 pub(crate) fn happened() -> bool {
     HAPPENED.load(Ordering::SeqCst)
 }
 
-/// An error when a signal asked us to end.
+/// Fails if a signal was received.
 pub(crate) fn check() -> Result<()> {
     if happened() {
         bail!("interrupted");
@@ -41,17 +41,17 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// Whether all children are to end, registered or not.
+/// Whether signals end all children, registered or not.
 static ALL: AtomicBool = AtomicBool::new(false);
 
-/// As [`watch`], for work that is done by others, who register nothing: signals
-/// end every child of this process.
+/// As [`watch`], for work by libraries, which register no children: signals end every child
+/// of this process.
 pub(crate) fn watch_all() -> Result<()> {
     ALL.store(true, Ordering::SeqCst);
     watch()
 }
 
-/// From here on signals end us in order.
+/// From now on signals end the process in order.
 pub(crate) fn watch() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot wait for signals")?;
     thread::Builder::new()
@@ -59,7 +59,7 @@ pub(crate) fn watch() -> Result<()> {
         .spawn(move || {
             for _ in signals.forever() {
                 if HAPPENED.swap(true, Ordering::SeqCst) {
-                    // Asked twice: at once.
+                    // A second signal exits at once.
                     std::process::exit(crate::INTERRUPTED.into());
                 }
                 end_children();
@@ -76,7 +76,7 @@ pub(crate) fn watch() -> Result<()> {
 fn end_children() {
     let children = CHILDREN.lock().unwrap_or_else(PoisonError::into_inner);
     for (_, child) in &*children {
-        // The only failure is that it has ended already.
+        // Fails only if it has already ended.
         let _ = pidfd_send_signal(child, Signal::TERM);
     }
     if ALL.load(Ordering::SeqCst) {
@@ -88,7 +88,7 @@ fn end_children() {
     }
 }
 
-/// The children of all our threads, as the kernel lists them.
+/// The children of all threads, as the kernel lists them.
 fn children_of_ours() -> Vec<Pid> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
     tasks
@@ -102,7 +102,7 @@ fn children_of_ours() -> Vec<Pid> {
         .collect()
 }
 
-/// A process that a signal ends too, while this lives.
+/// A process that receives SIGTERM on a signal, while this value lives.
 #[derive(Debug)]
 pub(crate) struct Registration(u64);
 
@@ -119,7 +119,7 @@ impl Registration {
             .unwrap_or_else(PoisonError::into_inner)
             .push((id, pidfd));
         let registration = Self(id);
-        // The signal may have come before the child was on the list.
+        // The signal may have arrived before the child was registered.
         if happened() {
             end_children();
         }

@@ -1,5 +1,5 @@
-//! The JSON documents that scripts read, against docs/json.md: a key that goes or
-//! changes its type fails a test, and so does one that the page lacks.
+//! The JSON documents for scripts, against docs/json.md: a test fails if a key is removed
+//! or changes its type, or if the page lacks it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,8 +22,8 @@ use serde_json::{Value, json, to_value};
 
 const PAGE: &str = include_str!("../../docs/json.md");
 
-/// Whether the section `title` of docs/json.md has the keys of these documents, which
-/// together have all of them, and the number of the format.
+/// Checks that the section `title` of docs/json.md has the keys of these documents, which
+/// together have all of them, and the format number.
 pub(crate) fn is_documented(title: &str, documents: &[&Value]) {
     let (_, section) = PAGE
         .split_once(&format!("\n## `{title}`\n"))
@@ -50,8 +50,8 @@ pub(crate) fn is_documented(title: &str, documents: &[&Value]) {
     assert!(section.contains(&format), "no {format:?} at `{title}`");
 }
 
-/// The keys of documents of one kind, as `devices[].epoch`, with the types that their
-/// values have in any of them.
+/// The keys of documents of one kind, such as `devices[].epoch`, with the types of their
+/// values in all documents.
 fn keys(documents: &[&Value]) -> BTreeMap<String, String> {
     let mut types = BTreeMap::new();
     for document in documents {
@@ -59,7 +59,7 @@ fn keys(documents: &[&Value]) -> BTreeMap<String, String> {
     }
     types.remove("");
     let (mut keys, mut elements) = (BTreeMap::new(), BTreeMap::new());
-    // Backwards: elements come before their array.
+    // In reverse order: elements precede their array.
     for (key, mut types) in types.into_iter().rev() {
         let null = types.remove("null").then_some("null");
         let names = types.into_iter().chain(null).map(|name| {
@@ -241,7 +241,7 @@ fn plans_are_documented() {
         requester_entries: Some(64),
         lenders: Some(2),
     };
-    // One that fits and two that do not, on adapters with different limits.
+    // One that fits and two that do not, with adapters of different limits.
     let cases = [
         ("dolphin-pxh830", 1, 1 << 30, None),
         ("amd", 30, 16 << 30, Some(all)),

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farside_testbed::{Progress, build_iommufd_kernel};
 
-/// Builds it, unless the cache has it.
+/// Builds it, unless it is cached.
 pub(crate) fn run() -> Result<()> {
     let image = build_iommufd_kernel(&Progress::auto())?;
     println!("{}", image.display());

@@ -1,18 +1,18 @@
 //! Developer chores: `cargo xtask demo`, `test`, `soak`, `cluster`, `bench`,
 //! `deb`, `kernel`, `tidy`.
 //!
-//! Each verb does all of its own set-up: it builds the product, and the test
-//! bed ([`farside_testbed`]) brings QEMU, a guest kernel and a guest userland.
+//! Each command does all of its own set-up: it builds the product, and the test bed
+//! ([`farside_testbed`]) provides QEMU, a guest kernel and a guest userland.
 //!
-//! - [`demo`]: the main job once, from the empty image to the proof;
+//! - [`demo`]: the main use case once, from the empty image to the proof;
 //! - [`cluster`]: physical devices, lent in VMs that play hosts;
-//! - [`bench`]: the borrowed drive against QEMU's own, in one guest;
-//! - [`test`]: every test, and which were not run;
-//! - [`soak`]: what depends on chance, for a given time;
+//! - [`bench`]: the borrowed device compared with QEMU's own, in one guest;
+//! - [`test`]: every test, and a list of those that were not run;
+//! - [`soak`]: randomised tests, for a given time;
 //! - [`deb`]: the Debian package;
 //! - [`kernel`]: a kernel with iommufd, for the tests that need it;
-//! - [`tidy`]: what neither rustfmt nor clippy looks at;
-//! - [`scene`]: what both play in: a lender, a backend, a VM.
+//! - [`tidy`]: checks that neither rustfmt nor clippy makes;
+//! - [`scene`]: the processes of demo and bench: a lender, a backend, a VM.
 
 #![deny(unsafe_code)]
 
@@ -42,7 +42,7 @@ use clap::{CommandFactory, Parser};
 
 use args::{Args, Verb};
 
-/// What a shell expects of a program that a signal ended.
+/// The exit status that shells expect of a process ended by SIGINT.
 const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {

@@ -1,5 +1,5 @@
-//! A lender, a backend and a VM, each started as a user would: by the program
-//! `farside`, as processes, with sockets in a folder of their own.
+//! A lender, a backend and a VM, each started as a user would: with the `farside` binary,
+//! as processes, with sockets in a separate directory.
 
 use std::{
     ffi::OsString,
@@ -23,23 +23,23 @@ use crate::{
     status,
 };
 
-/// The borrowed drive.
+/// Name of the borrowed device.
 pub(crate) const DEVICE: &str = "disk0";
 
-/// For what takes no time unless the machine is very busy.
+/// Timeout of operations that are immediate on an idle machine.
 pub(crate) const SHORT: Duration = Duration::from_secs(60);
 
-/// For a guest to boot.
+/// Timeout of a guest's boot.
 pub(crate) const BOOT: Duration = Duration::from_secs(180);
 
-/// How often a condition is looked at that has no event of its own.
+/// Polling interval for conditions without an event.
 const LOOK_AGAIN: Duration = Duration::from_millis(25);
 
-/// The longest path that a UNIX socket can have.
+/// Maximum length of a UNIX socket's path.
 const SOCKET_PATH_MAX: usize = 107;
 
-/// A lender of one drive, and the backend of one VM that borrows it. Dropped,
-/// both are killed and their folder is removed.
+/// A lender of one NVMe device, and the backend of one VM that borrows it. On drop, both
+/// are killed and their directory is removed.
 pub(crate) struct Scene {
     program: PathBuf,
     vm: &'static str,
@@ -52,20 +52,20 @@ pub(crate) struct Scene {
 pub(crate) struct Size {
     /// Guest RAM, MiB.
     pub(crate) memory_mib: u64,
-    /// Virtual processors.
+    /// CPUs.
     pub(crate) cpus: u32,
 }
 
-/// A VM in the scene. Dropped, it is killed.
+/// A VM in the scene. Killed on drop.
 pub(crate) struct Guest {
     pub(crate) vm: Vm,
-    /// What was typed to start it, without what makes it a test guest.
+    /// The command that started it, without the arguments of the test bed.
     pub(crate) typed: String,
     _registration: Registration,
 }
 
 impl Guest {
-    /// Powers the guest off; QEMU has to end well.
+    /// Powers the guest off; QEMU must exit successfully.
     pub(crate) fn shutdown(self) -> Result<()> {
         let Self {
             vm, _registration, ..
@@ -76,7 +76,7 @@ impl Guest {
     }
 }
 
-/// A folder for sockets and other things, with a path that is short enough.
+/// A directory for sockets and other files, with a sufficiently short path.
 pub(crate) fn folder(vm: &str) -> Result<TempDir> {
     let folder = tempfile::Builder::new()
         .prefix("farside-")
@@ -134,7 +134,7 @@ impl Scene {
         self.backend.pid()
     }
 
-    /// The drive's socket.
+    /// The device's socket.
     pub(crate) fn socket(&self) -> PathBuf {
         socket(self.folder.path(), self.vm)
     }
@@ -144,7 +144,7 @@ impl Scene {
         self.lender.pid()
     }
 
-    /// The ends of the logs, to be appended to an error.
+    /// The ends of the logs, for an error.
     pub(crate) fn last_words(&self) -> String {
         format!(
             "\nbackend{}\nlender{}",
@@ -153,8 +153,8 @@ impl Scene {
         )
     }
 
-    /// Starts the VM by `farside qemu --run`, its processors standing still. `kernel`
-    /// is for the guest kernel's command line, `more` for QEMU's.
+    /// Starts the VM by `farside qemu --run`, with stopped CPUs. `kernel` is for the
+    /// guest's kernel command line, `more` for QEMU's.
     pub(crate) fn launch(
         &self,
         testbed: &Testbed,
@@ -163,7 +163,7 @@ impl Scene {
         more: &[OsString],
     ) -> Result<Guest> {
         interrupt::check()?;
-        // As users run guests: the test bed turns mitigations off where it emulates.
+        // As in users' guests: the test bed disables mitigations when it emulates.
         let vm = testbed.vm(self.vm).append("mitigations=auto");
         let builder = kernel.iter().fold(vm, |vm, word| vm.append(*word));
         let staged = builder.stage()?;
@@ -179,11 +179,11 @@ impl Scene {
         command.arg("--qemu").arg(testbed.qemu());
         command.arg("--").args(staged.guest_args()).args(more);
         if tcg {
-            // Page tables of five levels only make an emulated guest slower.
+            // Five-level page tables would only slow down an emulated guest.
             command.args(["-cpu", "max,la57=off"]);
         }
         command.arg("-S");
-        // As for the others: a terminal's Ctrl-C does not reach it.
+        // As for the other processes: a terminal's Ctrl-C does not reach it.
         command.process_group(0);
         let vm = staged
             .launch_with(command)
@@ -209,7 +209,7 @@ impl Scene {
         Status::from_json(&output.stdout).context("reading what farside status printed")
     }
 
-    /// Both sides of the drive.
+    /// The device's state at both sides.
     pub(crate) fn device(&self) -> Result<(DeviceReport, DeviceStatus)> {
         let status = self.status()?;
         match status::device(&status, DEVICE) {
@@ -219,7 +219,7 @@ impl Scene {
         }
     }
 
-    /// Waits until `done`.
+    /// Waits until `done` returns true.
     pub(crate) fn wait_for(
         &self,
         what: &str,
@@ -237,7 +237,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Stops backend and lender by SIGTERM; both have to end well. Returns the
+    /// Stops backend and lender by SIGTERM; both must exit successfully. Returns the
     /// sockets that are left.
     pub(crate) fn stop(self) -> Result<Vec<PathBuf>> {
         self.backend.stop(SHORT)?;
@@ -246,7 +246,7 @@ impl Scene {
     }
 }
 
-/// `farside` with its sockets in that folder.
+/// `farside` with its sockets in that directory.
 pub(crate) fn farside(program: &Path, folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.args(args).env("FARSIDE_RUNTIME_DIR", folder);
@@ -269,7 +269,7 @@ pub(crate) fn await_socket(path: &Path, server: &mut Child) -> Result<()> {
     Ok(())
 }
 
-/// All sockets in a folder and those in it.
+/// All sockets in a directory and its subdirectories.
 fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_owned()];

@@ -1,8 +1,8 @@
-//! `cargo xtask soak`: what depends on chance, again and again for a given time.
+//! `cargo xtask soak`: randomised tests, repeated for a given time.
 //!
-//! A change needs a few migrations and kills, and each property some hundred cases;
-//! `cargo xtask test` runs those. This runs many, with a new seed in each round, and
-//! prints the command that repeats a round.
+//! A change needs a few migrations and kills, and some hundred cases of each property;
+//! `cargo xtask test` runs those. This runs many, with a new seed in each round, and prints
+//! the command that repeats a round.
 
 use std::{
     process::{Command, ExitCode},
@@ -14,7 +14,7 @@ use farside_testbed::die_with_us;
 
 use crate::args::Soak;
 
-/// Tests that are run in turn. A test binary takes one filter.
+/// Tests to run in turn. A test binary accepts one filter.
 const ROUNDS: [Round; 5] = [
     Round {
         arguments: "--test migration",
@@ -47,10 +47,10 @@ const ROUNDS: [Round; 5] = [
 ];
 
 struct Round {
-    /// Of `cargo xtask test`.
+    /// Arguments of `cargo xtask test`.
     arguments: &'static str,
     variables: &'static [(&'static str, &'static str)],
-    /// The variable with what its random numbers begin with; none if time alone decides.
+    /// The environment variable of the random seed; `None` if only timing is random.
     seed: Option<&'static str>,
 }
 
@@ -74,7 +74,7 @@ impl Round {
     }
 }
 
-/// Runs rounds until the time is over, which ends the last of them, or one fails.
+/// Runs rounds until the time is over, which ends the last of them, or until one fails.
 pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
     let began = Instant::now();
     let limit = Duration::from_secs(args.minutes * 60);
@@ -116,7 +116,7 @@ fn seed() -> Result<u64> {
 mod tests {
     use super::*;
 
-    /// libtest-mimic refuses a second filter, so the round would fail each time.
+    /// libtest-mimic refuses a second filter, so the round would always fail.
     #[test]
     fn a_round_has_one_filter() {
         for round in &ROUNDS {

@@ -1,4 +1,4 @@
-//! `farside status --json`, as far as it matters here.
+//! `farside status --json`, with the fields used here.
 
 use farside_backend_api::{DeviceReport, Status};
 use farside_lender_protocol::DeviceStatus;

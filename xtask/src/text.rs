@@ -1,6 +1,6 @@
-//! Text for people.
+//! Text formatting.
 
-/// A byte count in the largest unit that leaves few digits.
+/// A byte count in a unit that keeps the digits few.
 pub(crate) fn bytes(bytes: u64) -> String {
     let mib = bytes as f64 / f64::from(1 << 20);
     match bytes {
@@ -12,7 +12,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
     }
 }
 
-/// Microseconds, as milliseconds when there are many.
+/// Microseconds; large values as milliseconds.
 pub(crate) fn micros(us: f64) -> String {
     match us {
         _ if us < 100.0 => format!("{us:.1} µs"),

@@ -1,4 +1,4 @@
-//! Where, with what and of which sources was measured.
+//! The environment of the measurements: machine, versions and sources.
 
 use std::{path::Path, process::Command};
 
@@ -8,7 +8,7 @@ use farside_testbed::Testbed;
 use super::Settings;
 use crate::args::Bench;
 
-/// All but what only the guest knows.
+/// The environment, except what only the guest can report.
 pub(super) fn environment(
     testbed: &Testbed,
     args: &Bench,
@@ -34,7 +34,7 @@ pub(super) fn environment(
         qemu: Some(testbed.qemu_version().to_owned()),
         accel: Some(format!("{:?}", testbed.accel()).to_lowercase()),
         farside: commit.unwrap_or_else(|| env!("CARGO_PKG_VERSION").to_owned()),
-        // What git does not know of is not in the product either.
+        // Untracked files are not in the product either.
         changed_sources: git(&["status", "--porcelain", "--untracked-files=no"])
             .is_some_and(|changes| !changes.is_empty()),
         options: options
@@ -44,7 +44,7 @@ pub(super) fn environment(
     }
 }
 
-/// What git says of this checkout; `None` when there is no git, or no checkout.
+/// The output of a git command in this checkout; `None` without git or a checkout.
 fn git(args: &[&str]) -> Option<String> {
     let output = Command::new("git")
         .current_dir(env!("CARGO_MANIFEST_DIR"))

@@ -1,5 +1,5 @@
-//! Both drives in turns: borrowed, own, borrowed, own; fio's jobs, and one
-//! transfer at a time of many sizes.
+//! Both disks in turns: borrowed, own, borrowed, own; fio's jobs, and one transfer at a
+//! time of many sizes.
 
 use anyhow::{Context, Result};
 use farside_bench::{
@@ -12,29 +12,29 @@ use farside_testbed::{Progress, Vm};
 use super::{guest::Drives, measure::Run};
 use crate::interrupt;
 
-/// Before a job is measured, seconds.
+/// fio's ramp time, seconds.
 const RAMP: u32 = 1;
-/// What translates and caches what is to be measured.
+/// Translates the guest's code and fills caches.
 const WARM_UP: Timing = Timing {
     ramp: 0,
     seconds: 1,
 };
 
-/// Both drives in the guest that has them.
+/// Both disks and their guest.
 pub(super) struct Both<'a> {
     pub(super) vm: &'a Vm,
     pub(super) drives: &'a Drives,
-    /// The processes that do the work on the host.
+    /// The processes whose CPU time is measured on the host.
     pub(super) pids: &'a [u32],
     pub(super) repeats: u32,
-    /// Whether jobs run unmeasured first: QEMU's translator has then seen the code, and the
-    /// images are in the page cache.
+    /// Whether jobs first run unmeasured: QEMU has then translated the code, and the images
+    /// are in the page cache.
     pub(super) warm_up: bool,
     pub(super) progress: &'a Progress,
 }
 
 impl Both<'_> {
-    /// Runs a job on one and on the other.
+    /// Runs a job on one disk and on the other.
     fn pair(&self, job: &Job, timing: Timing) -> Result<Pair> {
         let measure = |drive| {
             interrupt::check()?;
@@ -87,8 +87,8 @@ impl Both<'_> {
         Ok(results)
     }
 
-    /// One transfer at a time, 4 KiB to 128 MiB, each size `step` times the one
-    /// before, `repeats` times each.
+    /// One transfer at a time, 4 KiB to 128 MiB, each size `step` times the preceding one,
+    /// `repeats` times each.
     pub(super) fn sweep(&self, step: u64, repeats: u32) -> Result<Section> {
         let patterns = [
             ("read", Pattern::SequentialRead),
@@ -159,7 +159,7 @@ fn bandwidth(name: &str, points: Vec<Point>, against: Option<&str>) -> Series {
     }
 }
 
-/// A job's outcome in a line, as soon as it is known.
+/// One line about a completed job.
 fn line(job: &JobResult) -> String {
     let ratios = METRICS.iter().filter_map(|metric| {
         let ratio = job.ratio(metric)?;

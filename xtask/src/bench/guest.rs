@@ -1,4 +1,4 @@
-//! The guest with both drives, side by side.
+//! The guest with both disks.
 
 use std::{ffi::OsString, path::Path};
 
@@ -7,17 +7,17 @@ use farside_testbed::{Testbed, Vm};
 
 use crate::scene::{BOOT, Guest, SHORT, Scene, Size};
 
-/// The machine of both drives.
+/// The guest's size.
 const SIZE: Size = Size {
     memory_mib: 1024,
     cpus: 2,
 };
-/// Serial number of QEMU's own device, by which the guest tells it apart.
+/// Serial number of QEMU's own device, which identifies it in the guest.
 const OWN_SERIAL: &str = "qemu-own";
 
-/// A vIOMMU that borrowed devices can be behind.
+/// A vIOMMU that supports borrowed devices.
 const VIOMMU: &str = "intel-iommu,caching-mode=on";
-/// Has the guest's kernel use it for all DMA.
+/// Makes the guest's kernel use it for all DMA.
 const TRANSLATE: &[&str] = &["intel_iommu=on", "iommu.passthrough=0"];
 
 /// Block devices of the guest.
@@ -26,7 +26,7 @@ pub(super) struct Drives {
     pub(super) own: String,
 }
 
-/// Boots it, with more arguments for QEMU.
+/// Boots it, with additional arguments for QEMU.
 pub(super) fn boot(
     scene: &Scene,
     testbed: &Testbed,
@@ -37,12 +37,11 @@ pub(super) fn boot(
 ) -> Result<(Guest, Drives)> {
     let drive = format!(
         "if=none,id=own,file={},format=raw,cache=writeback,aio={own_aio}",
-        // A comma in a value is doubled.
+        // Commas in a value are doubled.
         own_image.display().to_string().replace(',', ",,"),
     );
     let device = format!("nvme,drive=own,serial={OWN_SERIAL}");
-    // QEMU makes devices in this order, and a vIOMMU has to be there before what is
-    // behind it.
+    // QEMU creates devices in this order, and a vIOMMU must precede the devices behind it.
     let (before, kernel): (&[&str], &[&str]) = match viommu {
         true => (&["-device", VIOMMU], TRANSLATE),
         false => (&[], &[]),

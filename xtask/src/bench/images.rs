@@ -1,4 +1,4 @@
-//! Two equal images: same size, same place, same bytes, no holes.
+//! Two equal images: same size, same directory, same contents, no holes.
 
 use std::{
     fs::{self, File},
@@ -10,11 +10,10 @@ use anyhow::{Context, Result};
 use farside_testbed::Progress;
 use tempfile::TempDir;
 
-/// Size of each. More only takes longer to make: both fit the page cache.
+/// Size of each. A larger size would only take longer to write: both fit in the page cache.
 const SIZE: u64 = 512 << 20;
 
-/// Memory that looks like a folder. Images there are as fast as storage can be,
-/// so what is compared is the way to them.
+/// A tmpfs. Images there are not limited by storage, so the data paths are compared.
 const MEMORY: &str = "/dev/shm";
 
 /// The images; removed when dropped.
@@ -25,11 +24,11 @@ pub(super) struct Images {
 }
 
 impl Images {
-    /// Makes them, in `folder` or where there is room.
+    /// Creates them, in `folder` or where there is room.
     pub(super) fn make(folder: Option<&Path>, progress: &Progress) -> Result<Self> {
         let parent = match folder {
             Some(folder) => folder.to_owned(),
-            // Twice, so that we do not use all of the machine's memory.
+            // Twice their size, so that not all of the machine's memory is used.
             None if room(Path::new(MEMORY)) >= 4 * SIZE => MEMORY.into(),
             None => std::env::temp_dir(),
         };
@@ -51,18 +50,18 @@ impl Images {
         })
     }
 
-    /// Where they are.
+    /// Their directory.
     pub(super) fn folder(&self) -> &Path {
         self.folder.path().parent().unwrap_or(self.folder.path())
     }
 }
 
-/// Free bytes of the file system there; 0 when there is none.
+/// Free bytes of the file system at `folder`; 0 if there is none.
 fn room(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail * stat.f_frsize)
 }
 
-/// Fills a new file with bytes that neither compress nor repeat.
+/// Fills a new file with incompressible bytes.
 fn write_noise(path: &Path, len: u64, mut progress: impl FnMut(u64)) -> std::io::Result<()> {
     let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
     // xorshift64*

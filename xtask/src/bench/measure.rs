@@ -1,8 +1,8 @@
-//! One run of fio in the guest, and what it cost the host.
+//! One run of fio in the guest, and its CPU time on the host.
 //!
-//! Host CPU time is taken from the moment the job starts to the moment it ends,
-//! without fio's own start and end: fio runs a command at each, which writes the
-//! guest's counters into a pipe that the host waits at.
+//! Host CPU time is taken from the start of the job to its end, without fio's own start and
+//! end: at each, fio runs a command that writes the guest's counters into a pipe on which
+//! the host waits.
 
 use std::time::Duration;
 
@@ -16,15 +16,15 @@ use farside_testbed::Vm;
 
 use crate::cpu;
 
-/// What fio and guest may take beside the time that was asked for.
+/// Time that fio and the guest may take beyond the requested run time.
 const SLACK: Duration = Duration::from_secs(300);
 
-/// How to measure.
+/// Parameters of a measurement.
 pub(super) struct Run<'a> {
     pub(super) vm: &'a Vm,
     /// Name of the block device in the guest.
     pub(super) drive: &'a str,
-    /// The processes that do the work on the host.
+    /// The processes whose CPU time is measured on the host.
     pub(super) pids: &'a [u32],
     pub(super) timing: Timing,
 }
@@ -55,8 +55,8 @@ impl Run<'_> {
         Ok(Measurement::new(job, &outcome, &work, Some(cpu)))
     }
 
-    /// The guest's shell command. When fio fails before its job begins, the
-    /// pipes are opened and closed, so that nobody waits at them.
+    /// The guest's shell command. If fio fails before its job begins, the pipes are opened
+    /// and closed, so that no reader blocks.
     fn command(&self, job: &Job) -> Result<String> {
         let sample = fio::sample_command(self.drive);
         let hook = |pipe: &str| format!("{sample} | tee /run/bench/{pipe}");

@@ -1,9 +1,9 @@
-//! The borrowed NVMe drive against QEMU's own `nvme` device: one guest has both,
-//! on equal images, and fio runs on them in turns.
+//! The borrowed NVMe device compared with QEMU's own `nvme` device: one guest has both, on
+//! equal images, and fio runs on them in turns.
 //!
-//! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] times a
-//! device of [`testers`]. [`micro`] and [`neighbour`] need no guest. `farside_bench` makes figures, tables, plots and the
-//! report of it.
+//! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
+//! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest. `farside_bench`
+//! makes figures, tables, plots and the report.
 
 mod about;
 mod drives;
@@ -35,26 +35,26 @@ use testers::Testers;
 
 /// Name of the VM.
 const VM: &str = "bench";
-/// What the drives are called.
+/// Names of the disks.
 const BORROWED: &str = "borrowed";
 const OWN: &str = "QEMU's own";
 
-/// How much to measure.
+/// Amount of measurements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Settings {
-    /// Measurements of each job on each drive.
+    /// Measurements of each job on each disk.
     repeats: u32,
     /// Length of one.
     seconds: u32,
-    /// Whether something runs unmeasured first.
+    /// Whether an unmeasured run precedes.
     warm_up: bool,
-    /// From one size of a sweep to the next.
+    /// Ratio of adjacent sizes of a sweep.
     sweep_step: u64,
-    /// Measurements of each size on each drive: there are many sizes.
+    /// Measurements of each size on each disk: there are many sizes.
     sweep_repeats: u32,
-    /// Of ping-pong, each repeat.
+    /// Rounds of ping-pong in each repeat.
     rounds: u32,
-    /// Of what takes no time to speak of.
+    /// Turns of short measurements.
     turns: u32,
     /// The largest guest whose memory is locked, GiB.
     largest_gib: u64,
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     interrupt::watch()?;
 
     let settings = Settings::of(args);
-    // Before there are images, which may be in memory: this takes much.
+    // Before there are images, which may be in memory: this uses much memory.
     let without_guest = match args.wants(Chapter::Micro) {
         true => micro::measure(
             &Micro {
@@ -115,7 +115,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     for section in without_guest {
         results.add(section)?;
     }
-    // Where there is one CPU, the rest can be measured all the same.
+    // Without a second CPU, the other chapters can still be measured.
     let alone = args.only.is_empty() && cpu::available()?.len() < 2;
     if args.wants(Chapter::Neighbour) && !alone {
         let turns = args.repeats.unwrap_or(settings.turns);
@@ -151,7 +151,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Everything that one guest measures.
+/// All measurements in one guest.
 fn in_a_guest(
     args: &Bench,
     settings: &Settings,

@@ -1,10 +1,10 @@
-//! The borrowed drive beside a busy neighbour: what a thread that computes all the
-//! time costs when it runs on the CPU of the device's thread, and what backend and
-//! device cost each other on one CPU.
+//! The borrowed disk beside a busy neighbour: the cost of a thread that computes
+//! continuously on the CPU of the device thread, and the mutual cost of backend and device
+//! on one CPU.
 //!
-//! In a guest's place is a driver that polls, by the client of the scripted VMM: it
-//! needs no CPU time of QEMU's or a guest's, so the device is what is measured.
-//! Every case is beside the same one with CPUs to itself, in turns.
+//! A polling driver, with the client of the scripted VMM, takes the guest's place: it needs
+//! no CPU time of QEMU or a guest, so the device is measured. Every case alternates with
+//! the same one on dedicated CPUs.
 
 use std::{
     fs,
@@ -37,20 +37,20 @@ use crate::{
 const VM: &str = "neighbour";
 /// Guest RAM.
 const RAM: u64 = 32 << 20;
-/// Length of a measurement: dozens of the scheduler's slices.
+/// Length of a measurement: dozens of scheduler time slices.
 const TURN: Duration = Duration::from_millis(250);
 /// Reads in flight.
 const DEPTHS: [u16; 2] = [1, 32];
-/// With half of a CPU, 0.9 of what half of the CPU's time is worth.
+/// Target with half of a CPU: 0.9 of the throughput that half of the CPU time is worth.
 const SHARE: f64 = 0.45;
-/// On one CPU with the backend, over two. Each doorbell is a message there.
+/// Target on one CPU with the backend, relative to two. Each doorbell is a message there.
 const ONE_CPU: f64 = 0.2;
 
-/// Who else is on the device's CPU.
+/// The other load of the device's CPU.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Beside {
     Nobody,
-    /// A thread that computes.
+    /// A computing thread.
     Neighbour,
     /// The backend.
     Backend,
@@ -65,7 +65,7 @@ impl Beside {
         }
     }
 
-    /// The least that is wanted, over [`Beside::Nobody`].
+    /// The target, relative to [`Beside::Nobody`].
     fn target(self) -> Option<f64> {
         match self {
             Self::Nobody => None,
@@ -75,7 +75,7 @@ impl Beside {
     }
 }
 
-/// What is measured in which mode.
+/// The cases to measure in each mode.
 const MODES: [(Doorbells, &[Beside]); 2] = [
     (Doorbells::Buffer, &[Beside::Nobody, Beside::Neighbour]),
     (Doorbells::Registers, &[Beside::Nobody, Beside::Backend]),
@@ -130,7 +130,7 @@ pub(super) fn measure(
     })
 }
 
-/// A drive that is read.
+/// A disk that is read.
 struct Stage {
     session: Session,
     queue: Polled,
@@ -180,7 +180,7 @@ impl Stage {
             .flat_map(|depth| all.iter().map(move |beside| (*depth, *beside)))
             .collect();
         let mut figures = vec![Vec::new(); cases.len()];
-        // The first turn is not counted: memory is touched, times are learnt.
+        // The first turn is not counted: it touches memory and trains the adaptive polling.
         for turn in 0..=turns {
             for ((depth, beside), figures) in cases.iter().zip(&mut figures) {
                 interrupt::check()?;
@@ -204,7 +204,7 @@ impl Stage {
         Ok(series.collect())
     }
 
-    /// Reads a second.
+    /// Reads per second.
     fn turn(&mut self, depth: u16, beside: Beside) -> Result<f64> {
         let [device, driver] = self.cpus;
         let backend = match beside {
@@ -225,7 +225,7 @@ impl Stage {
     }
 }
 
-/// The threads of a process whose name is one that is `wanted`.
+/// The threads of a process whose name is `wanted`.
 fn threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<Vec<Pid>> {
     let path = format!("/proc/{pid}/task");
     let mut found = Vec::new();
@@ -280,7 +280,7 @@ impl Drop for Neighbour {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // A panic was printed.
+            // A panic has been printed.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! From a register write in the guest until the device's answer is back.
+//! From a register write in the guest until the device's response arrives.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use farside_testbed::{Accel, Progress, Vm};
 use super::testers::{TESTERS, guest_bdf};
 use crate::interrupt;
 
-/// Rounds before those that count: QEMU's translator has then seen the code.
+/// Unmeasured rounds at the start: QEMU has then translated the code.
 const WARM_UP: u32 = 200;
-/// For all rounds of one repeat.
+/// Timeout of all rounds of one repeat.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A way to wait for the answer of one of the devices.
+/// A device and the kind of response to wait for.
 struct Way {
     name: String,
     bdf: String,
@@ -22,8 +22,8 @@ struct Way {
     against: Option<String>,
 }
 
-/// Plays `rounds` in each way, `repeats` times, in turns. KVM cannot deliver an
-/// interrupt to memory, where the guest's program could see it: there it polls.
+/// Plays `rounds` in each way, `repeats` times, in turns. KVM cannot deliver an interrupt
+/// to memory, where the guest's process could see it: there it polls.
 pub(super) fn measure(
     vm: &Vm,
     accel: Accel,
@@ -90,7 +90,7 @@ pub(super) fn measure(
     })
 }
 
-/// Of what the guest printed: the nanoseconds of each round.
+/// Quantiles of the guest's output: the nanoseconds of each round.
 fn quantiles(output: &str, rounds: u32) -> Result<Quantiles> {
     let times = output.lines().map(|line| {
         line.parse::<f64>()

@@ -1,5 +1,5 @@
-//! Two DMA test devices for the guest: the interrupts of one go from the device
-//! to QEMU directly, those of the other are relayed.
+//! Two DMA test devices for the guest: the interrupts of one are signalled directly from
+//! the device to QEMU, those of the other are relayed.
 
 use std::{ffi::OsString, path::Path};
 
@@ -12,16 +12,15 @@ use crate::{
     scene::{self, SHORT, await_socket, farside},
 };
 
-/// How each device's interrupts go, which is its id too, and its place on the
-/// guest's bus.
+/// Each device's interrupt path, which is also its id, and its slot on the guest's bus.
 pub(super) const TESTERS: [(&str, u8); 2] = [("direct", 0x1a), ("relayed", 0x1b)];
 
-/// Where the guest has them.
+/// A tester's address in the guest.
 pub(super) fn guest_bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
 }
 
-/// Their lender, and a backend for each. Dropped, they are killed.
+/// Their lender, and a backend for each. Killed on drop.
 pub(super) struct Testers {
     backends: Vec<Child>,
     lender: Child,
@@ -31,7 +30,7 @@ pub(super) struct Testers {
 impl Testers {
     /// Starts them.
     pub(super) fn start(program: &Path) -> Result<Self> {
-        // Not the drive's folder: a VM has one backend, and these are three.
+        // Not the disk's directory: a VM has one backend, and here there are three.
         let folder = scene::folder("relayed")?;
         let path = folder.path();
         let [(direct, _), (relayed, _)] = TESTERS;
@@ -69,7 +68,7 @@ impl Testers {
         })
     }
 
-    /// What gives QEMU both.
+    /// QEMU's arguments for both devices.
     pub(super) fn qemu_args(&self) -> Vec<OsString> {
         let device = |(id, slot): (&str, u8)| {
             let device = json!({
@@ -87,13 +86,13 @@ impl Testers {
             .collect()
     }
 
-    /// The ends of the logs, to be appended to an error.
+    /// The ends of the logs, for an error.
     pub(super) fn last_words(&self) -> String {
         let backends = self.backends.iter().map(Child::last_words);
         backends.chain([self.lender.last_words()]).collect()
     }
 
-    /// Stops them; all have to end well.
+    /// Stops them; all must exit successfully.
     pub(super) fn stop(self) -> Result<()> {
         for backend in self.backends {
             backend.stop(SHORT).context("stopping a tester's backend")?;

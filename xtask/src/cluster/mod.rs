@@ -1,5 +1,5 @@
-//! Physical devices, lent in VMs that play hosts; the scenes are those of the
-//! tests ([`farside_tests::hosts`]), the report is ours.
+//! Physical devices, lent in VMs that play hosts; the scenes are those of the tests
+//! ([`farside_tests::hosts`]), and this reports on them.
 
 mod report;
 
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
     })
 }
 
-/// Plays one scene in a folder of its own.
+/// Runs one scene in a separate directory.
 fn scene<T>(
     testbed: &Testbed,
     programs: &Programs,

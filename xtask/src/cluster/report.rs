@@ -1,4 +1,4 @@
-//! How the facts are shown: to people, and as JSON.
+//! The report on the facts: as text, and as JSON.
 
 use console::style;
 use farside_tests::hosts::{Facts, VfFacts};
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::text::{bytes, micros};
 
-/// What was seen in the scenes that were played.
+/// The facts of the scenes that ran.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     pub(super) same_host: Option<Facts>,
@@ -14,7 +14,7 @@ pub(super) struct Report {
     pub(super) vfs: Option<VfFacts>,
 }
 
-/// Something that has to be so.
+/// A condition that must hold.
 pub(super) struct Check {
     pub(super) what: String,
     pub(super) holds: bool,
@@ -30,7 +30,7 @@ impl Report {
         .filter_map(|(name, facts)| Some((name, facts.as_ref()?)))
     }
 
-    /// All that has to be so.
+    /// All conditions.
     pub(super) fn checks(&self) -> Vec<Check> {
         let mut checks = Vec::new();
         let mut check = |what: String, holds| checks.push(Check { what, holds });
@@ -47,7 +47,7 @@ impl Report {
         checks
     }
 
-    /// For people.
+    /// As text.
     pub(super) fn text(&self) -> String {
         let mut text = String::new();
         for (name, facts) in self.scenes() {
@@ -96,8 +96,8 @@ pub(super) struct Document<'a> {
 }
 
 impl Document<'_> {
-    /// The number of the format. It grows when a key goes or changes its type or
-    /// meaning; new keys leave it as it is.
+    /// The format number. It is incremented when a key is removed or changes its type or
+    /// meaning; new keys do not change it.
     const FORMAT: u32 = 1;
 }
 
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::json::is_documented;
 
-    /// The names that the users of the file rely on.
+    /// The names that users of the file rely on.
     const FIXED: &[&str] = &[
         "checksum_ok",
         "dmar_mappings_before_bme",

@@ -1,4 +1,4 @@
-//! What was measured, and what it must be.
+//! The measured facts, and the conditions on them.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -12,38 +12,38 @@ use super::{
 };
 use crate::text::bytes;
 
-/// How much of QEMU's RAM the layout may lack, at most: what a PC has instead of
-/// RAM between 640 KiB and 1 MiB. How much of that it has depends on the video
-/// card (none here) and on which ROM shadows the firmware has locked so far.
+/// Maximum difference between QEMU's RAM and the layout: a PC lacks RAM between 640 KiB and
+/// 1 MiB. How much depends on the video card (none here) and on the ROM shadows that the
+/// firmware has locked so far.
 const LEGACY_HOLE: u64 = 384 << 10;
 
-/// Shared memory that a backend has mapped when it has no guest RAM, at most:
-/// registers and rings that it shares with the lender.
+/// Maximum shared memory that a backend has mapped without guest RAM: registers and rings
+/// shared with the lender.
 const OWN_SHARED: u64 = 4 << 20;
 
-/// Everything that was measured.
+/// All facts.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
-    /// What was typed to start QEMU.
+    /// The command that started QEMU.
     pub(super) typed: String,
     pub(super) qemu: String,
     pub(super) accel: String,
-    /// Guest RAM as QEMU was told.
+    /// Guest RAM in QEMU's command line.
     pub(super) memory: u64,
     /// Before the guest's first instruction.
     pub(super) paused: Option<Seen>,
-    /// When the guest has used the drive.
+    /// While the guest uses the disk.
     pub(super) running: Option<Seen>,
-    /// When QEMU has ended.
+    /// After QEMU's end.
     pub(super) after: Option<Seen>,
     pub(super) guest: GuestFacts,
     pub(super) outside: OutsideFacts,
-    /// Sockets that backend and lender left behind.
+    /// Sockets left behind by backend and lender.
     pub(super) sockets_left: Vec<PathBuf>,
     pub(super) wall: Duration,
 }
 
-/// The drive at one moment.
+/// The device's state at one moment.
 #[derive(Clone, Debug)]
 pub(super) struct Seen {
     pub(super) borrow: DeviceReport,
@@ -51,17 +51,17 @@ pub(super) struct Seen {
     pub(super) kernel: KernelView,
 }
 
-/// Something that must be so.
+/// A condition that must hold.
 #[derive(Debug)]
 pub(super) struct Check {
     pub(super) what: &'static str,
     pub(super) holds: bool,
-    /// The figures, for when it is not.
+    /// The figures, printed if it does not hold.
     pub(super) why: String,
 }
 
 impl Facts {
-    /// What was pinned before bus-master enable: the most that anyone saw.
+    /// Bytes pinned before bus-master enable: the maximum observed.
     pub(super) fn pinned_before_bme(&self) -> u64 {
         let paused = self
             .paused
@@ -71,7 +71,7 @@ impl Facts {
         paused.max(running.map_or(0, |seen| seen.borrow.bytes_pinned_before_bme))
     }
 
-    /// Refused DMA: the most that was counted.
+    /// DMA faults: the maximum observed.
     pub(super) fn dma_faults(&self) -> u64 {
         let seen = [&self.paused, &self.running, &self.after];
         let totals = seen
@@ -81,8 +81,8 @@ impl Facts {
         totals.max().unwrap_or(0)
     }
 
-    /// Whether the bytes that the guest wrote are those it read, and those in
-    /// the image.
+    /// Whether the bytes that the guest wrote equal those it read back, and those in the
+    /// image.
     pub(super) fn checksum_ok(&self) -> bool {
         self.guest_ok() && self.outside_ok()
     }
@@ -100,7 +100,7 @@ impl Facts {
             && self.outside.file_size == FILE_SIZE
     }
 
-    /// What must be so, in the order of the events.
+    /// All conditions, in the order of the events.
     pub(super) fn checks(&self) -> Vec<Check> {
         let none = Seen::default();
         let paused = self.paused.as_ref().unwrap_or(&none);
@@ -206,7 +206,7 @@ impl Facts {
 }
 
 impl Default for Seen {
-    /// Stands for a drive that was not looked at: nothing is open or pinned.
+    /// A device that was not examined: nothing is mapped or pinned.
     fn default() -> Self {
         Self {
             borrow: DeviceReport::new("", "", PathBuf::new().into()),
@@ -217,7 +217,7 @@ impl Default for Seen {
 }
 
 impl Seen {
-    /// Whether backend, lender and kernel all say that nothing is open.
+    /// Whether backend, lender and kernel all report that nothing is mapped.
     fn is_shut(&self) -> bool {
         self.borrow.bytes_pinned == 0
             && self.borrow.bytes_locked == 0
@@ -236,7 +236,7 @@ pub(super) mod tests {
     use super::*;
     use farside_fabric::Usage;
 
-    /// A demo in which all went well.
+    /// The facts of a successful demo.
     pub(in crate::demo) fn good() -> Facts {
         let memory = 1 << 30;
         let ram = memory - (256 << 10);
@@ -309,7 +309,7 @@ pub(super) mod tests {
     #[test]
     fn a_demo_that_measured_nothing_passes_nothing() {
         let failed = broken(|facts| *facts = Facts::default());
-        // But that it left no socket.
+        // All but the check for left sockets.
         assert_eq!(failed.len(), good().checks().len() - 1, "{failed:?}");
     }
 

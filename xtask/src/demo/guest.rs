@@ -1,4 +1,4 @@
-//! What happens in the guest.
+//! The demo's part in the guest.
 
 use std::time::Duration;
 
@@ -8,27 +8,27 @@ use serde::Deserialize;
 
 use crate::scene::SHORT;
 
-/// The file that the guest writes, as the file system names it.
+/// The guest's file, relative to the file system.
 pub(super) const FILE: &str = "/data";
 /// Its size.
 pub(super) const FILE_SIZE: u64 = 256 << 20;
 
-/// For what moves the whole file, in an emulated guest on a busy machine.
+/// Timeout for the whole file, in an emulated guest on a loaded machine.
 const LONG: Duration = Duration::from_secs(300);
 /// Length of the fio run, seconds.
 const FIO_SECONDS: u32 = 3;
 
-/// What the guest saw.
+/// The guest's facts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GuestFacts {
     pub(super) kernel: String,
-    /// `lspci -v` of the drive.
+    /// `lspci -v` of the device.
     pub(super) lspci: String,
-    /// SHA-256 of what was written, taken before it went to the drive.
+    /// SHA-256 of the written data, computed before the write.
     pub(super) sha256_written: String,
-    /// SHA-256 of what came back.
+    /// SHA-256 of the data read back.
     pub(super) sha256_read: String,
-    /// Bytes that the drive, not the page cache, delivered for that.
+    /// Bytes read back from the disk, rather than from the page cache.
     pub(super) bytes_read_back: u64,
     pub(super) fio: Fio,
 }
@@ -53,7 +53,7 @@ pub(super) struct Latency {
     pub(super) mean: f64,
 }
 
-/// Uses the drive from file system to fio, and lets it go.
+/// Uses the disk, from file system to fio, and unbinds its driver.
 pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
     let step = |label: &'static str, command: &str, timeout| -> Result<String> {
         let task = progress.spinner(label);
@@ -76,7 +76,7 @@ pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
         "mkfs.ext4 -q /dev/nvme0n1; modprobe ext4; mount -t ext4 /dev/nvme0n1 /mnt",
         SHORT,
     )?;
-    // The checksum is taken of the stream, not of what the file system has.
+    // The checksum is of the stream, not of the file system's contents.
     facts.sha256_written = checksum(&step(
         "Guest: writing 256 MiB of random data",
         &format!(
@@ -106,10 +106,10 @@ pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
     Ok(facts)
 }
 
-/// Bytes that the drive has delivered so far.
+/// Bytes read from the disk so far.
 fn bytes_read(vm: &Vm) -> Result<u64> {
     let stat = vm.exec_ok("cat /sys/block/nvme0n1/stat", SHORT)?;
-    // Field 3: sectors of 512 bytes, whatever the drive's own are.
+    // Field 3: sectors of 512 bytes, whatever the disk's block size.
     let sectors = stat.split_whitespace().nth(2);
     let sectors: u64 = sectors
         .and_then(|field| field.parse().ok())

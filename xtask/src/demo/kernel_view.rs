@@ -1,5 +1,5 @@
-//! What the host's kernel says of the backend's memory: a second opinion on
-//! what the backend says it pins.
+//! The kernel's report on the backend's memory: an independent check of the bytes that the
+//! backend reports as pinned.
 
 use std::fs;
 
@@ -10,8 +10,7 @@ use anyhow::{Context, Result};
 pub(super) struct KernelView {
     /// Bytes locked (`VmLck`).
     pub(super) locked: u64,
-    /// Bytes of shared memory mapped and populated (`RssShmem`): guest RAM is
-    /// such memory.
+    /// Bytes of shared memory mapped and populated (`RssShmem`), which guest RAM is.
     pub(super) shared: u64,
 }
 

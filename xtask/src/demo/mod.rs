@@ -1,9 +1,8 @@
-//! The main job, once: a guest uses a borrowed NVMe drive, and everything is
-//! given back.
+//! The demo: a guest uses a borrowed NVMe device, and everything is returned.
 //!
-//! [`guest`] is what happens in the guest, [`outside`] the proof that does not
-//! believe it, [`facts`] what was measured and what it must be, [`report`] how
-//! that is shown. What is not as it should be makes the exit status non-zero.
+//! [`guest`] is the part in the guest, [`outside`] an independent proof, [`facts`] the
+//! measurements and their conditions, [`report`] the output. If a condition does not hold,
+//! the exit status is non-zero.
 
 mod facts;
 mod guest;
@@ -35,9 +34,9 @@ use kernel_view::KernelView;
 
 /// Name of the VM.
 const VM: &str = "demo";
-/// Virtual processors.
+/// CPUs of the VM.
 const CPUS: u32 = 2;
-/// Size of the drive. The image is sparse.
+/// Size of the NVMe namespace. The image is sparse.
 const DRIVE: u64 = 1 << 30;
 
 pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
@@ -107,7 +106,7 @@ fn play(
     Ok(())
 }
 
-/// Starts the VM, looks before its first instruction, and lets it boot.
+/// Starts the VM, examines the device before the first instruction, and lets the VM boot.
 fn boot(
     scene: &Scene,
     testbed: &Testbed,
@@ -127,7 +126,7 @@ fn boot(
     task.detail("firmware and kernel");
     let booted = AtomicBool::new(false);
     thread::scope(|threads| {
-        // Only for the eye: what it cannot see, it does not show.
+        // For display only: failures of the look-up are ignored.
         threads.spawn(|| {
             while !booted.load(Ordering::Relaxed) {
                 if scene
@@ -150,7 +149,7 @@ fn boot(
     Ok(guest)
 }
 
-/// Both sides of the drive, and the kernel's view of the backend.
+/// The device's state at both sides, and the kernel's view of the backend.
 fn look(scene: &Scene) -> Result<Seen> {
     let (borrow, lent) = scene.device()?;
     Ok(Seen {
@@ -160,7 +159,7 @@ fn look(scene: &Scene) -> Result<Seen> {
     })
 }
 
-/// The bytes in the lender's image, now that nobody uses it.
+/// The bytes in the lender's image, after its last use.
 fn prove(testbed: &Testbed, image: &Path, progress: &Progress, facts: &mut Facts) -> Result<()> {
     let task = progress.spinner("Looking into the lender's image");
     facts.outside = outside::examine(testbed, image, guest::FILE)?;

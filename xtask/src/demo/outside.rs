@@ -1,5 +1,5 @@
-//! The proof from outside: the host reads the lender's image itself, with
-//! e2fsprogs, when neither guest nor farside runs any more.
+//! The proof from outside: the host reads the lender's image itself, with e2fsprogs, after
+//! guest and farside have ended.
 
 use std::{
     io::Read,
@@ -11,24 +11,24 @@ use anyhow::{Context, Result};
 use farside_testbed::Testbed;
 use sha2::{Digest, Sha256};
 
-/// What the image holds.
+/// The contents of the image.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OutsideFacts {
     /// Bytes of the file that the guest wrote.
     pub(super) file_size: u64,
     /// SHA-256 of them.
     pub(super) sha256: String,
-    /// What fsck complains about; empty when the file system is clean.
+    /// fsck's complaints; empty if the file system is clean.
     pub(super) fsck: String,
 }
 
-/// Looks into the image for `file`.
+/// Examines the image for `file`.
 pub(super) fn examine(testbed: &Testbed, image: &Path, file: &str) -> Result<OutsideFacts> {
     let mut debugfs = testbed.tool("debugfs");
     debugfs.args(["-R", &format!("cat {file}")]).arg(image);
     let (file_size, sha256) = hash_output(debugfs)?;
 
-    // -n: changes nothing; -f: looks even when the file system says it is clean.
+    // -n: changes nothing; -f: checks even a file system that is marked clean.
     let mut fsck = testbed.tool("fsck.ext4");
     fsck.args(["-f", "-n"]).arg(image);
     let output = fsck.output().context("running fsck.ext4")?;
@@ -43,7 +43,7 @@ pub(super) fn examine(testbed: &Testbed, image: &Path, file: &str) -> Result<Out
     })
 }
 
-/// Length and SHA-256 of what a command prints.
+/// Length and SHA-256 of a command's output.
 fn hash_output(mut command: Command) -> Result<(u64, String)> {
     let mut child = command
         .stdin(Stdio::null())

@@ -1,4 +1,4 @@
-//! How the facts are shown: to people, and as JSON.
+//! The report on the facts: as text, and as JSON.
 
 use console::style;
 use serde::Serialize;
@@ -187,8 +187,8 @@ struct CheckResult {
 }
 
 impl Document {
-    /// The number of the format. It grows when a key goes or changes its type or
-    /// meaning; new keys leave it as it is.
+    /// The format number. It is incremented when a key is removed or changes its type or
+    /// meaning; new keys do not change it.
     const FORMAT: u32 = 1;
 }
 
@@ -238,7 +238,7 @@ mod tests {
     use super::*;
     use crate::{demo::facts::tests::good, json::is_documented};
 
-    /// The names that the users of the file rely on.
+    /// The names that users of the file rely on.
     const FIXED: &[&str] = &[
         "guest_ram_bytes",
         "bytes_pinned_before_bme",

@@ -1,4 +1,4 @@
-//! Test binaries: building them, and what one is.
+//! Test binaries: how they are built, and their properties.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -15,10 +15,11 @@ use serde::Deserialize;
 use super::Request;
 use crate::cargo::{PRODUCT, build_product, cargo, workspace};
 
-/// What boots VMs: packages whose integration tests do so name it.
+/// The crate that boots VMs: packages whose integration tests do so depend on it.
 const TESTBED: &str = "farside-testbed";
 
-/// Those that take longest, in this order: run first, so that both lanes end together.
+/// The binaries that take longest, in this order: run first, so that both lanes end
+/// together.
 const LONGEST: [&str; 9] = [
     "guests",
     "hosts",
@@ -31,12 +32,12 @@ const LONGEST: [&str; 9] = [
     "host",
 ];
 
-/// Something that runs tests.
+/// A unit that runs tests.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Binary {
-    /// As reports have it: `guests`.
+    /// Name in reports: `guests`.
     pub(super) name: String,
-    /// Where it is from: `tests/guests/main.rs`.
+    /// Source file: `tests/guests/main.rs`.
     source: String,
     program: Program,
     /// Directory of its package.
@@ -46,15 +47,15 @@ pub(super) struct Binary {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Program {
-    /// libtest's, at this path.
+    /// A binary of libtest, at this path.
     Libtest(PathBuf),
-    /// One with a `main` of its own.
+    /// A binary with its own `main`.
     Own(PathBuf),
-    /// Cargo, with a crate's examples.
+    /// Cargo, for a crate's doc tests.
     Docs,
 }
 
-/// One of cargo's messages, as far as it matters here.
+/// One of cargo's messages, with the fields used here.
 #[derive(Deserialize)]
 struct Artifact {
     target: Target,
@@ -75,7 +76,7 @@ struct Profile {
     test: bool,
 }
 
-/// A package's manifest, as far as it matters here.
+/// A package's manifest, with the fields used here.
 #[derive(Deserialize)]
 struct Manifest {
     package: Package,
@@ -103,22 +104,22 @@ fn yes() -> bool {
     true
 }
 
-/// Programs of the workspace that tests run, and the variables that name them. Built for
-/// themselves, they would have dependencies compiled again: of the features of those, only
-/// what their own packages turn on is unified then.
+/// Binaries of the workspace that tests run, and the variables that name them. A separate
+/// build would compile dependencies again: cargo would then unify only the features that
+/// these packages enable.
 const PROGRAMS: [(&str, &str); 2] = [
     (PRODUCT, "FARSIDE_BIN"),
     ("scripted-vmm", "FARSIDE_SCRIPTED_VMM"),
 ];
 
-/// What cargo has built.
+/// Cargo's output.
 pub(super) struct Built {
     pub(super) binaries: Vec<Binary>,
-    /// For the environment of tests.
+    /// Environment of the tests.
     pub(super) programs: BTreeMap<&'static str, PathBuf>,
 }
 
-/// Builds the tests; cargo shows its progress. None if they don't compile.
+/// Builds the tests; cargo shows its progress. `None` if they do not compile.
 pub(super) fn build(request: &Request) -> Result<Option<Built>> {
     let mut command = cargo();
     command
@@ -179,7 +180,7 @@ pub(super) fn build(request: &Request) -> Result<Option<Built>> {
             has_vms: false,
         });
     }
-    // Not part of the selection.
+    // It is not part of the selection.
     if let Entry::Vacant(product) = programs.entry(PROGRAMS[0].1) {
         product.insert(build_product(crate::cargo::Profile::Dev)?);
     }
@@ -209,13 +210,13 @@ impl Binary {
         })
     }
 
-    /// How early it is to be run; the lowest first.
+    /// The order of execution; the lowest first.
     pub(super) fn rank(&self) -> usize {
         let listed = LONGEST.iter().position(|name| *name == self.name);
         listed.unwrap_or(LONGEST.len())
     }
 
-    /// The line above its output, in cargo's form.
+    /// The line above its output, in cargo's format.
     pub(super) fn title(&self) -> String {
         match &self.program {
             Program::Libtest(path) | Program::Own(path) => {
@@ -225,7 +226,7 @@ impl Binary {
         }
     }
 
-    /// What runs it as cargo would.
+    /// The command that runs it as cargo would.
     pub(super) fn command(
         &self,
         request: &Request,

@@ -1,9 +1,9 @@
-//! `cargo xtask test`: every test, and at the end the slowest, and those that were not
+//! `cargo xtask test`: runs every test, then lists the slowest, and those that were not
 //! run.
 //!
-//! Cargo builds the tests ([`binaries`]) and runs one binary after the other. Here two
-//! lanes run them. One has those that boot VMs, the longest first; the other has all
-//! others, and then shares what is left of the first kind.
+//! Cargo builds the tests ([`binaries`]), but would run one binary after the other. Here
+//! two lanes run them: one has those that boot VMs, the longest first; the other has all
+//! others, and then shares the remaining ones of the first kind.
 
 mod binaries;
 mod output;
@@ -25,10 +25,11 @@ use farside_testbed::{Progress, Testbed};
 use binaries::{Binary, Built};
 use report::Report;
 
-/// For all tests of a binary: above what a single test may take, which then is named.
+/// Timeout of all tests of a binary: above the limit of a single test, which would be
+/// named.
 const LIMIT: Duration = Duration::from_secs(75 * 60);
 
-/// Options of cargo that choose tests; those of the second list have a value.
+/// Cargo's options that select tests; those of the second list take a value.
 const FLAGS: [&str; 7] = [
     "--no-fail-fast",
     "--workspace",
@@ -47,16 +48,16 @@ const WITH_VALUE: [&str; 6] = [
     "--example",
 ];
 
-/// What to run, as cargo's arguments say.
+/// The request in cargo's arguments.
 #[derive(Debug, PartialEq, Eq)]
 struct Request {
     /// Which tests cargo builds.
     selection: Vec<String>,
-    /// The examples in documentation, too.
+    /// Also run doc tests.
     docs: bool,
-    /// For the test binaries.
+    /// Arguments for the test binaries.
     harness: Vec<String>,
-    /// Go on after a failure.
+    /// Continue after a failure.
     no_fail_fast: bool,
 }
 
@@ -76,7 +77,7 @@ impl Request {
         let mut cargo = cargo.iter().cloned();
         while let Some(arg) = cargo.next() {
             if !arg.starts_with('-') {
-                // Part of a test's name.
+                // A filter of test names.
                 request.harness.insert(0, arg);
                 continue;
             }
@@ -141,7 +142,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         report: Mutex::default(),
     };
     let (with_vms, others) = (Mutex::new(with_vms.into()), Mutex::new(others.into()));
-    // The kernel ends the tests with the thread that started them.
+    // The kernel kills the tests with the thread that started them.
     std::thread::scope(|scope| {
         let second = scope.spawn(|| {
             run.lane(&others, beside)?;
@@ -172,7 +173,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
 enum Show {
     /// Line by line.
     AtOnce,
-    /// In one piece, so that it does not mix with another's.
+    /// As a whole, so that it does not mix with another's.
     AtItsEnd,
 }
 
@@ -200,14 +201,14 @@ impl Run<'_> {
     }
 
     fn one(&self, binary: &Binary, show: Show) -> Result<()> {
-        // One pipe, as a terminal would have it.
+        // One pipe for both streams, as on a terminal.
         let (output, input) = pipe().context("a pipe for a test's output")?;
         let mut command = binary.command(self.request, self.programs);
         command
             .stdout(input.try_clone().context("a pipe for a test's output")?)
             .stderr(input);
         let mut child = command.spawn().context("starting it")?;
-        // It has the pipe's other end, too.
+        // It holds the pipe's write end, too.
         drop(command);
         self.report().begin();
         let mut block = Vec::new();

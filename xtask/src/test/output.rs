@@ -14,9 +14,9 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-/// Gives `line` each line that the child writes into the pipe, without its end, until the
-/// child ends: processes that it leaves behind may keep the pipe open. Kills it where `line`
-/// breaks, and after `limit`; returns whether that came.
+/// Passes each line that the child writes into the pipe to `line`, without its terminator,
+/// until the child ends: processes that it leaves behind may keep the pipe open. Kills it
+/// if `line` breaks, and after `limit`; returns whether it timed out.
 pub(super) fn read_lines(
     mut output: PipeReader,
     child: &Child,
@@ -30,7 +30,7 @@ pub(super) fn read_lines(
     let mut late = false;
     let mut pending = Vec::new();
     let mut bytes = [0; 4096];
-    // Bytes in the pipe, once the child has ended: all that is left of its output.
+    // Bytes in the pipe when the child ended: the rest of its output.
     let mut left = None;
     while left != Some(0) {
         if left.is_none() {
@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a script. Returns its lines, whether it was late, and its pipe's other end.
+    /// Runs a script. Returns its lines, whether it timed out, and its pipe's write end.
     fn run(script: &str, limit: Duration) -> (Vec<String>, bool, PipeWriter) {
         let (output, input) = pipe().unwrap();
         let kept_open = input.try_clone().unwrap();
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn output_ends_with_the_child_although_another_process_has_the_pipe() {
-        // More than one read takes, and all of it in the pipe when the child ends.
+        // More than one read returns, and all in the pipe when the child ends.
         let script = "echo a; head -c 20000 /dev/zero; echo; printf b";
         let (lines, late, _kept_open) = run(script, Duration::from_secs(60));
         assert_eq!(lines.len(), 3);

@@ -1,27 +1,27 @@
-//! What the output of test binaries says: tests that were not run, and times.
+//! Parses the output of test binaries: tests that were not run, and times.
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
 use console::strip_ansi_codes;
 
-/// How many of the slowest tests are listed.
+/// Number of slowest tests to list.
 const SLOWEST: usize = 20;
 
-/// A test without VMs that takes longer is listed, however many others are slower.
+/// A test without VMs that takes longer is always listed.
 const SLOW: Duration = Duration::from_secs(1);
 
-/// The end of a run, from the lines that test binaries print.
+/// The summary of a run, from the output of test binaries.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     binaries: usize,
     counts: BTreeMap<&'static str, usize>,
-    /// Tests that were not run, by the reason, each with its binary.
+    /// Tests that were not run, with their binary, by reason.
     not_run: BTreeMap<String, Vec<String>>,
-    /// Of tests that were run, with the binary.
+    /// Times of tests that were run, with their binary.
     times: Vec<(Duration, String)>,
-    /// Of these, tests without VMs that took longer than [`SLOW`].
+    /// Tests without VMs among them that took longer than [`SLOW`].
     slow: Vec<(Duration, String)>,
-    /// Binaries that did not end well, and how.
+    /// Binaries that failed, and how.
     failed: Vec<String>,
 }
 
@@ -30,7 +30,7 @@ impl Report {
         self.binaries += 1;
     }
 
-    /// Reads a line of a binary's output, without its end.
+    /// Parses a line of a binary's output, without its terminator.
     pub(super) fn read(&mut self, binary: &str, has_vms: bool, line: &str) {
         // With CARGO_TERM_COLOR=always and `-- --color=always`.
         let line = strip_ansi_codes(line);
@@ -80,8 +80,8 @@ fn ignored(line: &str) -> Option<(&str, &str)> {
     Some((test.trim_end(), reason.unwrap_or("no reason given")))
 }
 
-/// `skipped: NAME: REASON`, of a test that finds out only while it runs. It may stand
-/// behind the name that libtest has begun a line with.
+/// `skipped: NAME: REASON`, printed by a test that detects a missing requirement at run
+/// time. It may follow the name with which libtest has begun a line.
 fn skipped(line: &str) -> Option<(&str, &str)> {
     let (before, rest) = line.split_once("skipped: ")?;
     (before.is_empty() || before.starts_with("test ")).then_some(())?;
@@ -174,7 +174,7 @@ impl fmt::Display for Report {
 mod tests {
     use super::*;
 
-    /// What test binaries print, of both kinds.
+    /// Sample output of both kinds of test binaries.
     const OUTPUT: [(&str, &str); 4] = [
         (
             "farside_fabric",

@@ -1,5 +1,5 @@
-//! The workspace's crates: what docs/architecture.md says they import, and
-//! whether they need what their manifests name.
+//! The workspace's crates: the imports listed in docs/architecture.md, and unused
+//! dependencies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,7 +45,7 @@ struct Dependency {
     name: String,
     rename: Option<String>,
     kind: Option<String>,
-    /// Of a dependency in this workspace.
+    /// Path of a dependency in this workspace.
     path: Option<String>,
 }
 
@@ -69,7 +69,7 @@ fn from_metadata(metadata: Metadata) -> Vec<Package> {
     let relative = |path: &str| path.strip_prefix(&root).unwrap_or(path).to_owned();
     let packages = metadata.packages.into_iter().map(|package| {
         let dir = relative(package.manifest_path.trim_end_matches("/Cargo.toml"));
-        // Tests may import what they like.
+        // Tests may import any crate.
         let of_product = |dependency: &&Dependency| dependency.kind.as_deref() != Some("dev");
         let imports = package.dependencies.iter().filter(of_product);
         let imports = imports.filter_map(|dependency| Some(relative(dependency.path.as_deref()?)));
@@ -93,7 +93,7 @@ pub(super) fn table(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     for package in packages {
         let dir = &package.dir;
         let Some(listed) = rows.get(dir) else {
-            // What lies deeper is a part of the crate that it lies in.
+            // A nested crate is part of the crate whose directory contains it.
             if dir.matches('/').count() < 2 {
                 let what = format!("the crate table lacks {dir}");
                 problems.push(Problem::of_file(ARCHITECTURE, what));
@@ -149,7 +149,7 @@ fn rows(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     rows
 }
 
-/// Imports between top-level directories that run in a circle.
+/// Cyclic imports between top-level directories.
 pub(super) fn layers(packages: &[Package]) -> Vec<Problem> {
     let top = |dir: &str| dir.split('/').next().unwrap_or(dir).to_owned();
     let mut arrows: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
@@ -162,7 +162,7 @@ pub(super) fn layers(packages: &[Package]) -> Vec<Problem> {
             }
         }
     }
-    // An arrow is in no circle if nothing leads on from its end, or to its start.
+    // An edge is in no cycle if its end has no outgoing edge, or its start no incoming one.
     loop {
         let starts: BTreeSet<_> = arrows.keys().map(|(from, _)| from.clone()).collect();
         let ends: BTreeSet<_> = arrows.keys().map(|(_, to)| to.clone()).collect();
@@ -182,7 +182,7 @@ pub(super) fn layers(packages: &[Package]) -> Vec<Problem> {
     problems.collect()
 }
 
-/// Whether more lies at the top than one takes in at a glance.
+/// Checks the number of top-level entries.
 pub(super) fn top_level(tree: &Tree) -> Vec<Problem> {
     let entries = tree
         .paths()
@@ -224,7 +224,7 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     problems
 }
 
-/// The directory of the package that the file `path` is of: the innermost around it.
+/// The directory of the package that contains the file `path`: the innermost.
 fn owner<'a>(packages: &'a [Package], path: &str) -> &'a str {
     let around = packages.iter().filter(|package| {
         let inside = path.strip_prefix(&*package.dir);
@@ -234,14 +234,14 @@ fn owner<'a>(packages: &'a [Package], path: &str) -> &'a str {
     innermost.map_or("", |package| &package.dir)
 }
 
-/// The files that `text`, of the file `from`, includes by `#[path = "…"]`.
+/// The files that `text`, the contents of file `from`, includes by `#[path = "…"]`.
 fn included(from: &str, text: &str) -> impl Iterator<Item = String> {
     let paths = text.split("#[path = \"").skip(1);
     let paths = paths.filter_map(|rest| rest.split_once('"'));
     paths.map(move |(path, _)| resolve(from, path))
 }
 
-/// Whether `word` stands in `text`, and not as a part of another.
+/// Whether `text` contains `word` as a whole word.
 pub(super) fn has_word(text: &str, word: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).any(|(at, _)| {
@@ -338,7 +338,7 @@ mod tests {
                 "a/tests/t.rs",
                 "#[path = \"../../ab/tests/common.rs\"]\nmod common;\n",
             ),
-            // Of other packages, one of them within this one's directory.
+            // Files of other packages, one of them in a subdirectory of this package.
             ("ab/src/lib.rs", "use serde::Serialize;\n"),
             ("a/inner/src/lib.rs", "use serde::Serialize;\n"),
             ("ab/tests/common.rs", "use tempfile::tempdir;\n"),

@@ -1,5 +1,4 @@
-//! Documents: links, the index of decisions, and the tests that enforce
-//! SPECIFICATION.md.
+//! Documents: links, the index of decisions, and the tests named in SPECIFICATION.md.
 
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
@@ -44,7 +43,7 @@ fn line_of(text: &str, offset: usize) -> usize {
     text[..offset].matches('\n').count() + 1
 }
 
-/// `link`, which a file `from` has, relative to the workspace.
+/// A `link` in the file `from`, resolved relative to the workspace.
 pub(super) fn resolve(from: &str, link: &str) -> String {
     let mut parts: Vec<&str> = from.split('/').collect();
     parts.pop();
@@ -58,7 +57,7 @@ pub(super) fn resolve(from: &str, link: &str) -> String {
     parts.join("/")
 }
 
-/// The anchors of a document's headings, as code hosts make them.
+/// The anchors of a document's headings, as code hosts generate them.
 fn headings(text: &str) -> impl Iterator<Item = String> {
     let mut heading: Option<String> = None;
     Parser::new_ext(text, Options::ENABLE_TABLES).filter_map(move |event| {
@@ -86,7 +85,7 @@ fn anchor(heading: &str) -> String {
     kept.collect()
 }
 
-/// Decisions that their index does not list by number and title.
+/// Decisions that the index does not list by number and title.
 pub(super) fn decisions(tree: &Tree) -> Vec<Problem> {
     let index = tree.text(INDEX).unwrap_or_default();
     let mut problems = Vec::new();
@@ -112,8 +111,8 @@ pub(super) fn decisions(tree: &Tree) -> Vec<Problem> {
     problems
 }
 
-/// Tests that SPECIFICATION.md names and that do not exist, and promises without a
-/// test. A cell names a file or directory, and then functions in it.
+/// Tests named in SPECIFICATION.md that do not exist, and promises without a test. A cell
+/// names a file or directory, and then functions in it.
 pub(super) fn specification(tree: &Tree) -> Vec<Problem> {
     let text = tree.text(SPECIFICATION).unwrap_or_default();
     let mut problems = Vec::new();

@@ -1,10 +1,10 @@
-//! `cargo xtask tidy`: checks what neither rustfmt nor clippy looks at, so that
-//! documents and layering do not drift from the code.
+//! `cargo xtask tidy`: checks that neither rustfmt nor clippy makes, so that documents and
+//! layering do not drift from the code.
 //!
-//! - [`crates`]: the crate table of docs/architecture.md, the directions of imports, the
-//!   size of the top level, unused dependencies;
-//! - [`docs`]: links, the index of decisions, the tests that SPECIFICATION.md names;
-//! - [`sources`]: length of files, `unsafe`, words.
+//! - [`crates`]: the crate table of docs/architecture.md, import cycles, the size of the
+//!   top level, unused dependencies;
+//! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md;
+//! - [`sources`]: length of files, `unsafe`, terms.
 
 mod crates;
 mod docs;
@@ -29,7 +29,7 @@ struct Tree(BTreeMap<String, String>);
 struct Problem {
     /// Relative to the workspace.
     path: String,
-    /// None where it is about the whole file.
+    /// `None` if it concerns the whole file.
     line: Option<usize>,
     what: String,
 }
@@ -70,7 +70,7 @@ pub(crate) fn run() -> Result<ExitCode> {
 impl Tree {
     fn read() -> Result<Self> {
         let root = cargo::workspace();
-        // A file that is deleted and not yet committed, or no text, is skipped.
+        // Deleted and uncommitted files, and binary files, are skipped.
         let files = names(&root)?.into_iter().filter_map(|name| {
             let text = fs::read_to_string(root.join(&name)).ok()?;
             Some((name, text))
@@ -101,8 +101,7 @@ impl Tree {
     }
 }
 
-/// The files that git tracks below `root`; of a source archive, or where there is no
-/// git, all that are there.
+/// The files that git tracks below `root`; all files in a source archive, or without git.
 fn names(root: &Path) -> Result<Vec<String>> {
     if !root.join(".git").exists() {
         return walk(root);
@@ -123,7 +122,7 @@ fn names(root: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// The files below `root`, apart from cargo's output and git's own.
+/// The files below `root`, except cargo's output and git's directory.
 fn walk(root: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     let mut directories = vec![root.to_owned()];

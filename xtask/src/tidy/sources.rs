@@ -1,17 +1,16 @@
-//! Source files: how long they are, where `unsafe` is, which words they use.
+//! Source files: length, `unsafe`, and terms.
 
 use super::{
     Problem, Tree,
     crates::{Package, has_word},
 };
 
-/// Lines of a source file at the most.
+/// Maximum number of lines of a source file.
 const LONGEST: usize = 600;
 
 const CONTRIBUTING: &str = "CONTRIBUTING.md";
 
-/// Words of former years and what the field calls it. The list grows as files are
-/// rewritten.
+/// Former terms and their replacements. The list grows as files are rewritten.
 const WORDS: [(&str, &str); 15] = [
     ("makes no sense", "is invalid, or malformed"),
     ("no good", "invalid"),
@@ -30,10 +29,10 @@ const WORDS: [(&str, &str); 15] = [
     ("vector fires", "vector is raised, or signalled"),
 ];
 
-/// Where [`WORDS`] stands.
+/// The file of [`WORDS`], which is exempt.
 const ITSELF: &str = "xtask/src/tidy/sources.rs";
 
-/// Source files that are too long to be taken in.
+/// Source files that exceed the maximum length.
 pub(super) fn length(tree: &Tree) -> Vec<Problem> {
     let lines = tree
         .ending(".rs")
@@ -46,8 +45,8 @@ pub(super) fn length(tree: &Tree) -> Vec<Problem> {
     .collect()
 }
 
-/// Crates that neither forbid `unsafe` nor deny it, and files that allow it without
-/// being listed in CONTRIBUTING.md.
+/// Crates that neither forbid `unsafe` nor deny it, and files that allow it without being
+/// listed in CONTRIBUTING.md.
 pub(super) fn unsafe_code(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     let mut problems = Vec::new();
     for package in packages {
@@ -90,7 +89,7 @@ fn listed(text: &str) -> Vec<String> {
     paths.filter(|path| path.contains('/')).collect()
 }
 
-/// Words that this project no longer uses.
+/// Terms that this project no longer uses.
 pub(super) fn words(tree: &Tree) -> Vec<Problem> {
     let mut problems = Vec::new();
     let files = tree.ending(".rs").chain(tree.ending(".md"));

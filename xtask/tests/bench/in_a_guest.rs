@@ -1,4 +1,4 @@
-//! `farside bench run` as a user runs it, in a guest with two drives.
+//! `farside bench run` as a user runs it, in a guest with two disks.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use farside_tests::{
 
 use crate::{all_positive, job_names};
 
-/// For all jobs on both drives, emulated on a busy machine.
+/// Timeout of all jobs on both disks, emulated on a loaded machine.
 const LONG: Duration = Duration::from_secs(600);
 const RUN: &str = "farside bench run --borrowed /dev/nvme0n1 --beside /dev/nvme1n1 \
                    --repeats 1 --seconds 1 --out /run/results.json";
@@ -41,7 +41,7 @@ pub(crate) fn run() -> Result<()> {
     for path in ["/dev/nvme0n1", "/dev/nvme1n1"] {
         vm.wait_path(path, SHORT)?;
     }
-    // Linux looks at both drives at once, and numbers them as they come.
+    // Linux probes both devices concurrently, and numbers them in order of completion.
     let first = match vm
         .exec_ok("cat /sys/block/nvme0n1/device/serial", SHORT)?
         .trim()
@@ -51,7 +51,7 @@ pub(crate) fn run() -> Result<()> {
         other => bail!("the first drive is {other:?}"),
     };
 
-    // Reading leaves everything as it is, and says so.
+    // Read-only jobs change nothing, and the output states that.
     let printed = vm.exec_ok(RUN, LONG)?;
     ensure!(printed.contains("--write"), "{printed}");
     all_positive(&results(&vm)?, &job_names(false), 1, false)?;
@@ -62,7 +62,7 @@ pub(crate) fn run() -> Result<()> {
         );
     }
 
-    // What is in use is not touched, whatever was said.
+    // A disk in use is not written to, whatever the options.
     vm.exec_ok(
         "mkfs.ext4 -q /dev/nvme1n1 && mkdir /run/mounted && mount -t ext4 /dev/nvme1n1 /run/mounted",
         SHORT,
@@ -83,7 +83,7 @@ pub(crate) fn run() -> Result<()> {
     )?;
     ensure!(hash(first)? == before, "what was refused has written");
 
-    // All of it.
+    // All jobs.
     vm.exec_ok(&format!("{RUN} --write"), LONG)?;
     all_positive(&results(&vm)?, &job_names(true), 1, false)?;
     let status = vm.shutdown(SHORT)?;
@@ -92,7 +92,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// QEMU's own device, on an image of ours.
+/// QEMU's own device, on an image of the test.
 fn drive(index: usize, image: &Path) -> [String; 4] {
     let image = image.display();
     [
@@ -103,7 +103,7 @@ fn drive(index: usize, image: &Path) -> [String; 4] {
     ]
 }
 
-/// What the guest measured last.
+/// The results of the last run in the guest.
 fn results(vm: &Vm) -> Result<Results> {
     let json = vm.read_file("/run/results.json")?;
     Ok(Results::parse(&String::from_utf8(json)?)?)

@@ -1,5 +1,5 @@
-//! The bench verbs as people type them, with real guests and real fio: briefly,
-//! so that the figures say nothing, but all of it has run.
+//! The bench commands as users type them, with real guests and real fio: with short runs,
+//! whose figures are meaningless, but which cover everything.
 
 mod in_a_guest;
 mod wrong;
@@ -15,7 +15,7 @@ use libtest_mimic::{Arguments, Completion};
 fn main() {
     env_logger::init();
     let mut args = Arguments::from_args();
-    // Emulated guests are heavy.
+    // Emulated guests are expensive.
     args.test_threads.get_or_insert(2);
     let test = |name: &str, run: fn() -> Result<()>| {
         trial(name, Weight::Guests, move || {
@@ -33,8 +33,8 @@ fn main() {
     libtest_mimic::run(&args, trials).exit();
 }
 
-/// Jobs with these names are there, each `repeats` times, and no figure is
-/// missing or 0, but what only the host of a guest can see.
+/// Jobs with these names exist, each `repeats` times, and no figure is missing or 0, except
+/// those that only a guest's host can measure.
 fn all_positive(results: &Results, jobs: &[&str], repeats: usize, host_cpu: bool) -> Result<()> {
     let found: Vec<&str> = results.jobs.iter().map(|job| &*job.job).collect();
     ensure!(found == jobs, "measured {found:?}, not {jobs:?}");
@@ -54,7 +54,7 @@ fn all_positive(results: &Results, jobs: &[&str], repeats: usize, host_cpu: bool
     Ok(())
 }
 
-/// Every series of a section has figures, each `repeats` times, all above 0.
+/// Every series of a section has `repeats` figures, all above 0.
 fn section_is_full(results: &Results, name: &str, series: usize, repeats: usize) -> Result<()> {
     let section = results.sections.iter().find(|section| section.name == name);
     let section = section.with_context(|| format!("no section {name}"))?;
@@ -74,13 +74,13 @@ fn section_is_full(results: &Results, name: &str, series: usize, repeats: usize)
     Ok(())
 }
 
-/// Names of all jobs, or of those that only read.
+/// Names of all jobs, or of the read-only ones.
 fn job_names(writes: bool) -> Vec<&'static str> {
     let jobs = JOBS.iter().filter(|job| writes || !job.writes());
     jobs.map(|job| &*job.name).collect()
 }
 
-/// A file that begins as files of its kind do.
+/// Checks that a file starts with its type's magic bytes.
 fn begins(path: &Path, with: &[u8]) -> Result<()> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
     ensure!(

@@ -1,4 +1,4 @@
-//! What is wrong gets a clear error, and nothing is done.
+//! Invalid input fails with a clear error, and has no effect.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_tests::farside_program;
 
-/// Runs a program, which has to fail with a message in which all of `says` is.
+/// Runs a command, which must fail with a message that contains all of `says`.
 fn refused(command: &mut Command, says: &[&str]) -> Result<()> {
     let Output { status, stderr, .. } = command.output().context("running a program")?;
     let stderr = String::from_utf8_lossy(&stderr);

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`, and what a user does with its results.
+//! `cargo xtask bench`, and the use of its results.
 
 use std::{fs, path::Path, process::Command};
 
@@ -57,13 +57,13 @@ pub(crate) fn run() -> Result<()> {
     compares(&out, folder.path())
 }
 
-/// CPUs that this test, and so the bench, may use.
+/// The number of CPUs available to this test, and so to the bench.
 fn cpus() -> Result<u32> {
     let set = rustix::thread::sched_getaffinity(None).context("reading the CPU affinity")?;
     Ok(set.count())
 }
 
-/// Machine, kernels, QEMU and sources are known.
+/// Machine, kernels, QEMU and sources are recorded.
 fn knows_where(results: &Results) -> Result<()> {
     let environment = &results.environment;
     let unknown: Vec<_> = environment
@@ -79,7 +79,7 @@ fn knows_where(results: &Results) -> Result<()> {
     Ok(())
 }
 
-/// The report has every plot in it, and every plot is there as SVG and as PNG.
+/// The report contains every plot, and every plot exists as SVG and as PNG.
 fn is_drawn(out: &Path, results: &Results) -> Result<()> {
     let report = fs::read_to_string(out.join("report.html"))?;
     ensure!(report.starts_with("<!DOCTYPE html>"), "{report}");
@@ -92,7 +92,7 @@ fn is_drawn(out: &Path, results: &Results) -> Result<()> {
             plots += 1;
         }
     }
-    // Of fio's jobs at least one, and of each section.
+    // At least one of fio's jobs, and one of each section.
     ensure!(plots > results.sections.len(), "{plots} plots");
     let drawn = report.matches("<svg").count();
     ensure!(drawn == plots, "{drawn} of {plots} plots are in the report");
@@ -102,7 +102,7 @@ fn is_drawn(out: &Path, results: &Results) -> Result<()> {
     Ok(())
 }
 
-/// The product makes the same report of the file, and sees what changes in it.
+/// The product makes the same report from the file, and detects changes in it.
 fn compares(out: &Path, folder: &Path) -> Result<()> {
     let farside = |args: &[&Path]| -> Result<String> {
         let output = Command::new(farside_program()?)
@@ -124,7 +124,7 @@ fn compares(out: &Path, folder: &Path) -> Result<()> {
         "the second report of the same results is another"
     );
 
-    // Three repeats, and then a borrowed drive with half the speed in one job.
+    // Three repeats, and then a borrowed disk with half the speed in one job.
     let mut results = output::read(&before)?;
     for job in &mut results.jobs {
         job.pairs = [job.pairs[0]; 3].to_vec();

@@ -1,6 +1,6 @@
-//! How long it takes to attach a device to a running backend and to detach it,
-//! through the backend's control socket, as `farside attach` and `farside detach`
-//! do before and after QEMU's part.
+//! The time to attach a device to a running backend and to detach it, through the backend's
+//! control socket, as `farside attach` and `farside detach` do before and after QEMU's
+//! part.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::scene::SHORT;
 
-/// Times in a turn.
+/// Repetitions in a turn.
 const TIMES: usize = 20;
 
 /// Measures in turns.
@@ -81,14 +81,14 @@ impl Control {
         }
     }
 
-    /// Detaches and attaches the device, and borrows it. Medians, microseconds:
-    /// attach, borrow, detach.
+    /// Detaches, attaches and borrows the device. Medians, microseconds: attach, borrow,
+    /// detach.
     fn turn(&mut self, socket: &Path) -> Result<[f64; 3]> {
         let device = || DEVICE.to_owned();
         let mut times = [const { Vec::new() }; 3];
         for _ in 0..TIMES {
             let start = Instant::now();
-            // The client that has just gone may not be known to have.
+            // The backend may not have noticed yet that the client has disconnected.
             let force = true;
             let detach = Command::Detach {
                 device: device(),

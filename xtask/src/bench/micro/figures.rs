@@ -1,8 +1,8 @@
-//! Microseconds of turns as series of a section.
+//! Series of a section, in microseconds.
 
 use farside_bench::{Better, Data, Series, Target, Unit};
 
-/// A series with one figure a turn, microseconds.
+/// A series with one figure per turn, microseconds.
 pub(super) fn series(name: impl Into<String>, micros: impl IntoIterator<Item = f64>) -> Series {
     Series {
         name: name.into(),
@@ -14,13 +14,13 @@ pub(super) fn series(name: impl Into<String>, micros: impl IntoIterator<Item = f
     }
 }
 
-/// The same, divided by another series of the section, turn by turn.
+/// The series divided by another series of the section, turn by turn.
 pub(super) fn against(mut series: Series, other: impl Into<String>) -> Series {
     series.against = Some(other.into());
     series
 }
 
-/// The same, with the most that is wanted.
+/// The series with an upper target.
 pub(super) fn at_most(mut series: Series, most: f64) -> Series {
     series.target = Some(Target::AtMost(most));
     series

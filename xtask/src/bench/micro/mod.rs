@@ -1,19 +1,16 @@
-//! Small measurements of single things, each beside what it is to be compared
-//! with, in turns and in the same run.
+//! Microbenchmarks, each with a reference measured in turns in the same run.
 //!
-//! - [`round_trip`]: a read of configuration space and of a BAR, beside
-//!   libvfio-user's sample server;
-//! - [`relay`]: from a device that raises an interrupt to who waits for it,
-//!   beside a bare eventfd; [`raise`]: the same through processes, from the
-//!   guest's store on;
-//! - [`attach`]: giving a running backend a device, and taking it away;
+//! - [`round_trip`]: a read of configuration space and of a BAR, against libvfio-user's
+//!   sample server;
+//! - [`relay`]: from a device's interrupt to the waiting thread, against a bare eventfd;
+//!   [`raise`]: the same through processes, from the guest's store on;
+//! - [`attach`]: attaching a device to a running backend, and detaching it;
 //! - [`planning`]: finding the guest's RAM and planning windows for it;
-//! - [`ready`]: what the guest's bus-master enable takes, beside locking the
-//!   same memory.
+//! - [`ready`]: the duration of the guest's bus-master enable, against locking the same
+//!   memory.
 //!
-//! The machine that measures has other things to do as well, so no figure is
-//! taken alone: what is compared takes turns, short ones, and what counts is the
-//! median of the turns' ratios.
+//! The machine may have other load, so no figure is measured alone: the compared operations
+//! alternate in short turns, and the result is the median of the turns' ratios.
 
 mod attach;
 mod figures;
@@ -31,22 +28,22 @@ use anyhow::{Context, Result, ensure};
 use farside_bench::Section;
 use farside_testbed::Progress;
 
-/// What to measure with, and how often.
+/// Parameters of the measurements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Micro<'a> {
-    /// The product.
+    /// The `farside` binary.
     pub(super) program: &'a Path,
-    /// libvfio-user's sample server `gpio-pci-idio-16`, or one like it.
+    /// libvfio-user's sample server `gpio-pci-idio-16`, or a compatible one.
     pub(super) libvfio_user: Option<&'a Path>,
-    /// Turns of what takes no time to speak of.
+    /// Turns of short measurements.
     pub(super) turns: u32,
-    /// Turns of what locks much memory.
+    /// Turns of measurements that lock much memory.
     pub(super) slow_turns: u32,
-    /// The most that is locked, GiB.
+    /// The most memory that is locked, GiB.
     pub(super) largest_gib: u64,
 }
 
-/// Measures all.
+/// Runs all measurements.
 pub(super) fn measure(micro: &Micro<'_>, progress: &Progress) -> Result<Vec<Section>> {
     let Micro {
         program,

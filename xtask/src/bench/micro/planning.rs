@@ -1,6 +1,6 @@
-//! Finding guest RAM by asking, and planning windows for it. Both are pure, so
-//! they are measured as the libraries that the backend and `farside plan` use.
-//! That neither grows with the guest shows beside the smallest one.
+//! Finding guest RAM by probing, and planning windows for it. Both are pure, so they are
+//! measured as the libraries that the backend and `farside plan` use. The ratio to the
+//! smallest guest shows that neither grows with the guest's size.
 
 use std::{hint::black_box, slice, time::Instant};
 
@@ -17,7 +17,7 @@ use super::{
 
 /// Guests, GiB of RAM.
 const SIZES: [u64; 4] = [1, 4, 16, 1024];
-/// How often in a turn: one alone is too short for a clock.
+/// Repetitions in a turn: one is too short for a clock.
 const TIMES: u32 = 200;
 
 /// Measures in turns.
@@ -59,7 +59,7 @@ pub(super) fn measure(turns: u32) -> Result<Section> {
     })
 }
 
-/// Each guest beside the first.
+/// Compares each guest with the first.
 fn compare(
     what: &str,
     guests: &[Guest],

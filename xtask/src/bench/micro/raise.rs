@@ -1,9 +1,9 @@
-//! From a guest's store to a device's register to the interrupt that it brings,
-//! through the processes of a user: a message to the backend, one to the lender,
-//! whose device raises a vector.
+//! From a guest's store to a device register to the resulting interrupt, through the same
+//! processes as in use: a message to the backend, one to the lender, whose device raises a
+//! vector.
 //!
-//! Direct and relayed interrupts take turns, each with a backend of its own that
-//! borrows the device in turn. What else there is on the way is the same.
+//! Direct and relayed interrupts alternate, each with a separate backend that borrows the
+//! device in turn. The rest of the path is the same.
 
 use std::{path::Path, time::Instant};
 
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::scene::SHORT;
 
-/// Interrupts of a turn.
+/// Interrupts per turn.
 const INTERRUPTS: usize = 1_000;
 
 /// Measures in turns.
@@ -47,7 +47,7 @@ pub(super) fn measure(program: &Path, turns: u32) -> Result<Vec<Series>> {
     Ok(vec![against(direct, &relayed.name), relayed])
 }
 
-/// Borrows the device, has it raise interrupts, gives it back.
+/// Borrows the device, raises interrupts, returns the device.
 fn median(socket: &Path) -> Result<f64> {
     let mut device: Device = boot(socket)?;
     let mut vectors = Vectors::new(1)?;

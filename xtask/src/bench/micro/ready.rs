@@ -1,10 +1,10 @@
-//! How long the guest's bus-master enable is held until the device can DMA,
-//! beside one `mlock` of the same memory.
+//! How long the guest's bus-master enable is held until the device can do DMA, compared
+//! with one `mlock` of the same memory.
 //!
-//! Both get fresh memory of the same kind: a memfd, as QEMU's. *Untouched*, none
-//! of its pages exists yet; *touched*, all do, and are mapped by whoever plays
-//! the guest. The backend finds the RAM, populates, locks and maps it, and opens
-//! windows; the `mlock`, by one thread, does no more than populate and lock.
+//! Both get new memory of the same kind: a memfd, like QEMU's. *Untouched*: none of its
+//! pages is allocated; *touched*: all are, and the process in the guest's role has them
+//! mapped. The backend finds the RAM, populates, locks and maps it, and opens windows; the
+//! `mlock`, on one thread, only populates and locks.
 
 use std::{fs, num::NonZeroUsize, path::Path, time::Instant};
 
@@ -30,14 +30,14 @@ const GIB: u64 = 1 << 30;
 const LARGE: u64 = 4 * GIB;
 /// Guests, bytes of RAM.
 pub(super) const SIZES: [u64; 4] = [GIB / 4, GIB, 4 * GIB, 16 * GIB];
-/// What others on the machine may need beside a guest's RAM.
+/// Memory kept available for other processes.
 const SPARE: u64 = 3 * GIB;
-/// Bus-master enable may take that much of what locking takes.
+/// Target ratio of bus-master enable to locking.
 const TARGET: f64 = 1.15;
 
-/// Turns of a guest with that much RAM: first those that nobody counts, which
-/// warm up for all sizes, then the others. Small guests take little time and vary
-/// more; large ones take half a minute a turn.
+/// Turns of a guest with that much RAM: first the unmeasured ones, which warm up for all
+/// sizes, then the others. Small guests take little time and vary more; large ones take
+/// half a minute per turn.
 fn turns_of(size: u64, turns: u32) -> (u32, u32) {
     match size {
         ..GIB => (1, 3 * turns),
@@ -58,7 +58,7 @@ pub(super) fn measure(
     let mut skipped = Vec::new();
     for size in SIZES.into_iter().filter(|size| *size <= largest_gib * GIB) {
         let mib = size >> 20;
-        // One guest's RAM exists at a time.
+        // The RAM of one guest at a time is allocated.
         let (needed, available) = (size + SPARE, available()?);
         if available < needed {
             skipped.push(format!(
@@ -89,11 +89,11 @@ pub(super) fn measure(
     })
 }
 
-/// Guests with that much RAM.
+/// Measures guests with that much RAM.
 fn measure_size(program: &Path, size: u64, turns: u32) -> Result<Vec<Series>> {
     let mut stage = Stage::start(program)?;
     let memory = format!("{}M", size >> 20);
-    // Longer than a VMM would wait: what is wanted here is how long it takes.
+    // Longer than a VMM's timeout: the duration itself is measured.
     let arguments = ["--memory", &memory, "--open-timeout", "600"];
     let socket = stage.serve("a", &arguments)?;
     let mut all = Vec::new();
@@ -120,8 +120,8 @@ fn measure_size(program: &Path, size: u64, turns: u32) -> Result<Vec<Series>> {
     Ok(all)
 }
 
-/// Bus-master enable and one mlock, one after the other, each of memory of its
-/// own. Microseconds.
+/// Bus-master enable and one mlock, one after the other, each with separate memory.
+/// Microseconds.
 fn pair(socket: &Path, size: u64, touched: bool, enable_first: bool) -> Result<(f64, f64)> {
     let lock = || -> Result<f64> {
         let memory = ram(size, touched)?;
@@ -150,8 +150,8 @@ fn ram(size: u64, touched: bool) -> Result<Ram> {
     Ok(ram)
 }
 
-/// Boots a guest with this RAM up to where its driver sets bus-master enable.
-/// Returns how long that is held, microseconds.
+/// Boots a guest with this RAM up to where its driver sets bus-master enable. Returns how
+/// long that is held, microseconds.
 fn enable(socket: &Path, ram: &Ram) -> Result<f64> {
     let mut device = boot(socket)?;
     for block in ram.layout().blocks() {
@@ -166,13 +166,13 @@ fn enable(socket: &Path, ram: &Ram) -> Result<f64> {
         pci::command(&mut device)? & pci::BUS_MASTER != 0,
         "bus-master enable was refused"
     );
-    // Unpins, so that the memory is free before the next is asked for.
+    // Unpins, so that the memory is free before the next allocation.
     pci::set_command(&mut device, pci::MEMORY)?;
     device.close();
     Ok(micros(took))
 }
 
-/// Bytes of memory that can be had without swapping.
+/// Bytes of memory available without swapping.
 fn available() -> Result<u64> {
     let info = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
     meminfo_bytes(&info, "MemAvailable").context("no MemAvailable in /proc/meminfo")

@@ -1,14 +1,12 @@
-//! From the raising of a vector to the moment that who waits for it runs again:
-//! by a bare write to an eventfd, by the product's direct form, and by its
-//! relayed form.
+//! From the raising of a vector until the waiting thread runs again: by a bare write to an
+//! eventfd, by the product's direct form, and by its relayed form.
 //!
-//! The comparison is fair by construction. One thread raises, one thread waits in
-//! `poll`, both are the same for all three forms, and the forms alternate shot by
-//! shot. The raiser makes sure each time that the waiting thread sleeps. It reads
-//! the clock right before it raises, the waiting one right after it wakes. Both
-//! forms of the product go through [`Vectors`], as a device's do; the relayed
-//! one through the register channel too, at whose other end a third thread waits
-//! as a backend does.
+//! The comparison is fair by construction. One thread raises, one waits in `poll`; both are
+//! the same for all three forms, and the forms alternate shot by shot. The raiser makes
+//! sure each time that the waiting thread sleeps. It reads the clock right before it
+//! raises, the waiting one right after it wakes. Both forms of the product go through
+//! [`Vectors`], as a device's do; the relayed one also through the register channel, at
+//! whose other end a third thread waits, as a backend does.
 
 use std::{
     fs,
@@ -37,11 +35,11 @@ use super::{
     round_trip::micros,
 };
 
-/// Shots of each form in a turn.
+/// Shots of each form per turn.
 const SHOTS: usize = 500;
-/// A shot that takes longer is lost.
+/// Timeout of a shot.
 const LOST: Duration = Duration::from_secs(10);
-/// The direct form may take that much of a bare eventfd.
+/// Target ratio of the direct form to a bare eventfd.
 const TARGET: f64 = 1.05;
 
 /// How the waiting thread is woken.
@@ -54,12 +52,12 @@ enum Form {
 
 const FORMS: [Form; 3] = [Form::Bare, Form::Direct, Form::Relayed];
 
-/// What raiser and waiting thread share.
+/// State shared by raiser and waiting thread.
 #[derive(Default)]
 struct Shot {
     /// Number of the shot that the waiting thread is ready for.
     ready: AtomicU32,
-    /// When it was fired, nanoseconds since the measurement began.
+    /// When it was raised, nanoseconds since the measurement began.
     at: AtomicU64,
     stop: AtomicBool,
 }
@@ -80,7 +78,7 @@ pub(super) fn measure(turns: u32) -> Result<Section> {
     let waiting = rustix::thread::gettid().as_raw_nonzero().get();
     let mut figures = Vec::new();
     thread::scope(|scope| -> Result<()> {
-        // It ends when the raiser does, and with it the channel.
+        // It ends with the raiser, which closes the channel.
         scope.spawn(move || relay(&mut borrower, &mut delivering));
         let raiser = scope.spawn(|| raiser.run(&shot, began, waiting));
         for turn in 0..=turns {
@@ -140,7 +138,7 @@ fn turn_of(waited_for: &OwnedFd, shot: &Shot, began: Instant) -> Result<[f64; FO
     }))
 }
 
-/// The thread that plays the device.
+/// The thread in the device's role.
 struct Raiser {
     bare: OwnedFd,
     direct: Vectors,
@@ -183,8 +181,8 @@ impl Raiser {
     }
 }
 
-/// The backend's part: takes what was relayed and delivers it, until the
-/// channel closes.
+/// The backend's part: receives relayed interrupts and delivers them, until the channel
+/// closes.
 fn relay(channel: &mut Channel, vectors: &mut Vectors) {
     loop {
         match channel.try_receive::<Event>() {
@@ -206,7 +204,7 @@ fn relay(channel: &mut Channel, vectors: &mut Vectors) {
     }
 }
 
-/// Vectors of which one goes to `target`.
+/// Vectors, one of which is assigned to `target`.
 fn vectors(target: IrqTarget) -> Result<Vectors> {
     let counts = IrqCounts::new().with_msix(1)?;
     let range = IrqRange::new(&counts, IrqIndex::Msix as u32, 0, 1)?;
@@ -216,7 +214,7 @@ fn vectors(target: IrqTarget) -> Result<Vectors> {
     Ok(vectors)
 }
 
-/// An eventfd as QEMU makes them.
+/// An eventfd with QEMU's flags.
 fn event() -> Result<OwnedFd> {
     let event = TriggerFd::new().context("making an eventfd")?;
     Ok(event.as_fd().try_clone_to_owned()?)
@@ -231,7 +229,7 @@ fn trigger(fd: &OwnedFd) -> Result<TriggerFd> {
     Ok(duplicate(fd)?.try_into()?)
 }
 
-/// Whether a thread of ours sleeps in the kernel.
+/// Whether a thread of this process sleeps in the kernel.
 fn sleeps(thread: i32) -> Result<bool> {
     let path = format!("/proc/self/task/{thread}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;

@@ -1,8 +1,8 @@
-//! How long a trapped 4-byte read takes: of configuration space, which the
-//! backend answers by itself, and of a BAR, for which it asks the lender.
+//! The duration of a trapped 4-byte read: of configuration space, which the backend answers
+//! itself, and of a BAR, which requires a request to the lender.
 //!
-//! The client is the same for both servers and neither's own: the crate
-//! `vfio_user`. libvfio-user's sample answers both reads by itself.
+//! The client is the same for both servers and independent of both: the crate `vfio_user`.
+//! libvfio-user's sample answers both reads itself.
 
 use std::{
     path::Path,
@@ -24,14 +24,14 @@ use crate::{
     scene::{SHORT, await_socket},
 };
 
-/// Reads of a turn.
+/// Reads per turn.
 const READS: usize = 5_000;
-/// Reads before the first turn, which nobody times.
+/// Unmeasured reads before the first turn.
 const WARM_UP: usize = 2_000;
-/// Reading configuration space may take that much of what libvfio-user takes.
+/// Target ratio of a configuration space read to libvfio-user's.
 const TARGET: f64 = 0.8;
 
-/// What is read.
+/// The register to read.
 #[derive(Clone, Copy)]
 enum What {
     Config,
@@ -47,7 +47,7 @@ impl What {
     }
 }
 
-/// Who is asked.
+/// A server.
 struct Server {
     device: Device,
     /// A BAR with four bytes at 0.
@@ -79,7 +79,7 @@ pub(super) fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// Measures in turns, beside `libvfio_user` where there is one.
+/// Measures in turns, against `libvfio_user` if given.
 pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -> Result<Section> {
     let anywhere = Place::Anywhere.series(program, libvfio_user, turns)?;
     let first = cpu::available()?[0];
@@ -108,7 +108,7 @@ pub(super) fn measure(program: &Path, libvfio_user: Option<&Path>, turns: u32) -
     })
 }
 
-/// Where client and servers run.
+/// The CPUs of client and servers.
 #[derive(Clone, Copy)]
 enum Place {
     OneProcessor,
@@ -116,8 +116,8 @@ enum Place {
 }
 
 impl Place {
-    /// What is read there. A BAR is the lender's, whose device's thread does not
-    /// share a processor well.
+    /// The reads to measure there. A BAR read involves the lender's device thread, which
+    /// needs a separate CPU.
     fn reads(self) -> &'static [What] {
         match self {
             Self::OneProcessor => &[What::Config],
@@ -132,8 +132,7 @@ impl Place {
         }
     }
 
-    /// All figures, by servers of its own: they run where this thread may when it
-    /// starts them.
+    /// All figures, with newly started servers: these inherit this thread's CPU affinity.
     fn series(
         self,
         program: &Path,
@@ -177,7 +176,7 @@ impl Place {
     }
 }
 
-/// A turn of one server, a turn of the other.
+/// Alternates one turn of each server.
 fn in_turns(servers: &mut [Server], what: What, name: &str, turns: u32) -> Result<Vec<Series>> {
     for server in &mut *servers {
         server.turn(what, WARM_UP)?;

@@ -1,5 +1,5 @@
-//! A lender of a DMA test device, and backends that borrow it: processes, as a
-//! user would start them.
+//! A lender of a DMA test device, and backends that borrow it: processes, as a user would
+//! start them.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,7 +18,7 @@ use crate::{
 /// The borrowed device.
 pub(super) const DEVICE: &str = "disk0";
 
-/// Processes, and a folder with their sockets. Dropped, all is gone.
+/// Processes, and a directory with their sockets. All are removed on drop.
 pub(super) struct Stage {
     program: PathBuf,
     backends: Vec<Child>,
@@ -57,12 +57,12 @@ impl Stage {
         Ok(socket)
     }
 
-    /// The folder, for sockets of others.
+    /// The directory, for sockets of others.
     pub(super) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// The ends of the logs, to be appended to an error.
+    /// The ends of the logs, for an error.
     pub(super) fn last_words(&self) -> String {
         let backends = self.backends.iter().map(Child::last_words);
         format!(
@@ -73,12 +73,12 @@ impl Stage {
     }
 }
 
-/// Connects as a VMM does and resets the device, which borrows it. The VM that
-/// had it before may still be giving it back.
+/// Connects as a VMM does and resets the device, which borrows it. The VM that had it
+/// before may still be returning it.
 pub(super) fn boot(socket: &Path) -> Result<Device> {
     let until = Instant::now() + SHORT;
     loop {
-        // A refused reset is not seen by the client; a refused connection is.
+        // The client does not see a refused reset, but it does see a refused connection.
         match Device::connect(socket, Duration::ZERO) {
             Ok(mut device) => {
                 device.reset().context("resetting the device")?;
