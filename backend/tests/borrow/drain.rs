@@ -1,4 +1,4 @@
-//! DMA in flight when the way to memory closes.
+//! DMA in flight while the DMA path closes.
 
 use farside_devices::dma_test::{Command, MAX_LENGTH};
 
@@ -9,11 +9,11 @@ use crate::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Where the memory is that is filled while it goes.
+/// Address of the memory that is filled while it is unmapped.
 const AT: u64 = 4 << 30;
 
-/// Fills memory that `close` takes away meanwhile. Returns how the command
-/// ended, if it was not lost with a reset.
+/// Fills memory while `close` revokes access to it. Returns how the command ended, unless a
+/// reset discarded it.
 fn race(vmm: &mut Vmm, ram: &Ram, close: impl FnOnce(&mut Vmm), ends: bool) -> Option<Ended> {
     ram.fill(0, MAX_LENGTH as usize, 0);
     let job = Job {
@@ -24,7 +24,7 @@ fn race(vmm: &mut Vmm, ram: &Ram, close: impl FnOnce(&mut Vmm), ends: bool) -> O
     };
     start(vmm, Command::Fill, job);
     close(vmm);
-    // From here on the memory is somebody else's.
+    // From here on the device must not write this memory.
     ram.fill(0, MAX_LENGTH as usize, 0x5a);
     let ended = ends.then(|| finish(vmm));
     ram.assert_filled(0, MAX_LENGTH as usize, 0x5a);
@@ -41,7 +41,7 @@ fn guest(vmm: &mut Vmm) -> (Ram, Ram) {
     (low, high)
 }
 
-/// Rounds until one has caught a command in the middle.
+/// Rounds to attempt until one interrupts a command halfway.
 const ROUNDS: usize = 50;
 
 #[test]

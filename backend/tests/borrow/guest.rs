@@ -1,4 +1,4 @@
-//! The guest's side: RAM in a memfd, and a driver for the DMA test device.
+//! The guest's part: RAM in a memfd, and a driver for the DMA test device.
 
 use std::{
     fs::File,
@@ -29,7 +29,7 @@ pub const INTX_DISABLE: u16 = 1 << 10;
 /// A page.
 pub const PAGE: u64 = 4096;
 
-/// Whatever lets a guest reach its device.
+/// Access to a device's regions by a guest.
 pub trait Port {
     fn read(&mut self, region: u32, offset: u64, data: &mut [u8]);
     fn write(&mut self, region: u32, offset: u64, data: &[u8]);
@@ -71,13 +71,13 @@ pub fn set_command(port: &mut impl Port, command: u16) {
     port.write(CONFIG, COMMAND, &command.to_le_bytes());
 }
 
-/// Lets the device master the bus. Returns whether it may.
+/// Sets bus-master enable. Returns whether it reads as set.
 pub fn enable(port: &mut impl Port) -> bool {
     set_command(port, MEMORY | BUS_MASTER);
     command(port) == MEMORY | BUS_MASTER
 }
 
-/// Where a capability is.
+/// The offset of a capability.
 pub fn capability(port: &mut impl Port, id: u8) -> u64 {
     let mut at = u64::from(read_u16(port, CONFIG, 0x34) & 0xff);
     while at != 0 {
@@ -90,8 +90,8 @@ pub fn capability(port: &mut impl Port, id: u8) -> u64 {
     panic!("no capability {id:#x}");
 }
 
-/// Finds out the sizes of the memory BARs as firmware does, and gives them
-/// addresses from `base` on. Returns (BAR, size).
+/// Sizes the memory BARs as firmware does, and assigns addresses from `base` on. Returns
+/// (BAR, size).
 pub fn place_bars(port: &mut impl Port, base: u64) -> Vec<(u8, u64)> {
     let mut found = Vec::new();
     let mut next = base;
@@ -128,7 +128,7 @@ impl Ram {
         Self { file: fd.into() }
     }
 
-    /// At an offset of the file.
+    /// The descriptor with a file offset, to map.
     pub fn fd(&self, offset: u64) -> Option<(BorrowedFd<'_>, u64)> {
         Some((self.file.as_fd(), offset))
     }
@@ -165,7 +165,7 @@ pub fn small(vmm: &mut Vmm) -> Ram {
     ram
 }
 
-/// A command for the DMA test device, by its registers.
+/// A command for the DMA test device, written through its registers.
 #[derive(Clone, Copy, Default)]
 pub struct Job {
     pub src: u64,
@@ -192,7 +192,7 @@ impl Ended {
     }
 }
 
-/// Starts a command and does not wait for its end.
+/// Starts a command without waiting for its end.
 pub fn start(port: &mut impl Port, command: Command, job: Job) {
     let clear = !0u32;
     port.write(0, reg::STATUS, &clear.to_le_bytes());
@@ -237,7 +237,7 @@ pub fn fill(port: &mut impl Port, dst: u64, length: u32, byte: u8) -> Ended {
     run(port, Command::Fill, job)
 }
 
-/// Raises `vector`, and INTx.
+/// Raises MSI-X vector `vector`, and INTx.
 pub fn raise(port: &mut impl Port, vector: u32) {
     let job = Job {
         vector,
@@ -246,10 +246,10 @@ pub fn raise(port: &mut impl Port, vector: u32) {
     assert!(!run(port, Command::Raise, job).faulted());
 }
 
-/// Interrupt with the end of a command.
+/// Interrupt on completion of a command.
 pub const INTERRUPT: u32 = control::INTERRUPT_WHEN_DONE;
 
-/// An eventfd as QEMU makes them.
+/// An eventfd with QEMU's flags.
 pub struct Event(File);
 
 impl Event {
@@ -262,7 +262,7 @@ impl Event {
         (0..count).map(|_| Self::new()).collect()
     }
 
-    /// How often it was signalled since it was last asked.
+    /// Number of signals since the last call.
     pub fn count(&self) -> u64 {
         let mut count = [0; 8];
         match rustix::io::read(&self.0, &mut count) {
@@ -272,7 +272,7 @@ impl Event {
         }
     }
 
-    /// Waits for it, and takes the count.
+    /// Waits for a signal, and returns the count.
     #[track_caller]
     pub fn wait(&self) -> u64 {
         let timeout = Timespec::try_from(crate::host::DEADLINE).unwrap();

@@ -19,17 +19,17 @@ use farside_lender::{
 };
 use farside_lender_protocol::{Address, Client, DeviceStatus};
 
-/// How long anything may take that is not about time.
+/// Timeout of operations whose duration is not under test.
 pub const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The DMA test device.
 pub const DMA: &str = "dma0";
-/// The NVMe drive.
+/// The NVMe device.
 pub const DISK: &str = "disk0";
 /// Bytes of its image.
 pub const DISK_SIZE: u64 = 16 << 20;
 
-/// Waits until `done`, which asks somebody, so that this is no busy loop.
+/// Polls until `done`, whose request to a server keeps this from busy-waiting.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !done() {
@@ -52,17 +52,17 @@ struct RunningLender {
 }
 
 impl Host {
-    /// One that lends a DMA test device.
+    /// A host that lends a DMA test device.
     pub fn new() -> Self {
         Self::lending(NtbLimits::default(), |_| vec![dma_test(DMA)])
     }
 
-    /// One that lends an NVMe drive.
+    /// A host that lends an NVMe device.
     pub fn with_disk() -> Self {
         Self::lending(NtbLimits::default(), |dir| vec![disk(DISK, dir)])
     }
 
-    /// One that lends these, through an adapter with these limits.
+    /// A host that lends these devices, through an adapter with these limits.
     pub fn lending(limits: NtbLimits, devices: impl FnOnce(&Path) -> Vec<DeviceConfig>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let devices = devices(dir.path());
@@ -102,7 +102,7 @@ impl Host {
         self.lender = Some(RunningLender { stop, thread });
     }
 
-    /// Returns when it has taken every device back and is gone.
+    /// Stops the lender; returns when it has revoked every lease and ended.
     pub fn stop_lender(&mut self) {
         if let Some(RunningLender { stop, thread }) = self.lender.take() {
             stop.raise();
@@ -110,12 +110,12 @@ impl Host {
         }
     }
 
-    /// What it lends from its next start on.
+    /// Replaces the devices that it lends from its next start on.
     pub fn lend_instead(&mut self, devices: Vec<DeviceConfig>) {
         self.devices = devices;
     }
 
-    /// The lender's word on a device.
+    /// The lender's report on a device.
     pub fn lender_status(&self, device: &str) -> DeviceStatus {
         let mut client = Client::connect(&self.lender(), None).unwrap();
         client.status(device).unwrap()
@@ -188,8 +188,8 @@ impl Served {
         }
     }
 
-    /// Returns when it has given every device back and is gone. Raised twice, a
-    /// client that is still connected does not keep it.
+    /// Stops the backend; returns when it has returned every device and ended. Signalled
+    /// twice, it does not wait for connected clients.
     pub fn stop(&mut self) {
         if let Some(thread) = self.thread.take() {
             self.stop.raise();
@@ -202,7 +202,7 @@ impl Served {
         self.directory.join(format!("{device}.sock"))
     }
 
-    /// The backend's word on its first device.
+    /// The backend's report on its first device.
     pub fn status(&self) -> DeviceReport {
         self.full_status().devices.swap_remove(0)
     }
@@ -226,14 +226,14 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // A test that fails shall say why itself.
+        // A failing test must report its own reason.
         if !std::thread::panicking() {
             self.stop();
         }
     }
 }
 
-/// Both sides agree that nothing is open or pinned.
+/// Checks that both sides report nothing as mapped or pinned.
 #[track_caller]
 pub fn assert_closed(host: &Host, served: &Served, device: &str, state: &str) {
     let status = served.status();
@@ -256,7 +256,7 @@ pub fn assert_closed(host: &Host, served: &Served, device: &str, state: &str) {
     assert_eq!(holder.as_deref(), expected);
 }
 
-/// Both sides agree that so much RAM is reached through so many windows.
+/// Checks that both sides report that much RAM, through that many windows.
 #[track_caller]
 pub fn assert_open(host: &Host, served: &Served, device: &str, bytes: u64, windows: u32) {
     let status = served.status();

@@ -1,5 +1,5 @@
-//! The client of the crate `vfio_user`, which others wrote, against the whole:
-//! every message that it has, and a guest on top.
+//! The third-party client of the crate `vfio_user` against backend and lender: every
+//! message that it implements, and a guest on top.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -31,7 +31,7 @@ fn every_message_of_another_client_works_on_the_whole() {
         file: file.file().try_clone().unwrap(),
     };
     assert!(client.region(0).unwrap().file_offset.is_none());
-    // The client of 0.1.7 has this the wrong way round.
+    // Version 0.1.7 of the client inverts this.
     assert!(!client.resettable());
 
     // DEVICE_GET_IRQ_INFO.
@@ -72,7 +72,7 @@ fn every_message_of_another_client_works_on_the_whole() {
     client.region_read(2, 0x100, &mut trapped).unwrap();
     assert_eq!(&trapped, b"through");
     client.region_write(2, 0x100, b"trapped").unwrap();
-    // Writes are posted; a read pushes them.
+    // Writes are posted; a read flushes them.
     client.region_read(2, 0x100, &mut trapped).unwrap();
     assert_eq!(&trapped, b"trapped");
     assert_eq!(sram.read(0x100, 7), b"trapped");
@@ -122,7 +122,7 @@ fn every_message_of_another_client_works_on_the_whole() {
     assert_closed(&host, &served, DMA, "described");
 }
 
-/// This client waits for the rest of a reply where an error is one.
+/// This client waits for the rest of a reply that is an error.
 #[test]
 fn a_device_that_is_taken_does_not_hang_another_client() {
     let host = Host::new();
@@ -136,7 +136,7 @@ fn a_device_that_is_taken_does_not_hang_another_client() {
     Client::new(&second.socket(DMA)).unwrap();
 }
 
-/// All ones, as PCIe says, for what no device answers.
+/// All ones, as PCIe specifies for an Unsupported Request.
 #[test]
 fn reads_of_what_is_not_there_are_all_ones() {
     let host = Host::new();

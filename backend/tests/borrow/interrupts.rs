@@ -24,10 +24,11 @@ const MSIX: u32 = 2;
 const ERR: u32 = 3;
 const REQ: u32 = 4;
 
-/// Most descriptors of one message.
+/// Most descriptors per message.
 const CHUNK: usize = 16;
 
-/// For eventfds of [`VECTORS`] at all who hold one, and all else.
+/// File limit for the eventfds of [`VECTORS`] in client, backend and lender, and all other
+/// files.
 const FILES: u64 = 12_000;
 
 fn serve(host: &Host, interrupts: Interrupts) -> Served {
@@ -43,13 +44,14 @@ fn leased(served: &Served) -> Vmm {
     vmm
 }
 
-/// A status that a relayed interrupt has not overtaken: the register channel
-/// keeps its order, and a read there was answered.
+/// Returns after all relayed interrupts have been delivered: the register channel is
+/// ordered, and answers this read after them.
 fn settle(vmm: &mut Vmm) {
     read_u32(vmm, 0, reg::ID);
 }
 
-/// 2048 vectors in one process; most shells allow 1024 files, but more on request.
+/// 2048 vectors in one process; most shells have a soft limit of 1024 files, and a higher
+/// hard limit.
 fn may_open_many_files() -> bool {
     let mut limit = getrlimit(Resource::Nofile);
     if limit.maximum.is_some_and(|most| most < FILES) {
@@ -85,7 +87,7 @@ fn every_vector_fires_once(test: &str, interrupts: Interrupts) {
     for (vector, event) in events.iter().enumerate() {
         assert_eq!(event.wait(), 1, "vector {vector}");
     }
-    // Not one more.
+    // No further interrupt.
     settle(&mut vmm);
     assert!(events.iter().all(|event| event.count() == 0));
     let fired = host.lender_status(DMA).interrupts;
@@ -153,11 +155,11 @@ fn intx_is_masked_by_firing_and_fires_again_while_asserted() {
             .unwrap();
         raise(&mut vmm, 0);
         assert_eq!(event.wait(), 1);
-        // Still asserted: unmasking fires again.
+        // Still asserted: unmasking signals it again.
         vmm.set_irqs::<Event>(INTX, DATA_NONE | UNMASK, 0, 1, &[])
             .unwrap();
         assert_eq!(event.wait(), 1);
-        // Deasserted while masked: nothing is left behind.
+        // Deasserted while masked: nothing is pending.
         vmm.try_write(0, reg::STATUS, &status::INTERRUPT.to_le_bytes())
             .unwrap();
         settle(&mut vmm);
@@ -165,7 +167,7 @@ fn intx_is_masked_by_firing_and_fires_again_while_asserted() {
             .unwrap();
         settle(&mut vmm);
         assert_eq!(event.count(), 0);
-        // Masked by request.
+        // Masked by SET_IRQS.
         vmm.set_irqs::<Event>(INTX, DATA_NONE | MASK, 0, 1, &[])
             .unwrap();
         raise(&mut vmm, 0);
@@ -192,14 +194,14 @@ fn intx_disable_holds_intx_back() {
     });
 }
 
-/// What a driver of a shared line looks at before it says that the interrupt
-/// is its own.
+/// The bit that a driver of a shared line reads to decide whether the interrupt is its
+/// device's.
 #[test]
 fn interrupt_status_is_read_from_the_device_while_intx_is_in_use() {
     both(|_, served| {
         let mut vmm = served.client(DMA);
         let pending = |vmm: &mut Vmm| {
-            // As the Linux kernel reads it, as lspci does, and alone.
+            // Read as the Linux kernel does, as lspci does, and on its own.
             let with_command = read_u32(vmm, CONFIG, 4) >> 16;
             let alone = u32::from(read_u16(vmm, CONFIG, STATUS));
             let mut header = [0; 64];
@@ -217,16 +219,16 @@ fn interrupt_status_is_read_from_the_device_while_intx_is_in_use() {
         raise(&mut vmm, 0);
         assert_eq!(event.wait(), 1);
         assert!(pending(&mut vmm));
-        // Whatever INTx disable says.
+        // Independent of INTx disable.
         set_command(&mut vmm, MEMORY | INTX_DISABLE);
         assert!(pending(&mut vmm));
-        // Not with MSI-X, whose messages leave the line alone.
+        // Not with MSI-X, whose messages do not affect the line.
         let control = capability(&mut vmm, 0x11) + 2;
         Port::write(&mut vmm, CONFIG, control, &[0, 0x80]);
         assert!(!pending(&mut vmm));
         Port::write(&mut vmm, CONFIG, control, &[0, 0]);
         assert!(pending(&mut vmm));
-        // The acknowledgement is posted, and the read does not pass it.
+        // The acknowledgement is posted; the read is ordered after it.
         vmm.try_write(0, reg::STATUS, &status::INTERRUPT.to_le_bytes())
             .unwrap();
         assert!(!pending(&mut vmm));

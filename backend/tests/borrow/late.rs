@@ -1,4 +1,4 @@
-//! Lenders that answer late: that costs time, and never the device.
+//! Lenders that reply late: this takes time, but never loses the device.
 
 use std::{sync::mpsc::Receiver, time::Duration};
 
@@ -19,12 +19,12 @@ use crate::{
 /// on a loaded host. The lender never answers within it.
 const SHORT: Duration = Duration::from_secs(2);
 
-/// A backend of a lender that holds its answer to one request back.
+/// A backend whose lender delays its reply to one request.
 fn late(kind: Kind) -> (tempfile::TempDir, Muted, Served) {
     muted_within(Mute::Until(kind), Duration::ZERO, SHORT)
 }
 
-/// What the lender was asked, from the first of a kind on.
+/// The requests that the lender received, from the first of a kind on.
 fn from(asked: &Receiver<Kind>, first: Kind) -> Vec<Kind> {
     asked.try_iter().skip_while(|kind| *kind != first).collect()
 }
@@ -37,9 +37,9 @@ fn finish(lender: Muted, vmm: Vmm, mut served: Served) {
     lender.thread.join().unwrap();
 }
 
-/// Whichever request of a bus-master enable is answered late: it is refused,
-/// nothing is unpinned before the lender has answered, what it did is undone
-/// before anything else is asked of it, and the next enable works.
+/// Whichever request of a bus-master enable is answered late: the enable is refused,
+/// nothing is unpinned before the lender has replied, its effects are undone before the
+/// next request, and the next enable works.
 #[test]
 fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
     for kind in [Kind::OpenWindow, Kind::FarMap, Kind::EnableBusMaster] {
@@ -56,7 +56,7 @@ fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
         if kind == Kind::EnableBusMaster {
             assert_eq!(status.bytes_pinned, pinned, "{status:?}");
         }
-        // It is late still.
+        // The reply is still outstanding.
         assert!(!enable(&mut vmm), "{kind:?}");
         assert_eq!(served.state(), "closing");
         lender.answer.send(()).unwrap();
@@ -71,8 +71,8 @@ fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
     }
 }
 
-/// As when the bus-master bit was never set: the answer to an unmap says that
-/// no DMA reaches the memory.
+/// As if bus-master enable had never been set: the reply to an unmap guarantees that no DMA
+/// reaches the memory.
 #[test]
 fn memory_is_not_taken_away_before_a_late_lender_has_closed() {
     let (_dir, lender, served) = late(Kind::EnableBusMaster);
@@ -88,7 +88,7 @@ fn memory_is_not_taken_away_before_a_late_lender_has_closed() {
     lender.answer.send(()).unwrap();
     vmm.reply().unwrap();
     let asked = from(&lender.asked, Kind::EnableBusMaster);
-    // Closed once to undo the enable, once for the unmap.
+    // Closed once to undo the enable, and once for the unmap.
     assert_eq!(asked, [Kind::EnableBusMaster, Kind::Close, Kind::Close]);
     let status = served.status();
     assert_eq!(
@@ -98,7 +98,7 @@ fn memory_is_not_taken_away_before_a_late_lender_has_closed() {
     finish(lender, vmm, served);
 }
 
-/// Memory cannot wait for ever: the lease is broken off then.
+/// An unmap cannot wait for ever: the lease is then terminated.
 #[test]
 fn memory_that_a_lender_never_gives_up_costs_the_lease() {
     let (_dir, lender, served) = late(Kind::EnableBusMaster);
@@ -165,8 +165,7 @@ fn interrupts_set_up_late_keep_the_device_ready() {
     finish(lender, vmm, served);
 }
 
-/// A borrow that was answered late is no reason to hide the device from the
-/// guest until the VM is reset.
+/// A late reply to a borrow must not hide the device from the guest until the VM is reset.
 #[test]
 fn a_borrow_answered_late_is_asked_for_again() {
     let (_dir, lender, served) = late(Kind::Borrow);
@@ -178,8 +177,8 @@ fn a_borrow_answered_late_is_asked_for_again() {
     finish(lender, vmm, served);
 }
 
-/// Many backends that pin at once on few CPUs: some may be out of time, and none
-/// takes that for a lost lender. What is resident by then is there the next
+/// Many backends that pin concurrently on few CPUs: some may time out, and none treats that
+/// as a lost lender. The pages that are resident by then need not be populated the next
 /// time.
 #[test]
 fn twenty_guests_at_once_lose_no_device() {

@@ -1,4 +1,4 @@
-//! Lenders that go away, come back, or stop to answer.
+//! Lenders that disappear, restart, or stop replying.
 
 use std::{
     os::fd::AsFd,
@@ -45,13 +45,13 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
     host.stop_lender();
     until("the loss is seen", || served.state() == "lost");
 
-    // As a device that was pulled out.
+    // As if the device had been hot-unplugged.
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), !0);
     assert_eq!(read_u32(&mut vmm, CONFIG, 0), !0);
     vmm.try_write(0, reg::SCRATCH, &[1; 4]).unwrap();
     let status = served.status();
     assert_eq!((status.bytes_pinned, status.dma_windows), (0, 0));
-    // Everything else of the protocol goes on.
+    // The rest of the protocol keeps working.
     vmm.map(8 << 30, SMALL, ram.fd(0)).unwrap();
     vmm.unmap(8 << 30, SMALL).unwrap();
     set_command(&mut vmm, MEMORY | BUS_MASTER);
@@ -74,7 +74,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
     assert_open(&host, &served, DMA, SMALL, 1);
     assert!(!fill(&mut vmm, 0, 0x1000, 3).faulted());
     ram.assert_filled(0, 0x1000, 3);
-    // The vectors were handed on.
+    // The vectors were assigned to the new lease.
     raise(&mut vmm, 0);
     assert_eq!(event.wait(), 1);
 }
@@ -95,12 +95,12 @@ fn a_client_of_a_lost_device_can_go_and_the_next_gets_the_new_lender() {
     assert_closed(&host, &served, DMA, "leased");
 }
 
-/// What a lender of ours stops to do.
+/// The requests that the test's lender stops answering.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Mute {
     Registers,
     FarUnmap,
-    /// The first of these requests is answered when the test says so.
+    /// The first of these requests is answered when the test requests it.
     Until(Kind),
 }
 
@@ -134,20 +134,19 @@ impl Kind {
     }
 }
 
-/// A lender that answers everything, until it does not. When the backend hangs
-/// up under a lease it sends how to reply to that on, and hangs up when it is
-/// told to.
+/// A lender that answers everything, up to a given request. When the backend hangs up under
+/// a lease, it sends the test a channel for the permission to hang up, and waits for that.
 pub struct Muted {
     pub hung_up: mpsc::Receiver<mpsc::Sender<()>>,
-    /// What it is asked under a lease, when it begins to serve it.
+    /// The requests received under a lease, before they are handled.
     pub asked: mpsc::Receiver<Kind>,
-    /// Lets it answer what it holds back.
+    /// Releases the delayed reply.
     pub answer: mpsc::Sender<()>,
     pub thread: JoinHandle<()>,
 }
 
 impl Muted {
-    /// Listens once it returns.
+    /// Listens when it returns.
     fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
         let listener = Listener::bind(&socket).unwrap();
         let (hang_up, hung_up) = mpsc::channel();
@@ -239,12 +238,12 @@ impl Muted {
     }
 }
 
-/// A backend of a lender that goes mute, and how long its VMM would wait.
+/// A backend of a lender that stops replying.
 fn muted(mute: Mute) -> (tempfile::TempDir, Muted, Served) {
     muted_within(mute, Duration::from_secs(4), MESSAGE_TIMEOUT)
 }
 
-/// The same, with these timeouts.
+/// As [`muted`], with these timeouts.
 pub fn muted_within(
     mute: Mute,
     open_timeout: Duration,
@@ -270,7 +269,7 @@ pub fn muted_within(
     (dir, lender, served)
 }
 
-/// QEMU's message timeout, after which the VM does without.
+/// QEMU's message timeout, after which the VM continues without the reply.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[test]
@@ -278,8 +277,8 @@ fn a_register_read_that_is_not_answered_is_all_ones_in_time() {
     unanswered_read(0, reg::ID, !0);
 }
 
-/// Of what the device was asked for, one bit, nothing is known; the rest of the
-/// register is here. Nothing of it is from then on.
+/// Only one bit of the register must be read from the device; the backend has the others.
+/// Afterwards the whole register reads as all ones.
 #[test]
 fn a_read_of_status_that_is_not_answered_ends_in_time() {
     const HAS_CAPABILITIES: u32 = 1 << 20;
@@ -291,7 +290,7 @@ fn unanswered_read(region: u32, offset: u64, found: u32) {
     let mut vmm = served.client(DMA);
     vmm.reset().unwrap();
     let started = Instant::now();
-    // It does not even notice that the backend hangs up.
+    // The lender does not react to the backend's hang-up either.
     assert_eq!(read_u32(&mut vmm, region, offset), found);
     assert!(
         started.elapsed() < MESSAGE_TIMEOUT,
@@ -306,8 +305,8 @@ fn unanswered_read(region: u32, offset: u64, found: u32) {
     lender.thread.join().unwrap();
 }
 
-/// The call that timed out may be answered late: nothing else is sent on its
-/// connection, which closes, and that is what stops the device.
+/// The request that timed out may still be answered: nothing else is sent on its
+/// connection, which closes, and that stops the device.
 #[test]
 fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
     let (_dir, lender, served) = muted(Mute::FarUnmap);
@@ -318,7 +317,7 @@ fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
     assert_eq!(served.state(), "ready");
     vmm.post(DMA_UNMAP, &unmap(0, SMALL), &[]);
     let leave = lender.hung_up.recv_timeout(DEADLINE).unwrap();
-    // Its device may still do DMA, so there is no answer.
+    // The device may still do DMA, so there is no reply.
     let while_it_may = Timespec::try_from(Duration::from_millis(200)).unwrap();
     let mut fds = [PollFd::new(&vmm.socket, PollFlags::IN)];
     assert_eq!(poll(&mut fds, Some(&while_it_may)), Ok(0));

@@ -1,4 +1,4 @@
-//! The life of a borrow: what is open in each state, and that every end closes
+//! The life of a borrow: what is mapped in each state, and that every end unmaps
 //! everything.
 
 use std::io::Write;
@@ -64,12 +64,12 @@ fn bus_master_disable_closes_everything() {
     let (mut vmm, ram) = ready(&host, &served);
     set_command(&mut vmm, MEMORY);
     assert_closed(&host, &served, DMA, "leased");
-    // The device is told to all the same.
+    // The device receives the command nevertheless.
     assert!(fill(&mut vmm, 0x1000, 0x1000, 1).faulted());
     ram.assert_filled(0, SMALL as usize, 0);
     let faults = host.lender_status(DMA).faults;
     assert_eq!((faults.total, faults.by_reason.bus_master_disabled), (1, 1));
-    // And again.
+    // Enabled again.
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
     assert!(!fill(&mut vmm, 0x1000, 0x1000, 1).faulted());
@@ -119,7 +119,7 @@ fn d3hot_closes_everything_and_d0_opens_it() {
     };
     sleep(&mut vmm, 3);
     assert_closed(&host, &served, DMA, "leased");
-    // This device keeps its state: the bus-master bit is still set.
+    // This device has No_Soft_Reset: the bus-master bit is still set.
     sleep(&mut vmm, 0);
     assert_eq!(command(&mut vmm) & BUS_MASTER, BUS_MASTER);
     assert_open(&host, &served, DMA, SMALL, 1);
@@ -150,7 +150,7 @@ fn a_client_that_goes_returns_the_device_and_the_next_starts_over() {
 fn a_client_that_asks_and_goes_at_once_returns_the_device() {
     let host = Host::new();
     let served = host.serve(DMA);
-    // Which of question and end the backend finds at once is up to chance.
+    // Whether the backend sees request and disconnect together is a matter of timing.
     for _ in 0..20 {
         let mut vmm = served.client(DMA);
         vmm.reset().unwrap();
@@ -188,8 +188,8 @@ fn a_second_client_is_turned_away() {
 fn a_client_that_goes_while_its_request_is_held_leaves_nothing() {
     let host = Host::new();
     let served = host.serve(DMA);
-    // The version waits for the lender, the reset for a lease, bus-master
-    // enable for pinning; the client does not wait for any.
+    // The version waits for the lender, the reset for a lease, bus-master enable for
+    // pinning; the client does not wait for any of them.
     type Leave = fn(&mut Vmm);
     let leave: [Leave; 3] = [
         |vmm| vmm.post(VERSION, &version(), &[]),
@@ -207,7 +207,7 @@ fn a_client_that_goes_while_its_request_is_held_leaves_nothing() {
     ];
     for leave in leave {
         leave(&mut served.connect(DMA));
-        // The next client is served when the last one is done with.
+        // The next client is served after the clean-up of the last one.
         let mut vmm = served.client(DMA);
         assert_closed(&host, &served, DMA, "described");
         vmm.reset().unwrap();
@@ -231,11 +231,11 @@ fn half_a_message_holds_nobody_up() {
     other.reset().unwrap();
     assert_eq!(read_u32(&mut other, 0, reg::ID), dma_test::ID);
     assert_open(&host, &served, DMA, SMALL, 1);
-    // The rest of it.
+    // The rest of the message.
     half.socket.write_all(&bytes[20..]).unwrap();
     let reply = half.reply().unwrap();
     assert_eq!(reply[16..18], dma_test::VENDOR_ID.to_le_bytes());
-    // Half a message, and gone.
+    // Half a message, then a disconnect.
     let bytes = half.command(DMA_MAP, &unmap(0, 0));
     half.socket.write_all(&bytes[..30]).unwrap();
     drop(half);
@@ -262,7 +262,7 @@ fn a_client_that_goes_while_a_command_runs_stops_it() {
     until("the device is returned", || served.state() == "described");
     ram.fill(0, dma_test::MAX_LENGTH as usize, 0x11);
     assert_closed(&host, &served, DMA, "described");
-    // A lease later, the memory is as the guest left it.
+    // After the next lease has begun, guest memory is unchanged: no DMA was left in flight.
     let mut vmm = served.client(DMA);
     vmm.reset().unwrap();
     ram.assert_filled(0, dma_test::MAX_LENGTH as usize, 0x11);
@@ -277,15 +277,15 @@ fn a_device_is_borrowed_by_a_bar_access_too() {
     assert_closed(&host, &served, DMA, "leased");
     drop(vmm);
     until("the device is returned", || served.state() == "described");
-    // And by bus-master enable, which then opens.
+    // And by bus-master enable, which then opens the DMA path.
     let mut vmm = served.client(DMA);
     let _ram = small(&mut vmm);
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);
 }
 
-/// QEMU keeps the connection of an unplugged device; that its error interrupt
-/// loses its trigger tells of it.
+/// QEMU keeps the connection of an unplugged device; removing the eventfd of the error
+/// interrupt notifies the backend.
 #[test]
 fn a_client_that_lets_the_device_go_returns_it() {
     let host = Host::new();
@@ -298,7 +298,7 @@ fn a_client_that_lets_the_device_go_returns_it() {
     vmm.set_irqs::<Event>(3, DATA_EVENTFD | TRIGGER, 0, 1, &[])
         .unwrap();
     assert_closed(&host, &served, DMA, "described");
-    // The connection is as good as before.
+    // The connection is still usable.
     vmm.reset().unwrap();
     assert!(enable(&mut vmm));
     assert_open(&host, &served, DMA, SMALL, 1);

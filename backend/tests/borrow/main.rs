@@ -1,8 +1,8 @@
-//! A lender, a backend and a client together, in one process and without
-//! QEMU: what a borrow goes through, seen from outside at every step.
+//! A lender, a backend and a client in one process, without QEMU: the states of a borrow,
+//! observed from outside at every step.
 //!
 //! - `host`: a lender and backends on sockets in a temporary directory;
-//! - `vmm`: a client of the vfio-user protocol that sees every errno;
+//! - `vmm`: a client of the vfio-user protocol that exposes every errno;
 //! - `guest`: RAM, and a driver for the DMA test device, over any client.
 
 mod guest;

@@ -1,5 +1,5 @@
-//! Guest memory that comes and goes while the device may reach it, and what a
-//! device may not reach.
+//! Guest memory that is mapped and unmapped while the device may access it, and memory that
+//! a device must not access.
 
 use std::os::fd::AsFd;
 
@@ -100,7 +100,7 @@ fn what_is_outside_guest_ram_is_not_reached() {
         assert_eq!(ended.fault_info, fault_code(reason) | 1 << 8, "{dst:#x}");
         assert_eq!(ended.moved, 0);
     }
-    // Over an edge: up to it.
+    // Across an edge: only up to it.
     let ended = fill(&mut vmm, 0x9_f000, 0x2000, 0xee);
     assert!(ended.faulted());
     assert_eq!((ended.fault_iova, ended.moved), (0xa_0000, 0x1000));
@@ -116,7 +116,7 @@ fn what_is_outside_guest_ram_is_not_reached() {
 fn memory_that_comes_while_open_is_reached() {
     let host = Host::new();
     let (served, mut vmm, _low) = ready(&host);
-    // Beyond every window: one more. Then into the hole of that one.
+    // Beyond every window: adds one. Then into the hole inside it.
     let far = Ram::new(4 * MIB);
     let at = 8 << 30;
     assert!(fill(&mut vmm, at, 0x1000, 1).faulted());
@@ -124,7 +124,7 @@ fn memory_that_comes_while_open_is_reached() {
     assert_open(&host, &served, DMA, SMALL + MIB, 2);
     assert!(!fill(&mut vmm, at, 0x1000, 1).faulted());
     far.assert_filled(0, 0x1000, 1);
-    // More of the same file is within that window.
+    // Another part of the same file is within that window.
     assert!(fill(&mut vmm, at + 2 * MIB, 0x1000, 1).faulted());
     vmm.map(at + 2 * MIB, MIB, far.fd(2 * MIB)).unwrap();
     assert_open(&host, &served, DMA, SMALL + 2 * MIB, 2);
@@ -134,7 +134,7 @@ fn memory_that_comes_while_open_is_reached() {
     far.assert_filled(0, 0x1000, 1);
     assert!(!fill(&mut vmm, at + 2 * MIB, 0x1000, 2).faulted());
     far.assert_filled(2 * MIB, 0x1000, 2);
-    // Firmware does it below 1 MiB all the time.
+    // Firmware does this below 1 MiB frequently.
     vmm.unmap(0, SMALL).unwrap();
     assert_open(&host, &served, DMA, MIB, 1);
     vmm.unmap(at + 2 * MIB, MIB).unwrap();
@@ -166,7 +166,7 @@ fn a_hole_in_a_window_is_filled_and_opened_again() {
     }
 }
 
-/// Firmware moves the end of low RAM when it hides memory for itself.
+/// Firmware moves the end of low RAM when it reserves memory for itself.
 #[test]
 fn a_mapping_over_the_edge_of_a_window_gets_one_more() {
     let host = Host::new();
@@ -212,7 +212,7 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
     assert_eq!(command(&mut vmm), MEMORY);
     assert_closed(&host, &served, DMA, "leased");
     assert!(served.last_error().contains("memory-backend-memfd"));
-    // A VM with the option, on the same backend.
+    // A VM with the option, and the same backend.
     vmm.unmap(0, 64 * MIB).unwrap();
     let _ram = small(&mut vmm);
     assert!(enable(&mut vmm));
@@ -224,7 +224,7 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
         assert_open(&host, &served, DMA, SMALL, 1);
         vmm.unmap(4 << 30, len).unwrap();
     }
-    // More of it, by hotplug; of no size that a BAR can have.
+    // More RAM, hot-plugged, of a size that no BAR can have.
     vmm.map(4 << 30, 3 * MIB, None).unwrap_err();
     assert_closed(&host, &served, DMA, "leased");
     assert!(served.last_error().contains("not shared"));
@@ -234,7 +234,7 @@ fn guest_ram_that_is_not_shared_keeps_the_device_from_dma() {
 fn a_refused_mapping_keeps_the_device_from_dma() {
     let host = Host::new();
     let (served, mut vmm, ram) = ready(&host);
-    // QEMU prints the error and carries on: the guest has that memory.
+    // QEMU prints the error and continues: the guest has that memory.
     let short = Ram::new(MIB);
     let error = vmm.map(4 << 30, 2 * MIB, short.fd(0));
     assert_eq!(error, Err(Errno::INVAL));
@@ -275,7 +275,7 @@ fn memory_that_shrinks_is_gone_and_nobody_dies() {
     let (served, mut vmm, ram) = ready(&host);
     ftruncate(&ram.file, MIB).unwrap();
     let ended = fill(&mut vmm, 2 * MIB, 0x1000, 1);
-    // The first access finds out, the second is refused.
+    // The first access detects it, the second is refused.
     let ended = match ended.faulted() {
         true => ended,
         false => fill(&mut vmm, 2 * MIB, 0x1000, 1),
@@ -284,7 +284,7 @@ fn memory_that_shrinks_is_gone_and_nobody_dies() {
     let gone = fault_code(FaultReason::MemoryGone) | 1 << 8;
     assert_eq!(ended.fault_info, gone);
     assert!(host.lender_status(DMA).faults.by_reason.memory_gone > 0);
-    // Both processes go on, and all of it can be closed.
+    // Both processes continue, and everything can be closed.
     assert_open(&host, &served, DMA, SMALL, 1);
     set_command(&mut vmm, MEMORY);
     assert_closed(&host, &served, DMA, "leased");
@@ -349,7 +349,7 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
     let error = served.last_error();
     assert!(error.contains("LUT entries"), "{error}");
     assert!(error.contains("bar-size"), "{error}");
-    // What fits does; what comes on top is out of reach, and nothing else is.
+    // RAM that fits is mapped; only the additional RAM is unreachable.
     vmm.unmap(0, 16 * MIB).unwrap();
     vmm.map(0, 6 * MIB, ram.fd(0)).unwrap();
     assert!(enable(&mut vmm));
@@ -365,7 +365,7 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
     assert!(fill(&mut vmm, 4 << 30, 0x1000, 1).faulted());
     assert!(!fill(&mut vmm, 5 * MIB, 0x1000, 1).faulted());
     ram.assert_filled(6 * MIB, 4 * MIB as usize, 0);
-    // Less of it fits.
+    // A smaller part fits.
     vmm.unmap(4 << 30, 4 * MIB).unwrap();
     assert_eq!(served.status().bytes_unreachable, 0);
     vmm.map(4 << 30, 2 * MIB, ram.fd(6 * MIB)).unwrap();
@@ -376,8 +376,8 @@ fn a_guest_too_large_for_the_windows_is_refused_by_the_limits_name() {
 /// A block of virtio-mem, as QEMU maps it.
 const BLOCK: u64 = 2 * MIB;
 
-/// QEMU maps what the guest plugs of a virtio-mem device block by block, in
-/// any order, and takes many blocks back at once.
+/// QEMU maps the blocks that the guest plugs of a virtio-mem device one by one, in any
+/// order, and unmaps many blocks at once.
 #[test]
 fn blocks_of_a_memory_device_share_a_window() {
     const BLOCKS: u64 = 512;
@@ -386,7 +386,7 @@ fn blocks_of_a_memory_device_share_a_window() {
     let (served, mut vmm, _low) = ready(&host);
     let lut_entries = served.status().lut_entries;
     let region = Ram::new(BLOCKS * BLOCK);
-    // All of them once, neighbours far apart in time; a third stays unplugged.
+    // Every plugged block once, neighbours far apart in time; a third stays unplugged.
     let order: Vec<u64> = (0..BLOCKS).map(|n| n * 7 % BLOCKS).collect();
     let (plugged, left_out): (Vec<u64>, Vec<u64>) = order.iter().partition(|n| *n % 3 != 0);
     for n in &plugged {
@@ -419,7 +419,7 @@ fn blocks_of_a_memory_device_share_a_window() {
     assert_eq!(served.status().lut_entries, lut_entries);
 }
 
-/// A memory device larger than the NTB's BAR: as much of it as fits is reached.
+/// A memory device larger than the NTB's BAR: as much of it as fits is reachable.
 #[test]
 fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
     const SEGMENT: u64 = 128 * MIB;
@@ -432,7 +432,7 @@ fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
     let host = Host::lending(limits, |_| vec![dma_test(DMA)]);
     let (served, mut vmm, _low) = ready(&host);
     let region = Ram::new(16 * SEGMENT);
-    // One entry is taken by low RAM; one block goes into each of the others.
+    // Low RAM takes one entry; one block goes into each of the others.
     for n in 0..7 {
         vmm.map(AT + n * SEGMENT, BLOCK, region.fd(n * SEGMENT))
             .unwrap();
@@ -444,7 +444,7 @@ fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
         assert!(fill(&mut vmm, AT + at, 0x1000, 1).faulted());
     }
     assert_eq!(served.status().bytes_unreachable, 2 * BLOCK);
-    // What was open is, and more of it finds room.
+    // Open windows remain, and further blocks fit in their entries.
     vmm.map(AT + BLOCK, BLOCK, region.fd(BLOCK)).unwrap();
     assert_open(&host, &served, DMA, SMALL + 8 * BLOCK, 8);
     for n in 0..7 {
@@ -454,7 +454,7 @@ fn a_memory_device_that_does_not_fit_is_reached_as_far_as_it_does() {
         );
     }
     assert!(!fill(&mut vmm, AT + BLOCK, 0x1000, 1).faulted());
-    // QEMU takes it back.
+    // QEMU unmaps it.
     vmm.unmap(AT + 7 * SEGMENT, 9 * SEGMENT).unwrap();
     assert_eq!(served.status().bytes_unreachable, 0);
 }
@@ -474,7 +474,7 @@ fn more_ram_than_the_host_has_is_refused_before_a_page_is_populated() {
     let error = served.last_error();
     assert!(error.contains("do not fit"), "{error}");
     assert_eq!(rustix::fs::fstat(&ram.file).unwrap().st_blocks, 0);
-    // The same, hot-plugged: what was open stays open.
+    // As before, but hot-plugged: open windows remain.
     vmm.unmap(4 << 30, TOO_MUCH - SMALL).unwrap();
     assert!(enable(&mut vmm));
     let more = Ram::new(TOO_MUCH);

@@ -1,5 +1,4 @@
-//! The NVMe drive, driven by hand: its DMA is done by the kernel, behind the
-//! device's back.
+//! The NVMe device, with a driver in the test: the kernel does its DMA, asynchronously.
 
 use std::{fs::File, io::Seek};
 
@@ -25,7 +24,7 @@ const ENTRIES: u32 = 64;
 /// Bytes of one read.
 const READ: u64 = 1 << 20;
 
-/// How often reads in flight are cut short.
+/// How often reads in flight are interrupted.
 const ROUNDS: usize = 12;
 
 /// An NVMe submission queue entry.
@@ -51,7 +50,7 @@ impl Entry {
     }
 }
 
-/// The tail of the admin queue, which has a phase of its own.
+/// The admin queue's tail; it has a separate phase tag.
 struct Admin {
     tail: u16,
 }
@@ -63,7 +62,7 @@ impl Admin {
         self.tail += 1;
         vmm.write(0, 0x1000, &u32::from(self.tail).to_le_bytes());
         until("the admin command is done", || {
-            // Polled by the guest; a register read lets the others run.
+            // The guest polls; a register read lets the other threads run.
             read_u32(vmm, 0, 0x1c);
             ram.read(ADMIN_CQ + 16 * slot + 14, 1)[0] & 1 == 1
         });
@@ -101,7 +100,7 @@ fn io_queues(vmm: &mut Vmm, ram: &Ram, admin: &mut Admin) {
     admin.run(vmm, ram, &queue(1, IO_SQ, 1 << 16 | 0b01));
 }
 
-/// Submits reads that fill as much memory as the drive has, at once.
+/// Submits reads that fill all of the memory, with one doorbell write.
 fn read_all(vmm: &mut Vmm, ram: &Ram, count: u32) {
     for n in 0..u64::from(count) {
         let data = DATA + n * READ % (16 << 20);
@@ -164,9 +163,9 @@ fn identifies_reads_and_interrupts() {
     assert_closed(&host, &served, DISK, "leased");
 }
 
-/// However a borrow closes: what the kernel was reading into guest memory has
-/// come to its end before the guest goes on. (Where the file system keeps no
-/// cache that could be emptied, such as tmpfs, nothing is ever in flight.)
+/// However a borrow closes, reads of the kernel into guest memory have completed before the
+/// guest continues. (On a file system without a droppable cache, such as tmpfs, nothing is
+/// ever in flight.)
 #[test]
 fn reads_in_flight_are_drained_before_memory_is_let_go() {
     let mut image = None;
@@ -194,12 +193,12 @@ fn reads_in_flight_are_drained_before_memory_is_let_go() {
         ram.fill(DATA, size, 0xee);
         let mut admin = boot(&mut vmm, &ram);
         io_queues(&mut vmm, &ram, &mut admin);
-        // What is in the cache would be copied at once.
+        // Cached data would be copied synchronously.
         fadvise(&image, 0, None, Advice::DontNeed).unwrap();
         read_all(&mut vmm, &ram, ENTRIES - 1);
         close(&mut vmm);
         if served.state() == "lost" {
-            // A disk under load can take longer than anybody waits.
+            // A disk under load can take longer than the timeout.
             slow += 1;
             until("the reads are done", || {
                 let mut client = Client::connect(&host.lender(), None).unwrap();
@@ -207,15 +206,16 @@ fn reads_in_flight_are_drained_before_memory_is_let_go() {
                 status.is_ok_and(|status| status.entry.borrowed_by.is_none())
             });
         } else {
-            // From here on the memory is somebody else's. The last reads, which
-            // would be late, are into the end of it.
+            // From here on the device must not write this memory. The last reads, which
+            // would complete late, are into its end.
             let piece = 64 << 10;
             for at in (0..size).step_by(piece).rev() {
                 ram.fill(DATA + at as u64, piece, 0x5a);
             }
             let status = host.lender_status(DISK);
             assert_eq!(status.usage.bytes_mapped, 0, "{how}");
-            // What was in flight would be done by now: so is a read of all that.
+            // Reads in flight would have completed by now, as this read of the whole image
+            // has.
             std::io::copy(&mut &image, &mut std::io::sink()).unwrap();
             (&image).rewind().unwrap();
             ram.assert_filled(DATA, size, 0x5a);

@@ -1,4 +1,4 @@
-//! Who wants a device that he cannot have.
+//! Clients that are refused a device.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn a_taken_device_is_refused_at_the_version_by_its_holders_name() {
     refused.expect_closed();
     let error = second.last_error();
     assert!(error.contains("borrowed by VM a"), "{error}");
-    // The first is not disturbed, and the second can have it afterwards.
+    // The first is not disturbed, and the second can borrow it afterwards.
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
     drop(vmm);
     until("the device is returned", || first.state() == "described");
@@ -34,7 +34,7 @@ fn a_taken_device_is_refused_at_the_version_by_its_holders_name() {
     assert_eq!(second.state(), "leased");
 }
 
-/// Both have connected; the one that resets first gets it.
+/// Both have connected; the first reset borrows it.
 #[test]
 fn a_device_that_was_taken_in_between_reads_as_absent() {
     let host = Host::new();
@@ -52,7 +52,7 @@ fn a_device_that_was_taken_in_between_reads_as_absent() {
     assert_eq!(second.status().bytes_pinned, 0);
     drop(winner);
     until("the device is returned", || first.state() == "described");
-    // The guest is reset, and finds it.
+    // After a reset, the guest finds it.
     loser.reset().unwrap();
     assert_eq!(read_u32(&mut loser, 0, reg::ID), dma_test::ID);
     assert!(enable(&mut loser));
@@ -103,7 +103,7 @@ fn an_adapter_without_requester_entries_refuses_by_the_limits_name() {
     let error = error.expect("an error is reported");
     assert!(error.contains("requester-entries = 3"), "{error}");
     assert_eq!(host.lender_status("dma2").entry.borrowed_by, None);
-    // One is returned: its entry is free at once.
+    // One device is returned: its entry is free at once.
     drop(clients.remove(0));
     until("the device is returned", || served.state() == "described");
     clients[1].reset().unwrap();

@@ -1,4 +1,4 @@
-//! Not a test: prints how long register accesses take through the whole.
+//! Not a test: prints the duration of register accesses through backend and lender.
 //!
 //! `cargo test --release -p farside-backend --test borrow -- --ignored --nocapture round_trip`
 

@@ -14,8 +14,8 @@ use crate::{
     vmm::{DATA_EVENTFD, DATA_NONE, TRIGGER},
 };
 
-/// A report of many vectors is more than a socket takes at once: neither is it
-/// cut off, nor does a reader that is slow hold others up.
+/// A report of many vectors exceeds a socket's buffer: it is not truncated, and a slow
+/// reader does not delay others.
 #[test]
 fn a_long_report_reaches_a_slow_reader() {
     let ids = ["dma0", "dma1", "dma2", "dma3"];
@@ -31,10 +31,10 @@ fn a_long_report_reaches_a_slow_reader() {
             vmm.set_irqs(2, DATA_EVENTFD | TRIGGER, start, 16, &fds)
                 .unwrap();
         }
-        // Without a lease the backend fires them itself, and so counts them.
+        // Without a lease the backend signals and counts them itself.
         vmm.set_irqs_bool(2, TRIGGER, 0, &[true; VECTORS as usize])
             .unwrap();
-        // All at a time would be a lot of descriptors.
+        // Eventfds for all devices at once would be many descriptors.
         vmm.set_irqs::<Event>(2, DATA_NONE | TRIGGER, 0, 0, &[])
             .unwrap();
     }
@@ -66,7 +66,7 @@ fn peers_that_leave_or_talk_do_no_harm() {
     assert_eq!(mode & 0o777, 0o600);
     for _ in 0..50 {
         let mut peer = UnixStream::connect(&path).unwrap();
-        // It may be answered and gone already.
+        // The backend may have replied and closed the connection already.
         let _ = peer.write_all(b"GET / HTTP/1.1\r\n\r\n");
         drop(peer);
     }

@@ -1,5 +1,4 @@
-//! A client of vfio-user that knows the protocol and sees every errno. What
-//! takes too long fails the test.
+//! A vfio-user client that exposes every errno. A timeout fails the test.
 
 use std::{
     io::{IoSlice, Read, Write},
@@ -63,7 +62,7 @@ impl Vmm {
         bytes
     }
 
-    /// Sends a command and does not wait.
+    /// Sends a command without waiting for the reply.
     pub fn post(&mut self, command: u16, payload: &[u8], fds: &[BorrowedFd<'_>]) {
         let bytes = self.command(command, payload);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
@@ -76,7 +75,7 @@ impl Vmm {
         self.socket.write_all(&bytes[sent..]).unwrap();
     }
 
-    /// The payload of the next reply, which is to the last command.
+    /// The payload of the next reply, which must be to the last command.
     pub fn reply(&mut self) -> Result<Vec<u8>, Errno> {
         let mut header = [0; HEADER];
         self.socket.read_exact(&mut header).unwrap();
@@ -180,7 +179,7 @@ impl Vmm {
 }
 
 impl Served {
-    /// A client that has not said anything.
+    /// A client that has not sent any message.
     pub fn connect(&self, device: &str) -> Vmm {
         Vmm::connect(&self.socket(device))
     }

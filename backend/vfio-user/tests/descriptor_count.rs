@@ -1,5 +1,5 @@
-//! No passed descriptor leaks. In a process of its own, since the test counts the
-//! descriptors of the whole process.
+//! No passed descriptor leaks. In a separate process, since the test counts the descriptors
+//! of the whole process.
 
 #[path = "support/device.rs"]
 #[allow(dead_code, reason = "most of it is for the tests of single commands")]

@@ -1,5 +1,5 @@
-//! A server at its limit of open files. In a process of its own, since the limit is
-//! the process's.
+//! A server at its limit of open files. In a separate process, since the limit is the
+//! process's.
 
 #[path = "support/device.rs"]
 #[allow(dead_code, reason = "most of it is for the tests of single commands")]

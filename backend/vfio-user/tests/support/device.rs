@@ -10,9 +10,9 @@ use farside_vfio_user::{
     Request, SparseArea,
 };
 
-/// Bytes of BAR 0, whose second page can be mapped.
+/// Bytes of BAR 0, whose second page supports mmap.
 pub const BAR0_SIZE: u64 = 0x4000;
-/// Bytes of BAR 2, all of which can be mapped.
+/// Bytes of BAR 2, which supports mmap.
 pub const BAR2_SIZE: u64 = 0x1000;
 /// Bytes of configuration space.
 pub const CONFIG_SIZE: u64 = 4096;

@@ -280,8 +280,8 @@ fn commands_are_bounded() {
     world.server.commands.read(0, 1, 3).unwrap();
 }
 
-/// With read-ahead, and a client that sends each message with a call of its own,
-/// descriptors are attributed to their message.
+/// With read-ahead, and a client that sends each message with a separate call, descriptors
+/// are attributed to their message.
 #[test]
 fn reading_ahead_keeps_descriptors_with_their_messages() {
     let mut wire = Wire::negotiated();

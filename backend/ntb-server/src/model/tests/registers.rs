@@ -75,7 +75,7 @@ fn a_lut_entry_keeps_address_and_valid_bit() {
     // One byte.
     world.put(Port::A, lut_entry(2) + 4, &[0x13]);
     assert_eq!(world.get64(Port::A, lut_entry(2)), 0x13_3456_7001);
-    // The LUT has 16 entries; offsets behind them are reserved.
+    // The LUT has 16 entries; higher offsets are reserved.
     world.put64(Port::A, lut_entry(16), !0);
     assert_eq!(world.get64(Port::A, lut_entry(16)), 0);
     assert_eq!(world.get64(Port::B, lut_entry(1)), 0);

@@ -174,7 +174,7 @@ fn a_slow_read_is_answered_later() {
         address: FAR + 0x1010,
     };
     assert_eq!(world.hosts.asked.take(), Some((target, 8)));
-    // The other port works meanwhile.
+    // The other port keeps working.
     assert_eq!(world.get32(Port::B, reg::PORT), 1);
     let data = [1, 2, 3, 4, 5, 6, 7, 8];
     assert_eq!(world.answer(Port::A, Ok(&data)), Some(data.to_vec()));

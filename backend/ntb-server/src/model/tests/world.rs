@@ -14,9 +14,9 @@ use super::super::{
 #[derive(Default)]
 pub struct Hosts {
     memory: [BTreeMap<u64, Vec<u8>>; 2],
-    /// Pages whose reads take time.
+    /// Pages whose reads complete later.
     slow: Vec<(Port, u64)>,
-    /// The read that takes time.
+    /// The outstanding read of such a page.
     pub asked: Option<(Target, usize)>,
     /// Vectors raised, in order.
     pub raised: Vec<(Port, u16)>,
@@ -31,7 +31,7 @@ impl Hosts {
         self.memory[port as usize].insert(address, vec![0; PAGE as usize]);
     }
 
-    /// A page of registers of some device.
+    /// A page of device registers.
     pub fn add_slow_page(&mut self, port: Port, address: u64) {
         self.slow.push((port, address));
     }
@@ -165,7 +165,7 @@ impl World {
             .write(port, WINDOW_BAR, offset, data, &mut self.hosts);
     }
 
-    /// `None` if the read has to wait.
+    /// `None` if the read is outstanding.
     pub fn load(&mut self, port: Port, offset: u64, len: usize) -> Option<Vec<u8>> {
         self.read_bar(port, WINDOW_BAR, offset, len)
     }
