@@ -1,5 +1,5 @@
-//! `farside doctor` on hosts that are directories: what it finds, what it says to
-//! type, and that typing it helps.
+//! `farside doctor` on hosts that are directories: its findings, the suggested commands,
+//! and their effect.
 
 use std::{
     fs,
@@ -15,10 +15,10 @@ use tempfile::TempDir;
 
 const FARSIDE: &str = env!("CARGO_BIN_EXE_farside");
 
-/// Tools and lenders may take so long on a busy machine.
+/// Timeout of tools and lenders on a loaded machine.
 const PATIENCE: [&str; 2] = ["--timeout", "120"];
 
-/// A host, with QEMU as good as none needs to be to be asked.
+/// A host, with a stub of QEMU that only answers queries.
 struct Host {
     directory: TempDir,
 }
@@ -38,9 +38,9 @@ impl Host {
         self.directory.path().join(path)
     }
 
-    /// A program with the name of QEMU.
+    /// Writes an executable with the name of QEMU.
     fn qemu(&self, script: &str) {
-        // Made whole under another name: what is open for writing cannot be run.
+        // Renamed into place: a file that is open for writing cannot be executed (ETXTBSY).
         let (new, path) = (self.path("bin/new"), self.path("bin/qemu-system-x86_64"));
         let script = format!("#!/bin/sh\n{script}\n");
         fs::write(&new, script).expect("writing");
@@ -52,7 +52,7 @@ impl Host {
         fs::write(self.path(&format!("etc/vm/{vm}.toml")), text).expect("writing");
     }
 
-    /// A command that is on this host.
+    /// A command with this host's environment.
     fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         let bin = self.path("bin");
@@ -95,7 +95,7 @@ fn of_check<'a>(findings: &'a [Value], check: &str) -> Vec<&'a Value> {
         .collect()
 }
 
-/// The one finding of a check, of that level, that says so.
+/// The only finding of a check, which must have that level and text.
 #[track_caller]
 fn one<'a>(findings: &'a [Value], check: &str, level: &str, word: &str) -> &'a Value {
     let found = of_check(findings, check);
@@ -155,7 +155,7 @@ fn a_bad_description_is_named_with_its_line() {
         let fix = finding["fix"][0].as_str().expect("a command");
         assert!(fix.ends_with(&format!("etc/vm/{vm}.toml")), "{fix}");
     }
-    // Only what was asked for.
+    // Only the named VM.
     let only = host.findings(&["web1"]);
     one(&only, "description", "problem", "line 2");
     one(
@@ -248,7 +248,7 @@ fn a_lender_and_a_qemu_that_say_nothing() {
 #[test]
 fn qemus_that_cannot_be_used() {
     let host = Host::new();
-    // A host without VMs can do without.
+    // A host without VMs does not need it.
     host.qemu("echo 'QEMU emulator version 7.2.9'");
     one(&host.findings(&[]), "qemu", "note", "QEMU 7.2");
     host.describe("web1", "lenders = [\"/no/lender\"]\n");
@@ -271,7 +271,7 @@ fn a_vm_larger_than_the_memlock_limit() {
     let host = Host::new();
     let limited = |description: &str| {
         host.describe("web1", description);
-        // root's right to lock whatever it wants goes with the capability.
+        // Dropping the capability removes root's right to lock any amount.
         let script = format!(
             "set -e; ulimit -l 4096; if [ $(id -u) = 0 ]; then drop='setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock'; fi; \
              exec $drop '{FARSIDE}' doctor web1 --json --timeout 120"
@@ -288,7 +288,7 @@ fn a_vm_larger_than_the_memlock_limit() {
     );
     let fix = memlock["fix"][0].as_str().expect("a command");
     assert!(fix.contains("memlock 1114112"), "{fix}");
-    // The soft fabric does without.
+    // The soft fabric does not require it.
     one(&limited("memory = \"1G\"\n"), "memlock", "note", "4 MiB");
     one(
         &limited("memory = \"4M\"\npin = \"require\"\n"),
@@ -301,7 +301,7 @@ fn a_vm_larger_than_the_memlock_limit() {
 #[test]
 fn people_see_lines_and_the_exit_status_counts_problems() {
     let host = Host::new();
-    // Nothing is described: nothing can be wrong.
+    // Nothing is configured: nothing can be wrong.
     let well = host.doctor(&PATIENCE);
     let text = String::from_utf8_lossy(&well.stdout);
     assert!(well.status.success() && well.stderr.is_empty(), "{well:?}");

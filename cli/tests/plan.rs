@@ -1,5 +1,5 @@
-//! `farside plan` as a user meets it: what it prints, and what it says when
-//! something does not fit or was typed wrong.
+//! The output of `farside plan`, and its messages when a plan does not fit or the input is
+//! invalid.
 
 use std::process::{Command, Output};
 
@@ -16,7 +16,7 @@ fn json(args: &[&str]) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).expect("JSON on standard output")
 }
 
-/// It has to fit, and to print all parts.
+/// Runs a plan that must fit, and print all parts.
 #[track_caller]
 fn fits(args: &[&str], parts: &[&str]) {
     let output = plan(args);
@@ -28,7 +28,7 @@ fn fits(args: &[&str], parts: &[&str]) {
     }
 }
 
-/// It has to fail with one `error:` that contains all parts.
+/// Runs a plan that must fail with one `error:` that contains all parts.
 #[track_caller]
 fn fails(args: &[&str], parts: &[&str]) {
     let output = plan(args);

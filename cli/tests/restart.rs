@@ -1,5 +1,5 @@
-//! A lender that is started again at once, after it was killed or stopped, as
-//! `systemctl restart` does: the image is its own again.
+//! A lender that is restarted immediately after it was killed or stopped, as by `systemctl
+//! restart`: it can lock the image again.
 
 use std::{
     io::{BufRead, BufReader, Write, stdout},
@@ -11,17 +11,17 @@ use std::{
 /// Rounds of each kind.
 const ROUNDS: usize = 8;
 
-/// Longest start: a lender that finds its image in use waits for 2 s.
+/// Maximum start time: a lender whose image is in use waits for 2 s.
 const LONGEST_START: Duration = Duration::from_secs(10);
 
 struct Lender {
     child: Child,
-    /// Held open, so that it can log on.
+    /// Kept open, so that the lender can keep logging.
     _log: BufReader<ChildStderr>,
 }
 
 impl Lender {
-    /// Returns once it listens; fails when it ends before that.
+    /// Returns once it listens; fails if it ends before.
     fn start(dir: &Path, image: &Path) -> Result<Self, String> {
         let mut child = Command::new(env!("CARGO_BIN_EXE_farside"))
             .arg("lend")
@@ -55,14 +55,14 @@ impl Lender {
 
 impl Drop for Lender {
     fn drop(&mut self) {
-        // One that has ended already is only waited for.
+        // If it has already ended, only the wait is needed.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Restarts a lender of `image` by each signal. The next is started when the
-/// process is gone, and not a moment later.
+/// Restarts a lender of `image` after each signal. The next is started as soon as the
+/// process is gone.
 fn restart(dir: &Path, image: &Path) {
     let start = || Lender::start(dir, image);
     let mut lender = start().expect("nobody else has the image");
@@ -93,7 +93,7 @@ fn the_image_file_of_a_restarted_lender_is_its_own_again() {
 struct Loop(PathBuf);
 
 impl Loop {
-    /// None where this host or this user has no loop devices.
+    /// `None` if this host or this user has no loop devices.
     fn attach(image: &Path) -> Option<Self> {
         let output = Command::new("losetup")
             .args(["--find", "--show"])
@@ -103,7 +103,7 @@ impl Loop {
             Ok(output) if output.status.success() => {
                 let path = String::from_utf8(output.stdout).expect("UTF-8");
                 let device = Self(path.trim().into());
-                // The flag of the device's last user outlives its detaching.
+                // The read-only flag of the device's last user survives the detach.
                 let reset = Command::new("blockdev")
                     .arg("--setrw")
                     .arg(&device.0)

@@ -1,4 +1,4 @@
-//! `farside status` where nothing runs, and what it logs then.
+//! `farside status` without a lender or backend, and its log.
 
 use std::{
     fs::{self, File},
@@ -6,7 +6,7 @@ use std::{
     process::Command,
 };
 
-/// What `farside status` logs, with these variables.
+/// The log of `farside status` with these environment variables.
 fn status(dir: &Path, args: &[&str], variables: &[(&str, &str)]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_farside"))
         .arg("status")

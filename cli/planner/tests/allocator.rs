@@ -1,5 +1,5 @@
-//! The planner against the allocator that does the work: what is said to fit
-//! is lent, the next is refused, by the limit that was named.
+//! The planner against the product's allocator: VMs that are planned to fit are lent their
+//! devices, the next is refused, by the predicted limit.
 
 mod common;
 
@@ -10,7 +10,7 @@ use farside_planner::{
 };
 use proptest::prelude::*;
 
-/// Every address that x86 has, so that only the adapter limits.
+/// All x86 addresses usable, so that only the adapter limits.
 fn all_addresses() -> AddressRules {
     AddressRules {
         bits: 52,
@@ -26,7 +26,7 @@ fn only(plan: &NtbPlan) -> &NtbGuest {
     &plan.guests[0]
 }
 
-/// How many VMs borrow before one is refused, and by what.
+/// How many VMs can borrow before one is refused, and the limit that refuses it.
 fn lend(guests: &[Guest], limits: &NtbLimits) -> (Lender, u64, Option<Limit>) {
     let mut lender = Lender::new(limits);
     let mut vms = 0;
@@ -41,7 +41,7 @@ fn lend(guests: &[Guest], limits: &NtbLimits) -> (Lender, u64, Option<Limit>) {
     (lender, vms, None)
 }
 
-/// The allocator does not tell its two reasons for a lack of entries apart.
+/// The allocator has one error for two reasons of a lack of entries.
 fn same(named: Limit, refused: Limit) -> bool {
     named == refused || (named == Limit::BarSize && refused == Limit::LutEntries)
 }
@@ -49,7 +49,7 @@ fn same(named: Limit, refused: Limit) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
-    /// As many borrowers as the planner has room for are served, and no more.
+    /// As many borrowers as the planner reports are served, and no more.
     #[test]
     fn room_is_what_the_allocator_has(limits in limits(), guest in guest()) {
         let plan = plan(std::slice::from_ref(&guest), &limits);
@@ -61,7 +61,7 @@ proptest! {
         prop_assert!(same(named, refused), "named {:?}, refused by {:?}", named, refused);
     }
 
-    /// Whether a mixed lot fits, how much of it does, and what it takes.
+    /// Whether a mixed set of guests fits, how much of it does, and its resources.
     #[test]
     fn a_mixed_lot_fits_exactly_when_it_is_served(
         limits in limits(),
@@ -78,7 +78,7 @@ proptest! {
         prop_assert_eq!(plan.taken.requester_entries, taken.devices.len() as u64);
     }
 
-    /// What is to be changed helps, and half of it does not.
+    /// The suggested change suffices, and half of it does not.
     #[test]
     fn the_remedy_is_good(
         limits in limits(),
@@ -135,8 +135,7 @@ proptest! {
         }
     }
 
-    /// A host of a cluster has the requester entries and windows that its
-    /// devices take.
+    /// A host of a cluster has the requester entries and windows that its devices require.
     #[test]
     fn a_host_of_a_cluster_is_an_allocator(
         limits in limits(),
@@ -155,9 +154,9 @@ proptest! {
         let most = plan.most_devices_per_pair as u32;
         prop_assert!(Lender::new(&limits).attach(peers * most));
         prop_assert!(!Lender::new(&limits).attach(peers * (most + 1)));
-        // And windows: for each device lent a guest's, for each borrowed one of
-        // its BARs. Borrowed devices take no requester entry here, so the test
-        // gives the table room for them.
+        // And windows: for each device lent, those of a guest; for each device borrowed,
+        // one per BAR. Borrowed devices take no requester entry here, so the test enlarges
+        // the table for them.
         let one = Guest { devices: 1, ..guest };
         let served = |limits: &NtbLimits| {
             let mut lender = Lender::new(&NtbLimits {
@@ -171,7 +170,7 @@ proptest! {
         prop_assert_eq!(plan.remedy.is_none(), served(&limits));
         if let Some(remedy) = plan.remedy {
             let raised = remedy.apply(&limits);
-            // Guests are far smaller than the largest BAR.
+            // Guests are much smaller than the largest BAR.
             if limits.entries_per_window.is_none() {
                 prop_assert!(raised != limits, "there is an adapter large enough");
             }

@@ -1,5 +1,5 @@
-//! Where RAM is: the planner against probing a machine's DMA table, and
-//! against what an IOMMU cannot map.
+//! RAM layouts: the planner against probing of a machine's DMA table, and against reserved
+//! IOVA ranges.
 
 mod common;
 
@@ -37,15 +37,15 @@ fn rules(bits: u32, reserved: &[(u64, u64)]) -> AddressRules {
 }
 
 proptest! {
-    /// Firmware makes some of the 16 KiB segments below 1 MiB RAM (PAM), others
-    /// ROM. Probing such a DMA table finds the windows that were planned.
+    /// Firmware maps some of the 16 KiB segments below 1 MiB as RAM (PAM), others as ROM.
+    /// Probing such a DMA table finds the planned windows.
     #[test]
     fn a_guest_has_the_windows_that_probing_finds(guest in guest(), pam in any::<u16>()) {
         let shadow = (0..16).filter(|n| pam & (1 << n) != 0).map(|n| {
             let start = 0xc_0000 + n * 0x4000;
             range(start, start + 0x4000)
         });
-        // A guest of 1 MiB has no RAM behind its firmware to speak of.
+        // A guest of 1 MiB has next to no RAM above its firmware.
         let shadow = shadow.filter(|_| guest.ram > MIB);
         let mut table: RangeSet = guest.layout().ranges().chain(shadow).collect();
         let found = probe(&mut table, &ProbeLimits::default()).expect("sane layout");
@@ -58,14 +58,14 @@ proptest! {
         let windows: Vec<Span> = kind.windows.iter().map(|window| window.range).collect();
         let probed: Vec<Span> = found.windows.iter().map(|window| window.range.into()).collect();
         prop_assert_eq!(windows, probed);
-        // And what the fabric says of one device of one such VM.
+        // The soft fabric's view of one device of such a VM.
         let alone = Guest { vms: 1, devices: 1, ..guest };
         let planned = plan_ntb(&[alone], &limits, &rules(52, &[])).expect("sane input");
         prop_assert_eq!(planned.fits, fits(&found.spans(), &limits).is_ok());
     }
 
-    /// A guest collides exactly when a byte of its RAM is reserved, or beyond
-    /// the last address.
+    /// A guest collides exactly if a byte of its RAM is reserved, or beyond the last
+    /// address.
     #[test]
     fn collisions_are_those_of_a_naive_search(
         guest in guest(),
@@ -80,7 +80,7 @@ proptest! {
             (ram.start < reserved.end && reserved.start < ram.end) || ram.end > 1 << bits
         });
         prop_assert_eq!(plan.fits, !bad, "{:?}", plan.problems);
-        // The largest guest is one that fits; a granule more does not.
+        // The largest guest fits; one granule more does not.
         let granule = guest.huge_pages.granule();
         let largest = plan.guests[0].largest;
         let fits = |ram| {
@@ -93,7 +93,7 @@ proptest! {
         prop_assert!(!fits(largest.unwrap_or(0) + granule));
     }
 
-    /// Page counts cover RAM, whatever it consists of.
+    /// Page counts cover RAM, whatever page sizes it consists of.
     #[test]
     fn pages_add_up_to_ram(guest in guest()) {
         let plan = plan_vfio(std::slice::from_ref(&guest), &rules(52, &[])).expect("sane input");
@@ -102,7 +102,7 @@ proptest! {
         }
     }
 
-    /// Whatever is typed, there is an answer or an error.
+    /// Any input returns an answer or an error.
     #[test]
     fn nothing_typed_is_a_panic(
         ram in prop_oneof![any::<u64>(), Just(0), Just(MAX_RAM), Just(MAX_RAM + MIB), Just(u64::MAX)],
@@ -152,7 +152,7 @@ fn no_pc_has_ram_where_interrupt_messages_go() {
 
 #[test]
 fn ram_in_a_reserved_range_is_named_with_the_range() {
-    // A made-up layout: RAM right through the interrupt messages.
+    // An artificial layout: RAM across the interrupt address range.
     let ram = range(0xc000_0000, 0x1_0000_0000);
     let error = AddressRules::default().check([ram]).unwrap_err();
     assert_eq!(
@@ -161,7 +161,7 @@ fn ram_in_a_reserved_range_is_named_with_the_range() {
          (interrupt messages (MSI)): no device can reach RAM there; give the VM another machine \
          type or less RAM"
     );
-    // A range of a user's own, which a large guest meets (AMD hosts keep the
+    // A range configured by the user, which a large guest overlaps (AMD hosts reserve the
     // last 12 GiB below 1 TiB).
     let amd = rules(48, &[(0xfd_0000_0000, 0x100_0000_0000)]);
     let small = plan_ntb(
@@ -180,7 +180,7 @@ fn ram_in_a_reserved_range_is_named_with_the_range() {
         "{:?}",
         large.problems
     );
-    // 1012 GiB from 0 to where the range begins, less 2 GiB of MMIO.
+    // 1012 GiB from 0 to the start of the range, less 2 GiB of MMIO.
     assert_eq!(large.guests[0].largest, Some(1010 * GIB));
 }
 
@@ -211,7 +211,7 @@ fn what_memory_has_to_be_locked() {
     assert_eq!(plan.guests[0].backend_memlock, 4 * GIB);
     assert_eq!(plan.guests[0].lender_memlock, 8 * GIB);
     assert_eq!(plan.lender_memlock, 25 * GIB);
-    // 384 KiB below 1 MiB are no RAM.
+    // 384 KiB below 1 MiB are not RAM.
     let pages = plan.guests[0].pages[0];
     assert_eq!(pages.counts.pages_4k, (4 * GIB - 384 * 1024) / 4096);
     let huge = plan.guests[0].pages[2].counts;

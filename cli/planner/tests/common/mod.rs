@@ -1,5 +1,5 @@
-//! Any adapter, any guest, and a lender on the real allocator.
-// Each test program uses a part of it.
+//! Random adapters and guests, and a lender with the real allocator.
+// Each test binary uses a part of it.
 #![allow(dead_code)]
 
 use farside_fabric::{
@@ -14,11 +14,11 @@ use proptest::{prelude::*, sample::select};
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 
-/// Where a backend puts its windows at the borrower: at multiples of this, or
-/// of what the adapter needs.
+/// Alignment of a backend's windows at the borrower: a multiple of this, or of the
+/// adapter's requirement.
 const FAR_STEP: u64 = 64 * GIB;
 
-/// Any adapter, small enough that it can be filled.
+/// Any adapter, small enough to be filled.
 pub fn limits() -> impl Strategy<Value = NtbLimits> {
     let bits = (20u32..44, 0u32..9);
     let alignment = prop::option::of((12u32..40).prop_map(|bits| 1 << bits));
@@ -39,7 +39,7 @@ pub fn machine() -> impl Strategy<Value = Machine> {
     select(vec![Machine::Q35, Machine::I440fx])
 }
 
-/// Any guest: from a MiB to tens of TiB, often where machines split RAM.
+/// Any guest: from a MiB to tens of TiB, often around the split of low and high RAM.
 pub fn guest() -> impl Strategy<Value = Guest> {
     let ram = prop_oneof![
         1u64..64,
@@ -60,10 +60,10 @@ pub fn guest() -> impl Strategy<Value = Guest> {
     })
 }
 
-/// A lender with the adapter that the soft fabric enforces.
+/// A lender with the adapter model of the soft fabric.
 pub struct Lender {
     adapter: Adapter,
-    /// Paths of what is lent; they hold what they took.
+    /// Paths of lent devices; they hold their resources.
     paths: Vec<Path>,
 }
 
@@ -79,8 +79,8 @@ impl Lender {
         self.adapter.usage()
     }
 
-    /// Lends a VM its devices, as a backend does: RAM is found by probing, and
-    /// each device gets its windows. Nothing is kept when that fails.
+    /// Lends a VM its devices, as a backend does: probes for RAM, and opens windows for
+    /// each device. Nothing is kept on failure.
     pub fn borrow(&mut self, guest: &Guest) -> Result<(), Limit> {
         let mut ram: RangeSet = guest.layout().ranges().collect();
         let layout = probe(&mut ram, &ProbeLimits::default()).expect("sane layout");
@@ -95,7 +95,7 @@ impl Lender {
         Ok(())
     }
 
-    /// Lends a device whose windows span so much.
+    /// Lends a device with windows of these sizes.
     pub fn open(&mut self, spans: &[u64]) -> Result<(), Limit> {
         let mut path = self.adapter.attach("device").map_err(limit)?;
         let step = FAR_STEP.max(self.adapter.limits().alignment());
@@ -110,7 +110,7 @@ impl Lender {
         Ok(())
     }
 
-    /// Whether so many devices have a requester entry at once.
+    /// Whether that many devices can have a requester entry at once.
     pub fn attach(&mut self, devices: u32) -> bool {
         (0..devices).all(|_| {
             let path = self.adapter.attach("device");
