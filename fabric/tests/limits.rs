@@ -1,4 +1,4 @@
-//! The adapter's limits: what fits, and the errors when it does not.
+//! The adapter's limits: allocations that fit, and the errors of those that do not.
 
 use farside_fabric::{
     FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits, fits, soft::Adapter,
@@ -110,7 +110,7 @@ fn a_guest_too_large_is_told_what_fits() {
         "guest too large for the NTB's BAR of 32 GiB: 2 windows over 64 GiB need 512 LUT entries \
          of 128 MiB, the limit is 256; guest RAM of at most 32640 MiB fits; raise bar-size to 64 GiB"
     );
-    // The BAR as delivered does not even take a small guest.
+    // With the BAR size as shipped, not even a small guest fits.
     let delivered = NtbLimits {
         bar_size: 256 * MIB,
         ..NtbLimits::default()
@@ -170,7 +170,7 @@ fn absurd_spans_do_not_overflow() {
 }
 
 proptest! {
-    /// What the error says would fit does fit, however it is split.
+    /// The maximum named by the error does fit, however it is split.
     #[test]
     fn the_advice_is_good(
         low in 1u64..(1 << 40),

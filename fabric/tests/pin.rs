@@ -1,5 +1,5 @@
-//! Pinning real memory: resident when it returns, limits looked at first,
-//! nothing left after an error.
+//! Pinning real memory: resident on return, limits checked first, nothing left after an
+//! error.
 
 use std::{
     num::NonZeroUsize,
@@ -24,7 +24,7 @@ fn ram(len: u64) -> MemoryRange {
     MemoryRange::whole(create_sealed("ram", len).expect("memfd"), len)
 }
 
-/// Bytes of the file that have pages.
+/// Bytes of the file with allocated pages.
 fn resident(range: &MemoryRange) -> u64 {
     fstat(&range.file).expect("fstat").st_blocks as u64 * 512
 }
@@ -51,7 +51,7 @@ fn locked(range: &MemoryRange) -> u64 {
 
 #[test]
 fn what_is_locked_is_there_to_be_locked() {
-    // Little enough for the limit that ordinary users have.
+    // Within an ordinary user's RLIMIT_MEMLOCK.
     let (fresh, touched) = (ram(2 * MIB), ram(MIB));
     let memory = SharedMemory::map_range(&touched).expect("map");
     let all = memory.slice(0, MIB as usize).expect("inside");
@@ -140,7 +140,7 @@ fn a_deadline_and_a_cancel_stop_it() {
         "{error}"
     );
 
-    // Cancelled by the first chunk that is done.
+    // Cancelled by the first completed chunk.
     let cancel = AtomicBool::new(false);
     let progress = |_| cancel.store(true, Ordering::Relaxed);
     let options = PinOptions {
@@ -154,8 +154,8 @@ fn a_deadline_and_a_cancel_stop_it() {
     assert!(resident(&range[0]) < 512 * MIB);
 }
 
-/// The limit is the process's, so this and its opposite are one test, run in a
-/// process of its own.
+/// The limit applies to the process, so this and its opposite are one test, run in a
+/// separate process.
 #[test]
 fn the_memlock_limit_is_looked_at_first() {
     let program = std::env::current_exe().expect("this program");
@@ -174,7 +174,7 @@ fn the_memlock_limit_is_looked_at_first() {
 #[ignore = "changes a limit of the process; run by another test"]
 fn child_with_a_small_memlock_limit() {
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
-    // Root may lock without limit: become another user.
+    // Root may lock any amount: drop the capability.
     let mut sets = capabilities(None).expect("capabilities");
     sets.effective -= CapabilitySet::IPC_LOCK;
     set_capabilities(None, sets).expect("drop CAP_IPC_LOCK");
@@ -224,7 +224,7 @@ fn huge_pages_are_used_where_the_memory_has_them() {
     };
     ftruncate(&fd, 4 * MIB).expect("set its size");
     let whole = MemoryRange::whole(fd, 4 * MIB);
-    // As a PC has it: RAM from 0 to 640 KiB and from 1 MiB, in one file.
+    // A PC's layout: RAM from 0 to 640 KiB and from 1 MiB, in one file.
     let low = MemoryRange {
         len: 640 << 10,
         ..whole.clone()
@@ -256,7 +256,7 @@ fn huge_pages_are_used_where_the_memory_has_them() {
 #[test]
 fn populating_stops_when_the_rest_does_not_fit_any_more() {
     let range = [ram(512 * MIB)];
-    // The host fills up meanwhile.
+    // The host's memory fills up meanwhile.
     let asked = AtomicU64::new(0);
     let too_much = ram(1 << 50);
     let room = || match asked.fetch_add(1, Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! A shared file that shrinks must not end the process; other SIGBUS must.
+//! A shared file that shrinks must not end the process; any other SIGBUS must.
 
 use std::{
     fs::File,
@@ -132,7 +132,7 @@ fn a_translation_to_gone_memory_is_refused() {
 
 #[test]
 fn an_empty_pool_of_huge_pages_does_no_harm() {
-    // More than any pool has; mapping reserves nothing.
+    // More than any pool has; mapping does not reserve pages.
     const LEN: u64 = 1 << 40;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
     let fd = match memfd_create("huge", flags) {
@@ -155,7 +155,7 @@ fn an_empty_pool_of_huge_pages_does_no_harm() {
     eprintln!("gone: {}", memory.is_gone());
 }
 
-/// Runs the test `name` of this binary, which is ignored otherwise, on its own.
+/// Runs the test `name` of this binary, which is otherwise ignored, in a separate process.
 fn in_child(name: &str) -> ExitStatus {
     let program = std::env::current_exe().expect("this program");
     Command::new(program)

@@ -1,5 +1,5 @@
-//! The software fabric: each table refuses on its own, limits are kept, and
-//! everything is given back.
+//! The software fabric: each table refuses independently, limits are enforced, and all
+//! resources are released.
 
 use farside_fabric::{
     Access, BorrowerDomain, FabricError, FarAddress, Fault, FaultReason, Iova, LenderPath,
@@ -156,7 +156,7 @@ fn memory_in_use_is_draining_until_it_is_not() {
 fn memory_is_in_use_while_somebody_has_a_slice_of_it() {
     let mut path = small_vm(&adapter());
     assert!(!path.in_use(far(GIB), 16 * MIB));
-    // What is translated is in the IOTLB, which does not count.
+    // The translation is in the IOTLB, which does not count.
     let slice = path.translate(iova(0), 8, Access::Write).expect("RAM");
     assert!(path.in_use(far(GIB), 16 * MIB) && path.in_use(far(GIB), 4 * MIB));
     assert!(!path.in_use(far(GIB + 8 * MIB), 8 * MIB));
@@ -192,7 +192,7 @@ fn mappings_are_unmapped_whole_and_do_not_overlap() {
     assert!(matches!(unaligned, FabricError::Unaligned { .. }));
     let bad = path.far_unmap(far(!0xfff), 8192).expect_err("past the end");
     assert!(matches!(bad, FabricError::BadRange { .. }));
-    // The trait's calls are the same, and a hole may be in the range.
+    // The trait's methods are equivalent, and a range may contain a hole.
     BorrowerDomain::unmap(&mut path, far(GIB), 16 * MIB).expect("unmap");
     BorrowerDomain::map(&mut path, far(GIB), ram(4096)).expect("map");
     assert_eq!(path.usage().bytes_mapped, 4096);

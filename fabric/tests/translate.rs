@@ -1,5 +1,5 @@
-//! Random set-ups, changes and translations against a naive model, page by
-//! page: a translation is never stale, and never reaches what it should not.
+//! Random set-ups, changes and translations against a naive model, page by page: a
+//! translation is never stale, and never exceeds its permissions.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -78,13 +78,13 @@ fn steps() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What each page goes to. Two pages with equal `id` are of one mapping.
+/// The mapping of each page. Two pages with equal `id` belong to one mapping.
 #[derive(Default)]
 struct Model {
     bus_master: bool,
-    /// IOVA page to (id, far page).
+    /// IOVA page to (id, peer page).
     windows: BTreeMap<u64, (u64, u64)>,
-    /// Far page to (id, file page, writable).
+    /// Peer page to (id, file page, writable).
     memory: BTreeMap<u64, (u64, u64, bool)>,
     next_id: u64,
 }
@@ -95,7 +95,7 @@ impl Model {
         self.next_id
     }
 
-    /// Where a page goes: (window id, mapping id, file page, writable).
+    /// The translation of a page: (window id, mapping id, file page, writable).
     fn page(&self, iova: u64) -> Result<(u64, u64, u64, bool), FaultReason> {
         if !self.bus_master {
             return Err(FaultReason::BusMasterDisabled);
@@ -105,7 +105,7 @@ impl Model {
         Ok((window, found.0, found.1, found.2))
     }
 
-    /// File byte and length of the longest run, or why there is none.
+    /// File byte and length of the longest run, or the fault reason.
     fn translate(&self, iova: u64, len: u64, access: Access) -> Result<(u64, u64), FaultReason> {
         let first = self.page(iova / PAGE)?;
         if access == Access::Write && !first.3 {
@@ -125,7 +125,7 @@ impl Model {
     }
 }
 
-/// A file whose every word is its own offset.
+/// A file in which every word is its own offset.
 fn stamped() -> (MemoryRange, Arc<SharedMemory>) {
     let fd = create_sealed("stamped", FILE * PAGE).expect("memfd");
     let range = MemoryRange::whole(fd, FILE * PAGE);
@@ -167,7 +167,7 @@ fn check(
     Ok(())
 }
 
-/// Does `step` to both and compares what they say.
+/// Applies `step` to both and compares the results.
 fn apply(
     path: &mut Path,
     model: &mut Model,
@@ -267,7 +267,7 @@ fn apply(
     prop_assert!(!path.draining());
     prop_assert_eq!(path.usage().bytes_mapped, model.memory.len() as u64 * PAGE);
     prop_assert_eq!(path.usage().window_bytes, model.windows.len() as u64 * PAGE);
-    // Every page, so that the cache is full of what the next step changes.
+    // Every page, so that the IOTLB holds all translations that the next step changes.
     for page in 0..SPACE + 16 {
         let access = if page % 2 == 0 {
             Access::Read

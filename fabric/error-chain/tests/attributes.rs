@@ -1,4 +1,4 @@
-//! No error of this workspace has its source in its own text: it would be shown
+//! No error of this workspace includes its source in its own text: the chain would print it
 //! twice.
 
 use std::{fs, path::Path};

@@ -14,8 +14,8 @@ const SHORT: Duration = Duration::from_secs(60);
 const PROGRAM: &str = "/host-pci";
 const DRIVE: &str = "0000:00:04.0";
 
-/// The example, built as the workspace's tests are, so that nothing it needs is compiled
-/// again. The guest has the libraries that it is linked with.
+/// The example, built with the profile of the workspace's tests, so that no dependency is
+/// compiled again. The guest has the libraries that it is linked with.
 fn program() -> Vec<u8> {
     let status = Command::new(env!("CARGO"))
         .args(["build", "--quiet", "--workspace", "--example", "host-pci"])
@@ -36,7 +36,7 @@ struct Host {
     _folder: TempDir,
 }
 
-/// An argument for a device with an image of its own.
+/// An argument for a device with a separate image.
 fn drive(folder: &TempDir, id: &str) -> String {
     let path = folder.path().join(id);
     File::create(&path).unwrap().set_len(64 << 20).unwrap();
@@ -83,7 +83,7 @@ impl Host {
         host
     }
 
-    /// What a command prints that must succeed.
+    /// The output of a command that must succeed.
     #[track_caller]
     fn shell(&self, command: &str) -> String {
         let output = self.vm.exec(command, SHORT).unwrap();
@@ -96,7 +96,7 @@ impl Host {
         self.shell(&format!("{PROGRAM} {arguments}"))
     }
 
-    /// What the program says when it refuses.
+    /// The message of a command that must fail.
     #[track_caller]
     fn refused(&self, arguments: &str) -> String {
         let command = format!("{PROGRAM} {arguments}");
@@ -175,8 +175,8 @@ fn to_vfio_pci_and_back(host: &Host) {
     host.disk(disks(host).0);
 }
 
-/// The disk of the device, and the other one. The kernel looks at both devices at
-/// once, and numbers them as they come.
+/// The disk of the device under test, and the other one. The kernel probes both devices
+/// concurrently, and numbers them in order of completion.
 fn disks(host: &Host) -> (&'static str, &'static str) {
     let (first, second) = ("/dev/nvme0n1", "/dev/nvme1n1");
     let at = format!("ls /sys/bus/pci/devices/{DRIVE}/nvme");
@@ -188,7 +188,7 @@ fn disks(host: &Host) -> (&'static str, &'static str) {
 }
 
 fn what_is_in_use_is_refused(host: &Host) {
-    // Multipath: the second disk lies below no PCI function.
+    // Multipath: the second disk is not below a PCI function.
     let (own, shared) = disks(host);
     host.disk(shared);
     let controller = shared
@@ -209,7 +209,7 @@ fn what_is_in_use_is_refused(host: &Host) {
             &format!("{name} is mounted at /mnt"),
         );
         host.shell("umount /mnt");
-        // As a container has it: in no mount table that we can read.
+        // As in a container: a mount that is in no mount table that we can read.
         let container = format!(
             "busybox unshare -m sh -c 'mount -t ext4 {disk} /mnt && touch /tmp/mounted && \
              cat /tmp/end'"
@@ -271,7 +271,7 @@ fn virtual_functions(host: &Host) {
     assert_eq!(host.shell(&numvfs).trim(), "1");
 }
 
-/// The device is told to fetch a command from where nothing is mapped.
+/// The device is programmed to fetch a command from an unmapped address.
 fn dma_faults(host: &Host) {
     let vm = &host.vm;
     let (log, fault) = ("/tmp/faults", 0x1234_5000u64);
@@ -281,7 +281,7 @@ fn dma_faults(host: &Host) {
     let reading =
         format!("{PROGRAM} faults 12345000 | while read line; do echo $line >>{log}; done");
     let reading = vm.exec_start(&reading, SHORT).unwrap();
-    // Its first line says that it reads.
+    // Its first line reports that it is reading.
     vm.wait_path(log, SHORT).unwrap();
     let command = vm.config_read(DRIVE, 4, Width::U16).unwrap();
     vm.config_write(DRIVE, 4, Width::U16, command | 6).unwrap();
@@ -293,8 +293,8 @@ fn dma_faults(host: &Host) {
         };
         vm.mmio_write(&at, Width::U32, value).unwrap();
     };
-    // NVMe 2.0, 3.1: disable, for the driver leaves it enabled and shut down; admin
-    // queues of 32 entries; enable; the doorbell.
+    // NVMe 2.0, 3.1: disable, as the driver leaves it enabled and shut down; admin queues
+    // of 32 entries; enable; the doorbell.
     write(0x14, 0);
     write(0x24, 0x001f_001f);
     write(0x28, fault);

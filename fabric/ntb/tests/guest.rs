@@ -1,5 +1,5 @@
-//! Boots two VMs with IOMMUs, joins them by an NTB, and runs the example
-//! `ntb-probe` in each, so that every call of this crate meets real kernels:
+//! Boots two VMs with IOMMUs, connects them by an NTB, and runs the example `ntb-probe` in
+//! each, so that every call of this crate runs on real kernels:
 //!
 //! ```text
 //! cargo test -p farside-ntb --test guest -- --ignored --nocapture
@@ -116,7 +116,7 @@ fn build_probe() -> PathBuf {
         .args(["--target", TARGET])
         .env("CARGO_TARGET_DIR", &folder)
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
-        // It would win over RUSTFLAGS.
+        // It would override RUSTFLAGS.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()
         .unwrap();

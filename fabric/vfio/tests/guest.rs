@@ -1,12 +1,12 @@
-//! Boots a VM with an IOMMU and runs the example `vfio-probe` in it, so that
-//! every call of this crate meets the real kernel:
+//! Boots a VM with an IOMMU and runs the example `vfio-probe` in it, so that every call of
+//! this crate runs on a real kernel:
 //!
 //! ```text
 //! cargo test -p farside-vfio --test guest -- --ignored --nocapture
 //! ```
 //!
-//! Debian's kernel has type1 only. For iommufd there is the test bed's small kernel,
-//! which `cargo xtask kernel` builds.
+//! Debian's kernel has type1 only. iommufd is tested on the test bed's small kernel, which
+//! `cargo xtask kernel` builds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ fn a_kernel_with_iommufd_does_what_is_expected() {
     probe(Api::Iommufd, vm);
 }
 
-/// Runs the probe in a VM whose kernel is to offer that interface.
+/// Runs the probe in a VM whose kernel must have that interface.
 fn probe(api: Api, vm: VmBuilder) {
     let program = fs::read(build_probe()).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -103,7 +103,7 @@ fn build_probe() -> PathBuf {
         .args(["--target", TARGET])
         .env("CARGO_TARGET_DIR", &folder)
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
-        // It would win over RUSTFLAGS.
+        // It would override RUSTFLAGS.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()
         .unwrap();

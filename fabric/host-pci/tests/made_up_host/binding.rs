@@ -1,4 +1,4 @@
-//! Giving functions to vfio-pci, and back.
+//! Binding functions to vfio-pci, and restoring their drivers.
 
 use farside_host_pci::{Force, Former, PciError};
 use rustix::io::Errno;

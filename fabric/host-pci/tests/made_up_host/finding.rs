@@ -1,4 +1,4 @@
-//! What functions are there, what they are, and which a filter means.
+//! Listing functions, their properties, and their selection by a filter.
 
 use farside_host_pci::{Filter, FunctionKind, HostPci, PciError, ResetMethod};
 use farside_pci::Bdf;
@@ -103,7 +103,7 @@ fn filters_select_endpoints_in_order() {
         ["0000:00:05.0", "0000:00:05.1"]
     );
     assert_eq!(select(&host, "class=0108").unwrap(), ["0000:00:04.0"]);
-    // The host bridge has this vendor too, and is never meant.
+    // The host bridge has this vendor too, and is never selected.
     assert_eq!(
         select(&host, "vendor=8086").unwrap(),
         ["0000:00:05.0", "0000:00:05.1"]
@@ -177,7 +177,7 @@ fn interrupts_are_counted_by_vector() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever a driver's attributes say, asking is an answer or an error.
+    /// Whatever a driver's attributes contain, the query returns an answer or an error.
     #[test]
     fn no_attribute_makes_it_panic(
         name in prop::sample::select(vec![

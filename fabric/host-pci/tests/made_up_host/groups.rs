@@ -1,4 +1,4 @@
-//! IOMMU, groups and reserved ranges.
+//! IOMMU, IOMMU groups and reserved ranges.
 
 use farside_host_pci::{HostPci, Member, PciError, ReservedKind};
 

@@ -18,7 +18,7 @@ pub struct MadeUpHost {
     kernel: Arc<MadeUpKernel>,
 }
 
-/// What the kernel does when its files are written.
+/// The kernel's reactions to writes to its files.
 pub struct MadeUpKernel {
     root: PathBuf,
     state: Mutex<State>,
@@ -27,15 +27,15 @@ pub struct MadeUpKernel {
 #[derive(Default)]
 struct State {
     writes: Vec<(String, String)>,
-    /// Which driver knows which function.
+    /// Each function's native driver.
     own_drivers: BTreeMap<String, String>,
     /// Block devices that are open exclusively.
     claimed: BTreeSet<String>,
     /// Writes to these files fail.
     refuse: BTreeMap<String, Errno>,
-    /// Drivers that do not take a function although asked.
+    /// Drivers that refuse to bind.
     unwilling: BTreeSet<String>,
-    /// How many virtual functions are made at most.
+    /// Maximum number of virtual functions.
     vf_limit: Option<u32>,
 }
 
@@ -113,7 +113,8 @@ impl MadeUpHost {
         }
     }
 
-    /// An endpoint with ids, class, driver and a group of the number of its slot.
+    /// An endpoint with ids, class and driver, whose IOMMU group has the number of its
+    /// slot.
     pub fn function(&self, address: &str, ids: [u16; 2], class: u32, driver: Option<&str>) {
         self.function_in("sys/devices/pci0000:00", address, ids, class, driver);
     }
@@ -156,7 +157,7 @@ impl MadeUpHost {
         fs::write(self.path(dir).join("config"), config).unwrap();
     }
 
-    /// Puts a function in an IOMMU group, out of the one it was in.
+    /// Moves a function to an IOMMU group.
     pub fn group(&self, address: &str, group: u32) {
         let link = format!("sys/bus/pci/devices/{address}/iommu_group");
         if let Ok(old) = fs::canonicalize(self.path(&link)) {
@@ -296,7 +297,7 @@ impl MadeUpKernel {
     }
 }
 
-/// The kernel's own numbers depend on the device; these are bus + 1, in a row.
+/// The kernel's routing IDs depend on the device; these are consecutive, on bus + 1.
 fn vf_address(pf: &str, index: u32) -> String {
     let pf = bdf(pf);
     let (device, function) = (0x10 + index / 8, index % 8);

@@ -1,5 +1,5 @@
-//! The crate on made-up hosts: directories that look like sysfs and proc, with a
-//! stand-in for the kernel that does what writing there does.
+//! The crate on made-up hosts: directories that look like sysfs and proc, with a stand-in
+//! for the kernel that reacts to writes.
 
 mod binding;
 mod finding;

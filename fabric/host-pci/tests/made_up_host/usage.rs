@@ -1,4 +1,4 @@
-//! What on the host uses a function.
+//! Users of a function on the host.
 
 use farside_host_pci::{InUse, Use};
 
@@ -19,7 +19,7 @@ fn host() -> MadeUpHost {
     host.class_device("net", "sys/devices/pci0000:00/0000:00:05.0/net", "enp0s5");
     host.file("sys/class/net/enp0s5/flags", "0x1002\n");
     host.file("sys/class/net/enp0s5/operstate", "down\n");
-    // Of no concern: another disk, which is mounted, and the loopback, which is up.
+    // Irrelevant: another disk, which is mounted, and the loopback, which is up.
     host.class_device("block", "sys/devices/pci0000:00/0000:00:06.0/x", "sda1");
     host.file("sys/class/block/sda1/dev", "8:1\n");
     host.class_device("net", "sys/devices/virtual/net", "lo");

@@ -52,7 +52,7 @@ fn the_first_host_waits_for_the_second() {
     });
     let _b = world.start(Port::B);
     waiting.join().unwrap().unwrap();
-    // What was seen while waiting is not lost.
+    // An event seen while waiting is not lost.
     assert!(a.take_events().link);
     assert!(!a.take_events().link && !is_readable(a.event_fd()));
 }
@@ -67,7 +67,7 @@ fn a_host_that_goes_is_an_event() {
     assert!(is_readable(a.event_fd()));
     assert!(a.take_events().link);
     assert!(!a.link().usable());
-    // It comes back, as a host that was rebooted does.
+    // The port reconnects, as that of a rebooted host does.
     let _b = world.start(Port::B);
     assert!(is_readable(a.event_fd()));
     a.wait_link(Duration::from_secs(60)).unwrap();

@@ -69,7 +69,7 @@ fn what_a_device_writes_is_in_the_guest() {
     device.dma_read(HIGH, &mut bytes).unwrap();
     assert_eq!(&bytes, b"high");
 
-    // The hole, and what may only be read, are the far IOMMU's to refuse.
+    // The peer's IOMMU refuses accesses to the hole, and writes to read-only ranges.
     b.take_events();
     device.dma_write(MIB, b"hole").unwrap();
     device.dma_write(HIGH, b"rom!").unwrap();
@@ -103,7 +103,7 @@ fn what_a_device_writes_is_in_the_guest() {
 fn the_borrowers_cpu_reaches_the_devices_bars() {
     let world = World::small();
     let [a, b] = world.start_both();
-    // The MSI-X table's page traps.
+    // The page of the MSI-X table is trapped.
     let areas: &[(u64, u64)] = &[(0, 0x2000), (0x3000, 0x1000)];
     let device = ModelFunction::device(1, &[(0, 0x4000, areas), (4, MIB, &[(0, MIB)])]);
     let mut path = b.attach("drive", device.clone()).unwrap();

@@ -1,4 +1,4 @@
-//! Our driver against our model, register by register.
+//! The product's driver against the model, register by register.
 
 use std::sync::Arc;
 
@@ -156,7 +156,7 @@ fn events_are_taken_once() {
     let events = a.take_events();
     assert!(events.link && events.refused.is_none());
     assert_eq!(a.take_events(), Default::default());
-    // A read of a segment that leads nowhere.
+    // A read of a segment without a translation.
     a.flush().flush(9 * MIB);
     let refused = a.take_events().refused.expect("it was refused");
     assert_eq!((refused.count, refused.write), (1, false));
@@ -165,7 +165,7 @@ fn events_are_taken_once() {
     assert_eq!(a.take_events().refused.expect("again").count, 1);
 }
 
-/// Registers of something else.
+/// Registers of another device.
 struct Words(Vec<(u64, u32)>);
 
 impl Registers for Words {

@@ -1,4 +1,4 @@
-//! Functions of the two hosts: the NTB's ports, and devices to lend.
+//! PCI functions of the two hosts: the NTB's ports, and devices to lend.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use farside_pci::{Bar, BarKind, Bdf, Description, MappableArea};
 
 use crate::world::{Hosts, Kind, ModelBar, ModelDomain, Table, World, refused};
 
-/// A BAR: number, bytes, mappable areas as (offset, bytes).
+/// A BAR: number, bytes, sparse mmap areas as (offset, bytes).
 pub type DeviceBar<'a> = (u8, u64, &'a [(u64, u64)]);
 
 /// A port's function, or a device.
@@ -36,7 +36,7 @@ impl ModelFunction {
         })
     }
 
-    /// A device with such BARs.
+    /// A device with these BARs.
     pub fn device(number: u8, bars: &[DeviceBar<'_>]) -> Arc<Self> {
         let bars = bars.iter().map(|&(bar, size, areas)| {
             let memory = SharedMemory::anonymous(size as usize).expect("memory");

@@ -1,5 +1,5 @@
-//! Whatever is opened, closed, attached and dropped: the LUT holds the open
-//! windows and nothing else, and the devices' domains mirror it.
+//! After any sequence of opening, closing, attaching and dropping, the LUT holds exactly
+//! the open windows, and the devices' domains match it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    // Few places, so that windows meet; up to five segments, not whole ones.
+    // Few addresses, so that windows overlap; up to five segments, also partial ones.
     let at = || (0u64..12).prop_map(|at| at * MIB);
     let far = || (1u64..1 << 20).prop_map(|page| page * 4096);
     let pages = || 1u64..5 * 256;
@@ -69,7 +69,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What is open, as the test remembers it.
+/// The open borrow in the test's model.
 struct Borrow {
     device: Arc<ModelFunction>,
     path: LenderNtb<ModelFunction>,
@@ -77,7 +77,7 @@ struct Borrow {
     windows: BTreeMap<u64, (u32, u64, u64)>,
 }
 
-/// LUT contents that windows amount to; no entry twice.
+/// The LUT entries of a set of windows; no entry occurs twice.
 fn expected(windows: impl Iterator<Item = (u32, u64, u64)>) -> BTreeMap<u32, u64> {
     let mut entries = BTreeMap::new();
     for (first, far, len) in windows {
@@ -194,7 +194,7 @@ proptest! {
                 Step::CloseBar { window } if !bars.is_empty() => {
                     bars.swap_remove(window.index(bars.len()));
                 }
-                // There is none to do it with.
+                // There is no borrow to do it with.
                 _ => {}
             }
             prop_assert!(run <= free);

@@ -1,5 +1,5 @@
-//! The driver and the paths of a borrow on the model of our NTB: what a device
-//! writes at one host lands in memory of the other.
+//! The driver and the DMA paths of a borrow, on the NTB model: a device's writes at one
+//! host reach memory of the other.
 
 mod adapter;
 mod borrow;

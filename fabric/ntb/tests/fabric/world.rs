@@ -1,5 +1,5 @@
-//! Two hosts with the NTB model between them. VFIO is stood for by tables in
-//! memory; registers and windows are the model's own.
+//! Two hosts with the NTB model between them. Tables in memory replace VFIO; registers and
+//! windows are the model's.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,27 +17,27 @@ use farside_ntb_server::model::{Far, FarError, FarRead, Ntb, Port, PortConfig, R
 use crate::function::ModelFunction;
 
 pub const MIB: u64 = 1 << 20;
-/// What an emulated VT-d lets devices use.
+/// IOVA ranges usable behind an emulated VT-d.
 pub const USABLE: [(u64, u64); 2] = [(0, 0xfedf_ffff), (0xfef0_0000, (1 << 39) - 1)];
 
-/// The NTB, and what the two hosts have connected to it.
+/// The NTB, and its two hosts.
 pub struct World {
     pub ntb: Mutex<Ntb>,
     pub hosts: [Host; 2],
 }
 
-/// One host, as far as the NTB sees it.
+/// The parts of a host that the NTB accesses.
 #[derive(Default)]
 pub struct Host {
     /// The domain of its endpoint.
     pub domain: Table,
-    /// Its port takes no more writes, as after a fault.
+    /// Its port ignores writes, as after a fault.
     pub stuck: AtomicBool,
-    /// Where the endpoint's vectors go.
+    /// The eventfds of the endpoint's vectors.
     pub vectors: Mutex<BTreeMap<u16, TriggerFd>>,
 }
 
-/// What is mapped in a domain.
+/// The mappings of a domain.
 #[derive(Default)]
 pub struct Table {
     pub rows: Mutex<BTreeMap<u64, Row>>,
@@ -96,7 +96,7 @@ impl World {
             .set_present(port, present, &mut Hosts(&self.hosts));
     }
 
-    /// A host connects to `port` and a farside takes the endpoint.
+    /// A host connects to `port` and farside opens the endpoint.
     pub fn start(self: &Arc<Self>, port: Port) -> Adapter<ModelFunction> {
         self.set_present(port, true);
         let function = ModelFunction::endpoint(self, port);
@@ -201,7 +201,7 @@ impl Table {
         (before + len as u64 <= row.len).then(|| (row.clone(), before))
     }
 
-    /// What a function in the domain reads; `None` for a fault.
+    /// A read by a function in the domain; `None` for a fault.
     pub fn read(&self, at: u64, data: &mut [u8]) -> Option<()> {
         let (row, before) = self.find(at, data.len())?;
         match row.to {
@@ -213,7 +213,7 @@ impl Table {
         Some(())
     }
 
-    /// What a function in the domain writes; `None` for a fault.
+    /// A write by a function in the domain; `None` for a fault.
     pub fn write(&self, at: u64, data: &[u8]) -> Option<()> {
         let (row, before) = self.find(at, data.len())?;
         match row.to {
@@ -228,13 +228,13 @@ impl Table {
         Some(())
     }
 
-    /// What is mapped, as (IOVA, bytes).
+    /// The mappings, as (IOVA, bytes).
     pub fn ranges(&self) -> Vec<(u64, u64)> {
         let rows = self.rows.lock().unwrap();
         rows.iter().map(|(&at, row)| (at, row.len)).collect()
     }
 
-    /// What is mapped to a part of a BAR, as (IOVA, bytes, offset in the BAR).
+    /// The mappings of BAR ranges, as (IOVA, bytes, offset in the BAR).
     pub fn bars(&self) -> Vec<(u64, u64, u64)> {
         let rows = self.rows.lock().unwrap();
         let bars = rows.iter().filter_map(|(&at, row)| match &row.to {
@@ -364,7 +364,7 @@ impl DomainOps for ModelDomain {
     }
 }
 
-/// Guest RAM: pages of a file, and the same bytes for looking at.
+/// Guest RAM: a range of a file, and the same memory mapped for the test.
 pub fn ram(len: u64) -> (MemoryRange, Arc<SharedMemory>) {
     let fd = farside_fabric::memory::create_sealed("ram", len).expect("a memfd");
     let range = MemoryRange::whole(fd, len);
