@@ -158,7 +158,7 @@ fn four_tib() -> Vec<GpaRange> {
 fn four_tib_takes_under_200_probes_and_1_ms() {
     let (layout, plan) = found(&four_tib());
     assert_eq!(plan.windows.len(), 2);
-    // The fastest of many runs: what it takes when nothing else runs.
+    // The fastest of many runs: the time without other load.
     let mut map: RangeSet = four_tib().into_iter().collect();
     let fastest = (0..100)
         .map(|_| {

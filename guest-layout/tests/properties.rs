@@ -54,8 +54,8 @@ proptest! {
             prop_assert_eq!(window.segments.last().map(|s| s.end()), Some(window.range.end()));
             prop_assert!(window.segments.iter().all(|s| window.range.covers(*s)));
         }
-        // Each edge costs at most 40 questions for the length (2^40 pages),
-        // 12 for its order of magnitude, and one about the rest.
+        // Each edge costs at most 40 probes for the length (2^40 pages), 12 for its order
+        // of magnitude, and one for the rest.
         let edges = 2 * (layout.low.len() + layout.high.len()) as u32 + 2;
         prop_assert!(layout.probes <= edges * 53);
     }

@@ -1,4 +1,4 @@
-//! What the tests share: short ways to write layouts, and a naive memory map.
+//! Shared helpers: short notations for layouts, and a naive memory map.
 // Each test binary uses a part of it.
 #![allow(dead_code)]
 
@@ -14,7 +14,7 @@ pub fn span(start: u64, end: u64) -> GpaRange {
     GpaRange::between(Gpa::new(start), Gpa::new(end)).expect("the test's ranges are not empty")
 }
 
-/// Ranges that do not overlap (but may touch), searched one after the other.
+/// Ranges that do not overlap (but may be adjacent), searched linearly.
 pub struct Naive(pub Vec<GpaRange>);
 
 impl MemoryMap for Naive {
