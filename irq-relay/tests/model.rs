@@ -8,7 +8,7 @@ use common::{disable, request, set_masked, taken, vectors};
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqTarget, TriggerFd};
 use proptest::{collection::vec, prelude::*};
 
-/// Few, so that operations meet; across a word boundary.
+/// Few vectors, so that operations collide; across a word boundary.
 const FIRST: u16 = 61;
 const VECTORS: u16 = 6;
 
@@ -44,21 +44,21 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// VFIO's rules, as plainly as possible. What fires is everything that wants to and
-/// is not held back, looked for after each operation.
+/// VFIO's rules, as plainly as possible. After each operation, every pending vector that is
+/// not held back is signalled.
 #[derive(Default)]
 struct Model {
     enabled: Option<IrqIndex>,
     assigned: BTreeSet<(IrqIndex, u16)>,
     masked: BTreeSet<(IrqIndex, u16)>,
-    /// Raised and not fired.
+    /// Pending vectors.
     wanting: BTreeSet<(IrqIndex, u16)>,
     line: bool,
     gate: bool,
 }
 
 impl Model {
-    /// Returns what fires; `None` when the request is refused.
+    /// Returns the signalled vectors; `None` if the request is refused.
     fn step(&mut self, op: &Op) -> Option<Vec<(IrqIndex, u16)>> {
         match *op {
             Op::Assign(index, vector, on) => {

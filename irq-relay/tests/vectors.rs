@@ -1,4 +1,4 @@
-//! What a client sees on its eventfds.
+//! Signals on a client's eventfds.
 
 mod common;
 
@@ -95,7 +95,7 @@ fn disabling_an_index_forgets_its_triggers_masks_and_pending_vectors() {
     assert_eq!(taken(&new[0]), 0);
     vectors.raise(0);
     assert_eq!((taken(&new[0]), taken(&old[0])), (1, 0));
-    // Disabling what is disabled is no error: clients do so to be sure.
+    // Disabling a disabled index is not an error: clients do so to be sure.
     disable(&mut vectors, IrqIndex::Msi);
 }
 
@@ -108,10 +108,10 @@ fn intx_fires_once_and_is_masked_by_that() {
     vectors.set_intx(false);
     vectors.set_intx(true);
     assert_eq!(taken(&fd), 1);
-    // Still asserted: fires again, once.
+    // Still asserted: signalled again, once.
     set_masked(&mut vectors, IrqIndex::Intx, 0, false);
     assert_eq!(taken(&fd), 1);
-    // Served: nothing is left behind, and the next assertion fires.
+    // Acknowledged: nothing is pending, and the next assertion is signalled.
     vectors.set_intx(false);
     set_masked(&mut vectors, IrqIndex::Intx, 0, false);
     assert_eq!(taken(&fd), 0);
@@ -271,7 +271,7 @@ fn an_enabled_index_without_triggers_is_replayed_too() {
     assert!(vectors().configuration(16).is_empty());
 }
 
-/// Lender and borrower with a relay between, as on two hosts.
+/// Lender and borrower connected by a relay, as on two hosts.
 struct TwoHosts {
     lender: Vectors,
     relay: Arc<Relay>,
@@ -287,7 +287,7 @@ impl TwoHosts {
         }
     }
 
-    /// The client's triggers stay at the borrower; the lender gets the relay.
+    /// The client's eventfds stay at the borrower; the lender gets the relay.
     fn set_triggers(&mut self, index: IrqIndex, count: u32) -> Vec<TriggerFd> {
         let targets = vec![Some(IrqTarget::from(Arc::clone(&self.relay))); count as usize];
         let data = IrqData::Targets(targets);
@@ -394,7 +394,7 @@ fn no_interrupt_is_lost_between_two_threads() {
     let mut carried = 0;
     let mut last = false;
     while !last {
-        // The waker alone decides when to look: a missed wake hangs here.
+        // Only the eventfd ends the wait: a missed wake-up hangs here.
         while waker.take().unwrap().is_none() {
             std::thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! A client's requests, written short.
+//! Short notations for a client's requests.
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
 use farside_irq_relay::{
