@@ -1,5 +1,5 @@
-//! Leases of other hosts, over TCP, on a device that stands for hardware: it
-//! brings its own BARs, needs no descriptors, and notes what is done to it.
+//! Leases of other hosts, over TCP, with a device in the role of hardware: it has BARs,
+//! needs no descriptors, and records all calls.
 
 mod device;
 mod end;

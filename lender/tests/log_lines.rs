@@ -1,5 +1,5 @@
-//! What peers without a lease can have a lender log. A process of its own: there
-//! is one logger.
+//! The log lines that peers without a lease can cause. In a separate process, as the logger
+//! is global.
 
 use std::{
     io::{Read, Write},
@@ -61,7 +61,7 @@ fn peers_at_a_port_cannot_flood_the_log_nor_silence_those_of_this_host() {
     for _ in 0..100 {
         let mut peer = TcpStream::connect((host.as_str(), *port)).unwrap();
         peer.write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        // Until the lender has dropped it; it may not have read all.
+        // Until the lender has closed the connection; it may not have read everything.
         let _ = peer.read_to_end(&mut Vec::new());
     }
     let lines = dropped();

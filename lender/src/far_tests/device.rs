@@ -1,4 +1,4 @@
-//! A device that notes what is done to it.
+//! A device that records all calls.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -23,7 +23,7 @@ use crate::{
     source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
 
-/// What was done to a device, in order.
+/// Calls of a device, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Done {
     Begin,
@@ -38,13 +38,13 @@ pub(super) enum Done {
     Drop,
 }
 
-/// Writing here fires MSI-X vector 0.
+/// A write here raises MSI-X vector 0.
 pub(super) const DOORBELL: u64 = 8;
 
-/// The device has a problem for as long as this is not zero.
+/// While this is not zero, the device reports a problem.
 pub(super) const PROBLEM: u64 = 16;
 
-/// Keeps the last value written to it.
+/// Retains the last value written.
 pub(super) const SCRATCH: u64 = 0;
 
 pub(super) struct Recorder {

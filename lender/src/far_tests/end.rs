@@ -15,7 +15,7 @@ use crate::device_loop::Stopped;
 
 const FOR_EVER: u32 = u32::MAX;
 
-/// Lends [`DEVICE`] to a VM that disappears, while closing fails `times`.
+/// Lends [`DEVICE`] to a VM that disappears, while closing fails `times` times.
 fn abandon(host: &Host, times: u32) {
     let (peer, ticket) = host.borrow("a");
     let registers = host.registers(ticket).unwrap();
@@ -37,7 +37,8 @@ fn failed_closes(host: &Host) -> usize {
 fn a_close_that_fails_is_tried_again_with_pauses_and_the_lease_stays() {
     let host = Host::new();
     abandon(&host, FOR_EVER);
-    // The thread answers between two tries, and nobody else gets the device.
+    // The thread handles requests between two attempts, and the device is not lent to
+    // others.
     assert_eq!(host.holder().as_deref(), Some("a"));
     let entry = host.client("b").status(DEVICE).unwrap().entry;
     let problem = entry.problem.unwrap_or_default();
@@ -47,8 +48,8 @@ fn a_close_that_fails_is_tried_again_with_pauses_and_the_lease_stays() {
     let began = Instant::now();
     host.failing_closes.store(3, Ordering::Relaxed);
     host.wait_until_free();
-    // The pauses after three failed closes that were not the first: 200, 400 and
-    // 800 ms, or longer ones.
+    // The pauses after three failed closes that were not the first: 200, 400 and 800 ms, or
+    // longer.
     let took = began.elapsed();
     assert!(took >= Duration::from_millis(1400), "{took:?}");
     let log = host.log();
@@ -91,7 +92,7 @@ fn a_lender_stops_although_a_device_never_closes_and_keeps_the_device_open() {
     let began = Instant::now();
     assert_eq!(host.stop(), Stopped::Unclosed);
     assert!(began.elapsed() < Duration::from_secs(5));
-    // The first tries pause for 100 ms and more: nothing is tried without one.
+    // The first attempts pause for at least 100 ms: none is made without a pause.
     assert!(failed_closes(&host) < 50, "{:?}", host.log());
     let log = host.log();
     assert!(!log.contains(&Done::End), "{log:?}");

@@ -1,4 +1,4 @@
-//! A lender of two such devices at a TCP port, and peers that send anything.
+//! A lender of two such devices at a TCP port, and peers that send arbitrary data.
 
 use std::{
     io::{Read, Write},
@@ -29,7 +29,7 @@ pub(super) const DEADLINE: Duration = Duration::from_secs(20);
 pub(super) const DEVICES: [&str; 2] = ["dev0", "dev1"];
 pub(super) const DEVICE: &str = DEVICES[0];
 
-/// Waits until `done`, which asks somebody, so that this is no busy loop.
+/// Polls until `done`, whose request to a server keeps this from busy-waiting.
 pub(super) fn until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !done() {
@@ -41,11 +41,11 @@ pub(super) fn until(what: &str, mut done: impl FnMut() -> bool) {
 pub(super) struct Host {
     pub(super) address: Address,
     logs: Vec<Arc<Mutex<Vec<Done>>>>,
-    /// Calls of `revoke` that are still to fail, of all devices.
+    /// Remaining calls of `revoke` that will fail, of all devices.
     pub(super) failing_closes: Arc<AtomicU32>,
     stop: Wakeup,
     devices: Vec<JoinHandle<Stopped>>,
-    /// Where handovers are remembered.
+    /// The directory in which handovers are persisted.
     _dir: tempfile::TempDir,
     listener: Option<JoinHandle<()>>,
 }
@@ -66,8 +66,7 @@ impl Host {
         host
     }
 
-    /// A host with devices of other kinds, whose threads poll for as long as
-    /// `poll_time`.
+    /// A host with devices of other kinds, whose threads busy-poll for `poll_time`.
     pub(super) fn lending(devices: Vec<Box<dyn DeviceSource>>, poll_time: Duration) -> Self {
         let stop = Wakeup::new().unwrap();
         let dir = tempfile::tempdir().unwrap();
@@ -135,7 +134,7 @@ impl Host {
         }
     }
 
-    /// A peer that has said Hello.
+    /// A peer that has sent Hello.
     pub(super) fn hello(&self, vm: &str) -> Peer {
         let mut peer = self.peer();
         let vm = Some(vm.to_owned());
@@ -147,7 +146,7 @@ impl Host {
         peer
     }
 
-    /// A peer with a lease, and the ticket for its registers.
+    /// A peer with a lease, and the token for its register channel.
     pub(super) fn borrow(&self, vm: &str) -> (Peer, Ticket) {
         let mut peer = self.hello(vm);
         let device = DEVICE.to_owned();
@@ -175,7 +174,7 @@ impl Host {
         }
     }
 
-    /// The connection that a ticket is for.
+    /// Connects the register channel of a token.
     pub(super) fn registers(&self, ticket: Ticket) -> Result<Channel, RemoteError> {
         let mut peer = self.peer();
         match peer.call(Request::Registers { ticket }, 0)? {
@@ -198,7 +197,8 @@ impl Host {
         status.entry.borrowed_by.map(|by| by.vm)
     }
 
-    /// Waits until nobody has the device; nor can it reach anything then.
+    /// Waits until the device is not lent; then it must not be able to access any memory
+    /// either.
     pub(super) fn wait_until_free(&self) {
         until("the device is free", || self.holder().is_none());
         let log = self.log();
@@ -206,7 +206,7 @@ impl Host {
         assert_eq!(end, [Done::Close, Done::Settle, Done::End], "{log:?}");
     }
 
-    /// Stops the devices' threads, and returns how that of [`DEVICE`] ended.
+    /// Stops the devices' threads, and returns how the thread of [`DEVICE`] ended.
     pub(super) fn stop(&mut self) -> Stopped {
         self.stop.raise();
         let mut ends = self.devices.drain(..).map(|thread| thread.join().unwrap());
@@ -239,7 +239,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    /// Sends a request that says it comes after `accesses` register accesses.
+    /// Sends a request that is ordered after `accesses` register accesses.
     pub(super) fn post(&mut self, request: Request, accesses: u64) {
         let envelope = Envelope {
             epoch: self.epoch,
@@ -258,7 +258,7 @@ impl Peer {
     }
 }
 
-/// Waits for the lender to close the connection, however it does.
+/// Waits for the lender to close the connection, in whatever way.
 #[track_caller]
 pub(super) fn expect_closed(mut socket: impl Read) {
     let mut rest = Vec::new();
@@ -268,7 +268,7 @@ pub(super) fn expect_closed(mut socket: impl Read) {
     }
 }
 
-/// `message` with its length before it.
+/// Sends `message` with a length prefix.
 pub(super) fn send_frame(socket: &mut impl Write, message: &[u8]) {
     socket
         .write_all(&(message.len() as u32).to_le_bytes())

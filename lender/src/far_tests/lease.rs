@@ -44,7 +44,7 @@ fn a_device_is_used_and_returned_without_any_descriptor() {
     assert_eq!(event, Event::Data { value: 7 });
     assert_eq!(client.open_window(0, 1 << 40, 4096).unwrap(), 1);
     client.enable_bus_master().unwrap();
-    // An interrupt comes before the read that follows its cause.
+    // The interrupt arrives before the reply to a read that follows its cause.
     registers.send(&write(DOORBELL, 1), &[], DEADLINE).unwrap();
     registers.send(&READ, &[], DEADLINE).unwrap();
     let (event, _) = registers.receive::<Event>(DEADLINE).unwrap();
@@ -87,7 +87,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
     let (update, fds) = IrqUpdate::new(&request, false);
     let file = tempfile::tempfile().unwrap();
-    // By the client, without asking the lender.
+    // Refused by the client, without a request to the lender.
     for refused in [
         client.set_irqs(update.clone(), &fds),
         client.far_map(0, 4096, file.as_fd(), 0, true),
@@ -96,7 +96,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
         assert!(matches!(&error, CallError::NotSent(_)), "{error}");
         assert!(error.to_string().contains("over TCP"), "{error}");
     }
-    // By the lender, of a client that does not know.
+    // Refused by the lender, from a client that does not check.
     let far_map = client.set_irqs(update, &[]).unwrap_err();
     assert!(far_map.to_string().contains("are relayed"), "{far_map}");
     let (relayed, fds) = IrqUpdate::new(&request, true);
@@ -124,7 +124,7 @@ fn a_mapping_without_its_file_is_refused() {
 #[test]
 fn a_borrower_that_goes_in_any_way_gives_the_device_back() {
     let host = Host::new();
-    // Before it has its registers.
+    // Before its register channel has connected.
     let (peer, _ticket) = host.borrow("a");
     drop(peer);
     host.wait_until_free();
@@ -148,7 +148,7 @@ fn a_borrower_that_goes_in_any_way_gives_the_device_back() {
             }
             "half closed" => {
                 peer.channel.shut_down_sending().unwrap();
-                // When all is undone, the lender says so by closing it.
+                // The lender closes the connection when everything is undone.
                 let end = peer.channel.receive::<Reply>(DEADLINE).unwrap_err();
                 assert!(matches!(end, ChannelError::Closed), "{end}");
                 assert_eq!(host.holder(), None);
@@ -188,7 +188,7 @@ fn broken_frames_end_a_lease_and_half_ones_hold_nothing_up() {
         let _registers = host.registers(ticket).unwrap();
         let mut socket = std::net::TcpStream::from(peer.channel.into_socket());
         socket.set_nonblocking(false).unwrap();
-        // Half a frame on the one connection, all is well on the other.
+        // Half a frame on one connection; the other keeps working.
         socket.write_all(&bytes[..2]).unwrap();
         assert_eq!(host.holder().as_deref(), Some("a"));
         socket.write_all(&bytes[2..]).unwrap();
@@ -208,8 +208,7 @@ fn broken_frames_end_a_lease_and_half_ones_hold_nothing_up() {
     host.wait_until_free();
 }
 
-/// A borrower that asks and does not listen loses its lease, not others
-/// theirs.
+/// A borrower that sends requests and does not read loses its own lease only.
 #[test]
 fn a_borrower_that_does_not_read_is_given_up() {
     let host = Host::new();
@@ -218,7 +217,7 @@ fn a_borrower_that_does_not_read_is_given_up() {
     let mut others = lease.registers;
     let (_peer, ticket) = host.borrow("a");
     let mut registers = host.registers(ticket).unwrap();
-    // So that little is under way when the lender finds no room.
+    // A small buffer, so that little is in flight when the lender's send blocks.
     set_socket_recv_buffer_size(&registers, 4096).unwrap();
     until("the lender closes the channel", || {
         others.send(&READ, &[], DEADLINE).unwrap();
@@ -246,7 +245,7 @@ fn before_a_lease_garbage_and_silence_cost_a_peer_its_connection() {
     let mut socket = host.socket();
     send_frame(&mut socket, &[0x80; 60_000]);
     expect_closed(socket);
-    // Says nothing, or not all of it. The time for it is short in tests.
+    // Sends nothing, or an incomplete message. The timeout is short in tests.
     expect_closed(host.socket());
     let mut socket = host.socket();
     socket.write_all(&[200, 0, 0, 0, 1]).unwrap();

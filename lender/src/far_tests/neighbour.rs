@@ -1,4 +1,4 @@
-//! What a device's thread reaches while another thread wants its CPU.
+//! The throughput of a device thread while another thread competes for its CPU.
 
 use std::{
     io::{Write, stdout},
@@ -25,19 +25,19 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::host::{DEADLINE, Host};
 use crate::source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
 
-/// Of what a thread reaches that polls and never yields, which has the share that the
-/// scheduler gives it. A device that yields to the neighbour has a hundredth.
+/// Minimum, relative to a thread that polls and never yields, and so has its fair share of
+/// the CPU. A device that yields to the neighbour has a hundredth.
 const LEAST: f64 = 0.1;
-/// Some dozen of the scheduler's slices.
+/// Some dozen scheduler time slices.
 const TURN: Duration = Duration::from_millis(150);
-/// Pairs of turns: others use this machine too, for both.
+/// Pairs of turns: other load of the machine affects both of a pair.
 const PAIRS: u32 = 8;
 
-/// The memory that device and driver share.
+/// The memory shared by device and driver.
 struct Doorbell {
     asked: AtomicU64,
     answered: AtomicU64,
-    /// The device sleeps, or is about to: it is to be woken.
+    /// The device is blocked, or about to block: it must be woken.
     armed: AtomicBool,
     wake: Wakeup,
 }
@@ -52,14 +52,14 @@ impl Doorbell {
         })
     }
 
-    /// Answers. Returns whether there was anything to answer.
+    /// Answers requests. Returns whether there were any.
     fn answer(&self) -> bool {
         let asked = self.asked.load(SeqCst);
         self.answered.swap(asked, SeqCst) != asked
     }
 
-    /// Round trips a second while `others` run on the device's CPU, each called over
-    /// and over again by a thread of its own.
+    /// Round trips per second while `others` run on the device's CPU, each called
+    /// repeatedly by a separate thread.
     fn rate_beside(&self, cpu: usize, others: &[&(dyn Fn() + Sync)]) -> f64 {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -77,7 +77,7 @@ impl Doorbell {
         })
     }
 
-    /// Round trips a second.
+    /// Round trips per second.
     fn rate(&self) -> f64 {
         let start = Instant::now();
         let mut trips = 0;
@@ -97,7 +97,7 @@ impl Doorbell {
     }
 }
 
-/// A device that answers at once, on a CPU.
+/// A device that answers immediately, pinned to a CPU.
 struct Echo {
     described: Described,
     doorbell: Arc<Doorbell>,
@@ -218,8 +218,8 @@ fn pin_to(cpu: usize) {
     sched_setaffinity(None, &set).unwrap();
 }
 
-/// A thread that computes on the device's CPU has nothing to do with the device, and
-/// takes no more than its share.
+/// A thread that computes on the device's CPU, unrelated to the device, takes no more than
+/// its fair share.
 #[test]
 fn a_busy_neighbour_does_not_starve_the_device() {
     let allowed = sched_getaffinity(None).unwrap();
@@ -247,7 +247,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
     let _registers = host.registers(ticket).unwrap();
     pin_to(driver);
     let never_yields = Doorbell::new();
-    // The thread learns that work comes soon, and polls for it.
+    // The thread adapts its poll time to frequent work, and busy-polls.
     doorbell.rate();
     let neighbour = std::hint::spin_loop;
     let poller = || {

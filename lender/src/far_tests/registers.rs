@@ -1,4 +1,4 @@
-//! Tickets, and the order between the two connections of a lease.
+//! Tokens, and the order between the two connections of a lease.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn a_ticket_that_is_guessed_or_used_again_is_refused() {
         error.message.contains("invalid register-channel token"),
         "{error}"
     );
-    // One guess is all that a connection has.
+    // A connection has a single attempt.
     let mut guesser = host.peer();
     guesser
         .call(Request::Registers { ticket: guess }, 0)
@@ -31,7 +31,7 @@ fn a_ticket_that_is_guessed_or_used_again_is_refused() {
 
     let mut registers = host.registers(ticket).unwrap();
     host.registers(ticket).unwrap_err();
-    // Neither did harm.
+    // Neither has affected the lease.
     registers.send(&write(SCRATCH, 5), &[], DEADLINE).unwrap();
     peer.call(Request::Reset, 1).unwrap();
     assert_eq!(
@@ -50,7 +50,7 @@ fn a_ticket_is_no_message_for_a_connection_that_has_said_hello() {
     let mut other = host.hello("b");
     let error = other.call(Request::Registers { ticket }, 0).unwrap_err();
     assert!(error.message.contains("first message"), "{error}");
-    // It was not used up by that.
+    // The attempt did not consume the token.
     host.registers(ticket).unwrap();
 }
 
@@ -58,7 +58,7 @@ fn a_ticket_is_no_message_for_a_connection_that_has_said_hello() {
 fn a_borrower_that_does_not_come_for_its_registers_is_given_up() {
     let host = Host::new();
     let (mut peer, ticket) = host.borrow("a");
-    // Questions are answered meanwhile.
+    // Status requests are answered meanwhile.
     assert_eq!(host.holder().as_deref(), Some("a"));
     let patience = TICKET_LIFE + DEADLINE;
     peer.channel.receive::<Reply>(patience).unwrap_err();
@@ -66,7 +66,7 @@ fn a_borrower_that_does_not_come_for_its_registers_is_given_up() {
     host.registers(ticket).unwrap_err();
 }
 
-/// The request comes first, as it may by a connection of its own.
+/// The request may arrive first, on its separate connection.
 #[test]
 fn a_request_waits_for_the_register_accesses_before_it() {
     let host = Host::new();
@@ -78,7 +78,7 @@ fn a_request_waits_for_the_register_accesses_before_it() {
             .send(&write(SCRATCH, value), &[], DEADLINE)
             .unwrap();
     }
-    // The lender has both, and has not reset the device.
+    // The lender has received both, and has not reset the device.
     let short = Duration::from_millis(50);
     peer.channel.receive::<Reply>(short).unwrap_err();
     registers.send(&write(SCRATCH, 3), &[], DEADLINE).unwrap();
@@ -95,7 +95,7 @@ fn accesses_that_never_come_end_the_lease() {
     let (mut peer, ticket) = host.borrow("a");
     let mut registers = host.registers(ticket).unwrap();
     peer.post(Request::EnableBusMaster, u64::MAX);
-    // Nor does it help to be gone meanwhile.
+    // A disconnect in the meantime makes no difference.
     registers.receive::<Event>(DEADLINE).unwrap_err();
     host.wait_until_free();
     assert!(!host.log().contains(&Done::BusMaster));

@@ -1,4 +1,4 @@
-//! What a peer may ask, and gets, before it has a lease.
+//! Requests of a peer without a lease.
 
 use std::os::fd::AsFd;
 
@@ -42,7 +42,7 @@ fn tool_sees_everything_and_cannot_borrow(address: &Address) {
     };
     let error = client.borrow_device(DEVICE, route, &[]).unwrap_err();
     assert!(error.to_string().contains("only a VM can borrow"));
-    // A refusal is not the end of a connection.
+    // A refusal does not close the connection.
     client.devices().unwrap();
 }
 
@@ -94,7 +94,7 @@ fn refuses_another_version(mut peer: Peer) {
         said.contains(&format!("version {VERSION}")) && said.contains(&format!("not {other}")),
         "{said}"
     );
-    // It has not said Hello by that.
+    // This does not count as Hello.
     assert_eq!(
         peer.refused(Request::Devices, &[], &["Hello"]),
         ErrorKind::Invalid
@@ -179,7 +179,7 @@ fn garbage_ends_the_connection_and_nothing_else() {
         peer.send_raw(&[0; 70_000], &[]);
         peer.expect_closed();
     }
-    // More descriptors than any message has.
+    // More descriptors than a message may carry.
     let mut peer = lender.hello("a");
     let file = memory(4096);
     peer.send_raw(&[0; 8], &[file.as_fd(); MAX_FDS + 8]);
@@ -205,7 +205,7 @@ fn bar_memory_that_does_not_fit_the_device_is_refused() {
             fds,
         )
         .unwrap_err();
-        // Whoever is refused can try again at once.
+        // After a refusal, a peer can try again at once.
         lender.borrow(DEVICE, "a");
         lender.wait_until_free(DEVICE);
     }
@@ -221,7 +221,7 @@ fn a_device_is_lent_once_and_the_holder_is_named() {
     assert!(error.message.contains("borrowed by VM a"), "{error}");
     let epoch = first.epoch;
     assert!(matches!(first.call(Request::Return, &[]), Ok(Reply::Done)));
-    // The same connection may borrow now, under a larger epoch.
+    // The same connection may borrow now, with a larger lease generation.
     let _registers = second.borrow(DEVICE).unwrap();
     assert!(second.epoch > epoch);
     assert_eq!(lender.holder(DEVICE).as_deref(), Some("b"));

@@ -1,4 +1,4 @@
-//! A VM goes to another host, and takes its device from this one.
+//! A VM moves from this host to another, with its device.
 
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
@@ -19,7 +19,7 @@ fn hand_over(lender: &Running, migration: &str, supersedes: Option<Epoch>) -> Ep
         .unwrap()
 }
 
-/// Why `vm`, showing `fence`, is not lent the device.
+/// The reason why the device is not lent to `vm` with this `fence`.
 fn refusal(lender: &Running, vm: &str, fence: Option<Epoch>) -> (ErrorKind, String) {
     let error = lender
         .hello(vm)
@@ -62,7 +62,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     );
     lender.wait_until_free(DEVICE);
 
-    // A new connection, under the old lease or a new one.
+    // A new connection, with the old lease or a new one.
     let mut again = lender.hello("a");
     again.epoch = old_epoch;
     let map = Request::FarMap {
@@ -133,11 +133,11 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
         assert!(rival.contains("m1") && rival.contains("m2"), "{rival}");
     }
     new.call(Request::EnableBusMaster, &[]).unwrap();
-    // One that follows takes it.
+    // A subsequent handover takes it over.
     let next = hand_over(&lender, "m2", Some(fence));
     assert!(next > new.epoch);
     new.expect_closed();
-    // The first does not come back.
+    // The first cannot take it back.
     assert!(tool(&lender).hand_over(DEVICE, "a", "m1", None).is_err());
 }
 
@@ -153,7 +153,7 @@ fn a_device_that_another_vm_has_is_not_handed_over() {
     other.call(Request::EnableBusMaster, &[]).unwrap();
     drop(other);
     lender.wait_until_free(DEVICE);
-    // Nothing of it is left.
+    // No trace of it is left.
     borrow(&lender, None);
 }
 

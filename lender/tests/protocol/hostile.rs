@@ -1,4 +1,4 @@
-//! A borrower that breaks the rules. It harms its own lease at most.
+//! A borrower that violates the protocol. It harms at most its own lease.
 
 use std::os::fd::AsFd;
 
@@ -45,7 +45,7 @@ fn mappings_that_make_no_sense_are_refused() {
         far_map(0, 4096, 4 * MIB),
         far_map(0, 4096, u64::MAX - 4095),
         far_map(0, 1 << 62, 0),
-        // Over the one that is there, on either side, inside and around.
+        // Overlapping the existing mapping, at either end, inside and around.
         far_map(FAR, MIB, 0),
         far_map(FAR - 4096, 8192, 0),
         far_map(FAR + MIB - 4096, 8192, 0),
@@ -61,7 +61,7 @@ fn mappings_that_make_no_sense_are_refused() {
     assert_eq!(kind, ErrorKind::Invalid);
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     peer.call(far_map(0, 4096, 0), &[pipe.as_fd()]).unwrap_err();
-    // Unmaps that would cut one, or find none.
+    // Unmaps that would split a mapping, or find none.
     for (far, len) in [
         (FAR, 4096),
         (FAR + 4096, MIB),
@@ -105,8 +105,8 @@ fn windows_that_make_no_sense_or_do_not_fit_are_refused() {
     peer.call(Request::CloseWindow { iova: MIB }, &[])
         .unwrap_err();
     assert_eq!(lender.status(DEVICE).usage, usage);
-    // The adapter is shared: what one takes, another cannot have, until it
-    // goes.
+    // The adapter is shared: resources of one lease are unavailable to others until it
+    // ends.
     let (mut other, _other_registers) = lender.borrow("dma1", "b");
     let kind = other.refused(window(0, FAR, 13 * MIB), &[], &["12 are free"]);
     assert_eq!(kind, ErrorKind::Limit);
@@ -194,8 +194,7 @@ fn register_accesses_that_make_no_sense_read_as_all_ones() {
     assert_eq!(id as u32, dma_test::ID);
 }
 
-/// As when the lender is out of descriptors, which a guest's vectors can bring
-/// about.
+/// As when the lender is out of descriptors, which a guest's vectors can cause.
 #[test]
 fn a_request_whose_descriptors_are_lost_is_refused_and_the_lease_stays() {
     let lender = Running::new();
@@ -225,8 +224,8 @@ fn garbage_under_a_lease_ends_it() {
     lender.wait_until_free(DEVICE);
 }
 
-/// A guest rings doorbells as fast as it can; the device's thread gets to its
-/// other duties all the same.
+/// A guest rings doorbells as fast as it can; the device thread still performs its other
+/// tasks.
 #[test]
 fn a_flood_of_register_writes_starves_nobody() {
     let mut lender = Running::new();
@@ -249,8 +248,7 @@ fn a_flood_of_register_writes_starves_nobody() {
     flood.join().unwrap();
 }
 
-/// A borrower that asks and does not listen loses its lease, not others
-/// theirs.
+/// A borrower that sends requests and does not read loses its own lease only.
 #[test]
 fn a_borrower_that_does_not_read_is_given_up() {
     let lender = Running::with(2, NtbLimits::default());

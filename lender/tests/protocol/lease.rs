@@ -1,4 +1,4 @@
-//! What a lease allows, and how it ends.
+//! The permissions of a lease, and its end.
 
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
@@ -15,7 +15,7 @@ use crate::peer::{DEADLINE, DEVICE, Running, interrupt_status, memory, read, unt
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
 
-/// Fills as much as one command can, at `dst`.
+/// Starts the largest possible fill command, at `dst`.
 fn start_fill(registers: &mut Channel, dst: u64) {
     write(registers, 0, reg::DST, 8, dst);
     write(registers, 0, reg::LENGTH, 4, MAX_LENGTH.into());
@@ -59,7 +59,7 @@ fn a_restarted_lender_gives_out_larger_epochs() {
         })
         .max();
     first.stop();
-    // It knows of none of those leases.
+    // The restarted lender has none of those leases.
     let later = Running::new();
     let (peer, _registers) = later.borrow(DEVICE, "a");
     assert!(Some(peer.epoch) > epoch);
@@ -69,7 +69,7 @@ fn a_restarted_lender_gives_out_larger_epochs() {
 fn closing_the_connection_returns_the_device_whenever_it_happens() {
     let lender = Running::new();
     let ram = memory(MAX_LENGTH.into());
-    // With the request to borrow under way.
+    // With the borrow request in flight.
     let mut peer = lender.hello("a");
     let sram = memory(SRAM_SIZE);
     let device = DEVICE.to_owned();
@@ -83,8 +83,8 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
     );
     drop(peer);
 
-    // With everything open and DMA running. The lender may serve the request above
-    // only now: the device is free before that as well as afterwards.
+    // With everything open and DMA running. The lender may serve the request above only
+    // now: the device is free both before that and afterwards.
     let mut peer = lender.hello("b");
     let mut registers = None;
     until("the device is returned", || {
@@ -109,8 +109,8 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
     peer.expect_closed();
     lender.wait_until_free(DEVICE);
 
-    // With only the sending half shut, as a backend that hangs up does: the
-    // lender closes when all is undone.
+    // With only the sending half shut, as when a backend hangs up: the lender closes the
+    // connection when everything is undone.
     let (mut peer, _registers) = lender.borrow(DEVICE, "a");
     peer.open(&ram, 0, FAR, MAX_LENGTH.into());
     peer.channel.shut_down_sending().unwrap();
@@ -148,7 +148,7 @@ fn a_request_does_not_overtake_the_accesses_before_it() {
         write(&mut registers, 0, reg::LENGTH, 4, 4096);
         write(&mut registers, 0, reg::PATTERN, 4, value);
         write(&mut registers, 0, reg::COMMAND, 4, Command::Fill as u64);
-        // The command was given before the window closed.
+        // The command was issued before the window closed.
         peer.call(Request::CloseWindow { iova: 0 }, &[]).unwrap();
         let mut found = [0; 4];
         ram.read_exact_at(&mut found, 4092).unwrap();
@@ -178,7 +178,7 @@ fn every_requester_entry_can_be_had_and_no_more() {
         assert_eq!(error.kind, ErrorKind::Limit);
         assert!(error.message.contains("requester-entries = 32"), "{error}");
         assert_eq!(lender.holder("dma30"), None);
-        // An answer to Return means that the entry is free.
+        // A reply to Return guarantees that the entry is free.
         let (mut peer, _registers) = leases.pop().unwrap();
         assert!(matches!(peer.call(Request::Return, &[]), Ok(Reply::Done)));
         leases.push(lender.borrow("dma30", "b"));
@@ -209,7 +209,7 @@ fn interrupt_status_is_the_line_whatever_holds_it_back() {
     assert_eq!(interrupt_status(&mut registers), 0);
 }
 
-/// As on PCIe, where the answer to a read does not pass messages.
+/// As on PCIe, where a read completion does not pass posted messages.
 #[test]
 fn a_relayed_interrupt_comes_before_the_read_after_it() {
     let lender = Running::new();

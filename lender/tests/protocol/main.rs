@@ -1,5 +1,4 @@
-//! The control protocol, spoken to a lender by backends that know it and by
-//! some that break its rules.
+//! The lender protocol, with conforming peers and with peers that violate it.
 
 mod before_lease;
 mod handover;

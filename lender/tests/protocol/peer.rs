@@ -1,4 +1,4 @@
-//! A lender, and a peer that can send it anything.
+//! A lender, and a peer that can send it arbitrary data.
 
 use std::{
     fs::File,
@@ -26,7 +26,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, se
 pub const DEADLINE: Duration = Duration::from_secs(20);
 pub const DEVICE: &str = "dma0";
 
-/// Waits until `done`, which asks somebody, so that this is no busy loop.
+/// Polls until `done`, whose request to a server keeps this from busy-waiting.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !done() {
@@ -35,7 +35,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A lender that runs as long as this lives.
+/// A lender that runs while this value lives.
 pub struct Running {
     dir: tempfile::TempDir,
     config: Config,
@@ -80,7 +80,7 @@ impl Running {
         }
     }
 
-    /// Another lender in its place, which finds the file that it left.
+    /// Replaces it by another lender, which reads the first one's file.
     pub fn restart(&mut self) {
         self.stop();
         let lender = Lender::start(self.config.clone()).unwrap();
@@ -97,17 +97,17 @@ impl Running {
         Peer::connect(&self.socket().into())
     }
 
-    /// A peer of each kind: of this host, and of what might be another.
+    /// A peer of each kind: local, and possibly remote (TCP).
     pub fn peers(&self) -> Vec<Peer> {
         self.addresses.iter().map(Peer::connect).collect()
     }
 
-    /// A peer that has said Hello for `vm`.
+    /// A peer that has sent Hello for `vm`.
     pub fn hello(&self, vm: &str) -> Peer {
         self.peer().greeted(vm)
     }
 
-    /// A peer that has the device for `vm`, and the register channel.
+    /// A peer with a lease of the device for `vm`, and the register channel.
     pub fn borrow(&self, device: &str, vm: &str) -> (Peer, Channel) {
         let mut peer = self.hello(vm);
         let registers = peer.borrow(device).unwrap();
@@ -128,7 +128,7 @@ impl Running {
             .map(|holder| holder.vm)
     }
 
-    /// Waits until nobody has the device, and then nothing of it is open.
+    /// Waits until the device is not lent; then nothing of it may be open.
     pub fn wait_until_free(&self, device: &str) {
         until("the device is free", || self.holder(device).is_none());
         let status = self.status(device);
@@ -136,7 +136,7 @@ impl Running {
         assert!(!status.bus_master);
     }
 
-    /// Returns when it is gone.
+    /// Stops it, and waits for its end.
     pub fn stop(&mut self) {
         self.stop.raise();
         if let Some(thread) = self.thread.take() {
@@ -153,7 +153,7 @@ impl Drop for Running {
     }
 }
 
-/// A connection to a lender that checks nothing that it sends.
+/// A connection to a lender, without checks of the sent messages.
 pub struct Peer {
     pub channel: Channel,
     pub epoch: Epoch,
@@ -167,7 +167,7 @@ impl Peer {
         }
     }
 
-    /// The same, after Hello for `vm`.
+    /// The peer, after Hello for `vm`.
     pub fn greeted(mut self, vm: &str) -> Self {
         let reply = self.hello(VERSION, Some(vm)).unwrap();
         assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
@@ -196,7 +196,7 @@ impl Peer {
         self.reply().map(|(reply, _)| reply)
     }
 
-    /// The kind of a refusal that names each of `words`.
+    /// Checks that a refusal contains each of `words`; returns its kind.
     #[track_caller]
     pub fn refused(
         &mut self,
@@ -231,7 +231,7 @@ impl Peer {
         self.borrow_under(device, None)
     }
 
-    /// As a VM that was moved, which has a fence.
+    /// Borrows as a moved VM, which has a fence.
     pub fn borrow_under(
         &mut self,
         device: &str,
@@ -257,8 +257,7 @@ impl Peer {
         }
     }
 
-    /// Maps `file` at `far`, with a window at `iova`, and lets the device
-    /// master the bus.
+    /// Maps `file` at `far`, with a window at `iova`, and sets bus-master enable.
     pub fn open(&mut self, file: &File, iova: u64, far: u64, len: u64) {
         let map = Request::FarMap {
             far,
@@ -272,7 +271,7 @@ impl Peer {
         self.call(Request::EnableBusMaster, &[]).unwrap();
     }
 
-    /// Sends bytes that need not be a message, framed as one.
+    /// Sends arbitrary bytes, framed as one message.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
         if self.channel.is_tcp() {
             assert!(fds.is_empty());

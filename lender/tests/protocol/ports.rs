@@ -1,4 +1,4 @@
-//! TCP ports: where a lender listens, and how many it lets in.
+//! TCP ports: addresses at which a lender listens, and its connection limit.
 
 use farside_daemon::raise_open_files;
 use farside_lender::{
@@ -9,7 +9,7 @@ use farside_lender_protocol::{Address, Request, Route, VERSION};
 
 use crate::peer::{DEVICE, Peer, Running, until};
 
-/// As many as a lender serves at one port.
+/// Maximum number of connections of a lender per port.
 const MAX_PEERS: usize = 256;
 
 fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
@@ -43,7 +43,7 @@ fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
     // An IPv4-mapped address is the IPv4 address in it.
     start("tcp:[::ffff:127.0.0.1]:0", false).unwrap();
     let addresses = start("tcp:127.0.0.1:0", false).unwrap();
-    // With the port that was free.
+    // With the port that the kernel assigned.
     assert!(!addresses[1].to_string().ends_with(":0"), "{addresses:?}");
 }
 
@@ -59,7 +59,7 @@ fn what_cannot_be_listened_at_is_named() {
     let chain = |error: StartError| farside_error_chain::Chain(&error).to_string();
     let error = chain(start(&taken, false).unwrap_err());
     assert!(error.contains(&taken), "{error}");
-    // An address of documentation (RFC 5737), which no host has.
+    // An address for documentation (RFC 5737), which no host has.
     let error = chain(start("tcp:192.0.2.1:0", false).unwrap_err());
     assert!(error.contains("tcp:192.0.2.1:0"), "{error}");
 }
@@ -72,11 +72,11 @@ fn a_crowd_at_the_port_locks_nobody_out_of_the_socket() {
     let mut crowd: Vec<Peer> = (0..MAX_PEERS)
         .map(|_| Peer::connect(port).greeted("a"))
         .collect();
-    // One too many.
+    // One connection too many.
     Peer::connect(port).expect_closed();
     let (mut peer, _registers) = lender.borrow(DEVICE, "b");
     peer.call(Request::Reset, &[]).unwrap();
-    // Whoever is in is served, and who leaves makes room.
+    // Accepted connections are served, and closing one frees its place.
     crowd[7].call(Request::Devices, &[]).unwrap();
     crowd.pop();
     until("there is room", || {

@@ -328,7 +328,7 @@ fn invalid_doorbells_raise_one_event_until_the_log_is_read() {
     driver.write32(0x1000 + 4 * 2, 64);
     let event = driver.wait(0);
     assert_eq!((event.id, event.result), (51, 0x01_01_00));
-    // A head that consumes what was not posted.
+    // A head doorbell beyond the posted completions.
     driver.log(1, 64);
     driver.submit_as(0, Sqe::new(0x0c), 52);
     driver.write32(0x1000 + 4 * 3, 5);

@@ -187,7 +187,7 @@ fn the_line_falls_without_a_trap_only_when_it_must() {
         driver.submit(1, Sqe::new(0).nsid(1));
         driver.until("interrupt", |driver| driver.irq.line);
         driver.until("sleep", |driver| !driver.poll() && driver.arm());
-        // The device sleeps; consuming the entry has to wake it.
+        // The device sleeps; consuming the entry must wake it.
         let rings = driver.rings;
         assert_eq!(driver.take(1).unwrap().status, OK);
         assert_eq!(driver.rings, rings + 1);

@@ -1,4 +1,4 @@
-//! The guest's side: memory, interrupts and a driver.
+//! The guest's part: memory, interrupts and a driver.
 
 use std::{
     fs::File,
