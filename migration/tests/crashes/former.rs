@@ -1,5 +1,5 @@
-//! Migrations that were cut off under the former version of farside, and are resumed
-//! by this one.
+//! Migrations that were interrupted under the former version of farside, and are resumed by
+//! this one.
 
 use farside_migration::{MANIFEST_VERSION, Strategy};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use super::*;
 use world::migrate_live;
 
-/// A journal as version 1 has it.
+/// A journal in the format of version 1.
 fn former(text: &str) -> String {
     let mut file: Value = serde_json::from_str(text).unwrap();
     assert_eq!(file["manifest"], MANIFEST_VERSION);

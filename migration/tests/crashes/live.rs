@@ -1,5 +1,5 @@
-//! Live migrations that are cut off at every point. The guest runs once, somewhere,
-//! and never boots again: what it has in memory is not lost.
+//! Live migrations interrupted at every point. The guest runs once and never boots again:
+//! its memory contents are not lost.
 
 use super::*;
 use world::migrate_live;
@@ -49,7 +49,7 @@ fn a_live_migration_that_was_cut_off_goes_on_or_back() {
             }
             same_guest(&world);
         });
-        // Which way it goes is up to whoever takes it up, until the guest is there.
+        // Until the guest has arrived, the resuming user decides the direction.
         let (wanted, other) = if back { (here, away) } else { (away, here) };
         assert!(wanted > 20 && wanted > other, "{here} {away}");
     }
@@ -71,7 +71,7 @@ fn a_guest_that_cannot_be_sent_has_its_devices_back_by_itself() {
     same_guest(&world);
 }
 
-/// As long as the guest is here, nobody has to say that the other host is dead.
+/// While the guest is here, the other host need not be declared lost.
 #[test]
 fn a_guest_that_was_not_sent_needs_nobody_to_have_its_devices_back() {
     let (mut free, mut told) = (0, 0);
@@ -96,7 +96,7 @@ fn a_guest_that_was_not_sent_needs_nobody_to_have_its_devices_back() {
         }
         if world.running() == Some("a") {
             assert_eq!(world.holders(), [Some("a"); 2], "{crash:?}");
-            // The other one is back, and cannot go on with what it never had.
+            // The other host is back, and cannot continue without having had the guest.
             world.unreachable.set(None);
             world.restart(None);
             let _ = resume(&world, "b", "a", false, false);
@@ -108,8 +108,8 @@ fn a_guest_that_was_not_sent_needs_nobody_to_have_its_devices_back() {
     assert!(free > 10 && told > 2, "{free} {told}");
 }
 
-/// The old host lost its power. Where the guest had come whole, it goes on; else it
-/// is booted there, since nothing is left of it anywhere.
+/// The old host lost power. If the guest had arrived completely, it continues; else it is
+/// booted on the new host, since no copy of it is left.
 #[test]
 fn the_new_host_has_the_vm_when_the_old_one_is_lost() {
     let (mut whole, mut anew) = (0, 0);
@@ -124,7 +124,7 @@ fn the_new_host_has_the_vm_when_the_old_one_is_lost() {
         if open.is_none() {
             return;
         }
-        // Nobody there can know that, so it has to be said.
+        // The new host cannot detect that, so the user must declare it.
         let told = world.boots() == 1 && open.is_some_and(|ours| ours.step > Step::Start);
         let unsaid = resume(&world, "b", "a", false, false);
         assert_eq!(unsaid.is_ok(), told, "{crash:?}: {unsaid:?}");
@@ -135,7 +135,7 @@ fn the_new_host_has_the_vm_when_the_old_one_is_lost() {
             1 => whole += 1,
             _ => anew += 1,
         }
-        // It comes back, and does not get it.
+        // The old host is back, and does not get the VM.
         world.restart(None);
         let _ = resume(&world, "a", "b", true, false);
         let _ = resume(&world, "a", "b", false, false);

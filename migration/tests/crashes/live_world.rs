@@ -1,5 +1,5 @@
-//! What live migration does to the world. QEMU that moves a guest is one call: it
-//! is here or there, and goes on, or waits, without anybody.
+//! Live migration in the simulated world. QEMU's transfer of a guest is one call: the guest
+//! is on one host or the other, and continues, or waits, by itself.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -10,14 +10,14 @@ use farside_migration::{
 
 use crate::world::{FakeHost, VM};
 
-/// A QEMU in which no guest runs.
+/// A QEMU whose guest does not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Still {
-    /// It waits for a guest.
+    /// Waits for an incoming migration.
     Waiting,
-    /// It has all of the guest, and has not been told to go on.
+    /// Has received the whole guest, and was not told to continue.
     Whole,
-    /// It has sent the guest away.
+    /// Has sent the guest away.
     Sent,
 }
 
@@ -87,7 +87,7 @@ impl LiveRunner for FakeHost {
         match self.qemu() {
             (true, _) => {}
             (false, Some(Still::Sent)) => self.set_qemu(true, None)?,
-            // The guest was lost with QEMU.
+            // The guest was lost with its QEMU.
             (false, None) => self.boot()?,
             (false, still) => return failed(&format!("cannot resume: {still:?}")),
         }

@@ -1,7 +1,6 @@
-//! A cold migration that is cut off at every point there is, and taken up again:
-//! forward, back, at the other host, and cut off once more in between. Never do
-//! two hosts have a device (that is checked after each call of either), and at the
-//! end exactly one has all of them.
+//! A cold migration interrupted at every possible point, and resumed: forward, back, on the
+//! other host, and interrupted again in between. Two hosts never hold a device at once
+//! (checked after each call of either), and at the end exactly one holds all of them.
 
 mod former;
 mod live;
@@ -15,8 +14,8 @@ use farside_migration::{
 };
 use world::{Crash, DEVICES, VM, World, migrate, resume};
 
-/// Every point at which `run` can be cut off, in a new world each time. Returns how many there
-/// were.
+/// Interrupts `run` at every possible point, in a new world each time. Returns the number
+/// of calls.
 fn at_every_point(
     prepare: impl Fn() -> Rc<World>,
     run: impl Fn(&Rc<World>) -> Result<()>,
@@ -31,7 +30,7 @@ fn at_every_point(
             let world = prepare();
             let crash = Crash { call, after };
             world.restart(Some(crash));
-            // The error is that of the process that ended.
+            // The error is that of the interrupted process.
             let _ = run(&world);
             assert!(world.crashed(), "{crash:?}");
             then(world, crash);
@@ -50,11 +49,12 @@ fn there_and_not(world: &Rc<World>, here: &'static str, other: &'static str) {
         assert!(!world.reserved(device), "{device} is there for others");
     }
     may_run(&world.host(here), VM).unwrap();
-    // Neither of the ways in which the other could come by the VM.
+    // The other host can get the VM in neither way.
     assert!(world.host(other).start_anyhow().is_err());
 }
 
-/// Where the VM went: the old host is refused by its moved marker and by the lender.
+/// Checks the result of a move: the old host is refused by its moved marker and by the
+/// lender.
 fn moved(world: &Rc<World>, to: &'static str, from: &'static str) {
     there_and_not(world, to, from);
     for device in DEVICES {
@@ -81,8 +81,8 @@ fn there() -> Rc<World> {
     World::new()
 }
 
-/// A world in which the VM has been to `b` and back, so that all have fences and
-/// moved markers.
+/// A world in which the VM has moved to `b` and back, so that all have fences and moved
+/// markers.
 fn there_and_back() -> Rc<World> {
     let world = World::new();
     migrate(&world, "a", "b").unwrap();
@@ -112,8 +112,8 @@ fn what_was_cut_off_goes_on() {
             world.restart(None);
             let nothing = resume(&world, "a", "b", false, false).unwrap();
             if world.running() == Some("a") {
-                // It was cut off before it was written down at all, or while
-                // nothing was left to do.
+                // It was interrupted before the journal was written, or after the last
+                // step.
                 assert!(nothing, "{crash:?}");
                 there_and_not(&world, "a", "b");
             } else {
@@ -151,7 +151,7 @@ fn what_was_cut_off_goes_back() {
     }
 }
 
-/// Cut off, taken up in either direction, cut off again, taken up again.
+/// Interrupted, resumed in either direction, interrupted again, resumed again.
 #[test]
 fn what_was_cut_off_twice_ends_at_one_host() {
     let mut cases = 0;
@@ -189,9 +189,8 @@ fn what_was_cut_off_twice_ends_at_one_host() {
     assert!(cases > 1000, "{cases}");
 }
 
-/// The old host died for good. The new one goes on by itself as soon as it has
-/// been told that the VM is let go, and else when somebody says that the other
-/// one is dead.
+/// The old host is permanently lost. The new one continues by itself if it has been
+/// notified of the release of the VM, and otherwise after the old host is declared lost.
 #[test]
 fn the_new_host_goes_on_without_the_old_one() {
     let (mut alone, mut told) = (0, 0);
@@ -219,7 +218,7 @@ fn the_new_host_goes_on_without_the_old_one() {
         for device in DEVICES {
             assert!(!world.may_borrow("a", device));
         }
-        // It was not dead at all, and comes back.
+        // It was not lost after all, and comes back.
         world.restart(None);
         let _ = resume(&world, "a", "b", true, false);
         let _ = resume(&world, "a", "b", false, false);
@@ -233,7 +232,7 @@ fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
     let (mut free, mut told) = (0, 0);
     at_every_point(there, a_to_b, |world, crash| {
         world.restart(None);
-        // Host b is dead: what ran there does not any more.
+        // Host b is down: its processes have ended.
         world.unreachable.set(Some("b"));
         if let Err(error) = resume(&world, "a", "b", true, false) {
             if error.to_string().contains("has arrived") {
@@ -248,7 +247,7 @@ fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
         }
         if world.running() == Some("a") {
             assert_eq!(world.holders(), [Some("a"); 2], "{crash:?}");
-            // And if it was not dead, it does not get the devices.
+            // If it was up nevertheless, it does not get the devices.
             world.unreachable.set(None);
             world.restart(None);
             let _ = resume(&world, "b", "a", false, false);
@@ -258,7 +257,7 @@ fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
     assert!(free > 5 && told > 2, "{free} {told}");
 }
 
-/// A host that refuses all, as one does on which another farside has the lock.
+/// A host that refuses all requests, such as one on which another farside holds the lock.
 struct Grumpy;
 
 impl Peer for Grumpy {
@@ -267,8 +266,8 @@ impl Peer for Grumpy {
     }
 }
 
-/// A refusal is not taken for the word that the VM has arrived: the old host would
-/// forget a VM that the new one may never have got.
+/// A refusal does not count as confirmation that the VM has arrived: the old host would
+/// delete a VM that the new one may never have received.
 #[test]
 fn a_host_that_refuses_to_go_back_leaves_the_vm_where_it_is() {
     let mut cases = 0;
@@ -304,7 +303,7 @@ fn a_guest_that_does_not_power_off_runs_on() {
         "{error}"
     );
     there_and_not(&world, "a", "b");
-    // And can be moved when it listens.
+    // It can be moved once it handles the request.
     world.guest_deaf.set(false);
     migrate(&world, "a", "b").unwrap();
     moved(&world, "b", "a");
@@ -334,7 +333,7 @@ fn a_vm_that_does_not_start_there_can_go_on_or_back() {
     }
 }
 
-/// Each host's own checks are obeyed: the VM is not touched.
+/// Each host's checks are respected: the VM is not touched.
 #[test]
 fn a_host_that_refuses_leaves_the_vm_as_it_is() {
     for run in [migrate, world::migrate_live] {

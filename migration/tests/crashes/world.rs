@@ -1,6 +1,5 @@
-//! Two hosts and a lender that are nothing but their state. A process can end
-//! before or after each call that it makes: what was done stays, what it knew is
-//! gone.
+//! Two hosts and a lender that consist of their state only. A process can end before or
+//! after each of its calls: completed effects remain, its own state is lost.
 
 mod host;
 
@@ -27,8 +26,8 @@ pub const CONFIGURATION: &str = "of the VM";
 
 pub const DEVICES: [&str; 2] = ["disk0", "disk1"];
 
-/// Where the process ends: at so many calls from its start, before or after
-/// what the call does.
+/// The point at which the process ends: at the given number of calls from its start, before
+/// or after the effect of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Crash {
     pub call: usize,
@@ -37,7 +36,7 @@ pub struct Crash {
 
 #[derive(Default)]
 struct Device {
-    /// Host and epoch.
+    /// Host and lease generation.
     lease: Option<(&'static str, Epoch)>,
     epoch: u64,
     fence: Option<Fence>,
@@ -50,11 +49,11 @@ struct Files {
     fences: Fences,
     marker: Option<MovedMarker>,
     running: bool,
-    /// A QEMU of which the guest does not run.
+    /// A QEMU whose guest does not run.
     still: Option<Still>,
 }
 
-/// Everything that is left when all processes end.
+/// The state that survives when all processes end.
 #[derive(Default)]
 pub struct World {
     devices: RefCell<BTreeMap<&'static str, Device>>,
@@ -68,14 +67,14 @@ pub struct World {
     pub broken_transfer: Cell<bool>,
     pub broken_start: Cell<Option<&'static str>>,
     pub unreachable: Cell<Option<&'static str>>,
-    /// The host that a part of the VM would not leave.
+    /// The host whose check reports a part of the VM that would not move.
     pub stays_behind: Cell<Option<&'static str>>,
-    /// The host on which something else has the VM's name.
+    /// The host on which the VM's name is in use.
     pub name_taken: Cell<Option<&'static str>>,
 }
 
 impl World {
-    /// The VM runs on host `a`, and `b` has nothing.
+    /// The VM runs on host `a`, and `b` is empty.
     pub fn new() -> Rc<Self> {
         let world = Rc::new(Self::default());
         for device in DEVICES {
@@ -105,14 +104,14 @@ impl World {
         change(self.hosts.borrow_mut().get_mut(host).unwrap())
     }
 
-    /// New processes, which end at `crash`.
+    /// Starts new processes, which end at `crash`.
     pub fn restart(&self, crash: Option<Crash>) {
         self.calls.set(0);
         self.crash.set(crash);
         self.dead.set(false);
     }
 
-    /// How many calls the processes made.
+    /// The number of calls that the processes made.
     pub fn calls(&self) -> usize {
         self.calls.get()
     }
@@ -122,7 +121,7 @@ impl World {
         self.dead.get()
     }
 
-    /// One call that reaches the world.
+    /// One call with an effect on the world.
     fn call<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<T> {
         let died = || Err(Error::new(ErrorKind::Host, "the process has ended"));
         if self.dead.get() {
@@ -144,7 +143,7 @@ impl World {
         result
     }
 
-    /// What holds at every moment.
+    /// Invariants that hold at every moment.
     fn check(&self) {
         let hosts = self.hosts.borrow();
         let running: Vec<_> = hosts
@@ -166,14 +165,14 @@ impl World {
         }
     }
 
-    /// Where the VM runs.
+    /// The host on which the VM runs.
     pub fn running(&self) -> Option<&'static str> {
         let hosts = self.hosts.borrow();
         let mut running = hosts.iter().filter(|(_, files)| files.running);
         running.next().map(|(name, _)| *name)
     }
 
-    /// Who has each device.
+    /// The holder of each device.
     pub fn holders(&self) -> Vec<Option<&'static str>> {
         let devices = self.devices.borrow();
         let leases = devices.values();
@@ -182,8 +181,8 @@ impl World {
             .collect()
     }
 
-    /// Whether the lender would lend a device to the VM on `host` as it is, were
-    /// it free.
+    /// Whether the lender would lend a free device to the VM on `host` in its current
+    /// state.
     pub fn may_borrow(&self, host: &str, id: &str) -> bool {
         let shown = self.files(host, |files| files.fences.of(id));
         let devices = self.devices.borrow();
@@ -193,7 +192,7 @@ impl World {
         }
     }
 
-    /// Whether another VM would be lent a device, were it free.
+    /// Whether a free device is refused to other VMs.
     pub fn reserved(&self, id: &str) -> bool {
         let devices = self.devices.borrow();
         devices[id]
@@ -218,7 +217,7 @@ impl World {
         self.boots.get()
     }
 
-    /// A host loses its power: what ran there is gone.
+    /// A host loses power: its processes end.
     pub fn power_off(self: &Rc<Self>, host: &'static str) {
         self.host(host).put_qemu(false, None);
         self.return_all(host);
@@ -246,7 +245,7 @@ impl World {
     }
 }
 
-/// The other host, through the encoding that goes over the wire.
+/// The connection to the other host, with the encoding of the wire format.
 pub struct Line(pub FakeHost);
 
 impl Peer for Line {
@@ -256,7 +255,7 @@ impl Peer for Line {
             return Err(Error::lost("no route to host"));
         }
         let text = serde_json::to_string(&request).unwrap();
-        // The request may not arrive, and the answer neither.
+        // Either the request or the reply may be lost.
         world.call(|| Ok(()))?;
         let reply = Arrival::new(&self.0).answer(serde_json::from_str(&text).unwrap());
         world.call(|| Ok(()))?;
@@ -294,7 +293,7 @@ fn migrate_as(
     Mover::new(&here, &mut there, manifest).forward()
 }
 
-/// `farside migration resume web1` on `on`; true when there was nothing to do.
+/// `farside migration resume web1` on `on`; true if there was nothing to do.
 pub fn resume(
     world: &Rc<World>,
     on: &'static str,

@@ -1,4 +1,4 @@
-//! A host of the world, as the crate under test finds it.
+//! A simulated host, with the interface that the crate under test uses.
 
 use std::{rc::Rc, time::Duration};
 
@@ -31,14 +31,14 @@ impl FakeHost {
             .files(self.name, |files| (files.running, files.still))
     }
 
-    /// Changes that, as a part of a call.
+    /// Sets both, as a part of a call.
     pub fn put_qemu(&self, running: bool, still: Option<Still>) {
         self.world.files(self.name, |files| {
             (files.running, files.still) = (running, still);
         });
     }
 
-    /// Changes that.
+    /// Sets both.
     pub fn set_qemu(&self, running: bool, still: Option<Still>) -> Result<()> {
         self.once(|| {
             self.put_qemu(running, still);
@@ -46,7 +46,7 @@ impl FakeHost {
         })
     }
 
-    /// Only the methods of the strategy that the journal records are called.
+    /// Checks that only methods of the strategy recorded in the journal are called.
     pub fn assert_strategy(&self, live: bool) {
         if let Some(open) = self.journal(VM).unwrap().filter(Journal::is_open) {
             assert_eq!(open.strategy.is_live(), live, "{:?}", open.step);
@@ -78,7 +78,7 @@ impl FakeHost {
         self.world.broken_transfer.get()
     }
 
-    /// Starts the VM from nothing.
+    /// Boots the VM.
     pub fn boot(&self) -> Result<()> {
         self.once(|| {
             self.borrow_all()?;
@@ -88,7 +88,7 @@ impl FakeHost {
         })
     }
 
-    /// Plugs all devices into a guest that runs.
+    /// Hot-plugs all missing devices into a running guest.
     pub fn borrow_missing(&self) -> Result<()> {
         match self.holds_nothing() {
             true => self.once(|| self.borrow_all()),
@@ -96,7 +96,7 @@ impl FakeHost {
         }
     }
 
-    /// All devices or none, as a VM that starts.
+    /// Borrows all devices or none, as a VM does at its start.
     fn borrow_all(&self) -> Result<()> {
         let refused = |why: String| Err(Error::new(ErrorKind::Vm, why));
         if self.world.broken_start.get() == Some(self.name) {
@@ -252,12 +252,12 @@ impl Lenders for FakeHost {
     }
 
     fn check_windows(&self, _: &str, _: &Configuration, device: &FoundDevice) -> Result<()> {
-        // Its windows reach all RAM there is.
+        // Its windows cover all RAM.
         assert_eq!(device.lender_name, LENDER);
         Ok(())
     }
 
-    /// The lender's rules, as `lender/src/fences.rs` and `registry.rs` have them.
+    /// The lender's rules, as in `lender/src/fences.rs` and `registry.rs`.
     fn hand_over(
         &self,
         _lender: &Address,
@@ -285,7 +285,7 @@ impl Lenders for FakeHost {
                 migration: migration.to_owned(),
                 reserved: true,
             });
-            // The VM may run on, but not with the device.
+            // The VM may continue, but without the device.
             let holder = device.lease.take();
             drop(devices);
             if let Some((holder, _)) = holder {
