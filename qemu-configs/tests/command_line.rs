@@ -1,4 +1,4 @@
-//! Descriptions and the exact arguments that they become.
+//! VM configurations and their exact QEMU arguments.
 
 use std::process::Command;
 
@@ -413,8 +413,7 @@ fn says_which_option_a_foreign_command_line_lacks() {
 }
 
 proptest! {
-    /// Whatever it is asked, it answers with arguments that QEMU's parser reads
-    /// back, or with an error.
+    /// Any input returns arguments that QEMU's parser accepts, or an error.
     #[test]
     fn any_description_gives_arguments_or_an_error(
         name in "[a-z0-9.,-]{0,4}",

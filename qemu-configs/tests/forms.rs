@@ -1,4 +1,4 @@
-//! Every form of a description says the same.
+//! All output forms of a VM configuration are equivalent.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use farside_qemu_configs::{
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-/// The arguments for QEMU that a domain has, as libvirt reads them.
+/// The QEMU arguments in a domain, as libvirt reads them.
 fn arguments_of(xml: &str) -> Vec<String> {
     let tree = roxmltree::Document::parse(xml).unwrap();
     let namespace = "http://libvirt.org/schemas/domain/qemu/1.0";
@@ -21,7 +21,7 @@ fn arguments_of(xml: &str) -> Vec<String> {
         .collect()
 }
 
-/// What a guest sees of borrowed devices, and QEMU of their sockets: ports and
+/// The parts that a guest sees of borrowed devices, and QEMU of their sockets: ports and
 /// devices, with addresses, sockets and timeouts.
 fn borrowed(devices: Vec<Value>) -> Vec<Value> {
     let ours = ["vfio-user-pci", "pcie-root-port"];
@@ -135,7 +135,7 @@ proptest! {
             in_file.iter().filter(|section| section.0 == kind).collect()
         };
 
-        // Devices and ports: in the command line, the JSON form, the monitor's.
+        // Devices and ports: in the command line, in JSON, and in the monitor's form.
         let plugged = values_of(&line.args, "-device");
         let mut stated = json_form["ports"].as_array().unwrap().clone();
         stated.extend(json_form["devices"].as_array().unwrap().iter().cloned());
@@ -146,7 +146,7 @@ proptest! {
         prop_assert_eq!(&values_of(rest, "-device"), &by_monitor);
         prop_assert_eq!(json_form["devices"].as_array().unwrap(), &by_monitor);
 
-        // Under libvirt, which is told the same of them, RAM included.
+        // Under libvirt, whose XML has the same devices and RAM.
         let domain = vm.libvirt_domain(&DomainOptions::default()).unwrap();
         let there = borrowed(values_of(&arguments_of(&domain), "-device"));
         prop_assert_eq!(&there, &borrowed(plugged.clone()));
@@ -220,7 +220,7 @@ fn a_file_for_readconfig() {
         [mon \"qmp\"]\n  chardev = \"qmp\"\n  mode = \"control\"\n\n\
         [device \"port0\"]\n  addr = \"0x10.0x0\"\n  bus = \"pcie.0\"\n  chassis = \"1\"\n  \
         driver = \"pcie-root-port\"\n  multifunction = \"on\"\n  slot = \"1\"\n";
-    // The order of keys is that of a map, which means nothing to QEMU.
+    // Keys are in the order of a map, which is irrelevant to QEMU.
     assert_eq!(sections(&config.text), sections(expected));
     assert_eq!(
         config.command_line.args,

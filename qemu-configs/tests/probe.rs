@@ -1,4 +1,4 @@
-//! Programs that are QEMU, were QEMU long ago, or are not.
+//! Binaries that are QEMU, too old versions of it, or something else.
 
 use std::{
     fs::{self, Permissions},
@@ -10,11 +10,11 @@ use std::{
 use farside_qemu_configs::{ProbeError, QemuBinary, Version};
 use tempfile::TempDir;
 
-/// Held by each test: a program that one thread is writing while another forks
-/// cannot be run for a moment ("text file busy").
+/// Serialises the tests: while another thread forks, an executable that is being written
+/// fails with ETXTBSY.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// A program that answers as a QEMU does.
+/// An executable that replies as QEMU does.
 fn fake(directory: &TempDir, version: &str, devices: &str) -> PathBuf {
     let path = directory.path().join("qemu");
     let script = format!(

@@ -1,4 +1,4 @@
-//! Texts that are made to break a parser, or an editor that trusts one.
+//! Malicious input for a parser, or for an editor that trusts one.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use farside_qemu_configs::{DomainError, check_domain, read_domain, remove_all};
 
 use crate::common::{VIRT_INSTALL, add, added_lines, socket};
 
-/// All that is done with a domain; what adding says.
+/// Performs all operations on a domain; returns the result of adding.
 fn all(xml: &str) -> Result<String, DomainError> {
     let _ = check_domain(xml, &socket);
     let _ = read_domain(xml);
@@ -24,8 +24,8 @@ fn domain(inside: &str) -> String {
     )
 }
 
-/// Far more than any of these takes on a busy machine, and far less than what
-/// grows with the square of their size.
+/// Far above the normal duration on a loaded machine, and far below that of an algorithm
+/// with quadratic complexity.
 const LONG: Duration = Duration::from_secs(120);
 
 #[test]
@@ -72,7 +72,7 @@ fn domains_of_absurd_size() {
     assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
 }
 
-/// A thread of the least stack that one may get: depth must not cost stack.
+/// A thread with the minimum stack size: nesting must not consume stack.
 #[test]
 fn elements_within_elements() {
     let depth = 100_000;
@@ -81,7 +81,7 @@ fn elements_within_elements() {
     let thread = std::thread::Builder::new().stack_size(1 << 20);
     let nested = thread.spawn(move || [all(&domain(&nested)).err(), all(&domain(&open)).err()]);
     let [nested, open] = nested.expect("a thread").join().expect("no panic");
-    // A limit is as good as an answer.
+    // A limit is acceptable.
     assert!(nested.is_none_or(|error| matches!(error, DomainError::Malformed { .. })));
     assert!(
         matches!(open, Some(DomainError::Malformed { .. })),
@@ -91,7 +91,7 @@ fn elements_within_elements() {
 
 #[test]
 fn other_encodings_and_stray_bytes() {
-    // Which an editor on Windows may have put at the front.
+    // A byte order mark, as written by editors on Windows.
     let marked = format!("\u{feff}{VIRT_INSTALL}");
     let edited = all(&marked).expect("a byte order mark is no error");
     assert!(edited.starts_with('\u{feff}'));
@@ -125,8 +125,7 @@ fn what_looks_like_ours_and_is_not() {
 
 #[test]
 fn a_domain_with_nothing_in_it_to_hold_on_to() {
-    // No <devices>, no white space, all in one line; then each line ends as on
-    // Windows.
+    // Without <devices> and white space, on one line; then with CRLF line ends.
     let edited = all(&domain("")).expect("a domain");
     assert_eq!(check_domain(&edited, &socket), Ok(vec![]));
     let windows = VIRT_INSTALL.replace('\n', "\r\n");

@@ -1,10 +1,10 @@
-//! A domain as virt-install makes it, and what to put in.
+//! A domain made by virt-install, and devices to add.
 
 use std::path::PathBuf;
 
 use farside_qemu_configs::{Borrowed, BorrowedDevice, DomainError, add_devices};
 
-/// As `virt-install --name web1 --memory 4096 --vcpus 2 …` left it, shortened.
+/// The output of `virt-install --name web1 --memory 4096 --vcpus 2 …`, shortened.
 pub const VIRT_INSTALL: &str = "\
 <?xml version='1.0' encoding='UTF-8'?>
 <!--
@@ -83,7 +83,7 @@ pub fn add(xml: &str, ids: &[&str]) -> Result<String, DomainError> {
     add_devices(xml, &borrowed(ids))
 }
 
-/// Lines of `new` that `old` has not, when nothing else is different.
+/// Lines that `new` adds to `old`, which must be the only difference.
 pub fn added_lines(old: &str, new: &str) -> Vec<String> {
     let mut old = old.lines().peekable();
     let mut added = Vec::new();

@@ -1,4 +1,4 @@
-//! Devices come and go, and all else stays.
+//! Devices are added and removed, and everything else stays.
 
 use farside_qemu_configs::{add_devices, check_domain, read_domain, remove_all, remove_devices};
 
@@ -134,8 +134,7 @@ fn numa_cells_are_told_that_they_are_shared() {
     assert_eq!(remove_all(&edited).unwrap(), theirs);
 }
 
-/// libvirt writes a domain anew: other quotes, no comments, the namespace at the
-/// root.
+/// libvirt reformats a domain: other quotes, no comments, the namespace at the root.
 #[test]
 fn what_libvirt_wrote_anew_is_known_again() {
     let edited = add(VIRT_INSTALL, &["disk0"]).unwrap();

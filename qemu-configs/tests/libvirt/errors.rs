@@ -1,4 +1,4 @@
-//! What is refused, where, and with which words.
+//! Refusals, their positions and their messages.
 
 use farside_qemu_configs::{
     Borrowed, BorrowedDevice, DomainError, add_devices, check_domain, remove_devices,

@@ -1,4 +1,4 @@
-//! What holds for any domain.
+//! Properties of all domains.
 
 use farside_qemu_configs::{
     Borrowed, BorrowedDevice, add_devices, check_domain, read_domain, remove_all, remove_devices,
@@ -27,7 +27,7 @@ fn one_of(choices: &[&'static str]) -> impl Strategy<Value = &'static str> + use
     prop::sample::select(choices.to_vec())
 }
 
-/// A domain of elements in any order, laid out in any way.
+/// A domain with elements in any order and any layout.
 fn domain() -> impl Strategy<Value = String> {
     let root = one_of(&[
         "",
@@ -84,7 +84,7 @@ fn domain() -> impl Strategy<Value = String> {
             "<devices>\n    <emulator>/a &amp; b</emulator>\n  </devices>",
         ]),
     );
-    // In every prefix that the root may have declared, or with its own.
+    // With a prefix that the root may declare, or with its own declaration.
     let commandline = (0usize..6).prop_map(|choice| {
         let ns = "http://libvirt.org/schemas/domain/qemu/1.0";
         match choice {
@@ -192,7 +192,7 @@ proptest! {
         }
     }
 
-    /// Text that was cut off or garbled is an error, and never a panic.
+    /// Truncated or corrupted text returns an error, and never panics.
     #[test]
     fn any_text_gives_a_domain_or_an_error(
         xml in domain(),

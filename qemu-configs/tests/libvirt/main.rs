@@ -1,4 +1,4 @@
-//! Domains of libvirt: written, changed, changed back, checked, refused.
+//! libvirt domains: creating, editing, reverting, checking, refusing.
 
 mod attacks;
 mod common;

@@ -1,4 +1,4 @@
-//! What a hook reads.
+//! The data that the hook reads.
 
 use farside_qemu_configs::{
     Borrowed, DomainDevice, DomainError, Machine, add_devices, read_domain,

@@ -1,4 +1,4 @@
-//! Whole domains.
+//! Complete domains.
 
 use farside_qemu_configs::{
     Accel, Device, DomainOptions, Firmware, HugePages, Machine, Vm, check_domain, read_domain,
