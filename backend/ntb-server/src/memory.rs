@@ -124,9 +124,13 @@ impl Memory {
         Ok(())
     }
 
-    /// Removes all mappings.
+    /// Removes all mappings. The limit of log lines stays: a VMM that connects again
+    /// must not get a new allowance.
     pub(crate) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self {
+            unmappable: std::mem::take(&mut self.unmappable),
+            ..Self::default()
+        };
     }
 
     /// Number of mappings, and number of shared ones.

@@ -40,7 +40,7 @@ pub use activation::{Activated, ActivationError, Endpoint, SocketKind};
 pub use command::{OutputError, ends_by, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use listener::{ListenError, OwnedListener};
-pub use lock::{FileLock, LockError};
+pub use lock::{FileLock, Holder, LockError};
 pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
 pub use network::is_private;
 pub use open_files::raise_open_files;

@@ -1,13 +1,16 @@
 //! Locks between processes.
 
 use std::{
+    fmt,
     fs::{self, File, TryLockError},
     io::{self, Read, Write},
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
     thread,
     time::{Duration, Instant},
 };
+
+use rustix::fs::OFlags;
 
 /// A lock on a file, which has the PID of the holder. The kernel ends it with the
 /// process; the file stays, unless the holder removes it.
@@ -17,27 +20,52 @@ pub struct FileLock(#[allow(dead_code, reason = "held, not used")] File);
 /// Why a [`FileLock`] was not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process holds it, of this PID. Empty if it is just taking the lock.
-    #[error("locked by process {0}")]
-    Held(String),
+    /// Another process holds it.
+    #[error("locked by another process{0}")]
+    Held(Holder),
     /// The file cannot be opened or locked.
     #[error(transparent)]
     System(#[from] io::Error),
 }
 
+/// The PID of a lock's holder, which displays as ` (process 12)`; as nothing if the
+/// holder has not written it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder(pub Option<u32>);
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(pid) => write!(f, " (process {pid})"),
+            None => Ok(()),
+        }
+    }
+}
+
 impl FileLock {
     /// Locks the file `path`, which is created if it is missing. Waits up to `limit`
     /// while another process holds the lock.
+    ///
+    /// The directory may belong to a user with fewer rights than this process, and
+    /// the file is written: links are not followed, and only a regular file with one
+    /// name is taken.
     pub fn take(path: &Path, limit: Duration) -> Result<Self, LockError> {
         let deadline = Instant::now() + limit;
         let mut options = File::options();
-        options.read(true).append(true).create(true);
+        options.read(true).append(true).create(true).mode(0o600);
+        options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
         loop {
             let mut file = options.open(path)?;
+            let meta = file.metadata()?;
+            if !meta.is_file() || meta.nlink() > 1 {
+                let text = "not a regular file with one name: remove it";
+                return Err(io::Error::other(text).into());
+            }
             match file.try_lock() {
                 Ok(()) if is_at(&file, path)? => {
-                    file.set_len(0)?;
-                    writeln!(file, "{}", std::process::id())?;
+                    // For others' messages only: a full file system does not matter.
+                    let _ = file.set_len(0);
+                    let _ = writeln!(file, "{}", std::process::id());
                     return Ok(Self(file));
                 }
                 // Its last holder removed the file after it was opened here.
@@ -49,8 +77,8 @@ impl FileLock {
                 Err(TryLockError::WouldBlock) => {
                     let mut pid = String::new();
                     // For the message only.
-                    let _ = file.read_to_string(&mut pid);
-                    return Err(LockError::Held(pid.trim().to_owned()));
+                    let _ = (&mut file).take(32).read_to_string(&mut pid);
+                    return Err(LockError::Held(Holder(pid.trim().parse().ok())));
                 }
                 Err(TryLockError::Error(error)) => return Err(error.into()),
             }
@@ -60,7 +88,7 @@ impl FileLock {
 
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let identity = |meta: fs::Metadata| (meta.dev(), meta.ino());
-    match fs::metadata(path) {
+    match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         there => Ok(identity(there?) == identity(file.metadata()?)),
     }
@@ -76,10 +104,27 @@ mod tests {
         let path = directory.path().join("lock");
         let held = FileLock::take(&path, Duration::ZERO).unwrap();
         let error = FileLock::take(&path, Duration::ZERO).unwrap_err();
-        let text = format!("locked by process {}", std::process::id());
+        let text = format!("locked by another process (process {})", std::process::id());
         assert_eq!(error.to_string(), text);
         drop(held);
         FileLock::take(&path, Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_file_of_its_own_is_neither_locked_nor_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::write(at("precious"), "data").unwrap();
+        std::os::unix::fs::symlink(at("precious"), at("symlink")).unwrap();
+        std::os::unix::fs::symlink(at("new"), at("dangling")).unwrap();
+        fs::hard_link(at("precious"), at("hard link")).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("fifo"), 0o600.into()).unwrap();
+        for name in ["symlink", "dangling", "hard link", "fifo"] {
+            let error = FileLock::take(&at(name), Duration::ZERO).unwrap_err();
+            assert!(matches!(error, LockError::System(_)), "{name}: {error}");
+        }
+        assert_eq!(fs::read_to_string(at("precious")).unwrap(), "data");
+        assert!(!at("new").exists());
     }
 
     #[test]

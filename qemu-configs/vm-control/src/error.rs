@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf, time::Duration};
 
 use farside_backend_api::admin::Refusal;
-use farside_daemon::NameError;
+use farside_daemon::{Holder, NameError};
 use farside_fabric::host_memory::TooLarge;
 use farside_qemu_configs::{ProbeError, VmError};
 use farside_vm_config::LoadError;
@@ -29,10 +29,8 @@ pub enum Error {
     #[error(transparent)]
     Name(#[from] NameError),
     /// Another command is in progress on the VM.
-    #[error(
-        "another farside command (process {pid}) is in progress on VM {vm}: wait until it has ended"
-    )]
-    Locked { vm: String, pid: String },
+    #[error("another farside command{holder} is in progress on VM {vm}: wait until it has ended")]
+    Locked { vm: String, holder: Holder },
     /// The VM runs already.
     #[error("VM {vm} runs already (QEMU is process {pid})")]
     Running { vm: String, pid: u32 },

@@ -15,9 +15,9 @@ pub(crate) fn lock_vm(vm: &str) -> Result<FileLock, Error> {
     let at = || Error::system(format!("cannot lock VM {vm} by {}", path.display()));
     fs::create_dir_all(&directory).map_err(at())?;
     FileLock::take(&path, Duration::ZERO).map_err(|error| match error {
-        LockError::Held(pid) => Error::Locked {
+        LockError::Held(holder) => Error::Locked {
             vm: vm.to_owned(),
-            pid,
+            holder,
         },
         LockError::System(error) => at()(error),
     })

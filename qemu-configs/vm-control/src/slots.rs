@@ -3,6 +3,7 @@
 //! guest has looked.
 
 use farside_qemu_configs::{Device, Machine, Vm};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{Error, Monitor};
@@ -162,11 +163,21 @@ fn port_number(name: &str) -> Option<u16> {
 
 /// Names and types of an object's properties.
 fn list(monitor: &mut Monitor, path: &str) -> Result<Vec<(String, String)>, Error> {
+    #[derive(Deserialize)]
+    struct Property {
+        name: String,
+        #[serde(rename = "type")]
+        kind: String,
+    }
     let listed = monitor.run("qom-list", json!({ "path": path }))?;
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let listed = listed.as_array().into_iter().flatten();
+    let listed: Vec<Property> =
+        serde_json::from_value(listed).map_err(|error| Error::MonitorLost {
+            vm: monitor.vm().to_owned(),
+            why: format!("its answer to qom-list is malformed: {error}"),
+        })?;
+    let listed = listed.into_iter();
     Ok(listed
-        .map(|property| (text(&property["name"]), text(&property["type"])))
+        .map(|property| (property.name, property.kind))
         .collect())
 }
 

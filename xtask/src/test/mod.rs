@@ -244,11 +244,12 @@ impl Run<'_> {
         if late {
             self.report()
                 .fail(&binary.name, &format!("killed after {LIMIT:?}"));
-        } else if let Some(test) = hung {
-            let how = format!("killed: {test} had not ended after a minute");
-            self.report().fail(&binary.name, &how);
         } else if !status.success() {
-            self.report().fail(&binary.name, &status.to_string());
+            let how = match hung {
+                Some(test) => format!("killed: {test} had not ended after a minute"),
+                None => status.to_string(),
+            };
+            self.report().fail(&binary.name, &how);
         }
         say(b"", true)
     }
