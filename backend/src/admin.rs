@@ -1,5 +1,5 @@
-//! The control socket on the event loop: an administrator adds and removes
-//! devices. See [`farside_backend_api::admin`] for what is said.
+//! The control socket on the event loop: an administrator adds and removes devices.
+//! [`farside_backend_api::admin`] defines the protocol.
 
 mod peer;
 
@@ -23,12 +23,12 @@ use crate::{
 };
 use peer::Peer;
 
-/// Most peers at once. Bounds memory and threads. One more takes the place of the
-/// one that came first and waits for nothing; others wait to be accepted.
+/// Maximum number of connections; bounds memory and threads. When full, the oldest idle connection
+/// is closed; if none is idle, new ones stay in the backlog.
 const MAX_PEERS: usize = 8;
 
-/// Most devices that are looked up at once, each on a thread of its own, which goes
-/// on when the peer that asked has gone.
+/// Maximum number of concurrent device lookups. Each has a thread, which runs to its end even if
+/// the peer disconnects.
 const MAX_COMING: usize = 16;
 
 /// The control socket.
@@ -44,13 +44,13 @@ pub(crate) struct AdminServer {
     outbox: mpsc::Sender<Done>,
     wakeup: Wakeup,
     evictions: RateLimit,
-    /// Lines on requests that cannot be served.
+    /// Limits the log lines on requests that cannot be served.
     unserved: RateLimit,
 }
 
-/// Work that was done elsewhere.
+/// A result computed on another thread.
 struct Done {
-    /// The peer that asked for it. It may have gone.
+    /// Identifies the requesting peer, which may have disconnected.
     token: u64,
     what: What,
 }
@@ -85,7 +85,7 @@ impl AdminServer {
         })
     }
 
-    /// Accepts those who wait, for as long as there is room.
+    /// Accepts pending connections while there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.has_room() {
             let Some(socket) = self.socket.accept()? else {
@@ -113,8 +113,8 @@ impl AdminServer {
         self.peers.len() < MAX_PEERS || self.oldest_idle().is_some()
     }
 
-    /// The first that came of those who wait for no answer: hung commands keep
-    /// nobody out.
+    /// The oldest peer without a request in progress, so that idle connections cannot exhaust the
+    /// limit.
     fn oldest_idle(&self) -> Option<usize> {
         let peers = self.peers.iter().enumerate();
         peers
@@ -141,7 +141,7 @@ impl AdminServer {
         self.settle(at, stays, ops)
     }
 
-    /// Reads, does and answers. Returns whether the peer may stay.
+    /// Reads requests, executes them and sends answers. Returns whether to keep the connection.
     fn exchange(&mut self, at: usize) -> bool {
         let peer = &mut self.peers[at];
         if !peer.is_waiting() && !peer.wants_write() && peer.receive().is_err() {
@@ -150,7 +150,7 @@ impl AdminServer {
         self.go_on(at)
     }
 
-    /// Takes requests in hand until one has to wait or there is none.
+    /// Executes buffered requests until one has to wait.
     fn go_on(&mut self, at: usize) -> bool {
         loop {
             if self.peers[at].flush().is_err() {
@@ -164,7 +164,7 @@ impl AdminServer {
                 Ok(None) => return !self.peers[at].has_ended(),
                 Err(refusal) => {
                     self.peers[at].answer(&Answer::Refused(refusal));
-                    // Nothing after it can be made sense of.
+                    // The stream cannot be resynchronized.
                     let _ = self.peers[at].flush();
                     return false;
                 }
@@ -193,7 +193,7 @@ impl AdminServer {
         ops.remove(Events::empty(&peer)).map_err(io::Error::other)
     }
 
-    /// Does what a line asks for. None when the answer comes later.
+    /// Executes one request line. Returns `None` if the answer follows later.
     fn perform(&mut self, token: u64, line: &[u8]) -> Option<Answer> {
         let request: Request = match serde_json::from_slice(line) {
             Ok(request) => request,
@@ -250,7 +250,7 @@ impl AdminServer {
                 device: id,
                 server: server.map(Box::new),
             };
-            // The event loop may have ended.
+            // Fails if the event loop has ended.
             let _ = outbox.send(Done { token, what });
             wakeup.raise();
         };
@@ -290,7 +290,7 @@ impl AdminServer {
         }
     }
 
-    /// Takes over what was done elsewhere, and answers those who waited for it.
+    /// Takes the results of other threads and answers the waiting peers.
     fn take_done(&mut self, ops: &mut EventOps) -> io::Result<()> {
         self.wakeup.lower();
         while let Ok(Done { token, what }) = self.done.try_recv() {

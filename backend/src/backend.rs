@@ -1,4 +1,4 @@
-//! The assembly: devices are looked up, sockets made, the event loop run.
+//! Assembles a backend: looks up devices, creates sockets and runs the event loop.
 
 use std::{
     io,
@@ -32,45 +32,43 @@ use crate::{
     status::StatusServer,
 };
 
-/// How long the other host may take to bring the NTB's link up.
+/// Maximum time for the peer host to bring the NTB link up.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A VM and the devices it is to borrow.
+/// A VM and the devices that it borrows.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The VM's name.
     pub vm: String,
-    /// The directory of its sockets, which no other backend may use;
-    /// [`farside_daemon::paths::vm_dir`] by custom. Made if it is not there.
+    /// The directory of its sockets, exclusive to this backend; conventionally
+    /// [`farside_daemon::paths::vm_dir`]. Created if missing.
     pub directory: PathBuf,
-    /// Device ids. There may be none: devices can be attached later.
+    /// Device ids. May be empty: devices can be attached later.
     pub devices: Vec<String>,
-    /// The lenders to look for them at, in this order.
+    /// The lenders to search, in this order.
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for devices of other hosts.
     pub ntb: Option<Bdf>,
-    /// The file with the [fences](farside_lender_protocol::Fences) of a VM that was
-    /// moved to this host; it need not be there.
+    /// The file with the [fences](farside_lender_protocol::Fences) of a VM that was moved to this
+    /// host; the file may be missing.
     pub fences: Option<PathBuf>,
-    /// The form of interrupts.
+    /// How interrupts reach the VMM.
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
     pub pin_policy: PinPolicy,
-    /// Where the VM's RAM will be, if that is known: devices that cannot reach
-    /// it are found before the VM boots.
+    /// Where the VM's RAM will be, if known, so that a device that cannot reach it is refused
+    /// before the VM boots.
     pub ram: Vec<RamRange>,
-    /// After how long a bus-master enable is reported as late. It goes on, up to
-    /// this or four fifths of `message_timeout`, whichever is longer, and is
-    /// refused then.
+    /// Time after which a bus-master enable is logged as late. It is refused after this or four
+    /// fifths of `message_timeout`, whichever is longer.
     pub open_timeout: Duration,
-    /// How long the VMM waits for an answer: QEMU's `x-msg-timeout`.
+    /// The VMM's request timeout: QEMU's `x-msg-timeout`.
     pub message_timeout: Duration,
-    /// Group whose members may connect to the devices' sockets, beside this
-    /// user.
+    /// Group whose members may connect to the devices' sockets, in addition to this user.
     pub socket_group: Option<String>,
 }
 
-/// Why a backend does not start.
+/// An error that prevents a backend from starting.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum StartError {
@@ -79,21 +77,21 @@ pub enum StartError {
         "no lender has device {device:?} (asked: {asked}); `farside devices` lists what can be borrowed"
     )]
     UnknownDevice { device: String, asked: String },
-    /// A lender failed.
+    /// A call to a lender failed.
     #[error(transparent)]
     Lender(#[from] CallError),
     /// The NTB cannot be used.
     #[error(transparent)]
     Ntb(#[from] NtbError),
-    /// A lender of another host, and no NTB.
+    /// The lender is on another host, and no NTB is configured.
     #[error(
         "device {device} is at {lender}, on another host, and DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF"
     )]
     NoNtb { device: String, lender: Address },
-    /// The same device twice.
+    /// A device is listed twice.
     #[error("{0}")]
     Devices(String),
-    /// A name that cannot be that of a file.
+    /// A name is not a valid file name.
     #[error(transparent)]
     Name(#[from] NameError),
     /// The lender's description of the device is invalid.
@@ -105,22 +103,22 @@ pub enum StartError {
     /// Another backend serves the VM.
     #[error("VM {vm} has a backend already ({directory} is locked): stop it, or choose another --vm", directory = directory.display())]
     Running { vm: String, directory: PathBuf },
-    /// A socket or directory cannot be made.
+    /// A socket or directory cannot be created.
     #[error("cannot make or use {path}", path = path.display())]
     Path { path: PathBuf, source: io::Error },
-    /// A socket cannot be made.
+    /// A socket cannot be created.
     #[error(transparent)]
     Listen(#[from] ListenError),
     /// The service manager's sockets are not those of this VM.
     #[error(transparent)]
     Activation(#[from] ActivationError),
-    /// The sockets cannot be given to the group.
+    /// The group of the sockets cannot be changed.
     #[error(transparent)]
     Group(#[from] GroupError),
-    /// The system refused something.
+    /// A system call failed.
     #[error("cannot start")]
     System(#[from] io::Error),
-    /// The event loop cannot be made.
+    /// The event loop cannot be created.
     #[error("cannot start the event loop")]
     EventLoop(#[from] event_manager::Error),
 }
@@ -132,19 +130,19 @@ pub struct Backend {
     manager: EventManager<Subscriber>,
     served: Served,
     vm: String,
-    /// Given back after the devices.
+    /// Released after the devices.
     _ntb: Option<HostEndpoint>,
     _directory: Directory,
 }
 
 impl Backend {
-    /// Looks the devices up and makes their sockets. Nothing is borrowed yet.
+    /// Looks the devices up and creates their sockets. Borrows nothing yet.
     pub fn start(config: &Config) -> Result<Self, StartError> {
         Self::start_activated(config, Activated::default())
     }
 
-    /// As [`Backend::start`], with sockets that the service manager has made.
-    /// Those that are left are not this VM's: an error.
+    /// As [`Backend::start`], with sockets from the service manager. Fails if any of them does not
+    /// belong to this VM.
     pub fn start_activated(config: &Config, activated: Activated) -> Result<Self, StartError> {
         check_names(config)?;
         // A client may bring thousands of eventfds.
@@ -172,7 +170,7 @@ impl Backend {
         let mut made = lookup.sockets();
         let status = StatusServer::new(&config.vm, made.status()?, served.clone());
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
-        // The last that is made: who can connect to it finds all the others.
+        // Created last, so that a client that can connect to it finds all other sockets.
         let control = made.control()?;
         made.check_all_taken(&config.vm)?;
         drop(made);
@@ -187,15 +185,14 @@ impl Backend {
         })
     }
 
-    /// Device ids and the sockets at which QEMU finds them.
+    /// Device ids and their vfio-user sockets.
     pub fn sockets(&self) -> Vec<(String, PathBuf)> {
         self.served.sockets()
     }
 
-    /// Serves until `stop` is raised; then gives every device back and unlinks
-    /// the sockets. While a VMM uses a device, the first raise waits for the VMM
-    /// to disconnect, because VMMs do not reconnect and the guest would lose the
-    /// device; a second raise ends it all the same.
+    /// Serves until `stop` is raised; then returns every device and unlinks the sockets. While a
+    /// VMM uses a device, the first raise waits for the VMM to disconnect, because VMMs do not
+    /// reconnect and the guest would lose the device; a second raise does not wait.
     pub fn run(mut self, stop: Wakeup) -> Result<(), StartError> {
         let asked = Arc::new(AtomicU64::new(0));
         self.manager.add_subscriber(Arc::new(Mutex::new(Stop {
@@ -241,7 +238,7 @@ impl Backend {
 /// Ends [`Backend::run`].
 struct Stop {
     wakeup: Wakeup,
-    /// How often the end was asked for.
+    /// Number of stop requests.
     asked: Arc<AtomicU64>,
 }
 

@@ -23,48 +23,44 @@
 //! ```
 //!
 //! - *Unleased*: the device's description is known; nothing is borrowed.
-//! - *Leased*: the device is ours and reset; its IOMMU domain is empty. No page
-//!   of the VM is mapped or pinned, no window is open.
-//! - *Ready*: the device can DMA to guest RAM and to nothing else.
-//! - *Closing*: as Leased for the guest, but the lender has not yet answered that
-//!   DMA is stopped. What was pinned stays pinned. Every way out of it begins
-//!   with the lender's answer, or ends the lease.
-//! - *Lost*: the lender is gone. Registers and configuration space read as all
-//!   ones, as from a device that was pulled out; the client's socket stays up.
+//! - *Leased*: the device is leased and reset, and its IOMMU domain is empty. No page of the VM is
+//!   mapped or pinned, no window is open.
+//! - *Ready*: the device can DMA to guest RAM only.
+//! - *Closing*: as Leased for the guest, but the lender has not yet confirmed that DMA is stopped.
+//!   Pinned memory stays pinned. Every transition out of it begins with the lender's answer, or
+//!   ends the lease.
+//! - *Lost*: the lender is gone. Registers and configuration space read as all ones, as after a
+//!   surprise removal; the client's socket stays up.
 //!
-//! "BME 0->1" stands for all that lets the function master the bus: also a
-//! function that wakes from D3hot with the bit set.
+//! "BME 0->1" includes a wake-up from D3hot with the bit already set.
 //!
-//! # Steps that fail
+//! # Failed steps
 //!
-//! [`Step::after_refusal`] is where they lead while the lender is still there:
+//! [`Step::after_refusal`] is the state after a failure while the lender is connected:
 //!
-//! - *Borrow* (another VM has the device): to Unleased. The device reads as
-//!   absent. A reset or a bus-master enable asks again, a BAR access does not.
+//! - *Borrow* (another VM has the device): to Unleased. The device reads as absent. A reset or a
+//!   bus-master enable retries, a BAR access does not.
 //! - *Open*: to Leased, with everything closed. The bus-master bit stays 0.
-//! - *Map* (no room for the new memory): to Ready. What was open stays open; the
-//!   new memory is out of the device's reach, and the status says so.
-//! - *Unmap*: to Leased, with everything closed. The bus-master bit stays 1,
-//!   since nobody wrote it: DMA is refused and counted until the guest clears
-//!   and sets it, or resets.
+//! - *Map* (no room for the new memory): to Ready. Open windows stay open; the device cannot reach
+//!   the new memory, and the status reports it.
+//! - *Unmap*: to Leased, with everything closed. The bus-master bit stays 1, since the guest did
+//!   not write it: DMA is refused and counted until the guest clears and sets it, or resets.
 //! - *Close*, *Block*, *Stop*, *Reset* (DMA in flight does not drain): to Lost. The
 //!   connection is closed, and the lender keeps the device until it has drained.
 //!
-//! [`Step::after_late`] is where they lead when the lender has not answered in
-//! time, as a slow or stopped host does not: to Closing, from where the same
-//! lease goes on once it answers. But *Borrow* stays at Unleased, and what
-//! memory is taken away by (*Unmap*, *Stop*) cannot stay undone: the lease is
-//! broken off.
+//! [`Step::after_late`] is the state after the lender has missed its deadline: Closing, from which
+//! the same lease goes on once the lender answers. Two exceptions: *Borrow* stays at Unleased, and
+//! for *Unmap* and *Stop*, which must not leave memory reachable, the lease is terminated.
 //!
-//! When the lender is gone, every step leads to Lost, but for Borrow, which
-//! stays where it was: no lease was held.
+//! When the lender is gone, every step leads to Lost, except Borrow, which leaves the state
+//! unchanged: no lease was held.
 //!
-//! Firmware takes the same way: SeaBIOS and OVMF set BME for their own use and
-//! clear it, or leave the reset to the operating system.
+//! Firmware causes the same transitions: SeaBIOS and OVMF set BME for their own use and clear it,
+//! or leave the reset to the operating system.
 //!
-//! This module only decides. [`worker`] holds what each state has and takes the
-//! steps, on a thread of its own, while the request that asked for it is held; a
-//! device's requests are taken one at a time, so no event finds work half done.
+//! This module only decides. [`worker`] holds the resources of each state and executes the steps,
+//! on its own thread, while the request that caused them is held. A device's requests are processed
+//! one at a time, so no event finds a step half done.
 
 pub(crate) mod bars;
 mod error;
@@ -80,7 +76,7 @@ use farside_irq_relay::SetIrqs;
 
 use crate::dma_table::{Blocked, DmaTable, Mapping};
 
-/// What happens to a borrow.
+/// An event in the life of a borrow.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     /// The client resets the device (`DEVICE_RESET`).
@@ -97,27 +93,27 @@ pub(crate) enum Event {
     MemoryAdded(Mapping),
     /// The client unmaps memory.
     MemoryRemoved(Vec<Mapping>),
-    /// The client was refused a mapping, or mapped what no device can reach
-    /// where guest RAM is: what it takes for guest RAM is not what we have.
+    /// The client was refused a mapping, or mapped guest RAM that no device can reach: its view of
+    /// guest RAM differs from the table.
     MemoryRefused(Blocked),
-    /// The client is gone, has let the device go, or we are told to stop.
+    /// The client is gone or has released the device, or the backend is stopping.
     ClientGone,
     /// The lender closed the register channel, or does not answer there.
     LenderGone,
 }
 
-/// What is to be done about it, with what that takes.
+/// An action in response to an [`Event`], with its inputs.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// Take the lease; the lender resets the device.
     Borrow(Setup),
-    /// Pin guest RAM, open windows, let the device master the bus.
+    /// Pin guest RAM, open windows, enable bus mastering.
     Open(DmaTable),
     /// Stop DMA, close windows, unpin.
     Close,
-    /// As `Close`, since DMA is blocked from here on.
+    /// As `Close`; DMA is blocked from here on.
     Block(Blocked),
-    /// As `Close`, or break the lease off: memory is to be taken away.
+    /// As `Close`, or terminate the lease: memory is about to be unmapped.
     Stop,
     /// As `Close`, and reset the device.
     Reset,
@@ -125,26 +121,26 @@ pub(crate) enum Step {
     Map(Mapping),
     /// Make memory unreachable.
     Unmap(Vec<Mapping>),
-    /// As `Close`, and give the device back.
+    /// As `Close`, and return the device.
     Return,
-    /// Unpin what is pinned: there is nobody left to tell.
+    /// Unpin without a call: the lender is gone.
     Abandon,
 }
 
-/// What a client has set up before the device is borrowed.
+/// The client's setup from before the device is borrowed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Setup {
-    /// Files of the BARs with mappable areas.
+    /// Files of the BARs with sparse mmap areas.
     pub(crate) bar_files: Vec<Arc<OwnedFd>>,
-    /// Its interrupts.
+    /// Its interrupt configuration.
     pub(crate) irqs: Vec<SetIrqs>,
     pub(crate) intx_disable: bool,
-    /// The memory that it has mapped.
+    /// Its DMA mappings.
     pub(crate) memory: DmaTable,
 }
 
 impl Event {
-    /// A mapping that the client was granted.
+    /// The event for an accepted `DMA_MAP`.
     pub(crate) fn mapped(mapping: Mapping) -> Self {
         match mapping.is_private_ram() {
             true => Self::MemoryRefused(Blocked::private_ram(&mapping)),
@@ -152,7 +148,7 @@ impl Event {
         }
     }
 
-    /// The steps that this asks for in `state`, to be taken in their order.
+    /// The steps that this event requires in `state`, in order.
     pub(crate) fn steps(self, state: State, setup: impl FnOnce() -> Setup) -> Vec<Step> {
         use Event as E;
         use State as S;
@@ -163,7 +159,7 @@ impl Event {
                 let open = Step::Open(setup.memory.clone());
                 vec![Step::Borrow(setup), open]
             }
-            // A lender that came back is found by a client that starts over.
+            // A client that resets may find the lender back.
             (S::Lost, E::Reset) => vec![Step::Borrow(setup())],
             (S::Leased | S::Ready | S::Closing, E::Reset | E::FunctionReset) => vec![Step::Reset],
             (S::Leased, E::EnableBusMaster) => vec![Step::Open(setup().memory)],
@@ -172,7 +168,7 @@ impl Event {
             (S::Ready, E::MemoryRefused(blocked)) => vec![Step::Block(blocked)],
             (S::Ready, E::MemoryAdded(mapping)) => vec![Step::Map(mapping)],
             (S::Ready, E::MemoryRemoved(mappings)) => vec![Step::Unmap(mappings)],
-            // Its answer says that no DMA can reach the memory.
+            // The lender's answer confirms that no DMA can reach the memory.
             (S::Closing, E::MemoryRemoved(_)) => vec![Step::Stop],
             (S::Leased | S::Ready | S::Closing, E::ClientGone) => vec![Step::Return],
             (S::Leased | S::Ready | S::Closing, E::LenderGone) => vec![Step::Abandon],
@@ -198,21 +194,21 @@ impl Event {
                 | E::BarAccess,
             ) => vec![],
             (S::Ready, E::EnableBusMaster | E::BarAccess) => vec![],
-            // The bit is 0 already, and no memory is added to what closes.
+            // The bit is 0 already, and a closing path takes no new memory.
             (
                 S::Closing,
                 E::MemoryAdded(_) | E::MemoryRefused(_) | E::DisableBusMaster | E::BarAccess,
             ) => vec![],
-            // The next client starts over.
+            // The next client starts from Unleased.
             (S::Lost, E::ClientGone) => vec![Step::Return],
-            // The lender took everything with it.
+            // The lease ended with the lender.
             (S::Lost, _) => vec![],
         }
     }
 }
 
 impl Step {
-    /// The state after it has succeeded.
+    /// The state after success.
     pub(crate) fn after(&self) -> State {
         match self {
             Self::Borrow(_) | Self::Close | Self::Block(_) | Self::Stop | Self::Reset => {
@@ -224,20 +220,18 @@ impl Step {
         }
     }
 
-    /// The state after the lender, or this machine, refused it and what it had
-    /// done was undone.
+    /// The state after the lender or this host refused the step and it was rolled back.
     pub(crate) fn after_refusal(&self) -> State {
         match self {
             Self::Borrow(_) | Self::Return => State::Unleased,
             Self::Open(_) | Self::Unmap(_) => State::Leased,
             Self::Map(_) => State::Ready,
-            // A device that does not stop is given up.
+            // A device whose DMA does not stop is abandoned.
             Self::Close | Self::Block(_) | Self::Stop | Self::Reset | Self::Abandon => State::Lost,
         }
     }
 
-    /// The state after the lender has not answered to it, or to its being
-    /// undone, in time.
+    /// The state after the lender has not answered the step, or its rollback, in time.
     pub(crate) fn after_late(&self) -> State {
         match self {
             Self::Borrow(_) | Self::Return => State::Unleased,
@@ -320,7 +314,7 @@ mod tests {
         }
     }
 
-    /// Every step that some event asks for, with the state that it is taken in.
+    /// Every step that some event requires, with its initial state.
     fn all_steps() -> impl Iterator<Item = (State, Event, Step)> {
         let pairs = STATES
             .into_iter()
@@ -337,7 +331,7 @@ mod tests {
     #[test]
     fn no_failure_makes_guest_memory_reachable() {
         for (state, event, step) in all_steps() {
-            // Only what was open before stays open, and only beside new memory.
+            // A path stays open only if it was open before, and only when new memory failed.
             let stays = state == Ready && matches!((&step, event), (Step::Map(_), MemoryAdded(_)));
             assert_eq!(step.after_refusal() == Ready, stays, "{state:?} {step:?}");
             assert_ne!(step.after_late(), Ready, "{state:?} {step:?}");
@@ -368,7 +362,7 @@ mod tests {
                 "{event:?}"
             );
         }
-        // Memory is not taken away before the answer has come.
+        // Memory is not unmapped before the answer arrives.
         let removed = MemoryRemoved(Vec::new());
         assert_eq!(after_all(Closing, &removed), Leased);
         for step in steps(Closing, &removed) {

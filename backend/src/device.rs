@@ -1,10 +1,9 @@
-//! One borrowed device as a client sees it: requests in, answers out.
+//! One borrowed device as seen by a client: processes its requests.
 //!
-//! Most requests are answered at once. One that needs the lender is *held*
-//! ([`Pending`]): it becomes a queue of [`Task`]s, taken one after another, each
-//! of which may wait for the worker or for the register channel; when the queue is
-//! empty the request is concluded and its answer sent. No other request is taken
-//! meanwhile, so no task finds a state that another request has changed.
+//! Most requests are answered at once. A request that needs the lender is *held* ([`Pending`]): it
+//! becomes a queue of [`Task`]s, executed in order, each of which may wait for the worker or for
+//! the register channel. The answer is sent when the queue is empty. No other request is processed
+//! meanwhile, so no task sees a state that another request has changed.
 
 mod bars;
 mod config_write;
@@ -35,10 +34,10 @@ use crate::{
 use bars::Bars;
 use pending::{Finish, Pending, Task, Waiting};
 
-/// Events of the register channel that are taken before others have their turn.
+/// Maximum number of register-channel events processed per round of the event loop.
 const REGISTER_EVENTS: usize = 256;
 
-/// Why a device cannot be served.
+/// An error that prevents a device from being served.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeviceError {
     #[error("its configuration space is invalid")]
@@ -56,33 +55,32 @@ pub(crate) struct Device {
     counts: IrqCounts,
     config: ConfigSpace,
     memory: DmaTable,
-    /// What the client set up: for the lender to be told at the borrow, and in
-    /// the relayed form for signalling.
+    /// The client's interrupt configuration: sent to the lender with a borrow, and used for
+    /// signalling in the relayed form.
     vectors: Vectors,
     bars: Bars,
     worker: Worker,
-    /// Lines on the device's clients.
+    /// Log lines about the device's clients.
     pub(crate) client_log: ClientLog,
     line_limits: LineLimits,
     registers: Option<Channel>,
-    /// Register channels that are done with, until the event loop no longer
-    /// watches them: closed earlier, their numbers could come back as those of
-    /// other descriptors.
+    /// Closed register channels, kept until the event loop no longer watches them: their descriptor
+    /// numbers must not be reused earlier.
     retired: Vec<Channel>,
     state: State,
-    /// The lender refused the last borrow: the device is not there.
+    /// The lender refused the last borrow: the device reads as absent.
     absent: bool,
-    /// The client has unplugged the device and may keep the connection.
+    /// The client has unplugged the device, but may keep the connection.
     unplugged: bool,
-    /// The client took guest RAM back, and nothing else since.
+    /// The client unmapped low RAM, and only unmapped since.
     ram_taken: bool,
     pending: Pending,
-    /// What a read fills; kept, so that reads do not allocate.
+    /// Read buffer; kept so that reads do not allocate.
     buffer: Vec<u8>,
     report: DeviceReport,
 }
 
-/// The limits of the log lines that a guest or client can cause.
+/// Rate limits of the log lines that a guest or client can cause.
 #[derive(Debug, Default)]
 struct LineLimits {
     failure: RateLimit,
@@ -92,20 +90,19 @@ struct LineLimits {
     viommu: RateLimit,
 }
 
-/// What a finished request comes to.
+/// The result of a held request.
 pub(crate) struct Conclusion<'a> {
     pub(crate) to: ReplyTo,
     pub(crate) reply: Result<Reply<'a>, Errno>,
     pub(crate) then: Then,
 }
 
-/// What becomes of the client after an answer.
+/// What to do with the client's connection after an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Then {
     GoOn,
-    /// Its version was refused: the device is not for it now. Some clients
-    /// cannot read an error here and wait for the rest of a reply; all
-    /// understand a connection that closes.
+    /// Close it: the version was refused because the device is not available. Some clients cannot
+    /// parse an error here and wait for the rest of a reply; all handle a closed connection.
     HangUp,
 }
 
@@ -145,7 +142,7 @@ impl Device {
         })
     }
 
-    /// Whether a request is held: no other may be taken.
+    /// Whether a request is held; no other may be processed.
     pub(crate) fn is_busy(&self) -> bool {
         self.pending.is_busy()
     }
@@ -158,8 +155,8 @@ impl Device {
         self.registers.as_ref()
     }
 
-    /// Whether the client has unplugged the device: its connection is of no
-    /// more use, and may go when another client comes.
+    /// Whether the client has unplugged the device: its connection may be closed when another
+    /// client connects.
     pub(crate) fn is_unplugged(&self) -> bool {
         self.unplugged && !self.is_busy()
     }
@@ -174,7 +171,7 @@ impl Device {
         matches!(self.pending.waiting, Waiting::Room(_))
     }
 
-    /// What there is to say about the device now.
+    /// The device's current report.
     pub(crate) fn report(&self) -> DeviceReport {
         DeviceReport {
             state: self.state,
@@ -184,12 +181,12 @@ impl Device {
         }
     }
 
-    /// For log lines.
+    /// The device's name in log lines.
     pub(crate) fn name(&self) -> String {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
     }
 
-    /// Since when a register read waits for the lender, if one does.
+    /// When the pending register read was sent to the lender, if any.
     pub(crate) fn register_read_since(&self) -> Option<Instant> {
         self.pending.register_read_since()
     }
@@ -203,13 +200,12 @@ impl Device {
         self.conclusion()
     }
 
-    /// Closes what is done with.
+    /// Closes the retired channels.
     pub(crate) fn drop_retired(&mut self) {
         self.retired.clear();
     }
 
-    /// The client is gone: everything it brought goes, the device is given
-    /// back.
+    /// The client is gone: drops its state and returns the device.
     pub(crate) fn client_gone(&mut self) {
         if self.ram_taken && !self.unplugged {
             self.name_viommu();
@@ -221,9 +217,9 @@ impl Device {
         self.advance();
     }
 
-    /// QEMU takes all guest RAM back when the guest turns a vIOMMU on, and aborts
-    /// when that does not tell what the guest maps. Otherwise it ends without
-    /// taking anything back.
+    /// Warns about a vIOMMU without caching mode: QEMU unmaps all guest RAM when the guest enables
+    /// a vIOMMU, and aborts if the vIOMMU does not report the guest's mappings. In other cases QEMU
+    /// exits without unmapping.
     fn name_viommu(&mut self) {
         if let Some(held_back) = self.line_limits.viommu.allow() {
             log::warn!(
@@ -233,8 +229,7 @@ impl Device {
         }
     }
 
-    /// The worker has an outcome. Returns the answer of the held request, if
-    /// that concludes it.
+    /// Handles the worker's outcome. Returns the answer to the held request, if that completes it.
     pub(crate) fn on_worker(&mut self) -> Option<Conclusion<'_>> {
         let outcome = self.worker.outcome()?;
         self.absorb(outcome);
@@ -243,7 +238,7 @@ impl Device {
         self.conclusion()
     }
 
-    /// The register channel has something, or room.
+    /// Handles a readable or writable register channel.
     pub(crate) fn on_registers(&mut self) -> Option<Conclusion<'_>> {
         for _ in 0..REGISTER_EVENTS {
             let Some(channel) = &mut self.registers else {
@@ -276,7 +271,7 @@ impl Device {
         self.pending.then.push_back(Task::Event(Event::LenderGone));
     }
 
-    /// Takes over what the worker did.
+    /// Applies the worker's outcome.
     fn absorb(&mut self, outcome: Outcome) {
         let Outcome {
             state,
@@ -291,7 +286,7 @@ impl Device {
                 StepDone::Borrowed(lease) => self.adopt(lease),
                 StepDone::Opened(layout) => {
                     layout.fill(&mut self.report);
-                    // All is well again.
+                    // Success clears the last error.
                     self.report.last_error = None;
                 }
                 StepDone::Blocked(blocked) => self.fail(&blocked.into()),
@@ -318,14 +313,13 @@ impl Device {
         if let Some(held_back) = self.line_limits.failure.allow() {
             log::error!("{}: {error}{held_back}", self.name(), error = Chain(error));
         }
-        // A borrow that was not answered in time is asked for again.
+        // A borrow that missed its deadline is retried.
         self.absent = self.state == State::Unleased && !error.is_late();
         self.pending.failure = Some(errno_of(error));
         self.report.last_error = Some(Chain(error).to_string());
     }
 
-    /// Takes a request in hand. Answers at once if nothing has to be waited
-    /// for.
+    /// Holds a request. Answers at once if no task has to wait.
     fn hold(
         &mut self,
         to: ReplyTo,

@@ -10,8 +10,8 @@ use farside_daemon::{FileLock, LockError, paths};
 
 use crate::StartError;
 
-/// The VM's directory, held by a lock on a file in it. Dropped, the file goes, and
-/// the directory if nothing else is in it.
+/// The VM's directory, held by a lock on a file in it. Drop removes the file, and the directory if
+/// it is then empty.
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
@@ -20,7 +20,7 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Makes the directory, and makes it ours.
+    /// Creates the directory and locks it.
     pub(crate) fn hold(vm: &str, directory: &Path) -> Result<Self, StartError> {
         let (path, lock) = (directory.to_owned(), directory.join("lock"));
         loop {
@@ -33,7 +33,7 @@ impl Directory {
                         directory: path,
                     });
                 }
-                // Its last owner has just removed it.
+                // Its previous owner has just removed it.
                 Err(LockError::System(error)) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(LockError::System(error)) => return Err(at(&lock)(error)),
             }
@@ -46,7 +46,7 @@ impl Drop for Directory {
         if let Err(error) = std::fs::remove_file(&self.lock) {
             log::warn!("cannot remove {}: {error}", self.lock.display());
         }
-        // QEMU's monitor may be in it, or sockets that the service manager made.
+        // Fails if the directory still holds QEMU's monitor or sockets of the service manager.
         let _ = std::fs::remove_dir(&self.path);
     }
 }

@@ -1,9 +1,9 @@
-//! What the client said of guest memory: every `DMA_MAP` that was not taken
-//! back. Recording maps nothing and pins nothing.
+//! The client's DMA mappings: every `DMA_MAP` that has not been unmapped. Recording one neither
+//! maps nor pins memory.
 //!
-//! A client only prints that a `DMA_MAP` was refused, and carries on. So what
-//! was refused is remembered too: until the client takes it back, the guest has
-//! RAM that a device cannot reach, and no device is let loose on it.
+//! A client only prints that a `DMA_MAP` was refused, and continues. So refused ranges are recorded
+//! too: until the client unmaps them, the guest has RAM that a device cannot reach, and bus
+//! mastering is refused.
 
 use std::{
     collections::BTreeMap,
@@ -20,21 +20,20 @@ use rustix::{
     io::Errno,
 };
 
-/// What is smaller is no RAM above 4 GiB: nobody gives a VM so little there.
+/// Mappings above 4 GiB that are smaller than this are not RAM: no VM has so little there.
 const RAM_UNIT: u64 = 1 << 20;
 
-/// Most mappings of one client: what the version reply announces. Bounds
-/// memory.
+/// Maximum number of mappings of one client, as announced in the version reply. Bounds memory.
 const MAX_MAPPINGS: usize = farside_vfio_user::MAX_DMA_MAPS as usize;
 
-/// Most files that one client's memory may be in. Bounds descriptors. QEMU has
-/// one for each memory backend, and at most 256 memory slots.
+/// Maximum number of files behind one client's memory. Bounds descriptors. QEMU uses one for each
+/// memory backend, and at most 256 memory slots.
 const MAX_FILES: usize = 512;
 
-/// Most refusals that are remembered. One is enough to keep devices from DMA.
+/// Maximum number of recorded refusals. One is enough to block DMA.
 const MAX_REFUSALS: usize = 64;
 
-/// Where low RAM is in any PC that has as much: above the legacy area.
+/// An address that is RAM in any PC with more than 1 MiB: the first above the legacy area.
 pub(crate) const LOW_MEMORY: Gpa = Gpa::new(1 << 20);
 
 /// A file that holds guest memory.
@@ -49,7 +48,7 @@ pub(crate) struct Backing {
 #[derive(Clone, Debug)]
 pub(crate) struct Mapping {
     pub(crate) range: GpaRange,
-    /// None for memory that the client did not share.
+    /// `None` for memory that the client did not share.
     pub(crate) backing: Option<Backing>,
     pub(crate) writable: bool,
 }
@@ -60,7 +59,7 @@ impl Mapping {
         self.backing.is_some()
     }
 
-    /// What a device reaches, unless the client did not share it.
+    /// The memory that a device can reach, if the client shared it.
     pub(crate) fn memory(&self) -> Option<MemoryRange> {
         self.backing.as_ref().map(|backing| MemoryRange {
             file: Arc::clone(&backing.file),
@@ -70,8 +69,8 @@ impl Mapping {
         })
     }
 
-    /// The range of all of its file, as far as it is memory: the region of a
-    /// memory device, which the client may map in parts.
+    /// The GPA range of its whole file: the region of a memory device, which the client may map in
+    /// parts.
     pub(crate) fn region(&self) -> Option<GpaRange> {
         let backing = self.backing.as_ref()?;
         let start = self.range.start().get().checked_sub(backing.offset)?;
@@ -79,25 +78,25 @@ impl Mapping {
         GpaRange::new(Gpa::new(start), size / PAGE_SIZE * PAGE_SIZE).ok()
     }
 
-    /// Whether it is RAM where every guest has some, unless a vIOMMU is between.
+    /// Whether it is shared memory at 1 MiB, where every guest has RAM unless behind a vIOMMU.
     pub(crate) fn is_low_ram(&self) -> bool {
         self.is_shared() && self.range.contains(LOW_MEMORY)
     }
 
-    /// Whether it is guest RAM that the client keeps to itself. Other memory
-    /// without a descriptor is a ROM, or a BAR of some device.
+    /// Whether it is guest RAM that the client did not share. Other memory without a descriptor is
+    /// a ROM or a BAR.
     pub(crate) fn is_private_ram(&self) -> bool {
         let is_ram_at = |at| self.range.contains(at) && !self.may_be_bar();
         !self.is_shared() && [LOW_MEMORY, HIGH_MEMORY].into_iter().any(is_ram_at)
     }
 
-    /// Whether it is as a memory BAR above 4 GiB must be: a power of two in size, and
-    /// aligned to that (PCI Local Bus 3.0, 6.2.5.1), or the first part of one, which its
-    /// MSI-X table divides; a first part of 1 MiB and more that is no power of two is
-    /// taken for RAM. A VM without RAM up there may have a BAR at its beginning.
+    /// Whether it may be a memory BAR above 4 GiB: a naturally aligned power of two in size (PCI
+    /// Local Bus 3.0, 6.2.5.1), or the first part of a BAR that is split by its MSI-X table. A
+    /// first part of 1 MiB or more that is not a power of two is taken for RAM. A VM without RAM
+    /// above 4 GiB may have a BAR at 4 GiB.
     ///
-    /// High RAM of such a size that is private, unlike the low RAM, is taken
-    /// for a BAR: DMA to it faults.
+    /// Private high RAM of such a size next to shared low RAM is therefore taken for a BAR: DMA to
+    /// it faults.
     fn may_be_bar(&self) -> bool {
         let (start, len) = (self.range.start(), self.range.len());
         let is_whole = len.is_power_of_two() && start.get().is_multiple_of(len);
@@ -105,7 +104,7 @@ impl Mapping {
     }
 }
 
-/// Why a map or unmap is refused; the errno is what the client is told.
+/// A refused map or unmap. The client receives its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum DmaError {
     #[error("range {start:#x}+{len:#x} is empty, not page aligned, or wraps")]
@@ -141,18 +140,17 @@ impl DmaError {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DmaTable {
     mappings: BTreeMap<u64, Mapping>,
-    /// The files of the mappings. A client sends a descriptor with each
-    /// mapping, nearly always of the same file: one is kept.
+    /// The files of the mappings, deduplicated: a client sends a descriptor with each mapping,
+    /// nearly always of the same file.
     files: BTreeMap<FileKey, Weak<File>>,
     /// Ranges whose mapping was refused, by first address and length.
     refused: BTreeMap<(u64, u64), DmaError>,
 }
 
-/// Device, inode and access mode: the same for descriptors that are as good as
-/// each other for `mmap`.
+/// Device, inode and access mode: equal for descriptors that are equivalent for `mmap`.
 type FileKey = (u64, u64, u32);
 
-/// Why no device may do DMA.
+/// The reason that DMA is blocked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Blocked {
     #[error(
@@ -208,8 +206,7 @@ impl DmaTable {
         Ok(mapping)
     }
 
-    /// Forgets the mappings within a range, and that some were refused there.
-    /// Returns what is to be unmapped.
+    /// Removes the mappings and refusals within a range. Returns the mappings to unmap.
     pub(crate) fn unmap(&mut self, start: u64, len: u64) -> Result<Vec<Mapping>, DmaError> {
         let range = page_range(start, len)?;
         let inside = |start: u64, len: u64| {
@@ -232,12 +229,12 @@ impl DmaTable {
         Ok(found)
     }
 
-    /// Forgets everything. Returns what is to be unmapped.
+    /// Removes all entries. Returns the mappings to unmap.
     pub(crate) fn unmap_all(&mut self) -> Vec<Mapping> {
         std::mem::take(self).mappings.into_values().collect()
     }
 
-    /// The descriptor that is kept for the file that `file` is one of.
+    /// The kept descriptor of the file that `file` refers to.
     fn one_of(&mut self, key: FileKey, file: &Arc<File>) -> Result<Arc<File>, DmaError> {
         if let Some(kept) = self.files.get(&key).and_then(Weak::upgrade) {
             return Ok(kept);
@@ -255,8 +252,7 @@ impl DmaTable {
         self.mappings.values()
     }
 
-    /// Why no device may do DMA, if there is a reason: guest RAM that the
-    /// guest will tell a device to use and the device cannot reach.
+    /// The reason that DMA is blocked, if any: guest RAM that a device cannot reach.
     pub(crate) fn blocked(&self) -> Option<Blocked> {
         let private = self.iter().find(|mapping| mapping.is_private_ram());
         private.map(Blocked::private_ram).or_else(|| {
@@ -265,7 +261,7 @@ impl DmaTable {
         })
     }
 
-    /// Which ranges resolve to memory that a device can reach.
+    /// The ranges that a device can reach.
     pub(crate) fn oracle(&self) -> TableOracle {
         TableOracle(
             self.iter()
@@ -300,7 +296,7 @@ impl Blocked {
     }
 }
 
-/// Answers the layout probe from the table.
+/// A memory map for the layout probe.
 pub(crate) struct TableOracle(RangeSet);
 
 impl MemoryMap for TableOracle {
@@ -317,8 +313,8 @@ fn page_range(start: u64, len: u64) -> Result<GpaRange, DmaError> {
     GpaRange::new(Gpa::new(start), len).map_err(|_| bad)
 }
 
-/// The file must be a memory file that holds the whole mapping now. (It may
-/// shrink later: whoever maps it guards against that.)
+/// Checks that the file is a memory file that contains the whole mapping now. (It may shrink later:
+/// code that maps it guards against SIGBUS.)
 fn check_file(start: u64, len: u64, backing: &Backing) -> Result<FileKey, DmaError> {
     let offset = backing.offset;
     let bad = DmaError::File { start, len, offset };
@@ -401,7 +397,7 @@ mod tests {
         assert_eq!(table.blocked(), None);
         let error = table.map(0x2000, 0x2000, true, memory(0x1000)).unwrap_err();
         assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
-        // The rest of memory comes and goes; the refusal stays.
+        // Unmapping other memory keeps the refusal.
         table.unmap(0, 0x2000).unwrap();
         assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
         assert!(table.unmap(0x2000, 0x2000).unwrap().is_empty());
@@ -475,20 +471,19 @@ mod tests {
     #[test]
     fn private_memory_at_the_well_known_places_is_ram_that_is_not_shared() {
         let mut table = mapped(&[(0, 0xa_0000)]);
-        // ROMs, and a graphics card's memory, in BARs below and above 4 GiB.
+        // ROMs, and the BARs of a graphics card below and above 4 GiB.
         table.map(0xfffc_0000, 0x4_0000, false, None).unwrap();
         table.map(0xc_0000, 0x2_0000, true, None).unwrap();
         table.map(0xc000_0000, 0x1000_0000, true, None).unwrap();
         table.map(0x80_0000_0000, 0x1000_0000, true, None).unwrap();
         assert_eq!(table.blocked(), None);
-        // A BAR at the very beginning of the 64-bit space, in a VM whose RAM
-        // is all below 4 GiB.
+        // A BAR at 4 GiB, in a VM whose RAM is all below 4 GiB.
         for len in [1 << 12, 16 << 20, 4u64 << 30] {
             table.map(4 << 30, len, true, None).unwrap();
             assert_eq!(table.blocked(), None, "{len:#x}");
             table.unmap(4 << 30, len).unwrap();
         }
-        // Low RAM, and what no BAR can be.
+        // Low RAM, and a size that no BAR can have.
         for (start, mib) in [(0x10_0000, 1024), (4 << 30, 3)] {
             table.map(start, mib << 20, true, None).unwrap();
             assert_eq!(table.blocked(), Some(Blocked::PrivateRam { start, mib }));

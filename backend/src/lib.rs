@@ -1,14 +1,15 @@
 //! The per-VM process: serves borrowed devices to QEMU over vfio-user.
 //!
-//! The protocol is `farside_vfio_user`'s, the trapped configuration space
-//! `farside_config_space`'s; here they meet the borrow:
+//! Combines the protocol of `farside_vfio_user` and the trapped configuration space of
+//! `farside_config_space` with the borrow:
 //!
-//! - `dma_table`: what the client said of guest memory.
-//! - `borrow`: the state machine of a borrow, and the thread that does its work.
-//! - `device`: one device: requests in, answers out.
-//! - `directory`, `sockets`: where all that is found.
-//! - `lookup`, `served`: devices are looked up, and come and go.
-//! - `server`, `status`, `admin`, [`Backend`]: all of it on one event loop.
+//! - `dma_table`: the client's DMA mappings.
+//! - `borrow`: the state machine of a borrow, and its worker thread.
+//! - `device`: the requests to one device.
+//! - `directory`, `sockets`: the directory and sockets of the VM.
+//! - `lookup`, `served`: device lookup, and attaching and detaching devices.
+//! - `server`, `status`, `admin`, [`Backend`]: the subscribers of the event loop, and the loop
+//!   itself.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,5 @@
-//! Finds a device at the lenders and makes what serves it. That may take as long
-//! as the lenders take to answer: while the backend runs it is done on a thread
-//! of its own.
+//! Finds a device at the lenders and creates its server. Blocks until the lenders answer, so it
+//! runs on its own thread while the backend runs.
 
 use std::{
     path::PathBuf,
@@ -23,7 +22,7 @@ use crate::{
     sockets::Sockets,
 };
 
-/// What all devices of a VM have in common.
+/// The settings that all devices of a VM share.
 pub(crate) struct Lookup {
     vm: String,
     lenders: Vec<Address>,
@@ -37,7 +36,7 @@ pub(crate) struct Lookup {
     sockets: Mutex<Sockets>,
 }
 
-/// A device that a lender has, and that can reach the VM's RAM.
+/// A device found at a lender that can reach the VM's RAM.
 pub(crate) struct Found {
     lender: Address,
     described: Described,
@@ -63,7 +62,7 @@ impl Lookup {
         &self.vm
     }
 
-    /// Looks a device up. Nothing is borrowed.
+    /// Looks a device up. Borrows nothing.
     pub(crate) fn find(&self, device: &str) -> Result<Found, StartError> {
         let (lender, described) = self.describe(device)?;
         if lender.route() == Route::Ntb && self.ntb.is_none() {
@@ -76,13 +75,13 @@ impl Lookup {
         Ok(Found { lender, described })
     }
 
-    /// Makes a device's socket and all behind it.
+    /// Creates a device's socket and server.
     pub(crate) fn serve(&self, id: &str, found: Found) -> Result<DeviceServer, StartError> {
         let Found { lender, described } = found;
         let settings = Settings {
             vm: self.vm.clone(),
             device: id.to_owned(),
-            // No eventfd reaches another host.
+            // Eventfds cannot be sent to another host.
             relay_interrupts: self.interrupts == Interrupts::Relayed || lender.is_tcp(),
             ntb: match lender.route() {
                 Route::Memory => None,
@@ -112,7 +111,7 @@ impl Lookup {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lender that has the device, and what it says of it.
+    /// The lender that has the device, and its description.
     fn describe(&self, device: &str) -> Result<(Address, Described), StartError> {
         let mut unreachable = None;
         for lender in &self.lenders {
@@ -146,7 +145,7 @@ impl Lookup {
         }
     }
 
-    /// Whether the device can reach RAM where the VM will have it.
+    /// Checks that the device can reach the VM's RAM ranges.
     fn check_ram(&self, device: &str, lender: &Address) -> Result<(), StartError> {
         if self.ram.is_empty() {
             return Ok(());
@@ -161,7 +160,7 @@ impl Lookup {
     }
 }
 
-/// Ids come to be file names of sockets.
+/// Device ids become file names of sockets.
 pub(crate) fn check_device(device: &str) -> Result<(), StartError> {
     Ok(check_name_of("device id", device)?)
 }

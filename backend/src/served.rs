@@ -1,8 +1,7 @@
-//! The devices that a backend serves, which may come and go while it runs.
+//! The devices that a backend serves; they can be attached and detached at run time.
 //!
-//! The list is shared by those who look at it (status) and who change it
-//! (control); only [`Served::apply`], between two rounds of the event loop,
-//! brings subscribers there and takes them away.
+//! The status and control sockets share the list; only [`Served::apply`], between two rounds of the
+//! event loop, adds and removes subscribers.
 
 use std::{
     path::PathBuf,
@@ -17,14 +16,14 @@ use farside_backend_api::{DeviceReport, admin};
 
 use crate::{backend::Subscriber, server::DeviceServer};
 
-/// All of them. Clones are handles to the same list.
+/// The list of served devices. Clones share it.
 #[derive(Clone, Default)]
 pub(crate) struct Served(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
     devices: Mutex<Vec<Entry>>,
-    /// There is something for [`Served::apply`]: looked at in each round.
+    /// [`Served::apply`] has work; checked in each round.
     pending: AtomicBool,
 }
 
@@ -32,28 +31,28 @@ struct Entry {
     id: String,
     socket: PathBuf,
     server: Arc<Mutex<DeviceServer>>,
-    /// None until the event loop has it.
+    /// `None` until added to the event loop.
     subscriber: Option<SubscriberId>,
-    /// It came after the backend's start.
+    /// Attached after the backend's start.
     attached: bool,
-    /// What to do when it has been given back.
+    /// Called when it has been returned. Set while it is being detached.
     leaving: Option<Gone>,
 }
 
-/// Called, on a thread of its own, when a device is given back.
+/// Called on its own thread when a device has been returned.
 pub(crate) type Gone = Box<dyn FnOnce() + Send>;
 
-/// How a device stands in the list.
+/// The status of a device in the list.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
     Unknown,
-    /// Served here.
+    /// Served at this socket.
     At(PathBuf),
-    /// On its way out.
+    /// Being detached.
     Leaving,
 }
 
-/// Why a device does not go.
+/// The reason that a device cannot be detached.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stays {
     Unknown,
@@ -83,8 +82,7 @@ impl Served {
         }
     }
 
-    /// Has a device given back and forgotten. A client that has not let go of
-    /// it keeps it, unless `force`.
+    /// Returns a device and removes it from the list. Fails while a client uses it, unless `force`.
     pub(crate) fn remove(&self, id: &str, force: bool, gone: Gone) -> Result<(), Stays> {
         let mut devices = self.lock();
         let entry = devices.iter_mut().find(|entry| entry.id == id);
@@ -102,8 +100,7 @@ impl Served {
         Ok(())
     }
 
-    /// Brings new devices to the event loop, and takes those away that are
-    /// given back.
+    /// Adds new devices to the event loop, and removes returned ones.
     pub(crate) fn apply(&self, manager: &mut EventManager<Subscriber>) {
         if !self.0.pending.swap(false, Ordering::Relaxed) {
             return;
@@ -135,7 +132,7 @@ impl Served {
         }
     }
 
-    /// What there is to say about them now.
+    /// The reports of all devices.
     pub(crate) fn reports(&self) -> Vec<DeviceReport> {
         let reports = |entry: &Entry| DeviceReport {
             attached: entry.attached,
@@ -144,7 +141,7 @@ impl Served {
         self.lock().iter().map(reports).collect()
     }
 
-    /// The same in short.
+    /// Summaries of all devices.
     pub(crate) fn list(&self) -> Vec<admin::Served> {
         let served = |entry: &Entry| {
             let server = lock(&entry.server);
@@ -159,7 +156,7 @@ impl Served {
         self.lock().iter().map(served).collect()
     }
 
-    /// The devices that a client has and has not released.
+    /// The devices in use by a client.
     pub(crate) fn in_use(&self) -> Vec<String> {
         let devices = self.lock();
         let in_use = devices.iter().filter(|entry| lock(&entry.server).in_use());
@@ -177,7 +174,7 @@ impl Served {
     }
 }
 
-/// Drops a device where it holds nobody up: its worker has to end first.
+/// Drops a device on its own thread, because that waits for its worker to end.
 fn forget(entry: Entry) {
     let Entry {
         id,

@@ -23,15 +23,13 @@ use rustix::{
 
 use crate::device::{Conclusion, Device, Then};
 
-/// Requests of one client that are served before others have their turn.
+/// Maximum number of requests of one client processed per round of the event loop.
 const BUDGET: usize = 64;
 
-/// How long a lender may leave a register read unanswered. Shorter than a
-/// VMM's message timeout of 5 s.
+/// Timeout of a register read at the lender. Shorter than a VMM's message timeout of 5 s.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What the event loop waits for on behalf of a device; the `data` of its
-/// events.
+/// The event sources of a device; the `data` of its events.
 #[derive(Clone, Copy)]
 enum Source {
     Listener,
@@ -57,13 +55,13 @@ pub(crate) struct DeviceServer {
     listener: Listener,
     client: Option<Client>,
     timer: OwnedFd,
-    /// Whether the timer runs.
+    /// Whether the timer is armed.
     timed: bool,
-    /// What is registered with the event loop now.
+    /// The current registrations with the event loop.
     watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
-    /// Clients that are gone, until the event loop no longer watches them.
+    /// Disconnected clients, kept until the event loop no longer watches them.
     retired: Vec<Client>,
-    /// No client is to have it any more.
+    /// The device accepts no more clients.
     retiring: bool,
 }
 
@@ -98,42 +96,42 @@ impl DeviceServer {
         })
     }
 
-    /// Where a client connects.
+    /// The path of the vfio-user socket.
     pub(crate) fn socket(&self) -> &Path {
         self.listener.path()
     }
 
-    /// Whether a client has the device and has not let go of it.
+    /// Whether a client uses the device and has not unplugged it.
     pub(crate) fn in_use(&self) -> bool {
         let stays = |client: &Client| !self.device.is_released() && !client.has_hung_up();
         self.client.as_ref().is_some_and(stays)
     }
 
-    /// Gives the device back, and lets no client have it any more.
+    /// Disconnects the client, returns the device and accepts no more clients.
     pub(crate) fn retire(&mut self) {
         self.retiring = true;
-        // The rest is done where the event loop can be told.
+        // The event handler does the rest, since it can change the registrations.
         self.device.worker().wakeup().raise();
     }
 
-    /// Whether the device is given back for good.
+    /// Whether the device is returned for good.
     pub(crate) fn is_retired(&self) -> bool {
         self.retiring && self.client.is_none() && !self.device.is_busy()
     }
 
-    /// What there is to say about the device now.
+    /// The device's current report.
     pub(crate) fn report(&self) -> DeviceReport {
         self.device.report()
     }
 
     fn accept(&mut self) {
-        // The last client's end may be waiting to be told in this same round:
-        // a VM that is started again at once is not to be turned away for it.
+        // The old client's HUP may be later in this epoll batch. Drop the client now, so that a
+        // quick VM restart is not refused.
         if self.client.as_ref().is_some_and(Client::has_hung_up) {
             self.drop_client(&ConnectionError::Closed);
         }
-        // A VMM that has unplugged the device may keep the connection for as
-        // long as it runs, and plug the device in again by another.
+        // A VMM that has unplugged the device may keep the connection while it runs, and hot-plug
+        // the device again over a new one.
         if self.client.is_some() && self.device.is_unplugged() {
             self.let_go();
         }
@@ -158,13 +156,13 @@ impl DeviceServer {
         }
     }
 
-    /// Whether the last client's device is still being given back. The next
-    /// one waits in the backlog.
+    /// Whether the device is still being returned after the last client. The next client waits in
+    /// the backlog.
     fn is_leaving(&self) -> bool {
         self.client.is_none() && self.device.is_busy()
     }
 
-    /// Serves what the client has sent, until it has to wait.
+    /// Processes the client's requests until one has to wait.
     fn pump(&mut self) {
         while let Some(client) = &mut self.client {
             if self.device.is_busy() {
@@ -176,9 +174,10 @@ impl DeviceServer {
             } = client;
             match pump(connection, session, &mut self.device, BUDGET) {
                 Ok(Pumped::Idle | Pumped::Full) => return,
-                // Some may be read already, of which the socket says nothing.
+                // Requests may already be buffered, for which the socket does not become readable:
+                // wake this handler.
                 Ok(Pumped::Budget) => return self.device.worker().wakeup().raise(),
-                // The answer may be there already.
+                // The worker's answer may be available already.
                 Ok(Pumped::Later) => {}
                 Err(error) => return self.drop_client(&error),
             }
@@ -212,7 +211,7 @@ impl DeviceServer {
         }
     }
 
-    /// Does what concludes a held request, if anything does.
+    /// Sends the answer to the held request, if `by` completes it.
     fn conclude(&mut self, by: impl FnOnce(&mut Device) -> Option<Conclusion<'_>>) {
         let Some(Conclusion { to, reply, then }) = by(&mut self.device) else {
             return;
@@ -237,8 +236,8 @@ impl DeviceServer {
         }
     }
 
-    /// Lets the timer run while a register read waits. It is left to run when
-    /// that is answered: setting it for each read would cost a system call.
+    /// Arms the timer while a register read is pending. It stays armed after the answer: setting it
+    /// for each read would cost a system call.
     fn set_timer(&mut self) {
         let Some(since) = self.device.register_read_since().filter(|_| !self.timed) else {
             return;
@@ -261,7 +260,7 @@ impl DeviceServer {
         }
     }
 
-    /// Makes the event loop watch what matters now.
+    /// Updates the registrations with the event loop.
     fn watch(&mut self, ops: &mut EventOps) {
         for source in Source::ALL {
             let wanted = self.wanted(source);
@@ -292,12 +291,11 @@ impl DeviceServer {
                 (!waits).then_some((fd, EventSet::IN))
             }
             Source::Client => self.client.as_ref().map(|client| {
-                // Level-triggered, the kernel would look at the socket once more
-                // at each wait. Whatever is left unread is asked for again
-                // when the set changes, or by `pump`.
+                // Level-triggered, the kernel would poll the socket again at each wait. Unread data
+                // is reported again when the set changes, or read by `pump`.
                 let mut set = EventSet::EDGE_TRIGGERED;
-                // What it sends while a request is held stays in the socket;
-                // that it hangs up is told all the same.
+                // While a request is held, further ones stay in the socket; a hang-up is reported
+                // nevertheless.
                 let input = EventSet::IN | EventSet::READ_HANG_UP;
                 set.set(input, !self.device.is_busy());
                 set.set(EventSet::OUT, client.connection.wants_write());
@@ -336,7 +334,7 @@ impl MutEventSubscriber for DeviceServer {
         self.pump();
         self.set_timer();
         self.watch(ops);
-        // Only now may descriptors close that the event loop watched.
+        // Close descriptors only after the event loop has stopped watching them.
         self.retired.clear();
         self.device.drop_retired();
     }

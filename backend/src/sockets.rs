@@ -1,5 +1,4 @@
-//! The sockets of a VM: those that the service manager has made are taken, the
-//! others are made here.
+//! The sockets of a VM: from the service manager if it passed them, else created here.
 
 use std::path::{Path, PathBuf};
 
@@ -8,11 +7,11 @@ use farside_vfio_user::Listener;
 
 use crate::StartError;
 
-/// Directories above a VM's own that members of a socket group have to pass: `vm`,
-/// and the runtime directory.
+/// Number of parent directories that members of a socket group must be able to traverse: `vm` and
+/// the runtime directory.
 const PARENTS: usize = 2;
 
-/// Connections that may wait to be accepted.
+/// The listen backlog.
 const BACKLOG: i32 = 32;
 
 /// Where the VM's sockets come from.
@@ -24,7 +23,7 @@ pub(crate) struct Sockets {
 }
 
 impl Sockets {
-    /// `directory` is the VM's, which the caller holds.
+    /// `directory` is the VM's; the caller holds its lock.
     pub(crate) fn new(directory: &Path, group: Option<SocketGroup>, activated: Activated) -> Self {
         Self {
             directory: directory.to_owned(),
@@ -33,7 +32,7 @@ impl Sockets {
         }
     }
 
-    /// The socket at which QEMU finds a device.
+    /// A device's vfio-user socket.
     pub(crate) fn device(&mut self, device: &str) -> Result<Listener, StartError> {
         let path = self.directory.join(paths::device_socket_name(device));
         if let Some(socket) = self.activated.take_path(&path, SocketKind::Stream)? {
@@ -41,20 +40,20 @@ impl Sockets {
         }
         let listener = Listener::bind(&path)?;
         if let Some(group) = &self.group {
-            // Not before: where the service manager made the sockets, it has seen
-            // to the directory too, and this user need not be a member.
+            // Only for sockets created here: a service manager that passes sockets also sets up
+            // their directory, and this user need not be a member.
             group.admit_into(&self.directory, PARENTS)?;
             group.admit(&path)?;
         }
         Ok(listener)
     }
 
-    /// The status socket, which is this user's alone.
+    /// The status socket, accessible to this user only.
     pub(crate) fn status(&mut self) -> Result<OwnedListener, StartError> {
         self.own(paths::STATUS_SOCKET_NAME)
     }
 
-    /// The control socket, which is this user's alone too.
+    /// The control socket, accessible to this user only.
     pub(crate) fn control(&mut self) -> Result<OwnedListener, StartError> {
         self.own(paths::CONTROL_SOCKET_NAME)
     }
@@ -67,7 +66,7 @@ impl Sockets {
         Ok(OwnedListener::bind(&path, SocketKind::Stream, BACKLOG)?)
     }
 
-    /// An error when the service manager has made a socket that nobody took.
+    /// Fails if a socket from the service manager is unused.
     pub(crate) fn check_all_taken(&mut self, vm: &str) -> Result<(), StartError> {
         let activated = std::mem::take(&mut self.activated);
         activated.finish(&format!(

@@ -1,5 +1,5 @@
-//! Answers `farside status`: whoever connects to the status socket is sent the
-//! state of this backend as JSON, and the connection is closed.
+//! The status socket, for `farside status`: sends each client the state of this backend as JSON,
+//! then closes the connection.
 
 use std::{
     io::{self, ErrorKind, Write},
@@ -15,8 +15,7 @@ use crate::served::Served;
 use farside_backend_api::{BackendReport, status::FORMAT};
 use farside_daemon::{OwnedListener, RateLimit};
 
-/// Most peers that have not read all of their report yet. Others wait to be
-/// accepted. Bounds memory.
+/// Maximum number of peers with an unread report; others stay in the backlog. Bounds memory.
 const MAX_PEERS: usize = 16;
 
 /// The status socket on the event loop.
@@ -25,12 +24,11 @@ pub(crate) struct StatusServer {
     socket: OwnedListener,
     served: Served,
     peers: Vec<Peer>,
-    /// Lines on requests that cannot be answered.
+    /// Limits the log lines on requests that cannot be answered.
     unanswered: RateLimit,
 }
 
-/// Who is being sent a report. One of functions with thousands of vectors can be
-/// more than a socket takes at once.
+/// A peer that is being sent a report. With thousands of vectors it can exceed the socket buffer.
 struct Peer {
     socket: UnixStream,
     report: Vec<u8>,
@@ -38,7 +36,7 @@ struct Peer {
 }
 
 impl Peer {
-    /// Sends what the socket takes. Returns whether that was the rest.
+    /// Sends as much as the socket accepts. Returns whether the report is complete.
     fn send(&mut self) -> io::Result<bool> {
         while self.sent < self.report.len() {
             match self.socket.write(&self.report[self.sent..]) {
@@ -72,7 +70,7 @@ impl StatusServer {
         })
     }
 
-    /// Accepts and answers those who wait, for as long as there is room.
+    /// Accepts and answers pending connections while there is room.
     fn accept(&mut self, ops: &mut EventOps) -> io::Result<()> {
         while self.peers.len() < MAX_PEERS {
             let Some(socket) = self.socket.accept()? else {
@@ -90,7 +88,7 @@ impl StatusServer {
             }
         }
         if self.peers.len() == MAX_PEERS {
-            // Until one has gone.
+            // Until a peer disconnects.
             ops.modify(Events::new(&self.socket, EventSet::empty()))
                 .map_err(io::Error::other)?;
         }

@@ -1,4 +1,4 @@
-//! One connection of an administrator: lines in, answers out, one at a time.
+//! One connection to the control socket. Processes one request line at a time.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -11,16 +11,15 @@ use std::{
 use event_manager::EventSet;
 use farside_backend_api::admin::{Answer, MAX_REQUEST, Refusal, RefusalKind};
 
-/// A peer.
 pub(super) struct Peer {
     socket: UnixStream,
-    /// By which those who work for it know it.
+    /// Identifies the peer to the threads that work for it.
     pub(super) token: u64,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
-    /// Its request is in hand: no other is read.
+    /// A request is in progress; no other is read.
     waiting: bool,
-    /// It sends no more.
+    /// The peer has shut down its sending direction.
     ended: bool,
 }
 
@@ -40,7 +39,7 @@ impl Peer {
         self.socket.as_raw_fd()
     }
 
-    /// Reads what is there, but no more than a request's length.
+    /// Reads the available input, up to the length of one request.
     pub(super) fn receive(&mut self) -> io::Result<()> {
         while !self.ended && self.inbox.len() < MAX_REQUEST {
             let mut piece = [0; MAX_REQUEST];
@@ -56,8 +55,7 @@ impl Peer {
         Ok(())
     }
 
-    /// The next whole line. A request that is too long is an error, after which
-    /// the peer is of no more use.
+    /// Returns the next complete line. Fails if a request is too long; close the connection then.
     pub(super) fn next_line(&mut self) -> Result<Option<Vec<u8>>, Refusal> {
         match self.inbox.iter().position(|&byte| byte == b'\n') {
             Some(end) => Ok(Some(self.inbox.drain(..=end).collect())),
@@ -78,7 +76,7 @@ impl Peer {
         self.outbox.push(b'\n');
     }
 
-    /// Sends what the socket takes.
+    /// Sends as much as the socket accepts.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while !self.outbox.is_empty() {
             match self.socket.write(&self.outbox) {
@@ -103,12 +101,12 @@ impl Peer {
         !self.outbox.is_empty()
     }
 
-    /// Whether nothing more comes from it.
+    /// Whether the peer has shut down its sending direction.
     pub(super) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// What the event loop is to watch. That it hangs up is told in any case.
+    /// Events to watch. epoll always reports `EPOLLHUP`.
     pub(super) fn interest(&self) -> EventSet {
         let mut set = EventSet::empty();
         set.set(EventSet::OUT, self.wants_write());

@@ -1,4 +1,4 @@
-//! What a client maps of a physical device's BARs.
+//! The mmap-able memory of a physical device's BARs.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -11,22 +11,21 @@ use farside_pci::Description;
 #[derive(Clone, Debug)]
 pub(crate) struct BarFile {
     pub(crate) file: Arc<OwnedFd>,
-    /// Where the BAR begins in the file, bytes.
+    /// Offset of the BAR in the file, in bytes.
     pub(crate) offset: u64,
 }
 
-/// For each BAR with mappable areas, what a client maps of it.
+/// The memory to map for each BAR with sparse mmap areas.
 #[derive(Default)]
 pub(crate) struct LeasedBars {
     pub(crate) files: Vec<Option<BarFile>>,
-    /// The way of the VM's CPUs to the other host, while the lease lasts.
+    /// The VM's CPUs access the peer host through it. Open for the duration of the lease.
     pub(crate) window: Option<BarWindow>,
 }
 
 impl LeasedBars {
-    /// What the lender said, `bars`, and sent, `files`, made into what a client
-    /// can map. The two have as many entries as the device has BARs with
-    /// mappable areas, and files.
+    /// Combines the lender's description, `bars`, and its descriptors, `files`, into memory that a
+    /// client can map. Both have one entry for each BAR with sparse mmap areas, and each file.
     pub(crate) fn new(
         description: &Description,
         ntb: Option<&Adapter>,
@@ -62,10 +61,10 @@ impl LeasedBars {
     }
 }
 
-/// A window of this host's NTB onto BARs at the other host.
+/// A window of this host's NTB onto BARs at the peer host.
 struct Through {
     window: BarWindow,
-    /// The file to map, and where its window BAR begins in it.
+    /// The file to map; its window BAR begins at `file_offset`.
     file: Arc<OwnedFd>,
     file_offset: u64,
 }
@@ -81,7 +80,7 @@ impl Through {
         })
     }
 
-    /// How to map the BAR at far address `address`.
+    /// The file and offset to map the BAR at peer address `address`.
     fn file(&self, address: u64) -> Option<BarFile> {
         let skip = address.checked_sub(self.window.far().get())?;
         Some(BarFile {

@@ -1,10 +1,10 @@
-//! What stands between a device and guest RAM.
+//! Errors of the DMA path between a device and guest RAM.
 
 use farside_fabric::{FabricError, pin::PinError};
 use farside_lender_protocol::{CallError, ErrorKind};
 use farside_ntb::NtbError;
 
-/// Why a way to guest RAM could not be made or changed.
+/// The DMA path to guest RAM could not be created or changed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PathError {
     #[error(transparent)]
@@ -18,7 +18,7 @@ pub(crate) enum PathError {
 }
 
 impl PathError {
-    /// Whether there was no room for what was asked for; nothing was done then.
+    /// Whether the request exceeded a limit; in that case it had no effect.
     pub(crate) fn is_limit(&self) -> bool {
         match self {
             Self::Lender(CallError::Refused(error)) => error.kind == ErrorKind::Limit,

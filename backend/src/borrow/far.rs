@@ -1,5 +1,4 @@
-//! The borrower's end of a device's way to guest RAM: far addresses, and who
-//! maps memory there.
+//! The borrower's end of a DMA path: peer addresses, and the IOMMU domain that maps memory there.
 
 use std::os::fd::AsFd;
 
@@ -9,27 +8,27 @@ use farside_ntb::{Adapter, BorrowerNtb, FarRange};
 
 use super::error::PathError;
 
-/// Windows begin at multiples of this where far addresses are only numbers to
-/// the lender: a multiple of what any adapter's translation is aligned to.
+/// Alignment of windows where the borrower chooses peer addresses freely: a multiple of any
+/// adapter's translation alignment.
 pub(super) const FAR_STEP: u64 = 1 << 40;
 
-/// Who maps guest RAM at far addresses.
+/// Maps guest RAM at peer addresses.
 #[derive(Default)]
 pub(crate) enum FarSide {
-    /// The lender, which has both ends of the way.
+    /// The lender, which holds both ends of the path.
     #[default]
     Lender,
     /// The lender, through its IOMMU. Slow, so it maps in steps that each meet the
     /// call's deadline.
     LendersIommu,
-    /// We, in the IOMMU domain of this host's NTB endpoint.
+    /// This backend, in the IOMMU domain of this host's NTB endpoint.
     Ntb(BorrowerNtb),
 }
 
-/// Far addresses of one window.
+/// Peer addresses of one window.
 pub(crate) struct Far {
     pub(super) start: u64,
-    /// Where they are shared with others: given back on drop.
+    /// Set if the addresses are shared between devices: released on drop.
     _range: Option<FarRange>,
 }
 
@@ -42,13 +41,13 @@ impl FarSide {
         }
     }
 
-    /// Whether an IOMMU translates what the device reaches: changing that takes
-    /// time that grows with the memory.
+    /// Whether an IOMMU translates the device's DMA: the time of a map or unmap then grows with its
+    /// size.
     pub(crate) fn is_behind_iommu(&self) -> bool {
         !matches!(self, Self::Lender)
     }
 
-    /// Room for a window; `free` finds it where nobody else takes any.
+    /// Reserves peer addresses for a window; `free` chooses them where they are not shared.
     pub(super) fn take(&self, len: u64, free: impl FnOnce() -> u64) -> Result<Far, PathError> {
         Ok(match self {
             Self::Lender | Self::LendersIommu => Far::at(free()),
@@ -62,7 +61,7 @@ impl FarSide {
         })
     }
 
-    /// Maps `memory`; `done` says how much of it is mapped, also on an error.
+    /// Maps `memory`; sets `done` to the number of bytes mapped, also on error.
     pub(super) fn map(
         &mut self,
         client: &mut Client,
@@ -115,8 +114,8 @@ impl Far {
     }
 }
 
-/// How much of `len` bytes a lender's IOMMU is asked to map at a time: little
-/// enough to be answered in time, and few enough steps for its tables.
+/// Bytes per map request to the lender's IOMMU for a mapping of `len` bytes: small enough to meet
+/// the call deadline, in few enough steps for the lender's tables.
 fn step(len: u64) -> u64 {
     const STEPS: u64 = 64;
     len.div_ceil(STEPS).next_multiple_of(256 << 20)

@@ -1,10 +1,9 @@
-//! Pins that the mappings of a guest behind a vIOMMU share.
+//! Pins shared by the mappings of a guest with a vIOMMU.
 //!
-//! Such a guest maps each page of a buffer before an I/O and unmaps it after. To
-//! pin page by page would cost more than the I/O, so the chunk of the file that a
-//! page is in ([`CHUNK`] or more) is pinned when a page of it is first mapped, and stays
-//! pinned until the path closes: the guest's buffers come back. It is never more
-//! than guest RAM, which a guest without a vIOMMU has pinned from the start.
+//! Such a guest maps each page of a buffer before an I/O and unmaps it after. Pinning page by page
+//! would cost more than the I/O, so the first mapping in a chunk of the file ([`CHUNK`] bytes or
+//! more) pins the whole chunk until the path closes: guests reuse their buffers. The total never
+//! exceeds guest RAM, all of which is pinned for a guest without a vIOMMU.
 
 use std::{collections::BTreeMap, fs::File, sync::Arc};
 
@@ -13,14 +12,14 @@ use farside_fabric::{
     pin::{PinError, PinOptions, PinReport, Pins},
 };
 
-/// Fewest bytes pinned at a time: a huge page, whose pages are pinned in one step.
+/// Minimum chunk size: a huge page, which is pinned in one step.
 const CHUNK: u64 = 2 << 20;
 
-/// Most chunks of a file. Each is a mapping of this process, of which the kernel
-/// allows it 65,530 (`vm.max_map_count`).
+/// Maximum number of chunks of a file. Each is a mapping of this process, which the kernel limits
+/// to 65,530 (`vm.max_map_count`).
 const MAX_CHUNKS: u64 = 4096;
 
-/// Pinned chunks, by the address of their file.
+/// Pinned chunks, by the address of their `File`.
 #[derive(Default)]
 pub(crate) struct PagePins {
     files: BTreeMap<usize, Chunks>,
@@ -29,10 +28,10 @@ pub(crate) struct PagePins {
 
 /// The pinned chunks of one file, by number.
 struct Chunks {
-    /// Bytes of each.
+    /// Bytes per chunk.
     size: u64,
     pins: BTreeMap<u64, Pins>,
-    /// Nobody else has its address while this lives.
+    /// Keeps the address, which is the key, from being reused.
     _file: Arc<File>,
 }
 
@@ -48,12 +47,12 @@ impl Chunks {
 }
 
 impl PagePins {
-    /// Whether memory of `len` bytes is pinned by the chunk.
+    /// Whether memory of `len` bytes is pinned in chunks.
     pub(crate) fn fits(len: u64) -> bool {
         len < CHUNK
     }
 
-    /// Pins the chunks that `memory` is in, unless they are.
+    /// Pins the chunks that contain `memory`, unless already pinned.
     pub(crate) fn pin(
         &mut self,
         memory: &MemoryRange,
@@ -74,7 +73,7 @@ impl PagePins {
             let offset = number * size;
             let chunk = MemoryRange {
                 offset,
-                // A file need not end with a chunk.
+                // The last chunk may be short.
                 len: size.min(file_size().saturating_sub(offset)),
                 ..memory.clone()
             };
@@ -86,7 +85,7 @@ impl PagePins {
         Ok(())
     }
 
-    /// Bytes that are pinned and locked.
+    /// Bytes pinned and locked.
     pub(crate) fn report(&self) -> PinReport {
         self.report
     }
@@ -129,10 +128,10 @@ mod tests {
             pins.pin(&page(offset, PAGE), &options).unwrap();
             assert_eq!(pinned(&pins), CHUNK);
         }
-        // Across the border, and into the file's last, short chunk.
+        // Across the chunk boundary, into the file's last, short chunk.
         pins.pin(&page(CHUNK - PAGE, 2 * PAGE), &options).unwrap();
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
-        // Beyond the file: refused, and nothing else is lost by it.
+        // Beyond the end of the file: refused without side effects.
         assert!(pins.pin(&page(2 * CHUNK, PAGE), &options).is_err());
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
         assert!(PagePins::fits(PAGE) && !PagePins::fits(CHUNK));

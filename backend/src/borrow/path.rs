@@ -1,5 +1,5 @@
-//! The way from a device to guest RAM: pins, mappings in the borrower's IOMMU
-//! domain, and windows onto them.
+//! The DMA path from a device to guest RAM: pins, mappings in the borrower's IOMMU domain, and
+//! windows onto them.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -17,31 +17,29 @@ use super::{
 };
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
-/// What opening came to.
+/// The memory behind an open path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OpenReport {
-    /// Bytes of guest RAM that are kept for the device, which reaches them;
-    /// behind a vIOMMU, those of them that are mapped.
+    /// Bytes of guest RAM that are pinned and reachable by the device; behind a vIOMMU, only the
+    /// mapped ones.
     pub(crate) bytes_pinned: u64,
     /// Of those, bytes locked in memory.
     pub(crate) bytes_locked: u64,
     pub(crate) dma_windows: u32,
     pub(crate) lut_entries: u32,
-    /// Bytes of guest RAM that came while the device ran and that it does not
-    /// reach.
+    /// Bytes of guest RAM that were added while the device ran and that it cannot reach.
     pub(crate) bytes_unreachable: u64,
 }
 
-/// A mapping that the device reaches.
+/// A mapping that the device can reach.
 struct Segment {
     range: GpaRange,
-    /// Where the borrower's domain has it: one piece for each window that it
-    /// is in.
+    /// Its mappings in the borrower's domain: one piece for each window that spans it.
     pieces: Vec<Piece>,
     pins: SegmentPins,
 }
 
-/// Who keeps a mapping's memory pinned.
+/// Owner of the pins of a mapping.
 #[derive(Default)]
 enum SegmentPins {
     /// [`PagePins`], for a page behind a vIOMMU, until the path closes.
@@ -57,46 +55,45 @@ struct Piece {
     far: u64,
 }
 
-/// A window, and where the borrower's domain has it.
+/// A window, and its place in the borrower's domain.
 struct Window {
     range: GpaRange,
     far: Far,
     lut_entries: u32,
 }
 
-/// The open way of one borrow. Dropping it unmaps, then unpins.
+/// The open DMA path of one borrow. Dropping it unmaps, then unpins.
 #[derive(Default)]
 pub(crate) struct OpenPath {
     far_side: FarSide,
     segments: BTreeMap<u64, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
-    /// Bytes of mappings that could not be added, by first address.
+    /// Sizes of the mappings that could not be added, by first address.
     unreachable: BTreeMap<u64, u64>,
-    /// What [`OpenPath::map`] has done of a mapping so far.
+    /// The part of a mapping that [`OpenPath::map`] has set up so far.
     adding: Adding,
-    /// What the windows of pages are multiples of, once one has shown what a LUT
-    /// entry translates.
+    /// Granularity of windows for pages, once a window has shown the size of a LUT entry.
     page_window: Option<u64>,
 }
 
-/// What there is to undo of a mapping that is being added.
+/// The state to roll back if adding a mapping fails.
 #[derive(Default)]
 struct Adding {
     /// First addresses of its windows.
     windows: Vec<u64>,
-    /// What of it the borrower's domain has.
+    /// Its pieces that the borrower's domain maps.
     pieces: Vec<Piece>,
     pins: SegmentPins,
 }
 
-/// Windows of pages are multiples of this until a window has shown what a LUT
-/// entry of the lender's translates; a power of two.
+/// Granularity of windows for pages until a window has shown the size of the lender's LUT entries;
+/// a power of two.
 const PAGE_WINDOW: u64 = 128 << 20;
 
 impl OpenPath {
-    /// A way to `far_side`, with nothing open. `page_window` is what another has
-    /// [learned](Self::page_window).
+    /// A path over `far_side` without windows. `page_window` is the
+    /// [`page_window`](Self::page_window) of an earlier path.
     pub(crate) fn new(far_side: FarSide, page_window: Option<u64>) -> Self {
         Self {
             far_side,
@@ -105,20 +102,19 @@ impl OpenPath {
         }
     }
 
-    /// What a LUT entry of the lender's translates, as far as that has shown.
+    /// The size of the lender's LUT entries, once a window has shown it.
     pub(crate) fn page_window(&self) -> Option<u64> {
         self.page_window
     }
 
-    /// Opens a window for each of the plan's, then pins all that `mappings`
-    /// share within them and maps it there. On an error some of that is done;
-    /// the caller closes.
+    /// Opens the plan's windows, then pins the shared memory of `mappings` and maps it in them. On
+    /// error the path may be partly open; the caller closes it.
     ///
-    /// Windows come first, so that a guest that does not fit is found before
-    /// its RAM is pinned, which takes long. Nothing masters the bus meanwhile.
+    /// Windows come first, so that a guest that does not fit is refused before the slow pinning of
+    /// its RAM. Bus mastering is disabled meanwhile.
     ///
-    /// The plan is of guest RAM. Behind a vIOMMU there are only pages, such as
-    /// those of queues that outlive a controller reset.
+    /// The plan covers guest RAM. Behind a vIOMMU there are only pages, such as those of queues
+    /// that outlive a controller reset; they are mapped one by one.
     pub(crate) fn open(
         &mut self,
         client: &mut Client,
@@ -139,7 +135,7 @@ impl OpenPath {
         let total = plan.ram_bytes();
         let mut before = 0;
         for mapping in shared() {
-            // Of one mapping; people want to know of the guest.
+            // `at` counts one mapping; report the progress of all guest RAM.
             let show = |at: PinProgress| {
                 if let Some(progress) = pinning.progress {
                     let done = before + at.done;
@@ -156,13 +152,12 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Makes one more mapping reachable, with windows for what no open one
-    /// spans. On an error, [`OpenPath::undo_map`] leaves what was open before.
+    /// Adds a mapping, and opens windows for the parts that no open window spans. On error, call
+    /// [`OpenPath::undo_map`] to restore the previous state.
     ///
-    /// Behind a vIOMMU, mappings are pages that come and go with each I/O. There
-    /// a window spans all that its LUT entry translates, so that the next pages
-    /// find it open, and stays open when it is empty: what nobody has mapped,
-    /// the borrower's domain refuses.
+    /// Behind a vIOMMU, mappings are pages that come and go with each I/O. There a window spans a
+    /// whole LUT entry, so that later pages find it open, and stays open when it is empty: the
+    /// borrower's domain refuses access to unmapped addresses.
     pub(crate) fn map(
         &mut self,
         client: &mut Client,
@@ -175,7 +170,7 @@ impl OpenPath {
             while let Some(&gap) = self.without_window(mapping.range).first() {
                 match paged && self.keeps_windows() {
                     true => self.open_page_windows(client, gap)?,
-                    // Behind a vIOMMU an address is nowhere in the file.
+                    // An IOVA does not correspond to an offset in the file.
                     false => {
                         let region = mapping.region().filter(|_| !paged);
                         self.open_new_window(client, gap, region)?;
@@ -186,8 +181,8 @@ impl OpenPath {
         self.add(client, mapping, pinning, paged)
     }
 
-    /// Whether a mapping is of pages behind a vIOMMU: without one, every guest
-    /// has RAM at 1 MiB. (What is below may be mapped anew before that is.)
+    /// Whether a mapping is of pages behind a vIOMMU: without one, every guest has RAM at 1 MiB.
+    /// (Lower ranges may be remapped before the RAM at 1 MiB is mapped.)
     fn is_page(&self, range: GpaRange) -> bool {
         if range.start() <= LOW_MEMORY {
             return false;
@@ -196,15 +191,14 @@ impl OpenPath {
         !below.is_some_and(|(_, segment)| segment.range.contains(LOW_MEMORY))
     }
 
-    /// Whether windows for pages span more than these: where a window that
-    /// nothing is mapped in costs but its LUT entry. A physical function's IOMMU
-    /// may have reserved ranges there.
+    /// Whether windows for pages span whole LUT entries. Not behind an IOMMU: a physical function's
+    /// IOMMU may have reserved ranges there. Elsewhere an empty window costs only its LUT entry.
     fn keeps_windows(&self) -> bool {
         !self.far_side.is_behind_iommu()
     }
 
-    /// Opens windows for pages in `range`: of all that their LUT entries
-    /// translate, or of nothing but `range` where there is no room for that.
+    /// Opens windows for pages in `range` that span whole LUT entries, or exactly `range` if there
+    /// is no room for that.
     fn open_page_windows(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
         let unit = self.page_window.unwrap_or(PAGE_WINDOW);
         for window in self.without_window(whole_units(range, unit)) {
@@ -220,7 +214,7 @@ impl OpenPath {
                     }
                 }
                 Err(error) if error.is_limit() => {
-                    // Those that were kept open for pages to come are in the way.
+                    // Make room: close the windows kept open for later pages.
                     self.close_empty(client)?;
                     let mut gaps = self.without_window(range).into_iter();
                     return gaps.try_for_each(|gap| self.open_window(client, gap));
@@ -231,7 +225,7 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Closes the windows that have nothing in them.
+    /// Closes the windows without mappings.
     fn close_empty(&mut self, client: &mut Client) -> Result<(), CallError> {
         let segments = &self.segments;
         let in_use = |window: &Window| {
@@ -245,14 +239,13 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Undoes what [`OpenPath::map`] has done of a mapping that failed, and
-    /// takes it down as out of reach.
+    /// Rolls back a failed [`OpenPath::map`], and records the mapping as unreachable.
     pub(crate) fn undo_map(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
     ) -> Result<(), PathError> {
-        // Whatever is left after an error, pins go last.
+        // Unpin last, also after an error.
         while let Some(piece) = self.adding.pieces.last() {
             self.far_side.unmap(client, piece.far, piece.range.len())?;
             self.adding.pieces.pop();
@@ -269,8 +262,7 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Opens a window for `ram` that spans as much of the region that `ram` is
-    /// in as there is room for.
+    /// Opens a window for `ram` that spans as much of its memory region as there is room for.
     fn open_new_window(
         &mut self,
         client: &mut Client,
@@ -285,7 +277,7 @@ impl OpenPath {
                     self.adding.windows.push(span.start().get());
                     return Ok(());
                 }
-                // Less may fit.
+                // A smaller window may fit.
                 Err(error) if error.is_limit() => refused = Some(error),
                 Err(error) => return Err(error),
             }
@@ -293,9 +285,8 @@ impl OpenPath {
         refused.map_or(Ok(()), Err)
     }
 
-    /// Makes a mapping unreachable, then unpins it. A window that has nothing
-    /// left in it is closed, but for those behind a vIOMMU (see
-    /// [`map`](Self::map)).
+    /// Makes a mapping unreachable, then unpins it. Closes windows that become empty, except behind
+    /// a vIOMMU (see [`map`](Self::map)).
     pub(crate) fn unmap(
         &mut self,
         client: &mut Client,
@@ -337,8 +328,8 @@ impl OpenPath {
         }
     }
 
-    /// Pins a mapping and puts it in its windows. What is in no window is
-    /// beyond what any device can address.
+    /// Pins a mapping and maps it in its windows. Parts outside all windows are beyond the
+    /// addresses that any device can use.
     fn add(
         &mut self,
         client: &mut Client,
@@ -389,7 +380,8 @@ impl OpenPath {
         let opened = client.open_window(range.start().get(), far.start, range.len());
         let (lut_entries, late) = match opened {
             Ok(lut_entries) => (lut_entries, Ok(())),
-            // It may be open by now: its far addresses stay taken until all is closed.
+            // The lender may have opened it: its peer addresses stay reserved until the path
+            // closes.
             Err(error @ CallError::Late(_)) => (0, Err(error)),
             Err(error) => return Err(error.into()),
         };
@@ -401,7 +393,7 @@ impl OpenPath {
         Ok(late?)
     }
 
-    /// The lowest place in the borrower's domain that no window has.
+    /// The lowest free range in the borrower's domain.
     fn free_far(&self, len: u64) -> u64 {
         let taken = self.windows.iter();
         let mut taken: Vec<_> = taken
@@ -421,8 +413,7 @@ impl OpenPath {
         free
     }
 
-    /// The parts of `range` by the windows that span them, and where the
-    /// borrower's domain has those.
+    /// Splits `range` at window boundaries and returns the parts with their peer addresses.
     fn pieces(&self, range: GpaRange) -> Vec<Piece> {
         let part = |window: &Window| {
             let start = window.range.start().max(range.start());
@@ -519,7 +510,7 @@ mod tests {
             whole_units(range(0x8000, 0x10000), unit),
             range(0x8000, 0x10000)
         );
-        // Nothing wraps at the end of the address space.
+        // No overflow at the end of the address space.
         let last = range(u64::MAX - 0x1fff, u64::MAX - 0xfff);
         assert_eq!(whole_units(last, unit), last);
     }
@@ -540,7 +531,7 @@ mod tests {
         insert(&mut path, range(0x8000_0000, 0x8000_1000));
         insert(&mut path, range(0, 0xa_0000));
         assert!(path.is_page(page));
-        // Below 1 MiB the firmware maps anew what is RAM, piece by piece.
+        // Below 1 MiB the firmware remaps RAM piecewise.
         assert!(!path.is_page(range(0xc_0000, 0xc_4000)));
         insert(&mut path, range(0x10_0000, 0x4000_0000));
         assert!(!path.is_page(page));

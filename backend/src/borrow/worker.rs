@@ -1,6 +1,5 @@
-//! The thread that does the work of a borrow: it talks to the lender and pins,
-//! and may wait for either. The event loop holds the client's request
-//! meanwhile and is told through a [`Wakeup`].
+//! The worker thread of a borrow: it calls the lender and pins memory, and may block on either. The
+//! event loop holds the client's request meanwhile; a [`Wakeup`] signals the outcome.
 
 mod lease;
 mod progress;
@@ -27,14 +26,13 @@ use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
 use crate::dma_table::Blocked;
 use work::Borrower;
 
-/// What does not change in the life of a backend's device.
+/// The constant settings of a backend's device.
 #[derive(Clone)]
 pub(crate) struct Settings {
     pub(crate) vm: String,
     pub(crate) device: String,
     pub(crate) lender: Address,
-    /// Interrupts go through the backend instead of from the device straight
-    /// to the VMM.
+    /// The backend signals interrupts, instead of the device signalling the VMM directly.
     pub(crate) relay_interrupts: bool,
     /// How the device reaches guest RAM.
     pub(crate) route: Route,
@@ -43,16 +41,16 @@ pub(crate) struct Settings {
     /// The file with the fences of the VM.
     pub(crate) fences: Option<PathBuf>,
     pub(crate) pin_policy: PinPolicy,
-    /// After how long a bus-master enable is late.
+    /// Time after which a bus-master enable is logged as late.
     pub(crate) open_timeout: Duration,
-    /// How long the VMM waits for an answer.
+    /// The VMM's request timeout.
     pub(crate) message_timeout: Duration,
 }
 
 impl Settings {
-    /// How long a held bus-master enable, or a change of guest memory, may take
-    /// to pin: four fifths of what the VMM waits, for the lender's answers and
-    /// what has to be undone come after it. Longer when the user says so.
+    /// Time limit for pinning during a held bus-master enable or a change of guest memory: four
+    /// fifths of the VMM's timeout, which leaves time for the lender's answers and a rollback;
+    /// `open_timeout` if that is longer.
     pub(crate) fn open_limit(&self) -> Duration {
         self.open_timeout.max(self.message_timeout * 4 / 5)
     }
@@ -60,55 +58,55 @@ impl Settings {
 
 /// Work for the thread.
 pub(crate) enum Job {
-    /// Find out whether the device can be borrowed, for a client that connects.
+    /// Check whether the device can be borrowed, for a new client.
     Check,
-    /// Take these steps, until one fails.
+    /// Execute these steps until one fails.
     Take(Vec<Step>),
-    /// Pass a change of interrupts on.
+    /// Forward a change of the interrupt configuration.
     SetIrqs(SetIrqs),
-    /// Pass the INTx disable bit on.
+    /// Forward the INTx disable bit.
     SetIntxDisable(bool),
 }
 
-/// What became of a [`Job`].
+/// The outcome of a [`Job`].
 pub(crate) struct Outcome {
-    /// Where the borrow stands now.
+    /// The state of the borrow afterwards.
     pub(crate) state: State,
-    /// The steps that were taken.
+    /// The steps that succeeded.
     pub(crate) steps: Vec<StepDone>,
-    /// What is open now.
+    /// The memory behind the open path.
     pub(crate) opened: OpenReport,
     pub(crate) result: Result<(), WorkError>,
 }
 
-/// What a [`Step`] came to.
+/// The result of a [`Step`].
 pub(crate) enum StepDone {
     Borrowed(NewLease),
     Opened(LayoutReport),
     Blocked(Blocked),
-    /// Any other: there is nothing to add.
+    /// Any other step, without a result.
     Done,
 }
 
-/// What a lease came with.
+/// The resources of a new lease.
 pub(crate) struct NewLease {
     pub(crate) epoch: Epoch,
     pub(crate) registers: Channel,
-    /// For each BAR with mappable areas, what a client maps of it, if anything.
+    /// The mmap-able memory of each BAR with sparse mmap areas, if any.
     pub(crate) bars: Vec<Option<BarFile>>,
 }
 
-/// What was found when windows were opened.
+/// The guest's memory layout and the cost of opening the path.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayoutReport {
     pub(crate) guest_ram_bytes: u64,
     pub(crate) layout_probes: u32,
     pub(crate) bme_to_ready_us: u64,
-    /// What was pinned when bus-master enable came.
+    /// Bytes already pinned when bus-master enable was written.
     pub(crate) bytes_pinned_before_bme: u64,
 }
 
-/// Why work was not done.
+/// The error of a job.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WorkError {
     #[error(transparent)]
@@ -139,7 +137,7 @@ impl From<CallError> for WorkError {
 }
 
 impl WorkError {
-    /// Whether the lender is gone, and with it the lease.
+    /// Whether the lender is gone, which ends the lease.
     pub(crate) fn is_lost(&self) -> bool {
         matches!(
             self,
@@ -152,12 +150,12 @@ impl WorkError {
         )
     }
 
-    /// Whether the lender has not answered in time: it may yet.
+    /// Whether the lender missed its deadline; it may still answer.
     pub(crate) fn is_late(&self) -> bool {
         matches!(self, Self::Path(PathError::Lender(CallError::Late(_))))
     }
 
-    /// What the lender said, if it refused.
+    /// The lender's error, if it refused.
     pub(crate) fn refusal(&self) -> Option<ErrorKind> {
         match self {
             Self::Path(PathError::Lender(CallError::Refused(error))) => Some(error.kind),
@@ -166,7 +164,7 @@ impl WorkError {
     }
 }
 
-/// The event loop's end of the thread. Dropping it gives the device back.
+/// The event loop's handle of the thread. Dropping it returns the device.
 pub(crate) struct Worker {
     jobs: Option<mpsc::Sender<Job>>,
     outcomes: mpsc::Receiver<Outcome>,
@@ -176,8 +174,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread. `described` is what the client was or will be
-    /// told the device is.
+    /// Starts the thread. `described` is the description that the client sees.
     pub(crate) fn start(settings: Settings, described: Described) -> std::io::Result<Self> {
         let (jobs, inbox) = mpsc::channel();
         let (outbox, outcomes) = mpsc::channel();
@@ -209,29 +206,29 @@ impl Worker {
         })
     }
 
-    /// Hands out work. One job at a time: its outcome comes first.
+    /// Posts a job. One at a time: take its outcome before the next.
     pub(crate) fn post(&self, job: Job) {
         self.cancel.store(false, Ordering::Relaxed);
         if let Some(jobs) = &self.jobs
             && jobs.send(job).is_err()
         {
-            // The outcome is that the thread is gone.
+            // The thread is gone; `outcome` reports it.
             self.wakeup.raise();
         }
     }
 
-    /// Nobody waits for the job's outcome any more: ends what takes long.
+    /// Cancels the slow parts of the current job, whose outcome is no longer needed.
     pub(crate) fn cancel(&self) {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
-    /// The outcome of the last job, once `wakeup` was raised.
+    /// The outcome of the last job, after `wakeup` was raised.
     pub(crate) fn outcome(&self) -> Option<Outcome> {
         self.wakeup.lower();
         match self.outcomes.try_recv() {
             Ok(outcome) => Some(outcome),
             Err(mpsc::TryRecvError::Empty) => None,
-            // With its connection the lease went.
+            // The lease ended with the thread's connection.
             Err(mpsc::TryRecvError::Disconnected) => Some(Outcome {
                 state: State::Lost,
                 steps: Vec::new(),
@@ -241,7 +238,7 @@ impl Worker {
         }
     }
 
-    /// Raised when an outcome is there.
+    /// Raised when an outcome is available.
     pub(crate) fn wakeup(&self) -> &Wakeup {
         &self.wakeup
     }

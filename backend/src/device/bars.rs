@@ -1,9 +1,8 @@
-//! Memory behind BAR areas that the guest reaches without a trap.
+//! Memory behind the sparse mmap areas of BARs, which the guest accesses without a trap.
 //!
-//! For a model the borrower brings it: each client gets files of its own, so
-//! that one that keeps them mapped after its VM is gone sees nothing of the
-//! next. For hardware it comes with the lease, so a client that asks where
-//! it is makes us borrow the device.
+//! For a model the borrower allocates it: each client gets its own files, so that a client that
+//! keeps them mapped after its VM is gone cannot observe the next one. For hardware it comes with
+//! the lease, so a region info request borrows the device.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -15,7 +14,7 @@ use farside_vfio_user::{Mappable, SparseArea};
 
 use crate::borrow::bars::BarFile;
 
-/// The BARs with mappable areas.
+/// The BARs with sparse mmap areas.
 pub(crate) struct Bars {
     owner: BarOwner,
     bars: [Option<Bar>; 6],
@@ -27,7 +26,7 @@ struct Bar {
 }
 
 impl Bars {
-    /// As before a lease: files of our own, all zero, or none.
+    /// The state before a lease: new zeroed files for a model, none for hardware.
     pub(crate) fn new(described: &Described) -> std::io::Result<Self> {
         let mut bars = [const { None }; 6];
         for (slot, bar) in bars.iter_mut().zip(&described.description.bars) {
@@ -60,7 +59,7 @@ impl Bars {
         })
     }
 
-    /// The files that we bring to a lease, in the order of the BARs.
+    /// The files to send with a borrow, in the order of the BARs.
     pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
         match self.owner {
             BarOwner::Lender => Vec::new(),
@@ -72,7 +71,7 @@ impl Bars {
         }
     }
 
-    /// Takes what came with a lease, in the order of the BARs.
+    /// Takes the memory that came with a lease, in the order of the BARs.
     pub(crate) fn adopt(&mut self, files: Vec<Option<BarFile>>) {
         if self.owner == BarOwner::Lender {
             for (bar, memory) in self.bars.iter_mut().flatten().zip(files) {
@@ -81,8 +80,8 @@ impl Bars {
         }
     }
 
-    /// Releases what came with a lease: a function that we have open is not
-    /// lent on.
+    /// Releases the memory that came with a lease: the lender does not lend a function again while
+    /// its descriptor is open here.
     pub(crate) fn release(&mut self) {
         if self.owner == BarOwner::Lender {
             for bar in self.bars.iter_mut().flatten() {
@@ -91,13 +90,13 @@ impl Bars {
         }
     }
 
-    /// Whether where a BAR's memory is can only be said under a lease.
+    /// Whether a BAR's memory is only available with a lease.
     pub(crate) fn need_a_lease(&self, bar: u8) -> bool {
         let bar = self.bars.get(usize::from(bar));
         self.owner == BarOwner::Lender && matches!(bar, Some(Some(Bar { memory: None, .. })))
     }
 
-    /// What the client may map of a BAR.
+    /// The mmap-able memory of a BAR.
     pub(crate) fn mappable(&self, bar: u8) -> Option<Mappable<'_>> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
         let memory = bar.memory.as_ref()?;

@@ -1,4 +1,4 @@
-//! Writes to configuration space and what they set in motion.
+//! Writes to configuration space and their effects.
 
 use farside_backend_api::BarAddress;
 use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
@@ -7,7 +7,7 @@ use super::{Device, pending::Task};
 use crate::borrow::{Event, State, worker::Job};
 
 impl Device {
-    /// Finds out what a write does, and has it done before the write shows.
+    /// Stages a write, and performs its effects before it becomes visible.
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) {
         let staged = self.config.stage(offset, data);
         let mut tasks = Vec::new();
@@ -34,7 +34,7 @@ impl Device {
         }
     }
 
-    /// Lets a write show, without the bus-master bit if that was refused.
+    /// Commits a write, without the bus-master bit if that was refused.
     pub(super) fn commit_config(&mut self, mut staged: Staged) {
         if staged.dma() == Edge::Rising && self.state != State::Ready {
             if let Some(held_back) = self.line_limits.bus_master.allow() {
@@ -51,7 +51,7 @@ impl Device {
                     Some(address) => log::debug!("{}: BAR {bar} at {address:?}", self.name()),
                     None => log::debug!("{}: BAR {bar} off", self.name()),
                 },
-                // As at the lender, for what is still under way from there.
+                // Also reset here: interrupts from the lender may still be in flight.
                 Effect::Reset(_) => self.vectors.reset(),
                 _ => {}
             }
@@ -59,7 +59,7 @@ impl Device {
         self.vectors.set_intx_disabled(self.config.intx_disabled());
     }
 
-    /// Where the guest put the memory BARs.
+    /// The addresses that the guest assigned to the memory BARs.
     pub(super) fn bar_addresses(&self) -> Vec<BarAddress> {
         (0..6)
             .filter_map(|bar| {

@@ -1,4 +1,4 @@
-//! The request that is held, and what is left to do for it.
+//! The held request, and its remaining tasks.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -9,11 +9,11 @@ use rustix::io::Errno;
 
 use crate::borrow::{Event, worker::Job};
 
-/// What is left to do, in its order, and who waits for it. Also without a
-/// request there may be something: when the client or the lender has gone.
+/// The remaining tasks, in order, and the held request. There may be tasks without a request: after
+/// the client or the lender has gone.
 #[derive(Default)]
 pub(crate) struct Pending {
-    /// None when nobody waits for an answer.
+    /// `None` if no request is held.
     reply: Option<(ReplyTo, Finish)>,
     /// The last refusal.
     pub(crate) failure: Option<Errno>,
@@ -21,37 +21,35 @@ pub(crate) struct Pending {
     pub(crate) waiting: Waiting,
 }
 
-/// How a held request is answered.
+/// The answer to a held request.
 pub(crate) enum Finish {
-    /// By this, or the errno of what failed.
+    /// This reply, or the errno of the failure.
     Reply(Reply<'static>),
-    /// By this, even if something failed. A refused bus-master enable shows in
-    /// the register, as it would in hardware; the write itself was done.
+    /// This reply, even after a failure. A refused bus-master enable shows in the register, as it
+    /// would in hardware; the write itself was done.
     Always(Reply<'static>),
     Error(Errno),
     RegionInfo {
         region: Region,
         argsz: u32,
     },
-    /// By what is in the device's buffer: all ones, if the device is gone.
+    /// The contents of the device's buffer; all ones if the device is gone.
     Read {
         region: Region,
         offset: u64,
     },
 }
 
-/// One thing to do.
 pub(crate) enum Task {
-    /// Hand this to the worker.
+    /// Post this to the worker.
     Work(Job),
-    /// Take the borrow's steps for this event.
+    /// Execute the borrow's steps for this event.
     Event(Event),
-    /// Write to configuration space: finds out what that takes.
+    /// Stage a write to configuration space.
     ConfigWrite { offset: u64, data: Vec<u8> },
-    /// Let a write to configuration space, whose effects have been seen to,
-    /// show in the registers.
+    /// Commit a write to configuration space after its effects.
     Commit(Box<Staged>),
-    /// Configuration space as after power-on.
+    /// Reset configuration space to its power-on state.
     ResetConfig,
     /// Read a register into the device's buffer.
     Read(RegisterRead),
@@ -62,12 +60,12 @@ pub(crate) enum Task {
         data: Vec<u8>,
         done: usize,
     },
-    /// Forget the client.
+    /// Drop the client's state.
     Forget,
 }
 
 impl Task {
-    /// A BAR write of which `done` bytes are sent already.
+    /// A BAR write with `done` bytes already sent.
     pub(crate) fn bar_write(bar: u8, offset: u64, data: &[u8], done: usize) -> Self {
         Self::BarWrite {
             bar,
@@ -78,25 +76,25 @@ impl Task {
     }
 }
 
-/// What has to come before the next task.
+/// The event that the next task waits for.
 #[derive(Default)]
 pub(crate) enum Waiting {
-    /// Nothing: it can be taken.
+    /// None: it can be executed.
     #[default]
     No,
     /// The worker's outcome.
     Worker {
-        /// It gives the device back: the lender closes the register channel, and
-        /// that is no loss.
+        /// The job returns the device: the lender closes the register channel, which is not an
+        /// error.
         returning: bool,
     },
     /// The answer to a register read.
     Register(RegisterRead, Instant),
-    /// Room in the register channel, to go on with this.
+    /// Room in the register channel, to continue with this.
     Room(Task),
 }
 
-/// What is read at the lender into the device's buffer.
+/// A read at the lender into the device's buffer.
 #[derive(Clone, Copy)]
 pub(crate) enum RegisterRead {
     /// A BAR; `done` bytes of the buffer are filled.
@@ -118,7 +116,7 @@ impl Pending {
         self.then.extend(tasks);
     }
 
-    /// How to answer whom, with the last refusal, once all is done.
+    /// Once all tasks are done: the requester, its answer and the last failure.
     pub(crate) fn conclude(&mut self) -> Option<(ReplyTo, Finish, Option<Errno>)> {
         if !self.is_idle() {
             return None;
@@ -127,7 +125,7 @@ impl Pending {
         Some((to, finish, self.failure.take()))
     }
 
-    /// The next task, if nothing is waited for.
+    /// The next task, unless one is waiting.
     pub(crate) fn take(&mut self) -> Option<Task> {
         match self.waiting {
             Waiting::No => self.then.pop_front(),
@@ -135,7 +133,7 @@ impl Pending {
         }
     }
 
-    /// Whether a request is held, or something is left to do.
+    /// Whether a request is held or a task remains.
     pub(crate) fn is_busy(&self) -> bool {
         self.reply.is_some() || !self.is_idle()
     }
@@ -144,7 +142,7 @@ impl Pending {
         self.then.is_empty() && matches!(self.waiting, Waiting::No)
     }
 
-    /// Since when a register read is waited for.
+    /// When the pending register read was sent.
     pub(crate) fn register_read_since(&self) -> Option<Instant> {
         match self.waiting {
             Waiting::Register(_, since) => Some(since),
@@ -152,7 +150,7 @@ impl Pending {
         }
     }
 
-    /// There may be room now.
+    /// Retries the task that waits for room.
     pub(crate) fn retry(&mut self) {
         match std::mem::take(&mut self.waiting) {
             Waiting::Room(task) => self.then.push_front(task),
@@ -160,14 +158,14 @@ impl Pending {
         }
     }
 
-    /// Nothing comes from the register channel any more, or nobody wants it.
+    /// Cancels a wait for the register channel, which is closed or no longer needed.
     pub(crate) fn stop_waiting_for_registers(&mut self) {
         if !matches!(self.waiting, Waiting::Worker { .. }) {
             self.waiting = Waiting::No;
         }
     }
 
-    /// Drops all that the client waits for. The worker's job runs to its end.
+    /// Drops the held request and its tasks. The worker's job runs to its end.
     pub(crate) fn forget_client(&mut self) {
         self.reply = None;
         self.then.clear();
@@ -175,7 +173,7 @@ impl Pending {
     }
 }
 
-/// Whether the request fires vectors rather than configuring them.
+/// Whether the request triggers vectors rather than configuring them.
 pub(crate) fn is_loopback(request: &SetIrqs) -> bool {
     request.action() == Action::Trigger
         && request.range().count() != 0

@@ -1,4 +1,4 @@
-//! Tasks, one after another, until one has to wait.
+//! Executes tasks in order until one has to wait.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ use crate::{
 };
 
 impl Device {
-    /// Takes tasks until the queue is empty or one waits.
+    /// Executes tasks until the queue is empty or one waits.
     pub(super) fn advance(&mut self) {
         while let Some(task) = self.pending.take() {
             self.perform(task);
@@ -58,7 +58,7 @@ impl Device {
     }
 
     fn take_steps(&mut self, event: Event) {
-        // A borrow that was refused is not asked for at every access.
+        // BAR accesses do not retry a refused borrow.
         if self.absent && matches!(event, Event::BarAccess) {
             return;
         }
@@ -73,7 +73,7 @@ impl Device {
         }
     }
 
-    /// Without a lease a BAR reads as all ones, and there is no interrupt.
+    /// Without a lease a BAR reads as all ones, and Interrupt Status as zero.
     fn read_register(&mut self, read: RegisterRead) {
         let Some(channel) = &mut self.registers else {
             return;
@@ -119,8 +119,8 @@ impl Device {
         }
     }
 
-    /// The lender is asked for one piece at a time; an answer that nobody waits
-    /// for is to a client that has gone.
+    /// Reads are sent one piece at a time. An unexpected answer belongs to a client that has
+    /// disconnected.
     fn on_register_data(&mut self, value: u64) {
         let Waiting::Register(read, _) = self.pending.waiting else {
             return;

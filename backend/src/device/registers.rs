@@ -1,19 +1,18 @@
-//! Register accesses on their way to the lender.
+//! Register accesses over the register channel.
 
 use farside_lender_protocol::{
     Channel, ChannelError,
     registers::{Access, Event},
 };
 
-/// Bytes of the next access of a transfer: naturally aligned, 1, 2, 4 or 8.
+/// Size of the next access of a transfer: naturally aligned, 1, 2, 4 or 8 bytes.
 pub(crate) fn piece(offset: u64, left: usize) -> usize {
     let aligned = 1 << offset.trailing_zeros().min(3);
     let fits = 1 << left.max(1).ilog2().min(3);
     usize::min(aligned, fits)
 }
 
-/// Posts as much of a write as there is room for. Returns the bytes that were
-/// sent.
+/// Posts as much of a write as there is room for. Returns the number of bytes sent.
 pub(crate) fn post_write(
     channel: &mut Channel,
     bar: u8,
@@ -40,8 +39,7 @@ pub(crate) fn post_write(
     Ok(done)
 }
 
-/// Requests the next [`piece`] of a read of `left` bytes. False when there is no
-/// room now.
+/// Requests the next [`piece`] of a read of `left` bytes. Returns false if the channel is full.
 pub(crate) fn request_read(
     channel: &mut Channel,
     bar: u8,
@@ -56,7 +54,7 @@ pub(crate) fn request_read(
     channel.try_send(&access, &[])
 }
 
-/// Asks for Interrupt Status. False when there is no room now.
+/// Asks for Interrupt Status. Returns false if the channel is full.
 pub(crate) fn request_interrupt_status(channel: &mut Channel) -> Result<bool, ChannelError> {
     channel.try_send(&Access::InterruptStatus, &[])
 }

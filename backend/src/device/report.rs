@@ -8,7 +8,7 @@ use crate::borrow::{
     worker::{LayoutReport, Settings},
 };
 
-/// The report on a device that was not borrowed yet.
+/// The report on a device before its first borrow.
 pub(super) fn initial(settings: &Settings, description: &Description) -> DeviceReport {
     let lender = settings.lender.clone();
     DeviceReport {

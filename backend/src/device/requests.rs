@@ -1,4 +1,4 @@
-//! What a client asks, and what each request comes to.
+//! Handles the requests of a client.
 
 use std::sync::Arc;
 
@@ -69,7 +69,7 @@ impl Device {
         };
         let finish = Finish::Always(reply);
         if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
-            // The common case, with no task and no copy.
+            // The common case: no task and no copy.
             if !in_bar(&self.described.description, bar, offset, data.len()) {
                 return Answer::Error(Errno::INVAL);
             }
@@ -91,7 +91,7 @@ impl Device {
         }
     }
 
-    /// What a write comes to.
+    /// The tasks of a write.
     fn write_tasks(&self, region: Region, offset: u64, data: &[u8]) -> Result<Vec<Task>, Errno> {
         match region {
             Region::Config => {
@@ -112,7 +112,7 @@ impl Device {
         }
     }
 
-    /// Whether the guest is to find a device.
+    /// Whether the device is visible to the guest.
     fn is_present(&self) -> bool {
         !self.absent && self.state != State::Lost
     }
@@ -136,7 +136,7 @@ impl Device {
             }
             Err(error) => {
                 self.refuse_memory(&error);
-                // The client carries on as if it were mapped.
+                // The client continues as if the memory were mapped.
                 let refused = Task::Event(Event::MemoryRefused(Blocked::Refused(error)));
                 self.hold(to, Finish::Error(error.errno()), [refused])
             }
@@ -159,7 +159,7 @@ impl Device {
         self.hold(to, Finish::Always(Reply::DmaUnmap(request)), [removed])
     }
 
-    /// The client only prints the error reply, so say it here too.
+    /// Logs a refused mapping: the client only prints the error reply.
     fn refuse_memory(&mut self, error: &DmaError) {
         if let Some(held_back) = self.line_limits.memory.allow() {
             log::warn!(
@@ -207,7 +207,7 @@ impl Device {
                 return Answer::Error(error.errno());
             }
         };
-        // A loopback trigger is for the one who signals; all else is recorded.
+        // A loopback trigger goes to the side that signals; other requests are recorded.
         let loopback = pending::is_loopback(&request);
         let we_signal = self.settings.relay_interrupts || self.registers.is_none();
         if (!loopback || we_signal)
@@ -245,7 +245,7 @@ impl Handler for Device {
                 Answer::Reply(Reply::DeviceInfo(DeviceInfo { resettable: true }))
             }
             Request::DeviceGetRegionInfo { region, argsz } => {
-                // A BAR of hardware comes with a lease.
+                // The memory of a physical BAR comes with a lease.
                 let borrow = matches!(region, Region::Bar(bar) if self.bars.need_a_lease(bar));
                 let borrow = borrow.then_some(Task::Event(Event::BarAccess));
                 self.hold(to, Finish::RegionInfo { region, argsz }, borrow)
@@ -276,8 +276,7 @@ impl Handler for Device {
             Request::DeviceReset => self.hold(
                 to,
                 Finish::Reply(Reply::Done),
-                // The lender is to be told of the registers as they are after
-                // the reset.
+                // Reset the registers first: the lender must receive their values after the reset.
                 [Task::ResetConfig, Task::Event(Event::Reset)],
             ),
         }

@@ -1,4 +1,4 @@
-//! A borrow with what each of its states has.
+//! A borrow with the resources of each state.
 
 use farside_lender_protocol::{CallError, ChannelError, Client};
 use farside_ntb::BarWindow;
@@ -15,22 +15,22 @@ pub(super) enum Borrow {
     Unleased,
     Leased(Lease),
     Ready(Lease, OpenPath),
-    /// What the lender may still reach is pinned and mapped.
+    /// Memory that the lender may still reach stays pinned and mapped.
     Closing(Lease, OpenPath),
     Lost,
 }
 
-/// A lease: the connection to the lender, and what ends with it.
+/// A lease: the connection to the lender, and the resources that end with it.
 pub(super) struct Lease {
     pub(super) client: Client,
-    /// The VM's way to the device's BARs, where that leads through an NTB.
+    /// The NTB window onto the device's BARs, if the device is on a peer host.
     pub(super) bar_window: Option<BarWindow>,
-    /// What the lender's LUT entries translate, once a window has shown it.
+    /// The size of the lender's LUT entries, once a window has shown it.
     pub(super) page_window: Option<u64>,
 }
 
 impl Borrow {
-    /// Of the states without a lease, the one that `state` is.
+    /// Converts `state`, which must be one without a lease.
     pub(super) fn without_lease(state: State) -> Self {
         match state {
             State::Unleased => Self::Unleased,
@@ -55,7 +55,7 @@ impl Borrow {
         }
     }
 
-    /// The connection to the lender, and what is open.
+    /// The connection to the lender, and the open path.
     pub(super) fn path(&mut self) -> Result<(&mut Client, &mut OpenPath), CallError> {
         match self {
             Self::Ready(lease, path) | Self::Closing(lease, path) => Ok((&mut lease.client, path)),
@@ -63,7 +63,7 @@ impl Borrow {
         }
     }
 
-    /// What is open.
+    /// Reports the memory behind the open path.
     pub(super) fn report(&self) -> OpenReport {
         match self {
             Self::Ready(_, path) | Self::Closing(_, path) => path.report(),
@@ -71,7 +71,7 @@ impl Borrow {
         }
     }
 
-    /// The lease, and what is open under it.
+    /// The lease and its open path, if any.
     pub(super) fn into_parts(self) -> Option<(Lease, Option<OpenPath>)> {
         match self {
             Self::Leased(lease) => Some((lease, None)),

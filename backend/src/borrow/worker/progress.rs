@@ -1,4 +1,4 @@
-//! What the log says of a bus-master enable that takes long.
+//! Progress messages for a slow bus-master enable.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
@@ -9,11 +9,11 @@ use farside_fabric::pin::PinProgress;
 
 use super::Settings;
 
-/// Logs how far pinning is, every second of it, and once that it is late.
+/// Logs the progress of pinning each second, and once that it is late.
 pub(super) struct Progress {
     name: String,
     started: Instant,
-    /// The seconds that are logged.
+    /// Number of seconds already logged.
     logged: AtomicU64,
     timeout: Duration,
     limit: Duration,
@@ -42,7 +42,7 @@ impl Progress {
         }
     }
 
-    /// What is to be logged after `elapsed`: that it is late, and how far it is.
+    /// The lines to log after `elapsed`: the warning that it is late, and the progress.
     fn lines(&self, at: PinProgress, elapsed: Duration) -> [Option<String>; 2] {
         let PinProgress { done, total } = at;
         let (done, total) = (done >> 20, total >> 20);

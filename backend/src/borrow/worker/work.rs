@@ -1,4 +1,4 @@
-//! The work itself: each step of the state machine, and how it is undone.
+//! Executes the steps of the state machine, and rolls them back.
 
 use std::{
     os::fd::AsFd,
@@ -31,25 +31,23 @@ use crate::{
     dma_table::{DmaTable, Mapping},
 };
 
-/// How long the lender may take for a job that pins nothing: longer than it
-/// waits for a device's DMA to drain. With [`HANG_UP_TIMEOUT`], below a VMM's
-/// message timeout of 5 s.
+/// Time limit for the lender's answers in a job that pins nothing: longer than the lender's DMA
+/// drain timeout. With [`HANG_UP_TIMEOUT`], below a VMM's message timeout of 5 s.
 const CALLS_TIMEOUT: Duration = Duration::from_millis(3500);
 
-/// What the lender has to itself when pinning has used up its time.
+/// Time reserved for the lender after pinning has used up its own limit.
 const CALLS_AFTER_PINNING: Duration = Duration::from_millis(500);
 
-/// How long the lender may take at least to undo what failed.
+/// Minimum time for the lender's part of a rollback.
 const UNDO_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// How long a lender may take to stop a device whose lease is broken off.
+/// Maximum wait for the lender to stop a device after its lease was terminated.
 const HANG_UP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a lender may take to notice that a backend of this VM, which was
-/// here before, is gone.
+/// Maximum wait for the lender to notice that an earlier backend of this VM is gone.
 const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often to look whether it has.
+/// Polling interval for that.
 const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 
 /// The thread's state.
@@ -58,12 +56,11 @@ pub(super) struct Borrower {
     described: Described,
     borrow: Borrow,
     lines: StateLog,
-    /// When pinning for the current job must be done.
+    /// Deadline for pinning in the current job.
     pin_by: Instant,
-    /// When the lender must have answered.
+    /// Deadline for the lender's answers.
     calls_by: Instant,
-    /// The last borrow was not answered in time: its lease may yet be granted,
-    /// to a connection that is closed.
+    /// The last borrow missed its deadline: the lender may still grant it on the closed connection.
     borrow_unanswered: bool,
     cancel: Arc<AtomicBool>,
 }
@@ -82,13 +79,13 @@ impl Borrower {
         }
     }
 
-    /// At the end of the thread: gives the device back.
+    /// Returns the device, at the end of the thread.
     pub(super) fn finish(&mut self) {
         self.give_lender(CALLS_TIMEOUT);
         self.give_back();
     }
 
-    /// Does a job.
+    /// Executes a job.
     pub(super) fn work(&mut self, job: Job) -> Outcome {
         let limit = self.settings.open_limit();
         self.pin_by = Instant::now() + limit;
@@ -115,7 +112,7 @@ impl Borrower {
         }
     }
 
-    /// Gives the lender so long from now on for all that is asked of it.
+    /// Sets the deadline of all further calls to the lender to `timeout` from now.
     fn give_lender(&mut self, timeout: Duration) {
         self.calls_by = Instant::now() + timeout;
         if let Ok(lease) = self.borrow.lease() {
@@ -123,7 +120,7 @@ impl Borrower {
         }
     }
 
-    /// Takes `steps` until one fails, whose state it cleans up.
+    /// Executes `steps` until one fails, and rolls that one back.
     fn take(&mut self, steps: &[Step], done: &mut Vec<StepDone>) -> Result<(), WorkError> {
         for step in steps {
             let before = self.borrow.state();
@@ -171,12 +168,11 @@ impl Borrower {
         Ok(StepDone::Done)
     }
 
-    /// Enters `state` with what the borrow has for it, and gives up the rest.
+    /// Enters `state`, keeps the resources that it needs and drops the others.
     ///
-    /// A lease ends with its connection: the lender stops the device before it
-    /// does anything else. Waits until it has, so that a `DMA_UNMAP` is not
-    /// answered before; but no longer than [`HANG_UP_TIMEOUT`], for a lender that
-    /// is alive and does not get to it.
+    /// Closing the connection ends a lease: the lender stops the device first. Waits for that, so
+    /// that a `DMA_UNMAP` is not answered earlier, but no longer than [`HANG_UP_TIMEOUT`], in case
+    /// the lender is alive but does not get to it.
     fn enter(&mut self, state: State) {
         self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
             Some((mut lease, path)) => {
@@ -202,7 +198,7 @@ impl Borrower {
 
     fn hang_up(&mut self, client: Client) {
         if !client.hang_up(HANG_UP_TIMEOUT) {
-            // This lease may be in the way of the next borrow.
+            // This lease may still block the next borrow.
             self.borrow_unanswered = true;
             log::error!(
                 "{}: the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device does no DMA any more",
@@ -211,8 +207,7 @@ impl Borrower {
         }
     }
 
-    /// After a step that failed: undoes what it did, and returns where that leads.
-    /// See [`crate::borrow`].
+    /// Rolls back a failed step, and returns the resulting state. See [`crate::borrow`].
     fn clean_up(&mut self, step: &Step, before: State, error: &WorkError) -> State {
         if error.is_lost() {
             return match step {
@@ -221,7 +216,7 @@ impl Borrower {
                 _ => State::Lost,
             };
         }
-        // What is left of the time, if that is more.
+        // The remaining time, if that is longer.
         let left = self.calls_by.saturating_duration_since(Instant::now());
         self.give_lender(left.max(UNDO_TIMEOUT));
         match step {
@@ -233,9 +228,9 @@ impl Borrower {
                 step.after_refusal()
             }
             Step::Open(_) | Step::Map(_) => self.close_after(step),
-            // Answered, memory must be out of reach.
+            // Once the unmap is answered, the memory must be unreachable.
             Step::Unmap(_) if !error.is_late() => self.close_after(step),
-            // Asking again would only take longer.
+            // A retry would only take longer.
             Step::Unmap(_) | Step::Stop | Step::Close | Step::Block(_) | Step::Reset => {
                 self.after_failed_close(step, error)
             }
@@ -249,7 +244,7 @@ impl Borrower {
         }
     }
 
-    /// Whether what failed of adding memory is undone, and nothing else.
+    /// Rolls back a failed mapping, and nothing else. Returns whether that succeeded.
     fn undo_map(&mut self, mapping: &Mapping) -> bool {
         let Ok((client, path)) = self.borrow.path() else {
             return false;
@@ -272,8 +267,8 @@ impl Borrower {
         }
     }
 
-    /// The lender has not answered that DMA is stopped, or that it is not. A
-    /// device that does not stop is given up.
+    /// The lender has not confirmed that DMA is stopped, or has reported that it is not. A device
+    /// that does not stop is abandoned.
     fn after_failed_close(&self, step: &Step, error: &WorkError) -> State {
         let next = match error.is_late() {
             true => step.after_late(),
@@ -310,10 +305,9 @@ impl Borrower {
         }
     }
 
-    /// The device's entry, when the lender has taken back a lease of this VM
-    /// that nobody uses any more: of a backend that was here before and was
-    /// killed, or of a borrow that was answered too late. Waits no longer than
-    /// [`SUCCESSION_TIMEOUT`], and not when nobody waits for the job.
+    /// Returns the device's entry after the lender has revoked an orphaned lease of this VM: that
+    /// of a killed backend, or of a borrow that was answered too late. Waits no longer than
+    /// [`SUCCESSION_TIMEOUT`], and not after `cancel`.
     fn when_left(&self, client: &mut Client) -> Result<DeviceEntry, CallError> {
         let Settings { vm, device, .. } = &self.settings;
         let patience = Instant::now() + SUCCESSION_TIMEOUT;
@@ -331,8 +325,8 @@ impl Borrower {
         }
     }
 
-    /// What this host has of a handover. Read each time: the VM may move to and
-    /// fro while its backend runs.
+    /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
+    /// repeatedly while its backend runs.
     fn fence(&self) -> Result<Option<Epoch>, WorkError> {
         let Some(path) = &self.settings.fences else {
             return Ok(None);
@@ -354,7 +348,7 @@ impl Borrower {
             return Err(WorkError::Changed(device.clone()));
         }
         if self.described.bars == BarOwner::Lender {
-            // The client has not booted yet, and can still be told.
+            // The guest has not booted yet, so the client can still fail early.
             let ram = guest_ram(&setup.memory)?;
             client.check(device, self.settings.route, ram)?;
         }
@@ -394,7 +388,7 @@ impl Borrower {
     fn open(&mut self, memory: &DmaTable) -> Result<LayoutReport, WorkError> {
         let started = Instant::now();
         let bytes_pinned_before_bme = self.borrow.report().bytes_pinned;
-        // Until all is open: what has been opened is closed if something fails.
+        // Closing until everything is open, so that a failure closes the windows opened so far.
         self.enter(State::Closing);
         if let Some(blocked) = memory.blocked() {
             return Err(blocked.into());
@@ -437,7 +431,7 @@ impl Borrower {
         let cancel = Arc::clone(&self.cancel);
         let memory = mapping.memory();
         let room = || memory.as_ref().map_or(Ok(()), pin::check_room_for_more);
-        // Pages behind a vIOMMU are pinned already, most of them.
+        // Most pages behind a vIOMMU are pinned already.
         if !PagePins::fits(mapping.range.len()) {
             room().map_err(PathError::from)?;
         }
@@ -472,7 +466,7 @@ impl Borrower {
         Ok(self.borrow.lease()?.client.set_intx_disable(disabled)?)
     }
 
-    /// Whatever the lender answers, the lease is over afterwards.
+    /// Returns the device. The lease ends whatever the lender answers.
     fn give_back(&mut self) {
         if let Ok(lease) = self.borrow.lease() {
             match lease.client.return_device() {
@@ -491,27 +485,27 @@ impl Borrower {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
     }
 
-    /// For states that a guest or client can cause as often as it likes.
+    /// Logs a state that a guest or client can cause at any rate.
     fn log(&self, kind: &'static str, what: &str) {
         self.lines.line(kind, &format!("{}: {what}", self.name()));
     }
 }
 
-/// How long the lender may take for `steps`, of which pinning has `limit`.
+/// Time limit for the lender's answers in `steps`; `limit` is that of pinning.
 fn time_for(steps: &[Step], limit: Duration, behind_iommu: bool) -> Duration {
     let any = |wanted: fn(&Step) -> bool| steps.iter().any(wanted);
     if any(|step| matches!(step, Step::Open(_) | Step::Map(_))) {
         limit + CALLS_AFTER_PINNING
     } else if behind_iommu && any(|step| matches!(step, Step::Unmap(_) | Step::Stop)) {
-        // An IOMMU unmaps as slowly as it maps. Late, the lease is broken off, which
-        // comes on top.
+        // An IOMMU unmaps as slowly as it maps. A late lease is terminated, which takes additional
+        // time.
         CALLS_TIMEOUT.max(limit.saturating_sub(HANG_UP_TIMEOUT))
     } else {
         CALLS_TIMEOUT
     }
 }
 
-/// Where the guest's RAM is, for a lender to look at.
+/// The guest's RAM ranges, for the lender's check.
 fn guest_ram(memory: &DmaTable) -> Result<Vec<RamRange>, WorkError> {
     let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
     let windows = plan(&layout, &PlanRules::default()).windows;
@@ -532,9 +526,9 @@ mod tests {
         for step in [Step::Unmap(Vec::new()), Step::Stop] {
             let step = [step];
             assert_eq!(time_for(&step, seconds(100), true), seconds(99));
-            // The lender of a software model only drops a mapping.
+            // The lender of a software model only has to drop a mapping.
             assert_eq!(time_for(&step, seconds(100), false), CALLS_TIMEOUT);
-            // With hanging up, within QEMU's own 5 s, of which pinning has 4.
+            // Including `HANG_UP_TIMEOUT` within QEMU's 5 s, of which pinning has 4.
             assert_eq!(time_for(&step, seconds(4), true), CALLS_TIMEOUT);
         }
         assert!(CALLS_TIMEOUT + HANG_UP_TIMEOUT < seconds(5));
