@@ -30,49 +30,44 @@ use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
 
-/// What a lender lends, and through what.
+/// A lender's devices, listeners and fabric.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
     /// The lender's name in messages. Default: the host name.
     #[serde(default = "host_name")]
     pub name: String,
-    /// Where backends of this host connect. Default: `lender.sock` in the runtime directory.
+    /// The socket for backends of this host. Default: `lender.sock` in the runtime directory.
     #[serde(default = "farside_daemon::paths::lender_socket")]
     pub socket: PathBuf,
-    /// Where backends of other hosts connect: `tcp:HOST:PORT`.
+    /// Addresses to listen at for backends of other hosts: `tcp:HOST:PORT`.
     #[serde(default)]
     pub listen: Vec<Address>,
-    /// Listen at addresses, too, that are neither the host's own nor private.
-    /// Whoever reaches them can borrow every device.
+    /// Also listen at addresses that are neither loopback nor private. Any peer that can reach them
+    /// can borrow every device.
     #[serde(default)]
     pub listen_plain: bool,
-    /// How long at most a device's thread looks for work before it sleeps,
-    /// microseconds; a guest that is not busy is not looked after that long.
-    /// Zero always sleeps at once.
+    /// Maximum busy-poll time before a device thread blocks, in microseconds. It is reached only
+    /// while the guest is busy. 0 disables polling.
     #[serde(default = "default_poll_us")]
     pub poll_us: u64,
     /// The limits of the NTB adapter that the soft fabric enforces.
     #[serde(default)]
     pub fabric: NtbLimits,
-    /// The file in which it remembers what must outlive it: which VMs moved
-    /// to another host. Without one it hands nothing over. `farside lend` has
-    /// `lender-NAME.json` in the state directory.
+    /// The state file, which records the VMs that moved to another host. Without it the lender
+    /// refuses handovers. `farside lend` uses `lender-NAME.json` in the state directory.
     #[serde(default)]
     pub state: Option<PathBuf>,
     /// The devices.
     #[serde(default)]
     pub device: Vec<DeviceConfig>,
-    /// Virtual functions to make of physical ones, before devices are looked
-    /// for; removed at the end.
+    /// Virtual functions to create before devices are looked up; removed at the end.
     #[serde(default)]
     pub vfs: Vec<VfsConfig>,
-    /// The kernel's interface to VFIO. Default: iommufd where it is, else
-    /// type1.
+    /// The VFIO API. Default: iommufd if available, else type1.
     #[serde(default)]
     pub vfio_api: Option<Api>,
-    /// This host's end of an NTB: without it, physical devices are lent to VMs
-    /// of this host only.
+    /// This host's NTB endpoint. Without it, physical devices are lent only to VMs of this host.
     #[serde(default)]
     pub ntb: Option<NtbConfig>,
 }
@@ -83,11 +78,11 @@ pub struct Config {
 pub struct DeviceConfig {
     /// Cluster-wide id: letters, digits, `-`, `_` and `.`.
     pub id: String,
-    /// Where the device is from.
+    /// The device source.
     pub source: Source,
 }
 
-/// Where a device is from.
+/// A device source.
 #[derive(Clone, Debug)]
 pub enum Source {
     /// A software model.
@@ -128,30 +123,29 @@ impl TryFrom<RawDevice> for DeviceConfig {
     }
 }
 
-/// A function, or several, of this host.
+/// One or several functions of this host.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct VfioConfig {
-    /// Which: an address (`0000:03:00.0`), `vendor=…,device=…`, `class=…`, or
-    /// `vfs-of:0000:03:00.0`. Where it matches several, their ids are the
-    /// device's with `-0`, `-1` and so on.
+    /// Selects by address (`0000:03:00.0`), `vendor=…,device=…`, `class=…`, or
+    /// `vfs-of:0000:03:00.0`. If several match, `-0`, `-1` and so on are appended to the device id.
     pub function: Filter,
-    /// Take it although the host uses it.
+    /// Take the function even if the host uses it.
     #[serde(default)]
     pub force: bool,
-    /// Lend it on although it cannot be reset: what one VM leaves in it is the
-    /// next one's to find.
+    /// Lend it again even if it cannot be reset: the next VM can read state that the previous one
+    /// left in it.
     #[serde(default)]
     pub allow_dirty: bool,
 }
 
-/// Virtual functions to make.
+/// Virtual functions to create.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct VfsConfig {
     /// The physical function.
     pub of: Bdf,
-    /// How many.
+    /// Their number.
     pub count: u32,
 }
 
@@ -167,7 +161,7 @@ pub struct NtbConfig {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(try_from = "RawModel")]
 pub enum Model {
-    /// An NVMe drive on an image file or block device.
+    /// An NVMe controller backed by an image file or block device.
     Nvme(nvme::Config),
     /// The DMA test device.
     DmaTest(DmaTestConfig),
@@ -194,7 +188,7 @@ impl TryFrom<RawModel> for Model {
 }
 
 impl Model {
-    /// An NVMe drive on `image`, all else as by default.
+    /// An NVMe controller backed by `image`, with defaults otherwise.
     pub fn nvme(image: PathBuf, read_only: bool) -> Self {
         Self::Nvme(nvme::Config {
             read_only,
@@ -208,12 +202,12 @@ impl Model {
     }
 }
 
-/// The DMA test device has nothing to configure.
+/// The DMA test device has no options.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DmaTestConfig {}
 
-/// Why a configuration is invalid.
+/// An invalid configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -221,7 +215,7 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What reading said.
+        /// The I/O error.
         source: std::io::Error,
     },
     /// The file is not valid.
@@ -232,24 +226,24 @@ pub enum ConfigError {
         /// Line, column and cause.
         source: Box<toml::de::Error>,
     },
-    /// The lender's name cannot be used.
+    /// The lender's name is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// A device id cannot be used.
+    /// A device id is invalid.
     #[error("device id {id:?} {why}; {NAME_RULE}")]
     Id {
         /// The id.
         id: String,
-        /// What is wrong with it.
+        /// The violated rule.
         why: &'static str,
     },
-    /// Two devices of one id.
+    /// Two devices have the same id.
     #[error("device id {id:?} is used twice: give each device its own")]
     Twice {
         /// The id.
         id: String,
     },
-    /// Nothing to lend.
+    /// No devices are configured.
     #[error(
         "nothing to lend: name at least one device (`[[device]]` in lender.toml, or --nvme ID=IMAGE)"
     )]
@@ -269,9 +263,9 @@ impl Config {
         })
     }
 
-    /// Checks what the types cannot.
+    /// Checks the constraints that the types do not express.
     pub fn check(&self) -> Result<(), ConfigError> {
-        // The default state file has it in its name.
+        // The name is part of the default state file's name.
         check_name_of("lender name", &self.name)?;
         if self.device.is_empty() {
             return Err(ConfigError::Empty);
@@ -306,8 +300,8 @@ fn host_name() -> String {
     lender_name(name.nodename().to_str().unwrap_or_default()).to_owned()
 }
 
-/// The name of a lender on the host `nodename`: Linux has "(none)" until somebody names
-/// the host, and a name with its domain may be longer than a lender's.
+/// The default lender name on the host `nodename`: Linux uses "(none)" until the host name is set,
+/// and a fully qualified name may exceed the limit of a lender's name.
 fn lender_name(nodename: &str) -> &str {
     let label = nodename.split('.').next().unwrap_or_default();
     let usable = [nodename, label].into_iter();

@@ -1,4 +1,4 @@
-//! A peer that has no lease: tools, and backends before they borrow.
+//! A connection without a lease: tools, and backends before they borrow.
 
 use std::{
     os::fd::OwnedFd,
@@ -21,33 +21,32 @@ use crate::{
     registry::{Lease, Mail, Mailbox, Registry},
 };
 
-/// How long a peer may leave an answer unread.
+/// Timeout for sending an answer.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a peer may take to say who it is. Short in tests, which wait for it.
+/// Timeout for Hello. Short in tests, which wait for it.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
-/// How long a device's thread may take to answer.
+/// Timeout for an answer of a device thread.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a device may take to end a lease and to bring its writes onto the
-/// medium; a tool asks again after that.
+/// Timeout for ending a lease and flushing the device's writes; a tool retries after that.
 const HANDOVER_TIMEOUT: Duration = Duration::from_millis(3500);
 
-/// Longest id of a migration, bytes.
+/// Maximum length of a migration id, in bytes.
 const MAX_MIGRATION: usize = 64;
 
-/// Most ranges of guest RAM that a peer may ask about.
+/// Maximum number of guest RAM ranges in a check.
 const MAX_RAM_RANGES: usize = 4096;
 
-/// What a lender says of itself.
+/// The lender's identity, for status replies.
 pub(crate) struct About {
     pub(crate) name: String,
     pub(crate) limits: NtbLimits,
 }
 
-/// Answers requests until the peer goes, `stop` is readable, or a lease takes
-/// the connection away.
+/// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
+/// connection.
 pub(crate) fn serve(
     mut channel: Channel,
     lender: &About,
@@ -118,8 +117,8 @@ fn log_broken(name: &str, error: &ChannelError, lines: &PeerLines) {
     }
 }
 
-/// Makes the connection the register channel of the lease that `ticket` is
-/// from. An invalid ticket costs the peer the connection.
+/// Turns the connection into the register channel of the lease that issued `ticket`. An invalid
+/// ticket closes the connection.
 fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry, lines: &PeerLines) {
     let name = channel.peer();
     let redeemed = registry.tickets().redeem(ticket, Instant::now());
@@ -149,7 +148,7 @@ enum Answer {
     Borrow(Borrow),
 }
 
-/// What a peer wants to borrow.
+/// The parameters of a borrow request.
 struct Borrow {
     device: String,
     vm: String,
@@ -157,7 +156,7 @@ struct Borrow {
     fence: Option<Epoch>,
 }
 
-/// What the peer said of itself.
+/// The peer's identity, from its Hello.
 struct Peer {
     vm: Option<String>,
 }
@@ -185,7 +184,7 @@ fn answer(
                     ),
                 });
             }
-            // It comes to be part of messages and log lines.
+            // The VM's name appears in messages and log lines.
             if let Some(Err(why)) = vm.as_deref().map(check_name) {
                 return Err(invalid(format!("the VM's name {why}; {NAME_RULE}")));
             }
@@ -268,7 +267,7 @@ fn answer(
     Ok(Answer::Reply(reply))
 }
 
-/// Refuses a route that the peer's connection does not carry.
+/// Refuses a route that the peer's transport does not support.
 fn carries(route: Route, tcp: bool) -> Result<(), RemoteError> {
     match route {
         Route::Memory if tcp => Err(RemoteError {
@@ -279,7 +278,7 @@ fn carries(route: Route, tcp: bool) -> Result<(), RemoteError> {
     }
 }
 
-/// Asks a device's thread.
+/// Posts a request to a device thread and waits for the answer.
 fn ask<T>(
     registry: &Registry,
     device: &str,
@@ -307,7 +306,7 @@ fn ask_for<T>(
     })
 }
 
-/// Takes a device from the host where the VM was.
+/// Revokes a device's lease from the VM's former host.
 fn hand_over(
     registry: &Registry,
     claim: &Claim<'_>,
@@ -354,8 +353,8 @@ fn lend(
         Ok(granted) => granted,
         Err(error) => return Err((connection, error)),
     };
-    // A thread that is gone closes the connection with the mail: the borrower
-    // sees a lender that is lost, as it is.
+    // If the thread is gone, the connection closes with the message, and the borrower sees that the
+    // lender is gone.
     let posted = mailbox.post(Mail::Lease(Lease {
         connection,
         vm,

@@ -1,15 +1,14 @@
-//! One thread a device: it serves the lease, drives the device, and is the only
-//! one to touch either.
+//! One thread per device: it serves the lease and drives the device; no other thread accesses
+//! either.
 //!
 //! ```text
 //!   DeviceSource --Mail::Lease--> LeasedDevice --Return / peer gone / stop--> DeviceSource
 //! ```
 //!
-//! The end of a lease has one order, whatever ended it: bus mastering off,
-//! what is in flight drained, windows closed, memory unmapped, device reset,
-//! lease released. While DMA cannot be stopped, the lease stays: a device that
-//! could still write to a VM's memory is nobody else's. Revoking its memory is tried
-//! again, with growing pauses, until it succeeds or the lender stops.
+//! A lease always ends in the same order: bus mastering off, DMA in flight drained, windows closed,
+//! memory unmapped, device reset, lease released. While DMA cannot be stopped, the lease stays: a
+//! device that could still write to a VM's memory must not be lent again. Revoking its memory is
+//! retried with exponential back-off until it succeeds or the lender stops.
 
 mod busy_poll;
 mod channel;
@@ -32,7 +31,7 @@ use crate::{
 };
 use lease::LeaseLoop;
 
-/// What a device's thread needs beside the device.
+/// The state of a device thread, apart from the device.
 pub(crate) struct DeviceLoop {
     id: String,
     registry: Arc<Registry>,
@@ -40,18 +39,17 @@ pub(crate) struct DeviceLoop {
     mail_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
-    /// Handovers that wait for the end of the lease.
+    /// Handovers waiting for the end of the lease.
     handovers: Vec<(Epoch, mpsc::SyncSender<Result<(), RemoteError>>)>,
-    /// What borrowers can have logged as often as they borrow.
+    /// Limits the log lines that each borrow causes.
     lines: StateLog,
-    /// Borrows and requests that were refused, which a borrower's guest may have
-    /// caused.
+    /// Limits the log lines on refused borrows and requests, which a guest may cause.
     refused: RateLimit,
-    /// The problem that was published last.
+    /// The last published problem.
     problem: Option<String>,
 }
 
-/// A device in either state, for requests that both answer.
+/// A device in either state, for requests that are valid in both.
 enum Device<'a> {
     Available(&'a mut dyn DeviceSource),
     Leased(&'a mut dyn LeasedDevice),
@@ -73,18 +71,17 @@ impl Device<'_> {
     }
 }
 
-/// How a device's thread ended.
+/// How a device thread ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The device is given back.
+    /// The device is closed.
     Closed,
-    /// Its DMA could not be stopped: the device, and all it reaches memory by,
-    /// stay open until the process exits.
+    /// Its DMA could not be stopped: the device and its DMA path stay open until the process exits.
     Unclosed,
 }
 
 impl DeviceLoop {
-    /// The loop and the mailbox of its thread.
+    /// Creates the loop and the mailbox of its thread.
     pub(crate) fn new(
         id: String,
         registry: Arc<Registry>,
@@ -109,7 +106,7 @@ impl DeviceLoop {
         Ok((device_loop, mailbox))
     }
 
-    /// Lends the device to one borrower after another until stopped.
+    /// Serves leases, one at a time, until stopped.
     pub(crate) fn run(mut self, mut source: Box<dyn DeviceSource>) -> Stopped {
         while let Some(lease) = self.wait_for_lease(&mut *source) {
             source = match LeaseLoop::serve(&mut self, source, lease) {
@@ -120,10 +117,10 @@ impl DeviceLoop {
         Stopped::Closed
     }
 
-    /// Answers mail until there is a lease to serve. None when the lender stops.
+    /// Answers messages until a lease is granted. Returns `None` when the lender stops.
     fn wait_for_lease(&mut self, source: &mut dyn DeviceSource) -> Option<Lease> {
         loop {
-            // There is no lease to end first.
+            // No lease has to end first.
             self.answer_handovers(source, |_| true);
             if let Ok(mail) = self.mail.try_recv() {
                 match self.take_mail(mail, Device::Available(source)) {
@@ -148,9 +145,9 @@ impl DeviceLoop {
         }
     }
 
-    /// Answers a question; a lease is for the caller.
+    /// Answers a message, or returns the lease that it contains.
     fn take_mail(&mut self, mail: Mail, mut device: Device<'_>) -> Option<Lease> {
-        // Whoever asked may have gone.
+        // Fails if the requester has gone.
         match mail {
             Mail::Status(reply) => {
                 if let Some(status) = self.status(device.report()) {
@@ -170,7 +167,7 @@ impl DeviceLoop {
         }
     }
 
-    /// Answers the handovers that `may` be.
+    /// Answers the handovers whose fence satisfies `may`.
     fn answer_handovers(&mut self, source: &mut dyn DeviceSource, may: impl Fn(Epoch) -> bool) {
         if self.handovers.is_empty() {
             return;
@@ -178,18 +175,18 @@ impl DeviceLoop {
         let flushed = source.flush();
         self.handovers.retain(|(fence, reply)| {
             if may(*fence) {
-                // Whoever asked may have gone.
+                // Fails if the requester has gone.
                 let _ = reply.try_send(flushed.clone());
             }
             !may(*fence)
         });
     }
 
-    /// Answers the handovers that wait: the lease cannot be ended.
+    /// Refuses the waiting handovers: the lease cannot be ended.
     fn refuse_handovers(&mut self, error: &RemoteError) {
         for (_, reply) in self.handovers.drain(..) {
             let message = format!("the lease cannot be ended yet: {error}; ask again");
-            // Whoever asked may have gone.
+            // Fails if the requester has gone.
             let _ = reply.try_send(Err(RemoteError {
                 kind: error.kind,
                 message,
@@ -197,8 +194,7 @@ impl DeviceLoop {
         }
     }
 
-    /// Answers what is asked while there is the lease `epoch`. False when that
-    /// has to end.
+    /// Answers messages during the lease `epoch`. Returns false if the lease has to end.
     fn answer_mail(&mut self, device: &mut dyn LeasedDevice, epoch: Epoch) -> bool {
         self.mail_wake.lower();
         while let Ok(mail) = self.mail.try_recv() {
@@ -211,13 +207,12 @@ impl DeviceLoop {
                 );
             }
         }
-        // Under a fence that is older, the lease is the one it was for.
+        // If the fence is older than the lease, the lease was granted under it and need not end.
         self.answer_handovers(device.source(), |fence| fence < epoch);
         self.handovers.is_empty()
     }
 
-    /// Logs the device's problem, and shows it to whoever asks for its entry,
-    /// when it has changed.
+    /// Logs and publishes the device's problem if it has changed.
     fn publish_problem(&mut self, now: Option<&str>) {
         if now == self.problem.as_deref() {
             return;

@@ -1,8 +1,7 @@
-//! What a lender remembers of VMs that moved, also across its own end: the
-//! [`Fence`] of each VM and device, in one small file.
+//! Persistent record of the VMs that moved: the [`Fence`] of each VM and device, in one small file.
 //!
-//! The order that makes it safe: a fence is in the file before anybody is told
-//! of it, and before the lease of the old host ends.
+//! Safe because of the order: a fence is written to the file before it is sent to a peer, and
+//! before the lease of the old host ends.
 
 use std::{collections::BTreeMap, io, path::PathBuf};
 
@@ -15,16 +14,16 @@ use crate::refusals::{internal, invalid};
 /// The version of the file.
 const VERSION: u32 = 1;
 
-/// Longest file that is read, bytes.
+/// Maximum size of the file, in bytes.
 const MAX_FILE: u64 = 64 << 20;
 
 /// The fences of all devices, by device id.
 #[derive(Debug, Default)]
 pub(crate) struct FenceBook {
     devices: BTreeMap<String, Vec<Fence>>,
-    /// Where they are kept; nowhere, and there are no handovers.
+    /// The file; without one, handovers are refused.
     file: Option<PathBuf>,
-    /// Lines about a file that cannot be written, of which each borrow makes one.
+    /// Limits the log lines on a failed write, of which each borrow causes one.
     unwritten: RateLimit,
 }
 
@@ -35,7 +34,7 @@ struct Kept {
     devices: BTreeMap<String, Vec<Fence>>,
 }
 
-/// What a tool asks of a handover.
+/// A tool's handover request.
 #[derive(Clone, Copy)]
 pub(crate) struct Claim<'a> {
     pub(crate) device: &'a str,
@@ -45,8 +44,7 @@ pub(crate) struct Claim<'a> {
 }
 
 impl FenceBook {
-    /// Reads the file. One that cannot be read is no reason to forget what may
-    /// be in it.
+    /// Reads the file. Fails if it is unreadable, because ignoring it would lose fences.
     pub(crate) fn load(file: Option<PathBuf>) -> io::Result<Self> {
         let mut devices = BTreeMap::new();
         if let Some(path) = &file
@@ -78,13 +76,13 @@ impl FenceBook {
         self.devices.get(device).map_or(&[], Vec::as_slice)
     }
 
-    /// The largest epoch of a device that was ever given out as a fence.
+    /// The largest epoch of a device that was ever issued as a fence.
     pub(crate) fn largest(&self, device: &str) -> Epoch {
         let epochs = self.of(device).iter().map(|fence| fence.epoch);
         epochs.max().unwrap_or_default()
     }
 
-    /// Whether `vm`, which shows `shown`, may borrow the device.
+    /// Checks that `vm`, which presents `shown`, may borrow the device.
     pub(crate) fn check(
         &self,
         device: &str,
@@ -102,8 +100,8 @@ impl FenceBook {
         Ok(())
     }
 
-    /// `vm` has borrowed the device: what was reserved for it is no more, and
-    /// a fence that this lender did not know, since it lost its file, is known.
+    /// Records that `vm` has borrowed the device: ends its reservation, and restores a fence that
+    /// was lost with the file.
     pub(crate) fn borrowed(&mut self, device: &str, vm: &str, shown: Option<Epoch>) {
         let known = self.of(device).iter().find(|fence| fence.vm == vm);
         let changed = match (known, shown) {
@@ -121,15 +119,14 @@ impl FenceBook {
             _ => return,
         };
         if let Err(error) = self.put(device, changed) {
-            // At worst the reservation is there again after a restart.
+            // At worst the reservation reappears after a restart.
             if let Some(held_back) = self.unwritten.allow() {
                 log::warn!("device {device}: {error}{held_back}");
             }
         }
     }
 
-    /// The epoch that an earlier handover with the same id got, or none when
-    /// there is to be a new one.
+    /// The epoch of an earlier handover with the same id, or `None` for a new handover.
     pub(crate) fn asked_before(&self, claim: &Claim<'_>) -> Result<Option<Epoch>, RemoteError> {
         let Claim {
             device,
@@ -159,7 +156,7 @@ impl FenceBook {
         Ok(None)
     }
 
-    /// Records a handover, for good.
+    /// Records a handover persistently.
     pub(crate) fn hand_over(&mut self, claim: &Claim<'_>, epoch: Epoch) -> Result<(), RemoteError> {
         if self.file.is_none() {
             return Err(invalid(
@@ -175,7 +172,7 @@ impl FenceBook {
         self.put(claim.device, fence)
     }
 
-    /// Lets others have the device again.
+    /// Allows other VMs to borrow the device again.
     pub(crate) fn end_reservation(&mut self, device: &str) -> Result<(), RemoteError> {
         let reserved = self.of(device).iter().find(|fence| fence.reserved);
         let Some(fence) = reserved.cloned() else {
@@ -190,8 +187,7 @@ impl FenceBook {
         )
     }
 
-    /// Puts a fence in the place of the VM's old one, in the file first. After
-    /// an error all is as before.
+    /// Replaces the VM's fence, in the file first. Has no effect on error.
     fn put(&mut self, device: &str, fence: Fence) -> Result<(), RemoteError> {
         let mut devices = self.devices.clone();
         let fences = devices.entry(device.to_owned()).or_default();
@@ -249,13 +245,13 @@ mod tests {
         assert_eq!(book.asked_before(&first).unwrap(), None);
         book.hand_over(&first, Epoch(5)).unwrap();
         assert_eq!(book.asked_before(&first).unwrap(), Some(Epoch(5)));
-        // One that does not know of the first cannot take the device from it.
+        // A handover that does not supersede the first cannot revoke its device.
         let rival = book.asked_before(&claim("a", "m2", None)).unwrap_err();
         assert_eq!(rival.kind, ErrorKind::Fenced);
         let second = claim("a", "m2", Some(5));
         assert_eq!(book.asked_before(&second).unwrap(), None);
         book.hand_over(&second, Epoch(9)).unwrap();
-        // And the first cannot come back.
+        // And the first cannot be repeated.
         let late = book.asked_before(&first).unwrap_err();
         assert!(late.message.contains("m2"), "{late}");
     }
@@ -308,7 +304,7 @@ mod tests {
             .unwrap_err();
         assert!(error.message.contains("--state"), "{error}");
         assert!(book.of("disk0").is_empty());
-        // It learns what the VM shows, and holds on to it.
+        // It adopts the fence that the VM presents.
         book.borrowed("disk0", "a", Some(Epoch(7)));
         assert!(book.check("disk0", "a", Some(Epoch(6))).is_err());
     }
@@ -316,7 +312,7 @@ mod tests {
     #[test]
     fn a_handover_that_cannot_be_written_down_has_not_happened() {
         let directory = tempfile::tempdir().unwrap();
-        // A directory is in the file's place.
+        // A directory at the file's path.
         let file = directory.path().join("lender.json");
         std::fs::create_dir_all(file.join("x")).unwrap();
         let mut book = FenceBook {

@@ -1,16 +1,14 @@
 //! The daemon that owns devices and lends them.
 //!
 //! - [`config`]: what to lend, from TOML.
-//! - `registry`: device ids and leases; who has what. `fences`: which host a VM
-//!   that moved may borrow from.
-//! - `device_loop`: one thread a device. It alone touches the device, its
-//!   address domains and its interrupts, so the data path takes no lock.
-//! - `source`: the seam to a device, available or leased; `model` and `vfio`
-//!   implement it.
-//! - `listening`: the socket and the ports where peers come in; `tickets`: how
-//!   a register channel of another host is told from any other connection.
-//! - `connection`: what a peer may ask before it has a lease. With the lease,
-//!   the connection itself moves into the device's thread.
+//! - `registry`: device ids and leases. `fences`: the host from which a moved VM may borrow.
+//! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
+//!   interrupts, so the data path takes no lock.
+//! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
+//! - `listening`: the UNIX socket and the TCP ports; `tickets`: tokens that identify the register
+//!   channels of other hosts.
+//! - `connection`: the requests of a peer without a lease. With a lease, the connection moves into
+//!   the device thread.
 //!
 //! ```text
 //!  peers --> Listener --> connection threads --Borrow--> device thread

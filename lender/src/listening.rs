@@ -1,9 +1,8 @@
-//! Where a lender listens, and who gets in.
+//! The lender's listeners, and their access rules.
 //!
-//! A UNIX socket is for this user alone. A TCP port has no such guard: nothing
-//! that comes there is encrypted, and nobody proves who he is. So only the
-//! host's own and private addresses are listened at, unless the configuration
-//! says otherwise in so many words.
+//! A UNIX socket is accessible to this user only. A TCP port has neither encryption nor
+//! authentication, so the lender listens only at loopback and private addresses, unless the
+//! configuration explicitly allows others.
 
 use std::{
     io,
@@ -21,42 +20,41 @@ use farside_lender_protocol::{Address, Channel, Listener};
 
 use crate::{config::Config, server::StartError};
 
-/// Most peers without a lease at a time, of one listener: who floods a TCP port
-/// does not lock out this host. Bounds threads.
+/// Maximum number of peers without a lease. Per listener, so that a flood on a TCP port does not
+/// lock out this host. Bounds threads.
 const MAX_PEERS: usize = 256;
 
-/// Log lines that peers without a lease cause, of one listener: who floods a TCP
-/// port does not silence what is logged about this host's peers.
+/// Limits the log lines that peers without a lease cause. Per listener, so that a flood on a TCP
+/// port does not suppress lines about this host's peers.
 #[derive(Default)]
 pub(crate) struct PeerLines {
-    /// It was one too many, or there was no thread for it.
+    /// A connection exceeded the limit, or its thread could not be created.
     pub(crate) refused: RateLimit,
-    /// It has not said Hello.
+    /// A peer did not send Hello.
     pub(crate) silent: RateLimit,
-    /// The connection failed, or it broke the protocol.
+    /// A connection failed, or its peer violated the protocol.
     pub(crate) broken: RateLimit,
-    /// It came with an invalid ticket.
+    /// A peer sent an invalid ticket.
     pub(crate) ticket: RateLimit,
     /// A device was handed over.
     pub(crate) handover: RateLimit,
 }
 
-/// What the peers of one listener share.
+/// The shared state of one listener's peers.
 #[derive(Default)]
 struct Peers {
     connected: AtomicUsize,
     lines: PeerLines,
 }
 
-/// One place where a lender listens.
+/// A listener of the lender.
 pub(crate) struct Entrance {
     listener: Listener,
     peers: Arc<Peers>,
 }
 
 impl Entrance {
-    /// Listens everywhere that `config` says and where the service manager
-    /// listens already.
+    /// Opens the listeners in `config`, and takes those of the service manager.
     pub(crate) fn open_all(
         config: &Config,
         mut activated: Activated,
@@ -87,13 +85,13 @@ impl Entrance {
         }
     }
 
-    /// Where it is.
+    /// The listener's address.
     pub(crate) fn address(&self) -> Address {
         self.listener.address()
     }
 
-    /// The next peer, if one waits, and what counts it while it is served. One
-    /// too many is turned away.
+    /// Accepts the next peer, if any, with a guard that counts it. Closes connections above the
+    /// limit.
     pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Counted)>> {
         while let Some(channel) = self.listener.accept()? {
             if self.peers.connected.load(Ordering::Relaxed) < MAX_PEERS {
@@ -117,7 +115,7 @@ impl AsFd for Entrance {
     }
 }
 
-/// The socket for this host.
+/// Opens the UNIX socket for this host.
 fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, StartError> {
     if let Some(socket) = activated.take_path(path, SocketKind::SeqPacket)? {
         return Ok(socket.into());
@@ -139,7 +137,7 @@ fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
     checked(listener, address, plain)
 }
 
-/// Whether a socket that listens at `at` is the one of that address.
+/// Whether a socket that listens at `at` is the listener for `address`.
 fn is_there(at: SocketAddr, address: &Address) -> bool {
     match address {
         Address::Tcp { host, port } => {
@@ -150,8 +148,7 @@ fn is_there(at: SocketAddr, address: &Address) -> bool {
     }
 }
 
-/// A listener where no others than the operator's hosts come by. Errors name it
-/// as `address`.
+/// Checks that the listener is reachable only by the operator's hosts. Errors name it as `address`.
 fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listener, StartError> {
     let Some(ip) = listener.ip() else {
         return Ok(listener);
@@ -168,7 +165,7 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
     Ok(listener)
 }
 
-/// Counts itself for as long as it lives.
+/// A guard that counts a connected peer.
 pub(crate) struct Counted(Arc<Peers>);
 
 impl Counted {
@@ -177,7 +174,7 @@ impl Counted {
         Self(Arc::clone(peers))
     }
 
-    /// What is logged about the listener's peers.
+    /// The rate limits of log lines about the listener's peers.
     pub(crate) fn lines(&self) -> &PeerLines {
         &self.0.lines
     }

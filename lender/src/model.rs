@@ -32,7 +32,7 @@ pub(crate) struct ModelDevice {
     described: Described,
     counts: IrqCounts,
     adapter: Adapter,
-    /// Of the last lease, for whoever looks afterwards.
+    /// The faults of the last lease.
     last_faults: FaultSummary,
 }
 
@@ -44,7 +44,7 @@ struct LeasedModel {
 }
 
 impl ModelDevice {
-    /// `device`, reached through `adapter`.
+    /// Creates a source for `device` behind `adapter`.
     pub(crate) fn new(
         id: &str,
         device: Box<dyn Device>,
@@ -188,8 +188,8 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
-        // Behind a vIOMMU each page of a buffer is unmapped when the guest has the
-        // data: to drain for each would stop all other I/O.
+        // Drain only if needed: behind a vIOMMU the guest unmaps each page of a buffer after its
+        // I/O, and a drain stops all other I/O.
         if !self.path.in_use(at, len) {
             return self.path.far_unmap(at, len).map_err(refused);
         }
@@ -224,7 +224,7 @@ impl LeasedDevice for LeasedModel {
                 continue;
             };
             let left = Timespec::try_from(left).unwrap_or_default();
-            // An interrupted or failed wait is only a shorter one.
+            // An interrupted or failed wait is only shorter.
             let _ = poll(
                 &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
                 Some(&left),
@@ -244,8 +244,8 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn revoke(&mut self, patience: Duration) -> Result<(), RemoteError> {
-        // In this order: what is in flight completes in the guest's memory. What
-        // does not, is cut off.
+        // Quiesce first, so that DMA in flight completes in guest memory. Clearing bus-master
+        // enable then blocks the rest.
         let drained = self.quiesce(patience);
         self.path.set_bus_master(false).map_err(internal)?;
         drained?;
@@ -262,7 +262,7 @@ impl LeasedDevice for LeasedModel {
     }
 }
 
-/// A model is in the lender's process: its DMA ends there.
+/// Refuses NTBs: a model's DMA consists of copies by the lender's process.
 fn local(route: Route) -> Result<(), RemoteError> {
     match route {
         Route::Memory => Ok(()),

@@ -1,4 +1,4 @@
-//! From the configuration to devices that can be borrowed.
+//! Opens the devices of a configuration.
 
 use std::{sync::Arc, thread::JoinHandle};
 
@@ -22,16 +22,15 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 /// The devices of a lender, by id.
 pub(crate) struct Opened {
     pub(crate) devices: Vec<(String, Box<dyn DeviceSource>)>,
-    /// The thread that reads the kernel's log, until the lender stops.
+    /// The thread that reads the kernel log until the lender stops.
     pub(crate) fault_reader: Option<JoinHandle<()>>,
-    /// This host's end of an NTB: to be given back after all devices are closed.
+    /// This host's NTB endpoint: released after all devices are closed.
     pub(crate) ntb: Option<HostEndpoint>,
-    /// Virtual functions that were made for it: to be removed after all devices
-    /// are closed.
+    /// The created virtual functions: removed after all devices are closed.
     pub(crate) vfs: Vec<CreatedVfs>,
 }
 
-/// Opens all devices. On an error everything is as it was.
+/// Opens all devices. On error, all changes are rolled back.
 pub(crate) fn open(
     config: &Config,
     adapter: &Adapter,
@@ -88,7 +87,7 @@ pub(crate) fn open(
             id: id.clone(),
             source,
         };
-        // Those of several functions are made of their number.
+        // The ids of several functions have a number appended.
         check_name_of("device id", id).map_err(|error| wrong(error.into()))?;
         if devices[..n].iter().any(|(other, _)| other == id) {
             return Err(wrong("another device has that id".into()));

@@ -1,4 +1,4 @@
-//! What a borrower is told when a request is refused.
+//! The errors sent to a borrower.
 
 use farside_error_chain::Chain;
 use farside_fabric::FabricError;
@@ -12,7 +12,7 @@ pub(crate) fn invalid(message: String) -> RemoteError {
     }
 }
 
-/// As [`invalid`], of a request for interrupts.
+/// As [`invalid`], for an interrupt request.
 pub(crate) fn invalid_irqs(error: SetIrqsError) -> RemoteError {
     invalid(Chain(&error).to_string())
 }
@@ -39,7 +39,7 @@ pub(crate) fn internal(error: impl std::error::Error) -> RemoteError {
     failed(Chain(&error))
 }
 
-/// As [`internal`], in words.
+/// As [`internal`], with a message.
 pub(crate) fn failed(why: impl std::fmt::Display) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Internal,
@@ -47,7 +47,7 @@ pub(crate) fn failed(why: impl std::fmt::Display) -> RemoteError {
     }
 }
 
-/// A limit of the fabric.
+/// An exceeded limit of the fabric.
 pub(crate) fn limit(error: impl std::fmt::Display) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Limit,
@@ -55,7 +55,7 @@ pub(crate) fn limit(error: impl std::fmt::Display) -> RemoteError {
     }
 }
 
-/// What this device, or this lender, cannot do.
+/// A feature that this device or lender does not support.
 pub(crate) fn unsupported(message: &str) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Invalid,

@@ -1,4 +1,4 @@
-//! Device ids and leases: the one record of who has what.
+//! Device ids and leases: the authoritative record.
 
 use std::{
     collections::BTreeMap,
@@ -21,16 +21,15 @@ use crate::{
 pub(crate) enum Mail {
     /// Serve this borrower.
     Lease(Lease),
-    /// Say how it stands.
+    /// Report the device's status.
     Status(mpsc::SyncSender<DeviceStatus>),
-    /// Say whether a guest with this RAM could borrow the device.
+    /// Check whether a guest with this RAM could borrow the device.
     Check {
         route: Route,
         ram: Vec<RamRange>,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
-    /// End a lease that is older than `fence`, and bring all writes onto the
-    /// medium; then answer.
+    /// End a lease that is older than `fence`, and flush the device's writes; then answer.
     HandOver {
         fence: Epoch,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
@@ -43,20 +42,19 @@ pub(crate) struct Lease {
     pub(crate) connection: Channel,
     /// The borrower's VM.
     pub(crate) vm: String,
-    /// Fencing number.
+    /// The fencing token.
     pub(crate) epoch: Epoch,
-    /// How the device reaches the VM.
+    /// The transport of the device's DMA path.
     pub(crate) route: Route,
-    /// Files behind the BARs with mappable areas.
+    /// Files behind the BARs with sparse mmap areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
 }
 
-/// Most messages that wait for a device's thread: one lease, and questions by
-/// peers that each wait for the answer. A thread that is held up by a stuck
-/// medium does not make memory grow.
+/// Maximum number of queued messages for a device thread: one lease, and requests of peers that
+/// each wait for the answer. Bounds memory while a stuck medium blocks the thread.
 pub(crate) const MAX_MAIL: usize = 64;
 
-/// How to reach a device's thread.
+/// The request queue of a device thread.
 pub(crate) struct Mailbox {
     sender: mpsc::SyncSender<Mail>,
     wake: Wakeup,
@@ -67,7 +65,7 @@ impl Mailbox {
         Self { sender, wake }
     }
 
-    /// Fails when the thread is gone or does not get to its mail.
+    /// Fails if the thread is gone or its queue is full.
     pub(crate) fn post(&self, mail: Mail) -> Result<(), RemoteError> {
         self.sender.try_send(mail).map_err(|error| RemoteError {
             kind: ErrorKind::Internal,
@@ -90,10 +88,10 @@ struct Slot {
     source: &'static str,
     described: Arc<Described>,
     mailbox: Arc<Mailbox>,
-    /// The last epoch given out.
+    /// The last issued epoch.
     epoch: Epoch,
     lease: Option<Held>,
-    /// What is wrong with the device.
+    /// The device's problem, if any.
     problem: Option<String>,
 }
 
@@ -114,21 +112,21 @@ impl Slot {
     }
 }
 
-/// What there is of a lender's devices.
+/// The mutable state of the registry.
 #[derive(Default)]
 struct Records {
     slots: BTreeMap<String, Slot>,
     fences: FenceBook,
 }
 
-/// All devices of a lender.
+/// The registry of a lender's devices.
 pub(crate) struct Registry {
     records: Mutex<Records>,
     tickets: Arc<Tickets>,
 }
 
 impl Registry {
-    /// One with no devices yet.
+    /// Creates an empty registry.
     pub(crate) fn new(fences: FenceBook) -> Self {
         Self {
             records: Mutex::new(Records {
@@ -139,7 +137,7 @@ impl Registry {
         }
     }
 
-    /// Adds a device. `epoch` is at least the one before its first lease.
+    /// Adds a device. The epochs of its leases are larger than `epoch`.
     pub(crate) fn add(
         &self,
         id: &str,
@@ -162,12 +160,12 @@ impl Registry {
         records.slots.insert(id.to_owned(), slot);
     }
 
-    /// Those of leases that wait for their register channel.
+    /// Tickets for leases whose register channel has not connected yet.
     pub(crate) fn tickets(&self) -> &Arc<Tickets> {
         &self.tickets
     }
 
-    /// Grants a lease, or says who has it, or where the VM has moved.
+    /// Grants a lease, or refuses with the current holder or the VM's fence.
     pub(crate) fn borrow_device(
         &self,
         id: &str,
@@ -191,8 +189,8 @@ impl Registry {
         Ok((slot.epoch, Arc::clone(&slot.mailbox)))
     }
 
-    /// From here on the VM needs the returned fence to borrow the device. A lease
-    /// that it has without, is still to be ended, by the device's thread.
+    /// Records a handover: from now on the VM needs the returned fence to borrow the device. The
+    /// device thread still has to end a lease without that fence.
     pub(crate) fn hand_over(
         &self,
         claim: &Claim<'_>,
@@ -217,7 +215,7 @@ impl Registry {
         Ok((epoch, mailbox))
     }
 
-    /// Lets anybody borrow a device that was reserved.
+    /// Ends a device's reservation, so that any VM can borrow it.
     pub(crate) fn end_reservation(&self, id: &str) -> Result<(), RemoteError> {
         let mut records = self.lock();
         if !records.slots.contains_key(id) {
@@ -226,7 +224,7 @@ impl Registry {
         records.fences.end_reservation(id)
     }
 
-    /// Ends the lease `epoch`; a later one is left alone.
+    /// Releases the lease `epoch`, but not a later one.
     pub(crate) fn release(&self, id: &str, epoch: Epoch) {
         if let Some(slot) = self.lock().slots.get_mut(id)
             && slot.lease.as_ref().is_some_and(|held| held.epoch == epoch)
@@ -235,7 +233,7 @@ impl Registry {
         }
     }
 
-    /// Records what is wrong with a device, from its thread.
+    /// Records a device's problem, as reported by its thread.
     pub(crate) fn set_problem(&self, id: &str, problem: Option<String>) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.problem = problem;
@@ -269,7 +267,8 @@ impl Registry {
     }
 
     fn lock(&self) -> MutexGuard<'_, Records> {
-        // No change panics half-way: what is written first is what counts.
+        // A panic cannot leave the records inconsistent: each update writes its decisive part
+        // first.
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

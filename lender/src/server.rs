@@ -1,4 +1,4 @@
-//! Start and stop: threads, devices.
+//! Starts and stops the lender: threads, devices.
 
 use std::{io, sync::Arc, thread::JoinHandle};
 
@@ -21,20 +21,19 @@ use crate::{
     registry::Registry,
 };
 
-/// How long to wait when a connection cannot be accepted, so that the log does
-/// not overflow with it.
+/// Pause after a failed accept, which limits the rate of log lines.
 const ACCEPT_PAUSE: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 500_000_000,
 };
 
-/// Why a lender does not start.
+/// An error that prevents a lender from starting.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// What an earlier run remembered cannot be read.
+    /// The state file of an earlier run cannot be read.
     #[error("{0}")]
     State(io::Error),
     /// The fabric's limits are invalid.
@@ -45,10 +44,10 @@ pub enum StartError {
     Device {
         /// Its id.
         id: String,
-        /// What opening it said.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A function of this host, or its IOMMU group, is not fit to be lent.
+    /// A function of this host, or its IOMMU group, cannot be lent.
     #[error(transparent)]
     Pci(farside_host_pci::PciError),
     /// This host's NTB endpoint cannot be used.
@@ -57,7 +56,7 @@ pub enum StartError {
     /// The kernel has no VFIO.
     #[error(transparent)]
     Vfio(farside_vfio::VfioError),
-    /// The socket's directory cannot be made.
+    /// The socket's directory cannot be created.
     #[error(
         "cannot use directory {path} for the socket that backends of this host connect to: name another with --socket, or `socket` in lender.toml",
         path = path.display()
@@ -65,7 +64,7 @@ pub enum StartError {
     Directory {
         /// The directory.
         path: std::path::PathBuf,
-        /// What making it said.
+        /// The cause.
         source: io::Error,
     },
     /// The socket cannot be created.
@@ -74,7 +73,7 @@ pub enum StartError {
     /// The TCP port cannot be opened.
     #[error("cannot listen for backends")]
     ListenTcp(#[source] io::Error),
-    /// The service manager's sockets are not a lender's.
+    /// The service manager's sockets do not belong to this lender.
     #[error(transparent)]
     Activation(#[from] ActivationError),
     /// `listen` is for TCP.
@@ -82,12 +81,12 @@ pub enum StartError {
         "cannot listen at {0}: `listen` takes tcp:HOST:PORT; the socket for this host is `socket`"
     )]
     NotTcp(Address),
-    /// An address that others than the operator's hosts may reach.
+    /// The address may be reachable by other than the operator's hosts.
     #[error(
         "cannot listen at {0}: the protocol is not encrypted and asks nobody who he is, so only loopback and private addresses are allowed; choose one (such as 10.0.0.2), or say `listen-plain = true` if this network is trusted all the same"
     )]
     Public(Address),
-    /// The system refused a thread or an eventfd.
+    /// A thread or an eventfd cannot be created.
     #[error("cannot start")]
     System(#[from] io::Error),
 }
@@ -99,12 +98,12 @@ pub struct Lender {
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<Stopped>>,
     fault_reader: Option<JoinHandle<()>>,
-    /// Given back when the devices are closed.
+    /// Released after the devices are closed.
     ntb: Option<HostEndpoint>,
-    /// Removed then.
+    /// Removed after the devices are closed.
     vfs: Vec<CreatedVfs>,
     stop: Wakeup,
-    /// Lines about peers for whom there is no thread.
+    /// Limits the log lines on peers whose thread could not be created.
     no_thread: RateLimit,
 }
 
@@ -114,11 +113,11 @@ impl Lender {
         Self::start_activated(config, Activated::default())
     }
 
-    /// As [`Lender::start`], with sockets that the service manager has made. What
-    /// connects to them waits until the devices are open.
+    /// As [`Lender::start`], with sockets from the service manager. Connections to them wait until
+    /// the devices are open.
     pub fn start_activated(config: Config, activated: Activated) -> Result<Self, StartError> {
         config.check()?;
-        // Thirty functions with 2048 eventfds each are beyond the usual limit.
+        // Thirty functions with 2048 eventfds each exceed the usual limit.
         raise_open_files();
         let stop = Wakeup::new()?;
         let fences = FenceBook::load(config.state.clone()).map_err(StartError::State)?;
@@ -143,9 +142,8 @@ impl Lender {
             stop,
             no_thread: RateLimit::new(),
         };
-        // Larger than any epoch of a lender that ran here before, whose
-        // borrowers may still be about: it gave out fewer than one a
-        // microsecond.
+        // Larger than any epoch of an earlier run, whose borrowers may still exist: a run issues
+        // fewer than one per microsecond.
         let epoch = Epoch(
             std::time::SystemTime::UNIX_EPOCH
                 .elapsed()
@@ -175,18 +173,17 @@ impl Lender {
         Ok(lender)
     }
 
-    /// Where it listens: first the socket of this host, then the ports.
+    /// The addresses that it listens at: first the UNIX socket, then the TCP ports.
     pub fn addresses(&self) -> Vec<Address> {
         self.entrances.iter().map(Entrance::address).collect()
     }
 
-    /// What to raise to stop [`Lender::run`].
+    /// The wakeup that stops [`Lender::run`].
     pub fn stop_handle(&self) -> Wakeup {
         self.stop.clone()
     }
 
-    /// Serves until stopped; then takes every device back and unlinks the
-    /// socket.
+    /// Serves until stopped; then ends all leases and unlinks the socket.
     pub fn run(self) -> io::Result<()> {
         loop {
             let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
@@ -206,18 +203,17 @@ impl Lender {
         }
     }
 
-    /// Serves everyone who waits at an entrance.
+    /// Accepts and serves all pending connections of a listener.
     fn let_in(&self, entrance: &Entrance) {
         loop {
             match entrance.accept() {
                 Ok(Some((channel, counted))) => self.welcome(channel, counted),
                 Ok(None) => return,
                 Err(error) => {
-                    // Such as for want of descriptors. Those who borrow
-                    // are served on; the peer is still there afterwards.
+                    // E.g. EMFILE. Leases are unaffected, and the connection stays in the backlog.
                     log::error!("cannot accept a connection: {error}");
                     let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                    // The stop itself is seen by the caller.
+                    // The caller checks `stop`.
                     let _ = poll(&mut stop, Some(&ACCEPT_PAUSE));
                     return;
                 }
@@ -225,7 +221,7 @@ impl Lender {
         }
     }
 
-    /// Serves a peer on a thread of its own.
+    /// Serves a peer on its own thread.
     fn welcome(&self, channel: Channel, counted: Counted) {
         let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
         let stop = self.stop.clone();
@@ -262,8 +258,7 @@ impl Drop for Lender {
             log::error!("the thread that reads the kernel's log has panicked");
         }
         if !all_closed {
-            // The kernel gives neither back before the device that is open is
-            // closed, and would wait for that here.
+            // Releasing these would block: the kernel waits until the open device is closed.
             std::mem::forget((self.ntb.take(), std::mem::take(&mut self.vfs)));
         }
         log::info!("lender {} stopped", self.about.name);

@@ -1,8 +1,7 @@
-//! The seam between a device's thread and the device, be that a software model
-//! or hardware.
+//! The interface between a device thread and its device, a software model or hardware.
 //!
 //! A lease is a value: [`DeviceSource::lease`] consumes the available device, and
-//! [`LeasedDevice::end`] gives it back. Every call comes from the device's thread.
+//! [`LeasedDevice::end`] returns it. All calls come from the device thread.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -13,13 +12,12 @@ use farside_fabric::{FarAddress, FaultSummary, LenderPath, MemoryRange, Usage};
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 
-/// How long DMA in flight may take to drain before the borrower is told that
-/// it does not.
+/// Timeout for DMA in flight to drain, after which the borrower receives an error.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A device that can be lent, to one VM at a time.
+/// A device that can be lent to one VM at a time.
 pub(crate) trait DeviceSource: Send {
-    /// The kind of device source, for people.
+    /// The kind of device source, for display.
     fn kind(&self) -> &'static str;
 
     /// The device's description. Constant.
@@ -37,9 +35,8 @@ pub(crate) trait DeviceSource: Send {
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased>;
 
-    /// Brings all that was written onto the medium, where that is the lender's
-    /// to do: so that a crash of this host, after the VM went on at another
-    /// one, loses nothing. May block.
+    /// Flushes all writes to the medium, if the lender is responsible for that, so that a crash of
+    /// this host after the VM has moved loses no data. May block.
     fn flush(&mut self) -> Result<(), RemoteError> {
         Ok(())
     }
@@ -53,16 +50,16 @@ pub(crate) trait DeviceSource: Send {
     fn report(&self) -> Report;
 }
 
-/// A lease that has begun.
+/// A new lease.
 pub(crate) struct Leased {
     pub(crate) device: Box<dyn LeasedDevice>,
-    /// For each BAR with mappable areas, in the order of the BARs.
+    /// For each BAR with sparse mmap areas, in the order of the BARs.
     pub(crate) bars: Vec<BarMemory>,
     /// The files of [`BarMemory::File`].
     pub(crate) files: Vec<OwnedFd>,
 }
 
-/// A lease that has not begun.
+/// A failed lease.
 pub(crate) struct NotLeased {
     pub(crate) source: Box<dyn DeviceSource>,
     pub(crate) error: RemoteError,
@@ -76,8 +73,7 @@ pub(crate) trait LeasedDevice: Send {
     /// As [`DeviceSource::report`], with the lease's windows, interrupts and faults.
     fn report(&mut self) -> Report;
 
-    /// Reads `data.len()` (1, 2, 4 or 8, naturally aligned) bytes that are in
-    /// the BAR.
+    /// Reads `data.len()` bytes (1, 2, 4 or 8, naturally aligned, in the BAR).
     fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]);
 
     /// Writes `data` (1, 2, 4 or 8 bytes, naturally aligned, in the BAR).
@@ -97,40 +93,38 @@ pub(crate) trait LeasedDevice: Send {
     /// memory first.
     fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError>;
 
-    /// Does what can be done now; returns whether there was anything.
+    /// Processes pending work; returns whether there was any.
     fn poll(&mut self) -> bool;
 
-    /// Prepares to sleep until a register access comes or
-    /// [`LeasedDevice::wake_fd`] is readable. False when there is something to do
-    /// already.
+    /// Prepares to block until a register access or until [`LeasedDevice::wake_fd`] is readable.
+    /// Returns false if there is work already.
     fn prepare_to_block(&mut self) -> bool {
         true
     }
 
-    /// Readable when [`LeasedDevice::poll`] has something to do.
+    /// Readable when [`LeasedDevice::poll`] has work.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Drains DMA in flight, which has `patience` for that, and begins no more
-    /// until [`LeasedDevice::resume`]. Hardware needs neither: the IOMMU's
-    /// unmapping waits for DMA in flight.
+    /// Drains DMA in flight, for up to `patience`, and starts no more until
+    /// [`LeasedDevice::resume`]. Hardware needs neither: the IOMMU's unmapping waits for DMA in
+    /// flight.
     fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
         Ok(())
     }
 
-    /// Lets a device go on that was quiesced or revoked, and not reset.
+    /// Resumes a device that was quiesced or revoked, and not reset.
     fn resume(&mut self) {}
 
     /// Resets the device, after [`LeasedDevice::revoke`].
     fn reset(&mut self) -> Result<(), RemoteError>;
 
-    /// Takes the borrower's memory away from the device: drains DMA in flight,
-    /// which has `patience` for that, stops bus mastering, closes all windows and
-    /// unmaps all memory; as much of it as possible. After an error the device may
-    /// still reach memory, and the caller tries again.
+    /// Revokes the device's access to the borrower's memory: drains DMA in flight for up to
+    /// `patience`, stops bus mastering, closes all windows and unmaps all memory, as far as
+    /// possible. After an error the device may still reach memory, and the caller retries.
     fn revoke(&mut self, patience: Duration) -> Result<(), RemoteError>;
 
-    /// Ends the lease, after [`LeasedDevice::revoke`] has succeeded: resets the
-    /// device and gives up all that the lease took.
+    /// Ends the lease, after [`LeasedDevice::revoke`] has succeeded: resets the device and releases
+    /// the lease's resources.
     fn end(self: Box<Self>) -> Box<dyn DeviceSource>;
 }
 
@@ -146,21 +140,21 @@ pub(crate) trait Irqs {
     /// Status in its status register (PCIe 7.5.1.1.4).
     fn intx_status(&mut self) -> bool;
 
-    /// Relayed interrupts that were not sent yet. Everything that the device wrote
-    /// before them is in the borrower's memory.
+    /// Relayed interrupts that are not sent yet. All device writes before them have reached the
+    /// borrower's memory.
     fn relay(&self) -> &Relay;
 }
 
 /// The state of a device, for its status.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
-    /// Whether it may master the bus.
+    /// Whether bus mastering is enabled.
     pub(crate) bus_master: bool,
     /// Windows and mappings.
     pub(crate) usage: Usage,
-    /// (index, vector, count) of each vector that was raised.
+    /// (index, vector, count) of each raised vector.
     pub(crate) interrupts: Vec<(u8, u16, u64)>,
-    /// DMA that was refused.
+    /// Refused DMA.
     pub(crate) faults: FaultSummary,
     /// The device's own counters.
     pub(crate) counters: Vec<(String, u64)>,

@@ -1,9 +1,8 @@
-//! Register channels that come by a connection of their own.
+//! Register channels over separate connections.
 //!
-//! Between hosts no descriptor can be sent, so the borrower of a device connects
-//! once more and shows the ticket that came with its lease. Whoever has the
-//! ticket has the device's registers: it is 128 random bits, taken once, and
-//! only for a few seconds.
+//! Descriptors cannot be sent between hosts, so the borrower opens a second connection and presents
+//! the ticket from its lease. A ticket grants access to the device's registers: it has 128 random
+//! bits, and is valid once and for a few seconds.
 
 use std::{
     collections::HashMap,
@@ -17,7 +16,7 @@ use farside_daemon::Wakeup;
 use farside_lender_protocol::{Channel, TICKET_LIFE, Ticket};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// The tickets that are out.
+/// The outstanding tickets.
 #[derive(Default)]
 pub(crate) struct Tickets(Mutex<HashMap<Ticket, Out>>);
 
@@ -28,10 +27,10 @@ struct Out {
 }
 
 impl Tickets {
-    /// Makes a ticket that is good from `now` on.
+    /// Issues a ticket that is valid from `now` on.
     pub(crate) fn issue(self: &Arc<Self>, now: Instant) -> io::Result<Awaited> {
         let mut random = [0; 16];
-        // From a kernel that has started, 16 bytes come at once and whole.
+        // After boot, the kernel returns 16 bytes at once and completely.
         let got = getrandom(&mut random, GetRandomFlags::empty())?;
         if got != random.len() {
             return Err(io::Error::other("the kernel gave too few random bytes"));
@@ -55,25 +54,23 @@ impl Tickets {
         })
     }
 
-    /// Takes a ticket in. None when it is not out (any more), or came too
-    /// late.
+    /// Redeems a ticket. Returns `None` if it is not outstanding or has expired.
     pub(crate) fn redeem(&self, ticket: Ticket, now: Instant) -> Option<Redeemed> {
         let out = self.lock().remove(&ticket)?;
         (now < out.until).then_some(Redeemed(out))
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Out>> {
-        // Every change is one call: a panic elsewhere leaves it whole.
+        // Every update is a single call, so a panic cannot leave the map inconsistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A ticket that was good.
+/// A redeemed ticket.
 pub(crate) struct Redeemed(Out);
 
 impl Redeemed {
-    /// Hands the connection to the device's thread. One that has stopped
-    /// waiting closes it.
+    /// Passes the connection to the device thread. Closes it if the thread has stopped waiting.
     pub(crate) fn hand_over(self, channel: Channel) {
         if self.0.sender.try_send(channel).is_ok() {
             self.0.wake.raise();
@@ -81,8 +78,8 @@ impl Redeemed {
     }
 }
 
-/// The connection that a ticket stands for. Dropping it invalidates the
-/// ticket. Readable when the connection has come.
+/// The connection that a ticket was issued for. Dropping it invalidates the ticket. Readable when
+/// the connection has arrived.
 pub(crate) struct Awaited {
     ticket: Ticket,
     until: Instant,
@@ -92,17 +89,17 @@ pub(crate) struct Awaited {
 }
 
 impl Awaited {
-    /// What to send to the borrower.
+    /// The ticket to send to the borrower.
     pub(crate) fn ticket(&self) -> Ticket {
         self.ticket
     }
 
-    /// When the ticket ends.
+    /// When the ticket expires.
     pub(crate) fn until(&self) -> Instant {
         self.until
     }
 
-    /// The connection, if it has come.
+    /// The connection, if it has arrived.
     pub(crate) fn take(&self) -> Option<Channel> {
         self.wake.lower();
         self.receiver.try_recv().ok()
@@ -163,7 +160,7 @@ mod tests {
         guess.0[15] ^= 1;
         assert!(tickets.redeem(guess, now).is_none());
         assert!(tickets.redeem(awaited.ticket(), awaited.until()).is_none());
-        // Late once is late for good.
+        // An expired ticket stays invalid.
         assert!(tickets.redeem(awaited.ticket(), now).is_none());
 
         let awaited = tickets.issue(now).unwrap();
@@ -176,7 +173,7 @@ mod tests {
         let (ours, theirs) = Channel::pair().unwrap();
         let redeemed = tickets.redeem(awaited.ticket(), just).expect("it is good");
         drop(awaited);
-        // Closed, and not left lying about.
+        // Closed, not leaked.
         redeemed.hand_over(theirs);
         let mut fds = [PollFd::new(&ours, PollFlags::IN)];
         assert_eq!(poll(&mut fds, Some(&Timespec::default())), Ok(1));

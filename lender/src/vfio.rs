@@ -1,8 +1,7 @@
 //! Device source `vfio`: a function of this host, through Linux VFIO.
 //!
-//! The function is on vfio-pci for as long as the lender runs. Each lease opens
-//! it anew in an IOMMU domain of its own, which is empty until the borrower
-//! enables bus mastering, and gone at the end:
+//! The function is on vfio-pci for as long as the lender runs. Each lease opens it in a new IOMMU
+//! domain, which is empty until the borrower enables bus mastering, and destroyed at the end:
 //!
 //! ```text
 //!   start: find, bind, look at it, close
@@ -10,19 +9,17 @@
 //!   end:   back to its former driver
 //! ```
 //!
-//! The data path is the hardware's: the borrower maps the BARs, the kernel
-//! signals the VMM's eventfds, the IOMMU translates DMA. What is left for the
-//! device's thread are registers that must be trapped, relayed interrupts, and
-//! changes of all these.
+//! The data path is the hardware's: the borrower maps the BARs, the kernel signals the VMM's
+//! eventfds, the IOMMU translates DMA. The device thread only handles trapped registers, relayed
+//! interrupts, and configuration changes.
 //!
 //! # What the borrower's VMM is trusted with
 //!
-//! To map the BARs of a function of this machine it gets VFIO's descriptor of
-//! the function, since the kernel has none for a BAR alone that can be mapped.
-//! With it, a VMM can reset the function, and reach all of its registers and
-//! its configuration space as VFIO shows that; not the IOMMU domain. It keeps
-//! the descriptor for as long as it likes, so a function is lent on only when
-//! the kernel says that nobody else has it open.
+//! To map the BARs of a function of this host, the VMM receives VFIO's device descriptor, since the
+//! kernel has no mmap-able descriptor for a single BAR. With it, a VMM can reset the function and
+//! access all of its registers and its configuration space through VFIO, but not the IOMMU domain.
+//! It can keep the descriptor indefinitely, so a function is lent again only when the kernel
+//! reports that it is not open elsewhere.
 
 mod dma_path;
 mod faults;
@@ -54,10 +51,10 @@ pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
 use irqs::FunctionIrqs;
 
-/// How long a former borrower's VMM may take to let go of the function.
+/// Maximum wait for a former borrower's VMM to close the function.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often to look whether it has. The kernel tells nobody.
+/// Polling interval for that. The kernel does not send a notification.
 const LET_GO_STEP: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
@@ -72,33 +69,32 @@ pub(crate) struct VfioDevice {
     host: HostPci,
     described: Described,
     usable: UsableIova,
-    /// Bits of an address that the function can put on the bus, where its own
-    /// driver told the kernel.
+    /// The function's DMA address width, if its native driver has set it in the kernel.
     address_bits: Option<u32>,
     allow_dirty: bool,
-    /// The VM that had it, when it could not be reset since.
+    /// The VM that used it last, if it could not be reset since.
     left_dirty_by: Option<String>,
-    /// The VM that had it last.
+    /// The VM that used it last.
     last_vm: Option<String>,
     ntb: Option<Adapter>,
     watch: Arc<FaultWatch>,
-    /// Of this lease, or of the last.
+    /// Faults of the current lease, or of the last one.
     faults: Arc<FaultLog>,
     stop: Wakeup,
 }
 
-/// A physical function that is open.
+/// An open physical function.
 struct LeasedFunction {
     vm: String,
     path: DmaPath,
     irqs: FunctionIrqs,
     function: Arc<Function>,
-    // Last: a function that is open cannot be given back.
+    // Dropped last: an open function cannot be unbound.
     device: Box<VfioDevice>,
 }
 
 impl VfioDevice {
-    /// Looks at a function that is bound to vfio-pci.
+    /// Probes a function that is bound to vfio-pci.
     pub(crate) fn open(
         found: Found,
         api: Api,
@@ -117,7 +113,8 @@ impl VfioDevice {
             Ok(found) => found,
             Err(error) => {
                 if matches!(error, VfioError::Busy { .. }) {
-                    // Unbinding would wait for whoever has it, and take it away.
+                    // Unbinding would wait for its current user, and take the function away from
+                    // it.
                     binding.leave();
                 }
                 return Err(error);
@@ -147,7 +144,7 @@ impl VfioDevice {
         })
     }
 
-    /// Opens the function, once those who had it have let go.
+    /// Opens the function, after former users have closed it.
     fn open_when_free(&self) -> Result<Function, RemoteError> {
         let patience = Instant::now() + LET_GO_TIMEOUT;
         loop {
@@ -156,7 +153,7 @@ impl VfioDevice {
                 Ok(function) => return Ok(function),
                 Err(VfioError::Busy { .. }) if Instant::now() < patience => {
                     let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                    // A lender that stops asks once more, and is refused.
+                    // A stopping lender retries without a pause until the timeout.
                     let _ = poll(&mut stop, Some(&LET_GO_STEP));
                 }
                 Err(error @ VfioError::Busy { .. }) => {
@@ -179,8 +176,7 @@ impl VfioDevice {
         }
     }
 
-    /// Opens the function in its state after power-on, or refuses to lend it as
-    /// another VM left it.
+    /// Opens the function and resets it. Refuses if another VM has used it and it cannot be reset.
     fn open_clean(&self) -> Result<Arc<Function>, RemoteError> {
         let function = self.open_when_free()?;
         match function.can_reset() {
@@ -190,7 +186,7 @@ impl VfioDevice {
         Ok(Arc::new(function))
     }
 
-    /// Refuses to lend it as another VM left it.
+    /// Refuses to lend it with another VM's state.
     fn check_clean(&self) -> Result<(), RemoteError> {
         match &self.left_dirty_by {
             Some(vm) if !self.allow_dirty => Err(invalid(format!(
@@ -202,7 +198,7 @@ impl VfioDevice {
         }
     }
 
-    /// The DMA path to the borrower's memory, and how the borrower maps the BARs.
+    /// Creates the DMA path to the borrower's memory, and the borrower's access to the BARs.
     fn dma_path(
         &self,
         route: Route,
@@ -390,12 +386,12 @@ impl LeasedDevice for LeasedFunction {
     fn reset(&mut self) -> Result<(), RemoteError> {
         match self.function.can_reset() {
             true => self.function.reset().map_err(internal),
-            // The guest's own reset of what cannot be reset.
+            // A reset by the guest of a function that cannot be reset.
             false => Ok(()),
         }
     }
 
-    /// Needs no patience: the IOMMU's unmapping waits for DMA in flight.
+    /// Ignores `patience`: unmapping from the IOMMU waits for DMA in flight.
     fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
         self.path.revoke().map_err(refused)
     }
@@ -414,8 +410,7 @@ impl LeasedDevice for LeasedFunction {
         {
             log::error!("device {}: {error}", device.id, error = Chain(&error));
         }
-        // Its interrupts and mappings end with the descriptor; the kernel
-        // resets it once more.
+        // Closing the descriptor ends its interrupts and mappings; the kernel resets it again.
         match Arc::into_inner(function).map(Function::close) {
             Some(Ok(())) => {}
             Some(Err(error)) => log::warn!(
@@ -431,8 +426,8 @@ impl LeasedDevice for LeasedFunction {
     }
 }
 
-/// What a function looks like, what it may use as IOVA, and whether it can be
-/// reset. It is closed again.
+/// Opens a function to read its description, its usable IOVA ranges and whether it can be reset,
+/// and closes it again.
 fn look_at(api: Api, bdf: Bdf) -> Result<(Described, UsableIova, bool), VfioError> {
     let domain = Domain::new(api)?;
     let function = domain.open(bdf)?;
@@ -445,7 +440,7 @@ fn look_at(api: Api, bdf: Bdf) -> Result<(Described, UsableIova, bool), VfioErro
     Ok(found)
 }
 
-/// Whether a function with so many address bits reaches all of a guest's RAM.
+/// Checks that a function with this address width reaches all of a guest's RAM.
 fn check_width(bits: Option<u32>, ram: &[RamRange]) -> Result<(), String> {
     let Some(limit) = bits.and_then(|bits| 1u64.checked_shl(bits)) else {
         return Ok(());

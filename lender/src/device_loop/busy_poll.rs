@@ -1,50 +1,47 @@
-//! How a device's thread waits for work: by busy-polling, and at whose cost.
+//! Adaptive busy-polling of a device thread, and its fairness to other threads.
 //!
-//! Blocking costs a busy guest a trapped doorbell, and the device's thread a
-//! wake-up; polling costs a CPU. So the thread polls for as long as work has
-//! lately come soon: each block that ended early doubles the time, each long one
-//! halves it. A device that is idle, or used now and then, costs nothing.
+//! Blocking costs a busy guest a trapped doorbell, and the device thread a wake-up; polling costs a
+//! CPU. So the poll time adapts: each block that ended early doubles it, each long one halves it.
+//! An idle or rarely used device costs nothing.
 //!
-//! Meanwhile others may want the CPU. One that is done soon, such as a vCPU or
-//! the backend, is let through by sched_yield(2) after each round: it may be the
-//! one that makes the work. One that computes all the time takes the CPU for a
-//! scheduler's slice at each yield, milliseconds for each round of the device. So
-//! after a yield that took that long there is none for a while. The thread then
-//! has what the scheduler gives it, polls without a yield while work comes soon,
-//! and naps in between, which costs no slice: whoever sleeps is owed the CPU.
+//! Other threads may need the CPU meanwhile. A thread that soon sleeps again, such as a vCPU or the
+//! backend, gets it by sched_yield(2) after each round: it may be the one that produces the work. A
+//! CPU-bound thread runs for a whole scheduler slice at each yield, milliseconds for each round of
+//! the device. So after a yield of that length there are no yields for a while. The device thread
+//! then has its fair share, polls without a yield while work comes soon, and naps otherwise, which
+//! costs no slice: the scheduler favours threads that sleep.
 
 use std::time::{Duration, Instant};
 
-/// Where growing begins, and shrinking ends.
+/// The smallest non-zero poll time.
 const LEAST: Duration = Duration::from_micros(16);
 
-/// A yield of this length met a thread that does not sleep by itself: well above
-/// what a vCPU or the backend takes for a request, below a slice (some ms).
+/// A yield of this length met a CPU-bound thread: well above the time of a vCPU or the backend for
+/// a request, below a slice (some ms).
 const LONG_YIELD: Duration = Duration::from_micros(500);
 
-/// How long there is no yield after a long one; doubles while the next ones are
-/// long as well. At the most, the yields cost some per cent of the time.
+/// Time without yields after a long one; doubles while further yields are long. At its maximum,
+/// yields cost a few per cent of the time.
 const BACKOFF: Duration = Duration::from_millis(10);
 const MOST_BACKOFF: Duration = Duration::from_millis(160);
 
-/// Without yields, work that is not there after this long is waited for in naps:
-/// longer than a guest takes from a completion to its next request, and little
-/// beside the CPU's share of whoever waits.
+/// Without yields, the thread naps after polling for this long: longer than a guest takes from a
+/// completion to its next request, and short compared with the CPU share of the waiting threads.
 const POLL_ALONE: Duration = Duration::from_micros(50);
 
 /// A nap. The kernel adds its timer slack, 50 µs.
 const NAP: Duration = Duration::from_micros(20);
 
-/// What to do when there is no work.
+/// The next action when there is no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Look again at once.
+    /// Poll again at once.
     Poll,
-    /// Let others run, then look again.
+    /// Yield, then poll again.
     Yield,
-    /// Sleep for this long, unless an event comes, then look again.
+    /// Block for this long or until an event, then poll again.
     Nap(Duration),
-    /// Sleep until an event comes.
+    /// Block until an event.
     Block,
 }
 
@@ -53,7 +50,7 @@ pub(super) enum Step {
 pub(super) struct BusyPoll {
     most: Duration,
     time: Duration,
-    /// From when on there may be a yield.
+    /// No yields before this time.
     yield_from: Instant,
     backoff: Duration,
 }
@@ -69,7 +66,7 @@ impl BusyPoll {
         }
     }
 
-    /// There has been no work for `idle`.
+    /// The next action after `idle` without work.
     pub(super) fn step(&self, idle: Duration, now: Instant) -> Step {
         if idle >= self.time {
             Step::Block
@@ -82,12 +79,12 @@ impl BusyPoll {
         }
     }
 
-    /// A yield ended after `took`.
+    /// Records that a yield took `took`.
     pub(super) fn yielded(&mut self, took: Duration, now: Instant) {
         if took < LONG_YIELD {
             return;
         }
-        // Beside a busy thread some yields return at once, so those prove nothing.
+        // Short yields do not reset the back-off: next to a busy thread some return at once.
         let quiet = now.saturating_duration_since(self.yield_from + took);
         self.backoff = match quiet < self.backoff {
             true => (self.backoff * 2).min(MOST_BACKOFF),
@@ -96,7 +93,7 @@ impl BusyPoll {
         self.yield_from = now + self.backoff;
     }
 
-    /// Work came after `slept`.
+    /// Records that a block lasted `slept`, and adapts the poll time.
     pub(super) fn woke_after(&mut self, slept: Duration) {
         self.time = if slept < self.most {
             (self.time * 2).clamp(LEAST.min(self.most), self.most)
@@ -147,7 +144,7 @@ mod tests {
         let micros = Duration::from_micros;
         let mut poll = after(&[100; 8]);
         let start = Instant::now();
-        // Idle for, microseconds; then yielding or not.
+        // Idle time in microseconds; then with or without yields.
         let steps =
             |poll: &BusyPoll, now| [0, 49, 50, 199, 200].map(|idle| poll.step(micros(idle), now));
         use Step::{Block, Poll, Yield};
@@ -155,7 +152,7 @@ mod tests {
         let yields = [Yield, Yield, Yield, Yield, Block];
         let naps = [Poll, Poll, nap, nap, Block];
         assert_eq!(steps(&poll, start), yields);
-        // Others let through, and back soon.
+        // Short yields.
         poll.yielded(LONG_YIELD - micros(1), start);
         assert_eq!(steps(&poll, start), yields);
         poll.yielded(LONG_YIELD, start);
@@ -170,7 +167,7 @@ mod tests {
         let mut now = Instant::now() + Duration::from_secs(1);
         let mut backoffs = Vec::new();
         for quiet in [1000, 0, 1, 1, 1, 1, 1, 1000, 0] {
-            // A short yield between does not count.
+            // A short yield in between does not count.
             poll.yielded(Duration::from_micros(2), now);
             now = now.max(poll.yield_from) + Duration::from_millis(quiet) + took;
             poll.yielded(took, now);

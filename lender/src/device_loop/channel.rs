@@ -1,4 +1,4 @@
-//! How a borrower comes by the register channel of its lease.
+//! Sets up the register channel of a lease.
 
 use std::{
     io,
@@ -16,16 +16,16 @@ use crate::{
     tickets::{Awaited, Tickets},
 };
 
-/// The lender's end of a register channel that is about to be.
+/// The lender's end of a register channel that is being set up.
 pub(super) enum Offer {
-    /// Both ends, of which one goes with the lease.
+    /// Both ends; one is sent with the lease.
     Pair(Channel, OwnedFd),
-    /// A ticket that does.
+    /// A ticket, sent with the lease.
     Ticket(Awaited),
 }
 
 impl Offer {
-    /// What suits the borrower's connection.
+    /// Chooses the form that the borrower's transport supports.
     pub(super) fn new(connection: &Channel, tickets: &Arc<Tickets>) -> io::Result<Self> {
         if connection.is_tcp() {
             return tickets.issue(Instant::now()).map(Self::Ticket);
@@ -34,7 +34,7 @@ impl Offer {
         Ok(Self::Pair(ours, theirs.into_socket()))
     }
 
-    /// What the borrower is told, and the descriptor that goes with it.
+    /// The reply for the borrower, and the descriptor to send with it.
     pub(super) fn for_borrower(&self) -> (Registers, Option<&OwnedFd>) {
         match self {
             Self::Pair(_, theirs) => (Registers::Descriptor, Some(theirs)),
@@ -42,8 +42,8 @@ impl Offer {
         }
     }
 
-    /// The lender's end. The borrower may take its time to connect; until then
-    /// `owner` answers questions.
+    /// Waits for the borrower to connect and returns the lender's end. Meanwhile `owner` answers
+    /// messages.
     pub(super) fn accepted(
         self,
         owner: &mut DeviceLoop,
@@ -65,7 +65,7 @@ impl Offer {
             }
             let mut fds = [
                 PollFd::new(&awaited, PollFlags::IN),
-                // A request of an impatient borrower waits.
+                // Not `IN`: an early request stays in the socket.
                 PollFd::new(connection, PollFlags::RDHUP),
                 PollFd::new(&owner.mail_wake, PollFlags::IN),
                 PollFd::from_borrowed_fd(owner.stop.as_fd(), PollFlags::IN),

@@ -1,4 +1,4 @@
-//! How a lease ends, and what is undone then.
+//! The end of a lease, and its clean-up.
 
 use std::time::{Duration, Instant};
 
@@ -9,36 +9,36 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::DeviceLoop;
 use crate::source::{DRAIN_TIMEOUT, DeviceSource, LeasedDevice};
 
-/// How long a borrower may leave an answer unread.
+/// Timeout for sending an answer.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long register accesses may take that were sent before a request.
+/// Timeout for register accesses that were sent before a request.
 pub(super) const LATE_ACCESSES: Duration = Duration::from_secs(2);
 
-/// Pause after the first failed revocation; each further one doubles it.
+/// Pause after the first failed revocation; each further failure doubles it.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// Longest pause between two tries.
+/// Maximum pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Why a lease ended.
+/// The reason for the end of a lease.
 pub(super) enum End {
     Returned,
     PeerGone(ChannelError),
-    /// The borrower did not connect for its registers.
+    /// The borrower did not connect its register channel.
     NoRegisters,
-    /// Accesses that the borrower said it had sent did not come.
+    /// Register accesses that the borrower counted as sent did not arrive.
     LostAccesses {
         sent: u64,
         came: u64,
     },
-    /// The VM goes to another host.
+    /// The VM moves to another host.
     HandedOver,
     Stopped,
 }
 
-/// Undoes a lease, in the order the documentation of [`super`] gives. None when
-/// the device stays as it is, open, until the process exits.
+/// Ends a lease, in the order documented in [`super`]. Returns `None` if the device has to stay
+/// open until the process exits.
 pub(super) fn take_back(
     owner: &mut DeviceLoop,
     mut device: Box<dyn LeasedDevice>,
@@ -49,17 +49,16 @@ pub(super) fn take_back(
     end: End,
 ) -> Option<Box<dyn DeviceSource>> {
     if !revoke(owner, &mut *device, vm, epoch) {
-        // Neither released nor reset. Dropping it would unmap memory under a
-        // device that still does DMA, and closing the connection would tell the
-        // borrower that its memory is its own again.
+        // Neither released nor reset. Dropping it would unmap memory under a device that still does
+        // DMA, and closing the connection would signal the borrower that its memory is safe to
+        // reuse.
         std::mem::forget((device, connection));
         return None;
     }
     if let Err(error) = device.source().flush() {
         log::error!("{error}", error = Chain(&error));
     }
-    // All that it took of the fabric first: whoever sees the device free
-    // finds room for it.
+    // Release fabric resources first, so that the next borrower of the free device has room.
     let source = device.end();
     let why = match &end {
         End::Returned => "returned".to_owned(),
@@ -82,20 +81,20 @@ pub(super) fn take_back(
     owner.lines.line("ended", &line);
     owner.registry.release(&owner.id, epoch);
     if matches!(end, End::Returned) {
-        // The lease is over whether or not the borrower hears of it.
+        // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
     }
-    // Closing the connection tells the borrower that all of this is done.
+    // Closing the connection signals the borrower that all of this is done.
     Some(source)
 }
 
-/// Takes the borrower's memory away from the device, however many tries that
-/// takes. False when the lender stops before one succeeds.
+/// Revokes the device's access to the borrower's memory, and retries until that succeeds. Returns
+/// false if the lender stops first.
 fn revoke(owner: &mut DeviceLoop, device: &mut dyn LeasedDevice, vm: &str, epoch: Epoch) -> bool {
     let mut pause = FIRST_PAUSE;
     let mut patience = DRAIN_TIMEOUT;
     while let Err(error) = device.revoke(patience) {
-        // From now on what drains does so in the pauses, which answer mail.
+        // Further draining happens during the pauses, which answer messages.
         patience = Duration::ZERO;
         owner.publish_problem(Some(&format!(
             "cannot stop its DMA: {error}; VM {vm} keeps the lease (epoch {epoch}) until that succeeds, trying again"
@@ -113,8 +112,7 @@ fn revoke(owner: &mut DeviceLoop, device: &mut dyn LeasedDevice, vm: &str, epoch
     true
 }
 
-/// Answers what is asked for the length of `pause`. False when the lender
-/// stops.
+/// Answers messages for the length of `pause`. Returns false when the lender stops.
 fn pause_for_mail(
     owner: &mut DeviceLoop,
     device: &mut dyn LeasedDevice,
@@ -133,7 +131,7 @@ fn pause_for_mail(
             PollFd::new(&owner.mail_wake, PollFlags::IN),
             PollFd::new(&owner.stop, PollFlags::IN),
         ];
-        // An interrupted wait is only a shorter one.
+        // An interrupted wait is only shorter.
         let _ = poll(&mut fds, Some(&left));
         let (mail, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
         if mail && !owner.answer_mail(device, epoch) {

@@ -1,4 +1,4 @@
-//! A device while it is borrowed.
+//! Serves a device while it is borrowed.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -25,19 +25,19 @@ use crate::{
     source::{DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased},
 };
 
-/// Register accesses that are served before others have their turn.
+/// Maximum number of register accesses served per round.
 const ACCESSES: usize = 64;
 
-/// Register accesses that are served before a request. More than a register
-/// channel holds, so all that were sent before the request are; and an end,
-/// should the borrower never stop sending.
+/// Maximum number of register accesses served before a request. More than a register channel holds,
+/// so it covers all that were sent before the request; bounded, in case the borrower never stops
+/// sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
 
-/// Rounds of a busy device between two looks at the connections. A look costs
-/// a system call, a round usually none.
+/// Rounds of a busy device between two polls of the connections. Such a poll costs a system call, a
+/// round usually none.
 const ROUNDS_PER_LOOK: u32 = 16;
 
-/// The thread's state for the length of one lease.
+/// The thread's state during one lease.
 pub(super) struct LeaseLoop<'a> {
     owner: &'a mut DeviceLoop,
     device: Box<dyn LeasedDevice>,
@@ -45,9 +45,9 @@ pub(super) struct LeaseLoop<'a> {
     registers: Channel,
     vm: String,
     epoch: Epoch,
-    /// Register accesses that were served.
+    /// Number of register accesses served.
     served: u64,
-    /// A request that came before the accesses that were sent before it.
+    /// A request that has overtaken register accesses sent before it.
     held: Option<Held>,
     refusals: u64,
 }
@@ -59,8 +59,8 @@ struct Held {
 }
 
 impl<'a> LeaseLoop<'a> {
-    /// Serves one lease from its grant to its end. None when the device could not
-    /// be taken back before the lender stopped.
+    /// Serves one lease from its grant to its end. Returns `None` if the device could not be
+    /// revoked before the lender stopped.
     pub(super) fn serve(
         owner: &'a mut DeviceLoop,
         source: Box<dyn DeviceSource>,
@@ -102,9 +102,9 @@ impl<'a> LeaseLoop<'a> {
                 if let Some(held_back) = owner.refused.allow() {
                     log::error!("device {id}: cannot lend to VM {vm}: {error}{held_back}");
                 }
-                // First, so that the peer can try again at once.
+                // Release first, so that the peer can retry at once.
                 owner.registry.release(&id, epoch);
-                // The peer is refused either way.
+                // The borrow fails whether or not the peer receives this.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return Some(source);
             }
@@ -212,8 +212,7 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Waits until something is ready, for as long as `limit` says, and handles it.
-    /// Returns whether there was anything.
+    /// Waits for events, up to `limit`, and handles them. Returns whether there were any.
     fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
         let mut registers = self.registers.interest();
@@ -222,8 +221,7 @@ impl<'a> LeaseLoop<'a> {
             self.registers.wants_write() || !self.device.irqs().relay().is_empty(),
         );
         let now = Instant::now();
-        // While a request is held, others wait; that the borrower is gone is
-        // told all the same.
+        // While a request is held, others stay in the socket; poll reports a hang-up nevertheless.
         let (requests, patience) = match &self.held {
             Some(held) => (
                 PollFlags::empty(),
@@ -234,7 +232,7 @@ impl<'a> LeaseLoop<'a> {
         let patience = patience.into_iter().chain(limit).min();
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
-        // A device with no descriptor of its own is woken by its other ones.
+        // A device without its own descriptor wakes up by the other ones.
         let device = self.device.wake_fd().unwrap_or(owner.stop.as_fd());
         let mut fds = [
             PollFd::new(&self.registers, registers),
@@ -270,8 +268,7 @@ impl<'a> LeaseLoop<'a> {
             }
             self.serve_held()?;
         } else if connection {
-            // A request must not overtake the register accesses that went
-            // before it.
+            // A request must not overtake earlier register accesses.
             self.serve_registers(ACCESSES_BEFORE_REQUEST)?;
             self.serve_request()?;
         }
@@ -307,8 +304,8 @@ impl<'a> LeaseLoop<'a> {
                     u64::from_le_bytes(data)
                 }
                 Access::InterruptStatus => {
-                    // The guest's earlier stores to memory that the device polls
-                    // come before this read, as posted writes would.
+                    // Process the guest's earlier stores to polled memory before this read, as PCIe
+                    // orders posted writes before reads.
                     self.device.poll();
                     self.device.irqs().intx_status().into()
                 }
@@ -326,7 +323,7 @@ impl<'a> LeaseLoop<'a> {
                     continue;
                 }
             };
-            // As on PCIe, where a completion does not pass messages.
+            // As on PCIe, where a completion does not pass posted requests.
             self.send_relayed();
             self.registers
                 .send(&Event::Data { value }, &[], SEND_TIMEOUT)
@@ -336,7 +333,7 @@ impl<'a> LeaseLoop<'a> {
         Ok(())
     }
 
-    /// Whether a register access is one that the device's contract allows.
+    /// Whether a register access satisfies the contract of `bar_read` and `bar_write`.
     fn is_valid(&mut self, bar: u8, offset: u64, len: u8) -> bool {
         let bars = &self.device.source().described().description.bars;
         let size = match bars.get(usize::from(bar)) {
@@ -350,20 +347,20 @@ impl<'a> LeaseLoop<'a> {
                 .is_some_and(|end| end <= size)
     }
 
-    /// Sends the relayed interrupts. Those for which there is no room stay in the
-    /// relay, where repeats of a vector cost nothing.
+    /// Sends the relayed interrupts. If the channel is full, the rest stay in the relay, which
+    /// coalesces repeats of a vector.
     fn send_relayed(&mut self) {
         let relay = self.device.irqs().relay();
         let mut room = true;
         relay.drain(|irq| {
-            // An error shows again, and is handled, when the channel is read.
+            // The error recurs when the channel is read, and is handled there.
             room = room
                 && matches!(
                     self.registers.try_send(&Event::Interrupt(irq), &[]),
                     Ok(true)
                 );
             if !room {
-                // Sent next time; posting to a bit set cannot fail.
+                // Retried next time; posting to a bit set cannot fail.
                 let _ = relay.post(irq);
             }
         });
@@ -373,8 +370,7 @@ impl<'a> LeaseLoop<'a> {
         let (envelope, fds) = match self.connection.try_receive::<Envelope>() {
             Ok(Some(message)) => message,
             Ok(None) => return Ok(()),
-            // A guest that enables more vectors than there are descriptors
-            // left does not lose its device for that.
+            // Keep the lease: the guest only enabled more vectors than there are free descriptors.
             Err(error @ ChannelError::DescriptorsLost) => {
                 let refused = RemoteError {
                     kind: ErrorKind::Limit,
@@ -384,8 +380,8 @@ impl<'a> LeaseLoop<'a> {
             }
             Err(error) => return Err(End::PeerGone(error)),
         };
-        // Within a host they have all come by now; between two, the other
-        // connection may be late.
+        // On the same host all accesses have arrived by now; between hosts, the other connection
+        // may lag behind.
         if envelope.epoch == self.epoch && envelope.accesses > self.served {
             self.held = Some(Held {
                 envelope,
@@ -397,7 +393,7 @@ impl<'a> LeaseLoop<'a> {
         self.serve_envelope(envelope, fds)
     }
 
-    /// Answers the request that is held, when all that went before it is done.
+    /// Answers the held request once all earlier accesses are served.
     fn serve_held(&mut self) -> Result<(), End> {
         match self.held.take() {
             Some(held) if held.envelope.accesses <= self.served => {
@@ -410,7 +406,7 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Ends the lease when what a request waits for takes too long.
+    /// Ends the lease if the held request has waited too long.
     fn give_held_up(&mut self) -> Result<(), End> {
         match &self.held {
             Some(held) if Instant::now() >= held.until => Err(End::LostAccesses {
@@ -435,7 +431,7 @@ impl<'a> LeaseLoop<'a> {
             })
         };
         if returned && reply.is_ok() {
-            // Answered when all is undone.
+            // Answered when the lease has ended.
             return Err(End::Returned);
         }
         self.reply(reply)

@@ -53,7 +53,7 @@ pub(super) struct Recorder {
     relay: Arc<Relay>,
     scratch: u64,
     bus_master: bool,
-    /// Calls of `revoke` that fail before one succeeds.
+    /// Number of `revoke` calls that fail before one succeeds.
     failing_closes: Arc<AtomicU32>,
     problem: Option<String>,
 }

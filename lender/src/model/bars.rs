@@ -1,4 +1,4 @@
-//! The device's BARs and the borrower.
+//! The borrower's memory behind a model's BARs.
 
 use std::os::fd::OwnedFd;
 
@@ -9,7 +9,7 @@ use super::ModelDevice;
 use crate::refusals::{internal, invalid};
 
 impl ModelDevice {
-    /// Gives the device the borrower's files for its BARs with mappable areas.
+    /// Passes the borrower's files for BARs with sparse mmap areas to the device.
     pub(super) fn take_bar_memory(&mut self, files: Vec<OwnedFd>) -> Result<(), RemoteError> {
         let bars: Vec<_> = (0u8..)
             .zip(self.device.description().bars.clone())
@@ -36,7 +36,7 @@ impl ModelDevice {
         Ok(())
     }
 
-    /// Takes it back.
+    /// Removes the borrower's memory from the device.
     pub(super) fn drop_bar_memory(&mut self) {
         let bars = self.device.description().bars.clone();
         for (bar, description) in bars.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The device's side of the fabric and of its interrupts.
+//! The device's interfaces to the fabric and to its interrupts.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -22,7 +22,7 @@ impl Dma for DmaPort<'_> {
     }
 }
 
-/// Interrupts to the borrower: to its VMM's eventfds, or by the relay.
+/// Interrupts to the borrower: through its VMM's eventfds, or the relay.
 pub(super) struct IrqPort {
     counts: IrqCounts,
     vectors: Vectors,
@@ -43,7 +43,7 @@ impl IrqPort {
         self.vectors.reset();
     }
 
-    /// (index, vector, count) of each vector that was raised.
+    /// (index, vector, count) of each raised vector.
     pub(super) fn raised(&self) -> Vec<(u8, u16, u64)> {
         self.vectors
             .status()

@@ -12,8 +12,7 @@ use super::*;
 const PAGE: u64 = 4096;
 const FAR: u64 = 1 << 40;
 
-/// A device that keeps the translation of the last address that was written to
-/// it, until it is quiesced.
+/// A device that caches the translation of the last address written to it, until it is quiesced.
 struct Keeper {
     description: Description,
     kept: Option<HostSlice>,
@@ -60,7 +59,7 @@ impl Device for Keeper {
 fn only_memory_in_use_is_drained_before_it_is_unmapped() {
     let quiesces = Arc::new(AtomicU32::new(0));
     let mut description = DmaTest::new().description().clone();
-    // Whose mappable area would need memory.
+    // Its sparse mmap area would need memory.
     description.bars[2] = None;
     let keeper = Keeper {
         description,
@@ -85,14 +84,14 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
     model.path().set_bus_master(true).unwrap();
     let faults = |model: &mut dyn LeasedDevice| model.report().faults.total;
 
-    // Both are in the IOTLB, the second in the device's hands.
+    // Both are in the IOTLB; the device caches the second.
     model.bar_write(0, 0, &[0]);
     model.bar_write(0, PAGE, &[0]);
     model.unmap_peer(FarAddress::new(FAR), PAGE).unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 0, "other I/O was stopped");
     model.unmap_peer(FarAddress::new(FAR + PAGE), PAGE).unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 1, "it was in use");
-    // Out of reach, both of them.
+    // Neither is reachable.
     assert_eq!(faults(&mut *model), 0);
     model.bar_write(0, 0, &[0]);
     model.bar_write(0, PAGE, &[0]);

@@ -7,12 +7,11 @@ use farside_vfio::LocalPath;
 
 use crate::refusals::{invalid, unsupported};
 
-/// One of the fabrics of physical functions.
+/// The DMA path of a physical function.
 pub(super) enum DmaPath {
-    /// The borrower is on this machine.
+    /// The borrower is on this host.
     Local(LocalPath),
-    /// The borrower is on the other side of an NTB, and reaches the function's
-    /// BARs through it.
+    /// The borrower is on the peer host of an NTB, and accesses the function's BARs through it.
     Ntb(LenderNtb),
 }
 
@@ -34,40 +33,39 @@ impl DmaPath {
         }
     }
 
-    /// Brings what the device has written into the borrower's memory, before
-    /// anything that this host sends from now on.
+    /// Flushes device writes to the borrower's memory, ahead of anything that this host sends from
+    /// now on.
     pub(super) fn flush(&self) {
         match self {
-            // The kernel has taken the interrupt, which pushed the device's
-            // writes ahead of it.
+            // The kernel has received the interrupt, which pushed the device's writes ahead of it.
             Self::Local(_) => {}
-            // They may still be on their way through the NTB, which the message
-            // with the interrupt does not take.
+            // They may still be in flight in the NTB, which the message with the interrupt
+            // bypasses.
             Self::Ntb(path) => path.flush(),
         }
     }
 
-    /// Stops DMA, closes all windows and unmaps all memory: as much of it as
-    /// possible. Returns the first error.
+    /// Stops DMA, closes all windows and unmaps all memory, as far as possible. Returns the first
+    /// error.
     pub(super) fn revoke(&mut self) -> Result<(), FabricError> {
         let closed = take_down(self.lender());
         closed.and(match self {
             Self::Local(path) => path.far_unmap_all(),
-            // The borrower's own.
+            // The borrower unmaps its memory itself.
             Self::Ntb(_) => Ok(()),
         })
     }
 }
 
-/// Stops DMA and closes all windows. The IOMMU's unmapping is what takes memory
-/// away from a function that ignores its command register, or whose register
-/// cannot be written: so it is done whatever fails before it.
+/// Stops DMA and closes all windows. Unmapping from the IOMMU also revokes access from a function
+/// that ignores its command register, or whose register cannot be written, so it is done even after
+/// an earlier failure.
 fn take_down(path: &mut dyn LenderPath) -> Result<(), FabricError> {
     let stopped = path.set_bus_master(false);
     stopped.and(path.close_all())
 }
 
-/// This host's NTB, where there is one.
+/// This host's NTB, or an error without one.
 pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
     ntb.ok_or_else(|| {
         unsupported(

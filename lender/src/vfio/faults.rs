@@ -1,4 +1,4 @@
-//! DMA faults that the kernel logs, brought to the leases that they are of.
+//! Attributes the DMA faults in the kernel log to leases.
 
 use std::{
     collections::BTreeMap,
@@ -13,15 +13,14 @@ use farside_host_pci::kmsg::{self, FaultReader, KernelDmaFault, KernelEvent};
 use farside_pci::Bdf;
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// Reads the kernel's log on a thread of its own, for all functions that are
-/// lent.
+/// Reads the kernel log on its own thread, for all lent functions.
 pub(crate) struct FaultWatch {
     logs: Mutex<BTreeMap<Bdf, Arc<FaultLog>>>,
 }
 
 impl FaultWatch {
-    /// Starts reading, until `stop` is raised. Where the log cannot be read,
-    /// that is said, and faults are not seen.
+    /// Starts reading, until `stop` is raised. If the log is unreadable, logs that and reports no
+    /// faults.
     pub(crate) fn start(stop: Wakeup) -> (Arc<Self>, Option<JoinHandle<()>>) {
         let watch = Arc::new(Self {
             logs: Mutex::default(),
@@ -52,12 +51,12 @@ impl FaultWatch {
         }
     }
 
-    /// Faults of `bdf` go to `log` from now on.
+    /// Records faults of `bdf` in `log` from now on.
     pub(crate) fn watch(&self, bdf: Bdf, log: &Arc<FaultLog>) {
         self.logs().insert(bdf, Arc::clone(log));
     }
 
-    /// Faults of `bdf` are nobody's from now on.
+    /// Ignores faults of `bdf` from now on.
     pub(crate) fn forget(&self, bdf: Bdf) {
         self.logs().remove(&bdf);
     }
@@ -72,7 +71,7 @@ impl FaultWatch {
                         PollFd::new(&reader, PollFlags::IN),
                         PollFd::new(stop, PollFlags::IN),
                     ];
-                    // An interrupted wait only looks again.
+                    // After an interrupted wait, the loop polls again.
                     let _ = poll(&mut fds, None);
                     if !fds[1].revents().is_empty() {
                         return;
@@ -94,11 +93,11 @@ impl FaultWatch {
         match log {
             Some(log) => log.record(Fault {
                 iova: fault.iova,
-                // The kernel does not say.
+                // Not part of the kernel's message.
                 len: 0,
                 access: match fault.access {
                     kmsg::Access::Read => Access::Read,
-                    // Of the two, what could have done harm.
+                    // If unknown, assume the more harmful one.
                     kmsg::Access::Write | kmsg::Access::Unknown => Access::Write,
                 },
                 reason: FaultReason::LenderDomain,

@@ -1,11 +1,11 @@
-//! From the configuration to functions that are bound to vfio-pci.
+//! Finds the configured functions and binds them to vfio-pci.
 
 use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
 
 use crate::config::{VfioConfig, VfsConfig};
 
-/// A function that vfio-pci has.
+/// A function bound to vfio-pci.
 pub(crate) struct Found {
     pub(crate) id: String,
     pub(crate) bdf: Bdf,
@@ -14,7 +14,7 @@ pub(crate) struct Found {
     pub(crate) host: HostPci,
 }
 
-/// Why a function cannot be lent.
+/// An error that prevents a function from being lent.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FindError {
     #[error(transparent)]
@@ -23,14 +23,13 @@ pub(crate) enum FindError {
     Twice { bdf: Bdf, first: String },
 }
 
-/// Makes virtual functions.
+/// Creates virtual functions.
 pub(crate) fn create_vfs(host: &HostPci, vfs: &[VfsConfig]) -> Result<Vec<CreatedVfs>, PciError> {
     let create = |vfs: &VfsConfig| host.create_vfs(&vfs.of, vfs.count, Force::No);
     vfs.iter().map(create).collect()
 }
 
-/// Binds all functions that `config` means for device `id`, and adds them to
-/// `found`.
+/// Binds all functions that `config` selects for device `id`, and adds them to `found`.
 pub(crate) fn find(
     host: &HostPci,
     id: &str,
@@ -63,8 +62,7 @@ pub(crate) fn find(
     Ok(())
 }
 
-/// Checks that the kernel will let each function have an IOMMU domain of its
-/// own.
+/// Checks that each function can have its own IOMMU domain.
 pub(crate) fn check_groups(host: &HostPci, found: &[Found]) -> Result<(), PciError> {
     let lent: Vec<Bdf> = found.iter().map(|found| found.bdf).collect();
     for bdf in &lent {

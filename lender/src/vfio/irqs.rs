@@ -1,8 +1,7 @@
 //! A physical function's interrupts.
 //!
-//! In the direct form the kernel signals the VMM's eventfds itself. In the
-//! relayed form it signals eventfds of ours, whose counters the device's thread
-//! takes and passes on.
+//! In the direct form the kernel signals the VMM's eventfds itself. In the relayed form it signals
+//! the lender's eventfds, and the device thread forwards the interrupts.
 
 use std::{
     collections::BTreeMap,
@@ -31,18 +30,18 @@ use crate::{
 const INTX_DISABLE_HIGH: u8 = (COMMAND_INTX_DISABLE >> 8) as u8;
 const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 
-/// Vectors that are looked at in one go.
+/// Maximum number of vectors per `epoll_wait`.
 const READY: usize = 64;
 
-/// Where the function's vectors go.
+/// The interrupt targets of a function.
 pub(super) struct FunctionIrqs {
     function: Arc<Function>,
-    /// What the borrower is told that there is.
+    /// The vector counts reported to the borrower.
     counts: IrqCounts,
     relay: Arc<Relay>,
-    /// Our eventfds, by index and vector.
+    /// The lender's eventfds, by index and vector.
     ours: BTreeMap<(IrqIndex, u16), TriggerFd>,
-    /// Readable when one of them is.
+    /// Readable when one of `ours` is.
     epoll: OwnedFd,
 }
 
@@ -60,7 +59,7 @@ impl FunctionIrqs {
         })
     }
 
-    /// An eventfd of ours for each vector that is to be relayed.
+    /// Creates an eventfd for each vector to relay.
     #[allow(clippy::type_complexity)]
     fn with_ours(
         &self,
@@ -101,7 +100,7 @@ impl FunctionIrqs {
         });
     }
 
-    /// Takes raised vectors into the relay. Returns whether there were any.
+    /// Posts raised vectors to the relay. Returns whether there were any.
     pub(super) fn poll(&mut self) -> bool {
         if self.ours.is_empty() {
             return false;
@@ -109,7 +108,7 @@ impl FunctionIrqs {
         let mut ready = [const { MaybeUninit::uninit() }; READY];
         let now = Timespec::default();
         let Ok((ready, _)) = epoll::wait(&self.epoll, &mut ready, Some(&now)) else {
-            // Interrupted, so it found nothing.
+            // Interrupted: nothing found.
             return false;
         };
         for event in &*ready {
@@ -126,7 +125,7 @@ impl FunctionIrqs {
         !ready.is_empty()
     }
 
-    /// Readable when [`FunctionIrqs::poll`] has something to do.
+    /// Readable when [`FunctionIrqs::poll`] has work.
     pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
@@ -139,8 +138,8 @@ impl Irqs for FunctionIrqs {
             .map_err(invalid_irqs)?;
         let (range, action, data) = request.into_parts();
         if self.function.irq_counts().count(range.index()) == 0 {
-            // Error and request interrupts, which every borrower is told that
-            // there are: this function raises none.
+            // Error and request interrupts are reported to every borrower, but this function raises
+            // none.
             return Ok(());
         }
         let (data, ours) = match data {
@@ -182,8 +181,8 @@ impl Irqs for FunctionIrqs {
         Ok(())
     }
 
-    /// The function's own register: it stays set when the kernel masks an
-    /// interrupt that it took, which it does by INTx disable.
+    /// Read from the function's register: Interrupt Status stays set when the kernel masks a
+    /// received interrupt, which it does by INTx disable.
     fn intx_status(&mut self) -> bool {
         let mut low = [0];
         match self.function.config_read(STATUS as u64, &mut low) {
@@ -211,7 +210,7 @@ fn unkey(key: u64) -> (IrqIndex, u16) {
     )
 }
 
-/// (index, vector, count) of what the kernel has taken from the function.
+/// (index, vector, count) of the interrupts that the kernel has received from the function.
 pub(super) fn counts(host: &HostPci, bdf: Bdf) -> Vec<(u8, u16, u64)> {
     let counts = host.interrupt_counts(&bdf).unwrap_or_default();
     let counts = counts.into_iter().map(|count| {
