@@ -1,4 +1,4 @@
-//! What a translation costs, when the cache hits and when it does not.
+//! Measures the cost of a translation, with cache hits and misses.
 
 use std::{hint::black_box, time::Instant};
 
@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let adapter = Adapter::new(NtbLimits::default())?;
     let mut path = adapter.attach("example")?;
     let page = MemoryRange::whole(create_sealed("ram", 4096)?, 4096);
-    // More pages than the cache has entries, each a mapping of its own.
+    // More pages than the cache has entries, each a separate mapping.
     for n in 0..64 {
         path.far_map(FarAddress::new(n * 4096), page.clone())?;
     }

@@ -8,7 +8,7 @@ use crate::{FabricError, PAGE_SIZE};
 
 /// An address of one of the spaces, in bytes.
 pub trait Address: Copy + Ord + fmt::Debug + fmt::Display {
-    /// What the space is called in messages.
+    /// The name of the space in messages.
     const SPACE: &'static str;
     /// The address `value`.
     fn new(value: u64) -> Self;

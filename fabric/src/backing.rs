@@ -19,7 +19,7 @@ pub(crate) struct Backing {
     pub(crate) offset: u64,
     /// Bytes to map.
     pub(crate) len: usize,
-    /// Where the range begins in what is mapped.
+    /// Offset of the range in the mapping.
     pub(crate) skip: usize,
 }
 

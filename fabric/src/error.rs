@@ -1,4 +1,4 @@
-//! What can go wrong when a path is set up or taken down.
+//! Errors of setting up or closing a path.
 
 use std::io;
 
@@ -30,7 +30,7 @@ pub enum FabricError {
         start: u64,
         /// Bytes.
         len: u64,
-        /// What it must be a multiple of, bytes.
+        /// The required alignment, in bytes.
         alignment: u64,
     },
     /// Something is mapped there already.
@@ -45,9 +45,9 @@ pub enum FabricError {
         start: u64,
         /// Bytes requested.
         len: u64,
-        /// First address of what is there.
+        /// First address of the existing range.
         other_start: u64,
-        /// Bytes of what is there.
+        /// Size of the existing range, in bytes.
         other_len: u64,
     },
     /// An unmap would cut a mapping in two.
@@ -91,7 +91,7 @@ pub enum FabricError {
         /// The IOVA requested.
         iova: Iova,
     },
-    /// The adapter does not have what it takes.
+    /// The adapter's resources are insufficient.
     #[error(transparent)]
     Limit(#[from] LimitError),
     /// The memory could not be mapped.
@@ -104,7 +104,7 @@ pub enum FabricError {
         /// The error of the system call.
         source: io::Error,
     },
-    /// What an implementation beyond this crate reports: a proxy, a driver.
+    /// An error of an implementation outside this crate: a proxy, a driver.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
 }

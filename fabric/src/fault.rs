@@ -1,4 +1,4 @@
-//! Refused DMA: who was refused what, and by which of the translations.
+//! Refused DMA: the device, the access, and the translation that refused it.
 
 use std::fmt;
 

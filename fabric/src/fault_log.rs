@@ -134,7 +134,7 @@ impl FaultLog {
         }
     }
 
-    /// A copy of what is known.
+    /// A copy of the recorded faults.
     pub fn summary(&self) -> FaultSummary {
         let recent = self.recent();
         let count = |reason: FaultReason| self.by_reason[reason.index()].load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Whether guest RAM fits in what this host has left.
+//! Checks that guest RAM fits in this host's free memory.
 //!
 //! The kernel hands out more memory than there is and then kills a process, so
 //! the numbers are read and compared before memory is populated.
@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fmt};
 
 use crate::{Size, size::Mib};
 
-/// Left to the host: page tables, and what other processes take meanwhile.
+/// Reserve for the host: page tables, and allocations of other processes meanwhile.
 const RESERVE: u64 = 64 << 20;
 
 /// Sizes of huge pages that Linux has on some architecture, log2 of bytes.
@@ -26,7 +26,7 @@ pub enum Pages {
     },
 }
 
-/// What memory this host, and this process's cgroups, have left.
+/// The free memory of this host and of this process's cgroups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
     /// Bytes that can be used without the OOM killer: `MemAvailable`, and what can
@@ -57,17 +57,17 @@ pub struct HugePool {
     surplus: u64,
 }
 
-/// Memory does not fit; [`HostMemory::room_for`] says so.
+/// Memory does not fit; returned by [`HostMemory::room_for`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} of guest RAM do not fit: {limit}; {}", Mib(*needed), limit.remedy(*needed))]
 pub struct TooLarge {
     /// Bytes that were requested.
     pub needed: u64,
-    /// What bounds them.
+    /// The limit that applies.
     pub limit: MemoryLimit,
 }
 
-/// What bounds the memory that can be populated.
+/// The limit on the memory that can be populated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryLimit {
     /// The host's memory.

@@ -1,4 +1,4 @@
-//! What an NTB adapter has to give, and whether it is enough.
+//! The resources of an NTB adapter, and checks that they suffice.
 //!
 //! An adapter has one BAR for DMA windows. Its look-up table (LUT) cuts the
 //! BAR into equal segments and translates each on its own; a window takes as
@@ -35,7 +35,7 @@ pub struct NtbLimits {
     pub entries_per_window: Option<u32>,
     /// Entries of the requester table.
     pub requester_entries: u32,
-    /// How many of those the CPUs take.
+    /// Number of those that the CPUs use.
     pub reserved_requesters: u32,
 }
 
@@ -53,7 +53,7 @@ impl Default for NtbLimits {
 }
 
 impl NtbLimits {
-    /// Largest BAR that makes sense: a quarter of what x86 can address.
+    /// Maximum BAR size: a quarter of the x86 address space.
     const MAX_BAR: u64 = 1 << 50;
     /// Largest LUT: far beyond real ones (Switchtec has 512 entries).
     const MAX_LUT: u32 = 1 << 16;
@@ -121,7 +121,7 @@ impl NtbLimits {
             .saturating_sub(self.reserved_requesters)
     }
 
-    /// Refuses a window of `bytes` that is too large whatever else is taken.
+    /// Refuses a window of `bytes` that would not fit even in an unused adapter.
     pub(crate) fn check_window(&self, bytes: u64) -> Result<(), LimitError> {
         let needed = self.entries_for(bytes);
         if needed <= u64::from(self.max_entries()) || self.max_entries() == self.lut_entries {
@@ -153,7 +153,7 @@ impl NtbLimits {
     }
 }
 
-/// What some windows take of an adapter.
+/// The resources of an adapter that some windows use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NtbUse {
     /// Windows.
@@ -202,7 +202,7 @@ pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
     })
 }
 
-/// A limit of the adapter that does not allow what was asked.
+/// A request that exceeds a limit of the adapter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LimitError {
@@ -211,9 +211,9 @@ pub enum LimitError {
     Invalid {
         /// Its name in the configuration.
         name: &'static str,
-        /// What it was set to.
+        /// The configured value.
         value: u64,
-        /// What it must be.
+        /// The requirement.
         rule: &'static str,
     },
     /// Windows for a whole guest do not fit in an empty adapter.
@@ -258,7 +258,7 @@ pub enum LimitError {
         /// What to do.
         remedy: Remedy,
     },
-    /// A window does not fit in what is left of the LUT.
+    /// A window does not fit in the free LUT entries.
     #[error(
         "no room for a window of {} in the NTB's BAR: it needs {needed} consecutive LUT entries \
          of {}; of {limit}, {free} are free, at most {largest_run} of them consecutive; a window of \
@@ -289,10 +289,10 @@ pub enum LimitError {
     Alignment {
         /// The peer address.
         far: u64,
-        /// What it must be a multiple of, bytes.
+        /// The required alignment, in bytes.
         alignment: u64,
     },
-    /// Every requester entry is taken.
+    /// All requester entries are in use.
     #[error(
         "no requester entry is free for {device}: of requester-entries = {limit}, {reserved} are \
          reserved for CPUs and {used} taken by borrowed devices; return a device or lend through \
@@ -303,15 +303,15 @@ pub enum LimitError {
         device: String,
         /// Entries there are.
         limit: u32,
-        /// Entries CPUs take.
+        /// Entries used by CPUs.
         reserved: u32,
-        /// Entries devices take.
+        /// Entries used by devices.
         used: u32,
     },
 }
 
-/// What helps when windows do not fit: a larger BAR (its size in bytes), or,
-/// where none is large enough, something else.
+/// The remedy if windows do not fit: a larger BAR (its size in bytes), or, where none is large
+/// enough, something else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remedy(pub Option<u64>);
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Which LUT entries are taken, and for windows of how many bytes.
+/// The LUT entries in use, and the sizes of their windows.
 #[derive(Clone, Debug)]
 pub(crate) struct Lut {
     entries: u32,

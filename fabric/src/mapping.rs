@@ -24,7 +24,7 @@ unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
-/// What may be done with resident pages. None of it changes their contents.
+/// Operations on resident pages. None of them changes their contents.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Residency {
     /// Back every page with memory, as a write would.
@@ -44,9 +44,9 @@ impl Mapping {
         let mut prot = ProtFlags::READ;
         prot.set(ProtFlags::WRITE, writable);
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: without MAP_FIXED the kernel picks a free place, so no
-        // memory of ours is replaced. Length and offset are checked by the
-        // kernel. What others do to the file is this module's topic.
+        // SAFETY: without MAP_FIXED the kernel picks a free place, so no memory of ours is
+        // replaced. Length and offset are checked by the kernel. The module documentation covers
+        // concurrent changes of the file.
         let start = unsafe { mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::AddrNotAvailable)?;
         Ok(Self { start, len })

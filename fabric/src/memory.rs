@@ -1,10 +1,9 @@
 //! Memory of another process, mapped from a file descriptor.
 //!
-//! The other side can write to it at any time and may even shrink the file.
-//! So there are no references into it, only copies and atomic accesses, and a
-//! slice keeps the mapping alive for as long as anything (an I/O in flight
-//! included) may touch it. When the file shrinks, accesses go to zero pages
-//! from then on, and [`SharedMemory::is_gone`] says so.
+//! The other side can write to it at any time and may even shrink the file. So there are no
+//! references into it, only copies and atomic accesses, and a slice keeps the mapping alive for as
+//! long as anything (an I/O in flight included) may touch it. When the file shrinks, accesses go to
+//! zero pages from then on, and [`SharedMemory::is_gone`] returns true.
 
 use std::{
     fs::File,
@@ -70,8 +69,8 @@ impl SharedMemory {
     /// afterwards.
     ///
     /// # Errors
-    /// What the system reports, and [`io::ErrorKind::InvalidInput`] when the
-    /// file is no memory, or the range is empty, unaligned, or not all inside.
+    /// System errors, and [`io::ErrorKind::InvalidInput`] when the file is no memory, or the range
+    /// is empty, unaligned, or not all inside.
     pub fn map(file: OwnedFd, offset: u64, len: usize, writable: bool) -> io::Result<Arc<Self>> {
         Self::map_file(&file.into(), offset, len as u64, writable)
     }
@@ -125,9 +124,8 @@ impl SharedMemory {
         self.page_size
     }
 
-    /// Whether an access found that the file had shrunk (or that the system had no
-    /// page for it). From then on all of it is zero pages of our own, which no
-    /// other process sees.
+    /// Whether an access found that the file had shrunk (or that the system had no page for it).
+    /// From then on all of it is private zero pages, which no other process sees.
     pub fn is_gone(&self) -> bool {
         self.guard.is_gone()
     }

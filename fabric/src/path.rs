@@ -1,4 +1,4 @@
-//! What a fabric implements.
+//! The traits that a fabric implements.
 //!
 //! An implementation must hold to this:
 //!
@@ -56,10 +56,9 @@ pub trait LenderPath {
     /// allowed: the peer memory is not checked.
     ///
     /// # Errors
-    /// [`FabricError::Limit`] when the adapter has too little left (the message
-    /// says what would fit) or `far` is not aligned as it needs;
-    /// [`FabricError::Overlap`] with another window's IOVA; and what
-    /// [`crate::AddressRange::new`] refuses.
+    /// [`FabricError::Limit`] when the adapter has too few resources left (the message names what
+    /// would fit) or `far` is not sufficiently aligned; [`FabricError::Overlap`] with another
+    /// window's IOVA; and the errors of [`crate::AddressRange::new`].
     fn open_window(
         &mut self,
         iova: Iova,
@@ -67,7 +66,7 @@ pub trait LenderPath {
         len: u64,
     ) -> Result<WindowUse, FabricError>;
 
-    /// Closes the window that begins at `iova` and gives back what it cost.
+    /// Closes the window that begins at `iova` and releases its resources.
     ///
     /// # Errors
     /// [`FabricError::NoWindow`].
@@ -76,10 +75,10 @@ pub trait LenderPath {
     /// Closes every window.
     ///
     /// # Errors
-    /// What the hardware reports; as many windows as possible are closed then.
+    /// Hardware errors; as many windows as possible are closed then.
     fn close_all(&mut self) -> Result<(), FabricError>;
 
-    /// What the path takes now.
+    /// The resources that the path uses now.
     fn usage(&self) -> Usage;
 
     /// Lets the device master the bus, or stops it. Stopping is the first step
@@ -90,7 +89,7 @@ pub trait LenderPath {
     fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError>;
 }
 
-/// Where a window is and what it costs.
+/// The position of a window and its resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WindowUse {
     /// Where it begins in the lender's physical address space.
@@ -99,16 +98,16 @@ pub struct WindowUse {
     pub bytes: u64,
     /// First of its consecutive LUT entries.
     pub first_lut_entry: u32,
-    /// How many LUT entries it takes.
+    /// Number of its LUT entries.
     pub lut_entries: u32,
 }
 
-/// What a path takes.
+/// The resources of a path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     /// Open windows.
     pub windows: u32,
-    /// LUT entries that they take.
+    /// Number of their LUT entries.
     pub lut_entries: u32,
     /// Bytes of IOVA that they span, holes included.
     pub window_bytes: u64,

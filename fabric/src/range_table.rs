@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use crate::{Address, AddressRange, FabricError};
 
-/// Most mappings of one table. It bounds what a client can make us remember. A
-/// VM has some tens; behind a vIOMMU, one for each page of the I/O under way,
-/// which 128 requests of 512 KiB have used up. Each is a mapping of this process,
-/// of which the kernel allows it 65,530 (`vm.max_map_count`).
+/// Maximum number of mappings of a table. Bounds the memory that a client can consume. A VM has
+/// some tens; behind a vIOMMU, one for each page of the I/O under way, which 128 requests of 512
+/// KiB have used up. Each is a mapping of this process, of which the kernel allows it 65,530
+/// (`vm.max_map_count`).
 pub const MAX_MAPPINGS: usize = 16_384;
 
 /// Ranges that do not overlap, ascending, with the rules of VFIO type1: an
@@ -24,7 +24,7 @@ impl<A, T> Default for RangeTable<A, T> {
 }
 
 impl<A: Address, T> RangeTable<A, T> {
-    /// What is at `at`, and its range.
+    /// The value at `at`, and its range.
     pub fn find(&self, at: A) -> Option<&(AddressRange<A>, T)> {
         let index = self.first_ending_after(at);
         self.rows

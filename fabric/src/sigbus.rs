@@ -5,14 +5,12 @@
 //! The first is controlled by the client that shared the file, so it must not end
 //! the process.
 //!
-//! Every mapping that the CPU accesses is entered in a fixed table. The signal
-//! handler looks the faulting address up there; when it finds it, it replaces
-//! the *whole* mapping by anonymous zero pages, marks the entry as gone, and
-//! returns, so that the access is repeated and succeeds. Replacing all of it
-//! at once means one fault per mapping, and no growth of the process's list of
-//! mappings under a peer's control. Whoever translates a DMA next sees the
-//! mark and refuses. Any other SIGBUS goes to the handler that was there
-//! before ours.
+//! Every mapping that the CPU accesses is entered in a fixed table. The signal handler looks the
+//! faulting address up there; when it finds it, it replaces the *whole* mapping by anonymous zero
+//! pages, marks the entry as gone, and returns, so that the access is repeated and succeeds.
+//! Replacing all of it at once means one fault per mapping, and no growth of the process's list of
+//! mappings under a peer's control. The next translation of a DMA finds the mark and refuses. Any
+//! other SIGBUS goes to the previous handler.
 //!
 //! What the handler does is async-signal-safe by what it consists of, not by
 //! POSIX's list of functions (signal-safety(7)), which has no mmap: atomics, and
@@ -70,7 +68,7 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 /// Free entries below [`USED`]. Never locked by the handler.
 static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
-/// What handled SIGBUS before us.
+/// The previous handler of SIGBUS.
 static PREVIOUS: OnceLock<Result<libc::sigaction, i32>> = OnceLock::new();
 
 /// A mapping's entry in the table; removed on drop, which must come before
@@ -109,7 +107,7 @@ impl Guarded {
 
     /// Whether the mapping has been replaced by zero pages.
     pub(crate) fn is_gone(&self) -> bool {
-        // Who reads the mark late writes into the zero pages: no harm done.
+        // A thread that reads the mark late writes into the zero pages, which is harmless.
         TABLE[self.0]
             .gone
             .load(std::sync::atomic::Ordering::Relaxed)
@@ -200,13 +198,13 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     // SAFETY: the kernel passes a valid siginfo_t; for BUS_ADRERR it has an
     // address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
-    // A memory error (BUS_MCEERR_*) or a signal that someone sent is not ours.
+    // A memory error (BUS_MCEERR_*) or a signal from another process is not handled here.
     if code != libc::BUS_ADRERR || !replace(address) {
         forward(signal, info, context);
     }
 }
 
-/// Lets the handler before ours have the signal.
+/// Passes the signal to the previous handler.
 fn forward(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel passes a valid siginfo_t.
     let sent_by_someone = unsafe { (*info).si_code } <= 0;
@@ -228,8 +226,8 @@ fn forward(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
             }
         }
         _ if previous.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: SA_SIGINFO says that the address is of a function of this
-            // type; the party that installed it vouches for it.
+            // SAFETY: SA_SIGINFO means that the address is of a function of this type; the code
+            // that installed it guarantees that.
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                 unsafe { mem::transmute(handler) };
             handler(signal, info, context);

@@ -30,8 +30,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// Bytes in whole MiB: nobody reads the last digits of what changes by the
-/// second.
+/// Bytes in whole MiB, for values that change too fast for more digits.
 pub(crate) struct Mib(pub(crate) u64);
 
 impl fmt::Display for Mib {

@@ -25,7 +25,7 @@ pub struct LutRange {
     pub entries: u32,
 }
 
-/// What is taken of an adapter.
+/// The resources of an adapter in use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterUsage {
     /// Its limits.
@@ -34,14 +34,14 @@ pub struct AdapterUsage {
     pub devices: Vec<String>,
     /// Open windows.
     pub windows: u32,
-    /// LUT entries they take.
+    /// Number of their LUT entries.
     pub lut_entries: u32,
     /// Most consecutive LUT entries that are free.
     pub largest_free_run: u32,
 }
 
 impl NtbTables {
-    /// Tables with nothing taken.
+    /// Empty tables.
     ///
     /// # Errors
     /// [`LimitError::Invalid`] when `limits` cannot be.
@@ -101,8 +101,8 @@ impl NtbTables {
     /// would take. Takes nothing.
     ///
     /// # Errors
-    /// What [`fits`] says when they would not even fit in an empty adapter;
-    /// [`LimitError::LutEntries`] when others have taken too much.
+    /// The errors of [`fits`] if they would not fit even in an unused adapter;
+    /// [`LimitError::LutEntries`] if too few entries are free.
     pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
         let needed = fits(spans, &self.limits)?;
         let mut lut = self.lut.clone();

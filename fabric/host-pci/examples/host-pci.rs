@@ -1,5 +1,5 @@
-//! This host's PCI functions from a shell: what they are, who uses them, and a
-//! command run while vfio-pci has one.
+//! Inspects this host's PCI functions from a shell, and runs a command while a function is bound to
+//! vfio-pci.
 //!
 //! ```text
 //! cargo run -p farside-host-pci --example host-pci -- list
@@ -128,7 +128,7 @@ fn shell(command: &str) -> Result<()> {
 
 fn faults(until: &str) -> Result<()> {
     let mut reader = FaultReader::open()?;
-    // Tells a script that what happens from now on is seen.
+    // Signals a script that faults are recorded from now on.
     println!("reading");
     loop {
         let Some(event) = reader.next_event()? else {

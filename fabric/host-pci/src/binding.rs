@@ -1,6 +1,6 @@
-//! Giving a function to vfio-pci, and back.
+//! Binds a function to vfio-pci, and back to its former driver.
 //!
-//! The order that leaves no moment in which another driver could grab it:
+//! In this order no other driver can bind to it in between:
 //!
 //! ```text
 //!   driver_override = vfio-pci     no other driver may take it from now on
@@ -8,8 +8,8 @@
 //!   drivers_probe   = BDF          vfio-pci takes it (returns when it has)
 //! ```
 //!
-//! and back: override cleared, unbound from vfio-pci, probed. Each write returns
-//! when its effect is there, so what is read afterwards is final.
+//! and back: override cleared, unbound from vfio-pci, probed. Each write returns when it has taken
+//! effect, so a later read is final.
 //!
 //! Source: Linux `Documentation/ABI/testing/sysfs-bus-pci`.
 
@@ -25,31 +25,30 @@ const PROBE: &str = "sys/bus/pci/drivers_probe";
 /// Whether to take a function although the host uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Force {
-    /// Refuse what is in use.
+    /// Refuse a function that is in use.
     No,
-    /// Take it, and log what used it.
+    /// Take it, and log its former use.
     Yes,
 }
 
-/// What had the function before.
+/// The function's former driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Former {
     /// This driver of the host.
     Driver(String),
     /// No driver.
     None,
-    /// Not known: an earlier run gave it to vfio-pci and was killed. Whatever
-    /// driver wants it may have it back.
+    /// Unknown: an earlier run bound it to vfio-pci and was killed. On release the kernel probes
+    /// all drivers.
     Unknown,
-    /// The administrator bound it to this driver for userspace, and keeps it there:
-    /// nothing was changed, nothing is undone.
+    /// The administrator bound it to this userspace driver: it stays there, and nothing is undone.
     Kept(String),
 }
 
-/// A function in the hands of vfio-pci, until this is dropped.
+/// A function that is bound to vfio-pci until this is dropped.
 ///
-/// Close every descriptor of the function first: while one is open the kernel
-/// holds the unbinding, and so the drop, until it is closed.
+/// Close every descriptor of the function first: while one is open the kernel blocks the unbinding,
+/// and so the drop.
 #[derive(Debug)]
 #[must_use = "dropping it gives the function back to its former driver"]
 pub struct Binding {
@@ -60,11 +59,9 @@ pub struct Binding {
 }
 
 impl HostPci {
-    /// Gives the function to vfio-pci. A function that vfio-pci has already stays
-    /// there.
+    /// Binds the function to vfio-pci. A function that is bound to it already stays bound.
     ///
-    /// Other members of its IOMMU group are not looked at; see
-    /// [`crate::Group::viable`].
+    /// Does not check other members of its IOMMU group; see [`crate::Group::viable`].
     ///
     /// # Errors
     /// A bridge ([`PciError::NotLendable`]), no IOMMU ([`PciError::NoIommu`],
@@ -101,7 +98,7 @@ impl HostPci {
             former,
             done: false,
         };
-        // A failure drops the binding, which undoes what was done.
+        // A failure drops the binding, which rolls back.
         binding.take()?;
         match &binding.former {
             Former::Driver(driver) => log::info!("took {bdf} from {driver} for {VFIO_PCI}"),
@@ -137,29 +134,27 @@ impl Binding {
         self.before.bdf
     }
 
-    /// The function as it was before it was taken; in particular its driver and
-    /// what that driver had set as DMA mask.
+    /// The function before it was bound; in particular its driver and the DMA mask that the driver
+    /// had set.
     pub fn before(&self) -> &FunctionInfo {
         &self.before
     }
 
-    /// What had the function before.
+    /// The function's former driver.
     pub fn former(&self) -> &Former {
         &self.former
     }
 
-    /// Leaves the function where it is, and forgets it.
+    /// Leaves the function bound, without undoing anything on drop.
     pub fn leave(mut self) {
         self.done = true;
     }
 
-    /// Gives the function back to its former driver. Waits until every
-    /// descriptor of it is closed.
+    /// Returns the function to its former driver. Waits until every descriptor of it is closed.
     ///
     /// # Errors
-    /// A kernel file refuses; [`PciError::WrongDriver`] when the former driver
-    /// does not take it. Everything that could be done was done, and is not
-    /// tried again.
+    /// A kernel file refuses; [`PciError::WrongDriver`] when the former driver does not take it.
+    /// The remaining steps were done, and the failed ones are not retried.
     pub fn restore(mut self) -> Result<(), PciError> {
         self.give_back()
     }
@@ -178,7 +173,7 @@ impl Binding {
         if found.as_deref() == Some(VFIO_PCI) {
             return Ok(());
         }
-        // What the probe was refused with says more than who has it now.
+        // The error of the probe is more informative than the current driver.
         probed?;
         Err(PciError::WrongDriver {
             bdf,
@@ -232,7 +227,7 @@ impl Binding {
             found = host.driver(&bdf)?;
         }
         if let (None, Some(driver)) = (&found, wanted) {
-            // It may have been bound by hand, against what the driver knows.
+            // It may have been bound manually, without a matching id in the driver's table.
             host.tree
                 .write(&format!("{DRIVERS}/{driver}/bind"), &address)?;
             found = host.driver(&bdf)?;

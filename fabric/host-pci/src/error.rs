@@ -1,4 +1,4 @@
-//! What can be wrong with a PCI function of this host, and what to do about it.
+//! Errors about PCI functions of this host, with remedies.
 
 use std::fmt;
 use std::io;
@@ -9,7 +9,7 @@ use thiserror::Error;
 use crate::usage::InUse;
 use farside_pci::Bdf;
 
-/// Why something about a PCI function of this host could not be done.
+/// A failed operation on a PCI function of this host.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PciError {
@@ -18,7 +18,7 @@ pub enum PciError {
     NoFunction {
         /// The address requested.
         bdf: Bdf,
-        /// Which functions are close to it.
+        /// Functions with similar addresses.
         near: String,
     },
     /// A filter selects nothing.
@@ -26,7 +26,7 @@ pub enum PciError {
     NothingMatches {
         /// The filter as text.
         filter: String,
-        /// Which functions come close.
+        /// Functions that match partly.
         near: String,
     },
     /// The host runs without an IOMMU.
@@ -34,7 +34,7 @@ pub enum PciError {
         "this host runs without an IOMMU, so a lent device's DMA could not be confined: {advice}"
     )]
     NoIommu {
-        /// What to change, found from firmware tables and the kernel command line.
+        /// The remedy, derived from firmware tables and the kernel command line.
         advice: String,
     },
     /// There is an IOMMU, but it does not cover this function.
@@ -46,7 +46,7 @@ pub enum PciError {
         /// The function.
         bdf: Bdf,
     },
-    /// Other functions of the group are in the hands of host drivers.
+    /// Other functions of the group are bound to host drivers.
     #[error(
         "IOMMU group {group} of {bdf} cannot be lent: the IOMMU cannot tell {bdf} from {others}, \
          which the host uses. Take each of those from its driver (`echo BDF > \
@@ -59,14 +59,13 @@ pub enum PciError {
         bdf: Bdf,
         /// The group's number.
         group: u32,
-        /// The members in the way with their drivers, such as
-        /// `0000:00:1f.3 (snd_hda_intel)`.
+        /// The conflicting members with their drivers, such as `0000:00:1f.3 (snd_hda_intel)`.
         others: String,
     },
-    /// The driver vfio-pci is not there.
+    /// The driver vfio-pci is not available.
     #[error("the kernel has no driver vfio-pci: {advice}")]
     VfioPciMissing {
-        /// Which command or kernel option is missing.
+        /// The missing command or kernel option.
         advice: String,
     },
     /// Something on the host uses the function.
@@ -89,7 +88,7 @@ pub enum PciError {
         /// The reason.
         why: NotLendable,
     },
-    /// The kernel took the request, but the wrong driver has the function.
+    /// The kernel accepted the request, but the function is bound to the wrong driver.
     #[error(
         "PCI function {bdf} should now have {wanted} but has {}: see the last lines of `dmesg` \
          about {bdf}", driver_name(found.as_deref())
@@ -102,7 +101,7 @@ pub enum PciError {
         /// The driver that it has.
         found: Option<String>,
     },
-    /// The function, or its driver, makes no virtual functions.
+    /// The function or its driver does not support virtual functions.
     #[error("PCI function {pf} cannot have virtual functions: {why}")]
     NoSriov {
         /// The physical function.
@@ -110,7 +109,7 @@ pub enum PciError {
         /// The reason.
         why: String,
     },
-    /// More virtual functions than the device has, or none.
+    /// More virtual functions than the device supports, or none.
     #[error(
         "PCI function {pf} has 1 to {total} virtual functions, so {wanted} cannot be created; ask \
          for {total} or fewer, and for one at least"
@@ -141,7 +140,7 @@ pub enum PciError {
         /// What uses it.
         uses: Vec<InUse>,
     },
-    /// The kernel took the number, but not as many functions are there.
+    /// The kernel accepted the number, but created fewer functions.
     #[error(
         "PCI function {pf} was told to have {wanted} virtual functions but has {found}: see the \
          last lines of `dmesg` about {pf} (often: no bus numbers or no BAR space left for them)"
@@ -151,7 +150,7 @@ pub enum PciError {
         pf: Bdf,
         /// How many were requested.
         wanted: u32,
-        /// How many are there.
+        /// How many exist.
         found: usize,
     },
     /// The kernel's log cannot be read.
@@ -187,19 +186,19 @@ pub enum PciError {
         /// The cause.
         source: io::Error,
     },
-    /// A kernel file has contents that are not understood.
+    /// A kernel file cannot be parsed.
     #[error("{} says {text:?}, which is not understood: {why}", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// The part that is not understood.
+        /// The malformed part.
         text: String,
         /// What was expected.
         why: String,
     },
 }
 
-/// Why a kind of function is never lent.
+/// The reason that a kind of function is never lent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NotLendable {

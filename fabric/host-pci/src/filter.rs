@@ -1,5 +1,4 @@
-//! Which functions are meant: one by its address, all of a kind, or the virtual
-//! functions of one.
+//! Selects functions: one by its address, all of a kind, or the virtual functions of one.
 //!
 //! | text | means |
 //! | --- | --- |
@@ -18,19 +17,19 @@ use crate::error::PciError;
 use crate::function::{FunctionInfo, FunctionKind, HostPci, some_of};
 use farside_pci::Bdf;
 
-/// Which functions are meant; see the module's table for the text form.
+/// A filter for functions; see the module's table for the text form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Filter {
     /// One function.
     Function(Bdf),
-    /// Every endpoint that has all that is named; at least one thing is.
+    /// Every endpoint that has all given properties; at least one is given.
     Kind(Kind),
     /// The virtual functions of this one.
     VfsOf(Bdf),
 }
 
-/// Ids and class, as far as they are named.
+/// Ids and class, as far as given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Kind {
     /// Vendor id.
@@ -48,7 +47,7 @@ pub struct ClassPrefix {
     digits: u8,
 }
 
-/// A text that is no filter.
+/// An invalid filter.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "{text:?} names no PCI functions: {why}. Write an address (0000:01:00.0), ids or a class in \
@@ -74,7 +73,7 @@ impl ClassPrefix {
 }
 
 impl Kind {
-    /// How many of the named things a function has, and how many are named.
+    /// The number of given properties that a function has, and the number given.
     fn score(&self, info: &FunctionInfo) -> (usize, usize) {
         let terms = [
             self.vendor.map(|vendor| vendor == info.vendor),
@@ -180,7 +179,7 @@ impl From<Filter> for String {
 }
 
 impl HostPci {
-    /// The functions that a filter means, in order; never none.
+    /// The functions that a filter selects, in order; never empty.
     ///
     /// # Errors
     /// [`PciError::NothingMatches`] or [`PciError::NoFunction`], which name what

@@ -12,16 +12,16 @@ use crate::sysfs::{Kernel, LinuxKernel, Tree};
 use farside_pci::Bdf;
 use farside_pci::regs::{HEADER_TYPE, HEADER_TYPE_MASK};
 
-/// Where every PCI function has a directory.
+/// Contains a directory for each PCI function.
 pub(crate) const DEVICES: &str = "sys/bus/pci/devices";
-/// The mask every function has until a driver sets one.
+/// The default DMA mask, until a driver sets one.
 const DEFAULT_DMA_MASK_BITS: u32 = 32;
 /// How many functions an error names.
 const NEAR: usize = 8;
 
 /// The PCI functions of a host.
 ///
-/// Cheap to clone; holds nothing but where the kernel's files are.
+/// Cheap to clone; holds only the paths of the kernel's files.
 #[derive(Clone)]
 pub struct HostPci {
     pub(crate) tree: Tree,
@@ -65,17 +65,17 @@ pub struct FunctionInfo {
     pub subsystem_device: u16,
     /// Endpoint or bridge.
     pub kind: FunctionKind,
-    /// The driver that has it.
+    /// The driver that it is bound to.
     pub driver: Option<String>,
-    /// The only driver that it may be given to, where one is set.
+    /// Its `driver_override`, if set.
     pub driver_override: Option<String>,
     /// Its IOMMU group's number.
     pub iommu_group: Option<u32>,
     /// Its NUMA node, if the firmware provides it.
     pub numa_node: Option<u32>,
-    /// The physical function whose virtual function this is.
+    /// The physical function of a virtual function.
     pub physfn: Option<Bdf>,
-    /// SR-IOV numbers of a physical function that can have virtual ones.
+    /// SR-IOV numbers of a physical function that supports it.
     pub sriov: Option<Sriov>,
     /// How it can be reset, in the order in which the kernel tries.
     pub reset_methods: Vec<ResetMethod>,
@@ -95,11 +95,11 @@ impl FunctionInfo {
         !self.reset_methods.is_empty()
     }
 
-    /// The device's true address width in bits, where it is known.
+    /// The device's true DMA address width in bits, if known.
     ///
-    /// The kernel shows 32 for every function whose driver has set nothing, and
-    /// vfio-pci sets nothing: 32 is believed only while a driver of the device's
-    /// own has it. What that driver set stays after it is unbound.
+    /// The kernel shows 32 for every function whose driver has not set a mask, and vfio-pci does
+    /// not set one: 32 is trusted only while the function is bound to its native driver. That
+    /// driver's mask persists after it is unbound.
     pub fn dma_limit_bits(&self) -> Option<u32> {
         let own_driver = self
             .driver
@@ -160,10 +160,10 @@ impl HostPci {
         Ok(all)
     }
 
-    /// All PCI functions, in order. One that is unplugged meanwhile is left out.
+    /// All PCI functions, in order. Functions that are unplugged meanwhile are omitted.
     ///
     /// # Errors
-    /// sysfs cannot be read or has contents that are not understood.
+    /// sysfs cannot be read or parsed.
     pub fn functions(&self) -> Result<Vec<FunctionInfo>, PciError> {
         let mut all = Vec::new();
         for bdf in self.addresses()? {
@@ -179,7 +179,7 @@ impl HostPci {
     /// The sysfs attributes of one function.
     ///
     /// # Errors
-    /// [`PciError::NoFunction`], or sysfs has contents that are not understood.
+    /// [`PciError::NoFunction`], or sysfs cannot be parsed.
     pub fn function(&self, bdf: &Bdf) -> Result<FunctionInfo, PciError> {
         let dir = device_dir(bdf);
         let Some(vendor) = self.hex_attribute(&dir, "vendor")? else {
@@ -211,8 +211,8 @@ impl HostPci {
         })
     }
 
-    /// Width of the function's DMA addresses, in bits, as its last driver set
-    /// it; see [`FunctionInfo::dma_limit_bits`] for when to believe it.
+    /// Width of the function's DMA addresses, in bits, as its last driver set it; see
+    /// [`FunctionInfo::dma_limit_bits`] for when to trust it.
     ///
     /// # Errors
     /// As [`HostPci::function`].
@@ -221,7 +221,7 @@ impl HostPci {
         self.number_attribute(&device_dir(bdf), "dma_mask_bits")
     }
 
-    /// The driver that has the function now.
+    /// The driver that the function is bound to.
     pub(crate) fn driver(&self, bdf: &Bdf) -> Result<Option<String>, PciError> {
         self.tree.link_name(&format!("{}/driver", device_dir(bdf)))
     }
@@ -264,7 +264,7 @@ impl HostPci {
     }
 
     fn kind(&self, dir: &str, class: u32) -> Result<FunctionKind, PciError> {
-        // Anyone may read the first 64 bytes.
+        // The first 64 bytes are readable without privileges.
         let config = self
             .tree
             .bytes(&format!("{dir}/config"), HEADER_TYPE as u64 + 1)?
@@ -332,7 +332,7 @@ pub(crate) fn device_dir(bdf: &Bdf) -> String {
     format!("{DEVICES}/{bdf}")
 }
 
-/// A list for an error, cut where it gets long.
+/// A list for an error, truncated if long.
 pub(crate) fn some_of<T: fmt::Display>(all: &[T]) -> String {
     let mut text = all
         .iter()

@@ -1,9 +1,8 @@
 //! IOMMU groups: which functions the IOMMU cannot distinguish.
 //!
-//! VFIO gives a group away only when no driver of the host has any function in
-//! it, since a function could reach its neighbours' memory. What counts as out of
-//! the host's hands is what the kernel accepts (`vfio_dev_viable` and drivers
-//! that leave DMA alone, as `pcieport` does).
+//! VFIO opens a group only when no function in it is bound to a host driver, since a function could
+//! reach its neighbours' memory. The accepted drivers are those of the kernel (`vfio_dev_viable`,
+//! and drivers that do not use DMA, such as `pcieport`).
 
 use std::fmt;
 
@@ -28,7 +27,7 @@ pub enum Member {
     },
 }
 
-/// An IOMMU group: what must be lent, if at all, to one borrower.
+/// An IOMMU group: its functions can only be lent to one borrower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
     /// Its number; `/dev/vfio/<id>` with the group interface of VFIO.
@@ -46,11 +45,11 @@ impl Group {
         })
     }
 
-    /// Checks that no driver of the host has a member, except those of `lent`,
-    /// which are about to be taken from their drivers. `bdf` is what the error names.
+    /// Checks that no member is bound to a host driver, except those in `lent`, which are about to
+    /// be unbound. The error names `bdf`.
     ///
     /// # Errors
-    /// [`PciError::GroupNotViable`] with every member in the way.
+    /// [`PciError::GroupNotViable`] with every conflicting member.
     pub fn viable(&self, bdf: &Bdf, lent: &[Bdf]) -> Result<(), PciError> {
         let others: Vec<&Member> = self
             .members
@@ -95,8 +94,7 @@ impl HostPci {
     /// The IOMMU group of a function.
     ///
     /// # Errors
-    /// [`PciError::NoIommu`] or [`PciError::NoGroup`] where it is in none; as
-    /// [`HostPci::function`].
+    /// [`PciError::NoIommu`] or [`PciError::NoGroup`] if it is in none; as [`HostPci::function`].
     pub fn group(&self, bdf: &Bdf) -> Result<Group, PciError> {
         self.must_exist(bdf)?;
         let id = self.require_group(bdf)?;
@@ -120,7 +118,7 @@ impl HostPci {
             self.require_iommu()?;
             return Err(PciError::NoGroup { bdf: *bdf });
         };
-        // VFIO's no-IOMMU mode makes groups that confine nothing.
+        // Groups of VFIO's no-IOMMU mode do not isolate.
         let name = self.tree.attribute(&format!("{GROUPS}/{id}/name"))?;
         if name.as_deref() == Some("vfio-noiommu") {
             return Err(PciError::NoIommu {

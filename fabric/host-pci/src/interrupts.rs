@@ -1,8 +1,8 @@
-//! How often a function that VFIO has interrupted, by the kernel's own count.
+//! Interrupt counts of functions bound to VFIO, from the kernel.
 //!
-//! vfio-pci names its handlers `vfio-msix[3](0000:00:04.0)`, `vfio-msi[0](...)`
-//! and `vfio-intx(...)`; `/proc/interrupts` has a column for each CPU. A count
-//! goes when its vector is given up.
+//! vfio-pci names its handlers `vfio-msix[3](0000:00:04.0)`, `vfio-msi[0](...)` and
+//! `vfio-intx(...)`; `/proc/interrupts` has a column for each CPU. A count is lost when its vector
+//! is freed.
 
 use crate::error::PciError;
 use crate::function::HostPci;
@@ -11,7 +11,7 @@ use farside_pci::Bdf;
 /// MSI-X has at most 2,048 vectors (PCI 3.0, 6.8.2); a shared INTx line adds one.
 const MAX_COUNTS: usize = 4096;
 
-/// The way an interrupt takes.
+/// The type of an interrupt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum IrqKind {
     /// The interrupt pin.
@@ -22,21 +22,19 @@ pub enum IrqKind {
     Msix,
 }
 
-/// How often one vector interrupted, over all CPUs.
+/// The interrupt count of one vector, over all CPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct InterruptCount {
-    /// The way it takes.
+    /// Its type.
     pub kind: IrqKind,
     /// The vector; 0 for INTx.
     pub vector: u32,
-    /// How often, since the vector was set up. A shared INTx line counts every
-    /// device on it.
+    /// The count since the vector was set up. A shared INTx line counts every device on it.
     pub count: u64,
 }
 
 impl HostPci {
-    /// How often each vector of the function that VFIO has set up interrupted,
-    /// by kind and vector.
+    /// The interrupt count of each vector of the function that VFIO has set up, by kind and vector.
     ///
     /// # Errors
     /// `/proc/interrupts` cannot be read.
@@ -46,8 +44,8 @@ impl HostPci {
     }
 }
 
-/// The counts of one function in the text of `/proc/interrupts`. Lines that are
-/// not understood are not about a function of VFIO's, and are skipped.
+/// The counts of one function in the text of `/proc/interrupts`. Skips other lines, which do not
+/// concern VFIO.
 pub fn parse_interrupts(table: &str, bdf: &Bdf) -> Vec<InterruptCount> {
     let mut lines = table.lines();
     let cpus = lines

@@ -1,9 +1,8 @@
-//! Whether this host has an IOMMU at work, and why not.
+//! Whether this host has an active IOMMU, and if not, why.
 //!
-//! Sources: Linux `Documentation/admin-guide/kernel-parameters.txt`
-//! (`intel_iommu=`, `amd_iommu=`, `iommu=`); the ACPI tables DMAR (Intel VT-d),
-//! IVRS (AMD I/O virtualization) and IORT (Arm), with which firmware reports that
-//! an IOMMU is there and on.
+//! Sources: Linux `Documentation/admin-guide/kernel-parameters.txt` (`intel_iommu=`, `amd_iommu=`,
+//! `iommu=`); the ACPI tables DMAR (Intel VT-d), IVRS (AMD I/O virtualization) and IORT (Arm), in
+//! which firmware reports an enabled IOMMU.
 
 use crate::error::PciError;
 use crate::function::HostPci;
@@ -20,17 +19,17 @@ enum Vendor {
 }
 
 impl HostPci {
-    /// Whether an IOMMU is at work: there are IOMMUs and groups of functions.
+    /// Whether an IOMMU is active: there are IOMMUs and groups of functions.
     ///
     /// # Errors
     /// sysfs cannot be read.
     pub fn iommu_present(&self) -> Result<bool, PciError> {
-        // Not every IOMMU driver has a class device, and a class device without
-        // groups confines nothing.
+        // Not every IOMMU driver has a class device, and a class device without groups does not
+        // isolate.
         Ok(!self.tree.names(GROUPS)?.is_empty())
     }
 
-    /// As [`HostPci::iommu_present`], as an error with the remedy.
+    /// As [`HostPci::iommu_present`], but returns an error with the remedy.
     ///
     /// # Errors
     /// [`PciError::NoIommu`].
@@ -126,7 +125,7 @@ fn vendor(tree: &Tree) -> Vendor {
     }
 }
 
-/// The option that turns the IOMMU off, as it is written.
+/// The option that turns the IOMMU off, as written on the command line.
 fn turned_off(command_line: &str) -> Option<&str> {
     command_line.split_ascii_whitespace().find(|word| {
         word.split_once('=').is_some_and(|(name, values)| {

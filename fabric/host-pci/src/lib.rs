@@ -1,9 +1,9 @@
-//! PCI functions of this host, through sysfs: what they are, which driver has
-//! them, whether the IOMMU can keep them apart, and what their DMA did wrong.
+//! PCI functions of this host, through sysfs: their properties, drivers, IOMMU groups and DMA
+//! faults.
 //!
-//! A lender takes a function from its driver, gives it to vfio-pci and back;
-//! both ends of a borrow through an NTB do so with their NTB endpoint. This
-//! crate is everything about that which needs no VFIO descriptor:
+//! A lender binds a function to vfio-pci, and later back to its driver; both ends of a borrow
+//! through an NTB do so with their NTB endpoint. This crate contains all parts of that which do not
+//! need a VFIO descriptor:
 //!
 //! ```text
 //!   Filter --select--> FunctionInfo --usage, group--> refused, with the reason
@@ -13,10 +13,9 @@
 //!   /dev/kmsg --FaultReader--> KernelDmaFault
 //! ```
 //!
-//! Nothing is cached: every call reads sysfs, since an administrator, udev and
-//! hotplug change it beside us. Everything is read below a root directory, so that
-//! the crate is tested on made-up trees; what a plain directory cannot do is behind
-//! [`Kernel`].
+//! Nothing is cached: every call reads sysfs, since administrators, udev and hotplug change it
+//! concurrently. All paths are relative to a root directory, so that the tests use artificial
+//! trees; [`Kernel`] abstracts the operations that a plain directory cannot emulate.
 #![forbid(unsafe_code)]
 
 mod binding;

@@ -9,20 +9,20 @@ use crate::error::PciError;
 use crate::function::HostPci;
 use farside_pci::Bdf;
 
-/// The kernel shows a handful; firmware could describe more.
+/// The kernel reports a handful; firmware could describe more.
 const MAX_REGIONS: usize = 1024;
 
-/// Why a range is reserved.
+/// The reason for a reservation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReservedKind {
     /// Firmware's own use of the device; must stay mapped one to one.
     Direct,
-    /// As `Direct`, but the device's driver does not need it: VFIO gives it up.
+    /// As `Direct`, but the device's driver does not need it: VFIO ignores it.
     DirectRelaxable,
     /// Not translated: other devices' BARs where there is no ACS, or the like.
     Reserved,
-    /// Interrupt messages; a write there is no memory access.
+    /// Interrupt messages; a write there is not a memory access.
     Msi,
     /// A kind newer than this code.
     Other(String),
@@ -40,7 +40,7 @@ pub struct Reserved {
 }
 
 impl Reserved {
-    /// Whether nothing may be mapped there for a borrower's DMA.
+    /// Whether the range must not be mapped for a borrower's DMA.
     pub fn blocks_dma(&self) -> bool {
         self.kind != ReservedKind::DirectRelaxable
     }
@@ -68,8 +68,8 @@ impl HostPci {
     /// The IOVA ranges that the function's group cannot use, in the kernel's order.
     ///
     /// # Errors
-    /// As [`HostPci::group`]; [`PciError::Malformed`] for a line that is not
-    /// understood, since a range left out could be written to.
+    /// As [`HostPci::group`]; [`PciError::Malformed`] for an unknown line, since DMA could write to
+    /// an omitted range.
     pub fn reserved_regions(&self, bdf: &Bdf) -> Result<Vec<Reserved>, PciError> {
         self.must_exist(bdf)?;
         let id = self.require_group(bdf)?;
@@ -89,7 +89,7 @@ impl HostPci {
 /// `0x00000000fee00000 0x00000000feefffff msi`.
 ///
 /// # Errors
-/// The first line that is not understood.
+/// The first malformed line.
 pub fn parse_reserved(text: &str) -> Result<Vec<Reserved>, &str> {
     let mut regions = Vec::new();
     for line in text.lines().filter(|line| !line.trim().is_empty()) {

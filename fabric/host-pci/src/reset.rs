@@ -1,7 +1,7 @@
 //! How a function can be reset.
 //!
 //! Source: Linux `Documentation/ABI/testing/sysfs-bus-pci`, `reset_method`, and
-//! `pci_reset_fn_methods` of the kernel, which the names come from.
+//! `pci_reset_fn_methods` of the kernel, which defines the names.
 
 use std::fmt;
 
@@ -13,11 +13,11 @@ use farside_pci::Bdf;
 /// The kernel has fewer than ten.
 const MAX_METHODS: usize = 16;
 
-/// A way to reset a function, in the kernel's word.
+/// A reset method of a function, by the kernel's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResetMethod {
-    /// A quirk of this very device.
+    /// A device-specific quirk.
     DeviceSpecific,
     /// The firmware's `_RST` method.
     Acpi,
@@ -27,7 +27,7 @@ pub enum ResetMethod {
     AfFlr,
     /// Power state D3hot and back.
     Pm,
-    /// Reset of the bus above it, on which it is alone.
+    /// Reset of the bus above it, on which it is the only device.
     Bus,
     /// Reset of the bus of a CXL device.
     CxlBus,
@@ -71,8 +71,8 @@ impl fmt::Display for ResetMethod {
 impl HostPci {
     /// How the function can be reset, in the order in which the kernel tries.
     ///
-    /// Empty: it cannot be, by itself. (VFIO may still reset a whole slot or bus
-    /// whose functions are all in one hand.)
+    /// Empty if it cannot be reset by itself. (VFIO may still reset a whole slot or bus whose
+    /// functions all have the same owner.)
     ///
     /// # Errors
     /// As [`HostPci::function`].

@@ -1,8 +1,8 @@
 //! SR-IOV: creating, finding and removing virtual functions.
 //!
-//! The kernel takes a number only from 0, so another number needs all existing
-//! virtual functions to go first. While they are created the host's drivers are
-//! kept from grabbing them (`sriov_drivers_autoprobe`).
+//! The kernel accepts a new number only after 0, so all existing virtual functions are removed
+//! first. While they are created, `sriov_drivers_autoprobe` keeps the host's drivers from binding
+//! to them.
 //!
 //! Source: Linux `Documentation/PCI/pci-iov-howto.rst` and
 //! `Documentation/ABI/testing/sysfs-bus-pci`.
@@ -18,15 +18,15 @@ use farside_pci::Bdf;
 
 /// The virtual functions of a physical one, until this is dropped.
 ///
-/// Give every one back first (drop its `Binding`): the kernel removes a
-/// function only when its descriptors are closed.
+/// Drop the `Binding` of every one first: the kernel removes a function only when its descriptors
+/// are closed.
 #[derive(Debug)]
 #[must_use = "dropping it removes the virtual functions that were created"]
 pub struct CreatedVfs {
     host: HostPci,
     pf: Bdf,
     vfs: Vec<Bdf>,
-    /// How many to leave behind; `None` when nothing is to be undone.
+    /// The number to restore on drop; `None` to leave it unchanged.
     former: Option<u32>,
 }
 
@@ -66,14 +66,13 @@ impl HostPci {
         Ok(found.into_iter().map(|(_, vf)| vf).collect())
     }
 
-    /// Has `pf` make `count` virtual functions, which no driver gets. When it has
-    /// just as many, they are kept, and stay when the result is dropped.
+    /// Creates `count` virtual functions of `pf`, without binding a driver. If it already has
+    /// exactly as many, they are kept, and stay when the result is dropped.
     ///
     /// # Errors
-    /// [`PciError::NoSriov`], [`PciError::TooManyVfs`], and, where others exist
-    /// and `force` is not given, [`PciError::VfsInUse`]: nothing was changed.
-    /// [`PciError::VfsMissing`] when the kernel makes fewer; they are removed
-    /// again.
+    /// [`PciError::NoSriov`], [`PciError::TooManyVfs`], and, if others exist and `force` is not
+    /// set, [`PciError::VfsInUse`]: nothing was changed. [`PciError::VfsMissing`] when the kernel
+    /// creates fewer; they are removed again.
     pub fn create_vfs(&self, pf: &Bdf, count: u32, force: Force) -> Result<CreatedVfs, PciError> {
         let info = self.function(pf)?;
         let no_sriov = |why: String| Err(PciError::NoSriov { pf: *pf, why });
@@ -110,7 +109,7 @@ impl HostPci {
         if enabled > 0 && force == Force::No {
             self.refuse_used_vfs(pf, enabled, count)?;
         }
-        // From here a failure drops it, which sets the former number again.
+        // From here on a failure drops it, which restores the former number.
         let mut created = CreatedVfs {
             host: self.clone(),
             pf: *pf,
@@ -126,7 +125,7 @@ impl HostPci {
     fn refuse_used_vfs(&self, pf: &Bdf, existing: u32, wanted: u32) -> Result<(), PciError> {
         for vf in self.vfs(pf)? {
             let mut uses = self.usage(&vf)?;
-            // A VMM may have it; who has a descriptor is written nowhere.
+            // A VMM may use it; the kernel does not expose the holders of a descriptor.
             if let Some(driver) = self.driver(&vf)?.filter(|driver| is_for_users(driver)) {
                 uses.push(InUse {
                     name: vf.to_string(),
@@ -146,7 +145,7 @@ impl HostPci {
         Ok(())
     }
 
-    /// Sets the number of virtual functions, with the host's drivers kept away.
+    /// Sets the number of virtual functions without binding host drivers.
     fn set_vfs(&self, pf: &Bdf, existing: u32, wanted: u32) -> Result<(), PciError> {
         let dir = device_dir(pf);
         let autoprobe = format!("{dir}/sriov_drivers_autoprobe");
@@ -185,7 +184,7 @@ impl HostPci {
     }
 }
 
-/// Says what the errors mean that the kernel gives for the whole function.
+/// Explains the errnos that the kernel returns for the whole function.
 fn explain_refusal(pf: &Bdf, error: PciError) -> PciError {
     use rustix::io::Errno;
     let PciError::Write { source, .. } = &error else {
@@ -217,18 +216,17 @@ impl CreatedVfs {
         &self.vfs
     }
 
-    /// Whether they were made here, and go when this is dropped.
+    /// Whether they were created here, and are removed on drop.
     pub fn were_created(&self) -> bool {
         self.former.is_some()
     }
 
-    /// Leaves them, and forgets them.
+    /// Leaves them in place, without removing them on drop.
     pub fn leave(mut self) {
         self.former = None;
     }
 
-    /// Removes the virtual functions if they were created here, and sets the
-    /// number that there was before.
+    /// Removes the virtual functions if they were created here, and restores the former number.
     ///
     /// # Errors
     /// The kernel refuses.

@@ -14,7 +14,7 @@ use rustix::fs::{FileType, OFlags};
 
 use crate::error::PciError;
 
-/// An attribute is at most a page; none that is read here comes near.
+/// An attribute has at most a page; those read here are far smaller.
 const MAX_ATTRIBUTE: u64 = 64 << 10;
 /// `/proc/interrupts` grows with CPUs times vectors, `mountinfo` with
 /// containers: tens of megabytes on the largest hosts.
@@ -22,11 +22,10 @@ const MAX_TABLE: u64 = 64 << 20;
 /// A PCI domain has at most 65,536 functions.
 const MAX_ENTRIES: usize = 1 << 17;
 
-/// What a plain directory cannot stand in for: writes that have an effect, and
-/// kernel state that no file shows.
+/// Operations that a plain directory cannot emulate: writes with side effects, and kernel state
+/// that is not in a file.
 pub trait Kernel: Send + Sync {
-    /// Writes `text` to the attribute at `path` in one call, and returns when
-    /// its effect is there.
+    /// Writes `text` to the attribute at `path` in one call, and returns when it has taken effect.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -56,7 +55,7 @@ impl Kernel for LinuxKernel {
             .custom_flags((OFlags::EXCL | OFlags::NONBLOCK).bits() as i32)
             .open(node);
         match opened {
-            // Only a block device gives O_EXCL this meaning.
+            // Only on a block device does O_EXCL mean this.
             Ok(file) => {
                 let kind = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
                 if kind == FileType::BlockDevice {
@@ -94,15 +93,14 @@ impl Tree {
         self.path(path).exists()
     }
 
-    /// A small attribute without its white space at both ends, `None` where it
-    /// does not exist.
+    /// A small attribute without leading and trailing white space, `None` if it does not exist.
     pub(crate) fn attribute(&self, path: &str) -> Result<Option<String>, PciError> {
         Ok(self
             .text(path, MAX_ATTRIBUTE)?
             .map(|text| text.trim().to_owned()))
     }
 
-    /// A small attribute's bytes as far as `limit`, `None` where there is none.
+    /// The first `limit` bytes of a small attribute, `None` if it does not exist.
     pub(crate) fn bytes(&self, path: &str, limit: u64) -> Result<Option<Vec<u8>>, PciError> {
         let path = self.path(path);
         read_bounded(&path, limit).map_err(|source| PciError::Read { path, source })
@@ -124,12 +122,12 @@ impl Tree {
                 why: format!("it is longer than {limit} bytes"),
             });
         }
-        // A mount point's name may be any bytes; what matters here is ASCII.
+        // A mount point's name may contain any bytes; the parsed parts are ASCII.
         Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    /// The last part of what the link at `path` points to, `None` where there
-    /// is no link: how sysfs names a device's driver or group.
+    /// The last component of the target of the link at `path`, `None` if there is no link: sysfs
+    /// names a device's driver or group this way.
     pub(crate) fn link_name(&self, path: &str) -> Result<Option<String>, PciError> {
         let path = self.path(path);
         match fs::read_link(&path) {
@@ -160,7 +158,7 @@ impl Tree {
         Ok(names)
     }
 
-    /// Where `path` really is, with every link followed; `None` where it is gone.
+    /// The canonical path of `path`; `None` if it does not exist.
     pub(crate) fn real(&self, path: &str) -> Result<Option<PathBuf>, PciError> {
         let path = self.path(path);
         match fs::canonicalize(&path) {
@@ -182,8 +180,7 @@ impl Tree {
             })
     }
 
-    /// Whether the block device of that name has an exclusive holder; `None`
-    /// where it cannot be found out.
+    /// Whether the block device of that name has an exclusive holder; `None` if unknown.
     pub(crate) fn is_claimed(&self, block: &str) -> Option<bool> {
         let node = self.path("dev").join(block.replace('!', "/"));
         match self.kernel.is_claimed(&node) {

@@ -1,9 +1,8 @@
-//! What on the host uses a function: taking it away would lose data or cut a
-//! connection.
+//! The host's uses of a function: unbinding it would lose data or break a connection.
 //!
-//! Block devices and network interfaces are looked for in their classes and belong
-//! to the function when their directories lie below its own; so everything behind a
-//! bridge or a storage controller is found, whatever is between.
+//! Block devices and network interfaces are found in their sysfs classes, and belong to the
+//! function if their directories lie below its own; so all devices behind a bridge or a storage
+//! controller are found.
 
 use std::fmt;
 use std::path::Path;
@@ -17,7 +16,7 @@ const NETS: &str = "sys/class/net";
 /// Bit 0 of an interface's flags (`IFF_UP`).
 const INTERFACE_UP: u32 = 1;
 
-/// Something of the host that uses a function.
+/// A use of a function by the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InUse {
     /// The block device or network interface, or the function's own address.
@@ -34,13 +33,13 @@ pub enum Use {
     Mounted(String),
     /// The host swaps to it.
     Swap,
-    /// Another block device is made of it (device mapper, MD), by this name.
+    /// It is part of another block device of this name (device mapper, MD).
     HeldBy(String),
-    /// Somebody has it open for himself alone: ZFS, or a mount of a container.
+    /// It is open exclusively: by ZFS, or a mount in a container.
     Claimed,
     /// The network interface is up.
     NetworkUp,
-    /// It has so many virtual functions, which go with it.
+    /// It has this number of virtual functions, which would be removed with it.
     VirtualFunctions(u32),
     /// It is bound to a userspace driver already.
     UserDriver(String),
@@ -54,7 +53,7 @@ impl InUse {
         }
     }
 
-    /// All of them in one sentence.
+    /// Formats all uses in one sentence.
     pub(crate) fn list(all: &[Self]) -> String {
         crate::function::some_of(all)
     }
@@ -76,9 +75,8 @@ impl fmt::Display for InUse {
 }
 
 impl HostPci {
-    /// What on the host uses the function or anything below it; empty when
-    /// nothing does. A network interface that was moved to another network
-    /// namespace is not seen.
+    /// The host's uses of the function or of devices below it; empty if unused. Does not see
+    /// network interfaces in other network namespaces.
     ///
     /// # Errors
     /// As [`HostPci::function`].
@@ -114,7 +112,7 @@ impl HostPci {
         for block in blocks {
             let before = uses.len();
             let number = self.tree.attribute(&format!("{BLOCKS}/{block}/dev"))?;
-            // A disk has one line for each place and each bind mount; one will do.
+            // A disk has a line for each mount and bind mount; one suffices.
             if let Some(mount) = mounts
                 .iter()
                 .find(|mount| mount.source == block || Some(&mount.number) == number.as_ref())
@@ -136,8 +134,8 @@ impl HostPci {
                 claimed.push(block);
             }
         }
-        // A whole disk is claimed as long as one of its partitions is: say it
-        // only where nothing better is known.
+        // A whole disk is open exclusively if one of its partitions is: report that only if no
+        // other use is known.
         if uses.is_empty() {
             uses.extend(claimed.into_iter().map(|b| InUse::new(b, Use::Claimed)));
         }
@@ -235,8 +233,7 @@ impl Mount {
     }
 }
 
-/// The block device that a path in /dev names; empty for what is no such path,
-/// such as the source `tmpfs`.
+/// The block device that a path in /dev names; empty for any other source, such as `tmpfs`.
 fn block_name(path: &str) -> String {
     match path.strip_prefix("/dev/") {
         // Some drivers' names have a slash, which sysfs writes as an

@@ -1,4 +1,4 @@
-//! The driver vfio-pci: whether it is there, and what to do when it is not.
+//! The driver vfio-pci: checks that it is available, with remedies.
 
 use crate::error::PciError;
 use crate::function::HostPci;
@@ -6,11 +6,11 @@ use crate::sysfs::Tree;
 
 /// The driver through which userspace uses a function.
 pub(crate) const VFIO_PCI: &str = "vfio-pci";
-/// Where drivers have directories.
+/// Contains the drivers' directories.
 pub(crate) const DRIVERS: &str = "sys/bus/pci/drivers";
 
-/// Whether a driver hands the function to userspace drivers: vfio-pci and its
-/// variants for single device families, such as `mlx5_vfio_pci`.
+/// Whether a driver exposes functions to userspace drivers: vfio-pci and its variants for single
+/// device families, such as `mlx5_vfio_pci`.
 pub(crate) fn is_for_users(driver: &str) -> bool {
     driver == VFIO_PCI || driver.ends_with("-vfio-pci") || driver.ends_with("_vfio_pci")
 }
@@ -19,8 +19,7 @@ impl HostPci {
     /// Checks that the driver vfio-pci is loaded.
     ///
     /// # Errors
-    /// [`PciError::VfioPciMissing`], which says whether a module must be loaded
-    /// or the kernel was built without it.
+    /// [`PciError::VfioPciMissing`], with the module to load or the missing kernel option.
     pub fn require_vfio_pci(&self) -> Result<(), PciError> {
         if self.tree.exists(&format!("{DRIVERS}/{VFIO_PCI}")) {
             return Ok(());

@@ -6,8 +6,7 @@
 //! addresses of functions that are bound to vfio-pci, DRIVE an NVMe device that is
 //! unused. `tests/guest.rs` runs both.
 //!
-//! They communicate through the NTB: messages are in the scratchpads, and a
-//! doorbell announces them.
+//! They communicate through the NTB: scratchpads contain messages, and a doorbell announces them.
 
 use std::error::Error;
 use std::os::fd::AsFd;
@@ -39,9 +38,9 @@ mod nvme {
     pub const ACQ: u64 = 0x30;
     pub const DOORBELL: u64 = 0x1000;
 }
-/// Where the lender keeps the device's queues: an IOVA above guest RAM.
+/// The IOVA of the device's queues, above guest RAM.
 const QUEUES: u64 = 1 << 32;
-/// What the borrower stores to AQA through its window.
+/// The value that the borrower stores to AQA through its window.
 const MARK: u32 = 0x0042_0042;
 
 fn main() -> Outcome {
@@ -76,7 +75,7 @@ impl End {
         Ok(Self { adapter, bell })
     }
 
-    /// Says two numbers to the other end.
+    /// Sends two numbers to the peer.
     fn say(&self, words: [u64; 2]) {
         self.adapter.with_driver(|driver| {
             for (index, word) in (0..).step_by(2).zip(words) {
@@ -87,7 +86,7 @@ impl End {
         });
     }
 
-    /// Waits for a message of the other end.
+    /// Waits for a message of the peer.
     fn hear(&self) -> Outcome<[u64; 2]> {
         let timeout = Timespec::try_from(PATIENCE)?;
         let fd = self.bell.as_fd();
@@ -117,7 +116,7 @@ fn borrower(ntb: Bdf) -> Outcome {
     println!("guest RAM at {}: {:?}", range.start(), domain.usage());
     end.say([range.start().get(), RAM]);
 
-    // The device has written what it is into guest RAM.
+    // The device has written its Identify data to guest RAM.
     let [far, len] = end.hear()?;
     let mut serial = [0; 20];
     ram.slice(4, 20).ok_or("inside")?.read(&mut serial);
@@ -136,7 +135,7 @@ fn borrower(ntb: Bdf) -> Outcome {
     assert_eq!(registers.load_u32(nvme::AQA), Some(MARK));
     end.say([version.into(), 0]);
 
-    // The lender goes; that is an event.
+    // The lender disconnects, which raises an event.
     let [_, _] = end.hear()?;
     while adapter.link().up {
         let fd = adapter.event_fd();
@@ -198,7 +197,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     Ok(())
 }
 
-/// Has the device write its identity to IOVA 0, which is guest RAM.
+/// Makes the device write its Identify data to IOVA 0, which is guest RAM.
 fn identify(drive: &Function, registers: &RegionMemory, queues: &Arc<SharedMemory>) -> Outcome {
     let deadline = Instant::now() + PATIENCE;
     let wait = |what: &str, done: &dyn Fn() -> bool| -> Outcome {

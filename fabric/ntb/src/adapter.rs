@@ -1,5 +1,4 @@
-//! This host's NTB endpoint, shared by all that is lent and borrowed through
-//! it.
+//! This host's NTB endpoint, shared by all devices that are lent and borrowed through it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,28 +17,25 @@ use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapab
 use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{FarSpace, NtbError};
 
-/// An NTB endpoint of this host that is in use. A clone is another handle on
-/// the same one; when the last is gone, and all paths and windows with it, the
-/// link goes down and the endpoint is closed.
+/// An NTB endpoint of this host that is in use. Clones share it; when the last clone and all paths
+/// and windows are dropped, the link goes down and the endpoint is closed.
 ///
 /// Calls may come from any thread.
 pub struct Adapter<F: FunctionOps = Function> {
     shared: Arc<Shared<F>>,
 }
 
-/// What an [`Adapter`] is made of.
+/// The parts of an [`Adapter`].
 pub struct Parts<F: FunctionOps> {
     /// The endpoint, alone in its domain.
     pub function: Arc<F>,
     /// Its driver.
     pub driver: Box<dyn NtbDriver>,
-    /// All of its window BAR.
+    /// Its whole window BAR, mapped.
     pub window: Arc<BarOf<F>>,
-    /// Where its window BAR is in this host's physical address space, as far as
-    /// that is known: for status.
+    /// The host physical address of its window BAR, if known: for status.
     pub window_address: u64,
-    /// Requester ids of CPUs: 0 (00:00.0), and what the host bridge uses
-    /// besides.
+    /// Requester ids of CPUs: 0 (00:00.0), and others of the host bridge.
     pub cpu_requesters: Vec<u16>,
 }
 
@@ -58,7 +54,7 @@ struct Shared<F: FunctionOps> {
 struct State {
     driver: Box<dyn NtbDriver>,
     tables: NtbTables,
-    /// Seen by [`Adapter::wait_link`], not taken yet.
+    /// Events that [`Adapter::wait_link`] has read, for `take_events`.
     events: Events,
 }
 
@@ -68,8 +64,7 @@ impl<F: FunctionOps> Adapter<F> {
     /// enables the link. Does not wait for that: [`Adapter::wait_link`].
     ///
     /// # Errors
-    /// [`NtbError::Unusable`], [`NtbError::Limit`]; what the hardware and the
-    /// system report.
+    /// [`NtbError::Unusable`], [`NtbError::Limit`]; hardware and system errors.
     pub fn new(parts: Parts<F>) -> Result<Self, NtbError> {
         let Parts {
             function,
@@ -88,7 +83,7 @@ impl<F: FunctionOps> Adapter<F> {
             );
             return Err(NtbError::Unusable { bdf, problem });
         }
-        // It cannot be more than the table has: `validate` checks that.
+        // Cannot exceed the table's size: `validate` checks that.
         let limits = capabilities.limits(cpu_requesters.len() as u32);
         let tables = NtbTables::new(limits.clone())?;
         let alignment = far_alignment(capabilities.far_alignment, capabilities.segment());
@@ -126,7 +121,7 @@ impl<F: FunctionOps> Adapter<F> {
         })
     }
 
-    /// Where the endpoint is.
+    /// The endpoint's address.
     pub fn bdf(&self) -> Bdf {
         self.shared.function.bdf()
     }
@@ -146,17 +141,17 @@ impl<F: FunctionOps> Adapter<F> {
         &self.shared.limits
     }
 
-    /// What is taken of this port.
+    /// The used resources of this port.
     pub fn usage(&self) -> AdapterUsage {
         self.state().tables.usage()
     }
 
-    /// Far addresses for what this host lets the other reach.
+    /// Peer addresses for the memory that the peer host can access.
     pub fn far_space(&self) -> &FarSpace {
         &self.shared.far_space
     }
 
-    /// How far the link has come.
+    /// The link status.
     pub fn link(&self) -> LinkState {
         self.state().driver.link()
     }
@@ -166,7 +161,7 @@ impl<F: FunctionOps> Adapter<F> {
         self.state().driver.peer()
     }
 
-    /// Waits until the link is up, and checks that the ports fit together.
+    /// Waits until the link is up, and checks that the ports are compatible.
     ///
     /// # Errors
     /// [`NtbError::LinkDown`] after `timeout`, with what is missing;
@@ -191,7 +186,7 @@ impl<F: FunctionOps> Adapter<F> {
         }
     }
 
-    /// Checks that the link is up now and that the ports fit together.
+    /// Checks that the link is up now and that the ports are compatible.
     ///
     /// # Errors
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`].
@@ -215,8 +210,8 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(())
     }
 
-    /// Whether windows of `spans` bytes to the other host could all be opened
-    /// through this port now, and what they would take. For a lender.
+    /// Checks that windows of `spans` bytes to the peer host could all be opened through this port
+    /// now, and returns their resources. For a lender.
     ///
     /// # Errors
     /// [`LimitError`] names what would fit.
@@ -224,9 +219,9 @@ impl<F: FunctionOps> Adapter<F> {
         self.state().tables.check_windows(spans)
     }
 
-    /// Whether windows of `spans` bytes of guest RAM fit in the *peer's* port,
-    /// if nothing else is open there, and in the endpoint's domain. For a
-    /// borrower, before its VM boots. The link must be up.
+    /// Checks that windows of `spans` bytes of guest RAM fit in the *peer's* port, if it is
+    /// otherwise unused, and in the endpoint's domain. For a borrower, before its VM boots. The
+    /// link must be up.
     ///
     /// # Errors
     /// [`NtbError::Limit`] names what would fit; [`NtbError::FarSpace`],
@@ -251,23 +246,22 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(needed)
     }
 
-    /// Readable when something has happened: take it then, with
-    /// [`Adapter::take_events`].
+    /// Readable when events are pending; take them with [`Adapter::take_events`].
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.shared.event.as_fd()
     }
 
-    /// Takes what has happened since the last call.
+    /// Takes the events since the last call.
     pub fn take_events(&self) -> Events {
         self.note_events();
         std::mem::take(&mut self.state().events)
     }
 
-    /// A descriptor of the window BAR and where the BAR begins in it, for a VMM
-    /// to map the part that a [`crate::BarWindow`] names.
+    /// A descriptor of the window BAR and the BAR's offset in it, for a VMM to map the part of a
+    /// [`crate::BarWindow`].
     ///
-    /// It is the endpoint's own descriptor; see
-    /// [`farside_vfio::Function::bar_file`] for what that means.
+    /// It is the endpoint's own descriptor; see [`farside_vfio::Function::bar_file`] for the
+    /// implications.
     ///
     /// # Errors
     /// What the system reports.
@@ -313,7 +307,7 @@ impl<F: FunctionOps> Adapter<F> {
         })
     }
 
-    /// Takes LUT entries for a window of `bytes` and makes them lead to `far`.
+    /// Allocates LUT entries for a window of `bytes` and programs them to translate to `far`.
     pub(crate) fn open_run(&self, far: FarAddress, bytes: u64) -> Result<LutRun<F>, NtbError> {
         let mut state = self.state();
         let range = state.tables.take_window(far, bytes)?;
@@ -329,8 +323,8 @@ impl<F: FunctionOps> Adapter<F> {
     }
 
     fn note_events(&self) {
-        // First the eventfd: what happens after it was read signals it again. It
-        // has nothing to take when another process was faster.
+        // Read the eventfd first: later events signal it again. It is empty if another process was
+        // faster.
         let _ = self.shared.event.take();
         let mut state = self.state();
         let events = state.driver.take_events();
@@ -351,8 +345,7 @@ impl<F: FunctionOps> Adapter<F> {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Tables and hardware are changed one after the other; no code panics
-        // in between.
+        // Tables and hardware are changed in sequence; no code panics in between.
         self.shared
             .state
             .lock()
@@ -360,8 +353,8 @@ impl<F: FunctionOps> Adapter<F> {
     }
 }
 
-/// What peer addresses are best aligned to: what the LUT needs, and its segments,
-/// but no more than the largest page of IOMMUs.
+/// The best alignment of peer addresses: that of the LUT, and its segments, up to the largest IOMMU
+/// page.
 fn far_alignment(needed: u64, segment: u64) -> u64 {
     needed.max(segment.min(1 << 30))
 }
@@ -397,7 +390,7 @@ impl<F: FunctionOps> Drop for Shared<F> {
     }
 }
 
-/// A device's entry in the requester table; given back on drop.
+/// A device's entry in the requester table; released on drop.
 pub(crate) struct RequesterEntry<F: FunctionOps> {
     adapter: Adapter<F>,
     requester: u16,
@@ -423,7 +416,7 @@ impl<F: FunctionOps> Drop for RequesterEntry<F> {
     }
 }
 
-/// Consecutive LUT entries that lead somewhere; cleared and given back on drop.
+/// Consecutive valid LUT entries; cleared and released on drop.
 pub(crate) struct LutRun<F: FunctionOps> {
     adapter: Adapter<F>,
     range: LutRange,
@@ -436,13 +429,12 @@ impl<F: FunctionOps> LutRun<F> {
         self.range
     }
 
-    /// Where the first begins in the window BAR, bytes.
+    /// Offset of the first in the window BAR, in bytes.
     pub(crate) fn offset(&self) -> u64 {
         u64::from(self.range.first) * self.adapter.capabilities().segment()
     }
 
-    /// Makes the entries lead nowhere for good: something may still be mapped
-    /// to them.
+    /// Clears the entries without releasing them: they may still be mapped.
     pub(crate) fn retire(mut self) {
         self.keep = true;
     }
@@ -454,7 +446,7 @@ impl<F: FunctionOps> Drop for LutRun<F> {
         match state.driver.clear_window(self.range) {
             Ok(()) if !self.keep => state.tables.give_back_window(self.range),
             Ok(()) => {}
-            // What leads to the wrong place must not be reused.
+            // Entries with a stale translation must not be reused.
             Err(error) => log::error!(
                 "{error}; the entries are not used again",
                 error = Chain(&error)

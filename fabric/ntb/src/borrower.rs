@@ -13,12 +13,11 @@ use crate::adapter::LutRun;
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// What one borrow has mapped in the domain of this host's NTB endpoint.
-/// Dropping it unmaps everything.
+/// The mappings of one borrow in the domain of this host's NTB endpoint. Dropping it unmaps
+/// everything.
 ///
-/// Far addresses are the caller's to choose, from [`Adapter::far_space`]:
-/// pages that are scattered in the host are contiguous there, and the borrows
-/// of all VMs of this host share it.
+/// The caller allocates peer addresses from [`Adapter::far_space`], which the borrows of all VMs of
+/// this host share. Scattered host pages are contiguous there.
 #[derive(Debug)]
 pub struct BorrowerNtb<F: FunctionOps = Function> {
     adapter: Adapter<F>,
@@ -49,7 +48,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
     /// Unmaps everything.
     ///
     /// # Errors
-    /// What the system reports; as much as possible is unmapped then.
+    /// System errors; as much as possible is unmapped then.
     pub fn unmap_all(&mut self) -> Result<(), FabricError> {
         let all: Vec<_> = self.mapped.rows().iter().map(|(range, _)| *range).collect();
         let mut result = Ok(());
@@ -60,7 +59,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         result
     }
 
-    /// What is mapped: bytes, and the pages that the IOMMU can use for them.
+    /// Mapped bytes, and the page sizes that the IOMMU can use for them.
     pub fn usage(&self) -> Usage {
         let mut usage = Usage::default();
         for (range, mapped) in self.mapped.rows() {
@@ -89,7 +88,7 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
             source,
         })?;
         let slice = shared.slice(0, shared.len());
-        // Not reached: that is all of it.
+        // Unreachable: the range covers all mappings.
         let slice = slice.ok_or(FabricError::BadRange {
             space: "memory",
             start: 0,
@@ -124,9 +123,8 @@ impl<F: FunctionOps> Drop for BorrowerNtb<F> {
     }
 }
 
-/// A window through which this host's CPUs reach something of the other host:
-/// a part of this host's window BAR. Closed on drop; what is mapped of it in
-/// other processes leads nowhere then.
+/// A window through which this host's CPUs access memory of the peer host: a part of this host's
+/// window BAR. Closed on drop; mappings of it in other processes are not translated then.
 pub struct BarWindow<F: FunctionOps = Function> {
     run: LutRun<F>,
     far: FarAddress,
@@ -134,14 +132,12 @@ pub struct BarWindow<F: FunctionOps = Function> {
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Opens a window to the `len` bytes at `far`, such as the other host's
-    /// [`crate::ExportedBars`].
+    /// Opens a window to the `len` bytes at `far`, such as the peer host's [`crate::ExportedBars`].
     ///
     /// # Errors
-    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
-    /// [`NtbError::Limit`] when the LUT has too little left, or `far` is not
-    /// aligned as it needs; [`NtbError::Fabric`] for what is no range; what the
-    /// hardware reports.
+    /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`]; [`NtbError::Limit`] when the LUT
+    /// has too little left, or `far` is not sufficiently aligned; [`NtbError::Fabric`] for an
+    /// invalid range; hardware errors.
     pub fn open_bar_window(&self, far: FarAddress, len: u64) -> Result<BarWindow<F>, NtbError> {
         self.check_link()?;
         AddressRange::new(far, len)?;
@@ -151,8 +147,8 @@ impl<F: FunctionOps> Adapter<F> {
 }
 
 impl<F: FunctionOps> BarWindow<F> {
-    /// Where it begins in the window BAR, bytes. Where that BAR is in a
-    /// descriptor: [`Adapter::bar_file`].
+    /// Its offset in the window BAR, in bytes; see [`Adapter::bar_file`] for the BAR's offset in
+    /// the descriptor.
     pub fn offset(&self) -> u64 {
         self.run.offset()
     }
@@ -163,7 +159,7 @@ impl<F: FunctionOps> BarWindow<F> {
         self.len
     }
 
-    /// What it leads to.
+    /// The peer address that it translates to.
     pub fn far(&self) -> FarAddress {
         self.far
     }

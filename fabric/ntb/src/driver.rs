@@ -1,4 +1,4 @@
-//! What a userspace driver of one kind of NTB endpoint gives.
+//! The interface of a userspace driver for one kind of NTB endpoint.
 //!
 //! docs/ntb-adapters.md describes the requirements of other adapters.
 
@@ -12,27 +12,25 @@ use crate::NtbError;
 /// Sizes of one port of an NTB.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Number of the BAR that the windows are in.
+    /// Number of the window BAR.
     pub window_bar: u8,
     /// Bytes of that BAR; a power of two.
     pub window_size: u64,
     /// Entries of the LUT, which cuts that BAR into segments; a power of two.
     pub lut_entries: u32,
-    /// What the peer address in a LUT entry must be a multiple of, bytes; a power
-    /// of two. At most a segment where windows have several entries.
+    /// Alignment of the peer address in a LUT entry, in bytes; a power of two. At most a segment if
+    /// windows have several entries.
     pub far_alignment: u64,
-    /// Most LUT entries that one window may take; `None` when all.
+    /// Maximum number of LUT entries of a window; `None` if unlimited.
     pub entries_per_window: Option<u32>,
     /// Entries of the requester table.
     pub requester_entries: u32,
-    /// Doorbells that this port can raise at its peer.
+    /// Number of doorbells that this port can raise at its peer.
     pub doorbells: u32,
     /// Scratchpads of 32 bits.
     pub scratchpads: u32,
-    /// How long one [`NtbDriver::set_window`] or
-    /// [`NtbDriver::clear_window`] takes at most. Longer than some
-    /// milliseconds, windows must be planned once and not changed while a
-    /// guest waits.
+    /// Maximum time of [`NtbDriver::set_window`] or [`NtbDriver::clear_window`]. If longer than
+    /// some milliseconds, windows must be planned once and not changed while a guest waits.
     pub remap_time: Duration,
 }
 
@@ -42,8 +40,7 @@ impl Capabilities {
         self.window_size / u64::from(self.lut_entries.max(1))
     }
 
-    /// As the fabric's limits, when CPUs take `reserved_requesters` of the
-    /// requester entries.
+    /// The fabric's limits, with `reserved_requesters` of the requester entries used by CPUs.
     pub fn limits(&self, reserved_requesters: u32) -> NtbLimits {
         NtbLimits {
             bar_size: self.window_size,
@@ -56,15 +53,15 @@ impl Capabilities {
     }
 }
 
-/// Sizes of the peer port, which is the other host's.
+/// Sizes of the peer port, at the peer host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCapabilities {
     /// Bytes of its window BAR.
     pub window_size: u64,
     /// Entries of its LUT.
     pub lut_entries: u32,
-    /// What peer addresses in its LUT, which are in *this* host's endpoint's
-    /// domain, must be a multiple of, bytes.
+    /// Alignment of peer addresses in its LUT, which are in the domain of *this* host's endpoint,
+    /// in bytes.
     pub far_alignment: u64,
 }
 
@@ -80,33 +77,32 @@ impl PeerCapabilities {
 pub struct LinkState {
     /// Both sides enable it.
     pub up: bool,
-    /// The peer port is in a host that runs.
+    /// The peer port's host is running.
     pub peer_present: bool,
     /// A driver at the peer enables the link.
     pub peer_enabled: bool,
-    /// The peer port may master its bus, so what is written to a window is
-    /// written at the other host.
+    /// The peer port may master its bus, so writes to a window reach the peer host.
     pub peer_bus_master: bool,
 }
 
 impl LinkState {
-    /// Whether a window reaches the other host.
+    /// Whether windows are usable.
     pub fn usable(&self) -> bool {
         self.up && self.peer_bus_master
     }
 }
 
-/// What happened since the last look.
+/// Events since the last call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Events {
-    /// The link's state changed: ask for it.
+    /// The link status changed: read it again.
     pub link: bool,
     /// Accesses through this port's window were refused by the NTB.
     pub refused: Option<Refused>,
 }
 
 impl Events {
-    /// Adds what happened later.
+    /// Adds later events.
     pub(crate) fn merge(&mut self, later: Events) {
         self.link |= later.link;
         if let Some(later) = later.refused {
@@ -117,42 +113,39 @@ impl Events {
     }
 }
 
-/// Accesses that the NTB refused. A write was dropped; a read gave all ones.
+/// Accesses that the NTB refused. A write was dropped; a read returned all ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// How many, since the last look.
+    /// Their number, since the last call.
     pub count: u32,
     /// Whether the last one was a write.
     pub write: bool,
-    /// Where in the window BAR the last one began, bytes.
+    /// Offset of the last one in the window BAR, in bytes.
     pub offset: u64,
     /// Its peer address; 0 when it was not translated.
     pub far: u64,
-    /// Why it was refused, in words.
+    /// The reason, for display.
     pub reason: String,
 }
 
 /// A driver of one port of an NTB, in userspace.
 ///
-/// Translation is *outbound*: LUT entry `i` gives where segment `i` of this port's
-/// own window BAR leads in the other host. Where hardware translates at the other
-/// port, its driver passes the request there.
+/// Translation is *outbound*: LUT entry `i` holds the address at the peer host of segment `i` of
+/// this port's own window BAR. If hardware translates at the peer port, the driver forwards the
+/// request to it.
 ///
-/// Whoever holds a driver has taken the entries that it names
-/// ([`farside_fabric::NtbTables`]), so that a driver keeps no books.
+/// Callers allocate entries in [`farside_fabric::NtbTables`], so a driver does not track them.
 pub trait NtbDriver: Send {
     /// This port's sizes.
     fn capabilities(&self) -> &Capabilities;
 
-    /// The peer port's sizes; `None` where they cannot be known while the link
-    /// is down.
+    /// The peer port's sizes; `None` if unknown because the link is down.
     fn peer(&self) -> Option<PeerCapabilities>;
 
     /// How far the link has come.
     fn link(&self) -> LinkState;
 
-    /// Makes this side want the link. Whether it comes up is the peer's to
-    /// say, and an event.
+    /// Enables the link at this port. When it comes up depends on the peer, and raises an event.
     ///
     /// # Errors
     /// What the hardware reports.
@@ -161,22 +154,21 @@ pub trait NtbDriver: Send {
     /// Takes the link down.
     fn disable_link(&mut self);
 
-    /// Clears the LUT and the requester table, whatever a former driver left.
+    /// Clears the LUT and the requester table, including entries of a former driver.
     ///
     /// # Errors
     /// What the hardware reports.
     fn clear_tables(&mut self) -> Result<(), NtbError>;
 
-    /// Makes consecutive LUT entries lead to consecutive segments of the peer side,
-    /// from `far` on. All of them in one batch, where a batch is what takes long.
-    /// Done when it returns; after an error, none of them leads anywhere.
+    /// Programs consecutive LUT entries to translate to consecutive segments from peer address
+    /// `far` on, in one batch if batches are slow. Effective on return; after an error, none of the
+    /// entries is valid.
     ///
     /// # Errors
     /// What the hardware reports.
     fn set_window(&mut self, entries: LutRange, far: FarAddress) -> Result<(), NtbError>;
 
-    /// Makes LUT entries lead nowhere. When it has returned `Ok`, no new access
-    /// goes through them.
+    /// Clears LUT entries. After `Ok`, no new access passes through them.
     ///
     /// # Errors
     /// What the hardware reports.
@@ -188,7 +180,7 @@ pub trait NtbDriver: Send {
     /// [`NtbError::RequesterTable`] when the table is full.
     fn add_requester(&mut self, requester: u16) -> Result<(), NtbError>;
 
-    /// Ends that. A requester that was added twice is removed once.
+    /// Removes a requester. One that was added twice is removed once.
     ///
     /// # Errors
     /// What the hardware reports.
@@ -197,10 +189,10 @@ pub trait NtbDriver: Send {
     /// Raises a doorbell at the peer; below [`Capabilities::doorbells`].
     fn ring_doorbell(&mut self, doorbell: u32);
 
-    /// Doorbells that the peer raised since the last call, a bit each.
+    /// Doorbells that the peer raised since the last call, one bit each.
     fn take_doorbells(&mut self) -> u64;
 
-    /// Which doorbells of this port raise their vectors, a bit each.
+    /// Sets which doorbells of this port raise their vectors, one bit each.
     fn unmask_doorbells(&mut self, doorbells: u64);
 
     /// This port's scratchpad `index`, below [`Capabilities::scratchpads`].
@@ -224,19 +216,17 @@ pub trait NtbDriver: Send {
     /// Lets events raise [`NtbDriver::event_vector`].
     fn enable_events(&mut self);
 
-    /// Takes what has happened; the vector is raised again for what happens
-    /// from then on.
+    /// Takes pending events; later ones raise the vector again.
     fn take_events(&mut self) -> Events;
 
-    /// What pushes posted writes to the other host.
+    /// Returns an object that flushes posted writes to the peer host.
     fn flush(&self) -> Arc<dyn Flush>;
 }
 
-/// Pushes posted writes through a window, without the driver's lock: it is
-/// done for every interrupt that is relayed.
+/// Flushes posted writes through a window, without the driver's lock: called for every relayed
+/// interrupt.
 pub trait Flush: Send + Sync {
-    /// Returns when everything that devices wrote through the window BAR
-    /// before is visible at the other host. `offset` is somewhere in an open
-    /// window with memory behind it, bytes, a multiple of 4.
+    /// Returns when all earlier device writes through the window BAR are visible at the peer host.
+    /// `offset` is in an open window that is backed by memory, in bytes, a multiple of 4.
     fn flush(&self, offset: u64);
 }

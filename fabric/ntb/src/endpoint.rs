@@ -1,4 +1,4 @@
-//! Taking an endpoint of this host into use, through VFIO.
+//! Opens an endpoint of this host through VFIO.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,15 +10,14 @@ use crate::adapter::Parts;
 use crate::regs::{DEVICE_ID, REGISTERS_BAR, REGISTERS_SIZE, VENDOR_ID, WINDOW_BAR};
 use crate::{Adapter, FarsideNtb, NtbError, Registers};
 
-/// Which endpoint to take, and how.
+/// The endpoint to open, and options.
 #[derive(Clone, Debug)]
 pub struct EndpointOptions {
-    /// Where it is. It must be bound to vfio-pci.
+    /// Its address. It must be bound to vfio-pci.
     pub bdf: Bdf,
-    /// The kernel's interface. Only type1 maps BARs on kernels before 6.19.
+    /// The VFIO API. Only type1 maps BARs on kernels before 6.19.
     pub api: Api,
-    /// Requester ids of this host's CPUs. 0, which is 00:00.0, is what root
-    /// complexes use.
+    /// Requester ids of this host's CPUs. Root complexes use 0, which is 00:00.0.
     pub cpu_requesters: Vec<u16>,
 }
 
@@ -32,13 +31,12 @@ impl EndpointOptions {
         }
     }
 
-    /// Opens the endpoint in an IOMMU domain of its own, finds its driver, and
-    /// enables the link. Does not wait for that: [`Adapter::wait_link`].
+    /// Opens the endpoint in its own IOMMU domain, finds its driver, and enables the link. Does not
+    /// wait for that: [`Adapter::wait_link`].
     ///
     /// # Errors
-    /// What VFIO reports, such as [`farside_vfio::VfioError::NotBound`];
-    /// [`NtbError::WrongDevice`], [`NtbError::WrongRegisters`],
-    /// [`NtbError::Version`], [`NtbError::Unusable`].
+    /// VFIO errors, such as [`farside_vfio::VfioError::NotBound`]; [`NtbError::WrongDevice`],
+    /// [`NtbError::WrongRegisters`], [`NtbError::Version`], [`NtbError::Unusable`].
     pub fn open(&self) -> Result<Adapter, NtbError> {
         let bdf = self.bdf;
         let function = Domain::new(self.api)
@@ -96,7 +94,7 @@ pub(crate) fn check_ids(bdf: Bdf, vendor: u16, device: u16) -> Result<(), NtbErr
     })
 }
 
-/// Where a BAR is in this host's physical address space, from sysfs.
+/// The host physical address of a BAR, from sysfs.
 fn bar_address(bdf: Bdf, bar: u8) -> Option<u64> {
     let path = Path::new("/sys/bus/pci/devices").join(bdf.to_string());
     let text = std::fs::read_to_string(path.join("resource")).ok()?;

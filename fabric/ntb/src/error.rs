@@ -1,4 +1,4 @@
-//! What an NTB refuses, with the remedy.
+//! Errors of NTB endpoints, with remedies.
 
 use std::fmt;
 use std::io;
@@ -10,18 +10,18 @@ use farside_vfio::VfioError;
 
 use crate::LinkState;
 
-/// Why an NTB endpoint cannot be used as asked.
+/// An error of an NTB endpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum NtbError {
-    /// No thread, or no descriptor, to watch it with.
+    /// The thread or the descriptor that watches it cannot be created.
     #[error("{bdf}: its events cannot be watched")]
     Watch { bdf: Bdf, source: io::Error },
     /// The endpoint cannot be taken from the host.
     #[error(transparent)]
     Pci(#[from] farside_host_pci::PciError),
-    /// Not an NTB that there is a driver for.
+    /// Not a supported NTB.
     #[error(
         "{bdf} is no NTB endpoint that farside has a driver for: its PCI ids are \
          {vendor:04x}:{device:04x}, expected {want_vendor:04x}:{want_device:04x}; name the NTB's \
@@ -40,7 +40,7 @@ pub enum NtbError {
         gone(*found)
     )]
     WrongRegisters { bdf: Bdf, found: u32, expected: u32 },
-    /// The register set has another version.
+    /// The register set has an unsupported version.
     #[error(
         "{bdf}: its register set has version {found}, this farside knows {supported}; use the \
          same release of farside for the NTB and for both hosts"
@@ -59,7 +59,7 @@ pub enum NtbError {
     )]
     LinkDown {
         bdf: Bdf,
-        /// How long it was waited for; `None` when it was only looked at.
+        /// The timeout; `None` if the link was only checked.
         waited: Option<Duration>,
         link: LinkState,
     },
@@ -70,7 +70,7 @@ pub enum NtbError {
         Size(*own), Size(*peer)
     )]
     WindowSizesDiffer { bdf: Bdf, own: u64, peer: u64 },
-    /// A register does not take what is written.
+    /// A register does not hold the value written to it.
     #[error(
         "{bdf}: {register} reads {found:#x} after {written:#x} was written; the NTB was reset, or \
          has failed: restart this farside, and if that does not help, this host's NTB"
@@ -98,16 +98,16 @@ pub enum NtbError {
         alignment: u64,
         largest: u64,
     },
-    /// What the adapter has is taken, or too small.
+    /// The adapter's resources are exhausted or too small.
     #[error(transparent)]
     Limit(#[from] LimitError),
     /// The endpoint cannot be opened.
     #[error(transparent)]
     Vfio(VfioError),
-    /// What domains and functions report.
+    /// An error of a domain or function.
     #[error(transparent)]
     Fabric(#[from] FabricError),
-    /// A call of the system.
+    /// A system call failed.
     #[error("{bdf}: cannot {what}")]
     System {
         bdf: Bdf,
@@ -117,7 +117,7 @@ pub enum NtbError {
 }
 
 impl NtbError {
-    /// Whether another process has the endpoint.
+    /// Whether another process has the endpoint open.
     pub(crate) fn is_busy(&self) -> bool {
         matches!(self, Self::Vfio(VfioError::Busy { .. }))
     }

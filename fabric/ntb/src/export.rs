@@ -1,5 +1,5 @@
-//! BARs of a borrowed device, for the borrower's CPUs: mapped into the
-//! endpoint's domain, so that the peer's window can lead there.
+//! BARs of a borrowed device, for the borrower's CPUs: mapped into the endpoint's domain, so that
+//! the peer's window can translate to them.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -13,52 +13,51 @@ use crate::far_space::FarRange;
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// Where the BARs of a device are in peer addresses: side by side, so that one
-/// window of the borrower's reaches them all.
+/// The peer addresses of a device's BARs: adjacent, so that one window of the borrower spans them
+/// all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportedBars {
-    /// Where they begin, aligned as the borrower's NTB needs.
+    /// Their first peer address, aligned for the borrower's NTB.
     pub far: FarAddress,
-    /// Bytes from there that a window must reach; 0 when the device has nothing
-    /// to map.
+    /// Bytes from there that a window must span; 0 if no BAR can be mapped.
     pub len: u64,
-    /// Those BARs that have something to map.
+    /// The BARs that can be mapped.
     pub bars: Vec<ExportedBar>,
 }
 
-/// One of them.
+/// An exported BAR.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportedBar {
     /// Its number.
     pub bar: u8,
-    /// Where it begins, bytes from [`ExportedBars::far`] on.
+    /// Its offset from [`ExportedBars::far`], in bytes.
     pub offset: u64,
     /// Bytes of the whole BAR.
     pub size: u64,
-    /// The areas of the BAR that are there. The rest is not, and traps.
+    /// The mapped areas of the BAR. The rest traps.
     pub areas: Vec<MappableArea>,
 }
 
 impl ExportedBars {
-    /// Where a BAR begins in peer addresses.
+    /// The peer address of a BAR.
     pub fn far_of(&self, bar: u8) -> Option<FarAddress> {
         let found = self.bars.iter().find(|it| it.bar == bar)?;
         self.far.checked_add(found.offset)
     }
 }
 
-/// Exported BARs; taken away on drop.
+/// Exported BARs; unmapped on drop.
 pub(crate) struct Export<F: FunctionOps> {
     adapter: Adapter<F>,
     bars: ExportedBars,
-    /// What is mapped, as (peer address, bytes).
+    /// The mappings, as (peer address, bytes).
     mapped: Vec<(u64, u64)>,
-    /// `None` when there is nothing to map.
+    /// `None` if no BAR can be mapped.
     range: Option<FarRange>,
 }
 
 impl<F: FunctionOps> Export<F> {
-    /// Maps what can be mapped of the BARs of `device`.
+    /// Maps the areas of `device`'s BARs that can be mapped.
     pub(crate) fn new(adapter: &Adapter<F>, device: &Arc<F>) -> Result<Self, NtbError> {
         let description = device.description()?;
         let bars = (0u8..).zip(&description.bars).filter_map(|(bar, it)| {
@@ -71,7 +70,7 @@ impl<F: FunctionOps> Export<F> {
             _ => Some(adapter.far_space().take(len)?),
         };
         let far = range.as_ref().map_or(FarAddress::new(0), FarRange::start);
-        // From here on, dropping it undoes what was done.
+        // From here on, dropping it rolls back.
         let mut export = Self {
             adapter: adapter.clone(),
             bars: ExportedBars { far, len, bars },
@@ -81,7 +80,7 @@ impl<F: FunctionOps> Export<F> {
         for bar in &export.bars.bars {
             for area in &bar.areas {
                 let memory = device.map_region(bar.bar, area.offset, area.len)?;
-                // Inside the range that was taken, so below 2^64.
+                // Inside the allocated range, so below 2^64.
                 let at = far.get() + bar.offset + area.offset;
                 let domain = adapter.function().domain();
                 domain.map_bar(at, &memory, 0, area.len)?;
@@ -95,7 +94,7 @@ impl<F: FunctionOps> Export<F> {
         &self.bars
     }
 
-    /// Takes them away; gives the export back when that fails.
+    /// Unmaps them; returns the export on failure.
     pub(crate) fn end(mut self) -> Result<(), (Box<Self>, NtbError)> {
         match self.unmap() {
             Ok(()) => Ok(()),
@@ -125,9 +124,8 @@ impl<F: FunctionOps> Drop for Export<F> {
     }
 }
 
-/// Puts BARs, as (number, bytes, areas), side by side, each at a multiple of
-/// its size: the largest first, so that no gaps arise. Returns them by number,
-/// and how many bytes they take.
+/// Lays out BARs, as (number, bytes, areas), each naturally aligned: the largest first, so that
+/// there are no gaps. Returns them by number, and their total size.
 fn place(mut bars: Vec<(u8, u64, Vec<MappableArea>)>) -> (Vec<ExportedBar>, u64) {
     bars.sort_by_key(|&(bar, size, _)| (Reverse(size), bar));
     let mut len = 0;

@@ -1,4 +1,4 @@
-//! Giving out peer addresses: IOVA of the NTB endpoint's domain.
+//! Allocates peer addresses: IOVAs of the NTB endpoint's domain.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,13 +7,12 @@ use farside_fabric::{FarAddress, PAGE_SIZE};
 
 use crate::NtbError;
 
-/// The peer addresses of one endpoint's domain, for all that this host lets the
-/// other reach: RAM of VMs, BARs of devices. A clone is another handle on the same.
+/// The peer addresses of one endpoint's domain, for everything that the peer host can access: RAM
+/// of VMs, BARs of devices. Clones share it.
 ///
-/// Ranges are aligned to what the peer's LUT needs, and no two of them share
-/// one of its segments. Larger ones are aligned to the IOMMU's large pages, so
-/// that those are used where the memory has them. Address 0 is never given out:
-/// some NTBs take it for "no window".
+/// Ranges are aligned for the peer's LUT, and no two of them share one of its segments. Larger ones
+/// are aligned to the IOMMU's large pages, so that those can be used. Address 0 is never allocated:
+/// some NTBs interpret it as "no window".
 #[derive(Clone, Debug)]
 pub struct FarSpace {
     inner: Arc<Mutex<Inner>>,
@@ -30,8 +29,8 @@ struct Inner {
 }
 
 impl FarSpace {
-    /// What `usable`, pairs of first and last address in any order, has to
-    /// give, in multiples of `alignment` bytes (a power of two).
+    /// Allocates from `usable`, pairs of first and last address in any order, in multiples of
+    /// `alignment` bytes (a power of two).
     pub fn new(mut usable: Vec<(u64, u64)>, alignment: u64) -> Self {
         usable.sort_unstable();
         Self {
@@ -43,20 +42,19 @@ impl FarSpace {
         }
     }
 
-    /// What ranges are multiples of, bytes.
+    /// The granularity of ranges, in bytes.
     pub fn alignment(&self) -> u64 {
         self.inner().alignment
     }
 
-    /// Makes ranges that are taken from now on multiples of at least
-    /// `alignment`: the peer's sizes are known now.
+    /// Raises the granularity of new ranges to at least `alignment`: called when the peer's sizes
+    /// are known.
     pub(crate) fn raise_alignment(&self, alignment: u64) {
         let mut inner = self.inner();
         inner.alignment = inner.alignment.max(alignment.next_power_of_two());
     }
 
-    /// Takes the lowest `bytes` that are free, rounded up to whole multiples
-    /// of the alignment.
+    /// Allocates the lowest free `bytes`, rounded up to the granularity.
     ///
     /// # Errors
     /// [`NtbError::FarSpace`] names what would fit.
@@ -71,7 +69,7 @@ impl FarSpace {
         })
     }
 
-    /// Whether ranges of so many bytes each could all be taken now.
+    /// Checks that ranges of these sizes could all be allocated now.
     ///
     /// # Errors
     /// [`NtbError::FarSpace`], for the first that could not.
@@ -83,7 +81,7 @@ impl FarSpace {
             .map(drop)
     }
 
-    /// Bytes that are taken.
+    /// Bytes allocated.
     pub fn taken(&self) -> u64 {
         self.inner().taken.values().sum()
     }
@@ -94,7 +92,7 @@ impl FarSpace {
 }
 
 impl Inner {
-    /// Where `bytes` fit, and how many they are when rounded up.
+    /// The address at which `bytes` fit, and the rounded size.
     fn find(&self, bytes: u64) -> Result<(u64, u64), NtbError> {
         let alignment = self.alignment;
         let refused = |largest| NtbError::FarSpace {
@@ -105,7 +103,7 @@ impl Inner {
         let Some(len) = bytes.max(1).checked_next_multiple_of(alignment) else {
             return Err(refused(self.largest()));
         };
-        // The IOMMU's largest page that fits; else, smaller ones will do.
+        // Align to the IOMMU's largest page that fits; otherwise to smaller ones.
         let pages = [1u64 << 30, 2 << 20]
             .into_iter()
             .filter(|&page| page <= len);
@@ -145,8 +143,7 @@ impl Inner {
     }
 }
 
-/// Far addresses that are taken; given back on drop. Unmap what is there
-/// before.
+/// Allocated peer addresses; released on drop. Unmap them first.
 #[derive(Debug)]
 pub struct FarRange {
     space: FarSpace,

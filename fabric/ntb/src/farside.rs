@@ -78,14 +78,14 @@ impl FarsideNtb {
                 requester_entries: counts::requesters(counts).min(REQUESTERS),
                 doorbells: counts::doorbells(counts).min(DOORBELLS),
                 scratchpads: counts::scratchpads(counts).min(SCRATCHPADS),
-                // Some register accesses, each a trap where a VM is the host.
+                // Some register accesses, each a trap if the host is a VM.
                 remap_time: Duration::from_millis(1),
             },
         })
     }
 
-    /// Makes LUT entries `value(i)`, for `i` from 0 on, and looks whether they
-    /// were taken. Reading waits for the posted writes, too.
+    /// Makes LUT entries `value(i)`, for `i` from 0 on, and reads them back, which also waits for
+    /// the posted writes.
     fn set_entries(&self, entries: LutRange, value: impl Fn(u64) -> u64) -> Result<(), NtbError> {
         let each = || (entries.first..).zip(0..u64::from(entries.entries));
         for (index, i) in each() {
@@ -105,8 +105,7 @@ impl FarsideNtb {
         Ok(())
     }
 
-    /// Replaces the first requester entry that satisfies `wanted`; `None` when
-    /// none does.
+    /// Replaces the first requester entry that satisfies `wanted`; `None` if none does.
     fn replace_requester(
         &self,
         wanted: impl Fn(u32) -> bool,
@@ -137,7 +136,7 @@ fn sizes(value: u32) -> Option<PeerCapabilities> {
         lut_entries: 1u32.checked_shl(caps::lut_shift(value))?,
         far_alignment: power(caps::far_align_shift(value))?,
     };
-    // An entry leads to consecutive segments only where those are aligned.
+    // Consecutive entries translate to contiguous memory only if aligned.
     (sizes.segment() >= sizes.far_alignment).then_some(sizes)
 }
 
@@ -285,12 +284,11 @@ impl NtbDriver for FarsideNtb {
         let status = self.registers.read32(reg::EVENT_STATUS);
         if status == u32::MAX {
             return Events {
-                link: true, // gone, which is news of the link
+                link: true, // gone, which is a link event
                 refused: None,
             };
         }
-        // First cleared, then looked at: what happens in between is an event
-        // again.
+        // Clear before reading the state: a change in between is a new event.
         self.registers.write32(reg::EVENT_STATUS, status);
         Events {
             link: status & event::LINK != 0,
@@ -328,8 +326,8 @@ impl FarsideNtb {
     }
 }
 
-/// A read through the window: its completion cannot pass the posted writes
-/// that came before it (PCIe Base Specification 6.0, 2.4.1).
+/// A read through the window: its completion cannot pass earlier posted writes (PCIe Base
+/// Specification 6.0, 2.4.1).
 struct ReadThrough(Arc<dyn Registers>);
 
 impl Flush for ReadThrough {

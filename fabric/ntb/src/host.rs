@@ -1,4 +1,4 @@
-//! This host's endpoint, from its driver into use and back.
+//! Binds this host's endpoint to vfio-pci, opens it, and returns it to its driver.
 
 use farside_host_pci::{Binding, Force, HostPci};
 use farside_pci::Bdf;
@@ -8,8 +8,8 @@ use crate::endpoint::check_ids;
 use crate::watch::Watch;
 use crate::{Adapter, EndpointOptions, NtbError};
 
-/// An endpoint that was taken from its driver. Its drop gives it back, and waits
-/// until no process has the adapter any more: drop paths and windows first.
+/// An endpoint that was unbound from its driver. Its drop returns it, and waits until no process
+/// has the endpoint open: drop paths and windows first.
 pub struct HostEndpoint {
     // Dropped in this order.
     _watch: Watch,
@@ -18,12 +18,11 @@ pub struct HostEndpoint {
 }
 
 impl HostEndpoint {
-    /// Binds the function to vfio-pci and takes it into use; see
-    /// [`EndpointOptions::open`].
+    /// Binds the function to vfio-pci and opens it; see [`EndpointOptions::open`].
     ///
     /// # Errors
-    /// [`NtbError::WrongDevice`], before anything is changed; what binding it
-    /// refuses, [`NtbError::Pci`], and what opening it does.
+    /// [`NtbError::WrongDevice`], before any change; [`NtbError::Pci`] if binding fails; those of
+    /// [`EndpointOptions::open`].
     pub fn open(bdf: Bdf) -> Result<Self, NtbError> {
         Self::open_of(&HostPci::new(), bdf)
     }
@@ -38,8 +37,8 @@ impl HostEndpoint {
             Ok(adapter) => adapter,
             Err(error) => {
                 if error.is_busy() {
-                    // Unbinding would wait for the process that has it, and take it
-                    // away.
+                    // Unbinding would wait for the process that has it open, and take it away from
+                    // it.
                     binding.leave();
                 }
                 return Err(error);

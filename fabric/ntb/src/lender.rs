@@ -16,30 +16,27 @@ use crate::export::{Export, ExportedBars};
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// The path of one borrowed device to the borrower's host, from
-/// [`Adapter::attach`] on. Dropping it stops the device's DMA, closes and gives
-/// back everything.
+/// The path of one borrowed device to the borrower's host, created by [`Adapter::attach`]. Dropping
+/// it stops the device's DMA, and closes and releases everything.
 ///
-/// A window is a run of LUT entries of the endpoint, and the same part of the
-/// endpoint's window BAR mapped into the device's domain. The device's domain
-/// should be its own, and hold nothing else.
+/// A window is a run of LUT entries of the endpoint, and the same part of the endpoint's window BAR
+/// mapped into the device's domain. The device's domain should be exclusive, without other
+/// mappings.
 pub struct LenderNtb<F: FunctionOps = Function> {
     device: Arc<F>,
     windows: RangeTable<Iova, LutRun<F>>,
     export: Option<Export<F>>,
     flusher: Flusher,
-    // Last: gives back the requester entry, when no window is open any more.
+    // Dropped last: releases the requester entry after all windows are closed.
     requester: RequesterEntry<F>,
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Makes a path for `device`, called `name` in messages: takes a requester
-    /// entry for it, nothing else.
+    /// Creates a path for `device`, called `name` in messages. Allocates only a requester entry.
     ///
     /// # Errors
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
-    /// [`farside_fabric::LimitError::Requesters`] when no entry is free; what
-    /// the hardware reports.
+    /// [`farside_fabric::LimitError::Requesters`] when no entry is free; hardware errors.
     pub fn attach(&self, name: &str, device: Arc<F>) -> Result<LenderNtb<F>, NtbError> {
         self.check_link()?;
         Ok(LenderNtb {
@@ -61,12 +58,12 @@ impl<F: FunctionOps> LenderNtb<F> {
         self.requester.adapter()
     }
 
-    /// Whether windows, as (IOVA, bytes), could all be opened now, and what
-    /// they would take. Takes nothing; ask before the VM boots.
+    /// Checks that windows, as (IOVA, bytes), could all be opened now, and returns their resources.
+    /// Allocates nothing; call it before the VM boots.
     ///
     /// # Errors
-    /// [`FabricError::Limit`] names what would fit; an IOVA range that the device
-    /// cannot use (such as the MSI window) is named.
+    /// [`FabricError::Limit`] names what would fit; other errors name an IOVA range that the device
+    /// cannot use (such as the MSI window).
     pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
         let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
         let needed = self.adapter().check_windows(&spans)?;
@@ -75,12 +72,11 @@ impl<F: FunctionOps> LenderNtb<F> {
         Ok(needed)
     }
 
-    /// Lets the borrower's CPUs reach the device's BARs: maps what can be
-    /// mapped of them into the endpoint's domain. The second call finds them
-    /// there. They go with the path.
+    /// Lets the borrower's CPUs access the device's BARs: maps their mappable parts into the
+    /// endpoint's domain. Idempotent. They are unmapped with the path.
     ///
     /// # Errors
-    /// [`NtbError::FarSpace`]; what the system reports. Nothing is mapped then.
+    /// [`NtbError::FarSpace`]; system errors. Nothing is mapped then.
     pub fn export_bars(&mut self) -> Result<&ExportedBars, NtbError> {
         let export = match self.export.take() {
             Some(export) => export,
@@ -89,10 +85,10 @@ impl<F: FunctionOps> LenderNtb<F> {
         Ok(self.export.insert(export).bars())
     }
 
-    /// Takes the device's BARs away from the borrower's CPUs.
+    /// Unmaps the device's BARs from the endpoint's domain.
     ///
     /// # Errors
-    /// What the system reports; then they are still there.
+    /// System errors; they are still mapped then.
     pub fn unexport_bars(&mut self) -> Result<(), NtbError> {
         match self.export.take() {
             None => Ok(()),
@@ -103,9 +99,8 @@ impl<F: FunctionOps> LenderNtb<F> {
         }
     }
 
-    /// Pushes what the device has written ahead of what is sent to the borrower
-    /// from now on: to be called before an interrupt is relayed. Nothing to do
-    /// while no window is open.
+    /// Flushes device writes to the borrower's memory, ahead of messages sent from now on: call it
+    /// before relaying an interrupt. No effect while no window is open.
     pub fn flush(&self) {
         self.flusher.flush();
     }
@@ -117,7 +112,7 @@ impl<F: FunctionOps> LenderNtb<F> {
 
     /// Closes the window at the front of `range`.
     fn close(&mut self, range: AddressRange<Iova>) -> Result<(), FabricError> {
-        // The way to the LUT entries first, then they.
+        // Unmap the window BAR first, then clear the LUT entries.
         self.device
             .domain()
             .unmap(range.start().get(), range.len())?;
@@ -127,7 +122,7 @@ impl<F: FunctionOps> LenderNtb<F> {
         Ok(())
     }
 
-    /// Lets the flusher read where a window begins: guest RAM does, too.
+    /// Lets the flusher read the first address of a window, which is guest RAM.
     fn aim_flusher(&self) {
         let rows = self.windows.rows();
         let at = rows
@@ -151,8 +146,8 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
         let range = AddressRange::new(iova, len)?;
         AddressRange::new(far, len)?;
         self.windows.check(range)?;
-        // The entries first, then the way to them. They go with `run` when
-        // that fails.
+        // Program the entries first, then map the window BAR. Dropping `run` clears them if that
+        // fails.
         let run = self.adapter().open_run(far, len)?;
         let bus = self.bus(&run);
         let (lut, offset) = (run.range(), run.offset());
@@ -218,7 +213,7 @@ impl<F: FunctionOps> Drop for LenderNtb<F> {
                 log::error!("{error}", error = Chain(&error));
             }
         }
-        // Whatever could not be unmapped leads nowhere from now on.
+        // Clear the entries, so that a window that could not be unmapped is not translated.
         for (_, run) in self.windows.clear() {
             run.retire();
         }
@@ -234,21 +229,21 @@ impl<F: FunctionOps> std::fmt::Debug for LenderNtb<F> {
     }
 }
 
-/// Flushes a path; see [`LenderNtb::flush`]. Clones are of the same path.
+/// Flushes a path; see [`LenderNtb::flush`]. Clones share the path.
 ///
 /// A flush while the path's last window is being closed may be refused by the
 /// NTB, which then counts it.
 #[derive(Clone)]
 pub struct Flusher {
     flush: Arc<dyn Flush>,
-    /// Where in the window BAR to read.
+    /// The offset in the window BAR to read.
     at: Arc<AtomicU64>,
 }
 
 impl Flusher {
     const NOWHERE: u64 = u64::MAX;
 
-    /// Pushes what the device has written through its windows.
+    /// Flushes device writes through the path's windows.
     pub fn flush(&self) {
         let at = self.at.load(Ordering::Relaxed);
         if at != Self::NOWHERE {

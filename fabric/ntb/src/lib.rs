@@ -1,10 +1,9 @@
 //! The fabric between two hosts: NTB endpoints programmed from userspace,
 //! through VFIO.
 //!
-//! Each host has one port of an NTB, an endpoint bound to vfio-pci and alone in its
-//! IOMMU domain. An access to segment `i` of a port's window BAR comes out at the
-//! other host, as DMA of the endpoint there, at the *peer address* in LUT entry
-//! `i`.
+//! Each host has one port of an NTB, an endpoint bound to vfio-pci and alone in its IOMMU domain.
+//! An access to segment `i` of a port's window BAR becomes DMA of the endpoint at the peer host, at
+//! the *peer address* in LUT entry `i`.
 //!
 //! ```text
 //!  lender                                       borrower
@@ -15,24 +14,22 @@
 //!               ExportedBars  peer address   LUT     BarWindow
 //! ```
 //!
-//! - [`Adapter`]: this host's endpoint in use: link, LUT, requester table, peer
-//!   addresses. One process has it; lender and borrower alike.
-//! - [`HostEndpoint`]: the endpoint, taken from its driver for as long as it is
-//!   in use.
+//! - [`Adapter`]: this host's endpoint in use: link, LUT, requester table, peer addresses. Only one
+//!   process can use it, at the lender and at the borrower.
+//! - [`HostEndpoint`]: the endpoint, unbound from its driver while it is in use.
 //! - [`LenderNtb`]: a borrowed device's path, [`farside_fabric::LenderPath`].
-//! - [`BorrowerNtb`]: what a borrow maps for the device,
-//!   [`farside_fabric::BorrowerDomain`]; [`BarWindow`]: what its CPUs reach.
-//! - [`NtbDriver`]: what a driver for a kind of NTB gives; [`FarsideNtb`] is
-//!   that of our own endpoint. docs/ntb-adapters.md has what others need.
-//! - [`platform`]: what all of it needs of VFIO.
+//! - [`BorrowerNtb`]: the memory that a borrow maps for the device,
+//!   [`farside_fabric::BorrowerDomain`]; [`BarWindow`]: the BARs that its CPUs access.
+//! - [`NtbDriver`]: the interface of a driver for a kind of NTB; [`FarsideNtb`] is that of
+//!   farside's own endpoint. docs/ntb-adapters.md lists the requirements of others.
+//! - [`platform`]: the operations that it needs from VFIO.
 //!
-//! # What is trusted
+//! # Trust
 //!
-//! The two hosts trust each other, as hosts with an NTB between them must: a host
-//! reaches whatever the other has mapped in its endpoint's domain, at any peer
-//! address, by programming its own LUT. That is the RAM of VMs that borrow, and
-//! BARs of devices that are lent; nothing else is ever mapped there. A *device*
-//! reaches only what is mapped in its own domain.
+//! The two hosts trust each other, as hosts with an NTB between them must: a host can reach
+//! everything that the peer has mapped in its endpoint's domain, at any peer address, by
+//! programming its own LUT. Only the RAM of VMs that borrow and the BARs of lent devices are ever
+//! mapped there. A *device* reaches only what is mapped in its own domain.
 #![forbid(unsafe_code)]
 
 pub mod driver;

@@ -1,5 +1,5 @@
-//! What the fabric needs of VFIO: functions and IOMMU domains, as traits, so
-//! that tests stand a model of the hardware in their place.
+//! The operations that the fabric needs from VFIO: functions and IOMMU domains, as traits, so that
+//! tests can substitute a model of the hardware.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -35,22 +35,22 @@ pub trait DomainOps: Send + Sync {
         len: u64,
     ) -> Result<(), FabricError>;
 
-    /// Unmaps what was mapped as `len` bytes at `at`.
+    /// Unmaps the `len` bytes at `at`.
     ///
     /// # Errors
     /// What the system reports. It may still be mapped then.
     fn unmap(&self, at: u64, len: u64) -> Result<(), FabricError>;
 
-    /// The IOVA that may be used, as (first, last) pairs.
+    /// The usable IOVA ranges, as (first, last) pairs.
     ///
     /// # Errors
     /// What the system reports.
     fn usable(&self) -> Result<Vec<(u64, u64)>, FabricError>;
 
-    /// Checks that each of `ranges`, as (first, bytes), may be used.
+    /// Checks that each of `ranges`, as (first, bytes), is usable.
     ///
     /// # Errors
-    /// The first that may not be, and why.
+    /// The first unusable range, and the reason.
     fn check(&self, ranges: &[(u64, u64)]) -> Result<(), FabricError>;
 }
 
@@ -65,13 +65,13 @@ pub trait FunctionOps: Send + Sync + 'static {
     /// What its DMA goes through.
     fn domain(&self) -> &Self::Domain;
 
-    /// Lets it master the bus, or stops it.
+    /// Enables or disables bus mastering.
     ///
     /// # Errors
     /// What the system reports.
     fn set_bus_master(&self, enabled: bool) -> Result<(), FabricError>;
 
-    /// What it looks like, with the areas of its BARs that can be mapped.
+    /// Its description, with the areas of its BARs that can be mapped.
     ///
     /// # Errors
     /// What the system reports.
@@ -83,13 +83,13 @@ pub trait FunctionOps: Send + Sync + 'static {
     /// What the system reports.
     fn map_region(&self, bar: u8, offset: u64, len: u64) -> Result<Arc<BarOf<Self>>, FabricError>;
 
-    /// A descriptor to map a BAR from, and where the BAR begins in it.
+    /// A descriptor to map a BAR from, and the BAR's offset in it.
     ///
     /// # Errors
     /// What the system reports.
     fn bar_file(&self, bar: u8) -> Result<(OwnedFd, u64), FabricError>;
 
-    /// Sends an MSI-X vector to an eventfd.
+    /// Routes an MSI-X vector to an eventfd.
     ///
     /// # Errors
     /// What the system reports.
@@ -105,7 +105,7 @@ impl Registers for RegionMemory {
     }
 
     fn write32(&self, offset: u64, value: u32) {
-        // Outside: nothing is written, as the trait requires.
+        // Out of range: nothing is written, as the trait requires.
         let _ = self.store_u32(offset, value);
     }
 

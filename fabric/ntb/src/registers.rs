@@ -1,11 +1,10 @@
-//! Registers and windows, as a driver reaches them.
+//! Access to registers and windows, for drivers.
 
 /// A BAR, or the part of one that a driver needs.
 ///
-/// Accesses are naturally aligned and inside what the implementation has;
-/// others, and those of a device that is gone, read as all ones and write
-/// nothing, as on the bus. Words are in the CPU's byte order; the
-/// implementation converts from and to the bus's.
+/// Accesses are naturally aligned and in range; others, and those to a removed device, read as all
+/// ones and write nothing, as on the bus. Words are in the CPU's byte order; the implementation
+/// converts from and to the bus's.
 pub trait Registers: Send + Sync {
     /// Loads 32 bits at `offset` bytes.
     fn read32(&self, offset: u64) -> u32;

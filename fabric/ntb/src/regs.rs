@@ -1,5 +1,5 @@
-//! Register set of farside's NTB endpoint: PCI ids, BARs, offsets, bits and
-//! limits; all that a driver needs. Registers are little-endian.
+//! Register set of farside's NTB endpoint: PCI ids, BARs, offsets, bits and limits, for drivers.
+//! Registers are little-endian.
 //!
 //! PCI ids: vendor [`VENDOR_ID`], device [`DEVICE_ID`] (not assigned by the
 //! PCI-SIG), class 06 80 00, header type 0, PCIe endpoint with function-level
@@ -15,10 +15,9 @@
 //! | 0x5000 | MSI-X pending bits |
 //! | 0x8000 | LUT: 2^`CAPS.lut_shift` entries of 64 bits: peer address in 63:12, valid in 0 |
 //!
-//! Little-endian; naturally aligned accesses of 4 bytes, and of 8 bytes to two
-//! neighbours at once. A 64-bit register may be accessed by halves: of a LUT
-//! entry write the upper half first, because the lower one has the valid bit.
-//! What is not listed reads as zero and ignores writes.
+//! Little-endian; naturally aligned accesses of 4 bytes, and of 8 bytes to two neighbours at once.
+//! A 64-bit register may be accessed by halves: of a LUT entry write the upper half first, because
+//! the lower one has the valid bit. Other offsets read as zero and ignore writes.
 //!
 //! | offset | name | bits | access | reset | meaning |
 //! | --- | --- | --- | --- | --- | --- |
@@ -52,17 +51,16 @@
 //! has one), at the address in LUT entry `i` plus `o`. This is *outbound*
 //! translation: each port's LUT is for its own window.
 //!
-//! An access is refused, which means that reads return all ones and writes are
-//! dropped, unless: the link is up; the LUT entry is valid; at least one entry of
-//! this port's requester table is valid; the peer is bus master; something is
-//! mapped at the peer address. Refusals are counted and are an event at this port.
+//! An access is refused, which means that reads return all ones and writes are dropped, unless: the
+//! link is up; the LUT entry is valid; at least one entry of this port's requester table is valid;
+//! the peer is bus master; the peer address is mapped. Refusals are counted and are an event at
+//! this port.
 
-/// PCI vendor id: not assigned to anybody.
+/// PCI vendor id: unassigned.
 pub const VENDOR_ID: u16 = 0xfa5d;
 /// PCI device id.
 pub const DEVICE_ID: u16 = 0xb41d;
-/// PCI class code: bridge, other; as other makers' NTB endpoints. The header is
-/// of type 0.
+/// PCI class code: bridge, other; as of other vendors' NTB endpoints. The header is of type 0.
 pub const CLASS: u32 = 0x06_80_00;
 
 /// Number of the BAR with registers, tables and MSI-X: 32-bit memory.
@@ -165,7 +163,7 @@ pub mod reg {
     /// RO, a write of any value clears it: accesses through this port's window
     /// that were refused. Stays at all ones.
     pub const ERROR_COUNT: u64 = 0x38;
-    /// RO: what the last refused access was, see [`error`](super::error).
+    /// RO: the last refused access, see [`error`](super::error).
     pub const ERROR_INFO: u64 = 0x3c;
     /// RO, 64 bits: its offset in this port's window BAR.
     pub const ERROR_OFFSET: u64 = 0x40;
@@ -233,13 +231,13 @@ pub mod counts {
 
 /// Bits of [`reg::LINK_CONTROL`].
 pub mod link_control {
-    /// This side wants the link.
+    /// Enables the link at this port.
     pub const ENABLE: u32 = 1 << 0;
 }
 
 /// Bits of [`reg::LINK_STATUS`].
 pub mod link_status {
-    /// Both ports are there and both enable the link.
+    /// Both ports are present and both enable the link.
     pub const UP: u32 = 1 << 0;
     /// The peer port has a host (a VM is connected to it).
     pub const PEER_PRESENT: u32 = 1 << 1;
@@ -257,13 +255,13 @@ pub mod event {
     pub const LINK: u32 = 1 << 0;
     /// An access through this port's window was refused.
     pub const ERROR: u32 = 1 << 1;
-    /// Events there are.
+    /// All events.
     pub const ALL: u32 = LINK | ERROR;
 }
 
 /// Fields of [`reg::ERROR_INFO`].
 pub mod error {
-    /// Why the access was refused: bits 7:0.
+    /// Reason for the refusal: bits 7:0.
     pub const REASON: u32 = 0xff;
     /// It was a write.
     pub const WRITE: u32 = 1 << 8;
@@ -278,9 +276,9 @@ pub mod error {
     pub const NOT_BUS_MASTER: u32 = 4;
     /// The peer address wraps around the end of the address space.
     pub const ADDRESS: u32 = 5;
-    /// Nothing is mapped at the peer address, or what is there refused.
+    /// The peer address is unmapped, or its target refused the access.
     pub const FAR_REFUSED: u32 = 6;
-    /// What is at the peer address did not answer in time.
+    /// The target at the peer address did not answer in time.
     pub const TIMEOUT: u32 = 7;
     /// Too many accesses to devices at the peer are in flight.
     pub const BUSY: u32 = 8;
@@ -296,7 +294,7 @@ pub mod lut {
 
 /// Fields of a requester table entry.
 pub mod requester {
-    /// The entry counts.
+    /// The entry is valid.
     pub const VALID: u32 = 1 << 31;
     /// Requester id: bus, device, function. Bits 30:16 read as 0.
     pub const RID: u32 = 0xffff;

@@ -1,4 +1,4 @@
-//! What an endpoint reports by its event interrupt, for people.
+//! Logs the events of an endpoint.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,8 +9,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::Adapter;
 
-/// Looks at events no more often than this: guests can cause them, and the log
-/// is to stay readable. Meanwhile the endpoint counts.
+/// Minimum interval between log lines, since guests can cause events. The endpoint counts them
+/// meanwhile.
 const PAUSE: Timespec = Timespec {
     tv_sec: 1,
     tv_nsec: 0,
@@ -38,7 +38,7 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // A counter of 1 that was 0 cannot be refused.
+        // Adding 1 to an eventfd counter of 0 cannot fail.
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -55,7 +55,7 @@ fn watch(adapter: &Adapter, stop: &OwnedFd) {
             PollFd::new(stop, PollFlags::IN),
             PollFd::from_borrowed_fd(event, PollFlags::IN),
         ];
-        // An interrupted wait only looks again.
+        // After an interrupted wait, the loop polls again.
         let _ = poll(&mut fds, None);
         if !fds[0].revents().is_empty() {
             return;
@@ -65,7 +65,7 @@ fn watch(adapter: &Adapter, stop: &OwnedFd) {
         }
         log(adapter);
         let mut stop = [PollFd::new(stop, PollFlags::IN)];
-        // What ends the pause early is seen above.
+        // The loop condition handles an early end of the pause.
         let _ = poll(&mut stop, Some(&PAUSE));
     }
 }

@@ -53,7 +53,7 @@ pub enum BarKind {
 }
 
 impl Bar {
-    /// A BAR without mappable areas: every access traps.
+    /// A BAR without sparse mmap areas: every access traps.
     pub fn new(size: u64, kind: BarKind) -> Self {
         Self {
             size,

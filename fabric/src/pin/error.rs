@@ -58,7 +58,7 @@ pub enum PinError {
         done: u64,
         /// Bytes in all.
         total: u64,
-        /// How long it had taken.
+        /// The elapsed time.
         elapsed: Duration,
     },
     /// [`PinOptions::cancel`] became true.
@@ -72,7 +72,7 @@ pub enum PinError {
     /// A thread could not be started, or the limits not be read.
     #[error("cannot {what}")]
     System {
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
         /// The error of the system call.
         source: io::Error,

@@ -10,7 +10,7 @@ use rustix::{
 use super::{PinError, PinPolicy};
 use crate::Size;
 
-/// The memlock limit does not allow what is needed.
+/// The memlock limit is too small.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the memlock limit is too small to lock guest memory: RLIMIT_MEMLOCK is {}, {} are locked \
@@ -30,7 +30,7 @@ pub struct MemlockTooSmall {
     pub needed_total: u64,
 }
 
-/// Whether `needed` bytes are to be locked, by the limit and the policy.
+/// Whether to lock `needed` bytes, according to the limit and the policy.
 pub(super) fn may_lock(needed: u64, policy: PinPolicy) -> Result<bool, PinError> {
     match (check_memlock(needed), policy) {
         (Ok(()), _) => Ok(true),
@@ -45,7 +45,7 @@ pub(super) fn may_lock(needed: u64, policy: PinPolicy) -> Result<bool, PinError>
 /// Checks that `needed` more bytes may be locked.
 ///
 /// # Errors
-/// [`PinError::Memlock`] names what is needed and how to get it.
+/// [`PinError::Memlock`] names the required limit and how to raise it.
 pub fn check_memlock(needed: u64) -> Result<(), PinError> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return Ok(());

@@ -55,9 +55,9 @@ pub struct PinOptions<'a> {
     pub policy: PinPolicy,
     /// How many threads populate; left out, one for each CPU, at most 16.
     pub workers: Option<NonZeroUsize>,
-    /// When to give up. It is looked at after every 16 MiB (or huge page).
+    /// The deadline. Checked after every 16 MiB (or huge page).
     pub deadline: Option<Instant>,
-    /// Give up when this becomes true; looked at as often.
+    /// Cancels when true; checked equally often.
     pub cancel: Option<&'a AtomicBool>,
     /// Asked by the workers before each chunk whether the rest fits in the
     /// host's memory, which others use, too: a [`RoomWatch`], by custom.
@@ -231,7 +231,7 @@ impl Pinned {
         let mapping = Mapping::new(&range.file, backing.offset, backing.len, range.writable)
             .map_err(map_error)?;
         if !backing.hugetlb {
-            // Only a hint, and only where the system is set to take it.
+            // Only a hint, which depends on the system's settings.
             if let Err(error) = mapping.make(Residency::HugePages, 0, backing.len) {
                 log::debug!(
                     "no transparent huge pages for guest memory: {error}",

@@ -15,8 +15,8 @@ use std::{
 use super::{PinError, PinOptions, PinProgress, Pinned};
 use crate::mapping::Residency;
 
-/// What a worker does between two looks at the clock: some 4 ms where pages
-/// must be zeroed first, and not too long where others use the CPU as well.
+/// Bytes per worker between two checks of the deadline: some 4 ms where pages must be zeroed first,
+/// and not too long where others use the CPU as well.
 const CHUNK: usize = 16 << 20;
 
 /// Workers beyond this many wait for each other's zeroing.
@@ -47,7 +47,7 @@ impl Pinned {
     }
 }
 
-/// The work of all threads: chunks, taken one after the other.
+/// The work of all threads: a queue of chunks.
 pub(super) struct Job<'a> {
     ranges: &'a [Pinned],
     /// Number of the first chunk of each range.

@@ -1,4 +1,4 @@
-//! Whether what is to be populated fits in the host's memory.
+//! Checks that the memory to populate fits in the host's free memory.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use crate::{
     host_memory::{HostMemory, Pages},
 };
 
-/// What is wanted of one file.
+/// The requested memory of one file.
 struct Wanted {
     pages: Pages,
     bytes: u64,
@@ -25,13 +25,13 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Bytes to populate, if what is resident is among what is wanted.
+    /// Bytes to populate, if the resident pages are among the requested ones.
     fn absent(&self) -> u64 {
         // Parts of one huge page are counted more than once.
         self.bytes.min(self.size).saturating_sub(self.resident)
     }
 
-    /// The same, if what is resident is elsewhere in the file.
+    /// The same, if the resident pages are elsewhere in the file.
     fn absent_of_more(&self) -> u64 {
         self.bytes.min(self.size.saturating_sub(self.resident))
     }
@@ -48,8 +48,8 @@ pub fn check_room(ranges: &[MemoryRange]) -> Result<(), PinError> {
     check(ranges, Wanted::absent)
 }
 
-/// [`check_room`] while memory is populated, by several threads: as often as
-/// takes a tenth of the time, since it looks at every range.
+/// [`check_room`] while memory is populated, by several threads: as often as takes a tenth of the
+/// time, since it scans every range.
 pub struct RoomWatch<'a> {
     ranges: &'a [MemoryRange],
     next: Mutex<Instant>,
@@ -73,7 +73,7 @@ impl<'a> RoomWatch<'a> {
     /// # Errors
     /// As [`check_room`].
     pub fn check(&self) -> Result<(), PinError> {
-        // One thread looks for all.
+        // One thread scans for all.
         let Ok(mut next) = self.next.try_lock() else {
             return Ok(());
         };
@@ -204,7 +204,7 @@ mod tests {
         const LEN: u64 = 8 << 20;
         const RESERVE: u64 = 64 << 20;
         let ram = sparse(LEN);
-        // The host has just enough, of which the guest takes a part now.
+        // The host has just enough, and the guest populates a part of it now.
         let host = || {
             let memory = SharedMemory::map_range(&part(&ram, 0, LEN / 2)).unwrap();
             let half = memory.slice(0, memory.len()).unwrap();

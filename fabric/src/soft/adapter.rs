@@ -27,7 +27,7 @@ impl Adapter {
     /// every BAR size that [`NtbLimits`] allows.
     const BAR: u64 = 1 << 52;
 
-    /// An adapter with nothing taken.
+    /// An unused adapter.
     ///
     /// # Errors
     /// [`LimitError::Invalid`] when `limits` cannot be.
@@ -45,13 +45,13 @@ impl Adapter {
         &self.shared.limits
     }
 
-    /// What is taken.
+    /// The resources in use.
     pub fn usage(&self) -> AdapterUsage {
         self.tables().usage()
     }
 
-    /// Makes a path for `device`: takes a requester entry, nothing else.
-    /// Dropping the path gives back all that it took.
+    /// Creates a path for `device`: allocates only a requester entry. Dropping the path releases
+    /// its resources.
     ///
     /// # Errors
     /// [`LimitError::Requesters`] when no entry is free.
@@ -75,7 +75,7 @@ impl Adapter {
     }
 }
 
-/// A device's entry in the requester table; given back on drop.
+/// A device's entry in the requester table; released on drop.
 #[derive(Debug)]
 pub(super) struct Requester {
     adapter: Adapter,
@@ -106,7 +106,7 @@ impl Drop for Requester {
     }
 }
 
-/// LUT entries of one window; given back on drop.
+/// LUT entries of one window; released on drop.
 #[derive(Debug)]
 pub(super) struct LutRun {
     adapter: Adapter,

@@ -27,7 +27,7 @@ pub(super) struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Iotlb {
     entries: [Option<Entry>; ENTRIES],
-    /// The entry that hit last: looked at first.
+    /// The entry of the last hit: checked first.
     last: usize,
     /// The entry to replace next.
     victim: usize,

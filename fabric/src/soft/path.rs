@@ -12,8 +12,8 @@ use crate::{
     memory::{HostSlice, SharedMemory},
 };
 
-/// The path of one borrowed device's DMA, from [`Adapter::attach`]
-/// (`super::Adapter`) on. Dropping it closes and gives back everything.
+/// The path of one borrowed device's DMA, from [`Adapter::attach`] (`super::Adapter`) on. Dropping
+/// it closes and releases everything.
 ///
 /// [`Adapter::attach`]: super::Adapter::attach
 #[derive(Debug)]
@@ -30,25 +30,25 @@ pub struct Path {
     /// Memory that is unmapped but was still in use when it was.
     draining: Vec<Weak<SharedMemory>>,
     faults: Arc<FaultLog>,
-    // Last: its drop gives back the requester entry.
+    // Dropped last: releases the requester entry.
     requester: Requester,
 }
 
-/// What the lender's IOMMU makes of an IOVA. Windows are always readable and
-/// writable; write permission is checked by the borrower.
+/// Translates an IOVA by the lender's IOMMU. Windows are always readable and writable; write
+/// permission is checked by the borrower.
 #[derive(Debug)]
 struct ToBus {
     bus: BusAddress,
 }
 
-/// What the NTB makes of a bus address.
+/// Translates a bus address by the NTB.
 #[derive(Debug)]
 struct ToFar {
     far: FarAddress,
     lut: LutRun,
 }
 
-/// What the borrower's IOMMU makes of a peer address.
+/// Translates a peer address by the borrower's IOMMU.
 #[derive(Debug)]
 struct ToMemory {
     memory: Arc<SharedMemory>,
@@ -210,7 +210,7 @@ impl Path {
         fault
     }
 
-    /// Drops unmapped memory, but keeps an eye on what is still in use.
+    /// Drops unmapped memory, but tracks the memory still in use.
     fn retire(&mut self, unmapped: Vec<(AddressRange<FarAddress>, ToMemory)>) {
         self.iotlb.clear();
         self.draining.retain(|memory| memory.strong_count() > 0);
@@ -291,9 +291,8 @@ impl LenderPath for Path {
         let lut = self.requester.take_window(far, len)?;
         let window = lut.window;
         self.iotlb.clear();
-        // The window first, then the way to it. Entries are this path's alone,
-        // and both tables have the same number of rows: what `check` found
-        // holds for both.
+        // The window first, then the mapping that leads to it. Entries are this path's alone, and
+        // both tables have the same number of rows: what `check` found holds for both.
         self.windows
             .map(AddressRange::new(window.bus, len)?, ToFar { far, lut })?;
         self.lender.map(range, ToBus { bus: window.bus })?;

@@ -57,7 +57,7 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// Each of what must not be opened is refused for the right reason.
+/// Functions that must not be opened are refused for the right reason.
 fn refusals(api: Api, bdf: Bdf) -> Outcome {
     let domain = Domain::new(api)?;
     let nobody: Bdf = "ffff:00:00.0".parse()?;
@@ -186,7 +186,7 @@ fn mappings(domain: &Domain) -> Outcome {
     Ok(())
 }
 
-/// A process that may lock too little gets an error with the limit.
+/// A process with too small a memlock limit gets an error with the limit.
 fn memlock(domain: &Domain) -> Outcome {
     let memory = SharedMemory::anonymous(MIB as usize)?;
     let slice = memory.slice(0, MIB as usize).ok_or("no slice")?;
@@ -205,7 +205,7 @@ fn memlock(domain: &Domain) -> Outcome {
     })
 }
 
-/// Vectors fired by software come out where they should.
+/// Software-triggered vectors signal the right eventfds.
 fn interrupts(function: &Function) -> Outcome {
     let counts = function.irq_counts();
     let request = |start, count, action, data| -> Result<SetIrqs, Box<dyn Error>> {
@@ -319,7 +319,7 @@ fn path(function: &Arc<Function>) -> Outcome {
     Ok(())
 }
 
-/// A descriptor that another process keeps is noticed.
+/// A descriptor that is open in another process is detected.
 fn still_held(domain: Domain, function: Function) -> Outcome {
     let (api, bdf) = (domain.api(), function.bdf());
     let (kept, offset) = function.bar_file(0)?;

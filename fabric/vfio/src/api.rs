@@ -1,4 +1,4 @@
-//! Which of the kernel's two VFIO interfaces is there.
+//! Detects the kernel's VFIO API: iommufd or type1.
 
 use std::fmt;
 use std::fs;
@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::VfioError;
 
-/// A user interface of the kernel's to IOMMU domains.
+/// A kernel API for IOMMU domains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Api {
-    /// `/dev/vfio/vfio` with groups: every kernel has it. Maps any memory of
-    /// this process, a BAR's mmap included.
+    /// `/dev/vfio/vfio` with groups: in every kernel. Maps any memory of this process, a BAR's mmap
+    /// included.
     Type1,
     /// `/dev/iommu` with `/dev/vfio/devices`. Maps a BAR through a dma-buf,
     /// which needs Linux 6.19.
@@ -22,9 +22,8 @@ pub enum Api {
 }
 
 impl Api {
-    /// Looks what this machine has: iommufd where the kernel offers it and its
-    /// character devices, else type1. Nothing is opened. Ask after vfio-pci is
-    /// loaded, which brings what it needs with it.
+    /// Detects this host's API: iommufd if the kernel has it and its character devices, else type1.
+    /// Opens nothing. Call it after vfio-pci is loaded, which loads its dependencies.
     ///
     /// # Errors
     /// [`VfioError::NoVfio`] names the missing module or kernel option.

@@ -1,4 +1,4 @@
-//! What a borrower needs of a physical function, made from VFIO's information.
+//! Builds a physical function's description from VFIO's information.
 
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
@@ -15,7 +15,7 @@ pub(crate) struct Region {
     pub(crate) flags: u32,
     /// Bytes; 0 when there is no such region.
     pub(crate) size: u64,
-    /// Where it begins in the function's descriptor.
+    /// Its offset in the function's descriptor.
     pub(crate) file_offset: u64,
     /// The only areas that can be mapped, as (offset, bytes), if not all can.
     pub(crate) sparse: Option<Vec<(u64, u64)>>,
@@ -30,7 +30,7 @@ pub(crate) fn config_size(regions: &[Region]) -> usize {
     }
 }
 
-/// Makes the description from the function's configuration space as it is now.
+/// Builds the description from the function's current configuration space.
 pub(crate) fn describe(
     bdf: Bdf,
     config: Vec<u8>,
@@ -51,8 +51,8 @@ pub(crate) fn describe(
         image.u16(DEVICE_ID),
         class_text(image.u32(CLASS_REVISION) >> 8)
     );
-    // The MSI-X table is QEMU's to emulate: what the guest writes there must not
-    // reach the device, whose table the kernel programs.
+    // QEMU emulates the MSI-X table: guest writes must not reach the device, whose table the kernel
+    // programs.
     let msix = image.find_capability(CAP_ID_MSIX, MSIX_SIZEOF);
     let traps = msix.map(|at| image.msix_areas(at));
     let mut bars = [const { None }; 6];
@@ -94,9 +94,8 @@ pub(crate) fn describe(
     })
 }
 
-/// The page-aligned areas of a BAR that the guest may reach without a trap:
-/// what the kernel lets be mapped, without pages that `traps` (as (offset,
-/// bytes)) touch.
+/// The page-aligned areas of a BAR that the guest may access without a trap: those that the kernel
+/// allows to be mapped, without pages that `traps` (as (offset, bytes)) touch.
 fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<MappableArea> {
     if region.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 || region.size < PAGE_SIZE {
         return Vec::new();
@@ -137,8 +136,7 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<MappableArea> {
         .collect()
 }
 
-/// What a class code (24 bits: base class, sub-class, interface) says, for
-/// people.
+/// The name of a class code (24 bits: base class, sub-class, interface), for display.
 fn class_text(class: u32) -> String {
     let text = match (class >> 16, class >> 8 & 0xff, class & 0xff) {
         (0x01, 0x08, 0x02) => "NVMe drive",
@@ -162,7 +160,7 @@ fn class_text(class: u32) -> String {
     text.to_owned()
 }
 
-/// Clears what software has set since power-on: the host's, or VFIO's.
+/// Clears the bits that the host or VFIO has set since power-on.
 fn clear_settings(image: &mut ConfigImage) {
     image
         .set_u16(COMMAND, 0)

@@ -1,4 +1,4 @@
-//! One IOMMU domain and what is mapped in it.
+//! One IOMMU domain and its mappings.
 
 use std::fmt;
 use std::io;
@@ -15,9 +15,8 @@ use crate::iommu::Iommu;
 use crate::usable::{Capabilities, UsableIova};
 use crate::{Api, Function, RegionMemory, VfioError};
 
-/// An IOMMU domain: what the functions in it can reach by DMA. A clone is
-/// another handle on the same one. Empty when new; when the last handle and the
-/// last function are gone, so is everything that was mapped.
+/// An IOMMU domain: the memory that its functions can reach by DMA. Clones share it. Initially
+/// empty; all mappings end with the last handle and the last function.
 #[derive(Clone)]
 pub struct Domain(Arc<Inner>);
 
@@ -33,18 +32,18 @@ struct State {
     mapped: RangeTable<Iova, Target>,
 }
 
-/// What is mapped; it stays mapped into this process for as long.
+/// The mappings, whose memory stays mapped into this process.
 enum Target {
     Memory { _slice: HostSlice },
     Region { _region: Arc<RegionMemory> },
 }
 
-/// What is in a domain.
+/// The contents of a domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DomainUsage {
     /// Mappings.
     pub mappings: usize,
-    /// Bytes that they cover.
+    /// Bytes mapped.
     pub bytes: u64,
     /// Mappings that the kernel still allows, if it reports that.
     pub mappings_left: Option<u32>,
@@ -62,13 +61,13 @@ impl Domain {
         })))
     }
 
-    /// Which interface it was made by.
+    /// The API that created it.
     pub fn api(&self) -> Api {
         self.0.iommu.api()
     }
 
-    /// Opens a function in this domain. It must be bound to vfio-pci. From now
-    /// on its DMA goes through the domain; it does not master the bus yet.
+    /// Opens a function in this domain. It must be bound to vfio-pci. From now on its DMA goes
+    /// through the domain; bus mastering is still disabled.
     ///
     /// # Errors
     /// [`VfioError::NoFunction`], [`VfioError::NoIommu`], [`VfioError::NotBound`],
@@ -150,7 +149,7 @@ impl Domain {
         self.0.unmap(&mut state, &inside)
     }
 
-    /// Unmaps everything. What cannot be unmapped does not keep the rest.
+    /// Unmaps everything. Continues after a failure.
     ///
     /// # Errors
     /// [`VfioError::Unmap`], the first.
@@ -176,15 +175,15 @@ impl Domain {
         Ok(self.usable_iova()?.ranges().to_vec())
     }
 
-    /// A bit for each page size (bytes) that the IOMMU has. An iommufd domain
-    /// reports only the smallest, and a domain without functions 4096.
+    /// A bit for each page size (bytes) that the IOMMU supports. An iommufd domain reports only the
+    /// smallest, and a domain without functions 4096.
     pub fn page_sizes(&self) -> u64 {
         self.0
             .capabilities()
             .map_or(PAGE_SIZE, |found| found.page_sizes)
     }
 
-    /// What is in it.
+    /// The domain's contents.
     pub fn usage(&self) -> DomainUsage {
         let mappings_left = self.0.capabilities().ok().and_then(|it| it.mappings_left);
         let state = self.0.state();
@@ -260,7 +259,7 @@ impl Inner {
         self.unmap(state, &all)
     }
 
-    /// Why the kernel refused to map.
+    /// The error for a refused mapping.
     fn explain(&self, range: AddressRange<Iova>, source: io::Error) -> VfioError {
         let (at, len) = (range.start().get(), range.len());
         match source.raw_os_error() {
@@ -270,7 +269,7 @@ impl Inner {
                 limit: getrlimit(Resource::Memlock).current,
             },
             Some(libc::ENOSPC) => VfioError::TooManyMappings { at, len },
-            // It does not report which rule; this is the likely one.
+            // The kernel does not report the violated rule; this is the likely one.
             Some(libc::EINVAL | libc::EPERM | libc::EADDRINUSE) => {
                 let reserved = self
                     .iommu

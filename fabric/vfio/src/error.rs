@@ -1,4 +1,4 @@
-//! What VFIO refuses, with the remedy.
+//! VFIO errors, with remedies.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use farside_pci::Bdf;
 
 use crate::Api;
 
-/// Why a domain or a function cannot do what was asked.
+/// A failed operation on a domain or a function.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
@@ -34,7 +34,7 @@ pub enum VfioError {
          in the firmware (VT-d, AMD-Vi) and on the kernel command line (intel_iommu=on)"
     )]
     NoIommu { bdf: Bdf },
-    /// The function is not vfio-pci's.
+    /// The function is not bound to vfio-pci.
     #[error("{bdf} is not bound to vfio-pci ({node} does not exist): bind it first")]
     NotBound { bdf: Bdf, node: String },
     /// Another process has it open.
@@ -74,7 +74,7 @@ pub enum VfioError {
     /// cutting a mapping.
     #[error(transparent)]
     Range(#[from] FabricError),
-    /// A range of IOVA means something else to the platform.
+    /// An IOVA range is reserved by the platform.
     #[error(
         "IOVA range {at:#x}..{end:#x} cannot be mapped: {reserved_start:#x}..={reserved_last:#x} \
          is not usable for DMA on this machine (reserved, such as the MSI window at 0xfee00000, \
@@ -123,7 +123,7 @@ pub enum VfioError {
     /// A BAR cannot be a target of DMA.
     #[error("cannot let devices reach BAR {bar} of {bdf} by DMA: {reason}")]
     PeerToPeer { bdf: Bdf, bar: u8, reason: String },
-    /// What a domain can do cannot be read.
+    /// A domain's capabilities cannot be read.
     #[error("cannot ask what the IOMMU domain can map")]
     Info(#[source] io::Error),
     /// An access outside a BAR or configuration space, or of an odd size.
@@ -154,7 +154,7 @@ pub enum VfioError {
         len: u64,
         source: io::Error,
     },
-    /// The device describes itself by invalid values.
+    /// The device reports invalid values.
     #[error("{bdf} cannot be lent: {problem}")]
     Unsupported { bdf: Bdf, problem: String },
     /// The device has no reset that leaves its neighbours alone.
@@ -163,7 +163,7 @@ pub enum VfioError {
          see /sys/bus/pci/devices/{bdf}/reset_method"
     )]
     NoReset { bdf: Bdf },
-    /// A reset did not work.
+    /// A reset failed.
     #[error("cannot reset {bdf}")]
     Reset { bdf: Bdf, source: io::Error },
     /// Interrupts cannot be set up.

@@ -1,4 +1,4 @@
-//! An opened vfio-pci function.
+//! An open vfio-pci function.
 
 mod open;
 
@@ -51,7 +51,7 @@ impl Function {
         let regions = handle.regions();
         let (counts, infos) = handle.irqs()?;
         domain.joined();
-        // From here on, dropping it undoes what was done.
+        // From here on, dropping it rolls back.
         let function = Self {
             irqs: Mutex::new(Irqs::new(bdf, infos)),
             handle,
@@ -78,7 +78,7 @@ impl Function {
         &self.domain
     }
 
-    /// What a borrower needs of it. Configuration space is as after a reset.
+    /// Its description for a borrower. Configuration space is as after a reset.
     ///
     /// # Errors
     /// [`VfioError::Access`], [`VfioError::Unsupported`].
@@ -88,8 +88,8 @@ impl Function {
         description::describe(self.bdf(), config, &self.regions, self.counts)
     }
 
-    /// Reads configuration space as VFIO shows it: a VF's ids are in it, BARs
-    /// and interrupts are VFIO's.
+    /// Reads configuration space through VFIO, which fills in a VF's ids and virtualizes BARs and
+    /// interrupts.
     ///
     /// # Errors
     /// [`VfioError::BadAccess`], [`VfioError::Access`].
@@ -97,9 +97,8 @@ impl Function {
         self.read(VFIO_PCI_CONFIG_REGION_INDEX, offset, data)
     }
 
-    /// Writes configuration space through VFIO, which keeps to itself what
-    /// would harm the host. Leave decoding on and the function in D0; see
-    /// [`RegionMemory`].
+    /// Writes configuration space through VFIO, which blocks writes that would harm the host. Leave
+    /// decoding on and the function in D0; see [`RegionMemory`].
     ///
     /// # Errors
     /// As [`Function::config_read`].
@@ -154,14 +153,12 @@ impl Function {
         })
     }
 
-    /// A descriptor to map BAR `bar` from, and where the BAR begins in it, for
-    /// another process (a VMM).
+    /// A descriptor to map BAR `bar` from, and the BAR's offset in it, for another process (a VMM).
     ///
-    /// It is the function's own descriptor: who has it can reach every
-    /// register, reset the function and change its interrupts, and keeps the
-    /// function from being opened again until it is closed and unmapped. Give
-    /// it only to whom that is trusted; the function's DMA stays confined to
-    /// its domain.
+    /// It is the function's own descriptor: its holder can access every register, reset the
+    /// function and change its interrupts, and blocks the function from being opened again until it
+    /// is closed and unmapped. Send it only to trusted processes; the function's DMA stays confined
+    /// to its domain.
     ///
     /// # Errors
     /// [`VfioError::BadAccess`], [`VfioError::MapRegion`].
@@ -183,10 +180,9 @@ impl Function {
         self.can_reset
     }
 
-    /// Resets the function by the best way that it has and that leaves others
-    /// alone: function-level, by power state, or its bus. Its registers are
-    /// then as after power-on, but for decoding, bus mastering and what VFIO
-    /// set up, which are as before. Takes 100 ms and more.
+    /// Resets the function by the best method that does not affect others: function-level, by power
+    /// state, or its bus. Its registers are then as after power-on, but for decoding, bus mastering
+    /// and what VFIO set up, which are as before. Takes 100 ms and more.
     ///
     /// # Errors
     /// [`VfioError::NoReset`], [`VfioError::Reset`].
@@ -198,7 +194,7 @@ impl Function {
         ioctl::reset(self.handle.file().as_fd()).map_err(|source| VfioError::Reset { bdf, source })
     }
 
-    /// Lets the function master the bus, or stops it.
+    /// Enables or disables bus mastering.
     ///
     /// # Errors
     /// [`VfioError::Access`].
@@ -209,7 +205,7 @@ impl Function {
         }
     }
 
-    /// Whether the function masters the bus.
+    /// Whether bus mastering is enabled.
     ///
     /// # Errors
     /// [`VfioError::Access`].
@@ -219,7 +215,7 @@ impl Function {
         Ok(u16::from_le_bytes(command) & COMMAND_MASTER != 0)
     }
 
-    /// How many vectors it has.
+    /// Its vector counts.
     pub fn irq_counts(&self) -> IrqCounts {
         self.counts
     }
@@ -230,13 +226,13 @@ impl Function {
         self.infos[index as usize]
     }
 
-    /// Carries out a `VFIO_DEVICE_SET_IRQS` whose triggers are eventfds. Those
-    /// are signalled by the kernel itself from then on.
+    /// Executes a `VFIO_DEVICE_SET_IRQS` whose triggers are eventfds. The kernel signals them
+    /// directly from then on.
     ///
-    /// More can be requested than of the kernel: vectors may be added where the
-    /// index cannot be resized (then it is disabled and set up again, within which
-    /// an interrupt may be lost), disabling twice is no error, and MSI and MSI-X
-    /// vectors can be masked: what fires meanwhile is kept and signalled on unmask.
+    /// More can be requested than of the kernel: vectors may be added where the index cannot be
+    /// resized (then it is disabled and set up again, within which an interrupt may be lost),
+    /// disabling twice is no error, and MSI and MSI-X vectors can be masked: an interrupt meanwhile
+    /// stays pending and is signalled on unmask.
     ///
     /// # Errors
     /// [`VfioError::NotAnEventFd`], [`VfioError::Irqs`].
@@ -244,12 +240,12 @@ impl Function {
         self.irqs_state().apply(&*self.handle, request)
     }
 
-    /// Closes the function, and makes sure that no other process has it open still.
+    /// Closes the function, and checks that no other process still has it open.
     ///
     /// # Errors
-    /// [`VfioError::Busy`]: another process has a descriptor or a mapping of
-    /// it, so it must not be lent on. It is closed here all the same. (While
-    /// handles on its [`Domain`] are left, those keep its group open then.)
+    /// [`VfioError::Busy`]: another process has a descriptor or a mapping of it, so it must not be
+    /// lent again. It is closed here nevertheless. (While handles on its [`Domain`] are left, those
+    /// keep its group open then.)
     pub fn close(self) -> Result<(), VfioError> {
         let (bdf, api) = (self.bdf(), self.domain.api());
         drop(self);
@@ -257,7 +253,7 @@ impl Function {
     }
 
     fn irqs_state(&self) -> MutexGuard<'_, Irqs> {
-        // `Irqs` notes what the kernel has done right after it did it.
+        // `Irqs` records each change right after the kernel has made it.
         self.irqs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -378,8 +374,8 @@ impl Function {
 
 impl Drop for Function {
     fn drop(&mut self) {
-        // Whoever else holds a descriptor keeps the function open, so closing
-        // ours need not end anything: all of it is ended here.
+        // Another holder of a descriptor keeps the function open, so closing this one may not stop
+        // it: stop everything here.
         let stopped = self.set_bus_master(false);
         self.irqs_state().disable_all(&*self.handle);
         self.domain.leaving();

@@ -32,7 +32,7 @@ ioctl_io_nr!(
     IOMMUFD_CMD_IOAS_IOVA_RANGES
 );
 
-/// More answers than this are no IOMMU's.
+/// Maximum number of ranges: no IOMMU has more.
 const MAX_ANSWER: usize = 1 << 20;
 
 /// `VFIO_IOMMU_MAP_DMA`: lets devices of the container reach the `len` bytes
@@ -63,8 +63,8 @@ pub(crate) unsafe fn map_dma(
     check(unsafe { ioctl_with_ref(&container, MAP_DMA(), &map) }).map(drop)
 }
 
-/// `VFIO_IOMMU_UNMAP_DMA`: takes back all mappings inside the `len` bytes at
-/// `at`. Returns how many bytes that were. No DMA reaches them afterwards.
+/// `VFIO_IOMMU_UNMAP_DMA`: unmaps all mappings inside the `len` bytes at `at`. Returns their size
+/// in bytes. No DMA reaches them afterwards.
 pub(crate) fn unmap_dma(container: BorrowedFd<'_>, at: u64, len: u64) -> io::Result<u64> {
     let mut unmap = vfio_iommu_type1_dma_unmap {
         argsz: size_of::<vfio_iommu_type1_dma_unmap>() as u32,
@@ -156,7 +156,7 @@ pub(crate) fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
     check(unsafe { ioctl(&device, RESET()) }).map(drop)
 }
 
-/// What `VFIO_DEVICE_SET_IRQS` acts on.
+/// The arguments of `VFIO_DEVICE_SET_IRQS`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IrqSet<'a> {
     /// `VFIO_IRQ_SET_ACTION_*`, one of them.
@@ -165,18 +165,18 @@ pub(crate) struct IrqSet<'a> {
     pub(crate) index: u32,
     /// First vector.
     pub(crate) start: u32,
-    /// What to do with each.
+    /// The data for each vector.
     pub(crate) data: IrqSetData<'a>,
 }
 
-/// The data of [`IrqSet`], which says how many vectors there are.
+/// The data of [`IrqSet`], which determines the number of vectors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum IrqSetData<'a> {
-    /// The same for so many vectors; 0 with the trigger action: disable all.
+    /// The same for this number of vectors; 0 with the trigger action: disable all.
     All(u32),
-    /// Where each goes; `None` is nowhere.
+    /// The eventfd of each; `None` disconnects it.
     EventFds(&'a [Option<BorrowedFd<'a>>]),
-    /// Which of them are meant.
+    /// Selects vectors.
     Chosen(&'a [bool]),
 }
 

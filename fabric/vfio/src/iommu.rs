@@ -145,7 +145,7 @@ impl Iommu {
         }
     }
 
-    /// What it can do, with the functions that are in it.
+    /// Its capabilities, with its current functions.
     pub(crate) fn capabilities(&self) -> Result<Capabilities, VfioError> {
         match self {
             Self::Type1(container) => {
@@ -174,7 +174,7 @@ impl Iommu {
     }
 }
 
-/// The errno that the kernel gave.
+/// The kernel's errno.
 fn io_error(error: IommufdError) -> io::Error {
     let errno = |error: SysError| io::Error::from_raw_os_error(error.errno());
     match error {
@@ -185,7 +185,7 @@ fn io_error(error: IommufdError) -> io::Error {
     }
 }
 
-/// What helps where a container cannot be made.
+/// The remedy if a container cannot be created.
 fn open_hint(error: &VfioIoctlError) -> &'static str {
     const MODULE: &str = "; run `modprobe vfio_iommu_type1` (CONFIG_VFIO_IOMMU_TYPE1)";
     match error {
@@ -201,7 +201,7 @@ fn open_hint(error: &VfioIoctlError) -> &'static str {
     }
 }
 
-/// A message with what caused it; these errors do not include their sources.
+/// A message with its cause; these errors do not include their sources.
 pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,16 +1,14 @@
-//! Interrupts of a function, in the kernel's hands.
+//! Interrupts of a function, through the kernel.
 //!
 //! A borrower's requests follow `linux/vfio.h`, but expect a little more than
 //! vfio-pci does:
 //!
-//! - vectors can be added where the kernel allocates them all at once
-//!   (`VFIO_IRQ_INFO_NORESIZE`): the index is disabled and set up again with
-//!   what it had. For MSI-X that is spared by asking for all vectors at first:
-//!   those without an eventfd stay masked in the device. (MSI tells the device
-//!   how many it may use, so there it would be wrong.)
-//! - MSI and MSI-X vectors can be masked, which vfio-pci answers with ENOTTY:
-//!   a masked vector signals an eventfd of ours, whose counter is its pending
-//!   bit.
+//! - vectors can be added where the kernel allocates them all at once (`VFIO_IRQ_INFO_NORESIZE`):
+//!   the index is disabled and set up again with what it had. For MSI-X that is spared by asking
+//!   for all vectors at first: those without an eventfd stay masked in the device. (Not for MSI,
+//!   whose Multiple Message Enable field would let the device use them.)
+//! - MSI and MSI-X vectors can be masked, which vfio-pci answers with ENOTTY: a masked vector
+//!   signals a private eventfd, whose counter is its pending bit.
 //! - an index that is not enabled may be disabled.
 
 use std::io;
@@ -28,7 +26,7 @@ pub(crate) trait Kernel {
     fn set_irqs(&self, set: IrqSet<'_>) -> io::Result<()>;
 }
 
-/// What is set up.
+/// The current configuration.
 #[derive(Debug)]
 pub(crate) struct Irqs {
     bdf: Bdf,
@@ -51,14 +49,14 @@ struct Bank {
 
 #[derive(Clone, Debug, Default)]
 struct Vector {
-    /// Where it goes.
+    /// Its eventfd.
     trigger: Option<TriggerFd>,
     /// While masked: what the kernel signals instead.
     parked: Option<TriggerFd>,
 }
 
 impl Vector {
-    /// What the kernel is to signal.
+    /// The eventfd for the kernel to signal.
     fn signals(&self) -> Option<BorrowedFd<'_>> {
         let trigger = self.trigger.as_ref()?;
         Some(self.parked.as_ref().unwrap_or(trigger).as_fd())
@@ -81,8 +79,7 @@ impl Irqs {
         Self { bdf, banks }
     }
 
-    /// Carries out a request. After an error things are as they were, as far
-    /// as the kernel allows.
+    /// Executes a request. An error rolls back, as far as the kernel allows.
     pub(crate) fn apply(
         &mut self,
         kernel: &dyn Kernel,
@@ -106,7 +103,7 @@ impl Irqs {
                     .collect::<Result<Vec<_>, _>>()?;
                 bank.set_triggers(kernel, start, triggers)
             }
-            // Firing from software, to test the way.
+            // A software trigger, to test the path.
             (Action::Trigger, IrqData::None) => {
                 let all = IrqSetData::All(range.count().into());
                 bank.send(kernel, wire::SET_ACTION_TRIGGER, start, all)
@@ -139,7 +136,7 @@ impl Irqs {
         })
     }
 
-    /// Disables every index; what fails is logged.
+    /// Disables every index; logs failures.
     pub(crate) fn disable_all(&mut self, kernel: &dyn Kernel) {
         for bank in &mut self.banks {
             if let Err(error) = bank.disable(kernel) {
@@ -208,7 +205,7 @@ impl Bank {
         result
     }
 
-    /// Tells the kernel where the vectors `start..end` go.
+    /// Sets the kernel's eventfds of the vectors `start..end`.
     fn tell(
         &mut self,
         kernel: &dyn Kernel,
@@ -233,7 +230,7 @@ impl Bank {
         let mentioned = self.vectors.len();
         let spare = self.no_resize && self.index == IrqIndex::Msix;
         if spare && self.available > mentioned {
-            // The host may not have as many to give.
+            // The host may not have as many free vectors.
             let all = self.tell(kernel, 0, self.available, 0);
             if all.is_ok() {
                 return all;

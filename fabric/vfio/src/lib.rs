@@ -11,14 +11,14 @@
 //! Specification: the kernel's `Documentation/driver-api/vfio.rst` and
 //! `userspace-api/iommufd.rst`, `linux/vfio.h`, `linux/iommufd.h`.
 //!
-//! # What is built on vfio-ioctls, and what is not
+//! # Use of vfio-ioctls
 //!
-//! The crate opens things (container, group, device, iommufd) and reads what
-//! regions and interrupts there are. It is not used for:
+//! vfio-ioctls opens containers, groups, devices and iommufd, and reads region and interrupt
+//! information. It is not used for:
 //!
 //! - mapping: it cannot map read-only, and loses the number of bytes that an
 //!   unmap took (`iommu`, `ioctl`);
-//! - what a domain can do: usable IOVA, page sizes, mappings left (`ioctl`);
+//! - a domain's capabilities: usable IOVA, page sizes, mappings left (`ioctl`);
 //! - interrupts: only whole indexes, by its own eventfd type, errno lost
 //!   (`ioctl`, `irqs`);
 //! - register access and reset: errors are only logged (`function`, `ioctl`).

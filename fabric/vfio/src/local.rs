@@ -1,4 +1,4 @@
-//! The path of a DMA where lender and borrower are one machine.
+//! The DMA path if lender and borrower are the same host.
 //!
 //! There is no NTB between them, so no window to run out of: the device's domain
 //! maps IOVA to the borrower's memory at once. Its mappings are the composition of

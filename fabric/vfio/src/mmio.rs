@@ -12,9 +12,9 @@ use crate::function::Handle;
 /// A part of a BAR that is mapped into this process. It keeps the function
 /// open.
 ///
-/// Loads and stores are volatile, little-endian, of exactly their width. They
-/// are the bus's, not memory's: a load of a device that is gone gives all
-/// ones. While a reset of the function runs, they wait for it.
+/// Loads and stores are volatile, little-endian, of exactly their width. They have bus semantics: a
+/// load from a removed device returns all ones. While a reset of the function runs, they wait for
+/// it.
 ///
 /// The kernel ends a process that touches the BAR while the function's memory
 /// decoding is off or it is in D3. [`Function`](crate::Function) keeps both as they
@@ -117,8 +117,8 @@ impl RegionMemory {
         self.len as u64
     }
 
-    /// Host virtual address of the first byte, for handing to the kernel. It
-    /// is good for as long as `self` lives.
+    /// Host virtual address of the first byte, for handing to the kernel. It is valid as long as
+    /// `self` lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }

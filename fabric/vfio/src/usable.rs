@@ -1,5 +1,4 @@
-//! What an IOMMU domain can map: the IOVA that devices may use, page sizes,
-//! how many mappings are left.
+//! The capabilities of an IOMMU domain: usable IOVA, page sizes, mappings left.
 
 use farside_fabric::{FabricError, PAGE_SIZE};
 use vfio_bindings::bindings::vfio::{
@@ -88,7 +87,7 @@ impl UsableIova {
     }
 }
 
-/// What a domain can do.
+/// The capabilities of a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Capabilities {
     /// A bit for each page size, bytes.

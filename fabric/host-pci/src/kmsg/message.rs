@@ -7,12 +7,12 @@
 
 use farside_pci::Bdf;
 
-/// Longer lines are cut: what is parsed of them comes first.
+/// Longer lines are truncated: the parsed parts come first.
 const MAX_LINE: usize = 1024;
 /// AMD I/O virtualization 2.5.3: the event was a write.
 const AMD_FLAG_WRITE: u64 = 0x20;
 
-/// What the device tried.
+/// The kind of access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Access {
     /// To read memory.
@@ -30,9 +30,9 @@ pub struct KernelDmaFault {
     pub bdf: Bdf,
     /// The address on the bus, in bytes; often rounded down to its page.
     pub iova: u64,
-    /// What the device tried.
+    /// The kind of access.
     pub access: Access,
-    /// Why it was refused, in the kernel's words.
+    /// The reason, in the kernel's words.
     pub reason: String,
     /// The whole line.
     pub line: String,
@@ -44,9 +44,9 @@ pub struct KernelDmaFault {
 pub struct BlockedInterrupt {
     /// The function whose requester id the write had.
     pub bdf: Bdf,
-    /// The remapping table's index that the write asked for.
+    /// The remapping table index in the write.
     pub index: u64,
-    /// Why it was refused, in the kernel's words.
+    /// The reason, in the kernel's words.
     pub reason: String,
     /// The whole line.
     pub line: String,
@@ -60,16 +60,15 @@ pub enum KernelEvent {
     Fault(KernelDmaFault),
     /// Interrupt remapping refused an interrupt.
     BlockedInterrupt(BlockedInterrupt),
-    /// An IOMMU driver left out so many lines since its last ones. At most
-    /// so many faults happened that have no line, of any function: VT-d counts a
-    /// line of its own for each time it looks, too.
+    /// The number of lines that an IOMMU driver suppressed since its last ones. An upper bound for
+    /// the unlogged faults of all functions: VT-d also counts a line for each run of its handler.
     Suppressed(u64),
-    /// So many records of any kind were overwritten before they were read.
+    /// The number of records of any kind that were overwritten before they were read.
     Lost(u64),
 }
 
-/// Reads the text of a record that the kernel wrote; `device` is the function
-/// that it is marked with. `None` for what is not about DMA.
+/// Reads the text of a record that the kernel wrote; `device` is the function in its metadata.
+/// Returns `None` if it is not about DMA.
 pub fn parse_message(text: &str, device: Option<Bdf>) -> Option<KernelEvent> {
     let line = cut(text);
     intel(line)
@@ -122,7 +121,7 @@ fn intel(line: &str) -> Option<KernelEvent> {
 /// device to name.
 fn amd(line: &str, marked: Option<Bdf>) -> Option<KernelEvent> {
     let (before, rest) = line.split_once("AMD-Vi: Event logged [")?;
-    // Old kernels print the bracket's end on a line of its own.
+    // Old kernels print the closing bracket on a separate line.
     let event = rest.split(']').next()?;
     let (name, fields) = event.split_once(' ')?;
     let field = |key: &str| {

@@ -1,13 +1,11 @@
 //! DMA faults from the kernel's log.
 //!
-//! VFIO has no call that reports which DMA an IOMMU refused; the IOMMU's driver
-//! prints a line. [`FaultReader`] follows `/dev/kmsg` for those lines, and the pure
-//! parsers [`Record::parse`] and [`parse_message`] read them, for Intel VT-d,
-//! AMD-Vi and Arm SMMUv3.
+//! VFIO has no call to report the DMA that an IOMMU refused; the IOMMU driver logs a line.
+//! [`FaultReader`] follows `/dev/kmsg` for those lines, and the pure parsers [`Record::parse`] and
+//! [`parse_message`] read them, for Intel VT-d, AMD-Vi and Arm SMMUv3.
 //!
-//! The kernel prints at most some ten faults every five seconds and then logs how
-//! many lines it left out; [`KernelEvent::Suppressed`] and [`KernelEvent::Lost`]
-//! keep a count honest.
+//! The kernel prints at most some ten faults every five seconds and then logs the number of
+//! suppressed lines; [`KernelEvent::Suppressed`] and [`KernelEvent::Lost`] keep a count honest.
 
 mod message;
 mod reader;

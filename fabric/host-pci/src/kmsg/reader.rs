@@ -14,25 +14,24 @@ use super::record::Record;
 use crate::error::PciError;
 
 const KMSG: &str = "/dev/kmsg";
-/// The kernel gives a record of up to 8 KiB, and none to a smaller buffer.
+/// A record has up to 8 KiB, and a read with a smaller buffer fails.
 const RECORD_BYTES: usize = 16 << 10;
-/// Records looked at in one call: others flood the log too.
+/// Maximum number of records read per call: other sources may flood the log.
 const RECORDS_A_CALL: usize = 4096;
 /// The facility of the kernel itself.
 const FACILITY_KERNEL: u32 = 0;
 
 /// Reads DMA events in the kernel's log, from the moment of opening on.
 ///
-/// Its descriptor is non-blocking and becomes readable with each new record; use
-/// it with a level-triggered event loop and call [`FaultReader::next_event`]
-/// until it gives `None`.
+/// Its descriptor is non-blocking and becomes readable with each new record; use it with a
+/// level-triggered event loop and call [`FaultReader::next_event`] until it returns `None`.
 #[derive(Debug)]
 pub struct FaultReader {
     kmsg: File,
     buffer: Vec<u8>,
     /// The number that the next record should have.
     expected: Option<u64>,
-    /// A record read together with news about lost ones.
+    /// A record that was read together with a report of lost ones.
     pending: Option<KernelEvent>,
 }
 
@@ -57,7 +56,7 @@ impl FaultReader {
         Ok(Self::new(kmsg))
     }
 
-    /// Reads from a descriptor that gives one record a read and is non-blocking.
+    /// Reads from a non-blocking descriptor that returns one record per read.
     pub fn from_descriptor(descriptor: OwnedFd) -> Self {
         Self::new(descriptor.into())
     }
@@ -71,9 +70,8 @@ impl FaultReader {
         }
     }
 
-    /// The next DMA event. `None` when no record waits, or after some thousand
-    /// records about other things: wait until the descriptor is readable, and call
-    /// again.
+    /// The next DMA event. `None` when no record is pending, or after some thousand unrelated
+    /// records: wait until the descriptor is readable, and call again.
     ///
     /// # Errors
     /// The log cannot be read.
@@ -87,8 +85,8 @@ impl FaultReader {
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // Records were overwritten before they were read. The next read
-                // gives the oldest that is left; its number gives how many.
+                // Records were overwritten before they were read. The next read returns the oldest
+                // remaining one; its sequence number shows how many.
                 Err(error) if error.raw_os_error() == Some(Errno::PIPE.raw_os_error()) => continue,
                 Err(error) => return Err(error),
             };
@@ -105,8 +103,7 @@ impl FaultReader {
 
     fn take(&mut self, record: &Record) -> Option<KernelEvent> {
         let expected = self.expected.replace(record.sequence.saturating_add(1));
-        // Processes write to the log, too, perhaps text from a guest; the kernel
-        // marks theirs.
+        // Ignore records of processes, whose text may come from a guest; the kernel marks them.
         let event = if record.facility == FACILITY_KERNEL {
             parse_message(&record.text, record.device)
         } else {
@@ -137,7 +134,7 @@ mod tests {
     use crate::kmsg::{Access, KernelDmaFault};
     use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 
-    /// A log that gives one record a read, as `/dev/kmsg` does.
+    /// A log that returns one record per read, as `/dev/kmsg` does.
     fn log() -> (OwnedFd, FaultReader) {
         let (writer, reader) = socketpair(
             AddressFamily::UNIX,

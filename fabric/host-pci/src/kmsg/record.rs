@@ -11,21 +11,20 @@ const FACILITY_SHIFT: u32 = 3;
 /// A record of the kernel's log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Who wrote it: 0 for the kernel. A process cannot write as the kernel.
+    /// The facility: 0 for the kernel. A process cannot use 0.
     pub facility: u32,
-    /// Its number; the next record has the next one.
+    /// Its sequence number.
     pub sequence: u64,
-    /// When, in microseconds of the kernel's log clock.
+    /// Its timestamp, in microseconds of the kernel's log clock.
     pub microseconds: u64,
-    /// Its text, a line without its end.
+    /// Its text, without the line feed.
     pub text: String,
-    /// The PCI function that the record is marked with.
+    /// The PCI function in the record's metadata.
     pub device: Option<Bdf>,
 }
 
 impl Record {
-    /// Reads a record as one `read` of `/dev/kmsg` gives it; `None` for what is
-    /// no record.
+    /// Parses a record as returned by one `read` of `/dev/kmsg`; `None` if malformed.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let whole = String::from_utf8_lossy(bytes);
         let (head, rest) = whole.split_once(';')?;

@@ -1,4 +1,4 @@
-//! Opening a function, and what can be in the way.
+//! Opens a function.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -15,7 +15,7 @@ use crate::description::Region;
 use crate::iommu::{Iommu, with_causes};
 use crate::{Api, VfioError, ioctl};
 
-/// The open descriptor of a function, shared by all that needs it open.
+/// The shared open descriptor of a function.
 pub(crate) struct Handle {
     bdf: Bdf,
     // Closed before `device`, which takes the group out of its container.
@@ -83,8 +83,7 @@ impl Handle {
             .collect()
     }
 
-    /// How many vectors each interrupt index has, and what the kernel reports for
-    /// it.
+    /// Vector count of each interrupt index, and the kernel's flags for it.
     pub(crate) fn irqs(&self) -> Result<(IrqCounts, [IrqInfo; 5]), VfioError> {
         let infos = IrqIndex::ALL.map(|index| {
             let irq = self.device().get_irq_info(index as u32);
@@ -157,7 +156,7 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// Whether no process has the function open: opens what only one can.
+/// Whether no process has the function open: opens a node that only one process can.
 pub(super) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
     match api {
         Api::Type1 => {
@@ -202,7 +201,7 @@ fn device_node(bdf: Bdf) -> Result<String, VfioError> {
     Ok(format!("/dev/vfio/devices/{}", name.to_string_lossy()))
 }
 
-/// What it means that vfio-ioctls cannot open a function.
+/// Explains a failure of vfio-ioctls to open a function.
 fn explain(bdf: Bdf, node: &str, error: Refusal) -> VfioError {
     let node = || node.to_owned();
     let os = |errno: i32| io::Error::from_raw_os_error(errno);
@@ -228,7 +227,7 @@ fn explain(bdf: Bdf, node: &str, error: Refusal) -> VfioError {
             },
         },
         Refusal::GroupGetDeviceFD(error) => match error.errno() {
-            // The group is there, but this member of it is not vfio-pci's.
+            // The group exists, but this member of it is not bound to vfio-pci.
             libc::ENODEV | libc::EINVAL => VfioError::NotBound { bdf, node: node() },
             libc::EBUSY => VfioError::Busy { bdf, node: node() },
             errno => VfioError::Open {

@@ -26,7 +26,7 @@ pub trait Mapper {
     /// Any; it may still be mapped then.
     fn unmap(&mut self, at: Iova, len: u64) -> Result<(), FabricError>;
 
-    /// Lets the device master the bus, or stops it.
+    /// Enables or disables bus mastering.
     ///
     /// # Errors
     /// Any; it may still be as before then.
@@ -42,7 +42,7 @@ pub struct Piece {
     pub far: FarAddress,
 }
 
-/// What is open and mapped, and the pieces that follow from it.
+/// Windows, memory, and the resulting pieces.
 #[derive(Debug)]
 pub struct Composition<M: Mapper> {
     mapper: M,
@@ -50,8 +50,8 @@ pub struct Composition<M: Mapper> {
     /// Windows, and their peer addresses.
     windows: RangeTable<Iova, FarAddress>,
     memory: RangeTable<FarAddress, Memory>,
-    /// What the mapper has mapped and not unmapped. Here is the truth: whatever
-    /// fails on the way, what is left is taken back by the next that would.
+    /// The pieces that the mapper has mapped and not unmapped. Authoritative: pieces left by a
+    /// failure are unmapped by the next operation that covers them.
     pieces: RangeTable<Iova, FarAddress>,
 }
 
@@ -63,7 +63,7 @@ struct Memory {
 }
 
 impl<M: Mapper> Composition<M> {
-    /// Nothing is open or mapped, and the device does not master the bus.
+    /// No windows or memory, with bus mastering disabled.
     pub fn new(mapper: M) -> Self {
         Self {
             mapper,
@@ -79,7 +79,7 @@ impl<M: Mapper> Composition<M> {
         &self.mapper
     }
 
-    /// Whether the device may master the bus.
+    /// Whether bus mastering is enabled.
     pub fn bus_master(&self) -> bool {
         self.bus_master
     }
@@ -152,8 +152,8 @@ impl<M: Mapper> Composition<M> {
 
     /// Maps pieces, all or none.
     fn install(&mut self, pieces: Vec<Piece>) -> Result<(), FabricError> {
-        // Windows and memory overlap no others, so what is in the way is what
-        // an earlier failure left behind.
+        // Windows and memory do not overlap, so a conflicting piece is left from an earlier
+        // failure.
         self.remove_pieces(|old| pieces.iter().any(|new| overlap(new.iova, old.iova)))?;
         for (done, piece) in pieces.iter().enumerate() {
             if let Err(error) = self.install_one(piece) {

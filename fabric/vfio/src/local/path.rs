@@ -10,9 +10,8 @@ use farside_fabric::{
 use super::composition::{Composition, Mapper};
 use crate::{Domain, Function, VfioError};
 
-/// One borrow's path on one machine: [`LenderPath`] for the lender's windows,
-/// [`BorrowerDomain`] for the borrower's memory. It closes everything when it
-/// is dropped.
+/// One borrow's path on one host: [`LenderPath`] for the lender's windows, [`BorrowerDomain`] for
+/// the borrower's memory. It closes everything when it is dropped.
 #[derive(Debug)]
 pub struct LocalPath {
     inner: Composition<Hardware>,
@@ -45,7 +44,7 @@ impl LocalPath {
         &self.inner.mapper().domain
     }
 
-    /// Whether the device may master the bus.
+    /// Whether bus mastering is enabled.
     pub fn bus_master(&self) -> bool {
         self.inner.bus_master()
     }

@@ -7,7 +7,7 @@ use super::*;
 
 const PAGE: u64 = 4096;
 
-/// Keeps what is mapped, and refuses as an IOMMU domain would, or when told to.
+/// Records mappings, and refuses as an IOMMU domain would, or on request.
 #[derive(Debug, Default)]
 struct Recorder {
     /// IOVA, bytes, place in the memory's file, writable.
@@ -38,7 +38,7 @@ impl Mapper for Recorder {
         if let Some((other, (other_len, ..))) = before {
             assert!(other + other_len <= at, "{at:#x} is mapped twice");
         }
-        // The first word of each page says where it is.
+        // The first word of each page holds its address.
         let mark = memory.load_u64(0, std::sync::atomic::Ordering::Relaxed);
         self.mapped.insert(at, (len, mark.unwrap(), writable));
         Ok(())
@@ -145,7 +145,7 @@ fn take_step(path: &mut Composition<Recorder>, step: &Step) -> Result<(), Fabric
     }
 }
 
-/// What each page of IOVA reaches, by the two tables: the slow way.
+/// The target of each page of IOVA, by walking both tables.
 fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     let mut pages = BTreeSet::new();
     for (window, to) in path.windows.rows() {
@@ -161,7 +161,7 @@ fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     pages
 }
 
-/// What each page of IOVA reaches, by what the mapper was told.
+/// The target of each page of IOVA, according to the mapper's calls.
 fn mapped(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     (path.mapper.mapped.iter())
         .flat_map(|(&iova, &(len, far, writable))| {
@@ -243,7 +243,7 @@ fn errors_name_what_is_in_the_way() {
 
 #[test]
 fn the_device_is_stopped_when_its_path_is_dropped() {
-    /// A mapper whose end can be looked at.
+    /// A mapper whose final state can be inspected.
     struct Shared(std::rc::Rc<std::cell::RefCell<Recorder>>);
     impl Mapper for Shared {
         fn map(&mut self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
