@@ -1,4 +1,4 @@
-//! Checks a description before QEMU sees it.
+//! Checks a VM before QEMU is started.
 
 use std::{
     collections::BTreeSet,
@@ -9,20 +9,19 @@ use farside_daemon::{NameError, check_name_of};
 
 use crate::{Firmware, SharedMemoryError, ViommuError, Vm, check_viommu};
 
-/// Longest path of a UNIX socket, bytes (`sun_path` of unix(7), without the
-/// final zero).
+/// Maximum length of a UNIX socket path, in bytes (`sun_path` of unix(7), without the final zero).
 const MAX_SOCKET: usize = 107;
-/// Beyond this a guest needs an IOMMU that remaps interrupts.
+/// More CPUs need an IOMMU with interrupt remapping.
 const MAX_VCPUS: u32 = 255;
 
-/// Why a description cannot be made into a command line.
+/// A VM for which no command line can be written.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum VmError {
-    /// A name or id cannot be used.
+    /// A name or id is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// Guest RAM is not whole pages.
+    /// Guest RAM is not a multiple of the page size.
     #[error(
         "guest RAM of {ram} bytes is not a multiple of {granule} bytes: use {below} or {above}"
     )]
@@ -35,13 +34,13 @@ pub enum VmError {
     /// No guest RAM.
     #[error("guest RAM of 0 bytes: give the VM some")]
     NoRam,
-    /// No processors, or more than this configuration can have.
+    /// No CPUs, or more than this configuration supports.
     #[error("{vcpus} vCPUs: a VM has 1 to {MAX_VCPUS}")]
     Vcpus { vcpus: u32 },
-    /// Two of something that must be unique.
+    /// A duplicate of a unique value.
     #[error("{what} {name:?} is used twice in this VM")]
     Duplicate { what: &'static str, name: String },
-    /// The kernel does not take such a long socket path.
+    /// A socket path exceeds the kernel's limit.
     #[error(
         "the socket path {path:?} has {len} bytes, and {MAX_SOCKET} is the most a UNIX \
          socket can have: use a shorter directory"
@@ -50,7 +49,7 @@ pub enum VmError {
     /// A path that is invalid in an argument.
     #[error("the path {path:?} is empty, not UTF-8, or has a zero byte: rename it")]
     Path { path: PathBuf },
-    /// A port that the machine does not have.
+    /// The machine does not have the port.
     #[error("device {id} at port {port}: the ports of a {machine} VM are 0 to {last}")]
     Port {
         id: String,
@@ -68,7 +67,7 @@ pub enum VmError {
         first: String,
         second: String,
     },
-    /// More devices, or ports, than places for them.
+    /// More devices or ports than the machine can have.
     #[error("{wanted} {what}: a {machine} VM has room for {limit}")]
     TooMany {
         wanted: usize,
@@ -76,25 +75,25 @@ pub enum VmError {
         machine: &'static str,
         limit: usize,
     },
-    /// An argument that no program can be given.
+    /// An argument that cannot be passed to a process.
     #[error("the extra argument {argument:?} has a zero byte")]
     Argument { argument: String },
-    /// A value that `-readconfig` cannot take.
+    /// A value that `-readconfig` cannot express.
     #[error(
         "{key} = {value:?} cannot be in a file for -readconfig, whose values have at most \
          1023 bytes and no quote: use another form"
     )]
     ConfigValue { key: String, value: String },
-    /// The extra arguments undo the shared memory.
+    /// The extra arguments replace the shared memory.
     #[error("the extra arguments undo what borrowing needs")]
     Memory(#[source] SharedMemoryError),
-    /// The extra arguments have a vIOMMU that borrowed devices cannot be behind.
+    /// The extra arguments contain a vIOMMU that does not support borrowed devices.
     #[error("the extra arguments have a vIOMMU that ends QEMU")]
     Viommu(#[source] ViommuError),
 }
 
 impl Vm {
-    /// Checks all that can be known without looking at the system.
+    /// Checks everything that does not depend on the system.
     pub fn check(&self) -> Result<(), VmError> {
         check_name_of("VM name", &self.name)?;
         self.check_ram()?;
@@ -133,7 +132,7 @@ impl Vm {
             return Err(VmError::NoRam);
         }
         if !ram.is_multiple_of(granule) {
-            // Zero would be no advice.
+            // At least 1, so that the advice is valid.
             let below = (ram / granule * granule).max(granule);
             return Err(VmError::Ram {
                 ram,

@@ -11,19 +11,19 @@ use crate::{
     parts::{MEMORY, MemoryBackend},
 };
 
-/// A program and its arguments.
+/// A command and its arguments.
 ///
-/// Its `Display` is for a shell: quoted, an option a line.
+/// Its `Display` is for a shell: quoted, one option per line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandLine {
-    /// The program.
+    /// The executable.
     pub program: PathBuf,
     /// Its arguments, not quoted.
     pub args: Vec<String>,
 }
 
 impl CommandLine {
-    /// Ready to be started.
+    /// As a [`std::process::Command`].
     pub fn to_command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
@@ -40,7 +40,7 @@ impl fmt::Display for CommandLine {
         };
         f.write_str(&quoted(&self.program.to_string_lossy())?)?;
         for arg in &self.args {
-            // Values stay with their option.
+            // Keep values on the line of their option.
             f.write_str(if arg.starts_with('-') { " \\\n  " } else { " " })?;
             f.write_str(&quoted(arg)?)?;
         }
@@ -79,19 +79,18 @@ impl Vm {
         })
     }
 
-    /// What plugs device number `position` in: the arguments of QMP's
-    /// `device_add`, and of `-device`. Also for a device that was unplugged,
-    /// and for one that was not there before: put it into [`Vm::devices`] with
-    /// [`Vm::free_port`] as its port, and ask again.
+    /// The arguments of QMP's `device_add`, and of `-device`, for device number `position`. Also
+    /// for hot-plugging an unplugged or new device: add it to [`Vm::devices`] with
+    /// [`Vm::free_port`] as its port, then call this.
     ///
     /// # Panics
-    /// When there is no such device.
+    /// Panics if there is no such device.
     pub fn device_add(&self, position: usize) -> Result<serde_json::Value, VmError> {
         let arguments = self.vfio_user_pci(position)?;
         Ok(serde_json::to_value(arguments).expect(SERIALISES))
     }
 
-    /// What a file for `-readconfig` has no words for.
+    /// The options that a file for `-readconfig` cannot express.
     pub(crate) fn args_beside_config(&self) -> Result<Vec<String>, VmError> {
         let mut args = Args::default();
         args.option("-cpu", CPU);
@@ -127,8 +126,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Accelerators, of which QEMU takes the first that works, and how each
-    /// makes its threads.
+    /// Accelerators, of which QEMU uses the first that works, and their thread options.
     pub(crate) fn accels(&self) -> &'static [(&'static str, Option<&'static str>)] {
         match self.accel {
             Accel::Auto => &[KVM, TCG],
@@ -173,7 +171,7 @@ impl Vm {
     }
 }
 
-/// A size of huge pages, as people write it.
+/// A huge page size in the usual notation.
 fn short_size(bytes: u64) -> String {
     match bytes >> 30 {
         0 => format!("{}M", bytes >> 20),
@@ -189,8 +187,8 @@ const VARS: &str = "ovmf-vars";
 
 pub(crate) const SERIALISES: &str = "text, numbers and booleans make JSON";
 
-// The values that contain paths or nested properties are JSON: in QEMU's older
-// form a comma in a path means something.
+// The values that contain paths or nested properties are JSON: in QEMU's older syntax a comma
+// separates properties.
 
 /// A flash image.
 #[derive(Serialize)]

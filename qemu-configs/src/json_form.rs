@@ -1,17 +1,17 @@
-//! The description as QMP and programs take it.
+//! The VM as JSON, for QMP and for other software.
 
 use serde_json::{Value, json};
 
 use crate::{CommandLine, Vm, VmError};
 
 impl Vm {
-    /// One JSON object for programs that start QEMU themselves:
+    /// One JSON object for software that starts QEMU itself:
     ///
     /// - `program`, `arguments`: all of [`Vm::command_line`];
     /// - `memory`: the argument of `-object`, and of QMP's `object-add`;
     /// - `machine`: the properties of `-machine` that borrowing needs;
     /// - `ports`, `devices`: the arguments of `-device`, and of QMP's `device_add`;
-    /// - `monitor`: where QMP is, or null.
+    /// - `monitor`: the QMP socket, or null.
     pub fn json_form(&self, line: &CommandLine) -> Result<Value, VmError> {
         let devices = (0..self.devices.len()).map(|position| self.device_add(position));
         Ok(json!({

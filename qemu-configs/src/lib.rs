@@ -1,18 +1,16 @@
 //! QEMU command lines for VMs that borrow devices.
 //!
-//! A borrowed device works only when several options agree: guest RAM that other
-//! processes can map, a port for each device, a message timeout that fits the
-//! RAM. [`Vm`] describes a VM, [`Vm::command_line`] is all of QEMU's arguments
-//! for it. For a command line that somebody else wrote, [`check_shared_memory`]
-//! says what is missing. [`QemuBinary::probe`] finds out whether a QEMU can do
-//! it at all.
+//! A borrowed device works only when several options agree: guest RAM that other processes can map,
+//! a port for each device, a message timeout that fits the RAM. [`Vm`] describes a VM,
+//! [`Vm::command_line`] is all of QEMU's arguments for it. For other command lines,
+//! [`check_shared_memory`] reports missing options. [`QemuBinary::probe`] checks whether a QEMU
+//! binary supports borrowed devices.
 //!
-//! For libvirt, [`Vm::libvirt_domain`] writes a whole domain; [`add_devices`],
-//! [`remove_devices`] and [`check_domain`] work on one that exists, and
-//! [`read_domain`] says what a domain borrows.
+//! For libvirt, [`Vm::libvirt_domain`] writes a whole domain; [`add_devices`], [`remove_devices`]
+//! and [`check_domain`] work on an existing one, and [`read_domain`] returns the devices that a
+//! domain borrows.
 //!
-//! Everything here is text: only the probe runs anything, and it runs only
-//! QEMU's own help.
+//! Everything here is text: only the probe runs a process, and only for QEMU's own help.
 
 #![forbid(unsafe_code)]
 

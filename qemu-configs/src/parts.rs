@@ -1,14 +1,14 @@
-//! What QEMU is given for a VM, as values: every form is written from these.
+//! QEMU's options for a VM, as values: the source of every output format.
 
 use serde::Serialize;
 
 use crate::{Device, HugePages, Machine, Vm, VmError, check::path_text, message_timeout_ms};
 use crate::{ports, qemu_id};
 
-/// Ids of our own objects. Those of devices begin with `dev-`.
+/// Ids of farside's objects. Those of devices begin with `dev-`.
 pub(crate) const MEMORY: &str = "mem";
 
-// As structs they keep this order, whatever map type serde_json was built with.
+// Structs keep this order, whatever map type serde_json was built with.
 
 /// A borrowed device.
 #[derive(Serialize)]
@@ -31,8 +31,8 @@ pub(crate) struct Socket<'a> {
     pub(crate) path: &'a str,
 }
 
-/// The port above a borrowed device. All is fixed, so that a guest, and a VM
-/// that is started again, find everything where it was.
+/// The root port of a borrowed device. All properties are fixed, so that addresses do not change
+/// when a VM is restarted.
 #[derive(Serialize)]
 pub(crate) struct RootPort {
     pub(crate) driver: &'static str,
@@ -53,14 +53,14 @@ impl RootPort {
             bus: "pcie.0",
             addr: format!("{device:#x}.{function:#x}"),
             multifunction: function == 0,
-            // By these the guest names the hot-plug slot; 0 is the root bus.
+            // The guest names the hot-plug slot by these; 0 is the root bus.
             chassis: port + 1,
             slot: port + 1,
         }
     }
 }
 
-/// The object that is guest RAM.
+/// The memory backend of guest RAM.
 #[derive(Serialize)]
 pub(crate) struct MemoryBackend {
     #[serde(rename = "qom-type")]

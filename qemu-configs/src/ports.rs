@@ -1,21 +1,21 @@
-//! Where devices sit: root ports on the q35, places on the bus on the i440FX.
+//! PCI addresses of devices: root ports on the q35, slots of the bus on the i440FX.
 
 use crate::{Machine, Vm, VmError};
 
-/// First device number on the root bus that we use. QEMU gives those below to
-/// what the user adds without an address, and so does libvirt.
+/// First device number on the root bus for borrowed devices. QEMU and libvirt assign lower ones to
+/// devices without an address.
 pub(crate) const FIRST_SLOT: usize = 0x10;
 /// Functions of a device number.
 const FUNCTIONS: usize = 8;
-/// Device numbers for root ports on the q35: 0x10 to 0x17. Above them the
-/// chipset has parts of its own (USB at 0x1a and 0x1d, LPC at 0x1f).
+/// Device numbers for root ports on the q35: 0x10 to 0x17. The chipset uses those above (USB at
+/// 0x1a and 0x1d, LPC at 0x1f).
 const PORT_SLOTS: usize = 8;
 /// Device numbers for devices on the i440FX: 0x10 to 0x1f.
 const BUS_SLOTS: usize = 16;
 
 impl Vm {
-    /// The port of each device, in their order: what it says, else its position.
-    /// On the i440FX a port is a place on the bus.
+    /// The port of each device, in order: the configured one, else its position. On the i440FX a
+    /// port is a slot of the bus.
     pub fn ports(&self) -> Vec<usize> {
         let devices = self.devices.iter().enumerate();
         devices
@@ -23,8 +23,8 @@ impl Vm {
             .collect()
     }
 
-    /// How many root ports the VM has: up to the highest that a device uses, and
-    /// the spare ones. On the i440FX, how many places of the bus are ours.
+    /// The number of root ports: up to the highest used one, plus the spare ones. On the i440FX,
+    /// the number of slots for borrowed devices.
     pub fn port_count(&self) -> usize {
         let used = self.ports().into_iter().max().map_or(0, |port| port + 1);
         match self.machine {
@@ -33,8 +33,7 @@ impl Vm {
         }
     }
 
-    /// The lowest port that the VM has and no device uses: where the next one
-    /// can be plugged in while the VM runs.
+    /// The lowest free port of the VM, for the next hot-plug.
     pub fn free_port(&self) -> Option<u16> {
         let used = self.ports();
         let count = match self.machine {
@@ -80,7 +79,7 @@ impl Vm {
     }
 }
 
-/// How many ports there is room for.
+/// The maximum number of ports.
 pub(crate) fn limit(machine: Machine) -> usize {
     match machine {
         Machine::Q35 => PORT_SLOTS * FUNCTIONS,
@@ -96,7 +95,7 @@ pub(crate) fn place(machine: Machine, port: usize) -> (String, String) {
     }
 }
 
-/// Device numbers on the root bus that so many ports take.
+/// The device numbers on the root bus for this number of ports.
 pub(crate) fn slots(machine: Machine, ports: usize) -> std::ops::Range<usize> {
     let slots = match machine {
         Machine::Q35 => ports.div_ceil(FUNCTIONS),

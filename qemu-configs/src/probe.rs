@@ -1,4 +1,4 @@
-//! Whether a QEMU can use borrowed devices.
+//! Checks whether a QEMU binary supports borrowed devices.
 
 use std::{
     fmt, io,
@@ -9,7 +9,7 @@ use std::{
 
 use farside_daemon::{OutputError, output_within};
 
-/// A version of QEMU. Micro releases make no difference to us.
+/// A version of QEMU, without the micro release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     /// First number.
@@ -25,7 +25,7 @@ impl Version {
         minor: 1,
     };
 
-    /// From what `--version` prints: "QEMU emulator version 11.1.3 (…)".
+    /// Parses the output of `--version`: "QEMU emulator version 11.1.3 (…)".
     fn parse(text: &str) -> Option<Self> {
         let (_, rest) = text.split_once("version ")?;
         let mut numbers = rest.split(|c: char| !c.is_ascii_digit());
@@ -42,7 +42,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// A QEMU that can use borrowed devices.
+/// A QEMU binary that supports borrowed devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QemuBinary {
     path: PathBuf,
@@ -50,15 +50,14 @@ pub struct QemuBinary {
 }
 
 impl QemuBinary {
-    /// Asks the QEMU at `path` (or of that name in `PATH`) for its version and
-    /// devices.
+    /// Queries the QEMU at `path` (or of that name in `PATH`) for its version and devices.
     pub fn probe(path: impl AsRef<Path>) -> Result<Self, ProbeError> {
         let path = path.as_ref();
         Self::probe_by(path, |args| ask(path, args, ANSWER))
     }
 
-    /// As [`QemuBinary::probe`], with answers that the caller gets: `ask` runs
-    /// the QEMU at `path` with arguments, and returns what it prints.
+    /// As [`QemuBinary::probe`], with queries by the caller: `ask` runs the QEMU at `path` with
+    /// arguments, and returns its output.
     pub fn probe_by<E: From<ProbeError>>(
         path: &Path,
         mut ask: impl FnMut(&[&str]) -> Result<String, E>,
@@ -88,7 +87,7 @@ impl QemuBinary {
         })
     }
 
-    /// Where it is, as given.
+    /// Its path, as given.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -99,25 +98,25 @@ impl QemuBinary {
     }
 }
 
-/// Why a QEMU cannot be used.
+/// A QEMU binary that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ProbeError {
-    /// It is not there, or cannot be run.
+    /// It does not exist, or cannot be run.
     #[error("cannot run {path:?}; {WHERE}")]
     Run {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    /// It did not exit within the limit, and was killed.
+    /// It did not exit in time, and was killed.
     #[error("{path:?} {question} did not exit within {limit:?}")]
     Late {
         path: PathBuf,
         question: String,
         limit: Duration,
     },
-    /// It ended with an error.
+    /// It exited with an error.
     #[error("{path:?} {question} failed ({status}): {said}")]
     Failed {
         path: PathBuf,
@@ -125,7 +124,7 @@ pub enum ProbeError {
         status: std::process::ExitStatus,
         said: String,
     },
-    /// It is something else.
+    /// It is not QEMU.
     #[error("{path:?} does not seem to be QEMU; its --version output is {said:?}")]
     NotQemu { path: PathBuf, said: String },
     /// It is too old.
@@ -136,7 +135,7 @@ pub enum ProbeError {
     NoVfioUser { path: PathBuf, found: Version },
 }
 
-/// What is needed, and where it is to be had.
+/// The requirements, and how to obtain them.
 const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci: \
     on Debian 13 package qemu-system-x86 of trixie-backports, \
     elsewhere your distribution's or https://www.qemu.org/download/";

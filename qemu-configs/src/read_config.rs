@@ -1,8 +1,7 @@
-//! The form of QEMU's `-readconfig`: sections of `key = "value"`.
+//! The format of QEMU's `-readconfig`: sections of `key = "value"`.
 //!
-//! It holds the machine, memory, processors, monitor and root ports. It has no
-//! way to say what `-cpu` and `-blockdev` say, and none for a property that has
-//! properties itself, which the socket of a borrowed device is; those stay
+//! It holds the machine, memory, CPUs, monitor and root ports. It cannot express `-cpu` and
+//! `-blockdev`, nor a nested property such as the socket of a borrowed device; those stay
 //! arguments. (QEMU 11.1: "Property 'vfio-user-pci.socket.type' not found".)
 
 use std::{
@@ -15,27 +14,27 @@ use serde_json::Value;
 
 use crate::{CommandLine, Vm, VmError, check::path_text, command_line::SERIALISES, parts::MEMORY};
 
-/// Longest value that QEMU reads, bytes. It knows no way to write a quote.
+/// Maximum length of a value, in bytes. The format has no escape for a quote.
 const MAX_VALUE: usize = 1023;
 
 /// A file for `-readconfig`, and the command line that reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadConfig {
-    /// What the file says.
+    /// The contents of the file.
     pub text: String,
-    /// QEMU's arguments, the file and what it cannot say.
+    /// QEMU's arguments: the file, and the options that it cannot express.
     pub command_line: CommandLine,
 }
 
 impl Vm {
-    /// The description as a file for `-readconfig`, which is to be at `file`.
-    /// `program` is QEMU, by name or path.
+    /// The VM as a file for `-readconfig`, to be written to `file`. `program` is QEMU, by name or
+    /// path.
     pub fn read_config(
         &self,
         program: impl Into<PathBuf>,
         file: &Path,
     ) -> Result<ReadConfig, VmError> {
-        // All that is wrong with the description is wrong here too.
+        // Fails for the same errors as the command line.
         let program = program.into();
         self.command_line(&program)?;
         let mut args = vec!["-readconfig".to_owned(), path_text(file)?.to_owned()];
@@ -107,8 +106,7 @@ impl Ini {
         Ok(self)
     }
 
-    /// A section of what would be an option with JSON; its id goes into the
-    /// heading.
+    /// A section for an option that is otherwise JSON; its id goes into the heading.
     fn properties(&mut self, kind: &str, part: &impl Serialize) -> Result<(), VmError> {
         let fields = serde_json::to_value(part).expect(SERIALISES);
         let fields = fields.as_object().expect("a part is a struct");

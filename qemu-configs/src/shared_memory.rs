@@ -1,9 +1,8 @@
-//! Whether guest RAM, as a command line sets it up, can be reached from outside
-//! QEMU.
+//! Checks that a command line shares guest RAM with other processes.
 
 use std::collections::BTreeMap;
 
-/// What is missing for guest RAM to be shared.
+/// The reason that guest RAM is not shared.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum SharedMemoryError {
@@ -14,23 +13,23 @@ pub enum SharedMemoryError {
          `memory-backend=mem` to -machine"
     )]
     NoBackend,
-    /// The machine refers to memory that is not there.
+    /// The machine refers to a missing memory backend.
     #[error("{user} names the memory backend {id:?}, but no -object has that id")]
     UnknownBackend { user: &'static str, id: String },
-    /// The memory is there, but private.
+    /// The memory backend is private.
     #[error("the memory backend {id:?} ({kind}) is private to QEMU: add share=on to its -object")]
     NotShared { id: String, kind: String },
 }
 
-/// Checks QEMU's arguments: all guest RAM that they set up must be in memory
-/// backends that are shared. What configuration files add is not seen.
+/// Checks QEMU's arguments: all guest RAM must be in shared memory backends. Configuration files
+/// are not read.
 pub fn check_shared_memory(args: &[impl AsRef<str>]) -> Result<(), SharedMemoryError> {
     let mut backends = BTreeMap::new();
     let mut machine_memory = None;
     let mut users = Vec::new();
     for pair in args.windows(2) {
         let (option, value) = (pair[0].as_ref(), pair[1].as_ref());
-        // QEMU takes options with one dash or two.
+        // QEMU accepts options with one dash or two.
         let option = option.strip_prefix("--").or(option.strip_prefix('-'));
         match option {
             Some("object") => {
@@ -44,7 +43,7 @@ pub fn check_shared_memory(args: &[impl AsRef<str>]) -> Result<(), SharedMemoryE
             }
             Some("machine" | "M") => {
                 let machine = Properties::parse(value, "type");
-                // Of several the last one counts.
+                // The last of several applies.
                 if let Some(id) = machine.get("memory-backend") {
                     machine_memory = Some(("-machine", id.to_owned()));
                 }
@@ -75,7 +74,7 @@ pub fn check_shared_memory(args: &[impl AsRef<str>]) -> Result<(), SharedMemoryE
     Ok(())
 }
 
-/// What a backend does without `share=`.
+/// A backend's default for `share`.
 fn shared_by_default(kind: &str) -> bool {
     matches!(kind, "memory-backend-memfd" | "memory-backend-shm")
 }
@@ -93,7 +92,7 @@ impl Properties {
             let (key, value) = match part.split_once('=') {
                 Some((key, value)) => (key.to_owned(), value.to_owned()),
                 None if position == 0 => (first_key.to_owned(), part),
-                // A switch that is only named is on.
+                // A switch without a value is on.
                 None => (part, "on".to_owned()),
             };
             properties.insert(key, value);
@@ -101,7 +100,7 @@ impl Properties {
         Self(properties)
     }
 
-    /// What is not an object has no properties; QEMU will say why.
+    /// Not an object: no properties; QEMU reports the error.
     fn parse_json(value: &str) -> Self {
         let object: serde_json::Map<_, _> = serde_json::from_str(value).unwrap_or_default();
         let text = |value: serde_json::Value| match value {

@@ -1,14 +1,13 @@
-//! How long QEMU should wait for an answer.
+//! QEMU's request timeout.
 
-/// QEMU's own default of `x-msg-timeout`, milliseconds: for all that does not
-/// grow with guest RAM.
+/// QEMU's default of `x-msg-timeout`, in milliseconds: for work that does not grow with guest RAM.
 const BASE_MS: u64 = 5000;
 /// Bytes that the host can zero and pin in a millisecond, in the worst case:
 /// 4 GB/s (published: 120 GB in 29.7 s, pages not touched before).
 const PINNED_PER_MS: u64 = 4_000_000;
-/// For hosts that are slower, or busy. A virtual machine as the host, whose own
-/// memory is not there yet, was seen to need 10 times as long; a guest whose
-/// QEMU does not wait dies, and one that does waits no longer than it takes.
+/// Safety factor for slow or loaded hosts. A VM as the host, with its own memory not yet populated,
+/// needed 10 times as long. Too short a timeout is fatal for the guest; a longer one does not delay
+/// it.
 const MARGIN: u64 = 16;
 
 /// `x-msg-timeout` for a VM with `ram` bytes, milliseconds:
@@ -17,9 +16,9 @@ const MARGIN: u64 = 16;
 /// 5 s + 16 × ram / (4 GB/s), rounded up to whole seconds
 /// ```
 ///
-/// When the guest lets a device do DMA, the backend pins guest RAM before it
-/// answers; QEMU gives the device up when that takes longer than this. In turn
-/// a backend that hangs can hold the guest up this long.
+/// When the guest enables bus mastering, the backend pins guest RAM before it answers; QEMU
+/// abandons the device if that takes longer than this. A hanging backend can block the guest for
+/// this long.
 ///
 /// ```
 /// use farside_qemu_configs::message_timeout_ms;

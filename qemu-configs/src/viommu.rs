@@ -1,11 +1,10 @@
-//! Whether a vIOMMU, as a command line sets it up, tells QEMU's VFIO devices
-//! what the guest maps.
+//! Checks that a vIOMMU on a command line notifies QEMU's VFIO devices of the guest's mappings.
 
 use crate::shared_memory::Properties;
 
-/// vIOMMUs that keep the guest's mappings to themselves unless a property is
-/// on. QEMU finds that out when the guest turns translation on, and aborts
-/// ("requires caching mode", "requires dma-remap=1").
+/// vIOMMUs that report the guest's mappings only if a property is on. QEMU detects a missing
+/// property when the guest enables translation, and aborts ("requires caching mode", "requires
+/// dma-remap=1").
 const QUIET: [(&str, &str); 2] = [("intel-iommu", "caching-mode"), ("amd-iommu", "dma-remap")];
 
 /// A vIOMMU with which QEMU exits when the guest enables it.
@@ -17,18 +16,18 @@ const QUIET: [(&str, &str); 2] = [("intel-iommu", "caching-mode"), ("amd-iommu",
 pub struct ViommuError {
     /// The vIOMMU.
     pub driver: &'static str,
-    /// Its property that is not on.
+    /// Its missing property.
     pub property: &'static str,
 }
 
-/// Checks QEMU's arguments. What configuration files add is not seen.
+/// Checks QEMU's arguments. Configuration files are not read.
 pub fn check_viommu(args: &[impl AsRef<str>]) -> Result<(), ViommuError> {
     for (driver, property) in QUIET {
         let mut present = false;
         let mut on = false;
         for pair in args.windows(2) {
             let (option, value) = (pair[0].as_ref(), pair[1].as_ref());
-            // QEMU takes options with one dash or two.
+            // QEMU accepts options with one dash or two.
             let option = option.strip_prefix("--").or(option.strip_prefix('-'));
             match option {
                 Some("device") => {

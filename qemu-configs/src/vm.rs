@@ -1,4 +1,4 @@
-//! What a VM consists of.
+//! The model of a VM.
 
 use std::path::PathBuf;
 
@@ -9,33 +9,32 @@ use serde::Deserialize;
 pub struct Vm {
     /// 1 to 48 letters, digits, `-`, `_`, `.`; the first a letter or digit.
     pub name: String,
-    /// Guest RAM, bytes: whole MiB, and whole huge pages where it has those.
+    /// Guest RAM, in bytes: whole MiB, and whole huge pages if it uses them.
     pub ram: u64,
-    /// Processors, 1 to 255.
+    /// CPUs, 1 to 255.
     pub vcpus: u32,
     /// Chipset.
     pub machine: Machine,
     /// What runs the guest's instructions.
     pub accel: Accel,
-    /// Pages that guest RAM is made of.
+    /// Page size of guest RAM.
     pub huge_pages: HugePages,
     /// What starts the guest.
     pub firmware: Firmware,
-    /// Borrowed devices. The guest finds a device at the same place as long as
-    /// its port is the same.
+    /// Borrowed devices. A device's port determines its address in the guest.
     pub devices: Vec<Device>,
     /// Root ports to leave free for devices that are added while the VM runs.
     /// The i440FX has free slots on its bus and needs none.
     pub spare_ports: u16,
-    /// Socket of a QMP monitor, at most 107 bytes: QEMU listens there, one
-    /// client at a time. `None` makes none.
+    /// Socket of a QMP monitor, at most 107 bytes: QEMU listens there, one client at a time.
+    /// `None`: no monitor.
     pub monitor: Option<PathBuf>,
-    /// More arguments, put at the end as they are: disks, networks, consoles.
+    /// Extra arguments, appended unchanged: disks, networks, consoles.
     pub extra_args: Vec<String>,
 }
 
 impl Vm {
-    /// A q35 with one processor, SeaBIOS, KVM where it works, and no devices.
+    /// A q35 with one CPU, SeaBIOS, KVM if available, and no devices.
     pub fn new(name: impl Into<String>, ram: u64) -> Self {
         Self {
             name: name.into(),
@@ -59,18 +58,17 @@ pub struct Device {
     /// The cluster-wide id: letters, digits, `-`, `_`, `.`; the first a letter
     /// or digit. QEMU knows the device by [`qemu_id`].
     pub id: String,
-    /// Number of its root port (on the i440FX: of its place on the bus). Unless
-    /// said, its position among the VM's devices.
+    /// Number of its root port (on the i440FX: of its place on the bus). Default: its position
+    /// among the VM's devices.
     pub port: Option<u16>,
-    /// Where the backend serves it, at most 107 bytes.
+    /// Its vfio-user socket, at most 107 bytes.
     pub socket: PathBuf,
-    /// Place in the order in which the firmware tries devices; 0 is first.
-    /// `None` leaves it to the firmware.
+    /// Position in the firmware's boot order; 0 is first. `None` leaves it to the firmware.
     pub bootindex: Option<u32>,
 }
 
-/// What QEMU's monitor calls the borrowed device `id`: `dev-` and the id, since
-/// QEMU's ids begin with a letter and must not meet those of ports and memory.
+/// The QEMU id of the borrowed device `id`: `dev-` and the id, since QEMU's ids begin with a letter
+/// and must not collide with those of ports and memory.
 pub fn qemu_id(id: &str) -> String {
     format!("dev-{id}")
 }
@@ -101,19 +99,19 @@ impl Machine {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accel {
-    /// KVM, and TCG where that does not start.
+    /// KVM, or TCG if KVM is unavailable.
     #[default]
     Auto,
-    /// KVM or nothing.
+    /// KVM only.
     Kvm,
-    /// QEMU's translator, a thread for each processor.
+    /// QEMU's translator (TCG), with a thread for each CPU.
     Tcg,
 }
 
-/// Pages that guest RAM is made of.
+/// Page size of guest RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum HugePages {
-    /// The system's ordinary pages.
+    /// The system's base pages.
     #[default]
     #[serde(rename = "none")]
     None,
@@ -126,8 +124,7 @@ pub enum HugePages {
 }
 
 impl HugePages {
-    /// Guest RAM comes in multiples of this many bytes. Without huge pages that
-    /// is a MiB.
+    /// Granularity of guest RAM, in bytes. 1 MiB without huge pages.
     pub fn granule(self) -> u64 {
         match self {
             Self::None => 1 << 20,
@@ -145,7 +142,7 @@ pub enum Firmware {
     Default,
     /// OVMF from two flash images.
     Ovmf {
-        /// The program, never written.
+        /// The firmware code, read-only.
         code: PathBuf,
         /// The VM's own copy of the variables.
         vars: PathBuf,

@@ -1,42 +1,40 @@
-//! Keeps a running domain where it is.
+//! Blocks save and migration of a running domain.
 //!
-//! QEMU 11.1 does not know that the state of a `vfio-user-pci` is not its own:
-//! it would save or move a guest without it, and the drive that the guest uses
-//! would be another when the guest goes on. QEMU refuses by itself while it has
-//! an image open whose format does not support migration. So a domain that
-//! borrows gets one: a sector without data, read-only, and no drive of the
-//! guest's.
+//! QEMU 11.1 does not mark `vfio-user-pci` as unmigratable: it would save or migrate a guest
+//! without the device's state, and the resumed guest would use a different device. QEMU refuses
+//! while an image is open whose format does not support migration. So a domain that borrows gets
+//! one: an empty sector, read-only, and not attached to a guest device.
 
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-/// The image, to be put beside the sockets of the domain's devices before it is
-/// started.
+/// The name of the image, which is created next to the sockets of the domain's devices before its
+/// start.
 pub const ANCHOR_FILE: &str = "anchor.vhd";
 
-/// Of the formats that will do, QEMU is built with this one everywhere.
+/// Of the suitable formats, every build of QEMU includes this one.
 const DRIVER: &str = "vpc";
 
-/// Its name in QEMU, which a refusal quotes: it says what the reason is. QEMU
-/// takes 31 characters.
+/// Its node name in QEMU, which error messages quote, so it names the reason. QEMU's limit is 31
+/// characters.
 const NODE: &str = "farside-borrowed-devices";
 
 const SECTOR: usize = 512;
 
-/// What is in the image: a sector, and the footer of a fixed disk (Virtual Hard
-/// Disk Image Format Specification 1.0, "Hard Disk Footer Format").
+/// The contents of the image: a sector, and the footer of a fixed disk (Virtual Hard Disk Image
+/// Format Specification 1.0, "Hard Disk Footer Format").
 pub fn anchor_image() -> Vec<u8> {
     let mut footer = [0; SECTOR];
     let size = (SECTOR as u64).to_be_bytes();
     let fields: [(usize, &[u8]); 9] = [
         (0, b"conectix"),
-        // A bit that is always set; version 1.0; no other header.
+        // The reserved bit, always set; version 1.0; no other header.
         (8, &2u32.to_be_bytes()),
         (12, &[0, 1, 0, 0]),
         (16, &[0xff; 8]),
         (28, b"fars"),
-        // What it was made with, and what it is now.
+        // Original and current size.
         (40, &size),
         (48, &size),
         // One cylinder, head, sector; a fixed disk.
@@ -58,12 +56,13 @@ pub(super) fn value(socket: &Path) -> Value {
         "driver": DRIVER,
         "node-name": NODE,
         "read-only": true,
-        // Nobody writes it; AppArmor lets QEMU lock only what it is told of.
+        // No locking: the image is read-only, and AppArmor allows locks only on files that libvirt
+        // declares.
         "file": { "driver": "file", "filename": path, "locking": "off" },
     })
 }
 
-/// Whether these are driver and node of an argument of ours.
+/// Whether these are driver and node of an argument that farside added.
 pub(super) fn is(driver: Option<&str>, node: Option<&str>) -> bool {
     (driver, node) == (Some(DRIVER), Some(NODE))
 }
@@ -78,7 +77,7 @@ mod tests {
         assert_eq!(image.len(), 2 * SECTOR);
         assert!(image[..SECTOR].iter().all(|byte| *byte == 0));
         assert_eq!(&image[SECTOR..SECTOR + 8], b"conectix");
-        // As a program of its own has reckoned it.
+        // Computed by independent software.
         assert_eq!(image[SECTOR + 64..SECTOR + 68], CHECKSUM);
     }
 

@@ -1,4 +1,4 @@
-//! What is wrong with a domain that somebody wrote, or changed.
+//! Checks a domain that was written or changed by others.
 
 use std::path::PathBuf;
 
@@ -10,10 +10,10 @@ use super::{
 };
 use crate::{Vm, message_timeout_ms, shared_memory::Properties};
 
-/// Everything that keeps borrowed devices from working in a domain. One that cannot
-/// be read is an error. `socket` says where the backend of a VM serves a device.
+/// All problems that keep borrowed devices from working in a domain. Fails if the domain cannot be
+/// parsed. `socket` returns the path at which the backend of a VM serves a device.
 ///
-/// A domain that borrows nothing yet is looked at as one that is about to.
+/// Checks a domain without borrowed devices as if it had some.
 pub fn check_domain(
     xml: &str,
     socket: &dyn Fn(&str, &str) -> PathBuf,
@@ -57,7 +57,7 @@ pub fn check_domain(
     Ok(problems)
 }
 
-/// Compares the arguments that are there with those that the devices need.
+/// Compares the existing arguments with those that the devices need.
 fn compare<'t, 'a>(
     source: &Source<'a>,
     place: roxmltree::Node<'t, 'a>,

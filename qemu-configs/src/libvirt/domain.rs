@@ -1,4 +1,4 @@
-//! Reading a domain.
+//! Parses a domain.
 
 use roxmltree::Node;
 
@@ -9,16 +9,16 @@ use super::{
 };
 use crate::Machine;
 
-/// A domain that borrows devices, as libvirt's hook gets it.
+/// A domain that borrows devices, as passed to libvirt's hook.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainVm {
     /// The domain's name.
     pub name: String,
-    /// Most guest RAM, bytes.
+    /// Maximum guest RAM, in bytes.
     pub memory: u64,
     /// Chipset.
     pub machine: Machine,
-    /// What it borrows.
+    /// Its borrowed devices.
     pub devices: Vec<DomainDevice>,
     /// Addresses of lenders; empty for the one of this host.
     pub lenders: Vec<String>,
@@ -26,9 +26,8 @@ pub struct DomainVm {
     pub spare_ports: u16,
 }
 
-/// What a domain's XML says about borrowed devices: `None` when it borrows none.
-/// It may be an inactive domain or a running one's (`virsh dumpxml`, the standard
-/// input of a hook).
+/// The borrowed devices in a domain's XML: `None` if it borrows none. It may be an inactive domain
+/// or a running one's (`virsh dumpxml`, the standard input of a hook).
 ///
 /// ```
 /// let xml = "<domain type='kvm'><name>web1</name>
@@ -61,7 +60,7 @@ pub fn read_domain(xml: &str) -> Result<Option<DomainVm>, DomainError> {
 }
 
 impl<'a> Source<'a> {
-    /// The root element, which has to be a domain.
+    /// The root element, which must be a domain.
     pub(super) fn domain(&self) -> Result<Node<'_, 'a>, DomainError> {
         let root = self.tree.root_element();
         if root.tag_name().name() == "domain" && root.tag_name().namespace().is_none() {
@@ -95,7 +94,7 @@ impl<'a> Source<'a> {
         Ok(text_of(self.required(domain, "name")?))
     }
 
-    /// The most RAM that the guest can have, bytes.
+    /// The maximum RAM of the guest, in bytes.
     pub(super) fn memory(&self, domain: Node<'_, 'a>) -> Result<u64, DomainError> {
         let now = self.size(self.required(domain, "memory")?)?;
         match child(domain, "maxMemory") {
@@ -124,7 +123,7 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// The chipset; says no to what is not a PC under QEMU.
+    /// The chipset. Fails if the domain is not a PC under QEMU.
     pub(super) fn machine(&self, domain: Node<'_, 'a>) -> Result<Machine, DomainError> {
         let unsupported = |node: Node, what, found: &str, needed| {
             let (line, column) = self.position_of(node);
@@ -148,7 +147,7 @@ impl<'a> Source<'a> {
             let what = "the domain has the architecture";
             return Err(unsupported(kind, what, arch, "x86_64"));
         }
-        // Where none is said, libvirt takes `pc`.
+        // libvirt's default is `pc`.
         match kind.attribute("machine").unwrap_or("pc") {
             "q35" => Ok(Machine::Q35),
             "pc" => Ok(Machine::I440fx),

@@ -1,4 +1,4 @@
-//! Puts borrowed devices into a domain and leaves the rest as it is.
+//! Adds borrowed devices to a domain and leaves the rest unchanged.
 
 use std::path::PathBuf;
 
@@ -15,36 +15,35 @@ use super::{
 };
 use crate::{Device, Machine, Vm, ports, shared_memory::Properties};
 
-/// Root ports left free in a domain when nothing is said.
+/// Default number of root ports left free in a domain.
 const DEFAULT_SPARE_PORTS: u16 = 2;
 
-/// What a domain is to borrow.
+/// The devices that a domain borrows.
 pub struct Borrowed<'a> {
-    /// Devices, each with its port. Without one, a device that the domain has
-    /// keeps its port, and another gets the lowest that is free.
+    /// Devices, each with its port. Without a port, an existing device keeps its port, and a new
+    /// one gets the lowest free one.
     pub devices: Vec<BorrowedDevice>,
-    /// Addresses of lenders; none leaves those that the domain names.
+    /// Addresses of lenders; if empty, those in the domain are kept.
     pub lenders: Vec<String>,
-    /// Root ports to leave free for hot plug; `None` leaves it as it is.
+    /// Root ports to leave free for hot plug; `None` keeps the number.
     pub spare_ports: Option<u16>,
-    /// Where the backend of a VM serves a device: VM, device.
+    /// Returns the socket of a VM's device: VM, device.
     pub socket: &'a dyn Fn(&str, &str) -> PathBuf,
 }
 
-/// A device that a domain is to borrow.
+/// A device to borrow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BorrowedDevice {
     /// Cluster-wide id.
     pub id: String,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: Option<u16>,
-    /// Place in the order in which the firmware tries devices.
+    /// Position in the firmware's boot order.
     pub bootindex: Option<u32>,
 }
 
-/// The domain with the devices, beside those that it borrows already. All else is
-/// kept byte for byte; a domain that has all that is asked for comes back as it
-/// is.
+/// The domain with the devices added to those that it borrows already. The rest is kept byte for
+/// byte; a domain that has all of the devices is returned unchanged.
 pub fn add_devices(xml: &str, borrowed: &Borrowed) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
@@ -125,7 +124,7 @@ fn merge(
 }
 
 impl Metadata {
-    /// The VM as far as borrowing goes.
+    /// The parts of the VM that borrowing depends on.
     pub(super) fn vm(
         &self,
         mut vm: Vm,
@@ -145,10 +144,10 @@ impl Metadata {
 }
 
 impl<'a> Source<'a> {
-    /// What the domain says about itself, without devices.
+    /// The domain's properties, without devices.
     pub(super) fn empty_vm(&self, domain: Node<'_, 'a>) -> Result<Vm, DomainError> {
         let memory = self.memory(domain)?;
-        // A domain may have any number of KiB; what derives from it is coarser.
+        // A domain may have any number of KiB; the derived values are coarser.
         let mut vm = Vm::new(self.name(domain)?, memory.next_multiple_of(1 << 20));
         vm.machine = self.machine(domain)?;
         Ok(vm)
@@ -179,7 +178,7 @@ impl<'a> Source<'a> {
                     .map(|(option, value)| (*option, value.as_str()))))
     }
 
-    /// Refuses when somebody else has an address or an id of ours.
+    /// Fails if another element uses one of our addresses or ids.
     fn check_taken(&self, domain: Node<'_, 'a>, vm: &Vm) -> Result<(), DomainError> {
         let slots = ports::slots(vm.machine, vm.port_count());
         let taken = |node: Node, address: String| {
@@ -238,7 +237,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A number as libvirt writes them.
+/// A number in libvirt's format.
 fn parse_number(text: &str) -> Option<usize> {
     match text.strip_prefix("0x") {
         Some(hex) => usize::from_str_radix(hex, 16).ok(),
@@ -246,7 +245,7 @@ fn parse_number(text: &str) -> Option<usize> {
     }
 }
 
-/// Puts all that is wanted into a domain that has nothing of ours.
+/// Adds the devices to a domain without elements of farside.
 pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
@@ -300,7 +299,7 @@ pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String,
     editor.fill("commandline", (&name, &declaration), there, last, |_| args);
 
     let after = source.required(domain, "name")?.range().end;
-    // What is added is complete but for this.
+    // The added arguments are complete except for this.
     let there = child(domain, "metadata");
     editor.note("metadata", there);
     let ours = editor.wanted.clone();
@@ -312,14 +311,14 @@ pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String,
 
 struct Editor<'e, 'a> {
     source: &'e Source<'a>,
-    /// Of the domain's children.
+    /// Layout of the domain's children.
     layout: Layout,
     splices: Splices,
     wanted: &'e mut Metadata,
 }
 
 impl<'e, 'a> Editor<'e, 'a> {
-    /// Remembers that an element is made, or that an empty one is given contents.
+    /// Records that an element is created, or an empty one filled.
     fn note(&mut self, key: &str, there: Option<Node<'_, 'a>>) {
         match there {
             None => self.wanted.added.insert(key.to_owned()),
@@ -330,9 +329,9 @@ impl<'e, 'a> Editor<'e, 'a> {
         };
     }
 
-    /// Puts elements into a child of the domain, at its end; makes that after
-    /// `after` where it is missing. What is put in always follows a tag, on a new
-    /// line where there are lines: so it can be taken out exactly.
+    /// Appends elements to a child of the domain, which is created after `after` if missing. The
+    /// inserted text always follows a tag, on a new line if the domain has lines, so that it can be
+    /// removed exactly.
     fn fill(
         &mut self,
         key: &str,

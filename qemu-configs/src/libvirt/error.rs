@@ -1,15 +1,15 @@
-//! Why a domain cannot be read or changed.
+//! Errors of parsing or changing a domain.
 
 use crate::VmError;
 
-/// Why a domain's XML cannot be read or changed. Lines and columns count from 1.
+/// A domain's XML cannot be parsed or changed. Lines and columns count from 1.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum DomainError {
     /// It is not XML.
     #[error("line {line}, column {column}: this is not well-formed XML: {why}")]
     Malformed { line: u32, column: u32, why: String },
-    /// It is XML of something else.
+    /// It is XML of another type.
     #[error(
         "line {line}, column {column}: this is <{found}>, and not a libvirt <domain>: \
          give what `virsh dumpxml --inactive NAME` prints"
@@ -35,7 +35,7 @@ pub enum DomainError {
         found: String,
         needed: &'static str,
     },
-    /// A value that cannot be read.
+    /// A value that cannot be parsed.
     #[error("line {line}, column {column}: {what} {found:?} cannot be read: {why}")]
     Value {
         line: u32,
@@ -44,7 +44,7 @@ pub enum DomainError {
         found: String,
         why: String,
     },
-    /// Memory was made private, or of another source, on purpose.
+    /// Memory is explicitly private, or has another source.
     #[error(
         "line {line}, column {column}: {found} keeps guest RAM from being shared with farside: \
          change it to {needed}"
@@ -55,7 +55,7 @@ pub enum DomainError {
         found: String,
         needed: &'static str,
     },
-    /// Guest RAM is QEMU's own.
+    /// Guest RAM is private to QEMU.
     #[error(
         "line {line}, column {column}: guest RAM is private to QEMU: <memoryBacking> needs \
          <source type='memfd'/> and <access mode='shared'/> (farside libvirt --edit adds them)"
@@ -74,7 +74,7 @@ pub enum DomainError {
          add <driver caching_mode='on'/>"
     )]
     Viommu { line: u32, column: u32 },
-    /// An argument of a device or port of ours is gone.
+    /// An argument of a borrowed device or its port is missing.
     #[error(
         "line {line}, column {column}: QEMU is not given {option} {wanted}: \
          farside libvirt --edit adds it"
@@ -85,8 +85,7 @@ pub enum DomainError {
         option: &'static str,
         wanted: String,
     },
-    /// An argument of a device or port of ours is of another VM, or of before a
-    /// change.
+    /// An argument of a borrowed device or its port belongs to another VM, or is outdated.
     #[error(
         "line {line}, column {column}: {found} is to be {wanted} \
          ({mib} MiB of RAM take an x-msg-timeout of {timeout} ms): farside libvirt --edit fixes it"
@@ -102,7 +101,7 @@ pub enum DomainError {
     /// Only the q35 has VT-d.
     #[error("a {machine} VM has no IOMMU: use the machine q35")]
     IommuNeedsQ35 { machine: &'static str },
-    /// An address that ports of ours are to have.
+    /// An address that farside's ports need is in use.
     #[error(
         "line {line}, column {column}: PCI address {address} is taken, and the ports of borrowed \
          devices are to be at device numbers {first:#x} to {last:#x} of bus 0: give this device \
@@ -115,20 +114,20 @@ pub enum DomainError {
         first: usize,
         last: usize,
     },
-    /// An id that a part of ours is to have.
+    /// An id that farside needs is in use.
     #[error(
         "line {line}, column {column}: an argument for QEMU has the id {id:?}, which a part of \
          farside is to have: rename it"
     )]
     IdTaken { line: u32, column: u32, id: String },
-    /// A device that is not there.
+    /// The domain does not borrow the device.
     #[error("domain {domain} does not borrow device {device}; it borrows {known}")]
     UnknownDevice {
         domain: String,
         device: String,
         known: String,
     },
-    /// A device would move in the guest.
+    /// A device would change its address in the guest.
     #[error(
         "domain {domain} has device {device} at port {has}, not {wanted}: remove it first \
          (--remove --device {device}) if it is to move"
@@ -139,10 +138,10 @@ pub enum DomainError {
         has: u16,
         wanted: u16,
     },
-    /// The devices make no VM.
+    /// The resulting VM is invalid.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// A NUMA layout that does not come out even.
+    /// A NUMA layout with unequal cells.
     #[error("{cells} NUMA cells for {vcpus} vCPUs and {mib} MiB: {why}")]
     Numa {
         cells: u32,

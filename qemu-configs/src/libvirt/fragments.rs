@@ -1,4 +1,4 @@
-//! The pieces of XML that are ours.
+//! The XML fragments that farside adds.
 
 use roxmltree::Node;
 
@@ -64,7 +64,7 @@ pub(super) fn arg(prefix: &str, value: &str) -> String {
     format!("<{prefix}arg value='{}'/>", attribute(value))
 }
 
-/// libvirt's element of arguments for QEMU, if the domain has it.
+/// libvirt's element for QEMU arguments, if present.
 pub(super) fn command_line<'t, 'a>(domain: Node<'t, 'a>) -> Option<Node<'t, 'a>> {
     domain
         .children()
@@ -82,16 +82,16 @@ pub(super) fn args<'t, 'a>(domain: Node<'t, 'a>) -> Vec<(Node<'t, 'a>, &'t str)>
         .collect()
 }
 
-/// Whose arguments are whose.
+/// Arguments, by owner.
 pub(super) struct Args<'t, 'a> {
     /// Ours: each option and its value.
     pub(super) ours: Vec<[(Node<'t, 'a>, &'t str); 2]>,
-    /// Values that are others'.
+    /// Values of other arguments.
     pub(super) others: Vec<(Node<'t, 'a>, &'t str)>,
 }
 
 impl Metadata {
-    /// Tells our arguments by the ids in them.
+    /// Identifies farside's arguments by their ids.
     pub(super) fn sort_args<'t, 'a>(&self, domain: Node<'t, 'a>) -> Args<'t, 'a> {
         let all = args(domain);
         let mut sorted = Args {
@@ -137,8 +137,8 @@ impl Metadata {
 }
 
 impl<'a> Source<'a> {
-    /// The prefix of QEMU's namespace in the domain, with its colon, and its
-    /// declaration where there is none yet.
+    /// The prefix of QEMU's namespace in the domain, with its colon, and its declaration if
+    /// missing.
     pub(super) fn qemu_prefix(&self, domain: Node<'_, 'a>) -> (String, String) {
         if let Some(element) = command_line(domain) {
             let name = self.written_name(element);

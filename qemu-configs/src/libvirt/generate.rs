@@ -1,4 +1,4 @@
-//! A whole domain for a VM.
+//! Generates a complete domain for a VM.
 
 use std::{fmt::Write, path::PathBuf};
 
@@ -8,25 +8,24 @@ use super::{
 };
 use crate::{Accel, Firmware, HugePages, Machine, Vm, check::path_text};
 
-/// What a domain has that QEMU's command line has not.
+/// Properties of a domain that QEMU's command line does not have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DomainOptions {
-    /// QEMU's program, an absolute path; libvirt's own choice unless said.
+    /// The QEMU binary, as an absolute path; by default libvirt's choice.
     pub emulator: Option<PathBuf>,
     /// Addresses of lenders; none for the one of this host.
     pub lenders: Vec<String>,
-    /// NUMA cells to divide processors and RAM among; 0 and 1 make none.
+    /// Number of NUMA cells for CPUs and RAM; 0 and 1 mean none.
     pub numa_cells: u32,
-    /// An emulated VT-d, for guests with very many processors, or that pass
-    /// devices on. Only the q35 has it.
+    /// An emulated VT-d, for guests with very many CPUs or with device assignment. Only the q35 has
+    /// it.
     pub iommu: bool,
 }
 
 impl Vm {
-    /// A libvirt domain that is the VM: the same machine, memory and devices at
-    /// the same PCI addresses as [`Vm::command_line`] makes. [`Accel::Auto`] is
-    /// KVM. Disks and networks are for the user to add, as is a console other
-    /// than the serial one; [`Vm::extra_args`] are passed on as they are.
+    /// A libvirt domain for the VM, with the same machine, memory and PCI addresses as
+    /// [`Vm::command_line`]. [`Accel::Auto`] is KVM. The user adds disks, networks, and consoles
+    /// other than the serial one; [`Vm::extra_args`] are passed on as they are.
     pub fn libvirt_domain(&self, options: &DomainOptions) -> Result<String, DomainError> {
         self.check()?;
         if options.iommu && self.machine != Machine::Q35 {
@@ -53,7 +52,7 @@ impl Vm {
         put_in(&self.bare_domain(options)?, metadata, self)
     }
 
-    /// The domain without devices, and without what they need.
+    /// The domain without devices and their requirements.
     fn bare_domain(&self, options: &DomainOptions) -> Result<String, DomainError> {
         let mut xml = String::new();
         let mut line = |depth: usize, text: &str| {
@@ -101,7 +100,7 @@ impl Vm {
         line(2, "<acpi/>");
         line(2, "<apic/>");
         if options.iommu && kvm {
-            // The kernel's I/O APIC cannot send through VT-d's table.
+            // The kernel's I/O APIC does not support VT-d interrupt remapping.
             line(2, "<ioapic driver='qemu'/>");
         }
         line(1, "</features>");
@@ -129,11 +128,11 @@ impl Vm {
         line(2, "<controller type='usb' model='none'/>");
         line(2, "<serial type='pty'/>");
         line(2, "<console type='pty'/>");
-        // RAM that is pinned for a device cannot be given back.
+        // A balloon cannot free RAM that is pinned for a device.
         line(2, "<memballoon model='none'/>");
         if options.iommu {
             line(2, "<iommu model='intel'>");
-            // Without caching mode QEMU would not tell us of the guest's mappings.
+            // Without caching mode QEMU does not report the guest's mappings.
             line(3, "<driver intremap='on' caching_mode='on'/>");
             line(2, "</iommu>");
         }
@@ -149,7 +148,7 @@ impl Vm {
         Ok(xml)
     }
 
-    /// Processors and MiB of each NUMA cell; none where they are not divided.
+    /// CPUs and MiB of each NUMA cell; empty without NUMA.
     fn numa_cells(&self, cells: u32) -> Result<Vec<(String, u64)>, DomainError> {
         if cells <= 1 {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Whether a domain's RAM is shared, and what that lacks.
+//! Checks that a domain's RAM is shared.
 
 use roxmltree::Node;
 
@@ -11,16 +11,16 @@ pub(super) const SOURCE: &str = "<source type='memfd'/>";
 pub(super) const ACCESS: &str = "<access mode='shared'/>";
 pub(super) const CELL: &str = "memAccess='shared'";
 
-/// What a domain lacks for its RAM to be shared.
+/// The missing elements for shared RAM.
 pub(super) struct Lacking<'t, 'a> {
     /// No `<source>` in `<memoryBacking>`.
     pub(super) source: bool,
     /// No `<access>` in `<memoryBacking>`.
     pub(super) access: bool,
-    /// NUMA cells that do not say, by their positions.
+    /// Indices of NUMA cells without `memAccess`.
     pub(super) cells: Vec<(usize, Node<'t, 'a>)>,
-    /// What says that RAM is not to be shared. Nobody but its author can know
-    /// whether that was meant, so it is not for us to change.
+    /// Elements that make RAM private. They may be intentional, so they are reported and not
+    /// changed.
     pub(super) private: Vec<DomainError>,
 }
 
@@ -51,7 +51,7 @@ impl<'a> Source<'a> {
         let backing = child(domain, "memoryBacking");
         if let Some(source) = backing.and_then(|backing| child(backing, "source")) {
             lacking.source = false;
-            // Of memory that is anonymous QEMU has no file to hand on.
+            // Anonymous memory has no file descriptor that QEMU could share.
             if !matches!(source.attribute("type"), Some("memfd" | "file")) {
                 private(source, SOURCE);
             }

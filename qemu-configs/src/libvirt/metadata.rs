@@ -1,4 +1,4 @@
-//! What a domain says about itself to us.
+//! farside's metadata in a domain.
 
 use std::{collections::BTreeSet, str::FromStr};
 
@@ -13,21 +13,21 @@ pub struct DomainDevice {
     pub id: String,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: u16,
-    /// Place in the order in which the firmware tries devices.
+    /// Position in the firmware's boot order.
     pub bootindex: Option<u32>,
 }
 
-/// Our element.
+/// farside's element.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Metadata {
     pub(super) devices: Vec<DomainDevice>,
     pub(super) lenders: Vec<String>,
     pub(super) spare_ports: u16,
-    /// Surroundings that were made for the devices.
+    /// Parent elements that were created for the devices.
     pub(super) added: BTreeSet<String>,
 }
 
-/// Our element in the domain, if there is one.
+/// farside's element in the domain, if present.
 pub(super) fn find<'a, 'i>(domain: Node<'a, 'i>) -> Option<Node<'a, 'i>> {
     let metadata = super::syntax::child(domain, "metadata")?;
     metadata

@@ -1,9 +1,8 @@
 //! Domains of libvirt that borrow devices.
 //!
-//! libvirt (11.3 and 12.8 looked at) has no element for a vfio-user device, so
-//! the devices and the root ports above them are arguments in
-//! `<qemu:commandline>`, at addresses that libvirt does not give out itself. What
-//! is ours in a domain is named in an element of `<metadata>`:
+//! libvirt (checked: 11.3 and 12.8) has no element for a vfio-user device, so the devices and their
+//! root ports are arguments in `<qemu:commandline>`, at addresses that libvirt does not assign. An
+//! element in `<metadata>` lists farside's parts of a domain:
 //!
 //! ```xml
 //! <farside:vm xmlns:farside='urn:farside:libvirt:1' spare-ports='2' added='metadata commandline'>
@@ -12,10 +11,9 @@
 //! </farside:vm>
 //! ```
 //!
-//! libvirt keeps it as it is when it writes the domain in its own way, which drops
-//! comments and changes white space; so this is also how the devices are found
-//! again, to be changed or taken out. `added` says which surroundings were made
-//! for them, to go with them.
+//! libvirt preserves it when it reformats a domain, which drops comments and changes white space,
+//! so this element also serves to find the devices again for a change or removal. `added` lists the
+//! parent elements that were created for them, and are removed with them.
 
 mod anchor;
 mod check;
@@ -39,7 +37,7 @@ pub use generate::DomainOptions;
 pub use metadata::DomainDevice;
 pub use remove::{remove_all, remove_devices};
 
-/// Namespace of our element in `<metadata>`.
+/// Namespace of farside's element in `<metadata>`.
 pub const NAMESPACE: &str = "urn:farside:libvirt:1";
-/// libvirt's namespace of arguments for QEMU.
+/// libvirt's namespace for QEMU arguments.
 const QEMU_NAMESPACE: &str = "http://libvirt.org/schemas/domain/qemu/1.0";

@@ -1,4 +1,4 @@
-//! Takes borrowed devices out of a domain, and what was made for them.
+//! Removes borrowed devices, and the elements created for them, from a domain.
 
 use std::ops::Range;
 
@@ -14,8 +14,7 @@ use super::{
     syntax::{Source, child},
 };
 
-/// The domain without anything of ours. A domain that borrows nothing comes back
-/// as it is.
+/// The domain without farside's elements. A domain that borrows nothing is returned unchanged.
 pub fn remove_all(xml: &str) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
@@ -26,8 +25,8 @@ pub fn remove_all(xml: &str) -> Result<String, DomainError> {
     Ok(without_ours(&source, domain, &ours))
 }
 
-/// The domain without these devices; `rest` says how the others are served (its
-/// devices are not looked at).
+/// The domain without these devices; `rest` describes how the others are served (its devices are
+/// ignored).
 pub fn remove_devices(xml: &str, ids: &[String], rest: &Borrowed) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
@@ -66,7 +65,7 @@ pub fn remove_devices(xml: &str, ids: &[String], rest: &Borrowed) -> Result<Stri
     add_devices(&without_ours(&source, domain, &ours), &rest)
 }
 
-/// The text without what is ours by the metadata.
+/// The text without the elements that the metadata lists.
 pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> String {
     let mut splices = Splices::default();
     if let Some(metadata) = child(domain, "metadata") {
@@ -74,7 +73,7 @@ pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> St
         take_out(source, &mut splices, ours, "metadata", metadata, element);
     }
     if let Some(backing) = child(domain, "memoryBacking") {
-        // What was changed since is somebody else's by now.
+        // Keep elements that were changed since: they belong to the user now.
         let source_element = child(backing, "source").filter(|node| {
             ours.added.contains("source") && node.attribute("type") == Some("memfd")
         });
@@ -97,7 +96,7 @@ pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> St
         });
         if let Some(attribute) = attribute {
             let Range { start, end } = attribute.range();
-            // One white space was put before it.
+            // One space was inserted before it.
             splices.replace(start - 1..end, "");
         }
     }
@@ -109,8 +108,8 @@ pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> St
     splices.apply(source.text)
 }
 
-/// Takes elements out of their parent, and that too if it was made for them and
-/// nothing else is in it.
+/// Removes elements from their parent, and the parent too if it was created for them and is then
+/// empty.
 fn take_out<'t, 'a: 't>(
     source: &Source<'a>,
     splices: &mut Splices,

@@ -1,9 +1,8 @@
-//! Changing a text in a few places and nowhere else.
+//! Edits a text in place.
 
 use std::ops::Range;
 
-/// Replacements in a text, in order of their places. Those at one place come in
-/// the order in which they were made.
+/// Replacements in a text, ordered by position, then by insertion.
 #[derive(Default)]
 pub(super) struct Splices(Vec<(Range<usize>, String)>);
 
@@ -31,18 +30,18 @@ impl Splices {
     }
 }
 
-/// How a text is laid out at some place.
+/// The layout of a text at some position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// What ends a line. Nothing where all is in one line.
+    /// The line ending. Empty if the text is a single line.
     eol: &'static str,
-    /// White space before an element of this level.
+    /// Indentation of this level.
     indent: String,
     step: String,
 }
 
 impl Layout {
-    /// Of the children of the root element: `inside` is what is between its tags.
+    /// The layout of the root element's children: `inside` is the text between its tags.
     pub(super) fn of_root(inside: &str) -> Self {
         let white = leading_white(inside);
         let Some(eol) = eol_of(white) else {
@@ -65,7 +64,7 @@ impl Layout {
         }
     }
 
-    /// Of the level below.
+    /// The layout of the level below.
     pub(super) fn deeper(&self) -> Self {
         let indent = format!("{}{}", self.indent, self.step);
         Self {
@@ -74,14 +73,14 @@ impl Layout {
         }
     }
 
-    /// Of children of an element that is there, with `inside` between its tags.
+    /// The layout of an existing element's children, with `inside` between its tags.
     pub(super) fn within(&self, inside: &str) -> Self {
         let white = leading_white(inside);
         let Some(eol) = eol_of(white) else {
             return Self::one_line();
         };
         if white.len() == inside.len() {
-            // Nothing is in there to go by.
+            // No existing children to follow.
             return Self {
                 eol,
                 ..self.deeper()
@@ -94,7 +93,7 @@ impl Layout {
         }
     }
 
-    /// A new line for an element.
+    /// The line break and indentation before an element.
     pub(super) fn line(&self) -> String {
         format!("{}{}", self.eol, self.indent)
     }
@@ -104,18 +103,18 @@ fn leading_white(text: &str) -> &str {
     &text[..text.len() - text.trim_start_matches([' ', '\t', '\r', '\n']).len()]
 }
 
-/// What ends the last line of white space.
+/// The last line ending in white space.
 fn eol_of(white: &str) -> Option<&'static str> {
     let (before, _) = white.rsplit_once('\n')?;
     Some(if before.ends_with('\r') { "\r\n" } else { "\n" })
 }
 
-/// What follows the last line of white space.
+/// The indentation after the last line ending.
 fn indent_of(white: &str) -> &str {
     white.rsplit('\n').next().unwrap_or_default()
 }
 
-/// `element` with the line that was begun for it.
+/// `element` with the line break and indentation before it.
 pub(super) fn with_its_line(text: &str, element: Range<usize>) -> Range<usize> {
     let before = &text[..element.start];
     let trimmed = before.trim_end_matches([' ', '\t']);

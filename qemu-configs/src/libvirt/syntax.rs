@@ -1,4 +1,4 @@
-//! Elements and where they are in the text.
+//! Elements and their positions in the text.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use roxmltree::{Document, Node};
 
 use super::DomainError;
 
-/// A domain as text and as tree.
+/// A domain as text and as a tree.
 pub(super) struct Source<'a> {
     pub(super) text: &'a str,
     pub(super) tree: Document<'a>,
@@ -18,7 +18,7 @@ impl<'a> Source<'a> {
             Ok(tree) => Ok(Self { text, tree }),
             Err(error) => {
                 let at = error.pos();
-                // The position is said at the front.
+                // The position is printed first.
                 let why = error.to_string().replace(&format!(" at {at}"), "");
                 Err(DomainError::Malformed {
                     line: at.row,
@@ -29,7 +29,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Line and column of a place.
+    /// Line and column of a position.
     pub(super) fn position(&self, at: usize) -> (u32, u32) {
         let at = self.tree.text_pos_at(at);
         (at.row, at.col)
@@ -39,8 +39,7 @@ impl<'a> Source<'a> {
         self.position(node.range().start)
     }
 
-    /// Where the start tag ends (after its `>`), and whether it is the whole
-    /// element.
+    /// The end of the start tag (after its `>`), and whether it is the whole element.
     pub(super) fn start_tag(&self, node: Node) -> (usize, bool) {
         let range = node.range();
         let mut quote = None;
@@ -65,7 +64,7 @@ impl<'a> Source<'a> {
         &from[..end.unwrap_or(from.len())]
     }
 
-    /// What is between start and end tag. Nothing for an element without.
+    /// The text between start and end tag. Empty for an empty-element tag.
     pub(super) fn inside(&self, node: Node) -> Range<usize> {
         let (start, empty) = self.start_tag(node);
         let end = node.range().end;

@@ -1,4 +1,4 @@
-//! The file, and what becomes of it.
+//! The VM configuration file.
 
 use std::{
     fmt, io,
@@ -18,13 +18,13 @@ use serde::{
 
 use crate::places;
 
-/// Guest RAM when nothing is said, bytes.
+/// Default guest RAM, in bytes.
 const DEFAULT_MEMORY: u64 = 2 << 30;
 
-/// No guest boots with less RAM, bytes: a smaller number was meant in another unit.
+/// Minimum guest RAM, in bytes: a smaller number was probably meant in another unit.
 const MIN_MEMORY: u64 = 1 << 20;
 
-/// A VM that borrows devices. What is not said is up to the reader.
+/// A VM that borrows devices. Consumers apply the defaults.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct VmConfig {
@@ -32,7 +32,7 @@ pub struct VmConfig {
     pub name: Option<String>,
     /// The devices it borrows.
     pub devices: Vec<DeviceConfig>,
-    /// Where the lenders are; this host's when none is named.
+    /// Addresses of the lenders; default: this host's lender.
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint.
     pub ntb: Option<Bdf>,
@@ -42,19 +42,18 @@ pub struct VmConfig {
     pub pin: Option<PinPolicy>,
     /// Time after which a device that is not DMA-ready is reported as late, seconds.
     pub open_timeout: Option<u64>,
-    /// Group whose members may connect to the devices' sockets: QEMU's, where
-    /// that runs as another user.
+    /// Group whose members may connect to the devices' sockets: QEMU's, if it runs as another user.
     pub socket_group: Option<String>,
     /// Guest RAM, bytes; in the file also `"4 GiB"`.
     #[serde(deserialize_with = "memory")]
     pub memory: Option<u64>,
-    /// Virtual processors.
+    /// Number of vCPUs.
     pub cpus: Option<u32>,
     /// Chipset.
     pub machine: Option<Machine>,
     /// What runs the guest's instructions.
     pub accel: Option<Accel>,
-    /// Pages that guest RAM is made of.
+    /// Page size of guest RAM.
     pub hugepages: Option<HugePages>,
     /// OVMF instead of SeaBIOS.
     pub ovmf: Option<Flash>,
@@ -62,11 +61,11 @@ pub struct VmConfig {
     pub boot: Option<String>,
     /// Root ports to leave free for hot plug.
     pub spare_ports: Option<u16>,
-    /// Who runs QEMU.
+    /// The manager of QEMU.
     pub manager: Option<Manager>,
-    /// QEMU's program.
+    /// The QEMU binary.
     pub qemu: Option<PathBuf>,
-    /// More arguments for QEMU: disks, networks, consoles.
+    /// Extra arguments for QEMU: disks, networks, consoles.
     pub qemu_args: Vec<String>,
 }
 
@@ -75,8 +74,8 @@ pub struct VmConfig {
 pub struct DeviceConfig {
     /// Cluster-wide id.
     pub id: String,
-    /// Number of its root port (on the i440FX: of its place on the bus), which
-    /// is where the guest finds it. Unless said, its position in the list.
+    /// Number of its root port (on the i440FX: of its place on the bus), which determines its
+    /// address in the guest. Default: its position in the list.
     pub port: Option<u16>,
 }
 
@@ -88,7 +87,7 @@ struct DeviceTable {
 }
 
 impl<'de> Deserialize<'de> for DeviceConfig {
-    /// By hand: an untagged enum's errors do not name the key.
+    /// Not derived: an untagged enum's errors do not name the key.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct DeviceVisitor;
 
@@ -124,13 +123,13 @@ impl From<String> for DeviceConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Flash {
-    /// The program, never written.
+    /// The firmware code, read-only.
     pub code: PathBuf,
     /// The VM's own copy of the variables.
     pub vars: PathBuf,
 }
 
-/// Who runs a VM's QEMU.
+/// The manager of a VM's QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Manager {
@@ -141,11 +140,11 @@ pub enum Manager {
     Libvirt,
 }
 
-/// Why there is no description.
+/// The VM configuration cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum LoadError {
-    /// Nobody described the VM.
+    /// The VM has no configuration.
     #[error(
         "VM {vm} has no configuration ({path} is missing): create it, or give another file with --config",
         path = path.display()
@@ -160,7 +159,7 @@ pub enum LoadError {
         path: PathBuf,
         source: Box<toml::de::Error>,
     },
-    /// The file describes another VM.
+    /// The file names another VM.
     #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
     OtherVm {
         path: PathBuf,
@@ -182,7 +181,7 @@ impl VmConfig {
         })
     }
 
-    /// Reads the description of a VM of this host ([`places::description`]).
+    /// Reads the configuration of a VM of this host ([`places::description`]).
     pub fn of_vm(vm: &str) -> Result<Self, LoadError> {
         let path = places::description(vm);
         if !path.exists() {
@@ -221,7 +220,7 @@ impl VmConfig {
             .collect()
     }
 
-    /// What QEMU's command line is made of, for the VM of that name.
+    /// The [`Vm`] with this name, for QEMU's command line.
     pub fn to_vm(&self, name: &str) -> Vm {
         let mut vm = Vm::new(name, self.memory());
         vm.vcpus = self.cpus.unwrap_or(1);
@@ -248,7 +247,7 @@ impl VmConfig {
     }
 }
 
-/// Root ports left free when nothing is said.
+/// Default number of spare root ports.
 const DEFAULT_SPARE_PORTS: u16 = 2;
 
 fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {

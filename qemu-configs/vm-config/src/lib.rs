@@ -1,6 +1,5 @@
-//! The description of a VM that borrows devices: one TOML file, from which its
-//! backend, its QEMU command line, its libvirt domain and its move to another
-//! host are all made, so that they agree.
+//! The configuration of a VM that borrows devices: one TOML file, the common source of its backend,
+//! QEMU command line, libvirt domain and migration, so that they agree.
 //!
 //! ```toml
 //! name = "web1"
@@ -9,8 +8,7 @@
 //! cpus = 2
 //! ```
 //!
-//! [`places`] says where descriptions and what farside remembers of VMs are on
-//! a host.
+//! [`places`] defines the directories of VM configurations and of farside's state.
 
 #![forbid(unsafe_code)]
 

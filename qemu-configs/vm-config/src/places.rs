@@ -1,14 +1,12 @@
-//! Where descriptions and state are, when nobody says otherwise. Sockets:
-//! [`farside_daemon::paths`].
+//! Default directories of configurations and state. Sockets: [`farside_daemon::paths`].
 
 use std::{
     env,
     path::{Path, PathBuf},
 };
 
-/// The directory of VM descriptions and of `lender.toml`: `$FARSIDE_CONFIG_DIR`,
-/// else `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or `~/.config/farside`
-/// for others.
+/// The directory of VM configurations and of `lender.toml`: `$FARSIDE_CONFIG_DIR`, else
+/// `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or `~/.config/farside` for others.
 pub fn config_dir() -> PathBuf {
     dir(
         "FARSIDE_CONFIG_DIR",
@@ -18,9 +16,8 @@ pub fn config_dir() -> PathBuf {
     )
 }
 
-/// The directory of what must outlive a reboot: `$FARSIDE_STATE_DIR`, else
-/// `/var/lib/farside` for root, `$XDG_STATE_HOME/farside` or
-/// `~/.local/state/farside` for others.
+/// The directory of persistent state: `$FARSIDE_STATE_DIR`, else `/var/lib/farside` for root,
+/// `$XDG_STATE_HOME/farside` or `~/.local/state/farside` for others.
 pub fn state_dir() -> PathBuf {
     dir(
         "FARSIDE_STATE_DIR",
@@ -35,7 +32,7 @@ pub fn description(vm: &str) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }
 
-/// What farside remembers of one VM: `vm/NAME` in [`state_dir`].
+/// The state of one VM: `vm/NAME` in [`state_dir`].
 pub fn vm_state(vm: &str) -> PathBuf {
     state_dir().join("vm").join(vm)
 }

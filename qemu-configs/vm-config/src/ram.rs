@@ -1,9 +1,9 @@
-//! Where a VM will have its RAM, as far as its size and chipset tell.
+//! The RAM layout of a VM, from its size and chipset.
 
 use farside_lender_protocol::RamRange;
 use farside_qemu_configs::{Machine, ram_split};
 
-/// Where RAM above the PCI hole begins.
+/// First address of RAM above the PCI hole.
 const HIGH_RAM: u64 = 4 << 30;
 
 /// The guest-physical ranges of `ram` bytes.

@@ -1,5 +1,4 @@
-//! The VM's backend: the control socket of one that runs, starting one, ending
-//! it.
+//! Starts, stops and controls the VM's backend.
 
 use std::{
     ffi::OsString,
@@ -27,27 +26,26 @@ use crate::{
     watch::{Waited, Watch},
 };
 
-/// How long a backend may take to answer: longer than it takes to ask some
-/// lenders, each of which has 4 s.
+/// Timeout for a backend's answer: longer than requests to some lenders, each of which has 4 s.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// How long a backend may take to answer from what it knows itself.
+/// Timeout for answers that do not depend on lenders.
 const STATUS: Duration = Duration::from_secs(10);
 
-/// How long a backend may take to return its devices and end.
+/// Timeout for a backend to return its devices and exit.
 const RETURN: Duration = Duration::from_secs(30);
 
-/// How long the connections of a QEMU may outlive its process: its io_uring holds
-/// them until a kernel worker has released it.
+/// Maximum time that QEMU's connections outlive its process: its io_uring holds them until a kernel
+/// worker has released it.
 const DISCONNECT: Duration = Duration::from_secs(2);
 
-/// How often to look whether they are closed: the backend reports no event for it.
+/// Polling interval for that: the backend reports no event for it.
 const DISCONNECT_STEP: Duration = Duration::from_millis(10);
 
 /// The file in the VM's directory that a backend locks (`backend/src/directory.rs`).
 const LOCK: &str = "lock";
 
-/// Longest answer, bytes.
+/// Maximum length of an answer, in bytes.
 const MAX_ANSWER: u64 = 4 << 20;
 
 /// A running backend.
@@ -64,7 +62,7 @@ impl Backend {
     /// [`Error::BackendSilent`] when it does not answer.
     pub fn connect(vm: &str) -> Result<Self, Error> {
         let mut backend = Self::open(vm)?;
-        // Its answer makes sure of its process.
+        // Its answer confirms its process id.
         backend.status()?;
         Ok(backend)
     }
@@ -109,7 +107,7 @@ impl Backend {
         })
     }
 
-    /// What it serves.
+    /// The devices that it serves.
     pub fn status(&mut self) -> Result<Status, Error> {
         match self.call(admin::Command::Status, STATUS)? {
             Answer::Status(status) => Ok(status),
@@ -117,8 +115,7 @@ impl Backend {
         }
     }
 
-    /// Has it look `device` up and serve it. Returns the socket, and whether it
-    /// was served before.
+    /// Makes it look up and serve `device`. Returns the socket, and whether it was served before.
     pub fn attach(&mut self, device: &str) -> Result<(PathBuf, bool), Error> {
         let device = device.to_owned();
         match self.call(admin::Command::Attach { device }, ANSWER)? {
@@ -127,8 +124,8 @@ impl Backend {
         }
     }
 
-    /// Has it serve `device` no longer. Returns when the lender has it back.
-    /// With `force` also when QEMU still has it.
+    /// Makes it stop serving `device`. Returns after the lender has it back. With `force` also if
+    /// QEMU still uses it.
     pub fn detach(&mut self, device: &str, force: bool) -> Result<(), Error> {
         let device = device.to_owned();
         match self.call(admin::Command::Detach { device, force }, ANSWER)? {
@@ -206,7 +203,7 @@ impl Backend {
         }
     }
 
-    /// The backend of a VM, which is started if none runs.
+    /// The backend of a VM; starts it if none runs.
     pub fn ensure(vm: &str, limit: Duration) -> Result<Self, Error> {
         match Self::find(vm)? {
             Some(backend) => Ok(backend),
@@ -214,8 +211,8 @@ impl Backend {
         }
     }
 
-    /// Starts one in the background, by systemd where that has the unit, and
-    /// waits until it answers.
+    /// Starts one in the background, through systemd if the unit is installed, and waits until it
+    /// answers.
     pub(crate) fn start(vm: &str, limit: Duration) -> Result<Self, Error> {
         if systemd::has_unit() {
             systemd::start(vm)?;
@@ -253,12 +250,12 @@ impl Backend {
         match waited {
             Waited::Answered(backend) => Ok(backend),
             Waited::Ended => {
-                // One that was refused has not used it; else it is not empty, or gone.
+                // Removes an unused directory; fails if it is not empty or already removed.
                 let _ = fs::remove_dir(&directory);
                 Err(failed(log.last_words()))
             }
             Waited::Late => {
-                // Ours and nobody's yet.
+                // Our child, which no other client uses yet.
                 let _ = process.signal(Signal::KILL);
                 Err(failed(format!(
                     "it did not answer within {limit:?}: {}",
@@ -268,17 +265,16 @@ impl Backend {
         }
     }
 
-    /// Ends the backend of a VM, if one runs. When this returns, its devices are
-    /// back at their lenders. With `force` also one that does not answer, or that
-    /// a VMM is still connected to.
+    /// Stops the backend of a VM, if one runs. On return its devices are back at their lenders.
+    /// With `force` also if it does not answer, or a VMM is still connected.
     pub(crate) fn end(vm: &str, force: bool) -> Result<(), Error> {
         let mut backend = match Self::open(vm) {
             Err(Error::NoBackend { .. }) => return Ok(()),
-            // It has no room for a connection.
+            // Its backlog is full.
             Err(Error::BackendSilent { .. }) if force => {
                 return match holder(vm) {
                     Some(process) => kill(vm, &process, None),
-                    // It has ended since.
+                    // It has exited meanwhile.
                     None => Ok(()),
                 };
             }
@@ -295,7 +291,7 @@ impl Backend {
         }
     }
 
-    /// Its status once no VMM uses its devices, or [`DISCONNECT`] from now.
+    /// Its status once no VMM uses its devices, or after [`DISCONNECT`].
     fn status_when_disconnected(&mut self) -> Result<Status, Error> {
         let deadline = Instant::now() + DISCONNECT;
         loop {
@@ -345,15 +341,15 @@ impl Backend {
     }
 }
 
-/// The process of a VM's backend, by the lock that it holds.
+/// The process of a VM's backend, identified by the lock that it holds.
 fn holder(vm: &str) -> Option<Process> {
     Process::of_lock(&paths::vm_dir(vm).join(LOCK)).ok()?
 }
 
-/// Kills a backend: its lenders take the devices back when its connections close.
-/// With a connection, only if that stands.
+/// Kills a backend: its lenders revoke the devices when its connections close. With a connection,
+/// only if that is still open.
 fn kill(vm: &str, process: &Process, connection: Option<&UnixStream>) -> Result<(), Error> {
-    // Killed, a unit is started again, unless it is stopped.
+    // systemd would restart a killed unit, unless it is stopped.
     let unit = is_unit(vm)?;
     log::warn!(
         "killing the backend of VM {vm} (process {}), which does not answer or end",

@@ -1,6 +1,5 @@
-//! The backend of a VM that libvirt starts and ends. libvirt's hook calls this
-//! while libvirt waits: nothing here may ask libvirt, nor wait for a command that
-//! may ask it, and so take the VM's lock.
+//! The backend of a VM that libvirt starts and stops. libvirt waits for the hook that calls this,
+//! so nothing here may call libvirt or take the VM's lock, whose holder may call libvirt.
 
 use std::{
     ffi::OsString,
@@ -18,12 +17,11 @@ use farside_vm_config::places;
 
 use crate::{Backend, Error};
 
-/// Starts the backend of a domain that is about to be started, and waits until it
-/// serves all of the domain's devices. It is made from the VM configuration where
-/// there is one, else from what the domain itself says. One that runs already is
-/// taken.
+/// Starts the backend of a domain that is about to start, and waits until it serves all of the
+/// domain's devices. It is configured by the VM configuration if there is one, else by the domain.
+/// A running backend is reused.
 ///
-/// After an error no backend of ours is left.
+/// After an error, a backend that this started is stopped.
 pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Error> {
     let vm = &domain.name;
     check(vm)?;
@@ -42,17 +40,17 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
     served
 }
 
-/// Ends the backend of a domain that has ended. When this returns, its devices
-/// are back at their lenders. That there is none is no error.
+/// Stops the backend of a domain that has stopped, if one runs. On return its devices are back at
+/// their lenders.
 pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
     check(vm)?;
-    // Before the backend, which takes the directory away when it is empty.
+    // Before the backend, which removes the directory if it is empty.
     weigh_anchor(vm)?;
     Backend::end(vm, false)
 }
 
-/// A domain may have devices that the description has not, and a backend that ran
-/// before may have lost some.
+/// A domain may have devices that are not in the configuration, and a running backend may not serve
+/// all of them.
 fn serve_all(mut backend: Backend, domain: &DomainVm) -> Result<(), Error> {
     for device in &domain.devices {
         backend.attach(&device.id)?;
@@ -64,8 +62,8 @@ fn anchor(vm: &str) -> PathBuf {
     paths::vm_dir(vm).join(ANCHOR_FILE)
 }
 
-/// Puts the image that keeps the domain from being saved or moved where its QEMU
-/// looks for it. There is nothing in it that anyone may not read.
+/// Creates the image that blocks save and migration at the path in the domain. It contains nothing
+/// secret, so it is world-readable.
 fn drop_anchor(vm: &str) -> Result<(), Error> {
     let path = anchor(vm);
     File::create(&path)
@@ -87,7 +85,7 @@ fn weigh_anchor(vm: &str) -> Result<(), Error> {
     }
 }
 
-/// What `farside serve` is told of a domain without a description.
+/// The arguments of `farside serve` for a domain without a VM configuration.
 fn arguments(domain: &DomainVm) -> Vec<OsString> {
     let mut args: Vec<String> = vec![
         "--memory".into(),

@@ -1,4 +1,4 @@
-//! What can go wrong with a VM.
+//! Errors of operations on VMs.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -8,21 +8,20 @@ use farside_fabric::host_memory::TooLarge;
 use farside_qemu_configs::{ProbeError, VmError};
 use farside_vm_config::LoadError;
 
-/// Why something was not done to a VM. Unless the message says otherwise, the
-/// VM is as it was before.
+/// A failed operation on a VM. Unless the message states otherwise, the VM is unchanged.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum Error {
-    /// The VM has no description, or one that does not parse.
+    /// The VM has no configuration, or one that does not parse.
     #[error(transparent)]
     Description(#[from] LoadError),
     /// The VM configuration is invalid for a command line.
     #[error("cannot make a QEMU command line for VM {vm}")]
     Vm { vm: String, source: VmError },
-    /// Its RAM is more than this host has left.
+    /// Its RAM exceeds this host's free memory.
     #[error("VM {vm} cannot start")]
     TooLarge { vm: String, source: TooLarge },
-    /// QEMU cannot use borrowed devices, or is not QEMU.
+    /// The QEMU binary does not support borrowed devices, or is not QEMU.
     #[error("VM {vm} cannot start")]
     Qemu { vm: String, source: ProbeError },
     /// An invalid VM name or device id.
@@ -34,10 +33,10 @@ pub enum Error {
     /// The VM runs already.
     #[error("VM {vm} runs already (QEMU is process {pid})")]
     Running { vm: String, pid: u32 },
-    /// QEMU is not there.
+    /// QEMU is not running.
     #[error("VM {vm} does not run{hint}")]
     NotRunning { vm: String, hint: String },
-    /// QEMU runs, and its monitor does not answer.
+    /// QEMU runs, but its monitor does not answer.
     #[error(
         "QEMU of VM {vm} (process {pid}) does not answer at {path} within {limit:?}: it serves one client at a time, so close any other, or QEMU hangs",
         path = path.display()
@@ -48,7 +47,7 @@ pub enum Error {
         path: PathBuf,
         limit: Duration,
     },
-    /// So many clients wait for the monitor that one more cannot connect.
+    /// The monitor's backlog is full.
     #[error(
         "the monitor of VM {vm} at {path} accepts no more clients: close the others or, if QEMU hangs, run `farside stop --force {vm}`",
         path = path.display()
@@ -78,7 +77,7 @@ pub enum Error {
         path: PathBuf,
         why: String,
     },
-    /// A backend runs, and does not answer.
+    /// A backend runs, but does not answer.
     #[error(
         "the backend of VM {vm} (process {pid}) does not answer at {path} within {limit:?}: it hangs, or is stopped (`kill -CONT {pid}` continues a stopped one); `farside stop {vm} --force` kills it",
         path = path.display()
@@ -92,19 +91,19 @@ pub enum Error {
     /// The backend refused a request.
     #[error("the backend of VM {vm}: {refusal}")]
     Backend { vm: String, refusal: Refusal },
-    /// Something that we started ended too early.
+    /// A started process exited too early.
     #[error("{what} of VM {vm} does not start: {why}")]
     Failed {
         what: &'static str,
         vm: String,
         why: String,
     },
-    /// A backend that serves a VMM which still uses devices is not to be ended.
+    /// The backend is not stopped, because a VMM still uses its devices.
     #[error(
         "a VMM that farside cannot stop is connected to the backend of VM {vm} and uses {devices}: shut it down first, or take the devices from it with --force"
     )]
     InUse { vm: String, devices: String },
-    /// Something took too long.
+    /// An operation timed out.
     #[error("{what} within {limit:?}; {advice}")]
     Late {
         what: String,
@@ -121,19 +120,19 @@ pub enum Error {
         at: u16,
         wanted: u16,
     },
-    /// QEMU has the device, but nobody serves it.
+    /// QEMU has the device, but no backend serves it.
     #[error(
         "device {device} is plugged into VM {vm}, but its backend has ended since, and QEMU does not reconnect: `farside detach` it, then attach it again"
     )]
     Dead { device: String, vm: String },
-    /// The device is not there.
+    /// The VM does not have the device.
     #[error("device {device} is not plugged into VM {vm}; it has {has}")]
     NotPlugged {
         device: String,
         vm: String,
         has: String,
     },
-    /// No place for one more device.
+    /// All ports are in use.
     #[error("VM {vm} has no free port for device {device} (in use: {used}): {advice}")]
     NoPort {
         vm: String,
@@ -141,7 +140,7 @@ pub enum Error {
         used: String,
         advice: String,
     },
-    /// The port that was asked for cannot be had.
+    /// The requested port is not available.
     #[error("port {port} of VM {vm} {why}")]
     Port { port: u16, vm: String, why: String },
     /// The guest rejected an unplug.
@@ -165,10 +164,10 @@ pub enum Error {
     /// systemctl failed.
     #[error("systemctl {command} failed: {said}")]
     Systemd { command: String, said: String },
-    /// What is not done for this kind of VM.
+    /// Not supported for this kind of VM.
     #[error("VM {vm}: {what}")]
     Unsupported { vm: String, what: String },
-    /// The system refused something.
+    /// A system call failed.
     #[error("{what}")]
     System { what: String, source: io::Error },
 }

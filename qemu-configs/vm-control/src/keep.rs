@@ -1,16 +1,15 @@
-//! Keeps QEMU alive over an unplug.
+//! Works around a QEMU crash on unplug.
 //!
-//! QEMU 11.1 aborts when it frees a `vfio-user-pci` with MSI-X: the region for
-//! the pending bits has left its container before the device's own code takes it
-//! out (`memory_region_del_subregion: Assertion subregion->container == mr`). It
-//! frees a device when the last reference goes, a moment after the unplug. What
-//! helps is one reference more. QEMU takes one, and never gives it back, when
-//! `info mtree -f` prints a view of memory that the device's BARs are in. Each
-//! unplug costs QEMU some kilobytes.
+//! QEMU 11.1 aborts when it frees a `vfio-user-pci` with MSI-X: the region of the pending bits has
+//! left its container before the device's code removes it (`memory_region_del_subregion: Assertion
+//! subregion->container == mr`). It frees a device when the last reference is dropped, a moment
+//! after the unplug. An extra reference prevents that. QEMU takes one, and leaks it, when `info
+//! mtree -f` prints a flat view that contains the device's BARs. Each unplug leaks some kilobytes
+//! in QEMU.
 //!
-//! A device whose memory the guest has turned off is in no view; to unplug it
-//! would end the VM. But a guest that is letting go of one, as it was asked to before,
-//! turns its memory off, too, a moment before it is unplugged.
+//! A device whose memory decoding is off is in no flat view; unplugging it would crash the VM. But
+//! a guest that is releasing a device after an earlier request also disables decoding, a moment
+//! before the unplug.
 
 use std::{
     path::Path,
@@ -21,15 +20,15 @@ use serde_json::json;
 
 use crate::{Error, Monitor, slots::plugged};
 
-/// How long a guest may take from one to the other. It is a few instructions.
+/// Maximum time between the two. It is a few instructions.
 const LETTING_GO: Duration = Duration::from_secs(5);
 
-/// How often to look.
+/// Polling interval.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Has QEMU keep a device that is served at `socket` for ever. To be called before
-/// it is unplugged. Returns false when it has been unplugged meanwhile; that is waited
-/// for until `deadline` at most.
+/// Makes QEMU keep the device that is served at `socket` for ever. Call it before the unplug.
+/// Returns false if the device has been unplugged meanwhile; waits for that until `deadline` at
+/// most.
 pub(crate) fn keep(
     monitor: &mut Monitor,
     device: &str,

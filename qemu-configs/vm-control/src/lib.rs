@@ -1,23 +1,21 @@
-//! Runs a VM on this host: starts and ends its backend and QEMU, plugs devices
-//! in and out while it runs. Through QMP where farside or a script started QEMU,
-//! through virsh where libvirt did.
+//! Runs a VM on this host: starts and stops its backend and QEMU, hot-plugs and unplugs devices.
+//! Uses QMP if farside or a script started QEMU, virsh if libvirt did.
 //!
 //! - [`start`], [`stop`], [`is_running`], [`describe`]: the VM as a whole.
 //! - [`attach`], [`detach`]: one device of a running VM.
 //! - [`start_domain_backend`], [`end_domain_backend`]: the backend alone, for
 //!   libvirt's hook.
-//! - [`Monitor`]: QEMU's monitor, for what is not here; [`keep_monitor_private`] for
-//!   who starts QEMU himself. [`QmpClient`]: QMP on any socket.
+//! - [`Monitor`]: QEMU's monitor, for other commands; [`keep_monitor_private`] for callers that
+//!   start QEMU themselves. [`QmpClient`]: QMP on any socket.
 //! - [`Backend`]: the control socket of the VM's backend.
 //!
-//! A VM is named, and known by its description (`VmConfig::of_vm`); where its
-//! sockets and logs are say `farside_daemon::paths` and
-//! `farside_vm_config::places`. Every wait is for an event where there is one, and
-//! has a limit; an error names the VM, what was waited for and what to do.
+//! A VM is identified by its name, and configured by its VM configuration (`VmConfig::of_vm`);
+//! `farside_daemon::paths` and `farside_vm_config::places` define its sockets and logs. Every wait
+//! is for an event if there is one, and has a limit; a timeout error names the VM, the event and
+//! the remedy.
 //!
-//! Processes are known by the sockets at which they answer, a backend without room
-//! for a connection by the lock that it holds: a process id from a file may be
-//! another's by now, and none is looked at.
+//! Processes are identified by the sockets at which they answer, or by a lock or PID file that they
+//! hold open: the number in a file alone may name another process by now.
 
 #![forbid(unsafe_code)]
 

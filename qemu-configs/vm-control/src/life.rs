@@ -1,4 +1,4 @@
-//! A VM as a whole: started, ended, looked at.
+//! Starts, stops and describes a VM as a whole.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -17,19 +17,19 @@ use crate::{
     systemd, virsh,
 };
 
-/// How long a monitor may take to greet: other commands of ours hold it for so
-/// long at most when they only look.
+/// Timeout for the monitor's greeting: other farside commands that only query hold it no longer
+/// than this.
 pub(crate) const GREETING: Duration = Duration::from_secs(20);
 
-/// How to start a VM.
+/// Options for starting a VM.
 #[derive(Clone, Debug)]
 pub struct StartOptions {
-    /// How long backend and QEMU may take, each.
+    /// Time limit for the backend and for QEMU, each.
     pub limit: Duration,
-    /// Plug the description's devices in. Else their ports are there, empty, and
-    /// the backend serves them: for a VM that is to come by live migration.
+    /// Plug in the configured devices. Otherwise their ports are empty, and the backend serves
+    /// them: for an incoming live migration.
     pub devices: bool,
-    /// More arguments for QEMU, at the end; not through libvirt.
+    /// Extra arguments for QEMU, appended; not through libvirt.
     pub qemu_args: Vec<String>,
 }
 
@@ -44,13 +44,13 @@ impl Default for StartOptions {
     }
 }
 
-/// How to end a VM.
+/// Options for stopping a VM.
 #[derive(Clone, Copy, Debug)]
 pub struct StopOptions {
-    /// How long the guest may take to power off; zero does not ask it.
+    /// Time limit for the guest to power off; zero skips the ACPI shutdown request.
     pub limit: Duration,
-    /// Then end QEMU, as if its power was cut, and the backend also when it hangs
-    /// or serves a VMM that farside cannot stop.
+    /// Then kill QEMU, as on a power failure, and the backend even if it hangs or serves a VMM that
+    /// farside cannot stop.
     pub force: bool,
 }
 
@@ -64,16 +64,15 @@ impl Default for StopOptions {
     }
 }
 
-/// What a VM does.
+/// The state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RunState {
-    /// There is no QEMU.
+    /// QEMU is not running.
     Stopped,
     /// The guest runs.
     Running,
-    /// QEMU is there, and its guest stands still; QEMU's word for why, such as
-    /// `paused` or `inmigrate`.
+    /// QEMU runs, but its guest is stopped; QEMU's run state, such as `paused` or `inmigrate`.
     Still(String),
 }
 
@@ -82,13 +81,13 @@ pub enum RunState {
 pub struct VmState {
     /// Its name.
     pub vm: String,
-    /// What it does.
+    /// Its state.
     pub state: RunState,
-    /// QEMU's process, where farside runs it.
+    /// QEMU's process, if farside runs it.
     pub qemu_pid: Option<u32>,
     /// The backend's process, if one runs.
     pub backend_pid: Option<u32>,
-    /// Its devices: those of its description, and those attached since.
+    /// Its devices: the configured ones, and those attached since.
     pub devices: Vec<DeviceState>,
 }
 
@@ -97,8 +96,8 @@ pub struct VmState {
 pub struct DeviceState {
     /// Its id.
     pub id: String,
-    /// The number of its port: where it is plugged in, else where its
-    /// description puts it. None for one behind a port that is not farside's.
+    /// The number of its port: the actual one if plugged in, else the configured one. `None` if it
+    /// is behind a port that is not farside's.
     pub port: Option<u16>,
     /// QEMU has it.
     pub plugged: bool,
@@ -108,14 +107,14 @@ pub struct DeviceState {
     pub described: bool,
 }
 
-/// Starts a VM from its description: its backend, unless that runs, and QEMU.
-/// What it started it ends again when something fails.
+/// Starts a VM from its configuration: its backend, unless that runs, and QEMU. On failure, stops
+/// the processes that it started.
 pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
     let config = config_of(vm)?;
     let _lock = lock_vm(vm)?;
     match manager(&config) {
         Manager::Libvirt => {
-            // What the file does not say, the domain does.
+            // The domain defines the RAM if the file does not.
             if config.memory.is_some() && !virsh::is_running(vm)? {
                 check_memory(vm, &config, &HostMemory::read().of_host())?;
             }
@@ -149,14 +148,14 @@ fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(),
         Err(error) => return Err(error),
     }
     let memory = HostMemory::read();
-    // A backend that systemd runs has the limits of its unit, which it checks
-    // itself at bus-master enable.
+    // A backend under systemd has the limits of its unit, and checks them itself at bus-master
+    // enable.
     let memory = match systemd::has_unit() {
         true => memory.of_host(),
         false => memory,
     };
     check_memory(vm, config, &memory)?;
-    // QEMU's own error for a device that it has not is no help.
+    // QEMU's own error for an unknown device type is not helpful.
     QemuBinary::probe(program(config)).map_err(|source| Error::Qemu {
         vm: vm.to_owned(),
         source,
@@ -181,7 +180,7 @@ fn run_qemu(
     options: &StartOptions,
     mut backend: Backend,
 ) -> Result<(), Error> {
-    // One that ran before may have lost some by `farside detach`.
+    // `farside detach` may have removed some from a running backend.
     for device in config.device_ids() {
         backend.attach(&device)?;
     }
@@ -202,8 +201,8 @@ fn program(config: &VmConfig) -> PathBuf {
     config.qemu.clone().unwrap_or_else(|| places::QEMU.into())
 }
 
-/// Refuses a VM whose RAM this host does not have: the kernel would let it start,
-/// and kill a process once the guest uses what it was promised.
+/// Refuses a VM whose RAM exceeds the host's memory: the kernel would let it start, and its OOM
+/// killer would end a process once the guest uses its RAM.
 fn check_memory(vm: &str, config: &VmConfig, host: &HostMemory) -> Result<(), Error> {
     let pages = match config.hugepages.unwrap_or_default() {
         HugePages::None => Pages::Base,
@@ -218,7 +217,7 @@ fn check_memory(vm: &str, config: &VmConfig, host: &HostMemory) -> Result<(), Er
         })
 }
 
-/// The same machine with its ports empty.
+/// The same machine with empty ports.
 fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm {
     let last = vm
         .devices
@@ -233,9 +232,8 @@ fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm
     vm
 }
 
-/// Ends a VM: its guest powers off, then its backend gives the devices back.
-/// When this returns, they are back at their lenders. A VM that does not run
-/// is no error; a backend of it is ended all the same.
+/// Stops a VM: its guest powers off, then its backend returns the devices. On return they are back
+/// at their lenders. Not an error if the VM does not run; its backend is stopped nevertheless.
 pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
     let config = config_of(vm)?;
     let _lock = lock_vm(vm)?;
@@ -250,7 +248,7 @@ pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
             Err(error) => return Err(error),
         },
     }
-    // That of a domain ends by libvirt's hook; unless there is none.
+    // For a domain without libvirt's hook, which has stopped the backend otherwise.
     Backend::end(vm, options.force)
 }
 
@@ -282,7 +280,7 @@ pub fn is_running(vm: &str) -> Result<bool, Error> {
     }
 }
 
-/// What the VM does, and which devices it has at which ports.
+/// The VM's state, and its devices with their ports.
 pub fn describe(vm: &str) -> Result<VmState, Error> {
     look(vm, &config_of(vm)?)
 }
@@ -364,7 +362,7 @@ fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
     }
 }
 
-/// The VM configuration, for one whose name may be that of a directory.
+/// The VM configuration, after a check that the name is valid.
 pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
     check_name_of("VM name", vm)?;
     Ok(VmConfig::of_vm(vm)?)

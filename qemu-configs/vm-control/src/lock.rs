@@ -1,5 +1,5 @@
-//! One command at a time on a VM: two that plug devices into the same port, or
-//! one that stops what another starts, would leave things half done.
+//! Serializes commands on a VM: two that plug devices into the same port, or a start and a stop,
+//! would interfere.
 
 use std::{fs, time::Duration};
 
@@ -8,7 +8,7 @@ use farside_vm_config::places;
 
 use crate::Error;
 
-/// Takes the lock that is held while a command is at work on a VM.
+/// Takes the lock of a VM for the duration of a command.
 pub(crate) fn lock_vm(vm: &str) -> Result<FileLock, Error> {
     let directory = places::vm_state(vm);
     let path = directory.join("command.lock");

@@ -1,4 +1,4 @@
-//! Logs of what runs in the background.
+//! Logs of background processes.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -12,13 +12,13 @@ use farside_vm_config::places;
 
 use crate::{Error, process::Process};
 
-/// Most lines of a log in a message.
+/// Maximum number of log lines in a message.
 const LINES: usize = 12;
 
-/// Most bytes of a log that are looked at for them.
+/// Maximum number of bytes of a log that are read for them.
 const BYTES: u64 = 64 << 10;
 
-/// A log that is appended to, and where this run's part begins.
+/// An appended log, and the offset of this run's part.
 pub(crate) struct Log {
     pub(crate) path: PathBuf,
     file: File,
@@ -40,8 +40,8 @@ impl Log {
         Ok(Self { path, file, start })
     }
 
-    /// Starts a process in the background, which writes it: in a group of its own,
-    /// out of reach of the keys of our terminal.
+    /// Starts a background process that writes to the log, in its own process group, which does not
+    /// receive the terminal's signals.
     pub(crate) fn spawn(&self, command: &mut Command) -> Result<Process, Error> {
         let what = format!("cannot log to {}", self.path.display());
         let writer = || self.file.try_clone().map_err(Error::system(what.clone()));
@@ -59,7 +59,7 @@ impl Log {
         Process::of_child(&child).map_err(Error::system("pidfd"))
     }
 
-    /// What this run wrote at the end, for a message.
+    /// The last lines of this run, for a message.
     pub(crate) fn last_words(&self) -> String {
         let read = || {
             let mut file = File::open(&self.path)?;

@@ -24,7 +24,7 @@ use crate::{
     virsh,
 };
 
-/// Time limit for the end of a QEMU that closes a connection at once.
+/// Maximum wait for the exit of a QEMU that closes a connection at once.
 const ENDING: Duration = Duration::from_secs(5);
 
 /// A connection to the monitor of a VM's QEMU.
@@ -104,7 +104,7 @@ impl Monitor {
         };
         match ready {
             Ok(_) => Ok(monitor),
-            // A QEMU that ends while a client connects had ended before.
+            // Treat a QEMU that exits while a client connects as not running.
             Err((_, QmpError::Closed(_))) if matches!(ended(), Ok(true)) => {
                 Err(not_running(" (QEMU has just ended)".to_owned()))
             }
@@ -112,7 +112,7 @@ impl Monitor {
         }
     }
 
-    /// Runs any command, and returns what it returns.
+    /// Executes a command, and returns its result.
     pub fn run(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let ran = match &mut self.transport {
             Transport::Virsh => {
@@ -132,9 +132,9 @@ impl Monitor {
         })
     }
 
-    /// Waits for the next event that `wanted` takes; others before it are
-    /// dropped. None when `deadline` comes first, and at once through libvirt,
-    /// which shows no events here: query the state instead.
+    /// Waits for the next event that `wanted` accepts; earlier ones are dropped. Returns `None` at
+    /// `deadline`, and at once with libvirt, which does not forward events: query the state
+    /// instead.
     ///
     /// [`Error::MonitorLost`] when QEMU ends.
     pub fn wait_event(
@@ -150,12 +150,12 @@ impl Monitor {
             .map_err(|error| self.error(ANSWER, error))
     }
 
-    /// Whether events come by themselves ([`Monitor::wait_event`]).
+    /// Whether [`Monitor::wait_event`] receives events.
     pub fn has_events(&self) -> bool {
         matches!(self.transport, Transport::Socket { .. })
     }
 
-    /// QEMU's process, where we are connected to it.
+    /// QEMU's process, if directly connected.
     pub(crate) fn process(&self) -> Option<&Process> {
         match &self.transport {
             Transport::Socket { process, .. } => Some(process),
@@ -163,7 +163,7 @@ impl Monitor {
         }
     }
 
-    /// QEMU's process id, where that is known.
+    /// QEMU's process id, if known.
     pub fn pid(&self) -> Option<u32> {
         self.process().map(Process::pid)
     }

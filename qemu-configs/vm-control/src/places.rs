@@ -1,9 +1,9 @@
-//! Programs that are run.
+//! Executables.
 
 use std::{env, path::PathBuf};
 
-/// `farside` itself: `$FARSIDE_PROGRAM`, else the running program if it has
-/// that name, else the one in `PATH`.
+/// `farside` itself: `$FARSIDE_PROGRAM`, else the running executable if it has that name, else the
+/// one in `PATH`.
 pub(crate) fn farside() -> PathBuf {
     if let Some(program) = from_env("FARSIDE_PROGRAM") {
         return program;
@@ -19,7 +19,7 @@ pub fn virsh() -> PathBuf {
     from_env("FARSIDE_VIRSH").unwrap_or_else(|| "virsh".into())
 }
 
-/// QEMU, when a description names none.
+/// The default QEMU binary.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";
 
 pub(crate) fn from_env(name: &str) -> Option<PathBuf> {

@@ -1,9 +1,9 @@
-//! One device of a running VM, plugged in and out.
+//! Hot-plug and unplug of one device of a running VM.
 //!
-//! In: the backend serves the device, then QEMU plugs it in. Out: QEMU asks the
-//! guest, the guest lets go, QEMU removes the device, the backend gives it back.
-//! A command that is cut off leaves the steps done so far; the same command
-//! again goes on from there, and the other one undoes them.
+//! Hot-plug: the backend serves the device, then QEMU plugs it in. Unplug: QEMU sends a request to
+//! the guest, the guest releases the device, QEMU removes it, the backend returns it. An
+//! interrupted command leaves its completed steps in place; repeating it continues from there, and
+//! the opposite command undoes them.
 
 use std::{
     path::PathBuf,
@@ -26,41 +26,39 @@ use crate::{
     virsh,
 };
 
-/// QEMU has no event for the end of a device that it never frees (see
-/// [`crate::keep`]), and libvirt shows none here: so often it is looked whether the
-/// device is still there.
+/// Polling interval for the removal of a device: QEMU has no event for a device that it never frees
+/// (see [`crate::keep`]), and libvirt does not forward events.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// How to plug a device in.
+/// Options for hot-plugging a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttachOptions {
-    /// Number of the port. By default that of the VM configuration, else the first
-    /// that is free and not of a described device.
+    /// Number of the port. Default: that of the VM configuration, else the first that is free and
+    /// not assigned to a configured device.
     pub port: Option<u16>,
 }
 
-/// A device that is plugged in.
+/// A hot-plugged device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attached {
     /// Number of its port.
     pub port: Option<u16>,
-    /// It was plugged in before; nothing was done.
+    /// It was plugged in already; nothing was done.
     pub already: bool,
 }
 
-/// A device that is plugged in no longer.
+/// An unplugged device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detached {
-    /// How long the guest took to release it. None when QEMU did not have the
-    /// device any more, and only the backend served it.
+    /// How long the guest took to release it. `None` if QEMU no longer had the device, and only the
+    /// backend served it.
     pub guest_took: Option<Duration>,
 }
 
-/// Plugs a device into a running VM: its backend looks it up and serves it, QEMU
-/// gets it. When this returns, the guest can find it; its lender lends it once QEMU
-/// resets it, which is then done. When QEMU refuses, the backend is told to forget
-/// it again. The VM configuration is not changed: the device is there until it is
-/// detached or QEMU ends.
+/// Plugs a device into a running VM: its backend looks it up and serves it, and QEMU plugs it in.
+/// On return the guest can discover it, and QEMU has reset it, which borrows it from the lender. If
+/// QEMU refuses, the backend stops serving it. The VM configuration is not changed: the device
+/// stays until it is detached or QEMU exits.
 pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attached, Error> {
     check_device(device)?;
     let config = config_or_default(vm)?;
@@ -107,8 +105,7 @@ pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attache
     })
 }
 
-/// Whether a device that QEMU has lost its backend, to which QEMU does not connect
-/// again.
+/// Whether a device in QEMU has lost its backend; QEMU does not reconnect.
 fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
     let Some(mut backend) = Backend::find(vm)? else {
         return Ok(true);
@@ -118,12 +115,12 @@ fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
     Ok(!served.iter().any(lives))
 }
 
-/// Hot-unplugs a device from a running VM: the guest is asked to release it, and
-/// has `limit` to do so; then the lender has it back.
+/// Hot-unplugs a device from a running VM: requests its release from the guest, for up to `limit`;
+/// then the lender has it back.
 ///
-/// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in
-/// and working. QEMU cannot take the question back: a guest that answers later
-/// loses the device then, and the next `detach` does the rest.
+/// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in and working. QEMU
+/// cannot withdraw the request: a guest that complies later loses the device then, and the next
+/// `detach` completes the rest.
 pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error> {
     check_device(device)?;
     let config = config_or_default(vm)?;
@@ -142,7 +139,7 @@ pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error
             }
             Err(error) => return Err(error),
         },
-        // With the backend its leases went.
+        // The leases ended with the backend.
         Err(Error::NoBackend { .. }) => false,
         Err(error) => return Err(error),
     };
@@ -170,7 +167,7 @@ fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Durati
     }
     match monitor.run("device_del", json!({ "id": id })) {
         Ok(_) => {}
-        // By a detach that was given up.
+        // Removed after an abandoned detach.
         Err(Error::Refused { reason, .. }) if reason.contains("in the process of unplug") => {}
         // The guest released it just now, after an earlier request.
         Err(Error::Refused { class, .. }) if class == "DeviceNotFound" => {}
@@ -220,7 +217,7 @@ fn why_held(monitor: &mut Monitor) -> Result<String, Error> {
     })
 }
 
-/// Where a device goes.
+/// The port of a device.
 fn choose(
     vm: &str,
     device: &str,
@@ -283,7 +280,7 @@ fn device_add(
     socket: PathBuf,
 ) -> Result<serde_json::Value, Error> {
     let name = monitor.vm().to_owned();
-    // What was plugged in needs as long a timeout as what was there before.
+    // A hot-plugged device needs the same timeout as those at boot.
     let mut vm = Vm::new(&name, ram(monitor)?);
     vm.machine = slots.machine();
     vm.devices.push(Device {
@@ -296,7 +293,7 @@ fn device_add(
         .map_err(|source| Error::Vm { vm: name, source })
 }
 
-/// QEMU knows only that its peer closed the connection; the backend knows why.
+/// QEMU only reports that its peer closed the connection; the backend has the cause.
 fn with_cause(error: Error, backend: &mut Backend, device: &str) -> Error {
     let last = backend.status().ok().and_then(|status| {
         let served = status.devices.into_iter();
@@ -327,7 +324,7 @@ fn check_device(device: &str) -> Result<(), Error> {
     Ok(check_name_of("device id", device)?)
 }
 
-/// A VM that was started by hand has no configuration, and needs none here.
+/// A manually started VM has no configuration, and needs none here.
 fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
     match config_of(vm) {
         Err(Error::Description(LoadError::Unknown { path, .. })) => {
@@ -350,8 +347,8 @@ fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
     }
 }
 
-/// Who runs a VM without a description. libvirt is asked when its QEMU has no
-/// monitor of ours.
+/// The manager of a VM without a configuration. Queries libvirt if QEMU has no monitor at farside's
+/// path.
 fn found_manager(vm: &str) -> Manager {
     match !paths::monitor_socket(vm).exists() && virsh::is_running(vm).unwrap_or(false) {
         true => Manager::Libvirt,

@@ -1,5 +1,5 @@
-//! Processes, held by pidfd: whatever becomes of the number, a signal or a wait
-//! never meets another process.
+//! Processes, held by pidfd: even if a PID is reused, a signal or a wait never reaches another
+//! process.
 
 use std::{
     fs::{self, OpenOptions},
@@ -21,7 +21,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-/// Longest PID file, bytes: a number and a newline.
+/// Maximum length of a PID file, in bytes: a number and a newline.
 const MAX_PID_TEXT: u64 = 32;
 
 /// A process.
@@ -32,21 +32,20 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Whoever listens at the other end of a connected UNIX socket. The number
-    /// is certain once the peer has answered on that socket afterwards: it was
-    /// alive when the descriptor was made.
+    /// The peer process of a connected UNIX socket. The PID is certain if the peer answers on that
+    /// socket afterwards: it was alive when the pidfd was opened.
     pub(crate) fn of_peer(socket: impl AsFd) -> io::Result<Self> {
         let pid = socket_peercred(socket)?.pid;
         Self::open(pid)
     }
 
-    /// Our own child: nobody else can have its number before we wait for it.
+    /// A child of this process: its PID cannot be reused before it is waited for.
     pub(crate) fn of_child(child: &Child) -> io::Result<Self> {
         Self::open(Pid::from_child(child))
     }
 
-    /// The holder of the flock(2) lock on `file`. None when nobody holds it, or
-    /// nobody in this PID namespace.
+    /// The holder of the flock(2) lock on `file`. `None` if it is not held, or held outside this
+    /// PID namespace.
     pub(crate) fn of_lock(file: &Path) -> io::Result<Option<Self>> {
         let Some(pid) = lock_holder(file)? else {
             return Ok(None);
@@ -55,16 +54,16 @@ impl Process {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::SRCH) => return Ok(None),
             process => process?,
         };
-        // It held the lock when the pidfd was made: no other process has its number.
+        // It held the lock when the pidfd was opened, so the PID was not reused.
         let same = lock_holder(file)? == Some(pid);
         Ok(same.then_some(process))
     }
 
-    /// The process that wrote its PID into `file` and has it open still, as QEMU has
-    /// (`-pidfile`). None when there is none.
+    /// The process that wrote its PID into `file` and still has it open, as QEMU does (`-pidfile`).
+    /// `None` if there is none.
     ///
-    /// Others may own the VM's directory: neither links nor anything but a regular file is
-    /// taken, so that nobody else's process is named.
+    /// Other users may own the VM's directory: only a regular file is accepted, no links, so that
+    /// they cannot name another process.
     pub(crate) fn of_pid_file(file: &Path) -> io::Result<Option<Self>> {
         let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let opened = OpenOptions::new()
@@ -93,8 +92,8 @@ impl Process {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::SRCH) => return Ok(None),
             process => process?,
         };
-        // Looked at after pidfd_open: a process that has the file open is QEMU, and no
-        // later owner of its PID.
+        // Checked after pidfd_open: a process that has the file open is QEMU, not a later owner of
+        // its PID.
         let is_it = |entry: io::Result<fs::DirEntry>| {
             let open = fs::metadata(entry.ok()?.path()).ok()?;
             Some((open.dev(), open.ino()) == (wanted.dev(), wanted.ino()))
@@ -117,7 +116,7 @@ impl Process {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Sends a signal. None when the process has ended.
+    /// Sends a signal. Returns `None` if the process has exited.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, signal) {
             Err(Errno::SRCH) => Ok(()),
@@ -125,18 +124,18 @@ impl Process {
         }
     }
 
-    /// Kills whoever listens at the other end of `socket` ([`Process::of_peer`])
-    /// and has not answered. SIGKILL ends a stopped process, too.
+    /// Kills the peer process of `socket` ([`Process::of_peer`]) that has not answered. SIGKILL
+    /// also ends a stopped process.
     pub(crate) fn kill_listener(&self, socket: impl AsFd) -> io::Result<()> {
         let mut fds = [PollFd::new(&socket, PollFlags::empty())];
-        // The connection stands: it is that process that listens.
+        // The connection is open: that process is the listener.
         match poll(&mut fds, Some(&Timespec::default()))? {
             0 => self.signal(Signal::KILL),
             _ => Ok(()),
         }
     }
 
-    /// Waits for its end. Returns whether that came.
+    /// Waits for its exit. Returns whether it exited.
     pub(crate) fn wait(&self, deadline: Instant) -> io::Result<bool> {
         loop {
             match poll(
@@ -150,7 +149,7 @@ impl Process {
         }
     }
 
-    /// Whether it has ended.
+    /// Whether it has exited.
     pub(crate) fn has_ended(&self) -> io::Result<bool> {
         self.wait(Instant::now())
     }
@@ -181,7 +180,7 @@ fn lock_holder(file: &Path) -> io::Result<Option<Pid>> {
     }))
 }
 
-/// What is left until `deadline`, for poll.
+/// The remaining time until `deadline`, for poll.
 pub(crate) fn left(deadline: Instant) -> Timespec {
     let left = deadline.saturating_duration_since(Instant::now());
     Timespec {

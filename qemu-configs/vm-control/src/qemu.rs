@@ -1,9 +1,8 @@
-//! QEMU in the background, started and ended.
+//! Starts and stops QEMU in the background.
 //!
-//! QEMU's own `-daemonize` is not used: from then on what it complains of goes
-//! to /dev/null. It is started in a process group of its own with its log as
-//! standard error, and has started when its monitor greets: that is after all
-//! its devices are made.
+//! Does not use QEMU's `-daemonize`, which redirects later errors to /dev/null. QEMU runs in its
+//! own process group with a log as standard error, and has started when its monitor greets, which
+//! is after all devices are created.
 
 use std::{
     fs, io,
@@ -28,13 +27,13 @@ use crate::{
     watch::{Waited, Watch},
 };
 
-/// How long one attempt to reach a new QEMU's monitor takes at most.
+/// Time limit for one attempt to connect to a new QEMU's monitor.
 const GREETING: Duration = Duration::from_secs(10);
 
 /// Interval of ACPI shutdown requests.
 pub(crate) const PRESS_AGAIN: Duration = Duration::from_secs(5);
 
-/// How long QEMU may take to end when it is told to, or has said it will.
+/// Time limit for QEMU to exit after `quit` or its own announcement.
 const QUIT: Duration = Duration::from_secs(20);
 
 /// Starts QEMU and waits until its monitor answers.
@@ -58,11 +57,11 @@ pub(crate) fn start(
     command_line.args.extend(["-pidfile".to_owned(), pid_text]);
     command_line.args.extend(extra.iter().cloned());
     if !command_line.args.iter().any(|arg| arg == "-display") {
-        // There is nobody to look at it.
+        // No display.
         let none = ["-display".to_owned(), "none".to_owned()];
         command_line.args.extend(none);
     }
-    // What a QEMU that was killed has left.
+    // Left over from a killed QEMU.
     let _ = fs::remove_file(paths::monitor_socket(name));
     let log = Log::open(name, "qemu.log")?;
     let mut watch = Watch::new(&directory)?;
@@ -91,29 +90,29 @@ pub(crate) fn start(
     }
 }
 
-/// Has QEMU, when it is started next, make its monitor for this user alone. QEMU
-/// knows no mode for a socket but what the umask leaves, and whoever may write to it
-/// may connect; a `socket-group` can pass through the VM's directory.
+/// Makes the next QEMU create its monitor socket for this user only. QEMU has no option for a
+/// socket's mode except the umask, any user with write permission may connect, and members of a
+/// `socket-group` can traverse the VM's directory.
 pub fn keep_monitor_private() {
     let others_write = Mode::WGRP | Mode::WOTH;
     let before = umask(Mode::RWXG | Mode::RWXO);
     umask(before | others_write);
 }
 
-/// Repeats the ACPI shutdown request (`system_powerdown`), and waits until QEMU has
-/// ended; with `force`, ends it then.
+/// Repeats the ACPI shutdown request (`system_powerdown`), and waits until QEMU has exited; with
+/// `force`, kills it at the time limit.
 pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result<(), Error> {
     let vm = monitor.vm().to_owned();
     let deadline = Instant::now() + limit;
     if !limit.is_zero() {
         match power_down(&mut monitor, deadline) {
             Ok(true) => {
-                // It ends by itself, unless it was told to stay.
+                // It exits by itself, unless started with `-no-shutdown`.
                 let _ = monitor.run("quit", json!({}));
                 return wait_end(&monitor, force);
             }
             Ok(false) => {}
-            // It has ended.
+            // It has exited.
             Err(Error::MonitorLost { .. }) => return wait_end(&monitor, force),
             Err(error) if !force => return Err(error),
             Err(_) => {}
@@ -131,8 +130,8 @@ pub(crate) fn stop(mut monitor: Monitor, limit: Duration, force: bool) -> Result
     wait_end(&monitor, true)
 }
 
-/// Returns whether the guest has powered off. A guest that still boots has nobody
-/// who hears the button, so it is pressed more than once.
+/// Returns whether the guest has powered off. A booting guest does not handle the request yet, so
+/// it is repeated.
 fn power_down(monitor: &mut Monitor, deadline: Instant) -> Result<bool, Error> {
     loop {
         monitor.run("system_powerdown", json!({}))?;
@@ -154,7 +153,7 @@ fn wait_end(monitor: &Monitor, force: bool) -> Result<(), Error> {
     kill_late(monitor.vm(), process, force)
 }
 
-/// Waits until QEMU has ended as it said it will; kills it, if it may be.
+/// Waits until QEMU has exited as announced; kills it if allowed.
 fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
     let failed = || Error::system(format!("cannot end QEMU of VM {vm}"));
     if process.wait(Instant::now() + QUIT).map_err(failed())? {
@@ -173,15 +172,15 @@ fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
     })
 }
 
-/// Ends a QEMU whose monitor is silent.
+/// Stops a QEMU whose monitor does not answer.
 pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
     let process = kill_unanswering(&paths::monitor_socket(vm), &pid_file(vm), GREETING);
     let process = process.map_err(Error::system(format!("cannot end QEMU of VM {vm}")))?;
     kill_late(vm, &process, true)
 }
 
-/// Kills the process that listens at `monitor`; where its backlog is full, the one that
-/// wrote `pid_file`.
+/// Kills the process that listens at `monitor`; if its backlog is full, the one that wrote
+/// `pid_file`.
 fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Result<Process> {
     match crate::monitor::connect_by(monitor, Instant::now() + limit) {
         Ok(stream) => {
@@ -205,7 +204,7 @@ fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Res
     }
 }
 
-/// Where a QEMU of `farside start` writes its PID.
+/// The PID file of a QEMU started by `farside start`.
 fn pid_file(vm: &str) -> PathBuf {
     paths::vm_dir(vm).join("qemu.pid")
 }
@@ -218,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    /// A process that has the PID file open, and does nothing.
+    /// An idle process that has the PID file open.
     fn silent(pid_file: &Path) -> Child {
         let script = format!(
             "exec 9>{0}; echo $$ >&9; exec sleep 1000",
@@ -249,7 +248,7 @@ mod tests {
         assert_eq!(killed.pid(), child.id());
         assert!(!child.wait().unwrap().success());
 
-        // Another process has the PID that stands there; then there is no such file.
+        // The PID in the file belongs to another process; then there is no file.
         fs::write(&pid_file, format!("{}\n", std::process::id())).unwrap();
         let refused = || {
             let error = kill_unanswering(&monitor, &pid_file, short).unwrap_err();
@@ -260,7 +259,7 @@ mod tests {
         fs::remove_file(&pid_file).unwrap();
         refused();
 
-        // Whoever owns the directory names another's process, by its own PID file.
+        // The owner of the directory links another process's PID file.
         let others = directory.path().join("others");
         let mut other = silent(&others);
         std::os::unix::fs::symlink(&others, &pid_file).unwrap();
@@ -272,7 +271,7 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
 
-        // A FIFO without a writer is not waited for.
+        // Does not block on a FIFO without a writer.
         fs::remove_file(&pid_file).unwrap();
         rustix::fs::mknodat(
             rustix::fs::CWD,

@@ -10,30 +10,29 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// Time limit for an answer. QEMU answers between two instructions of the guest;
-/// emulated, on a loaded host, late.
+/// Time limit for an answer. Long, because an emulating QEMU on a loaded host answers late.
 pub const ANSWER: Duration = Duration::from_secs(60);
 
-/// Events that are kept until they are read. Bounds memory.
+/// Maximum number of unread events. Bounds memory.
 const MAX_EVENTS: usize = 1024;
 
-/// Longest line. QEMU's longest answers, such as its schema, have some 300 KiB. A
-/// QEMU that its guest controls may send anything: bounds memory.
+/// Maximum length of a line. QEMU's longest answers, such as its schema, have some 300 KiB. Bounds
+/// memory, since a compromised QEMU may send anything.
 const MAX_LINE: usize = 4 << 20;
 
-/// An event of QEMU's.
+/// A QMP event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// As QEMU's documentation names it, such as `DEVICE_DELETED`.
+    /// Its name in QEMU's documentation, such as `DEVICE_DELETED`.
     pub name: String,
     /// Its data.
     pub data: Value,
 }
 
-/// Why a command did not return a value.
+/// A failed command.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// The connection ended: most often, QEMU did.
+    /// The connection closed, usually because QEMU exited.
     #[error("{0}")]
     Closed(String),
     /// The peer does not speak QMP.
@@ -63,7 +62,7 @@ pub struct QmpClient {
 }
 
 impl QmpClient {
-    /// A client on a connected socket. [`QmpClient::greet`] is to be the first call.
+    /// A client on a connected socket. Call [`QmpClient::greet`] first.
     pub fn new(stream: UnixStream) -> Self {
         Self {
             stream,
@@ -73,8 +72,8 @@ impl QmpClient {
         }
     }
 
-    /// Reads QEMU's greeting, its first line; `qmp_capabilities` must follow. QEMU
-    /// serves one client at a time, and greets no other before that one leaves.
+    /// Reads QEMU's greeting, its first line; `qmp_capabilities` must follow. QEMU serves one
+    /// client at a time, and greets the next after that one disconnects.
     pub fn greet(&mut self, deadline: Instant) -> Result<(), QmpError> {
         let greeting = self.next_line(deadline)?.ok_or(QmpError::Silent)?;
         match greeting.get("QMP") {
@@ -83,7 +82,7 @@ impl QmpClient {
         }
     }
 
-    /// Runs a command, and returns what it returns.
+    /// Executes a command, and returns its result.
     pub fn run(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let deadline = Instant::now() + ANSWER;
         let id = self.next_id;
@@ -97,14 +96,14 @@ impl QmpClient {
         loop {
             match self.receive(deadline)?.ok_or(QmpError::Silent)? {
                 Line::Answer(answer) if answer["id"] == id => return returned(command, &answer),
-                // An answer to a command that was given up, or an event.
+                // An answer to an abandoned command, or an event.
                 _ => {}
             }
         }
     }
 
-    /// Waits for the next event that `wanted` takes; others before it are dropped.
-    /// Returns `None` when `deadline` comes first.
+    /// Waits for the next event that `wanted` accepts; earlier ones are dropped. Returns `None` at
+    /// `deadline`.
     pub fn wait_event(
         &mut self,
         deadline: Instant,
@@ -122,8 +121,8 @@ impl QmpClient {
         }
     }
 
-    /// Reads the next line, and keeps it if it is an event. Returns `None` when
-    /// `deadline` comes first; what was read by then is not lost.
+    /// Reads the next line, and keeps it if it is an event. Returns `None` at `deadline`; a partly
+    /// read line is kept.
     fn receive(&mut self, deadline: Instant) -> Result<Option<Line>, QmpError> {
         let Some(mut line) = self.next_line(deadline)? else {
             return Ok(None);
@@ -187,7 +186,7 @@ enum Line {
     Answer(Value),
 }
 
-/// The value that QEMU's answer to a command has.
+/// The value in QEMU's answer to a command.
 pub(crate) fn returned(command: &str, answer: &Value) -> Result<Value, QmpError> {
     let text = |value: &Value| value.as_str().unwrap_or("without a reason").to_owned();
     match (answer.get("return"), answer.get("error")) {
@@ -202,7 +201,7 @@ pub(crate) fn returned(command: &str, answer: &Value) -> Result<Value, QmpError>
     }
 }
 
-/// Zero would mean for ever.
+/// Zero would mean no timeout.
 pub(crate) fn left(deadline: Instant) -> Duration {
     deadline
         .saturating_duration_since(Instant::now())

@@ -1,6 +1,5 @@
-//! The places in a running VM where borrowed devices can be, as QEMU tells of
-//! them: its object tree (QOM) says what is plugged in where, also before the
-//! guest has looked.
+//! The ports and slots of a running VM for borrowed devices, from QEMU's object tree (QOM), which
+//! shows plugged-in devices even before the guest has enumerated them.
 
 use farside_qemu_configs::{Device, Machine, Vm};
 use serde::Deserialize;
@@ -16,12 +15,12 @@ const DEVICE: &str = "dev-";
 /// The i440FX's one bus, in the object tree.
 const PC_BUS: &str = "pci.0";
 
-/// A VM's places.
+/// The ports of a VM.
 pub(crate) struct Slots {
     machine: Machine,
 }
 
-/// One place.
+/// One port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) port: u16,
@@ -29,7 +28,7 @@ pub(crate) struct Slot {
 }
 
 impl Slots {
-    /// Those of a running VM.
+    /// Queries the ports of a running VM.
     pub(crate) fn of(monitor: &mut Monitor) -> Result<Self, Error> {
         let kind = get(monitor, "/machine", "type")?;
         let machine = match kind.as_str() {
@@ -53,8 +52,7 @@ impl Slots {
         self.machine
     }
 
-    /// The number of the port in which QEMU has device `qemu_id`. None when it
-    /// is at a place that has no number.
+    /// The number of the port of device `qemu_id`. `None` if it is not at a numbered port.
     pub(crate) fn port_of(
         &self,
         monitor: &mut Monitor,
@@ -75,7 +73,7 @@ impl Slots {
         }
     }
 
-    /// All places, in order.
+    /// All ports, in order.
     pub(crate) fn all(&self, monitor: &mut Monitor) -> Result<Vec<Slot>, Error> {
         let mut slots = match self.machine {
             Machine::Q35 => root_ports(monitor)?,
@@ -125,8 +123,7 @@ pub(crate) fn ram(monitor: &mut Monitor) -> Result<u64, Error> {
     Ok(part("base-memory") + part("plugged-memory"))
 }
 
-/// The number on the i440FX's bus of the device at port 0, as command lines
-/// have it.
+/// The device number on the i440FX's bus of port 0, as on command lines.
 fn first_slot() -> u64 {
     let mut vm = Vm::new("any", 1 << 20);
     vm.machine = Machine::I440fx;

@@ -1,4 +1,4 @@
-//! The backend as a unit, where this host is run by systemd and has it.
+//! The backend as a systemd unit, if systemd runs this host and the unit is installed.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -11,8 +11,8 @@ const TEMPLATE: &str = "farside@.service";
 /// More than systemd gives the unit to start (90 s) and to stop (TimeoutStopSec).
 const JOB: Duration = Duration::from_secs(120);
 
-/// Whether backends are to be run by systemd: it runs this host, we may command
-/// it, farside's directories are those of the unit, and the unit is installed.
+/// Whether systemd runs backends: it manages this host, this user may control it, farside's
+/// directories are those of the unit, and the unit is installed.
 pub(crate) fn has_unit() -> bool {
     let moved = ["RUNTIME", "CONFIG", "STATE"]
         .iter()
@@ -45,8 +45,8 @@ pub(crate) fn is_active(vm: &str) -> Result<bool, Error> {
     }
 }
 
-/// The instance is the name as it is: the template takes it by `%i`, which undoes
-/// no escaping, and a name has no character that would need it.
+/// The instance is the unescaped name: the template uses `%i`, which does not unescape, and a name
+/// has no character that needs escaping.
 fn unit(vm: &str) -> String {
     format!("farside@{vm}.service")
 }

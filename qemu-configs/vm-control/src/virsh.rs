@@ -1,4 +1,4 @@
-//! libvirt, by its own tool.
+//! Controls libvirt through `virsh`.
 
 use std::{
     path::Path,
@@ -11,15 +11,14 @@ use serde_json::Value;
 
 use crate::{Error, places, qemu::PRESS_AGAIN};
 
-/// libvirt tells of the end of a domain only to who stays connected: `virsh`
-/// is asked so often.
+/// Polling interval: libvirt reports the end of a domain only to connected clients, so `virsh` is
+/// polled.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
-/// For libvirt's answer to what takes a QEMU that lives no time, device_add and
-/// bus-master enable included.
+/// Time limit for short operations on a live QEMU, including device_add and bus-master enable.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// For a start: QEMU zeroes huge pages and preallocated RAM before libvirt answers.
+/// Time limit for a start: QEMU zeroes huge pages and preallocated RAM before libvirt answers.
 const START: Duration = Duration::from_secs(600);
 
 /// Runs QEMU's monitor command `line`, and returns QEMU's answer.
@@ -42,13 +41,12 @@ pub(crate) fn start(domain: &str) -> Result<(), Error> {
     run_within(&places::virsh(), &["start", "--domain", domain], START).map(drop)
 }
 
-/// Repeats the ACPI shutdown request (`virsh shutdown`), as a guest that still
-/// boots does not hear it, and waits until the domain is shut off. Returns whether
-/// that came.
+/// Repeats the ACPI shutdown request (`virsh shutdown`), since a booting guest does not handle it,
+/// and waits until the domain is shut off. Returns whether it is.
 pub(crate) fn power_down(domain: &str, deadline: Instant) -> Result<bool, Error> {
     loop {
         if let Err(error) = run(&["shutdown", "--domain", domain]) {
-            // Unless it has gone off meanwhile.
+            // Fails if it has shut off meanwhile.
             return match is_running(domain)? {
                 true => Err(error),
                 false => Ok(true),
@@ -63,12 +61,12 @@ pub(crate) fn power_down(domain: &str, deadline: Instant) -> Result<bool, Error>
     }
 }
 
-/// Ends the domain at once.
+/// Destroys the domain at once.
 pub(crate) fn destroy(domain: &str) -> Result<(), Error> {
     run(&["destroy", "--domain", domain]).map(drop)
 }
 
-/// Waits until the domain is shut off. Returns whether that came.
+/// Waits until the domain is shut off. Returns whether it is.
 fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
     while is_running(domain)? {
         if Instant::now() >= deadline {
@@ -79,14 +77,14 @@ fn wait_end(domain: &str, deadline: Instant) -> Result<bool, Error> {
     Ok(true)
 }
 
-/// Runs a command of `virsh`, in English. Returns what it printed, trimmed.
+/// Runs a command of `virsh`, in English. Returns its output, trimmed.
 pub fn run(args: &[&str]) -> Result<String, Error> {
     run_within(&places::virsh(), args, ANSWER)
 }
 
 fn run_within(program: &Path, args: &[&str], limit: Duration) -> Result<String, Error> {
     let mut command = Command::new(program);
-    // Its words are looked at.
+    // The output is parsed.
     command.arg("--quiet").args(args).env("LC_ALL", "C");
     let output = output_within(&mut command, limit).map_err(|error| match error {
         OutputError::Run(source) => Error::system(format!(

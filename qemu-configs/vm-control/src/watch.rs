@@ -1,4 +1,4 @@
-//! Waiting for a process that was just started to answer at a socket.
+//! Waits for a new process to answer at a socket.
 
 use std::{
     fs::File,
@@ -19,25 +19,25 @@ use crate::{
     process::{Process, left},
 };
 
-/// A socket is bound a moment before it listens, and only the first is an
-/// event: so much later it is tried once more.
+/// Delay of a second attempt: a socket is bound a moment before it listens, and only the bind is an
+/// event.
 const LISTENS_AFTER: Duration = Duration::from_millis(100);
 
-/// Watches a directory in which a socket is to appear.
+/// Watches a directory for a new socket.
 pub(crate) struct Watch(File);
 
 /// How a wait ended.
 pub(crate) enum Waited<T> {
     /// It answered.
     Answered(T),
-    /// The process has ended.
+    /// The process has exited.
     Ended,
-    /// The time is up.
+    /// The deadline passed.
     Late,
 }
 
 impl Watch {
-    /// To be made before the process is started.
+    /// Create it before starting the process.
     pub(crate) fn new(directory: &Path) -> Result<Self, Error> {
         let watch = || -> Result<OwnedFd, Errno> {
             let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
@@ -54,7 +54,7 @@ impl Watch {
         }
     }
 
-    /// Tries until something answers, whenever the directory changes.
+    /// Tries to connect whenever the directory changes, until the process answers.
     pub(crate) fn wait<T>(
         &mut self,
         process: &Process,
@@ -80,7 +80,7 @@ impl Watch {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(Error::system("poll")(errno.into())),
             }
-            // What changed does not matter.
+            // Which change it was does not matter.
             let _ = self.0.read(&mut [0; 4096]);
         }
     }

@@ -1,4 +1,4 @@
-//! Whoever is at the socket may be anyone, and says anything.
+//! The peer at the socket is untrusted and may send anything.
 
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -11,7 +11,7 @@ use super::*;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Connects to who says `text`, again and again if `endless`, until we hang up.
+/// Connects to a peer that sends `text`, repeatedly if `endless`, until the connection closes.
 fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Monitor, Error> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
@@ -24,7 +24,7 @@ fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Monitor, 
                 peer.write_all(text)?;
             }
         }
-        // Until we hang up.
+        // Until the connection closes.
         io::copy(&mut peer, &mut io::sink()).map(drop)
     });
     Monitor::open("web1", &path, limit)
@@ -42,11 +42,11 @@ fn a_greeting_is_taken() {
     let soon = Instant::now() + Duration::from_secs(1);
     let event = monitor.wait_event(Instant::now() + LONG, |_| true).unwrap();
     assert_eq!(event.expect("an event").name, "STOP");
-    // Half a line is none.
+    // An incomplete line is not a greeting.
     assert!(monitor.wait_event(soon, |_| true).unwrap().is_none());
 }
 
-/// In its own process, this is a QEMU that ends when somebody connects.
+/// In its own process, this acts as a QEMU that exits on a connection.
 #[test]
 fn one_that_ends_while_somebody_connects_runs_no_more() {
     const PATH: &str = "FARSIDE_TEST_MONITOR";
