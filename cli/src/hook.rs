@@ -1,8 +1,7 @@
-//! `farside hook`: what libvirt runs as `/etc/libvirt/hooks/qemu`.
+//! `farside hook`: run by libvirt as `/etc/libvirt/hooks/qemu`.
 //!
-//! libvirt waits for it, and reads as a new domain what it prints at some
-//! operations: so it prints nothing, never asks libvirt anything, and says no only
-//! to a domain that borrows devices.
+//! libvirt waits for it, and at some operations parses its output as a new domain: so it prints
+//! nothing, never calls libvirt, and fails only for a domain that borrows devices.
 
 use std::{
     io::{Read, stdin},

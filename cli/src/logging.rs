@@ -20,7 +20,7 @@ pub(crate) fn init() {
     builder
         .parse_filters(filter)
         .format_target(false)
-        // It logs what it also returns, or what we look at ourselves.
+        // It logs errors that it also returns or that the caller checks itself.
         .filter_module("vfio_ioctls", LevelFilter::Off)
         .init();
     if let Some(part) = invalid {

@@ -21,7 +21,7 @@ use crate::{
 /// Bytes that a host can pin in a millisecond, if it is slow.
 const PINNED_PER_MS: u64 = 1_000_000;
 
-/// QEMU's program when nothing is said.
+/// The default QEMU binary.
 const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 
 pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
@@ -71,7 +71,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
             );
         }
     }
-    // For the monitor, where no backend has made it.
+    // For the monitor, if no backend has created it.
     let directory = paths::vm_dir(&name);
     paths::create_directory(&directory)
         .with_context(|| format!("cannot use {}", directory.display()))?;
@@ -100,7 +100,7 @@ fn print(vm: &Vm, command_line: &CommandLine, form: QemuForm) -> anyhow::Result<
     Ok(())
 }
 
-/// What a VM's backend serves.
+/// The devices that a VM's backend serves.
 fn served(vm: &str) -> anyhow::Result<BackendReport> {
     status::backend(&paths::status_socket(vm))?.with_context(|| {
         format!(
@@ -109,7 +109,7 @@ fn served(vm: &str) -> anyhow::Result<BackendReport> {
     })
 }
 
-/// How long the backend lets a bus-master enable take.
+/// The backend's limit for a bus-master enable.
 fn open_timeout(backend: &BackendReport) -> Duration {
     let timeouts = backend.devices.iter().map(|device| device.open_timeout_ms);
     Duration::from_millis(timeouts.min().unwrap_or(0))

@@ -15,7 +15,7 @@ use crate::{
     values::MachineArg,
 };
 
-/// QEMU's `x-msg-timeout` when nothing raises that.
+/// QEMU's default `x-msg-timeout`.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
@@ -54,7 +54,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let open_timeout = args
         .open_timeout
         .or(file.open_timeout)
-        // With time left for the lender, and to undo what was done.
+        // Leaves time for the lender and for a rollback.
         .map_or(message_timeout * 4 / 5, Duration::from_secs);
 
     let stop = Wakeup::new()?;

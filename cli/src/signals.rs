@@ -12,8 +12,8 @@ use signal_hook::{
 /// session sends both when it ends.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
-/// Raises `stop` at each signal that asks us to end ([`Requests`]), after
-/// `announce` was called with the signal's name.
+/// Raises `stop` at each termination signal ([`Requests`]), after `announce` was called with the
+/// signal's name.
 pub(crate) fn raise_on_signal(stop: &Wakeup, announce: fn(&str)) -> std::io::Result<()> {
     let stop = stop.clone();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
@@ -42,7 +42,7 @@ struct Requests {
 }
 
 impl Requests {
-    /// Whether this signal is a request of its own.
+    /// Whether this signal is a separate request.
     fn is_new(&mut self, signal: i32, at: Instant) -> bool {
         let repeats = match self.last {
             None => false,
@@ -56,7 +56,7 @@ impl Requests {
     }
 }
 
-/// Logs that the first signal ends the process, and tells the service manager.
+/// Logs that the first signal ends the process, and notifies the service manager.
 pub(crate) fn stopping(signal: &str) {
     log::info!("stopping at {signal}");
     farside_daemon::stopping(&format!("stopping at {signal}"));

@@ -1,9 +1,8 @@
 //! `farside units`: the sockets of a VM's devices, as drop-ins of its socket unit.
 //!
-//! `farside@VM.socket` is made of a template, which knows the VM's name but not its
-//! devices. What is missing is in the VM configuration: systemd's generator
-//! (`systemd.generator(7)`) asks for it at boot and at each `daemon-reload`, so
-//! that unit and description agree.
+//! `farside@VM.socket` is instantiated from a template, which contains the VM's name but not its
+//! devices. Those are in the VM configuration: systemd's generator (`systemd.generator(7)`) queries
+//! them at boot and at each `daemon-reload`, so that unit and description agree.
 
 use std::{
     fmt::Write as _,

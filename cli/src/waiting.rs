@@ -1,4 +1,4 @@
-//! What we wait for, on a terminal.
+//! Shows progress on a terminal.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What changed between two results, beyond what changes anyway.
+//! Compares two results, ignoring changes within the spread of repeats.
 //!
 //! A figure has changed when the ranges of its repeats do not touch: then no
 //! repeat of one could have been of the other. One repeat has no range, and
@@ -12,9 +12,9 @@ pub struct Comparison {
     /// Machine, kernels, QEMU, accelerator, where they differ: (what, before,
     /// after).
     pub differences: Vec<(&'static str, String, String)>,
-    /// What both have measured.
+    /// Figures in both results.
     pub changes: Vec<Change>,
-    /// What only one has.
+    /// Figures in one result only.
     pub only: Vec<(String, Side)>,
 }
 
@@ -33,11 +33,11 @@ pub struct Change {
     pub before: Finding,
     /// After.
     pub after: Finding,
-    /// What became of it.
+    /// The direction of the change.
     pub direction: Direction,
 }
 
-/// What became of a figure.
+/// The direction of a figure's change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Beyond the spread.

@@ -1,10 +1,10 @@
-//! Where and with what was measured.
+//! The environment of a measurement.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// Where and with what was measured. What is not known is left out.
+/// The environment of a measurement. Unknown values are omitted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Environment {
@@ -22,19 +22,19 @@ pub struct Environment {
     pub guest_kernel: Option<String>,
     /// QEMU's version.
     pub qemu: Option<String>,
-    /// What ran the guest's instructions: `kvm` or `tcg`.
+    /// The accelerator: `kvm` or `tcg`.
     pub accel: Option<String>,
     /// farside's version, or the commit it was built from.
     pub farside: String,
     /// Whether the sources had changes that no commit has.
     pub changed_sources: bool,
-    /// What was chosen: repeats, seconds, where images are.
+    /// The options: repeats, seconds, image paths.
     pub options: BTreeMap<String, String>,
 }
 
 impl Environment {
-    /// What makes figures comparable, with names: what differs between two of
-    /// these explains a difference of figures.
+    /// Named properties that make figures comparable: a difference in one may explain a difference
+    /// in figures.
     pub fn facts(&self) -> Vec<(&'static str, String)> {
         let known = |fact: &Option<String>| fact.clone().unwrap_or_else(|| "unknown".into());
         vec![
@@ -47,7 +47,7 @@ impl Environment {
         ]
     }
 
-    /// What was measured, with a mark when no commit says it all.
+    /// The measured version, marked if it has uncommitted changes.
     pub fn sources(&self) -> String {
         match self.changed_sources {
             true => format!("{} with changes", self.farside),
@@ -69,7 +69,7 @@ pub fn processors(cpuinfo: &str) -> (String, u32) {
     (model, values("processor").count() as u32)
 }
 
-/// Bytes of RAM, from `/proc/meminfo`; 0 when it does not say.
+/// Bytes of RAM, from `/proc/meminfo`; 0 if missing.
 pub fn memory(meminfo: &str) -> u64 {
     let kib = meminfo.lines().find_map(|line| {
         let kib = line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?;

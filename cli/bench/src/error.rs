@@ -1,16 +1,16 @@
-//! What can be wrong with what others wrote.
+//! Errors in files and in the output of other software.
 
 use std::{io, path::PathBuf};
 
-/// What can go wrong.
+/// An error of a benchmark.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// fio failed, or says something that is not understood.
+    /// fio failed, or its output cannot be parsed.
     #[error("fio {what}; its output: {output}")]
     Fio {
-        /// What is wrong.
+        /// The problem.
         what: String,
-        /// The beginning of what it printed.
+        /// The beginning of its output.
         output: String,
     },
     /// Counters of a disk and the CPUs.
@@ -27,7 +27,7 @@ pub enum Error {
     Format {
         /// Of the file.
         found: u64,
-        /// What we read.
+        /// The supported format.
         known: u32,
     },
     /// A section whose series do not fit each other.
@@ -35,7 +35,7 @@ pub enum Error {
     Section {
         /// Its name.
         section: String,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
     /// A plot could not be drawn.
@@ -43,7 +43,7 @@ pub enum Error {
     Plot {
         /// Its name.
         name: String,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
     /// A file or directory could not be written.
@@ -69,7 +69,7 @@ pub enum Error {
     File {
         /// Which.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         #[source]
         error: Box<Error>,
     },

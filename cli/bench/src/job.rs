@@ -1,4 +1,4 @@
-//! What fio does.
+//! The jobs for fio.
 
 use std::borrow::Cow;
 

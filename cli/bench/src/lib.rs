@@ -1,14 +1,13 @@
-//! Measures a borrowed device beside another one, and shows what came out.
+//! Measures a borrowed device next to another one, and presents the results.
 //!
-//! This makes command lines, reads what programs printed, computes, renders
-//! text, SVG, PNG and HTML, and writes that to files. Who runs guests and fio is
-//! somebody else (`farside bench`, `cargo xtask bench`).
+//! Creates command lines, parses output, computes, renders text, SVG, PNG and HTML, and writes
+//! files. `farside bench` and `cargo xtask bench` run guests and fio.
 //!
-//! - [`job`]: what fio does; [`fio`]: its command line and its output;
+//! - [`job`]: the jobs for fio; [`fio`]: its command line and its output;
 //! - [`JobResult`]: both disks, pair by pair; [`METRICS`]: the metrics;
 //! - [`Section`]: measurements of any other kind, side by side, with targets;
 //! - [`Results`]: all of it with where it was measured, as a file;
-//! - [`Comparison`]: what changed between two of those;
+//! - [`Comparison`]: the changes between two of those;
 //! - [`output`]: files of results; [`tables`], [`plots`], [`report`]: for people.
 
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! What one run of a job came to, and the two of a pair.
+//! The results of one run of a job, and of a pair of runs.
 
 use std::time::Duration;
 
@@ -25,14 +25,14 @@ pub struct Measurement {
     pub p999: f64,
     /// Nanoseconds that the guest's CPUs were busy for one I/O.
     pub guest_cpu: Option<f64>,
-    /// Nanoseconds of CPU time on the host for one I/O, of QEMU and all who serve
-    /// the disk; unknown from within a guest.
+    /// Nanoseconds of host CPU time for one I/O, of QEMU and all processes that serve the disk;
+    /// unknown from within a guest.
     pub host_cpu: Option<f64>,
 }
 
 impl Measurement {
-    /// Of what fio said and what happened meanwhile. `host_cpu` is of the same
-    /// time as `work`.
+    /// Combines fio's results with the CPU time meanwhile. `host_cpu` covers the same time as
+    /// `work`.
     pub fn new(job: &Job, outcome: &Outcome, work: &Work, host_cpu: Option<Duration>) -> Self {
         let each = |cpu| Some(work.cpu_per_io(cpu, job.block)? * 1e9);
         Self {
@@ -108,7 +108,7 @@ pub struct Metric {
     pub unit: Unit,
     /// When they are better.
     pub better: Better,
-    /// What is wanted of borrowed over beside.
+    /// The target of the ratio, borrowed over beside.
     pub target: Option<Target>,
     of: fn(&Measurement) -> Option<f64>,
 }

@@ -25,7 +25,7 @@ pub fn write_all(results: &Results, directory: &Path) -> Result<PathBuf, Error> 
         path: directory.to_owned(),
         error,
     })?;
-    // First what cannot be made again.
+    // First the data that cannot be recreated.
     write_json(results, &directory.join("results.json"))?;
     let plots = plots::all(results);
     for plot in &plots {

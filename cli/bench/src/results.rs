@@ -15,7 +15,7 @@ pub const FORMAT: u32 = 1;
 pub struct Results {
     /// [`FORMAT`].
     pub format: u32,
-    /// Where and with what.
+    /// The environment.
     pub environment: Environment,
     /// What the two disks are called in tables: first the borrowed one.
     pub drives: [String; 2],
@@ -227,7 +227,7 @@ mod tests {
             error.contains("format 2") && error.contains("format 1"),
             "{error}"
         );
-        // Also when nothing else is as we know it.
+        // Even if the rest of the file is unknown.
         let error = Results::parse(r#"{"format": 7, "all": "new"}"#).unwrap_err();
         assert!(error.to_string().contains("format 7"), "{error}");
     }

@@ -1,9 +1,9 @@
-//! Whether a section makes sense. Results come from files too.
+//! Validates a section, since results also come from files.
 
 use crate::{Data, Error, Section, Series};
 
-/// Each series has a name of its own and figures that are numbers, and is set
-/// against one that is there and has the same unit.
+/// Each series has a unique name and figures that are numbers, and is set against one that is there
+/// and has the same unit.
 pub(crate) fn check(section: &Section) -> Result<(), Error> {
     let error = |what: String| {
         Err(Error::Section {

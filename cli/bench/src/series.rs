@@ -1,9 +1,9 @@
 //! Measurements of any kind, side by side.
 //!
-//! A [`Section`] is about one question ("what does an interrupt cost?"). Its
-//! [`Series`] are the answers, one for each way of doing it. A series may be set
-//! against another of its section: then what counts is the ratio of the repeats
-//! made next to each other, so that a busy machine is busy for both.
+//! A [`Section`] is about one question ("what does an interrupt cost?"). Its [`Series`] are the
+//! answers, one for each way of doing it. A series may be set against another of its section: then
+//! what counts is the ratio of the repeats made next to each other, so that other load affects
+//! both.
 
 use std::fmt;
 
@@ -18,9 +18,9 @@ pub struct Section {
     pub name: String,
     /// For people.
     pub title: String,
-    /// What was measured, how, and how to read it: some sentences.
+    /// What was measured, how, and how to interpret it, in some sentences.
     pub about: String,
-    /// What came out.
+    /// The results.
     pub series: Vec<Series>,
 }
 
@@ -33,7 +33,7 @@ pub struct Series {
     pub unit: Unit,
     /// When a figure is better.
     pub better: Better,
-    /// What came out.
+    /// The results.
     pub data: Data,
     /// The series of the same section, with the same kind of data, that this
     /// one is divided by.

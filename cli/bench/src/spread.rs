@@ -14,8 +14,8 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of figures; `None` when there is none. What is not finite is left out: a
-    /// ratio to nothing says nothing.
+    /// Of figures; `None` when there is none. Non-finite values are omitted: a ratio to nothing
+    /// says nothing.
     pub fn of(figures: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut figures: Vec<f64> = figures.into_iter().filter(|f| f.is_finite()).collect();
         figures.sort_by(f64::total_cmp);

@@ -119,7 +119,7 @@ pub fn text(results: &Results) -> String {
     text
 }
 
-/// What the ratios mean.
+/// An explanation of the ratios.
 pub const HOW_TO_READ: &str = "Ratios are median (least–most) of pairs of runs, one after the \
 other on the two disks. More is better for IOPS and bandwidth, less for everything else: \
 latency is fio's, from submission to completion; guest CPU is the time that the guest's CPUs were busy \

@@ -1,8 +1,8 @@
-//! What figures count, and how people write them.
+//! Units of figures, and their display.
 
 use serde::{Deserialize, Serialize};
 
-/// What a figure counts.
+/// The unit of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {

@@ -1,4 +1,4 @@
-//! Where facts are looked for.
+//! The sources of facts.
 
 use std::{
     env,
@@ -15,7 +15,7 @@ use farside_vm_config::places;
 /// Longest file that is read, bytes: far more than any of those has.
 const MAX_FILE: u64 = 4 << 20;
 
-/// How long a tool or a lender may take to answer, when nobody says otherwise.
+/// Default timeout for a tool or a lender.
 const PATIENCE: Duration = Duration::from_millis(1500);
 
 /// A host, or a directory that looks like one.
@@ -29,7 +29,7 @@ pub struct Host {
     pub(crate) config: PathBuf,
     /// Whether farside's directories are others than those of its systemd units.
     pub(crate) moved: bool,
-    /// Where programs are looked for, instead of in this process' `PATH`.
+    /// Search path for executables, instead of this process' `PATH`.
     pub(crate) path: Option<OsString>,
     /// libvirt's tool.
     pub(crate) virsh: PathBuf,
@@ -55,13 +55,13 @@ impl Host {
         }
     }
 
-    /// Waits so long for each tool and each lender; all are asked at once.
+    /// Sets the timeout of each tool and each lender; all are queried concurrently.
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// A made-up host below a directory, without any program.
+    /// An artificial host below a directory, without executables.
     #[cfg(test)]
     pub(crate) fn at(root: &Path) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Host {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// What is in a file of the system, if it can be read.
+    /// The contents of a system file, if readable.
     pub(crate) fn text(&self, path: &str) -> Option<String> {
         read(&self.system(path))
     }
@@ -96,9 +96,9 @@ impl Host {
     }
 }
 
-/// What is in a file, if it can be read.
+/// The contents of a file, if readable.
 pub(crate) fn read(path: &Path) -> Option<String> {
-    // What is in /proc may not be UTF-8 either.
+    // Files in /proc may not be UTF-8 either.
     let mut bytes = Vec::new();
     let file = File::open(path).ok()?;
     file.take(MAX_FILE).read_to_end(&mut bytes).ok()?;

@@ -4,11 +4,10 @@
 //!   Host --look--> Facts --judge--> Report (of Findings)
 //! ```
 //!
-//! [`Facts`] come from `/proc`, `/sys`, `/etc`, farside's directories, QEMU,
-//! libvirt and the lenders: all files below a root directory, all that could hang
-//! with a deadline. Nothing is changed, and nothing is started but what systemd
-//! starts when a lender is asked. What the facts mean is for [`Facts::judge`], a
-//! list of small pure functions.
+//! [`Facts`] come from `/proc`, `/sys`, `/etc`, farside's directories, QEMU, libvirt and the
+//! lenders: all files below a root directory, all that could hang with a deadline. Nothing is
+//! changed; a query to a lender may start it through systemd's socket activation. The facts are
+//! judged by [`Facts::judge`], a list of small pure functions.
 
 #![forbid(unsafe_code)]
 

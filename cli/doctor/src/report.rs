@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer, ser::SerializeStruct};
 
 use crate::{Finding, Level};
 
-/// What was found on a host.
+/// The findings on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// In the order of the checks.
@@ -14,8 +14,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// The number of the JSON format. It grows when a key goes or changes its type
-    /// or meaning; new keys leave it as it is.
+    /// The version of the JSON format. Incremented when a key is removed or changes its type or
+    /// meaning; new keys leave it as it is.
     pub const FORMAT: u32 = 1;
 
     /// How many findings are of that level.
@@ -24,7 +24,7 @@ impl Report {
         findings.filter(|finding| finding.level == level).count()
     }
 
-    /// Text: what, why, and the commands.
+    /// As text: problem, reason, and commands.
     pub fn text(&self) -> String {
         let mut text = String::new();
         for finding in &self.findings {

@@ -1,4 +1,4 @@
-//! A program that is asked something, and has a deadline.
+//! Runs external commands with a deadline.
 
 use std::{
     io,
@@ -18,7 +18,7 @@ pub(crate) enum RunError {
     Run(io::Error),
     /// It did not answer in time.
     Late(Duration),
-    /// It ended with an error, and said why.
+    /// It exited with an error and a message.
     Failed { status: ExitStatus, said: String },
 }
 
@@ -33,10 +33,10 @@ impl std::fmt::Display for RunError {
 }
 
 impl Host {
-    /// Runs a program, and returns what it prints.
+    /// Runs a command, and returns its output.
     pub(crate) fn ask(&self, program: &Path, args: &[&str]) -> Result<String, RunError> {
         let mut command = Command::new(program);
-        // Its words are looked at.
+        // The output is parsed.
         command.args(args).env("LC_ALL", "C");
         if let Some(path) = &self.path {
             command.env("PATH", path);

@@ -1,5 +1,5 @@
-//! What a device's IOMMU cannot map: addresses that it has no bits for, and
-//! ranges that the platform keeps.
+//! Addresses that a device's IOMMU cannot map: those beyond its width, and ranges that the platform
+//! keeps.
 //!
 //! A borrowed device uses guest-physical addresses as IOVAs, so a guest has to
 //! stay clear of both.
@@ -41,11 +41,11 @@ impl std::fmt::Display for Span {
 pub struct Reserved {
     /// Which addresses.
     pub range: GpaRange,
-    /// What for.
+    /// The reason.
     pub what: String,
 }
 
-/// What IOVAs a device may use.
+/// The IOVAs that a device can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddressRules {
     /// Bits of an IOVA: 39, 48 or 57 for 3, 4 or 5 levels of page tables.
@@ -76,7 +76,7 @@ pub enum AddressError {
     /// No IOMMU has such addresses.
     #[error("iova-bits = {bits} must be from 32 to 64; IOMMUs have 39, 48 or 57")]
     Bits {
-        /// What was asked for.
+        /// The configured width.
         bits: u32,
     },
     /// RAM where the IOMMU has no addresses.
@@ -104,7 +104,7 @@ pub enum AddressError {
         ram: GpaRange,
         /// The reserved range.
         reserved: GpaRange,
-        /// What it is reserved for.
+        /// The purpose of the reservation.
         what: String,
     },
 }
@@ -118,7 +118,7 @@ impl AddressRules {
         }
     }
 
-    /// Whether all of `ranges` can be mapped at their own addresses.
+    /// Checks that all of `ranges` can be identity-mapped.
     ///
     /// # Errors
     /// The first range that cannot, and why.

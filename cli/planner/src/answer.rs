@@ -35,11 +35,11 @@ impl Default for Answer {
 }
 
 impl Answer {
-    /// The number of the format. It grows when a key goes or changes its type or
-    /// meaning; new keys leave it as it is.
+    /// The version of the format. Incremented when a key is removed or changes its type or meaning;
+    /// new keys leave it as it is.
     pub const FORMAT: u32 = 1;
 
-    /// What does not fit, and what to do.
+    /// Problems, with remedies.
     pub fn problems(&self) -> Vec<&str> {
         let ntb = self.ntb.iter().flat_map(|plan| &plan.problems);
         let cluster = self.cluster.iter().flat_map(|plan| &plan.problems);

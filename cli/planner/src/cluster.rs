@@ -66,7 +66,7 @@ pub struct WindowsOfHost {
     pub lut: Table,
 }
 
-/// What a cluster takes of each host's adapter.
+/// The resources of each host's adapter that a cluster uses.
 #[derive(Clone, Debug, Serialize)]
 pub struct ClusterPlan {
     /// Hosts.
@@ -83,7 +83,7 @@ pub struct ClusterPlan {
     pub one_adapter: Table,
     /// Requester entries of an adapter through which a host lends to all others.
     pub all_pairs: Table,
-    /// Most hosts that one adapter can lend so many devices to.
+    /// Maximum number of hosts to which one adapter can lend this number of devices.
     pub most_peers: u64,
     /// Most devices that one adapter can lend.
     pub most_devices_per_adapter: u64,
@@ -97,11 +97,11 @@ pub struct ClusterPlan {
     pub switch_port: u64,
     /// Windows, when a guest was given.
     pub windows: Option<WindowsOfHost>,
-    /// What to change of each adapter where windows do not fit.
+    /// The required change of each adapter if windows do not fit.
     pub remedy: Option<Remedy>,
     /// Whether it fits, with one adapter a host.
     pub fits: bool,
-    /// What does not fit, and what to do; empty when all does.
+    /// Problems, with remedies; empty if all fits.
     pub problems: Vec<String>,
 }
 
@@ -243,7 +243,7 @@ fn problems(
     problems
 }
 
-/// What makes room for the windows of a host, where there is none.
+/// The remedy for insufficient room for the windows of a host.
 fn remedy(cluster: &Cluster, guest: &Guest, lent: u64, limits: &NtbLimits) -> Option<Remedy> {
     let spans = guest.windows().spans();
     let entries = |limits: &NtbLimits| {
@@ -253,8 +253,8 @@ fn remedy(cluster: &Cluster, guest: &Guest, lent: u64, limits: &NtbLimits) -> Op
             .then(|| windows(cluster, guest, lent, limits).lut.needed)
     };
     let fits = entries(limits).is_some_and(|needed| needed <= limits.lut_entries.into());
-    // Of one device: what more of them ask of the requester table is another
-    // problem, with its own remedies.
+    // For one device: exhaustion of the requester table by several is a separate problem, with its
+    // own remedies.
     (!fits).then(|| Remedy::raise(limits, 1, entries))
 }
 

@@ -3,7 +3,7 @@
 use farside_fabric::NtbLimits;
 use serde::Serialize;
 
-/// What some devices take of an adapter.
+/// The resources of an adapter that some devices use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Cost {
     /// DMA windows.

@@ -1,4 +1,4 @@
-//! The VMs that are asked about, and where QEMU puts their RAM.
+//! The VMs of a plan, and their RAM layout in QEMU.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ pub struct Guest {
     pub machine: Machine,
     /// Devices that each borrows from the lender, at least 1.
     pub devices: u16,
-    /// Pages that guest RAM is made of.
+    /// Page size of guest RAM.
     pub huge_pages: HugePages,
 }
 
@@ -37,7 +37,7 @@ pub enum GuestError {
         /// RAM of each, bytes.
         ram: u64,
     },
-    /// VMs that borrow nothing.
+    /// The VMs borrow no devices.
     #[error("a guest of {} that borrows 0 devices: give it at least 1", Size(*ram))]
     NoDevices {
         /// RAM, bytes.
@@ -52,7 +52,7 @@ pub enum GuestError {
         /// RAM, bytes.
         ram: u64,
     },
-    /// What QEMU would not take.
+    /// QEMU would reject the VM.
     #[error(transparent)]
     Vm(#[from] VmError),
 }

@@ -8,10 +8,9 @@
 //!   LUT, BAR, requesters     hosts × devices a pair     IOVAs, pages, memlock
 //! ```
 //!
-//! It asks the parts that do the work later: where RAM is comes from
-//! `qemu-configs`, windows from `guest-layout`, what a window costs from the
-//! `fabric`'s limits. What the allocator then makes of it is computed, not
-//! tried, and property tests hold the two against each other.
+//! It uses the crates that do the work later: the RAM layout comes from `qemu-configs`, windows
+//! from `guest-layout`, the cost of a window from `fabric`'s limits. The allocator's result is
+//! computed, not tried, and property tests hold the two against each other.
 //!
 //! The crate is pure: no I/O, no threads. Sizes are bytes; ranges are
 //! guest-physical, which is what a borrowed device uses as IOVA. Any number may
@@ -65,7 +64,7 @@ pub enum PlanError {
         name: &'static str,
         /// What it is.
         value: u64,
-        /// What it must be.
+        /// The requirement.
         rule: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Guests behind an NTB adapter: what they take, and how many fit.
+//! Guests behind an NTB adapter: their resources, and how many fit.
 
 use farside_fabric::{NtbLimits, Size};
 use farside_guest_layout::Plan;
@@ -8,7 +8,7 @@ use crate::{
     AddressRules, Cost, Guest, Limit, PlanError, Span, cost::room, largest::largest, remedy::Remedy,
 };
 
-/// What guests take of one lender's adapter.
+/// The resources of one lender's adapter that guests use.
 #[derive(Clone, Debug, Serialize)]
 pub struct NtbPlan {
     /// The adapter.
@@ -17,17 +17,17 @@ pub struct NtbPlan {
     pub segment: u64,
     /// Each kind of guest, in the order in which they borrow.
     pub guests: Vec<NtbGuest>,
-    /// VMs that were asked for.
+    /// Number of requested VMs.
     pub vms: u64,
     /// How many of them fit, when they borrow one after the other.
     pub vms_that_fit: u64,
-    /// What those take.
+    /// Their resources.
     pub taken: Cost,
     /// Whether all fit.
     pub fits: bool,
-    /// What to change where not all fit.
+    /// The required change if not all fit.
     pub remedy: Option<Remedy>,
-    /// What does not fit, and what to do; empty when all does.
+    /// Problems, with remedies; empty if all fits.
     pub problems: Vec<String>,
 }
 
@@ -46,11 +46,11 @@ pub struct NtbGuest {
     pub ram_ranges: Vec<Span>,
     /// The windows of one device.
     pub windows: Vec<NtbWindow>,
-    /// What one VM takes.
+    /// The resources of one VM.
     pub per_vm: Cost,
     /// How many such VMs an otherwise unused lender has room for.
     pub room: u64,
-    /// What refuses one more.
+    /// The limit that excludes another VM.
     pub limited_by: Limit,
     /// RAM of the largest guest of this machine type with as many devices that
     /// fits alone, bytes; `None` when not even the smallest does.
@@ -62,7 +62,7 @@ pub struct NtbGuest {
 /// A DMA window of a device.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct NtbWindow {
-    /// What it spans.
+    /// The range that it spans.
     pub range: Span,
     /// RAM in it, bytes.
     pub ram_bytes: u64,
@@ -191,7 +191,7 @@ fn place(plan: &mut NtbPlan, guests: &[Guest]) {
     }
 }
 
-/// What the next VM needs, and what is left of that.
+/// The resources that the next VM needs, and those left.
 fn refusal(guest: &Guest, limit: Limit, taken: Cost, limits: &NtbLimits) -> String {
     let spans = guest.windows().spans();
     let needs = Cost::of_device(&spans, limits).times(guest.devices.into());
@@ -228,7 +228,7 @@ fn refusal(guest: &Guest, limit: Limit, taken: Cost, limits: &NtbLimits) -> Stri
     }
 }
 
-/// What makes room for all.
+/// The remedy that makes room for all.
 fn remedy(guests: &[Guest], kinds: &[NtbGuest], limits: &NtbLimits) -> Remedy {
     let devices = |guest: &Guest| u64::from(guest.vms).saturating_mul(guest.devices.into());
     let spans: Vec<(Vec<u64>, u64)> = guests

@@ -1,13 +1,13 @@
-//! Adapters by name, for those who have none at hand.
+//! Adapters by name, for planning without hardware.
 
 use farside_fabric::NtbLimits;
 
 /// An adapter, and where its numbers are from.
 #[derive(Clone, Debug)]
 pub struct Preset {
-    /// What to ask for.
+    /// The preset's name.
     pub name: &'static str,
-    /// What it is, in a line.
+    /// A one-line description.
     pub what: &'static str,
     /// Where the numbers are from, and which of them are our choice.
     pub source: &'static str,
@@ -18,7 +18,7 @@ pub struct Preset {
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// A Dolphin PXH830 whose BAR has been made large; as [`NtbLimits::default`].
+/// A Dolphin PXH830 with an enlarged BAR; as [`NtbLimits::default`].
 const PXH830: NtbLimits = NtbLimits {
     bar_size: 32 * GIB,
     lut_entries: 256,
@@ -36,7 +36,7 @@ const TWO_BARS: NtbLimits = NtbLimits {
     ..PXH830
 };
 
-/// The adapters we know, the default first.
+/// The known adapters, the default first.
 pub static PRESETS: [Preset; 6] = [
     Preset {
         name: "dolphin-pxh830",

@@ -1,11 +1,11 @@
-//! What to change where something does not fit.
+//! The remedy if something does not fit.
 
 use std::fmt;
 
 use farside_fabric::{NtbLimits, Size};
 use serde::Serialize;
 
-/// What to change. All unset: no possible adapter is large enough.
+/// The required changes. All unset: no possible adapter is large enough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Remedy {
     /// Sufficient BAR size, bytes.
@@ -63,7 +63,7 @@ impl Remedy {
         remedy
     }
 
-    /// The adapter after what is to be raised has been.
+    /// The adapter with the raised values.
     pub fn apply(&self, limits: &NtbLimits) -> NtbLimits {
         NtbLimits {
             bar_size: self.bar_size.unwrap_or(limits.bar_size),

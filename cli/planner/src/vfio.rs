@@ -10,12 +10,12 @@ use crate::{AddressRules, Guest, PlanError, Span, largest::largest};
 /// Sizes of the pages that guest RAM may consist of.
 const BACKINGS: [u64; 3] = [PAGE_SIZE, 2 << 20, 1 << 30];
 
-/// What guests take of one machine's IOMMU and memory.
+/// The resources of one host's IOMMU and memory that guests use.
 #[derive(Clone, Debug, Serialize)]
 pub struct VfioPlan {
     /// Bits of an IOVA.
     pub iova_bits: u32,
-    /// Ranges that cannot be mapped, and what for.
+    /// Ranges that cannot be mapped, with the reason.
     pub reserved: Vec<(Span, String)>,
     /// Each kind of guest.
     pub guests: Vec<VfioGuest>,
@@ -23,7 +23,7 @@ pub struct VfioPlan {
     pub lender_memlock: u64,
     /// Whether all can be mapped.
     pub fits: bool,
-    /// What cannot be mapped, and what to do; empty when all can.
+    /// Problems, with remedies; empty if all ranges can be mapped.
     pub problems: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ pub struct VfioGuest {
     pub machine: &'static str,
     /// Devices of each.
     pub devices: u16,
-    /// Where RAM is: what a device's domain maps, each at its own address.
+    /// The RAM ranges: a device's domain identity-maps them.
     pub ram_ranges: Vec<Span>,
     /// Entries of a device's page tables, by the pages that RAM consists of.
     pub pages: Vec<PagesBySize>,

@@ -1,4 +1,4 @@
-//! A disk that may be measured: nobody else uses it.
+//! An unused disk that may be measured.
 
 use std::{fs, os::unix::fs::FileTypeExt, path::Path};
 
@@ -12,7 +12,7 @@ pub(super) struct Drive {
 }
 
 impl Drive {
-    /// Refuses what is no block device, and what is in use.
+    /// Refuses a path that is not a block device, or a disk in use.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let real = fs::canonicalize(path).with_context(|| format!("{shown}"))?;
@@ -54,7 +54,7 @@ fn parts(sys: &Path) -> Vec<String> {
         .collect()
 }
 
-/// What is made of the disk or its parts: RAID, LVM, encryption.
+/// Devices on top of the disk or its partitions: RAID, LVM, encryption.
 fn holder(sys: &Path, parts: &[String]) -> Option<String> {
     let directories = parts
         .iter()
@@ -66,8 +66,7 @@ fn holder(sys: &Path, parts: &[String]) -> Option<String> {
     })
 }
 
-/// Where the disk or one of its parts is mounted or swapped to, from the kernel's
-/// lists.
+/// Mounts and swap on the disk or its partitions, from the kernel's lists.
 fn user(name: &str, parts: &[String], mounts: &str, swaps: &str) -> Option<String> {
     let ours = |device: &str| {
         device

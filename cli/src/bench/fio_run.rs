@@ -14,7 +14,7 @@ use farside_bench::{
 
 use super::drive::Drive;
 
-/// fio's version, or what to type when there is no fio.
+/// fio's version, or the command that installs it.
 pub(super) fn version() -> Result<String> {
     let output = call(Command::new("fio").arg("--version"))?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -34,7 +34,7 @@ pub(super) fn measure(job: &Job, drive: &Drive, timing: Timing) -> Result<Measur
             .args(arguments)
             .current_dir(directory.path()),
     )?;
-    // It says more than its status when it fails.
+    // On failure its output is more informative than its status.
     let outcome = fio::read_output(&String::from_utf8_lossy(&output.stdout));
     ensure!(
         output.status.success() || outcome.is_err(),

@@ -1,4 +1,4 @@
-//! What `farside plan` is asked.
+//! The arguments of `farside plan`.
 
 use std::path::PathBuf;
 

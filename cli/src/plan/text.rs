@@ -159,7 +159,7 @@ fn ntb_guest(page: &mut Page, guest: &NtbGuest) {
     page.line("largest guest", &largest);
 }
 
-/// What all VMs that fit take together.
+/// The total resources of all VMs that fit.
 fn taken(page: &mut Page, plan: &NtbPlan) {
     let (taken, limits) = (plan.taken, &plan.limits);
     page.rows(
@@ -308,7 +308,7 @@ fn guest_title(vms: u32, ram: u64, machine: &str, devices: u16) -> String {
     )
 }
 
-/// Lines that fit beside a name.
+/// Lines next to a name.
 fn wrapped(text: &str) -> Vec<String> {
     const WIDTH: usize = 76;
     let mut lines = vec![String::new()];

@@ -1,4 +1,4 @@
-//! fio: what it is told, and what it says.
+//! fio: its command line and its output.
 //!
 //! A run is measured between two [samples](Sample) that fio itself takes by the
 //! commands that it runs when a job begins and ends: without its own start, and
@@ -12,6 +12,6 @@ pub use command::{Hooks, Timing, arguments, sample_command};
 pub use output::{Outcome, read_output};
 pub use sample::{Sample, Work};
 
-/// What to do when there is no fio.
+/// The remedy if fio is not installed.
 pub const INSTALL: &str = "fio is not installed; install it: apt install fio (Debian, Ubuntu), \
      dnf install fio (Fedora, RHEL), zypper install fio (SUSE), apk add fio (Alpine)";

@@ -7,7 +7,7 @@ use crate::Error;
 /// How much of malformed output an error quotes.
 const QUOTE: usize = 400;
 
-/// What fio says of a run.
+/// fio's results of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
     /// Requests measured, the ramp's not among them.
@@ -62,7 +62,7 @@ struct Percentiles {
     p999: f64,
 }
 
-/// Reads what fio printed for one job, with whatever it said before and after.
+/// Parses fio's output for one job, with other messages before and after it.
 ///
 /// # Errors
 /// When it is not fio's JSON, when fio reports an error, when it measured

@@ -16,7 +16,7 @@ pub struct Sample {
     busy: Duration,
 }
 
-/// What happened between two samples.
+/// The difference of two samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
     /// Bytes read and written by the disk.
@@ -26,7 +26,7 @@ pub struct Work {
 }
 
 impl Sample {
-    /// Reads what [`sample_command`](super::sample_command) printed.
+    /// Parses the output of [`sample_command`](super::sample_command).
     ///
     /// # Errors
     /// When it is something else; the error quotes it.
@@ -48,7 +48,7 @@ impl Sample {
         parsed().ok_or_else(|| Error::Sample(text.chars().take(200).collect()))
     }
 
-    /// What happened since `before`.
+    /// The difference from `before`.
     pub fn since(&self, before: &Self) -> Work {
         let moved = |now: u64, then: u64| now.saturating_sub(then);
         Work {

@@ -11,8 +11,7 @@ use plotters::{
 use super::{Kind, Plot, font};
 use crate::{Axis, Error, Quantiles, Spread, Unit};
 
-/// Colours that also those can tell apart who do not see all of them (Okabe and
-/// Ito).
+/// Colours that are distinguishable with colour blindness (Okabe and Ito).
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),

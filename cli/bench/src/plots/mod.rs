@@ -21,11 +21,11 @@ pub struct Plot {
     pub name: String,
     /// For people.
     pub title: String,
-    /// What is in it.
+    /// Its contents.
     pub kind: Kind,
 }
 
-/// What is in a plot.
+/// The contents of a plot.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kind {
     /// For each thing some figures with their spread.

@@ -124,7 +124,7 @@ mod tests {
         let of = |description| judge(&host_of(description));
         says(of("devices = [\"disk0\"]"), Level::Ok, "borrows disk0");
         says(of(""), Level::Note, "no device");
-        // libvirt's have a check of their own.
+        // Domains of libvirt have a separate check.
         says(
             of("devices = [\"a\"]\nsocket-group = \"nosuch\""),
             Level::Problem,

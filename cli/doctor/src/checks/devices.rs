@@ -1,4 +1,5 @@
-//! Whether the lenders have the devices that VMs name, and who else does.
+//! Checks that the lenders have the devices in VM configurations, and that no other VM has borrowed
+//! them.
 
 use farside_lender_protocol::DeviceEntry;
 use farside_vm_config::VmConfig;
@@ -24,7 +25,7 @@ fn of_vm(facts: &Facts, vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
         .iter()
         .filter(|lender| addresses.contains(&lender.address));
     let answers: Option<Vec<_>> = asked.map(|lender| lender.answer.as_ref().ok()).collect();
-    // What a silent lender has is not known.
+    // The devices of an unresponsive lender are unknown.
     let Some(answers) = answers.filter(|answers| answers.len() == addresses.len()) else {
         return Vec::new();
     };
@@ -138,7 +139,7 @@ mod tests {
             "VM db has borrowed disk0",
         );
         assert_eq!(said.fix, ["farside detach db disk0"]);
-        // That a lender is away is for another check to say.
+        // Another check reports unreachable lenders.
         let mut silent = lender("tcp:b:1", &[]);
         silent.answer = Err(Refusal::Unreachable(String::new()));
         assert_eq!(with(vec![mine, silent]), []);

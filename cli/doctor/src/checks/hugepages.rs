@@ -1,4 +1,4 @@
-//! Huge pages for the VMs whose RAM is made of them.
+//! Huge pages for the VMs that use them.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::{Facts, Finding};
 
 const CHECK: &str = "hugepages";
 
-/// What VMs want of one size, pages.
+/// Number of pages of one size that VMs need.
 #[derive(Default)]
 struct Wanted {
     by_all: u64,
@@ -67,7 +67,7 @@ fn pool(facts: &Facts, size: u64, wanted: &Wanted) -> Finding {
     ))
 }
 
-/// QEMU makes its memory without a file system; libvirt insists on one.
+/// QEMU allocates huge pages without hugetlbfs; libvirt requires it.
 fn mount(facts: &Facts, size: u64) -> Option<Finding> {
     if facts.memory.mounts.iter().any(|mount| mount.page == size) {
         return None;

@@ -39,7 +39,7 @@ fn turn_on(hardware: &Hardware) -> &'static str {
         true => {
             "sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && update-grub && reboot"
         }
-        // Already asked, or on unless told otherwise: the firmware has it off.
+        // Enabled on the command line or by default, so the firmware has disabled it.
         false => "systemctl reboot --firmware-setup",
     }
 }
@@ -54,7 +54,7 @@ fn vfio(facts: &Facts) -> Vec<Finding> {
                 .fix("modprobe vfio-pci && echo vfio-pci > /etc/modules-load.d/vfio-pci.conf"),
         );
     }
-    // A unit's user is not ours.
+    // The unit's user differs from this one.
     let unit = facts.systemd.lender.as_ref().filter(|_| facts.by_units());
     if let Some(unit) = unit {
         if facts.lends_hardware() && unit.user != "root" {

@@ -1,11 +1,9 @@
-//! What libvirt confines QEMU with: security driver, mount namespace, device
-//! list.
+//! libvirt's confinement of QEMU: security driver, mount namespace, device list.
 //!
-//! libvirt allows what it reads in a domain, and arguments for QEMU it does not
-//! read: so the sockets of borrowed devices, and the image beside them, have to be
-//! allowed by hand. Its mount namespace changes nothing but `/dev`, and its list
-//! of devices concerns only what QEMU opens itself: descriptors that a backend
-//! sends are not looked at.
+//! libvirt allows what it reads in a domain, and arguments for QEMU it does not read: so the
+//! sockets of borrowed devices, and the image next to them, have to be allowed explicitly. Its
+//! mount namespace changes nothing but `/dev`, and its list of devices concerns only what QEMU
+//! opens itself: descriptors that a backend sends are not checked.
 
 use farside_qemu_configs::ANCHOR_FILE;
 
@@ -35,7 +33,7 @@ fn security(facts: &Facts, libvirt: &Libvirt) -> Finding {
     let set = libvirt.conf.list("security_driver");
     let chosen = |driver: &str, enforced: bool| match set {
         Some(drivers) => drivers.iter().any(|word| word == driver),
-        // libvirt takes what the kernel enforces.
+        // libvirt uses the security module that the kernel enforces.
         None => enforced,
     };
     let sockets = format!(

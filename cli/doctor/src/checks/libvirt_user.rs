@@ -12,7 +12,7 @@ use crate::{
 const CHECK: &str = "socket-group";
 const WHY: &str = "QEMU may not connect to the devices' sockets, and the domain does not start";
 
-/// What distributions call QEMU's user: Debian, then the others.
+/// Names of QEMU's user in distributions: Debian, then others.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
@@ -26,7 +26,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
         .collect()
 }
 
-/// Whom `qemu.conf` names, or who is there.
+/// The user in `qemu.conf`, or the default one that exists.
 fn qemu_user(facts: &Facts, libvirt: &Libvirt) -> User {
     let root = || User {
         name: "root".to_owned(),

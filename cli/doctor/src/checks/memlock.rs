@@ -65,7 +65,7 @@ fn needed(config: &VmConfig) -> u64 {
     }
 }
 
-/// Who locks memory.
+/// A process that locks memory.
 struct Locker<'a> {
     limit: Option<u64>,
     unit: Option<&'a str>,
@@ -130,7 +130,7 @@ impl<'a> Locker<'a> {
                 "mkdir -p {directory} && printf '[Service]\\nLimitMEMLOCK=infinity\\n' > {directory}/memlock.conf && systemctl daemon-reload"
             );
         }
-        // What else the process locks is small.
+        // Other locked memory of the process is small.
         let kib = needed.div_ceil(1024).saturating_add(64 << 10);
         format!(
             "echo {} > /etc/security/limits.d/farside.conf   # as root; then log in anew",
@@ -179,7 +179,7 @@ mod tests {
                 "echo 'web - memlock 1114112' > /etc/security/limits.d/farside.conf   # as root; then log in anew"
             ]
         );
-        // Each device's RAM is locked on its own.
+        // The kernel counts the RAM for each device separately.
         let two = "memory = \"1G\"\ndevices = [\"a\", \"b\"]";
         says(of(two, Some(1 << 30)), Level::Note, "2 GiB");
         says(

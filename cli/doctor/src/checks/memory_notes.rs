@@ -1,4 +1,4 @@
-//! What makes pinning slow, and what cannot save memory.
+//! Notes on slow pinning, and on memory savings that pinning defeats.
 
 use farside_fabric::Size;
 use farside_qemu_configs::HugePages;

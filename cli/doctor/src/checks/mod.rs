@@ -1,4 +1,4 @@
-//! What facts mean: one file for each thing that can be wrong.
+//! Judges facts: one file for each kind of problem.
 
 mod descriptions;
 mod devices;
@@ -21,7 +21,7 @@ mod units;
 
 use crate::{Facts, Finding};
 
-/// Host first, then VMs, then what they need of others.
+/// The host first, then VMs, then lenders.
 const CHECKS: &[fn(&Facts) -> Vec<Finding>] = &[
     qemu::judge,
     kvm::judge,

@@ -4,13 +4,13 @@ use crate::{Facts, Finding, finding::quoted};
 
 const CHECK: &str = "open-files";
 
-/// What a process has open besides vectors.
+/// Descriptors of a process, apart from vectors.
 const BASE: u64 = 256;
 /// Most MSI-X vectors of a function (PCIe 6.0, 7.7.2), and its other interrupts.
 const PER_DEVICE: u64 = 2048 + 64;
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
-    // The units bring a limit of their own.
+    // The units set their own limit.
     if facts.by_units() || facts.vms.is_empty() {
         return Vec::new();
     }

@@ -1,4 +1,4 @@
-//! Guest RAM, against what the host has left.
+//! Guest RAM, compared with the host's free memory.
 
 use farside_fabric::{Size, host_memory::Pages};
 use farside_qemu_configs::HugePages;
@@ -9,7 +9,7 @@ const CHECK: &str = "ram";
 const WHY: &str = "the kernel lets it start, and kills a process once the guest uses its RAM: \
                    `farside start` refuses it";
 
-/// Huge pages have a check of their own.
+/// Huge pages have a separate check.
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let vms = facts.good_vms().filter(|(vm, config)| {
         !vm.running && config.hugepages.unwrap_or_default() == HugePages::None

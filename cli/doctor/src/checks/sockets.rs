@@ -8,7 +8,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let runtime = &facts.runtime;
     let vm_folder = runtime.path.join("vm");
     let ours = |path: &std::path::Path| match &facts.only {
-        // Of other VMs nobody asked.
+        // Skip VMs that are not selected.
         Some(vm) => !path.starts_with(&vm_folder) || path.starts_with(vm_folder.join(vm)),
         None => true,
     };

@@ -29,8 +29,8 @@ pub(crate) fn one(findings: Vec<Finding>) -> Finding {
     }
 }
 
-/// The one finding, which is of that level, contains the word, and says what to
-/// type if there is something to fix.
+/// The only finding; checks its level, that it contains the word, and that it states what to type
+/// if there is something to fix.
 #[track_caller]
 pub(crate) fn says(findings: Vec<Finding>, level: Level, word: &str) -> Finding {
     let finding = one(findings);

@@ -16,7 +16,7 @@ use crate::Host;
 pub(crate) enum Access {
     #[default]
     Missing,
-    /// It is there, and not for who asks.
+    /// It exists, but this user may not access it.
     Denied,
     Granted,
 }
@@ -31,18 +31,18 @@ impl Access {
     }
 }
 
-/// What the hardware, and the kernel, can do.
+/// Capabilities of the hardware and the kernel.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hardware {
     /// `/dev/kvm`.
     pub(crate) kvm: Access,
-    /// The kernel's module for KVM on this processor.
+    /// The KVM module for this CPU.
     pub(crate) kvm_module: &'static str,
-    /// What to change to have an IOMMU; `None` where one is at work.
+    /// The change that enables the IOMMU; `None` if it is active.
     pub(crate) iommu_advice: Option<String>,
-    /// Whether the kernel was told on its command line to use Intel's.
+    /// Whether the kernel command line enables Intel's IOMMU.
     pub(crate) iommu_asked: bool,
-    /// Whether the processor is Intel's: there the kernel has to be told.
+    /// Whether the CPU is Intel's, where the kernel command line must enable the IOMMU.
     pub(crate) intel: bool,
     /// `/dev/iommu`.
     pub(crate) iommufd: Access,

@@ -1,4 +1,4 @@
-//! The lenders that VMs borrow from, and what they lend.
+//! The lenders of VMs, and their devices.
 
 use std::{collections::BTreeMap, sync::mpsc::channel, thread, time::Instant};
 
@@ -9,17 +9,17 @@ use farside_lender_protocol::{Address, CallError, Client, DeviceEntry, ErrorKind
 use super::VmFacts;
 use crate::Host;
 
-/// What came of asking a lender.
+/// The result of a query to a lender.
 #[derive(Clone, Debug)]
 pub(crate) struct LenderFacts {
     pub(crate) address: Address,
-    /// The VMs that name it. None for this host's own.
+    /// The VMs that name it. Empty for this host's lender.
     pub(crate) vms: Vec<String>,
-    /// Its name and what it lends.
+    /// Its name and its devices.
     pub(crate) answer: Result<(String, Vec<DeviceEntry>), Refusal>,
 }
 
-/// Why it did not tell.
+/// The error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// Nobody listens there.

@@ -1,4 +1,4 @@
-//! libvirt: its settings, its hook, what confines its VMs, its domains.
+//! libvirt: its settings, hook, confinement and domains.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use crate::host::{Host, files, read};
 /// Where libvirt's daemons are.
 const DAEMONS: [&str; 2] = ["usr/sbin/libvirtd", "usr/sbin/virtqemud"];
 
-/// What all VMs under AppArmor may do besides what libvirt allows.
+/// AppArmor rules for all VMs, in addition to libvirt's.
 pub(crate) const APPARMOR_LOCAL: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 
 /// A libvirt.
@@ -25,9 +25,9 @@ pub(crate) struct Libvirt {
     pub(crate) apparmor: bool,
     /// Whether the kernel enforces SELinux.
     pub(crate) selinux: bool,
-    /// What [`APPARMOR_LOCAL`] says.
+    /// The contents of [`APPARMOR_LOCAL`].
     pub(crate) apparmor_local: String,
-    /// Whether SELinux has a module of ours.
+    /// Whether farside's SELinux module is installed.
     pub(crate) selinux_module: bool,
     /// Scripts that libvirt runs before and after domains and that call farside;
     /// and whether it can run them.

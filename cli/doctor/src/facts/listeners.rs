@@ -1,5 +1,4 @@
-//! The UNIX sockets of this network namespace that somebody listens at, without
-//! connecting to any.
+//! The listening UNIX sockets of this network namespace, without connecting to any.
 //!
 //! By netlink (`sock_diag(7)`), which names the file; where the kernel has none of
 //! that, by `/proc/net/unix`, which has paths, and those of other mount
@@ -34,7 +33,7 @@ const UNIX_DIAG_VFS: u16 = 1;
 /// `struct unix_diag_msg`, before its attributes.
 const MESSAGE: usize = 16;
 
-/// Who listens.
+/// The listening sockets.
 pub(super) enum Listeners {
     /// The low half of the file's inode number, and the kernel's device number.
     Files(HashSet<(u32, u32)>),
@@ -51,20 +50,20 @@ impl Listeners {
         )
     }
 
-    /// Whether somebody listens at the socket at `path`.
+    /// Whether the socket at `path` has a listener.
     pub(super) fn at(&self, path: &Path) -> bool {
         match self {
             Self::Paths(paths) => path.to_str().is_some_and(|path| paths.contains(path)),
             Self::Files(files) => std::fs::symlink_metadata(path).is_ok_and(|meta| {
                 let device = major(meta.dev()) << 20 | minor(meta.dev());
-                // The kernel tells the low half only.
+                // The kernel reports the low half only.
                 files.contains(&(meta.ino() as u32, device))
             }),
         }
     }
 }
 
-/// `None` where the kernel does not say.
+/// `None` if the kernel does not report it.
 fn ask() -> Option<HashSet<(u32, u32)>> {
     let flags = SocketFlags::CLOEXEC;
     let kind = SocketType::DGRAM;
@@ -146,13 +145,13 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// The paths that `/proc/net/unix` says somebody listens at.
+/// The paths of listening sockets in `/proc/net/unix`.
 fn paths(text: &str) -> HashSet<String> {
     let paths = text.lines().filter_map(|line| {
         let mut fields = line.split_ascii_whitespace();
         let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
         let path = fields.nth(3)?;
-        // A path with a space does not come out whole: it is knocked at.
+        // A path with a space is truncated: the caller connects to it instead.
         (flags & LISTENS != 0).then(|| path.to_owned())
     });
     paths.collect()
@@ -182,7 +181,7 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         let listeners = Listeners::look(&Host::this());
         if let Listeners::Paths(paths) = &listeners {
-            // What a kernel without netlink's answer cannot tell apart.
+            // Indistinguishable without netlink's answer.
             assert!(paths.contains(path.to_str().unwrap()));
             return;
         }

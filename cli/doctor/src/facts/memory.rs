@@ -16,14 +16,14 @@ pub(crate) struct Mount {
     pub(crate) page: u64,
 }
 
-/// What bounds guest RAM.
+/// The limits of guest RAM.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Memory {
     /// `RLIMIT_MEMLOCK`, bytes; `None` for no limit.
     pub(crate) memlock: Option<u64>,
     /// The hard `RLIMIT_NOFILE`: farside raises the soft one.
     pub(crate) open_files: Option<u64>,
-    /// What is left for guest RAM.
+    /// Memory available for guest RAM.
     pub(crate) host: HostMemory,
     /// By size, bytes.
     pub(crate) pools: BTreeMap<u64, HugePool>,

@@ -1,4 +1,4 @@
-//! What there is on a host. No judgement here.
+//! The facts about a host, without judgement.
 
 mod hardware;
 mod lenders;
@@ -40,9 +40,9 @@ pub(crate) const UNIT_USER: &str = "farside";
 /// All that is known of a host.
 #[derive(Debug, Default)]
 pub struct Facts {
-    /// The VM that was asked for; `None` for all.
+    /// The selected VM; `None` for all.
     pub(crate) only: Option<String>,
-    /// Descriptions of VMs: all, or the one that was asked for.
+    /// VM configurations: all, or the selected one.
     pub(crate) vms: Vec<VmFacts>,
     /// `lender.toml`, where there is one.
     pub(crate) lender_file: PathBuf,
@@ -121,7 +121,7 @@ impl Facts {
         }
     }
 
-    /// What they mean.
+    /// Judges the facts.
     pub fn judge(&self) -> Report {
         Report {
             findings: checks::all(self),
@@ -152,8 +152,8 @@ impl Facts {
         lender.ntb.is_some() || devices.any(|device| matches!(device.source, Source::Vfio(_)))
     }
 
-    /// Whether this host's lender has a physical device of that id. Of several
-    /// functions, ids are made of a number (`disk-0`).
+    /// Whether this host's lender has a physical device of that id. Of several functions, ids have
+    /// a number appended (`disk-0`).
     pub(crate) fn lends_physical(&self, id: &str) -> bool {
         let Some(Ok(lender)) = &self.lender else {
             return false;
@@ -166,8 +166,8 @@ impl Facts {
         devices.any(|device| matches!(device.source, Source::Vfio(_)) && is(&device.id))
     }
 
-    /// Whether systemd runs lender and backends here: it runs the host, has the
-    /// units, and we are who it asks.
+    /// Whether systemd runs lender and backends here: it manages the host, has the units, and this
+    /// process runs as root.
     pub(crate) fn by_units(&self) -> bool {
         let units = &self.systemd;
         units.runs && units.backend.is_some() && !self.moved && self.users.me.uid == 0

@@ -1,4 +1,4 @@
-//! farside's runtime directory, and who listens there.
+//! farside's runtime directory, and its listening sockets.
 
 use std::{
     os::unix::fs::{FileTypeExt, MetadataExt},
@@ -14,7 +14,7 @@ use rustix::{
 use super::listeners::Listeners;
 use crate::Host;
 
-/// Sockets are so many directories below the runtime directory at most: `vm/NAME/`.
+/// Maximum depth of sockets below the runtime directory: `vm/NAME/`.
 const DEPTH: usize = 2;
 
 /// The runtime directory.
@@ -23,9 +23,9 @@ pub(crate) struct Runtime {
     pub(crate) path: PathBuf,
     /// Its owner; `None` where it is not there yet.
     pub(crate) owner: Option<u32>,
-    /// Whether every user may replace what is in it.
+    /// Whether every user may replace its entries.
     pub(crate) open: bool,
-    /// Whether who asks may make sockets in it.
+    /// Whether this user may create sockets in it.
     pub(crate) writable: bool,
     pub(crate) sockets: Vec<Socket>,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Socket {
     pub(crate) state: State,
 }
 
-/// Whether somebody listens.
+/// Whether the socket has a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Live,
@@ -45,7 +45,7 @@ pub(crate) enum State {
     Stale,
     /// We may not connect.
     Denied,
-    /// What connecting said means nothing to us.
+    /// Unknown: connecting failed with another error.
     Unknown,
 }
 
@@ -97,7 +97,7 @@ fn knock(path: &Path) -> State {
         };
         match connect(&socket, &address) {
             Err(Errno::PROTOTYPE) => {}
-            // AGAIN: so many wait that somebody listens.
+            // AGAIN: the backlog is full, so there is a listener.
             Ok(()) | Err(Errno::AGAIN) => return State::Live,
             Err(Errno::CONNREFUSED) => return State::Stale,
             Err(Errno::ACCESS | Errno::PERM) => return State::Denied,
@@ -146,7 +146,7 @@ mod tests {
         };
         // By knocking.
         assert_eq!(states(&host), expected(State::Live));
-        // With the kernel's list nobody knocks: nothing waits to be accepted.
+        // With the kernel's list no connection is attempted: none is pending.
         drop(live.accept().unwrap());
         host.root = "/".into();
         assert_eq!(states(&host), expected(State::Live));

@@ -1,5 +1,4 @@
-//! systemd: farside's units, as files, and what the generator made of the
-//! descriptions.
+//! systemd: farside's units, as files, and the generator's output for the descriptions.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +16,7 @@ const FOLDERS: [&str; 4] = [
     "lib/systemd/system",
 ];
 
-/// systemd's own limit of locked memory for what it runs, since version 252.
+/// systemd's default limit of locked memory for its services, since version 252.
 const DEFAULT_MEMLOCK: u64 = 8 << 20;
 
 /// A limit of a unit.
@@ -48,7 +47,7 @@ pub(crate) struct Systemd {
     /// For each VM whose socket unit has a part from the generator, where that
     /// has systemd listen.
     pub(crate) generated: BTreeMap<String, BTreeSet<String>>,
-    /// Units of ours that have failed, as systemd says.
+    /// farside's units that have failed, according to systemd.
     pub(crate) failed: Vec<String>,
 }
 

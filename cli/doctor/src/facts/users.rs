@@ -20,9 +20,9 @@ pub(crate) struct User {
 /// The users of a host.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Users {
-    /// Who asks.
+    /// The current user.
     pub(crate) me: User,
-    /// Whether who asks may lock memory without a limit (`CAP_IPC_LOCK`).
+    /// Whether this process may lock memory without a limit (`CAP_IPC_LOCK`).
     pub(crate) may_lock: bool,
     users: BTreeMap<String, User>,
     /// Ids and members of groups.
