@@ -1,4 +1,4 @@
-//! The steps at the host that a VM goes to.
+//! The steps at the destination host.
 
 use std::{cell::RefCell, net::TcpListener, time::Duration};
 
@@ -9,7 +9,7 @@ use crate::{
     RunState, Step, Strategy, check, live::try_listen,
 };
 
-/// The host that the VM goes to, which serves the requests of the other one.
+/// The destination host, which serves the requests of the source host.
 pub struct Arrival<'a> {
     host: &'a dyn Host,
     /// Kept after a check: the other host connects to it.
@@ -269,9 +269,8 @@ impl<'a> Arrival<'a> {
     }
 }
 
-/// Resumes a migration at the host that the VM goes to, when the other host is down.
-/// Refuses where the VM may still run there, unless the user confirms with `lost` that the
-/// host is permanently down.
+/// Resumes a migration at the destination host when the other host is down. Refuses where the VM
+/// may still run there, unless the user confirms with `lost` that the host is permanently down.
 pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()> {
     let vm = ours.vm.clone();
     if ours.step.is_back() {

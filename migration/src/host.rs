@@ -1,4 +1,4 @@
-//! What a migration needs of a host, one trait for each concern.
+//! The operations that a migration needs from a host, one trait for each concern.
 //!
 //! | trait | used by |
 //! | --- | --- |
@@ -36,7 +36,7 @@ pub struct Configuration {
     pub autostart: bool,
 }
 
-/// What a host keeps of a VM that moved away.
+/// A host's record of a VM that moved away.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MovedMarker {
     /// The host that it moved to.
@@ -68,7 +68,7 @@ pub struct FoundDevice {
     pub lender: Address,
     /// The name that the lender gives itself.
     pub lender_name: String,
-    /// What the device is.
+    /// The device's description.
     pub identity: Identity,
     /// Its holder: VM and epoch.
     pub holder: Option<(String, Epoch)>,
@@ -100,7 +100,7 @@ pub trait Store {
     /// Replaces the VM's fences; empty ones are removed.
     fn write_fences(&self, vm: &str, fences: &Fences) -> Result<()>;
 
-    /// Where the VM moved to.
+    /// The host that the VM moved to.
     fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>>;
 
     /// Replaces or removes that.
@@ -161,8 +161,8 @@ pub trait Lenders {
         self.find_each(vm, configuration)?.into_iter().collect()
     }
 
-    /// Refuses a device whose lender cannot map all RAM of the VM, as far as that lender
-    /// can tell.
+    /// Refuses a device whose lender cannot map all RAM of the VM, as far as that lender can
+    /// determine.
     fn check_windows(
         &self,
         vm: &str,
@@ -181,7 +181,7 @@ pub trait Lenders {
     ) -> Result<Epoch>;
 }
 
-/// Facts about this host that decide whether a VM may leave it or come to it.
+/// Facts about this host that decide whether a VM may leave it or move to it.
 pub trait HostFacts {
     /// The host's name, for messages.
     fn name(&self) -> String;

@@ -23,7 +23,7 @@ const FORMER_VERSION: u32 = 1;
 /// Longest file that is read, bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What moves, and the present step.
+/// The migration, and its current step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Journal {
@@ -39,7 +39,7 @@ pub struct Journal {
     pub begun: Vec<(Step, u64)>,
     /// The name of the host that the VM leaves, for messages.
     pub source: String,
-    /// The host that it goes to, as the remote shell knows it.
+    /// The destination host, as named for the remote shell.
     pub destination: String,
     /// The words of the remote shell, at the host that the VM leaves.
     pub shell: Option<String>,
@@ -61,7 +61,7 @@ pub struct Journal {
 pub enum Role {
     /// The host that the VM leaves.
     Source,
-    /// The host that it goes to.
+    /// The destination host.
     Destination,
 }
 
@@ -78,7 +78,7 @@ pub struct MovedDevice {
     pub lender: Address,
     /// The name that the lender gives itself.
     pub lender_name: String,
-    /// What it is.
+    /// Its description.
     pub identity: Identity,
     /// The epoch of the lease when the migration began.
     pub lease: Option<Epoch>,

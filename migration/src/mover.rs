@@ -9,7 +9,7 @@ use crate::{
     live::{Guest, Report},
 };
 
-/// A migration under way.
+/// A migration in progress.
 pub struct Mover<'a> {
     host: &'a dyn Host,
     peer: &'a mut dyn Peer,
@@ -138,7 +138,7 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Does the step that is under way. Returns the next.
+    /// Executes the current step. Returns the next.
     fn step(&mut self) -> Result<Step> {
         let vm = self.journal.vm.clone();
         let limit = Duration::from_secs(self.journal.shutdown_timeout);
@@ -178,7 +178,7 @@ impl<'a> Mover<'a> {
                 };
                 self.host.write_moved_marker(&vm, Some(&marker))?;
                 self.host.write_fences(&vm, &Fences::default())?;
-                // The configuration goes last, so without one nothing runs here.
+                // The configuration is removed last, so without one nothing runs here.
                 if self.host.configuration(&vm)?.is_some() {
                     self.journal.strategy.end_source(self.host, &vm)?;
                 }
@@ -225,7 +225,7 @@ impl<'a> Mover<'a> {
                 self.report = Some(report);
                 return Ok(());
             }
-            // The other host knows whether it received the guest completely.
+            // Only the other host can determine whether it received the guest completely.
             Guest::Gone => return Ok(()),
         }
         let host = self.journal.destination.clone();

@@ -1,4 +1,4 @@
-//! What is to be moved, and the manifest that is made of it.
+//! A planned migration, and its manifest.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use crate::{
     Store, Strategy, lock::check_vm_name,
 };
 
-/// What is to be moved, and how.
+/// A planned migration.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The VM.
     pub vm: String,
-    /// The host to go to, as the remote shell knows it.
+    /// The destination host, as named for the remote shell.
     pub to: String,
     /// The remote shell's words, if not the default ones.
     pub shell: Option<String>,

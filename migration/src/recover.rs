@@ -1,4 +1,4 @@
-//! Repairs by hand, for when a host is lost for good.
+//! Manual recovery after a host is lost permanently.
 
 use farside_lender_protocol::Fences;
 

@@ -8,26 +8,25 @@
 //!                    StopThere -> HandBack -> StartAgain -> Undone
 //! ```
 //!
-//! | step | what it does | who may run the VM meanwhile |
+//! | step | action | host that may run the VM meanwhile |
 //! | --- | --- | --- |
 //! | Prepare | the other host checks whether it could run the VM | the old host |
-//! | ShutDown | the guest powers off, the backend ends | nobody new |
-//! | Return | the lenders have the devices back | nobody |
-//! | HandOver | each lender fences the old host off and reserves the device | nobody |
-//! | Install | configuration and fences go to the other host | nobody |
+//! | ShutDown | the guest powers off, the backend ends | no other host |
+//! | Return | the devices are back at the lenders | no host |
+//! | HandOver | each lender fences the old host off and reserves the device | no host |
+//! | Install | configuration and fences are sent to the other host | no host |
 //! | Start | the VM starts there | the new host |
 //! | Finish | the old host keeps only a moved marker | the new host |
-//! | StopThere | the other host ends the VM, if it had started it, and forgets it | nobody |
-//! | HandBack | each lender fences the other host off | nobody |
+//! | StopThere | the other host stops the VM, if it has started it, and removes it | no host |
+//! | HandBack | each lender fences the other host off | no host |
 //! | StartAgain | the VM starts on the old host | the old host |
 //!
 //! When the other host has gone on to the end by itself, StopThere finds that out,
 //! and leads to Finish.
 //!
-//! A journal names the step that is *under way*: it is written before the step
-//! begins, and each step can be done again after it was cut off anywhere. Until
-//! HandOver begins, going back takes nothing from anybody. From then on the
-//! lenders know: going back is a handover of its own, with a newer fence.
+//! A journal names the step that is *under way*: it is written before the step begins, and each
+//! step can be done again after it was cut off anywhere. Until HandOver begins, a rollback does not
+//! affect any lender. From then on it is a separate handover, with a newer fence.
 
 use serde::{Deserialize, Serialize};
 
@@ -61,7 +60,7 @@ impl Step {
         self >= Self::StopThere
     }
 
-    /// No lender has been asked for anything: the old host may simply go on.
+    /// No lender has been called: the source host may simply continue.
     pub fn is_before_handover(self) -> bool {
         self < Self::HandOver
     }

@@ -49,7 +49,7 @@ impl Strategy {
         }
     }
 
-    /// Finish: ends what still runs here of a VM that has arrived.
+    /// Finish: stops the remaining processes here of a VM that has arrived.
     pub(crate) fn end_source(&self, host: &(impl LiveRunner + ?Sized), vm: &str) -> Result<()> {
         match self {
             Self::Cold => Ok(()),
@@ -70,7 +70,7 @@ impl Strategy {
     }
 }
 
-/// At the host that the VM goes to.
+/// At the destination host.
 impl Strategy {
     /// Whether the VM may run at the host that it leaves while this one is at `step`. A
     /// live migration that fails at its end resumes the guest there.
@@ -109,7 +109,7 @@ impl Strategy {
         matches!(self, Self::Live { .. })
     }
 
-    /// Where QEMU at the other host listens for a running guest.
+    /// The address at which QEMU at the other host listens for a running guest.
     pub(crate) fn address(&self) -> Option<IpAddr> {
         match self {
             Self::Cold => None,

@@ -31,7 +31,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
-    /// The QEMU of the VM, or why it cannot be used. None where libvirt chooses.
+    /// The QEMU binary of the VM, or why it cannot be used. `None` if libvirt chooses it.
     pub qemu: Option<std::result::Result<Qemu, String>>,
     /// The accelerator.
     pub accelerator: Accelerator,
@@ -118,7 +118,7 @@ pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Resul
     Ok(facts)
 }
 
-/// Replaces what a new QEMU would have by what the running one has.
+/// Replaces the properties of a new QEMU by those of the running one.
 fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     let mut ask = |command: &str, arguments: Value| monitor.run(command, arguments);

@@ -32,14 +32,14 @@ impl std::fmt::Display for Level {
 pub struct Finding {
     /// The severity.
     pub level: Level,
-    /// What was checked, in a word or two.
+    /// The checked subject, in a word or two.
     pub check: String,
     /// The VM that it is about; `None` for the host, or if there is only one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
-    /// What was found.
+    /// The finding.
     pub what: String,
-    /// Why that matters, or the remedy where no command is one. May be empty.
+    /// The consequence, or a remedy other than a command. May be empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub why: String,
     /// Commands that fix it, one after the other.

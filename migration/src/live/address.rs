@@ -1,4 +1,4 @@
-//! Where the other host's QEMU listens.
+//! The address at which the other host's QEMU listens.
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 
@@ -6,8 +6,8 @@ use farside_daemon::is_private;
 
 use crate::{Error, Result};
 
-/// The address of host `to`, which is what the remote shell calls it. Refuses
-/// one that is not private: QEMU's stream is not encrypted.
+/// The address of host `to`, its name for the remote shell. Refuses one that is not private: QEMU's
+/// stream is not encrypted.
 pub fn address_for(to: &str) -> Result<IpAddr> {
     // As ssh writes it.
     let name = to.rsplit('@').next().unwrap_or(to);
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn an_address_of_another_host_is_refused_by_name() {
         assert!(try_listen([127, 0, 0, 1].into()).is_ok());
-        // Of RFC 5737: nobody has it.
+        // Reserved for documentation by RFC 5737.
         let error = try_listen([192, 0, 2, 1].into()).unwrap_err().to_string();
         assert!(error.contains("192.0.2.1"), "{error}");
         assert!(error.contains("--migrate-address"), "{error}");

@@ -16,7 +16,7 @@ const QUERY_AGAIN: Duration = Duration::from_millis(250);
 /// Time between two log lines.
 const LOG_AGAIN: Duration = Duration::from_secs(5);
 
-/// Where the guest of a live migration is, as its source host knows it.
+/// The location of the guest of a live migration, according to its source host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guest {
     /// Here.

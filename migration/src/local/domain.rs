@@ -21,7 +21,7 @@ pub(super) fn define(domain: &str, xml: &str, autostart: bool) -> Result<()> {
     Ok(())
 }
 
-/// Whether there is one of that name.
+/// Whether a domain of that name exists.
 pub(super) fn exists(domain: &str) -> Result<bool> {
     let names = virsh(&["list", "--all", "--name"])?;
     Ok(names.lines().any(|name| name == domain))
@@ -96,7 +96,7 @@ pub(super) fn check_movable(domain: &str) -> Result<()> {
     Ok(())
 }
 
-/// The UUID in the XML of a domain. Elements further down may have UUIDs of their own.
+/// The UUID in the XML of a domain. Nested elements may have their own UUIDs.
 fn uuid_of(domain: &str, xml: &str) -> Result<Option<String>> {
     let tree = roxmltree::Document::parse(xml).map_err(|error| {
         Error::refused(format!("cannot parse the XML of domain {domain}: {error}"))
@@ -108,7 +108,7 @@ fn uuid_of(domain: &str, xml: &str) -> Result<Option<String>> {
         .map(|text| text.trim().to_owned()))
 }
 
-/// What libvirt says of a domain.
+/// libvirt's information on a domain.
 struct Info(String);
 
 impl Info {

@@ -30,7 +30,7 @@ impl Lenders for LocalHost {
         device: &FoundDevice,
     ) -> Result<()> {
         let config = config_of(vm, configuration)?;
-        // libvirt knows the RAM of a domain; the configuration need not name it.
+        // libvirt defines the RAM of a domain; the configuration need not.
         if is_libvirt(&config) && config.memory.is_none() {
             return Ok(());
         }

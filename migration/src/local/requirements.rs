@@ -1,4 +1,4 @@
-//! What a configuration requires of a host.
+//! The requirements of a configuration.
 
 use std::{
     env,
@@ -18,7 +18,7 @@ pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
     config.qemu.clone().unwrap_or_else(|| QEMU.into())
 }
 
-/// What the configuration names and this host lacks.
+/// The items in the configuration that this host lacks.
 pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
     let config = config_of(vm, configuration)?;
     let mut missing = Vec::new();
