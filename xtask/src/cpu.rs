@@ -3,7 +3,10 @@
 use std::{fs, time::Duration};
 
 use anyhow::{Context, Result, ensure};
-use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
+use rustix::{
+    io::Errno,
+    thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity},
+};
 
 /// The CPUs of this thread's affinity mask, at least one.
 pub(crate) fn available() -> Result<Vec<usize>> {
@@ -15,9 +18,12 @@ pub(crate) fn available() -> Result<Vec<usize>> {
     Ok(cpus)
 }
 
-/// Pins a thread to one CPU.
+/// Pins a thread to one CPU. A thread that has ended since it was found needs none.
 pub(crate) fn pin(thread: Pid, cpu: usize) -> Result<()> {
-    set(Some(thread), cpu).with_context(|| format!("pinning thread {thread:?} to CPU {cpu}"))
+    match set(Some(thread), cpu) {
+        Ok(()) | Err(Errno::SRCH) => Ok(()),
+        Err(errno) => Err(errno).with_context(|| format!("pinning thread {thread:?} to CPU {cpu}")),
+    }
 }
 
 fn set(thread: Option<Pid>, cpu: usize) -> rustix::io::Result<()> {
