@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, FarAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, fits,
+    AdapterUsage, AddressRange, FabricError, FarAddress, LimitError, LutRange, NtbLimits,
+    NtbTables, NtbUse, fits,
 };
 use farside_irq_relay::TriggerFd;
 use farside_pci::Bdf;
@@ -48,6 +49,8 @@ struct Shared<F: FunctionOps> {
     far_space: FarSpace,
     flush: Arc<dyn Flush>,
     event: TriggerFd,
+    /// Ranges of the domain that ended borrows could not unmap.
+    left: Mutex<Vec<AddressRange<FarAddress>>>,
     state: Mutex<State>,
 }
 
@@ -112,6 +115,7 @@ impl<F: FunctionOps> Adapter<F> {
                 far_space,
                 flush: driver.flush(),
                 event,
+                left: Mutex::default(),
                 state: Mutex::new(State {
                     driver,
                     tables,
@@ -320,6 +324,39 @@ impl<F: FunctionOps> Adapter<F> {
             range,
             keep: false,
         })
+    }
+
+    /// Keeps the ranges that a borrow could not unmap, for [`Adapter::unmap_left`]: their addresses
+    /// are free to others now.
+    pub(crate) fn leave_mapped(&self, ranges: impl Iterator<Item = AddressRange<FarAddress>>) {
+        self.left().extend(ranges);
+    }
+
+    /// Unmaps what ended borrows left mapped.
+    ///
+    /// # Errors
+    /// What the system reports, if `wanted` overlaps a range that is still mapped.
+    pub(crate) fn unmap_left(&self, wanted: AddressRange<FarAddress>) -> Result<(), FabricError> {
+        let domain = self.shared.function.domain();
+        let mut result = Ok(());
+        self.left().retain(
+            |range| match domain.unmap(range.start().get(), range.len()) {
+                Ok(()) => false,
+                Err(error) => {
+                    if range.start() < wanted.end() && wanted.start() < range.end() {
+                        result = Err(error);
+                    }
+                    true
+                }
+            },
+        );
+        result
+    }
+
+    fn left(&self) -> MutexGuard<'_, Vec<AddressRange<FarAddress>>> {
+        // Each range is whole at all times.
+        let left = &self.shared.left;
+        left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note_events(&self) {

@@ -82,6 +82,7 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
     fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
         let range = AddressRange::new(at, memory.len)?;
         self.mapped.check(range)?;
+        self.adapter.unmap_left(range)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
             offset: memory.offset,
             len: memory.len,
@@ -119,6 +120,8 @@ impl<F: FunctionOps> Drop for BorrowerNtb<F> {
                 "guest RAM stays within the NTB's reach: {error}",
                 error = Chain(&error)
             );
+            let left = self.mapped.rows().iter().map(|(range, _)| *range);
+            self.adapter.leave_mapped(left);
         }
     }
 }

@@ -293,6 +293,34 @@ fn far_mappings_are_unmapped_whole() {
 }
 
 #[test]
+fn what_an_ended_borrow_could_not_unmap_is_unmapped_before_its_address_is_used_again() {
+    let world = World::small();
+    let [a, _b] = world.start_both();
+    let (file, _view) = ram(4 * MIB);
+    let at = a.far_space().take(4 * MIB).unwrap().start();
+    let half = MemoryRange {
+        len: 2 * MIB,
+        ..file.clone()
+    };
+    let elsewhere = FarAddress::new(at.get() + 2 * MIB);
+    let domain = &world.hosts[0].domain;
+    let mut ended = BorrowerNtb::new(&a);
+    ended.map(at, half.clone()).unwrap();
+    domain.fail_unmap.store(true, Ordering::Relaxed);
+    drop(ended);
+    assert_eq!(domain.ranges(), [(at.get(), 2 * MIB)], "it is still there");
+
+    let mut next = BorrowerNtb::new(&a);
+    let error = next.map(at, half.clone()).unwrap_err();
+    assert!(error.to_string().contains("unmaps nothing"), "{error}");
+    next.map(elsewhere, half).unwrap();
+    domain.fail_unmap.store(false, Ordering::Relaxed);
+    next.unmap(elsewhere, 2 * MIB).unwrap();
+    next.map(at, file).unwrap();
+    assert_eq!(domain.ranges(), [(at.get(), 4 * MIB)]);
+}
+
+#[test]
 fn entries_that_a_device_may_still_reach_are_not_reused() {
     let world = World::small();
     let [_a, b] = world.start_both();
