@@ -6,6 +6,7 @@ use std::{
     io::{self, Read, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
+    sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
@@ -61,7 +62,7 @@ impl FileLock {
                 let text = "not a regular file with one name: remove it";
                 return Err(io::Error::other(text).into());
             }
-            match file.try_lock() {
+            match lock_by(&file, deadline) {
                 Ok(()) if is_at(&file, path)? => {
                     // For others' messages only: a full file system does not matter.
                     let _ = file.set_len(0);
@@ -70,10 +71,6 @@ impl FileLock {
                 }
                 // Its last holder removed the file after it was opened here.
                 Ok(()) => {}
-                // flock(2) has no time limit.
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
-                    thread::sleep(Duration::from_millis(50));
-                }
                 Err(TryLockError::WouldBlock) => {
                     let mut pid = String::new();
                     // For the message only.
@@ -83,6 +80,26 @@ impl FileLock {
                 Err(TryLockError::Error(error)) => return Err(error.into()),
             }
         }
+    }
+}
+
+/// Locks `file`; fails with `WouldBlock` if another process holds it until `deadline`.
+fn lock_by(file: &File, deadline: Instant) -> Result<(), TryLockError> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) if Instant::now() < deadline => {}
+        done => return done,
+    }
+    // flock(2) has no time limit, so a thread waits. If it is too late, it closes its copy,
+    // and gives the lock up with it once `file` is closed, too.
+    let copy = file.try_clone().map_err(TryLockError::Error)?;
+    let (locked, waits) = mpsc::channel();
+    thread::Builder::new()
+        .name("lock".to_owned())
+        .spawn(move || drop(locked.send(copy.lock())))
+        .map_err(TryLockError::Error)?;
+    match waits.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        Ok(locked) => locked.map_err(TryLockError::Error),
+        Err(_) => Err(TryLockError::WouldBlock),
     }
 }
 
@@ -108,6 +125,17 @@ mod tests {
         assert_eq!(error.to_string(), text);
         drop(held);
         FileLock::take(&path, Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn a_waiter_that_gave_up_does_not_keep_the_lock() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lock");
+        let held = FileLock::take(&path, Duration::ZERO).unwrap();
+        let error = FileLock::take(&path, Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(error, LockError::Held(_)), "{error}");
+        drop(held);
+        FileLock::take(&path, Duration::from_secs(60)).unwrap();
     }
 
     #[test]
