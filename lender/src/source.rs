@@ -37,9 +37,7 @@ pub(crate) trait DeviceSource: Send {
 
     /// Flushes all writes to the medium, if the lender is responsible for that, so that a crash of
     /// this host after the VM has moved loses no data. May block.
-    fn flush(&mut self) -> Result<(), RemoteError> {
-        Ok(())
-    }
+    fn flush(&mut self) -> Result<(), RemoteError>;
 
     /// The device's fault, if any: see [`farside_devices::Device::problem`].
     fn problem(&self) -> Option<&str> {
@@ -106,11 +104,8 @@ pub(crate) trait LeasedDevice: Send {
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// Drains DMA in flight, for up to `patience`, and starts no more until
-    /// [`LeasedDevice::resume`]. Hardware needs neither: the IOMMU's unmapping waits for DMA in
-    /// flight.
-    fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        Ok(())
-    }
+    /// [`LeasedDevice::resume`].
+    fn quiesce(&mut self, patience: Duration) -> Result<(), RemoteError>;
 
     /// Resumes a device that was quiesced or revoked, and not reset.
     fn resume(&mut self) {}

@@ -147,14 +147,15 @@ impl VfioDevice {
     /// Opens the function, after former users have closed it.
     fn open_when_free(&self) -> Result<Function, RemoteError> {
         let patience = Instant::now() + LET_GO_TIMEOUT;
+        let mut stopped = false;
         loop {
             let domain = Domain::new(self.api).map_err(internal)?;
             match domain.open(self.bdf) {
                 Ok(function) => return Ok(function),
-                Err(VfioError::Busy { .. }) if Instant::now() < patience => {
+                Err(VfioError::Busy { .. }) if !stopped && Instant::now() < patience => {
                     let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                    // A stopping lender retries without a pause until the timeout.
-                    let _ = poll(&mut stop, Some(&LET_GO_STEP));
+                    let ready = poll(&mut stop, Some(&LET_GO_STEP));
+                    stopped = ready.is_ok_and(|ready| ready != 0);
                 }
                 Err(error @ VfioError::Busy { .. }) => {
                     let last = self.last_vm.as_ref();
@@ -320,6 +321,11 @@ impl DeviceSource for VfioDevice {
         })
     }
 
+    fn flush(&mut self) -> Result<(), RemoteError> {
+        // The medium is the function's own, and the guest's driver flushes it.
+        Ok(())
+    }
+
     fn report(&self) -> Report {
         Report {
             interrupts: irqs::counts(&self.host, self.bdf),
@@ -381,6 +387,11 @@ impl LeasedDevice for LeasedFunction {
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.irqs.wake_fd())
+    }
+
+    fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        // The IOMMU's unmapping waits for DMA in flight.
+        Ok(())
     }
 
     fn reset(&mut self) -> Result<(), RemoteError> {

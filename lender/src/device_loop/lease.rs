@@ -162,11 +162,17 @@ impl<'a> LeaseLoop<'a> {
             owner,
             device,
             connection,
+            registers,
             vm,
             refusals,
             ..
         } = lease;
-        take_back(owner, device, connection, &vm, epoch, refusals, end)
+        let source = take_back(owner, device, connection, &vm, epoch, refusals, end);
+        if source.is_none() {
+            // Closed, it would signal the borrower as much as the connection would.
+            std::mem::forget(registers);
+        }
+        source
     }
 
     fn run(&mut self) -> End {

@@ -140,6 +140,10 @@ impl LeasedDevice for Recorder {
         DeviceSource::report(self)
     }
 
+    fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
     fn bar_read(&mut self, _bar: u8, _offset: u64, data: &mut [u8]) {
         let len = data.len();
         data.copy_from_slice(&self.scratch.to_le_bytes()[..len]);

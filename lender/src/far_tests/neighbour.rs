@@ -107,6 +107,10 @@ struct Echo {
 }
 
 impl DeviceSource for Echo {
+    fn flush(&mut self) -> Result<(), RemoteError> {
+        Ok(())
+    }
+
     fn kind(&self) -> &'static str {
         "echo"
     }
@@ -140,6 +144,10 @@ impl LeasedDevice for Echo {
 
     fn report(&mut self) -> Report {
         Report::default()
+    }
+
+    fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
+        Ok(())
     }
 
     fn bar_read(&mut self, _: u8, _: u64, data: &mut [u8]) {
