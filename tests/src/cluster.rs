@@ -24,7 +24,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(25);
 
 /// A runtime directory and the processes started in it.
 pub struct Cluster {
-    folder: TempDir,
+    directory: TempDir,
     logs: Mutex<Vec<(String, Log)>>,
     notes: Mutex<Vec<String>>,
 }
@@ -52,20 +52,20 @@ impl Cluster {
     /// An empty cluster.
     pub fn new() -> Result<Self> {
         // The path of a UNIX socket is limited to 107 bytes.
-        let folder = tempfile::Builder::new()
+        let directory = tempfile::Builder::new()
             .prefix("fs-")
             .tempdir_in("/tmp")
-            .context("creating a runtime folder")?;
+            .context("creating a runtime directory")?;
         Ok(Self {
-            folder,
+            directory,
             logs: Mutex::default(),
             notes: Mutex::default(),
         })
     }
 
     /// The directory of sockets and images.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// `farside` with this cluster's environment.
@@ -78,9 +78,9 @@ impl Cluster {
 
     fn environment(&self, command: &mut Command) {
         command
-            .env("FARSIDE_RUNTIME_DIR", self.folder())
-            .env("FARSIDE_CONFIG_DIR", self.folder().join("etc"))
-            .env("FARSIDE_STATE_DIR", self.folder().join("state"))
+            .env("FARSIDE_RUNTIME_DIR", self.directory())
+            .env("FARSIDE_CONFIG_DIR", self.directory().join("etc"))
+            .env("FARSIDE_STATE_DIR", self.directory().join("state"))
             .env("FARSIDE_LOG", "info");
     }
 
@@ -100,7 +100,7 @@ impl Cluster {
 
     /// Creates an empty image of `len` bytes.
     pub fn image(&self, name: &str, len: u64) -> Result<PathBuf> {
-        let path = self.folder().join(format!("{name}.img"));
+        let path = self.directory().join(format!("{name}.img"));
         File::create(&path)
             .and_then(|file| file.set_len(len))
             .with_context(|| format!("making {}", path.display()))?;
@@ -109,21 +109,21 @@ impl Cluster {
 
     /// Writes a file, such as a configuration.
     pub fn file(&self, name: &str, text: &str) -> Result<PathBuf> {
-        let path = self.folder().join(name);
+        let path = self.directory().join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
 
     /// Writes a VM configuration to the path where `farside` reads it.
     pub fn describe(&self, vm: &str, text: &str) -> Result<PathBuf> {
-        let folder = self.folder().join("etc/vm");
-        fs::create_dir_all(&folder).context("making a configuration folder")?;
+        let directory = self.directory().join("etc/vm");
+        fs::create_dir_all(&directory).context("making a configuration directory")?;
         self.file(&format!("etc/vm/{vm}.toml"), text)
     }
 
     /// A log that `farside` writes for a VM: `backend` or `qemu`.
     pub fn vm_log(&self, vm: &str, what: &str) -> String {
-        let path = self.folder().join(format!("state/vm/{vm}/{what}.log"));
+        let path = self.directory().join(format!("state/vm/{vm}/{what}.log"));
         fs::read_to_string(path).unwrap_or_default()
     }
 
@@ -228,13 +228,13 @@ impl Cluster {
     /// All sockets in the runtime directory.
     pub fn sockets(&self) -> Result<Vec<PathBuf>> {
         let mut found = Vec::new();
-        let mut folders = vec![self.folder().to_owned()];
-        while let Some(folder) = folders.pop() {
-            for entry in fs::read_dir(folder)? {
+        let mut directories = vec![self.directory().to_owned()];
+        while let Some(directory) = directories.pop() {
+            for entry in fs::read_dir(directory)? {
                 let entry = entry?;
                 let kind = entry.file_type()?;
                 if kind.is_dir() {
-                    folders.push(entry.path());
+                    directories.push(entry.path());
                 } else if kind.is_socket() {
                     found.push(entry.path());
                 }
@@ -293,7 +293,7 @@ impl Serve<'_> {
         let name = format!("the backend of VM {}", self.vm);
         let status = self
             .cluster
-            .folder()
+            .directory()
             .join("vm")
             .join(&self.vm)
             .join("status");

@@ -209,7 +209,7 @@ impl<'a> GuestBuilder<'a> {
             },
         ]);
         if self.ovmf {
-            let vars = staged.folder().join("vars.fd");
+            let vars = staged.directory().join("vars.fd");
             fs::copy(testbed.ovmf_vars(), &vars).context("copying OVMF's variables")?;
             command.arg("--ovmf").arg(testbed.ovmf_code()).arg(vars);
         }

@@ -43,7 +43,7 @@ fn lend_refused(image: &Path, parts: &[&str]) {
 #[test]
 fn an_image_that_is_missing_is_named_with_the_way_to_make_it() {
     let cluster = cluster();
-    let image = cluster.folder().join("none.img");
+    let image = cluster.directory().join("none.img");
     let make = format!("truncate -s 10G {}", image.display());
     lend_refused(&image, &["device disk0", "no such file", &make]);
 }
@@ -92,7 +92,7 @@ fn an_image_that_a_lender_has_is_not_lent_twice() {
 fn a_device_that_no_lender_has_is_named_with_the_lenders_asked() {
     let cluster = cluster();
     let _lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
-    let socket = cluster.folder().join("lender.sock");
+    let socket = cluster.directory().join("lender.sock");
     refused(
         &cluster,
         &["serve", "--vm", "a", "--device", "nope"],
@@ -107,7 +107,7 @@ fn a_device_that_no_lender_has_is_named_with_the_lenders_asked() {
 #[test]
 fn a_lender_that_does_not_run_is_named_by_every_verb_that_needs_it() {
     let cluster = cluster();
-    let socket = cluster.folder().join("lender.sock");
+    let socket = cluster.directory().join("lender.sock");
     let path = socket.display().to_string();
     let verbs: [&[&str]; 3] = [
         &["serve", "--vm", "a", "--device", "dma0"],
@@ -186,7 +186,11 @@ fn a_second_lender_or_backend_in_the_same_place_is_refused() {
     let cluster = cluster();
     let mut lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
     let mut backend = cluster.serve("a", &["dma0"]).start().unwrap();
-    let socket = cluster.folder().join("lender.sock").display().to_string();
+    let socket = cluster
+        .directory()
+        .join("lender.sock")
+        .display()
+        .to_string();
     refused(
         &cluster,
         &["lend", "--dma-test", "dma1"],
@@ -274,7 +278,7 @@ fn ids_and_names_that_are_no_file_names_are_refused() {
         &["serve", "--vm", "../../up", "--device", "dma0"],
         &["../../up"],
     );
-    assert!(!cluster.folder().join("../up").exists());
+    assert!(!cluster.directory().join("../up").exists());
     refused(
         &cluster,
         &["serve", "--vm", "a", "--device", "dma0", "--device", "dma0"],
@@ -376,7 +380,11 @@ fn status_of_a_host_where_nothing_runs_fails_and_names_each_cause_once() {
         &["neither a backend nor a lender runs"],
     );
     assert_eq!(ended.stderr.matches("No such file").count(), 1, "{ended:?}");
-    let socket = cluster.folder().join("lender.sock").display().to_string();
+    let socket = cluster
+        .directory()
+        .join("lender.sock")
+        .display()
+        .to_string();
     let ended = refused(
         &cluster,
         &["status", "--lender", &socket],

@@ -45,7 +45,7 @@ impl Stage {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.cluster.folder().join("vm/a").join(name)
+        self.cluster.directory().join("vm/a").join(name)
     }
 
     fn connect(&self) -> BufReader<UnixStream> {
@@ -222,9 +222,9 @@ fn many_clients_keep_nobody_out() {
 
 /// A process that answers each connection to `<vm directory>/name` with `text`.
 fn pretend(cluster: &Cluster, vm: &str, name: &str, text: &'static [u8]) {
-    let folder = cluster.folder().join("vm").join(vm);
-    std::fs::create_dir_all(&folder).unwrap();
-    let listener = UnixListener::bind(folder.join(name)).unwrap();
+    let directory = cluster.directory().join("vm").join(vm);
+    std::fs::create_dir_all(&directory).unwrap();
+    let listener = UnixListener::bind(directory.join(name)).unwrap();
     thread::spawn(move || {
         let mut met = Vec::new();
         while let Ok((mut socket, _)) = listener.accept() {

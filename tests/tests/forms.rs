@@ -78,9 +78,9 @@ impl Monitor {
 /// Starts a QEMU with stopped CPUs, and reads its devices.
 fn look(cluster: &Cluster, mut command: Command) -> Result<Value> {
     command.args(["-S", "-display", "none", "-nodefaults"]);
-    command.current_dir(cluster.folder());
+    command.current_dir(cluster.directory());
     let mut qemu = Daemon::start("QEMU", command)?;
-    let socket = cluster.folder().join(format!("vm/{VM}/qmp"));
+    let socket = cluster.directory().join(format!("vm/{VM}/qmp"));
     let mut monitor = Monitor::connect(&socket, &mut qemu)
         .with_context(|| format!("QEMU's monitor; it said:\n{}", qemu.log()))?;
     let devices = monitor.devices()?;
@@ -127,7 +127,7 @@ fn the_real_qemu_takes_every_form_and_makes_the_same_of_each() -> Result<()> {
     let by_json = look(&cluster, command)?;
 
     let file = form(&cluster, "readconfig")?;
-    fs::write(cluster.folder().join(format!("{VM}.cfg")), &file)?;
+    fs::write(cluster.directory().join(format!("{VM}.cfg")), &file)?;
     // The comment at the top has the command that starts it.
     let lines = file.lines().filter_map(|line| line.strip_prefix("#   "));
     let command_line: Vec<_> = lines.collect();

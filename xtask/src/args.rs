@@ -118,8 +118,8 @@ pub(crate) struct Bench {
     /// Measure this `farside` [default: built from this checkout, as users run it].
     #[arg(long, value_name = "FILE")]
     pub(crate) program: Option<PathBuf>,
-    /// Write results, plots (SVG and PNG) and an HTML report to this folder.
-    #[arg(long, value_name = "FOLDER")]
+    /// Write results, plots (SVG and PNG) and an HTML report to this directory.
+    #[arg(long, value_name = "DIRECTORY")]
     pub(crate) out: Option<PathBuf>,
     /// Write the results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
@@ -146,9 +146,9 @@ pub(crate) struct Bench {
     /// libvfio-user's sample server gpio-pci-idio-16, to read registers of, too.
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) libvfio_user: Option<PathBuf>,
-    /// Folder for the two images [default: /dev/shm where it has room, else the
-    /// temporary folder].
-    #[arg(long, value_name = "FOLDER")]
+    /// Directory for the two images [default: /dev/shm where it has room, else the
+    /// temporary directory].
+    #[arg(long, value_name = "DIRECTORY")]
     pub(crate) images: Option<PathBuf>,
 }
 
@@ -161,7 +161,7 @@ pub(crate) struct Deb {
     /// Pack this `farside` [default: built from this checkout, as users run it].
     #[arg(long, value_name = "FILE")]
     pub(crate) program: Option<PathBuf>,
-    /// Write the package to this file or folder [default: target/debian].
+    /// Write the package to this file or directory [default: target/debian].
     #[arg(long, value_name = "PATH")]
     pub(crate) output: Option<PathBuf>,
 }

@@ -105,8 +105,8 @@ mod tests {
 
     /// A shell that has run the first line of `script` when this returns.
     fn shell(script: &str) -> (tempfile::TempDir, Child) {
-        let folder = tempfile::tempdir().unwrap();
-        let ready = folder.path().join("ready");
+        let directory = tempfile::tempdir().unwrap();
+        let ready = directory.path().join("ready");
         rustix::fs::mknodat(
             rustix::fs::CWD,
             &ready,
@@ -117,22 +117,22 @@ mod tests {
         .unwrap();
         let mut command = Command::new("sh");
         command.arg("-c").arg(script).env("READY", &ready);
-        let child = Child::spawn("a shell", command, &folder.path().join("log")).unwrap();
+        let child = Child::spawn("a shell", command, &directory.path().join("log")).unwrap();
         // Blocks until the shell opens it.
         std::fs::read(&ready).unwrap();
-        (folder, child)
+        (directory, child)
     }
 
     #[test]
     fn a_process_that_ends_at_sigterm_is_fine() {
-        let (_folder, child) =
+        let (_directory, child) =
             shell("trap 'exit 0' TERM; : > $READY; while :; do sleep 0.05; done");
         child.stop(LONG).unwrap();
     }
 
     #[test]
     fn one_that_does_not_end_well_is_quoted() {
-        let (_folder, child) = shell("echo moo >&2; : > $READY; exec sleep 600");
+        let (_directory, child) = shell("echo moo >&2; : > $READY; exec sleep 600");
         let error = child.stop(LONG).unwrap_err().to_string();
         assert!(error.contains("killed by signal 15"), "{error}");
         assert!(error.ends_with("moo"), "{error}");
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn one_that_ignores_sigterm_is_reported_and_killed() {
-        let (_folder, child) = shell("trap '' TERM; : > $READY; exec sleep 600");
+        let (_directory, child) = shell("trap '' TERM; : > $READY; exec sleep 600");
         let pid = child.pid();
         let error = child.stop(Duration::from_millis(100)).unwrap_err();
         assert!(error.to_string().contains("did not end"), "{error}");

@@ -40,7 +40,7 @@ pub(crate) fn run(args: &Deb) -> Result<()> {
     let target = program
         .ancestors()
         .nth(2)
-        .context("the program is in no target folder")?;
+        .context("the program is in no target directory")?;
     // A target directory for cargo-deb, with all files to be packed: otherwise it refuses
     // binaries of the profile `dev`.
     let staged = target.join("deb");
@@ -80,16 +80,17 @@ fn search_path() -> Result<OsString> {
     Ok(path)
 }
 
-/// Copies binary, man pages, changelog and completions into `folder`.
-fn stage(program: &Path, folder: &Path) -> Result<()> {
+/// Copies binary, man pages, changelog and completions into `directory`.
+fn stage(program: &Path, directory: &Path) -> Result<()> {
     // Pages of removed commands must not be packed.
-    if folder.exists() {
-        fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
+    if directory.exists() {
+        fs::remove_dir_all(directory)
+            .with_context(|| format!("removing {}", directory.display()))?;
     }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    fs::copy(program, folder.join("farside"))
+    fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
+    fs::copy(program, directory.join("farside"))
         .with_context(|| format!("copying {}", program.display()))?;
-    let man = folder.join("man");
+    let man = directory.join("man");
     succeed(
         Command::new(program)
             .arg("man")
@@ -99,7 +100,7 @@ fn stage(program: &Path, folder: &Path) -> Result<()> {
     let mut texts: Vec<PathBuf> = fs::read_dir(&man)
         .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
         .with_context(|| format!("listing {}", man.display()))?;
-    let changelog = folder.join("changelog");
+    let changelog = directory.join("changelog");
     fs::copy(workspace().join("CHANGELOG.md"), &changelog).context("copying CHANGELOG.md")?;
     texts.push(changelog);
     // As Debian policy requires, and without a timestamp, so that the package is
@@ -110,7 +111,7 @@ fn stage(program: &Path, folder: &Path) -> Result<()> {
             .args(texts),
     )?;
     for (shell, name) in COMPLETIONS {
-        let path = folder.join(name);
+        let path = directory.join(name);
         let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
         succeed(
             Command::new(program)

@@ -45,7 +45,7 @@ pub(crate) struct Scene {
     vm: &'static str,
     backend: Child,
     lender: Child,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 /// A VM's size.
@@ -77,35 +77,35 @@ impl Guest {
 }
 
 /// A directory for sockets and other files, with a sufficiently short path.
-pub(crate) fn folder(vm: &str) -> Result<TempDir> {
-    let folder = tempfile::Builder::new()
+pub(crate) fn directory(vm: &str) -> Result<TempDir> {
+    let directory = tempfile::Builder::new()
         .prefix("farside-")
         .tempdir()
-        .context("creating a folder for sockets")?;
-    let longest = socket(folder.path(), vm).as_os_str().as_bytes().len();
+        .context("creating a directory for sockets")?;
+    let longest = socket(directory.path(), vm).as_os_str().as_bytes().len();
     ensure!(
         longest <= SOCKET_PATH_MAX,
         "sockets in {} would have paths of {longest} bytes, and {SOCKET_PATH_MAX} is the most: \
          set TMPDIR to a shorter path",
-        folder.path().display()
+        directory.path().display()
     );
-    Ok(folder)
+    Ok(directory)
 }
 
-pub(crate) fn socket(folder: &Path, vm: &str) -> PathBuf {
-    folder.join("vm").join(vm).join(format!("{DEVICE}.sock"))
+pub(crate) fn socket(directory: &Path, vm: &str) -> PathBuf {
+    directory.join("vm").join(vm).join(format!("{DEVICE}.sock"))
 }
 
 impl Scene {
-    /// Starts a lender of `image` and a backend for `vm`. `folder` is from
-    /// [`folder`].
+    /// Starts a lender of `image` and a backend for `vm`. `directory` is from
+    /// [`directory`].
     pub(crate) fn start(
         program: PathBuf,
-        folder: TempDir,
+        directory: TempDir,
         image: &Path,
         vm: &'static str,
     ) -> Result<Self> {
-        let path = folder.path();
+        let path = directory.path();
         let mut drive = OsString::from(format!("{DEVICE}="));
         drive.push(image);
         let mut lend = farside(&program, path, &["lend", "--name", "here", "--nvme"]);
@@ -121,7 +121,7 @@ impl Scene {
             vm,
             backend,
             lender,
-            folder,
+            directory,
         };
         scene.wait_for("the backend's status", |scene| {
             Ok(status::device(&scene.status()?, DEVICE).0.is_some())
@@ -136,7 +136,7 @@ impl Scene {
 
     /// The device's socket.
     pub(crate) fn socket(&self) -> PathBuf {
-        socket(self.folder.path(), self.vm)
+        socket(self.directory.path(), self.vm)
     }
 
     /// The lender's process id.
@@ -175,7 +175,7 @@ impl Scene {
             "qemu", "--vm", self.vm, "--memory", &memory, "--cpus", &cpus, "--accel", accel,
             "--run",
         ];
-        let mut command = farside(&self.program, self.folder.path(), &args);
+        let mut command = farside(&self.program, self.directory.path(), &args);
         command.arg("--qemu").arg(testbed.qemu());
         command.arg("--").args(staged.guest_args()).args(more);
         if tcg {
@@ -198,7 +198,7 @@ impl Scene {
     /// `farside status --json`.
     pub(crate) fn status(&self) -> Result<Status> {
         interrupt::check()?;
-        let output = farside(&self.program, self.folder.path(), &["status", "--json"])
+        let output = farside(&self.program, self.directory.path(), &["status", "--json"])
             .output()
             .context("running farside status")?;
         ensure!(
@@ -242,14 +242,14 @@ impl Scene {
     pub(crate) fn stop(self) -> Result<Vec<PathBuf>> {
         self.backend.stop(SHORT)?;
         self.lender.stop(SHORT)?;
-        sockets(self.folder.path())
+        sockets(self.directory.path())
     }
 }
 
 /// `farside` with its sockets in that directory.
-pub(crate) fn farside(program: &Path, folder: &Path, args: &[&str]) -> Command {
+pub(crate) fn farside(program: &Path, directory: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(program);
-    command.args(args).env("FARSIDE_RUNTIME_DIR", folder);
+    command.args(args).env("FARSIDE_RUNTIME_DIR", directory);
     command
 }
 
@@ -270,16 +270,16 @@ pub(crate) fn await_socket(path: &Path, server: &mut Child) -> Result<()> {
 }
 
 /// All sockets in a directory and its subdirectories.
-fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
+fn sockets(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
-    let mut folders = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        let context = || format!("listing {}", folder.display());
-        for entry in fs::read_dir(&folder).with_context(context)? {
+    let mut directories = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        let context = || format!("listing {}", directory.display());
+        for entry in fs::read_dir(&directory).with_context(context)? {
             let entry = entry.with_context(context)?;
             let kind = entry.file_type().with_context(context)?;
             if kind.is_dir() {
-                folders.push(entry.path());
+                directories.push(entry.path());
             } else if kind.is_socket() {
                 found.push(entry.path());
             }
@@ -293,21 +293,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sockets_are_found_in_every_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        let deep = folder.path().join("vm/demo");
+    fn sockets_are_found_in_every_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let deep = directory.path().join("vm/demo");
         fs::create_dir_all(&deep).unwrap();
         fs::write(deep.join("file"), "").unwrap();
-        assert!(sockets(folder.path()).unwrap().is_empty());
+        assert!(sockets(directory.path()).unwrap().is_empty());
         let path = deep.join("s");
         let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        assert_eq!(sockets(folder.path()).unwrap(), [path]);
+        assert_eq!(sockets(directory.path()).unwrap(), [path]);
     }
 
     #[test]
-    fn a_folder_for_sockets_is_short_enough() {
-        let folder = folder("demo").unwrap();
-        std::os::unix::net::UnixListener::bind(folder.path().join("s")).unwrap();
-        assert!(socket(folder.path(), "demo").as_os_str().len() <= SOCKET_PATH_MAX);
+    fn a_directory_for_sockets_is_short_enough() {
+        let directory = directory("demo").unwrap();
+        std::os::unix::net::UnixListener::bind(directory.path().join("s")).unwrap();
+        assert!(socket(directory.path(), "demo").as_os_str().len() <= SOCKET_PATH_MAX);
     }
 }

@@ -30,16 +30,16 @@ fn testbed() -> &'static Testbed {
 
 /// A server on a thread.
 struct Server {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
     fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| PortAt {
-            socket: folder.path().join(name),
+            socket: directory.path().join(name),
             sizes: PortConfig::default(),
         };
         let config = Config {
@@ -52,14 +52,14 @@ impl Server {
             move || server.run(&stop).unwrap()
         });
         Self {
-            folder,
+            directory,
             stop,
             thread: Some(thread),
         }
     }
 
     fn socket(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 }
 

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_has_results_plots_and_report() {
+    fn a_directory_has_results_plots_and_report() {
         let directory = tempfile::tempdir().unwrap();
         let out = directory.path().join("a/b");
         let results = crate::plots::tests::results();

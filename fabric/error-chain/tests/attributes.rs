@@ -45,8 +45,8 @@ fn embeds_its_source((attribute, variant): &(&str, &str)) -> bool {
         || sources(variant).any(|field| shows(attribute, field))
 }
 
-fn search(folder: &Path, found: &mut Vec<String>, files: &mut usize) {
-    for entry in fs::read_dir(folder).unwrap() {
+fn search(directory: &Path, found: &mut Vec<String>, files: &mut usize) {
+    for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if path.is_dir() {

@@ -33,12 +33,12 @@ fn program() -> Vec<u8> {
 struct Host {
     vm: Vm,
     /// The disks' images.
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 /// An argument for a device with a separate image.
-fn drive(folder: &TempDir, id: &str) -> String {
-    let path = folder.path().join(id);
+fn drive(directory: &TempDir, id: &str) -> String {
+    let path = directory.path().join(id);
     File::create(&path).unwrap().set_len(64 << 20).unwrap();
     format!("if=none,format=raw,id={id},file={}", path.display())
 }
@@ -46,16 +46,16 @@ fn drive(folder: &TempDir, id: &str) -> String {
 impl Host {
     fn boot() -> Self {
         let testbed = Testbed::prepare(&Progress::auto()).unwrap();
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let vm = testbed
             .vm("host-pci")
             .iommu()
             .file(PROGRAM, 0o755, program())
             .args([
                 "-drive",
-                &drive(&folder, "plain"),
+                &drive(&directory, "plain"),
                 "-drive",
-                &drive(&folder, "shared"),
+                &drive(&directory, "shared"),
                 "-device",
                 "nvme,drive=plain,serial=1,addr=4",
                 "-device",
@@ -77,7 +77,7 @@ impl Host {
         vm.wait_agent(BOOT).unwrap();
         let host = Self {
             vm,
-            _folder: folder,
+            _directory: directory,
         };
         host.shell("modprobe -a vfio_pci igb ext4");
         host

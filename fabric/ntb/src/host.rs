@@ -78,10 +78,10 @@ mod tests {
     fn another_device_keeps_its_driver() {
         let root = tempfile::tempdir().unwrap();
         let bdf: Bdf = "0000:03:00.0".parse().unwrap();
-        let folder = root.path().join("sys/bus/pci/devices/0000:03:00.0");
-        fs::create_dir_all(&folder).unwrap();
+        let directory = root.path().join("sys/bus/pci/devices/0000:03:00.0");
+        fs::create_dir_all(&directory).unwrap();
         for (file, text) in [("vendor", "0x8086\n"), ("device", "0x10d3\n")] {
-            fs::write(folder.join(file), text).unwrap();
+            fs::write(directory.join(file), text).unwrap();
         }
         let opened = HostEndpoint::open_of(&HostPci::at(root.path()), bdf);
         let error = opened.err().expect("it is a network card").to_string();
@@ -89,7 +89,7 @@ mod tests {
             error.contains("0000:03:00.0") && error.contains("8086:10d3, expected fa5d:b41d"),
             "{error}"
         );
-        assert!(!folder.join("driver_override").exists());
+        assert!(!directory.join("driver_override").exists());
         let nobody = "0000:04:00.0".parse().unwrap();
         let opened = HostEndpoint::open_of(&HostPci::at(root.path()), nobody);
         assert!(matches!(opened.err(), Some(NtbError::Pci(_))));

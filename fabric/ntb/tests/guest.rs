@@ -26,13 +26,13 @@ const DRIVE: &str = "0000:00:11.0";
 fn two_kernels_do_what_this_crate_expects() {
     let program = fs::read(build_probe()).unwrap();
     let testbed = Testbed::prepare(&Progress::auto()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let sizes = PortConfig {
         window_size: 64 << 20,
         lut_entries: 64,
     };
     let port = |name| PortAt {
-        socket: folder.path().join(name),
+        socket: directory.path().join(name),
         sizes,
     };
     let config = Config {
@@ -42,7 +42,7 @@ fn two_kernels_do_what_this_crate_expects() {
     let stop = Wakeup::new().unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| server.run(&stop).unwrap());
-        let disk = folder.path().join("disk.img");
+        let disk = directory.path().join("disk.img");
         fs::File::create(&disk).unwrap().set_len(16 << 20).unwrap();
         let vm = |name, socket: &Path| {
             let socket = socket.display();
@@ -104,7 +104,7 @@ fn two_kernels_do_what_this_crate_expects() {
 
 /// The probe, statically linked.
 fn build_probe() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
     let status = Command::new(env!("CARGO"))
         .args([
             "build",
@@ -114,12 +114,12 @@ fn build_probe() -> PathBuf {
             "ntb-probe",
         ])
         .args(["--target", TARGET])
-        .env("CARGO_TARGET_DIR", &folder)
+        .env("CARGO_TARGET_DIR", &directory)
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
         // It would override RUSTFLAGS.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()
         .unwrap();
     assert!(status.success(), "building the probe");
-    folder.join(TARGET).join("debug/examples/ntb-probe")
+    directory.join(TARGET).join("debug/examples/ntb-probe")
 }

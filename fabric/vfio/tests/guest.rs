@@ -45,8 +45,8 @@ fn a_kernel_with_iommufd_does_what_is_expected() {
 /// Runs the probe in a VM whose kernel must have that interface.
 fn probe(api: Api, vm: VmBuilder) {
     let program = fs::read(build_probe()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let disk = folder.path().join("disk.img");
+    let directory = tempfile::tempdir().unwrap();
+    let disk = directory.path().join("disk.img");
     let file = fs::File::create(&disk).unwrap();
     file.set_len(16 << 20).unwrap();
     let vm = vm
@@ -91,7 +91,7 @@ fn probe(api: Api, vm: VmBuilder) {
 
 /// The probe, statically linked.
 fn build_probe() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
     let status = Command::new(env!("CARGO"))
         .args([
             "build",
@@ -101,12 +101,12 @@ fn build_probe() -> PathBuf {
             "vfio-probe",
         ])
         .args(["--target", TARGET])
-        .env("CARGO_TARGET_DIR", &folder)
+        .env("CARGO_TARGET_DIR", &directory)
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
         // It would override RUSTFLAGS.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()
         .unwrap();
     assert!(status.success(), "building the probe");
-    folder.join(TARGET).join("debug/examples/vfio-probe")
+    directory.join(TARGET).join("debug/examples/vfio-probe")
 }

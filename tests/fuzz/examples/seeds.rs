@@ -190,12 +190,12 @@ fn main() -> std::io::Result<()> {
         ("config_space", configs()),
         ("domains", domains()),
     ] {
-        let folder = corpus.join(target);
-        fs::create_dir_all(&folder)?;
+        let directory = corpus.join(target);
+        fs::create_dir_all(&directory)?;
         for (number, seed) in seeds.iter().enumerate() {
-            fs::write(folder.join(format!("seed-{number:02}")), seed)?;
+            fs::write(directory.join(format!("seed-{number:02}")), seed)?;
         }
-        println!("{} seeds in {}", seeds.len(), folder.display());
+        println!("{} seeds in {}", seeds.len(), directory.display());
     }
     Ok(())
 }

@@ -33,8 +33,8 @@ impl Programs {
 
 /// A binary without its debug information, which is nine tenths of it.
 pub fn stripped(program: &Path) -> Result<Vec<u8>> {
-    let folder = tempfile::tempdir().context("creating a temporary folder")?;
-    let to = folder.path().join("program");
+    let directory = tempfile::tempdir().context("creating a temporary directory")?;
+    let to = directory.path().join("program");
     let status = Command::new("objcopy")
         .arg("--strip-debug")
         .args([program, &to])

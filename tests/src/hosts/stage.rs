@@ -26,7 +26,7 @@ pub(super) fn drive(image: &Path) -> [String; 4] {
 }
 
 pub(super) fn image(set: &Set<'_>, name: &str) -> Result<std::path::PathBuf> {
-    let path = set.cluster.folder().join(name);
+    let path = set.cluster.directory().join(name);
     File::create(&path)
         .and_then(|file| file.set_len(DISK))
         .with_context(|| format!("making {}", path.display()))?;
@@ -66,7 +66,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     let started = Instant::now();
     let mut facts = Facts::default();
     let image = image(set, "two-hosts.img")?;
-    let at = |name: &str| set.cluster.folder().join(name).display().to_string();
+    let at = |name: &str| set.cluster.directory().join(name).display().to_string();
     (set.tell)("starting the NTB between the hosts");
     let ports = [format!("A={}", at("a.sock")), format!("B={}", at("b.sock"))];
     let mut ntb = set.cluster.start(
@@ -74,7 +74,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
         &["ntb", "--port", &ports[0], "--port", &ports[1]],
     )?;
     for name in ["a.sock", "b.sock"] {
-        await_path(&set.cluster.folder().join(name))?;
+        await_path(&set.cluster.directory().join(name))?;
     }
     (set.tell)("booting both hosts");
     let host = |name: &str, server: &str, mac: u8| {

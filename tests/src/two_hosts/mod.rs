@@ -52,7 +52,7 @@ pub const MIGRATION: Duration = Duration::from_secs(600);
 
 /// The hosts, and all processes started on them, which are killed on drop.
 pub struct Stage {
-    folder: TempDir,
+    directory: TempDir,
     prefix: String,
     staged: Staged,
     notes: Mutex<Vec<String>>,
@@ -67,18 +67,18 @@ impl Stage {
     /// As [`Stage::new`], for a machine that is not lean or has more. `change` receives the
     /// directory that both hosts share.
     pub fn with(change: impl FnOnce(&Path, VmBuilder) -> VmBuilder) -> Result<Self> {
-        let folder = tempfile::Builder::new()
+        let directory = tempfile::Builder::new()
             .prefix("fs-")
             .tempdir_in("/tmp")
-            .context("creating a folder")?;
+            .context("creating a directory")?;
         let testbed = testbed()?;
-        let staged = change(folder.path(), testbed.vm(VM)).stage()?;
+        let staged = change(directory.path(), testbed.vm(VM)).stage()?;
         static STAGES: AtomicUsize = AtomicUsize::new(0);
         let number = STAGES.fetch_add(1, Ordering::Relaxed);
         let stage = Self {
             // Namespace names are global on the machine.
             prefix: format!("fs{}-{number}", std::process::id()),
-            folder,
+            directory,
             staged,
             notes: Mutex::default(),
         };
@@ -86,7 +86,7 @@ impl Stage {
             netns::add(&stage.netns(host))?;
             ip(&["-n", &stage.netns(host), "link", "set", "lo", "up"])?;
             for kind in ["run", "etc/vm", "state"] {
-                fs::create_dir_all(stage.folder.path().join(host).join(kind))?;
+                fs::create_dir_all(stage.directory.path().join(host).join(kind))?;
             }
         }
         stage.connect()?;
@@ -115,13 +115,13 @@ impl Stage {
     }
 
     /// The directory that all hosts share.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// Path of a host's file.
     pub fn path(&self, host: &str, name: &str) -> PathBuf {
-        self.folder.path().join(host).join(name)
+        self.directory.path().join(host).join(name)
     }
 
     /// The lender's socket.
@@ -132,15 +132,15 @@ impl Stage {
     /// The rsh script: `HOST farside ARGS…`.
     fn write_shell(&self) -> Result<()> {
         let program = farside_program()?;
-        let folder = program.parent().context("the program has a folder")?;
+        let directory = program.parent().context("the program has a directory")?;
         let ip = testbed()?.tool("ip");
         let text = format!(
             "#!/bin/sh\nhost=$1; shift\n\
              export FARSIDE_RUNTIME_DIR={root}/$host/run FARSIDE_CONFIG_DIR={root}/$host/etc \
              FARSIDE_STATE_DIR={root}/$host/state PATH={bin}:$PATH\n\
              exec '{ip}' netns exec {prefix}$host \"$@\"\n",
-            root = self.folder.path().display(),
-            bin = folder.display(),
+            root = self.directory.path().display(),
+            bin = directory.display(),
             ip = ip.get_program().display(),
             prefix = self.prefix,
         );
@@ -152,7 +152,7 @@ impl Stage {
 
     /// The remote shell.
     pub fn shell(&self) -> PathBuf {
-        self.folder.path().join("rsh")
+        self.directory.path().join("rsh")
     }
 
     /// The VM configuration.

@@ -17,12 +17,12 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<(PathBuf, String)> {
     let source = source()?;
     let key = source_key(&source)?;
-    let entry = cache.entry("agent", &key, |folder| {
+    let entry = cache.entry("agent", &key, |directory| {
         let task = progress.spinner("Building the guest agent");
         let target = cache.root().join("build");
         build(&source, &target)?;
         let built = target.join(TARGET).join("release/guest-agent");
-        fs::copy(&built, folder.join("guest-agent"))
+        fs::copy(&built, directory.join("guest-agent"))
             .with_context(|| format!("copying {}", built.display()))?;
         task.done();
         Ok(())
@@ -68,11 +68,11 @@ fn build(source: &Path, target: &Path) -> Result<()> {
 
 fn source_key(source: &Path) -> Result<String> {
     let mut files = vec![source.join("Cargo.toml")];
-    let folder = source.join("src");
-    let entries = fs::read_dir(&folder)
-        .with_context(|| format!("listing {} (the checkout is needed)", folder.display()))?;
+    let directory = source.join("src");
+    let entries = fs::read_dir(&directory)
+        .with_context(|| format!("listing {} (the checkout is needed)", directory.display()))?;
     for entry in entries {
-        let entry = entry.with_context(|| format!("listing {}", folder.display()))?;
+        let entry = entry.with_context(|| format!("listing {}", directory.display()))?;
         files.push(entry.path());
     }
     files.sort();

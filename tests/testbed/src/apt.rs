@@ -32,14 +32,14 @@ pub(crate) struct Wanted<'a> {
     pub(crate) installed: &'a [&'a str],
 }
 
-/// Fetches packages into `folder`, which is used for these alone, and returns the package
+/// Fetches packages into `directory`, which is used for these alone, and returns the package
 /// files.
 pub(crate) fn download(
-    folder: &Path,
+    directory: &Path,
     wanted: &Wanted<'_>,
     progress: &Progress,
 ) -> Result<Vec<PathBuf>> {
-    let config = configure(folder, wanted)?;
+    let config = configure(directory, wanted)?;
     let apt = |args: &[&str]| {
         let mut command = Command::new("apt-get");
         command.env("APT_CONFIG", &config).args(args);
@@ -57,7 +57,7 @@ pub(crate) fn download(
     // apt lists only the files that it has yet to fetch: so query with an empty archive.
     let mut install = vec!["install", "--yes"];
     install.extend(wanted.packages);
-    let nothing = folder.join("nothing");
+    let nothing = directory.join("nothing");
     fs::create_dir_all(nothing.join("partial"))
         .with_context(|| format!("creating {}", nothing.display()))?;
     let from_nothing = format!("Dir::Cache::archives={}", nothing.display());
@@ -90,7 +90,7 @@ pub(crate) fn download(
     );
     task.done();
     // Files of a former recipe are not needed any more.
-    let archives = folder.join("archives");
+    let archives = directory.join("archives");
     let (wanted, stale): (Vec<PathBuf>, Vec<PathBuf>) =
         package_files(&archives)?.into_iter().partition(|path| {
             path.file_name()
@@ -124,13 +124,13 @@ pub(crate) fn unpack(packages: &[PathBuf], root: &Path, progress: &Progress) -> 
 }
 
 /// Writes the configuration of the private apt and returns its path.
-fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
+fn configure(directory: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
     for sub in ["lists/partial", "archives/partial"] {
-        let path = folder.join(sub);
+        let path = directory.join(sub);
         fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
     }
     let write = |name: &str, text: &str| {
-        let path = folder.join(name);
+        let path = directory.join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok::<_, anyhow::Error>(path)
     };
@@ -146,7 +146,7 @@ fn configure(folder: &Path, wanted: &Wanted<'_>) -> Result<PathBuf> {
             wanted.suites.join(" "),
         ),
     )?;
-    write("apt.conf", &config(folder, &source.settings))
+    write("apt.conf", &config(directory, &source.settings))
 }
 
 /// The source of Debian's packages, and the machine's network settings for it.
@@ -202,27 +202,30 @@ fn settings(machine: &str) -> Vec<String> {
 }
 
 /// The private apt's configuration: the machine's settings, and separate directories.
-fn config(folder: &Path, settings: &[String]) -> String {
+fn config(directory: &Path, settings: &[String]) -> String {
     let mut text: String = settings.iter().map(|line| format!("{line}\n")).collect();
-    let folder = folder.display();
+    let directory = directory.display();
     let own = [
         ("Dir::Etc::main", "/dev/null".to_owned()),
         ("Dir::Etc::parts", "/dev/null".to_owned()),
-        ("Dir::Etc::sourcelist", format!("{folder}/farside.sources")),
+        (
+            "Dir::Etc::sourcelist",
+            format!("{directory}/farside.sources"),
+        ),
         ("Dir::Etc::sourceparts", "/dev/null".to_owned()),
-        ("Dir::Etc::preferences", format!("{folder}/preferences")),
+        ("Dir::Etc::preferences", format!("{directory}/preferences")),
         ("Dir::Etc::preferencesparts", "/dev/null".to_owned()),
         ("Dir::Etc::trusted", "/dev/null".to_owned()),
         ("Dir::Etc::trustedparts", "/dev/null".to_owned()),
-        ("Dir::State", folder.to_string()),
-        ("Dir::State::lists", format!("{folder}/lists")),
-        ("Dir::State::status", format!("{folder}/status")),
-        ("Dir::Cache", folder.to_string()),
-        ("Dir::Cache::archives", format!("{folder}/archives")),
+        ("Dir::State", directory.to_string()),
+        ("Dir::State::lists", format!("{directory}/lists")),
+        ("Dir::State::status", format!("{directory}/status")),
+        ("Dir::Cache", directory.to_string()),
+        ("Dir::Cache::archives", format!("{directory}/archives")),
         // Saves 90 MB of indexes, which take a second to make.
         ("Dir::Cache::pkgcache", String::new()),
         ("Dir::Cache::srcpkgcache", String::new()),
-        ("Dir::Log", folder.to_string()),
+        ("Dir::Log", directory.to_string()),
         ("APT::Architecture", "amd64".to_owned()),
         ("APT::Install-Recommends", "false".to_owned()),
         // The cache may be readable by the user only, and the lock is this process's.
@@ -341,10 +344,10 @@ fn download_percent(line: &str) -> Option<u64> {
     percent.parse::<f64>().ok().map(|percent| percent as u64)
 }
 
-fn package_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files: Vec<PathBuf> = fs::read_dir(folder)
+fn package_files(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut files: Vec<PathBuf> = fs::read_dir(directory)
         .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
-        .with_context(|| format!("listing {}", folder.display()))?;
+        .with_context(|| format!("listing {}", directory.display()))?;
     files.retain(|path| path.extension().is_some_and(|extension| extension == "deb"));
     files.sort();
     Ok(files)

@@ -14,7 +14,7 @@ use cpio::newc::{ModeFileType, trailer};
 /// Writes one archive; several, concatenated, make one initramfs.
 pub(crate) struct Archive<W: Write> {
     out: Option<W>,
-    folders: BTreeSet<PathBuf>,
+    directories: BTreeSet<PathBuf>,
     inode: u32,
 }
 
@@ -22,7 +22,7 @@ impl<W: Write> Archive<W> {
     pub(crate) fn new(out: W) -> Self {
         Archive {
             out: Some(out),
-            folders: BTreeSet::new(),
+            directories: BTreeSet::new(),
             inode: 0,
         }
     }
@@ -54,12 +54,12 @@ impl<W: Write> Archive<W> {
     }
 
     /// Adds an empty directory.
-    pub(crate) fn folder(&mut self, path: impl AsRef<Path>) -> Result<()> {
+    pub(crate) fn directory(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        if path.as_os_str().is_empty() || self.folders.contains(path) {
+        if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());
         }
-        self.folders.insert(path.to_owned());
+        self.directories.insert(path.to_owned());
         self.entry(path, ModeFileType::Directory, 0o755, &[])
     }
 
@@ -71,7 +71,7 @@ impl<W: Write> Archive<W> {
 
     fn entry(&mut self, path: &Path, kind: ModeFileType, mode: u32, data: &[u8]) -> Result<()> {
         if let Some(parent) = path.parent() {
-            self.folder(parent)?;
+            self.directory(parent)?;
         }
         let name = path
             .to_str()
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_come_once_and_before_what_they_hold() {
+    fn directories_come_once_and_before_what_they_hold() {
         let mut archive = Archive::new(Vec::new());
         archive.file("a/b/one", 0o644, b"1").unwrap();
         archive.file("a/b/two", 0o755, b"22").unwrap();

@@ -22,7 +22,7 @@ pub(crate) fn make(testbed: &Testbed, image: &Path, len: u64, append: &str) -> R
         .and_then(|file| file.set_len(len))
         .with_context(|| format!("creating {}", image.display()))?;
 
-    let temporary = tempfile::tempdir().context("creating a temporary folder")?;
+    let temporary = tempfile::tempdir().context("creating a temporary directory")?;
     let text = |name: &str, text: String| {
         let path = temporary.path().join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
@@ -48,8 +48,8 @@ pub(crate) fn make(testbed: &Testbed, image: &Path, len: u64, append: &str) -> R
         .arg("-i")
         .arg(image)
         .arg("::"))?;
-    for folder in ["::/EFI", "::/EFI/BOOT", "::/loader", "::/loader/entries"] {
-        run(testbed.tool("mmd").arg("-i").arg(image).arg(folder))?;
+    for directory in ["::/EFI", "::/EFI/BOOT", "::/loader", "::/loader/entries"] {
+        run(testbed.tool("mmd").arg("-i").arg(image).arg(directory))?;
     }
     for (from, to) in [
         (testbed.systemd_boot().as_path(), "::/EFI/BOOT/BOOTX64.EFI"),

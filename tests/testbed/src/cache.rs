@@ -39,8 +39,8 @@ fn root_from(var: impl Fn(&str) -> Option<std::ffi::OsString>) -> Result<PathBuf
         return Ok(base.join("farside"));
     }
     let home = var("HOME").context(
-        "no cache folder: neither FARSIDE_CACHE nor XDG_CACHE_HOME nor HOME is set; \
-         set FARSIDE_CACHE to a folder with 1 GB of room",
+        "no cache directory: neither FARSIDE_CACHE nor XDG_CACHE_HOME nor HOME is set; \
+         set FARSIDE_CACHE to a directory with 1 GB of room",
     )?;
     Ok(PathBuf::from(home).join(".cache/farside"))
 }
@@ -49,7 +49,7 @@ impl Cache {
     /// Opens and locks the cache; waits while another process holds the lock.
     pub(crate) fn open(root: PathBuf, waiting: impl FnOnce()) -> Result<Self> {
         fs::create_dir_all(&root)
-            .with_context(|| format!("creating the cache folder {}", root.display()))?;
+            .with_context(|| format!("creating the cache directory {}", root.display()))?;
         let path = root.join("lock");
         let lock = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -98,7 +98,7 @@ impl Cache {
         let temporary = tempfile::Builder::new()
             .prefix(MAKING)
             .tempdir_in(&self.root)
-            .with_context(|| format!("creating a folder in {}", self.root.display()))?;
+            .with_context(|| format!("creating a directory in {}", self.root.display()))?;
         let content = temporary.path().join("entry");
         fs::create_dir(&content).with_context(|| format!("creating {}", content.display()))?;
         make(&content)?;
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_specific_variable_names_the_folder() {
+    fn the_most_specific_variable_names_the_directory() {
         let all = [
             ("FARSIDE_CACHE", "/a"),
             ("XDG_CACHE_HOME", "/b"),

@@ -19,7 +19,7 @@ const MAKER: &str = "2";
 #[derive(Debug, Clone)]
 pub(crate) struct Debian {
     pub(crate) key: String,
-    folder: PathBuf,
+    directory: PathBuf,
     /// The guest's kernel.
     pub(crate) kernel: PathBuf,
 }
@@ -27,54 +27,54 @@ pub(crate) struct Debian {
 impl Debian {
     /// The root directory of the unpacked packages.
     pub(crate) fn root(&self) -> PathBuf {
-        self.folder.join("root")
+        self.directory.join("root")
     }
 
     /// The guest's userland, without the agent.
     pub(crate) fn userland(&self) -> PathBuf {
-        self.folder.join("userland.cpio")
+        self.directory.join("userland.cpio")
     }
 
     /// The userland of a nested guest, without the agent.
     pub(crate) fn nested_userland(&self) -> PathBuf {
-        self.folder.join("nested.cpio")
+        self.directory.join("nested.cpio")
     }
 
     /// Fetches and makes everything that is not in the cache.
     pub(crate) fn prepare(cache: &Cache, progress: &Progress) -> Result<Self> {
         let key = cache::key(recipe::parts().into_iter().chain([MAKER]));
-        let folder = cache.entry("debian", &key, |folder| {
+        let directory = cache.entry("debian", &key, |directory| {
             let wanted = Wanted {
                 suites: &recipe::suites(),
                 packages: recipe::PACKAGES,
                 installed: recipe::NOT_NEEDED,
             };
             let packages = apt::download(&cache.root().join("apt"), &wanted, progress)?;
-            let root = folder.join("root");
+            let root = directory.join("root");
             apt::unpack(&packages, &root, progress)?;
             let task = progress.spinner("Making the guest's userland");
-            for unused in recipe::UNUSED_FOLDERS {
+            for unused in recipe::UNUSED_DIRECTORIES {
                 remove(&root.join(unused))?;
             }
-            make_guest(&root, folder)?;
+            make_guest(&root, directory)?;
             task.done();
             Ok(())
         })?;
         Ok(Debian {
             key,
-            kernel: folder.join("vmlinuz"),
-            folder,
+            kernel: directory.join("vmlinuz"),
+            directory,
         })
     }
 }
 
-fn make_guest(root: &Path, folder: &Path) -> Result<()> {
+fn make_guest(root: &Path, directory: &Path) -> Result<()> {
     let (release, kernel) = find_kernel(root)?;
-    let to = folder.join("vmlinuz");
+    let to = directory.join("vmlinuz");
     fs::copy(&kernel, &to).with_context(|| format!("copying {}", kernel.display()))?;
     let modules = root.join("usr/lib/modules").join(&release);
 
-    write_archive(&folder.join("userland.cpio"), |archive| {
+    write_archive(&directory.join("userland.cpio"), |archive| {
         add_base(archive, root)?;
         for program in recipe::GUEST_PROGRAMS.iter().chain(recipe::GUEST_FILES) {
             archive.copy(program, &root.join(program))?;
@@ -86,7 +86,7 @@ fn make_guest(root: &Path, folder: &Path) -> Result<()> {
         add_modules(archive, &modules, recipe::BOOT_MODULES, recipe::MODULES)
     })?;
     // Small: a nested guest has little memory and slow CPUs.
-    write_archive(&folder.join("nested.cpio"), |archive| {
+    write_archive(&directory.join("nested.cpio"), |archive| {
         add_base(archive, root)?;
         add_modules(archive, &modules, &[], recipe::NESTED_MODULES)
     })?;
@@ -117,10 +117,10 @@ fn add_base<W: Write>(archive: &mut Archive<W>, root: &Path) -> Result<()> {
     ] {
         archive.symlink(link, target)?;
     }
-    for folder in [
+    for directory in [
         "dev", "etc", "mnt", "proc", "root", "run", "sys", "tmp", "var/tmp",
     ] {
-        archive.folder(folder)?;
+        archive.directory(directory)?;
     }
     archive.copy(recipe::BUSYBOX, &root.join(recipe::BUSYBOX))?;
     for name in recipe::BUSYBOX_NAMES {
@@ -141,18 +141,18 @@ fn add_modules<W: Write>(
         .file_name()
         .context("the kernel has no release")?
         .to_string_lossy();
-    let folder = format!("usr/lib/modules/{release}");
+    let directory = format!("usr/lib/modules/{release}");
     let at_boot = modules::collect(source, boot)?;
     let list: String = at_boot
         .iter()
-        .map(|module| format!("/{folder}/{}\n", module.path.display()))
+        .map(|module| format!("/{directory}/{}\n", module.path.display()))
         .collect();
     archive.file("etc/farside/modules", 0o644, list.as_bytes())?;
 
     let wanted = [boot, more].concat();
     let all = modules::collect(source, &wanted)?;
     for module in &all {
-        let path = Path::new(&folder).join(&module.path);
+        let path = Path::new(&directory).join(&module.path);
         archive.file(path, 0o644, &module.bytes)?;
     }
     for (name, text) in [
@@ -161,23 +161,23 @@ fn add_modules<W: Write>(
         // busybox reports an error if it is missing.
         ("modules.symbols", String::new()),
     ] {
-        archive.file(format!("{folder}/{name}"), 0o644, text.as_bytes())?;
+        archive.file(format!("{directory}/{name}"), 0o644, text.as_bytes())?;
     }
     let builtin = source.join("modules.builtin");
-    archive.copy(format!("{folder}/modules.builtin"), &builtin)
+    archive.copy(format!("{directory}/modules.builtin"), &builtin)
 }
 
 /// The kernel's release and image: its path differs between Debian's releases.
 fn find_kernel(root: &Path) -> Result<(String, PathBuf)> {
-    let folder = root.join("usr/lib/modules");
-    let release = fs::read_dir(&folder)
-        .with_context(|| format!("listing {}", folder.display()))?
+    let directory = root.join("usr/lib/modules");
+    let release = fs::read_dir(&directory)
+        .with_context(|| format!("listing {}", directory.display()))?
         .flatten()
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .max()
-        .with_context(|| format!("no kernel in {}", folder.display()))?;
+        .with_context(|| format!("no kernel in {}", directory.display()))?;
     [
-        folder.join(&release).join("vmlinuz"),
+        directory.join(&release).join("vmlinuz"),
         root.join("boot").join(format!("vmlinuz-{release}")),
     ]
     .into_iter()
@@ -186,10 +186,10 @@ fn find_kernel(root: &Path) -> Result<(String, PathBuf)> {
     .with_context(|| format!("the packages brought no image of the kernel {release}"))
 }
 
-fn remove(folder: &Path) -> Result<()> {
-    match fs::remove_dir_all(folder) {
+fn remove(directory: &Path) -> Result<()> {
+    match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("removing {}", folder.display()))
+            Err(error).with_context(|| format!("removing {}", directory.display()))
         }
         _ => Ok(()),
     }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use goblin::elf::Elf;
 
 /// Search path of Debian's loader.
-const LIBRARY_FOLDER: &str = "usr/lib/x86_64-linux-gnu";
+const LIBRARY_DIRECTORY: &str = "usr/lib/x86_64-linux-gnu";
 /// The loader itself, as binaries name it.
 pub(crate) const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 
@@ -18,7 +18,7 @@ pub(crate) const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 struct Needs {
     libraries: Vec<String>,
     /// Its additional library directories, relative to the root.
-    folders: Vec<PathBuf>,
+    directories: Vec<PathBuf>,
 }
 
 fn needs(path: &Path) -> Result<Needs> {
@@ -26,7 +26,7 @@ fn needs(path: &Path) -> Result<Needs> {
     let elf = Elf::parse(&bytes).with_context(|| format!("{} as ELF", path.display()))?;
     Ok(Needs {
         libraries: elf.libraries.iter().map(|&name| name.to_owned()).collect(),
-        folders: elf
+        directories: elf
             .runpaths
             .iter()
             .chain(&elf.rpaths)
@@ -52,13 +52,16 @@ fn closure(
 ) -> Result<BTreeSet<PathBuf>> {
     let mut found = BTreeSet::new();
     while let Some(file) = open.pop() {
-        let Needs { libraries, folders } = needs(&file)?;
+        let Needs {
+            libraries,
+            directories,
+        } = needs(&file)?;
         for library in libraries {
-            let path = folders
+            let path = directories
                 .iter()
                 .map(PathBuf::as_path)
-                .chain([Path::new(LIBRARY_FOLDER)])
-                .map(|folder| folder.join(&library))
+                .chain([Path::new(LIBRARY_DIRECTORY)])
+                .map(|directory| directory.join(&library))
                 .find(|path| exists(path))
                 .with_context(|| {
                     format!(
@@ -104,8 +107,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn closure_follows_libraries_and_their_own_folders() {
-        let lib = |name: &str| Path::new(LIBRARY_FOLDER).join(name);
+    fn closure_follows_libraries_and_their_own_directories() {
+        let lib = |name: &str| Path::new(LIBRARY_DIRECTORY).join(name);
         let private = lib("private/libp.so");
         let needs = |file: &Path| {
             let libraries: &[&str] = match file.file_name().unwrap().to_str().unwrap() {
@@ -116,7 +119,7 @@ mod tests {
             };
             Ok(Needs {
                 libraries: libraries.iter().map(|&name| name.to_owned()).collect(),
-                folders: vec![lib("private")],
+                directories: vec![lib("private")],
             })
         };
         let exists = |file: &Path| {

@@ -35,16 +35,16 @@ impl Host {
         let scripts = wrappers(&root)?;
         let key = cache::key(scripts.iter().map(|(name, text)| format!("{name}\n{text}")));
         let wrapped = Path::new(QEMU);
-        let bin = cache.entry("bin", &key, |folder| {
+        let bin = cache.entry("bin", &key, |directory| {
             for (name, text) in &scripts {
-                let path = folder.join(name);
+                let path = directory.join(name);
                 fs::write(&path, text)
                     .and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(0o755)))
                     .with_context(|| format!("writing {}", path.display()))?;
             }
             // Running QEMU takes longer than reading the cached version.
-            let version = version(&folder.join(wrapped)).context("trying QEMU")?;
-            fs::write(folder.join("version"), version).context("writing QEMU's version")
+            let version = version(&directory.join(wrapped)).context("trying QEMU")?;
+            fs::write(directory.join("version"), version).context("writing QEMU's version")
         })?;
         if let Some(version) = usable_system_qemu() {
             log::info!("using the system's own QEMU: {version}");
@@ -88,7 +88,7 @@ fn parse_version(text: &str) -> Option<(u32, u32)> {
 fn wrappers(root: &Path) -> Result<Vec<(String, String)>> {
     let qemu_options: String = ["qemu", "seabios"]
         .iter()
-        .map(|folder| format!(" -L {}", quoted(&root.join("usr/share").join(folder))))
+        .map(|directory| format!(" -L {}", quoted(&root.join("usr/share").join(directory))))
         .collect();
     let mut scripts = vec![(
         QEMU.to_owned(),
@@ -100,7 +100,7 @@ fn wrappers(root: &Path) -> Result<Vec<(String, String)>> {
     }
     let modules: String = perl_modules(root)?
         .iter()
-        .map(|folder| format!(" -I {}", quoted(folder)))
+        .map(|directory| format!(" -I {}", quoted(directory)))
         .collect();
     for script in recipe::HOST_SCRIPTS {
         let options = format!("{modules} {}", quoted(&root.join(script)));

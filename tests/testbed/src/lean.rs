@@ -34,17 +34,17 @@ pub(crate) fn prepare(
     agent_key: &str,
 ) -> Result<Lean> {
     let key = cache::key([&debian.key, agent_key, MAKER]);
-    let folder = cache.entry("lean", &key, |folder| {
+    let directory = cache.entry("lean", &key, |directory| {
         let zstd = host.bin.join("zstd");
-        vmlinux::extract(&debian.kernel, &folder.join("vmlinux"), &zstd)?;
-        let userland = folder.join("userland.cpio");
+        vmlinux::extract(&debian.kernel, &directory.join("vmlinux"), &zstd)?;
+        let userland = directory.join("userland.cpio");
         shrink(&debian.userland(), &userland)?;
-        make_initramfs(&userland, agent, &folder.join("initramfs.cpio"))?;
+        make_initramfs(&userland, agent, &directory.join("initramfs.cpio"))?;
         fs::remove_file(&userland).with_context(|| format!("removing {}", userland.display()))
     })?;
     Ok(Lean {
-        kernel: folder.join("vmlinux"),
-        initramfs: folder.join("initramfs.cpio"),
+        kernel: directory.join("vmlinux"),
+        initramfs: directory.join("initramfs.cpio"),
     })
 }
 

@@ -104,8 +104,8 @@ impl Testbed {
     }
 
     /// As [`Testbed::prepare`], with the cache in that directory.
-    pub fn prepare_in(folder: PathBuf, progress: &Progress) -> Result<Self> {
-        let cache = Cache::open(folder, || {
+    pub fn prepare_in(directory: PathBuf, progress: &Progress) -> Result<Self> {
+        let cache = Cache::open(directory, || {
             progress.note("Waiting for another process that prepares the test bed");
         })?;
         let debian = Debian::prepare(&cache, progress)
@@ -113,12 +113,16 @@ impl Testbed {
         let host = Host::prepare(&cache, &debian)?;
         let (agent, agent_key) = agent_build::prepare(&cache, progress)?;
         let key = cache::key([&debian.key, &agent_key]);
-        let guest = cache.entry("guest", &key, |folder| {
-            make_initramfs(&debian.userland(), &agent, &folder.join("initramfs.cpio"))?;
+        let guest = cache.entry("guest", &key, |directory| {
+            make_initramfs(
+                &debian.userland(),
+                &agent,
+                &directory.join("initramfs.cpio"),
+            )?;
             make_initramfs(
                 &debian.nested_userland(),
                 &agent,
-                &folder.join("nested.cpio"),
+                &directory.join("nested.cpio"),
             )
         })?;
         let lean = lean::prepare(&cache, &debian, &host, &agent, &agent_key)?;

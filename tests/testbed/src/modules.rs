@@ -24,10 +24,10 @@ pub(crate) struct Module {
 
 /// Reads the wanted modules and their dependencies, in loading order: each module comes
 /// after its dependencies.
-pub(crate) fn collect(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
-    let files = index(folder)?;
-    let builtin = fs::read_to_string(folder.join("modules.builtin"))
-        .with_context(|| format!("reading modules.builtin in {}", folder.display()))?;
+pub(crate) fn collect(directory: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
+    let files = index(directory)?;
+    let builtin = fs::read_to_string(directory.join("modules.builtin"))
+        .with_context(|| format!("reading modules.builtin in {}", directory.display()))?;
     let builtin: Vec<String> = builtin
         .lines()
         .filter_map(|line| Some(module_name(Path::new(line))?.0))
@@ -36,10 +36,10 @@ pub(crate) fn collect(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
         if builtin.iter().any(|builtin| builtin == name) {
             return Ok(None);
         }
-        let file = files
-            .get(name)
-            .with_context(|| format!("the kernel in {} has no module {name}", folder.display()))?;
-        load(folder, file).map(Some)
+        let file = files.get(name).with_context(|| {
+            format!("the kernel in {} has no module {name}", directory.display())
+        })?;
+        load(directory, file).map(Some)
     })
 }
 
@@ -138,17 +138,17 @@ fn module_name(path: &Path) -> Option<(String, Compression)> {
 }
 
 /// Every module file below a directory, by module name.
-fn index(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
+fn index(directory: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut files = BTreeMap::new();
-    let mut folders = vec![folder.join("kernel")];
-    while let Some(folder) = folders.pop() {
+    let mut directories = vec![directory.join("kernel")];
+    while let Some(directory) = directories.pop() {
         let entries =
-            fs::read_dir(&folder).with_context(|| format!("listing {}", folder.display()))?;
+            fs::read_dir(&directory).with_context(|| format!("listing {}", directory.display()))?;
         for entry in entries {
-            let entry = entry.with_context(|| format!("listing {}", folder.display()))?;
+            let entry = entry.with_context(|| format!("listing {}", directory.display()))?;
             let kind = entry.file_type().context("asking for a file's type")?;
             if kind.is_dir() {
-                folders.push(entry.path());
+                directories.push(entry.path());
             } else if let Some((name, _)) = module_name(&entry.path()) {
                 files.insert(name, entry.path());
             }
@@ -157,7 +157,7 @@ fn index(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     Ok(files)
 }
 
-fn load(folder: &Path, file: &Path) -> Result<Module> {
+fn load(directory: &Path, file: &Path) -> Result<Module> {
     let context = || format!("module {}", file.display());
     let Some((name, compression)) = module_name(file) else {
         bail!("{} is not a module", file.display());
@@ -181,7 +181,7 @@ fn load(folder: &Path, file: &Path) -> Result<Module> {
         .filter(|name| !name.is_empty())
         .map(|name| name.replace('-', "_"))
         .collect();
-    let relative = file.strip_prefix(folder).unwrap_or(file);
+    let relative = file.strip_prefix(directory).unwrap_or(file);
     Ok(Module {
         name,
         path: match compression {

@@ -71,7 +71,7 @@ pub(crate) const NOT_NEEDED: &[&str] = &[
 ];
 
 /// Unused directories of the unpacked packages.
-pub(crate) const UNUSED_FOLDERS: &[&str] = &[
+pub(crate) const UNUSED_DIRECTORIES: &[&str] = &[
     "usr/share/bash-completion",
     "usr/share/doc",
     "usr/share/info",
@@ -280,7 +280,7 @@ pub(crate) fn parts() -> Vec<&'static str> {
         FROM_BACKPORTS,
         PACKAGES,
         NOT_NEEDED,
-        UNUSED_FOLDERS,
+        UNUSED_DIRECTORIES,
         HOST_TOOLS,
         HOST_SCRIPTS,
         GUEST_PROGRAMS,

@@ -49,11 +49,11 @@ pub(crate) fn prepare(
     progress: &Progress,
 ) -> Result<PathBuf> {
     let key = cache::key([guest_key, &debian.key, MAKER]);
-    let entry = cache.entry("tools", &key, |folder| {
+    let entry = cache.entry("tools", &key, |directory| {
         let task = progress.spinner("Making the disk with QEMU for nested guests");
-        let content = folder.join("content");
+        let content = directory.join("content");
         fill(&content, debian, host, guest)?;
-        let image = folder.join("tools.img");
+        let image = directory.join("tools.img");
         output(
             Command::new(host.bin.join("mke2fs"))
                 .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
@@ -74,8 +74,9 @@ fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()
     let root = debian.root();
     let copy = |from: &Path, to: &str| {
         let to = content.join(to);
-        let folder = to.parent().unwrap_or(content);
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        let directory = to.parent().unwrap_or(content);
+        fs::create_dir_all(directory)
+            .with_context(|| format!("creating {}", directory.display()))?;
         fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))
     };
     for file in recipe::NESTED_FIRMWARE
@@ -96,7 +97,7 @@ fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()
     )?;
 
     let script = content.join("bin/qemu-system-x86_64");
-    fs::create_dir_all(content.join("bin")).context("creating a folder for a script")?;
+    fs::create_dir_all(content.join("bin")).context("creating a directory for a script")?;
     fs::write(&script, wrapper())
         .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
         .with_context(|| format!("writing {}", script.display()))

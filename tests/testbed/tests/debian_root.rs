@@ -33,7 +33,7 @@ fn enter_and_leave() -> Result<()> {
     ensure!(sh(&inside, "id -u; ls /tmp")? == "0");
     sh(&inside, "touch /etc/written")?;
     ensure!(inside.path("/etc/written").exists());
-    ensure!(!root.folder().join("etc/written").exists());
+    ensure!(!root.directory().join("etc/written").exists());
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     ensure!(!mounts.contains("farside-root-"), "{mounts}");
 

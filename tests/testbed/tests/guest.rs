@@ -50,8 +50,8 @@ fn a_guest_boots_with_its_tools_and_powers_off() {
     shell(&vm, "sleep 1000 &");
 
     let data: Vec<u8> = (0..3_000_000u32).map(|i| i as u8).collect();
-    vm.write_file("/tmp/folder/data", &data).unwrap();
-    assert!(vm.read_file("/tmp/folder/data").unwrap() == data);
+    vm.write_file("/tmp/directory/data", &data).unwrap();
+    assert!(vm.read_file("/tmp/directory/data").unwrap() == data);
     assert!(vm.shutdown(SHORT).unwrap().success());
 }
 
@@ -102,8 +102,8 @@ fn the_agent_reaches_registers_and_memory() {
 
 #[test]
 fn devices_come_and_go_and_guests_reboot() {
-    let folder = tempfile::tempdir().unwrap();
-    let image = folder.path().join("disk.img");
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.img");
     std::fs::File::create(&image)
         .unwrap()
         .set_len(64 << 20)
@@ -153,8 +153,8 @@ fn devices_come_and_go_and_guests_reboot() {
 
 #[test]
 fn ovmf_boots_the_guest_from_a_drive() {
-    let folder = tempfile::tempdir().unwrap();
-    let image = folder.path().join("boot.img");
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("boot.img");
     testbed()
         .make_boot_image(&image, 256 << 20, "from.drive")
         .unwrap();

@@ -16,8 +16,8 @@ fn testbed() -> &'static Testbed {
 
 #[test]
 fn a_nested_guest_uses_a_physical_drive_by_vfio() {
-    let folder = tempfile::tempdir().unwrap();
-    let image = folder.path().join("disk.img");
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.img");
     std::fs::File::create(&image)
         .unwrap()
         .set_len(64 << 20)

@@ -9,7 +9,7 @@ use crate::{check, passed};
 pub fn ovmf_boots_the_guest_from_the_borrowed_drive(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    let image = cluster.folder().join("disk0.img");
+    let image = cluster.directory().join("disk0.img");
     farside_tests::testbed()?.make_boot_image(&image, 256 * MIB, "from.borrowed.drive")?;
     let drive = format!("disk0={}", image.display());
     let _lender = cluster.lend(&["--nvme", &drive])?;

@@ -156,7 +156,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
         "farside detach",
         &["detach", "a", "disk0", "--limit", "600"],
     )?;
-    let lock = cluster.folder().join("state/vm/a/command.lock");
+    let lock = cluster.directory().join("state/vm/a/command.lock");
     let pid = command.pid().to_string();
     cluster.wait_status("the command at work", SHORT, |_| {
         let holder = std::fs::read_to_string(&lock)?;
@@ -198,7 +198,7 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
     let before = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
 
     // QEMU serves one monitor client at a time: the message names a client that holds it.
-    let monitor = cluster.folder().join("vm/a/qmp");
+    let monitor = cluster.directory().join("vm/a/qmp");
     let kept = UnixStream::connect(&monitor).context("the monitor")?;
     let message = refused(cluster, &["detach", "a", "disk0"])?;
     ensure!(

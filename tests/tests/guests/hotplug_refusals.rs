@@ -149,7 +149,7 @@ pub fn what_cannot_be_plugged_in_leaves_the_vm_as_it_was(
 
     // A killed QEMU leaves its socket.
     guest.kill_qemu()?;
-    ensure!(cluster.folder().join("vm/a/qmp").exists());
+    ensure!(cluster.directory().join("vm/a/qmp").exists());
     says(
         &["attach", "a", "dma2"],
         &["VM a does not run", "what a QEMU that ended has left"],

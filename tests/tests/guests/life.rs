@@ -199,7 +199,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
         .map(|id| Device {
             id: id.to_owned(),
             port: None,
-            socket: cluster.folder().join("vm/a").join(format!("{id}.sock")),
+            socket: cluster.directory().join("vm/a").join(format!("{id}.sock")),
             bootindex: None,
         })
         .into();

@@ -157,7 +157,7 @@ pub fn a_lender_told_to_stop_takes_all_back(cluster: &Cluster) -> anyhow::Result
         "{}",
         lender.log()
     );
-    let socket = cluster.folder().join("lender.sock");
+    let socket = cluster.directory().join("lender.sock");
     ensure!(!socket.exists(), "{} is left", socket.display());
     let lost = cluster.wait_state("a", "disk0", BorrowState::Lost)?;
     ensure!(lost.is_closed(), "{lost:?}");
@@ -189,7 +189,7 @@ pub fn a_backend_told_to_stop_gives_all_back(cluster: &Cluster) -> anyhow::Resul
     }
     let left = cluster.sockets()?;
     // QEMU continues to run, and so does its monitor.
-    let others = ["lender.sock", "vm/a/qmp"].map(|name| cluster.folder().join(name));
+    let others = ["lender.sock", "vm/a/qmp"].map(|name| cluster.directory().join(name));
     ensure!(left == others, "{left:?}");
     drop(busy);
     passed()

@@ -57,7 +57,7 @@ fn own_qemu<'a>(
     let mut args: Vec<String> = machine.iter().map(|&arg| arg.to_owned()).collect();
     args.extend(testbed.accel().args().map(str::to_owned));
     for id in devices {
-        let socket = cluster.folder().join("vm/a").join(format!("{id}.sock"));
+        let socket = cluster.directory().join("vm/a").join(format!("{id}.sock"));
         let device = serde_json::json!({
             "driver": "vfio-user-pci",
             "socket": { "type": "unix", "path": socket.to_str() },

@@ -47,7 +47,7 @@ pub fn two_vms_use_their_own_drives_of_one_lender(cluster: &Cluster) -> anyhow::
         ensure!(output.success(), "{output}");
     }
     for (id, sum) in ids.iter().zip(&sums) {
-        let image = cluster.folder().join(format!("{id}.img"));
+        let image = cluster.directory().join(format!("{id}.img"));
         for copy in 0..4 {
             ensure!(
                 sha256_of(&image, copy * 4 * MIB, 4 * MIB)? == *sum,

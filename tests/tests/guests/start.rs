@@ -19,7 +19,7 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let agent = AgentPort::listen("web1", cluster.folder())?;
+    let agent = AgentPort::listen("web1", cluster.directory())?;
     describe(cluster, &agent, &["disk0"], &[])?;
 
     let said = done(cluster, &["start", "web1"])?;
@@ -71,14 +71,14 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
 
 pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let agent = AgentPort::listen("web1", cluster.folder())?;
+    let agent = AgentPort::listen("web1", cluster.directory())?;
     describe(cluster, &agent, &["disk0"], &[])?;
     start_lax(cluster)?;
     let guest = boot(&agent)?;
     let sum = write(&guest)?;
     // Write permission on a socket is permission to connect.
     for name in ["qmp", "control", "status", "disk0.sock"] {
-        let path = cluster.folder().join("vm/web1").join(name);
+        let path = cluster.directory().join("vm/web1").join(name);
         let mode = std::fs::symlink_metadata(&path)?.permissions().mode();
         ensure!(mode & 0o022 == 0, "{}: {mode:o}", path.display());
     }
@@ -134,7 +134,7 @@ fn kill(pid: i32) -> anyhow::Result<()> {
 }
 
 fn qemu_pid(cluster: &Cluster) -> anyhow::Result<i32> {
-    let path = cluster.folder().join("vm/web1/qemu.pid");
+    let path = cluster.directory().join("vm/web1/qemu.pid");
     Ok(std::fs::read_to_string(path)?.trim().parse()?)
 }
 
@@ -145,7 +145,7 @@ fn backend_pid(cluster: &Cluster) -> anyhow::Result<i32> {
 }
 
 pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Result<Completion> {
-    let agent = AgentPort::listen("web1", cluster.folder())?;
+    let agent = AgentPort::listen("web1", cluster.directory())?;
     let failed = |words: &[&str]| -> anyhow::Result<()> {
         let message = refused(cluster, &["start", "web1"])?;
         for word in words {
@@ -179,7 +179,7 @@ pub fn a_guest_that_does_not_power_off_is_ended_by_force_only(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let agent = AgentPort::listen("web1", cluster.folder())?;
+    let agent = AgentPort::listen("web1", cluster.directory())?;
     // Its CPUs are stopped.
     describe(cluster, &agent, &["disk0"], &["-S"])?;
     let said = done(cluster, &["start", "web1"])?;
@@ -270,9 +270,9 @@ fn read(guest: &Guest) -> anyhow::Result<String> {
 
 /// Neither QEMU nor a backend of the VM runs.
 fn nothing_runs(cluster: &Cluster, vm: &str) -> anyhow::Result<()> {
-    let folder = cluster.folder().join("vm").join(vm);
-    ensure!(!folder.join("control").exists(), "a backend is there");
-    let pid = std::fs::read_to_string(folder.join("qemu.pid")).unwrap_or_default();
+    let directory = cluster.directory().join("vm").join(vm);
+    ensure!(!directory.join("control").exists(), "a backend is there");
+    let pid = std::fs::read_to_string(directory.join("qemu.pid")).unwrap_or_default();
     let alive = !pid.trim().is_empty() && Path::new("/proc").join(pid.trim()).exists();
     ensure!(!alive, "QEMU is process {pid}");
     // Without a lender it fails, but prints nevertheless.

@@ -66,7 +66,7 @@ impl Stage {
             "edu,addr=8",
         ]);
         for (port, addr) in [("a", "10"), ("b", "11"), ("c", "12"), ("d", "13")] {
-            let path = cluster.folder().join(format!("{port}.sock"));
+            let path = cluster.directory().join(format!("{port}.sock"));
             let device = serde_json::json!({
                 "driver": "vfio-user-pci",
                 "socket": {"type": "unix", "path": path.to_str()},
@@ -111,7 +111,7 @@ pub fn drive(cluster: &Cluster, vm: VmBuilder, name: &str, at: &str) -> Result<V
 }
 
 fn ntb(cluster: &Cluster, names: [&str; 2], more: &[&str]) -> Result<Daemon> {
-    let paths = names.map(|name| cluster.folder().join(format!("{name}.sock")));
+    let paths = names.map(|name| cluster.directory().join(format!("{name}.sock")));
     let ports = ["A", "B"].map(String::from);
     let ports: Vec<String> = ports
         .iter()

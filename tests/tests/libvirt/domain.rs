@@ -57,7 +57,7 @@ impl<'s, 'a> Domain<'s, 'a> {
     /// Defines a domain that borrows these devices: adds them to the user's XML as a user
     /// would.
     pub fn define(stage: &'s Stage<'a>, vm: &str, devices: &[&str]) -> Result<Self> {
-        let agent = AgentPort::listen(vm, stage.cluster.folder())?;
+        let agent = AgentPort::listen(vm, stage.cluster.directory())?;
         let xml = plain_xml(vm, &agent)?;
         let file = stage.cluster.file(&format!("{vm}.xml"), &xml)?;
         let file = file.to_str().context("a path is text")?;

@@ -76,7 +76,7 @@ pub fn two_domains_have_their_own_drives_and_a_third_is_told_who_has_one(
         write_and_read(&guests.1, "/dev/nvme0n1")?,
     );
     ensure!(written.0 != written.1);
-    let image = |name: &str| stage.cluster.folder().join(name);
+    let image = |name: &str| stage.cluster.directory().join(name);
     ensure!(sha256_of(&image("disk0.img"), 0, DATA)? == written.0);
     ensure!(sha256_of(&image("disk1.img"), 0, DATA)? == written.1);
 

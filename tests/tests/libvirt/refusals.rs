@@ -38,7 +38,7 @@ pub fn a_domain_whose_lender_is_away_does_not_start_and_says_why(stage: &Stage) 
 }
 
 pub fn the_hook_leaves_other_domains_alone(stage: &Stage) -> Result<()> {
-    let agent = AgentPort::listen("other", stage.cluster.folder())?;
+    let agent = AgentPort::listen("other", stage.cluster.directory())?;
     let file = stage
         .cluster
         .file("other.xml", &plain_xml("other", &agent)?)?;

@@ -63,16 +63,18 @@ impl<'a> Stage<'a> {
     fn enter(cluster: &'a Cluster, qemu_conf: &str, host: Option<&str>) -> Result<Self> {
         let testbed = testbed()?;
         let program = PathBuf::from(cluster.farside(&[])?.get_program());
-        let folder_of = |path: &Path| -> Result<PathBuf> {
-            let folder = path.canonicalize().ok();
-            let folder = folder.as_deref().and_then(Path::parent);
-            Ok(folder.with_context(|| path.display().to_string())?.into())
+        let directory_of = |path: &Path| -> Result<PathBuf> {
+            let directory = path.canonicalize().ok();
+            let directory = directory.as_deref().and_then(Path::parent);
+            Ok(directory
+                .with_context(|| path.display().to_string())?
+                .into())
         };
-        let programs = folder_of(&program)?;
-        let kernel = folder_of(testbed.elf_kernel())?;
-        let initramfs = folder_of(testbed.lean_initramfs())?;
+        let programs = directory_of(&program)?;
+        let kernel = directory_of(testbed.elf_kernel())?;
+        let initramfs = directory_of(testbed.lean_initramfs())?;
         let binds = [
-            (cluster.folder(), cluster.folder()),
+            (cluster.directory(), cluster.directory()),
             (&programs, Path::new("/opt/farside")),
             (&kernel, Path::new(KERNEL)),
             (&initramfs, Path::new(INITRAMFS)),
@@ -127,7 +129,7 @@ impl<'a> Stage<'a> {
 
     /// The address of the lender, which is outside.
     pub fn lender(&self) -> PathBuf {
-        self.cluster.folder().join("lender.sock")
+        self.cluster.directory().join("lender.sock")
     }
 
     /// Lends the NVMe devices `disk0` and `disk1`, of `len` bytes each.
@@ -206,8 +208,8 @@ impl<'a> Stage<'a> {
         let state = self.virsh(&["domstate", vm])?;
         ensure!(state == "shut off", "domain {vm} is {state}");
         ensure!(!self.backend_runs(vm)?, "a backend of VM {vm} runs");
-        let folder = self.path("/run/farside/vm").join(vm);
-        ensure!(!folder.exists(), "{} is left", folder.display());
+        let directory = self.path("/run/farside/vm").join(vm);
+        ensure!(!directory.exists(), "{} is left", directory.display());
         let processes = self.processes()?;
         let left = processes.iter().find(|(_, command)| {
             let words: Vec<_> = command.split('\0').collect();
@@ -314,14 +316,14 @@ fn root() -> Result<&'static DebianRoot> {
 
 /// libvirt's QEMU capabilities, whose probing takes seconds: shared by the hosts.
 fn probed() -> Result<&'static Path> {
-    static FOLDER: OnceLock<Result<TempDir, String>> = OnceLock::new();
-    FOLDER
+    static DIRECTORY: OnceLock<Result<TempDir, String>> = OnceLock::new();
+    DIRECTORY
         .get_or_init(|| {
-            let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+            let directory = tempfile::tempdir().map_err(|error| error.to_string())?;
             // Readable by QEMU's user, too.
-            fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))
+            fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755))
                 .map_err(|error| error.to_string())?;
-            Ok(folder)
+            Ok(directory)
         })
         .as_ref()
         .map(TempDir::path)

@@ -23,7 +23,7 @@ pub fn qemu_of_another_user_reaches_its_devices_by_a_group(stage: &Stage) -> Res
         fs::set_permissions(path, fs::Permissions::from_mode(mode))
             .with_context(|| path.display().to_string())
     };
-    open(stage.cluster.folder(), 0o777)?;
+    open(stage.cluster.directory(), 0o777)?;
     domain.let_anyone_in()?;
 
     // Without the group that user may not connect.

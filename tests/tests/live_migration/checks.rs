@@ -168,15 +168,15 @@ fn told(stage: &Stage, args: &[&str], words: &[&str]) -> Result<()> {
 /// The hosts' files about VMs and migrations, with their sizes.
 fn files(stage: &Stage) -> Result<BTreeMap<PathBuf, u64>> {
     let mut found = BTreeMap::new();
-    let mut folders: Vec<PathBuf> = HOSTS
+    let mut directories: Vec<PathBuf> = HOSTS
         .iter()
         .flat_map(|host| ["etc", "state"].map(|kind| stage.path(host, kind)))
         .collect();
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder)? {
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory)? {
             let entry = entry?;
             match entry.file_type()?.is_dir() {
-                true => folders.push(entry.path()),
+                true => directories.push(entry.path()),
                 // The backend logs its activity.
                 false if entry.path().extension().is_some_and(|ext| ext == "log") => {}
                 false => drop(found.insert(entry.path(), entry.metadata()?.len())),

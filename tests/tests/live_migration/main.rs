@@ -59,18 +59,18 @@ fn usual() -> Result<Stage> {
 
 /// A stage whose guest does not handle hot plug.
 fn deaf() -> Result<Stage> {
-    Stage::with(|folder, builder| {
-        with_root(folder, builder).append("acpiphp.disable=1 pcie_ports=compat")
+    Stage::with(|directory, builder| {
+        with_root(directory, builder).append("acpiphp.disable=1 pcie_ports=compat")
     })
 }
 
-fn with_root(folder: &Path, builder: VmBuilder) -> VmBuilder {
+fn with_root(directory: &Path, builder: VmBuilder) -> VmBuilder {
     let disk = serde_json::json!({
         "driver": "raw",
         "node-name": "root",
         // One host's page cache is not coherent with the other's.
         "cache": { "direct": true },
-        "file": { "driver": "file", "filename": folder.join(ROOT) },
+        "file": { "driver": "file", "filename": directory.join(ROOT) },
     });
     builder.args([
         "-blockdev",
@@ -81,7 +81,7 @@ fn with_root(folder: &Path, builder: VmBuilder) -> VmBuilder {
 }
 
 fn root_image(stage: &Stage) -> std::path::PathBuf {
-    stage.folder().join(ROOT)
+    stage.directory().join(ROOT)
 }
 
 /// Starts the VM on host `a`.

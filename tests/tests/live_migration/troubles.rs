@@ -127,7 +127,7 @@ fn begin_slowly(stage: &Stage, guest: &Vm) -> Result<Migration> {
 
 /// A QEMU that fails as the destination of a migration.
 fn broken(stage: &Stage) -> Result<PathBuf> {
-    let path = stage.folder().join("broken-qemu");
+    let path = stage.directory().join("broken-qemu");
     let text = format!(
         "#!/bin/sh\ncase \"$*\" in *-incoming*) echo no guest can come >&2; exit 1;; esac\n\
          exec {} \"$@\"\n",

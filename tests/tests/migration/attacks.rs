@@ -216,26 +216,26 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
 
 /// A small file system mounted over a directory, unmounted on drop.
 struct SmallDisk {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl SmallDisk {
-    fn mount(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder)?;
+    fn mount(directory: &Path) -> Result<Self> {
+        fs::create_dir_all(directory)?;
         let output = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=256k", "tmpfs"])
-            .arg(folder)
+            .arg(directory)
             .output()?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "mount: {said}");
         Ok(Self {
-            folder: folder.to_owned(),
+            directory: directory.to_owned(),
         })
     }
 
     /// Fills the file system.
     fn fill(&self) -> Result<()> {
-        let mut file = File::create(self.folder.join("ballast"))?;
+        let mut file = File::create(self.directory.join("ballast"))?;
         let full = loop {
             if let Err(error) = file.write_all(&[1; 4096]) {
                 break error;
@@ -246,14 +246,17 @@ impl SmallDisk {
     }
 
     fn empty(&self) -> Result<()> {
-        Ok(fs::remove_file(self.folder.join("ballast"))?)
+        Ok(fs::remove_file(self.directory.join("ballast"))?)
     }
 }
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
         // Fails only if it is already unmounted.
-        let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+        let _ = Command::new("umount")
+            .arg("-l")
+            .arg(&self.directory)
+            .status();
     }
 }
 

@@ -74,8 +74,8 @@ impl Machine {
                 AGENT.replace('\n', "\\n")
             ),
         )?;
-        let folder = tempfile::tempdir().context("creating a folder")?;
-        let image: PathBuf = folder.path().join("root.img");
+        let directory = tempfile::tempdir().context("creating a directory")?;
+        let image: PathBuf = directory.path().join("root.img");
         let made = testbed()?
             .tool("mke2fs")
             .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
@@ -102,7 +102,10 @@ impl Machine {
             ))
             .args(["-device", "virtio-blk-pci,drive=root,serial=farside-root"])
             .launch()?;
-        let machine = Self { vm, _disk: folder };
+        let machine = Self {
+            vm,
+            _disk: directory,
+        };
         machine
             .vm
             .wait_agent(BOOT)

@@ -19,7 +19,7 @@ const PACKAGE: &str = "/package";
 pub struct Stage {
     root: DebianRoot,
     /// Contains the package only.
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Stage {
@@ -32,8 +32,8 @@ impl Stage {
     }
 
     fn new() -> Result<Self> {
-        let folder = tempfile::tempdir().context("creating a folder")?;
-        let package = folder.path().join("farside.deb");
+        let directory = tempfile::tempdir().context("creating a directory")?;
+        let package = directory.path().join("farside.deb");
         match std::env::var_os(GIVEN) {
             Some(given) => fs::copy(&given, &package)
                 .map(drop)
@@ -42,14 +42,14 @@ impl Stage {
         }
         Ok(Self {
             root: DebianRoot::prepare(testbed()?, "package", PACKAGES, &Progress::silent())?,
-            folder,
+            directory,
         })
     }
 
     /// A private copy of the root, which has the package, not installed.
     pub fn enter(&self) -> Result<Inside> {
         self.root
-            .enter_with(&[(self.folder.path(), Path::new(PACKAGE))])
+            .enter_with(&[(self.directory.path(), Path::new(PACKAGE))])
     }
 }
 

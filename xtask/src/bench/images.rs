@@ -18,47 +18,50 @@ const MEMORY: &str = "/dev/shm";
 
 /// The images; removed when dropped.
 pub(super) struct Images {
-    folder: TempDir,
+    directory: TempDir,
     pub(super) borrowed: PathBuf,
     pub(super) own: PathBuf,
 }
 
 impl Images {
-    /// Creates them, in `folder` or where there is room.
-    pub(super) fn make(folder: Option<&Path>, progress: &Progress) -> Result<Self> {
-        let parent = match folder {
-            Some(folder) => folder.to_owned(),
+    /// Creates them, in `directory` or where there is room.
+    pub(super) fn make(directory: Option<&Path>, progress: &Progress) -> Result<Self> {
+        let parent = match directory {
+            Some(directory) => directory.to_owned(),
             // Twice their size, so that not all of the machine's memory is used.
             None if room(Path::new(MEMORY)) >= 4 * SIZE => MEMORY.into(),
             None => std::env::temp_dir(),
         };
         let task = progress.bar("Making two equal images", 2 * SIZE);
-        let folder = tempfile::Builder::new()
+        let directory = tempfile::Builder::new()
             .prefix("farside-bench-")
             .tempdir_in(&parent)
-            .with_context(|| format!("creating a folder in {}", parent.display()))?;
-        let borrowed = folder.path().join("borrowed.img");
-        let own = folder.path().join("own.img");
+            .with_context(|| format!("creating a directory in {}", parent.display()))?;
+        let borrowed = directory.path().join("borrowed.img");
+        let own = directory.path().join("own.img");
         write_noise(&borrowed, SIZE, |done| task.set(done))
             .with_context(|| format!("writing {}", borrowed.display()))?;
         fs::copy(&borrowed, &own).with_context(|| format!("writing {}", own.display()))?;
         task.done();
         Ok(Self {
-            folder,
+            directory,
             borrowed,
             own,
         })
     }
 
     /// Their directory.
-    pub(super) fn folder(&self) -> &Path {
-        self.folder.path().parent().unwrap_or(self.folder.path())
+    pub(super) fn directory(&self) -> &Path {
+        self.directory
+            .path()
+            .parent()
+            .unwrap_or(self.directory.path())
     }
 }
 
-/// Free bytes of the file system at `folder`; 0 if there is none.
-fn room(folder: &Path) -> u64 {
-    rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail * stat.f_frsize)
+/// Free bytes of the file system at `directory`; 0 if there is none.
+fn room(directory: &Path) -> u64 {
+    rustix::fs::statvfs(directory).map_or(0, |stat| stat.f_bavail * stat.f_frsize)
 }
 
 /// Fills a new file with incompressible bytes.

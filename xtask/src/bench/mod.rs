@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
         false => Vec::new(),
     };
     let images = Images::make(args.images.as_deref(), &progress)?;
-    let environment = about::environment(&testbed, args, &settings, images.folder());
+    let environment = about::environment(&testbed, args, &settings, images.directory());
     let mut results = Results::new(environment, [BORROWED, OWN]);
     for section in without_guest {
         results.add(section)?;
@@ -144,8 +144,8 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     if let Some(path) = &args.json {
         farside_bench::output::write_json(&results, path)?;
     }
-    if let Some(folder) = &args.out {
-        let report = farside_bench::output::write_all(&results, folder)?;
+    if let Some(directory) = &args.out {
+        let report = farside_bench::output::write_all(&results, directory)?;
         println!("report: {}", report.display());
     }
     Ok(())
@@ -161,7 +161,12 @@ fn in_a_guest(
     progress: &Progress,
     results: &mut Results,
 ) -> Result<()> {
-    let scene = Scene::start(program.to_owned(), scene::folder(VM)?, &images.borrowed, VM)?;
+    let scene = Scene::start(
+        program.to_owned(),
+        scene::directory(VM)?,
+        &images.borrowed,
+        VM,
+    )?;
     let testers = match args.wants(Chapter::PingPong) {
         true => Some(Testers::start(program)?),
         false => None,

@@ -24,15 +24,15 @@ pub(super) fn guest_bdf(slot: u8) -> String {
 pub(super) struct Testers {
     backends: Vec<Child>,
     lender: Child,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Testers {
     /// Starts them.
     pub(super) fn start(program: &Path) -> Result<Self> {
         // Not the disk's directory: a VM has one backend, and here there are three.
-        let folder = scene::folder("relayed")?;
-        let path = folder.path();
+        let directory = scene::directory("relayed")?;
+        let path = directory.path();
         let [(direct, _), (relayed, _)] = TESTERS;
         let lend = farside(
             program,
@@ -64,7 +64,7 @@ impl Testers {
         Ok(Self {
             backends,
             lender,
-            folder,
+            directory,
         })
     }
 
@@ -73,7 +73,7 @@ impl Testers {
         let device = |(id, slot): (&str, u8)| {
             let device = json!({
                 "driver": "vfio-user-pci",
-                "socket": { "type": "unix", "path": socket(self.folder.path(), id) },
+                "socket": { "type": "unix", "path": socket(self.directory.path(), id) },
                 "addr": format!("{slot:x}"),
                 "x-msg-timeout": SHORT.as_millis() as u64,
             });
@@ -103,6 +103,6 @@ impl Testers {
     }
 }
 
-fn socket(folder: &Path, id: &str) -> std::path::PathBuf {
-    folder.join("vm").join(id).join(format!("{id}.sock"))
+fn socket(directory: &Path, id: &str) -> std::path::PathBuf {
+    directory.join("vm").join(id).join(format!("{id}.sock"))
 }

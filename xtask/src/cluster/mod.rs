@@ -8,7 +8,7 @@ use std::{fs, process::ExitCode};
 use anyhow::{Context, Result};
 use farside_testbed::{Progress, Testbed};
 use farside_tests::{
-    Cluster as Folder,
+    Cluster as Directory,
     hosts::{self, Programs, Set},
 };
 
@@ -58,16 +58,16 @@ fn scene<T>(
     play: impl FnOnce(&Set<'_>) -> Result<T>,
 ) -> Result<T> {
     interrupt::check()?;
-    let folder = Folder::new()?;
+    let directory = Directory::new()?;
     let progress = Progress::auto();
     let task = progress.spinner(name);
     let facts = play(&Set {
         testbed,
         programs,
-        cluster: &folder,
+        cluster: &directory,
         tell: &|what| task.detail(what),
     })
-    .map_err(|error| error.context(format!("{name}{}", folder.story())))?;
+    .map_err(|error| error.context(format!("{name}{}", directory.story())))?;
     task.done();
     Ok(facts)
 }

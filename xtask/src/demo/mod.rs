@@ -53,12 +53,12 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
     let images = tempfile::Builder::new()
         .prefix("farside-demo-")
         .tempdir()
-        .context("creating a folder for the image")?;
+        .context("creating a directory for the image")?;
     let image = images.path().join(format!("{DEVICE}.img"));
     File::create(&image)
         .and_then(|file| file.set_len(DRIVE))
         .with_context(|| format!("making {}", image.display()))?;
-    let scene = Scene::start(program, scene::folder(VM)?, &image, VM)?;
+    let scene = Scene::start(program, scene::directory(VM)?, &image, VM)?;
 
     let mut facts = Facts {
         memory: size.memory_mib << 20,

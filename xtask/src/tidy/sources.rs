@@ -11,7 +11,8 @@ const LONGEST: usize = 600;
 const CONTRIBUTING: &str = "CONTRIBUTING.md";
 
 /// Former terms and their replacements. The list grows as files are rewritten.
-const WORDS: [(&str, &str); 15] = [
+const WORDS: [(&str, &str); 16] = [
+    ("folder", "directory"),
     ("makes no sense", "is invalid, or malformed"),
     ("no good", "invalid"),
     ("in vain", "dropped before …"),

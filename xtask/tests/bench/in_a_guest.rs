@@ -20,8 +20,8 @@ const RUN: &str = "farside bench run --borrowed /dev/nvme0n1 --beside /dev/nvme1
                    --repeats 1 --seconds 1 --out /run/results.json";
 
 pub(crate) fn run() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let images = ["a", "b"].map(|name| folder.path().join(format!("{name}.img")));
+    let directory = tempfile::tempdir()?;
+    let images = ["a", "b"].map(|name| directory.path().join(format!("{name}.img")));
     for image in &images {
         fs::write(image, noise(4, 16 * MIB as usize))?;
     }

@@ -34,13 +34,13 @@ fn compare(before: &Path, after: &Path) -> Result<Command> {
 }
 
 pub(crate) fn files() -> Result<()> {
-    let folder = tempfile::tempdir()?;
+    let directory = tempfile::tempdir()?;
     let file = |name: &str, text: &str| -> Result<_> {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         fs::write(&path, text)?;
         Ok(path)
     };
-    let missing = folder.path().join("missing.json");
+    let missing = directory.path().join("missing.json");
     refused(&mut compare(&missing, &missing)?, &["missing.json"])?;
     let text = file("text.json", "fio said no")?;
     refused(&mut compare(&text, &text)?, &["text.json"])?;
@@ -50,7 +50,7 @@ pub(crate) fn files() -> Result<()> {
     refused(&mut compare(&cut, &cut)?, &["cut.json"])?;
     let mut report = Command::new(farside_program()?);
     report.args(["bench", "report"]).arg(&text);
-    let out = folder.path().join("out");
+    let out = directory.path().join("out");
     refused(report.arg("--out").arg(&out), &["text.json"])?;
     ensure!(!out.exists(), "a report of nothing was begun");
     Ok(())

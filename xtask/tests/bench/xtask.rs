@@ -11,9 +11,9 @@ use crate::{all_positive, begins, job_names, section_is_full};
 pub(crate) const NAME: &str = "one_command_measures_all_and_reports_it";
 
 pub(crate) fn run() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let out = folder.path().join("out");
-    let json = folder.path().join("copy.json");
+    let directory = tempfile::tempdir()?;
+    let out = directory.path().join("out");
+    let json = directory.path().join("copy.json");
     let bench = Command::new(env!("CARGO_BIN_EXE_xtask"))
         .args(["bench", "--quick", "--repeats", "1", "--program"])
         .arg(farside_program()?)
@@ -54,7 +54,7 @@ pub(crate) fn run() -> Result<()> {
         ensure!(stdout.contains(job), "{job} is not in the table:\n{stdout}");
     }
     is_drawn(&out, &results)?;
-    compares(&out, folder.path())
+    compares(&out, directory.path())
 }
 
 /// The number of CPUs available to this test, and so to the bench.
@@ -103,7 +103,7 @@ fn is_drawn(out: &Path, results: &Results) -> Result<()> {
 }
 
 /// The product makes the same report from the file, and detects changes in it.
-fn compares(out: &Path, folder: &Path) -> Result<()> {
+fn compares(out: &Path, directory: &Path) -> Result<()> {
     let farside = |args: &[&Path]| -> Result<String> {
         let output = Command::new(farside_program()?)
             .arg("bench")
@@ -117,7 +117,7 @@ fn compares(out: &Path, folder: &Path) -> Result<()> {
         Ok(String::from_utf8(output.stdout)?)
     };
     let before = out.join("results.json");
-    let again = folder.join("again");
+    let again = directory.join("again");
     farside(&["report".as_ref(), &before, "--out".as_ref(), &again])?;
     ensure!(
         fs::read(again.join("report.html"))? == fs::read(out.join("report.html"))?,
@@ -133,7 +133,7 @@ fn compares(out: &Path, folder: &Path) -> Result<()> {
     for pair in &mut results.jobs[0].pairs {
         pair.borrowed.iops /= 2.0;
     }
-    let after = folder.join("after.json");
+    let after = directory.join("after.json");
     output::write_json(&results, &after)?;
     let same = farside(&["--compare".as_ref(), &before, &before])?;
     ensure!(same.contains(" 0 worse, 0 better"), "{same}");

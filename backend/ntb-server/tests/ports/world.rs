@@ -13,16 +13,16 @@ use crate::vmm::{Layout, Ram, Vmm};
 
 /// A server on a thread.
 pub struct Server {
-    folder: TempDir,
+    directory: TempDir,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
     pub fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| PortAt {
-            socket: folder.path().join(name),
+            socket: directory.path().join(name),
             sizes: PortConfig::default(),
         };
         let config = Config {
@@ -35,14 +35,14 @@ impl Server {
             move || server.run(&stop).unwrap()
         });
         Self {
-            folder,
+            directory,
             stop,
             thread: Some(thread),
         }
     }
 
     pub fn socket(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 }
 

@@ -6,10 +6,10 @@ const CHECK: &str = "sockets";
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let runtime = &facts.runtime;
-    let vm_folder = runtime.path.join("vm");
+    let vm_directory = runtime.path.join("vm");
     let ours = |path: &std::path::Path| match &facts.only {
         // Skip VMs that are not selected.
-        Some(vm) => !path.starts_with(&vm_folder) || path.starts_with(vm_folder.join(vm)),
+        Some(vm) => !path.starts_with(&vm_directory) || path.starts_with(vm_directory.join(vm)),
         None => true,
     };
     let of_state = |state| {

@@ -9,7 +9,7 @@ use super::VmFacts;
 use crate::host::{Host, files, read};
 
 /// Where units are, those of the administrator first.
-const FOLDERS: [&str; 4] = [
+const DIRECTORIES: [&str; 4] = [
     "etc/systemd/system",
     "run/systemd/system",
     "usr/lib/systemd/system",
@@ -71,12 +71,12 @@ pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Systemd {
 }
 
 fn unit(host: &Host, name: &str) -> Option<Unit> {
-    let files_of = FOLDERS.map(|directory| host.system(directory).join(name));
+    let files_of = DIRECTORIES.map(|directory| host.system(directory).join(name));
     let path = files_of.into_iter().find(|path| path.exists())?;
     let mut text = read(&path)?;
     // By name, whichever directory they are in.
-    let drop_ins =
-        FOLDERS.map(|directory| files(&host.system(directory).join(format!("{name}.d")), ".conf"));
+    let drop_ins = DIRECTORIES
+        .map(|directory| files(&host.system(directory).join(format!("{name}.d")), ".conf"));
     let mut drop_ins: Vec<_> = drop_ins.into_iter().flatten().collect();
     drop_ins.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
     for drop_in in drop_ins {

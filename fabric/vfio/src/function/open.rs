@@ -25,15 +25,15 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub(crate) fn open(iommu: &Iommu, bdf: Bdf) -> Result<Self, VfioError> {
-        let folder = sysfs(bdf);
-        if !folder.exists() {
+        let directory = sysfs(bdf);
+        if !directory.exists() {
             return Err(VfioError::NoFunction { bdf });
         }
         let node = match iommu.api() {
             Api::Type1 => group_node(bdf)?,
             Api::Iommufd => device_node(bdf)?,
         };
-        let device = VfioDevice::new(&folder, iommu.ops(), true)
+        let device = VfioDevice::new(&directory, iommu.ops(), true)
             .map_err(|error| explain(bdf, &node, error))?;
         let file = ioctl::borrow(&device).try_clone_to_owned();
         let file = file.map_err(|source| VfioError::Open {

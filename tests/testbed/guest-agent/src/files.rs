@@ -14,8 +14,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Writes `data` at `offset`; offset 0 truncates the file.
 pub fn write(path: &str, offset: u64, data: &[u8]) -> Result<()> {
-    if let Some(folder) = Path::new(path).parent() {
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    if let Some(directory) = Path::new(path).parent() {
+        fs::create_dir_all(directory)
+            .with_context(|| format!("creating {}", directory.display()))?;
     }
     let file = OpenOptions::new()
         .write(true)

@@ -43,7 +43,7 @@ impl Inside {
         let mounted_on = tempfile::Builder::new()
             .prefix("farside-root-")
             .tempdir()
-            .context("creating a folder to mount on")?;
+            .context("creating a directory to mount on")?;
         let mut command = Command::new("unshare");
         command
             .args(namespaces)

@@ -27,7 +27,7 @@ pub use inside::Inside;
 /// A root directory of Debian.
 #[derive(Debug, Clone)]
 pub struct DebianRoot {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl DebianRoot {
@@ -72,20 +72,26 @@ impl DebianRoot {
                 .chain(&[""])
                 .chain(packages),
         );
-        let folder = cache
-            .entry(name, &key, |folder| {
+        let directory = cache
+            .entry(name, &key, |directory| {
                 let mmdebstrap = testbed.tool("mmdebstrap");
-                make::make(&folder.join("root"), mmdebstrap, name, packages, progress)
+                make::make(
+                    &directory.join("root"),
+                    mmdebstrap,
+                    name,
+                    packages,
+                    progress,
+                )
             })
             .with_context(|| format!("cannot make the Debian root {name}"))?;
         Ok(Self {
-            folder: folder.join("root"),
+            directory: directory.join("root"),
         })
     }
 
     /// Its path. Read-only.
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// Enters a private copy of it; see [`Inside`].
@@ -106,8 +112,8 @@ impl DebianRoot {
     }
 
     fn start(&self, binds: &[(&Path, &Path)], host: Option<&str>) -> Result<Inside> {
-        Inside::start(&self.folder, binds, host)
-            .with_context(|| format!("entering {}", self.folder.display()))
+        Inside::start(&self.directory, binds, host)
+            .with_context(|| format!("entering {}", self.directory.display()))
     }
 }
 

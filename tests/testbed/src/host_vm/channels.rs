@@ -33,13 +33,13 @@ impl Channel {
     }
 
     /// The socket, or for the console the file, at this end.
-    pub(super) fn path(self, folder: &Path, slot: u32) -> PathBuf {
-        folder.join(self.port(slot))
+    pub(super) fn path(self, directory: &Path, slot: u32) -> PathBuf {
+        directory.join(self.port(slot))
     }
 }
 
 /// QEMU's options for the disk with QEMU and the channels to `count` guests.
-pub(crate) fn args(testbed: &Testbed, count: u32, folder: &Path) -> Vec<OsString> {
+pub(crate) fn args(testbed: &Testbed, count: u32, directory: &Path) -> Vec<OsString> {
     let disk = option_value(testbed.tools_disk());
     let mut args: Vec<String> = vec![
         "-drive".into(),
@@ -50,7 +50,7 @@ pub(crate) fn args(testbed: &Testbed, count: u32, folder: &Path) -> Vec<OsString
     for slot in 0..count {
         for channel in Channel::ALL {
             let port = channel.port(slot);
-            let path = option_value(&channel.path(folder, slot));
+            let path = option_value(&channel.path(directory, slot));
             let chardev = match channel {
                 Channel::Console => format!("file,id={port},path={path}"),
                 _ => format!("socket,id={port},path={path},server=on,wait=off"),

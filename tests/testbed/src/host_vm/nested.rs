@@ -113,13 +113,13 @@ impl<'a> NestedBuilder<'a> {
 
     fn launch_in(&self, slot: u32) -> Result<Nested<'a>> {
         let host = self.host;
-        let folder = host.folder();
+        let directory = host.directory();
         let connect = |channel: Channel| {
-            let path = channel.path(folder, slot);
+            let path = channel.path(directory, slot);
             UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))
         };
         let board = Board::default();
-        let console = Channel::Console.path(folder, slot);
+        let console = Channel::Console.path(directory, slot);
         // Earlier guests wrote to the same file.
         let before = read_lossy(&console).len();
         let words = move || {

@@ -59,21 +59,21 @@ pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
     if let Some(image) = find(&cache) {
         return Ok(image);
     }
-    let folder = cache.join(BUILDING);
-    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
-    let lock = folder.join("lock");
+    let directory = cache.join(BUILDING);
+    fs::create_dir_all(&directory).with_context(|| format!("creating {}", directory.display()))?;
+    let lock = directory.join("lock");
     let lock = File::create(&lock).with_context(|| format!("creating {}", lock.display()))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         progress.note("Waiting for another process that builds the kernel");
-        flock(&lock, FlockOperation::LockExclusive).context("locking the kernel's folder")?;
+        flock(&lock, FlockOperation::LockExclusive).context("locking the kernel's directory")?;
     }
     // Another process may have built it meanwhile.
     if let Some(image) = find(&cache) {
         return Ok(image);
     }
-    let tools = Tools::prepare(&folder.join("tools"), progress)
+    let tools = Tools::prepare(&directory.join("tools"), progress)
         .context("cannot get what builds a kernel")?;
-    let tree = source(&folder, progress).context("cannot get the kernel's source")?;
+    let tree = source(&directory, progress).context("cannot get the kernel's source")?;
     configure(&tree, &tools, progress).context("cannot configure the kernel")?;
     compile(&tree, &tools, progress)?;
 
@@ -89,13 +89,13 @@ pub(crate) fn build(cache: PathBuf, progress: &Progress) -> Result<PathBuf> {
         Ok(())
     })?;
     // Two gigabytes that are not read any more.
-    fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    fs::remove_dir_all(&directory).with_context(|| format!("removing {}", directory.display()))?;
     Ok(entry.join(IMAGE))
 }
 
 /// The source tree, unpacked.
-fn source(folder: &Path, progress: &Progress) -> Result<PathBuf> {
-    let tree = folder.join(format!("linux-{VERSION}"));
+fn source(directory: &Path, progress: &Progress) -> Result<PathBuf> {
+    let tree = directory.join(format!("linux-{VERSION}"));
     if tree.exists() {
         return Ok(tree);
     }
@@ -105,17 +105,17 @@ fn source(folder: &Path, progress: &Progress) -> Result<PathBuf> {
         packages: &[&package],
         installed: NOT_NEEDED,
     };
-    let packages = apt::download(&folder.join("apt"), &wanted, progress).with_context(|| {
+    let packages = apt::download(&directory.join("apt"), &wanted, progress).with_context(|| {
         format!(
             "{package} of {}; when Debian no longer has it, VERSION in {} wants a newer one",
             recipe::RELEASE,
             file!()
         )
     })?;
-    let root = folder.join("package");
+    let root = directory.join("package");
     apt::unpack(&packages, &root, progress)?;
     let task = progress.spinner("Unpacking the kernel's source");
-    let making = folder.join("linux-unpacking");
+    let making = directory.join("linux-unpacking");
     let _ = fs::remove_dir_all(&making);
     fs::create_dir(&making).with_context(|| format!("creating {}", making.display()))?;
     output(

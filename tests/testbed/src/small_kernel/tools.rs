@@ -40,8 +40,8 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Checks the machine's tools, and unpacks the missing ones into `folder`.
-    pub(super) fn prepare(folder: &Path, progress: &Progress) -> Result<Self> {
+    /// Checks the machine's tools, and unpacks the missing ones into `directory`.
+    pub(super) fn prepare(directory: &Path, progress: &Progress) -> Result<Self> {
         ensure!(has_program("gcc"), "gcc is not installed; {INSTALL}");
         let mut missing: Vec<&str> = PROGRAMS
             .iter()
@@ -54,8 +54,8 @@ impl Tools {
         if missing.is_empty() {
             return Ok(Self { root: None });
         }
-        let root = folder.join("root");
-        let done = folder.join("done");
+        let root = directory.join("root");
+        let done = directory.join("done");
         if !done.exists() {
             progress.note(&format!(
                 "This machine lacks {}: unpacking packages",
@@ -71,7 +71,7 @@ impl Tools {
                 packages: PACKAGES,
                 installed: INSTALLED,
             };
-            let packages = apt::download(&folder.join("apt"), &wanted, progress)?;
+            let packages = apt::download(&directory.join("apt"), &wanted, progress)?;
             apt::unpack(&packages, &root, progress)?;
             fs::write(&done, "").with_context(|| format!("writing {}", done.display()))?;
         }
@@ -111,8 +111,8 @@ impl Tools {
 }
 
 /// A search path with one more directory at its front.
-fn before(folder: &Path, path: Option<OsString>) -> OsString {
-    let mut all = folder.as_os_str().to_owned();
+fn before(directory: &Path, path: Option<OsString>) -> OsString {
+    let mut all = directory.as_os_str().to_owned();
     if let Some(path) = path.filter(|path| !path.is_empty()) {
         all.push(":");
         all.push(path);
@@ -122,7 +122,7 @@ fn before(folder: &Path, path: Option<OsString>) -> OsString {
 
 fn has_program(name: &str) -> bool {
     env::split_paths(&env::var_os("PATH").unwrap_or_default())
-        .any(|folder| folder.join(name).is_file())
+        .any(|directory| directory.join(name).is_file())
 }
 
 /// Whether a binary that uses libelf can be linked.

@@ -80,7 +80,7 @@ pub struct Staged {
     program: PathBuf,
     base: Vec<OsString>,
     extra: Vec<OsString>,
-    folder: Arc<TempDir>,
+    directory: Arc<TempDir>,
     sockets: Sockets,
 }
 
@@ -247,11 +247,11 @@ impl VmBuilder {
     /// Makes the directory and sockets, and the arguments that refer to them, without
     /// starting QEMU.
     pub fn stage(&self) -> Result<Staged> {
-        let folder = tempfile::Builder::new()
+        let directory = tempfile::Builder::new()
             .prefix("farside-vm-")
             .tempdir()
-            .context("creating a folder for a VM")?;
-        let path = folder.path();
+            .context("creating a directory for a VM")?;
+        let path = directory.path();
         let listen = |name: &str| {
             UnixListener::bind(path.join(name))
                 .with_context(|| format!("listening on {}", path.join(name).display()))
@@ -271,7 +271,7 @@ impl VmBuilder {
             program,
             base,
             extra,
-            folder: Arc::new(folder),
+            directory: Arc::new(directory),
             sockets,
         })
     }
@@ -307,7 +307,7 @@ impl VmBuilder {
     }
 
     /// The arguments that the test bed adds: boot, console, agent, monitor.
-    fn guest_args(&self, folder: &Path) -> Result<Vec<OsString>> {
+    fn guest_args(&self, directory: &Path) -> Result<Vec<OsString>> {
         let chardev = |kind: &str, id: &str, path: &Path| {
             format!("{kind},id={id},path={}", option_value(path))
         };
@@ -317,15 +317,15 @@ impl VmBuilder {
             "-display",
             "none",
             "-chardev",
-            &chardev("file", "farside-console", &serial_log(folder)),
+            &chardev("file", "farside-console", &serial_log(directory)),
             "-serial",
             "chardev:farside-console",
             "-chardev",
-            &chardev("socket", "farside-qmp", &folder.join("qmp.sock")),
+            &chardev("socket", "farside-qmp", &directory.join("qmp.sock")),
             "-qmp",
             "chardev:farside-qmp",
             "-chardev",
-            &chardev("socket", "farside-agent", &folder.join("agent.sock")),
+            &chardev("socket", "farside-agent", &directory.join("agent.sock")),
             "-device",
             "virtio-serial-pci,id=farside-serial",
             "-device",
@@ -334,10 +334,10 @@ impl VmBuilder {
         .map(OsString::from)
         .into();
         if self.nested > 0 {
-            args.extend(host_vm::channel_args(&self.testbed, self.nested, folder));
+            args.extend(host_vm::channel_args(&self.testbed, self.nested, directory));
         }
         if self.firmware == Firmware::Ovmf {
-            let vars = folder.join("vars.fd");
+            let vars = directory.join("vars.fd");
             fs::copy(self.testbed.ovmf_vars(), &vars).context("copying OVMF's variables")?;
             for (unit, path, options) in
                 [(0, self.testbed.ovmf_code(), ",readonly=on"), (1, vars, "")]
@@ -356,7 +356,7 @@ impl VmBuilder {
                 "-kernel".into(),
                 self.kernel.as_deref().unwrap_or(usual).into(),
                 "-initrd".into(),
-                self.initramfs(folder)?.into(),
+                self.initramfs(directory)?.into(),
                 "-append".into(),
                 self.kernel_command_line().into(),
             ]);
@@ -380,7 +380,7 @@ impl VmBuilder {
     }
 
     /// The test bed's initramfs, or a copy with this VM's files appended.
-    fn initramfs(&self, folder: &Path) -> Result<PathBuf> {
+    fn initramfs(&self, directory: &Path) -> Result<PathBuf> {
         let common = match self.lean {
             true => self.testbed.lean_initramfs(),
             false => self.testbed.initramfs(),
@@ -388,7 +388,7 @@ impl VmBuilder {
         if self.files.is_empty() {
             return Ok(common.to_owned());
         }
-        let path = folder.join("initramfs.cpio");
+        let path = directory.join("initramfs.cpio");
         let context = || format!("writing {}", path.display());
         let mut file = File::create(&path).with_context(context)?;
         let mut common_file =
@@ -412,8 +412,8 @@ impl Staged {
     }
 
     /// The VM's directory.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// Starts the machine.
@@ -426,13 +426,13 @@ impl Staged {
     /// Starts the machine with a command of the caller, whose arguments include
     /// [`Staged::guest_args`].
     pub fn launch_with(self, mut command: Command) -> Result<Vm> {
-        let path = qemu_log(self.folder.path());
+        let path = qemu_log(self.directory.path());
         let log = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
         log::debug!("VM {}: {command:?}", self.name);
         let out = log.try_clone().context("duplicating a log file")?;
         command.stdin(Stdio::null()).stdout(out).stderr(log);
         let process = Process::spawn(command).with_context(|| format!("VM {}", self.name))?;
-        Vm::start(self.name, self.folder, process, &self.sockets)
+        Vm::start(self.name, self.directory, process, &self.sockets)
     }
 
     /// Waits until a QEMU that is started elsewhere with [`Staged::guest_args`] connects to
@@ -443,7 +443,7 @@ impl Staged {
         let (process, qmp, agent) = process;
         Vm::of(
             self.name.clone(),
-            Arc::clone(&self.folder),
+            Arc::clone(&self.directory),
             process,
             qmp,
             agent,

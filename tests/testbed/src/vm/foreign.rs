@@ -26,15 +26,15 @@ impl AgentPort {
     pub const NAME: &'static str = PORT_NAME;
 
     /// Listens in a directory that QEMU can access. `vm` is used in messages.
-    pub fn listen(vm: &str, folder: &Path) -> Result<Self> {
-        let socket = folder.join(format!("{vm}.agent"));
+    pub fn listen(vm: &str, directory: &Path) -> Result<Self> {
+        let socket = directory.join(format!("{vm}.agent"));
         let listener = UnixListener::bind(&socket)
             .with_context(|| format!("listening on {}", socket.display()))?;
         Ok(Self {
             vm: vm.to_owned(),
             listener,
             socket,
-            console: folder.join(format!("{vm}.console")),
+            console: directory.join(format!("{vm}.console")),
         })
     }
 

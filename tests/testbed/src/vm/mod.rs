@@ -44,15 +44,15 @@ pub struct Vm {
     board: Board,
     guest: Guest,
     qmp: Qmp,
-    /// Before `folder`, so that QEMU has ended before its files are removed.
+    /// Before `directory`, so that QEMU has ended before its files are removed.
     process: Process,
-    folder: Arc<TempDir>,
+    directory: Arc<TempDir>,
 }
 
 impl Vm {
     fn start(
         name: String,
-        folder: Arc<TempDir>,
+        directory: Arc<TempDir>,
         process: Process,
         sockets: &builder::Sockets,
     ) -> Result<Self> {
@@ -63,42 +63,42 @@ impl Vm {
                     &name,
                     "before it opened its sockets",
                     &process,
-                    folder.path(),
+                    directory.path(),
                 )
             })
         };
         let qmp = connect(&sockets.qmp)?;
         let agent = connect(&sockets.agent)?;
-        Self::of(name, folder, process, qmp, agent)
+        Self::of(name, directory, process, qmp, agent)
     }
 
     /// A QEMU that has connected to its sockets.
     fn of(
         name: String,
-        folder: Arc<TempDir>,
+        directory: Arc<TempDir>,
         process: Process,
         qmp: UnixStream,
         agent: UnixStream,
     ) -> Result<Self> {
         let board = Board::default();
-        let qmp = Qmp::new(qmp, board.clone(), qemu_log(folder.path()))?;
+        let qmp = Qmp::new(qmp, board.clone(), qemu_log(directory.path()))?;
         let guest = {
-            let folder = folder.path().to_owned();
+            let directory = directory.path().to_owned();
             Guest::start(
                 name.clone(),
                 agent,
                 board.clone(),
-                Box::new(move || printed(&folder)),
+                Box::new(move || printed(&directory)),
             )?
         };
         qmp.negotiate(START_TIMEOUT)
-            .with_context(|| died(&name, "before it answered QMP", &process, folder.path()))?;
+            .with_context(|| died(&name, "before it answered QMP", &process, directory.path()))?;
         Ok(Vm {
             board,
             guest,
             qmp,
             process,
-            folder,
+            directory,
         })
     }
 
@@ -108,18 +108,18 @@ impl Vm {
     }
 
     /// The directory of this VM's sockets, logs and other files.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// The guest's serial console output so far.
     pub fn serial_log(&self) -> String {
-        read_lossy(&serial_log(self.folder.path()))
+        read_lossy(&serial_log(self.directory.path()))
     }
 
     /// QEMU's output so far.
     pub fn qemu_log(&self) -> String {
-        read_lossy(&qemu_log(self.folder.path()))
+        read_lossy(&qemu_log(self.directory.path()))
     }
 
     /// QEMU's monitor.
@@ -201,7 +201,7 @@ impl Vm {
         anyhow!(
             "VM {}: {what}{}",
             self.name(),
-            logs(&self.process, self.folder.path())
+            logs(&self.process, self.directory.path())
         )
     }
 }
@@ -214,26 +214,26 @@ impl Deref for Vm {
     }
 }
 
-fn died(name: &str, when: &str, process: &Process, folder: &Path) -> String {
-    format!("VM {name}: QEMU failed {when}{}", logs(process, folder))
+fn died(name: &str, when: &str, process: &Process, directory: &Path) -> String {
+    format!("VM {name}: QEMU failed {when}{}", logs(process, directory))
 }
 
 /// QEMU's exit status, if it has ended, and the ends of its logs.
-fn logs(process: &Process, folder: &Path) -> String {
+fn logs(process: &Process, directory: &Path) -> String {
     let text = match process.wait(Instant::now()) {
         Ok(Some(status)) => format!("\n-- QEMU ended: {status}"),
         Ok(None) => String::new(),
         Err(error) => format!("\n-- how QEMU ended is unknown: {error:#}"),
     };
-    text + &printed(folder)
+    text + &printed(directory)
 }
 
 /// The ends of a VM's logs.
-fn printed(folder: &Path) -> String {
+fn printed(directory: &Path) -> String {
     let mut text = String::new();
     for (what, path) in [
-        ("QEMU printed", qemu_log(folder)),
-        ("the serial console ends with", serial_log(folder)),
+        ("QEMU printed", qemu_log(directory)),
+        ("the serial console ends with", serial_log(directory)),
     ] {
         let log = read_lossy(&path);
         let log = log.trim();
@@ -257,10 +257,10 @@ pub(crate) fn read_lossy(path: &Path) -> String {
     String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
 }
 
-fn serial_log(folder: &Path) -> PathBuf {
-    folder.join("serial.log")
+fn serial_log(directory: &Path) -> PathBuf {
+    directory.join("serial.log")
 }
 
-fn qemu_log(folder: &Path) -> PathBuf {
-    folder.join("qemu.log")
+fn qemu_log(directory: &Path) -> PathBuf {
+    directory.join("qemu.log")
 }

@@ -148,10 +148,10 @@ impl Place {
         let mut servers = vec![ours];
         let mut sample = None;
         if let Some(program) = libvfio_user {
-            let socket = stage.folder().join("sample.sock");
+            let socket = stage.directory().join("sample.sock");
             let mut command = Command::new(program);
             command.arg(&socket);
-            let log = stage.folder().join("sample.log");
+            let log = stage.directory().join("sample.log");
             let child = sample.insert(Child::spawn("libvfio-user's sample", command, &log)?);
             await_socket(&socket, child)?;
             let device = Device::connect(&socket, SHORT)

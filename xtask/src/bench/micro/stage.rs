@@ -23,14 +23,14 @@ pub(super) struct Stage {
     program: PathBuf,
     backends: Vec<Child>,
     lender: Child,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Stage {
     /// Starts the lender.
     pub(super) fn start(program: &Path) -> Result<Self> {
-        let folder = scene::folder("relayed")?;
-        let path = folder.path();
+        let directory = scene::directory("relayed")?;
+        let path = directory.path();
         let arguments = ["lend", "--name", "here", "--dma-test", DEVICE];
         let lend = farside(program, path, &arguments);
         let mut lender = Child::spawn("the lender", lend, &path.join("lender.log"))?;
@@ -39,13 +39,13 @@ impl Stage {
             program: program.to_owned(),
             backends: Vec::new(),
             lender,
-            folder,
+            directory,
         })
     }
 
     /// Starts a backend of VM `vm`. Returns the device's socket.
     pub(super) fn serve(&mut self, vm: &str, more: &[&str]) -> Result<PathBuf> {
-        let path = self.folder.path();
+        let path = self.directory.path();
         let mut arguments = vec!["serve", "--vm", vm, "--device", DEVICE];
         arguments.extend(more);
         let serve = farside(&self.program, path, &arguments);
@@ -58,8 +58,8 @@ impl Stage {
     }
 
     /// The directory, for sockets of others.
-    pub(super) fn folder(&self) -> &Path {
-        self.folder.path()
+    pub(super) fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// The ends of the logs, for an error.

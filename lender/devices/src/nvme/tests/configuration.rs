@@ -34,7 +34,7 @@ fn toml_has_defaults_and_refuses_unknown_keys() {
 
 #[test]
 fn settings_out_of_range_are_named() {
-    let (_folder, path) = image(1 << 20);
+    let (_directory, path) = image(1 << 20);
     let mut config = Config::new(&path);
     config.block_size = 1024;
     assert!(refusal(&config).contains("block-size = 1024"));
@@ -52,13 +52,13 @@ fn settings_out_of_range_are_named() {
 
 #[test]
 fn images_that_cannot_be_used_are_named_with_the_way_out() {
-    let (folder, path) = image(1 << 20);
-    let missing = refusal(&Config::new(folder.path().join("none.img")));
+    let (directory, path) = image(1 << 20);
+    let missing = refusal(&Config::new(directory.path().join("none.img")));
     assert!(missing.contains("none.img: no such file"), "{missing}");
-    assert!(refusal(&Config::new(folder.path())).contains("is a directory"));
+    assert!(refusal(&Config::new(directory.path())).contains("is a directory"));
     assert!(refusal(&Config::new("/dev/null")).contains("neither a regular file"));
 
-    let odd = folder.path().join("odd.img");
+    let odd = directory.path().join("odd.img");
     fs::write(&odd, [0; 700]).unwrap();
     let text = refusal(&Config::new(&odd));
     assert!(
@@ -78,7 +78,7 @@ fn images_that_cannot_be_used_are_named_with_the_way_out() {
 
 #[test]
 fn an_image_has_one_user() {
-    let (_folder, path) = image(1 << 20);
+    let (_directory, path) = image(1 << 20);
     let config = Config::new(&path);
     let first = Nvme::open("disk0", &config).unwrap();
     match Nvme::open("disk1", &config) {

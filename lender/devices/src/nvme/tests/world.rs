@@ -266,7 +266,7 @@ pub struct Driver {
     /// Writes to doorbell registers.
     pub rings: u64,
     pub image: PathBuf,
-    _folder: TempDir,
+    _directory: TempDir,
     next_id: u16,
 }
 
@@ -274,11 +274,11 @@ pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Thr
 
 /// A directory with an image of `size` bytes, each sector marked.
 pub fn image(size: u64) -> (TempDir, PathBuf) {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("disk.img");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.img");
     let file = File::create(&path).unwrap();
     file.set_len(size).unwrap();
-    (folder, path)
+    (directory, path)
 }
 
 /// Runs a test on each engine.
@@ -291,7 +291,7 @@ pub fn on_each_engine(test: impl Fn(&mut Driver)) {
 
 impl Driver {
     pub fn off(configure: impl FnOnce(&mut Config)) -> Self {
-        let (folder, path) = image(IMAGE);
+        let (directory, path) = image(IMAGE);
         let mut config = Config::new(&path);
         configure(&mut config);
         Self {
@@ -303,7 +303,7 @@ impl Driver {
             mirror_doorbells: false,
             rings: 0,
             image: path,
-            _folder: folder,
+            _directory: directory,
             next_id: 0,
         }
     }
