@@ -64,9 +64,9 @@
 
 pub(crate) mod bars;
 mod error;
-pub(crate) mod far;
 mod page_pins;
 pub(crate) mod path;
+pub(crate) mod peer_mapper;
 pub(crate) mod worker;
 
 use std::{os::fd::OwnedFd, sync::Arc};

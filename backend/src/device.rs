@@ -306,7 +306,7 @@ impl Device {
         self.retired.extend(self.registers.replace(lease.registers));
         self.bars.adopt(lease.bars);
         self.absent = false;
-        self.report.epoch = lease.epoch;
+        self.report.generation = lease.generation;
     }
 
     fn fail(&mut self, error: &WorkError) {

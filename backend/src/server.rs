@@ -133,7 +133,7 @@ impl DeviceServer {
         // A VMM that has unplugged the device may keep the connection while it runs, and hot-plug
         // the device again over a new one.
         if self.client.is_some() && self.device.is_unplugged() {
-            self.let_go();
+            self.disconnect();
         }
         let slot = match self.client {
             Some(_) => Slot::Taken,
@@ -187,10 +187,10 @@ impl DeviceServer {
     fn drop_client(&mut self, error: &ConnectionError) {
         let name = self.device.name();
         self.device.client_log.ended(&name, error, "");
-        self.let_go();
+        self.disconnect();
     }
 
-    fn let_go(&mut self) {
+    fn disconnect(&mut self) {
         self.retired.extend(self.client.take());
         self.device.client_gone();
     }
@@ -221,7 +221,7 @@ impl DeviceServer {
         };
         match (client.connection.send(to, reply), then) {
             (Ok(()), Then::GoOn) => {}
-            (Ok(()), Then::HangUp) => self.let_go(),
+            (Ok(()), Then::HangUp) => self.disconnect(),
             (Err(error), _) => self.drop_client(&error),
         }
     }
@@ -329,7 +329,7 @@ impl MutEventSubscriber for DeviceServer {
             None => {}
         }
         if self.retiring && self.client.is_some() {
-            self.let_go();
+            self.disconnect();
         }
         self.pump();
         self.set_timer();

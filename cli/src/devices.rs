@@ -38,7 +38,10 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
                 )
             });
             let used_by = match device.borrowed_by {
-                Some(by) => format!("VM {} (epoch {}, {} s)", by.vm, by.epoch, by.seconds),
+                Some(by) => format!(
+                    "VM {} (generation {}, {} s)",
+                    by.vm, by.generation, by.seconds
+                ),
                 None => reserved.unwrap_or_else(|| "-".into()),
             };
             vec![device.id, lender, device.source, device.summary, used_by]

@@ -166,8 +166,8 @@ fn borrowed(lines: &mut Lines, device: &DeviceReport) {
     lines.add(
         2,
         format!(
-            "{}{attached}: {} (epoch {})",
-            device.device, device.state, device.epoch
+            "{}{attached}: {} (generation {})",
+            device.device, device.state, device.generation
         ),
     );
     lines.add(
@@ -198,8 +198,8 @@ fn borrowed(lines: &mut Lines, device: &DeviceReport) {
 fn lent(lines: &mut Lines, device: &DeviceStatus) {
     let lease = match &device.entry.borrowed_by {
         Some(by) => format!(
-            "borrowed by VM {} (epoch {}, {} s)",
-            by.vm, by.epoch, by.seconds
+            "borrowed by VM {} (generation {}, {} s)",
+            by.vm, by.generation, by.seconds
         ),
         None => "free".into(),
     };

@@ -3,7 +3,7 @@
 use std::{hint::black_box, time::Instant};
 
 use farside_fabric::{
-    Access, FarAddress, Iova, LenderPath, MemoryRange, NtbLimits, memory::create_sealed,
+    Access, Iova, LenderPath, MemoryRange, NtbLimits, PeerAddress, memory::create_sealed,
     soft::Adapter,
 };
 
@@ -15,9 +15,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let page = MemoryRange::whole(create_sealed("ram", 4096)?, 4096);
     // More pages than the cache has entries, each a separate mapping.
     for n in 0..64 {
-        path.far_map(FarAddress::new(n * 4096), page.clone())?;
+        path.map_peer(PeerAddress::new(n * 4096), page.clone())?;
     }
-    path.open_window(Iova::new(0), FarAddress::new(0), 64 * 4096)?;
+    path.open_window(Iova::new(0), PeerAddress::new(0), 64 * 4096)?;
     path.set_bus_master(true)?;
 
     let mut measure = |what: &str, pages: u64| -> Result<(), Box<dyn std::error::Error>> {

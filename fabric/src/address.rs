@@ -76,7 +76,7 @@ address! {
 address! {
     /// An address in the IOMMU domain of the borrower's NTB endpoint: what is used
     /// on the peer side of a window.
-    FarAddress, "far address"
+    PeerAddress, "peer address"
 }
 
 /// Whole pages of one space: at least one, with an end that fits in 64 bits.

@@ -43,7 +43,7 @@ mod sigbus;
 mod size;
 mod tables;
 
-pub use address::{Address, AddressRange, BusAddress, FarAddress, Iova};
+pub use address::{Address, AddressRange, BusAddress, Iova, PeerAddress};
 pub use error::FabricError;
 pub use fault::{Access, Fault, FaultReason};
 pub use fault_log::{FaultLog, FaultRecord, FaultSummary, ReasonCounts};

@@ -283,12 +283,12 @@ pub enum LimitError {
     },
     /// A peer address is not aligned as the adapter needs.
     #[error(
-        "far address {far:#x} is not a multiple of {}, the alignment of the NTB's translation",
+        "peer address {peer_address:#x} is not a multiple of {}, the alignment of the NTB's translation",
         Size(*alignment)
     )]
     Alignment {
         /// The peer address.
-        far: u64,
+        peer_address: u64,
         /// The required alignment, in bytes.
         alignment: u64,
     },

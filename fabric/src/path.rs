@@ -26,7 +26,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{BusAddress, FabricError, FarAddress, Iova, MemoryRange, PageCounts};
+use crate::{BusAddress, FabricError, Iova, MemoryRange, PageCounts, PeerAddress};
 
 /// The IOMMU domain of the borrower's NTB endpoint, for one borrow.
 ///
@@ -39,30 +39,30 @@ pub trait BorrowerDomain {
     /// [`FabricError::Overlap`], [`FabricError::TooManyMappings`],
     /// [`FabricError::Memory`] when the file is shorter than the range, and
     /// what [`crate::AddressRange::new`] refuses.
-    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError>;
+    fn map(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError>;
 
     /// Unmaps all mappings inside the `len` bytes at `at`.
     ///
     /// # Errors
     /// [`FabricError::SplitMapping`] when the range covers only a part of a
     /// mapping, [`FabricError::NotMapped`] when it covers none.
-    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError>;
+    fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError>;
 }
 
 /// One borrow's path at the lender: the device's IOMMU domain and the NTB
 /// windows behind it.
 pub trait LenderPath {
-    /// Opens a window: the `len` bytes at `iova` reach those at `far`. Holes are
+    /// Opens a window: the `len` bytes at `iova` reach those at `peer_address`. Holes are
     /// allowed: the peer memory is not checked.
     ///
     /// # Errors
     /// [`FabricError::Limit`] when the adapter has too few resources left (the message names what
-    /// would fit) or `far` is not sufficiently aligned; [`FabricError::Overlap`] with another
-    /// window's IOVA; and the errors of [`crate::AddressRange::new`].
+    /// would fit) or `peer_address` is not sufficiently aligned; [`FabricError::Overlap`] with
+    /// another window's IOVA; and the errors of [`crate::AddressRange::new`].
     fn open_window(
         &mut self,
         iova: Iova,
-        far: FarAddress,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<WindowUse, FabricError>;
 

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{FarAddress, LimitError, NtbLimits, NtbUse, fits, limits::Remedy, lut::Lut};
+use crate::{LimitError, NtbLimits, NtbUse, PeerAddress, fits, limits::Remedy, lut::Lut};
 
 /// The LUT and the requester table of one adapter: what is taken, and whether
 /// more can be.
@@ -112,16 +112,20 @@ impl NtbTables {
         Ok(needed)
     }
 
-    /// Takes LUT entries for a window of `bytes` to `far`.
+    /// Takes LUT entries for a window of `bytes` to `peer_address`.
     ///
     /// # Errors
     /// [`LimitError::Alignment`], [`LimitError::WindowTooLarge`] and
     /// [`LimitError::LutEntries`].
-    pub fn take_window(&mut self, far: FarAddress, bytes: u64) -> Result<LutRange, LimitError> {
+    pub fn take_window(
+        &mut self,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRange, LimitError> {
         let limits = &self.limits;
-        if !far.get().is_multiple_of(limits.alignment()) {
+        if !peer_address.get().is_multiple_of(limits.alignment()) {
             return Err(LimitError::Alignment {
-                far: far.get(),
+                peer_address: peer_address.get(),
                 alignment: limits.alignment(),
             });
         }

@@ -1,7 +1,7 @@
 //! The adapter's limits: allocations that fit, and the errors of those that do not.
 
 use farside_fabric::{
-    FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits, fits, soft::Adapter,
+    FabricError, Iova, LenderPath, LimitError, NtbLimits, PeerAddress, fits, soft::Adapter,
 };
 use proptest::prelude::*;
 
@@ -151,13 +151,14 @@ fn windows_that_have_a_bar_each_are_not_joined() {
     );
     let adapter = Adapter::new(limits).expect("limits");
     let mut path = adapter.attach("disk0").expect("attach");
-    let far = FarAddress::new(64 * GIB);
-    let refused = path.open_window(Iova::new(0), far, 20 * GIB);
+    let peer_address = PeerAddress::new(64 * GIB);
+    let refused = path.open_window(Iova::new(0), peer_address, 20 * GIB);
     assert!(
         matches!(refused, Err(FabricError::Limit(ref found)) if *found == error),
         "{refused:?}"
     );
-    path.open_window(Iova::new(0), far, 16 * GIB).expect("fits");
+    path.open_window(Iova::new(0), peer_address, 16 * GIB)
+        .expect("fits");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::{
 };
 
 use farside_fabric::{
-    Access, FarAddress, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits,
+    Access, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, PeerAddress,
     memory::SharedMemory, soft::Adapter,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -113,10 +113,11 @@ fn a_translation_to_gone_memory_is_refused() {
     let other = fd.try_clone().expect("dup");
     let adapter = Adapter::new(NtbLimits::default()).expect("limits");
     let mut path = adapter.attach("nvme0").expect("attach");
-    let far = FarAddress::new(1 << 40);
-    path.far_map(far, MemoryRange::whole(File::from(fd), LEN))
+    let peer_address = PeerAddress::new(1 << 40);
+    path.map_peer(peer_address, MemoryRange::whole(File::from(fd), LEN))
         .expect("map");
-    path.open_window(Iova::new(0), far, LEN).expect("window");
+    path.open_window(Iova::new(0), peer_address, LEN)
+        .expect("window");
     path.set_bus_master(true).expect("bus master");
     let slice = path
         .translate(Iova::new(0), 16, Access::Write)

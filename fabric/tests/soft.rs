@@ -2,8 +2,8 @@
 //! resources are released.
 
 use farside_fabric::{
-    Access, BorrowerDomain, FabricError, FarAddress, Fault, FaultReason, Iova, LenderPath,
-    LimitError, MemoryRange, NtbLimits,
+    Access, BorrowerDomain, FabricError, Fault, FaultReason, Iova, LenderPath, LimitError,
+    MemoryRange, NtbLimits, PeerAddress,
     memory::create_sealed,
     soft::{Adapter, MAX_MAPPINGS, Path},
 };
@@ -19,8 +19,8 @@ fn ram(len: u64) -> MemoryRange {
     MemoryRange::whole(create_sealed("ram", len).expect("memfd"), len)
 }
 
-fn far(address: u64) -> FarAddress {
-    FarAddress::new(address)
+fn peer(address: u64) -> PeerAddress {
+    PeerAddress::new(address)
 }
 
 fn iova(address: u64) -> Iova {
@@ -30,9 +30,11 @@ fn iova(address: u64) -> Iova {
 /// 16 MiB of RAM at IOVA 0 with a hole from 4 to 8 MiB; bus master on.
 fn small_vm(adapter: &Adapter) -> Path {
     let mut path = adapter.attach("nvme0").expect("attach");
-    path.far_map(far(GIB), ram(4 * MIB)).expect("map");
-    path.far_map(far(GIB + 8 * MIB), ram(8 * MIB)).expect("map");
-    path.open_window(iova(0), far(GIB), 16 * MIB).expect("open");
+    path.map_peer(peer(GIB), ram(4 * MIB)).expect("map");
+    path.map_peer(peer(GIB + 8 * MIB), ram(8 * MIB))
+        .expect("map");
+    path.open_window(iova(0), peer(GIB), 16 * MIB)
+        .expect("open");
     path.set_bus_master(true).expect("bus master");
     path
 }
@@ -88,7 +90,7 @@ fn each_table_refuses_with_its_own_reason() {
         writable: false,
         ..ram(4 * MIB)
     };
-    path.far_map(far(GIB + 4 * MIB), rom).expect("map");
+    path.map_peer(peer(GIB + 4 * MIB), rom).expect("map");
     assert_eq!(
         refused(&mut path, 4 * MIB, Access::Write),
         FaultReason::Permission
@@ -125,7 +127,7 @@ fn nothing_is_reachable_before_and_after() {
 
     let mut path = small_vm(&adapter);
     assert!(path.translate(iova(0), 8, Access::Write).is_ok());
-    path.far_unmap(far(GIB), 4 * MIB).expect("unmap");
+    path.unmap_peer(peer(GIB), 4 * MIB).expect("unmap");
     assert_eq!(
         refused(&mut path, 0, Access::Write),
         FaultReason::BorrowerDomain
@@ -136,7 +138,7 @@ fn nothing_is_reachable_before_and_after() {
         refused(&mut path, 8 * MIB, Access::Write),
         FaultReason::LenderDomain
     );
-    path.far_unmap_all();
+    path.unmap_peer_all();
     assert_eq!(path.usage(), Default::default());
 }
 
@@ -144,7 +146,7 @@ fn nothing_is_reachable_before_and_after() {
 fn memory_in_use_is_draining_until_it_is_not() {
     let mut path = small_vm(&adapter());
     let slice = path.translate(iova(0), 8, Access::Write).expect("RAM");
-    path.far_unmap(far(GIB), 16 * MIB).expect("unmap");
+    path.unmap_peer(peer(GIB), 16 * MIB).expect("unmap");
     assert!(path.draining());
     // An I/O in flight may still finish.
     assert_eq!(slice.write(&[1; 8]), 8);
@@ -155,46 +157,48 @@ fn memory_in_use_is_draining_until_it_is_not() {
 #[test]
 fn memory_is_in_use_while_somebody_has_a_slice_of_it() {
     let mut path = small_vm(&adapter());
-    assert!(!path.in_use(far(GIB), 16 * MIB));
+    assert!(!path.in_use(peer(GIB), 16 * MIB));
     // The translation is in the IOTLB, which does not count.
     let slice = path.translate(iova(0), 8, Access::Write).expect("RAM");
-    assert!(path.in_use(far(GIB), 16 * MIB) && path.in_use(far(GIB), 4 * MIB));
-    assert!(!path.in_use(far(GIB + 8 * MIB), 8 * MIB));
+    assert!(path.in_use(peer(GIB), 16 * MIB) && path.in_use(peer(GIB), 4 * MIB));
+    assert!(!path.in_use(peer(GIB + 8 * MIB), 8 * MIB));
     let part = slice.slice(4, 4).expect("a part");
     drop(slice);
-    assert!(path.in_use(far(GIB), 4 * MIB));
+    assert!(path.in_use(peer(GIB), 4 * MIB));
     drop(part);
-    assert!(!path.in_use(far(GIB), 4 * MIB));
-    path.far_unmap(far(GIB), 4 * MIB).expect("unmap");
+    assert!(!path.in_use(peer(GIB), 4 * MIB));
+    path.unmap_peer(peer(GIB), 4 * MIB).expect("unmap");
     assert!(!path.draining());
 }
 
 #[test]
 fn mappings_are_unmapped_whole_and_do_not_overlap() {
     let mut path = small_vm(&adapter());
-    let split = path.far_unmap(far(GIB), 4096).expect_err("a part");
+    let split = path.unmap_peer(peer(GIB), 4096).expect_err("a part");
     assert!(
         matches!(split, FabricError::SplitMapping { mapping_len, .. } if mapping_len == 4 * MIB)
     );
-    let split = path.far_unmap(far(GIB + 4096), GIB).expect_err("a part");
+    let split = path.unmap_peer(peer(GIB + 4096), GIB).expect_err("a part");
     assert!(matches!(split, FabricError::SplitMapping { .. }));
     let none = path
-        .far_unmap(far(GIB + 4 * MIB), 4 * MIB)
+        .unmap_peer(peer(GIB + 4 * MIB), 4 * MIB)
         .expect_err("a hole");
     assert!(matches!(none, FabricError::NotMapped { .. }));
     let overlap = path
-        .far_map(far(GIB + 3 * MIB), ram(2 * MIB))
+        .map_peer(peer(GIB + 3 * MIB), ram(2 * MIB))
         .expect_err("overlap");
     assert!(matches!(overlap, FabricError::Overlap { other_start, .. } if other_start == GIB));
     let unaligned = path
-        .far_map(far(GIB + 1), ram(4096))
+        .map_peer(peer(GIB + 1), ram(4096))
         .expect_err("unaligned");
     assert!(matches!(unaligned, FabricError::Unaligned { .. }));
-    let bad = path.far_unmap(far(!0xfff), 8192).expect_err("past the end");
+    let bad = path
+        .unmap_peer(peer(!0xfff), 8192)
+        .expect_err("past the end");
     assert!(matches!(bad, FabricError::BadRange { .. }));
     // The trait's methods are equivalent, and a range may contain a hole.
-    BorrowerDomain::unmap(&mut path, far(GIB), 16 * MIB).expect("unmap");
-    BorrowerDomain::map(&mut path, far(GIB), ram(4096)).expect("map");
+    BorrowerDomain::unmap(&mut path, peer(GIB), 16 * MIB).expect("unmap");
+    BorrowerDomain::map(&mut path, peer(GIB), ram(4096)).expect("map");
     assert_eq!(path.usage().bytes_mapped, 4096);
 }
 
@@ -205,7 +209,7 @@ fn a_file_too_short_is_refused() {
         len: 8192,
         ..ram(4096)
     };
-    let error = path.far_map(far(0), range).expect_err("too short");
+    let error = path.map_peer(peer(0), range).expect_err("too short");
     assert!(matches!(error, FabricError::Memory { .. }), "{error}");
     assert_eq!(path.usage().bytes_mapped, 0);
 }
@@ -215,9 +219,11 @@ fn mappings_of_a_domain_are_bounded() {
     let mut path = adapter().attach("nvme0").expect("attach");
     let page = ram(4096);
     for n in 0..MAX_MAPPINGS as u64 {
-        path.far_map(far(n * 8192), page.clone()).expect("map");
+        path.map_peer(peer(n * 8192), page.clone()).expect("map");
     }
-    let error = path.far_map(far(1 << 40), page).expect_err("one too many");
+    let error = path
+        .map_peer(peer(1 << 40), page)
+        .expect_err("one too many");
     let limit = format!("{MAX_MAPPINGS} mappings");
     assert!(error.to_string().contains(&limit), "{error}");
 }
@@ -226,9 +232,9 @@ fn mappings_of_a_domain_are_bounded() {
 fn windows_are_counted_and_given_back() {
     let adapter = adapter();
     let mut path = adapter.attach("nvme0").expect("attach");
-    let low = path.open_window(iova(0), far(0), 2 * GIB).expect("open");
+    let low = path.open_window(iova(0), peer(0), 2 * GIB).expect("open");
     let high = path
-        .open_window(iova(4 * GIB), far(2 * GIB), 3 * GIB + 4096)
+        .open_window(iova(4 * GIB), peer(2 * GIB), 3 * GIB + 4096)
         .expect("open");
     assert_eq!((low.first_lut_entry, low.lut_entries), (0, 16));
     assert_eq!((high.first_lut_entry, high.lut_entries), (16, 25));
@@ -243,7 +249,7 @@ fn windows_are_counted_and_given_back() {
     assert_eq!(adapter.usage().lut_entries, 41);
 
     let overlap = path
-        .open_window(iova(GIB), far(8 * GIB), GIB)
+        .open_window(iova(GIB), peer(8 * GIB), GIB)
         .expect_err("overlap");
     assert!(matches!(overlap, FabricError::Overlap { .. }));
     assert_eq!(adapter.usage().lut_entries, 41);
@@ -256,7 +262,7 @@ fn windows_are_counted_and_given_back() {
     assert_eq!(adapter.usage().lut_entries, 25);
     path.close_all().expect("close");
     assert_eq!(adapter.usage().lut_entries, 0);
-    path.open_window(iova(0), far(0), GIB).expect("open");
+    path.open_window(iova(0), peer(0), GIB).expect("open");
     drop(path);
     let usage = adapter.usage();
     assert_eq!(
@@ -270,9 +276,9 @@ fn devices_share_the_windows_of_an_adapter() {
     let adapter = adapter();
     let mut first = adapter.attach("nvme0").expect("attach");
     let mut second = adapter.attach("nvme1").expect("attach");
-    first.open_window(iova(0), far(0), 20 * GIB).expect("open");
+    first.open_window(iova(0), peer(0), 20 * GIB).expect("open");
     let error = second
-        .open_window(iova(0), far(0), 16 * GIB)
+        .open_window(iova(0), peer(0), 16 * GIB)
         .expect_err("too large");
     assert_eq!(
         error.to_string(),
@@ -281,23 +287,23 @@ fn devices_share_the_windows_of_an_adapter() {
          fits; raise bar-size to 64 GiB"
     );
     second
-        .open_window(iova(0), far(0), 12 * GIB)
+        .open_window(iova(0), peer(0), 12 * GIB)
         .expect("what was said to fit");
     drop(first);
     second
-        .open_window(iova(1 << 40), far(0), 20 * GIB)
+        .open_window(iova(1 << 40), peer(0), 20 * GIB)
         .expect("given back");
 }
 
 #[test]
-fn far_addresses_are_aligned_as_the_adapter_needs() {
+fn peer_addresses_are_aligned_as_the_adapter_needs() {
     let mut path = adapter().attach("nvme0").expect("attach");
     let error = path
-        .open_window(iova(0), far(MIB), GIB)
+        .open_window(iova(0), peer(MIB), GIB)
         .expect_err("unaligned");
     assert_eq!(
         error.to_string(),
-        "far address 0x100000 is not a multiple of 128 MiB, the alignment of the NTB's translation"
+        "peer address 0x100000 is not a multiple of 128 MiB, the alignment of the NTB's translation"
     );
     let amd = NtbLimits {
         alignment: Some(4096),
@@ -307,7 +313,7 @@ fn far_addresses_are_aligned_as_the_adapter_needs() {
         .expect("limits")
         .attach("nvme0")
         .expect("attach");
-    path.open_window(iova(0), far(MIB), GIB)
+    path.open_window(iova(0), peer(MIB), GIB)
         .expect("aligned enough");
 }
 

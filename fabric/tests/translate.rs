@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use farside_fabric::{
-    Access, FabricError, FarAddress, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits,
+    Access, FabricError, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, PeerAddress,
     memory::{SharedMemory, create_sealed},
     soft::{Adapter, Path},
 };
@@ -32,7 +32,7 @@ fn limits() -> NtbLimits {
 enum Step {
     Open {
         iova: u64,
-        far: u64,
+        peer_address: u64,
         len: u64,
     },
     Close {
@@ -40,13 +40,13 @@ enum Step {
     },
     CloseAll,
     Map {
-        far: u64,
+        peer_address: u64,
         len: u64,
         file: u64,
         writable: bool,
     },
     Unmap {
-        far: u64,
+        peer_address: u64,
         len: u64,
     },
     UnmapAll,
@@ -65,12 +65,12 @@ fn steps() -> impl Strategy<Value = Step> {
     let access = prop_oneof![Just(Access::Read), Just(Access::Write)];
     prop_oneof![
         3 => (page.clone(), page.clone(), len.clone())
-            .prop_map(|(iova, far, len)| Step::Open { iova, far, len }),
+            .prop_map(|(iova, peer_address, len)| Step::Open { iova, peer_address, len }),
         1 => page.clone().prop_map(|iova| Step::Close { iova }),
         1 => Just(Step::CloseAll),
         4 => (page.clone(), len.clone(), 0..FILE - 16, prop::bool::weighted(0.7))
-            .prop_map(|(far, len, file, writable)| Step::Map { far, len, file, writable }),
-        2 => (page.clone(), 1..SPACE).prop_map(|(far, len)| Step::Unmap { far, len }),
+            .prop_map(|(peer_address, len, file, writable)| Step::Map { peer_address, len, file, writable }),
+        2 => (page.clone(), 1..SPACE).prop_map(|(peer_address, len)| Step::Unmap { peer_address, len }),
         1 => Just(Step::UnmapAll),
         1 => prop::bool::weighted(0.9).prop_map(Step::BusMaster),
         8 => (0..SPACE * PAGE, 1usize..40_000, access)
@@ -100,8 +100,11 @@ impl Model {
         if !self.bus_master {
             return Err(FaultReason::BusMasterDisabled);
         }
-        let (window, far) = *self.windows.get(&iova).ok_or(FaultReason::LenderDomain)?;
-        let found = self.memory.get(&far).ok_or(FaultReason::BorrowerDomain)?;
+        let (window, peer_address) = *self.windows.get(&iova).ok_or(FaultReason::LenderDomain)?;
+        let found = self
+            .memory
+            .get(&peer_address)
+            .ok_or(FaultReason::BorrowerDomain)?;
         Ok((window, found.0, found.1, found.2))
     }
 
@@ -176,11 +179,15 @@ fn apply(
     step: Step,
 ) -> Result<(), TestCaseError> {
     match step {
-        Step::Open { iova, far, len } => {
+        Step::Open {
+            iova,
+            peer_address,
+            len,
+        } => {
             let free = (iova..iova + len).all(|page| !model.windows.contains_key(&page));
             let used = path.usage().lut_entries;
-            let far_address = FarAddress::new(far * PAGE);
-            match path.open_window(Iova::new(iova * PAGE), far_address, len * PAGE) {
+            let to = PeerAddress::new(peer_address * PAGE);
+            match path.open_window(Iova::new(iova * PAGE), to, len * PAGE) {
                 Ok(window) => {
                     prop_assert!(free);
                     prop_assert_eq!(u64::from(window.lut_entries), len.div_ceil(SEGMENT));
@@ -188,7 +195,7 @@ fn apply(
                     prop_assert!(path.usage().lut_entries <= ENTRIES);
                     let id = model.id();
                     for n in 0..len {
-                        model.windows.insert(iova + n, (id, far + n));
+                        model.windows.insert(iova + n, (id, peer_address + n));
                     }
                 }
                 Err(FabricError::Overlap { .. }) => prop_assert!(!free),
@@ -215,45 +222,47 @@ fn apply(
             prop_assert_eq!(path.usage().lut_entries, 0);
         }
         Step::Map {
-            far,
+            peer_address,
             len,
             file: at,
             writable,
         } => {
-            let free = (far..far + len).all(|page| !model.memory.contains_key(&page));
+            let free =
+                (peer_address..peer_address + len).all(|page| !model.memory.contains_key(&page));
             let memory = MemoryRange {
                 offset: at * PAGE,
                 len: len * PAGE,
                 writable,
                 ..file.clone()
             };
-            let mapped = path.far_map(FarAddress::new(far * PAGE), memory);
+            let mapped = path.map_peer(PeerAddress::new(peer_address * PAGE), memory);
             prop_assert_eq!(mapped.is_ok(), free);
             if free {
                 let id = model.id();
                 for n in 0..len {
-                    model.memory.insert(far + n, (id, at + n, writable));
+                    model
+                        .memory
+                        .insert(peer_address + n, (id, at + n, writable));
                 }
             }
         }
-        Step::Unmap { far, len } => {
+        Step::Unmap { peer_address, len } => {
             let inside: Vec<u64> = model
                 .memory
-                .range(far..far + len)
+                .range(peer_address..peer_address + len)
                 .map(|(_, page)| page.0)
                 .collect();
-            let whole = model
-                .memory
-                .iter()
-                .all(|(page, (id, ..))| !inside.contains(id) || (far..far + len).contains(page));
-            let unmapped = path.far_unmap(FarAddress::new(far * PAGE), len * PAGE);
+            let whole = model.memory.iter().all(|(page, (id, ..))| {
+                !inside.contains(id) || (peer_address..peer_address + len).contains(page)
+            });
+            let unmapped = path.unmap_peer(PeerAddress::new(peer_address * PAGE), len * PAGE);
             prop_assert_eq!(unmapped.is_ok(), whole && !inside.is_empty());
             if unmapped.is_ok() {
                 model.memory.retain(|_, page| !inside.contains(&page.0));
             }
         }
         Step::UnmapAll => {
-            path.far_unmap_all();
+            path.unmap_peer_all();
             model.memory.clear();
         }
         Step::BusMaster(enabled) => {

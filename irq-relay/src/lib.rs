@@ -8,7 +8,7 @@
 //! - [`IrqCounts`], [`IrqRange`], [`SetIrqs`]: a client's request, checked
 //!   before anything acts on it;
 //! - `state`: masks, pending bits and the INTx line; pure, it answers each
-//!   event with the interrupt to [`Fire`], if any;
+//!   event with the interrupt to [`IrqEvent`], if any;
 //! - [`Vectors`]: that state with a [`IrqTarget`] for each vector, which performs
 //!   what the state decides;
 //! - [`Relay`]: the target for a borrower on another host. It collects what fired
@@ -45,6 +45,6 @@ pub use form::Interrupts;
 pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;
 pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, SetIrqsMessage, wire};
-pub use state::Fire;
+pub use state::IrqEvent;
 pub use trigger::{IrqTarget, TriggerFd};
 pub use vectors::{VectorCount, Vectors, VectorsStatus};

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use crate::{Fire, IrqIndex, TriggerFd};
+use crate::{IrqEvent, IrqIndex, TriggerFd};
 
 /// 32 words of MSI-X vectors, then one of MSI vectors, then one of the rest.
 const MSI_WORD: usize = 32;
@@ -47,8 +47,8 @@ impl Relay {
     }
 
     /// Adds an interrupt. The error is the waker's.
-    pub fn post(&self, fire: Fire) -> Result<(), Errno> {
-        let (word, bit) = place(fire);
+    pub fn post(&self, event: IrqEvent) -> Result<(), Errno> {
+        let (word, bit) = place(event);
         if self.words[word].fetch_or(bit, Ordering::AcqRel) & bit != 0 {
             self.coalesced.fetch_add(1, Ordering::Relaxed);
         }
@@ -65,14 +65,14 @@ impl Relay {
 
     /// Takes all interrupts out and hands them to `send`, MSI-X first, by
     /// vector.
-    pub fn drain(&self, mut send: impl FnMut(Fire)) {
+    pub fn drain(&self, mut send: impl FnMut(IrqEvent)) {
         let mut summary = self.summary.swap(0, Ordering::AcqRel);
         while summary != 0 {
             let word = summary.trailing_zeros() as usize;
             summary &= summary - 1;
             let mut bits = self.words[word].swap(0, Ordering::AcqRel);
             while bits != 0 {
-                send(fire_at(word, bits.trailing_zeros()));
+                send(event_at(word, bits.trailing_zeros()));
                 bits &= bits - 1;
             }
         }
@@ -96,10 +96,10 @@ impl Default for Relay {
     }
 }
 
-/// Word and bit of an interrupt. [`Fire`] keeps the vector within the index.
-fn place(fire: Fire) -> (usize, u64) {
-    let vector = usize::from(fire.vector());
-    match fire.index() {
+/// Word and bit of an interrupt. [`IrqEvent`] keeps the vector within the index.
+fn place(event: IrqEvent) -> (usize, u64) {
+    let vector = usize::from(event.vector());
+    match event.index() {
         IrqIndex::Msix => (vector / 64, 1 << (vector % 64)),
         IrqIndex::Msi => (MSI_WORD, 1 << vector),
         index @ (IrqIndex::Intx | IrqIndex::Err | IrqIndex::Req) => {
@@ -108,10 +108,10 @@ fn place(fire: Fire) -> (usize, u64) {
     }
 }
 
-fn fire_at(word: usize, bit: u32) -> Fire {
+fn event_at(word: usize, bit: u32) -> IrqEvent {
     match word {
-        MSI_WORD => Fire::at(IrqIndex::Msi, bit as u16),
-        SINGLES_WORD => Fire::at(IrqIndex::ALL[bit as usize], 0),
-        _ => Fire::at(IrqIndex::Msix, (word * 64) as u16 + bit as u16),
+        MSI_WORD => IrqEvent::at(IrqIndex::Msi, bit as u16),
+        SINGLES_WORD => IrqEvent::at(IrqIndex::ALL[bit as usize], 0),
+        _ => IrqEvent::at(IrqIndex::Msix, (word * 64) as u16 + bit as u16),
     }
 }

@@ -9,12 +9,12 @@ use crate::{IrqCounts, IrqIndex, SetIrqsError, bits::Bits};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "(IrqIndex, u16)", into = "(IrqIndex, u16)")]
 #[must_use = "an interrupt that is not performed is lost"]
-pub struct Fire {
+pub struct IrqEvent {
     index: IrqIndex,
     vector: u16,
 }
 
-impl Fire {
+impl IrqEvent {
     /// An interrupt that PCI defines: the vector is below the index's limit.
     pub fn new(index: IrqIndex, vector: u16) -> Option<Self> {
         let limit = match index {
@@ -42,7 +42,7 @@ impl Fire {
     }
 }
 
-impl TryFrom<(IrqIndex, u16)> for Fire {
+impl TryFrom<(IrqIndex, u16)> for IrqEvent {
     type Error = String;
 
     fn try_from((index, vector): (IrqIndex, u16)) -> Result<Self, String> {
@@ -50,9 +50,9 @@ impl TryFrom<(IrqIndex, u16)> for Fire {
     }
 }
 
-impl From<Fire> for (IrqIndex, u16) {
-    fn from(fire: Fire) -> Self {
-        (fire.index, fire.vector)
+impl From<IrqEvent> for (IrqIndex, u16) {
+    fn from(event: IrqEvent) -> Self {
+        (event.index, event.vector)
     }
 }
 
@@ -60,7 +60,7 @@ impl From<Fire> for (IrqIndex, u16) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Raised {
     /// Signal it.
-    Fire(Fire),
+    Event(IrqEvent),
     /// Pending: masked, or without an eventfd.
     Held,
     /// No IRQ target: the index is not enabled or has no such vector.
@@ -192,7 +192,7 @@ impl State {
         index: IrqIndex,
         vector: u16,
         present: bool,
-    ) -> Option<Fire> {
+    ) -> Option<IrqEvent> {
         match index {
             IrqIndex::Intx => {
                 self.intx.trigger = present;
@@ -201,7 +201,7 @@ impl State {
             IrqIndex::Msi | IrqIndex::Msix => {
                 let table = self.table_mut(index);
                 table.trigger.replace(vector, present);
-                table.release(vector).then_some(Fire::at(index, vector))
+                table.release(vector).then_some(IrqEvent::at(index, vector))
             }
             IrqIndex::Err => {
                 self.err = present;
@@ -220,7 +220,7 @@ impl State {
         index: IrqIndex,
         vector: u16,
         masked: bool,
-    ) -> Option<Fire> {
+    ) -> Option<IrqEvent> {
         match index {
             IrqIndex::Intx => {
                 self.intx.masked = masked;
@@ -229,7 +229,7 @@ impl State {
             IrqIndex::Msi | IrqIndex::Msix => {
                 let table = self.table_mut(index);
                 table.masked.replace(vector, masked);
-                table.release(vector).then_some(Fire::at(index, vector))
+                table.release(vector).then_some(IrqEvent::at(index, vector))
             }
             IrqIndex::Err | IrqIndex::Req => None,
         }
@@ -244,33 +244,33 @@ impl State {
     }
 
     /// The device drives its INTx line.
-    pub(crate) fn set_intx(&mut self, asserted: bool) -> Option<Fire> {
+    pub(crate) fn set_intx(&mut self, asserted: bool) -> Option<IrqEvent> {
         self.intx.asserted = asserted;
         self.settle_intx()
     }
 
     /// The guest sets or clears INTx disable, bit 10 of the command register.
-    pub(crate) fn set_intx_disabled(&mut self, disabled: bool) -> Option<Fire> {
+    pub(crate) fn set_intx_disabled(&mut self, disabled: bool) -> Option<IrqEvent> {
         self.intx.disabled = disabled;
         self.settle_intx()
     }
 
     /// An interrupt comes from elsewhere: from another host, or from a client
     /// that tests the loop.
-    pub(crate) fn deliver(&mut self, fire: Fire) -> Raised {
-        match fire.index {
+    pub(crate) fn deliver(&mut self, event: IrqEvent) -> Raised {
+        match event.index {
             IrqIndex::Intx => {
                 if self.enabled != Some(IrqIndex::Intx) {
                     return Raised::Dropped;
                 }
                 self.intx.latched = true;
-                self.settle_intx().map_or(Raised::Held, Raised::Fire)
+                self.settle_intx().map_or(Raised::Held, Raised::Event)
             }
-            IrqIndex::Msi | IrqIndex::Msix if self.enabled == Some(fire.index) => {
-                self.raise_message(fire.index, fire.vector)
+            IrqIndex::Msi | IrqIndex::Msix if self.enabled == Some(event.index) => {
+                self.raise_message(event.index, event.vector)
             }
-            IrqIndex::Err if self.err => Raised::Fire(fire),
-            IrqIndex::Req if self.req => Raised::Fire(fire),
+            IrqIndex::Err if self.err => Raised::Event(event),
+            IrqIndex::Req if self.req => Raised::Event(event),
             _ => Raised::Dropped,
         }
     }
@@ -329,10 +329,10 @@ impl State {
             table.pending.replace(vector, true);
             return Raised::Held;
         }
-        Raised::Fire(Fire::at(index, vector))
+        Raised::Event(IrqEvent::at(index, vector))
     }
 
-    fn settle_intx(&mut self) -> Option<Fire> {
+    fn settle_intx(&mut self) -> Option<IrqEvent> {
         let line = &mut self.intx;
         let held = line.masked || line.disabled || !line.trigger;
         if self.enabled != Some(IrqIndex::Intx) || held || !(line.asserted || line.latched) {
@@ -340,7 +340,7 @@ impl State {
         }
         line.latched = false;
         line.masked = true;
-        Some(Fire::at(IrqIndex::Intx, 0))
+        Some(IrqEvent::at(IrqIndex::Intx, 0))
     }
 
     fn table_mut(&mut self, index: IrqIndex) -> &mut VectorTable {

@@ -12,7 +12,7 @@ use rustix::{
     io::{Errno, read, write},
 };
 
-use crate::{Fire, Relay, SetIrqsError};
+use crate::{IrqEvent, Relay, SetIrqsError};
 
 /// `ANON_INODE_FS_MAGIC` of `linux/magic.h`.
 const ANON_INODE_FS: u64 = 0x0904_1934;
@@ -111,10 +111,10 @@ pub enum IrqTarget {
 }
 
 impl IrqTarget {
-    pub(crate) fn fire(&self, fire: Fire) -> Result<(), Errno> {
+    pub(crate) fn signal(&self, event: IrqEvent) -> Result<(), Errno> {
         match self {
             Self::EventFd(trigger) => trigger.signal(),
-            Self::Relay(relay) => relay.post(fire),
+            Self::Relay(relay) => relay.post(event),
         }
     }
 

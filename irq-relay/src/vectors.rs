@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError,
+    Action, IrqCounts, IrqData, IrqEvent, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError,
     state::{Raised, State},
 };
 
@@ -98,8 +98,8 @@ impl Vectors {
 
     /// The device drives its INTx line.
     pub fn set_intx(&mut self, asserted: bool) {
-        let fire = self.state.set_intx(asserted);
-        self.perform(fire);
+        let event = self.state.set_intx(asserted);
+        self.perform(event);
     }
 
     /// Whether the device drives its INTx line: Interrupt Status in the status
@@ -110,26 +110,26 @@ impl Vectors {
 
     /// The guest sets or clears INTx disable (command register, bit 10).
     pub fn set_intx_disabled(&mut self, disabled: bool) {
-        let fire = self.state.set_intx_disabled(disabled);
-        self.perform(fire);
+        let event = self.state.set_intx_disabled(disabled);
+        self.perform(event);
     }
 
     /// The device has failed: notifies the client, if it has set an eventfd.
     pub fn signal_err(&mut self) {
-        self.deliver(Fire::at(IrqIndex::Err, 0));
+        self.deliver(IrqEvent::at(IrqIndex::Err, 0));
     }
 
     /// Asks the client to release the device, if it has set an eventfd.
     pub fn signal_req(&mut self) {
-        self.deliver(Fire::at(IrqIndex::Req, 0));
+        self.deliver(IrqEvent::at(IrqIndex::Req, 0));
     }
 
     /// Passes on what a [`Relay`](crate::Relay) on another host sent. It fires
     /// once; masked vectors stay pending. An INTx interrupt masks the line
     /// here, as it did there. What comes for an index that was disabled in the
     /// meantime is counted and dropped.
-    pub fn deliver(&mut self, fire: Fire) {
-        let raised = self.state.deliver(fire);
+    pub fn deliver(&mut self, event: IrqEvent) {
+        let raised = self.state.deliver(event);
         self.take(raised);
     }
 
@@ -240,8 +240,8 @@ impl Vectors {
             let present = target.is_some();
             // The target first: setting the trigger may fire what was pending.
             self.slots[index as usize][usize::from(vector)].target = target;
-            let fire = self.state.set_trigger(index, vector, present);
-            self.perform(fire);
+            let event = self.state.set_trigger(index, vector, present);
+            self.perform(event);
         }
         Ok(())
     }
@@ -253,31 +253,31 @@ impl Vectors {
             return Err(SetIrqsError::NotEnabled { index });
         }
         for vector in chosen(range, data) {
-            self.deliver(Fire::at(index, vector));
+            self.deliver(IrqEvent::at(index, vector));
         }
         Ok(())
     }
 
     fn set_masked(&mut self, range: IrqRange, data: &IrqData, masked: bool) {
         for vector in chosen(range, data) {
-            let fire = self.state.set_masked(range.index(), vector, masked);
-            self.perform(fire);
+            let event = self.state.set_masked(range.index(), vector, masked);
+            self.perform(event);
         }
     }
 
     fn take(&mut self, raised: Raised) {
         match raised {
-            Raised::Fire(fire) => self.perform(Some(fire)),
+            Raised::Event(event) => self.perform(Some(event)),
             Raised::Held => {}
             Raised::Dropped => self.dropped += 1,
         }
     }
 
-    fn perform(&mut self, fire: Option<Fire>) {
-        let Some(fire) = fire else { return };
-        let slot = &mut self.slots[fire.index() as usize][usize::from(fire.vector())];
+    fn perform(&mut self, event: Option<IrqEvent>) {
+        let Some(event) = event else { return };
+        let slot = &mut self.slots[event.index() as usize][usize::from(event.vector())];
         slot.fired += 1;
-        let sent = slot.target.as_ref().map(|target| target.fire(fire));
+        let sent = slot.target.as_ref().map(|target| target.signal(event));
         if !matches!(sent, Some(Ok(()))) {
             self.failed += 1;
         }

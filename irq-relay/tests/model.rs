@@ -108,18 +108,18 @@ impl Model {
         let intx = (IrqIndex::Intx, 0);
         let line = self.line.then_some(intx);
         let wanting = self.wanting.iter().copied().chain(line);
-        let fires: BTreeSet<_> = wanting
+        let events: BTreeSet<_> = wanting
             .filter(|place| self.enabled == Some(place.0))
             .filter(|place| self.assigned.contains(place) && !self.masked.contains(place))
             .filter(|place| *place != intx || !self.gate)
             .collect();
-        for place in &fires {
+        for place in &events {
             self.wanting.remove(place);
         }
-        if fires.contains(&intx) {
+        if events.contains(&intx) {
             self.masked.insert(intx);
         }
-        Some(fires.into_iter().collect())
+        Some(events.into_iter().collect())
     }
 }
 
@@ -161,8 +161,8 @@ proptest! {
             let expected = model.step(op);
             prop_assert_eq!(accepted, expected.is_some(), "{:?}", op);
             for (place, fd) in &fds {
-                let fires = expected.iter().flatten().any(|fire| fire == place);
-                prop_assert_eq!(taken(fd), u64::from(fires), "{:?} after {:?}", place, op);
+                let events = expected.iter().flatten().any(|event| event == place);
+                prop_assert_eq!(taken(fd), u64::from(events), "{:?} after {:?}", place, op);
             }
             for vector in FIRST..FIRST + VECTORS {
                 let wanting = model.wanting.contains(&(IrqIndex::Msix, vector));

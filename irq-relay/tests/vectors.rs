@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::{all_counts, disable, request, set_masked, set_triggers, taken, vectors};
 use farside_irq_relay::{
-    Action, Fire, IrqData, IrqIndex, IrqTarget, Relay, SetIrqsError, TriggerFd, Vectors,
+    Action, IrqData, IrqEvent, IrqIndex, IrqTarget, Relay, SetIrqsError, TriggerFd, Vectors,
 };
 
 #[test]
@@ -296,18 +296,18 @@ impl TwoHosts {
         set_triggers(&mut self.borrower, index, 0, count)
     }
 
-    fn carry(&mut self) -> Vec<Fire> {
+    fn carry(&mut self) -> Vec<IrqEvent> {
         let mut carried = Vec::new();
-        self.relay.drain(|fire| carried.push(fire));
-        for fire in &carried {
-            self.borrower.deliver(*fire);
+        self.relay.drain(|event| carried.push(event));
+        for event in &carried {
+            self.borrower.deliver(*event);
         }
         carried
     }
 }
 
 #[test]
-fn a_relayed_vector_reaches_the_far_eventfd_and_repeats_are_merged() {
+fn a_relayed_vector_reaches_the_peers_eventfd_and_repeats_are_merged() {
     let mut hosts = TwoHosts::new();
     let fds = hosts.set_triggers(IrqIndex::Msix, 2048);
     for vector in [0, 63, 64, 2047, 64, 64] {
@@ -366,13 +366,13 @@ fn a_message_that_comes_after_the_disable_is_dropped() {
 
 #[test]
 fn a_hostile_message_names_no_vector_beyond_pci() {
-    assert_eq!(Fire::new(IrqIndex::Msix, 2048), None);
-    assert_eq!(Fire::new(IrqIndex::Msi, 32), None);
-    assert_eq!(Fire::new(IrqIndex::Intx, 1), None);
+    assert_eq!(IrqEvent::new(IrqIndex::Msix, 2048), None);
+    assert_eq!(IrqEvent::new(IrqIndex::Msi, 32), None);
+    assert_eq!(IrqEvent::new(IrqIndex::Intx, 1), None);
     let counts = all_counts().with_msix(4).unwrap();
     let mut vectors = Vectors::new(counts);
     set_triggers(&mut vectors, IrqIndex::Msix, 0, 4);
-    vectors.deliver(Fire::new(IrqIndex::Msix, 2047).unwrap());
+    vectors.deliver(IrqEvent::new(IrqIndex::Msix, 2047).unwrap());
     assert_eq!(vectors.status().dropped, 1);
 }
 
@@ -381,14 +381,14 @@ fn no_interrupt_is_lost_between_two_threads() {
     const ROUNDS: u64 = 20_000;
     let waker = TriggerFd::new().unwrap();
     let relay = Arc::new(Relay::with_waker(waker.clone()));
-    let fire = |vector| Fire::new(IrqIndex::Msix, vector).unwrap();
+    let event = |vector| IrqEvent::new(IrqIndex::Msix, vector).unwrap();
     let poster = std::thread::spawn({
         let relay = Arc::clone(&relay);
         move || {
             for round in 0..ROUNDS {
-                relay.post(fire((round % 200) as u16)).unwrap();
+                relay.post(event((round % 200) as u16)).unwrap();
             }
-            relay.post(fire(2000)).unwrap();
+            relay.post(event(2000)).unwrap();
         }
     });
     let mut carried = 0;
@@ -398,8 +398,8 @@ fn no_interrupt_is_lost_between_two_threads() {
         while waker.take().unwrap().is_none() {
             std::thread::yield_now();
         }
-        relay.drain(|fire| {
-            last |= fire.vector() == 2000;
+        relay.drain(|event| {
+            last |= event.vector() == 2000;
             carried += 1;
         });
     }

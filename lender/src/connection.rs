@@ -10,8 +10,8 @@ use farside_daemon::{NAME_RULE, Wakeup, check_name};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request, Route,
-    TICKET_LIFE, Ticket, VERSION,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, RegisterToken, RemoteError, Reply,
+    Request, Route, TOKEN_LIFE, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -87,8 +87,8 @@ pub(crate) fn serve(
             Err(ChannelError::Closed) => return,
             Err(error) => return log_broken(&name, &error, lines),
         };
-        if let (Request::Registers { ticket }, None) = (&envelope.request, &peer) {
-            return become_registers(channel, *ticket, registry, lines);
+        if let (Request::Registers { token }, None) = (&envelope.request, &peer) {
+            return become_registers(channel, *token, registry, lines);
         }
         let tcp = channel.is_tcp();
         let reply = match answer(envelope.request, lender, registry, &mut peer, tcp, lines) {
@@ -117,21 +117,26 @@ fn log_broken(name: &str, error: &ChannelError, lines: &PeerLines) {
     }
 }
 
-/// Turns the connection into the register channel of the lease that issued `ticket`. An invalid
-/// ticket closes the connection.
-fn become_registers(mut channel: Channel, ticket: Ticket, registry: &Registry, lines: &PeerLines) {
+/// Turns the connection into the register channel of the lease that issued `token`. An invalid
+/// token closes the connection.
+fn become_registers(
+    mut channel: Channel,
+    token: RegisterToken,
+    registry: &Registry,
+    lines: &PeerLines,
+) {
     let name = channel.peer();
-    let redeemed = registry.tickets().redeem(ticket, Instant::now());
+    let redeemed = registry.tokens().redeem(token, Instant::now());
     let reply = match &redeemed {
         Some(_) => Reply::Done,
         None => {
-            if let Some(held_back) = lines.ticket.allow() {
-                log::warn!("dropping {name}: invalid register-channel ticket{held_back}");
+            if let Some(held_back) = lines.token.allow() {
+                log::warn!("dropping {name}: invalid register-channel token{held_back}");
             }
             Reply::Refused(RemoteError {
                 kind: ErrorKind::Invalid,
                 message: format!(
-                    "invalid register-channel token: it was used, is older than {TICKET_LIFE:?}, or its lease has ended"
+                    "invalid register-channel token: it was used, is older than {TOKEN_LIFE:?}, or its lease has ended"
                 ),
             })
         }
@@ -153,7 +158,7 @@ struct Borrow {
     device: String,
     vm: String,
     route: Route,
-    fence: Option<Epoch>,
+    fence: Option<Generation>,
 }
 
 /// The peer's identity, from its Hello.
@@ -249,7 +254,7 @@ fn answer(
                 supersedes,
             };
             Reply::Fence {
-                epoch: hand_over(registry, &claim, lines)?,
+                generation: hand_over(registry, &claim, lines)?,
             }
         }
         (Request::EndReservation { device }, _) => {
@@ -311,7 +316,7 @@ fn hand_over(
     registry: &Registry,
     claim: &Claim<'_>,
     lines: &PeerLines,
-) -> Result<Epoch, RemoteError> {
+) -> Result<Generation, RemoteError> {
     let invalid = |message| RemoteError {
         kind: ErrorKind::Invalid,
         message,
@@ -349,7 +354,7 @@ fn lend(
     registry: &Registry,
     lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
-    let (epoch, mailbox) = match registry.borrow_device(&device, &vm, fence) {
+    let (generation, mailbox) = match registry.borrow_device(&device, &vm, fence) {
         Ok(granted) => granted,
         Err(error) => return Err((connection, error)),
     };
@@ -358,7 +363,7 @@ fn lend(
     let posted = mailbox.post(Mail::Lease(Lease {
         connection,
         vm,
-        epoch,
+        generation,
         route,
         bar_memory,
     }));
@@ -366,7 +371,7 @@ fn lend(
         if let Some(held_back) = lines.refused.allow() {
             log::error!("device {device}: {error}{held_back}", error = Chain(&error));
         }
-        registry.release(&device, epoch);
+        registry.release(&device, generation);
     }
     Ok(())
 }

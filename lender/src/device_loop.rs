@@ -22,7 +22,7 @@ use std::{
 };
 
 use farside_daemon::{RateLimit, StateLog, Wakeup};
-use farside_lender_protocol::{DeviceStatus, Epoch, RemoteError};
+use farside_lender_protocol::{DeviceStatus, Generation, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -40,7 +40,7 @@ pub(crate) struct DeviceLoop {
     stop: Wakeup,
     poll_time: Duration,
     /// Handovers waiting for the end of the lease.
-    handovers: Vec<(Epoch, mpsc::SyncSender<Result<(), RemoteError>>)>,
+    handovers: Vec<(Generation, mpsc::SyncSender<Result<(), RemoteError>>)>,
     /// Limits the log lines that each borrow causes.
     lines: StateLog,
     /// Limits the log lines on refused borrows and requests, which a guest may cause.
@@ -168,7 +168,11 @@ impl DeviceLoop {
     }
 
     /// Answers the handovers whose fence satisfies `may`.
-    fn answer_handovers(&mut self, source: &mut dyn DeviceSource, may: impl Fn(Epoch) -> bool) {
+    fn answer_handovers(
+        &mut self,
+        source: &mut dyn DeviceSource,
+        may: impl Fn(Generation) -> bool,
+    ) {
         if self.handovers.is_empty() {
             return;
         }
@@ -194,21 +198,21 @@ impl DeviceLoop {
         }
     }
 
-    /// Answers messages during the lease `epoch`. Returns false if the lease has to end.
-    fn answer_mail(&mut self, device: &mut dyn LeasedDevice, epoch: Epoch) -> bool {
+    /// Answers messages during the lease `generation`. Returns false if the lease has to end.
+    fn answer_mail(&mut self, device: &mut dyn LeasedDevice, generation: Generation) -> bool {
         self.mail_wake.lower();
         while let Ok(mail) = self.mail.try_recv() {
             if let Some(lease) = self.take_mail(mail, Device::Leased(device)) {
                 // The registry grants one lease at a time.
                 log::error!(
-                    "device {}: a second lease (epoch {}) while there is one",
+                    "device {}: a second lease (generation {}) while there is one",
                     self.id,
-                    lease.epoch
+                    lease.generation
                 );
             }
         }
         // If the fence is older than the lease, the lease was granted under it and need not end.
-        self.answer_handovers(device.source(), |fence| fence < epoch);
+        self.answer_handovers(device.source(), |fence| fence < generation);
         self.handovers.is_empty()
     }
 

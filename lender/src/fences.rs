@@ -6,7 +6,7 @@
 use std::{collections::BTreeMap, io, path::PathBuf};
 
 use farside_daemon::{RateLimit, files};
-use farside_lender_protocol::{Epoch, ErrorKind, Fence, MAX_FENCES, RemoteError};
+use farside_lender_protocol::{ErrorKind, Fence, Generation, MAX_FENCES, RemoteError};
 use serde::{Deserialize, Serialize};
 
 use crate::refusals::{internal, invalid};
@@ -40,7 +40,7 @@ pub(crate) struct Claim<'a> {
     pub(crate) device: &'a str,
     pub(crate) vm: &'a str,
     pub(crate) migration: &'a str,
-    pub(crate) supersedes: Option<Epoch>,
+    pub(crate) supersedes: Option<Generation>,
 }
 
 impl FenceBook {
@@ -76,10 +76,10 @@ impl FenceBook {
         self.devices.get(device).map_or(&[], Vec::as_slice)
     }
 
-    /// The largest epoch of a device that was ever issued as a fence.
-    pub(crate) fn largest(&self, device: &str) -> Epoch {
-        let epochs = self.of(device).iter().map(|fence| fence.epoch);
-        epochs.max().unwrap_or_default()
+    /// The largest generation of a device that was ever issued as a fence.
+    pub(crate) fn largest(&self, device: &str) -> Generation {
+        let generations = self.of(device).iter().map(|fence| fence.generation);
+        generations.max().unwrap_or_default()
     }
 
     /// Checks that `vm`, which presents `shown`, may borrow the device.
@@ -87,10 +87,10 @@ impl FenceBook {
         &self,
         device: &str,
         vm: &str,
-        shown: Option<Epoch>,
+        shown: Option<Generation>,
     ) -> Result<(), RemoteError> {
         for fence in self.of(device) {
-            if fence.vm == vm && shown.unwrap_or_default() < fence.epoch {
+            if fence.vm == vm && shown.unwrap_or_default() < fence.generation {
                 return Err(fence.refusal(device, shown));
             }
             if fence.vm != vm && fence.reserved {
@@ -102,17 +102,17 @@ impl FenceBook {
 
     /// Records that `vm` has borrowed the device: ends its reservation, and restores a fence that
     /// was lost with the file.
-    pub(crate) fn borrowed(&mut self, device: &str, vm: &str, shown: Option<Epoch>) {
+    pub(crate) fn borrowed(&mut self, device: &str, vm: &str, shown: Option<Generation>) {
         let known = self.of(device).iter().find(|fence| fence.vm == vm);
         let changed = match (known, shown) {
-            (Some(known), shown) if known.reserved || shown > Some(known.epoch) => Fence {
-                epoch: known.epoch.max(shown.unwrap_or_default()),
+            (Some(known), shown) if known.reserved || shown > Some(known.generation) => Fence {
+                generation: known.generation.max(shown.unwrap_or_default()),
                 reserved: false,
                 ..known.clone()
             },
-            (None, Some(epoch)) => Fence {
+            (None, Some(generation)) => Fence {
                 vm: vm.to_owned(),
-                epoch,
+                generation,
                 migration: String::new(),
                 reserved: false,
             },
@@ -126,8 +126,11 @@ impl FenceBook {
         }
     }
 
-    /// The epoch of an earlier handover with the same id, or `None` for a new handover.
-    pub(crate) fn asked_before(&self, claim: &Claim<'_>) -> Result<Option<Epoch>, RemoteError> {
+    /// The generation of an earlier handover with the same id, or `None` for a new handover.
+    pub(crate) fn asked_before(
+        &self,
+        claim: &Claim<'_>,
+    ) -> Result<Option<Generation>, RemoteError> {
         let Claim {
             device,
             vm,
@@ -136,16 +139,18 @@ impl FenceBook {
         } = *claim;
         for fence in self.of(device) {
             if fence.vm == vm && fence.migration == migration {
-                return Ok(Some(fence.epoch));
+                return Ok(Some(fence.generation));
             }
-            if fence.vm == vm && fence.epoch > supersedes.unwrap_or_default() {
+            if fence.vm == vm && fence.generation > supersedes.unwrap_or_default() {
                 return Err(RemoteError {
                     kind: ErrorKind::Fenced,
                     message: format!(
                         "device {device}: VM {vm} was moved by another migration meanwhile ({}, fence {}), which migration {migration} (it knows of {}) does not follow",
                         fence.migration,
-                        fence.epoch,
-                        supersedes.map_or("no fence".to_owned(), |epoch| format!("fence {epoch}")),
+                        fence.generation,
+                        supersedes.map_or("no fence".to_owned(), |generation| format!(
+                            "fence {generation}"
+                        )),
                     ),
                 });
             }
@@ -157,7 +162,11 @@ impl FenceBook {
     }
 
     /// Records a handover persistently.
-    pub(crate) fn hand_over(&mut self, claim: &Claim<'_>, epoch: Epoch) -> Result<(), RemoteError> {
+    pub(crate) fn hand_over(
+        &mut self,
+        claim: &Claim<'_>,
+        generation: Generation,
+    ) -> Result<(), RemoteError> {
         if self.file.is_none() {
             return Err(invalid(
                 "this lender has nowhere to remember a handover: name a file with `state` in lender.toml, or --state".into(),
@@ -165,7 +174,7 @@ impl FenceBook {
         }
         let fence = Fence {
             vm: claim.vm.to_owned(),
-            epoch,
+            generation,
             migration: claim.migration.to_owned(),
             reserved: true,
         };
@@ -228,7 +237,7 @@ mod tests {
             device: "disk0",
             vm,
             migration,
-            supersedes: supersedes.map(Epoch),
+            supersedes: supersedes.map(Generation),
         }
     }
 
@@ -243,14 +252,14 @@ mod tests {
         let (_directory, mut book) = book();
         let first = claim("a", "m1", None);
         assert_eq!(book.asked_before(&first).unwrap(), None);
-        book.hand_over(&first, Epoch(5)).unwrap();
-        assert_eq!(book.asked_before(&first).unwrap(), Some(Epoch(5)));
+        book.hand_over(&first, Generation(5)).unwrap();
+        assert_eq!(book.asked_before(&first).unwrap(), Some(Generation(5)));
         // A handover that does not supersede the first cannot revoke its device.
         let rival = book.asked_before(&claim("a", "m2", None)).unwrap_err();
         assert_eq!(rival.kind, ErrorKind::Fenced);
         let second = claim("a", "m2", Some(5));
         assert_eq!(book.asked_before(&second).unwrap(), None);
-        book.hand_over(&second, Epoch(9)).unwrap();
+        book.hand_over(&second, Generation(9)).unwrap();
         // And the first cannot be repeated.
         let late = book.asked_before(&first).unwrap_err();
         assert!(late.message.contains("m2"), "{late}");
@@ -259,19 +268,20 @@ mod tests {
     #[test]
     fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
         let (_directory, mut book) = book();
-        book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
+        book.hand_over(&claim("a", "m1", None), Generation(5))
+            .unwrap();
         let others = book.check("disk0", "b", None).unwrap_err();
         assert_eq!(others.kind, ErrorKind::Busy);
         assert!(others.message.contains("migration release disk0"));
-        for old in [None, Some(Epoch(4))] {
+        for old in [None, Some(Generation(4))] {
             let refused = book.check("disk0", "a", old).unwrap_err();
             assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");
         }
-        book.check("disk0", "a", Some(Epoch(5))).unwrap();
-        book.borrowed("disk0", "a", Some(Epoch(5)));
+        book.check("disk0", "a", Some(Generation(5))).unwrap();
+        book.borrowed("disk0", "a", Some(Generation(5)));
         book.check("disk0", "b", None).unwrap();
         assert!(book.check("disk0", "a", None).is_err(), "the fence stays");
-        book.hand_over(&claim("a", "m2", Some(5)), Epoch(6))
+        book.hand_over(&claim("a", "m2", Some(5)), Generation(6))
             .unwrap();
         book.end_reservation("disk0").unwrap();
         book.check("disk0", "b", None).unwrap();
@@ -280,11 +290,12 @@ mod tests {
     #[test]
     fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
         let (directory, mut book) = book();
-        book.hand_over(&claim("a", "m1", None), Epoch(5)).unwrap();
+        book.hand_over(&claim("a", "m1", None), Generation(5))
+            .unwrap();
         let file = directory.path().join("lender.json");
         let again = FenceBook::load(Some(file.clone())).unwrap();
         assert_eq!(again.of("disk0"), book.of("disk0"));
-        assert_eq!(again.largest("disk0"), Epoch(5));
+        assert_eq!(again.largest("disk0"), Generation(5));
         let text = std::fs::read_to_string(&file).unwrap();
         for bad in [
             &text[..text.len() - 3],
@@ -300,13 +311,13 @@ mod tests {
     fn a_lender_without_a_file_hands_nothing_over() {
         let mut book = FenceBook::load(None).unwrap();
         let error = book
-            .hand_over(&claim("a", "m1", None), Epoch(5))
+            .hand_over(&claim("a", "m1", None), Generation(5))
             .unwrap_err();
         assert!(error.message.contains("--state"), "{error}");
         assert!(book.of("disk0").is_empty());
         // It adopts the fence that the VM presents.
-        book.borrowed("disk0", "a", Some(Epoch(7)));
-        assert!(book.check("disk0", "a", Some(Epoch(6))).is_err());
+        book.borrowed("disk0", "a", Some(Generation(7)));
+        assert!(book.check("disk0", "a", Some(Generation(6))).is_err());
     }
 
     #[test]
@@ -319,7 +330,10 @@ mod tests {
             file: Some(file),
             ..FenceBook::default()
         };
-        assert!(book.hand_over(&claim("a", "m1", None), Epoch(5)).is_err());
+        assert!(
+            book.hand_over(&claim("a", "m1", None), Generation(5))
+                .is_err()
+        );
         book.check("disk0", "a", None).unwrap();
         book.check("disk0", "b", None).unwrap();
     }

@@ -5,7 +5,7 @@
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
 //! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
-//! - `listening`: the UNIX socket and the TCP ports; `tickets`: tokens that identify the register
+//! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
 //!   channels of other hosts.
 //! - `connection`: the requests of a peer without a lease. With a lease, the connection moves into
 //!   the device thread.
@@ -23,17 +23,17 @@ pub mod config;
 
 mod connection;
 mod device_loop;
-#[cfg(test)]
-mod far_tests;
 mod fences;
 mod listening;
 mod model;
 mod open;
+#[cfg(test)]
+mod peer_tests;
 mod refusals;
 mod registry;
 mod server;
 mod source;
-mod tickets;
+mod tokens;
 mod vfio;
 
 pub use server::{Lender, StartError};

@@ -34,8 +34,8 @@ pub(crate) struct PeerLines {
     pub(crate) silent: RateLimit,
     /// A connection failed, or its peer violated the protocol.
     pub(crate) broken: RateLimit,
-    /// A peer sent an invalid ticket.
-    pub(crate) ticket: RateLimit,
+    /// A peer sent an invalid token.
+    pub(crate) token: RateLimit,
     /// A device was handed over.
     pub(crate) handover: RateLimit,
 }
@@ -48,34 +48,34 @@ struct Peers {
 }
 
 /// A listener of the lender.
-pub(crate) struct Entrance {
+pub(crate) struct PeerListener {
     listener: Listener,
     peers: Arc<Peers>,
 }
 
-impl Entrance {
+impl PeerListener {
     /// Opens the listeners in `config`, and takes those of the service manager.
     pub(crate) fn open_all(
         config: &Config,
         mut activated: Activated,
     ) -> Result<Vec<Self>, StartError> {
-        let mut entrances = vec![Self::new(open_socket(&config.socket, &mut activated)?)];
+        let mut listeners = vec![Self::new(open_socket(&config.socket, &mut activated)?)];
         let ports = activated.take_ports();
         for address in &config.listen {
             if !ports.iter().any(|(_, at)| is_there(*at, address)) {
-                entrances.push(Self::new(open_port(address, config.listen_plain)?));
+                listeners.push(Self::new(open_port(address, config.listen_plain)?));
             }
         }
         for (socket, at) in ports {
             let listener = Listener::adopt_tcp(socket, at);
             let address = listener.address();
-            entrances.push(Self::new(checked(listener, &address, config.listen_plain)?));
+            listeners.push(Self::new(checked(listener, &address, config.listen_plain)?));
         }
         activated.finish(&format!(
             "what this lender listens at ({}, and TCP ports)",
             config.socket.display()
         ))?;
-        Ok(entrances)
+        Ok(listeners)
     }
 
     fn new(listener: Listener) -> Self {
@@ -109,7 +109,7 @@ impl Entrance {
     }
 }
 
-impl AsFd for Entrance {
+impl AsFd for PeerListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }

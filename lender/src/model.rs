@@ -10,7 +10,7 @@ use std::{
 
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FarAddress, FaultSummary, LenderPath, MemoryRange, fits,
+    FaultSummary, LenderPath, MemoryRange, PeerAddress, fits,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::IrqCounts;
@@ -183,18 +183,18 @@ impl LeasedDevice for LeasedModel {
         &mut self.path
     }
 
-    fn map_peer(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.path.far_map(at, memory).map_err(refused)
+    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError> {
+        self.path.map_peer(at, memory).map_err(refused)
     }
 
-    fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
+    fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {
         // Drain only if needed: behind a vIOMMU the guest unmaps each page of a buffer after its
         // I/O, and a drain stops all other I/O.
         if !self.path.in_use(at, len) {
-            return self.path.far_unmap(at, len).map_err(refused);
+            return self.path.unmap_peer(at, len).map_err(refused);
         }
         let drained = self.quiesce(DRAIN_TIMEOUT);
-        let unmapped = drained.and_then(|()| self.path.far_unmap(at, len).map_err(refused));
+        let unmapped = drained.and_then(|()| self.path.unmap_peer(at, len).map_err(refused));
         self.resume();
         unmapped
     }
@@ -250,7 +250,7 @@ impl LeasedDevice for LeasedModel {
         self.path.set_bus_master(false).map_err(internal)?;
         drained?;
         self.path.close_all().map_err(internal)?;
-        self.path.far_unmap_all();
+        self.path.unmap_peer_all();
         Ok(())
     }
 

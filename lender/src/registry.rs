@@ -8,13 +8,13 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_lender_protocol::{
-    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, Epoch, ErrorKind, RamRange,
+    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Generation, RamRange,
     RemoteError, Route,
 };
 
 use crate::{
     fences::{Claim, FenceBook},
-    tickets::Tickets,
+    tokens::RegisterTokens,
 };
 
 /// A message to a device's thread.
@@ -31,7 +31,7 @@ pub(crate) enum Mail {
     },
     /// End a lease that is older than `fence`, and flush the device's writes; then answer.
     HandOver {
-        fence: Epoch,
+        fence: Generation,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
 }
@@ -43,7 +43,7 @@ pub(crate) struct Lease {
     /// The borrower's VM.
     pub(crate) vm: String,
     /// The fencing token.
-    pub(crate) epoch: Epoch,
+    pub(crate) generation: Generation,
     /// The transport of the device's DMA path.
     pub(crate) route: Route,
     /// Files behind the BARs with sparse mmap areas.
@@ -88,8 +88,8 @@ struct Slot {
     source: &'static str,
     described: Arc<Described>,
     mailbox: Arc<Mailbox>,
-    /// The last issued epoch.
-    epoch: Epoch,
+    /// The last issued generation.
+    generation: Generation,
     lease: Option<Held>,
     /// The device's problem, if any.
     problem: Option<String>,
@@ -98,7 +98,7 @@ struct Slot {
 /// The record of a lease.
 struct Held {
     vm: String,
-    epoch: Epoch,
+    generation: Generation,
     since: Instant,
 }
 
@@ -106,7 +106,7 @@ impl Slot {
     fn holder(&self) -> Option<BorrowedBy> {
         self.lease.as_ref().map(|held| BorrowedBy {
             vm: held.vm.clone(),
-            epoch: held.epoch,
+            generation: held.generation,
             seconds: held.since.elapsed().as_secs(),
         })
     }
@@ -122,7 +122,7 @@ struct Records {
 /// The registry of a lender's devices.
 pub(crate) struct Registry {
     records: Mutex<Records>,
-    tickets: Arc<Tickets>,
+    tokens: Arc<RegisterTokens>,
 }
 
 impl Registry {
@@ -133,36 +133,36 @@ impl Registry {
                 fences,
                 ..Records::default()
             }),
-            tickets: Arc::default(),
+            tokens: Arc::default(),
         }
     }
 
-    /// Adds a device. The epochs of its leases are larger than `epoch`.
+    /// Adds a device. The generations of its leases are larger than `generation`.
     pub(crate) fn add(
         &self,
         id: &str,
         source: &'static str,
         described: Described,
         mailbox: Mailbox,
-        epoch: Epoch,
+        generation: Generation,
     ) {
         let mut records = self.lock();
-        let epoch = epoch.max(records.fences.largest(id));
+        let generation = generation.max(records.fences.largest(id));
         let slot = Slot {
             summary: described.description.summary.clone(),
             source,
             described: Arc::new(described),
             mailbox: Arc::new(mailbox),
-            epoch,
+            generation,
             lease: None,
             problem: None,
         };
         records.slots.insert(id.to_owned(), slot);
     }
 
-    /// Tickets for leases whose register channel has not connected yet.
-    pub(crate) fn tickets(&self) -> &Arc<Tickets> {
-        &self.tickets
+    /// Tokens for leases whose register channel has not connected yet.
+    pub(crate) fn tokens(&self) -> &Arc<RegisterTokens> {
+        &self.tokens
     }
 
     /// Grants a lease, or refuses with the current holder or the VM's fence.
@@ -170,8 +170,8 @@ impl Registry {
         &self,
         id: &str,
         vm: &str,
-        fence: Option<Epoch>,
-    ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
+        fence: Option<Generation>,
+    ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
@@ -180,13 +180,13 @@ impl Registry {
             return Err(holder.refusal(id));
         }
         fences.borrowed(id, vm, fence);
-        slot.epoch = Epoch(slot.epoch.max(fence.unwrap_or_default()).0 + 1);
+        slot.generation = Generation(slot.generation.max(fence.unwrap_or_default()).0 + 1);
         slot.lease = Some(Held {
             vm: vm.to_owned(),
-            epoch: slot.epoch,
+            generation: slot.generation,
             since: Instant::now(),
         });
-        Ok((slot.epoch, Arc::clone(&slot.mailbox)))
+        Ok((slot.generation, Arc::clone(&slot.mailbox)))
     }
 
     /// Records a handover: from now on the VM needs the returned fence to borrow the device. The
@@ -194,25 +194,25 @@ impl Registry {
     pub(crate) fn hand_over(
         &self,
         claim: &Claim<'_>,
-    ) -> Result<(Epoch, Arc<Mailbox>), RemoteError> {
+    ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let id = claim.device;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let mailbox = Arc::clone(&slot.mailbox);
-        if let Some(epoch) = fences.asked_before(claim)? {
-            return Ok((epoch, mailbox));
+        if let Some(generation) = fences.asked_before(claim)? {
+            return Ok((generation, mailbox));
         }
         if let Some(holder) = slot.holder()
             && holder.vm != claim.vm
         {
             return Err(holder.refusal(id));
         }
-        let epoch = slot.epoch.max(claim.supersedes.unwrap_or_default());
-        let epoch = Epoch(epoch.0 + 1);
-        fences.hand_over(claim, epoch)?;
-        slot.epoch = epoch;
-        Ok((epoch, mailbox))
+        let generation = slot.generation.max(claim.supersedes.unwrap_or_default());
+        let generation = Generation(generation.0 + 1);
+        fences.hand_over(claim, generation)?;
+        slot.generation = generation;
+        Ok((generation, mailbox))
     }
 
     /// Ends a device's reservation, so that any VM can borrow it.
@@ -224,10 +224,13 @@ impl Registry {
         records.fences.end_reservation(id)
     }
 
-    /// Releases the lease `epoch`, but not a later one.
-    pub(crate) fn release(&self, id: &str, epoch: Epoch) {
+    /// Releases the lease `generation`, but not a later one.
+    pub(crate) fn release(&self, id: &str, generation: Generation) {
         if let Some(slot) = self.lock().slots.get_mut(id)
-            && slot.lease.as_ref().is_some_and(|held| held.epoch == epoch)
+            && slot
+                .lease
+                .as_ref()
+                .is_some_and(|held| held.generation == generation)
         {
             slot.lease = None;
         }

@@ -7,7 +7,7 @@ use farside_daemon::{
 };
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
-use farside_lender_protocol::{Address, Channel, Epoch};
+use farside_lender_protocol::{Address, Channel, Generation};
 use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -16,7 +16,7 @@ use crate::{
     connection::{self, About},
     device_loop::{DeviceLoop, Stopped},
     fences::FenceBook,
-    listening::{Counted, Entrance},
+    listening::{Counted, PeerListener},
     open::open,
     registry::Registry,
 };
@@ -93,7 +93,7 @@ pub enum StartError {
 
 /// A running lender.
 pub struct Lender {
-    entrances: Vec<Entrance>,
+    listeners: Vec<PeerListener>,
     about: Arc<About>,
     registry: Arc<Registry>,
     devices: Vec<JoinHandle<Stopped>>,
@@ -124,9 +124,9 @@ impl Lender {
         let registry = Arc::new(Registry::new(fences));
         let adapter = Adapter::new(config.fabric.clone())?;
         let opened = open(&config, &adapter, &stop)?;
-        let entrances = Entrance::open_all(&config, activated)?;
+        let listeners = PeerListener::open_all(&config, activated)?;
         let mut lender = Self {
-            entrances,
+            listeners,
             about: Arc::new(About {
                 name: config.name.clone(),
                 limits: match &opened.ntb {
@@ -142,9 +142,9 @@ impl Lender {
             stop,
             no_thread: RateLimit::new(),
         };
-        // Larger than any epoch of an earlier run, whose borrowers may still exist: a run issues
-        // fewer than one per microsecond.
-        let epoch = Epoch(
+        // Larger than any generation of an earlier run, whose borrowers may still exist: a run
+        // issues fewer than one per microsecond.
+        let generation = Generation(
             std::time::SystemTime::UNIX_EPOCH
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
@@ -157,17 +157,19 @@ impl Lender {
                 lender.stop.clone(),
                 std::time::Duration::from_micros(config.poll_us),
             )?;
-            lender.registry.add(&id, kind, described, mailbox, epoch);
+            lender
+                .registry
+                .add(&id, kind, described, mailbox, generation);
             let thread = std::thread::Builder::new()
                 .name(format!("dev-{id}"))
                 .spawn(move || device_loop.run(source))?;
             lender.devices.push(thread);
         }
-        for entrance in &lender.entrances {
+        for listener in &lender.listeners {
             log::info!(
                 "lender {} listens at {}",
                 lender.about.name,
-                entrance.address()
+                listener.address()
             );
         }
         Ok(lender)
@@ -175,7 +177,7 @@ impl Lender {
 
     /// The addresses that it listens at: first the UNIX socket, then the TCP ports.
     pub fn addresses(&self) -> Vec<Address> {
-        self.entrances.iter().map(Entrance::address).collect()
+        self.listeners.iter().map(PeerListener::address).collect()
     }
 
     /// The wakeup that stops [`Lender::run`].
@@ -187,8 +189,8 @@ impl Lender {
     pub fn run(self) -> io::Result<()> {
         loop {
             let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
-            let listeners = self.entrances.iter();
-            fds.extend(listeners.map(|entrance| PollFd::new(entrance, PollFlags::IN)));
+            let listeners = self.listeners.iter();
+            fds.extend(listeners.map(|listener| PollFd::new(listener, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
@@ -197,17 +199,17 @@ impl Lender {
             if !fds[0].revents().is_empty() {
                 return Ok(());
             }
-            for entrance in &self.entrances {
-                self.let_in(entrance);
+            for listener in &self.listeners {
+                self.accept_all(listener);
             }
         }
     }
 
     /// Accepts and serves all pending connections of a listener.
-    fn let_in(&self, entrance: &Entrance) {
+    fn accept_all(&self, listener: &PeerListener) {
         loop {
-            match entrance.accept() {
-                Ok(Some((channel, counted))) => self.welcome(channel, counted),
+            match listener.accept() {
+                Ok(Some((channel, counted))) => self.serve(channel, counted),
                 Ok(None) => return,
                 Err(error) => {
                     // E.g. EMFILE. Leases are unaffected, and the connection stays in the backlog.
@@ -222,7 +224,7 @@ impl Lender {
     }
 
     /// Serves a peer on its own thread.
-    fn welcome(&self, channel: Channel, counted: Counted) {
+    fn serve(&self, channel: Channel, counted: Counted) {
         let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
         let stop = self.stop.clone();
         let started = std::thread::Builder::new()

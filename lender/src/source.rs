@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use farside_fabric::{FarAddress, FaultSummary, LenderPath, MemoryRange, Usage};
+use farside_fabric::{FaultSummary, LenderPath, MemoryRange, PeerAddress, Usage};
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 
@@ -84,12 +84,12 @@ pub(crate) trait LeasedDevice: Send {
     /// a window is closed.
     fn path(&mut self) -> &mut dyn LenderPath;
 
-    /// See [`farside_lender_protocol::Request::FarMap`].
-    fn map_peer(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError>;
+    /// See [`farside_lender_protocol::Request::MapPeer`].
+    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError>;
 
-    /// See [`farside_lender_protocol::Request::FarUnmap`]. Drains DMA to that
+    /// See [`farside_lender_protocol::Request::UnmapPeer`]. Drains DMA to that
     /// memory first.
-    fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError>;
+    fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError>;
 
     /// Processes pending work; returns whether there was any.
     fn poll(&mut self) -> bool;

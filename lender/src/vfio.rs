@@ -34,7 +34,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
-use farside_fabric::{FarAddress, FaultLog, LenderPath, MemoryRange, pin::check_memlock};
+use farside_fabric::{FaultLog, LenderPath, MemoryRange, PeerAddress, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
 use farside_lender_protocol::{BarMemory, BarOwner, Described, RamRange, RemoteError, Route};
 use farside_ntb::Adapter;
@@ -52,10 +52,10 @@ pub(crate) use find::{Found, check_groups, create_vfs, find};
 use irqs::FunctionIrqs;
 
 /// Maximum wait for a former borrower's VMM to close the function.
-const LET_GO_TIMEOUT: Duration = Duration::from_secs(2);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Polling interval for that. The kernel does not send a notification.
-const LET_GO_STEP: Timespec = Timespec {
+const RELEASE_STEP: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
@@ -146,7 +146,7 @@ impl VfioDevice {
 
     /// Opens the function, after former users have closed it.
     fn open_when_free(&self) -> Result<Function, RemoteError> {
-        let patience = Instant::now() + LET_GO_TIMEOUT;
+        let patience = Instant::now() + RELEASE_TIMEOUT;
         let mut stopped = false;
         loop {
             let domain = Domain::new(self.api).map_err(internal)?;
@@ -154,7 +154,7 @@ impl VfioDevice {
                 Ok(function) => return Ok(function),
                 Err(VfioError::Busy { .. }) if !stopped && Instant::now() < patience => {
                     let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                    let ready = poll(&mut stop, Some(&LET_GO_STEP));
+                    let ready = poll(&mut stop, Some(&RELEASE_STEP));
                     stopped = ready.is_ok_and(|ready| ready != 0);
                 }
                 Err(error @ VfioError::Busy { .. }) => {
@@ -223,12 +223,14 @@ impl VfioDevice {
                 let path = adapter.attach(&self.id, Arc::clone(function));
                 let mut path = path.map_err(internal)?;
                 let exported = path.export_bars().map_err(internal)?;
-                bars.extend(with_areas.map(|(bar, _)| match exported.far_of(bar) {
-                    None => BarMemory::Trapped,
-                    Some(peer) => BarMemory::Far {
-                        address: peer.get(),
-                    },
-                }));
+                bars.extend(
+                    with_areas.map(|(bar, _)| match exported.peer_address_of(bar) {
+                        None => BarMemory::Trapped,
+                        Some(peer) => BarMemory::Peer {
+                            address: peer.get(),
+                        },
+                    }),
+                );
                 DmaPath::Ntb(path)
             }
         };
@@ -369,12 +371,12 @@ impl LeasedDevice for LeasedFunction {
         self.path.lender()
     }
 
-    fn map_peer(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.path.local()?.far_map(at, memory).map_err(refused)
+    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError> {
+        self.path.local()?.map_peer(at, memory).map_err(refused)
     }
 
-    fn unmap_peer(&mut self, at: FarAddress, len: u64) -> Result<(), RemoteError> {
-        self.path.local()?.far_unmap(at, len).map_err(refused)
+    fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {
+        self.path.local()?.unmap_peer(at, len).map_err(refused)
     }
 
     fn poll(&mut self) -> bool {

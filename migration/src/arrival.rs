@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, net::TcpListener, time::Duration};
 
-use farside_lender_protocol::{Epoch, Fences};
+use farside_lender_protocol::{Fences, Generation};
 
 use crate::{
     Error, ErrorKind, FoundDevice, Host, Journal, MovedDevice, Reply, Request, Result, Role,
@@ -356,9 +356,9 @@ pub(crate) fn seen_from_here(
         return other("identity", &text(&device.identity), &text(&here.identity));
     }
     // The same lender shows the same lease to both.
-    let lease = |holder: &Option<(String, Epoch)>| {
+    let lease = |holder: &Option<(String, Generation)>| {
         let ours = holder.as_ref().filter(|(holder, _)| holder == vm);
-        ours.map(|(_, epoch)| *epoch)
+        ours.map(|(_, generation)| *generation)
     };
     if device.lease.is_some() && lease(&here.holder) != device.lease {
         return other(
@@ -379,6 +379,6 @@ pub(crate) fn seen_from_here(
     })
 }
 
-fn text_of(epoch: Option<Epoch>) -> String {
-    epoch.map_or("none".to_owned(), |epoch| epoch.to_string())
+fn text_of(generation: Option<Generation>) -> String {
+    generation.map_or("none".to_owned(), |generation| generation.to_string())
 }

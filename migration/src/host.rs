@@ -14,7 +14,7 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use farside_lender_protocol::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Fence, Fences, Generation};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -70,8 +70,8 @@ pub struct FoundDevice {
     pub lender_name: String,
     /// The device's description.
     pub identity: Identity,
-    /// Its holder: VM and epoch.
-    pub holder: Option<(String, Epoch)>,
+    /// Its holder: VM and generation.
+    pub holder: Option<(String, Generation)>,
     /// The VMs that moved with it.
     pub fences: Vec<Fence>,
 }
@@ -177,8 +177,8 @@ pub trait Lenders {
         device: &str,
         vm: &str,
         migration: &str,
-        supersedes: Option<Epoch>,
-    ) -> Result<Epoch>;
+        supersedes: Option<Generation>,
+    ) -> Result<Generation>;
 }
 
 /// Facts about this host that decide whether a VM may leave it or move to it.

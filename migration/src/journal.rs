@@ -7,7 +7,7 @@ use std::{
 };
 
 use farside_daemon::files;
-use farside_lender_protocol::{Address, Described, Epoch};
+use farside_lender_protocol::{Address, Described, Generation};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -80,14 +80,14 @@ pub struct MovedDevice {
     pub lender_name: String,
     /// Its description.
     pub identity: Identity,
-    /// The epoch of the lease when the migration began.
-    pub lease: Option<Epoch>,
+    /// The generation of the lease when the migration began.
+    pub lease: Option<Generation>,
     /// The fence of the old host.
-    pub held: Option<Epoch>,
+    pub held: Option<Generation>,
     /// The fence of the new host, after the handover.
-    pub fence: Option<Epoch>,
+    pub fence: Option<Generation>,
     /// The fence of the old host, after a handover back.
-    pub back: Option<Epoch>,
+    pub back: Option<Generation>,
 }
 
 /// The identity of a device, which is the same at both hosts.
@@ -254,9 +254,9 @@ mod tests {
                     summary: "NVMe".into(),
                     digest: "00".into(),
                 },
-                lease: Some(Epoch(u64::MAX)),
+                lease: Some(Generation(u64::MAX)),
                 held: None,
-                fence: Some(Epoch(7)),
+                fence: Some(Generation(7)),
                 back: None,
             }],
             strategy: Strategy::Cold,

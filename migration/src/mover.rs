@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_lender_protocol::{Epoch, Fences};
+use farside_lender_protocol::{Fences, Generation};
 
 use crate::{
     Error, ErrorKind, Host, Journal, MovedDevice, MovedMarker, Peer, Reply, Request, Result, Step,
@@ -245,11 +245,11 @@ impl<'a> Mover<'a> {
             vm, configuration, ..
         } = &self.journal;
         for device in self.host.find_all(vm, configuration)? {
-            if let Some((holder, epoch)) = device.holder {
+            if let Some((holder, generation)) = device.holder {
                 return Err(Error::new(
                     ErrorKind::Lender,
                     format!(
-                        "device {} is still borrowed by VM {holder} (epoch {epoch}) although the VM has ended",
+                        "device {} is still borrowed by VM {holder} (generation {generation}) although the VM has ended",
                         device.id
                     ),
                 ));
@@ -276,8 +276,8 @@ impl<'a> Mover<'a> {
         &self,
         device: &MovedDevice,
         id: &str,
-        supersedes: Option<Epoch>,
-    ) -> Result<Epoch> {
+        supersedes: Option<Generation>,
+    ) -> Result<Generation> {
         let vm = &self.journal.vm;
         self.host
             .hand_over(&device.lender, &device.id, vm, id, supersedes)

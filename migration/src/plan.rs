@@ -102,7 +102,7 @@ impl Plan {
                     found.id, self.vm
                 )));
             }
-            holder => holder.map(|(_, epoch)| epoch),
+            holder => holder.map(|(_, generation)| generation),
         };
         Ok(MovedDevice {
             held: held.of(&found.id),

@@ -28,7 +28,7 @@ pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
     let mut fences = Fences::default();
     for device in host.find_all(vm, &configuration)? {
         let newest = device.fences.iter().find(|fence| fence.vm == vm);
-        let supersedes = newest.map(|fence| fence.epoch);
+        let supersedes = newest.map(|fence| fence.generation);
         let fence = host.hand_over(&device.lender, &device.id, vm, &id, supersedes)?;
         fences.0.insert(device.id, fence);
     }

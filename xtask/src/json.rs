@@ -13,7 +13,7 @@ use farside_bench::{
 use farside_doctor::{Finding, Level, Report};
 use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary};
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
-use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Epoch, Fence};
+use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation};
 use farside_planner::{
     AddressRules, Answer, Cluster, Guest, Preset, Remedy, plan_cluster, plan_ntb, plan_vfio,
 };
@@ -50,7 +50,7 @@ pub(crate) fn is_documented(title: &str, documents: &[&Value]) {
     assert!(section.contains(&format), "no {format:?} at `{title}`");
 }
 
-/// The keys of documents of one kind, such as `devices[].epoch`, with the types of their
+/// The keys of documents of one kind, such as `devices[].generation`, with the types of their
 /// values in all documents.
 fn keys(documents: &[&Value]) -> BTreeMap<String, String> {
     let mut types = BTreeMap::new();
@@ -117,12 +117,12 @@ fn keys_have_the_types_of_all_documents() {
 fn entry(problem: Option<&str>) -> DeviceEntry {
     let borrowed_by = BorrowedBy {
         vm: "web1".to_owned(),
-        epoch: Epoch(3),
+        generation: Generation(3),
         seconds: 2,
     };
     let fence = Fence {
         vm: "web1".to_owned(),
-        epoch: Epoch(2),
+        generation: Generation(2),
         migration: "m1".to_owned(),
         reserved: false,
     };

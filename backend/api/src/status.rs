@@ -4,7 +4,7 @@
 use std::fmt;
 
 use farside_irq_relay::VectorsStatus;
-use farside_lender_protocol::{Address, DeviceStatus, Epoch};
+use farside_lender_protocol::{Address, DeviceStatus, Generation};
 use serde::{Deserialize, Serialize};
 
 /// The version of this format. Incremented when a field is removed or changes its
@@ -51,8 +51,8 @@ pub struct DeviceReport {
     pub attached: bool,
     /// The state of the borrow.
     pub state: BorrowState,
-    /// The epoch of the last lease; zero before the first.
-    pub epoch: Epoch,
+    /// The generation of the last lease; zero before the first.
+    pub generation: Generation,
     /// Bytes of guest RAM that are pinned for the device's DMA; behind a vIOMMU, only
     /// mapped bytes.
     pub bytes_pinned: u64,
@@ -186,7 +186,7 @@ impl DeviceReport {
             lender,
             attached: false,
             state: BorrowState::default(),
-            epoch: Epoch::default(),
+            generation: Generation::default(),
             bytes_pinned: 0,
             bytes_locked: 0,
             dma_windows: 0,

@@ -9,7 +9,7 @@ use farside_vfio_user::{
 
 use crate::{
     hosts::Hosts,
-    model::{FarError, Ntb, Port, Read},
+    model::{Ntb, PeerError, Port, Read},
     side::{Held, Tag},
 };
 
@@ -37,7 +37,7 @@ impl Machine {
         self.ntb.cancel_read(port);
         self.host_gone(port);
         for tag in outstanding {
-            self.concluded(tag, Err(FarError::Refused));
+            self.concluded(tag, Err(PeerError::Refused));
         }
     }
 
@@ -57,7 +57,7 @@ impl Machine {
     }
 
     /// An access by a DMA command is complete.
-    pub(crate) fn concluded(&mut self, tag: Tag, result: Result<&[u8], FarError>) {
+    pub(crate) fn concluded(&mut self, tag: Tag, result: Result<&[u8], PeerError>) {
         match tag {
             Tag::Write(at) => {
                 if let Err(error) = result {
@@ -262,7 +262,7 @@ impl Handler for PortHandler<'_> {
             Matched::Command { tag, result } => {
                 let result = result.map_err(|errno| {
                     log::debug!("{}: DMA command failed: {errno}", side.name);
-                    FarError::Refused
+                    PeerError::Refused
                 });
                 self.machine.concluded(tag, result);
                 true

@@ -6,7 +6,7 @@ use farside_fabric::memory::HostSlice;
 
 use crate::{
     memory::{Access, Found},
-    model::{Far, FarError, FarRead, Port, Target},
+    model::{HostAccess, PeerError, PeerRead, Port, Target},
     side::{Side, Tag},
 };
 
@@ -27,38 +27,38 @@ impl Hosts {
     }
 }
 
-impl Far for Hosts {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError> {
+impl HostAccess for Hosts {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
         let (from, to) = (at.from, at.from.peer());
         let must_queue = self.must_queue(to);
         let number = self.side(from).reads + 1;
         let side = self.side(to);
         match side.memory.find(at.address, Access::Read) {
-            Found::Denied => return Err(FarError::Refused),
+            Found::Denied => return Err(PeerError::Refused),
             Found::Shared { memory, offset } if !must_queue => {
                 load(memory, offset, data);
-                return Ok(FarRead::Done);
+                return Ok(PeerRead::Done);
             }
             Found::Shared { .. } | Found::Unknown => {}
         }
         if side.held.is_some() {
-            return Err(FarError::Busy);
+            return Err(PeerError::Busy);
         }
         let tag = Tag::Read { port: from, number };
         // At most a page.
         let count = data.len() as u32;
         let sent = side.commands.read(at.address, count, tag);
-        sent.map_err(|_| FarError::Busy)?;
+        sent.map_err(|_| PeerError::Busy)?;
         self.side(from).reads = number;
-        Ok(FarRead::Later)
+        Ok(PeerRead::Later)
     }
 
-    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError> {
+    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
         let to = at.from.peer();
         let must_queue = self.must_queue(to);
         let side = self.side(to);
         match side.memory.find(at.address, Access::Write) {
-            Found::Denied => Err(FarError::Refused),
+            Found::Denied => Err(PeerError::Refused),
             Found::Shared { memory, offset } if !must_queue => {
                 store(memory, offset, data);
                 Ok(())
@@ -66,7 +66,7 @@ impl Far for Hosts {
             Found::Shared { .. } | Found::Unknown => side
                 .commands
                 .write(at.address, data, Tag::Write(at))
-                .map_err(|_| FarError::Busy),
+                .map_err(|_| PeerError::Busy),
         }
     }
 

@@ -19,7 +19,7 @@ use rustix::{
 use crate::{
     handler::{Machine, PortHandler},
     hosts::Hosts,
-    model::{ConfigError, FarError, Ntb, Port, PortConfig},
+    model::{ConfigError, Ntb, PeerError, Port, PortConfig},
     side::Side,
 };
 
@@ -303,7 +303,7 @@ impl NtbServer {
                     let name = &side.name;
                     log::warn!("{name}: the VMM did not answer a DMA command in time{held_back}");
                 }
-                self.machine.concluded(tag, Err(FarError::Timeout));
+                self.machine.concluded(tag, Err(PeerError::Timeout));
             }
         }
     }

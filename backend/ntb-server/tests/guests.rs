@@ -203,7 +203,7 @@ fn a_guest_reaches_the_other_guests_memory_and_devices() {
     a.lead(10, 1 << 40);
     assert_eq!(a.load(10 * SEGMENT, Width::U32), 0xffff_ffff);
     assert_eq!(a.get(reg::ERROR_COUNT), 1);
-    assert_eq!(a.get(reg::ERROR_INFO), error::FAR_REFUSED);
+    assert_eq!(a.get(reg::ERROR_INFO), error::PEER_REFUSED);
 
     for host in [a, b] {
         assert!(host.vm.shutdown(SHORT).unwrap().success());

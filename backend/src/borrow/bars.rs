@@ -2,7 +2,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use farside_fabric::FarAddress;
+use farside_fabric::PeerAddress;
 use farside_lender_protocol::BarMemory;
 use farside_ntb::{Adapter, BarWindow, NtbError};
 use farside_pci::Description;
@@ -34,13 +34,13 @@ impl LeasedBars {
     ) -> Result<Self, NtbError> {
         let with_areas = description.bars.iter().flatten();
         let with_areas = with_areas.filter(|bar| !bar.mappable.is_empty());
-        let far = with_areas
+        let at_peer = with_areas
             .zip(bars)
             .filter_map(|(bar, memory)| match memory {
-                BarMemory::Far { address } => Some((*address, address.checked_add(bar.size)?)),
+                BarMemory::Peer { address } => Some((*address, address.checked_add(bar.size)?)),
                 _ => None,
             });
-        let span = far.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
+        let span = at_peer.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
         let through = match (span, ntb) {
             (Some((start, end)), Some(ntb)) => Some(Through::open(ntb, start, end - start)?),
             _ => None,
@@ -51,7 +51,7 @@ impl LeasedBars {
                 file: Arc::new(sent.next()?),
                 offset: *offset,
             }),
-            BarMemory::Far { address } => through.as_ref()?.file(*address),
+            BarMemory::Peer { address } => through.as_ref()?.file(*address),
             BarMemory::Borrowers | BarMemory::Trapped => None,
         });
         Ok(Self {
@@ -70,8 +70,8 @@ struct Through {
 }
 
 impl Through {
-    fn open(ntb: &Adapter, far: u64, len: u64) -> Result<Self, NtbError> {
-        let window = ntb.open_bar_window(FarAddress::new(far), len)?;
+    fn open(ntb: &Adapter, peer_address: u64, len: u64) -> Result<Self, NtbError> {
+        let window = ntb.open_bar_window(PeerAddress::new(peer_address), len)?;
         let (file, file_offset) = ntb.bar_file()?;
         Ok(Self {
             window,
@@ -82,7 +82,7 @@ impl Through {
 
     /// The file and offset to map the BAR at peer address `address`.
     fn file(&self, address: u64) -> Option<BarFile> {
-        let skip = address.checked_sub(self.window.far().get())?;
+        let skip = address.checked_sub(self.window.peer_address().get())?;
         Some(BarFile {
             file: Arc::clone(&self.file),
             offset: self.file_offset + self.window.offset() + skip,

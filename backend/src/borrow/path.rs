@@ -12,8 +12,8 @@ use farside_lender_protocol::{CallError, Client};
 
 use super::{
     error::PathError,
-    far::{FAR_STEP, Far, FarSide},
     page_pins::PagePins,
+    peer_mapper::{PEER_STEP, PeerMapper, PeerReservation},
 };
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
@@ -52,20 +52,20 @@ enum SegmentPins {
 #[derive(Clone, Copy)]
 struct Piece {
     range: GpaRange,
-    far: u64,
+    peer_address: u64,
 }
 
 /// A window, and its place in the borrower's domain.
 struct Window {
     range: GpaRange,
-    far: Far,
+    peer_address: PeerReservation,
     lut_entries: u32,
 }
 
 /// The open DMA path of one borrow. Dropping it unmaps, then unpins.
 #[derive(Default)]
 pub(crate) struct OpenPath {
-    far_side: FarSide,
+    peer_mapper: PeerMapper,
     segments: BTreeMap<u64, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
@@ -92,11 +92,11 @@ struct Adding {
 const PAGE_WINDOW: u64 = 128 << 20;
 
 impl OpenPath {
-    /// A path over `far_side` without windows. `page_window` is the
+    /// A path over `peer_mapper` without windows. `page_window` is the
     /// [`page_window`](Self::page_window) of an earlier path.
-    pub(crate) fn new(far_side: FarSide, page_window: Option<u64>) -> Self {
+    pub(crate) fn new(peer_mapper: PeerMapper, page_window: Option<u64>) -> Self {
         Self {
-            far_side,
+            peer_mapper,
             page_window,
             ..Self::default()
         }
@@ -194,7 +194,7 @@ impl OpenPath {
     /// Whether windows for pages span whole LUT entries. Not behind an IOMMU: a physical function's
     /// IOMMU may have reserved ranges there. Elsewhere an empty window costs only its LUT entry.
     fn keeps_windows(&self) -> bool {
-        !self.far_side.is_behind_iommu()
+        !self.peer_mapper.is_behind_iommu()
     }
 
     /// Opens windows for pages in `range` that span whole LUT entries, or exactly `range` if there
@@ -247,7 +247,8 @@ impl OpenPath {
     ) -> Result<(), PathError> {
         // Unpin last, also after an error.
         while let Some(piece) = self.adding.pieces.last() {
-            self.far_side.unmap(client, piece.far, piece.range.len())?;
+            self.peer_mapper
+                .unmap(client, piece.peer_address, piece.range.len())?;
             self.adding.pieces.pop();
         }
         while let Some(&start) = self.adding.windows.last() {
@@ -298,7 +299,8 @@ impl OpenPath {
             return Ok(());
         };
         for piece in &segment.pieces {
-            self.far_side.unmap(client, piece.far, piece.range.len())?;
+            self.peer_mapper
+                .unmap(client, piece.peer_address, piece.range.len())?;
         }
         let paged = matches!(segment.pins, SegmentPins::Path);
         self.segments.remove(&start);
@@ -357,7 +359,9 @@ impl OpenPath {
                 writable: memory.writable,
             };
             let mut done = 0;
-            let mapped = self.far_side.map(client, piece.far, part, &mut done);
+            let mapped = self
+                .peer_mapper
+                .map(client, piece.peer_address, part, &mut done);
             if let Ok(range) = GpaRange::new(piece.range.start(), done) {
                 self.adding.pieces.push(Piece { range, ..*piece });
             }
@@ -374,10 +378,10 @@ impl OpenPath {
     }
 
     fn open_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
-        let far = self
-            .far_side
-            .take(range.len(), || self.free_far(range.len()))?;
-        let opened = client.open_window(range.start().get(), far.start, range.len());
+        let peer_address = self
+            .peer_mapper
+            .take(range.len(), || self.free_peer_address(range.len()))?;
+        let opened = client.open_window(range.start().get(), peer_address.start, range.len());
         let (lut_entries, late) = match opened {
             Ok(lut_entries) => (lut_entries, Ok(())),
             // The lender may have opened it: its peer addresses stay reserved until the path
@@ -387,23 +391,23 @@ impl OpenPath {
         };
         self.windows.push(Window {
             range,
-            far,
+            peer_address,
             lut_entries,
         });
         Ok(late?)
     }
 
     /// The lowest free range in the borrower's domain.
-    fn free_far(&self, len: u64) -> u64 {
+    fn free_peer_address(&self, len: u64) -> u64 {
         let taken = self.windows.iter();
         let mut taken: Vec<_> = taken
             .map(|window| {
-                let start = window.far.start;
+                let start = window.peer_address.start;
                 (start, start.saturating_add(steps(window.range.len())))
             })
             .collect();
         taken.sort_unstable();
-        let mut free = FAR_STEP;
+        let mut free = PEER_STEP;
         for (start, end) in taken {
             if free.saturating_add(steps(len)) <= start {
                 break;
@@ -421,7 +425,7 @@ impl OpenPath {
             let skip = start.checked_sub(window.range.start())?;
             Some(Piece {
                 range: GpaRange::between(start, end).ok()?,
-                far: window.far.start.checked_add(skip)?,
+                peer_address: window.peer_address.start.checked_add(skip)?,
             })
         };
         self.windows.iter().filter_map(part).collect()
@@ -452,7 +456,7 @@ fn whole_units(range: GpaRange, unit: u64) -> GpaRange {
 
 /// `len` in whole steps.
 fn steps(len: u64) -> u64 {
-    len.checked_next_multiple_of(FAR_STEP).unwrap_or(u64::MAX)
+    len.checked_next_multiple_of(PEER_STEP).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -467,10 +471,10 @@ mod tests {
         let mut path = OpenPath::default();
         for &(start, end) in windows {
             let range = range(start, end);
-            let far = Far::at(path.free_far(range.len()));
+            let peer_address = PeerReservation::at(path.free_peer_address(range.len()));
             path.windows.push(Window {
                 range,
-                far,
+                peer_address,
                 lut_entries: 1,
             });
         }
@@ -483,11 +487,11 @@ mod tests {
         let pieces = path.pieces(range(0x6000, 0xe000));
         let found: Vec<_> = pieces
             .iter()
-            .map(|piece| (piece.range, piece.far))
+            .map(|piece| (piece.range, piece.peer_address))
             .collect();
         let expected = [
-            (range(0x6000, 0x8000), FAR_STEP + 0x6000),
-            (range(0xa000, 0xc000), 2 * FAR_STEP),
+            (range(0x6000, 0x8000), PEER_STEP + 0x6000),
+            (range(0xa000, 0xc000), 2 * PEER_STEP),
         ];
         assert_eq!(found, expected);
         let gaps = path.without_window(range(0x6000, 0xe000));
@@ -538,17 +542,21 @@ mod tests {
     }
 
     #[test]
-    fn far_addresses_are_used_again() {
+    fn peer_addresses_are_used_again() {
         let mut path = open(&[
             (0, 0x1000),
-            (0x1000, 3 * FAR_STEP),
-            (4 * FAR_STEP, 5 * FAR_STEP),
+            (0x1000, 3 * PEER_STEP),
+            (4 * PEER_STEP, 5 * PEER_STEP),
         ]);
-        let fars: Vec<_> = path.windows.iter().map(|window| window.far.start).collect();
-        assert_eq!(fars, [FAR_STEP, 2 * FAR_STEP, 5 * FAR_STEP]);
+        let peer_addresses: Vec<_> = path
+            .windows
+            .iter()
+            .map(|window| window.peer_address.start)
+            .collect();
+        assert_eq!(peer_addresses, [PEER_STEP, 2 * PEER_STEP, 5 * PEER_STEP]);
         path.windows.remove(1);
-        assert_eq!(path.free_far(3 * FAR_STEP), 2 * FAR_STEP);
-        assert_eq!(path.free_far(3 * FAR_STEP + 1), 6 * FAR_STEP);
-        assert_eq!(path.free_far(u64::MAX), 6 * FAR_STEP);
+        assert_eq!(path.free_peer_address(3 * PEER_STEP), 2 * PEER_STEP);
+        assert_eq!(path.free_peer_address(3 * PEER_STEP + 1), 6 * PEER_STEP);
+        assert_eq!(path.free_peer_address(u64::MAX), 6 * PEER_STEP);
     }
 }

@@ -19,7 +19,9 @@ use farside_daemon::Wakeup;
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::SetIrqs;
-use farside_lender_protocol::{Address, CallError, Channel, Described, Epoch, ErrorKind, Route};
+use farside_lender_protocol::{
+    Address, CallError, Channel, Described, ErrorKind, Generation, Route,
+};
 use farside_ntb::Adapter;
 
 use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
@@ -90,7 +92,7 @@ pub(crate) enum StepDone {
 
 /// The resources of a new lease.
 pub(crate) struct NewLease {
-    pub(crate) epoch: Epoch,
+    pub(crate) generation: Generation,
     pub(crate) registers: Channel,
     /// The mmap-able memory of each BAR with sparse mmap areas, if any.
     pub(crate) bars: Vec<Option<BarFile>>,

@@ -114,7 +114,7 @@ impl Device {
 
     pub(super) fn on_register_event(&mut self, event: RegisterEvent) {
         match event {
-            RegisterEvent::Interrupt(fire) => self.vectors.deliver(fire),
+            RegisterEvent::Interrupt(event) => self.vectors.deliver(event),
             RegisterEvent::Data { value } => self.on_register_data(value),
         }
     }

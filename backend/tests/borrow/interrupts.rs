@@ -331,21 +331,21 @@ fn loopback_triggers_fire_once() {
     both(|_, served| {
         let mut vmm = served.client(DMA);
         let events = Event::many(4);
-        let fire = |vmm: &mut Vmm| vmm.set_irqs_bool(MSIX, TRIGGER, 0, &[true, false, true]);
-        assert_eq!(fire(&mut vmm), Err(Errno::INVAL), "not enabled");
+        let raise = |vmm: &mut Vmm| vmm.set_irqs_bool(MSIX, TRIGGER, 0, &[true, false, true]);
+        assert_eq!(raise(&mut vmm), Err(Errno::INVAL), "not enabled");
         vmm.set_irqs(MSIX, DATA_EVENTFD | TRIGGER, 0, 4, &events)
             .unwrap();
         for leased in [false, true] {
             if leased {
                 vmm.reset().unwrap();
             }
-            fire(&mut vmm).unwrap();
+            raise(&mut vmm).unwrap();
             let counts: Vec<_> = events.iter().map(Event::count).collect();
             assert_eq!(counts, [1, 0, 1, 0], "leased: {leased}");
         }
         vmm.set_irqs::<Event>(MSIX, DATA_NONE | TRIGGER, 0, 0, &[])
             .unwrap();
-        assert_eq!(fire(&mut vmm), Err(Errno::INVAL), "not enabled any more");
+        assert_eq!(raise(&mut vmm), Err(Errno::INVAL), "not enabled any more");
     });
 }
 

@@ -42,7 +42,7 @@ fn finish(lender: Muted, vmm: Vmm, mut served: Served) {
 /// next request, and the next enable works.
 #[test]
 fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
-    for kind in [Kind::OpenWindow, Kind::FarMap, Kind::EnableBusMaster] {
+    for kind in [Kind::OpenWindow, Kind::MapPeer, Kind::EnableBusMaster] {
         let (_dir, lender, served) = late(kind);
         let mut vmm = served.client(DMA);
         let _ram = small(&mut vmm);
@@ -64,7 +64,7 @@ fn a_bus_master_enable_answered_late_is_refused_and_the_next_one_works() {
         assert_eq!(served.state(), "ready");
         assert_eq!(served.status().bytes_pinned, SMALL);
         let asked = from(&lender.asked, kind);
-        let opens = [Kind::OpenWindow, Kind::FarMap, Kind::EnableBusMaster];
+        let opens = [Kind::OpenWindow, Kind::MapPeer, Kind::EnableBusMaster];
         assert_eq!(asked[..2], [kind, Kind::Close], "{asked:?}");
         assert_eq!(asked[asked.len() - 3..], opens, "{asked:?}");
         finish(lender, vmm, served);

@@ -13,8 +13,8 @@ use farside_devices::{
     dma_test::{self, DmaTest, reg},
 };
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Epoch, Listener,
-    Registers, Reply, Request,
+    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Generation,
+    Listener, Registers, Reply, Request,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -41,7 +41,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
         .unwrap();
     vmm.reset().unwrap();
     assert!(enable(&mut vmm));
-    let epoch = served.status().epoch;
+    let generation = served.status().generation;
     host.stop_lender();
     until("the loss is seen", || served.state() == "lost");
 
@@ -67,7 +67,7 @@ fn a_backend_outlives_its_lender_and_finds_the_next_one() {
     );
     vmm.reset().unwrap();
     assert_closed(&host, &served, DMA, "leased");
-    assert!(served.status().epoch > epoch);
+    assert!(served.status().generation > generation);
     assert_eq!(read_u32(&mut vmm, 0, reg::ID), dma_test::ID);
     assert_eq!(command(&mut vmm), 0);
     assert!(enable(&mut vmm));
@@ -99,7 +99,7 @@ fn a_client_of_a_lost_device_can_go_and_the_next_gets_the_new_lender() {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Mute {
     Registers,
-    FarUnmap,
+    UnmapPeer,
     /// The first of these requests is answered when the test requests it.
     Until(Kind),
 }
@@ -110,9 +110,9 @@ pub enum Kind {
     Borrow,
     SetIrqs,
     OpenWindow,
-    FarMap,
+    MapPeer,
     EnableBusMaster,
-    FarUnmap,
+    UnmapPeer,
     Close,
     Reset,
     Other,
@@ -124,9 +124,9 @@ impl Kind {
             Request::Borrow { .. } => Self::Borrow,
             Request::SetIrqs(_) => Self::SetIrqs,
             Request::OpenWindow { .. } => Self::OpenWindow,
-            Request::FarMap { .. } => Self::FarMap,
+            Request::MapPeer { .. } => Self::MapPeer,
             Request::EnableBusMaster => Self::EnableBusMaster,
-            Request::FarUnmap { .. } => Self::FarUnmap,
+            Request::UnmapPeer { .. } => Self::UnmapPeer,
             Request::Close => Self::Close,
             Request::Reset => Self::Reset,
             _ => Self::Other,
@@ -220,13 +220,13 @@ impl Muted {
                     fds.push(theirs.into_socket());
                     registers.push(ours);
                     Reply::Lease {
-                        epoch: Epoch(7),
+                        generation: Generation(7),
                         registers: Registers::Descriptor,
                         bars: vec![BarMemory::Borrowers],
                     }
                 }
                 Request::OpenWindow { .. } => Reply::Window { lut_entries: 1 },
-                Request::FarUnmap { .. } if mute == Mute::FarUnmap => continue,
+                Request::UnmapPeer { .. } if mute == Mute::UnmapPeer => continue,
                 _ => Reply::Done,
             };
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -309,7 +309,7 @@ fn unanswered_read(region: u32, offset: u64, found: u32) {
 /// connection, which closes, and that stops the device.
 #[test]
 fn an_unmap_that_the_lender_does_not_answer_breaks_the_lease_off() {
-    let (_dir, lender, served) = muted(Mute::FarUnmap);
+    let (_dir, lender, served) = muted(Mute::UnmapPeer);
     let mut vmm = served.client(DMA);
     let _ram = small(&mut vmm);
     vmm.reset().unwrap();

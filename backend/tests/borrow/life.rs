@@ -97,13 +97,17 @@ fn device_reset_closes_everything_and_resets() {
     let host = Host::new();
     let served = host.serve(DMA);
     let (mut vmm, _ram) = ready(&host, &served);
-    let epoch = served.status().epoch;
+    let generation = served.status().generation;
     vmm.try_write(0, reg::SCRATCH, &[7; 4]).unwrap();
     vmm.reset().unwrap();
     assert_closed(&host, &served, DMA, "leased");
     assert_eq!(command(&mut vmm), 0);
     assert_eq!(read_u32(&mut vmm, 0, reg::SCRATCH), 0);
-    assert_eq!(served.status().epoch, epoch, "it is the same lease");
+    assert_eq!(
+        served.status().generation,
+        generation,
+        "it is the same lease"
+    );
 }
 
 #[test]
@@ -133,13 +137,13 @@ fn a_client_that_goes_returns_the_device_and_the_next_starts_over() {
     vmm.try_write(2, 0, b"secret").unwrap();
     vmm.try_write(CONFIG, 0x10, &0xe000_0000u32.to_le_bytes())
         .unwrap();
-    let epoch = served.status().epoch;
+    let generation = served.status().generation;
     drop(vmm);
     until("the device is returned", || served.state() == "described");
     assert_closed(&host, &served, DMA, "described");
 
     let (mut vmm, _ram) = ready(&host, &served);
-    assert!(served.status().epoch > epoch);
+    assert!(served.status().generation > generation);
     assert_eq!(read_u32(&mut vmm, CONFIG, 0x10), 0);
     let mut sram = [1; 6];
     vmm.try_read(2, 0, &mut sram).unwrap();

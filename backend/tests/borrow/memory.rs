@@ -117,23 +117,23 @@ fn memory_that_comes_while_open_is_reached() {
     let host = Host::new();
     let (served, mut vmm, _low) = ready(&host);
     // Beyond every window: adds one. Then into the hole inside it.
-    let far = Ram::new(4 * MIB);
+    let high = Ram::new(4 * MIB);
     let at = 8 << 30;
     assert!(fill(&mut vmm, at, 0x1000, 1).faulted());
-    vmm.map(at, MIB, far.fd(0)).unwrap();
+    vmm.map(at, MIB, high.fd(0)).unwrap();
     assert_open(&host, &served, DMA, SMALL + MIB, 2);
     assert!(!fill(&mut vmm, at, 0x1000, 1).faulted());
-    far.assert_filled(0, 0x1000, 1);
+    high.assert_filled(0, 0x1000, 1);
     // Another part of the same file is within that window.
     assert!(fill(&mut vmm, at + 2 * MIB, 0x1000, 1).faulted());
-    vmm.map(at + 2 * MIB, MIB, far.fd(2 * MIB)).unwrap();
+    vmm.map(at + 2 * MIB, MIB, high.fd(2 * MIB)).unwrap();
     assert_open(&host, &served, DMA, SMALL + 2 * MIB, 2);
     vmm.unmap(at, MIB).unwrap();
     assert_open(&host, &served, DMA, SMALL + MIB, 2);
     assert!(fill(&mut vmm, at, 0x1000, 2).faulted());
-    far.assert_filled(0, 0x1000, 1);
+    high.assert_filled(0, 0x1000, 1);
     assert!(!fill(&mut vmm, at + 2 * MIB, 0x1000, 2).faulted());
-    far.assert_filled(2 * MIB, 0x1000, 2);
+    high.assert_filled(2 * MIB, 0x1000, 2);
     // Firmware does this below 1 MiB frequently.
     vmm.unmap(0, SMALL).unwrap();
     assert_open(&host, &served, DMA, MIB, 1);

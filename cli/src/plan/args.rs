@@ -56,7 +56,7 @@ pub(crate) struct Plan {
     /// List the adapter presets, with the sources of their values.
     #[arg(long, help_heading = "NTB adapter")]
     pub(crate) adapters: bool,
-    /// Take the adapter from [fabric] of a lender's configuration.
+    /// Take the adapter from `[fabric]` of a lender's configuration.
     #[arg(
         long,
         value_name = "FILE",

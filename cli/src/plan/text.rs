@@ -98,7 +98,7 @@ fn adapter_lines(page: &mut Page, limits: &NtbLimits) {
     }
     page.line("BAR", &lut);
     let alignment = Size(limits.alignment());
-    page.line("far addresses", &format!("multiples of {alignment}"));
+    page.line("peer addresses", &format!("multiples of {alignment}"));
     page.line(
         "requester entries",
         &format!(

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farside_fabric::memory::{SharedMemory, create_sealed};
-use farside_fabric::{BorrowerDomain, FarAddress, Iova, LenderPath, MemoryRange};
+use farside_fabric::{BorrowerDomain, Iova, LenderPath, MemoryRange, PeerAddress};
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::FunctionOps;
 use farside_ntb::{Adapter, BorrowerNtb, EndpointOptions};
@@ -110,21 +110,21 @@ fn borrower(ntb: Bdf) -> Outcome {
     adapter.check_ram(&[RAM])?;
     let memory = MemoryRange::whole(create_sealed("guest", RAM)?, RAM);
     let ram = SharedMemory::map_range(&memory)?;
-    let range = adapter.far_space().take(RAM)?;
+    let range = adapter.peer_space().take(RAM)?;
     let mut domain = BorrowerNtb::new(adapter);
     domain.map(range.start(), memory)?;
     println!("guest RAM at {}: {:?}", range.start(), domain.usage());
     end.say([range.start().get(), RAM]);
 
     // The device has written its Identify data to guest RAM.
-    let [far, len] = end.hear()?;
+    let [peer_address, len] = end.hear()?;
     let mut serial = [0; 20];
     ram.slice(4, 20).ok_or("inside")?.read(&mut serial);
     println!("serial number: {:?}", String::from_utf8_lossy(&serial));
     assert!(serial.starts_with(b"farside-probe"), "{serial:?}");
 
     // The device's registers, through a window.
-    let window = adapter.open_bar_window(FarAddress::new(far), len)?;
+    let window = adapter.open_bar_window(PeerAddress::new(peer_address), len)?;
     println!("window: {window:?}, {} LUT entries", window.lut_entries());
     let registers = adapter.function().map_region(2, window.offset(), 4096)?;
     let version = registers.load_u32(nvme::VS).ok_or("inside")?;
@@ -157,8 +157,8 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     let end = End::open(ntb)?;
     let adapter = &end.adapter;
     let drive = Arc::new(Domain::new(Api::detect()?)?.open(drive)?);
-    let [far, len] = end.hear()?;
-    println!("guest RAM: {len:#x} bytes at {far:#x}");
+    let [peer_address, len] = end.hear()?;
+    println!("guest RAM: {len:#x} bytes at {peer_address:#x}");
 
     let mut path = adapter.attach("drive", Arc::clone(&drive))?;
     path.check(&[(Iova::new(0), len)])?;
@@ -166,7 +166,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     println!("refused: {}", refused.expect_err("it cannot fit"));
     assert_eq!(drive.domain().usage().mappings, 0);
     let started = Instant::now();
-    let window = path.open_window(Iova::new(0), FarAddress::new(far), len)?;
+    let window = path.open_window(Iova::new(0), PeerAddress::new(peer_address), len)?;
     println!("window: {window:?}, open after {:?}", started.elapsed());
     println!("usage: {:?}, {:?}", path.usage(), adapter.usage());
 
@@ -181,7 +181,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     println!("flush: {:?}", started.elapsed());
     let bars = path.export_bars()?.clone();
     println!("BARs: {bars:x?}");
-    end.say([bars.far.get(), bars.len]);
+    end.say([bars.peer_address.get(), bars.len]);
 
     let [version, _] = end.hear()?;
     assert_eq!(registers.load_u32(nvme::VS).map(u64::from), Some(version));

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, AddressRange, FabricError, FarAddress, LimitError, LutRange, NtbLimits,
-    NtbTables, NtbUse, fits,
+    AdapterUsage, AddressRange, FabricError, LimitError, LutRange, NtbLimits, NtbTables, NtbUse,
+    PeerAddress, fits,
 };
 use farside_irq_relay::TriggerFd;
 use farside_pci::Bdf;
@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
 use crate::platform::{BarOf, DomainOps, FunctionOps};
-use crate::{FarSpace, NtbError};
+use crate::{NtbError, PeerSpace};
 
 /// An NTB endpoint of this host that is in use. Clones share it; when the last clone and all paths
 /// and windows are dropped, the link goes down and the endpoint is closed.
@@ -46,11 +46,11 @@ struct Shared<F: FunctionOps> {
     limits: NtbLimits,
     window: Arc<BarOf<F>>,
     window_address: u64,
-    far_space: FarSpace,
+    peer_space: PeerSpace,
     flush: Arc<dyn Flush>,
     event: TriggerFd,
     /// Ranges of the domain that ended borrows could not unmap.
-    left: Mutex<Vec<AddressRange<FarAddress>>>,
+    left: Mutex<Vec<AddressRange<PeerAddress>>>,
     state: Mutex<State>,
 }
 
@@ -79,18 +79,18 @@ impl<F: FunctionOps> Adapter<F> {
         let bdf = function.bdf();
         let capabilities = driver.capabilities().clone();
         let one_entry = capabilities.entries_per_window == Some(1);
-        if capabilities.far_alignment > capabilities.segment() && !one_entry {
+        if capabilities.address_alignment > capabilities.segment() && !one_entry {
             let problem = format!(
-                "its far addresses must be multiples of {:#x}, more than a segment",
-                capabilities.far_alignment
+                "its peer addresses must be multiples of {:#x}, more than a segment",
+                capabilities.address_alignment
             );
             return Err(NtbError::Unusable { bdf, problem });
         }
         // Cannot exceed the table's size: `validate` checks that.
         let limits = capabilities.limits(cpu_requesters.len() as u32);
         let tables = NtbTables::new(limits.clone())?;
-        let alignment = far_alignment(capabilities.far_alignment, capabilities.segment());
-        let far_space = FarSpace::new(function.domain().usable()?, alignment);
+        let alignment = address_alignment(capabilities.address_alignment, capabilities.segment());
+        let peer_space = PeerSpace::new(function.domain().usable()?, alignment);
         let event = TriggerFd::new().map_err(|source| NtbError::System {
             bdf,
             what: "make an eventfd",
@@ -112,7 +112,7 @@ impl<F: FunctionOps> Adapter<F> {
                 limits,
                 window,
                 window_address,
-                far_space,
+                peer_space,
                 flush: driver.flush(),
                 event,
                 left: Mutex::default(),
@@ -151,8 +151,8 @@ impl<F: FunctionOps> Adapter<F> {
     }
 
     /// Peer addresses for the memory that the peer host can access.
-    pub fn far_space(&self) -> &FarSpace {
-        &self.shared.far_space
+    pub fn peer_space(&self) -> &PeerSpace {
+        &self.shared.peer_space
     }
 
     /// The link status.
@@ -209,8 +209,8 @@ impl<F: FunctionOps> Adapter<F> {
                 peer: peer.window_size,
             });
         }
-        let alignment = far_alignment(peer.far_alignment, peer.segment());
-        self.shared.far_space.raise_alignment(alignment);
+        let alignment = address_alignment(peer.address_alignment, peer.segment());
+        self.shared.peer_space.raise_alignment(alignment);
         Ok(())
     }
 
@@ -228,7 +228,7 @@ impl<F: FunctionOps> Adapter<F> {
     /// link must be up.
     ///
     /// # Errors
-    /// [`NtbError::Limit`] names what would fit; [`NtbError::FarSpace`],
+    /// [`NtbError::Limit`] names what would fit; [`NtbError::PeerSpace`],
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`].
     pub fn check_ram(&self, spans: &[u64]) -> Result<NtbUse, NtbError> {
         self.check_link()?;
@@ -242,11 +242,11 @@ impl<F: FunctionOps> Adapter<F> {
             &NtbLimits {
                 bar_size: peer.window_size,
                 lut_entries: peer.lut_entries,
-                alignment: Some(peer.far_alignment),
+                alignment: Some(peer.address_alignment),
                 ..self.limits().clone()
             },
         )?;
-        self.shared.far_space.check(spans)?;
+        self.shared.peer_space.check(spans)?;
         Ok(needed)
     }
 
@@ -311,11 +311,16 @@ impl<F: FunctionOps> Adapter<F> {
         })
     }
 
-    /// Allocates LUT entries for a window of `bytes` and programs them to translate to `far`.
-    pub(crate) fn open_run(&self, far: FarAddress, bytes: u64) -> Result<LutRun<F>, NtbError> {
+    /// Allocates LUT entries for a window of `bytes` and programs them to translate to
+    /// `peer_address`.
+    pub(crate) fn open_run(
+        &self,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRun<F>, NtbError> {
         let mut state = self.state();
-        let range = state.tables.take_window(far, bytes)?;
-        if let Err(error) = state.driver.set_window(range, far) {
+        let range = state.tables.take_window(peer_address, bytes)?;
+        if let Err(error) = state.driver.set_window(range, peer_address) {
             state.tables.give_back_window(range);
             return Err(error);
         }
@@ -328,7 +333,7 @@ impl<F: FunctionOps> Adapter<F> {
 
     /// Keeps the ranges that a borrow could not unmap, for [`Adapter::unmap_left`]: their addresses
     /// are free to others now.
-    pub(crate) fn leave_mapped(&self, ranges: impl Iterator<Item = AddressRange<FarAddress>>) {
+    pub(crate) fn leave_mapped(&self, ranges: impl Iterator<Item = AddressRange<PeerAddress>>) {
         self.left().extend(ranges);
     }
 
@@ -336,7 +341,7 @@ impl<F: FunctionOps> Adapter<F> {
     ///
     /// # Errors
     /// What the system reports, if `wanted` overlaps a range that is still mapped.
-    pub(crate) fn unmap_left(&self, wanted: AddressRange<FarAddress>) -> Result<(), FabricError> {
+    pub(crate) fn unmap_left(&self, wanted: AddressRange<PeerAddress>) -> Result<(), FabricError> {
         let domain = self.shared.function.domain();
         let mut result = Ok(());
         self.left().retain(
@@ -353,7 +358,7 @@ impl<F: FunctionOps> Adapter<F> {
         result
     }
 
-    fn left(&self) -> MutexGuard<'_, Vec<AddressRange<FarAddress>>> {
+    fn left(&self) -> MutexGuard<'_, Vec<AddressRange<PeerAddress>>> {
         // Each range is whole at all times.
         let left = &self.shared.left;
         left.lock().unwrap_or_else(PoisonError::into_inner)
@@ -392,7 +397,7 @@ impl<F: FunctionOps> Adapter<F> {
 
 /// The best alignment of peer addresses: that of the LUT, and its segments, up to the largest IOMMU
 /// page.
-fn far_alignment(needed: u64, segment: u64) -> u64 {
+fn address_alignment(needed: u64, segment: u64) -> u64 {
     needed.max(segment.min(1 << 30))
 }
 

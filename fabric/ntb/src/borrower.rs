@@ -4,7 +4,7 @@
 use farside_error_chain::Chain;
 use farside_fabric::memory::SharedMemory;
 use farside_fabric::{
-    AddressRange, BorrowerDomain, FabricError, FarAddress, MemoryRange, PageCounts, RangeTable,
+    AddressRange, BorrowerDomain, FabricError, MemoryRange, PageCounts, PeerAddress, RangeTable,
     Usage,
 };
 use farside_vfio::Function;
@@ -16,12 +16,12 @@ use crate::{Adapter, NtbError};
 /// The mappings of one borrow in the domain of this host's NTB endpoint. Dropping it unmaps
 /// everything.
 ///
-/// The caller allocates peer addresses from [`Adapter::far_space`], which the borrows of all VMs of
-/// this host share. Scattered host pages are contiguous there.
+/// The caller allocates peer addresses from [`Adapter::peer_space`], which the borrows of all VMs
+/// of this host share. Scattered host pages are contiguous there.
 #[derive(Debug)]
 pub struct BorrowerNtb<F: FunctionOps = Function> {
     adapter: Adapter<F>,
-    mapped: RangeTable<FarAddress, Mapped>,
+    mapped: RangeTable<PeerAddress, Mapped>,
 }
 
 /// For status.
@@ -70,7 +70,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         usage
     }
 
-    fn unmap_row(&mut self, range: AddressRange<FarAddress>) -> Result<(), FabricError> {
+    fn unmap_row(&mut self, range: AddressRange<PeerAddress>) -> Result<(), FabricError> {
         let domain = self.adapter.function().domain();
         domain.unmap(range.start().get(), range.len())?;
         self.mapped.unmap(range)?;
@@ -79,7 +79,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
 }
 
 impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
-    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+    fn map(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
         let range = AddressRange::new(at, memory.len)?;
         self.mapped.check(range)?;
         self.adapter.unmap_left(range)?;
@@ -104,7 +104,7 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
         self.mapped.map(range, row)
     }
 
-    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+    fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
         let inside = self.mapped.inside(AddressRange::new(at, len)?)?;
         let ranges: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
         ranges
@@ -130,22 +130,31 @@ impl<F: FunctionOps> Drop for BorrowerNtb<F> {
 /// window BAR. Closed on drop; mappings of it in other processes are not translated then.
 pub struct BarWindow<F: FunctionOps = Function> {
     run: LutRun<F>,
-    far: FarAddress,
+    peer_address: PeerAddress,
     len: u64,
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Opens a window to the `len` bytes at `far`, such as the peer host's [`crate::ExportedBars`].
+    /// Opens a window to the `len` bytes at `peer_address`, such as the peer host's
+    /// [`crate::ExportedBars`].
     ///
     /// # Errors
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`]; [`NtbError::Limit`] when the LUT
-    /// has too little left, or `far` is not sufficiently aligned; [`NtbError::Fabric`] for an
-    /// invalid range; hardware errors.
-    pub fn open_bar_window(&self, far: FarAddress, len: u64) -> Result<BarWindow<F>, NtbError> {
+    /// has too little left, or `peer_address` is not sufficiently aligned; [`NtbError::Fabric`] for
+    /// an invalid range; hardware errors.
+    pub fn open_bar_window(
+        &self,
+        peer_address: PeerAddress,
+        len: u64,
+    ) -> Result<BarWindow<F>, NtbError> {
         self.check_link()?;
-        AddressRange::new(far, len)?;
-        let run = self.open_run(far, len)?;
-        Ok(BarWindow { run, far, len })
+        AddressRange::new(peer_address, len)?;
+        let run = self.open_run(peer_address, len)?;
+        Ok(BarWindow {
+            run,
+            peer_address,
+            len,
+        })
     }
 }
 
@@ -163,8 +172,8 @@ impl<F: FunctionOps> BarWindow<F> {
     }
 
     /// The peer address that it translates to.
-    pub fn far(&self) -> FarAddress {
-        self.far
+    pub fn peer_address(&self) -> PeerAddress {
+        self.peer_address
     }
 
     /// LUT entries that it takes.
@@ -178,7 +187,7 @@ impl<F: FunctionOps> std::fmt::Debug for BarWindow<F> {
         f.debug_struct("BarWindow")
             .field("offset", &self.offset())
             .field("len", &self.len)
-            .field("far", &self.far)
+            .field("peer_address", &self.peer_address)
             .finish()
     }
 }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farside_fabric::{FarAddress, LutRange, NtbLimits};
+use farside_fabric::{LutRange, NtbLimits, PeerAddress};
 
 use crate::NtbError;
 
@@ -20,7 +20,7 @@ pub struct Capabilities {
     pub lut_entries: u32,
     /// Alignment of the peer address in a LUT entry, in bytes; a power of two. At most a segment if
     /// windows have several entries.
-    pub far_alignment: u64,
+    pub address_alignment: u64,
     /// Maximum number of LUT entries of a window; `None` if unlimited.
     pub entries_per_window: Option<u32>,
     /// Entries of the requester table.
@@ -45,7 +45,7 @@ impl Capabilities {
         NtbLimits {
             bar_size: self.window_size,
             lut_entries: self.lut_entries,
-            alignment: Some(self.far_alignment),
+            alignment: Some(self.address_alignment),
             entries_per_window: self.entries_per_window,
             requester_entries: self.requester_entries,
             reserved_requesters,
@@ -62,7 +62,7 @@ pub struct PeerCapabilities {
     pub lut_entries: u32,
     /// Alignment of peer addresses in its LUT, which are in the domain of *this* host's endpoint,
     /// in bytes.
-    pub far_alignment: u64,
+    pub address_alignment: u64,
 }
 
 impl PeerCapabilities {
@@ -123,7 +123,7 @@ pub struct Refused {
     /// Offset of the last one in the window BAR, in bytes.
     pub offset: u64,
     /// Its peer address; 0 when it was not translated.
-    pub far: u64,
+    pub peer_address: u64,
     /// The reason, for display.
     pub reason: String,
 }
@@ -161,12 +161,12 @@ pub trait NtbDriver: Send {
     fn clear_tables(&mut self) -> Result<(), NtbError>;
 
     /// Programs consecutive LUT entries to translate to consecutive segments from peer address
-    /// `far` on, in one batch if batches are slow. Effective on return; after an error, none of the
-    /// entries is valid.
+    /// `peer_address` on, in one batch if batches are slow. Effective on return; after an error,
+    /// none of the entries is valid.
     ///
     /// # Errors
     /// What the hardware reports.
-    fn set_window(&mut self, entries: LutRange, far: FarAddress) -> Result<(), NtbError>;
+    fn set_window(&mut self, entries: LutRange, peer_address: PeerAddress) -> Result<(), NtbError>;
 
     /// Clears LUT entries. After `Ok`, no new access passes through them.
     ///

@@ -89,11 +89,11 @@ pub enum NtbError {
     RequesterTable { bdf: Bdf, limit: u32 },
     /// The endpoint's domain has no room.
     #[error(
-        "no room for {} of far addresses, aligned to {}, in the IOMMU domain of the NTB endpoint; \
+        "no room for {} of peer addresses, aligned to {}, in the IOMMU domain of the NTB endpoint; \
          at most {} fit: give the VM less RAM, or this host's IOMMU wider addresses",
         Size(*bytes), Size(*alignment), Size(*largest)
     )]
-    FarSpace {
+    PeerSpace {
         bytes: u64,
         alignment: u64,
         largest: u64,

@@ -5,11 +5,11 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use farside_error_chain::Chain;
-use farside_fabric::{FarAddress, PAGE_SIZE};
+use farside_fabric::{PAGE_SIZE, PeerAddress};
 use farside_pci::MappableArea;
 use serde::{Deserialize, Serialize};
 
-use crate::far_space::FarRange;
+use crate::peer_space::PeerRange;
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
@@ -18,7 +18,7 @@ use crate::{Adapter, NtbError};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportedBars {
     /// Their first peer address, aligned for the borrower's NTB.
-    pub far: FarAddress,
+    pub peer_address: PeerAddress,
     /// Bytes from there that a window must span; 0 if no BAR can be mapped.
     pub len: u64,
     /// The BARs that can be mapped.
@@ -40,9 +40,9 @@ pub struct ExportedBar {
 
 impl ExportedBars {
     /// The peer address of a BAR.
-    pub fn far_of(&self, bar: u8) -> Option<FarAddress> {
+    pub fn peer_address_of(&self, bar: u8) -> Option<PeerAddress> {
         let found = self.bars.iter().find(|it| it.bar == bar)?;
-        self.far.checked_add(found.offset)
+        self.peer_address.checked_add(found.offset)
     }
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Export<F: FunctionOps> {
     /// The mappings, as (peer address, bytes).
     mapped: Vec<(u64, u64)>,
     /// `None` if no BAR can be mapped.
-    range: Option<FarRange>,
+    range: Option<PeerRange>,
 }
 
 impl<F: FunctionOps> Export<F> {
@@ -67,13 +67,17 @@ impl<F: FunctionOps> Export<F> {
         let (bars, len) = place(bars.collect());
         let range = match len {
             0 => None,
-            _ => Some(adapter.far_space().take(len)?),
+            _ => Some(adapter.peer_space().take(len)?),
         };
-        let far = range.as_ref().map_or(FarAddress::new(0), FarRange::start);
+        let peer_address = range.as_ref().map_or(PeerAddress::new(0), PeerRange::start);
         // From here on, dropping it rolls back.
         let mut export = Self {
             adapter: adapter.clone(),
-            bars: ExportedBars { far, len, bars },
+            bars: ExportedBars {
+                peer_address,
+                len,
+                bars,
+            },
             mapped: Vec::new(),
             range,
         };
@@ -81,7 +85,7 @@ impl<F: FunctionOps> Export<F> {
             for area in &bar.areas {
                 let memory = device.map_region(bar.bar, area.offset, area.len)?;
                 // Inside the allocated range, so below 2^64.
-                let at = far.get() + bar.offset + area.offset;
+                let at = peer_address.get() + bar.offset + area.offset;
                 let domain = adapter.function().domain();
                 domain.map_bar(at, &memory, 0, area.len)?;
                 export.mapped.push((at, area.len));
@@ -116,7 +120,7 @@ impl<F: FunctionOps> Drop for Export<F> {
     fn drop(&mut self) {
         if let Err(error) = self.unmap() {
             log::error!(
-                "{error}; its far addresses are not used again",
+                "{error}; its peer addresses are not used again",
                 error = Chain(&error)
             );
             std::mem::forget(self.range.take());

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farside_fabric::{FarAddress, LutRange};
+use farside_fabric::{LutRange, PeerAddress};
 use farside_pci::Bdf;
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities, Refused};
@@ -73,7 +73,7 @@ impl FarsideNtb {
                 window_bar: WINDOW_BAR,
                 window_size: sizes.window_size,
                 lut_entries: sizes.lut_entries,
-                far_alignment: sizes.far_alignment,
+                address_alignment: sizes.address_alignment,
                 entries_per_window: None,
                 requester_entries: counts::requesters(counts).min(REQUESTERS),
                 doorbells: counts::doorbells(counts).min(DOORBELLS),
@@ -134,10 +134,10 @@ fn sizes(value: u32) -> Option<PeerCapabilities> {
     let sizes = PeerCapabilities {
         window_size: power(caps::window_shift(value))?,
         lut_entries: 1u32.checked_shl(caps::lut_shift(value))?,
-        far_alignment: power(caps::far_align_shift(value))?,
+        address_alignment: power(caps::address_align_shift(value))?,
     };
     // Consecutive entries translate to contiguous memory only if aligned.
-    (sizes.segment() >= sizes.far_alignment).then_some(sizes)
+    (sizes.segment() >= sizes.address_alignment).then_some(sizes)
 }
 
 impl NtbDriver for FarsideNtb {
@@ -195,10 +195,11 @@ impl NtbDriver for FarsideNtb {
         self.set_entries(all, |_| 0)
     }
 
-    fn set_window(&mut self, entries: LutRange, far: FarAddress) -> Result<(), NtbError> {
+    fn set_window(&mut self, entries: LutRange, peer_address: PeerAddress) -> Result<(), NtbError> {
         let segment = self.capabilities.segment();
         // Wrapping: what lies beyond 2^64 is beyond the window's end, too.
-        let value = |i: u64| far.get().wrapping_add(i * segment) & lut::ADDRESS | lut::VALID;
+        let value =
+            |i: u64| peer_address.get().wrapping_add(i * segment) & lut::ADDRESS | lut::VALID;
         self.set_entries(entries, value).inspect_err(|_| {
             // Its error would only repeat the first.
             let _ = self.set_entries(entries, |_| 0);
@@ -308,14 +309,14 @@ impl FarsideNtb {
             count: self.registers.read32(reg::ERROR_COUNT),
             write: info & error::WRITE != 0,
             offset: self.registers.read64(reg::ERROR_OFFSET),
-            far: self.registers.read64(reg::ERROR_ADDRESS),
+            peer_address: self.registers.read64(reg::ERROR_ADDRESS),
             reason: match info & error::REASON {
                 error::LINK_DOWN => "the link is down".into(),
                 error::LUT_INVALID => "no window is open there".into(),
                 error::NO_REQUESTER => "the requester table is empty".into(),
                 error::NOT_BUS_MASTER => "the peer port may not master its bus".into(),
-                error::ADDRESS => "the far address is beyond 2^64".into(),
-                error::FAR_REFUSED => "nothing is mapped there at the other host".into(),
+                error::ADDRESS => "the peer address is beyond 2^64".into(),
+                error::PEER_REFUSED => "nothing is mapped there at the other host".into(),
                 error::TIMEOUT => "the other host did not answer in time".into(),
                 error::BUSY => "too many accesses are under way".into(),
                 other => format!("reason {other}"),

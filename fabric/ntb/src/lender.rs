@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AddressRange, BusAddress, FabricError, FarAddress, Iova, LenderPath, NtbUse, PageCounts,
+    AddressRange, BusAddress, FabricError, Iova, LenderPath, NtbUse, PageCounts, PeerAddress,
     RangeTable, Usage, WindowUse,
 };
 use farside_vfio::Function;
@@ -76,7 +76,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     /// endpoint's domain. Idempotent. They are unmapped with the path.
     ///
     /// # Errors
-    /// [`NtbError::FarSpace`]; system errors. Nothing is mapped then.
+    /// [`NtbError::PeerSpace`]; system errors. Nothing is mapped then.
     pub fn export_bars(&mut self) -> Result<&ExportedBars, NtbError> {
         let export = match self.export.take() {
             Some(export) => export,
@@ -140,15 +140,15 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
     fn open_window(
         &mut self,
         iova: Iova,
-        far: FarAddress,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<WindowUse, FabricError> {
         let range = AddressRange::new(iova, len)?;
-        AddressRange::new(far, len)?;
+        AddressRange::new(peer_address, len)?;
         self.windows.check(range)?;
         // Program the entries first, then map the window BAR. Dropping `run` clears them if that
         // fails.
-        let run = self.adapter().open_run(far, len)?;
+        let run = self.adapter().open_run(peer_address, len)?;
         let bus = self.bus(&run);
         let (lut, offset) = (run.range(), run.offset());
         let window = self.adapter().window();

@@ -41,10 +41,10 @@ mod borrower;
 mod endpoint;
 mod error;
 mod export;
-mod far_space;
 mod farside;
 mod host;
 mod lender;
+mod peer_space;
 mod registers;
 mod watch;
 
@@ -54,8 +54,8 @@ pub use driver::{Capabilities, Events, LinkState, NtbDriver, PeerCapabilities, R
 pub use endpoint::EndpointOptions;
 pub use error::NtbError;
 pub use export::{ExportedBar, ExportedBars};
-pub use far_space::{FarRange, FarSpace};
 pub use farside::FarsideNtb;
 pub use host::HostEndpoint;
 pub use lender::{Flusher, LenderNtb};
+pub use peer_space::{PeerRange, PeerSpace};
 pub use registers::Registers;

@@ -86,7 +86,7 @@ pub const MAX_LUT_ENTRIES: u32 = 4096;
 /// LUT entries of a port unless noted otherwise.
 pub const DEFAULT_LUT_ENTRIES: u32 = 512;
 /// log2 of the alignment of peer addresses in LUT entries: 4 KiB.
-pub const FAR_ALIGN_SHIFT: u32 = 12;
+pub const ADDRESS_ALIGN_SHIFT: u32 = 12;
 /// Doorbells of a port.
 pub const DOORBELLS: u32 = 32;
 /// Scratchpads of a port, of 32 bits each.
@@ -196,13 +196,13 @@ pub mod caps {
     }
 
     /// log2 of the alignment, in bytes, of the peer address of a LUT entry.
-    pub const fn far_align_shift(caps: u32) -> u32 {
+    pub const fn address_align_shift(caps: u32) -> u32 {
         caps >> 16 & 0xff
     }
 
     /// The register's value. All three are log2.
-    pub const fn pack(window_shift: u32, lut_shift: u32, far_align_shift: u32) -> u32 {
-        window_shift | lut_shift << 8 | far_align_shift << 16
+    pub const fn pack(window_shift: u32, lut_shift: u32, address_align_shift: u32) -> u32 {
+        window_shift | lut_shift << 8 | address_align_shift << 16
     }
 }
 
@@ -277,7 +277,7 @@ pub mod error {
     /// The peer address wraps around the end of the address space.
     pub const ADDRESS: u32 = 5;
     /// The peer address is unmapped, or its target refused the access.
-    pub const FAR_REFUSED: u32 = 6;
+    pub const PEER_REFUSED: u32 = 6;
     /// The target at the peer address did not answer in time.
     pub const TIMEOUT: u32 = 7;
     /// Too many accesses to devices at the peer are in flight.

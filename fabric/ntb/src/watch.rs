@@ -83,11 +83,11 @@ fn log(adapter: &Adapter) {
     }
     if let Some(refused) = events.refused {
         log::warn!(
-            "NTB endpoint {bdf}: {} accesses through its window were refused, the last a {} at offset {:#x} (far address {:#x}): {}",
+            "NTB endpoint {bdf}: {} accesses through its window were refused, the last a {} at offset {:#x} (peer address {:#x}): {}",
             refused.count,
             if refused.write { "write" } else { "read" },
             refused.offset,
-            refused.far,
+            refused.peer_address,
             refused.reason
         );
     }

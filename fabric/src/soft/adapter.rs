@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::Path;
 use crate::{
-    AdapterUsage, BusAddress, FabricError, FarAddress, LimitError, LutRange, NtbLimits, NtbTables,
+    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress,
     WindowUse,
 };
 
@@ -83,9 +83,13 @@ pub(super) struct Requester {
 }
 
 impl Requester {
-    /// Takes LUT entries for a window of `bytes` to `far`.
-    pub(super) fn take_window(&self, far: FarAddress, bytes: u64) -> Result<LutRun, FabricError> {
-        let range = self.adapter.tables().take_window(far, bytes)?;
+    /// Takes LUT entries for a window of `bytes` to `peer_address`.
+    pub(super) fn take_window(
+        &self,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRun, FabricError> {
+        let range = self.adapter.tables().take_window(peer_address, bytes)?;
         let offset = u64::from(range.first) * self.adapter.limits().segment();
         Ok(LutRun {
             adapter: self.adapter.clone(),

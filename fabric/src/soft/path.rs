@@ -7,8 +7,8 @@ use super::{
     iotlb::{Entry, Iotlb},
 };
 use crate::{
-    Access, AddressRange, BorrowerDomain, BusAddress, FabricError, FarAddress, Fault, FaultLog,
-    FaultReason, Iova, LenderPath, MemoryRange, PageCounts, RangeTable, Usage, WindowUse,
+    Access, AddressRange, BorrowerDomain, BusAddress, FabricError, Fault, FaultLog, FaultReason,
+    Iova, LenderPath, MemoryRange, PageCounts, PeerAddress, RangeTable, Usage, WindowUse,
     memory::{HostSlice, SharedMemory},
 };
 
@@ -24,9 +24,9 @@ pub struct Path {
     lender: RangeTable<Iova, ToBus>,
     /// The NTB's windows, as far as they are this path's. (Those of others are
     /// out of reach anyway: `lender` maps nothing to them.)
-    windows: RangeTable<BusAddress, ToFar>,
+    windows: RangeTable<BusAddress, ToPeer>,
     /// The borrower's IOMMU domain of the NTB endpoint.
-    borrower: RangeTable<FarAddress, ToMemory>,
+    borrower: RangeTable<PeerAddress, ToMemory>,
     /// Memory that is unmapped but was still in use when it was.
     draining: Vec<Weak<SharedMemory>>,
     faults: Arc<FaultLog>,
@@ -43,8 +43,8 @@ struct ToBus {
 
 /// Translates a bus address by the NTB.
 #[derive(Debug)]
-struct ToFar {
-    far: FarAddress,
+struct ToPeer {
+    peer_address: PeerAddress,
     lut: LutRun,
 }
 
@@ -85,7 +85,7 @@ impl Path {
     ///
     /// # Errors
     /// As there.
-    pub fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+    pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
         let range = AddressRange::new(at, memory.len)?;
         self.borrower.check(range)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
@@ -109,15 +109,15 @@ impl Path {
     ///
     /// # Errors
     /// As there.
-    pub fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+    pub fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
         let range = AddressRange::new(at, len)?;
         let unmapped = self.borrower.unmap(range)?;
         self.retire(unmapped);
         Ok(())
     }
 
-    /// Unmaps all of the borrower's domain; as [`Path::far_unmap`].
-    pub fn far_unmap_all(&mut self) {
+    /// Unmaps all of the borrower's domain; as [`Path::unmap_peer`].
+    pub fn unmap_peer_all(&mut self) {
         let unmapped = self.borrower.clear();
         self.retire(unmapped);
     }
@@ -125,7 +125,7 @@ impl Path {
     /// Whether anything beside the tables holds memory that is mapped within
     /// the `len` bytes at `at`: a DMA that has begun, or a translation that the
     /// device keeps. If not, no DMA reaches it once it is unmapped.
-    pub fn in_use(&mut self, at: FarAddress, len: u64) -> bool {
+    pub fn in_use(&mut self, at: PeerAddress, len: u64) -> bool {
         // Its entries hold memory, too.
         self.iotlb.clear();
         let inside = AddressRange::new(at, len).and_then(|range| self.borrower.inside(range));
@@ -174,15 +174,15 @@ impl Path {
         let bus = to_bus.bus.checked_add(run.before);
         let bus = bus.ok_or(FaultReason::LenderDomain)?;
 
-        let (range, to_far) = self.windows.find(bus).ok_or(FaultReason::Window)?;
+        let (range, to_peer) = self.windows.find(bus).ok_or(FaultReason::Window)?;
         let within = Around::new(*range, bus);
-        let far = to_far.far.checked_add(within.before);
-        let far = far.ok_or(FaultReason::Window)?;
+        let peer_address = to_peer.peer_address.checked_add(within.before);
+        let peer_address = peer_address.ok_or(FaultReason::Window)?;
         run = run.and(within);
 
-        let found = self.borrower.find(far);
+        let found = self.borrower.find(peer_address);
         let (range, to_memory) = found.ok_or(FaultReason::BorrowerDomain)?;
-        let within = Around::new(*range, far);
+        let within = Around::new(*range, peer_address);
         let offset = within.before;
         run = run.and(within);
 
@@ -211,7 +211,7 @@ impl Path {
     }
 
     /// Drops unmapped memory, but tracks the memory still in use.
-    fn retire(&mut self, unmapped: Vec<(AddressRange<FarAddress>, ToMemory)>) {
+    fn retire(&mut self, unmapped: Vec<(AddressRange<PeerAddress>, ToMemory)>) {
         self.iotlb.clear();
         self.draining.retain(|memory| memory.strong_count() > 0);
         for (_, target) in unmapped {
@@ -269,12 +269,12 @@ fn run(entry: &Entry, iova: Iova, len: usize, access: Access) -> Result<HostSlic
 }
 
 impl BorrowerDomain for Path {
-    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
-        self.far_map(at, memory)
+    fn map(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.map_peer(at, memory)
     }
 
-    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
-        self.far_unmap(at, len)
+    fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
+        self.unmap_peer(at, len)
     }
 }
 
@@ -282,19 +282,21 @@ impl LenderPath for Path {
     fn open_window(
         &mut self,
         iova: Iova,
-        far: FarAddress,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<WindowUse, FabricError> {
         let range = AddressRange::new(iova, len)?;
-        AddressRange::new(far, len)?;
+        AddressRange::new(peer_address, len)?;
         self.lender.check(range)?;
-        let lut = self.requester.take_window(far, len)?;
+        let lut = self.requester.take_window(peer_address, len)?;
         let window = lut.window;
         self.iotlb.clear();
         // The window first, then the mapping that leads to it. Entries are this path's alone, and
         // both tables have the same number of rows: what `check` found holds for both.
-        self.windows
-            .map(AddressRange::new(window.bus, len)?, ToFar { far, lut })?;
+        self.windows.map(
+            AddressRange::new(window.bus, len)?,
+            ToPeer { peer_address, lut },
+        )?;
         self.lender.map(range, ToBus { bus: window.bus })?;
         Ok(window)
     }
@@ -324,9 +326,9 @@ impl LenderPath for Path {
             let (from, to) = (range.start().get(), to_bus.bus.get());
             usage.lender_pages += PageCounts::of(from, to, range.len(), 1 << 30);
         }
-        for (range, to_far) in self.windows.rows() {
+        for (range, to_peer) in self.windows.rows() {
             usage.windows += 1;
-            usage.lut_entries += to_far.lut.window.lut_entries;
+            usage.lut_entries += to_peer.lut.window.lut_entries;
             usage.window_bytes += range.len();
         }
         for (range, target) in self.borrower.rows() {

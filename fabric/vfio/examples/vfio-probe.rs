@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use farside_config_space::ConfigSpace;
 use farside_fabric::memory::{SharedMemory, create_sealed};
-use farside_fabric::{BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, MemoryRange};
+use farside_fabric::{BorrowerDomain, FabricError, Iova, LenderPath, MemoryRange, PeerAddress};
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, LocalPath, VfioError};
@@ -217,9 +217,9 @@ fn interrupts(function: &Function) -> Outcome {
         let data = IrqData::Targets(targets.collect());
         request(start, fds.len() as u32, Action::Trigger, data)
     };
-    let fire = |vector| {
-        let fired = request(vector, 1, Action::Trigger, IrqData::None)?;
-        Ok::<_, Box<dyn Error>>(function.set_irqs(&fired)?)
+    let raise = |vector| {
+        let raised = request(vector, 1, Action::Trigger, IrqData::None)?;
+        Ok::<_, Box<dyn Error>>(function.set_irqs(&raised)?)
     };
     let disable = request(0, 0, Action::Trigger, IrqData::None)?;
     // Twice is no error.
@@ -229,17 +229,17 @@ fn interrupts(function: &Function) -> Outcome {
     // Beyond what is enabled.
     let last = u32::from(counts.count(IrqIndex::Msix)) - 1;
     function.set_irqs(&trigger(last, &[&second])?)?;
-    fire(0)?;
+    raise(0)?;
     assert_eq!((first.take()?, second.take()?), (Some(1), None));
-    fire(last)?;
+    raise(last)?;
     assert_eq!((first.take()?, second.take()?), (None, Some(1)));
     // Masked: kept until unmasked.
     function.set_irqs(&request(0, 1, Action::Mask, IrqData::None)?)?;
-    fire(0)?;
+    raise(0)?;
     assert_eq!(first.take()?, None);
     function.set_irqs(&request(0, 1, Action::Unmask, IrqData::None)?)?;
     assert_eq!(first.take()?, Some(1));
-    fire(0)?;
+    raise(0)?;
     assert_eq!(first.take()?, Some(1));
     function.set_irqs(&disable)?;
     let host = fs::read_to_string("/proc/interrupts")?;
@@ -295,13 +295,13 @@ fn path(function: &Arc<Function>) -> Outcome {
     path.check(&[(0, 2 << 30)])?;
     assert!(path.check(&[(0, 4 << 30)]).is_err());
     let file = create_sealed("probe", 16 * MIB)?;
-    let far = FarAddress::new(1 << 40);
-    path.map(far, MemoryRange::whole(file, 16 * MIB))?;
+    let peer_address = PeerAddress::new(1 << 40);
+    path.map(peer_address, MemoryRange::whole(file, 16 * MIB))?;
     assert_eq!(path.usage().bytes_mapped, 0);
-    path.open_window(Iova::new(0), far, 8 * MIB)?;
+    path.open_window(Iova::new(0), peer_address, 8 * MIB)?;
     path.open_window(
         Iova::new(4 << 30),
-        FarAddress::new((1 << 40) + 8 * MIB),
+        PeerAddress::new((1 << 40) + 8 * MIB),
         8 * MIB,
     )?;
     let usage = path.usage();
@@ -312,7 +312,7 @@ fn path(function: &Arc<Function>) -> Outcome {
     assert!(function.bus_master()?);
     path.close_window(Iova::new(0))?;
     assert_eq!(path.domain().usage().bytes, 8 * MIB);
-    path.far_unmap_all()?;
+    path.unmap_peer_all()?;
     assert_eq!(path.domain().usage().bytes, 0);
     drop(path);
     assert!(!function.bus_master()?);

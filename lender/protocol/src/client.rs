@@ -13,7 +13,8 @@ use farside_fabric::NtbLimits;
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
-    Epoch, IrqUpdate, RamRange, Registers, RemoteError, Reply, Request, Route, Ticket, VERSION,
+    Generation, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route,
+    VERSION,
 };
 
 /// Timeout of a call. Longer than the lender waits for a device's DMA to drain, shorter
@@ -99,12 +100,12 @@ pub struct Lease {
 pub struct Client {
     address: Address,
     channel: Channel,
-    epoch: Epoch,
+    generation: Generation,
     /// Counter of messages sent on the register channel.
     accesses: Arc<AtomicU64>,
     lender: String,
     deadline: Option<Instant>,
-    fence: Option<Epoch>,
+    fence: Option<Generation>,
     /// Unanswered requests. All replies but the last of them are late, and dropped.
     answers_due: u32,
     failed: bool,
@@ -133,7 +134,7 @@ impl Client {
         let mut client = Self {
             address: address.clone(),
             channel,
-            epoch: Epoch(0),
+            generation: Generation(0),
             accesses: Arc::default(),
             lender: String::new(),
             deadline,
@@ -165,7 +166,7 @@ impl Client {
     }
 
     /// Sets the fence for [`Client::borrow_device`], for a VM that was moved to this host.
-    pub fn set_fence(&mut self, fence: Option<Epoch>) {
+    pub fn set_fence(&mut self, fence: Option<Generation>) {
         self.fence = fence;
     }
 
@@ -200,9 +201,9 @@ impl Client {
         &self.lender
     }
 
-    /// The lease's epoch; zero without a lease.
-    pub fn epoch(&self) -> Epoch {
-        self.epoch
+    /// The lease's generation; zero without a lease.
+    pub fn generation(&self) -> Generation {
+        self.generation
     }
 
     /// The devices of this lender.
@@ -267,7 +268,7 @@ impl Client {
         match self.call(request, bar_memory)? {
             (
                 Reply::Lease {
-                    epoch,
+                    generation,
                     registers,
                     bars,
                 },
@@ -280,7 +281,7 @@ impl Client {
                     .count();
                 let channel = match registers {
                     Registers::Descriptor => fds.next().map(Channel::from_socket),
-                    Registers::Ticket(ticket) => Some(self.open_registers(ticket)?),
+                    Registers::RegisterToken(token) => Some(self.open_registers(token)?),
                 };
                 let Some(registers) = channel.filter(|_| fds.len() == files) else {
                     self.failed = true;
@@ -288,7 +289,7 @@ impl Client {
                         "a lease without its register channel and BAR files".into(),
                     ));
                 };
-                self.epoch = epoch;
+                self.generation = generation;
                 self.accesses = registers.sent();
                 Ok(Lease {
                     registers,
@@ -306,8 +307,8 @@ impl Client {
         device: &str,
         vm: &str,
         migration: &str,
-        supersedes: Option<Epoch>,
-    ) -> Result<Epoch, CallError> {
+        supersedes: Option<Generation>,
+    ) -> Result<Generation, CallError> {
         let request = Request::Handover {
             device: device.to_owned(),
             vm: vm.to_owned(),
@@ -315,7 +316,7 @@ impl Client {
             supersedes,
         };
         match self.call(request, &[])? {
-            (Reply::Fence { epoch }, _) => Ok(epoch),
+            (Reply::Fence { generation }, _) => Ok(generation),
             (other, _) => Err(self.unexpected(&other)),
         }
     }
@@ -327,14 +328,14 @@ impl Client {
     }
 
     /// Opens the second connection, the register channel.
-    fn open_registers(&mut self, ticket: Ticket) -> Result<Channel, CallError> {
-        let opened = self.try_open_registers(ticket);
+    fn open_registers(&mut self, token: RegisterToken) -> Result<Channel, CallError> {
+        let opened = self.try_open_registers(token);
         // A lease without register channel is unusable.
         self.failed |= opened.is_err();
         opened
     }
 
-    fn try_open_registers(&mut self, ticket: Ticket) -> Result<Channel, CallError> {
+    fn try_open_registers(&mut self, token: RegisterToken) -> Result<Channel, CallError> {
         let (_, deadline) = self.deadline();
         let left = || deadline.saturating_duration_since(Instant::now());
         let mut channel = self.channel.connect_again(left()).map_err(|source| {
@@ -342,9 +343,9 @@ impl Client {
             CallError::Unreachable { address, source }
         })?;
         let request = Envelope {
-            epoch: Epoch(0),
+            generation: Generation(0),
             accesses: 0,
-            request: Request::Registers { ticket },
+            request: Request::Registers { token },
         };
         channel.send(&request, &[], left())?;
         match channel.receive(left())?.0 {
@@ -358,7 +359,7 @@ impl Client {
     /// Returns the device.
     pub fn return_device(&mut self) -> Result<(), CallError> {
         self.done(Request::Return, &[])?;
-        self.epoch = Epoch(0);
+        self.generation = Generation(0);
         self.accesses = Arc::default();
         Ok(())
     }
@@ -383,18 +384,18 @@ impl Client {
         self.done(Request::SetIntxDisable { disabled }, &[])
     }
 
-    /// See [`Request::FarMap`].
-    pub fn far_map(
+    /// See [`Request::MapPeer`].
+    pub fn map_peer(
         &mut self,
-        far: u64,
+        peer_address: u64,
         len: u64,
         file: BorrowedFd<'_>,
         offset: u64,
         writable: bool,
     ) -> Result<(), CallError> {
         self.done(
-            Request::FarMap {
-                far,
+            Request::MapPeer {
+                peer_address,
                 len,
                 offset,
                 writable,
@@ -403,14 +404,26 @@ impl Client {
         )
     }
 
-    /// See [`Request::FarUnmap`].
-    pub fn far_unmap(&mut self, far: u64, len: u64) -> Result<(), CallError> {
-        self.done(Request::FarUnmap { far, len }, &[])
+    /// See [`Request::UnmapPeer`].
+    pub fn unmap_peer(&mut self, peer_address: u64, len: u64) -> Result<(), CallError> {
+        self.done(Request::UnmapPeer { peer_address, len }, &[])
     }
 
     /// See [`Request::OpenWindow`]. Returns the number of LUT entries that it uses.
-    pub fn open_window(&mut self, iova: u64, far: u64, len: u64) -> Result<u32, CallError> {
-        match self.call(Request::OpenWindow { iova, far, len }, &[])? {
+    pub fn open_window(
+        &mut self,
+        iova: u64,
+        peer_address: u64,
+        len: u64,
+    ) -> Result<u32, CallError> {
+        match self.call(
+            Request::OpenWindow {
+                iova,
+                peer_address,
+                len,
+            },
+            &[],
+        )? {
             (Reply::Window { lut_entries }, _) => Ok(lut_entries),
             (other, _) => Err(self.unexpected(&other)),
         }
@@ -446,7 +459,7 @@ impl Client {
         }
         let (started, deadline) = self.deadline();
         let envelope = Envelope {
-            epoch: self.epoch,
+            generation: self.generation,
             accesses: self.accesses.load(Ordering::Acquire),
             request,
         };

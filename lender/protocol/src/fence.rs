@@ -2,7 +2,7 @@
 //!
 //! A migration transfers the VM's devices by a *handover*
 //! ([`Request::Handover`](crate::Request::Handover)): the lender ends the lease, and from
-//! then on refuses the VM unless the request holds an epoch that is at least that of the
+//! then on refuses the VM unless the request holds a generation that is at least that of the
 //! handover, its *fence*. Only the destination host has it, in a file ([`Fences`]). So
 //! no backend left running on the source host can take the device back.
 
@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, io, path::Path};
 use farside_daemon::files;
 use serde::{Deserialize, Serialize};
 
-use crate::{Epoch, ErrorKind, RemoteError};
+use crate::{ErrorKind, Generation, RemoteError};
 
 /// Most fences that a lender keeps for one device.
 pub const MAX_FENCES: usize = 1024;
@@ -25,10 +25,10 @@ const MAX_FILE: u64 = 1 << 20;
 pub struct Fence {
     /// The VM.
     pub vm: String,
-    /// The least epoch with which the VM may borrow the device.
-    pub epoch: Epoch,
+    /// The least generation with which the VM may borrow the device.
+    pub generation: Generation,
     /// The id of the migration that requested the handover; empty if the lender received
-    /// the epoch from the VM.
+    /// the generation from the VM.
     pub migration: String,
     /// Reserves the device for the VM, until the VM borrows it or the reservation is
     /// ended.
@@ -37,16 +37,16 @@ pub struct Fence {
 
 impl Fence {
     /// The refusal of a borrow by the VM with the fence `shown`.
-    pub fn refusal(&self, device: &str, shown: Option<Epoch>) -> RemoteError {
+    pub fn refusal(&self, device: &str, shown: Option<Generation>) -> RemoteError {
         let shown = match shown {
-            Some(epoch) => format!("fence {epoch}"),
+            Some(generation) => format!("fence {generation}"),
             None => "no fence".to_owned(),
         };
         RemoteError {
             kind: ErrorKind::Fenced,
             message: format!(
                 "device {device}: VM {} was moved to another host (migration {}, fence {}), and this host has {shown}: start the VM on that host, or take it back with `farside migration claim {}` once it runs nowhere else",
-                self.vm, self.migration, self.epoch, self.vm
+                self.vm, self.migration, self.generation, self.vm
             ),
         }
     }
@@ -63,10 +63,10 @@ impl Fence {
     }
 }
 
-/// The fences of one VM on the host where it runs: device id and epoch.
+/// The fences of one VM on the host where it runs: device id and generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Fences(pub BTreeMap<String, Epoch>);
+pub struct Fences(pub BTreeMap<String, Generation>);
 
 impl Fences {
     /// Reads a file. A missing file holds no fences.
@@ -88,7 +88,7 @@ impl Fences {
     }
 
     /// The fence of a device.
-    pub fn of(&self, device: &str) -> Option<Epoch> {
+    pub fn of(&self, device: &str) -> Option<Generation> {
         self.0.get(device).copied()
     }
 }
@@ -102,10 +102,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());
-        let fences = Fences([("disk0".to_owned(), Epoch(7))].into());
+        let fences = Fences([("disk0".to_owned(), Generation(7))].into());
         fences.save(&path).unwrap();
         assert_eq!(Fences::load(&path).unwrap(), fences);
-        assert_eq!(fences.of("disk0"), Some(Epoch(7)));
+        assert_eq!(fences.of("disk0"), Some(Generation(7)));
         std::fs::write(&path, "{\"disk0\":").unwrap();
         let error = Fences::load(&path).unwrap_err().to_string();
         assert!(error.contains("fences.json"), "{error}");

@@ -16,20 +16,20 @@
 //!     | Describe{device} ---------------------> |   nothing is borrowed
 //!     | <---------------------- Description     |
 //!     | Borrow{device} + BAR memory ----------> |
-//!     | <------ Lease{epoch} + register channel |   + BAR files, from hardware
+//!     | <------ Lease{generation} + register channel |   + BAR files, from hardware
 //!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
-//!     | EnableBusMaster, Reset, ... (epoch) --> |
-//!     | Return (epoch), or close -------------> |
+//!     | EnableBusMaster, Reset, ... (generation) --> |
+//!     | Return (generation), or close -------------> |
 //! ```
 //!
 //! A migration to another host requests a [`Handover`](Request::Handover) of each of the
 //! VM's devices; see [`Fence`].
 //!
-//! Over TCP the lease has a [`Ticket`] instead of the register channel:
+//! Over TCP the lease has a [`RegisterToken`] instead of the register channel:
 //!
 //! ```text
-//!     | <------------ Lease{epoch, ticket}      |
-//!     | second connection, Registers{ticket} -> |
+//!     | <------------ Lease{generation, token}      |
+//!     | second connection, Registers{token} -> |
 //!     | <--------- Done: this connection is now the register channel
 //! ```
 
@@ -52,7 +52,7 @@ pub use fence::{Fence, Fences, MAX_FENCES};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use listener::Listener;
 pub use message::{
-    BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, Epoch,
-    ErrorKind, RamRange, Registers, RemoteError, Reply, Request, Route, TICKET_LIFE, Ticket,
+    BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, ErrorKind,
+    Generation, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route, TOKEN_LIFE,
     VERSION,
 };

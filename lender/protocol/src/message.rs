@@ -14,9 +14,9 @@ pub const VERSION: u32 = 5;
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
-pub struct Epoch(pub u64);
+pub struct Generation(pub u64);
 
-impl std::fmt::Display for Epoch {
+impl std::fmt::Display for Generation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.fmt(f)
     }
@@ -26,7 +26,7 @@ impl std::fmt::Display for Epoch {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Envelope {
     /// The sender's lease; zero without one.
-    pub epoch: Epoch,
+    pub generation: Generation,
     /// Number of register accesses sent under the lease before this request. The
     /// lender serves those first, since the register channel is another connection.
     pub accesses: u64,
@@ -81,7 +81,7 @@ pub enum Request {
         route: Route,
         /// The fence of the last [handover](Request::Handover) to this host, if any. The
         /// borrow is refused if the VM was moved elsewhere since.
-        fence: Option<Epoch>,
+        fence: Option<Generation>,
     },
     /// Resets the device. Closes its windows and removes all mappings of the borrower's
     /// domain before the reply.
@@ -98,9 +98,9 @@ pub enum Request {
     },
     /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`], where the
     /// lender manages both domains. Descriptor: the memory's file.
-    FarMap {
+    MapPeer {
         /// Borrower-side bus address.
-        far: u64,
+        peer_address: u64,
         /// Bytes.
         len: u64,
         /// Offset in the file.
@@ -110,19 +110,19 @@ pub enum Request {
     },
     /// Removes a mapping of the borrower's domain. After the reply no DMA reaches the
     /// memory.
-    FarUnmap {
+    UnmapPeer {
         /// Borrower-side bus address.
-        far: u64,
+        peer_address: u64,
         /// Bytes.
         len: u64,
     },
-    /// Opens an NTB window of `len` bytes onto `far` and maps it at `iova` in
+    /// Opens an NTB window of `len` bytes onto `peer_address` and maps it at `iova` in
     /// the device's domain.
     OpenWindow {
         /// IOVA of the first byte.
         iova: u64,
         /// Borrower-side bus address of the first byte.
-        far: u64,
+        peer_address: u64,
         /// Bytes.
         len: u64,
     },
@@ -139,12 +139,12 @@ pub enum Request {
     /// First and only message of a connection that becomes the register channel
     /// of a lease, after the reply.
     Registers {
-        /// The ticket of the lease.
-        ticket: Ticket,
+        /// The token of the lease.
+        token: RegisterToken,
     },
     /// Transfers the device from the VM's source host to its destination host. Ends the
     /// VM's lease as if its connection were closed, flushes all writes to the medium, and
-    /// reserves the device: only the VM may borrow it next, with the epoch of the reply
+    /// reserves the device: only the VM may borrow it next, with the generation of the reply
     /// as its fence.
     Handover {
         /// Device id.
@@ -152,11 +152,11 @@ pub enum Request {
         /// The VM.
         vm: String,
         /// Id of the migration. A repeated request with the same id returns the same
-        /// epoch, and does not end a lease under it.
+        /// generation, and does not end a lease under it.
         migration: String,
         /// The VM's current fence. Refused if the lender has a larger one: another
         /// migration has moved the VM meanwhile.
-        supersedes: Option<Epoch>,
+        supersedes: Option<Generation>,
     },
     /// Ends the reservation of a device by a handover, so that other VMs may borrow it.
     /// The fence stays.
@@ -167,14 +167,14 @@ pub enum Request {
 }
 
 /// Token for opening the register channel of one lease: single-use, valid for
-/// [`TICKET_LIFE`].
+/// [`TOKEN_LIFE`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Ticket(pub [u8; 16]);
+pub struct RegisterToken(pub [u8; 16]);
 
-impl std::fmt::Debug for Ticket {
+impl std::fmt::Debug for RegisterToken {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // A bearer token: must not be logged.
-        f.write_str("Ticket")
+        f.write_str("RegisterToken")
     }
 }
 
@@ -185,11 +185,11 @@ pub enum Registers {
     Descriptor,
     /// By a second connection ([`Request::Registers`]), where no descriptor can be
     /// sent.
-    Ticket(Ticket),
+    RegisterToken(RegisterToken),
 }
 
-/// Validity of a [`Ticket`].
-pub const TICKET_LIFE: std::time::Duration = std::time::Duration::from_secs(5);
+/// Validity of a [`RegisterToken`].
+pub const TOKEN_LIFE: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// A reply of a lender.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -210,8 +210,8 @@ pub enum Reply {
     /// To `Borrow`. Descriptors: the register channel for [`Registers::Descriptor`], then
     /// the files of [`BarMemory::File`].
     Lease {
-        /// The lease's epoch.
-        epoch: Epoch,
+        /// The lease's generation.
+        generation: Generation,
         /// How to obtain the register channel.
         registers: Registers,
         /// How the borrower's CPU accesses the mappable areas: one entry for each BAR
@@ -229,8 +229,8 @@ pub enum Reply {
     Refused(RemoteError),
     /// To `Handover`: the VM's fence.
     Fence {
-        /// The least epoch with which the VM may borrow the device.
-        epoch: Epoch,
+        /// The least generation with which the VM may borrow the device.
+        generation: Generation,
     },
 }
 
@@ -264,7 +264,7 @@ pub enum BarMemory {
     },
     /// Through the borrower's NTB: the BAR is at this address in the IOMMU
     /// domain of the lender's NTB endpoint.
-    Far {
+    Peer {
         /// Address of the BAR's first byte.
         address: u64,
     },
@@ -276,7 +276,7 @@ pub enum BarMemory {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Route {
     /// Shared memory, on one host: the lender maps the memory's files, which the borrower
-    /// passes ([`Request::FarMap`]).
+    /// passes ([`Request::MapPeer`]).
     #[default]
     Memory,
     /// An NTB, between two hosts: the borrower maps its memory in the IOMMU domain of its
@@ -313,7 +313,7 @@ pub enum ErrorKind {
     /// Borrowed by or reserved for another VM.
     Busy,
     /// The lease has ended: another VM may have borrowed the device since.
-    StaleEpoch,
+    StaleGeneration,
     /// A window, LUT, requester or mapping limit.
     Limit,
     /// The request is invalid.
@@ -358,8 +358,8 @@ impl DeviceEntry {
 pub struct BorrowedBy {
     /// VM name.
     pub vm: String,
-    /// The lease's epoch.
-    pub epoch: Epoch,
+    /// The lease's generation.
+    pub generation: Generation,
     /// Seconds since the borrow.
     pub seconds: u64,
 }
@@ -370,8 +370,8 @@ impl BorrowedBy {
         RemoteError {
             kind: ErrorKind::Busy,
             message: format!(
-                "device {device} is borrowed by VM {} (epoch {}, for {} s); stop that VM, or borrow another device",
-                self.vm, self.epoch, self.seconds
+                "device {device} is borrowed by VM {} (generation {}, for {} s); stop that VM, or borrow another device",
+                self.vm, self.generation, self.seconds
             ),
         }
     }

@@ -44,5 +44,5 @@ pub enum Event {
         value: u64,
     },
     /// A relayed interrupt: signal the eventfd of this vector.
-    Interrupt(farside_irq_relay::Fire),
+    Interrupt(farside_irq_relay::IrqEvent),
 }

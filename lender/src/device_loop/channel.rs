@@ -7,28 +7,28 @@ use std::{
     time::Instant,
 };
 
-use farside_lender_protocol::{Channel, Epoch, Registers};
+use farside_lender_protocol::{Channel, Generation, Registers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, end::End};
 use crate::{
     source::LeasedDevice,
-    tickets::{Awaited, Tickets},
+    tokens::{Awaited, RegisterTokens},
 };
 
 /// The lender's end of a register channel that is being set up.
 pub(super) enum Offer {
     /// Both ends; one is sent with the lease.
     Pair(Channel, OwnedFd),
-    /// A ticket, sent with the lease.
-    Ticket(Awaited),
+    /// A token, sent with the lease.
+    RegisterToken(Awaited),
 }
 
 impl Offer {
     /// Chooses the form that the borrower's transport supports.
-    pub(super) fn new(connection: &Channel, tickets: &Arc<Tickets>) -> io::Result<Self> {
+    pub(super) fn new(connection: &Channel, tokens: &Arc<RegisterTokens>) -> io::Result<Self> {
         if connection.is_tcp() {
-            return tickets.issue(Instant::now()).map(Self::Ticket);
+            return tokens.issue(Instant::now()).map(Self::RegisterToken);
         }
         let (ours, theirs) = Channel::pair()?;
         Ok(Self::Pair(ours, theirs.into_socket()))
@@ -38,7 +38,7 @@ impl Offer {
     pub(super) fn for_borrower(&self) -> (Registers, Option<&OwnedFd>) {
         match self {
             Self::Pair(_, theirs) => (Registers::Descriptor, Some(theirs)),
-            Self::Ticket(awaited) => (Registers::Ticket(awaited.ticket()), None),
+            Self::RegisterToken(awaited) => (Registers::RegisterToken(awaited.token()), None),
         }
     }
 
@@ -49,11 +49,11 @@ impl Offer {
         owner: &mut DeviceLoop,
         device: &mut dyn LeasedDevice,
         connection: &Channel,
-        epoch: Epoch,
+        generation: Generation,
     ) -> Result<Channel, End> {
         let awaited = match self {
             Self::Pair(ours, _) => return Ok(ours),
-            Self::Ticket(awaited) => awaited,
+            Self::RegisterToken(awaited) => awaited,
         };
         loop {
             if let Some(channel) = awaited.take() {
@@ -84,7 +84,7 @@ impl Offer {
             if stop {
                 return Err(End::Stopped);
             }
-            if mail && !owner.answer_mail(device, epoch) {
+            if mail && !owner.answer_mail(device, generation) {
                 return Err(End::HandedOver);
             }
         }

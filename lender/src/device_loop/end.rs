@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
-use farside_lender_protocol::{Channel, ChannelError, Epoch, RemoteError, Reply, TICKET_LIFE};
+use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, TOKEN_LIFE};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::DeviceLoop;
@@ -44,11 +44,11 @@ pub(super) fn take_back(
     mut device: Box<dyn LeasedDevice>,
     mut connection: Channel,
     vm: &str,
-    epoch: Epoch,
+    generation: Generation,
     refusals: u64,
     end: End,
 ) -> Option<Box<dyn DeviceSource>> {
-    if !revoke(owner, &mut *device, vm, epoch) {
+    if !revoke(owner, &mut *device, vm, generation) {
         // Neither released nor reset. Dropping it would unmap memory under a device that still does
         // DMA, and closing the connection would signal the borrower that its memory is safe to
         // reuse.
@@ -65,7 +65,7 @@ pub(super) fn take_back(
         End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
         End::PeerGone(error) => format!("taken back: {error}", error = Chain(&error)),
         End::NoRegisters => format!(
-            "taken back: the backend did not connect for the registers within {TICKET_LIFE:?}"
+            "taken back: the backend did not connect for the registers within {TOKEN_LIFE:?}"
         ),
         End::LostAccesses { sent, came } => {
             format!("taken back: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
@@ -74,12 +74,12 @@ pub(super) fn take_back(
         End::Stopped => "taken back: the lender stops".to_owned(),
     };
     let line = format!(
-        "device {}: {why} (VM {vm}, epoch {epoch}, {} DMA faults, {refusals} requests refused)",
+        "device {}: {why} (VM {vm}, generation {generation}, {} DMA faults, {refusals} requests refused)",
         owner.id,
         source.report().faults.total,
     );
     owner.lines.line("ended", &line);
-    owner.registry.release(&owner.id, epoch);
+    owner.registry.release(&owner.id, generation);
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);
@@ -90,16 +90,21 @@ pub(super) fn take_back(
 
 /// Revokes the device's access to the borrower's memory, and retries until that succeeds. Returns
 /// false if the lender stops first.
-fn revoke(owner: &mut DeviceLoop, device: &mut dyn LeasedDevice, vm: &str, epoch: Epoch) -> bool {
+fn revoke(
+    owner: &mut DeviceLoop,
+    device: &mut dyn LeasedDevice,
+    vm: &str,
+    generation: Generation,
+) -> bool {
     let mut pause = FIRST_PAUSE;
     let mut patience = DRAIN_TIMEOUT;
     while let Err(error) = device.revoke(patience) {
         // Further draining happens during the pauses, which answer messages.
         patience = Duration::ZERO;
         owner.publish_problem(Some(&format!(
-            "cannot stop its DMA: {error}; VM {vm} keeps the lease (epoch {epoch}) until that succeeds, trying again"
+            "cannot stop its DMA: {error}; VM {vm} keeps the lease (generation {generation}) until that succeeds, trying again"
         )));
-        if !pause_for_mail(owner, device, epoch, pause, &error) {
+        if !pause_for_mail(owner, device, generation, pause, &error) {
             log::error!(
                 "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
                 owner.id
@@ -116,7 +121,7 @@ fn revoke(owner: &mut DeviceLoop, device: &mut dyn LeasedDevice, vm: &str, epoch
 fn pause_for_mail(
     owner: &mut DeviceLoop,
     device: &mut dyn LeasedDevice,
-    epoch: Epoch,
+    generation: Generation,
     pause: Duration,
     error: &RemoteError,
 ) -> bool {
@@ -134,7 +139,7 @@ fn pause_for_mail(
         // An interrupted wait is only shorter.
         let _ = poll(&mut fds, Some(&left));
         let (mail, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-        if mail && !owner.answer_mail(device, epoch) {
+        if mail && !owner.answer_mail(device, generation) {
             owner.refuse_handovers(error);
         }
         if stop {

@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::{FarAddress, Iova, MemoryRange};
+use farside_fabric::{Iova, MemoryRange, PeerAddress};
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, Epoch, ErrorKind, RemoteError, Reply, Request,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
     registers::{Access, Event},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -44,7 +44,7 @@ pub(super) struct LeaseLoop<'a> {
     connection: Channel,
     registers: Channel,
     vm: String,
-    epoch: Epoch,
+    generation: Generation,
     /// Number of register accesses served.
     served: u64,
     /// A request that has overtaken register accesses sent before it.
@@ -69,14 +69,14 @@ impl<'a> LeaseLoop<'a> {
         let Lease {
             mut connection,
             vm,
-            epoch,
+            generation,
             route,
             bar_memory,
         } = lease;
         let id = owner.id.clone();
         let peer = connection.peer();
-        let tickets = owner.registry.tickets();
-        let granted = match Offer::new(&connection, tickets) {
+        let tokens = owner.registry.tokens();
+        let granted = match Offer::new(&connection, tokens) {
             Ok(offer) => source
                 .lease(route, &vm, bar_memory)
                 .map(|leased| (leased, offer)),
@@ -103,7 +103,7 @@ impl<'a> LeaseLoop<'a> {
                     log::error!("device {id}: cannot lend to VM {vm}: {error}{held_back}");
                 }
                 // Release first, so that the peer can retry at once.
-                owner.registry.release(&id, epoch);
+                owner.registry.release(&id, generation);
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return Some(source);
@@ -121,24 +121,24 @@ impl<'a> LeaseLoop<'a> {
             .map(OwnedFd::as_fd)
             .collect();
         let reply = Reply::Lease {
-            epoch,
+            generation,
             registers,
             bars,
         };
         let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
         drop(files);
         let accepted = match sent {
-            Ok(()) => offer.accepted(owner, &mut *device, &connection, epoch),
+            Ok(()) => offer.accepted(owner, &mut *device, &connection, generation),
             Err(error) => Err(End::PeerGone(error)),
         };
         let registers = match accepted {
             Ok(registers) => registers,
             Err(end) => {
                 let line = format!(
-                    "device {id}: lease dropped before VM {vm} used it (epoch {epoch}, {peer})"
+                    "device {id}: lease dropped before VM {vm} used it (generation {generation}, {peer})"
                 );
                 owner.lines.line("dropped", &line);
-                return take_back(owner, device, connection, &vm, epoch, 0, end);
+                return take_back(owner, device, connection, &vm, generation, 0, end);
             }
         };
         let mut lease = LeaseLoop {
@@ -147,13 +147,13 @@ impl<'a> LeaseLoop<'a> {
             connection,
             registers,
             vm,
-            epoch,
+            generation,
             served: 0,
             held: None,
             refusals: 0,
         };
         let line = format!(
-            "device {id}: borrowed by VM {} (epoch {epoch}, {peer})",
+            "device {id}: borrowed by VM {} (generation {generation}, {peer})",
             lease.vm
         );
         lease.owner.lines.line("borrowed", &line);
@@ -167,7 +167,7 @@ impl<'a> LeaseLoop<'a> {
             refusals,
             ..
         } = lease;
-        let source = take_back(owner, device, connection, &vm, epoch, refusals, end);
+        let source = take_back(owner, device, connection, &vm, generation, refusals, end);
         if source.is_none() {
             // Closed, it would signal the borrower as much as the connection would.
             std::mem::forget(registers);
@@ -265,7 +265,7 @@ impl<'a> LeaseLoop<'a> {
         if registers {
             self.serve_registers(ACCESSES)?;
         }
-        if mail && !self.owner.answer_mail(&mut *self.device, self.epoch) {
+        if mail && !self.owner.answer_mail(&mut *self.device, self.generation) {
             return Err(End::HandedOver);
         }
         if self.held.is_some() {
@@ -388,7 +388,7 @@ impl<'a> LeaseLoop<'a> {
         };
         // On the same host all accesses have arrived by now; between hosts, the other connection
         // may lag behind.
-        if envelope.epoch == self.epoch && envelope.accesses > self.served {
+        if envelope.generation == self.generation && envelope.accesses > self.served {
             self.held = Some(Held {
                 envelope,
                 fds,
@@ -425,14 +425,14 @@ impl<'a> LeaseLoop<'a> {
 
     fn serve_envelope(&mut self, envelope: Envelope, fds: Vec<OwnedFd>) -> Result<(), End> {
         let returned = matches!(envelope.request, Request::Return);
-        let reply = if envelope.epoch == self.epoch {
+        let reply = if envelope.generation == self.generation {
             self.answer(envelope.request, fds)
         } else {
             Err(RemoteError {
-                kind: ErrorKind::StaleEpoch,
+                kind: ErrorKind::StaleGeneration,
                 message: format!(
-                    "device {}: request under epoch {}, but the lease has epoch {}",
-                    self.owner.id, envelope.epoch, self.epoch
+                    "device {}: request under generation {}, but the lease has generation {}",
+                    self.owner.id, envelope.generation, self.generation
                 ),
             })
         };
@@ -473,8 +473,8 @@ impl<'a> LeaseLoop<'a> {
                 device.resume();
             }
             Request::SetIntxDisable { disabled } => device.irqs().set_intx_disable(disabled)?,
-            Request::FarMap {
-                far,
+            Request::MapPeer {
+                peer_address,
                 len,
                 offset,
                 writable,
@@ -484,7 +484,7 @@ impl<'a> LeaseLoop<'a> {
                         true => ", which TCP cannot carry: between hosts, memory is reached through an NTB",
                         false => "",
                     };
-                    invalid(format!("FarMap of {far:#x} came without a descriptor{hint}"))
+                    invalid(format!("MapPeer of {peer_address:#x} came without a descriptor{hint}"))
                 })?;
                 let memory = MemoryRange {
                     file: Arc::new(file.into()),
@@ -492,12 +492,18 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     writable,
                 };
-                device.map_peer(FarAddress::new(far), memory)?;
+                device.map_peer(PeerAddress::new(peer_address), memory)?;
             }
-            Request::FarUnmap { far, len } => device.unmap_peer(FarAddress::new(far), len)?,
-            Request::OpenWindow { iova, far, len } => {
+            Request::UnmapPeer { peer_address, len } => {
+                device.unmap_peer(PeerAddress::new(peer_address), len)?
+            }
+            Request::OpenWindow {
+                iova,
+                peer_address,
+                len,
+            } => {
                 let path = device.path();
-                let window = path.open_window(Iova::new(iova), FarAddress::new(far), len);
+                let window = path.open_window(Iova::new(iova), PeerAddress::new(peer_address), len);
                 let lut_entries = window.map_err(refused)?.lut_entries;
                 return Ok(Reply::Window { lut_entries });
             }

@@ -72,14 +72,14 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
     let mut model = leased.map_err(|not| not.error).unwrap().device;
     for page in 0..2 {
         let memory = create_sealed("page", PAGE).unwrap();
-        let at = FarAddress::new(FAR + page * PAGE);
+        let at = PeerAddress::new(FAR + page * PAGE);
         model
             .map_peer(at, MemoryRange::whole(memory, PAGE))
             .unwrap();
     }
     let window = model
         .path()
-        .open_window(Iova::new(0), FarAddress::new(FAR), 2 * PAGE);
+        .open_window(Iova::new(0), PeerAddress::new(FAR), 2 * PAGE);
     window.unwrap();
     model.path().set_bus_master(true).unwrap();
     let faults = |model: &mut dyn LeasedDevice| model.report().faults.total;
@@ -87,9 +87,11 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
     // Both are in the IOTLB; the device caches the second.
     model.bar_write(0, 0, &[0]);
     model.bar_write(0, PAGE, &[0]);
-    model.unmap_peer(FarAddress::new(FAR), PAGE).unwrap();
+    model.unmap_peer(PeerAddress::new(FAR), PAGE).unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 0, "other I/O was stopped");
-    model.unmap_peer(FarAddress::new(FAR + PAGE), PAGE).unwrap();
+    model
+        .unmap_peer(PeerAddress::new(FAR + PAGE), PAGE)
+        .unwrap();
     assert_eq!(quiesces.load(Ordering::Relaxed), 1, "it was in use");
     // Neither is reachable.
     assert_eq!(faults(&mut *model), 0);

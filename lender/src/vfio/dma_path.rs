@@ -50,7 +50,7 @@ impl DmaPath {
     pub(super) fn revoke(&mut self) -> Result<(), FabricError> {
         let closed = take_down(self.lender());
         closed.and(match self {
-            Self::Local(path) => path.far_unmap_all(),
+            Self::Local(path) => path.unmap_peer_all(),
             // The borrower unmaps its memory itself.
             Self::Ntb(_) => Ok(()),
         })
@@ -77,7 +77,7 @@ pub(super) fn adapter(ntb: Option<&Adapter>) -> Result<&Adapter, RemoteError> {
 
 #[cfg(test)]
 mod tests {
-    use farside_fabric::{FarAddress, Iova, Usage, WindowUse};
+    use farside_fabric::{Iova, PeerAddress, Usage, WindowUse};
 
     use super::*;
 
@@ -91,7 +91,7 @@ mod tests {
         fn open_window(
             &mut self,
             _: Iova,
-            _: FarAddress,
+            _: PeerAddress,
             _: u64,
         ) -> Result<WindowUse, FabricError> {
             unreachable!()

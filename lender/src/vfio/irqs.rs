@@ -13,7 +13,7 @@ use std::{
 use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
-    Action, Fire, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd,
+    Action, IrqCounts, IrqData, IrqEvent, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd,
 };
 use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
 use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
@@ -119,7 +119,7 @@ impl FunctionIrqs {
                 .is_some_and(|trigger| matches!(trigger.take(), Ok(Some(_))));
             if fired {
                 // Posting to a bit set cannot fail.
-                let _ = Fire::new(index, vector).map(|fire| self.relay.post(fire));
+                let _ = IrqEvent::new(index, vector).map(|event| self.relay.post(event));
             }
         }
         !ready.is_empty()

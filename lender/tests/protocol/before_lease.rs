@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use farside_devices::dma_test::SRAM_SIZE;
 use farside_lender_protocol::{
-    Address, Client, Epoch, ErrorKind, MAX_FDS, Reply, Request, Route, VERSION,
+    Address, Client, ErrorKind, Generation, MAX_FDS, Reply, Request, Route, VERSION,
 };
 
 use crate::peer::{DEVICE, Peer, Running, memory};
@@ -144,10 +144,10 @@ fn requests_of_a_lease_need_one() {
 }
 
 fn needs_a_lease(mut peer: Peer) {
-    peer.epoch = Epoch(1);
+    peer.generation = Generation(1);
     let window = Request::OpenWindow {
         iova: 0,
-        far: 0,
+        peer_address: 0,
         len: 4096,
     };
     for request in [
@@ -219,10 +219,10 @@ fn a_device_is_lent_once_and_the_holder_is_named() {
     let error = second.borrow(DEVICE).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Busy);
     assert!(error.message.contains("borrowed by VM a"), "{error}");
-    let epoch = first.epoch;
+    let generation = first.generation;
     assert!(matches!(first.call(Request::Return, &[]), Ok(Reply::Done)));
     // The same connection may borrow now, with a larger lease generation.
     let _registers = second.borrow(DEVICE).unwrap();
-    assert!(second.epoch > epoch);
+    assert!(second.generation > generation);
     assert_eq!(lender.holder(DEVICE).as_deref(), Some("b"));
 }

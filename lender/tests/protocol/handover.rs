@@ -3,7 +3,7 @@
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
-use farside_lender_protocol::{Client, Epoch, ErrorKind, Request};
+use farside_lender_protocol::{Client, ErrorKind, Generation, Request};
 
 use crate::peer::{DEVICE, Peer, Running, memory, write};
 
@@ -13,14 +13,14 @@ fn tool(lender: &Running) -> Client {
     Client::connect(&lender.socket().into(), None).unwrap()
 }
 
-fn hand_over(lender: &Running, migration: &str, supersedes: Option<Epoch>) -> Epoch {
+fn hand_over(lender: &Running, migration: &str, supersedes: Option<Generation>) -> Generation {
     tool(lender)
         .hand_over(DEVICE, "a", migration, supersedes)
         .unwrap()
 }
 
 /// The reason why the device is not lent to `vm` with this `fence`.
-fn refusal(lender: &Running, vm: &str, fence: Option<Epoch>) -> (ErrorKind, String) {
+fn refusal(lender: &Running, vm: &str, fence: Option<Generation>) -> (ErrorKind, String) {
     let error = lender
         .hello(vm)
         .borrow_under(DEVICE, fence)
@@ -28,7 +28,7 @@ fn refusal(lender: &Running, vm: &str, fence: Option<Epoch>) -> (ErrorKind, Stri
     (error.kind, error.message)
 }
 
-fn borrow(lender: &Running, fence: Option<Epoch>) -> (Peer, farside_lender_protocol::Channel) {
+fn borrow(lender: &Running, fence: Option<Generation>) -> (Peer, farside_lender_protocol::Channel) {
     let mut peer = lender.hello("a");
     let registers = peer.borrow_under(DEVICE, fence).unwrap();
     (peer, registers)
@@ -39,7 +39,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     let lender = Running::new();
     let ram = memory(MAX_LENGTH.into());
     let (mut old, mut registers) = lender.borrow(DEVICE, "a");
-    let old_epoch = old.epoch;
+    let old_generation = old.generation;
     old.open(&ram, 0, FAR, MAX_LENGTH.into());
     for (at, len, value) in [
         (reg::DST, 8, 0),
@@ -50,7 +50,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
         write(&mut registers, 0, at, len, value);
     }
     let fence = hand_over(&lender, "m1", None);
-    assert!(fence > old_epoch);
+    assert!(fence > old_generation);
     // DMA has ended by now.
     let marks = vec![0x5a; MAX_LENGTH as usize];
     ram.write_all_at(&marks, 0).unwrap();
@@ -64,15 +64,15 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
 
     // A new connection, with the old lease or a new one.
     let mut again = lender.hello("a");
-    again.epoch = old_epoch;
-    let map = Request::FarMap {
-        far: FAR,
+    again.generation = old_generation;
+    let map = Request::MapPeer {
+        peer_address: FAR,
         len: 4096,
         offset: 0,
         writable: true,
     };
     assert!(again.call(map, &[ram.as_fd()]).is_err());
-    for shown in [None, Some(old_epoch), Some(Epoch(fence.0 - 1))] {
+    for shown in [None, Some(old_generation), Some(Generation(fence.0 - 1))] {
         let (kind, message) = refusal(&lender, "a", shown);
         assert_eq!(kind, ErrorKind::Fenced);
         for word in [DEVICE, "VM a", "moved", "m1", &fence.to_string()] {
@@ -84,7 +84,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     assert!(found == marks, "the old lease writes on");
 
     let (new, _registers) = borrow(&lender, Some(fence));
-    assert!(new.epoch > fence);
+    assert!(new.generation > fence);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
     }
     let entry = lender.status(DEVICE).entry;
     let reservation = entry.reservation().expect("it is shown");
-    assert_eq!((&*reservation.vm, reservation.epoch), ("a", fence));
+    assert_eq!((&*reservation.vm, reservation.generation), ("a", fence));
     let (mut new, _registers) = borrow(&lender, Some(fence));
     new.call(Request::Return, &[]).unwrap();
     assert!(lender.hello("b").borrow(DEVICE).is_ok());
@@ -125,7 +125,7 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
     assert_eq!(hand_over(&lender, "m1", None), fence);
     new.call(Request::EnableBusMaster, &[])
         .expect("the new lease is left alone");
-    for supersedes in [None, Some(Epoch(fence.0 - 1))] {
+    for supersedes in [None, Some(Generation(fence.0 - 1))] {
         let rival = tool(&lender)
             .hand_over(DEVICE, "a", "m2", supersedes)
             .unwrap_err()
@@ -135,7 +135,7 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
     new.call(Request::EnableBusMaster, &[]).unwrap();
     // A subsequent handover takes it over.
     let next = hand_over(&lender, "m2", Some(fence));
-    assert!(next > new.epoch);
+    assert!(next > new.generation);
     new.expect_closed();
     // The first cannot take it back.
     assert!(tool(&lender).hand_over(DEVICE, "a", "m1", None).is_err());
@@ -166,7 +166,7 @@ fn a_restarted_lender_knows_of_it() {
     assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
     assert_eq!(hand_over(&lender, "m1", None), fence);
     let (peer, _registers) = borrow(&lender, Some(fence));
-    assert!(peer.epoch > fence);
+    assert!(peer.generation > fence);
 }
 
 #[test]

@@ -11,17 +11,21 @@ use crate::peer::{DEADLINE, DEVICE, Running, memory, read, until, write};
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
 
-fn far_map(far: u64, len: u64, offset: u64) -> Request {
-    Request::FarMap {
-        far,
+fn map_peer(peer_address: u64, len: u64, offset: u64) -> Request {
+    Request::MapPeer {
+        peer_address,
         len,
         offset,
         writable: true,
     }
 }
 
-fn window(iova: u64, far: u64, len: u64) -> Request {
-    Request::OpenWindow { iova, far, len }
+fn window(iova: u64, peer_address: u64, len: u64) -> Request {
+    Request::OpenWindow {
+        iova,
+        peer_address,
+        len,
+    }
 }
 
 #[test]
@@ -30,46 +34,48 @@ fn mappings_that_make_no_sense_are_refused() {
     let (mut peer, _registers) = lender.borrow(DEVICE, "a");
     let ram = memory(4 * MIB);
     let ram = ram.as_fd();
-    peer.call(far_map(FAR, MIB, 0), &[ram]).unwrap();
+    peer.call(map_peer(FAR, MIB, 0), &[ram]).unwrap();
     let usage = lender.status(DEVICE).usage;
     assert_eq!(usage.bytes_mapped, MIB);
     let wrong = [
-        far_map(0, 0, 0),
-        far_map(0, u64::MAX, 0),
-        far_map(u64::MAX - 4095, 4096, 0),
-        far_map(u64::MAX - 4095, 8192, 0),
-        far_map(1, 4096, 0),
-        far_map(0, 4097, 0),
-        far_map(0, 4096, 1),
-        far_map(0, 8 * MIB, 0),
-        far_map(0, 4096, 4 * MIB),
-        far_map(0, 4096, u64::MAX - 4095),
-        far_map(0, 1 << 62, 0),
+        map_peer(0, 0, 0),
+        map_peer(0, u64::MAX, 0),
+        map_peer(u64::MAX - 4095, 4096, 0),
+        map_peer(u64::MAX - 4095, 8192, 0),
+        map_peer(1, 4096, 0),
+        map_peer(0, 4097, 0),
+        map_peer(0, 4096, 1),
+        map_peer(0, 8 * MIB, 0),
+        map_peer(0, 4096, 4 * MIB),
+        map_peer(0, 4096, u64::MAX - 4095),
+        map_peer(0, 1 << 62, 0),
         // Overlapping the existing mapping, at either end, inside and around.
-        far_map(FAR, MIB, 0),
-        far_map(FAR - 4096, 8192, 0),
-        far_map(FAR + MIB - 4096, 8192, 0),
-        far_map(FAR + 4096, 4096, 0),
-        far_map(FAR - MIB, 3 * MIB, 0),
+        map_peer(FAR, MIB, 0),
+        map_peer(FAR - 4096, 8192, 0),
+        map_peer(FAR + MIB - 4096, 8192, 0),
+        map_peer(FAR + 4096, 4096, 0),
+        map_peer(FAR - MIB, 3 * MIB, 0),
     ];
     for request in wrong {
         let what = format!("{request:?}");
         let error = peer.call(request, &[ram]).expect_err(&what);
         assert_eq!(error.kind, ErrorKind::Invalid, "{what}: {error}");
     }
-    let kind = peer.refused(far_map(0, 4096, 0), &[], &["without a descriptor"]);
+    let kind = peer.refused(map_peer(0, 4096, 0), &[], &["without a descriptor"]);
     assert_eq!(kind, ErrorKind::Invalid);
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
-    peer.call(far_map(0, 4096, 0), &[pipe.as_fd()]).unwrap_err();
+    peer.call(map_peer(0, 4096, 0), &[pipe.as_fd()])
+        .unwrap_err();
     // Unmaps that would split a mapping, or find none.
-    for (far, len) in [
+    for (peer_address, len) in [
         (FAR, 4096),
         (FAR + 4096, MIB),
         (0, MIB),
         (FAR, 0),
         (FAR, u64::MAX),
     ] {
-        peer.call(Request::FarUnmap { far, len }, &[]).unwrap_err();
+        peer.call(Request::UnmapPeer { peer_address, len }, &[])
+            .unwrap_err();
     }
     assert_eq!(lender.status(DEVICE).usage, usage);
 }
@@ -122,7 +128,7 @@ fn mappings_are_bounded() {
     let ram = memory(4096);
     let mut mapped = 0;
     let error = loop {
-        match peer.call(far_map(mapped * 4096, 4096, 0), &[ram.as_fd()]) {
+        match peer.call(map_peer(mapped * 4096, 4096, 0), &[ram.as_fd()]) {
             Ok(_) => mapped += 1,
             Err(error) => break error,
         }
@@ -134,7 +140,7 @@ fn mappings_are_bounded() {
     assert_eq!(error.kind, ErrorKind::Limit);
     assert!(error.message.contains(&mapped.to_string()), "{error}");
     peer.call(Request::Close, &[]).unwrap();
-    peer.call(far_map(0, 4096, 0), &[ram.as_fd()]).unwrap();
+    peer.call(map_peer(0, 4096, 0), &[ram.as_fd()]).unwrap();
 }
 
 #[test]

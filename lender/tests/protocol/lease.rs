@@ -6,7 +6,7 @@ use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, statu
 use farside_fabric::NtbLimits;
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_lender_protocol::{
-    Channel, Client, Epoch, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
+    Channel, Client, ErrorKind, Generation, IrqUpdate, Reply, Request, Route, irq_counts,
     registers::{Access, Event},
 };
 
@@ -24,45 +24,45 @@ fn start_fill(registers: &mut Channel, dst: u64) {
 }
 
 #[test]
-fn a_stale_epoch_has_no_effect() {
+fn a_stale_generation_has_no_effect() {
     let lender = Running::new();
     let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
-    let epoch = peer.epoch;
+    let generation = peer.generation;
     for stale in [
-        Epoch(0),
-        Epoch(epoch.0 - 1),
-        Epoch(epoch.0 + 1),
-        Epoch(u64::MAX),
+        Generation(0),
+        Generation(generation.0 - 1),
+        Generation(generation.0 + 1),
+        Generation(u64::MAX),
     ] {
-        peer.epoch = stale;
+        peer.generation = stale;
         for request in [Request::EnableBusMaster, Request::Reset, Request::Return] {
-            let numbers = [epoch.to_string(), stale.to_string()];
+            let numbers = [generation.to_string(), stale.to_string()];
             let numbers = numbers.each_ref().map(String::as_str);
             let kind = peer.refused(request, &[], &numbers);
-            assert_eq!(kind, ErrorKind::StaleEpoch);
+            assert_eq!(kind, ErrorKind::StaleGeneration);
         }
     }
     assert!(!lender.status(DEVICE).bus_master);
-    peer.epoch = epoch;
+    peer.generation = generation;
     peer.call(Request::EnableBusMaster, &[]).unwrap();
     assert_eq!(read(&mut registers, 0, reg::ID, 4) as u32, dma_test::ID);
 }
 
 #[test]
-fn a_restarted_lender_gives_out_larger_epochs() {
+fn a_restarted_lender_gives_out_larger_generations() {
     let mut first = Running::new();
-    let epoch = (0..50)
+    let generation = (0..50)
         .map(|_| {
             let (mut peer, _registers) = first.borrow(DEVICE, "a");
             peer.call(Request::Return, &[]).unwrap();
-            peer.epoch
+            peer.generation
         })
         .max();
     first.stop();
     // The restarted lender has none of those leases.
     let later = Running::new();
     let (peer, _registers) = later.borrow(DEVICE, "a");
-    assert!(Some(peer.epoch) > epoch);
+    assert!(Some(peer.generation) > generation);
 }
 
 #[test]
@@ -153,11 +153,11 @@ fn a_request_does_not_overtake_the_accesses_before_it() {
         let mut found = [0; 4];
         ram.read_exact_at(&mut found, 4092).unwrap();
         assert_eq!(u64::from(u32::from_le_bytes(found)), value);
-        let (iova, far) = (0, FAR);
+        let (iova, peer_address) = (0, FAR);
         peer.call(
             Request::OpenWindow {
                 iova,
-                far,
+                peer_address,
                 len: MIB,
             },
             &[],

@@ -17,8 +17,8 @@ use farside_lender::{
     config::{Config, DeviceConfig, Model},
 };
 use farside_lender_protocol::{
-    Address, Channel, ChannelError, Client, DeviceStatus, Envelope, Epoch, ErrorKind, RemoteError,
-    Reply, Request, Route, VERSION,
+    Address, Channel, ChannelError, Client, DeviceStatus, Envelope, ErrorKind, Generation,
+    RemoteError, Reply, Request, Route, VERSION,
     registers::{Access, Event},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
@@ -156,14 +156,14 @@ impl Drop for Running {
 /// A connection to a lender, without checks of the sent messages.
 pub struct Peer {
     pub channel: Channel,
-    pub epoch: Epoch,
+    pub generation: Generation,
 }
 
 impl Peer {
     pub fn connect(address: &Address) -> Self {
         Self {
             channel: Channel::connect(address, DEADLINE).unwrap(),
-            epoch: Epoch(0),
+            generation: Generation(0),
         }
     }
 
@@ -175,9 +175,9 @@ impl Peer {
     }
 
     pub fn post(&mut self, request: Request, fds: &[BorrowedFd<'_>]) {
-        let epoch = self.epoch;
+        let generation = self.generation;
         let envelope = Envelope {
-            epoch,
+            generation,
             accesses: 0,
             request,
         };
@@ -219,7 +219,7 @@ impl Peer {
     /// As [`Peer::hello`]; the lender may close the connection.
     pub fn try_hello(&mut self, version: u32) -> Result<Reply, ChannelError> {
         let envelope = Envelope {
-            epoch: self.epoch,
+            generation: self.generation,
             accesses: 0,
             request: Request::Hello { version, vm: None },
         };
@@ -235,7 +235,7 @@ impl Peer {
     pub fn borrow_under(
         &mut self,
         device: &str,
-        fence: Option<Epoch>,
+        fence: Option<Generation>,
     ) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
         let device = device.to_owned();
@@ -248,8 +248,8 @@ impl Peer {
             &[sram.as_fd()],
         );
         match self.reply()? {
-            (Reply::Lease { epoch, .. }, fds) => {
-                self.epoch = epoch;
+            (Reply::Lease { generation, .. }, fds) => {
+                self.generation = generation;
                 let socket = fds.into_iter().next().expect("a register channel");
                 Ok(Channel::from_socket(socket))
             }
@@ -257,17 +257,24 @@ impl Peer {
         }
     }
 
-    /// Maps `file` at `far`, with a window at `iova`, and sets bus-master enable.
-    pub fn open(&mut self, file: &File, iova: u64, far: u64, len: u64) {
-        let map = Request::FarMap {
-            far,
+    /// Maps `file` at `peer_address`, with a window at `iova`, and sets bus-master enable.
+    pub fn open(&mut self, file: &File, iova: u64, peer_address: u64, len: u64) {
+        let map = Request::MapPeer {
+            peer_address,
             len,
             offset: 0,
             writable: true,
         };
         self.call(map, &[file.as_fd()]).unwrap();
-        self.call(Request::OpenWindow { iova, far, len }, &[])
-            .unwrap();
+        self.call(
+            Request::OpenWindow {
+                iova,
+                peer_address,
+                len,
+            },
+            &[],
+        )
+        .unwrap();
         self.call(Request::EnableBusMaster, &[]).unwrap();
     }
 

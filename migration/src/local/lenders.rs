@@ -1,6 +1,6 @@
 //! The lenders of a VM's configuration.
 
-use farside_lender_protocol::{Address, CallError, Client, Epoch, ErrorKind as Remote};
+use farside_lender_protocol::{Address, CallError, Client, ErrorKind as Remote, Generation};
 use farside_vm_config::ram_ranges;
 
 use super::{LocalHost, config_of, is_libvirt};
@@ -45,8 +45,8 @@ impl Lenders for LocalHost {
         device: &str,
         vm: &str,
         migration: &str,
-        supersedes: Option<Epoch>,
-    ) -> Result<Epoch> {
+        supersedes: Option<Generation>,
+    ) -> Result<Generation> {
         let mut client = Client::connect(lender, None)?;
         Ok(client.hand_over(device, vm, migration, supersedes)?)
     }
@@ -84,7 +84,9 @@ fn look(id: &str, port: u16, lender: &Address) -> std::result::Result<FoundDevic
         lender: lender.clone(),
         lender_name: client.lender().to_owned(),
         identity: Identity::of(&described),
-        holder: entry.borrowed_by.map(|holder| (holder.vm, holder.epoch)),
+        holder: entry
+            .borrowed_by
+            .map(|holder| (holder.vm, holder.generation)),
         fences: entry.fences,
     })
 }

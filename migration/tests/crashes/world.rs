@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use farside_lender_protocol::{Epoch, Fence, Fences};
+use farside_lender_protocol::{Fence, Fences, Generation};
 use farside_migration::{
     Arrival, Configuration, Error, ErrorKind, Journal, MovedMarker, Mover, Peer, Plan, Reply,
     Request, Result, Runner, Store, Strategy, resume_here,
@@ -37,8 +37,8 @@ pub struct Crash {
 #[derive(Default)]
 struct Device {
     /// Host and lease generation.
-    lease: Option<(&'static str, Epoch)>,
-    epoch: u64,
+    lease: Option<(&'static str, Generation)>,
+    generation: u64,
     fence: Option<Fence>,
 }
 
@@ -153,11 +153,11 @@ impl World {
             .collect();
         assert!(running.len() <= 1, "the VM runs on {running:?}");
         for (id, device) in &*self.devices.borrow() {
-            if let Some((holder, epoch)) = device.lease {
+            if let Some((holder, generation)) = device.lease {
                 assert_eq!(running, [holder], "{id} is borrowed by a dead VM");
                 if let Some(fence) = &device.fence {
                     assert!(
-                        epoch > fence.epoch,
+                        generation > fence.generation,
                         "{id} is held by whom it was taken from"
                     );
                 }
@@ -187,7 +187,7 @@ impl World {
         let shown = self.files(host, |files| files.fences.of(id));
         let devices = self.devices.borrow();
         match &devices[id].fence {
-            Some(fence) => shown.unwrap_or_default() >= fence.epoch,
+            Some(fence) => shown.unwrap_or_default() >= fence.generation,
             None => true,
         }
     }
@@ -240,7 +240,7 @@ impl World {
 impl World {
     fn may_borrow_of(&self, host: &str, id: &str, device: &Device) -> bool {
         let shown = self.files(host, |files| files.fences.of(id));
-        let fence = device.fence.as_ref().map(|fence| fence.epoch);
+        let fence = device.fence.as_ref().map(|fence| fence.generation);
         shown.unwrap_or_default() >= fence.unwrap_or_default()
     }
 }

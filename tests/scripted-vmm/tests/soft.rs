@@ -288,7 +288,7 @@ fn a_reset_and_another_vmm_start_over() {
     run(&mut session, "reset");
     assert_closed(&host, &served, DISK, "leased");
     run(&mut session, "io 1M 1M");
-    let epoch = served.status().epoch;
+    let generation = served.status().generation;
     run(&mut session, "reconnect");
     run(&mut session, "io 1M 2M");
     for _ in 0..10 {
@@ -297,7 +297,7 @@ fn a_reset_and_another_vmm_start_over() {
     }
     run(&mut session, "io 1M 3M");
     assert_open(&host, &served, DISK, 32 * MIB, 2);
-    assert!(served.status().epoch > epoch);
+    assert!(served.status().generation > generation);
     let report = finish(session);
     assert_eq!(report.checksum_ok, Some(true));
     assert_eq!(report.early_interrupts, 0);

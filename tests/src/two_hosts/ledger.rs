@@ -52,25 +52,25 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
         let lines = log.lines().filter(|line| line.contains("device disk0: "));
         for line in lines {
             if line.contains(&format!("borrowed by VM {VM} (")) {
-                let epoch = number(line, "(epoch ")?;
+                let generation = number(line, "(generation ")?;
                 ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
                 ensure!(
-                    epoch >= fence,
+                    generation >= fence,
                     "fence {fence} kept nobody off: {line}\n{log}"
                 );
-                open = Some(epoch);
+                open = Some(generation);
                 leases.count += 1;
                 leases.holder = Some(number(line, "process ")?.try_into()?);
-            } else if line.contains(&format!("(VM {VM}, epoch ")) {
-                let epoch = number(line, ", epoch ")?;
-                if unused == Some(epoch) {
+            } else if line.contains(&format!("(VM {VM}, generation ")) {
+                let generation = number(line, ", generation ")?;
+                if unused == Some(generation) {
                     continue;
                 }
-                ensure!(open == Some(epoch), "{open:?} was lent: {line}\n{log}");
+                ensure!(open == Some(generation), "{open:?} was lent: {line}\n{log}");
                 open = None;
                 leases.holder = None;
             } else if line.contains("lease dropped before VM ") {
-                unused = Some(number(line, "(epoch ")?);
+                unused = Some(number(line, "(generation ")?);
             } else if line.contains("handed over to where") {
                 ensure!(open.is_none(), "{open:?} was not over: {line}\n{log}");
                 let next = number(line, ", fence ")?;

@@ -99,7 +99,7 @@ fn comes_and_goes(
     ensure!(output.success(), "{output:?}");
     let last = cluster.status()?.borrow("a", "disk0")?;
     ensure!(
-        (last.state, last.epoch) == (BorrowState::Ready, stays.epoch),
+        (last.state, last.generation) == (BorrowState::Ready, stays.generation),
         "{last:?}"
     );
     println!("{machine:?} {args:?}: {times:?} (ms)");

@@ -214,7 +214,7 @@ pub fn a_guest_that_is_not_there_yet_keeps_its_drive(
     );
     ensure!(has(&guest, "disk0")?);
     let after = cluster.wait_state("a", "disk0", BorrowState::Ready)?;
-    ensure!(after.epoch == before.epoch, "{after:?}");
+    ensure!(after.generation == before.generation, "{after:?}");
     guest.kill_qemu()?;
     cluster.wait_free("disk0")?;
     passed()

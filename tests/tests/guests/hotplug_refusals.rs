@@ -38,7 +38,7 @@ pub fn a_guest_that_does_not_let_go_keeps_its_drive(
     ensure!(has(&guest, "disk0")?);
     let after = cluster.status()?.borrow("a", "disk0")?;
     ensure!(
-        (after.state, after.epoch) == (BorrowState::Ready, before.epoch),
+        (after.state, after.generation) == (BorrowState::Ready, before.generation),
         "{after:?}"
     );
     check::io(&guest, DISK, 302)?;

@@ -58,7 +58,10 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     registers_end_dma(cluster, &guest)?;
 
     let last = check::open(cluster, &guest, "disk0", 1)?;
-    ensure!(last.epoch == first.epoch, "one lease all along: {last:?}");
+    ensure!(
+        last.generation == first.generation,
+        "one lease all along: {last:?}"
+    );
     check::no_faults(cluster, &["disk0", "dma0"])?;
     guest.power_off()?;
     for device in ["disk0", "dma0"] {
@@ -159,7 +162,7 @@ pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Resul
     guest.wait_disk()?;
     let rebooted = check::open(cluster, &guest, "disk0", 1)?;
     ensure!(
-        rebooted.epoch == first.epoch,
+        rebooted.generation == first.generation,
         "the lease goes on: {rebooted:?}"
     );
     check::io(&guest, DISK, 12)?;
@@ -183,7 +186,10 @@ pub fn a_guest_reboots_and_a_vm_starts_again(cluster: &Cluster) -> anyhow::Resul
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     let again = check::open(cluster, &guest, "disk0", 1)?;
-    ensure!(again.epoch > first.epoch, "a lease of its own: {again:?}");
+    ensure!(
+        again.generation > first.generation,
+        "a lease of its own: {again:?}"
+    );
     check::io(&guest, DISK, 14)?;
     guest.power_off()?;
     passed()

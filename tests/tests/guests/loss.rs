@@ -50,7 +50,10 @@ pub fn a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on(
 
     let _again = cluster.guest("a").paused().start()?;
     let again = check::closed(cluster, "a", "disk0")?;
-    ensure!(again.epoch > first.epoch, "{first:?}, then {again:?}");
+    ensure!(
+        again.generation > first.generation,
+        "{first:?}, then {again:?}"
+    );
     passed()
 }
 
@@ -82,7 +85,10 @@ pub fn a_killed_backend_gives_its_device_back(cluster: &Cluster) -> anyhow::Resu
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     let again = check::open(cluster, &guest, "disk0", 1)?;
-    ensure!(again.epoch > first.epoch, "{first:?}, then {again:?}");
+    ensure!(
+        again.generation > first.generation,
+        "{first:?}, then {again:?}"
+    );
     check::io(&guest, DISK, 31)?;
     guest.power_off()?;
     passed()
@@ -130,7 +136,10 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     guest.reboot(BOOT)?;
     guest.wait_disk()?;
     let again = check::open(cluster, &guest, "disk0", 1)?;
-    ensure!(again.epoch > first.epoch, "{first:?}, then {again:?}");
+    ensure!(
+        again.generation > first.generation,
+        "{first:?}, then {again:?}"
+    );
     check::io(&guest, DISK, 33)?;
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;

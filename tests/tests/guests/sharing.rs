@@ -102,7 +102,7 @@ pub fn a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm(
         Err(error) => format!("{error:#}"),
     };
     ensure!(refused.contains("VM second"), "{refused}");
-    backend_b.wait_log("device disk0 is borrowed by VM first (epoch ", SHORT)?;
+    backend_b.wait_log("device disk0 is borrowed by VM first (generation ", SHORT)?;
     let status = cluster.status()?;
     let borrow = status.borrow("second", "disk0")?;
     ensure!(

@@ -111,7 +111,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     ensure!(files(stage)? == before, "{:?}, {before:?}", files(stage));
 
     // No check can predict this: the guest does not release the device.
-    let (_, epoch) = stage.holder()?.context("nobody has the drive")?;
+    let (_, generation) = stage.holder()?.context("nobody has the drive")?;
     let late = [&live("b")[..], &["--shutdown-timeout", "2"]].concat();
     stage.refused(
         "a",
@@ -119,7 +119,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
         &["has not released disk0 within 2s", "as it was"],
     )?;
     ensure!(stage.running()? == ["a"], "{:?}", stage.running());
-    ensure!(stage.holder()? == Some((VM.to_owned(), epoch)));
+    ensure!(stage.holder()? == Some((VM.to_owned(), generation)));
     ensure!(checksum(&guest)? == sum);
 
     drop(lender);

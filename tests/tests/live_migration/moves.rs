@@ -18,7 +18,7 @@ pub fn a_running_guest_goes_there_and_back(stage: &Stage) -> Result<Completion> 
     let address = guest.exec_ok(ADDRESS, SHORT)?;
     let sum = fill(&guest)?;
     let mut counter = Counter::start(&guest)?;
-    let mut last_epoch = 0;
+    let mut last_generation = 0;
     for (from, to) in [("a", "b"), ("b", "a")] {
         let checked = stage.ok(from, &[&live(to)[..], &["--check"]].concat())?;
         ensure!(checked.contains("nothing stops"), "{checked}");
@@ -37,9 +37,12 @@ pub fn a_running_guest_goes_there_and_back(stage: &Stage) -> Result<Completion> 
             now == address,
             "the drive was at {address}, and is at {now}"
         );
-        let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
-        ensure!(holder == VM && epoch > last_epoch, "{holder} {epoch}");
-        last_epoch = epoch;
+        let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+        ensure!(
+            holder == VM && generation > last_generation,
+            "{holder} {generation}"
+        );
+        last_generation = generation;
         stage.refused(from, &["start", VM], &["has moved to", to])?;
     }
     let count = counter.stop(&guest, &root_image(stage))?;

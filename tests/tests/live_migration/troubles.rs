@@ -28,9 +28,9 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
             ensure!(checksum(&guest)? == sum, "the drive has other data");
             counter.goes_on(&guest)?;
             ensure!(!described(stage, "b"), "it is described at b");
-            let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
-            ensure!(holder == VM && epoch > after, "{holder} {epoch}");
-            Ok(epoch)
+            let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+            ensure!(holder == VM && generation > after, "{holder} {generation}");
+            Ok(generation)
         };
         all().with_context(|| what.to_owned())
     };

@@ -52,7 +52,7 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
     let mut guest = stage.guest()?;
     let address = guest.exec_ok("readlink -f /sys/class/nvme/nvme0/device", crate::SHORT)?;
     let mut chain = Chain::default();
-    let mut last_epoch = 0;
+    let mut last_generation = 0;
     let mut times = Times::default();
     for n in 0..count {
         let (from, to) = if n % 2 == 0 { ("a", "b") } else { ("b", "a") };
@@ -74,9 +74,12 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
             "the drive was at {address}, and is at {now}"
         );
         ensure!(stage.running()? == [to], "{:?}", stage.running());
-        let (holder, epoch) = stage.holder()?.context("nobody has the drive")?;
-        ensure!(holder == VM && epoch > last_epoch, "{holder} {epoch}");
-        last_epoch = epoch;
+        let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+        ensure!(
+            holder == VM && generation > last_generation,
+            "{holder} {generation}"
+        );
+        last_generation = generation;
         stage.refused(from, &["start", VM], &["has moved to", to])?;
         let config = stage.path(to, &format!("etc/vm/{VM}.toml"));
         let config = crate::stage::shown(&config);

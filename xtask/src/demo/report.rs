@@ -42,7 +42,7 @@ pub(super) fn text(facts: &Facts) -> String {
         line(
             &mut text,
             "by",
-            format!("VM {} (epoch {})", by.vm, by.epoch),
+            format!("VM {} (generation {})", by.vm, by.generation),
         );
     }
     line(&mut text, "started with", facts.typed.clone());

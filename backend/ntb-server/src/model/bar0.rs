@@ -1,7 +1,7 @@
 //! Registers and tables: BAR 0.
 
 use super::{
-    Far, Ntb, Port,
+    HostAccess, Ntb, Port,
     port::MSIX_TABLE_SIZE,
     regs::{
         DOORBELLS, EVENT_VECTOR, ID, LUT, MAX_LUT_ENTRIES, MSIX_PBA, MSIX_TABLE, REQUESTER_TABLE,
@@ -47,10 +47,10 @@ impl Ntb {
         port: Port,
         offset: u64,
         data: &mut [u8],
-        far: &mut dyn Far,
+        hosts: &mut dyn HostAccess,
     ) {
         for (done, count, at, first) in words(offset, data.len()) {
-            let word = self.read_word(port, at, far).to_le_bytes();
+            let word = self.read_word(port, at, hosts).to_le_bytes();
             data[done..done + count].copy_from_slice(&word[first..first + count]);
         }
     }
@@ -61,18 +61,18 @@ impl Ntb {
         port: Port,
         offset: u64,
         data: &[u8],
-        far: &mut dyn Far,
+        hosts: &mut dyn HostAccess,
     ) {
         for (done, count, at, first) in words(offset, data.len()) {
             let (mut value, mut mask) = ([0; 4], [0; 4]);
             value[first..first + count].copy_from_slice(&data[done..done + count]);
             mask[first..first + count].fill(0xff);
             let (value, mask) = (u32::from_le_bytes(value), u32::from_le_bytes(mask));
-            self.write_word(port, at, value, mask, far);
+            self.write_word(port, at, value, mask, hosts);
         }
     }
 
-    fn read_word(&self, port: Port, at: u64, far: &mut dyn Far) -> u32 {
+    fn read_word(&self, port: Port, at: u64, hosts: &mut dyn HostAccess) -> u32 {
         let (own, peer) = (&self.ports[port], &self.ports[port.peer()]);
         let r = &own.registers;
         match at {
@@ -104,7 +104,7 @@ impl Ntb {
             MSIX_PBA..MSIX_PBA_END => {
                 let first = ((at - MSIX_PBA) * 8) as u16;
                 (first..VECTORS.min(first + 32))
-                    .filter(|vector| far.is_pending(port, *vector))
+                    .filter(|vector| hosts.is_pending(port, *vector))
                     .fold(0, |word, vector| word | 1 << (vector - first))
             }
             LUT..LUT_END => {
@@ -122,30 +122,37 @@ impl Ntb {
     }
 
     /// Writes the bytes of a word that `mask` selects.
-    fn write_word(&mut self, port: Port, at: u64, value: u32, mask: u32, far: &mut dyn Far) {
+    fn write_word(
+        &mut self,
+        port: Port,
+        at: u64,
+        value: u32,
+        mask: u32,
+        hosts: &mut dyn HostAccess,
+    ) {
         let link_up = self.link_is_up();
         let r = &mut self.ports[port].registers;
         match at {
             reg::LINK_CONTROL => {
                 r.link_control = merge(r.link_control, value, mask) & link_control::ENABLE;
-                self.update_link(far);
+                self.update_link(hosts);
             }
             reg::DOORBELL_SET_PEER if link_up => {
-                self.ring(port.peer(), value & mask, far);
+                self.ring(port.peer(), value & mask, hosts);
             }
             reg::DOORBELL_STATUS => r.doorbell_status &= !(value & mask),
             reg::DOORBELL_MASK => {
                 let before = r.doorbell_mask;
                 r.doorbell_mask = merge(before, value, mask);
                 let released = r.doorbell_status & before & !r.doorbell_mask;
-                raise(port, released, far);
+                raise(port, released, hosts);
             }
             reg::EVENT_STATUS => r.event_status &= !(value & mask),
             reg::EVENT_MASK => {
                 let before = r.event_mask;
                 r.event_mask = merge(before, value, mask) & event::ALL;
                 if r.event_status & before & !r.event_mask != 0 {
-                    far.raise(port, EVENT_VECTOR);
+                    hosts.raise(port, EVENT_VECTOR);
                 }
             }
             reg::ERROR_COUNT => r.error_count = 0,
@@ -161,7 +168,7 @@ impl Ntb {
             REQUESTER_TABLE..REQUESTER_END => {
                 let entry = &mut r.requesters[index(at, REQUESTER_TABLE)];
                 *entry = merge(*entry, value, mask) & (requester::VALID | requester::RID);
-                self.update_link(far);
+                self.update_link(hosts);
             }
             MSIX_TABLE..MSIX_TABLE_END => {
                 let at = (at - MSIX_TABLE) as usize;
@@ -182,19 +189,19 @@ impl Ntb {
     }
 
     /// Raises doorbells at a port.
-    fn ring(&mut self, port: Port, bells: u32, far: &mut dyn Far) {
+    fn ring(&mut self, port: Port, bells: u32, hosts: &mut dyn HostAccess) {
         let r = &mut self.ports[port].registers;
         r.doorbell_status |= bells;
-        raise(port, bells & !r.doorbell_mask, far);
+        raise(port, bells & !r.doorbell_mask, hosts);
     }
 
     /// Sets event bits of a port. Raises the interrupt only for bits that were clear.
-    pub(super) fn event(&mut self, port: Port, events: u32, far: &mut dyn Far) {
+    pub(super) fn event(&mut self, port: Port, events: u32, hosts: &mut dyn HostAccess) {
         let r = &mut self.ports[port].registers;
         let new = events & !r.event_status;
         r.event_status |= events;
         if new & !r.event_mask != 0 {
-            far.raise(port, EVENT_VECTOR);
+            hosts.raise(port, EVENT_VECTOR);
         }
     }
 
@@ -206,7 +213,7 @@ impl Ntb {
 
     /// Derives link status and window state from the state of both ports, and raises
     /// link events.
-    pub(super) fn update_link(&mut self, far: &mut dyn Far) {
+    pub(super) fn update_link(&mut self, hosts: &mut dyn HostAccess) {
         for port in Port::BOTH {
             let peer = &self.ports[port.peer()];
             let bits = [
@@ -225,16 +232,16 @@ impl Ntb {
             let status = set.fold(0, |status, (_, bit)| status | bit);
             self.ports[port].closed = self.closed(port);
             if std::mem::replace(&mut self.ports[port].link_status, status) != status {
-                self.event(port, event::LINK, far);
+                self.event(port, event::LINK, hosts);
             }
         }
     }
 }
 
 /// Raises the vectors of doorbells.
-fn raise(port: Port, mut bells: u32, far: &mut dyn Far) {
+fn raise(port: Port, mut bells: u32, hosts: &mut dyn HostAccess) {
     while bells != 0 {
-        far.raise(port, bells.trailing_zeros() as u16);
+        hosts.raise(port, bells.trailing_zeros() as u16);
         bells &= bells - 1;
     }
 }

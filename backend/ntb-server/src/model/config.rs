@@ -1,8 +1,8 @@
 //! Sizes of a port.
 
 use super::regs::{
-    DEFAULT_LUT_ENTRIES, DEFAULT_WINDOW_SIZE, FAR_ALIGN_SHIFT, MAX_LUT_ENTRIES, MAX_WINDOW_SIZE,
-    MIN_WINDOW_SIZE, caps,
+    ADDRESS_ALIGN_SHIFT, DEFAULT_LUT_ENTRIES, DEFAULT_WINDOW_SIZE, MAX_LUT_ENTRIES,
+    MAX_WINDOW_SIZE, MIN_WINDOW_SIZE, caps,
 };
 
 /// Sizes of a port.
@@ -44,11 +44,11 @@ impl PortConfig {
         if !lut_entries.is_power_of_two() || lut_entries > MAX_LUT_ENTRIES {
             return Err(ConfigError::LutEntries(lut_entries));
         }
-        if self.segment_shift() < FAR_ALIGN_SHIFT {
+        if self.segment_shift() < ADDRESS_ALIGN_SHIFT {
             return Err(ConfigError::Segment {
                 window_size,
                 lut_entries,
-                most: window_size >> FAR_ALIGN_SHIFT,
+                most: window_size >> ADDRESS_ALIGN_SHIFT,
             });
         }
         Ok(())
@@ -65,7 +65,7 @@ impl PortConfig {
         caps::pack(
             self.window_size.trailing_zeros(),
             self.lut_entries.trailing_zeros(),
-            FAR_ALIGN_SHIFT,
+            ADDRESS_ALIGN_SHIFT,
         )
     }
 }

@@ -10,7 +10,7 @@
 
 mod bar0;
 mod config;
-mod far;
+mod host_access;
 mod pci;
 mod port;
 #[cfg(test)]
@@ -20,9 +20,9 @@ mod window;
 use std::ops::{Index, IndexMut};
 
 pub use config::{ConfigError, PortConfig};
-pub use far::{Far, FarError, FarRead, Target};
 use farside_ntb::regs::{self, REGISTERS_BAR, REGISTERS_SIZE, WINDOW_BAR};
 use farside_pci::Description;
+pub use host_access::{HostAccess, PeerError, PeerRead, Target};
 use port::PortState;
 
 /// One of the two ports.
@@ -103,51 +103,58 @@ impl Ntb {
         bar: u8,
         offset: u64,
         data: &mut [u8],
-        far: &mut dyn Far,
+        hosts: &mut dyn HostAccess,
     ) -> Read {
         if !self.is_inside(port, bar, offset, data.len()) {
             data.fill(0xff);
             return Read::Done;
         }
         if bar == WINDOW_BAR {
-            return self.window_read(port, offset, data, far);
+            return self.window_read(port, offset, data, hosts);
         }
-        self.registers_read(port, offset, data, far);
+        self.registers_read(port, offset, data, hosts);
         Read::Done
     }
 
     /// Writes `data` at `offset` of a BAR; any length and alignment. A write outside
     /// the BAR is ignored.
-    pub fn write(&mut self, port: Port, bar: u8, offset: u64, data: &[u8], far: &mut dyn Far) {
+    pub fn write(
+        &mut self,
+        port: Port,
+        bar: u8,
+        offset: u64,
+        data: &[u8],
+        hosts: &mut dyn HostAccess,
+    ) {
         if !self.is_inside(port, bar, offset, data.len()) {
             return;
         }
         if bar == WINDOW_BAR {
-            self.window_write(port, offset, data, far);
+            self.window_write(port, offset, data, hosts);
         } else {
-            self.registers_write(port, offset, data, far);
+            self.registers_write(port, offset, data, hosts);
         }
     }
 
     /// A host was connected to a port, or disconnected.
-    pub fn set_present(&mut self, port: Port, present: bool, far: &mut dyn Far) {
+    pub fn set_present(&mut self, port: Port, present: bool, hosts: &mut dyn HostAccess) {
         self.ports[port].present = present;
-        self.update_link(far);
+        self.update_link(hosts);
     }
 
     /// Bus-master enable of a port's command register changed.
-    pub fn set_bus_master(&mut self, port: Port, enabled: bool, far: &mut dyn Far) {
+    pub fn set_bus_master(&mut self, port: Port, enabled: bool, hosts: &mut dyn HostAccess) {
         if self.ports[port].bus_master != enabled {
             self.ports[port].bus_master = enabled;
-            self.update_link(far);
+            self.update_link(hosts);
         }
     }
 
     /// Resets a port (conventional or function-level reset). Its host stays connected;
     /// the owner clears bus-master enable.
-    pub fn reset(&mut self, port: Port, far: &mut dyn Far) {
+    pub fn reset(&mut self, port: Port, hosts: &mut dyn HostAccess) {
         self.ports[port].reset();
-        self.update_link(far);
+        self.update_link(hosts);
         // A port gets no event for its own reset.
         self.ports[port].registers.event_status = 0;
     }

@@ -1,14 +1,14 @@
 //! Accesses through a window.
 
 use super::{
-    Far, FarError, FarRead, Ntb, Port, Read, Target,
-    regs::{FAR_ALIGN_SHIFT, error, event},
+    HostAccess, Ntb, PeerError, PeerRead, Port, Read, Target,
+    regs::{ADDRESS_ALIGN_SHIFT, error, event},
 };
 
 /// Accesses are split at multiples of this, as PCIe requests are. Segments consist of
 /// whole pages and peer addresses are page-aligned, so each piece is in one segment,
 /// and in one page of the peer.
-const PAGE: u64 = 1 << FAR_ALIGN_SHIFT;
+const PAGE: u64 = 1 << ADDRESS_ALIGN_SHIFT;
 
 /// A read that waits for the peer.
 #[derive(Debug)]
@@ -41,9 +41,9 @@ impl Ntb {
         port: Port,
         offset: u64,
         data: &mut [u8],
-        far: &mut dyn Far,
+        hosts: &mut dyn HostAccess,
     ) -> Read {
-        match self.read_pieces(port, offset, data, 0, far) {
+        match self.read_pieces(port, offset, data, 0, hosts) {
             None => Read::Done,
             Some(Waits { at, len, address }) => {
                 self.ports[port].pending = Some(PendingRead {
@@ -64,14 +64,14 @@ impl Ntb {
     pub fn complete_read(
         &mut self,
         port: Port,
-        answer: Result<&[u8], FarError>,
-        far: &mut dyn Far,
+        answer: Result<&[u8], PeerError>,
+        hosts: &mut dyn HostAccess,
     ) -> Option<&[u8]> {
         let mut read = self.ports[port].pending.take()?;
         let part = &mut read.data[read.at..read.at + read.len];
         let answer = answer.and_then(|answer| match answer.len() == part.len() {
             true => Ok(answer),
-            false => Err(FarError::Refused),
+            false => Err(PeerError::Refused),
         });
         match answer {
             Ok(answer) => {
@@ -85,11 +85,11 @@ impl Ntb {
                     offset: read.offset + read.at as u64,
                     address: read.address,
                 };
-                self.refuse(at, error.reason(), false, far);
+                self.refuse(at, error.reason(), false, hosts);
             }
         }
         let done = read.at + read.len;
-        match self.read_pieces(port, read.offset, &mut read.data, done, far) {
+        match self.read_pieces(port, read.offset, &mut read.data, done, hosts) {
             Some(Waits { at, len, address }) => {
                 self.ports[port].pending = Some(PendingRead {
                     at,
@@ -113,8 +113,8 @@ impl Ntb {
     }
 
     /// The peer host has refused a posted write.
-    pub fn write_failed(&mut self, at: Target, error: FarError, far: &mut dyn Far) {
-        self.refuse(at, error.reason(), true, far);
+    pub fn write_failed(&mut self, at: Target, error: PeerError, hosts: &mut dyn HostAccess) {
+        self.refuse(at, error.reason(), true, hosts);
     }
 
     /// Reads the pieces from `data[done..]` on, until one has to wait.
@@ -124,7 +124,7 @@ impl Ntb {
         offset: u64,
         data: &mut [u8],
         mut done: usize,
-        far: &mut dyn Far,
+        hosts: &mut dyn HostAccess,
     ) -> Option<Waits> {
         while done < data.len() {
             let at = offset + done as u64;
@@ -138,11 +138,11 @@ impl Ntb {
                         offset: at,
                         address: 0,
                     };
-                    self.refuse(at, reason, false, far);
+                    self.refuse(at, reason, false, hosts);
                 }
-                Ok(target) => match far.memory_read(target, part) {
-                    Ok(FarRead::Done) => self.ports[port].registers.window_reads += 1,
-                    Ok(FarRead::Later) => {
+                Ok(target) => match hosts.memory_read(target, part) {
+                    Ok(PeerRead::Done) => self.ports[port].registers.window_reads += 1,
+                    Ok(PeerRead::Later) => {
                         return Some(Waits {
                             at: done,
                             len,
@@ -151,7 +151,7 @@ impl Ntb {
                     }
                     Err(error) => {
                         part.fill(0xff);
-                        self.refuse(target, error.reason(), false, far);
+                        self.refuse(target, error.reason(), false, hosts);
                     }
                 },
             }
@@ -160,7 +160,13 @@ impl Ntb {
         None
     }
 
-    pub(super) fn window_write(&mut self, port: Port, offset: u64, data: &[u8], far: &mut dyn Far) {
+    pub(super) fn window_write(
+        &mut self,
+        port: Port,
+        offset: u64,
+        data: &[u8],
+        hosts: &mut dyn HostAccess,
+    ) {
         let mut done = 0;
         while done < data.len() {
             let at = offset + done as u64;
@@ -172,11 +178,11 @@ impl Ntb {
                         offset: at,
                         address: 0,
                     };
-                    self.refuse(at, reason, true, far);
+                    self.refuse(at, reason, true, hosts);
                 }
-                Ok(target) => match far.memory_write(target, &data[done..done + len]) {
+                Ok(target) => match hosts.memory_write(target, &data[done..done + len]) {
                     Ok(()) => self.ports[port].registers.window_writes += 1,
-                    Err(error) => self.refuse(target, error.reason(), true, far),
+                    Err(error) => self.refuse(target, error.reason(), true, hosts),
                 },
             }
             done += len;
@@ -209,12 +215,12 @@ impl Ntb {
         }
     }
 
-    fn refuse(&mut self, at: Target, reason: u32, write: bool, far: &mut dyn Far) {
+    fn refuse(&mut self, at: Target, reason: u32, write: bool, hosts: &mut dyn HostAccess) {
         let registers = &mut self.ports[at.from].registers;
         registers.error_count = registers.error_count.saturating_add(1);
         registers.error_info = reason | if write { error::WRITE } else { 0 };
         registers.error_offset = at.offset;
         registers.error_address = at.address;
-        self.event(at.from, event::ERROR, far);
+        self.event(at.from, event::ERROR, hosts);
     }
 }

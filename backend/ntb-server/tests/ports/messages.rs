@@ -14,7 +14,7 @@ use crate::{
 const DEVICE: u64 = 0xfe00_0000;
 
 #[test]
-fn stores_and_loads_reach_the_far_vms_devices() {
+fn stores_and_loads_reach_the_peer_vms_devices() {
     for layout in [Layout::Qemu, Layout::Specified] {
         let mut world = World::with(layout);
         // As the VMM may map it, without a descriptor.
@@ -128,7 +128,7 @@ fn what_the_vmm_refuses_is_counted_and_told() {
     world.b.answer_write(&write, Err(Errno::NODEV));
     assert_eq!(events.wait(), 1);
     assert_eq!(world.a.get32(reg::ERROR_COUNT), 1);
-    let info = error::FAR_REFUSED | error::WRITE;
+    let info = error::PEER_REFUSED | error::WRITE;
     assert_eq!(world.a.get32(reg::ERROR_INFO), info);
     assert_eq!(world.a.get64(reg::ERROR_OFFSET), 0x40);
     assert_eq!(world.a.get64(reg::ERROR_ADDRESS), DEVICE + 0x40);

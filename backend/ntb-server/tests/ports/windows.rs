@@ -79,12 +79,12 @@ fn what_is_unmapped_is_not_reached_any_more() {
     assert_eq!(world.a.read_reply(), [0xff]);
     assert_eq!(world.ram_b.read(0, 1), [1]);
     assert_eq!(world.a.get32(reg::ERROR_COUNT), 2);
-    assert_eq!(world.a.get32(reg::ERROR_INFO), error::FAR_REFUSED);
+    assert_eq!(world.a.get32(reg::ERROR_INFO), error::PEER_REFUSED);
     assert_eq!(world.a.get64(reg::ERROR_ADDRESS), RAM);
 }
 
 #[test]
-fn a_far_port_that_is_no_bus_master_is_not_reached() {
+fn a_peer_port_that_is_no_bus_master_is_not_reached() {
     let mut world = World::new();
     lead(&mut world.a, 0, RAM);
     let events = world.a.set_eventfd(32);
@@ -123,7 +123,7 @@ fn a_read_only_mapping_is_not_written() {
     assert_eq!(world.a.get32(reg::ERROR_COUNT), 1);
     assert_eq!(
         world.a.get32(reg::ERROR_INFO),
-        error::FAR_REFUSED | error::WRITE
+        error::PEER_REFUSED | error::WRITE
     );
 }
 

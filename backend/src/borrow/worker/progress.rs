@@ -85,11 +85,11 @@ mod tests {
             lines.map(Option::unwrap_or_default)
         };
         assert_eq!(lines(900, 64), ["", ""]);
-        let [late, far] = lines(1100, 80);
+        let [late, progress] = lines(1100, 80);
         let told =
             "disk0: late: 80 of 256 MiB of guest RAM pinned after 1s; going on, for 4s in all";
         assert_eq!(late, told);
-        assert_eq!(far, "disk0: pinning guest RAM, 80 of 256 MiB");
+        assert_eq!(progress, "disk0: pinning guest RAM, 80 of 256 MiB");
         assert_eq!(lines(1900, 96), ["", ""]);
         assert_eq!(
             lines(2000, 99),

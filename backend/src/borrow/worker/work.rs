@@ -15,7 +15,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, Epoch, Fences, IrqUpdate, RamRange,
+    BarOwner, CallError, Client, Described, DeviceEntry, Fences, Generation, IrqUpdate, RamRange,
 };
 
 use super::{
@@ -25,8 +25,8 @@ use super::{
 };
 use crate::{
     borrow::{
-        Setup, State, Step, bars::LeasedBars, error::PathError, far::FarSide, page_pins::PagePins,
-        path::OpenPath,
+        Setup, State, Step, bars::LeasedBars, error::PathError, page_pins::PagePins,
+        path::OpenPath, peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
 };
@@ -90,7 +90,7 @@ impl Borrower {
         let limit = self.settings.open_limit();
         self.pin_by = Instant::now() + limit;
         self.give_lender(match &job {
-            Job::Take(steps) => time_for(steps, limit, self.far_side().is_behind_iommu()),
+            Job::Take(steps) => time_for(steps, limit, self.peer_mapper().is_behind_iommu()),
             _ => CALLS_TIMEOUT,
         });
         let mut steps = Vec::new();
@@ -176,7 +176,7 @@ impl Borrower {
     fn enter(&mut self, state: State) {
         self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
             Some((mut lease, path)) => {
-                let new_path = || OpenPath::new(self.far_side(), lease.page_window);
+                let new_path = || OpenPath::new(self.peer_mapper(), lease.page_window);
                 let path = path.unwrap_or_else(new_path);
                 match state {
                     State::Ready => Borrow::Ready(lease, path),
@@ -295,7 +295,7 @@ impl Borrower {
         let shown = self.fence()?;
         let entry = self.when_left(&mut client)?;
         if let Some(fence) = entry.fence(vm)
-            && shown.unwrap_or_default() < fence.epoch
+            && shown.unwrap_or_default() < fence.generation
         {
             return Err(CallError::from(fence.refusal(device, shown)).into());
         }
@@ -327,7 +327,7 @@ impl Borrower {
 
     /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
     /// repeatedly while its backend runs.
-    fn fence(&self) -> Result<Option<Epoch>, WorkError> {
+    fn fence(&self) -> Result<Option<Generation>, WorkError> {
         let Some(path) = &self.settings.fences else {
             return Ok(None);
         };
@@ -359,10 +359,13 @@ impl Borrower {
         client.set_fence(self.fence()?);
         let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
         let granted = client.borrow_device(device, self.settings.route, &files)?;
-        let epoch = client.epoch();
+        let generation = client.generation();
         self.log(
             "borrowed",
-            &format!("borrowed from lender {} (epoch {epoch})", client.lender()),
+            &format!(
+                "borrowed from lender {} (generation {generation})",
+                client.lender()
+            ),
         );
         self.borrow = Borrow::Leased(Lease {
             client,
@@ -379,7 +382,7 @@ impl Borrower {
             .map_err(PathError::from)?;
         self.borrow.lease()?.bar_window = bars.window;
         Ok(NewLease {
-            epoch,
+            generation,
             bars: bars.files,
             registers: granted.registers,
         })
@@ -477,8 +480,8 @@ impl Borrower {
         self.enter(State::Unleased);
     }
 
-    fn far_side(&self) -> FarSide {
-        FarSide::new(self.described.bars, self.settings.ntb.as_ref())
+    fn peer_mapper(&self) -> PeerMapper {
+        PeerMapper::new(self.described.bars, self.settings.ntb.as_ref())
     }
 
     fn name(&self) -> String {

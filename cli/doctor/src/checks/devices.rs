@@ -79,7 +79,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use farside_lender_protocol::{BorrowedBy, Epoch};
+    use farside_lender_protocol::{BorrowedBy, Generation};
 
     use super::*;
     use crate::{
@@ -95,7 +95,7 @@ mod tests {
             summary: String::new(),
             borrowed_by: by.map(|vm| BorrowedBy {
                 vm: vm.into(),
-                epoch: Epoch(1),
+                generation: Generation(1),
                 seconds: 1,
             }),
             fences: Vec::new(),

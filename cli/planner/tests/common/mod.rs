@@ -3,7 +3,7 @@
 #![allow(dead_code)]
 
 use farside_fabric::{
-    FabricError, FarAddress, Iova, LenderPath, LimitError, NtbLimits,
+    FabricError, Iova, LenderPath, LimitError, NtbLimits, PeerAddress,
     soft::{Adapter, AdapterUsage, Path},
 };
 use farside_guest_layout::{PlanRules, ProbeLimits, RangeSet, plan, probe};
@@ -16,7 +16,7 @@ pub const GIB: u64 = 1 << 30;
 
 /// Alignment of a backend's windows at the borrower: a multiple of this, or of the
 /// adapter's requirement.
-const FAR_STEP: u64 = 64 * GIB;
+const PEER_STEP: u64 = 64 * GIB;
 
 /// Any adapter, small enough to be filled.
 pub fn limits() -> impl Strategy<Value = NtbLimits> {
@@ -98,13 +98,13 @@ impl Lender {
     /// Lends a device with windows of these sizes.
     pub fn open(&mut self, spans: &[u64]) -> Result<(), Limit> {
         let mut path = self.adapter.attach("device").map_err(limit)?;
-        let step = FAR_STEP.max(self.adapter.limits().alignment());
-        let (mut iova, mut far) = (0, step);
+        let step = PEER_STEP.max(self.adapter.limits().alignment());
+        let (mut iova, mut peer_address) = (0, step);
         for &span in spans {
-            path.open_window(Iova::new(iova), FarAddress::new(far), span)
+            path.open_window(Iova::new(iova), PeerAddress::new(peer_address), span)
                 .map_err(limit)?;
             iova += span;
-            far = (far + span).next_multiple_of(step);
+            peer_address = (peer_address + span).next_multiple_of(step);
         }
         self.paths.push(path);
         Ok(())

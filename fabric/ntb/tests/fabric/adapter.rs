@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farside_fabric::{FarAddress, LimitError};
+use farside_fabric::{LimitError, PeerAddress};
 use farside_ntb::NtbError;
 use farside_ntb::regs::{reg, requester, requester_entry};
 use farside_ntb_server::model::{Port, PortConfig};
@@ -35,7 +35,7 @@ fn a_link_that_stays_down_says_what_is_missing() {
     let device = ModelFunction::device(1, &[]);
     let error = a.attach("drive", device).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { waited: None, .. }));
-    let error = a.open_bar_window(FarAddress::new(MIB), MIB).unwrap_err();
+    let error = a.open_bar_window(PeerAddress::new(MIB), MIB).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { .. }));
     let error = a.check_ram(&[MIB]).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { .. }));
@@ -119,7 +119,7 @@ fn a_guest_that_is_too_large_is_told_before_it_boots() {
 fn what_others_have_taken_counts() {
     let world = World::small();
     let [_a, b] = world.start_both();
-    let _window = b.open_bar_window(FarAddress::new(MIB), MIB).unwrap();
+    let _window = b.open_bar_window(PeerAddress::new(MIB), MIB).unwrap();
     b.check_windows(&[63 * MIB]).unwrap();
     let error = b.check_windows(&[32 * MIB, 32 * MIB]).unwrap_err();
     assert!(

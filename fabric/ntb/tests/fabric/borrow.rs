@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use farside_fabric::{
-    BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, LimitError, MemoryRange,
+    BorrowerDomain, FabricError, Iova, LenderPath, LimitError, MemoryRange, PeerAddress,
 };
 use farside_ntb::regs::{WINDOW_BAR, reg};
 use farside_ntb::{BorrowerNtb, NtbError};
@@ -25,12 +25,12 @@ fn what_a_device_writes_is_in_the_guest() {
         len,
         ..file.clone()
     };
-    let [low, high] = [4 * MIB, 2 * MIB].map(|span| a.far_space().take(span).unwrap());
+    let [low, high] = [4 * MIB, 2 * MIB].map(|span| a.peer_space().take(span).unwrap());
     let mut guest = BorrowerNtb::new(&a);
-    let far = |base: FarAddress, offset| FarAddress::new(base.get() + offset);
+    let peer_address = |base: PeerAddress, offset| PeerAddress::new(base.get() + offset);
     guest.map(low.start(), part(0, MIB)).unwrap();
     guest
-        .map(far(low.start(), 2 * MIB), part(2 * MIB, 2 * MIB))
+        .map(peer_address(low.start(), 2 * MIB), part(2 * MIB, 2 * MIB))
         .unwrap();
     let read_only = MemoryRange {
         writable: false,
@@ -75,7 +75,7 @@ fn what_a_device_writes_is_in_the_guest() {
     device.dma_write(HIGH, b"rom!").unwrap();
     let refused = b.take_events().refused.expect("both were refused");
     assert_eq!((refused.count, refused.write), (2, true));
-    assert_eq!(refused.far, high.start().get());
+    assert_eq!(refused.peer_address, high.start().get());
     assert_eq!(look(4 * MIB, 4), b"high");
     // Beyond the windows, the device's own IOMMU refuses.
     assert_eq!(device.dma_write(4 * MIB, b"x"), None);
@@ -112,7 +112,7 @@ fn the_borrowers_cpu_reaches_the_devices_bars() {
     assert_eq!(bars.bars.len(), 2);
     assert_eq!(world.hosts[1].domain.ranges().len(), 3);
 
-    let window = a.open_bar_window(bars.far, bars.len).unwrap();
+    let window = a.open_bar_window(bars.peer_address, bars.len).unwrap();
     assert_eq!(window.lut_entries(), 2, "1 MiB and 16 KiB, side by side");
     let store = |bar: usize, offset: u64, value: u32| {
         let at = window.offset() + bars.bars[bar].offset + offset;
@@ -134,12 +134,12 @@ fn the_borrowers_cpu_reaches_the_devices_bars() {
     assert_eq!(refused(&a), 0);
     store(0, 0x2000, 4);
     assert_eq!(refused(&a), 1, "what traps is not there");
-    assert_eq!(bars.far_of(4), Some(bars.far));
-    assert_eq!(bars.far_of(1), None);
+    assert_eq!(bars.peer_address_of(4), Some(bars.peer_address));
+    assert_eq!(bars.peer_address_of(1), None);
 
     path.unexport_bars().unwrap();
     assert!(world.hosts[1].domain.ranges().is_empty());
-    assert_eq!(b.far_space().taken(), 0);
+    assert_eq!(b.peer_space().taken(), 0);
     store(0, 0x1004, 5);
     assert_eq!(device.register(0, 0x1004), 1);
     assert_eq!(a.usage().lut_entries, 2);
@@ -152,7 +152,7 @@ fn a_flush_reads_through_an_open_window() {
     let world = World::small();
     let [a, b] = world.start_both();
     let (file, _view) = ram(2 * MIB);
-    let range = a.far_space().take(2 * MIB).unwrap();
+    let range = a.peer_space().take(2 * MIB).unwrap();
     let mut guest = BorrowerNtb::new(&a);
     guest.map(range.start(), file).unwrap();
     let mut path = b.attach("drive", ModelFunction::device(1, &[])).unwrap();
@@ -205,24 +205,30 @@ fn a_refused_window_takes_nothing() {
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
     let mut path = b.attach("drive", device.clone()).unwrap();
-    let far = FarAddress::new(MIB);
-    let mut open = |at, far, len| path.open_window(Iova::new(at), far, len).unwrap_err();
-    let error = open(0, far, 65 * MIB);
+    let peer_address = PeerAddress::new(MIB);
+    let mut open = |at, peer_address, len| {
+        path.open_window(Iova::new(at), peer_address, len)
+            .unwrap_err()
+    };
+    let error = open(0, peer_address, 65 * MIB);
     assert!(
         matches!(error, FabricError::Limit(LimitError::LutEntries { .. })),
         "{error}"
     );
-    let error = open(0, FarAddress::new(0x800), MIB);
+    let error = open(0, PeerAddress::new(0x800), MIB);
     assert!(matches!(error, FabricError::Unaligned { .. }), "{error}");
-    let error = open(0, far, 0);
+    let error = open(0, peer_address, 0);
     assert!(matches!(error, FabricError::BadRange { .. }), "{error}");
     device.table().fail_map.store(true, Ordering::Relaxed);
-    let error = open(0, far, MIB);
+    let error = open(0, peer_address, MIB);
     assert!(error.to_string().contains("maps nothing"), "{error}");
     device.table().fail_map.store(false, Ordering::Relaxed);
     assert_eq!(b.usage().lut_entries, 0);
-    path.open_window(Iova::new(0), far, 64 * MIB).unwrap();
-    let error = path.open_window(Iova::new(MIB), far, MIB).unwrap_err();
+    path.open_window(Iova::new(0), peer_address, 64 * MIB)
+        .unwrap();
+    let error = path
+        .open_window(Iova::new(MIB), peer_address, MIB)
+        .unwrap_err();
     assert!(matches!(error, FabricError::Overlap { .. }), "{error}");
     let error = path.close_window(Iova::new(MIB)).unwrap_err();
     assert!(matches!(error, FabricError::NoWindow { .. }), "{error}");
@@ -242,12 +248,12 @@ fn what_the_device_cannot_address_is_told_before_the_vm_boots() {
 }
 
 #[test]
-fn far_mappings_are_unmapped_whole() {
+fn peer_mappings_are_unmapped_whole() {
     let world = World::small();
     let [a, _b] = world.start_both();
     let (file, _view) = ram(4 * MIB);
-    let range = a.far_space().take(4 * MIB).unwrap();
-    let at = |offset| FarAddress::new(range.start().get() + offset);
+    let range = a.peer_space().take(4 * MIB).unwrap();
+    let at = |offset| PeerAddress::new(range.start().get() + offset);
     let mut guest = BorrowerNtb::new(&a);
     for offset in [0, 2 * MIB] {
         let len = 2 * MIB;
@@ -297,12 +303,12 @@ fn what_an_ended_borrow_could_not_unmap_is_unmapped_before_its_address_is_used_a
     let world = World::small();
     let [a, _b] = world.start_both();
     let (file, _view) = ram(4 * MIB);
-    let at = a.far_space().take(4 * MIB).unwrap().start();
+    let at = a.peer_space().take(4 * MIB).unwrap().start();
     let half = MemoryRange {
         len: 2 * MIB,
         ..file.clone()
     };
-    let elsewhere = FarAddress::new(at.get() + 2 * MIB);
+    let elsewhere = PeerAddress::new(at.get() + 2 * MIB);
     let domain = &world.hosts[0].domain;
     let mut ended = BorrowerNtb::new(&a);
     ended.map(at, half.clone()).unwrap();
@@ -326,7 +332,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
     let mut path = b.attach("drive", device.clone()).unwrap();
-    path.open_window(Iova::new(0), FarAddress::new(MIB), 4 * MIB)
+    path.open_window(Iova::new(0), PeerAddress::new(MIB), 4 * MIB)
         .unwrap();
     device.table().fail_unmap.store(true, Ordering::Relaxed);
     path.close_window(Iova::new(0)).unwrap_err();
@@ -340,7 +346,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
     );
     let mut next = b.attach("other", ModelFunction::device(2, &[])).unwrap();
     let window = next
-        .open_window(Iova::new(0), FarAddress::new(MIB), MIB)
+        .open_window(Iova::new(0), PeerAddress::new(MIB), MIB)
         .unwrap();
     assert_eq!(window.first_lut_entry, 4);
 }
@@ -354,7 +360,7 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     let domain = &world.hosts[1].domain;
     domain.fail_map.store(true, Ordering::Relaxed);
     path.export_bars().unwrap_err();
-    assert_eq!(b.far_space().taken(), 0);
+    assert_eq!(b.peer_space().taken(), 0);
     domain.fail_map.store(false, Ordering::Relaxed);
     let bars = path.export_bars().unwrap().clone();
     domain.fail_unmap.store(true, Ordering::Relaxed);
@@ -375,10 +381,12 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
     let mut path = b.attach("drive", device.clone()).unwrap();
-    let far = FarAddress::new(MIB);
+    let peer_address = PeerAddress::new(MIB);
     let stuck = &world.hosts[1].stuck;
     stuck.store(true, Ordering::Relaxed);
-    let error = path.open_window(Iova::new(0), far, 2 * MIB).unwrap_err();
+    let error = path
+        .open_window(Iova::new(0), peer_address, 2 * MIB)
+        .unwrap_err();
     assert!(
         error.to_string().contains("LUT entry 0 reads 0x0"),
         "{error}"
@@ -391,12 +399,13 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     assert!(error.to_string().contains("requester entry"), "{error}");
     assert_eq!(b.usage().devices, ["drive"]);
     stuck.store(false, Ordering::Relaxed);
-    path.open_window(Iova::new(0), far, 2 * MIB).unwrap();
+    path.open_window(Iova::new(0), peer_address, 2 * MIB)
+        .unwrap();
     // Entries that cannot be cleared are not allocated again.
     stuck.store(true, Ordering::Relaxed);
     path.close_window(Iova::new(0)).unwrap();
     assert!(device.table().ranges().is_empty());
     stuck.store(false, Ordering::Relaxed);
-    let window = path.open_window(Iova::new(0), far, MIB).unwrap();
+    let window = path.open_window(Iova::new(0), peer_address, MIB).unwrap();
     assert_eq!(window.first_lut_entry, 2);
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use farside_fabric::{FarAddress, LutRange};
+use farside_fabric::{LutRange, PeerAddress};
 use farside_ntb::regs::{
     EVENT_VECTOR, ID, REQUESTERS, VERSION, lut, lut_entry, reg, requester, requester_entry,
 };
@@ -33,7 +33,7 @@ fn sizes_are_those_of_the_ports() {
     let a = driver(&world, Port::A);
     let own = a.capabilities();
     assert_eq!((own.window_size, own.lut_entries), (64 * MIB, 64));
-    assert_eq!((own.segment(), own.far_alignment), (MIB, 4096));
+    assert_eq!((own.segment(), own.address_alignment), (MIB, 4096));
     let counts = (own.doorbells, own.scratchpads, own.requester_entries);
     assert_eq!(counts, (32, 16, 32));
     let peer = a.peer().unwrap();
@@ -65,11 +65,12 @@ fn windows_are_lut_entries_in_a_row() {
         first: 5,
         entries: 3,
     };
-    let far = 0x12_3456_7000;
-    a.set_window(entries, FarAddress::new(far)).unwrap();
+    let peer_address = 0x12_3456_7000;
+    a.set_window(entries, PeerAddress::new(peer_address))
+        .unwrap();
     let entry = |index| world.read64(Port::A, lut_entry(index));
     for (index, i) in (5..8).zip(0..) {
-        assert_eq!(entry(index), (far + i * MIB) | lut::VALID);
+        assert_eq!(entry(index), (peer_address + i * MIB) | lut::VALID);
     }
     assert_eq!((entry(4), entry(8)), (0, 0));
     assert_eq!(
@@ -89,7 +90,7 @@ fn a_lut_entry_that_is_not_there_is_an_error() {
         first: 63,
         entries: 2,
     };
-    let error = a.set_window(beyond, FarAddress::new(MIB)).unwrap_err();
+    let error = a.set_window(beyond, PeerAddress::new(MIB)).unwrap_err();
     assert!(error.to_string().contains("LUT entry 64"), "{error}");
     assert_eq!(world.read64(Port::A, lut_entry(63)), 0, "none is left");
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use farside_fabric::{FarAddress, Iova, LenderPath};
+use farside_fabric::{Iova, LenderPath, PeerAddress};
 use farside_ntb::regs::{lut, lut_entry, requester, requester_entry};
 use farside_ntb::{Adapter, BarWindow, LenderNtb};
 use farside_ntb_server::model::{Port, PortConfig};
@@ -29,7 +29,7 @@ enum Step {
     Open {
         path: Index,
         at: u64,
-        far: u64,
+        peer_address: u64,
         pages: u64,
         fails: bool,
     },
@@ -42,7 +42,7 @@ enum Step {
         path: Index,
     },
     OpenBar {
-        far: u64,
+        peer_address: u64,
         pages: u64,
     },
     CloseBar {
@@ -53,18 +53,18 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     // Few addresses, so that windows overlap; up to five segments, also partial ones.
     let at = || (0u64..12).prop_map(|at| at * MIB);
-    let far = || (1u64..1 << 20).prop_map(|page| page * 4096);
+    let peer_address = || (1u64..1 << 20).prop_map(|page| page * 4096);
     let pages = || 1u64..5 * 256;
     prop_oneof![
         2 => (0u8..4).prop_map(|device| Step::Attach { device }),
         1 => any::<Index>().prop_map(|path| Step::Detach { path }),
-        6 => (any::<Index>(), at(), far(), pages(), prop::bool::weighted(0.1)).prop_map(
-            |(path, at, far, pages, fails)| Step::Open { path, at, far, pages, fails }
+        6 => (any::<Index>(), at(), peer_address(), pages(), prop::bool::weighted(0.1)).prop_map(
+            |(path, at, peer_address, pages, fails)| Step::Open { path, at, peer_address, pages, fails }
         ),
         3 => (any::<Index>(), at(), prop::bool::weighted(0.1))
             .prop_map(|(path, at, fails)| Step::Close { path, at, fails }),
         1 => any::<Index>().prop_map(|path| Step::CloseAll { path }),
-        2 => (far(), pages()).prop_map(|(far, pages)| Step::OpenBar { far, pages }),
+        2 => (peer_address(), pages()).prop_map(|(peer_address, pages)| Step::OpenBar { peer_address, pages }),
         2 => any::<Index>().prop_map(|window| Step::CloseBar { window }),
     ]
 }
@@ -80,9 +80,9 @@ struct Borrow {
 /// The LUT entries of a set of windows; no entry occurs twice.
 fn expected(windows: impl Iterator<Item = (u32, u64, u64)>) -> BTreeMap<u32, u64> {
     let mut entries = BTreeMap::new();
-    for (first, far, len) in windows {
+    for (first, peer_address, len) in windows {
         for (index, i) in (first..).zip(0..len.div_ceil(SEGMENT)) {
-            let before = entries.insert(index, (far + i * SEGMENT) | lut::VALID);
+            let before = entries.insert(index, (peer_address + i * SEGMENT) | lut::VALID);
             assert_eq!(before, None, "LUT entry {index} is shared");
         }
     }
@@ -98,7 +98,7 @@ fn check(
     let open = borrows.iter().flat_map(|it| it.windows.values().copied());
     let cpu = bars.iter().map(|it| {
         let first = (it.offset() / SEGMENT) as u32;
-        (first, it.far().get(), it.len())
+        (first, it.peer_address().get(), it.len())
     });
     let expected = expected(open.chain(cpu));
     let found: BTreeMap<u32, u64> = (0..ENTRIES)
@@ -155,18 +155,18 @@ proptest! {
                     drop(borrow.path);
                     prop_assert!(borrow.device.table().ranges().is_empty());
                 }
-                Step::Open { path, at, far, pages, fails } if !borrows.is_empty() => {
+                Step::Open { path, at, peer_address, pages, fails } if !borrows.is_empty() => {
                     let which = path.index(borrows.len());
                     let it = &mut borrows[which];
                     let len = pages * 4096;
                     let overlaps = it.windows.iter().any(|(&other, w)| other < at + len && at < other + w.2);
                     let fits = len.div_ceil(SEGMENT) <= u64::from(run);
                     it.device.table().fail_map.store(fails, Ordering::Relaxed);
-                    let opened = it.path.open_window(Iova::new(at), FarAddress::new(far), len);
+                    let opened = it.path.open_window(Iova::new(at), PeerAddress::new(peer_address), len);
                     it.device.table().fail_map.store(false, Ordering::Relaxed);
                     prop_assert_eq!(opened.is_ok(), !overlaps && fits && !fails);
                     if let Ok(window) = opened {
-                        it.windows.insert(at, (window.first_lut_entry, far, len));
+                        it.windows.insert(at, (window.first_lut_entry, peer_address, len));
                     }
                 }
                 Step::Close { path, at, fails } if !borrows.is_empty() => {
@@ -185,9 +185,9 @@ proptest! {
                     borrows[which].path.close_all().unwrap();
                     borrows[which].windows.clear();
                 }
-                Step::OpenBar { far, pages } => {
+                Step::OpenBar { peer_address, pages } => {
                     let len = pages * 4096;
-                    let opened = b.open_bar_window(FarAddress::new(far), len);
+                    let opened = b.open_bar_window(PeerAddress::new(peer_address), len);
                     prop_assert_eq!(opened.is_ok(), len.div_ceil(SEGMENT) <= u64::from(run));
                     bars.extend(opened);
                 }

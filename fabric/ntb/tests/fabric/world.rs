@@ -12,7 +12,9 @@ use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
 use farside_ntb::{Adapter, FarsideNtb, Parts, Registers};
-use farside_ntb_server::model::{Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target};
+use farside_ntb_server::model::{
+    HostAccess, Ntb, PeerError, PeerRead, Port, PortConfig, Read, Target,
+};
 
 use crate::function::ModelFunction;
 
@@ -163,21 +165,21 @@ impl World {
 pub struct Hosts<'a>(pub &'a [Host; 2]);
 
 impl Hosts<'_> {
-    fn far(&self, at: Target) -> &Host {
+    fn peer(&self, at: Target) -> &Host {
         &self.0[at.from.peer() as usize]
     }
 }
 
-impl Far for Hosts<'_> {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError> {
-        let domain = &self.far(at).domain;
-        domain.read(at.address, data).ok_or(FarError::Refused)?;
-        Ok(FarRead::Done)
+impl HostAccess for Hosts<'_> {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
+        let domain = &self.peer(at).domain;
+        domain.read(at.address, data).ok_or(PeerError::Refused)?;
+        Ok(PeerRead::Done)
     }
 
-    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError> {
-        let domain = &self.far(at).domain;
-        domain.write(at.address, data).ok_or(FarError::Refused)
+    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
+        let domain = &self.peer(at).domain;
+        domain.write(at.address, data).ok_or(PeerError::Refused)
     }
 
     fn raise(&mut self, port: Port, vector: u16) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use farside_error_chain::Chain;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{
-    AddressRange, BusAddress, FabricError, FarAddress, Iova, LenderPath, MemoryRange, PageCounts,
+    AddressRange, BusAddress, FabricError, Iova, LenderPath, MemoryRange, PageCounts, PeerAddress,
     RangeTable, Usage, WindowUse,
 };
 
@@ -39,7 +39,7 @@ pub struct Piece {
     /// The device's addresses.
     pub iova: AddressRange<Iova>,
     /// What the first of them reaches.
-    pub far: FarAddress,
+    pub peer_address: PeerAddress,
 }
 
 /// Windows, memory, and the resulting pieces.
@@ -48,11 +48,11 @@ pub struct Composition<M: Mapper> {
     mapper: M,
     bus_master: bool,
     /// Windows, and their peer addresses.
-    windows: RangeTable<Iova, FarAddress>,
-    memory: RangeTable<FarAddress, Memory>,
+    windows: RangeTable<Iova, PeerAddress>,
+    memory: RangeTable<PeerAddress, Memory>,
     /// The pieces that the mapper has mapped and not unmapped. Authoritative: pieces left by a
     /// failure are unmapped by the next operation that covers them.
-    pieces: RangeTable<Iova, FarAddress>,
+    pieces: RangeTable<Iova, PeerAddress>,
 }
 
 /// Memory of the borrower's.
@@ -87,14 +87,14 @@ impl<M: Mapper> Composition<M> {
     /// What is mapped now, ascending.
     pub fn pieces(&self) -> impl Iterator<Item = Piece> + '_ {
         let rows = self.pieces.rows().iter();
-        rows.map(|&(iova, far)| Piece { iova, far })
+        rows.map(|&(iova, peer_address)| Piece { iova, peer_address })
     }
 
-    /// See [`LocalPath::far_map`](crate::LocalPath::far_map).
+    /// See [`LocalPath::map_peer`](crate::LocalPath::map_peer).
     ///
     /// # Errors
     /// As there.
-    pub fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
+    pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
         let range = AddressRange::new(at, memory.len)?;
         self.memory.check(range)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
@@ -108,7 +108,7 @@ impl<M: Mapper> Composition<M> {
             writable: memory.writable,
         };
         self.memory.map(range, row)?;
-        let meet = |&(window, far)| meet(window, far, range);
+        let meet = |&(window, peer_address)| meet(window, peer_address, range);
         let pieces = self.windows.rows().iter().filter_map(meet).collect();
         self.install(pieces).inspect_err(|_| {
             // It is there: it was put there above.
@@ -116,21 +116,21 @@ impl<M: Mapper> Composition<M> {
         })
     }
 
-    /// See [`LocalPath::far_unmap`](crate::LocalPath::far_unmap).
+    /// See [`LocalPath::unmap_peer`](crate::LocalPath::unmap_peer).
     ///
     /// # Errors
     /// As there.
-    pub fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
+    pub fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
         let inside = self.memory.inside(AddressRange::new(at, len)?)?;
         let rows = inside.iter().map(|(row, _)| *row).collect();
         self.take_memory(rows)
     }
 
-    /// See [`LocalPath::far_unmap_all`](crate::LocalPath::far_unmap_all).
+    /// See [`LocalPath::unmap_peer_all`](crate::LocalPath::unmap_peer_all).
     ///
     /// # Errors
     /// As there.
-    pub fn far_unmap_all(&mut self) -> Result<(), FabricError> {
+    pub fn unmap_peer_all(&mut self) -> Result<(), FabricError> {
         let rows = self.memory.rows().iter().map(|(row, _)| *row).collect();
         let taken = self.take_memory(rows);
         // What a failed mapping may have left behind.
@@ -138,10 +138,10 @@ impl<M: Mapper> Composition<M> {
     }
 
     /// Unmaps rows of the borrower's memory, as many as possible.
-    fn take_memory(&mut self, rows: Vec<AddressRange<FarAddress>>) -> Result<(), FabricError> {
+    fn take_memory(&mut self, rows: Vec<AddressRange<PeerAddress>>) -> Result<(), FabricError> {
         let mut result = Ok(());
         for row in rows {
-            let mut taken = self.remove_pieces(|piece| contains(row, piece.far));
+            let mut taken = self.remove_pieces(|piece| contains(row, piece.peer_address));
             if taken.is_ok() {
                 taken = self.memory.unmap(row).map(drop);
             }
@@ -171,18 +171,18 @@ impl<M: Mapper> Composition<M> {
         self.pieces.check(piece.iova)?;
         let (start, len) = (piece.iova.start(), piece.iova.len());
         let outside = FabricError::NotMapped {
-            space: "far address",
-            start: piece.far.get(),
+            space: "peer address",
+            start: piece.peer_address.get(),
             len,
         };
-        let found = self.memory.find(piece.far);
+        let found = self.memory.find(piece.peer_address);
         let slice = found.and_then(|(row, memory)| {
-            let skip = piece.far.get() - row.start().get();
+            let skip = piece.peer_address.get() - row.start().get();
             Some((memory.shared.slice(skip as usize, len as usize)?, memory))
         });
         let (slice, memory) = slice.ok_or(outside)?;
         self.mapper.map(start, &slice, memory.writable)?;
-        self.pieces.map(piece.iova, piece.far)
+        self.pieces.map(piece.iova, piece.peer_address)
     }
 
     /// Unmaps as many as possible of the pieces that are meant.
@@ -204,16 +204,16 @@ impl<M: Mapper> LenderPath for Composition<M> {
     fn open_window(
         &mut self,
         iova: Iova,
-        far: FarAddress,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<WindowUse, FabricError> {
         let range = AddressRange::new(iova, len)?;
-        AddressRange::new(far, len)?;
+        AddressRange::new(peer_address, len)?;
         self.windows.check(range)?;
-        let meet = |(memory, _): &(_, _)| meet(range, far, *memory);
+        let meet = |(memory, _): &(_, _)| meet(range, peer_address, *memory);
         let pieces = self.memory.rows().iter().filter_map(meet).collect();
         self.install(pieces)?;
-        self.windows.map(range, far)?;
+        self.windows.map(range, peer_address)?;
         Ok(WindowUse {
             // Nothing is between IOVA and memory.
             bus: BusAddress::new(iova.get()),
@@ -249,10 +249,10 @@ impl<M: Mapper> LenderPath for Composition<M> {
             window_bytes: windows.iter().map(|(range, _)| range.len()).sum(),
             ..Usage::default()
         };
-        for Piece { iova, far } in self.pieces() {
+        for Piece { iova, peer_address } in self.pieces() {
             usage.bytes_mapped += iova.len();
-            if let Some((row, memory)) = self.memory.find(far) {
-                let to = memory.file_offset + (far.get() - row.start().get());
+            if let Some((row, memory)) = self.memory.find(peer_address) {
+                let to = memory.file_offset + (peer_address.get() - row.start().get());
                 let largest = memory.shared.page_size();
                 usage.lender_pages += PageCounts::of(iova.start().get(), to, iova.len(), largest);
             }
@@ -287,24 +287,29 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// Where a window to `far` meets memory: the part of both.
+/// Where a window to `peer_address` meets memory: the part of both.
 fn meet(
     window: AddressRange<Iova>,
-    far: FarAddress,
-    memory: AddressRange<FarAddress>,
+    peer_address: PeerAddress,
+    memory: AddressRange<PeerAddress>,
 ) -> Option<Piece> {
     // A window's far range ends within 64 bits: that was checked when it was
     // opened.
-    let start = far.max(memory.start());
-    let end = (far.get() + window.len()).min(memory.end().get());
+    let start = peer_address.max(memory.start());
+    let end = (peer_address.get() + window.len()).min(memory.end().get());
     let len = end.checked_sub(start.get())?;
-    let iova = window.start().checked_add(start.get() - far.get())?;
+    let iova = window
+        .start()
+        .checked_add(start.get() - peer_address.get())?;
     // Whole pages, as both are; not empty.
     let iova = AddressRange::new(iova, len).ok()?;
-    Some(Piece { iova, far: start })
+    Some(Piece {
+        iova,
+        peer_address: start,
+    })
 }
 
-fn contains(range: AddressRange<FarAddress>, at: FarAddress) -> bool {
+fn contains(range: AddressRange<PeerAddress>, at: PeerAddress) -> bool {
     (range.start()..range.end()).contains(&at)
 }
 

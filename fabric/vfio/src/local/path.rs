@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{
-    BorrowerDomain, FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage, WindowUse,
+    BorrowerDomain, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
 };
 
 use super::composition::{Composition, Mapper};
@@ -63,8 +63,8 @@ impl LocalPath {
     ///
     /// # Errors
     /// As there, and what [`Domain::map`] refuses.
-    pub fn far_map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
-        self.inner.far_map(at, memory)
+    pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.inner.map_peer(at, memory)
     }
 
     /// Unmaps all mappings inside the `len` bytes at `at`; see
@@ -72,16 +72,16 @@ impl LocalPath {
     ///
     /// # Errors
     /// As there, and what [`Domain::unmap`] refuses.
-    pub fn far_unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
-        self.inner.far_unmap(at, len)
+    pub fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
+        self.inner.unmap_peer(at, len)
     }
 
-    /// Unmaps all that [`LocalPath::far_map`] has mapped.
+    /// Unmaps all that [`LocalPath::map_peer`] has mapped.
     ///
     /// # Errors
     /// What [`Domain::unmap`] refuses.
-    pub fn far_unmap_all(&mut self) -> Result<(), FabricError> {
-        self.inner.far_unmap_all()
+    pub fn unmap_peer_all(&mut self) -> Result<(), FabricError> {
+        self.inner.unmap_peer_all()
     }
 }
 
@@ -100,12 +100,12 @@ impl Mapper for Hardware {
 }
 
 impl BorrowerDomain for LocalPath {
-    fn map(&mut self, at: FarAddress, memory: MemoryRange) -> Result<(), FabricError> {
-        self.far_map(at, memory)
+    fn map(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
+        self.map_peer(at, memory)
     }
 
-    fn unmap(&mut self, at: FarAddress, len: u64) -> Result<(), FabricError> {
-        self.far_unmap(at, len)
+    fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
+        self.unmap_peer(at, len)
     }
 }
 
@@ -113,10 +113,10 @@ impl LenderPath for LocalPath {
     fn open_window(
         &mut self,
         iova: Iova,
-        far: FarAddress,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<WindowUse, FabricError> {
-        self.inner.open_window(iova, far, len)
+        self.inner.open_window(iova, peer_address, len)
     }
 
     fn close_window(&mut self, iova: Iova) -> Result<(), FabricError> {

@@ -70,15 +70,15 @@ fn messages_keep_their_boundaries() {
 
 #[test]
 fn descriptors_ride_along_within_a_host_only() {
-    let [(mut a, mut b), (mut far, mut other)] = pairs();
+    let [(mut a, mut b), (mut peer_address, mut other)] = pairs();
     let file = tempfile::tempfile().unwrap();
     a.send(&1u32, &[file.as_fd()], SOON).unwrap();
     assert_eq!(b.receive::<u32>(SOON).unwrap().1.len(), 1);
-    assert!(far.is_tcp() && !a.is_tcp());
-    let error = far.send(&1u32, &[file.as_fd()], SOON).unwrap_err();
+    assert!(peer_address.is_tcp() && !a.is_tcp());
+    let error = peer_address.send(&1u32, &[file.as_fd()], SOON).unwrap_err();
     assert!(error.to_string().contains("cannot be sent over TCP"));
     // The channel is still usable.
-    far.send(&2u32, &[], SOON).unwrap();
+    peer_address.send(&2u32, &[], SOON).unwrap();
     assert_eq!(other.receive::<u32>(SOON).unwrap().0, 2);
 }
 

@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use farside_lender_protocol::{Address, Epoch, Fence, Fences};
+use farside_lender_protocol::{Address, Fence, Fences, Generation};
 use farside_migration::{
     Configuration, Error, ErrorKind, FoundDevice, HostFacts, Identity, Journal, Lenders,
     MovedMarker, Result, RunState, Runner, Store, check::Facts,
@@ -109,8 +109,8 @@ impl FakeHost {
             }
         }
         for device in devices.values_mut() {
-            device.epoch += 1;
-            device.lease = Some((self.name, Epoch(device.epoch)));
+            device.generation += 1;
+            device.lease = Some((self.name, Generation(device.generation)));
             if let Some(fence) = &mut device.fence {
                 fence.reserved = false;
             }
@@ -244,7 +244,9 @@ impl Lenders for FakeHost {
                     summary: (*id).to_owned(),
                     digest: String::new(),
                 },
-                holder: device.lease.map(|(_, epoch)| (vm.to_owned(), epoch)),
+                holder: device
+                    .lease
+                    .map(|(_, generation)| (vm.to_owned(), generation)),
                 fences: device.fence.iter().cloned().collect(),
             })
             .map(Ok);
@@ -264,24 +266,24 @@ impl Lenders for FakeHost {
         id: &str,
         vm: &str,
         migration: &str,
-        supersedes: Option<Epoch>,
-    ) -> Result<Epoch> {
+        supersedes: Option<Generation>,
+    ) -> Result<Generation> {
         self.world.call(|| {
             let mut devices = self.world.devices.borrow_mut();
             let device = devices.get_mut(id).unwrap();
             if let Some(fence) = &device.fence {
                 if fence.migration == migration {
-                    return Ok(fence.epoch);
+                    return Ok(fence.generation);
                 }
-                if fence.epoch > supersedes.unwrap_or_default() {
+                if fence.generation > supersedes.unwrap_or_default() {
                     return Err(Error::new(ErrorKind::Lender, "handed over since"));
                 }
             }
-            device.epoch += 1;
-            let epoch = Epoch(device.epoch);
+            device.generation += 1;
+            let generation = Generation(device.generation);
             device.fence = Some(Fence {
                 vm: vm.to_owned(),
-                epoch,
+                generation,
                 migration: migration.to_owned(),
                 reserved: true,
             });
@@ -291,7 +293,7 @@ impl Lenders for FakeHost {
             if let Some((holder, _)) = holder {
                 self.world.stop(holder);
             }
-            Ok(epoch)
+            Ok(generation)
         })
     }
 }

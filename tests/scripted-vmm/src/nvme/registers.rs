@@ -85,9 +85,9 @@ mod tests {
             (near.tail_doorbell(3), near.head_doorbell(3)),
             (0x1018, 0x101c)
         );
-        let far = Capabilities(2 << 32);
+        let peer_address = Capabilities(2 << 32);
         assert_eq!(
-            (far.tail_doorbell(1), far.head_doorbell(1)),
+            (peer_address.tail_doorbell(1), peer_address.head_doorbell(1)),
             (0x1020, 0x1030)
         );
     }

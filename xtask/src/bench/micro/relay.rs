@@ -170,8 +170,8 @@ impl Raiser {
                         relayed.raise(0);
                         let channel = &mut self.channel;
                         let mut sent = Ok(true);
-                        self.relay.drain(|fire| {
-                            sent = channel.try_send(&Event::Interrupt(fire), &[]);
+                        self.relay.drain(|event| {
+                            sent = channel.try_send(&Event::Interrupt(event), &[]);
                         });
                         ensure!(sent?, "the register channel is full");
                     }
@@ -186,7 +186,7 @@ impl Raiser {
 fn relay(channel: &mut Channel, vectors: &mut Vectors) {
     loop {
         match channel.try_receive::<Event>() {
-            Ok(Some((Event::Interrupt(fire), _))) => vectors.deliver(fire),
+            Ok(Some((Event::Interrupt(event), _))) => vectors.deliver(event),
             Ok(Some((Event::Data { .. }, _))) => {}
             Ok(None) => {
                 let mut fds = [PollFd::new(&*channel, PollFlags::IN)];

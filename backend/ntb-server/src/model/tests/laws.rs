@@ -13,7 +13,7 @@ use super::{
 const PAGES: u64 = 64;
 
 /// The reference's peer address of a byte of the window.
-fn far_address(luts: &BTreeMap<u32, u64>, offset: u64) -> Option<u64> {
+fn peer_address(luts: &BTreeMap<u32, u64>, offset: u64) -> Option<u64> {
     let entry = luts.get(&((offset / SEGMENT) as u32))?;
     let address = entry.checked_add(offset % SEGMENT)?;
     (address < PAGES * 4096).then_some(address)
@@ -48,12 +48,12 @@ proptest! {
             let data: Vec<u8> = (0..len).map(|n| seed.wrapping_add(n as u8)).collect();
             world.store(Port::A, offset, &data);
             for (at, byte) in (offset..).zip(&data) {
-                if let Some(address) = far_address(&luts, at) {
+                if let Some(address) = peer_address(&luts, at) {
                     oracle.insert(address, *byte);
                 }
             }
             let expected: Vec<u8> = (offset..offset + len as u64)
-                .map(|at| match far_address(&luts, at) {
+                .map(|at| match peer_address(&luts, at) {
                     Some(address) => oracle[&address],
                     None => 0xff,
                 })

@@ -37,7 +37,7 @@ fn the_register_set_is_as_written_down() {
     );
     assert_eq!((caps::window_shift(a), caps::lut_shift(a)), (30, 9));
     assert_eq!((caps::window_shift(b), caps::lut_shift(b)), (32, 10));
-    assert_eq!(caps::far_align_shift(a), 12);
+    assert_eq!(caps::address_align_shift(a), 12);
     assert_eq!(world.get32(Port::A, reg::PEER_CAPS), b);
     assert_eq!(world.get32(Port::B, reg::PEER_CAPS), a);
 }

@@ -2,7 +2,7 @@
 
 use super::{
     super::{
-        FarError, Port, Target,
+        PeerError, Port, Target,
         regs::{error, event, link_control, lut_entry, reg, requester, requester_entry},
     },
     world::{SEGMENT, SMALL, World},
@@ -18,7 +18,7 @@ fn connected() -> World {
 }
 
 #[test]
-fn a_store_lands_at_the_far_address_and_a_load_finds_it() {
+fn a_store_reaches_the_peer_address_and_a_load_finds_it() {
     for len in 1..=8 {
         let mut world = connected();
         let data: Vec<u8> = (1..=len).collect();
@@ -64,7 +64,7 @@ fn a_burst_is_split_at_pages_and_only_what_is_refused_is_lost() {
     world.hosts.add_page(Port::B, FAR + 0x2000);
     let burst: Vec<u8> = (0..0x3000u32).map(|n| (n % 251) as u8 + 1).collect();
     world.store(Port::A, 3 * SEGMENT, &burst);
-    world.assert_refused(Port::A, 1, error::FAR_REFUSED, true);
+    world.assert_refused(Port::A, 1, error::PEER_REFUSED, true);
     assert_eq!(
         world.get64(Port::A, reg::ERROR_OFFSET),
         3 * SEGMENT + 0x1000
@@ -124,7 +124,7 @@ fn without_a_requester_entry_all_is_refused() {
 }
 
 #[test]
-fn a_far_port_that_is_no_bus_master_refuses() {
+fn a_peer_port_that_is_no_bus_master_refuses() {
     let mut world = connected();
     world.ntb.set_bus_master(Port::B, false, &mut world.hosts);
     assert_refuses(&mut world, 3 * SEGMENT, error::NOT_BUS_MASTER);
@@ -136,19 +136,19 @@ fn a_far_port_that_is_no_bus_master_refuses() {
 }
 
 #[test]
-fn what_is_not_mapped_at_the_far_side_refuses() {
+fn an_unmapped_peer_address_is_refused() {
     let mut world = connected();
-    assert_refuses(&mut world, 3 * SEGMENT + 0x1000, error::FAR_REFUSED);
+    assert_refuses(&mut world, 3 * SEGMENT + 0x1000, error::PEER_REFUSED);
     assert_eq!(world.get64(Port::A, reg::ERROR_ADDRESS), FAR + 0x1000);
 }
 
 #[test]
-fn a_far_address_beyond_the_end_refuses() {
+fn a_peer_address_beyond_the_end_refuses() {
     let mut world = connected();
     world.lead(Port::A, 5, u64::MAX - 0xfff);
     assert_refuses(&mut world, 5 * SEGMENT + 0x1000, error::ADDRESS);
     // The last page itself is a valid address.
-    assert_refuses(&mut world, 5 * SEGMENT, error::FAR_REFUSED);
+    assert_refuses(&mut world, 5 * SEGMENT, error::PEER_REFUSED);
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn a_read_with_slow_pieces_waits_for_each() {
     assert_eq!(world.hosts.asked.take().unwrap().1, 0x1000);
     assert_eq!(world.answer(Port::A, Ok(&[2; 0x1000])), None);
     assert_eq!(world.hosts.asked.take().unwrap().1, 0x10);
-    let read = world.answer(Port::A, Err(FarError::Timeout)).unwrap();
+    let read = world.answer(Port::A, Err(PeerError::Timeout)).unwrap();
     assert_eq!(read[..0x10], [1; 0x10]);
     assert_eq!(read[0x10..0x1010], [2; 0x1000]);
     assert_eq!(read[0x1010..0x2010], [3; 0x1000]);
@@ -214,7 +214,7 @@ fn an_answer_of_another_length_is_none() {
     world.hosts.add_slow_page(Port::B, FAR + 0x1000);
     assert_eq!(world.load(Port::A, 3 * SEGMENT + 0x1000, 4), None);
     assert_eq!(world.answer(Port::A, Ok(&[1; 8])), Some(vec![0xff; 4]));
-    world.assert_refused(Port::A, 1, error::FAR_REFUSED, false);
+    world.assert_refused(Port::A, 1, error::PEER_REFUSED, false);
 }
 
 #[test]
@@ -242,8 +242,8 @@ fn a_write_that_fails_later_is_told() {
     };
     world
         .ntb
-        .write_failed(at, FarError::Refused, &mut world.hosts);
-    world.assert_refused(Port::A, 1, error::FAR_REFUSED, true);
+        .write_failed(at, PeerError::Refused, &mut world.hosts);
+    world.assert_refused(Port::A, 1, error::PEER_REFUSED, true);
     assert_eq!(world.get32(Port::A, reg::EVENT_STATUS), event::ERROR);
     assert_eq!(world.get32(Port::B, reg::ERROR_COUNT), 0);
 }

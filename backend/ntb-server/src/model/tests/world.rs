@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::super::{
-    Far, FarError, FarRead, Ntb, Port, PortConfig, Read, Target,
+    HostAccess, Ntb, PeerError, PeerRead, Port, PortConfig, Read, Target,
     regs::{
         REGISTERS_BAR, WINDOW_BAR, error, link_control, lut, lut_entry, reg, requester,
         requester_entry,
@@ -48,23 +48,23 @@ impl Hosts {
     }
 }
 
-impl Far for Hosts {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError> {
+impl HostAccess for Hosts {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
         assert!(at.address % PAGE + data.len() as u64 <= PAGE);
         let port = at.from.peer();
         if self.slow.contains(&(port, at.address & !(PAGE - 1))) {
             assert_eq!(self.asked.replace((at, data.len())), None);
-            return Ok(FarRead::Later);
+            return Ok(PeerRead::Later);
         }
         let bytes = self.bytes(port, at.address, data.len());
-        data.copy_from_slice(bytes.ok_or(FarError::Refused)?);
-        Ok(FarRead::Done)
+        data.copy_from_slice(bytes.ok_or(PeerError::Refused)?);
+        Ok(PeerRead::Done)
     }
 
-    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError> {
+    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
         assert!(at.address % PAGE + data.len() as u64 <= PAGE);
         let bytes = self.bytes(at.from.peer(), at.address, data.len());
-        bytes.ok_or(FarError::Refused)?.copy_from_slice(data);
+        bytes.ok_or(PeerError::Refused)?.copy_from_slice(data);
         Ok(())
     }
 
@@ -171,7 +171,7 @@ impl World {
     }
 
     /// The peer replies. Returns the data once the read is complete.
-    pub fn answer(&mut self, port: Port, answer: Result<&[u8], FarError>) -> Option<Vec<u8>> {
+    pub fn answer(&mut self, port: Port, answer: Result<&[u8], PeerError>) -> Option<Vec<u8>> {
         let read = self.ntb.complete_read(port, answer, &mut self.hosts);
         read.map(<[u8]>::to_vec)
     }

@@ -58,7 +58,7 @@ impl Mapper for Recorder {
 }
 
 /// Memory whose every page begins with its own peer address.
-fn memory(far: u64, pages: u64, writable: bool) -> MemoryRange {
+fn memory(peer_address: u64, pages: u64, writable: bool) -> MemoryRange {
     let len = pages * PAGE;
     let file = create_sealed("composition", len).unwrap();
     let mut range = MemoryRange::whole(file, len);
@@ -66,14 +66,16 @@ fn memory(far: u64, pages: u64, writable: bool) -> MemoryRange {
     for page in 0..pages {
         let slice = shared.slice((page * PAGE) as usize, 8).unwrap();
         let order = std::sync::atomic::Ordering::Relaxed;
-        slice.store_u64(0, far + page * PAGE, order).unwrap();
+        slice
+            .store_u64(0, peer_address + page * PAGE, order)
+            .unwrap();
     }
     range.writable = writable;
     range
 }
 
-fn far(page: u64) -> FarAddress {
-    FarAddress::new(page * PAGE)
+fn peer(page: u64) -> PeerAddress {
+    PeerAddress::new(page * PAGE)
 }
 
 fn iova(page: u64) -> Iova {
@@ -84,7 +86,7 @@ fn iova(page: u64) -> Iova {
 enum Step {
     Open {
         iova: u64,
-        far: u64,
+        peer_address: u64,
         pages: u64,
     },
     Close {
@@ -92,12 +94,12 @@ enum Step {
     },
     CloseAll,
     Map {
-        far: u64,
+        peer_address: u64,
         pages: u64,
         writable: bool,
     },
     Unmap {
-        far: u64,
+        peer_address: u64,
         pages: u64,
     },
     UnmapAll,
@@ -109,11 +111,11 @@ fn steps(failures: bool) -> impl Strategy<Value = Vec<Step>> {
     let (at, pages) = (0..24u64, 1..10u64);
     let step = prop_oneof![
         4 => (at.clone(), at.clone(), pages.clone())
-            .prop_map(|(iova, far, pages)| Step::Open { iova, far, pages }),
+            .prop_map(|(iova, peer_address, pages)| Step::Open { iova, peer_address, pages }),
         4 => (at.clone(), pages.clone(), any::<bool>())
-            .prop_map(|(far, pages, writable)| Step::Map { far, pages, writable }),
+            .prop_map(|(peer_address, pages, writable)| Step::Map { peer_address, pages, writable }),
         3 => at.clone().prop_map(|iova| Step::Close { iova }),
-        3 => (at, pages).prop_map(|(far, pages)| Step::Unmap { far, pages }),
+        3 => (at, pages).prop_map(|(peer_address, pages)| Step::Unmap { peer_address, pages }),
         1 => Just(Step::CloseAll),
         1 => Just(Step::UnmapAll),
         if failures { 3 } else { 0 } =>
@@ -126,18 +128,21 @@ fn take_step(path: &mut Composition<Recorder>, step: &Step) -> Result<(), Fabric
     match *step {
         Step::Open {
             iova: at,
-            far: to,
+            peer_address: to,
             pages,
-        } => path.open_window(iova(at), far(to), pages * PAGE).map(drop),
+        } => path.open_window(iova(at), peer(to), pages * PAGE).map(drop),
         Step::Close { iova: at } => path.close_window(iova(at)),
         Step::CloseAll => path.close_all(),
         Step::Map {
-            far: at,
+            peer_address: at,
             pages,
             writable,
-        } => path.far_map(far(at), memory(at * PAGE, pages, writable)),
-        Step::Unmap { far: at, pages } => path.far_unmap(far(at), pages * PAGE),
-        Step::UnmapAll => path.far_unmap_all(),
+        } => path.map_peer(peer(at), memory(at * PAGE, pages, writable)),
+        Step::Unmap {
+            peer_address: at,
+            pages,
+        } => path.unmap_peer(peer(at), pages * PAGE),
+        Step::UnmapAll => path.unmap_peer_all(),
         Step::Fail(left) => {
             path.mapper.left = left;
             Ok(())
@@ -150,11 +155,11 @@ fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     let mut pages = BTreeSet::new();
     for (window, to) in path.windows.rows() {
         for offset in (0..window.len()).step_by(PAGE as usize) {
-            let far = to.get() + offset;
+            let peer_address = to.get() + offset;
             let row = (path.memory.rows().iter())
-                .find(|(row, _)| (row.start().get()..row.end().get()).contains(&far));
+                .find(|(row, _)| (row.start().get()..row.end().get()).contains(&peer_address));
             if let Some((_, memory)) = row {
-                pages.insert((window.start().get() + offset, far, memory.writable));
+                pages.insert((window.start().get() + offset, peer_address, memory.writable));
             }
         }
     }
@@ -164,10 +169,10 @@ fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
 /// The target of each page of IOVA, according to the mapper's calls.
 fn mapped(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
     (path.mapper.mapped.iter())
-        .flat_map(|(&iova, &(len, far, writable))| {
+        .flat_map(|(&iova, &(len, peer_address, writable))| {
             (0..len)
                 .step_by(PAGE as usize)
-                .map(move |offset| (iova + offset, far + offset, writable))
+                .map(move |offset| (iova + offset, peer_address + offset, writable))
         })
         .collect()
 }
@@ -188,7 +193,7 @@ proptest! {
         }
         path.close_all().unwrap();
         prop_assert!(path.mapper.mapped.is_empty());
-        path.far_unmap_all().unwrap();
+        path.unmap_peer_all().unwrap();
         prop_assert_eq!(path.usage(), Usage::default());
     }
 
@@ -211,31 +216,31 @@ proptest! {
 #[test]
 fn nothing_is_mapped_before_both_sides_are_there() {
     let mut path = Composition::new(Recorder::default());
-    path.open_window(iova(0), far(0), 8 * PAGE).unwrap();
+    path.open_window(iova(0), peer(0), 8 * PAGE).unwrap();
     assert_eq!(path.pieces().count(), 0);
-    path.far_map(far(2), memory(2 * PAGE, 2, true)).unwrap();
-    path.far_map(far(6), memory(6 * PAGE, 4, false)).unwrap();
+    path.map_peer(peer(2), memory(2 * PAGE, 2, true)).unwrap();
+    path.map_peer(peer(6), memory(6 * PAGE, 4, false)).unwrap();
     let pieces: Vec<_> = (path.pieces())
-        .map(|it| (it.iova.start().get(), it.iova.len(), it.far.get()))
+        .map(|it| (it.iova.start().get(), it.iova.len(), it.peer_address.get()))
         .collect();
-    let page = |iova, pages, far| (iova * PAGE, pages * PAGE, far * PAGE);
+    let page = |iova, pages, peer_address| (iova * PAGE, pages * PAGE, peer_address * PAGE);
     assert_eq!(pieces, [page(2, 2, 2), page(6, 2, 6)]);
 }
 
 #[test]
 fn errors_name_what_is_in_the_way() {
     let mut path = Composition::new(Recorder::default());
-    path.open_window(iova(4), far(0), 4 * PAGE).unwrap();
-    let error = path.open_window(iova(7), far(9), PAGE).unwrap_err();
+    path.open_window(iova(4), peer(0), 4 * PAGE).unwrap();
+    let error = path.open_window(iova(7), peer(9), PAGE).unwrap_err();
     let overlap = matches!(
         error,
         FabricError::Overlap { space: "IOVA", other_start, .. } if other_start == 4 * PAGE
     );
     assert!(overlap, "{error}");
-    path.far_map(far(0), memory(0, 4, true)).unwrap();
-    let error = path.far_unmap(far(1), PAGE).unwrap_err();
+    path.map_peer(peer(0), memory(0, 4, true)).unwrap();
+    let error = path.unmap_peer(peer(1), PAGE).unwrap_err();
     assert!(matches!(error, FabricError::SplitMapping { .. }), "{error}");
-    let error = path.far_unmap(far(8), PAGE).unwrap_err();
+    let error = path.unmap_peer(peer(8), PAGE).unwrap_err();
     assert!(matches!(error, FabricError::NotMapped { .. }), "{error}");
     let error = path.close_window(iova(5)).unwrap_err();
     assert!(matches!(error, FabricError::NoWindow { .. }), "{error}");
@@ -259,8 +264,8 @@ fn the_device_is_stopped_when_its_path_is_dropped() {
     }
     let recorder = std::rc::Rc::<std::cell::RefCell<Recorder>>::default();
     let mut path = Composition::new(Shared(std::rc::Rc::clone(&recorder)));
-    path.far_map(far(0), memory(0, 4, true)).unwrap();
-    path.open_window(iova(4), far(0), 4 * PAGE).unwrap();
+    path.map_peer(peer(0), memory(0, 4, true)).unwrap();
+    path.open_window(iova(4), peer(0), 4 * PAGE).unwrap();
     path.set_bus_master(true).unwrap();
     assert_eq!(recorder.borrow().mapped.len(), 1);
     drop(path);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farside_fabric::{FarAddress, PAGE_SIZE};
+use farside_fabric::{PAGE_SIZE, PeerAddress};
 
 use crate::NtbError;
 
@@ -14,7 +14,7 @@ use crate::NtbError;
 /// are aligned to the IOMMU's large pages, so that those can be used. Address 0 is never allocated:
 /// some NTBs interpret it as "no window".
 #[derive(Clone, Debug)]
-pub struct FarSpace {
+pub struct PeerSpace {
     inner: Arc<Mutex<Inner>>,
 }
 
@@ -28,7 +28,7 @@ struct Inner {
     taken: BTreeMap<u64, u64>,
 }
 
-impl FarSpace {
+impl PeerSpace {
     /// Allocates from `usable`, pairs of first and last address in any order, in multiples of
     /// `alignment` bytes (a power of two).
     pub fn new(mut usable: Vec<(u64, u64)>, alignment: u64) -> Self {
@@ -57,12 +57,12 @@ impl FarSpace {
     /// Allocates the lowest free `bytes`, rounded up to the granularity.
     ///
     /// # Errors
-    /// [`NtbError::FarSpace`] names what would fit.
-    pub fn take(&self, bytes: u64) -> Result<FarRange, NtbError> {
+    /// [`NtbError::PeerSpace`] names what would fit.
+    pub fn take(&self, bytes: u64) -> Result<PeerRange, NtbError> {
         let mut inner = self.inner();
         let (start, len) = inner.find(bytes)?;
         inner.taken.insert(start, len);
-        Ok(FarRange {
+        Ok(PeerRange {
             space: self.clone(),
             start,
             len,
@@ -72,7 +72,7 @@ impl FarSpace {
     /// Checks that ranges of these sizes could all be allocated now.
     ///
     /// # Errors
-    /// [`NtbError::FarSpace`], for the first that could not.
+    /// [`NtbError::PeerSpace`], for the first that could not.
     pub fn check(&self, spans: &[u64]) -> Result<(), NtbError> {
         spans
             .iter()
@@ -95,7 +95,7 @@ impl Inner {
     /// The address at which `bytes` fit, and the rounded size.
     fn find(&self, bytes: u64) -> Result<(u64, u64), NtbError> {
         let alignment = self.alignment;
-        let refused = |largest| NtbError::FarSpace {
+        let refused = |largest| NtbError::PeerSpace {
             bytes,
             alignment,
             largest,
@@ -145,16 +145,16 @@ impl Inner {
 
 /// Allocated peer addresses; released on drop. Unmap them first.
 #[derive(Debug)]
-pub struct FarRange {
-    space: FarSpace,
+pub struct PeerRange {
+    space: PeerSpace,
     start: u64,
     len: u64,
 }
 
-impl FarRange {
+impl PeerRange {
     /// The first.
-    pub fn start(&self) -> FarAddress {
-        FarAddress::new(self.start)
+    pub fn start(&self) -> PeerAddress {
+        PeerAddress::new(self.start)
     }
 
     /// Bytes; at least what was requested.
@@ -164,7 +164,7 @@ impl FarRange {
     }
 }
 
-impl Drop for FarRange {
+impl Drop for PeerRange {
     fn drop(&mut self) {
         self.space.inner().taken.remove(&self.start);
     }
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn ranges_are_aligned_for_the_peer_and_for_large_pages() {
-        let space = FarSpace::new(VTD.to_vec(), 4 * MIB);
+        let space = PeerSpace::new(VTD.to_vec(), 4 * MIB);
         let small = space.take(4096).unwrap();
         assert_eq!((small.start().get(), small.len()), (4 * MIB, 4 * MIB));
         let large = space.take(3 * GIB + 4096).unwrap();
@@ -195,13 +195,13 @@ mod tests {
 
     #[test]
     fn without_room_for_large_pages_smaller_ones_do() {
-        let space = FarSpace::new(vec![(MIB, GIB + 2 * MIB)], 4096);
+        let space = PeerSpace::new(vec![(MIB, GIB + 2 * MIB)], 4096);
         assert_eq!(space.take(GIB).unwrap().start().get(), 2 * MIB);
     }
 
     #[test]
     fn what_does_not_fit_is_told_what_would() {
-        let space = FarSpace::new(vec![(0, GIB - 1)], 2 * MIB);
+        let space = PeerSpace::new(vec![(0, GIB - 1)], 2 * MIB);
         let _taken = space.take(2 * MIB).unwrap();
         let error = space.take(GIB).unwrap_err().to_string();
         assert!(
@@ -209,13 +209,13 @@ mod tests {
             "{error}"
         );
         let error = space.check(&[512 * MIB, 512 * MIB]).unwrap_err();
-        assert!(matches!(error, NtbError::FarSpace { .. }), "{error}");
+        assert!(matches!(error, NtbError::PeerSpace { .. }), "{error}");
         space.check(&[512 * MIB, 2 * MIB]).unwrap();
         assert_eq!(space.taken(), 2 * MIB);
         for bytes in [u64::MAX, u64::MAX - MIB] {
             assert!(space.take(bytes).is_err());
         }
-        let whole = FarSpace::new(vec![(0, u64::MAX)], 4096);
+        let whole = PeerSpace::new(vec![(0, u64::MAX)], 4096);
         assert!(whole.take(u64::MAX - MIB).is_ok());
     }
 
@@ -225,8 +225,8 @@ mod tests {
             steps in prop::collection::vec((any::<bool>(), 1u64..64, any::<prop::sample::Index>()), 0..100),
             shift in 12u32..22,
         ) {
-            let space = FarSpace::new(vec![(16 * MIB, 24 * MIB - 1), (0, 3 * MIB + 4095)], 1 << shift);
-            let mut held: Vec<FarRange> = Vec::new();
+            let space = PeerSpace::new(vec![(16 * MIB, 24 * MIB - 1), (0, 3 * MIB + 4095)], 1 << shift);
+            let mut held: Vec<PeerRange> = Vec::new();
             for (take, pages, pick) in steps {
                 if take {
                     let Ok(new) = space.take(pages * 64 * 1024) else { continue };
@@ -242,7 +242,7 @@ mod tests {
                 } else if !held.is_empty() {
                     held.swap_remove(pick.index(held.len()));
                 }
-                prop_assert_eq!(space.taken(), held.iter().map(FarRange::len).sum::<u64>());
+                prop_assert_eq!(space.taken(), held.iter().map(PeerRange::len).sum::<u64>());
             }
             held.clear();
             prop_assert_eq!(space.taken(), 0);

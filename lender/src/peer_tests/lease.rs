@@ -35,7 +35,7 @@ fn a_device_is_used_and_returned_without_any_descriptor() {
     let mut client = host.client("a");
     client.check(DEVICE, Route::Ntb, Vec::new()).unwrap();
     let lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
-    assert_eq!(lease.bars, [BarMemory::Far { address: 1 << 40 }]);
+    assert_eq!(lease.bars, [BarMemory::Peer { address: 1 << 40 }]);
     assert!(lease.files.is_empty());
     let mut registers = lease.registers;
     registers.send(&write(SCRATCH, 7), &[], DEADLINE).unwrap();
@@ -90,15 +90,15 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     // Refused by the client, without a request to the lender.
     for refused in [
         client.set_irqs(update.clone(), &fds),
-        client.far_map(0, 4096, file.as_fd(), 0, true),
+        client.map_peer(0, 4096, file.as_fd(), 0, true),
     ] {
         let error = refused.unwrap_err();
         assert!(matches!(&error, CallError::NotSent(_)), "{error}");
         assert!(error.to_string().contains("over TCP"), "{error}");
     }
     // Refused by the lender, from a client that does not check.
-    let far_map = client.set_irqs(update, &[]).unwrap_err();
-    assert!(far_map.to_string().contains("are relayed"), "{far_map}");
+    let map_peer = client.set_irqs(update, &[]).unwrap_err();
+    assert!(map_peer.to_string().contains("are relayed"), "{map_peer}");
     let (relayed, fds) = IrqUpdate::new(&request, true);
     assert!(fds.is_empty());
     client.set_irqs(relayed, &[]).unwrap();
@@ -108,10 +108,10 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
 #[test]
 fn a_mapping_without_its_file_is_refused() {
     let host = Host::new();
-    let (mut peer, ticket) = host.borrow("a");
-    let _registers = host.registers(ticket).unwrap();
-    let request = Request::FarMap {
-        far: 0,
+    let (mut peer, token) = host.borrow("a");
+    let _registers = host.registers(token).unwrap();
+    let request = Request::MapPeer {
+        peer_address: 0,
         len: 4096,
         offset: 0,
         writable: true,
@@ -125,7 +125,7 @@ fn a_mapping_without_its_file_is_refused() {
 fn a_borrower_that_goes_in_any_way_gives_the_device_back() {
     let host = Host::new();
     // Before its register channel has connected.
-    let (peer, _ticket) = host.borrow("a");
+    let (peer, _token) = host.borrow("a");
     drop(peer);
     host.wait_until_free();
     for how in [
@@ -135,8 +135,8 @@ fn a_borrower_that_goes_in_any_way_gives_the_device_back() {
         "registers FIN",
         "registers RST",
     ] {
-        let (mut peer, ticket) = host.borrow("a");
-        let mut registers = host.registers(ticket).unwrap();
+        let (mut peer, token) = host.borrow("a");
+        let mut registers = host.registers(token).unwrap();
         registers.send(&write(SCRATCH, 1), &[], DEADLINE).unwrap();
         peer.call(Request::EnableBusMaster, 1).unwrap();
         let at_once = Some(Duration::ZERO);
@@ -184,8 +184,8 @@ fn broken_frames_end_a_lease_and_half_ones_hold_nothing_up() {
         &0u32.to_le_bytes(),
         &[2, 0, 0, 0, 0xff, 0xff],
     ] {
-        let (peer, ticket) = host.borrow("a");
-        let _registers = host.registers(ticket).unwrap();
+        let (peer, token) = host.borrow("a");
+        let _registers = host.registers(token).unwrap();
         let mut socket = std::net::TcpStream::from(peer.channel.into_socket());
         socket.set_nonblocking(false).unwrap();
         // Half a frame on one connection; the other keeps working.
@@ -195,8 +195,8 @@ fn broken_frames_end_a_lease_and_half_ones_hold_nothing_up() {
         expect_closed(socket);
         host.wait_until_free();
     }
-    let (mut peer, ticket) = host.borrow("a");
-    let registers = host.registers(ticket).unwrap();
+    let (mut peer, token) = host.borrow("a");
+    let registers = host.registers(token).unwrap();
     let mut socket = std::net::TcpStream::from(registers.into_socket());
     socket.set_nonblocking(false).unwrap();
     socket.write_all(&[9, 0]).unwrap();
@@ -215,8 +215,8 @@ fn a_borrower_that_does_not_read_is_given_up() {
     let mut other = host.client("b");
     let lease = other.borrow_device(DEVICES[1], Route::Ntb, &[]).unwrap();
     let mut others = lease.registers;
-    let (_peer, ticket) = host.borrow("a");
-    let mut registers = host.registers(ticket).unwrap();
+    let (_peer, token) = host.borrow("a");
+    let mut registers = host.registers(token).unwrap();
     // A small buffer, so that little is in flight when the lender's send blocks.
     set_socket_recv_buffer_size(&registers, 4096).unwrap();
     until("the lender closes the channel", || {

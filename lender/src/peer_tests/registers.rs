@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farside_lender_protocol::{ErrorKind, Reply, Request, TICKET_LIFE, registers::Event};
+use farside_lender_protocol::{ErrorKind, Reply, Request, TOKEN_LIFE, registers::Event};
 
 use super::{
     device::{Done, PROBLEM, SCRATCH},
@@ -11,10 +11,10 @@ use super::{
 };
 
 #[test]
-fn a_ticket_that_is_guessed_or_used_again_is_refused() {
+fn a_token_that_is_guessed_or_used_again_is_refused() {
     let host = Host::new();
-    let (mut peer, ticket) = host.borrow("a");
-    let mut guess = ticket;
+    let (mut peer, token) = host.borrow("a");
+    let mut guess = token;
     guess.0[0] ^= 1;
     let error = host.registers(guess).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Invalid);
@@ -25,12 +25,12 @@ fn a_ticket_that_is_guessed_or_used_again_is_refused() {
     // A connection has a single attempt.
     let mut guesser = host.peer();
     guesser
-        .call(Request::Registers { ticket: guess }, 0)
+        .call(Request::Registers { token: guess }, 0)
         .unwrap_err();
     guesser.channel.receive::<Reply>(DEADLINE).unwrap_err();
 
-    let mut registers = host.registers(ticket).unwrap();
-    host.registers(ticket).unwrap_err();
+    let mut registers = host.registers(token).unwrap();
+    host.registers(token).unwrap_err();
     // Neither has affected the lease.
     registers.send(&write(SCRATCH, 5), &[], DEADLINE).unwrap();
     peer.call(Request::Reset, 1).unwrap();
@@ -40,38 +40,38 @@ fn a_ticket_that_is_guessed_or_used_again_is_refused() {
     );
     drop(peer);
     host.wait_until_free();
-    host.registers(ticket).unwrap_err();
+    host.registers(token).unwrap_err();
 }
 
 #[test]
-fn a_ticket_is_no_message_for_a_connection_that_has_said_hello() {
+fn a_token_is_no_message_for_a_connection_that_has_said_hello() {
     let host = Host::new();
-    let (_peer, ticket) = host.borrow("a");
+    let (_peer, token) = host.borrow("a");
     let mut other = host.hello("b");
-    let error = other.call(Request::Registers { ticket }, 0).unwrap_err();
+    let error = other.call(Request::Registers { token }, 0).unwrap_err();
     assert!(error.message.contains("first message"), "{error}");
     // The attempt did not consume the token.
-    host.registers(ticket).unwrap();
+    host.registers(token).unwrap();
 }
 
 #[test]
 fn a_borrower_that_does_not_come_for_its_registers_is_given_up() {
     let host = Host::new();
-    let (mut peer, ticket) = host.borrow("a");
+    let (mut peer, token) = host.borrow("a");
     // Status requests are answered meanwhile.
     assert_eq!(host.holder().as_deref(), Some("a"));
-    let patience = TICKET_LIFE + DEADLINE;
+    let patience = TOKEN_LIFE + DEADLINE;
     peer.channel.receive::<Reply>(patience).unwrap_err();
     host.wait_until_free();
-    host.registers(ticket).unwrap_err();
+    host.registers(token).unwrap_err();
 }
 
 /// The request may arrive first, on its separate connection.
 #[test]
 fn a_request_waits_for_the_register_accesses_before_it() {
     let host = Host::new();
-    let (mut peer, ticket) = host.borrow("a");
-    let mut registers = host.registers(ticket).unwrap();
+    let (mut peer, token) = host.borrow("a");
+    let mut registers = host.registers(token).unwrap();
     peer.post(Request::Reset, 3);
     for value in [1, 2] {
         registers
@@ -92,8 +92,8 @@ fn a_request_waits_for_the_register_accesses_before_it() {
 #[test]
 fn accesses_that_never_come_end_the_lease() {
     let host = Host::new();
-    let (mut peer, ticket) = host.borrow("a");
-    let mut registers = host.registers(ticket).unwrap();
+    let (mut peer, token) = host.borrow("a");
+    let mut registers = host.registers(token).unwrap();
     peer.post(Request::EnableBusMaster, u64::MAX);
     // A disconnect in the meantime makes no difference.
     registers.receive::<Event>(DEADLINE).unwrap_err();
@@ -104,8 +104,8 @@ fn accesses_that_never_come_end_the_lease() {
 #[test]
 fn a_problem_of_the_device_is_shown_for_as_long_as_it_lasts() {
     let host = Host::new();
-    let (_peer, ticket) = host.borrow("a");
-    let mut registers = host.registers(ticket).unwrap();
+    let (_peer, token) = host.borrow("a");
+    let mut registers = host.registers(token).unwrap();
     let problem = || {
         let mut tool = host.client("tool");
         let status = tool.status(DEVICE).unwrap().entry.problem;

@@ -6,16 +6,16 @@ use super::{Port, regs::error};
 ///
 /// Accesses are those of PCIe memory requests: they do not cross a 4 KiB
 /// boundary.
-pub trait Far {
+pub trait HostAccess {
     /// Reads in the DMA address space of the peer's port: memory of that host, or a
-    /// register of a device there. A read that takes time returns [`FarRead::Later`]
+    /// register of a device there. A read that takes time returns [`PeerRead::Later`]
     /// and is completed by [`Ntb::complete_read`](super::Ntb::complete_read); at most
     /// one such read is pending for each port.
     ///
     /// # Errors
     ///
     /// Fails if the access is refused at once.
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<FarRead, FarError>;
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError>;
 
     /// Writes in the same address space. Writes are posted: a later refusal is reported
     /// by [`Ntb::write_failed`](super::Ntb::write_failed).
@@ -23,7 +23,7 @@ pub trait Far {
     /// # Errors
     ///
     /// Fails if the access is refused at once.
-    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), FarError>;
+    fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError>;
 
     /// Sends the message of an MSI-X vector to the host of `port`. A masked
     /// vector stays pending.
@@ -46,7 +46,7 @@ pub struct Target {
 
 /// Progress of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FarRead {
+pub enum PeerRead {
     /// The data is complete.
     Done,
     /// The data follows by [`Ntb::complete_read`](super::Ntb::complete_read).
@@ -55,7 +55,7 @@ pub enum FarRead {
 
 /// Why the peer host refused an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FarError {
+pub enum PeerError {
     /// Unmapped address, missing permission, or the host is disconnected.
     Refused,
     /// No reply in time.
@@ -64,11 +64,11 @@ pub enum FarError {
     Busy,
 }
 
-impl FarError {
+impl PeerError {
     /// The reason's code in `ERROR_INFO`.
     pub(super) fn reason(self) -> u32 {
         match self {
-            Self::Refused => error::FAR_REFUSED,
+            Self::Refused => error::PEER_REFUSED,
             Self::Timeout => error::TIMEOUT,
             Self::Busy => error::BUSY,
         }

@@ -11,9 +11,9 @@ use std::{
 
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    BusAddress, FabricError, FarAddress, Iova, LenderPath, MemoryRange, Usage, WindowUse,
+    BusAddress, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
 };
-use farside_irq_relay::{Fire, Relay};
+use farside_irq_relay::{IrqEvent, Relay};
 use farside_lender_protocol::{
     BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
 };
@@ -109,7 +109,7 @@ impl DeviceSource for Recorder {
         self.note(Done::Begin);
         Ok(Leased {
             device: self,
-            bars: vec![BarMemory::Far { address: 1 << 40 }],
+            bars: vec![BarMemory::Peer { address: 1 << 40 }],
             files: Vec::new(),
         })
     }
@@ -154,8 +154,8 @@ impl LeasedDevice for Recorder {
         value[..data.len()].copy_from_slice(data);
         self.scratch = u64::from_le_bytes(value);
         if offset == DOORBELL {
-            let fire = Fire::new(farside_irq_relay::IrqIndex::Msix, 0).unwrap();
-            self.relay.post(fire).unwrap();
+            let event = IrqEvent::new(farside_irq_relay::IrqIndex::Msix, 0).unwrap();
+            self.relay.post(event).unwrap();
         }
         if offset == PROBLEM {
             self.problem = (self.scratch != 0).then(|| format!("problem {}", self.scratch));
@@ -171,11 +171,11 @@ impl LeasedDevice for Recorder {
         self
     }
 
-    fn map_peer(&mut self, _at: FarAddress, _memory: MemoryRange) -> Result<(), RemoteError> {
+    fn map_peer(&mut self, _at: PeerAddress, _memory: MemoryRange) -> Result<(), RemoteError> {
         Err(invalid("nobody can have sent a file".into()))
     }
 
-    fn unmap_peer(&mut self, _at: FarAddress, _len: u64) -> Result<(), RemoteError> {
+    fn unmap_peer(&mut self, _at: PeerAddress, _len: u64) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -235,7 +235,7 @@ impl Irqs for Recorder {
 }
 
 impl LenderPath for Recorder {
-    fn open_window(&mut self, _: Iova, _: FarAddress, _: u64) -> Result<WindowUse, FabricError> {
+    fn open_window(&mut self, _: Iova, _: PeerAddress, _: u64) -> Result<WindowUse, FabricError> {
         self.note(Done::Window);
         Ok(WindowUse {
             bus: BusAddress::new(0),

@@ -2,19 +2,19 @@
 
 use std::os::fd::AsFd;
 
-use farside_fabric::{BorrowerDomain, FarAddress, MemoryRange};
+use farside_fabric::{BorrowerDomain, MemoryRange, PeerAddress};
 use farside_lender_protocol::{BarOwner, Client};
-use farside_ntb::{Adapter, BorrowerNtb, FarRange};
+use farside_ntb::{Adapter, BorrowerNtb, PeerRange};
 
 use super::error::PathError;
 
 /// Alignment of windows where the borrower chooses peer addresses freely: a multiple of any
 /// adapter's translation alignment.
-pub(super) const FAR_STEP: u64 = 1 << 40;
+pub(super) const PEER_STEP: u64 = 1 << 40;
 
 /// Maps guest RAM at peer addresses.
 #[derive(Default)]
-pub(crate) enum FarSide {
+pub(crate) enum PeerMapper {
     /// The lender, which holds both ends of the path.
     #[default]
     Lender,
@@ -26,13 +26,13 @@ pub(crate) enum FarSide {
 }
 
 /// Peer addresses of one window.
-pub(crate) struct Far {
+pub(crate) struct PeerReservation {
     pub(super) start: u64,
     /// Set if the addresses are shared between devices: released on drop.
-    _range: Option<FarRange>,
+    _range: Option<PeerRange>,
 }
 
-impl FarSide {
+impl PeerMapper {
     pub(crate) fn new(bars: BarOwner, ntb: Option<&Adapter>) -> Self {
         match (bars, ntb) {
             (_, Some(adapter)) => Self::Ntb(BorrowerNtb::new(adapter)),
@@ -48,12 +48,16 @@ impl FarSide {
     }
 
     /// Reserves peer addresses for a window; `free` chooses them where they are not shared.
-    pub(super) fn take(&self, len: u64, free: impl FnOnce() -> u64) -> Result<Far, PathError> {
+    pub(super) fn take(
+        &self,
+        len: u64,
+        free: impl FnOnce() -> u64,
+    ) -> Result<PeerReservation, PathError> {
         Ok(match self {
-            Self::Lender | Self::LendersIommu => Far::at(free()),
+            Self::Lender | Self::LendersIommu => PeerReservation::at(free()),
             Self::Ntb(domain) => {
-                let range = domain.adapter().far_space().take(len)?;
-                Far {
+                let range = domain.adapter().peer_space().take(len)?;
+                PeerReservation {
                     start: range.start().get(),
                     _range: Some(range),
                 }
@@ -65,7 +69,7 @@ impl FarSide {
     pub(super) fn map(
         &mut self,
         client: &mut Client,
-        far: u64,
+        peer_address: u64,
         memory: MemoryRange,
         done: &mut u64,
     ) -> Result<(), PathError> {
@@ -74,18 +78,24 @@ impl FarSide {
         match self {
             Self::Lender => {
                 let file = memory.file.as_fd();
-                client.far_map(far, memory.len, file, memory.offset, memory.writable)?;
+                client.map_peer(
+                    peer_address,
+                    memory.len,
+                    file,
+                    memory.offset,
+                    memory.writable,
+                )?;
             }
             Self::LendersIommu => {
                 let (file, step) = (memory.file.as_fd(), step(memory.len));
                 while *done < memory.len {
                     let len = step.min(memory.len - *done);
                     let offset = memory.offset + *done;
-                    client.far_map(far + *done, len, file, offset, memory.writable)?;
+                    client.map_peer(peer_address + *done, len, file, offset, memory.writable)?;
                     *done += len;
                 }
             }
-            Self::Ntb(domain) => domain.map(FarAddress::new(far), memory)?,
+            Self::Ntb(domain) => domain.map(PeerAddress::new(peer_address), memory)?,
         }
         *done = whole;
         Ok(())
@@ -94,18 +104,18 @@ impl FarSide {
     pub(super) fn unmap(
         &mut self,
         client: &mut Client,
-        far: u64,
+        peer_address: u64,
         len: u64,
     ) -> Result<(), PathError> {
         match self {
-            Self::Lender | Self::LendersIommu => client.far_unmap(far, len)?,
-            Self::Ntb(domain) => domain.unmap(FarAddress::new(far), len)?,
+            Self::Lender | Self::LendersIommu => client.unmap_peer(peer_address, len)?,
+            Self::Ntb(domain) => domain.unmap(PeerAddress::new(peer_address), len)?,
         }
         Ok(())
     }
 }
 
-impl Far {
+impl PeerReservation {
     pub(super) fn at(start: u64) -> Self {
         Self {
             start,

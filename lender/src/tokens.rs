@@ -1,7 +1,7 @@
 //! Register channels over separate connections.
 //!
 //! Descriptors cannot be sent between hosts, so the borrower opens a second connection and presents
-//! the ticket from its lease. A ticket grants access to the device's registers: it has 128 random
+//! the token from its lease. A token grants access to the device's registers: it has 128 random
 //! bits, and is valid once and for a few seconds.
 
 use std::{
@@ -13,12 +13,12 @@ use std::{
 };
 
 use farside_daemon::Wakeup;
-use farside_lender_protocol::{Channel, TICKET_LIFE, Ticket};
+use farside_lender_protocol::{Channel, RegisterToken, TOKEN_LIFE};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// The outstanding tickets.
+/// The outstanding tokens.
 #[derive(Default)]
-pub(crate) struct Tickets(Mutex<HashMap<Ticket, Out>>);
+pub(crate) struct RegisterTokens(Mutex<HashMap<RegisterToken, Out>>);
 
 struct Out {
     sender: mpsc::SyncSender<Channel>,
@@ -26,8 +26,8 @@ struct Out {
     until: Instant,
 }
 
-impl Tickets {
-    /// Issues a ticket that is valid from `now` on.
+impl RegisterTokens {
+    /// Issues a token that is valid from `now` on.
     pub(crate) fn issue(self: &Arc<Self>, now: Instant) -> io::Result<Awaited> {
         let mut random = [0; 16];
         // After boot, the kernel returns 16 bytes at once and completely.
@@ -35,38 +35,38 @@ impl Tickets {
         if got != random.len() {
             return Err(io::Error::other("the kernel gave too few random bytes"));
         }
-        let ticket = Ticket(random);
+        let token = RegisterToken(random);
         let wake = Wakeup::new()?;
         let (sender, receiver) = mpsc::sync_channel(1);
-        let until = now + TICKET_LIFE;
+        let until = now + TOKEN_LIFE;
         let out = Out {
             sender,
             wake: wake.clone(),
             until,
         };
-        self.lock().insert(ticket, out);
+        self.lock().insert(token, out);
         Ok(Awaited {
-            ticket,
+            token,
             until,
             receiver,
             wake,
-            tickets: Arc::clone(self),
+            tokens: Arc::clone(self),
         })
     }
 
-    /// Redeems a ticket. Returns `None` if it is not outstanding or has expired.
-    pub(crate) fn redeem(&self, ticket: Ticket, now: Instant) -> Option<Redeemed> {
-        let out = self.lock().remove(&ticket)?;
+    /// Redeems a token. Returns `None` if it is not outstanding or has expired.
+    pub(crate) fn redeem(&self, token: RegisterToken, now: Instant) -> Option<Redeemed> {
+        let out = self.lock().remove(&token)?;
         (now < out.until).then_some(Redeemed(out))
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Out>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<RegisterToken, Out>> {
         // Every update is a single call, so a panic cannot leave the map inconsistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A redeemed ticket.
+/// A redeemed token.
 pub(crate) struct Redeemed(Out);
 
 impl Redeemed {
@@ -78,23 +78,23 @@ impl Redeemed {
     }
 }
 
-/// The connection that a ticket was issued for. Dropping it invalidates the ticket. Readable when
+/// The connection that a token was issued for. Dropping it invalidates the token. Readable when
 /// the connection has arrived.
 pub(crate) struct Awaited {
-    ticket: Ticket,
+    token: RegisterToken,
     until: Instant,
     receiver: mpsc::Receiver<Channel>,
     wake: Wakeup,
-    tickets: Arc<Tickets>,
+    tokens: Arc<RegisterTokens>,
 }
 
 impl Awaited {
-    /// The ticket to send to the borrower.
-    pub(crate) fn ticket(&self) -> Ticket {
-        self.ticket
+    /// The token to send to the borrower.
+    pub(crate) fn token(&self) -> RegisterToken {
+        self.token
     }
 
-    /// When the ticket expires.
+    /// When the token expires.
     pub(crate) fn until(&self) -> Instant {
         self.until
     }
@@ -108,7 +108,7 @@ impl Awaited {
 
 impl Drop for Awaited {
     fn drop(&mut self) {
-        self.tickets.lock().remove(&self.ticket);
+        self.tokens.lock().remove(&self.token);
     }
 }
 
@@ -134,16 +134,16 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_brings_the_connection_once() {
-        let tickets = Arc::new(Tickets::default());
+    fn a_token_brings_the_connection_once() {
+        let tokens = Arc::new(RegisterTokens::default());
         let now = Instant::now();
-        let awaited = tickets.issue(now).unwrap();
-        let other = tickets.issue(now).unwrap();
-        assert!(awaited.ticket() != other.ticket());
+        let awaited = tokens.issue(now).unwrap();
+        let other = tokens.issue(now).unwrap();
+        assert!(awaited.token() != other.token());
         assert!(!is_readable(&awaited) && awaited.take().is_none());
         let (mut ours, theirs) = Channel::pair().unwrap();
-        let redeemed = tickets.redeem(awaited.ticket(), now).expect("it is good");
-        assert!(tickets.redeem(awaited.ticket(), now).is_none());
+        let redeemed = tokens.redeem(awaited.token(), now).expect("it is good");
+        assert!(tokens.redeem(awaited.token(), now).is_none());
         redeemed.hand_over(theirs);
         assert!(is_readable(&awaited) && !is_readable(&other));
         let mut came = awaited.take().expect("the connection");
@@ -152,31 +152,31 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_that_is_guessed_late_or_no_longer_awaited_is_no_good() {
-        let tickets = Arc::new(Tickets::default());
+    fn a_token_that_is_guessed_late_or_no_longer_awaited_is_invalid() {
+        let tokens = Arc::new(RegisterTokens::default());
         let now = Instant::now();
-        let awaited = tickets.issue(now).unwrap();
-        let mut guess = awaited.ticket();
+        let awaited = tokens.issue(now).unwrap();
+        let mut guess = awaited.token();
         guess.0[15] ^= 1;
-        assert!(tickets.redeem(guess, now).is_none());
-        assert!(tickets.redeem(awaited.ticket(), awaited.until()).is_none());
-        // An expired ticket stays invalid.
-        assert!(tickets.redeem(awaited.ticket(), now).is_none());
+        assert!(tokens.redeem(guess, now).is_none());
+        assert!(tokens.redeem(awaited.token(), awaited.until()).is_none());
+        // An expired token stays invalid.
+        assert!(tokens.redeem(awaited.token(), now).is_none());
 
-        let awaited = tickets.issue(now).unwrap();
-        let ticket = awaited.ticket();
-        let just = now + TICKET_LIFE - Duration::from_nanos(1);
+        let awaited = tokens.issue(now).unwrap();
+        let token = awaited.token();
+        let just = now + TOKEN_LIFE - Duration::from_nanos(1);
         drop(awaited);
-        assert!(tickets.redeem(ticket, just).is_none());
+        assert!(tokens.redeem(token, just).is_none());
 
-        let awaited = tickets.issue(now).unwrap();
+        let awaited = tokens.issue(now).unwrap();
         let (ours, theirs) = Channel::pair().unwrap();
-        let redeemed = tickets.redeem(awaited.ticket(), just).expect("it is good");
+        let redeemed = tokens.redeem(awaited.token(), just).expect("it is good");
         drop(awaited);
         // Closed, not leaked.
         redeemed.hand_over(theirs);
         let mut fds = [PollFd::new(&ours, PollFlags::IN)];
         assert_eq!(poll(&mut fds, Some(&Timespec::default())), Ok(1));
-        assert!(tickets.lock().is_empty());
+        assert!(tokens.lock().is_empty());
     }
 }

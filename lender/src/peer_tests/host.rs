@@ -10,8 +10,8 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_lender_protocol::{
-    Address, Channel, Client, Envelope, Epoch, Listener, Registers, RemoteError, Reply, Request,
-    Route, Ticket, VERSION,
+    Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
+    RemoteError, Reply, Request, Route, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -77,13 +77,13 @@ impl Host {
             let (kind, described) = (source.kind(), source.described().clone());
             let (device_loop, mailbox) =
                 DeviceLoop::new(id.into(), Arc::clone(&registry), stop.clone(), poll_time).unwrap();
-            registry.add(id, kind, described, mailbox, Epoch(1));
+            registry.add(id, kind, described, mailbox, Generation(1));
             threads.push(std::thread::spawn(move || device_loop.run(source)));
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
         let address = listener.address();
         let about = Arc::new(About {
-            name: "far".into(),
+            name: "peer".into(),
             limits: Default::default(),
         });
         let stopped = stop.clone();
@@ -130,7 +130,7 @@ impl Host {
     pub(super) fn peer(&self) -> Peer {
         Peer {
             channel: Channel::connect(&self.address, DEADLINE).unwrap(),
-            epoch: Epoch(0),
+            generation: Generation(0),
         }
     }
 
@@ -147,7 +147,7 @@ impl Host {
     }
 
     /// A peer with a lease, and the token for its register channel.
-    pub(super) fn borrow(&self, vm: &str) -> (Peer, Ticket) {
+    pub(super) fn borrow(&self, vm: &str) -> (Peer, RegisterToken) {
         let mut peer = self.hello(vm);
         let device = DEVICE.to_owned();
         let route = Route::Ntb;
@@ -163,21 +163,21 @@ impl Host {
             .unwrap()
         {
             Reply::Lease {
-                epoch,
-                registers: Registers::Ticket(ticket),
+                generation,
+                registers: Registers::RegisterToken(token),
                 ..
             } => {
-                peer.epoch = epoch;
-                (peer, ticket)
+                peer.generation = generation;
+                (peer, token)
             }
             other => panic!("{other:?}"),
         }
     }
 
     /// Connects the register channel of a token.
-    pub(super) fn registers(&self, ticket: Ticket) -> Result<Channel, RemoteError> {
+    pub(super) fn registers(&self, token: RegisterToken) -> Result<Channel, RemoteError> {
         let mut peer = self.peer();
-        match peer.call(Request::Registers { ticket }, 0)? {
+        match peer.call(Request::Registers { token }, 0)? {
             Reply::Done => Ok(peer.channel),
             other => panic!("{other:?}"),
         }
@@ -235,14 +235,14 @@ impl Drop for Host {
 
 pub(super) struct Peer {
     pub(super) channel: Channel,
-    pub(super) epoch: Epoch,
+    pub(super) generation: Generation,
 }
 
 impl Peer {
     /// Sends a request that is ordered after `accesses` register accesses.
     pub(super) fn post(&mut self, request: Request, accesses: u64) {
         let envelope = Envelope {
-            epoch: self.epoch,
+            generation: self.generation,
             accesses,
             request,
         };

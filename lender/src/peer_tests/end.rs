@@ -17,8 +17,8 @@ const FOR_EVER: u32 = u32::MAX;
 
 /// Lends [`DEVICE`] to a VM that disappears, while closing fails `times` times.
 fn abandon(host: &Host, times: u32) {
-    let (peer, ticket) = host.borrow("a");
-    let registers = host.registers(ticket).unwrap();
+    let (peer, token) = host.borrow("a");
+    let registers = host.registers(token).unwrap();
     host.failing_closes.store(times, Ordering::Relaxed);
     drop((peer, registers));
     until("a close has failed", || {

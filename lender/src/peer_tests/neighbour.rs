@@ -13,7 +13,7 @@ use std::{
 use farside_daemon::Wakeup;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    FarAddress, LenderPath, MemoryRange, NtbLimits,
+    LenderPath, MemoryRange, NtbLimits, PeerAddress,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::Relay;
@@ -127,7 +127,7 @@ impl DeviceSource for Echo {
         pin_to(self.cpu);
         Ok(Leased {
             device: self,
-            bars: vec![BarMemory::Far { address: 1 << 40 }],
+            bars: vec![BarMemory::Peer { address: 1 << 40 }],
             files: Vec::new(),
         })
     }
@@ -164,11 +164,11 @@ impl LeasedDevice for Echo {
         &mut self.path
     }
 
-    fn map_peer(&mut self, _: FarAddress, _: MemoryRange) -> Result<(), RemoteError> {
+    fn map_peer(&mut self, _: PeerAddress, _: MemoryRange) -> Result<(), RemoteError> {
         Ok(())
     }
 
-    fn unmap_peer(&mut self, _: FarAddress, _: u64) -> Result<(), RemoteError> {
+    fn unmap_peer(&mut self, _: PeerAddress, _: u64) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -234,7 +234,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
     let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
     let (Some(device), Some(driver)) = (cpus.next(), cpus.next()) else {
         // For `cargo xtask test`: libtest captures `eprintln!`.
-        let test = "far_tests::neighbour::a_busy_neighbour_does_not_starve_the_device";
+        let test = "peer_tests::neighbour::a_busy_neighbour_does_not_starve_the_device";
         writeln!(stdout().lock(), "skipped: {test}: needs two CPUs").unwrap();
         return;
     };
@@ -251,8 +251,8 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         path: adapter.attach("echo").unwrap(),
     };
     let host = Host::lending(vec![Box::new(echo)], Duration::from_micros(500));
-    let (_peer, ticket) = host.borrow("a");
-    let _registers = host.registers(ticket).unwrap();
+    let (_peer, token) = host.borrow("a");
+    let _registers = host.registers(token).unwrap();
     pin_to(driver);
     let never_yields = Doorbell::new();
     // The thread adapts its poll time to frequent work, and busy-polls.
