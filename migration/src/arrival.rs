@@ -45,7 +45,7 @@ impl<'a> Arrival<'a> {
             Request::Start { id, vm } => self.until(&id, &vm, Step::Finish),
             Request::Incoming { id, vm } => {
                 return match self.incoming(&id, &vm) {
-                    Ok(uri) => Reply::Listening(uri),
+                    Ok(port) => Reply::Listening(port),
                     Err(error) => Reply::Failed(error),
                 };
             }
@@ -163,7 +163,7 @@ impl<'a> Arrival<'a> {
         self.advance(ours, end)
     }
 
-    fn incoming(&self, id: &str, vm: &str) -> Result<String> {
+    fn incoming(&self, id: &str, vm: &str) -> Result<u16> {
         let ours = self.ours(id, vm)?;
         if ours.step != Step::Start {
             return Err(Error::journal(format!(

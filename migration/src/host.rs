@@ -12,7 +12,10 @@
 //! them for a host in memory, where the process can end at every call. No method
 //! has a default that passes a check: each implementation states what it checks.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use farside_lender_protocol::{Address, Fence, Fences, Generation};
 use serde::{Deserialize, Serialize};
@@ -125,11 +128,11 @@ pub trait LiveRunner {
     /// Hot-unplugs the guest's borrowed devices, each within `limit`.
     fn release_devices(&self, vm: &str, limit: Duration) -> Result<()>;
 
-    /// Starts a QEMU that waits for a guest at this address. Returns its URI.
-    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String>;
+    /// Starts a QEMU that waits for a guest at this address. Returns its port.
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<u16>;
 
     /// Sends the guest to that QEMU. After a failure the guest still runs here.
-    fn send(&self, vm: &str, uri: &str) -> Result<Report>;
+    fn send(&self, vm: &str, to: SocketAddr) -> Result<Report>;
 
     /// Where the guest is that [`LiveRunner::send`] was to send. Waits for a transfer in
     /// progress, or cancels it first.

@@ -1,6 +1,9 @@
 //! The steps at the host that a VM leaves, which is in charge.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use farside_lender_protocol::{Fences, Generation};
 
@@ -215,9 +218,9 @@ impl<'a> Mover<'a> {
 
     /// Sends a running guest, unless it was sent before.
     fn send_guest(&mut self) -> Result<()> {
-        if !self.journal.strategy.is_live() {
+        let Some(address) = self.journal.strategy.address() else {
             return Ok(());
-        }
+        };
         let Journal { id, vm, .. } = self.journal.clone();
         match self.host.query_transfer(&vm, false)? {
             Guest::Here => {}
@@ -230,12 +233,12 @@ impl<'a> Mover<'a> {
         }
         let host = self.journal.destination.clone();
         let request = Request::Incoming { id, vm: vm.clone() };
-        let uri = match self.peer.ask(request).map_err(|error| error.at(&host))? {
-            Reply::Listening(uri) => uri,
+        let port = match self.peer.ask(request).map_err(|error| error.at(&host))? {
+            Reply::Listening(port) => port,
             Reply::Failed(error) => return Err(error.at(&host)),
             other => return Err(Error::lost(format!("{host}: unexpected answer {other:?}"))),
         };
-        self.report = Some(self.host.send(&vm, &uri)?);
+        self.report = Some(self.host.send(&vm, SocketAddr::new(address, port))?);
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// The version of the messages. Hosts of different versions refuse each other.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// Longest message, bytes.
 const MAX_MESSAGE: usize = 4 << 20;
@@ -118,8 +118,9 @@ pub enum Reply {
     Done,
     /// To `Check`.
     Checked(Answer),
-    /// To `Incoming`: QEMU's URI.
-    Listening(String),
+    /// To `Incoming`: the TCP port at which QEMU listens. The address is in the journal: this host
+    /// does not send its guest to one that the other host names.
+    Listening(u16),
     /// Not done.
     Failed(Error),
 }
@@ -221,6 +222,19 @@ mod tests {
         }
         let error = receive::<Request>(b"Last login".as_slice()).unwrap_err();
         assert!(error.message.contains("Last"), "{error}");
+    }
+
+    /// QEMU would execute an `exec:` URI.
+    #[test]
+    fn the_other_host_names_a_port_and_nothing_else() {
+        let reply = |listening: &str| {
+            let text = format!("{{\"Listening\":{listening}}}");
+            serde_json::from_str::<Reply>(&text)
+        };
+        assert!(matches!(reply("49152"), Ok(Reply::Listening(49152))));
+        for other in ["\"exec:id\"", "\"tcp:203.0.113.5:4444\"", "65536", "-1"] {
+            reply(other).unwrap_err();
+        }
     }
 
     #[test]

@@ -8,9 +8,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::FileType;
+
 /// The directory of farside's sockets: `$FARSIDE_RUNTIME_DIR`, else
 /// `$XDG_RUNTIME_DIR/farside`, else `/run/farside` for root and
-/// `/tmp/farside-UID` for others.
+/// `/run/user/UID/farside` for others.
 pub fn runtime_dir() -> PathBuf {
     let from = |name| env::var_os(name).filter(|value| !value.is_empty());
     if let Some(dir) = from("FARSIDE_RUNTIME_DIR") {
@@ -23,7 +25,7 @@ pub fn runtime_dir() -> PathBuf {
     if uid.is_root() {
         "/run/farside".into()
     } else {
-        format!("/tmp/farside-{}", uid.as_raw()).into()
+        format!("/run/user/{}/farside", uid.as_raw()).into()
     }
 }
 
@@ -68,45 +70,50 @@ pub fn monitor_socket(vm: &str) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 
-/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it or
-/// can replace sockets in it: the fallback in `/tmp` has a predictable name.
+/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it or one of its
+/// parents, or can replace entries of one: that user could listen at the sockets in it.
 pub fn create_directory(directory: &Path) -> io::Result<()> {
+    let at = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => io::Error::new(
+            error.kind(),
+            format!("{error}: set FARSIDE_RUNTIME_DIR to a directory of this user"),
+        ),
+        _ => error,
+    };
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
-        .create(directory)?;
-    let owner = std::fs::metadata(directory)?.uid();
-    let ours = rustix::process::geteuid().as_raw();
-    if owner != ours && owner != 0 {
-        return Err(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            format!(
-                "the directory belongs to user {owner}, not to {ours}: remove it, or set FARSIDE_RUNTIME_DIR to another"
-            ),
-        ));
+        .create(directory)
+        .map_err(at)?;
+    let user = rustix::process::geteuid().as_raw();
+    let named = std::path::absolute(directory)?;
+    // Symbolic links are in the first path, and the directories that they lead to in the second.
+    for path in [&named, &directory.canonicalize()?] {
+        for above in path.ancestors() {
+            let meta = std::fs::symlink_metadata(above)?;
+            check_replaceable(above, meta.uid(), meta.mode(), user)?;
+        }
     }
-    // Also its parents up to the runtime directory.
-    let runtime = runtime_dir();
-    let above = directory.ancestors().skip(1);
-    let above = above.take_while(|above| above.starts_with(&runtime));
-    std::iter::once(directory)
-        .chain(above)
-        .try_for_each(check_writers)
+    Ok(())
 }
 
-/// Fails for a directory in which every user can replace sockets.
-fn check_writers(directory: &Path) -> io::Result<()> {
+/// Fails if a user other than `user` and root can replace entries of this directory.
+fn check_replaceable(path: &Path, owner: u32, mode: u32, user: u32) -> io::Result<()> {
     const OTHERS_WRITE: u32 = 0o002;
     const STICKY: u32 = 0o1000;
-    let mode = std::fs::metadata(directory)?.mode();
-    if mode & (OTHERS_WRITE | STICKY) == OTHERS_WRITE {
-        return Err(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            format!(
-                "every user may write to {0} (mode {1:04o}) and replace sockets in it: `chmod o-w {0}`",
-                directory.display(),
-                mode & 0o7777
-            ),
+    let path = path.display();
+    let denied = |text| Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+    // Root runs commands on the directories of farside's own user.
+    if ![user, 0].contains(&owner) && user != 0 {
+        return denied(format!(
+            "{path} belongs to user {owner}, not to {user}: remove it, or set FARSIDE_RUNTIME_DIR to another"
+        ));
+    }
+    let is_link = FileType::from_raw_mode(mode) == FileType::Symlink;
+    if !is_link && mode & (OTHERS_WRITE | STICKY) == OTHERS_WRITE {
+        return denied(format!(
+            "every user may write to {path} (mode {mode:04o}) and replace sockets in it: `chmod o-w {path}`",
+            mode = mode & 0o7777
         ));
     }
     Ok(())
@@ -136,6 +143,38 @@ mod tests {
                 let error = error.to_string();
                 assert!(error.contains("chmod o-w"), "{error}");
             }
+        }
+    }
+
+    #[test]
+    fn a_parent_that_every_user_may_write_to_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let open = parent.path().join("open");
+        std::fs::create_dir(&open).unwrap();
+        std::fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+        let link = parent.path().join("link");
+        std::os::unix::fs::symlink(&open, &link).unwrap();
+        for inside in [open.join("vm/web1"), link.join("vm/web1")] {
+            let error = create_directory(&inside).unwrap_err().to_string();
+            let named = format!("chmod o-w {}", open.display());
+            assert!(error.contains(&named), "{error}");
+        }
+    }
+
+    #[test]
+    fn another_users_directories_and_links_are_refused() {
+        let path = Path::new("/tmp/farside-1000");
+        for kind in [FileType::Directory, FileType::Symlink] {
+            let mode = kind.as_raw_mode() | 0o755;
+            let check = |owner, user| check_replaceable(path, owner, mode, user);
+            check(1000, 1000).unwrap();
+            check(0, 1000).unwrap();
+            check(1000, 0).unwrap();
+            let error = check(65534, 1000).unwrap_err().to_string();
+            assert!(
+                error.contains("belongs to user 65534, not to 1000"),
+                "{error}"
+            );
         }
     }
 }

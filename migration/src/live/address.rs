@@ -37,8 +37,8 @@ pub(crate) fn try_listen(address: IpAddr) -> Result<TcpListener> {
 }
 
 /// As QEMU takes it.
-pub(super) fn uri(address: IpAddr, port: u16) -> String {
-    format!("tcp:{}", SocketAddr::new(address, port))
+pub(super) fn uri(address: SocketAddr) -> String {
+    format!("tcp:{address}")
 }
 
 #[cfg(test)]
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn brackets_where_qemu_wants_them() {
-        assert_eq!(uri([10, 0, 0, 1].into(), 7), "tcp:10.0.0.1:7");
-        assert_eq!(uri("fd00::1".parse().unwrap(), 0), "tcp:[fd00::1]:0");
+        assert_eq!(uri(([10, 0, 0, 1], 7).into()), "tcp:10.0.0.1:7");
+        assert_eq!(uri("[fd00::1]:0".parse().unwrap()), "tcp:[fd00::1]:0");
     }
 }

@@ -1,6 +1,9 @@
 //! The other host: a QEMU that waits for an incoming guest.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor, RunState, StartOptions};
@@ -19,8 +22,8 @@ pub(crate) const GREETING: Duration = Duration::from_secs(20);
 const ARGS: [&str; 3] = ["-incoming", "defer", "-S"];
 
 /// Starts the VM's QEMU without the borrowed devices, listening for the guest. Returns
-/// its URI. Ends a QEMU that still listens for a failed attempt.
-pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<String> {
+/// its port. Ends a QEMU that still listens for a failed attempt.
+pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<u16> {
     match wait_until_terminal(|| control::describe(vm))?.state {
         RunState::Stopped => {}
         RunState::Running => {
@@ -36,7 +39,10 @@ pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<String> {
     control::start(vm, &options)?;
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     super::send::set_capabilities(&mut monitor)?;
-    let incoming = monitor.run("migrate-incoming", json!({ "uri": uri(address, 0) }));
+    let incoming = monitor.run(
+        "migrate-incoming",
+        json!({ "uri": uri(SocketAddr::new(address, 0)) }),
+    );
     incoming.map_err(|error| {
         Error::new(
             ErrorKind::Vm,
@@ -46,7 +52,7 @@ pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<String> {
     let answer = monitor.run("query-migrate", json!({}))?;
     let port = answer["socket-address"][0]["port"].as_str();
     match port.and_then(|port| port.parse().ok()) {
-        Some(port) => Ok(uri(address, port)),
+        Some(port) => Ok(port),
         None => Err(Error::new(
             ErrorKind::Vm,
             format!("QEMU of VM {vm} does not report the port at which it listens: {answer}"),

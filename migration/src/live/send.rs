@@ -1,13 +1,16 @@
 //! This host: QEMU sends the guest.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::incoming::GREETING;
+use super::{address::uri, incoming::GREETING};
 use crate::{Error, ErrorKind, Result};
 
 /// Maximum time between two queries of the progress.
@@ -122,9 +125,9 @@ pub(super) fn runs(monitor: &mut Monitor) -> Result<bool> {
     Ok(status["running"] == true)
 }
 
-/// Sends the guest to the QEMU that listens at `uri`. After a failure the guest still
+/// Sends the guest to the QEMU that listens at `to`. After a failure the guest still
 /// runs here.
-pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
+pub(crate) fn send(vm: &str, to: SocketAddr) -> Result<Report> {
     // QEMU 11.1 sends such a guest all the same, to a QEMU without that device.
     let devices = control::describe(vm)?.devices;
     if let Some(device) = devices.iter().find(|device| device.plugged) {
@@ -135,7 +138,7 @@ pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
     }
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     set_capabilities(&mut monitor)?;
-    monitor.run("migrate", json!({ "uri": uri }))?;
+    monitor.run("migrate", json!({ "uri": uri(to) }))?;
     let why = match watch(&mut monitor)? {
         Progress::Sent(report) => return Ok(report),
         Progress::Failed(why) => why,
@@ -143,7 +146,7 @@ pub(crate) fn send(vm: &str, uri: &str) -> Result<Report> {
     };
     Err(Error::new(
         ErrorKind::Vm,
-        format!("QEMU cannot send the guest of VM {vm} to {uri}: {why}"),
+        format!("QEMU cannot send the guest of VM {vm} to {to}: {why}"),
     ))
 }
 

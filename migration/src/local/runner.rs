@@ -1,6 +1,9 @@
 //! Runs VMs by `farside_vm_control`.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use farside_vm_config::places;
 use farside_vm_control as control;
@@ -66,12 +69,12 @@ impl LiveRunner for LocalHost {
         live::release_devices(vm, limit)
     }
 
-    fn incoming(&self, vm: &str, address: IpAddr) -> Result<String> {
+    fn incoming(&self, vm: &str, address: IpAddr) -> Result<u16> {
         live::incoming(vm, address)
     }
 
-    fn send(&self, vm: &str, uri: &str) -> Result<live::Report> {
-        live::send(vm, uri)
+    fn send(&self, vm: &str, to: SocketAddr) -> Result<live::Report> {
+        live::send(vm, to)
     }
 
     fn query_transfer(&self, vm: &str, cancel: bool) -> Result<live::Guest> {

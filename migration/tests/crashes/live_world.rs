@@ -1,7 +1,10 @@
 //! Live migration in the simulated world. QEMU's transfer of a guest is one call: the guest
 //! is on one host or the other, and continues, or waits, by itself.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use farside_migration::{
     Error, ErrorKind, LiveRunner, Result, Store,
@@ -45,18 +48,18 @@ impl LiveRunner for FakeHost {
         })
     }
 
-    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<String> {
+    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<u16> {
         self.assert_live();
         if self.qemu().0 {
             return failed("it runs there already");
         }
         self.set_qemu(false, Some(Still::Waiting))?;
-        Ok(self.name.to_owned())
+        Ok(self.port())
     }
 
-    fn send(&self, _vm: &str, uri: &str) -> Result<Report> {
+    fn send(&self, _vm: &str, to: SocketAddr) -> Result<Report> {
         self.assert_live();
-        let there = self.other(uri);
+        let there = self.at_port(to.port());
         self.once(|| {
             assert!(self.holds_nothing(), "a guest is sent with its devices");
             if self.breaks_transfers() {

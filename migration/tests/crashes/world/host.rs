@@ -58,8 +58,14 @@ impl FakeHost {
         self.world.call(what)
     }
 
-    pub fn other(&self, name: &str) -> FakeHost {
-        self.world.host(if name == "a" { "a" } else { "b" })
+    /// The port at which its QEMU waits for a guest.
+    pub fn port(&self) -> u16 {
+        if self.name == "a" { 1 } else { 2 }
+    }
+
+    /// The host whose QEMU waits at `port`.
+    pub fn at_port(&self, port: u16) -> FakeHost {
+        self.world.host(if port == 1 { "a" } else { "b" })
     }
 
     pub fn holds_nothing(&self) -> bool {
