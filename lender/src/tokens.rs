@@ -14,7 +14,6 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_lender_protocol::{Channel, RegisterToken, TOKEN_LIFE};
-use rustix::rand::{GetRandomFlags, getrandom};
 
 /// The outstanding tokens.
 #[derive(Default)]
@@ -30,11 +29,7 @@ impl RegisterTokens {
     /// Issues a token that is valid from `now` on.
     pub(crate) fn issue(self: &Arc<Self>, now: Instant) -> io::Result<Awaited> {
         let mut random = [0; 16];
-        // After boot, the kernel returns 16 bytes at once and completely.
-        let got = getrandom(&mut random, GetRandomFlags::empty())?;
-        if got != random.len() {
-            return Err(io::Error::other("the kernel gave too few random bytes"));
-        }
+        getrandom::fill(&mut random)?;
         let token = RegisterToken(random);
         let wake = Wakeup::new()?;
         let (sender, receiver) = mpsc::sync_channel(1);

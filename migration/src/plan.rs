@@ -144,8 +144,6 @@ impl Plan {
 
 pub(crate) fn random_id() -> Result<String> {
     let mut random = [0; 16];
-    // Once the kernel's pool is initialized, up to 256 bytes come in one piece.
-    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .map_err(std::io::Error::from)?;
+    getrandom::fill(&mut random).map_err(std::io::Error::from)?;
     Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
 }

@@ -87,7 +87,7 @@ pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
             );
             break;
         }
-        let seed = seed()?;
+        let seed = getrandom::u64().context("no random seed")?;
         println!("== round {n}: {}", round.shown(seed));
         let mut command = Command::new(&program);
         command
@@ -103,13 +103,6 @@ pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn seed() -> Result<u64> {
-    let mut bytes = [0; 8];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
-        .context("getrandom")?;
-    Ok(u64::from_ne_bytes(bytes))
 }
 
 #[cfg(test)]
