@@ -32,6 +32,9 @@ const LONGEST: [&str; 9] = [
     "host",
 ];
 
+/// Binaries that link the test bed, but mostly wait: run beside those that boot VMs.
+const WAITING: [&str; 4] = ["control_socket", "bad_input", "made_up_host", "ports"];
+
 /// A unit that runs tests.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Binary {
@@ -170,6 +173,17 @@ pub(super) fn build(request: &Request) -> Result<Option<Built>> {
         "cargo built no test binary for {:?}",
         request.selection
     );
+    if request.is_all() {
+        let unknown = LONGEST
+            .iter()
+            .chain(&WAITING)
+            .find(|name| binaries.iter().all(|binary| binary.name != **name));
+        ensure!(
+            unknown.is_none(),
+            "{} names a test binary that does not exist: {unknown:?}",
+            file!()
+        );
+    }
     binaries.sort_by(|a, b| (&a.package, &a.source).cmp(&(&b.package, &b.source)));
     if request.docs && has_library {
         binaries.push(Binary {
@@ -208,6 +222,16 @@ impl Binary {
                     || read.dev_dependencies.contains_key(TESTBED)),
             package: package.to_owned(),
         })
+    }
+
+    /// Whether it runs beside those that boot VMs.
+    pub(super) fn is_beside_vms(&self) -> bool {
+        !self.has_vms || self.waits()
+    }
+
+    /// Whether it mostly waits, though it links the test bed.
+    pub(super) fn waits(&self) -> bool {
+        WAITING.contains(&&*self.name)
     }
 
     /// The order of execution; the lowest first.

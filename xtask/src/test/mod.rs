@@ -3,7 +3,8 @@
 //!
 //! Cargo builds the tests ([`binaries`]), but would run one binary after the other. Here
 //! two lanes run them: one has those that boot VMs, the longest first; the other has all
-//! others, and then shares the remaining ones of the first kind.
+//! others, those that mostly wait first, and then shares the remaining ones of the first
+//! kind.
 
 mod binaries;
 mod output;
@@ -62,6 +63,11 @@ struct Request {
 }
 
 impl Request {
+    /// Whether it selects all tests.
+    fn is_all(&self) -> bool {
+        self.selection == ["--workspace"]
+    }
+
     fn read(args: &[String]) -> Result<Self> {
         let (cargo, harness) = match args.iter().position(|arg| arg == "--") {
             Some(at) => (&args[..at], &args[at + 1..]),
@@ -129,8 +135,9 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         return Ok(ExitCode::FAILURE);
     };
     let began = Instant::now();
-    let (mut with_vms, others): (Vec<_>, Vec<_>) =
-        binaries.into_iter().partition(|binary| binary.has_vms);
+    let (mut others, mut with_vms): (Vec<_>, Vec<_>) =
+        binaries.into_iter().partition(Binary::is_beside_vms);
+    others.sort_by_key(|binary| !binary.waits());
     let beside = match with_vms.is_empty() {
         true => Show::AtOnce,
         false => Show::AtItsEnd,

@@ -224,6 +224,66 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
     problems
 }
 
+/// Crates that the product is built with other features than the tests: they run with code that
+/// is not shipped, or without some that is.
+pub(super) fn features() -> Result<Vec<Problem>> {
+    let shipped = resolved(&["--package", cargo::PRODUCT, "--edges", "normal,build"])?;
+    let tested = resolved(&["--workspace"])?;
+    Ok(untested(&shipped, &tested))
+}
+
+fn untested(shipped: &BTreeSet<Resolved>, tested: &BTreeSet<Resolved>) -> Vec<Problem> {
+    let differ = shipped.difference(tested);
+    let problem = |it: &Resolved| {
+        let what = format!(
+            "the product has {} with features {:?}, tests have it with others; \
+             name all in [workspace.dependencies]",
+            it.package, it.features
+        );
+        Problem::of_file("Cargo.toml", what)
+    };
+    differ.map(problem).collect()
+}
+
+/// A crate as cargo builds it.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Resolved {
+    /// `getrandom v0.4.3`.
+    package: String,
+    /// Without `default`, which only enables others.
+    features: BTreeSet<String>,
+}
+
+/// The crates that cargo builds for these options of `cargo tree`.
+fn resolved(options: &[&str]) -> Result<BTreeSet<Resolved>> {
+    let output = cargo::cargo()
+        .args(["tree", "--prefix", "none", "--format", "{p}|{f}"])
+        .args(options)
+        .output()
+        .context("running cargo tree")?;
+    ensure!(
+        output.status.success(),
+        "cargo tree failed: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let text = String::from_utf8(output.stdout).context("cargo tree's output")?;
+    Ok(text.lines().filter_map(Resolved::read).collect())
+}
+
+impl Resolved {
+    /// Reads a line such as `farside v0.1.0 (/path)|default (*)`.
+    fn read(line: &str) -> Option<Self> {
+        let (package, features) = line.split_once('|')?;
+        let package: Vec<_> = package.split(' ').take(2).collect();
+        let features = features.trim_end_matches(" (*)").split(',');
+        let features = features.filter(|feature| !["", "default"].contains(feature));
+        Some(Self {
+            package: package.join(" "),
+            features: features.map(str::to_owned).collect(),
+        })
+    }
+}
+
 /// The directory of the package that contains the file `path`: the innermost.
 fn owner<'a>(packages: &'a [Package], path: &str) -> &'a str {
     let around = packages.iter().filter(|package| {
@@ -269,6 +329,18 @@ mod tests {
 
     fn told(problems: Vec<Problem>) -> Vec<String> {
         problems.into_iter().map(|problem| problem.what).collect()
+    }
+
+    #[test]
+    fn a_crate_with_other_features_than_tested_is_named() {
+        let set = |text: &str| text.lines().filter_map(Resolved::read).collect();
+        let tested = set("memchr v2.8.3|default,std\nfarside v0.1.0 (/x)|");
+        assert_eq!(untested(&set("memchr v2.8.3|std (*)\n\n"), &tested), []);
+        let problems = untested(&set("memchr v2.8.3|alloc,std"), &tested);
+        let [problem] = &problems[..] else {
+            panic!("{problems:?}");
+        };
+        assert!(problem.what.contains("memchr v2.8.3"), "{problem}");
     }
 
     #[test]

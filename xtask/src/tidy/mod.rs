@@ -2,7 +2,7 @@
 //! layering do not drift from the code.
 //!
 //! - [`crates`]: the crate table of docs/architecture.md, import cycles, the size of the
-//!   top level, unused dependencies;
+//!   top level, unused dependencies, features that are shipped but not tested;
 //! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md;
 //! - [`sources`]: length of files, `unsafe`, terms.
 
@@ -43,6 +43,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         ("layers", crates::layers(&packages)),
         ("top level", crates::top_level(&tree)),
         ("dependencies", crates::unused(&tree, &packages)),
+        ("features", crates::features()?),
         ("links", docs::links(&tree)),
         ("decisions", docs::decisions(&tree)),
         ("specification", docs::specification(&tree)),
