@@ -285,7 +285,7 @@ impl AdminServer {
             )),
             Err(Stays::InUse) => Some(refused(
                 RefusalKind::InUse,
-                format!("device {device} is plugged into VM {vm}, which has not let go of it"),
+                format!("device {device} is plugged into VM {vm}, which has not released it"),
             )),
         }
     }

@@ -185,7 +185,7 @@ fn forget(entry: Entry) {
     let name = format!("forget-{id}");
     let forget = move || {
         drop(server);
-        log::info!("device {id}: served no longer");
+        log::info!("device {id}: no longer served");
         if let Some(gone) = leaving {
             gone();
         }

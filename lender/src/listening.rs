@@ -158,7 +158,7 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
     }
     if !ip.is_loopback() {
         log::warn!(
-            "{}: whoever reaches this address can borrow every device here, and what is said there can be read on the way; use a network that carries nothing else",
+            "{}: every host that reaches this address can borrow every device, and the connection is not encrypted: use a network that carries nothing else",
             listener.address()
         );
     }

@@ -427,7 +427,7 @@ impl LeasedDevice for LeasedFunction {
         match Arc::into_inner(function).map(Function::close) {
             Some(Ok(())) => {}
             Some(Err(error)) => log::warn!(
-                "device {}: the VMM of VM {vm} has not let go of it yet ({error})",
+                "device {}: the VMM of VM {vm} has not released it yet ({error})",
                 device.id,
                 error = Chain(&error)
             ),

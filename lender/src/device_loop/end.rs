@@ -62,16 +62,16 @@ pub(super) fn take_back(
     let source = device.end();
     let why = match &end {
         End::Returned => "returned".to_owned(),
-        End::PeerGone(ChannelError::Closed) => "taken back: the backend is gone".to_owned(),
-        End::PeerGone(error) => format!("taken back: {error}", error = Chain(&error)),
-        End::NoRegisters => format!(
-            "taken back: the backend did not connect for the registers within {TOKEN_LIFE:?}"
-        ),
-        End::LostAccesses { sent, came } => {
-            format!("taken back: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
+        End::PeerGone(ChannelError::Closed) => "revoked: the backend is gone".to_owned(),
+        End::PeerGone(error) => format!("revoked: {error}", error = Chain(&error)),
+        End::NoRegisters => {
+            format!("revoked: the backend did not connect for the registers within {TOKEN_LIFE:?}")
         }
-        End::HandedOver => "taken back: the VM is moving to another host".to_owned(),
-        End::Stopped => "taken back: the lender stops".to_owned(),
+        End::LostAccesses { sent, came } => {
+            format!("revoked: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
+        }
+        End::HandedOver => "revoked: the VM is moving to another host".to_owned(),
+        End::Stopped => "revoked: the lender stops".to_owned(),
     };
     let line = format!(
         "device {}: {why} (VM {vm}, generation {generation}, {} DMA faults, {refusals} requests refused)",

@@ -68,7 +68,7 @@ pub fn a_killed_backend_gives_its_device_back(cluster: &Cluster) -> anyhow::Resu
     backend.kill()?;
     let lent = cluster.wait_free("disk0")?;
     ensure!(lent.fault_total == 0, "{lent:?}");
-    lender.wait_log("device disk0: taken back: the backend is gone (VM a", SHORT)?;
+    lender.wait_log("device disk0: revoked: the backend is gone (VM a", SHORT)?;
     ensure!(lender.is_running()?);
     // QEMU 11.1 may fail an assertion when a server disappears during I/O, so it is not
     // queried here.
@@ -162,7 +162,7 @@ pub fn a_lender_told_to_stop_takes_all_back(cluster: &Cluster) -> anyhow::Result
     ensure!(
         lender
             .log()
-            .contains("device disk0: taken back: the lender stops (VM a"),
+            .contains("device disk0: revoked: the lender stops (VM a"),
         "{}",
         lender.log()
     );

@@ -103,7 +103,7 @@ pub fn a_vmm_that_keeps_a_device_open_keeps_it_from_others(host: &Host) -> Resul
     let mut vmm = Scripted::start(host, HERE, "first", "disk0")?;
     vmm.step("io 1M")?;
     first.kill()?;
-    lender.wait_log("has not let go")?;
+    lender.wait_log("has not released it")?;
     let second = host.serve(HERE, "second", "disk0", "")?;
     let mut late = Scripted::start(host, HERE, "second", "disk0")?;
     late.try_step("place")?;
