@@ -42,6 +42,16 @@ macro_rules! address {
                     None => None,
                 }
             }
+
+            /// The address `bytes` above, modulo 2^64.
+            pub const fn wrapping_add(self, bytes: u64) -> Self {
+                Self(self.0.wrapping_add(bytes))
+            }
+
+            /// Bytes from `base` up to this address, or `None` if `base` is above it.
+            pub const fn offset_from(self, base: Self) -> Option<u64> {
+                self.0.checked_sub(base.0)
+            }
         }
 
         impl Address for $name {

@@ -29,10 +29,22 @@ impl Gpa {
         }
     }
 
-    /// Bytes from `earlier` up to this address, or `None` when `earlier` is
-    /// the higher one.
-    pub const fn checked_sub(self, earlier: Self) -> Option<u64> {
-        self.0.checked_sub(earlier.0)
+    /// Bytes from `base` up to this address, or `None` if `base` is above it.
+    pub const fn offset_from(self, base: Self) -> Option<u64> {
+        self.0.checked_sub(base.0)
+    }
+
+    /// The last multiple of `unit` up to this address.
+    pub const fn align_down(self, unit: u64) -> Self {
+        Self(self.0 / unit * unit)
+    }
+
+    /// The first multiple of `unit` from this address on, or `None` past the end of the space.
+    pub const fn checked_align_up(self, unit: u64) -> Option<Self> {
+        match self.0.checked_next_multiple_of(unit) {
+            Some(at) => Some(Self(at)),
+            None => None,
+        }
     }
 
     /// Whether it is a multiple of [`PAGE_SIZE`].

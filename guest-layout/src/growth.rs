@@ -43,10 +43,9 @@ fn room(ram: GpaRange, region: GpaRange, open: &[GpaRange]) -> GpaRange {
 
 /// `ram`, rounded out to multiples of `step` within `room`.
 fn aligned(ram: GpaRange, step: u64, room: GpaRange) -> GpaRange {
-    let start = ram.start().get() / step * step;
-    let end = ram.end().get().checked_next_multiple_of(step);
-    let start = Gpa::new(start).max(room.start());
-    let end = end.map_or(room.end(), |end| Gpa::new(end).min(room.end()));
+    let start = ram.start().align_down(step).max(room.start());
+    let end = ram.end().checked_align_up(step);
+    let end = end.map_or(room.end(), |end| end.min(room.end()));
     between(start, end, ram)
 }
 

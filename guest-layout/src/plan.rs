@@ -106,7 +106,7 @@ fn begin(segment: GpaRange) -> (Window, u64) {
 /// The span of a window with `segment` added, or `None` when the segment is
 /// too far away to share it.
 fn joined(window: GpaRange, segment: GpaRange, ram: u64, rules: &PlanRules) -> Option<GpaRange> {
-    let gap = segment.start().checked_sub(window.end())?;
+    let gap = segment.start().offset_from(window.end())?;
     if gap > rules.min_gap.max(ram) {
         return None;
     }

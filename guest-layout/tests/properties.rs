@@ -68,7 +68,7 @@ proptest! {
             let mut ram = 0;
             for pair in window.segments.windows(2) {
                 ram += pair[0].len();
-                let gap = pair[1].start().checked_sub(pair[0].end()).expect("ascending");
+                let gap = pair[1].start().offset_from(pair[0].end()).expect("ascending");
                 prop_assert!(gap <= rules.min_gap.max(ram));
             }
         }

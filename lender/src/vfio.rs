@@ -34,7 +34,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
-use farside_fabric::{FaultLog, LenderPath, MemoryRange, PeerAddress, pin::check_memlock};
+use farside_fabric::{FaultLog, Iova, LenderPath, MemoryRange, PeerAddress, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
 use farside_lender_protocol::{BarMemory, BarOwner, Described, RamRange, RemoteError, Route};
 use farside_ntb::Adapter;
@@ -226,9 +226,7 @@ impl VfioDevice {
                 bars.extend(
                     with_areas.map(|(bar, _)| match exported.peer_address_of(bar) {
                         None => BarMemory::Trapped,
-                        Some(peer) => BarMemory::Peer {
-                            address: peer.get(),
-                        },
+                        Some(address) => BarMemory::Peer { address },
                     }),
                 );
                 DmaPath::Ntb(path)
@@ -458,12 +456,16 @@ fn check_width(bits: Option<u32>, ram: &[RamRange]) -> Result<(), String> {
     let Some(limit) = bits.and_then(|bits| 1u64.checked_shl(bits)) else {
         return Ok(());
     };
-    let beyond = |range: &&RamRange| range.start.saturating_add(range.len) > limit;
-    match ram.iter().find(beyond) {
+    let limit = Iova::new(limit);
+    let within = |range: &RamRange| {
+        let end = range.start.checked_add(range.len);
+        end.is_some_and(|end| end <= limit)
+    };
+    match ram.iter().find(|range| !within(range)) {
         None => Ok(()),
         Some(RamRange { start, len }) => Err(format!(
-            "guest RAM of {len:#x} bytes at {start:#x} is beyond the {} bits of address that the \
-             function has (IOVA = GPA, so it reaches RAM below {limit:#x}); give the VM less RAM, \
+            "guest RAM of {len:#x} bytes at {start} is beyond the {} bits of address that the \
+             function has (IOVA = GPA, so it reaches RAM below {limit}); give the VM less RAM, \
              or a chipset that puts it lower",
             bits.unwrap_or(64)
         )),
@@ -476,7 +478,10 @@ mod tests {
 
     #[test]
     fn ram_beyond_the_functions_address_width_is_named() {
-        let ram = |start, len| [RamRange { start, len }];
+        let ram = |start, len| {
+            let start = Iova::new(start);
+            [RamRange { start, len }]
+        };
         let high = ram(4 << 30, 1 << 30);
         assert_eq!(check_width(None, &high), Ok(()));
         assert_eq!(check_width(Some(64), &high), Ok(()));

@@ -42,7 +42,9 @@ impl LeasedBars {
             });
         let span = at_peer.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
         let through = match (span, ntb) {
-            (Some((start, end)), Some(ntb)) => Some(Through::open(ntb, start, end - start)?),
+            (Some((start, end)), Some(ntb)) => {
+                Some(Through::open(ntb, start, end.get() - start.get())?)
+            }
             _ => None,
         };
         let mut sent = files.into_iter();
@@ -70,8 +72,8 @@ struct Through {
 }
 
 impl Through {
-    fn open(ntb: &Adapter, peer_address: u64, len: u64) -> Result<Self, NtbError> {
-        let window = ntb.open_bar_window(PeerAddress::new(peer_address), len)?;
+    fn open(ntb: &Adapter, peer_address: PeerAddress, len: u64) -> Result<Self, NtbError> {
+        let window = ntb.open_bar_window(peer_address, len)?;
         let (file, file_offset) = ntb.bar_file()?;
         Ok(Self {
             window,
@@ -81,8 +83,8 @@ impl Through {
     }
 
     /// The file and offset to map the BAR at peer address `address`.
-    fn file(&self, address: u64) -> Option<BarFile> {
-        let skip = address.checked_sub(self.window.peer_address().get())?;
+    fn file(&self, address: PeerAddress) -> Option<BarFile> {
+        let skip = address.offset_from(self.window.peer_address())?;
         Some(BarFile {
             file: Arc::clone(&self.file),
             offset: self.file_offset + self.window.offset() + skip,

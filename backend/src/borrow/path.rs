@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use farside_fabric::{
-    MemoryRange,
+    Iova, MemoryRange, PeerAddress,
     pin::{PinOptions, PinProgress, Pins},
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
@@ -52,7 +52,7 @@ enum SegmentPins {
 #[derive(Clone, Copy)]
 struct Piece {
     range: GpaRange,
-    peer_address: u64,
+    peer_address: PeerAddress,
 }
 
 /// A window, and its place in the borrower's domain.
@@ -66,11 +66,11 @@ struct Window {
 #[derive(Default)]
 pub(crate) struct OpenPath {
     peer_mapper: PeerMapper,
-    segments: BTreeMap<u64, Segment>,
+    segments: BTreeMap<Gpa, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
     /// Sizes of the mappings that could not be added, by first address.
-    unreachable: BTreeMap<u64, u64>,
+    unreachable: BTreeMap<Gpa, u64>,
     /// The part of a mapping that [`OpenPath::map`] has set up so far.
     adding: Adding,
     /// Granularity of windows for pages, once a window has shown the size of a LUT entry.
@@ -81,7 +81,7 @@ pub(crate) struct OpenPath {
 #[derive(Default)]
 struct Adding {
     /// First addresses of its windows.
-    windows: Vec<u64>,
+    windows: Vec<Gpa>,
     /// Its pieces that the borrower's domain maps.
     pieces: Vec<Piece>,
     pins: SegmentPins,
@@ -187,7 +187,7 @@ impl OpenPath {
         if range.start() <= LOW_MEMORY {
             return false;
         }
-        let below = self.segments.range(..=LOW_MEMORY.get()).next_back();
+        let below = self.segments.range(..=LOW_MEMORY).next_back();
         !below.is_some_and(|(_, segment)| segment.range.contains(LOW_MEMORY))
     }
 
@@ -229,11 +229,11 @@ impl OpenPath {
     fn close_empty(&mut self, client: &mut Client) -> Result<(), CallError> {
         let segments = &self.segments;
         let in_use = |window: &Window| {
-            let below = segments.range(..window.range.end().get()).next_back();
+            let below = segments.range(..window.range.end()).next_back();
             below.is_some_and(|(_, segment)| segment.range.overlaps(window.range))
         };
         while let Some(at) = self.windows.iter().position(|window| !in_use(window)) {
-            client.close_window(self.windows[at].range.start().get())?;
+            client.close_window(window_iova(self.windows[at].range.start()))?;
             self.windows.swap_remove(at);
         }
         Ok(())
@@ -252,13 +252,12 @@ impl OpenPath {
             self.adding.pieces.pop();
         }
         while let Some(&start) = self.adding.windows.last() {
-            client.close_window(start)?;
-            self.windows
-                .retain(|window| window.range.start().get() != start);
+            client.close_window(window_iova(start))?;
+            self.windows.retain(|window| window.range.start() != start);
             self.adding.windows.pop();
         }
         self.adding.pins = SegmentPins::default();
-        let start = mapping.range.start().get();
+        let start = mapping.range.start();
         self.unreachable.insert(start, mapping.range.len());
         Ok(())
     }
@@ -275,7 +274,7 @@ impl OpenPath {
         for span in spans(ram, region, &open) {
             match self.open_window(client, span) {
                 Ok(()) => {
-                    self.adding.windows.push(span.start().get());
+                    self.adding.windows.push(span.start());
                     return Ok(());
                 }
                 // A smaller window may fit.
@@ -293,7 +292,7 @@ impl OpenPath {
         client: &mut Client,
         mapping: &Mapping,
     ) -> Result<(), PathError> {
-        let start = mapping.range.start().get();
+        let start = mapping.range.start();
         self.unreachable.remove(&start);
         let Some(segment) = self.segments.get(&start) else {
             return Ok(());
@@ -350,11 +349,11 @@ impl OpenPath {
                 self.adding.pins = SegmentPins::Own(pins);
             }
         }
-        let start = mapping.range.start().get();
+        let start = mapping.range.start();
         for piece in &pieces {
             let part = MemoryRange {
                 file: Arc::clone(&memory.file),
-                offset: memory.offset + (piece.range.start().get() - start),
+                offset: memory.offset + (piece.range.start().get() - start.get()),
                 len: piece.range.len(),
                 writable: memory.writable,
             };
@@ -381,7 +380,8 @@ impl OpenPath {
         let peer_address = self
             .peer_mapper
             .take(range.len(), || self.free_peer_address(range.len()))?;
-        let opened = client.open_window(range.start().get(), peer_address.start, range.len());
+        let iova = window_iova(range.start());
+        let opened = client.open_window(iova, peer_address.start, range.len());
         let (lut_entries, late) = match opened {
             Ok(lut_entries) => (lut_entries, Ok(())),
             // The lender may have opened it: its peer addresses stay reserved until the path
@@ -398,11 +398,11 @@ impl OpenPath {
     }
 
     /// The lowest free range in the borrower's domain.
-    fn free_peer_address(&self, len: u64) -> u64 {
+    fn free_peer_address(&self, len: u64) -> PeerAddress {
         let taken = self.windows.iter();
         let mut taken: Vec<_> = taken
             .map(|window| {
-                let start = window.peer_address.start;
+                let start = window.peer_address.start.get();
                 (start, start.saturating_add(steps(window.range.len())))
             })
             .collect();
@@ -414,7 +414,7 @@ impl OpenPath {
             }
             free = end;
         }
-        free
+        PeerAddress::new(free)
     }
 
     /// Splits `range` at window boundaries and returns the parts with their peer addresses.
@@ -422,7 +422,7 @@ impl OpenPath {
         let part = |window: &Window| {
             let start = window.range.start().max(range.start());
             let end = window.range.end().min(range.end());
-            let skip = start.checked_sub(window.range.start())?;
+            let skip = start.offset_from(window.range.start())?;
             Some(Piece {
                 range: GpaRange::between(start, end).ok()?,
                 peer_address: window.peer_address.start.checked_add(skip)?,
@@ -446,11 +446,17 @@ impl OpenPath {
     }
 }
 
+/// The IOVA at which a window maps `gpa`: the same address. Behind a vIOMMU, where the client maps
+/// the guest's IOVAs, `gpa` is one of those.
+pub(crate) fn window_iova(gpa: Gpa) -> Iova {
+    Iova::new(gpa.get())
+}
+
 /// `range`, rounded out to multiples of `unit`.
 fn whole_units(range: GpaRange, unit: u64) -> GpaRange {
-    let start = range.start().get() / unit * unit;
-    let end = range.end().get().checked_next_multiple_of(unit);
-    let whole = end.and_then(|end| GpaRange::between(Gpa::new(start), Gpa::new(end)).ok());
+    let start = range.start().align_down(unit);
+    let end = range.end().checked_align_up(unit);
+    let whole = end.and_then(|end| GpaRange::between(start, end).ok());
     whole.unwrap_or(range)
 }
 
@@ -487,7 +493,7 @@ mod tests {
         let pieces = path.pieces(range(0x6000, 0xe000));
         let found: Vec<_> = pieces
             .iter()
-            .map(|piece| (piece.range, piece.peer_address))
+            .map(|piece| (piece.range, piece.peer_address.get()))
             .collect();
         let expected = [
             (range(0x6000, 0x8000), PEER_STEP + 0x6000),
@@ -529,7 +535,7 @@ mod tests {
                 pieces: Vec::new(),
                 pins: SegmentPins::Path,
             };
-            path.segments.insert(range.start().get(), segment);
+            path.segments.insert(range.start(), segment);
         };
         assert!(path.is_page(page));
         insert(&mut path, range(0x8000_0000, 0x8000_1000));
@@ -551,12 +557,13 @@ mod tests {
         let peer_addresses: Vec<_> = path
             .windows
             .iter()
-            .map(|window| window.peer_address.start)
+            .map(|window| window.peer_address.start.get())
             .collect();
         assert_eq!(peer_addresses, [PEER_STEP, 2 * PEER_STEP, 5 * PEER_STEP]);
         path.windows.remove(1);
-        assert_eq!(path.free_peer_address(3 * PEER_STEP), 2 * PEER_STEP);
-        assert_eq!(path.free_peer_address(3 * PEER_STEP + 1), 6 * PEER_STEP);
-        assert_eq!(path.free_peer_address(u64::MAX), 6 * PEER_STEP);
+        let free = |len| path.free_peer_address(len).get();
+        assert_eq!(free(3 * PEER_STEP), 2 * PEER_STEP);
+        assert_eq!(free(3 * PEER_STEP + 1), 6 * PEER_STEP);
+        assert_eq!(free(u64::MAX), 6 * PEER_STEP);
     }
 }

@@ -27,7 +27,7 @@ pub(crate) enum PeerMapper {
 
 /// Peer addresses of one window.
 pub(crate) struct PeerReservation {
-    pub(super) start: u64,
+    pub(super) start: PeerAddress,
     /// Set if the addresses are shared between devices: released on drop.
     _range: Option<PeerRange>,
 }
@@ -51,14 +51,14 @@ impl PeerMapper {
     pub(super) fn take(
         &self,
         len: u64,
-        free: impl FnOnce() -> u64,
+        free: impl FnOnce() -> PeerAddress,
     ) -> Result<PeerReservation, PathError> {
         Ok(match self {
             Self::Lender | Self::LendersIommu => PeerReservation::at(free()),
             Self::Ntb(domain) => {
                 let range = domain.adapter().peer_space().take(len)?;
                 PeerReservation {
-                    start: range.start().get(),
+                    start: range.start(),
                     _range: Some(range),
                 }
             }
@@ -69,7 +69,7 @@ impl PeerMapper {
     pub(super) fn map(
         &mut self,
         client: &mut Client,
-        peer_address: u64,
+        peer_address: PeerAddress,
         memory: MemoryRange,
         done: &mut u64,
     ) -> Result<(), PathError> {
@@ -91,11 +91,13 @@ impl PeerMapper {
                 while *done < memory.len {
                     let len = step.min(memory.len - *done);
                     let offset = memory.offset + *done;
-                    client.map_peer(peer_address + *done, len, file, offset, memory.writable)?;
+                    // In an open window, which does not wrap.
+                    let at = peer_address.wrapping_add(*done);
+                    client.map_peer(at, len, file, offset, memory.writable)?;
                     *done += len;
                 }
             }
-            Self::Ntb(domain) => domain.map(PeerAddress::new(peer_address), memory)?,
+            Self::Ntb(domain) => domain.map(peer_address, memory)?,
         }
         *done = whole;
         Ok(())
@@ -104,19 +106,19 @@ impl PeerMapper {
     pub(super) fn unmap(
         &mut self,
         client: &mut Client,
-        peer_address: u64,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<(), PathError> {
         match self {
             Self::Lender | Self::LendersIommu => client.unmap_peer(peer_address, len)?,
-            Self::Ntb(domain) => domain.unmap(PeerAddress::new(peer_address), len)?,
+            Self::Ntb(domain) => domain.unmap(peer_address, len)?,
         }
         Ok(())
     }
 }
 
 impl PeerReservation {
-    pub(super) fn at(start: u64) -> Self {
+    pub(super) fn at(start: PeerAddress) -> Self {
         Self {
             start,
             _range: None,

@@ -67,8 +67,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
         let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
         let needed = self.adapter().check_windows(&spans)?;
-        let ranges: Vec<_> = windows.iter().map(|&(at, len)| (at.get(), len)).collect();
-        self.device.domain().check(&ranges)?;
+        self.device.domain().check(windows)?;
         Ok(needed)
     }
 

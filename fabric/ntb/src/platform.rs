@@ -51,7 +51,7 @@ pub trait DomainOps: Send + Sync {
     ///
     /// # Errors
     /// The first unusable range, and the reason.
-    fn check(&self, ranges: &[(u64, u64)]) -> Result<(), FabricError>;
+    fn check(&self, ranges: &[(Iova, u64)]) -> Result<(), FabricError>;
 }
 
 /// A PCI function that is open in this process; as [`farside_vfio::Function`].
@@ -143,7 +143,7 @@ impl DomainOps for Domain {
         Ok(self.iova_ranges()?)
     }
 
-    fn check(&self, ranges: &[(u64, u64)]) -> Result<(), FabricError> {
+    fn check(&self, ranges: &[(Iova, u64)]) -> Result<(), FabricError> {
         Ok(self.usable_iova()?.check(ranges)?)
     }
 }

@@ -150,9 +150,9 @@ fn mappings(domain: &Domain) -> Outcome {
     println!("usable IOVA: {:x?}", domain.iova_ranges()?);
     println!("page sizes: {:#x}", domain.page_sizes());
     let usable = domain.usable_iova()?;
-    let error = usable.check(&[(0, 4 << 30)]).unwrap_err();
+    let error = usable.check(&[(Iova::new(0), 4 << 30)]).unwrap_err();
     println!("  {error}", error = farside_error_chain::Chain(&error));
-    usable.check(&[(0, 2 << 30), (4 << 30, 8 << 30)])?;
+    usable.check(&[(Iova::new(0), 2 << 30), (Iova::new(4 << 30), 8 << 30)])?;
 
     let memory = SharedMemory::anonymous((4 * MIB) as usize)?;
     let slice = |offset, len| {
@@ -292,8 +292,8 @@ fn peer(domain: &Domain, other: Bdf) -> Outcome {
 
 fn path(function: &Arc<Function>) -> Outcome {
     let mut path = LocalPath::new(Arc::clone(function));
-    path.check(&[(0, 2 << 30)])?;
-    assert!(path.check(&[(0, 4 << 30)]).is_err());
+    path.check(&[(Iova::new(0), 2 << 30)])?;
+    assert!(path.check(&[(Iova::new(0), 4 << 30)]).is_err());
     let file = create_sealed("probe", 16 * MIB)?;
     let peer_address = PeerAddress::new(1 << 40);
     path.map(peer_address, MemoryRange::whole(file, 16 * MIB))?;

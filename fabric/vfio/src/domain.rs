@@ -91,7 +91,7 @@ impl Domain {
         let range = state.check(at, memory.len() as u64)?;
         self.0
             .iommu
-            .map(at.get(), memory, writable)
+            .map(at, memory, writable)
             .map_err(|error| self.0.explain(range, error))?;
         let _slice = memory.clone();
         state.mapped.map(range, Target::Memory { _slice })?;
@@ -126,7 +126,7 @@ impl Domain {
         let range = state.check(at, len)?;
         self.0
             .iommu
-            .map_region(at.get(), bar, offset, len)
+            .map_region(at, bar, offset, len)
             .map_err(|error| match error.raw_os_error() {
                 Some(libc::EINVAL | libc::ENOMEM | libc::ENOSPC) => self.0.explain(range, error),
                 _ => refused(error.to_string()),
@@ -233,7 +233,7 @@ impl Inner {
     fn unmap(&self, state: &mut State, mappings: &[AddressRange<Iova>]) -> Result<(), VfioError> {
         let mut result = Ok(());
         for &range in mappings {
-            let (at, len) = (range.start().get(), range.len());
+            let (at, len) = (range.start(), range.len());
             let (unmapped, source) = match self.iommu.unmap(at, len) {
                 Ok(unmapped) if unmapped == len => {
                     state.mapped.unmap(range)?;
@@ -261,7 +261,7 @@ impl Inner {
 
     /// The error for a refused mapping.
     fn explain(&self, range: AddressRange<Iova>, source: io::Error) -> VfioError {
-        let (at, len) = (range.start().get(), range.len());
+        let (at, len) = (range.start(), range.len());
         match source.raw_os_error() {
             Some(libc::ENOMEM) => VfioError::Memlock {
                 at,

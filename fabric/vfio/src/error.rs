@@ -2,7 +2,7 @@
 
 use std::io;
 
-use farside_fabric::{FabricError, Size};
+use farside_fabric::{FabricError, Iova, Size};
 use farside_irq_relay::IrqIndex;
 use farside_pci::Bdf;
 
@@ -76,46 +76,46 @@ pub enum VfioError {
     Range(#[from] FabricError),
     /// An IOVA range is reserved by the platform.
     #[error(
-        "IOVA range {at:#x}..{end:#x} cannot be mapped: {reserved_start:#x}..={reserved_last:#x} \
+        "IOVA range {at}..{end:#x} cannot be mapped: {reserved_start:#x}..={reserved_last:#x} \
          is not usable for DMA on this machine (reserved, such as the MSI window at 0xfee00000, \
          or beyond what its IOMMU can translate); keep guest RAM out of it"
     )]
     Reserved {
-        at: u64,
+        at: Iova,
         end: u64,
         reserved_start: u64,
         reserved_last: u64,
     },
     /// Pinning needs more memory than this process may lock.
     #[error(
-        "cannot pin {} at IOVA {at:#x} for DMA: {}; raise it to the size of all guest RAM and \
+        "cannot pin {} at IOVA {at} for DMA: {}; raise it to the size of all guest RAM and \
          some more (LimitMEMLOCK= of a systemd unit, `ulimit -l` of a shell), or run with \
          CAP_IPC_LOCK",
         Size(*len), memlock(*limit)
     )]
     Memlock {
-        at: u64,
+        at: Iova,
         len: u64,
         /// `RLIMIT_MEMLOCK`, bytes; `None` when there is none.
         limit: Option<u64>,
     },
     /// The kernel's table of mappings is full.
     #[error(
-        "cannot map {len:#x} bytes at IOVA {at:#x}: the IOMMU domain has as many mappings as the \
+        "cannot map {len:#x} bytes at IOVA {at}: the IOMMU domain has as many mappings as the \
          kernel allows (module option dma_entry_limit of vfio_iommu_type1)"
     )]
-    TooManyMappings { at: u64, len: u64 },
+    TooManyMappings { at: Iova, len: u64 },
     /// Any other refusal to map.
-    #[error("cannot map {len:#x} bytes at IOVA {at:#x} for DMA")]
+    #[error("cannot map {len:#x} bytes at IOVA {at} for DMA")]
     Map {
-        at: u64,
+        at: Iova,
         len: u64,
         source: io::Error,
     },
     /// The kernel did not unmap all.
-    #[error("cannot unmap {len:#x} bytes at IOVA {at:#x} ({unmapped:#x} bytes are unmapped)")]
+    #[error("cannot unmap {len:#x} bytes at IOVA {at} ({unmapped:#x} bytes are unmapped)")]
     Unmap {
-        at: u64,
+        at: Iova,
         len: u64,
         unmapped: u64,
         source: io::Error,

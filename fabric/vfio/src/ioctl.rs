@@ -9,6 +9,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::slice;
 
+use farside_fabric::Iova;
 use iommufd_bindings::iommufd::{
     IOMMUFD_CMD_IOAS_IOVA_RANGES, IOMMUFD_TYPE, iommu_ioas_iova_ranges, iommu_iova_range,
 };
@@ -44,7 +45,7 @@ const MAX_ANSWER: usize = 1 << 20;
 /// references into it.
 pub(crate) unsafe fn map_dma(
     container: BorrowedFd<'_>,
-    at: u64,
+    at: Iova,
     len: u64,
     from: *mut u8,
     writable: bool,
@@ -54,7 +55,7 @@ pub(crate) unsafe fn map_dma(
         argsz: size_of::<vfio_iommu_type1_dma_map>() as u32,
         flags: VFIO_DMA_MAP_FLAG_READ | write,
         vaddr: from as u64,
-        iova: at,
+        iova: at.get(),
         size: len,
     };
     // SAFETY: the structure is the one of this ioctl, of the size it states,
@@ -65,11 +66,11 @@ pub(crate) unsafe fn map_dma(
 
 /// `VFIO_IOMMU_UNMAP_DMA`: unmaps all mappings inside the `len` bytes at `at`. Returns their size
 /// in bytes. No DMA reaches them afterwards.
-pub(crate) fn unmap_dma(container: BorrowedFd<'_>, at: u64, len: u64) -> io::Result<u64> {
+pub(crate) fn unmap_dma(container: BorrowedFd<'_>, at: Iova, len: u64) -> io::Result<u64> {
     let mut unmap = vfio_iommu_type1_dma_unmap {
         argsz: size_of::<vfio_iommu_type1_dma_unmap>() as u32,
         flags: 0,
-        iova: at,
+        iova: at.get(),
         size: len,
         ..Default::default()
     };

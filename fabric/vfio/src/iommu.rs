@@ -7,8 +7,8 @@ use std::mem::size_of;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use farside_fabric::PAGE_SIZE;
 use farside_fabric::memory::HostSlice;
+use farside_fabric::{Iova, PAGE_SIZE};
 use iommufd_bindings::iommufd::{
     iommu_ioas_map, iommu_ioas_unmap, iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA,
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE,
@@ -62,7 +62,7 @@ impl Iommu {
 
     /// Maps all of `memory` at `at`. The caller keeps a clone of `memory` until
     /// [`Iommu::unmap`] has taken it back.
-    pub(crate) fn map(&self, at: u64, memory: &HostSlice, writable: bool) -> io::Result<()> {
+    pub(crate) fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> io::Result<()> {
         let len = memory.len() as u64;
         // Shared memory is only ever touched by volatile and atomic accesses.
         self.map_address(at, len, memory.as_ptr(), writable)
@@ -72,7 +72,7 @@ impl Iommu {
     /// reading and writing; lifetime as for [`Iommu::map`].
     pub(crate) fn map_region(
         &self,
-        at: u64,
+        at: Iova,
         region: &RegionMemory,
         offset: u64,
         len: u64,
@@ -90,13 +90,13 @@ impl Iommu {
                         .handle()
                         .export(region.bar(), region.offset() + offset, len)?;
                 ioas.ioas()
-                    .map_file(buffer.as_raw_fd(), 0, len, at, true)
+                    .map_file(buffer.as_raw_fd(), 0, len, at.get(), true)
                     .map_err(io_error)
             }
         }
     }
 
-    fn map_address(&self, at: u64, len: u64, from: *mut u8, writable: bool) -> io::Result<()> {
+    fn map_address(&self, at: Iova, len: u64, from: *mut u8, writable: bool) -> io::Result<()> {
         match self {
             Self::Type1(container) => {
                 // SAFETY: `from` is in a `SharedMemory` or a `RegionMemory`, both
@@ -117,7 +117,7 @@ impl Iommu {
                     ioas_id: ioas.ioas().id(),
                     user_va: from as u64,
                     length: len,
-                    iova: at,
+                    iova: at.get(),
                     ..Default::default()
                 };
                 ioas.iommufd().map_iommu_ioas(&map).map_err(io_error)
@@ -127,14 +127,14 @@ impl Iommu {
 
     /// Unmaps all mappings inside the `len` bytes at `at`; returns how many
     /// bytes that were.
-    pub(crate) fn unmap(&self, at: u64, len: u64) -> io::Result<u64> {
+    pub(crate) fn unmap(&self, at: Iova, len: u64) -> io::Result<u64> {
         match self {
             Self::Type1(container) => ioctl::unmap_dma(ioctl::borrow(&**container), at, len),
             Self::Iommufd(ioas) => {
                 let mut unmap = iommu_ioas_unmap {
                     size: size_of::<iommu_ioas_unmap>() as u32,
                     ioas_id: ioas.ioas().id(),
-                    iova: at,
+                    iova: at.get(),
                     length: len,
                 };
                 ioas.iommufd()

@@ -1,6 +1,6 @@
 //! The capabilities of an IOMMU domain: usable IOVA, page sizes, mappings left.
 
-use farside_fabric::{FabricError, PAGE_SIZE};
+use farside_fabric::{FabricError, Iova, PAGE_SIZE};
 use vfio_bindings::bindings::vfio::{
     VFIO_IOMMU_INFO_CAPS, VFIO_IOMMU_INFO_PGSIZES, VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE,
 };
@@ -44,15 +44,16 @@ impl UsableIova {
     /// # Errors
     /// [`VfioError::Reserved`] names the first that is not, and the reserved
     /// range that it collides with; [`VfioError::Range`].
-    pub fn check(&self, ranges: &[(u64, u64)]) -> Result<(), VfioError> {
+    pub fn check(&self, ranges: &[(Iova, u64)]) -> Result<(), VfioError> {
         for &(at, len) in ranges {
-            let last = len.checked_sub(1).and_then(|more| at.checked_add(more));
+            let start = at.get();
+            let last = len.checked_sub(1).and_then(|more| start.checked_add(more));
             let last = last.ok_or(FabricError::BadRange {
                 space: "IOVA",
-                start: at,
+                start,
                 len,
             })?;
-            if let Some((reserved_start, reserved_last)) = self.hole_in(at, last) {
+            if let Some((reserved_start, reserved_last)) = self.hole_in(start, last) {
                 return Err(VfioError::Reserved {
                     at,
                     end: last.saturating_add(1),
@@ -156,6 +157,14 @@ mod tests {
 
     const MSI: (u64, u64) = (0xfee0_0000, 0xfeef_ffff);
 
+    fn check(usable: &UsableIova, ranges: &[(u64, u64)]) -> Result<(), VfioError> {
+        let ranges: Vec<_> = ranges
+            .iter()
+            .map(|&(at, len)| (Iova::new(at), len))
+            .collect();
+        usable.check(&ranges)
+    }
+
     fn vtd() -> UsableIova {
         UsableIova::new(vec![(MSI.1 + 1, (1 << 39) - 1), (0, MSI.0 - 1)])
     }
@@ -163,7 +172,7 @@ mod tests {
     #[test]
     fn a_range_that_touches_the_msi_window_names_it() {
         let usable = vtd();
-        assert!(usable.check(&[(0, MSI.0), (1 << 32, 1 << 32)]).is_ok());
+        assert!(check(&usable, &[(0, MSI.0), (1 << 32, 1 << 32)]).is_ok());
         for (at, len) in [
             (0, MSI.0 + 1),
             (MSI.0, 1),
@@ -171,7 +180,7 @@ mod tests {
             (0, 1 << 33),
             (0xfee0_1000, 0x1000),
         ] {
-            let error = usable.check(&[(0, 4096), (at, len)]).unwrap_err();
+            let error = check(&usable, &[(0, 4096), (at, len)]).unwrap_err();
             assert!(
                 error.to_string().contains("0xfee00000..=0xfeefffff"),
                 "{at:#x} {len:#x}: {error}"
@@ -181,21 +190,21 @@ mod tests {
 
     #[test]
     fn what_the_iommu_cannot_translate_is_reserved() {
-        let error = vtd().check(&[(1 << 38, 1 << 39)]).unwrap_err();
+        let error = check(&vtd(), &[(1 << 38, 1 << 39)]).unwrap_err();
         assert!(
             error
                 .to_string()
                 .contains("0x8000000000..=0xffffffffffffffff"),
             "{error}"
         );
-        assert!(vtd().check(&[(1 << 38, 1 << 38)]).is_ok());
-        assert!(UsableIova::default().check(&[(0, 1)]).is_err());
+        assert!(check(&vtd(), &[(1 << 38, 1 << 38)]).is_ok());
+        assert!(check(&UsableIova::default(), &[(0, 1)]).is_err());
     }
 
     #[test]
     fn ranges_past_the_end_are_refused() {
         for range in [(0, 0), (u64::MAX, 2)] {
-            let error = vtd().check(&[range]).unwrap_err();
+            let error = check(&vtd(), &[range]).unwrap_err();
             let bad = matches!(error, VfioError::Range(FabricError::BadRange { .. }));
             assert!(bad, "{error}");
         }
@@ -205,7 +214,7 @@ mod tests {
     fn neighbouring_ranges_are_one() {
         let usable = UsableIova::new(vec![(0x1000, 0x1fff), (0, 0xfff), (0x2000, u64::MAX)]);
         assert_eq!(usable.ranges(), [(0, u64::MAX)]);
-        assert!(usable.check(&[(0, u64::MAX)]).is_ok());
+        assert!(check(&usable, &[(0, u64::MAX)]).is_ok());
     }
 
     fn answer(words: &[u32]) -> Vec<u8> {

@@ -25,7 +25,7 @@ impl MemoryMap for Naive {
             .map(|ram| {
                 let start = ram.start().max(range.start());
                 let end = ram.end().min(range.end());
-                end.checked_sub(start).unwrap_or(0)
+                end.offset_from(start).unwrap_or(0)
             })
             .sum();
         if common == range.len() {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::NtbLimits;
+use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
@@ -387,7 +387,7 @@ impl Client {
     /// See [`Request::MapPeer`].
     pub fn map_peer(
         &mut self,
-        peer_address: u64,
+        peer_address: PeerAddress,
         len: u64,
         file: BorrowedFd<'_>,
         offset: u64,
@@ -405,15 +405,15 @@ impl Client {
     }
 
     /// See [`Request::UnmapPeer`].
-    pub fn unmap_peer(&mut self, peer_address: u64, len: u64) -> Result<(), CallError> {
+    pub fn unmap_peer(&mut self, peer_address: PeerAddress, len: u64) -> Result<(), CallError> {
         self.done(Request::UnmapPeer { peer_address, len }, &[])
     }
 
     /// See [`Request::OpenWindow`]. Returns the number of LUT entries that it uses.
     pub fn open_window(
         &mut self,
-        iova: u64,
-        peer_address: u64,
+        iova: Iova,
+        peer_address: PeerAddress,
         len: u64,
     ) -> Result<u32, CallError> {
         match self.call(
@@ -430,7 +430,7 @@ impl Client {
     }
 
     /// See [`Request::CloseWindow`].
-    pub fn close_window(&mut self, iova: u64) -> Result<(), CallError> {
+    pub fn close_window(&mut self, iova: Iova) -> Result<(), CallError> {
         self.done(Request::CloseWindow { iova }, &[])
     }
 

@@ -1,6 +1,6 @@
 //! Requests and replies.
 
-use farside_fabric::{FaultSummary, NtbLimits, Usage};
+use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
@@ -100,7 +100,7 @@ pub enum Request {
     /// lender manages both domains. Descriptor: the memory's file.
     MapPeer {
         /// Borrower-side bus address.
-        peer_address: u64,
+        peer_address: PeerAddress,
         /// Bytes.
         len: u64,
         /// Offset in the file.
@@ -112,7 +112,7 @@ pub enum Request {
     /// memory.
     UnmapPeer {
         /// Borrower-side bus address.
-        peer_address: u64,
+        peer_address: PeerAddress,
         /// Bytes.
         len: u64,
     },
@@ -120,16 +120,16 @@ pub enum Request {
     /// the device's domain.
     OpenWindow {
         /// IOVA of the first byte.
-        iova: u64,
+        iova: Iova,
         /// Borrower-side bus address of the first byte.
-        peer_address: u64,
+        peer_address: PeerAddress,
         /// Bytes.
         len: u64,
     },
     /// Closes the window that starts at `iova`.
     CloseWindow {
         /// IOVA of its first byte.
-        iova: u64,
+        iova: Iova,
     },
     /// Changes triggers or masks. Descriptors: the eventfds of
     /// [`IrqVectors::EventFds`](crate::IrqVectors::EventFds).
@@ -266,7 +266,7 @@ pub enum BarMemory {
     /// domain of the lender's NTB endpoint.
     Peer {
         /// Address of the BAR's first byte.
-        address: u64,
+        address: PeerAddress,
     },
     /// Not mappable: every access goes over the register channel.
     Trapped,
@@ -284,11 +284,11 @@ pub enum Route {
     Ntb,
 }
 
-/// A range of guest RAM.
+/// A range of guest RAM, as the device addresses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamRange {
-    /// GPA of the first byte.
-    pub start: u64,
+    /// IOVA of the first byte: windows map guest RAM at its GPA.
+    pub start: Iova,
     /// Bytes.
     pub len: u64,
 }
@@ -410,6 +410,20 @@ impl DeviceStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_are_encoded_as_numbers() {
+        let (iova, peer_address, len) = (0x1_2345_6000, 0x89_abcd_e000, 0x40_0000);
+        let window = Request::OpenWindow {
+            iova: Iova::new(iova),
+            peer_address: PeerAddress::new(peer_address),
+            len,
+        };
+        let bytes = postcard::to_stdvec(&window).unwrap();
+        // The variant's number, then its fields.
+        let numbers = (13u32, iova, peer_address, len);
+        assert_eq!(bytes, postcard::to_stdvec(&numbers).unwrap());
+    }
 
     /// The encoding has no field names: a field that is skipped when it has its default
     /// would shift all later ones.

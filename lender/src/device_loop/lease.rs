@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::{Iova, MemoryRange, PeerAddress};
+use farside_fabric::MemoryRange;
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
     registers::{Access, Event},
@@ -484,7 +484,7 @@ impl<'a> LeaseLoop<'a> {
                         true => ", which TCP cannot carry: between hosts, memory is reached through an NTB",
                         false => "",
                     };
-                    invalid(format!("MapPeer of {peer_address:#x} came without a descriptor{hint}"))
+                    invalid(format!("MapPeer of {peer_address} came without a descriptor{hint}"))
                 })?;
                 let memory = MemoryRange {
                     file: Arc::new(file.into()),
@@ -492,27 +492,22 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     writable,
                 };
-                device.map_peer(PeerAddress::new(peer_address), memory)?;
+                device.map_peer(peer_address, memory)?;
             }
-            Request::UnmapPeer { peer_address, len } => {
-                device.unmap_peer(PeerAddress::new(peer_address), len)?
-            }
+            Request::UnmapPeer { peer_address, len } => device.unmap_peer(peer_address, len)?,
             Request::OpenWindow {
                 iova,
                 peer_address,
                 len,
             } => {
-                let path = device.path();
-                let window = path.open_window(Iova::new(iova), PeerAddress::new(peer_address), len);
+                let window = device.path().open_window(iova, peer_address, len);
                 let lut_entries = window.map_err(refused)?.lut_entries;
                 return Ok(Reply::Window { lut_entries });
             }
             Request::CloseWindow { iova } => {
                 let quiesced = device.quiesce(DRAIN_TIMEOUT);
-                let closed = quiesced.and_then(|()| {
-                    let path = device.path();
-                    path.close_window(Iova::new(iova)).map_err(refused)
-                });
+                let closed =
+                    quiesced.and_then(|()| device.path().close_window(iova).map_err(refused));
                 device.resume();
                 closed?;
             }

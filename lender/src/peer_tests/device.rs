@@ -38,6 +38,9 @@ pub(super) enum Done {
     Drop,
 }
 
+/// The peer address of its BAR.
+pub(super) const BAR: PeerAddress = PeerAddress::new(1 << 40);
+
 /// A write here raises MSI-X vector 0.
 pub(super) const DOORBELL: u64 = 8;
 
@@ -109,7 +112,7 @@ impl DeviceSource for Recorder {
         self.note(Done::Begin);
         Ok(Leased {
             device: self,
-            bars: vec![BarMemory::Peer { address: 1 << 40 }],
+            bars: vec![BarMemory::Peer { address: BAR }],
             files: Vec::new(),
         })
     }

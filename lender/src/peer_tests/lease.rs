@@ -2,6 +2,7 @@
 
 use std::{io::Write, os::fd::AsFd, time::Duration};
 
+use farside_fabric::{Iova, PeerAddress};
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_lender_protocol::{
     BarMemory, CallError, ChannelError, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
@@ -10,7 +11,7 @@ use farside_lender_protocol::{
 use rustix::net::sockopt::{set_socket_linger, set_socket_recv_buffer_size};
 
 use super::{
-    device::{DOORBELL, Done, SCRATCH},
+    device::{BAR, DOORBELL, Done, SCRATCH},
     host::{DEADLINE, DEVICE, DEVICES, Host, expect_closed, send_frame, until},
 };
 
@@ -35,14 +36,14 @@ fn a_device_is_used_and_returned_without_any_descriptor() {
     let mut client = host.client("a");
     client.check(DEVICE, Route::Ntb, Vec::new()).unwrap();
     let lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
-    assert_eq!(lease.bars, [BarMemory::Peer { address: 1 << 40 }]);
+    assert_eq!(lease.bars, [BarMemory::Peer { address: BAR }]);
     assert!(lease.files.is_empty());
     let mut registers = lease.registers;
     registers.send(&write(SCRATCH, 7), &[], DEADLINE).unwrap();
     registers.send(&READ, &[], DEADLINE).unwrap();
     let (event, _) = registers.receive::<Event>(DEADLINE).unwrap();
     assert_eq!(event, Event::Data { value: 7 });
-    assert_eq!(client.open_window(0, 1 << 40, 4096).unwrap(), 1);
+    assert_eq!(client.open_window(Iova::new(0), BAR, 4096).unwrap(), 1);
     client.enable_bus_master().unwrap();
     // The interrupt arrives before the reply to a read that follows its cause.
     registers.send(&write(DOORBELL, 1), &[], DEADLINE).unwrap();
@@ -90,7 +91,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     // Refused by the client, without a request to the lender.
     for refused in [
         client.set_irqs(update.clone(), &fds),
-        client.map_peer(0, 4096, file.as_fd(), 0, true),
+        client.map_peer(PeerAddress::new(0), 4096, file.as_fd(), 0, true),
     ] {
         let error = refused.unwrap_err();
         assert!(matches!(&error, CallError::NotSent(_)), "{error}");
@@ -111,7 +112,7 @@ fn a_mapping_without_its_file_is_refused() {
     let (mut peer, token) = host.borrow("a");
     let _registers = host.registers(token).unwrap();
     let request = Request::MapPeer {
-        peer_address: 0,
+        peer_address: PeerAddress::new(0),
         len: 4096,
         offset: 0,
         writable: true,

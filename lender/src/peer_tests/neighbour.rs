@@ -22,7 +22,10 @@ use farside_lender_protocol::{
 };
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::host::{DEADLINE, Host};
+use super::{
+    device::BAR,
+    host::{DEADLINE, Host},
+};
 use crate::source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
 
 /// Minimum, relative to a thread that polls and never yields, and so has its fair share of
@@ -127,7 +130,7 @@ impl DeviceSource for Echo {
         pin_to(self.cpu);
         Ok(Leased {
             device: self,
-            bars: vec![BarMemory::Peer { address: 1 << 40 }],
+            bars: vec![BarMemory::Peer { address: BAR }],
             files: Vec::new(),
         })
     }

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 
 use farside_devices::dma_test::SRAM_SIZE;
+use farside_fabric::{Iova, PeerAddress};
 use farside_lender_protocol::{
     Address, Client, ErrorKind, Generation, MAX_FDS, Reply, Request, Route, VERSION,
 };
@@ -146,8 +147,8 @@ fn requests_of_a_lease_need_one() {
 fn needs_a_lease(mut peer: Peer) {
     peer.generation = Generation(1);
     let window = Request::OpenWindow {
-        iova: 0,
-        peer_address: 0,
+        iova: Iova::new(0),
+        peer_address: PeerAddress::new(0),
         len: 4096,
     };
     for request in [

@@ -3,6 +3,7 @@
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
+use farside_fabric::PeerAddress;
 use farside_lender_protocol::{Client, ErrorKind, Generation, Request};
 
 use crate::peer::{DEVICE, Peer, Running, memory, write};
@@ -66,7 +67,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     let mut again = lender.hello("a");
     again.generation = old_generation;
     let map = Request::MapPeer {
-        peer_address: FAR,
+        peer_address: PeerAddress::new(FAR),
         len: 4096,
         offset: 0,
         writable: true,

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use farside_devices::dma_test::{self, reg};
-use farside_fabric::NtbLimits;
+use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use farside_lender_protocol::{ErrorKind, MAX_FDS, Request, Route, registers::Access};
 
 use crate::peer::{DEADLINE, DEVICE, Running, memory, read, until, write};
@@ -13,7 +13,7 @@ const FAR: u64 = 64 << 30;
 
 fn map_peer(peer_address: u64, len: u64, offset: u64) -> Request {
     Request::MapPeer {
-        peer_address,
+        peer_address: PeerAddress::new(peer_address),
         len,
         offset,
         writable: true,
@@ -22,8 +22,8 @@ fn map_peer(peer_address: u64, len: u64, offset: u64) -> Request {
 
 fn window(iova: u64, peer_address: u64, len: u64) -> Request {
     Request::OpenWindow {
-        iova,
-        peer_address,
+        iova: Iova::new(iova),
+        peer_address: PeerAddress::new(peer_address),
         len,
     }
 }
@@ -74,6 +74,7 @@ fn mappings_that_make_no_sense_are_refused() {
         (FAR, 0),
         (FAR, u64::MAX),
     ] {
+        let peer_address = PeerAddress::new(peer_address);
         peer.call(Request::UnmapPeer { peer_address, len }, &[])
             .unwrap_err();
     }
@@ -108,8 +109,8 @@ fn windows_that_make_no_sense_or_do_not_fit_are_refused() {
     assert_eq!(kind, ErrorKind::Limit);
     let kind = peer.refused(window(8 * MIB, FAR + 4096, MIB), &[], &["alignment"]);
     assert_eq!(kind, ErrorKind::Limit);
-    peer.call(Request::CloseWindow { iova: MIB }, &[])
-        .unwrap_err();
+    let iova = Iova::new(MIB);
+    peer.call(Request::CloseWindow { iova }, &[]).unwrap_err();
     assert_eq!(lender.status(DEVICE).usage, usage);
     // The adapter is shared: resources of one lease are unavailable to others until it
     // ends.

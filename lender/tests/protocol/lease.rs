@@ -3,7 +3,7 @@
 use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, status};
-use farside_fabric::NtbLimits;
+use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
 use farside_lender_protocol::{
     Channel, Client, ErrorKind, Generation, IrqUpdate, Reply, Request, Route, irq_counts,
@@ -149,11 +149,11 @@ fn a_request_does_not_overtake_the_accesses_before_it() {
         write(&mut registers, 0, reg::PATTERN, 4, value);
         write(&mut registers, 0, reg::COMMAND, 4, Command::Fill as u64);
         // The command was issued before the window closed.
-        peer.call(Request::CloseWindow { iova: 0 }, &[]).unwrap();
+        let (iova, peer_address) = (Iova::new(0), PeerAddress::new(FAR));
+        peer.call(Request::CloseWindow { iova }, &[]).unwrap();
         let mut found = [0; 4];
         ram.read_exact_at(&mut found, 4092).unwrap();
         assert_eq!(u64::from(u32::from_le_bytes(found)), value);
-        let (iova, peer_address) = (0, FAR);
         peer.call(
             Request::OpenWindow {
                 iova,

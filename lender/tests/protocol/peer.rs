@@ -11,7 +11,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_devices::dma_test::SRAM_SIZE;
-use farside_fabric::{NtbLimits, Usage};
+use farside_fabric::{Iova, NtbLimits, PeerAddress, Usage};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model},
@@ -259,6 +259,7 @@ impl Peer {
 
     /// Maps `file` at `peer_address`, with a window at `iova`, and sets bus-master enable.
     pub fn open(&mut self, file: &File, iova: u64, peer_address: u64, len: u64) {
+        let (iova, peer_address) = (Iova::new(iova), PeerAddress::new(peer_address));
         let map = Request::MapPeer {
             peer_address,
             len,

@@ -25,8 +25,12 @@ use super::{
 };
 use crate::{
     borrow::{
-        Setup, State, Step, bars::LeasedBars, error::PathError, page_pins::PagePins,
-        path::OpenPath, peer_mapper::PeerMapper,
+        Setup, State, Step,
+        bars::LeasedBars,
+        error::PathError,
+        page_pins::PagePins,
+        path::{OpenPath, window_iova},
+        peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
 };
@@ -513,7 +517,7 @@ fn guest_ram(memory: &DmaTable) -> Result<Vec<RamRange>, WorkError> {
     let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
     let windows = plan(&layout, &PlanRules::default()).windows;
     let ram = windows.iter().map(|window| RamRange {
-        start: window.range.start().get(),
+        start: window_iova(window.range.start()),
         len: window.range.len(),
     });
     Ok(ram.collect())

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_fabric::{FabricError, MemoryRange};
+use farside_fabric::{FabricError, Iova, MemoryRange};
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
@@ -361,7 +361,7 @@ impl DomainOps for ModelDomain {
         Ok(USABLE.to_vec())
     }
 
-    fn check(&self, ranges: &[(u64, u64)]) -> Result<(), FabricError> {
+    fn check(&self, ranges: &[(Iova, u64)]) -> Result<(), FabricError> {
         Ok(farside_vfio::UsableIova::new(USABLE.to_vec()).check(ranges)?)
     }
 }

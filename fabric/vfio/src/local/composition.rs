@@ -177,7 +177,7 @@ impl<M: Mapper> Composition<M> {
         };
         let found = self.memory.find(piece.peer_address);
         let slice = found.and_then(|(row, memory)| {
-            let skip = piece.peer_address.get() - row.start().get();
+            let skip = piece.peer_address.offset_from(row.start())?;
             Some((memory.shared.slice(skip as usize, len as usize)?, memory))
         });
         let (slice, memory) = slice.ok_or(outside)?;
@@ -293,14 +293,12 @@ fn meet(
     peer_address: PeerAddress,
     memory: AddressRange<PeerAddress>,
 ) -> Option<Piece> {
-    // A window's far range ends within 64 bits: that was checked when it was
-    // opened.
     let start = peer_address.max(memory.start());
-    let end = (peer_address.get() + window.len()).min(memory.end().get());
-    let len = end.checked_sub(start.get())?;
+    let end = peer_address.checked_add(window.len())?.min(memory.end());
+    let len = end.offset_from(start)?;
     let iova = window
         .start()
-        .checked_add(start.get() - peer_address.get())?;
+        .checked_add(start.offset_from(peer_address)?)?;
     // Whole pages, as both are; not empty.
     let iova = AddressRange::new(iova, len).ok()?;
     Some(Piece {

@@ -49,12 +49,12 @@ impl LocalPath {
         self.inner.bus_master()
     }
 
-    /// Checks ranges of guest RAM, as (GPA, bytes), against what the device
-    /// may use as IOVA on this machine. Ask before the VM boots.
+    /// Checks ranges of guest RAM, as (IOVA, bytes), against what the device
+    /// may use on this machine. Ask before the VM boots.
     ///
     /// # Errors
     /// [`VfioError::Reserved`] names the range and what it collides with.
-    pub fn check(&self, ranges: &[(u64, u64)]) -> Result<(), VfioError> {
+    pub fn check(&self, ranges: &[(Iova, u64)]) -> Result<(), VfioError> {
         self.domain().usable_iova()?.check(ranges)
     }
 
