@@ -48,6 +48,16 @@ macro_rules! address {
                 Self(self.0.wrapping_add(bytes))
             }
 
+            /// Bytes from the last multiple of `unit`, a power of two, up to this address.
+            pub const fn offset_in(self, unit: u64) -> u64 {
+                self.0 & (unit - 1)
+            }
+
+            /// Whether it is a multiple of `unit`, a power of two.
+            pub const fn is_aligned_to(self, unit: u64) -> bool {
+                self.offset_in(unit) == 0
+            }
+
             /// Bytes from `base` up to this address, or `None` if `base` is above it.
             pub const fn offset_from(self, base: Self) -> Option<u64> {
                 self.0.checked_sub(base.0)

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::Iova;
+
 /// Direction of a DMA, seen from the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Access {
@@ -77,10 +79,10 @@ impl fmt::Display for Bytes {
 
 /// One refused DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("DMA {access:?}{} at IOVA {iova:#x} refused: {reason}", Bytes(*len))]
+#[error("DMA {access:?}{} at IOVA {iova} refused: {reason}", Bytes(*len))]
 pub struct Fault {
     /// First IOVA that was refused.
-    pub iova: u64,
+    pub iova: Iova,
     /// Bytes requested from there; 0 if hardware does not report it.
     pub len: u64,
     /// Direction.

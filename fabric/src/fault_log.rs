@@ -181,11 +181,11 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Access;
+    use crate::{Access, Iova};
 
     fn fault(iova: u64, reason: FaultReason) -> Fault {
         Fault {
-            iova,
+            iova: Iova::new(iova),
             len: 1,
             access: Access::Read,
             reason,
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(summary.by_reason.permission, 1);
         assert_eq!(summary.recent.len(), FaultLog::REMEMBERED);
         assert_eq!(summary.recent[0].sequence, 101 - 63);
-        assert_eq!(summary.recent[63].fault.iova, 7);
+        assert_eq!(summary.recent[63].fault.iova, Iova::new(7));
     }
 
     #[test]

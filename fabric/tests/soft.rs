@@ -43,7 +43,7 @@ fn refused(path: &mut Path, at: u64, access: Access) -> FaultReason {
     let fault: Fault = path
         .translate(iova(at), 8, access)
         .expect_err("must be refused");
-    assert_eq!((fault.iova, fault.len, fault.access), (at, 8, access));
+    assert_eq!((fault.iova, fault.len, fault.access), (iova(at), 8, access));
     fault.reason
 }
 
@@ -111,7 +111,7 @@ fn each_table_refuses_with_its_own_reason() {
     assert_eq!(summary.total, 6);
     assert_eq!(summary.by_reason.lender_domain, 2);
     assert_eq!(summary.by_reason.permission, 2);
-    assert_eq!(summary.recent[1].fault.iova, 16 * MIB);
+    assert_eq!(summary.recent[1].fault.iova, iova(16 * MIB));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use farside_bench::{
     Section, Series, Target, Unit,
 };
 use farside_doctor::{Finding, Level, Report};
-use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary};
+use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova};
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
 use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation};
 use farside_planner::{
@@ -164,7 +164,7 @@ fn status_is_documented() {
         devices: vec![borrowed, idle],
     };
     let fault = Fault {
-        iova: 4096,
+        iova: Iova::new(4096),
         len: 64,
         access: Access::Read,
         reason: FaultReason::Window,

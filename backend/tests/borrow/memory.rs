@@ -109,7 +109,7 @@ fn what_is_outside_guest_ram_is_not_reached() {
     ram.assert_filled(0xa_0000, (4 * MIB - 0xa_0000) as usize, 0);
     let faults = host.lender_status(DMA).faults;
     assert_eq!(faults.total, 8);
-    assert_eq!(faults.recent[0].fault.iova, 0xa_0000);
+    assert_eq!(faults.recent[0].fault.iova.get(), 0xa_0000);
 }
 
 #[test]

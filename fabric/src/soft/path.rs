@@ -201,7 +201,7 @@ impl Path {
     #[cold]
     fn refuse(&self, iova: Iova, len: usize, access: Access, reason: FaultReason) -> Fault {
         let fault = Fault {
-            iova: iova.get(),
+            iova,
             len: len as u64,
             access,
             reason,

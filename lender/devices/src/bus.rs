@@ -1,6 +1,6 @@
 //! A device model's interface to the bus: DMA and interrupts.
 
-use farside_fabric::{Access, Fault, memory::HostSlice};
+use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 
 /// The function's bus interface for the duration of one call.
 pub struct Bus<'a> {
@@ -18,11 +18,11 @@ pub trait Dma {
 
     /// Translates the longest prefix of `[iova, iova + len)` that is contiguous in host
     /// memory: 1 to `len` bytes. The slice is valid until the device is next quiesced.
-    fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault>;
+    fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault>;
 
     /// Copies `buf.len()` bytes from `iova`. On a fault, the bytes before it have been
     /// copied.
-    fn read(&mut self, iova: u64, buf: &mut [u8]) -> Result<(), Fault> {
+    fn read(&mut self, iova: Iova, buf: &mut [u8]) -> Result<(), Fault> {
         let mut done = 0;
         while done < buf.len() {
             let at = iova.wrapping_add(done as u64);
@@ -34,7 +34,7 @@ pub trait Dma {
     }
 
     /// Copies `buf` to `iova`. On a fault, the bytes before it have been copied.
-    fn write(&mut self, iova: u64, buf: &[u8]) -> Result<(), Fault> {
+    fn write(&mut self, iova: Iova, buf: &[u8]) -> Result<(), Fault> {
         let mut done = 0;
         while done < buf.len() {
             let at = iova.wrapping_add(done as u64);
@@ -49,7 +49,7 @@ pub trait Dma {
     /// On a fault `out` is unchanged.
     fn gather(
         &mut self,
-        iova: u64,
+        iova: Iova,
         len: usize,
         access: Access,
         out: &mut Vec<HostSlice>,

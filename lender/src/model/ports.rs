@@ -17,8 +17,8 @@ impl Dma for DmaPort<'_> {
         self.0.bus_master()
     }
 
-    fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
-        self.0.translate(Iova::new(iova), len, access)
+    fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
+        self.0.translate(iova, len, access)
     }
 }
 

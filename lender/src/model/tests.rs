@@ -27,7 +27,7 @@ impl Device for Keeper {
     fn bar_read(&mut self, _bar: u8, _offset: u64, _data: &mut [u8], _bus: &mut Bus<'_>) {}
 
     fn bar_write(&mut self, _bar: u8, offset: u64, _data: &[u8], bus: &mut Bus<'_>) {
-        self.kept = bus.dma.translate(offset, 8, Access::Write).ok();
+        self.kept = bus.dma.translate(Iova::new(offset), 8, Access::Write).ok();
     }
 
     fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}

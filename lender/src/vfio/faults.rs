@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_error_chain::Chain;
-use farside_fabric::{Access, Fault, FaultLog, FaultReason};
+use farside_fabric::{Access, Fault, FaultLog, FaultReason, Iova};
 use farside_host_pci::kmsg::{self, FaultReader, KernelDmaFault, KernelEvent};
 use farside_pci::Bdf;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -92,7 +92,7 @@ impl FaultWatch {
         let log = self.logs().get(&fault.bdf).cloned();
         match log {
             Some(log) => log.record(Fault {
-                iova: fault.iova,
+                iova: Iova::new(fault.iova),
                 // Not part of the kernel's message.
                 len: 0,
                 access: match fault.access {

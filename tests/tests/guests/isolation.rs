@@ -151,7 +151,7 @@ fn expect_fault(
     let lent = status.lent("dma0")?;
     let last = lent.faults.last().context("no fault is reported")?;
     ensure!(
-        last.iova == iova && last.access == access && reasons.contains(&last.reason),
+        last.iova.get() == iova && last.access == access && reasons.contains(&last.reason),
         "expected a {access:?} at {iova:#x}, refused by one of {reasons:?}; reported: {last:?}"
     );
     Ok(())

@@ -1,6 +1,6 @@
 //! A running command, executed piece by piece.
 
-use farside_fabric::Fault;
+use farside_fabric::{Fault, Iova};
 
 use super::{CHUNK, Command, MAX_LENGTH, Registers, SRAM_SIZE, control, sram::Sram};
 use crate::{Bus, Dma};
@@ -8,7 +8,7 @@ use crate::{Bus, Dma};
 /// One side of a transfer.
 #[derive(Clone, Copy, Debug)]
 enum Place {
-    Iova(u64),
+    Iova(Iova),
     Sram(u64),
 }
 
@@ -19,8 +19,9 @@ impl Place {
             Sram::contains(SRAM_SIZE, address, len).then_some(Self::Sram(address))
         } else {
             // The range must not wrap.
-            address.checked_add(len - 1)?;
-            Some(Self::Iova(address))
+            let iova = Iova::new(address);
+            iova.checked_add(len - 1)?;
+            Some(Self::Iova(iova))
         }
     }
 
@@ -35,7 +36,7 @@ impl Place {
         match self {
             Self::Sram(offset) => sram.read(offset + skip, buf),
             Self::Iova(iova) => {
-                dma.read(iova + skip, buf)?;
+                dma.read(iova.wrapping_add(skip), buf)?;
                 r.bytes_read += buf.len() as u64;
             }
         }
@@ -56,11 +57,11 @@ impl Place {
                 sram.write(offset + skip, buf);
                 (0, Ok(()))
             }
-            Self::Iova(iova) => match dma.write(iova + skip, buf) {
+            Self::Iova(iova) => match dma.write(iova.wrapping_add(skip), buf) {
                 Ok(()) => (buf.len() as u64, Ok(())),
                 Err(fault) => {
-                    let before = fault.iova.saturating_sub(iova + skip);
-                    (before.min(buf.len() as u64), Err(fault))
+                    let before = fault.iova.offset_from(iova.wrapping_add(skip));
+                    (before.unwrap_or(0).min(buf.len() as u64), Err(fault))
                 }
             },
         };

@@ -414,7 +414,7 @@ impl Registers {
 
     fn note_fault(&mut self, fault: &Fault) {
         self.status |= status::FAULT;
-        self.fault_iova = fault.iova;
+        self.fault_iova = fault.iova.get();
         let write = u32::from(fault.access == Access::Write) << 8;
         self.fault_info = fault_code(fault.reason) | write;
         self.faults = self.faults.wrapping_add(1);

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use farside_fabric::{Access, Fault, FaultReason, memory::HostSlice, memory::SharedMemory};
+use farside_fabric::{Access, Fault, FaultReason, Iova, memory::HostSlice, memory::SharedMemory};
 use proptest::prelude::*;
 
 use super::{config_space::at, *};
@@ -20,7 +20,7 @@ impl Dma for FakeDma {
         true
     }
 
-    fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
+    fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         let refuse = |reason| {
             Err(Fault {
                 iova,
@@ -29,6 +29,7 @@ impl Dma for FakeDma {
                 reason,
             })
         };
+        let iova = iova.get();
         if !(BASE..BASE + SIZE as u64).contains(&iova) {
             return refuse(FaultReason::LenderDomain);
         }

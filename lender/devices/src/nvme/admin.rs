@@ -1,6 +1,6 @@
 //! Admin commands (NVM Express 1.4, 5).
 
-use farside_fabric::{Access, memory::HostSlice};
+use farside_fabric::{Access, Iova, memory::HostSlice};
 
 use super::{
     block::BlockQueue,
@@ -51,7 +51,7 @@ const DONE: Result<Outcome, Status> = Ok(Outcome::Done(0));
 struct NewQueue {
     id: u16,
     entries: u16,
-    base: u64,
+    base: Iova,
 }
 
 impl NewQueue {
@@ -72,7 +72,7 @@ impl NewQueue {
             return Err(Status::INVALID_FIELD);
         }
         let base = command.prp1();
-        if base & (nvme.page_size() - 1) != 0 {
+        if !base.is_aligned_to(nvme.page_size()) {
             return Err(Status::PRP_OFFSET_INVALID);
         }
         Ok(Self {
@@ -295,10 +295,11 @@ fn doorbell_buffer_config(
     dma: &mut dyn Dma,
 ) -> Result<Outcome, Status> {
     let page_size = nvme.page_size();
-    if (command.prp1() | command.prp2()) & (page_size - 1) != 0 {
+    let (values, events) = (command.prp1(), command.prp2());
+    if !(values.is_aligned_to(page_size) && events.is_aligned_to(page_size)) {
         return Err(Status::INVALID_FIELD);
     }
-    let buffer = DoorbellBuffer::new(command.prp1(), command.prp2(), page_size as usize);
+    let buffer = DoorbellBuffer::new(values, events, page_size as usize);
     match nvme.queues.set_buffer(dma, buffer) {
         Ok(()) => DONE,
         Err(_) => Err(Status::DATA_TRANSFER_ERROR),

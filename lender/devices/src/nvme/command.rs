@@ -1,5 +1,7 @@
 //! Submission and completion queue entries (NVM Express 1.4, 4.2 and 4.6).
 
+use farside_fabric::Iova;
+
 use super::status::Status;
 
 /// Bytes of a submission queue entry.
@@ -19,7 +21,7 @@ pub struct Command {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataPointer {
     /// Physical region pages: PRP entries 1 and 2.
-    Prp(u64, u64),
+    Prp(Iova, Iova),
     /// The scatter gather list descriptor in the command.
     Sgl([u8; 16]),
 }
@@ -59,12 +61,12 @@ impl Command {
         u64::from(self.dwords[low]) | u64::from(self.dwords[low + 1]) << 32
     }
 
-    pub fn prp1(&self) -> u64 {
-        self.qword(6)
+    pub fn prp1(&self) -> Iova {
+        Iova::new(self.qword(6))
     }
 
-    pub fn prp2(&self) -> u64 {
-        self.qword(8)
+    pub fn prp2(&self) -> Iova {
+        Iova::new(self.qword(8))
     }
 
     /// The data pointer of an I/O command. The value 11b of PSDT is reserved.
@@ -73,8 +75,8 @@ impl Command {
             0 => Ok(DataPointer::Prp(self.prp1(), self.prp2())),
             1 | 2 => {
                 let mut descriptor = [0; 16];
-                descriptor[..8].copy_from_slice(&self.prp1().to_le_bytes());
-                descriptor[8..].copy_from_slice(&self.prp2().to_le_bytes());
+                descriptor[..8].copy_from_slice(&self.qword(6).to_le_bytes());
+                descriptor[8..].copy_from_slice(&self.qword(8).to_le_bytes());
                 Ok(DataPointer::Sgl(descriptor))
             }
             _ => Err(Status::INVALID_FIELD),

@@ -16,7 +16,7 @@
 mod bar;
 mod device;
 
-use farside_fabric::{Access, Fault, Size, memory::HostSlice};
+use farside_fabric::{Access, Fault, Iova, Size, memory::HostSlice};
 
 use super::{
     admin,
@@ -237,8 +237,8 @@ impl Nvme {
         self.queues.clear();
         // AQA has 12-bit sizes: 4096 entries at most.
         self.queues.create_admin(
-            SubmissionQueue::new(asq, sq_entries as u16, 0),
-            CompletionQueue::new(acq, cq_entries as u16, Some(0)),
+            SubmissionQueue::new(Iova::new(asq), sq_entries as u16, 0),
+            CompletionQueue::new(Iova::new(acq), cq_entries as u16, Some(0)),
         );
         self.registers.csts.ready = true;
     }

@@ -11,7 +11,7 @@
 //! The admin queue has no shadow doorbells: drivers ring its registers (Linux and SPDK
 //! both do), and a stale zero in its place must not be mistaken for a tail.
 
-use farside_fabric::{Access, Fault};
+use farside_fabric::{Access, Fault, Iova};
 
 use super::ring::GuestRange;
 use crate::Dma;
@@ -58,7 +58,7 @@ pub struct DoorbellBuffer {
 
 impl DoorbellBuffer {
     /// `page_size` bytes at each of the two IOVAs.
-    pub fn new(values: u64, events: u64, page_size: usize) -> Self {
+    pub fn new(values: Iova, events: Iova, page_size: usize) -> Self {
         Self {
             values: GuestRange::new(values, page_size, Access::Read),
             events: GuestRange::new(events, page_size, Access::Write),

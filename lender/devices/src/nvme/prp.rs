@@ -3,7 +3,7 @@
 //! The guest's lists are copied once, as needed, and at most one entry for each page of
 //! the transfer; so the walk ends even for a circular chain of lists.
 
-use farside_fabric::{Access, memory::HostSlice};
+use farside_fabric::{Access, Iova, memory::HostSlice};
 
 use super::status::Status;
 use crate::Dma;
@@ -16,7 +16,7 @@ const CHUNK: usize = 64;
 /// `page_size` is CC.MPS in bytes. Adjacent pages are translated together.
 pub fn gather(
     dma: &mut dyn Dma,
-    (prp1, prp2): (u64, u64),
+    (prp1, prp2): (Iova, Iova),
     len: usize,
     page_size: u64,
     access: Access,
@@ -26,21 +26,20 @@ pub fn gather(
         dma,
         access,
         out,
-        start: 0,
+        start: Iova::new(0),
         pending: 0,
     };
-    let offset = prp1 & (page_size - 1);
-    if prp1 & 3 != 0 {
+    if !prp1.is_aligned_to(4) {
         return Err(Status::PRP_OFFSET_INVALID);
     }
-    let first = (page_size - offset).min(len as u64);
+    let first = (page_size - prp1.offset_in(page_size)).min(len as u64);
     pages.add(prp1, first)?;
     let left = len as u64 - first;
     if left == 0 {
         return pages.finish();
     }
     if left <= page_size {
-        if prp2 & (page_size - 1) != 0 {
+        if !prp2.is_aligned_to(page_size) {
             return Err(Status::PRP_OFFSET_INVALID);
         }
         pages.add(prp2, left)?;
@@ -50,15 +49,15 @@ pub fn gather(
     pages.finish()
 }
 
-fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Result<(), Status> {
+fn walk_list(pages: &mut Pages, list: Iova, mut left: u64, page_size: u64) -> Result<(), Status> {
     // The first list may have an offset in its page; later ones must not.
-    if list & 7 != 0 {
+    if !list.is_aligned_to(8) {
         return Err(Status::PRP_OFFSET_INVALID);
     }
     let mut at = list;
     loop {
         let wanted = left.div_ceil(page_size);
-        let room = (page_size - (at & (page_size - 1))) / 8;
+        let room = (page_size - at.offset_in(page_size)) / 8;
         // The last entry of a page points to the next list unless the transfer ends in
         // this list.
         let (entries, chained) = if wanted > room {
@@ -71,10 +70,10 @@ fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Res
             let mut bytes = [0; CHUNK * 8];
             let take = (entries - done).min(CHUNK as u64);
             let bytes = &mut bytes[..take as usize * 8];
-            pages.read(at + done * 8, bytes)?;
+            pages.read(at.wrapping_add(done * 8), bytes)?;
             for entry in bytes.chunks_exact(8) {
-                let page = qword(entry);
-                if page & (page_size - 1) != 0 {
+                let page = address(entry);
+                if !page.is_aligned_to(page_size) {
                     return Err(Status::PRP_OFFSET_INVALID);
                 }
                 let part = left.min(page_size);
@@ -87,9 +86,9 @@ fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Res
             return Ok(());
         }
         let mut next = [0; 8];
-        pages.read(at + entries * 8, &mut next)?;
-        at = qword(&next);
-        if at & (page_size - 1) != 0 {
+        pages.read(at.wrapping_add(entries * 8), &mut next)?;
+        at = address(&next);
+        if !at.is_aligned_to(page_size) {
             return Err(Status::PRP_OFFSET_INVALID);
         }
         // Terminates: a page holds at least 512 entries, so each list reduces `left`,
@@ -97,10 +96,10 @@ fn walk_list(pages: &mut Pages, list: u64, mut left: u64, page_size: u64) -> Res
     }
 }
 
-fn qword(bytes: &[u8]) -> u64 {
+fn address(entry: &[u8]) -> Iova {
     let mut raw = [0; 8];
-    raw.copy_from_slice(bytes);
-    u64::from_le_bytes(raw)
+    raw.copy_from_slice(entry);
+    Iova::new(u64::from_le_bytes(raw))
 }
 
 /// Merges adjacent pages before they are translated.
@@ -108,12 +107,12 @@ struct Pages<'a> {
     dma: &'a mut dyn Dma,
     access: Access,
     out: &'a mut Vec<HostSlice>,
-    start: u64,
+    start: Iova,
     pending: u64,
 }
 
 impl Pages<'_> {
-    fn add(&mut self, page: u64, len: u64) -> Result<(), Status> {
+    fn add(&mut self, page: Iova, len: u64) -> Result<(), Status> {
         if self.pending > 0 && self.start.checked_add(self.pending) == Some(page) {
             self.pending += len;
             return Ok(());
@@ -124,7 +123,7 @@ impl Pages<'_> {
         Ok(())
     }
 
-    fn read(&mut self, at: u64, bytes: &mut [u8]) -> Result<(), Status> {
+    fn read(&mut self, at: Iova, bytes: &mut [u8]) -> Result<(), Status> {
         self.dma
             .read(at, bytes)
             .map_err(|_| Status::DATA_TRANSFER_ERROR)

@@ -6,7 +6,7 @@
 
 mod doorbell;
 
-use farside_fabric::{Access, Fault};
+use farside_fabric::{Access, Fault, Iova};
 
 use super::{
     command::{CQE_SIZE, Command, Completion, SQE_SIZE},
@@ -34,7 +34,7 @@ pub struct SubmissionQueue {
 
 impl SubmissionQueue {
     /// A queue of `entries` (2 to 65,535) at `base`.
-    pub fn new(base: u64, entries: u16, cq: u16) -> Self {
+    pub fn new(base: Iova, entries: u16, cq: u16) -> Self {
         Self {
             cq,
             entries,
@@ -81,7 +81,7 @@ pub struct CompletionQueue {
 
 impl CompletionQueue {
     /// A queue of `entries` (2 to 65,535) at `base`.
-    pub fn new(base: u64, entries: u16, vector: Option<u16>) -> Self {
+    pub fn new(base: Iova, entries: u16, vector: Option<u16>) -> Self {
         Self {
             entries,
             head: 0,

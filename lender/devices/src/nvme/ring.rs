@@ -7,13 +7,13 @@
 
 use std::sync::atomic::Ordering;
 
-use farside_fabric::{Access, Fault, memory::HostSlice};
+use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 
 use crate::Dma;
 
 #[derive(Debug)]
 pub struct GuestRange {
-    base: u64,
+    base: Iova,
     len: usize,
     access: Access,
     whole: Option<HostSlice>,
@@ -21,7 +21,7 @@ pub struct GuestRange {
 
 impl GuestRange {
     /// The range `[base, base + len)` of IOVA.
-    pub fn new(base: u64, len: usize, access: Access) -> Self {
+    pub fn new(base: Iova, len: usize, access: Access) -> Self {
         Self {
             base,
             len,
@@ -120,7 +120,7 @@ impl GuestRange {
     }
 }
 
-fn store(dma: &mut dyn Dma, at: u64, value: u32) -> Result<(), Fault> {
+fn store(dma: &mut dyn Dma, at: Iova, value: u32) -> Result<(), Fault> {
     let slice = dma.translate(at, 4, Access::Write)?;
     match slice.store_u32(0, value, Ordering::Release) {
         Some(()) => Ok(()),

@@ -1,7 +1,7 @@
 //! Scatter gather lists (NVM Express 1.4, 4.4): data block, segment and last
 //! segment descriptors, byte aligned (Identify, SGLS).
 
-use farside_fabric::{Access, memory::HostSlice};
+use farside_fabric::{Access, Iova, memory::HostSlice};
 
 use super::status::Status;
 use crate::Dma;
@@ -23,7 +23,7 @@ enum Kind {
 
 struct Descriptor {
     kind: Kind,
-    address: u64,
+    address: Iova,
     len: u32,
 }
 
@@ -41,7 +41,7 @@ impl Descriptor {
         address.copy_from_slice(&raw[..8]);
         Ok(Self {
             kind,
-            address: u64::from_le_bytes(address),
+            address: Iova::new(u64::from_le_bytes(address)),
             len: u32::from_le_bytes([raw[8], raw[9], raw[10], raw[11]]),
         })
     }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_fabric::{
-    Access, Fault, FaultReason,
+    Access, Fault, FaultReason, Iova,
     memory::{HostSlice, SharedMemory},
 };
 use rustix::{
@@ -98,10 +98,10 @@ impl Dma for Memory {
         self.bus_master
     }
 
-    fn translate(&mut self, iova: u64, len: usize, access: Access) -> Result<HostSlice, Fault> {
+    fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.translations += 1;
         let inside = iova
-            .checked_sub(BASE)
+            .offset_from(Iova::new(BASE))
             .filter(|&offset| offset < SIZE as u64)
             .map(|offset| {
                 let offset = offset as usize;
