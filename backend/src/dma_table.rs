@@ -1,5 +1,5 @@
 //! The client's DMA mappings: every `DMA_MAP` that has not been unmapped. Recording one neither
-//! maps nor pins memory.
+//! maps nor pins memory. Addresses are guest-physical; behind a vIOMMU, the guest's IOVAs.
 //!
 //! A client only prints that a `DMA_MAP` was refused, and continues. So refused ranges are recorded
 //! too: until the client unmaps them, the guest has RAM that a device cannot reach, and bus
@@ -73,9 +73,9 @@ impl Mapping {
     /// parts.
     pub(crate) fn region(&self) -> Option<GpaRange> {
         let backing = self.backing.as_ref()?;
-        let start = self.range.start().get().checked_sub(backing.offset)?;
+        let start = self.range.start().checked_sub(backing.offset)?;
         let size = u64::try_from(fstat(&*backing.file).ok()?.st_size).ok()?;
-        GpaRange::new(Gpa::new(start), size / PAGE_SIZE * PAGE_SIZE).ok()
+        GpaRange::new(start, size / PAGE_SIZE * PAGE_SIZE).ok()
     }
 
     /// Whether it is shared memory at 1 MiB, where every guest has RAM unless behind a vIOMMU.
@@ -107,22 +107,22 @@ impl Mapping {
 /// A refused map or unmap. The client receives its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum DmaError {
-    #[error("range {start:#x}+{len:#x} is empty, not page aligned, or wraps")]
-    Range { start: u64, len: u64 },
-    #[error("range {start:#x}+{len:#x} overlaps one that is mapped")]
-    Overlap { start: u64, len: u64 },
+    #[error("range {start}+{len:#x} is empty, not page aligned, or wraps")]
+    Range { start: Gpa, len: u64 },
+    #[error("range {start}+{len:#x} overlaps one that is mapped")]
+    Overlap { start: Gpa, len: u64 },
     #[error("over {MAX_MAPPINGS} mappings")]
     TooMany,
     #[error("its memory is in over {MAX_FILES} files")]
     TooManyFiles,
-    #[error("nothing is mapped at {start:#x}+{len:#x}")]
-    NotMapped { start: u64, len: u64 },
-    #[error("{start:#x}+{len:#x} would split a mapping")]
-    Split { start: u64, len: u64 },
+    #[error("nothing is mapped at {start}+{len:#x}")]
+    NotMapped { start: Gpa, len: u64 },
+    #[error("{start}+{len:#x} would split a mapping")]
+    Split { start: Gpa, len: u64 },
     #[error(
-        "the file of {start:#x}+{len:#x} is no memory of at least that size at offset {offset:#x}"
+        "the file of {start}+{len:#x} is no memory of at least that size at offset {offset:#x}"
     )]
-    File { start: u64, len: u64, offset: u64 },
+    File { start: Gpa, len: u64, offset: u64 },
 }
 
 impl DmaError {
@@ -139,12 +139,12 @@ impl DmaError {
 /// All mappings of one client, by first address.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DmaTable {
-    mappings: BTreeMap<u64, Mapping>,
+    mappings: BTreeMap<Gpa, Mapping>,
     /// The files of the mappings, deduplicated: a client sends a descriptor with each mapping,
     /// nearly always of the same file.
     files: BTreeMap<FileKey, Weak<File>>,
     /// Ranges whose mapping was refused, by first address and length.
-    refused: BTreeMap<(u64, u64), DmaError>,
+    refused: BTreeMap<(Gpa, u64), DmaError>,
 }
 
 /// Device, inode and access mode: equal for descriptors that are equivalent for `mmap`.
@@ -154,9 +154,9 @@ type FileKey = (u64, u64, u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Blocked {
     #[error(
-        "guest RAM at GPA {start:#x} ({mib} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`"
+        "guest RAM at GPA {start} ({mib} MiB) is not shared with the backend: start QEMU with `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`"
     )]
-    PrivateRam { start: u64, mib: u64 },
+    PrivateRam { start: Gpa, mib: u64 },
     #[error("a DMA_MAP was refused, so guest RAM may be out of reach: {0}")]
     Refused(DmaError),
 }
@@ -165,7 +165,7 @@ impl DmaTable {
     /// Records a mapping, or that it was refused.
     pub(crate) fn map(
         &mut self,
-        start: u64,
+        start: Gpa,
         len: u64,
         writable: bool,
         backing: Option<Backing>,
@@ -181,7 +181,7 @@ impl DmaTable {
 
     fn try_map(
         &mut self,
-        start: u64,
+        start: Gpa,
         len: u64,
         writable: bool,
         mut backing: Option<Backing>,
@@ -207,9 +207,9 @@ impl DmaTable {
     }
 
     /// Removes the mappings and refusals within a range. Returns the mappings to unmap.
-    pub(crate) fn unmap(&mut self, start: u64, len: u64) -> Result<Vec<Mapping>, DmaError> {
+    pub(crate) fn unmap(&mut self, start: Gpa, len: u64) -> Result<Vec<Mapping>, DmaError> {
         let range = page_range(start, len)?;
-        let inside = |start: u64, len: u64| {
+        let inside = |start: Gpa, len: u64| {
             page_range(start, len).is_ok_and(|refused| range.covers(refused))
         };
         let before = self.refused.len();
@@ -224,7 +224,7 @@ impl DmaTable {
             return Err(DmaError::Split { start, len });
         }
         for mapping in &found {
-            self.mappings.remove(&mapping.range.start().get());
+            self.mappings.remove(&mapping.range.start());
         }
         Ok(found)
     }
@@ -274,13 +274,13 @@ impl DmaTable {
     fn overlapping(&self, range: GpaRange) -> impl Iterator<Item = &Mapping> {
         let before = self
             .mappings
-            .range(..range.start().get())
+            .range(..range.start())
             .next_back()
             .map(|(_, mapping)| mapping)
             .filter(move |mapping| mapping.range.end() > range.start());
         let from = self
             .mappings
-            .range(range.start().get()..range.end().get())
+            .range(range.start()..range.end())
             .map(|(_, mapping)| mapping);
         before.into_iter().chain(from)
     }
@@ -290,7 +290,7 @@ impl Blocked {
     /// By a mapping that [is private RAM](Mapping::is_private_ram).
     pub(crate) fn private_ram(mapping: &Mapping) -> Self {
         Self::PrivateRam {
-            start: mapping.range.start().get(),
+            start: mapping.range.start(),
             mib: mapping.range.len() >> 20,
         }
     }
@@ -305,17 +305,17 @@ impl MemoryMap for TableOracle {
     }
 }
 
-fn page_range(start: u64, len: u64) -> Result<GpaRange, DmaError> {
+fn page_range(start: Gpa, len: u64) -> Result<GpaRange, DmaError> {
     let bad = DmaError::Range { start, len };
-    if !start.is_multiple_of(PAGE_SIZE) || !len.is_multiple_of(PAGE_SIZE) {
+    if !start.is_page_aligned() || !len.is_multiple_of(PAGE_SIZE) {
         return Err(bad);
     }
-    GpaRange::new(Gpa::new(start), len).map_err(|_| bad)
+    GpaRange::new(start, len).map_err(|_| bad)
 }
 
 /// Checks that the file is a memory file that contains the whole mapping now. (It may shrink later:
 /// code that maps it guards against SIGBUS.)
-fn check_file(start: u64, len: u64, backing: &Backing) -> Result<FileKey, DmaError> {
+fn check_file(start: Gpa, len: u64, backing: &Backing) -> Result<FileKey, DmaError> {
     let offset = backing.offset;
     let bad = DmaError::File { start, len, offset };
     let stat: Stat = fstat(&*backing.file).map_err(|_| bad)?;
@@ -335,6 +335,10 @@ mod tests {
 
     use super::*;
 
+    fn gpa(address: u64) -> Gpa {
+        Gpa::new(address)
+    }
+
     fn memory(len: u64) -> Option<Backing> {
         let file = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, len).unwrap();
@@ -347,7 +351,7 @@ mod tests {
     fn mapped(ranges: &[(u64, u64)]) -> DmaTable {
         let mut table = DmaTable::default();
         for &(start, len) in ranges {
-            table.map(start, len, true, memory(len)).unwrap();
+            table.map(gpa(start), len, true, memory(len)).unwrap();
         }
         table
     }
@@ -357,35 +361,41 @@ mod tests {
         let mut table = mapped(&[(0x2000, 0x2000)]);
         for start in [0x1000, 0x2000, 0x3000] {
             assert_eq!(
-                table.map(start, 0x2000, true, None).unwrap_err().errno(),
+                table
+                    .map(gpa(start), 0x2000, true, None)
+                    .unwrap_err()
+                    .errno(),
                 Errno::EXIST
             );
         }
-        table.map(0x1000, 0x1000, true, None).unwrap();
-        table.map(0x4000, 0x1000, true, None).unwrap();
+        table.map(gpa(0x1000), 0x1000, true, None).unwrap();
+        table.map(gpa(0x4000), 0x1000, true, None).unwrap();
     }
 
     #[test]
     fn unmap_takes_whole_mappings_only() {
         let mut table = mapped(&[(0, 0x2000), (0x2000, 0x2000)]);
-        assert_eq!(table.unmap(0, 0x1000).unwrap_err().errno(), Errno::INVAL);
         assert_eq!(
-            table.unmap(0x1000, 0x3000).unwrap_err().errno(),
+            table.unmap(gpa(0), 0x1000).unwrap_err().errno(),
             Errno::INVAL
         );
         assert_eq!(
-            table.unmap(0x4000, 0x1000).unwrap_err().errno(),
+            table.unmap(gpa(0x1000), 0x3000).unwrap_err().errno(),
+            Errno::INVAL
+        );
+        assert_eq!(
+            table.unmap(gpa(0x4000), 0x1000).unwrap_err().errno(),
             Errno::NOENT
         );
         assert_eq!(table.iter().count(), 2);
-        assert_eq!(table.unmap(0, 0x4000).unwrap().len(), 2);
+        assert_eq!(table.unmap(gpa(0), 0x4000).unwrap().len(), 2);
         assert_eq!(table.iter().count(), 0);
     }
 
     #[test]
     fn unmapping_everything_forgets_everything() {
         let mut table = mapped(&[(0, 0x2000), (0x2000, 0x2000)]);
-        table.map(0, 0x1000, true, None).unwrap_err();
+        table.map(gpa(0), 0x1000, true, None).unwrap_err();
         assert_eq!(table.unmap_all().len(), 2);
         assert_eq!(table.blocked(), None);
         assert!(table.unmap_all().is_empty());
@@ -395,15 +405,17 @@ mod tests {
     fn a_refusal_blocks_until_it_is_taken_back() {
         let mut table = mapped(&[(0, 0x2000)]);
         assert_eq!(table.blocked(), None);
-        let error = table.map(0x2000, 0x2000, true, memory(0x1000)).unwrap_err();
+        let error = table
+            .map(gpa(0x2000), 0x2000, true, memory(0x1000))
+            .unwrap_err();
         assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
         // Unmapping other memory keeps the refusal.
-        table.unmap(0, 0x2000).unwrap();
+        table.unmap(gpa(0), 0x2000).unwrap();
         assert_eq!(table.blocked(), Some(Blocked::Refused(error)));
-        assert!(table.unmap(0x2000, 0x2000).unwrap().is_empty());
+        assert!(table.unmap(gpa(0x2000), 0x2000).unwrap().is_empty());
         assert_eq!(table.blocked(), None);
         assert_eq!(
-            table.unmap(0x2000, 0x2000).unwrap_err().errno(),
+            table.unmap(gpa(0x2000), 0x2000).unwrap_err().errno(),
             Errno::NOENT
         );
     }
@@ -417,7 +429,7 @@ mod tests {
                 file: Arc::new(file.try_clone().unwrap()),
                 offset: start,
             };
-            table.map(start, 0x1000, true, Some(backing)).unwrap();
+            table.map(gpa(start), 0x1000, true, Some(backing)).unwrap();
         }
         let kept = |mapping: &Mapping| mapping.backing.as_ref().map(|b| Arc::as_ptr(&b.file));
         let first = table.iter().next().and_then(kept);
@@ -428,7 +440,7 @@ mod tests {
     #[test]
     fn files_are_bounded_and_given_back() {
         let mut table = DmaTable::default();
-        let at = |n: usize| n as u64 * 0x1000;
+        let at = |n: usize| gpa(n as u64 * 0x1000);
         for n in 0..MAX_FILES {
             table.map(at(n), 0x1000, true, memory(0x1000)).unwrap();
         }
@@ -436,7 +448,7 @@ mod tests {
         let error = table.map(next, 0x1000, true, memory(0x1000)).unwrap_err();
         assert_eq!(error, DmaError::TooManyFiles);
         table.unmap(next, 0x1000).unwrap();
-        table.unmap(0, 0x1000).unwrap();
+        table.unmap(gpa(0), 0x1000).unwrap();
         table.map(next, 0x1000, true, memory(0x1000)).unwrap();
     }
 
@@ -445,7 +457,7 @@ mod tests {
         let mut table = DmaTable::default();
         for (start, len) in [(0, 0), (1, 0x1000), (0, 0xfff), (u64::MAX - 0xfff, 0x1000)] {
             assert_eq!(
-                table.map(start, len, true, None).unwrap_err().errno(),
+                table.map(gpa(start), len, true, None).unwrap_err().errno(),
                 Errno::INVAL,
                 "{start:#x}+{len:#x}"
             );
@@ -455,7 +467,7 @@ mod tests {
     #[test]
     fn a_file_smaller_than_its_mapping_is_refused() {
         let mut table = DmaTable::default();
-        let error = table.map(0, 0x3000, true, memory(0x2000)).unwrap_err();
+        let error = table.map(gpa(0), 0x3000, true, memory(0x2000)).unwrap_err();
         assert_eq!(error.errno(), Errno::INVAL);
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         let pipe = Backing {
@@ -463,7 +475,10 @@ mod tests {
             offset: 0,
         };
         assert_eq!(
-            table.map(0, 0x1000, true, Some(pipe)).unwrap_err().errno(),
+            table
+                .map(gpa(0), 0x1000, true, Some(pipe))
+                .unwrap_err()
+                .errno(),
             Errno::INVAL
         );
     }
@@ -472,19 +487,24 @@ mod tests {
     fn private_memory_at_the_well_known_places_is_ram_that_is_not_shared() {
         let mut table = mapped(&[(0, 0xa_0000)]);
         // ROMs, and the BARs of a graphics card below and above 4 GiB.
-        table.map(0xfffc_0000, 0x4_0000, false, None).unwrap();
-        table.map(0xc_0000, 0x2_0000, true, None).unwrap();
-        table.map(0xc000_0000, 0x1000_0000, true, None).unwrap();
-        table.map(0x80_0000_0000, 0x1000_0000, true, None).unwrap();
+        table.map(gpa(0xfffc_0000), 0x4_0000, false, None).unwrap();
+        table.map(gpa(0xc_0000), 0x2_0000, true, None).unwrap();
+        table
+            .map(gpa(0xc000_0000), 0x1000_0000, true, None)
+            .unwrap();
+        table
+            .map(gpa(0x80_0000_0000), 0x1000_0000, true, None)
+            .unwrap();
         assert_eq!(table.blocked(), None);
         // A BAR at 4 GiB, in a VM whose RAM is all below 4 GiB.
         for len in [1 << 12, 16 << 20, 4u64 << 30] {
-            table.map(4 << 30, len, true, None).unwrap();
+            table.map(gpa(4 << 30), len, true, None).unwrap();
             assert_eq!(table.blocked(), None, "{len:#x}");
-            table.unmap(4 << 30, len).unwrap();
+            table.unmap(gpa(4 << 30), len).unwrap();
         }
         // Low RAM, and a size that no BAR can have.
         for (start, mib) in [(0x10_0000, 1024), (4 << 30, 3)] {
+            let start = gpa(start);
             table.map(start, mib << 20, true, None).unwrap();
             assert_eq!(table.blocked(), Some(Blocked::PrivateRam { start, mib }));
             table.unmap(start, mib << 20).unwrap();

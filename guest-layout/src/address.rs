@@ -29,6 +29,14 @@ impl Gpa {
         }
     }
 
+    /// The address `bytes` below, or `None` below address 0.
+    pub const fn checked_sub(self, bytes: u64) -> Option<Self> {
+        match self.0.checked_sub(bytes) {
+            Some(difference) => Some(Self(difference)),
+            None => None,
+        }
+    }
+
     /// Bytes from `base` up to this address, or `None` if `base` is above it.
     pub const fn offset_from(self, base: Self) -> Option<u64> {
         self.0.checked_sub(base.0)

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use farside_error_chain::Chain;
+use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_pci::Description;
 use farside_vfio_user::{
@@ -126,10 +127,11 @@ impl Device {
             file: Arc::new(file.into()),
             offset: request.offset,
         });
-        match self
+        let start = Gpa::new(request.address);
+        let mapped = self
             .memory
-            .map(request.address, request.size, request.writable, backing)
-        {
+            .map(start, request.size, request.writable, backing);
+        match mapped {
             Ok(mapping) => {
                 let added = Task::Event(Event::mapped(mapping));
                 self.hold(to, Finish::Reply(Reply::Done), [added])
@@ -146,7 +148,7 @@ impl Device {
     fn unmap(&mut self, request: DmaUnmap, to: ReplyTo) -> Answer<'_> {
         let mappings = match request {
             DmaUnmap::All => self.memory.unmap_all(),
-            DmaUnmap::Range { address, size } => match self.memory.unmap(address, size) {
+            DmaUnmap::Range { address, size } => match self.memory.unmap(Gpa::new(address), size) {
                 Ok(mappings) => mappings,
                 Err(error) => {
                     self.refuse_memory(&error);
