@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{PAGE_SIZE, Size, deserialize_optional_size, deserialize_size};
+use crate::{PAGE_SIZE, PeerAddress, Size, deserialize_optional_size, deserialize_size};
 
 /// Limits of an NTB adapter.
 ///
@@ -283,12 +283,12 @@ pub enum LimitError {
     },
     /// A peer address is not aligned as the adapter needs.
     #[error(
-        "peer address {peer_address:#x} is not a multiple of {}, the alignment of the NTB's translation",
+        "peer address {peer_address} is not a multiple of {}, the alignment of the NTB's translation",
         Size(*alignment)
     )]
     Alignment {
         /// The peer address.
-        peer_address: u64,
+        peer_address: PeerAddress,
         /// The required alignment, in bytes.
         alignment: u64,
     },

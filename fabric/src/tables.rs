@@ -125,7 +125,7 @@ impl NtbTables {
         let limits = &self.limits;
         if !peer_address.get().is_multiple_of(limits.alignment()) {
             return Err(LimitError::Alignment {
-                peer_address: peer_address.get(),
+                peer_address,
                 alignment: limits.alignment(),
             });
         }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, AddressRange, FabricError, LimitError, LutRange, NtbLimits, NtbTables, NtbUse,
-    PeerAddress, fits,
+    AdapterUsage, AddressRange, BusAddress, FabricError, LimitError, LutRange, NtbLimits,
+    NtbTables, NtbUse, PeerAddress, fits,
 };
 use farside_irq_relay::TriggerFd;
 use farside_pci::Bdf;
@@ -15,6 +15,7 @@ use farside_vfio::Function;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
+use crate::peer_space::endpoint_iova;
 use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{NtbError, PeerSpace};
 
@@ -35,7 +36,7 @@ pub struct Parts<F: FunctionOps> {
     /// Its whole window BAR, mapped.
     pub window: Arc<BarOf<F>>,
     /// The host physical address of its window BAR, if known: for status.
-    pub window_address: u64,
+    pub window_address: BusAddress,
     /// Requester ids of CPUs: 0 (00:00.0), and others of the host bridge.
     pub cpu_requesters: Vec<u16>,
 }
@@ -45,7 +46,7 @@ struct Shared<F: FunctionOps> {
     capabilities: Capabilities,
     limits: NtbLimits,
     window: Arc<BarOf<F>>,
-    window_address: u64,
+    window_address: BusAddress,
     peer_space: PeerSpace,
     flush: Arc<dyn Flush>,
     event: TriggerFd,
@@ -284,7 +285,7 @@ impl<F: FunctionOps> Adapter<F> {
         &self.shared.window
     }
 
-    pub(crate) fn window_address(&self) -> u64 {
+    pub(crate) fn window_address(&self) -> BusAddress {
         self.shared.window_address
     }
 
@@ -345,7 +346,7 @@ impl<F: FunctionOps> Adapter<F> {
         let domain = self.shared.function.domain();
         let mut result = Ok(());
         self.left().retain(
-            |range| match domain.unmap(range.start().get(), range.len()) {
+            |range| match domain.unmap(endpoint_iova(range.start()), range.len()) {
                 Ok(()) => false,
                 Err(error) => {
                     if range.start() < wanted.end() && wanted.start() < range.end() {

@@ -10,6 +10,7 @@ use farside_fabric::{
 use farside_vfio::Function;
 
 use crate::adapter::LutRun;
+use crate::peer_space::endpoint_iova;
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
@@ -72,7 +73,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
 
     fn unmap_row(&mut self, range: AddressRange<PeerAddress>) -> Result<(), FabricError> {
         let domain = self.adapter.function().domain();
-        domain.unmap(range.start().get(), range.len())?;
+        domain.unmap(endpoint_iova(range.start()), range.len())?;
         self.mapped.unmap(range)?;
         Ok(())
     }
@@ -96,7 +97,7 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
             len: memory.len,
         })?;
         let domain = self.adapter.function().domain();
-        domain.map(at.get(), &slice, memory.writable)?;
+        domain.map(endpoint_iova(at), &slice, memory.writable)?;
         let row = Mapped {
             file_offset: memory.offset,
             page_size: shared.page_size(),

@@ -123,7 +123,7 @@ pub struct Refused {
     /// Offset of the last one in the window BAR, in bytes.
     pub offset: u64,
     /// Its peer address; 0 when it was not translated.
-    pub peer_address: u64,
+    pub peer_address: PeerAddress,
     /// The reason, for display.
     pub reason: String,
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use farside_fabric::BusAddress;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function};
 
@@ -48,7 +49,7 @@ impl EndpointOptions {
             function: Arc::new(function),
             driver: Box::new(driver),
             window,
-            window_address: bar_address(bdf, WINDOW_BAR).unwrap_or(0),
+            window_address: bar_address(bdf, WINDOW_BAR).unwrap_or(BusAddress::new(0)),
             cpu_requesters: self.cpu_requesters.clone(),
         })
     }
@@ -95,10 +96,11 @@ pub(crate) fn check_ids(bdf: Bdf, vendor: u16, device: u16) -> Result<(), NtbErr
 }
 
 /// The host physical address of a BAR, from sysfs.
-fn bar_address(bdf: Bdf, bar: u8) -> Option<u64> {
+fn bar_address(bdf: Bdf, bar: u8) -> Option<BusAddress> {
     let path = Path::new("/sys/bus/pci/devices").join(bdf.to_string());
     let text = std::fs::read_to_string(path.join("resource")).ok()?;
     let line = text.lines().nth(bar.into())?;
     let first = line.split_whitespace().next()?;
-    u64::from_str_radix(first.strip_prefix("0x")?, 16).ok()
+    let address = u64::from_str_radix(first.strip_prefix("0x")?, 16).ok()?;
+    Some(BusAddress::new(address))
 }

@@ -9,7 +9,7 @@ use farside_fabric::{PAGE_SIZE, PeerAddress};
 use farside_pci::MappableArea;
 use serde::{Deserialize, Serialize};
 
-use crate::peer_space::PeerRange;
+use crate::peer_space::{PeerRange, endpoint_iova};
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
@@ -51,7 +51,7 @@ pub(crate) struct Export<F: FunctionOps> {
     adapter: Adapter<F>,
     bars: ExportedBars,
     /// The mappings, as (peer address, bytes).
-    mapped: Vec<(u64, u64)>,
+    mapped: Vec<(PeerAddress, u64)>,
     /// `None` if no BAR can be mapped.
     range: Option<PeerRange>,
 }
@@ -85,9 +85,9 @@ impl<F: FunctionOps> Export<F> {
             for area in &bar.areas {
                 let memory = device.map_region(bar.bar, area.offset, area.len)?;
                 // Inside the allocated range, so below 2^64.
-                let at = peer_address.get() + bar.offset + area.offset;
+                let at = peer_address.wrapping_add(bar.offset + area.offset);
                 let domain = adapter.function().domain();
-                domain.map_bar(at, &memory, 0, area.len)?;
+                domain.map_bar(endpoint_iova(at), &memory, 0, area.len)?;
                 export.mapped.push((at, area.len));
             }
         }
@@ -109,7 +109,7 @@ impl<F: FunctionOps> Export<F> {
     fn unmap(&mut self) -> Result<(), NtbError> {
         let domain = self.adapter.function().domain();
         while let Some(&(at, len)) = self.mapped.last() {
-            domain.unmap(at, len)?;
+            domain.unmap(endpoint_iova(at), len)?;
             self.mapped.pop();
         }
         Ok(())

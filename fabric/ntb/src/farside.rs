@@ -198,8 +198,8 @@ impl NtbDriver for FarsideNtb {
     fn set_window(&mut self, entries: LutRange, peer_address: PeerAddress) -> Result<(), NtbError> {
         let segment = self.capabilities.segment();
         // Wrapping: what lies beyond 2^64 is beyond the window's end, too.
-        let value =
-            |i: u64| peer_address.get().wrapping_add(i * segment) & lut::ADDRESS | lut::VALID;
+        let at = |i: u64| peer_address.wrapping_add(i * segment);
+        let value = |i| at(i).get() & lut::ADDRESS | lut::VALID;
         self.set_entries(entries, value).inspect_err(|_| {
             // Its error would only repeat the first.
             let _ = self.set_entries(entries, |_| 0);
@@ -309,7 +309,7 @@ impl FarsideNtb {
             count: self.registers.read32(reg::ERROR_COUNT),
             write: info & error::WRITE != 0,
             offset: self.registers.read64(reg::ERROR_OFFSET),
-            peer_address: self.registers.read64(reg::ERROR_ADDRESS),
+            peer_address: PeerAddress::new(self.registers.read64(reg::ERROR_ADDRESS)),
             reason: match info & error::REASON {
                 error::LINK_DOWN => "the link is down".into(),
                 error::LUT_INVALID => "no window is open there".into(),

@@ -112,9 +112,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     /// Closes the window at the front of `range`.
     fn close(&mut self, range: AddressRange<Iova>) -> Result<(), FabricError> {
         // Unmap the window BAR first, then clear the LUT entries.
-        self.device
-            .domain()
-            .unmap(range.start().get(), range.len())?;
+        self.device.domain().unmap(range.start(), range.len())?;
         let runs = self.windows.unmap(range)?;
         self.aim_flusher();
         drop(runs);
@@ -131,7 +129,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     }
 
     fn bus(&self, run: &LutRun<F>) -> BusAddress {
-        BusAddress::new(self.adapter().window_address().wrapping_add(run.offset()))
+        self.adapter().window_address().wrapping_add(run.offset())
     }
 }
 
@@ -151,9 +149,7 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
         let bus = self.bus(&run);
         let (lut, offset) = (run.range(), run.offset());
         let window = self.adapter().window();
-        self.device
-            .domain()
-            .map_bar(iova.get(), window, offset, len)?;
+        self.device.domain().map_bar(iova, window, offset, len)?;
         self.windows.map(range, run)?;
         self.aim_flusher();
         Ok(WindowUse {

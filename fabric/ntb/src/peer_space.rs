@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farside_fabric::{PAGE_SIZE, PeerAddress};
+use farside_fabric::{Iova, PAGE_SIZE, PeerAddress};
 
 use crate::NtbError;
 
@@ -168,6 +168,12 @@ impl Drop for PeerRange {
     fn drop(&mut self) {
         self.space.inner().taken.remove(&self.start);
     }
+}
+
+/// The peer host's address for memory of this host is the memory's IOVA in the domain of this
+/// host's endpoint.
+pub(crate) fn endpoint_iova(address: PeerAddress) -> Iova {
+    Iova::new(address.get())
 }
 
 #[cfg(test)]

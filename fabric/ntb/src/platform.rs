@@ -21,7 +21,7 @@ pub trait DomainOps: Send + Sync {
     ///
     /// # Errors
     /// What the system reports. Nothing is mapped then.
-    fn map(&self, at: u64, memory: &HostSlice, writable: bool) -> Result<(), FabricError>;
+    fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError>;
 
     /// Lets the domain's functions reach `len` bytes at `offset` of `bar`.
     ///
@@ -29,7 +29,7 @@ pub trait DomainOps: Send + Sync {
     /// What the system reports. Nothing is mapped then.
     fn map_bar(
         &self,
-        at: u64,
+        at: Iova,
         bar: &Arc<Self::Bar>,
         offset: u64,
         len: u64,
@@ -39,7 +39,7 @@ pub trait DomainOps: Send + Sync {
     ///
     /// # Errors
     /// What the system reports. It may still be mapped then.
-    fn unmap(&self, at: u64, len: u64) -> Result<(), FabricError>;
+    fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError>;
 
     /// The usable IOVA ranges, as (first, last) pairs.
     ///
@@ -121,22 +121,22 @@ impl Registers for RegionMemory {
 impl DomainOps for Domain {
     type Bar = RegionMemory;
 
-    fn map(&self, at: u64, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
-        Ok(self.map(Iova::new(at), memory, writable)?)
+    fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
+        Ok(self.map(at, memory, writable)?)
     }
 
     fn map_bar(
         &self,
-        at: u64,
+        at: Iova,
         bar: &Arc<RegionMemory>,
         offset: u64,
         len: u64,
     ) -> Result<(), FabricError> {
-        Ok(self.map_bar(Iova::new(at), bar, offset, len)?)
+        Ok(self.map_bar(at, bar, offset, len)?)
     }
 
-    fn unmap(&self, at: u64, len: u64) -> Result<(), FabricError> {
-        Ok(self.unmap(Iova::new(at), len)?)
+    fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError> {
+        Ok(self.unmap(at, len)?)
     }
 
     fn usable(&self) -> Result<Vec<(u64, u64)>, FabricError> {

@@ -83,7 +83,7 @@ fn log(adapter: &Adapter) {
     }
     if let Some(refused) = events.refused {
         log::warn!(
-            "NTB endpoint {bdf}: {} accesses through its window were refused, the last a {} at offset {:#x} (peer address {:#x}): {}",
+            "NTB endpoint {bdf}: {} accesses through its window were refused, the last a {} at offset {:#x} (peer address {}): {}",
             refused.count,
             if refused.write { "write" } else { "read" },
             refused.offset,

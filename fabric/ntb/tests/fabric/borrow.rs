@@ -75,7 +75,7 @@ fn what_a_device_writes_is_in_the_guest() {
     device.dma_write(HIGH, b"rom!").unwrap();
     let refused = b.take_events().refused.expect("both were refused");
     assert_eq!((refused.count, refused.write), (2, true));
-    assert_eq!(refused.peer_address, high.start().get());
+    assert_eq!(refused.peer_address, high.start());
     assert_eq!(look(4 * MIB, 4), b"high");
     // Beyond the windows, the device's own IOMMU refuses.
     assert_eq!(device.dma_write(4 * MIB, b"x"), None);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_fabric::{FabricError, Iova, MemoryRange};
+use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange};
 use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
@@ -109,7 +109,7 @@ impl World {
             function,
             driver: Box::new(driver.expect("it is our NTB")),
             window,
-            window_address: 1 << 40,
+            window_address: BusAddress::new(1 << 40),
             cpu_requesters: vec![0],
         })
         .expect("the endpoint is taken into use")
@@ -336,25 +336,26 @@ impl ModelDomain {
 impl DomainOps for ModelDomain {
     type Bar = ModelBar;
 
-    fn map(&self, at: u64, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
+    fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
         let slice = memory.clone();
         let len = slice.len() as u64;
-        self.table().insert(at, len, To::Memory { slice, writable })
+        self.table()
+            .insert(at.get(), len, To::Memory { slice, writable })
     }
 
     fn map_bar(
         &self,
-        at: u64,
+        at: Iova,
         bar: &Arc<ModelBar>,
         offset: u64,
         len: u64,
     ) -> Result<(), FabricError> {
         let bar = Arc::clone(bar);
-        self.table().insert(at, len, To::Bar { bar, offset })
+        self.table().insert(at.get(), len, To::Bar { bar, offset })
     }
 
-    fn unmap(&self, at: u64, len: u64) -> Result<(), FabricError> {
-        self.table().remove(at, len)
+    fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError> {
+        self.table().remove(at.get(), len)
     }
 
     fn usable(&self) -> Result<Vec<(u64, u64)>, FabricError> {
