@@ -85,8 +85,8 @@ macro_rules! address {
 }
 
 address! {
-    /// What the device puts on its bus. For a borrowed device it equals the
-    /// guest-physical address.
+    /// What the device puts on its bus. For a borrowed device it equals the guest-physical
+    /// address, or, behind a vIOMMU, it is an IOVA of the guest's.
     Iova, "IOVA"
 }
 address! {

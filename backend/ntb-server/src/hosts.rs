@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use farside_fabric::memory::HostSlice;
+use farside_ntb::endpoint_iova;
 
 use crate::{
     memory::{Access, Found},
@@ -33,7 +34,8 @@ impl HostAccess for Hosts {
         let must_queue = self.must_queue(to);
         let number = self.side(from).reads + 1;
         let side = self.side(to);
-        match side.memory.find(at.address, Access::Read) {
+        let iova = endpoint_iova(at.address);
+        match side.memory.find(iova, Access::Read) {
             Found::Denied => return Err(PeerError::Refused),
             Found::Shared { memory, offset } if !must_queue => {
                 load(memory, offset, data);
@@ -47,7 +49,7 @@ impl HostAccess for Hosts {
         let tag = Tag::Read { port: from, number };
         // At most a page.
         let count = data.len() as u32;
-        let sent = side.commands.read(at.address, count, tag);
+        let sent = side.commands.read(iova.get(), count, tag);
         sent.map_err(|_| PeerError::Busy)?;
         self.side(from).reads = number;
         Ok(PeerRead::Later)
@@ -57,7 +59,8 @@ impl HostAccess for Hosts {
         let to = at.from.peer();
         let must_queue = self.must_queue(to);
         let side = self.side(to);
-        match side.memory.find(at.address, Access::Write) {
+        let iova = endpoint_iova(at.address);
+        match side.memory.find(iova, Access::Write) {
             Found::Denied => Err(PeerError::Refused),
             Found::Shared { memory, offset } if !must_queue => {
                 store(memory, offset, data);
@@ -65,7 +68,7 @@ impl HostAccess for Hosts {
             }
             Found::Shared { .. } | Found::Unknown => side
                 .commands
-                .write(at.address, data, Tag::Write(at))
+                .write(iova.get(), data, Tag::Write(at))
                 .map_err(|_| PeerError::Busy),
         }
     }

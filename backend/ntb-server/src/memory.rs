@@ -11,7 +11,10 @@ use std::{
 };
 
 use farside_daemon::RateLimit;
-use farside_fabric::memory::{HostSlice, SharedMemory};
+use farside_fabric::{
+    Iova,
+    memory::{HostSlice, SharedMemory},
+};
 use farside_vfio_user::{DmaMap, DmaUnmap};
 use rustix::{
     fs::{OFlags, fcntl_getfl, fstat},
@@ -26,7 +29,7 @@ const MAX_MAPPINGS: usize = 1 << 20;
 /// for each memory backend, and at most 256 memory slots.
 const MAX_FILES: usize = 512;
 
-/// All mappings, by address.
+/// All mappings, by IOVA.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     mappings: BTreeMap<u64, Mapping>,
@@ -139,9 +142,10 @@ impl Memory {
         (self.mappings.len(), shared.count())
     }
 
-    /// Looks up an address. Mappings are page-aligned, so an access that does not cross a
+    /// Looks up an IOVA. Mappings are page-aligned, so an access that does not cross a
     /// page is entirely inside the mapping of its first byte.
-    pub(crate) fn find(&mut self, address: u64, access: Access) -> Found<'_> {
+    pub(crate) fn find(&mut self, iova: Iova, access: Access) -> Found<'_> {
+        let address = iova.get();
         let hit = matches!(&self.last, Some((start, mapping))
             if address.wrapping_sub(*start) < mapping.len);
         if !hit {
@@ -245,7 +249,7 @@ mod tests {
 
     /// File offset of an address.
     fn file_offset(memory: &mut Memory, address: u64) -> Option<usize> {
-        match memory.find(address, Access::Write) {
+        match memory.find(Iova::new(address), Access::Write) {
             Found::Shared { memory, offset } => Some(memory.offset() + offset),
             Found::Denied | Found::Unknown => None,
         }
@@ -296,7 +300,10 @@ mod tests {
         let device = std::fs::File::open("/dev/zero").unwrap().into();
         memory.map(map(2 * PAGE, PAGE, Some((&device, 0)))).unwrap();
         for address in [0, PAGE, 2 * PAGE, 3 * PAGE] {
-            assert!(matches!(memory.find(address, Access::Read), Found::Unknown));
+            assert!(matches!(
+                memory.find(Iova::new(address), Access::Read),
+                Found::Unknown
+            ));
         }
         assert_eq!(memory.counts(), (3, 0));
     }
@@ -310,8 +317,14 @@ mod tests {
             ..map(0, PAGE, Some((&file, 0)))
         };
         memory.map(read_only).unwrap();
-        assert!(matches!(memory.find(0, Access::Read), Found::Shared { .. }));
-        assert!(matches!(memory.find(0, Access::Write), Found::Denied));
+        assert!(matches!(
+            memory.find(Iova::new(0), Access::Read),
+            Found::Shared { .. }
+        ));
+        assert!(matches!(
+            memory.find(Iova::new(0), Access::Write),
+            Found::Denied
+        ));
     }
 
     #[test]

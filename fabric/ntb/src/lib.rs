@@ -57,5 +57,5 @@ pub use export::{ExportedBar, ExportedBars};
 pub use farside::FarsideNtb;
 pub use host::HostEndpoint;
 pub use lender::{Flusher, LenderNtb};
-pub use peer_space::{PeerRange, PeerSpace};
+pub use peer_space::{PeerRange, PeerSpace, endpoint_iova};
 pub use registers::Registers;

@@ -172,7 +172,7 @@ impl Drop for PeerRange {
 
 /// The peer host's address for memory of this host is the memory's IOVA in the domain of this
 /// host's endpoint.
-pub(crate) fn endpoint_iova(address: PeerAddress) -> Iova {
+pub fn endpoint_iova(address: PeerAddress) -> Iova {
     Iova::new(address.get())
 }
 

@@ -1,5 +1,7 @@
 //! The model's interface to the two hosts.
 
+use farside_fabric::PeerAddress;
+
 use super::{Port, regs::error};
 
 /// The two hosts, as the model accesses them.
@@ -40,8 +42,8 @@ pub struct Target {
     pub from: Port,
     /// Offset in that port's window BAR, bytes.
     pub offset: u64,
-    /// Peer address: in the DMA address space of the other port.
-    pub address: u64,
+    /// In the DMA address space of the other port.
+    pub address: PeerAddress,
 }
 
 /// Progress of a read.

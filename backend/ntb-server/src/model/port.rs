@@ -8,6 +8,7 @@ use super::{
     },
     window::PendingRead,
 };
+use farside_fabric::PeerAddress;
 use farside_pci::Description;
 
 /// Bytes of the MSI-X table.
@@ -118,14 +119,14 @@ impl PortState {
 
     /// Translates an offset in the window to the peer address. The error is the reason
     /// code.
-    pub(super) fn translate(&self, offset: u64) -> Result<u64, u32> {
+    pub(super) fn translate(&self, offset: u64) -> Result<PeerAddress, u32> {
         let shift = self.config.segment_shift();
         let entry = self.lut.get((offset >> shift) as usize).copied();
         let entry = entry
             .filter(|entry| entry & lut_bits::VALID != 0)
             .ok_or(error::LUT_INVALID)?;
         let inside = offset & ((1 << shift) - 1);
-        (entry & lut_bits::ADDRESS)
+        PeerAddress::new(entry & lut_bits::ADDRESS)
             .checked_add(inside)
             .ok_or(error::ADDRESS)
     }

@@ -1,5 +1,7 @@
 //! Accesses through a window.
 
+use farside_fabric::PeerAddress;
+
 use super::{
     HostAccess, Ntb, PeerError, PeerRead, Port, Read, Target,
     regs::{ADDRESS_ALIGN_SHIFT, error, event},
@@ -19,7 +21,7 @@ pub(super) struct PendingRead {
     /// The outstanding piece: `data[at..at + len]`.
     at: usize,
     len: usize,
-    address: u64,
+    address: PeerAddress,
 }
 
 /// Bytes of the piece that begins at `offset` when `left` are left.
@@ -32,7 +34,7 @@ fn piece(offset: u64, left: usize) -> usize {
 struct Waits {
     at: usize,
     len: usize,
-    address: u64,
+    address: PeerAddress,
 }
 
 impl Ntb {
@@ -136,7 +138,7 @@ impl Ntb {
                     let at = Target {
                         from: port,
                         offset: at,
-                        address: 0,
+                        address: PeerAddress::new(0),
                     };
                     self.refuse(at, reason, false, hosts);
                 }
@@ -176,7 +178,7 @@ impl Ntb {
                     let at = Target {
                         from: port,
                         offset: at,
-                        address: 0,
+                        address: PeerAddress::new(0),
                     };
                     self.refuse(at, reason, true, hosts);
                 }
@@ -220,7 +222,7 @@ impl Ntb {
         registers.error_count = registers.error_count.saturating_add(1);
         registers.error_info = reason | if write { error::WRITE } else { 0 };
         registers.error_offset = at.offset;
-        registers.error_address = at.address;
+        registers.error_address = at.address.get();
         self.event(at.from, event::ERROR, hosts);
     }
 }

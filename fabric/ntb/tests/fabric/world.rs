@@ -173,13 +173,17 @@ impl Hosts<'_> {
 impl HostAccess for Hosts<'_> {
     fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
         let domain = &self.peer(at).domain;
-        domain.read(at.address, data).ok_or(PeerError::Refused)?;
+        domain
+            .read(at.address.get(), data)
+            .ok_or(PeerError::Refused)?;
         Ok(PeerRead::Done)
     }
 
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
         let domain = &self.peer(at).domain;
-        domain.write(at.address, data).ok_or(PeerError::Refused)
+        domain
+            .write(at.address.get(), data)
+            .ok_or(PeerError::Refused)
     }
 
     fn raise(&mut self, port: Port, vector: u16) {

@@ -1,5 +1,7 @@
 //! Translation and refusal of accesses through a window.
 
+use farside_fabric::PeerAddress;
+
 use super::{
     super::{
         PeerError, Port, Target,
@@ -171,7 +173,7 @@ fn a_slow_read_is_answered_later() {
     let target = Target {
         from: Port::A,
         offset,
-        address: FAR + 0x1010,
+        address: PeerAddress::new(FAR + 0x1010),
     };
     assert_eq!(world.hosts.asked.take(), Some((target, 8)));
     // The other port keeps working.
@@ -238,7 +240,7 @@ fn a_write_that_fails_later_is_told() {
     let at = Target {
         from: Port::A,
         offset: 3 * SEGMENT,
-        address: FAR,
+        address: PeerAddress::new(FAR),
     };
     world
         .ntb

@@ -50,20 +50,20 @@ impl Hosts {
 
 impl HostAccess for Hosts {
     fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
-        assert!(at.address % PAGE + data.len() as u64 <= PAGE);
+        assert!(at.address.offset_in(PAGE) + data.len() as u64 <= PAGE);
         let port = at.from.peer();
-        if self.slow.contains(&(port, at.address & !(PAGE - 1))) {
+        if self.slow.contains(&(port, at.address.get() & !(PAGE - 1))) {
             assert_eq!(self.asked.replace((at, data.len())), None);
             return Ok(PeerRead::Later);
         }
-        let bytes = self.bytes(port, at.address, data.len());
+        let bytes = self.bytes(port, at.address.get(), data.len());
         data.copy_from_slice(bytes.ok_or(PeerError::Refused)?);
         Ok(PeerRead::Done)
     }
 
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
-        assert!(at.address % PAGE + data.len() as u64 <= PAGE);
-        let bytes = self.bytes(at.from.peer(), at.address, data.len());
+        assert!(at.address.offset_in(PAGE) + data.len() as u64 <= PAGE);
+        let bytes = self.bytes(at.from.peer(), at.address.get(), data.len());
         bytes.ok_or(PeerError::Refused)?.copy_from_slice(data);
         Ok(())
     }
