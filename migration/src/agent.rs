@@ -15,7 +15,16 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
     let arrival = Arrival::new(host);
     let mut greeted = false;
     let mut locked: Option<(String, FileLock)> = None;
-    while let Some(request) = receive::<Request>(&mut input)? {
+    loop {
+        let request = match receive::<Request>(&mut input) {
+            Ok(Some(request)) => request,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                // The peer may be there to receive the reason, such as an invalid VM name.
+                let _ = send(&mut output, &Reply::Failed(error.clone()));
+                return Err(error);
+            }
+        };
         let reply = match (&request, greeted) {
             (Request::Hello(_), _) => {
                 let reply = arrival.answer(request);
@@ -30,7 +39,6 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
         };
         send(&mut output, &reply)?;
     }
-    Ok(())
 }
 
 fn take_lock(locked: &mut Option<(String, FileLock)>, request: &Request) -> Result<()> {
