@@ -12,12 +12,12 @@ use std::{
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_backend_api::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
-use farside_daemon::{OwnedListener, RateLimit, Wakeup};
+use farside_daemon::{DeviceId, OwnedListener, RateLimit, Wakeup};
 use farside_error_chain::Chain;
 
 use crate::{
     StartError,
-    lookup::{Lookup, check_device},
+    lookup::Lookup,
     served::{Served, Standing, Stays},
     server::DeviceServer,
 };
@@ -38,7 +38,7 @@ pub(crate) struct AdminServer {
     served: Served,
     peers: Vec<Peer>,
     /// Devices that are being looked up.
-    coming: Vec<String>,
+    coming: Vec<DeviceId>,
     next_token: u64,
     done: mpsc::Receiver<Done>,
     outbox: mpsc::Sender<Done>,
@@ -57,7 +57,7 @@ struct Done {
 
 enum What {
     Found {
-        device: String,
+        device: DeviceId,
         server: Result<Box<DeviceServer>, StartError>,
     },
     Gone,
@@ -219,10 +219,7 @@ impl AdminServer {
         }
     }
 
-    fn attach(&mut self, token: u64, device: String) -> Option<Answer> {
-        if let Err(error) = check_device(&device) {
-            return Some(refused(RefusalKind::Failed, Chain(&error).to_string()));
-        }
+    fn attach(&mut self, token: u64, device: DeviceId) -> Option<Answer> {
         match self.served.standing(&device) {
             Standing::At(socket) => {
                 return Some(Answer::Attached {
@@ -267,7 +264,7 @@ impl AdminServer {
         }
     }
 
-    fn detach(&mut self, token: u64, device: &str, force: bool) -> Option<Answer> {
+    fn detach(&mut self, token: u64, device: &DeviceId, force: bool) -> Option<Answer> {
         let (outbox, wakeup) = (self.outbox.clone(), self.wakeup.clone());
         let gone = Box::new(move || {
             let what = What::Gone;
@@ -311,7 +308,7 @@ impl AdminServer {
         Ok(())
     }
 
-    fn found(&self, device: &str, server: Result<Box<DeviceServer>, StartError>) -> Answer {
+    fn found(&self, device: &DeviceId, server: Result<Box<DeviceServer>, StartError>) -> Answer {
         match server {
             Ok(server) => {
                 let socket: PathBuf = server.socket().to_owned();
@@ -336,7 +333,7 @@ fn refused(kind: RefusalKind, message: String) -> Answer {
     Answer::Refused(Refusal { kind, message })
 }
 
-fn busy(device: &str) -> Answer {
+fn busy(device: &DeviceId) -> Answer {
     refused(
         RefusalKind::Busy,
         format!("device {device} is on its way in or out: ask again"),

@@ -13,8 +13,8 @@ use std::{
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_daemon::{
-    Activated, ActivationError, GroupError, ListenError, NameError, SocketGroup, Wakeup,
-    check_name_of, raise_open_files,
+    Activated, ActivationError, DeviceId, GroupError, ListenError, SocketGroup, VmName, Wakeup,
+    raise_open_files,
 };
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
@@ -24,11 +24,7 @@ use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
 
 use crate::{
-    admin::AdminServer,
-    directory::Directory,
-    lookup::{Lookup, check_device},
-    served::Served,
-    sockets::Sockets,
+    admin::AdminServer, directory::Directory, lookup::Lookup, served::Served, sockets::Sockets,
     status::StatusServer,
 };
 
@@ -39,12 +35,12 @@ const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The VM's name.
-    pub vm: String,
+    pub vm: VmName,
     /// The directory of its sockets, exclusive to this backend; conventionally
     /// [`farside_daemon::paths::vm_dir`]. Created if missing.
     pub directory: PathBuf,
     /// Device ids. May be empty: devices can be attached later.
-    pub devices: Vec<String>,
+    pub devices: Vec<DeviceId>,
     /// The lenders to search, in this order.
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for devices of other hosts.
@@ -76,7 +72,7 @@ pub enum StartError {
     #[error(
         "no lender has device {device:?} (asked: {asked}); `farside devices` lists what can be borrowed"
     )]
-    UnknownDevice { device: String, asked: String },
+    UnknownDevice { device: DeviceId, asked: String },
     /// A call to a lender failed.
     #[error(transparent)]
     Lender(#[from] CallError),
@@ -87,22 +83,19 @@ pub enum StartError {
     #[error(
         "device {device} is at {lender}, on another host, and DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF"
     )]
-    NoNtb { device: String, lender: Address },
+    NoNtb { device: DeviceId, lender: Address },
     /// A device is listed twice.
     #[error("{0}")]
     Devices(String),
-    /// A name is not a valid file name.
-    #[error(transparent)]
-    Name(#[from] NameError),
     /// The lender's description of the device is invalid.
     #[error("cannot serve device {device}")]
     Device {
-        device: String,
+        device: DeviceId,
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Another backend serves the VM.
     #[error("VM {vm} has a backend already ({directory} is locked): stop it, or choose another --vm", directory = directory.display())]
-    Running { vm: String, directory: PathBuf },
+    Running { vm: VmName, directory: PathBuf },
     /// A socket or directory cannot be created.
     #[error("cannot make or use {path}", path = path.display())]
     Path { path: PathBuf, source: io::Error },
@@ -129,7 +122,7 @@ pub(crate) type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
 pub struct Backend {
     manager: EventManager<Subscriber>,
     served: Served,
-    vm: String,
+    vm: VmName,
     /// Released after the devices.
     _ntb: Option<HostEndpoint>,
     _directory: Directory,
@@ -144,7 +137,7 @@ impl Backend {
     /// As [`Backend::start`], with sockets from the service manager. Fails if any of them does not
     /// belong to this VM.
     pub fn start_activated(config: &Config, activated: Activated) -> Result<Self, StartError> {
-        check_names(config)?;
+        check_devices(&config.devices)?;
         // A client may bring thousands of eventfds.
         raise_open_files();
         let group = config.socket_group.as_deref().map(SocketGroup::named);
@@ -186,7 +179,7 @@ impl Backend {
     }
 
     /// Device ids and their vfio-user sockets.
-    pub fn sockets(&self) -> Vec<(String, PathBuf)> {
+    pub fn sockets(&self) -> Vec<(DeviceId, PathBuf)> {
         self.served.sockets()
     }
 
@@ -258,11 +251,8 @@ impl MutEventSubscriber for Stop {
     }
 }
 
-fn check_names(config: &Config) -> Result<(), StartError> {
-    check_name_of("VM name", &config.vm)?;
-    let devices = &config.devices;
+fn check_devices(devices: &[DeviceId]) -> Result<(), StartError> {
     for (n, device) in devices.iter().enumerate() {
-        check_device(device)?;
         if devices[..n].contains(device) {
             return Err(StartError::Devices(format!(
                 "device {device} is named twice; a VM borrows a device once"

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::{FileLock, LockError, paths};
+use farside_daemon::{FileLock, LockError, VmName, paths};
 
 use crate::StartError;
 
@@ -21,7 +21,7 @@ pub(crate) struct Directory {
 
 impl Directory {
     /// Creates the directory and locks it.
-    pub(crate) fn hold(vm: &str, directory: &Path) -> Result<Self, StartError> {
+    pub(crate) fn hold(vm: &VmName, directory: &Path) -> Result<Self, StartError> {
         let (path, lock) = (directory.to_owned(), directory.join("lock"));
         loop {
             paths::create_directory(&path).map_err(at(&path))?;
@@ -64,8 +64,8 @@ mod tests {
     fn one_holds_it_and_leaves_nothing() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Directory::hold("web1", &path).unwrap();
-        let second = Directory::hold("web1", &path).unwrap_err();
+        let held = Directory::hold(&"web1".parse().unwrap(), &path).unwrap();
+        let second = Directory::hold(&"web1".parse().unwrap(), &path).unwrap_err();
         assert!(matches!(second, StartError::Running { .. }), "{second}");
         drop(held);
         assert!(!path.exists());
@@ -75,11 +75,11 @@ mod tests {
     fn what_others_have_in_it_stays() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Directory::hold("web1", &path).unwrap();
+        let held = Directory::hold(&"web1".parse().unwrap(), &path).unwrap();
         std::fs::File::create(path.join("qmp")).unwrap();
         drop(held);
         let left: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
         assert_eq!(left.len(), 1);
-        drop(Directory::hold("web1", &path).unwrap());
+        drop(Directory::hold(&"web1".parse().unwrap(), &path).unwrap());
     }
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::check_name_of;
+use farside_daemon::{DeviceId, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
@@ -24,7 +24,7 @@ use crate::{
 
 /// The settings that all devices of a VM share.
 pub(crate) struct Lookup {
-    vm: String,
+    vm: VmName,
     lenders: Vec<Address>,
     ntb: Option<Adapter>,
     fences: Option<PathBuf>,
@@ -58,12 +58,12 @@ impl Lookup {
         }
     }
 
-    pub(crate) fn vm(&self) -> &str {
+    pub(crate) fn vm(&self) -> &VmName {
         &self.vm
     }
 
     /// Looks a device up. Borrows nothing.
-    pub(crate) fn find(&self, device: &str) -> Result<Found, StartError> {
+    pub(crate) fn find(&self, device: &DeviceId) -> Result<Found, StartError> {
         let (lender, described) = self.describe(device)?;
         if lender.route() == Route::Ntb && self.ntb.is_none() {
             return Err(StartError::NoNtb {
@@ -76,7 +76,7 @@ impl Lookup {
     }
 
     /// Creates a device's socket and server.
-    pub(crate) fn serve(&self, id: &str, found: Found) -> Result<DeviceServer, StartError> {
+    pub(crate) fn serve(&self, id: &DeviceId, found: Found) -> Result<DeviceServer, StartError> {
         let Found { lender, described } = found;
         let settings = Settings {
             vm: self.vm.clone(),
@@ -112,7 +112,7 @@ impl Lookup {
     }
 
     /// The lender that has the device, and its description.
-    fn describe(&self, device: &str) -> Result<(Address, Described), StartError> {
+    fn describe(&self, device: &DeviceId) -> Result<(Address, Described), StartError> {
         let mut unreachable = None;
         for lender in &self.lenders {
             let described = Client::connect(lender, Some(&self.vm))
@@ -146,7 +146,7 @@ impl Lookup {
     }
 
     /// Checks that the device can reach the VM's RAM ranges.
-    fn check_ram(&self, device: &str, lender: &Address) -> Result<(), StartError> {
+    fn check_ram(&self, device: &DeviceId, lender: &Address) -> Result<(), StartError> {
         if self.ram.is_empty() {
             return Ok(());
         }
@@ -158,9 +158,4 @@ impl Lookup {
         client.check(device, lender.route(), self.ram.clone())?;
         Ok(())
     }
-}
-
-/// Device ids become file names of sockets.
-pub(crate) fn check_device(device: &str) -> Result<(), StartError> {
-    Ok(check_name_of("device id", device)?)
 }

@@ -13,6 +13,7 @@ use std::{
 
 use event_manager::{EventManager, SubscriberId, SubscriberOps};
 use farside_backend_api::{DeviceReport, admin};
+use farside_daemon::DeviceId;
 
 use crate::{backend::Subscriber, server::DeviceServer};
 
@@ -28,7 +29,7 @@ struct Shared {
 }
 
 struct Entry {
-    id: String,
+    id: DeviceId,
     socket: PathBuf,
     server: Arc<Mutex<DeviceServer>>,
     /// `None` until added to the event loop.
@@ -61,7 +62,7 @@ pub(crate) enum Stays {
 }
 
 impl Served {
-    pub(crate) fn add(&self, id: &str, server: DeviceServer, attached: bool) {
+    pub(crate) fn add(&self, id: &DeviceId, server: DeviceServer, attached: bool) {
         let entry = Entry {
             id: id.to_owned(),
             socket: server.socket().to_owned(),
@@ -74,8 +75,8 @@ impl Served {
         self.0.pending.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn standing(&self, id: &str) -> Standing {
-        match self.lock().iter().find(|entry| entry.id == id) {
+    pub(crate) fn standing(&self, id: &DeviceId) -> Standing {
+        match self.lock().iter().find(|entry| entry.id == *id) {
             None => Standing::Unknown,
             Some(entry) if entry.leaving.is_some() => Standing::Leaving,
             Some(entry) => Standing::At(entry.socket.clone()),
@@ -83,9 +84,9 @@ impl Served {
     }
 
     /// Returns a device and removes it from the list. Fails while a client uses it, unless `force`.
-    pub(crate) fn remove(&self, id: &str, force: bool, gone: Gone) -> Result<(), Stays> {
+    pub(crate) fn remove(&self, id: &DeviceId, force: bool, gone: Gone) -> Result<(), Stays> {
         let mut devices = self.lock();
-        let entry = devices.iter_mut().find(|entry| entry.id == id);
+        let entry = devices.iter_mut().find(|entry| entry.id == *id);
         let entry = entry.ok_or(Stays::Unknown)?;
         if entry.leaving.is_some() {
             return Err(Stays::Leaving);
@@ -157,14 +158,14 @@ impl Served {
     }
 
     /// The devices in use by a client.
-    pub(crate) fn in_use(&self) -> Vec<String> {
+    pub(crate) fn in_use(&self) -> Vec<DeviceId> {
         let devices = self.lock();
         let in_use = devices.iter().filter(|entry| lock(&entry.server).in_use());
         in_use.map(|entry| entry.id.clone()).collect()
     }
 
     /// Ids and sockets.
-    pub(crate) fn sockets(&self) -> Vec<(String, PathBuf)> {
+    pub(crate) fn sockets(&self) -> Vec<(DeviceId, PathBuf)> {
         let pair = |entry: &Entry| (entry.id.clone(), entry.socket.clone());
         self.lock().iter().map(pair).collect()
     }

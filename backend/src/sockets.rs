@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_daemon::{Activated, OwnedListener, SocketGroup, SocketKind, paths};
+use farside_daemon::{Activated, DeviceId, OwnedListener, SocketGroup, SocketKind, VmName, paths};
 use farside_vfio_user::Listener;
 
 use crate::StartError;
@@ -33,7 +33,7 @@ impl Sockets {
     }
 
     /// A device's vfio-user socket.
-    pub(crate) fn device(&mut self, device: &str) -> Result<Listener, StartError> {
+    pub(crate) fn device(&mut self, device: &DeviceId) -> Result<Listener, StartError> {
         let path = self.directory.join(paths::device_socket_name(device));
         if let Some(socket) = self.activated.take_path(&path, SocketKind::Stream)? {
             return Ok(socket.into());
@@ -67,7 +67,7 @@ impl Sockets {
     }
 
     /// Fails if a socket from the service manager is unused.
-    pub(crate) fn check_all_taken(&mut self, vm: &str) -> Result<(), StartError> {
+    pub(crate) fn check_all_taken(&mut self, vm: &VmName) -> Result<(), StartError> {
         let activated = std::mem::take(&mut self.activated);
         activated.finish(&format!(
             "the sockets of VM {vm}, of its devices, its status and its control"

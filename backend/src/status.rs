@@ -13,14 +13,14 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 
 use crate::served::Served;
 use farside_backend_api::{BackendReport, status::FORMAT};
-use farside_daemon::{OwnedListener, RateLimit};
+use farside_daemon::{OwnedListener, RateLimit, VmName};
 
 /// Maximum number of peers with an unread report; others stay in the backlog. Bounds memory.
 const MAX_PEERS: usize = 16;
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
-    vm: String,
+    vm: VmName,
     socket: OwnedListener,
     served: Served,
     peers: Vec<Peer>,
@@ -51,7 +51,7 @@ impl Peer {
 }
 
 impl StatusServer {
-    pub(crate) fn new(vm: &str, socket: OwnedListener, served: Served) -> Self {
+    pub(crate) fn new(vm: &VmName, socket: OwnedListener, served: Served) -> Self {
         Self {
             vm: vm.to_owned(),
             socket,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use farside_daemon::{DeviceId, LenderName, NameError, VmName};
 use farside_host_pci::Filter;
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
@@ -108,7 +109,7 @@ pub(crate) struct Lend {
     pub(crate) config: Option<PathBuf>,
     /// Name of this lender [default: the host name].
     #[arg(long)]
-    pub(crate) name: Option<String>,
+    pub(crate) name: Option<LenderName>,
     /// Socket for backends of this host [default: lender.sock in the runtime
     /// directory].
     #[arg(long, value_name = "PATH")]
@@ -122,11 +123,11 @@ pub(crate) struct Lend {
     pub(crate) nvme: Vec<Nvme>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
-    pub(crate) dma_test: Vec<String>,
+    pub(crate) dma_test: Vec<DeviceId>,
     /// Lend a PCI function of this host by address, `vendor=…,device=…`, `class=…`,
     /// or `vfs-of:BDF`.
     #[arg(long, value_name = "ID=FUNCTION", value_parser = parse_function)]
-    pub(crate) vfio: Vec<(String, Filter)>,
+    pub(crate) vfio: Vec<(DeviceId, Filter)>,
     /// This host's NTB endpoint, through which physical devices are lent to the
     /// peer host, too.
     #[arg(long, value_name = "BDF")]
@@ -183,10 +184,10 @@ pub(crate) struct Devices {
 pub(crate) struct Serve {
     /// Name of the VM.
     #[arg(long, value_name = "NAME")]
-    pub(crate) vm: Option<String>,
+    pub(crate) vm: Option<VmName>,
     /// Id of a device to serve; may be given more than once.
     #[arg(long = "device", value_name = "ID")]
-    pub(crate) devices: Vec<String>,
+    pub(crate) devices: Vec<DeviceId>,
     /// VM configuration (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -270,7 +271,7 @@ pub(crate) enum QemuForm {
 pub(crate) struct Status {
     /// Only this VM.
     #[arg(long, value_name = "NAME")]
-    pub(crate) vm: Option<String>,
+    pub(crate) vm: Option<VmName>,
     #[command(flatten)]
     pub(crate) lenders: Lenders,
     /// Print JSON.
@@ -278,14 +279,18 @@ pub(crate) struct Status {
     pub(crate) json: bool,
 }
 
-fn parse_function(text: &str) -> Result<(String, Filter), String> {
+fn parse_function(text: &str) -> Result<(DeviceId, Filter), String> {
     match text.split_once('=') {
         Some((id, function)) if !id.is_empty() => {
             let function = function.parse::<Filter>();
-            Ok((id.to_owned(), function.map_err(|error| error.to_string())?))
+            Ok((parse_id(id)?, function.map_err(|error| error.to_string())?))
         }
         _ => Err("give a device id and a function, as in disk0=0000:03:00.0".into()),
     }
+}
+
+fn parse_id(text: &str) -> Result<DeviceId, String> {
+    text.parse().map_err(|error: NameError| error.to_string())
 }
 
 fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
@@ -298,7 +303,7 @@ fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
 /// An NVMe device to lend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Nvme {
-    pub(crate) id: String,
+    pub(crate) id: DeviceId,
     pub(crate) image: PathBuf,
     pub(crate) read_only: bool,
 }
@@ -310,7 +315,7 @@ fn parse_nvme(text: &str) -> Result<Nvme, String> {
     };
     match rest.split_once('=') {
         Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Nvme {
-            id: id.to_owned(),
+            id: parse_id(id)?,
             image: image.into(),
             read_only,
         }),
@@ -332,7 +337,7 @@ mod tests {
     #[test]
     fn an_nvme_drive_is_an_id_and_an_image() {
         let nvme = |image: &str, read_only| Nvme {
-            id: "a".to_owned(),
+            id: "a".parse().unwrap(),
             image: image.into(),
             read_only,
         };

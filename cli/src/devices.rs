@@ -44,7 +44,13 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
                 ),
                 None => reserved.unwrap_or_else(|| "-".into()),
             };
-            vec![device.id, lender, device.source, device.summary, used_by]
+            vec![
+                device.id.to_string(),
+                lender,
+                device.source,
+                device.summary,
+                used_by,
+            ]
         })
         .collect();
     print!(

@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Hook) -> anyhow::Result<()> {
             None => Ok(()),
         },
         ("release", "end") => match is_ours(&read()?) {
-            true => end_domain_backend(domain)
+            true => end_domain_backend(&domain.parse()?)
                 .with_context(|| format!("farside cannot end the backend of domain {domain}")),
             false => Ok(()),
         },
@@ -79,7 +79,7 @@ fn ours(name: &str) -> anyhow::Result<Option<DomainVm>> {
         format!("farside cannot read the XML of domain {name}: see `virsh dumpxml {name}`")
     })?;
     match vm {
-        Some(vm) if vm.name != name => bail!(
+        Some(vm) if vm.name != *name => bail!(
             "libvirt calls the domain {name}, and its XML calls it {}",
             vm.name
         ),

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
+use farside_daemon::{DeviceId, VmName};
 use farside_vm_control::AttachOptions;
 
 use crate::waiting::Waiting;
@@ -18,10 +19,10 @@ use crate::waiting::Waiting;
 pub(crate) struct Attach {
     /// Name of the VM.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// Id of the device.
     #[arg(value_name = "DEVICE")]
-    device: String,
+    device: DeviceId,
     /// Number of the root port (on a pc: of the slot on the bus) [default: that of
     /// the VM configuration, else the first free one].
     #[arg(long, value_name = "N")]
@@ -54,10 +55,10 @@ pub(crate) fn attach(args: &Attach) -> anyhow::Result<()> {
 pub(crate) struct Detach {
     /// Name of the VM.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// Id of the device.
     #[arg(value_name = "DEVICE")]
-    device: String,
+    device: DeviceId,
     /// Time limit for the guest to release the device, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     limit: u64,

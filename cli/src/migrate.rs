@@ -3,6 +3,7 @@
 use std::{net::IpAddr, time::Duration};
 
 use clap::Args as ClapArgs;
+use farside_daemon::VmName;
 use farside_migration::{
     LocalHost, Mover, Plan, Remote, Shell, Strategy,
     check::{Finding, Level, check},
@@ -21,7 +22,7 @@ use crate::migration::{ShellFlag, show_outcome};
 pub(crate) struct Migrate {
     /// Name of the VM.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// The destination host, as the remote shell resolves it.
     #[arg(long, value_name = "HOST")]
     to: String,

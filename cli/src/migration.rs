@@ -2,7 +2,7 @@
 
 use clap::{Args as ClapArgs, Subcommand};
 use farside_bench::text_table;
-use farside_daemon::paths;
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{Address, Client};
 use farside_migration::{
     Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
@@ -27,13 +27,13 @@ enum Verb {
     Forget {
         /// Name of the VM.
         #[arg(value_name = "VM")]
-        vm: String,
+        vm: VmName,
     },
     /// Claim a VM's devices for this host when the host that holds them is lost
     Claim {
         /// Name of the VM.
         #[arg(value_name = "VM")]
-        vm: String,
+        vm: VmName,
     },
     /// Release a device that is reserved for a VM that is being moved
     Release(Release),
@@ -48,7 +48,7 @@ enum Verb {
 struct Resume {
     /// Name of the VM.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// Roll back to the source host.
     #[arg(long)]
     back: bool,
@@ -66,7 +66,7 @@ struct Resume {
 struct Release {
     /// Id of the device.
     #[arg(value_name = "DEVICE")]
-    device: String,
+    device: DeviceId,
     /// The lender of that device [default: this host's].
     #[arg(long, value_name = "ADDRESS")]
     lender: Option<Address>,
@@ -126,7 +126,7 @@ fn status() -> anyhow::Result<()> {
     for journal in LocalHost::journals() {
         match journal {
             Ok(journal) => rows.push(vec![
-                journal.vm,
+                journal.vm.to_string(),
                 journal.source,
                 journal.destination,
                 journal.step.to_string(),

@@ -4,7 +4,7 @@ use std::{os::unix::process::CommandExt, path::Path, time::Duration};
 
 use anyhow::{Context, bail};
 use farside_backend_api::BackendReport;
-use farside_daemon::{SocketGroup, paths};
+use farside_daemon::{DeviceId, SocketGroup, VmName, paths};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
 use farside_lender_protocol::{Address, CallError, Client};
@@ -101,7 +101,7 @@ fn print(vm: &Vm, command_line: &CommandLine, form: QemuForm) -> anyhow::Result<
 }
 
 /// The devices that a VM's backend serves.
-fn served(vm: &str) -> anyhow::Result<BackendReport> {
+fn served(vm: &VmName) -> anyhow::Result<BackendReport> {
     status::backend(&paths::status_socket(vm))?.with_context(|| {
         format!(
             "no backend runs for VM {vm}: start `farside serve --vm {vm} --device ID`, or name the devices with --device"
@@ -117,7 +117,7 @@ fn open_timeout(backend: &BackendReport) -> Duration {
 
 /// Says before the VM boots that a device cannot reach its RAM. The lender has
 /// the last word when the windows open.
-fn check(vm: &Vm, device: &str, lender: &Address) -> anyhow::Result<()> {
+fn check(vm: &Vm, device: &DeviceId, lender: &Address) -> anyhow::Result<()> {
     let ram = ram_ranges(vm.machine, vm.ram);
     let checked = Client::connect(lender, None)
         .and_then(|mut client| client.check(device, lender.route(), ram));

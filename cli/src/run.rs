@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
+use farside_daemon::VmName;
 use farside_vm_control::{RunState, StartOptions, StopOptions, VmState};
 
 use crate::waiting::Waiting;
@@ -15,7 +16,7 @@ pub(crate) struct Start {
     /// Name of the VM; its configuration is vm/NAME.toml in the configuration
     /// directory.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// Time limit for the start of the backend, and of QEMU, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     limit: u64,
@@ -54,7 +55,7 @@ fn said(state: &VmState) -> String {
 pub(crate) struct Stop {
     /// Name of the VM.
     #[arg(value_name = "VM")]
-    vm: String,
+    vm: VmName,
     /// Time limit for the guest to power off, in seconds; 0 skips the ACPI
     /// shutdown.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]

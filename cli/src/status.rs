@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, anyhow, bail};
 use farside_backend_api::{BackendReport, DeviceReport, LenderReport, Status};
-use farside_daemon::{check_name, check_name_of, paths};
+use farside_daemon::{VmName, paths};
 use farside_lender_protocol::{Address, Client, DeviceStatus};
 use farside_vm_control::connect_by;
 
@@ -25,7 +25,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut backends = Vec::new();
     let (mut unread, mut denied) = (false, false);
     for vm in &vms {
-        check_name_of("VM name", vm)?;
         match backend(&paths::status_socket(vm)) {
             Ok(Some(report)) => backends.push(report),
             Ok(None) if args.vm.is_some() => bail!("no backend runs for VM {vm}"),
@@ -119,7 +118,7 @@ fn lender(address: &Address) -> anyhow::Result<LenderReport> {
     })
 }
 
-fn running_vms() -> anyhow::Result<Vec<String>> {
+fn running_vms() -> anyhow::Result<Vec<VmName>> {
     let directory = paths::runtime_dir().join("vm");
     let entries = match std::fs::read_dir(&directory) {
         Ok(entries) => entries,
@@ -130,10 +129,8 @@ fn running_vms() -> anyhow::Result<Vec<String>> {
     };
     let mut vms = Vec::new();
     for entry in entries {
-        if let Ok(name) = entry?.file_name().into_string()
-            && check_name(&name).is_ok()
-        {
-            vms.push(name);
+        if let Ok(name) = entry?.file_name().into_string() {
+            vms.extend(VmName::try_from(name).ok());
         }
     }
     vms.sort();

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use clap::Args as ClapArgs;
-use farside_daemon::{check_name_of, paths};
+use farside_daemon::{GroupName, VmName, paths};
 use farside_vm_config::{VmConfig, places};
 
 /// Prints drop-ins for the socket units of VMs, with a line for each device. The
@@ -38,8 +38,7 @@ pub(crate) fn run(args: &Units) -> anyhow::Result<()> {
     };
     let mut failed = Vec::new();
     for vm in &vms {
-        let made = drop_in(vm).and_then(|text| put(vm, &text, args.to.as_deref()));
-        if let Err(error) = made {
+        if let Err(error) = make(vm, args.to.as_deref()) {
             // One bad description leaves the other VMs theirs.
             log::error!("VM {vm}: {error:#}");
             failed.push(vm.as_str());
@@ -77,21 +76,24 @@ fn described(directory: &Path) -> anyhow::Result<Vec<String>> {
     Ok(vms)
 }
 
-fn drop_in(vm: &str) -> anyhow::Result<String> {
-    check_name_of("VM name", vm)?;
+fn make(vm: &str, to: Option<&Path>) -> anyhow::Result<()> {
+    let vm = vm.parse()?;
+    put(&vm, &drop_in(&vm)?, to)
+}
+
+fn drop_in(vm: &VmName) -> anyhow::Result<String> {
     let config = VmConfig::of_vm(vm)?;
     let mut text = format!(
         "# The devices of VM {vm}, by `farside units` from {}\n[Socket]\n",
         places::description(vm).display()
     );
     for device in config.device_ids() {
-        check_name_of("device id", &device)?;
         let socket = paths::device_socket(vm, &device);
         // Names have no character that systemd reads as more than itself.
         writeln!(text, "ListenStream={}", escaped(&socket)?)?;
     }
     if let Some(group) = &config.socket_group {
-        check_name_of("socket-group", group)?;
+        let group: GroupName = group.parse()?;
         writeln!(text, "SocketGroup={group}\nSocketMode=0660")?;
     }
     Ok(text)
@@ -109,7 +111,7 @@ fn escaped(path: &Path) -> anyhow::Result<String> {
     Ok(text.replace('%', "%%"))
 }
 
-fn put(vm: &str, text: &str, to: Option<&Path>) -> anyhow::Result<()> {
+fn put(vm: &VmName, text: &str, to: Option<&Path>) -> anyhow::Result<()> {
     let name = Path::new(&format!("farside@{vm}.socket.d")).join(DROP_IN);
     let Some(to) = to else {
         println!("# /etc/systemd/system/{}\n{text}", name.display());

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use clap::Args as ClapArgs;
-use farside_daemon::check_name_of;
+use farside_daemon::{DeviceId, VmName};
 use farside_vm_config::{DeviceConfig, Flash, VmConfig, parse_memory, places};
 
 use crate::values::{AccelArg, HugePagesArg, MachineArg};
@@ -14,7 +14,7 @@ pub(crate) struct VmFlags {
     /// Name of the VM. Its configuration, vm/NAME.toml in the configuration
     /// directory, is used if it exists.
     #[arg(long, value_name = "NAME")]
-    pub(crate) vm: Option<String>,
+    pub(crate) vm: Option<VmName>,
     /// VM configuration (TOML); flags override it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -38,10 +38,10 @@ pub(crate) struct VmFlags {
     ovmf: Option<Vec<PathBuf>>,
     /// Add this device, even if its backend is not running yet.
     #[arg(long = "device", value_name = "ID")]
-    pub(crate) devices: Vec<String>,
+    pub(crate) devices: Vec<DeviceId>,
     /// Boot from this device first.
     #[arg(long, value_name = "ID")]
-    boot: Option<String>,
+    boot: Option<DeviceId>,
     /// Root ports to leave free for hot plug [default: 2].
     #[arg(long, value_name = "N")]
     spare_ports: Option<u16>,
@@ -87,15 +87,13 @@ impl VmFlags {
 }
 
 /// The VM name of a configuration.
-pub(crate) fn name_of(config: &VmConfig) -> anyhow::Result<String> {
+pub(crate) fn name_of(config: &VmConfig) -> anyhow::Result<VmName> {
     let name = config.name.clone();
-    let name = name.context("no VM given: use --vm NAME")?;
-    check_name_of("VM name", &name)?;
-    Ok(name)
+    name.context("no VM given: use --vm NAME")
 }
 
 /// Refuses to boot from a device that the VM does not have.
-pub(crate) fn check_boot(name: &str, config: &VmConfig) -> anyhow::Result<()> {
+pub(crate) fn check_boot(name: &VmName, config: &VmConfig) -> anyhow::Result<()> {
     if let Some(boot) = &config.boot
         && !config.devices.iter().any(|device| device.id == *boot)
     {

@@ -141,11 +141,11 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
         ..Default::default()
     };
     let lender = farside_lender::Lender::start(farside_lender::config::Config {
-        name: "rack1".into(),
+        name: "rack1".parse().unwrap(),
         socket: directory.join("lender.sock"),
         fabric,
         device: vec![farside_lender::config::DeviceConfig {
-            id: "dma0".into(),
+            id: "dma0".parse().unwrap(),
             source: farside_lender::config::Model::dma_test().into(),
         }],
         ..Default::default()

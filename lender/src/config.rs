@@ -21,7 +21,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farside_daemon::{NAME_RULE, NameError, check_name, check_name_of};
+use farside_daemon::{DeviceId, LenderName};
 use farside_devices::nvme;
 use farside_fabric::NtbLimits;
 use farside_host_pci::Filter;
@@ -36,7 +36,7 @@ use serde::Deserialize;
 pub struct Config {
     /// The lender's name in messages. Default: the host name.
     #[serde(default = "host_name")]
-    pub name: String,
+    pub name: LenderName,
     /// The socket for backends of this host. Default: `lender.sock` in the runtime directory.
     #[serde(default = "farside_daemon::paths::lender_socket")]
     pub socket: PathBuf,
@@ -76,8 +76,8 @@ pub struct Config {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(try_from = "RawDevice")]
 pub struct DeviceConfig {
-    /// Cluster-wide id: letters, digits, `-`, `_` and `.`.
-    pub id: String,
+    /// Cluster-wide id.
+    pub id: DeviceId,
     /// The device source.
     pub source: Source,
 }
@@ -100,7 +100,7 @@ impl From<Model> for Source {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawDevice {
-    id: String,
+    id: DeviceId,
     model: Option<Model>,
     vfio: Option<VfioConfig>,
 }
@@ -226,22 +226,11 @@ pub enum ConfigError {
         /// Line, column and cause.
         source: Box<toml::de::Error>,
     },
-    /// The lender's name is invalid.
-    #[error(transparent)]
-    Name(#[from] NameError),
-    /// A device id is invalid.
-    #[error("device id {id:?} {why}; {NAME_RULE}")]
-    Id {
-        /// The id.
-        id: String,
-        /// The violated rule.
-        why: &'static str,
-    },
     /// Two devices have the same id.
     #[error("device id {id:?} is used twice: give each device its own")]
     Twice {
         /// The id.
-        id: String,
+        id: DeviceId,
     },
     /// No devices are configured.
     #[error(
@@ -265,21 +254,10 @@ impl Config {
 
     /// Checks the constraints that the types do not express.
     pub fn check(&self) -> Result<(), ConfigError> {
-        // The name is part of the default state file's name.
-        check_name_of("lender name", &self.name)?;
         if self.device.is_empty() {
             return Err(ConfigError::Empty);
         }
         for (n, device) in self.device.iter().enumerate() {
-            let wrong = |why| {
-                Err(ConfigError::Id {
-                    id: device.id.clone(),
-                    why,
-                })
-            };
-            if let Err(why) = check_name(&device.id) {
-                return wrong(why);
-            }
             if self.device[..n].iter().any(|other| other.id == device.id) {
                 let id = device.id.clone();
                 return Err(ConfigError::Twice { id });
@@ -295,18 +273,18 @@ impl Default for Config {
     }
 }
 
-fn host_name() -> String {
+fn host_name() -> LenderName {
     let name = rustix::system::uname();
-    lender_name(name.nodename().to_str().unwrap_or_default()).to_owned()
+    lender_name(name.nodename().to_str().unwrap_or_default())
 }
 
 /// The default lender name on the host `nodename`: Linux uses "(none)" until the host name is set,
 /// and a fully qualified name may exceed the limit of a lender's name.
-fn lender_name(nodename: &str) -> &str {
+fn lender_name(nodename: &str) -> LenderName {
     let label = nodename.split('.').next().unwrap_or_default();
-    let usable = [nodename, label].into_iter();
-    let mut usable = usable.filter(|name| check_name(name).is_ok());
-    usable.next().unwrap_or("lender")
+    let usable = [nodename, label, "lender"].into_iter();
+    let mut usable = usable.filter_map(|name| name.parse().ok());
+    usable.next().expect("the last is a valid name")
 }
 
 fn default_poll_us() -> u64 {
@@ -362,8 +340,8 @@ mod tests {
             ("", false),
         ] {
             let text = format!("name = {name:?}\n[[device]]\nid = 'a'\nmodel.dma-test = {{}}");
-            let checked = toml::from_str::<Config>(&text).unwrap().check();
-            assert_eq!(checked.is_ok(), good, "{name:?}: {checked:?}");
+            let parsed = toml::from_str::<Config>(&text);
+            assert_eq!(parsed.is_ok(), good, "{name:?}: {parsed:?}");
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{NAME_RULE, Wakeup, check_name};
+use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
@@ -41,7 +41,7 @@ const MAX_RAM_RANGES: usize = 4096;
 
 /// The lender's identity, for status replies.
 pub(crate) struct About {
-    pub(crate) name: String,
+    pub(crate) name: LenderName,
     pub(crate) limits: NtbLimits,
 }
 
@@ -155,15 +155,15 @@ enum Answer {
 
 /// The parameters of a borrow request.
 struct Borrow {
-    device: String,
-    vm: String,
+    device: DeviceId,
+    vm: VmName,
     route: Route,
     fence: Option<Generation>,
 }
 
 /// The peer's identity, from its Hello.
 struct Peer {
-    vm: Option<String>,
+    vm: Option<VmName>,
 }
 
 fn answer(
@@ -189,13 +189,11 @@ fn answer(
                     ),
                 });
             }
-            // The VM's name appears in messages and log lines.
-            if let Some(Err(why)) = vm.as_deref().map(check_name) {
-                return Err(invalid(format!("the VM's name {why}; {NAME_RULE}")));
-            }
+            let vm = vm.map(VmName::try_from).transpose();
+            let vm = vm.map_err(|error| invalid(error.to_string()))?;
             *peer = Some(Peer { vm });
             Reply::Welcome {
-                lender: lender.name.clone(),
+                lender: lender.name.to_string(),
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),
@@ -247,6 +245,7 @@ fn answer(
             },
             _,
         ) => {
+            let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
             let claim = Claim {
                 device: &device,
                 vm: &vm,
@@ -286,7 +285,7 @@ fn carries(route: Route, tcp: bool) -> Result<(), RemoteError> {
 /// Posts a request to a device thread and waits for the answer.
 fn ask<T>(
     registry: &Registry,
-    device: &str,
+    device: &DeviceId,
     question: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
 ) -> Result<T, RemoteError> {
     ask_for(
@@ -299,7 +298,7 @@ fn ask<T>(
 
 fn ask_for<T>(
     mailbox: &Mailbox,
-    device: &str,
+    device: &DeviceId,
     question: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
     timeout: Duration,
 ) -> Result<T, RemoteError> {
@@ -321,7 +320,6 @@ fn hand_over(
         kind: ErrorKind::Invalid,
         message,
     };
-    check_name(claim.vm).map_err(|why| invalid(format!("the VM's name {why}; {NAME_RULE}")))?;
     let id = claim.migration;
     if id.is_empty() || id.len() > MAX_MIGRATION || !id.chars().all(|c| c.is_ascii_graphic()) {
         return Err(invalid(format!(

@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::{RateLimit, StateLog, Wakeup};
+use farside_daemon::{DeviceId, RateLimit, StateLog, Wakeup};
 use farside_lender_protocol::{DeviceStatus, Generation, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -33,7 +33,7 @@ use lease::LeaseLoop;
 
 /// The state of a device thread, apart from the device.
 pub(crate) struct DeviceLoop {
-    id: String,
+    id: DeviceId,
     registry: Arc<Registry>,
     mail: mpsc::Receiver<Mail>,
     mail_wake: Wakeup,
@@ -83,7 +83,7 @@ pub(crate) enum Stopped {
 impl DeviceLoop {
     /// Creates the loop and the mailbox of its thread.
     pub(crate) fn new(
-        id: String,
+        id: DeviceId,
         registry: Arc<Registry>,
         stop: Wakeup,
         poll_time: Duration,

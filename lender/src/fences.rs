@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, io, path::PathBuf};
 
-use farside_daemon::{RateLimit, files};
+use farside_daemon::{DeviceId, RateLimit, VmName, files};
 use farside_lender_protocol::{ErrorKind, Fence, Generation, MAX_FENCES, RemoteError};
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ const MAX_FILE: u64 = 64 << 20;
 /// The fences of all devices, by device id.
 #[derive(Debug, Default)]
 pub(crate) struct FenceBook {
-    devices: BTreeMap<String, Vec<Fence>>,
+    devices: BTreeMap<DeviceId, Vec<Fence>>,
     /// The file; without one, handovers are refused.
     file: Option<PathBuf>,
     /// Limits the log lines on a failed write, of which each borrow causes one.
@@ -31,14 +31,14 @@ pub(crate) struct FenceBook {
 #[serde(deny_unknown_fields)]
 struct Kept {
     version: u32,
-    devices: BTreeMap<String, Vec<Fence>>,
+    devices: BTreeMap<DeviceId, Vec<Fence>>,
 }
 
 /// A tool's handover request.
 #[derive(Clone, Copy)]
 pub(crate) struct Claim<'a> {
-    pub(crate) device: &'a str,
-    pub(crate) vm: &'a str,
+    pub(crate) device: &'a DeviceId,
+    pub(crate) vm: &'a VmName,
     pub(crate) migration: &'a str,
     pub(crate) supersedes: Option<Generation>,
 }
@@ -72,12 +72,12 @@ impl FenceBook {
     }
 
     /// The fences of a device.
-    pub(crate) fn of(&self, device: &str) -> &[Fence] {
+    pub(crate) fn of(&self, device: &DeviceId) -> &[Fence] {
         self.devices.get(device).map_or(&[], Vec::as_slice)
     }
 
     /// The largest generation of a device that was ever issued as a fence.
-    pub(crate) fn largest(&self, device: &str) -> Generation {
+    pub(crate) fn largest(&self, device: &DeviceId) -> Generation {
         let generations = self.of(device).iter().map(|fence| fence.generation);
         generations.max().unwrap_or_default()
     }
@@ -85,15 +85,15 @@ impl FenceBook {
     /// Checks that `vm`, which presents `shown`, may borrow the device.
     pub(crate) fn check(
         &self,
-        device: &str,
-        vm: &str,
+        device: &DeviceId,
+        vm: &VmName,
         shown: Option<Generation>,
     ) -> Result<(), RemoteError> {
         for fence in self.of(device) {
-            if fence.vm == vm && shown.unwrap_or_default() < fence.generation {
+            if fence.vm == *vm && shown.unwrap_or_default() < fence.generation {
                 return Err(fence.refusal(device, shown));
             }
-            if fence.vm != vm && fence.reserved {
+            if fence.vm != *vm && fence.reserved {
                 return Err(fence.reservation(device));
             }
         }
@@ -102,8 +102,8 @@ impl FenceBook {
 
     /// Records that `vm` has borrowed the device: ends its reservation, and restores a fence that
     /// was lost with the file.
-    pub(crate) fn borrowed(&mut self, device: &str, vm: &str, shown: Option<Generation>) {
-        let known = self.of(device).iter().find(|fence| fence.vm == vm);
+    pub(crate) fn borrowed(&mut self, device: &DeviceId, vm: &VmName, shown: Option<Generation>) {
+        let known = self.of(device).iter().find(|fence| fence.vm == *vm);
         let changed = match (known, shown) {
             (Some(known), shown) if known.reserved || shown > Some(known.generation) => Fence {
                 generation: known.generation.max(shown.unwrap_or_default()),
@@ -138,10 +138,10 @@ impl FenceBook {
             supersedes,
         } = *claim;
         for fence in self.of(device) {
-            if fence.vm == vm && fence.migration == migration {
+            if fence.vm == *vm && fence.migration == migration {
                 return Ok(Some(fence.generation));
             }
-            if fence.vm == vm && fence.generation > supersedes.unwrap_or_default() {
+            if fence.vm == *vm && fence.generation > supersedes.unwrap_or_default() {
                 return Err(RemoteError {
                     kind: ErrorKind::Fenced,
                     message: format!(
@@ -154,7 +154,7 @@ impl FenceBook {
                     ),
                 });
             }
-            if fence.vm != vm && fence.reserved {
+            if fence.vm != *vm && fence.reserved {
                 return Err(fence.reservation(device));
             }
         }
@@ -182,7 +182,7 @@ impl FenceBook {
     }
 
     /// Allows other VMs to borrow the device again.
-    pub(crate) fn end_reservation(&mut self, device: &str) -> Result<(), RemoteError> {
+    pub(crate) fn end_reservation(&mut self, device: &DeviceId) -> Result<(), RemoteError> {
         let reserved = self.of(device).iter().find(|fence| fence.reserved);
         let Some(fence) = reserved.cloned() else {
             return Ok(());
@@ -197,7 +197,7 @@ impl FenceBook {
     }
 
     /// Replaces the VM's fence, in the file first. Has no effect on error.
-    fn put(&mut self, device: &str, fence: Fence) -> Result<(), RemoteError> {
+    fn put(&mut self, device: &DeviceId, fence: Fence) -> Result<(), RemoteError> {
         let mut devices = self.devices.clone();
         let fences = devices.entry(device.to_owned()).or_default();
         let full = fences.len() >= MAX_FENCES;
@@ -230,11 +230,17 @@ impl FenceBook {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
 
-    fn claim<'a>(vm: &'a str, migration: &'a str, supersedes: Option<u64>) -> Claim<'a> {
+    static DISK0: LazyLock<DeviceId> = LazyLock::new(|| "disk0".parse().unwrap());
+    static A: LazyLock<VmName> = LazyLock::new(|| "a".parse().unwrap());
+    static B: LazyLock<VmName> = LazyLock::new(|| "b".parse().unwrap());
+
+    fn claim<'a>(vm: &'a VmName, migration: &'a str, supersedes: Option<u64>) -> Claim<'a> {
         Claim {
-            device: "disk0",
+            device: &DISK0,
             vm,
             migration,
             supersedes: supersedes.map(Generation),
@@ -250,14 +256,14 @@ mod tests {
     #[test]
     fn handovers_of_one_vm_are_one_line_of_succession() {
         let (_directory, mut book) = book();
-        let first = claim("a", "m1", None);
+        let first = claim(&A, "m1", None);
         assert_eq!(book.asked_before(&first).unwrap(), None);
         book.hand_over(&first, Generation(5)).unwrap();
         assert_eq!(book.asked_before(&first).unwrap(), Some(Generation(5)));
         // A handover that does not supersede the first cannot revoke its device.
-        let rival = book.asked_before(&claim("a", "m2", None)).unwrap_err();
+        let rival = book.asked_before(&claim(&A, "m2", None)).unwrap_err();
         assert_eq!(rival.kind, ErrorKind::Fenced);
-        let second = claim("a", "m2", Some(5));
+        let second = claim(&A, "m2", Some(5));
         assert_eq!(book.asked_before(&second).unwrap(), None);
         book.hand_over(&second, Generation(9)).unwrap();
         // And the first cannot be repeated.
@@ -268,34 +274,34 @@ mod tests {
     #[test]
     fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
         let (_directory, mut book) = book();
-        book.hand_over(&claim("a", "m1", None), Generation(5))
+        book.hand_over(&claim(&A, "m1", None), Generation(5))
             .unwrap();
-        let others = book.check("disk0", "b", None).unwrap_err();
+        let others = book.check(&DISK0, &B, None).unwrap_err();
         assert_eq!(others.kind, ErrorKind::Busy);
         assert!(others.message.contains("migration release disk0"));
         for old in [None, Some(Generation(4))] {
-            let refused = book.check("disk0", "a", old).unwrap_err();
+            let refused = book.check(&DISK0, &A, old).unwrap_err();
             assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");
         }
-        book.check("disk0", "a", Some(Generation(5))).unwrap();
-        book.borrowed("disk0", "a", Some(Generation(5)));
-        book.check("disk0", "b", None).unwrap();
-        assert!(book.check("disk0", "a", None).is_err(), "the fence stays");
-        book.hand_over(&claim("a", "m2", Some(5)), Generation(6))
+        book.check(&DISK0, &A, Some(Generation(5))).unwrap();
+        book.borrowed(&DISK0, &A, Some(Generation(5)));
+        book.check(&DISK0, &B, None).unwrap();
+        assert!(book.check(&DISK0, &A, None).is_err(), "the fence stays");
+        book.hand_over(&claim(&A, "m2", Some(5)), Generation(6))
             .unwrap();
-        book.end_reservation("disk0").unwrap();
-        book.check("disk0", "b", None).unwrap();
+        book.end_reservation(&DISK0).unwrap();
+        book.check(&DISK0, &B, None).unwrap();
     }
 
     #[test]
     fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
         let (directory, mut book) = book();
-        book.hand_over(&claim("a", "m1", None), Generation(5))
+        book.hand_over(&claim(&A, "m1", None), Generation(5))
             .unwrap();
         let file = directory.path().join("lender.json");
         let again = FenceBook::load(Some(file.clone())).unwrap();
-        assert_eq!(again.of("disk0"), book.of("disk0"));
-        assert_eq!(again.largest("disk0"), Generation(5));
+        assert_eq!(again.of(&DISK0), book.of(&DISK0));
+        assert_eq!(again.largest(&DISK0), Generation(5));
         let text = std::fs::read_to_string(&file).unwrap();
         for bad in [
             &text[..text.len() - 3],
@@ -311,13 +317,13 @@ mod tests {
     fn a_lender_without_a_file_hands_nothing_over() {
         let mut book = FenceBook::load(None).unwrap();
         let error = book
-            .hand_over(&claim("a", "m1", None), Generation(5))
+            .hand_over(&claim(&A, "m1", None), Generation(5))
             .unwrap_err();
         assert!(error.message.contains("--state"), "{error}");
-        assert!(book.of("disk0").is_empty());
+        assert!(book.of(&DISK0).is_empty());
         // It adopts the fence that the VM presents.
-        book.borrowed("disk0", "a", Some(Generation(7)));
-        assert!(book.check("disk0", "a", Some(Generation(6))).is_err());
+        book.borrowed(&DISK0, &A, Some(Generation(7)));
+        assert!(book.check(&DISK0, &A, Some(Generation(6))).is_err());
     }
 
     #[test]
@@ -331,10 +337,10 @@ mod tests {
             ..FenceBook::default()
         };
         assert!(
-            book.hand_over(&claim("a", "m1", None), Generation(5))
+            book.hand_over(&claim(&A, "m1", None), Generation(5))
                 .is_err()
         );
-        book.check("disk0", "a", None).unwrap();
-        book.check("disk0", "b", None).unwrap();
+        book.check(&DISK0, &A, None).unwrap();
+        book.check(&DISK0, &B, None).unwrap();
     }
 }

@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
     FaultSummary, LenderPath, MemoryRange, PeerAddress, fits,
@@ -27,7 +28,7 @@ use ports::{DmaPort, IrqPort};
 
 /// A software model.
 pub(crate) struct ModelDevice {
-    id: String,
+    id: DeviceId,
     device: Box<dyn Device>,
     described: Described,
     counts: IrqCounts,
@@ -46,7 +47,7 @@ struct LeasedModel {
 impl ModelDevice {
     /// Creates a source for `device` behind `adapter`.
     pub(crate) fn new(
-        id: &str,
+        id: &DeviceId,
         device: Box<dyn Device>,
         adapter: Adapter,
     ) -> Result<Self, RemoteError> {
@@ -96,7 +97,7 @@ impl DeviceSource for ModelDevice {
     fn lease(
         mut self: Box<Self>,
         route: Route,
-        _vm: &str,
+        _vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bars = vec![BarMemory::Borrowers; bar_memory.len()];

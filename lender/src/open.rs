@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread::JoinHandle};
 
-use farside_daemon::{Wakeup, check_name_of};
+use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
@@ -21,7 +21,7 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The devices of a lender, by id.
 pub(crate) struct Opened {
-    pub(crate) devices: Vec<(String, Box<dyn DeviceSource>)>,
+    pub(crate) devices: Vec<(DeviceId, Box<dyn DeviceSource>)>,
     /// The thread that reads the kernel log until the lender stops.
     pub(crate) fault_reader: Option<JoinHandle<()>>,
     /// This host's NTB endpoint: released after all devices are closed.
@@ -41,7 +41,7 @@ pub(crate) fn open(
     let ntb = ntb.transpose().map_err(StartError::Ntb)?;
     let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
     let mut found = Vec::new();
-    let mut devices: Vec<(String, Box<dyn DeviceSource>)> = Vec::new();
+    let mut devices: Vec<(DeviceId, Box<dyn DeviceSource>)> = Vec::new();
     for device in &config.device {
         let failed = |source: AnyError| StartError::Device {
             id: device.id.clone(),
@@ -83,14 +83,12 @@ pub(crate) fn open(
         }
     }
     for (n, (id, device)) in devices.iter().enumerate() {
-        let wrong = |source: AnyError| StartError::Device {
-            id: id.clone(),
-            source,
-        };
         // The ids of several functions have a number appended.
-        check_name_of("device id", id).map_err(|error| wrong(error.into()))?;
         if devices[..n].iter().any(|(other, _)| other == id) {
-            return Err(wrong("another device has that id".into()));
+            return Err(StartError::Device {
+                id: id.clone(),
+                source: "another device has that id".into(),
+            });
         }
         log::info!("lending {id} ({})", device.described().description.summary);
     }
@@ -102,7 +100,7 @@ pub(crate) fn open(
     })
 }
 
-fn open_model(id: &str, model: &Model, adapter: &Adapter) -> Result<ModelDevice, AnyError> {
+fn open_model(id: &DeviceId, model: &Model, adapter: &Adapter) -> Result<ModelDevice, AnyError> {
     let device: Box<dyn Device> = match model {
         Model::Nvme(config) => Box::new(nvme::Nvme::open(id, config)?),
         Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),

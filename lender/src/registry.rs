@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use farside_daemon::Wakeup;
+use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
     BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Generation, RamRange,
     RemoteError, Route,
@@ -41,7 +41,7 @@ pub(crate) struct Lease {
     /// The borrower's connection.
     pub(crate) connection: Channel,
     /// The borrower's VM.
-    pub(crate) vm: String,
+    pub(crate) vm: VmName,
     /// The fencing token.
     pub(crate) generation: Generation,
     /// The transport of the device's DMA path.
@@ -97,7 +97,7 @@ struct Slot {
 
 /// The record of a lease.
 struct Held {
-    vm: String,
+    vm: VmName,
     generation: Generation,
     since: Instant,
 }
@@ -115,7 +115,7 @@ impl Slot {
 /// The mutable state of the registry.
 #[derive(Default)]
 struct Records {
-    slots: BTreeMap<String, Slot>,
+    slots: BTreeMap<DeviceId, Slot>,
     fences: FenceBook,
 }
 
@@ -140,7 +140,7 @@ impl Registry {
     /// Adds a device. The generations of its leases are larger than `generation`.
     pub(crate) fn add(
         &self,
-        id: &str,
+        id: &DeviceId,
         source: &'static str,
         described: Described,
         mailbox: Mailbox,
@@ -168,8 +168,8 @@ impl Registry {
     /// Grants a lease, or refuses with the current holder or the VM's fence.
     pub(crate) fn borrow_device(
         &self,
-        id: &str,
-        vm: &str,
+        id: &DeviceId,
+        vm: &VmName,
         fence: Option<Generation>,
     ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
         let mut records = self.lock();
@@ -204,7 +204,7 @@ impl Registry {
             return Ok((generation, mailbox));
         }
         if let Some(holder) = slot.holder()
-            && holder.vm != claim.vm
+            && holder.vm != *claim.vm
         {
             return Err(holder.refusal(id));
         }
@@ -216,7 +216,7 @@ impl Registry {
     }
 
     /// Ends a device's reservation, so that any VM can borrow it.
-    pub(crate) fn end_reservation(&self, id: &str) -> Result<(), RemoteError> {
+    pub(crate) fn end_reservation(&self, id: &DeviceId) -> Result<(), RemoteError> {
         let mut records = self.lock();
         if !records.slots.contains_key(id) {
             return Err(unknown(id));
@@ -225,7 +225,7 @@ impl Registry {
     }
 
     /// Releases the lease `generation`, but not a later one.
-    pub(crate) fn release(&self, id: &str, generation: Generation) {
+    pub(crate) fn release(&self, id: &DeviceId, generation: Generation) {
         if let Some(slot) = self.lock().slots.get_mut(id)
             && slot
                 .lease
@@ -237,25 +237,25 @@ impl Registry {
     }
 
     /// Records a device's problem, as reported by its thread.
-    pub(crate) fn set_problem(&self, id: &str, problem: Option<String>) {
+    pub(crate) fn set_problem(&self, id: &DeviceId, problem: Option<String>) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.problem = problem;
         }
     }
 
-    pub(crate) fn described(&self, id: &str) -> Result<Arc<Described>, RemoteError> {
+    pub(crate) fn described(&self, id: &DeviceId) -> Result<Arc<Described>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         Ok(Arc::clone(&slot.described))
     }
 
-    pub(crate) fn mailbox(&self, id: &str) -> Result<Arc<Mailbox>, RemoteError> {
+    pub(crate) fn mailbox(&self, id: &DeviceId) -> Result<Arc<Mailbox>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         Ok(Arc::clone(&slot.mailbox))
     }
 
-    pub(crate) fn entry(&self, id: &str) -> Option<DeviceEntry> {
+    pub(crate) fn entry(&self, id: &DeviceId) -> Option<DeviceEntry> {
         let records = self.lock();
         let slot = records.slots.get(id)?;
         Some(entry(id, slot, &records.fences))
@@ -276,7 +276,7 @@ impl Registry {
     }
 }
 
-fn entry(id: &str, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
+fn entry(id: &DeviceId, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
     DeviceEntry {
         id: id.to_owned(),
         source: slot.source.to_owned(),
@@ -287,7 +287,7 @@ fn entry(id: &str, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
     }
 }
 
-fn unknown(id: &str) -> RemoteError {
+fn unknown(id: &DeviceId) -> RemoteError {
     RemoteError {
         kind: ErrorKind::UnknownDevice,
         message: format!(

@@ -3,7 +3,7 @@
 use std::{io, sync::Arc, thread::JoinHandle};
 
 use farside_daemon::{
-    Activated, ActivationError, ListenError, RateLimit, Wakeup, raise_open_files,
+    Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
 };
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
@@ -43,7 +43,7 @@ pub enum StartError {
     #[error("cannot lend device {id}")]
     Device {
         /// Its id.
-        id: String,
+        id: DeviceId,
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_fabric::{FaultSummary, LenderPath, MemoryRange, PeerAddress, Usage};
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
@@ -31,7 +32,7 @@ pub(crate) trait DeviceSource: Send {
     fn lease(
         self: Box<Self>,
         route: Route,
-        vm: &str,
+        vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased>;
 

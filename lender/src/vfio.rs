@@ -32,7 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::Wakeup;
+use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::{FaultLog, Iova, LenderPath, MemoryRange, PeerAddress, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
@@ -63,7 +63,7 @@ const RELEASE_STEP: Timespec = Timespec {
 /// A physical function.
 pub(crate) struct VfioDevice {
     _binding: Binding,
-    id: String,
+    id: DeviceId,
     bdf: Bdf,
     api: Api,
     host: HostPci,
@@ -73,9 +73,9 @@ pub(crate) struct VfioDevice {
     address_bits: Option<u32>,
     allow_dirty: bool,
     /// The VM that used it last, if it could not be reset since.
-    left_dirty_by: Option<String>,
+    left_dirty_by: Option<VmName>,
     /// The VM that used it last.
-    last_vm: Option<String>,
+    last_vm: Option<VmName>,
     ntb: Option<Adapter>,
     watch: Arc<FaultWatch>,
     /// Faults of the current lease, or of the last one.
@@ -85,7 +85,7 @@ pub(crate) struct VfioDevice {
 
 /// An open physical function.
 struct LeasedFunction {
-    vm: String,
+    vm: VmName,
     path: DmaPath,
     irqs: FunctionIrqs,
     function: Arc<Function>,
@@ -275,7 +275,7 @@ impl DeviceSource for VfioDevice {
     fn lease(
         mut self: Box<Self>,
         route: Route,
-        vm: &str,
+        vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         if !bar_memory.is_empty() {

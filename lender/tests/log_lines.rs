@@ -46,7 +46,7 @@ fn peers_at_a_port_cannot_flood_the_log_nor_silence_those_of_this_host() {
         socket: socket.clone(),
         listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
         device: vec![DeviceConfig {
-            id: "dma0".into(),
+            id: "dma0".parse().unwrap(),
             source: Model::dma_test().into(),
         }],
         ..Config::default()

@@ -2,11 +2,11 @@
 
 use std::io::{Read, Write};
 
-use farside_daemon::FileLock;
+use farside_daemon::{FileLock, VmName};
 
 use crate::{
     Arrival, Error, Host, Reply, Request, Result,
-    lock::{check_vm_name, lock_vm},
+    lock::lock_vm,
     wire::{receive, send},
 };
 
@@ -14,7 +14,7 @@ use crate::{
 pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write) -> Result<()> {
     let arrival = Arrival::new(host);
     let mut greeted = false;
-    let mut locked: Option<(String, FileLock)> = None;
+    let mut locked: Option<(VmName, FileLock)> = None;
     loop {
         let request = match receive::<Request>(&mut input) {
             Ok(Some(request)) => request,
@@ -41,11 +41,10 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
     }
 }
 
-fn take_lock(locked: &mut Option<(String, FileLock)>, request: &Request) -> Result<()> {
+fn take_lock(locked: &mut Option<(VmName, FileLock)>, request: &Request) -> Result<()> {
     let vm = match request {
-        Request::Hello(_) => return Ok(()),
-        // Needs no lock: it only reads the VM's files.
-        Request::Check(question) => return check_vm_name(&question.journal.vm),
+        // A check needs no lock: it only reads the VM's files.
+        Request::Hello(_) | Request::Check(_) => return Ok(()),
         Request::Prepare(journal) | Request::Install(journal) => &journal.vm,
         Request::Incoming { vm, .. }
         | Request::Start { vm, .. }

@@ -2,6 +2,7 @@
 
 use std::{cell::RefCell, net::TcpListener, time::Duration};
 
+use farside_daemon::VmName;
 use farside_lender_protocol::{Fences, Generation};
 
 use crate::{
@@ -153,7 +154,7 @@ impl<'a> Arrival<'a> {
         self.advance(ours, Step::Start)
     }
 
-    fn until(&self, id: &str, vm: &str, end: Step) -> Result<()> {
+    fn until(&self, id: &str, vm: &VmName, end: Step) -> Result<()> {
         let ours = self.ours(id, vm)?;
         if ours.step == Step::Prepare {
             return Err(Error::journal(format!(
@@ -163,7 +164,7 @@ impl<'a> Arrival<'a> {
         self.advance(ours, end)
     }
 
-    fn incoming(&self, id: &str, vm: &str) -> Result<u16> {
+    fn incoming(&self, id: &str, vm: &VmName) -> Result<u16> {
         let ours = self.ours(id, vm)?;
         if ours.step != Step::Start {
             return Err(Error::journal(format!(
@@ -180,7 +181,7 @@ impl<'a> Arrival<'a> {
     }
 
     /// The journal of a migration that is not being undone.
-    fn ours(&self, id: &str, vm: &str) -> Result<Journal> {
+    fn ours(&self, id: &str, vm: &VmName) -> Result<Journal> {
         match self.host.journal(vm)? {
             Some(ours) if ours.id == id && ours.role == Role::Destination => {
                 match ours.step.is_back() {
@@ -227,7 +228,7 @@ impl<'a> Arrival<'a> {
     }
 
     /// Ends the VM, and removes its configuration.
-    fn stop(&self, id: &str, vm: &str) -> Result<()> {
+    fn stop(&self, id: &str, vm: &VmName) -> Result<()> {
         let Some(mut ours) = self.host.journal(vm)?.filter(|ours| ours.id == id) else {
             return Ok(());
         };
@@ -334,7 +335,7 @@ fn fences(ours: &Journal) -> Fences {
 pub(crate) fn seen_from_here(
     device: &MovedDevice,
     found: &[FoundDevice],
-    vm: &str,
+    vm: &VmName,
 ) -> Result<MovedDevice> {
     let Some(here) = found.iter().find(|here| here.id == device.id) else {
         return Err(Error::refused(format!(
@@ -356,7 +357,7 @@ pub(crate) fn seen_from_here(
         return other("identity", &text(&device.identity), &text(&here.identity));
     }
     // The same lender shows the same lease to both.
-    let lease = |holder: &Option<(String, Generation)>| {
+    let lease = |holder: &Option<(VmName, Generation)>| {
         let ours = holder.as_ref().filter(|(holder, _)| holder == vm);
         ours.map(|(_, generation)| *generation)
     };

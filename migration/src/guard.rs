@@ -1,5 +1,7 @@
 //! Whether a VM may run on a host now.
 
+use farside_daemon::VmName;
+
 use crate::{Error, Journal, Result, Role, Step, Store};
 
 /// Refuses a VM that moved away or is being moved. For `farside start` and for backends:
@@ -7,7 +9,7 @@ use crate::{Error, Journal, Result, Role, Step, Store};
 ///
 /// This prevents mistakes only: a VM that is started all the same is refused its devices by
 /// the lender.
-pub fn may_run(store: &dyn Store, vm: &str) -> Result<()> {
+pub fn may_run(store: &dyn Store, vm: &VmName) -> Result<()> {
     let journal = store.journal(vm)?.filter(Journal::is_open);
     if let Some(journal) = &journal {
         let Journal {

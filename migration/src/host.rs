@@ -17,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::{DeviceId, VmName};
 use farside_lender_protocol::{Address, Fence, Fences, Generation};
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +65,7 @@ pub enum RunState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundDevice {
     /// Its id.
-    pub id: String,
+    pub id: DeviceId,
     /// The number of its port.
     pub port: u16,
     /// The lender's address.
@@ -74,7 +75,7 @@ pub struct FoundDevice {
     /// The device's description.
     pub identity: Identity,
     /// Its holder: VM and generation.
-    pub holder: Option<(String, Generation)>,
+    pub holder: Option<(VmName, Generation)>,
     /// The VMs that moved with it.
     pub fences: Vec<Fence>,
 }
@@ -83,71 +84,71 @@ pub struct FoundDevice {
 /// idempotent.
 pub trait Store {
     /// The journal of the VM's last migration.
-    fn journal(&self, vm: &str) -> Result<Option<Journal>>;
+    fn journal(&self, vm: &VmName) -> Result<Option<Journal>>;
 
     /// Replaces the journal.
     fn write_journal(&self, journal: &Journal) -> Result<()>;
 
     /// The VM's configuration on this host.
-    fn configuration(&self, vm: &str) -> Result<Option<Configuration>>;
+    fn configuration(&self, vm: &VmName) -> Result<Option<Configuration>>;
 
     /// Adds the VM's configuration.
-    fn install(&self, vm: &str, configuration: &Configuration) -> Result<()>;
+    fn install(&self, vm: &VmName, configuration: &Configuration) -> Result<()>;
 
     /// Removes the VM's configuration.
-    fn uninstall(&self, vm: &str) -> Result<()>;
+    fn uninstall(&self, vm: &VmName) -> Result<()>;
 
     /// The VM's fences.
-    fn fences(&self, vm: &str) -> Result<Fences>;
+    fn fences(&self, vm: &VmName) -> Result<Fences>;
 
     /// Replaces the VM's fences; empty ones are removed.
-    fn write_fences(&self, vm: &str, fences: &Fences) -> Result<()>;
+    fn write_fences(&self, vm: &VmName, fences: &Fences) -> Result<()>;
 
     /// The host that the VM moved to.
-    fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>>;
+    fn moved_marker(&self, vm: &VmName) -> Result<Option<MovedMarker>>;
 
     /// Replaces or removes that.
-    fn write_moved_marker(&self, vm: &str, marker: Option<&MovedMarker>) -> Result<()>;
+    fn write_moved_marker(&self, vm: &VmName, marker: Option<&MovedMarker>) -> Result<()>;
 }
 
 /// Runs VMs of this host.
 pub trait Runner {
     /// The VM's run state.
-    fn run_state(&self, vm: &str) -> Result<RunState>;
+    fn run_state(&self, vm: &VmName) -> Result<RunState>;
 
     /// Boots the VM from its configuration, unless it runs.
-    fn start(&self, vm: &str) -> Result<()>;
+    fn start(&self, vm: &VmName) -> Result<()>;
 
     /// Shuts the guest down, and ends the VM's backend. If the guest does not power off
     /// within `limit`, this fails and the VM runs on.
-    fn stop(&self, vm: &str, limit: Duration) -> Result<()>;
+    fn stop(&self, vm: &VmName, limit: Duration) -> Result<()>;
 }
 
 /// Moves running guests; see [`crate::live`].
 pub trait LiveRunner {
     /// Hot-unplugs the guest's borrowed devices, each within `limit`.
-    fn release_devices(&self, vm: &str, limit: Duration) -> Result<()>;
+    fn release_devices(&self, vm: &VmName, limit: Duration) -> Result<()>;
 
     /// Starts a QEMU that waits for a guest at this address. Returns its port.
-    fn incoming(&self, vm: &str, address: IpAddr) -> Result<u16>;
+    fn incoming(&self, vm: &VmName, address: IpAddr) -> Result<u16>;
 
     /// Sends the guest to that QEMU. After a failure the guest still runs here.
-    fn send(&self, vm: &str, to: SocketAddr) -> Result<Report>;
+    fn send(&self, vm: &VmName, to: SocketAddr) -> Result<Report>;
 
     /// Where the guest is that [`LiveRunner::send`] was to send. Waits for a transfer in
     /// progress, or cancels it first.
-    fn query_transfer(&self, vm: &str, cancel: bool) -> Result<Guest>;
+    fn query_transfer(&self, vm: &VmName, cancel: bool) -> Result<Guest>;
 
     /// At the host that the guest leaves: resumes it, or boots it if it died with its
     /// QEMU, and plugs its devices in.
-    fn resume_here(&self, vm: &str) -> Result<()>;
+    fn resume_here(&self, vm: &VmName) -> Result<()>;
 
     /// At the host that the guest goes to: resumes it if it was received completely, and
     /// plugs its devices in.
-    fn resume_received(&self, vm: &str) -> Result<()>;
+    fn resume_received(&self, vm: &VmName) -> Result<()>;
 
     /// Ends a QEMU whose guest is paused, if there is one. Fails if the guest runs.
-    fn end_paused(&self, vm: &str) -> Result<()>;
+    fn end_paused(&self, vm: &VmName) -> Result<()>;
 }
 
 /// The lenders of a VM, as this host reaches them.
@@ -155,12 +156,12 @@ pub trait Lenders {
     /// Looks up each of the VM's devices at the lenders of its configuration.
     fn find_each(
         &self,
-        vm: &str,
+        vm: &VmName,
         configuration: &Configuration,
     ) -> Result<Vec<Result<FoundDevice>>>;
 
     /// Looks up all of the VM's devices.
-    fn find_all(&self, vm: &str, configuration: &Configuration) -> Result<Vec<FoundDevice>> {
+    fn find_all(&self, vm: &VmName, configuration: &Configuration) -> Result<Vec<FoundDevice>> {
         self.find_each(vm, configuration)?.into_iter().collect()
     }
 
@@ -168,7 +169,7 @@ pub trait Lenders {
     /// determine.
     fn check_windows(
         &self,
-        vm: &str,
+        vm: &VmName,
         configuration: &Configuration,
         device: &FoundDevice,
     ) -> Result<()>;
@@ -177,8 +178,8 @@ pub trait Lenders {
     fn hand_over(
         &self,
         lender: &Address,
-        device: &str,
-        vm: &str,
+        device: &DeviceId,
+        vm: &VmName,
         migration: &str,
         supersedes: Option<Generation>,
     ) -> Result<Generation>;
@@ -190,16 +191,16 @@ pub trait HostFacts {
     fn name(&self) -> String;
 
     /// Refuses a VM of which a part would stay behind on this host.
-    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()>;
+    fn check_movable(&self, vm: &VmName, configuration: &Configuration) -> Result<()>;
 
     /// Refuses a VM whose name something other than farside uses on this host.
-    fn check_name_free(&self, vm: &str, configuration: &Configuration) -> Result<()>;
+    fn check_name_free(&self, vm: &VmName, configuration: &Configuration) -> Result<()>;
 
     /// The files and binaries that the configuration names and this host lacks, as errors.
-    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>>;
+    fn missing(&self, vm: &VmName, configuration: &Configuration) -> Result<Vec<Error>>;
 
     /// What the VM runs with on this host; or would, unless it `runs`.
-    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts>;
+    fn facts(&self, vm: &VmName, configuration: &Configuration, runs: bool) -> Result<Facts>;
 }
 
 /// A whole host, for users that need every part of it. It has no methods of its own.

@@ -6,7 +6,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use farside_daemon::files;
+use farside_daemon::{DeviceId, VmName, files};
 use farside_lender_protocol::{Address, Described, Generation};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ pub struct Journal {
     /// The migration's id: 32 random hexadecimal digits.
     pub id: String,
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// Whose journal it is.
     pub role: Role,
     /// The present step.
@@ -71,7 +71,7 @@ pub enum Role {
 #[serde(deny_unknown_fields)]
 pub struct MovedDevice {
     /// Its cluster-wide id.
-    pub id: String,
+    pub id: DeviceId,
     /// The number of its port, from which the guest's PCI address follows.
     pub port: u16,
     /// Its lender, as this host reaches it.
@@ -231,7 +231,7 @@ mod tests {
     fn journal() -> Journal {
         let mut journal = Journal {
             id: "0123456789abcdef0123456789abcdef".into(),
-            vm: "web1".into(),
+            vm: "web1".parse().unwrap(),
             role: Role::Source,
             step: Step::Prepare,
             begun: Vec::new(),
@@ -245,7 +245,7 @@ mod tests {
                 ..Default::default()
             },
             devices: vec![MovedDevice {
-                id: "disk0".into(),
+                id: "disk0".parse().unwrap(),
                 port: 0,
                 lender: "tcp:rack1-c:7410".parse().unwrap(),
                 lender_name: "rack1-c".into(),

@@ -8,6 +8,7 @@ mod store;
 
 use std::{fs, path::PathBuf};
 
+use farside_daemon::VmName;
 use farside_vm_config::{Manager, VmConfig, places};
 
 use crate::{
@@ -21,7 +22,7 @@ pub struct LocalHost;
 
 impl LocalHost {
     /// The path of the journal of a VM's migration.
-    pub fn journal_path(vm: &str) -> PathBuf {
+    pub fn journal_path(vm: &VmName) -> PathBuf {
         places::state_dir()
             .join("migrations")
             .join(format!("{vm}.json"))
@@ -45,7 +46,7 @@ impl LocalHost {
 }
 
 /// Parses the text of a configuration.
-pub(crate) fn config_of(vm: &str, configuration: &Configuration) -> Result<VmConfig> {
+pub(crate) fn config_of(vm: &VmName, configuration: &Configuration) -> Result<VmConfig> {
     let config: VmConfig = toml::from_str(&configuration.toml)
         .map_err(|error| Error::refused(format!("the configuration of VM {vm}: {error}")))?;
     match &config.name {
@@ -66,25 +67,25 @@ impl HostFacts for LocalHost {
         name.nodename().to_string_lossy().into_owned()
     }
 
-    fn check_movable(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+    fn check_movable(&self, vm: &VmName, configuration: &Configuration) -> Result<()> {
         match configuration.domain {
             Some(_) => domain::check_movable(vm),
             None => Ok(()),
         }
     }
 
-    fn check_name_free(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+    fn check_name_free(&self, vm: &VmName, configuration: &Configuration) -> Result<()> {
         match &configuration.domain {
             Some(xml) => domain::is_free(vm, xml),
             None => Ok(()),
         }
     }
 
-    fn missing(&self, vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+    fn missing(&self, vm: &VmName, configuration: &Configuration) -> Result<Vec<Error>> {
         requirements::missing(vm, configuration)
     }
 
-    fn facts(&self, vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts> {
+    fn facts(&self, vm: &VmName, configuration: &Configuration, runs: bool) -> Result<Facts> {
         check::look(vm, configuration, runs)
     }
 }

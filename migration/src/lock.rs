@@ -2,7 +2,7 @@
 
 use std::{fs, time::Duration};
 
-use farside_daemon::{FileLock, LockError, check_name_of};
+use farside_daemon::{FileLock, LockError, VmName};
 use farside_vm_config::places;
 
 use crate::{Error, Result};
@@ -11,14 +11,8 @@ use crate::{Error, Result};
 /// as starting a VM.
 const LIMIT: Duration = Duration::from_secs(150);
 
-/// Refuses a name that could lead out of the directories of farside's files.
-pub(crate) fn check_vm_name(vm: &str) -> Result<()> {
-    check_name_of("VM name", vm).map_err(|error| Error::refused(error.to_string()))
-}
-
 /// Waits, with a limit, for the lock that is held while a VM is moved.
-pub fn lock_vm(vm: &str) -> Result<FileLock> {
-    check_vm_name(vm)?;
+pub fn lock_vm(vm: &VmName) -> Result<FileLock> {
     let directory = places::state_dir().join("migrations");
     // World-readable: backends of other users read journals there.
     fs::create_dir_all(&directory)?;

@@ -2,18 +2,19 @@
 
 use std::time::Duration;
 
+use farside_daemon::VmName;
 use farside_lender_protocol::Fences;
 
 use crate::{
     Configuration, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
-    Store, Strategy, lock::check_vm_name,
+    Store, Strategy,
 };
 
 /// A planned migration.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The destination host, as named for the remote shell.
     pub to: String,
     /// The remote shell's words, if not the default ones.
@@ -43,7 +44,6 @@ impl Plan {
     /// Refuses a VM that is being moved, or has moved.
     pub(crate) fn may_leave(&self, store: &dyn Store) -> Result<()> {
         let vm = &self.vm;
-        check_vm_name(vm)?;
         if let Some(open) = store.journal(vm)?.filter(Journal::is_open) {
             return Err(Error::refused(format!(
                 "VM {vm} is moving already (migration {}, {}): `farside migration resume {vm}` goes on, and with --back it goes back",

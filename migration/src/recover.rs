@@ -1,11 +1,12 @@
 //! Manual recovery after a host is lost permanently.
 
+use farside_daemon::VmName;
 use farside_lender_protocol::Fences;
 
 use crate::{Error, Journal, Lenders, Result, Store, plan::random_id};
 
 /// Removes the moved marker of a VM that moved away.
-pub fn forget(store: &dyn Store, vm: &str) -> Result<()> {
+pub fn forget(store: &dyn Store, vm: &VmName) -> Result<()> {
     no_open_migration(store, vm)?;
     if store.moved_marker(vm)?.is_none() {
         return Err(Error::refused(format!(
@@ -17,7 +18,7 @@ pub fn forget(store: &dyn Store, vm: &str) -> Result<()> {
 
 /// Takes a VM's devices for this host from whichever host holds them: a handover that
 /// is in no journal. Returns the fences.
-pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
+pub fn claim(host: &(impl Store + Lenders), vm: &VmName) -> Result<Fences> {
     no_open_migration(host, vm)?;
     let Some(configuration) = host.configuration(vm)? else {
         return Err(Error::refused(format!(
@@ -27,7 +28,7 @@ pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
     let id = random_id()?;
     let mut fences = Fences::default();
     for device in host.find_all(vm, &configuration)? {
-        let newest = device.fences.iter().find(|fence| fence.vm == vm);
+        let newest = device.fences.iter().find(|fence| fence.vm == *vm);
         let supersedes = newest.map(|fence| fence.generation);
         let fence = host.hand_over(&device.lender, &device.id, vm, &id, supersedes)?;
         fences.0.insert(device.id, fence);
@@ -37,7 +38,7 @@ pub fn claim(host: &(impl Store + Lenders), vm: &str) -> Result<Fences> {
     Ok(fences)
 }
 
-fn no_open_migration(store: &dyn Store, vm: &str) -> Result<()> {
+fn no_open_migration(store: &dyn Store, vm: &VmName) -> Result<()> {
     match store.journal(vm)?.filter(Journal::is_open) {
         Some(open) => Err(Error::refused(format!(
             "VM {vm} is moving (migration {}, {}): end that first with `farside migration resume {vm}`, or take it back with --back",

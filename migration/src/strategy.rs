@@ -3,6 +3,7 @@
 
 use std::{net::IpAddr, time::Duration};
 
+use farside_daemon::VmName;
 use serde::{Deserialize, Serialize};
 
 use crate::{LiveRunner, Result, Runner, Step, live::Guest};
@@ -26,7 +27,7 @@ impl Strategy {
     pub(crate) fn release(
         &self,
         host: &(impl Runner + LiveRunner + ?Sized),
-        vm: &str,
+        vm: &VmName,
         limit: Duration,
     ) -> Result<()> {
         match self {
@@ -40,7 +41,7 @@ impl Strategy {
     pub(crate) fn guest_is_here(
         &self,
         host: &(impl LiveRunner + ?Sized),
-        vm: &str,
+        vm: &VmName,
         cancel: bool,
     ) -> bool {
         match self {
@@ -50,7 +51,7 @@ impl Strategy {
     }
 
     /// Finish: stops the remaining processes here of a VM that has arrived.
-    pub(crate) fn end_source(&self, host: &(impl LiveRunner + ?Sized), vm: &str) -> Result<()> {
+    pub(crate) fn end_source(&self, host: &(impl LiveRunner + ?Sized), vm: &VmName) -> Result<()> {
         match self {
             Self::Cold => Ok(()),
             Self::Live { .. } => host.end_paused(vm),
@@ -61,7 +62,7 @@ impl Strategy {
     pub(crate) fn start_again(
         &self,
         host: &(impl Runner + LiveRunner + ?Sized),
-        vm: &str,
+        vm: &VmName,
     ) -> Result<()> {
         match self {
             Self::Cold => host.start(vm),
@@ -82,7 +83,11 @@ impl Strategy {
     }
 
     /// Start: has the VM run here with its devices.
-    pub(crate) fn start(&self, host: &(impl Runner + LiveRunner + ?Sized), vm: &str) -> Result<()> {
+    pub(crate) fn start(
+        &self,
+        host: &(impl Runner + LiveRunner + ?Sized),
+        vm: &VmName,
+    ) -> Result<()> {
         match self {
             Self::Cold => host.start(vm),
             Self::Live { .. } => host.resume_received(vm),
@@ -93,7 +98,7 @@ impl Strategy {
     pub(crate) fn end_destination(
         &self,
         host: &(impl Runner + LiveRunner + ?Sized),
-        vm: &str,
+        vm: &VmName,
         limit: Duration,
     ) -> Result<()> {
         match self {

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 
+use farside_daemon::VmName;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{
@@ -79,28 +80,28 @@ pub enum Request {
         /// The migration.
         id: String,
         /// The VM.
-        vm: String,
+        vm: VmName,
     },
     /// Starts a QEMU that waits for the guest.
     Incoming {
         /// The migration.
         id: String,
         /// The VM.
-        vm: String,
+        vm: VmName,
     },
     /// The other host is done.
     Finish {
         /// The migration.
         id: String,
         /// The VM.
-        vm: String,
+        vm: VmName,
     },
     /// Ends the VM, if it was started, and removes its configuration.
     StopThere {
         /// The migration.
         id: String,
         /// The VM.
-        vm: String,
+        vm: VmName,
     },
 }
 
@@ -188,7 +189,7 @@ mod tests {
     fn request() -> Request {
         Request::Start {
             id: "1".into(),
-            vm: "web1".into(),
+            vm: "web1".parse().unwrap(),
         }
     }
 

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_daemon::{NameError, check_name_of};
+use farside_daemon::DeviceId;
 
 use crate::{Firmware, SharedMemoryError, ViommuError, Vm, check_viommu};
 
@@ -18,9 +18,6 @@ const MAX_VCPUS: u32 = 255;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum VmError {
-    /// A name or id is invalid.
-    #[error(transparent)]
-    Name(#[from] NameError),
     /// Guest RAM is not a multiple of the page size.
     #[error(
         "guest RAM of {ram} bytes is not a multiple of {granule} bytes: use {below} or {above}"
@@ -52,7 +49,7 @@ pub enum VmError {
     /// The machine does not have the port.
     #[error("device {id} at port {port}: the ports of a {machine} VM are 0 to {last}")]
     Port {
-        id: String,
+        id: DeviceId,
         port: usize,
         machine: &'static str,
         last: usize,
@@ -64,8 +61,8 @@ pub enum VmError {
     )]
     SamePort {
         port: usize,
-        first: String,
-        second: String,
+        first: DeviceId,
+        second: DeviceId,
     },
     /// More devices or ports than the machine can have.
     #[error("{wanted} {what}: a {machine} VM has room for {limit}")]
@@ -95,7 +92,6 @@ pub enum VmError {
 impl Vm {
     /// Checks everything that does not depend on the system.
     pub fn check(&self) -> Result<(), VmError> {
-        check_name_of("VM name", &self.name)?;
         self.check_ram()?;
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(VmError::Vcpus { vcpus: self.vcpus });
@@ -109,10 +105,9 @@ impl Vm {
             check_socket(monitor)?;
         }
         for device in &self.devices {
-            check_name_of("device id", &device.id)?;
             check_socket(&device.socket)?;
         }
-        unique("device id", self.devices.iter().map(|d| d.id.clone()))?;
+        unique("device id", self.devices.iter().map(|d| d.id.to_string()))?;
         let sockets = self.devices.iter().map(|d| d.socket.as_path());
         let sockets = sockets.chain(self.monitor.as_deref());
         unique("socket", sockets.map(|path| path.display().to_string()))?;

@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
+use farside_daemon::{DeviceId, VmName};
 use serde::Deserialize;
 
 /// A VM that borrows devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vm {
-    /// 1 to 48 letters, digits, `-`, `_`, `.`; the first a letter or digit.
-    pub name: String,
+    /// Its name.
+    pub name: VmName,
     /// Guest RAM, in bytes: whole MiB, and whole huge pages if it uses them.
     pub ram: u64,
     /// CPUs, 1 to 255.
@@ -35,9 +36,9 @@ pub struct Vm {
 
 impl Vm {
     /// A q35 with one CPU, SeaBIOS, KVM if available, and no devices.
-    pub fn new(name: impl Into<String>, ram: u64) -> Self {
+    pub fn new(name: VmName, ram: u64) -> Self {
         Self {
-            name: name.into(),
+            name,
             ram,
             vcpus: 1,
             machine: Machine::default(),
@@ -55,9 +56,8 @@ impl Vm {
 /// A borrowed device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// The cluster-wide id: letters, digits, `-`, `_`, `.`; the first a letter
-    /// or digit. QEMU knows the device by [`qemu_id`].
-    pub id: String,
+    /// The cluster-wide id. QEMU knows the device by [`qemu_id`].
+    pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus). Default: its position
     /// among the VM's devices.
     pub port: Option<u16>,
@@ -69,7 +69,7 @@ pub struct Device {
 
 /// The QEMU id of the borrowed device `id`: `dev-` and the id, since QEMU's ids begin with a letter
 /// and must not collide with those of ports and memory.
-pub fn qemu_id(id: &str) -> String {
+pub fn qemu_id(id: &DeviceId) -> String {
     format!("dev-{id}")
 }
 

@@ -11,14 +11,14 @@ use proptest::prelude::*;
 fn device(id: &str) -> Device {
     Device {
         port: None,
-        id: id.to_owned(),
+        id: id.parse().unwrap(),
         socket: format!("/run/farside/vm1/{id}.sock").into(),
         bootindex: None,
     }
 }
 
 fn vm() -> Vm {
-    let mut vm = Vm::new("vm1", 1 << 30);
+    let mut vm = Vm::new("vm1".parse().unwrap(), 1 << 30);
     vm.devices.push(device("disk0"));
     vm
 }
@@ -259,16 +259,6 @@ fn bad_descriptions_say_what_to_do() {
         change(&mut vm);
         error(&vm)
     };
-    let rule = "has a character that is not allowed; \
-                use 1 to 48 letters, digits, `-`, `_` and `.`, first a letter or digit";
-    assert_eq!(
-        with(|vm| vm.name = "a,b".into()),
-        format!("VM name \"a,b\" {rule}")
-    );
-    assert_eq!(
-        with(|vm| vm.devices[0].id = ".x".into()),
-        format!("device id \".x\" {rule}")
-    );
     assert_eq!(
         with(|vm| vm.ram += 1),
         "guest RAM of 1073741825 bytes is not a multiple of 1048576 bytes: \
@@ -416,14 +406,14 @@ proptest! {
     /// Any input returns arguments that QEMU's parser accepts, or an error.
     #[test]
     fn any_description_gives_arguments_or_an_error(
-        name in "[a-z0-9.,-]{0,4}",
+        name in "[a-z0-9][a-z0-9.-]{0,3}",
         mib in 0u64..1 << 40,
         vcpus in 0u32..300,
-        ids in prop::collection::vec("[a-z0-9\"\\\\,]{0,3}", 0..5),
+        ids in prop::collection::vec("[a-z0-9][a-z0-9_.-]{0,2}", 0..5),
         spare in 0u16..80,
         i440fx in any::<bool>(),
     ) {
-        let mut vm = Vm::new(name, mib << 20);
+        let mut vm = Vm::new(name.parse().unwrap(), mib << 20);
         vm.vcpus = vcpus;
         vm.spare_ports = spare;
         vm.machine = if i440fx { Machine::I440fx } else { Machine::Q35 };

@@ -78,7 +78,7 @@ fn vm_strategy() -> impl Strategy<Value = Vm> {
     )
         .prop_map(
             |(ports, mib, [i440fx, ovmf, monitor, boot], spare, pages, vcpus)| {
-                let mut vm = Vm::new("vm1", mib << 20);
+                let mut vm = Vm::new("vm1".parse().unwrap(), mib << 20);
                 vm.vcpus = vcpus;
                 vm.spare_ports = spare;
                 if i440fx {
@@ -99,7 +99,7 @@ fn vm_strategy() -> impl Strategy<Value = Vm> {
                     .into_iter()
                     .enumerate()
                     .map(|(n, port)| Device {
-                        id: format!("disk{n}"),
+                        id: format!("disk{n}").parse().unwrap(),
                         port: Some(port),
                         socket: format!("/run/farside/vm1/disk{n}.sock").into(),
                         bootindex: (boot && n == 0).then_some(0),
@@ -200,11 +200,11 @@ proptest! {
 
 #[test]
 fn a_file_for_readconfig() {
-    let mut vm = Vm::new("vm1", 1 << 30);
+    let mut vm = Vm::new("vm1".parse().unwrap(), 1 << 30);
     vm.accel = Accel::Tcg;
     vm.monitor = Some("/run/q".into());
     vm.devices.push(Device {
-        id: "disk0".into(),
+        id: "disk0".parse().unwrap(),
         port: None,
         socket: "/run/disk0.sock".into(),
         bootindex: None,
@@ -237,7 +237,7 @@ fn a_file_for_readconfig() {
 
 #[test]
 fn a_file_cannot_have_a_quote() {
-    let mut vm = Vm::new("vm1", 1 << 30);
+    let mut vm = Vm::new("vm1".parse().unwrap(), 1 << 30);
     vm.monitor = Some("/run/\"q".into());
     let error = vm.read_config("qemu", "/tmp/a.cfg".as_ref()).unwrap_err();
     assert!(matches!(error, VmError::ConfigValue { .. }));

@@ -57,7 +57,7 @@ impl From<&DeviceStatus> for Lent {
     fn from(status: &DeviceStatus) -> Self {
         let borrowed_by = status.entry.borrowed_by.as_ref();
         Self {
-            borrowed_by: borrowed_by.map(|by| by.vm.clone()),
+            borrowed_by: borrowed_by.map(|by| by.vm.to_string()),
             bus_master: status.bus_master,
             windows: status.usage.windows,
             lut_entries: status.usage.lut_entries,

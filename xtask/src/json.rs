@@ -11,7 +11,7 @@ use farside_bench::{
     Section, Series, Target, Unit,
 };
 use farside_doctor::{Finding, Level, Report};
-use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova};
+use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage};
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
 use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation};
 use farside_planner::{
@@ -116,21 +116,23 @@ fn keys_have_the_types_of_all_documents() {
 
 fn entry(problem: Option<&str>) -> DeviceEntry {
     let borrowed_by = BorrowedBy {
-        vm: "web1".to_owned(),
+        vm: "web1".parse().unwrap(),
         generation: Generation(3),
         seconds: 2,
     };
     let fence = Fence {
-        vm: "web1".to_owned(),
+        vm: "web1".parse().unwrap(),
         generation: Generation(2),
         migration: "m1".to_owned(),
         reserved: false,
     };
     DeviceEntry {
         borrowed_by: problem.map(|_| borrowed_by),
+        id: "disk0".parse().unwrap(),
+        source: "model".to_owned(),
+        summary: "NVMe, 1 GiB".to_owned(),
         fences: vec![fence],
         problem: problem.map(str::to_owned),
-        ..DeviceEntry::default()
     }
 }
 
@@ -154,12 +156,12 @@ fn status_is_documented() {
             ..VectorsStatus::default()
         },
         last_error: Some("the lender is gone".to_owned()),
-        ..DeviceReport::new("disk0", "NVMe, 1 GiB", lender.clone())
+        ..DeviceReport::new(&"disk0".parse().unwrap(), "NVMe, 1 GiB", lender.clone())
     };
-    let idle = DeviceReport::new("disk1", "NVMe, 1 GiB", lender.clone());
+    let idle = DeviceReport::new(&"disk1".parse().unwrap(), "NVMe, 1 GiB", lender.clone());
     let backend = BackendReport {
         format: farside_backend_api::status::FORMAT,
-        vm: "web1".to_owned(),
+        vm: "web1".parse().unwrap(),
         pid: 7,
         devices: vec![borrowed, idle],
     };
@@ -174,6 +176,14 @@ fn status_is_documented() {
         unix_ms: 8,
         fault,
     };
+    let free = DeviceStatus {
+        entry: entry(None),
+        bus_master: false,
+        usage: Usage::default(),
+        interrupts: Vec::new(),
+        faults: FaultSummary::default(),
+        counters: Vec::new(),
+    };
     let lent = DeviceStatus {
         entry: entry(Some("the medium fails")),
         interrupts: vec![(2, 1, 40)],
@@ -182,11 +192,7 @@ fn status_is_documented() {
             ..FaultSummary::default()
         },
         counters: vec![("io_commands".to_owned(), 12)],
-        ..DeviceStatus::default()
-    };
-    let free = DeviceStatus {
-        entry: entry(None),
-        ..DeviceStatus::default()
+        ..free.clone()
     };
     let lender = LenderReport {
         lender: "rack1-b".to_owned(),

@@ -12,6 +12,7 @@
 
 use std::path::PathBuf;
 
+use farside_daemon::{DeviceId, VmName};
 use serde::{Deserialize, Serialize};
 
 /// The version of these messages.
@@ -37,12 +38,12 @@ pub enum Command {
     /// Looks a device up and serves it. Does not borrow it yet.
     Attach {
         /// Device id.
-        device: String,
+        device: DeviceId,
     },
     /// Stops serving a device. Answered after the device is returned to its lender.
     Detach {
         /// Device id.
-        device: String,
+        device: DeviceId,
         /// Detach even if a connected client has not released it: a surprise removal
         /// for the VM.
         #[serde(default)]
@@ -75,7 +76,7 @@ pub enum Answer {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The VM's name.
-    pub vm: String,
+    pub vm: VmName,
     /// The backend's process.
     pub pid: u32,
     /// The devices that it serves.
@@ -86,7 +87,7 @@ pub struct Status {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Served {
     /// Device id.
-    pub device: String,
+    pub device: DeviceId,
     /// The socket for the VMM.
     pub socket: PathBuf,
     /// A client is connected and has not released the device.

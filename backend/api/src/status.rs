@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use farside_daemon::{DeviceId, VmName};
 use farside_irq_relay::VectorsStatus;
 use farside_lender_protocol::{Address, DeviceStatus, Generation};
 use serde::{Deserialize, Serialize};
@@ -31,7 +32,7 @@ pub struct BackendReport {
     #[serde(default = "first_format")]
     pub format: u32,
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The backend's process.
     pub pid: u32,
     /// The devices that it serves.
@@ -42,7 +43,7 @@ pub struct BackendReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceReport {
     /// Device id.
-    pub device: String,
+    pub device: DeviceId,
     /// Model name and size.
     pub summary: String,
     /// Address of its lender.
@@ -179,7 +180,7 @@ impl BackendReport {
 
 impl DeviceReport {
     /// A device that is not borrowed yet.
-    pub fn new(device: &str, summary: &str, lender: Address) -> Self {
+    pub fn new(device: &DeviceId, summary: &str, lender: Address) -> Self {
         Self {
             device: device.to_owned(),
             summary: summary.to_owned(),

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::Wakeup;
+use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::SetIrqs;
@@ -31,8 +31,8 @@ use work::Borrower;
 /// The constant settings of a backend's device.
 #[derive(Clone)]
 pub(crate) struct Settings {
-    pub(crate) vm: String,
-    pub(crate) device: String,
+    pub(crate) vm: VmName,
+    pub(crate) device: DeviceId,
     pub(crate) lender: Address,
     /// The backend signals interrupts, instead of the device signalling the VMM directly.
     pub(crate) relay_interrupts: bool,
@@ -120,12 +120,12 @@ pub(crate) enum WorkError {
     #[error(
         "device {0} is not the one that was described when the backend started: restart the backend"
     )]
-    Changed(String),
+    Changed(DeviceId),
     #[error(
         "cannot read the fences of device {device}, without which the VM's right to it is unknown"
     )]
     Fences {
-        device: String,
+        device: DeviceId,
         source: std::io::Error,
     },
     #[error("the thread that does the borrow's work has panicked")]

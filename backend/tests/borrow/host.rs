@@ -90,7 +90,7 @@ impl Host {
 
     pub fn start_lender(&mut self) {
         let lender = Lender::start(farside_lender::config::Config {
-            name: "test".into(),
+            name: "test".parse().unwrap(),
             socket: self.lender_socket(),
             fabric: self.limits.clone(),
             device: self.devices.clone(),
@@ -118,15 +118,15 @@ impl Host {
     /// The lender's report on a device.
     pub fn lender_status(&self, device: &str) -> DeviceStatus {
         let mut client = Client::connect(&self.lender(), None).unwrap();
-        client.status(device).unwrap()
+        client.status(&device.parse().unwrap()).unwrap()
     }
 
     /// A configuration of a backend for `vm`.
     pub fn config(&self, vm: &str, devices: &[&str]) -> Config {
         Config {
-            vm: vm.into(),
+            vm: vm.parse().unwrap(),
             directory: self.directory(vm),
-            devices: devices.iter().map(|&id| id.to_owned()).collect(),
+            devices: devices.iter().map(|id| id.parse().unwrap()).collect(),
             lenders: vec![self.lender()],
             ram: Vec::new(),
             ntb: None,
@@ -153,7 +153,7 @@ impl Drop for Host {
 
 pub fn dma_test(id: &str) -> DeviceConfig {
     DeviceConfig {
-        id: id.into(),
+        id: id.parse().unwrap(),
         source: Model::dma_test().into(),
     }
 }
@@ -163,7 +163,7 @@ pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
     let image = std::fs::File::create(&path).unwrap();
     image.set_len(DISK_SIZE).unwrap();
     DeviceConfig {
-        id: id.into(),
+        id: id.parse().unwrap(),
         source: Model::nvme(path, false).into(),
     }
 }

@@ -201,7 +201,7 @@ impl Muted {
                 })),
                 Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {
                     entry: DeviceEntry {
-                        id: DMA.into(),
+                        id: DMA.parse().unwrap(),
                         source: "model".into(),
                         summary: String::new(),
                         borrowed_by: None,
@@ -253,9 +253,9 @@ pub fn muted_within(
     let socket = dir.path().join("lender.sock");
     let lender = Muted::start(socket.clone(), mute);
     let served = Served::start(farside_backend::Config {
-        vm: "a".into(),
+        vm: "a".parse().unwrap(),
         directory: dir.path().join("a"),
-        devices: vec![DMA.into()],
+        devices: vec![DMA.parse().unwrap()],
         lenders: vec![socket.into()],
         ram: Vec::new(),
         ntb: None,

@@ -202,7 +202,7 @@ fn reads_in_flight_are_drained_before_memory_is_let_go() {
             slow += 1;
             until("the reads are done", || {
                 let mut client = Client::connect(&host.lender(), None).unwrap();
-                let status = client.status(DISK);
+                let status = client.status(&DISK.parse().unwrap());
                 status.is_ok_and(|status| status.entry.borrowed_by.is_none())
             });
         } else {

@@ -139,8 +139,6 @@ fn a_backend_that_cannot_start_says_why() {
     let message = |config| start_error(config).to_string();
     assert!(message(host.config("a", &[DMA, DMA])).contains("named twice"));
     assert!(message(host.config("a", &["dma7"])).contains("no lender has device \"dma7\""));
-    assert!(message(host.config("../a", &[DMA])).contains("VM name \"../a\""));
-    assert!(message(host.config("a", &["x/y"])).contains("device id \"x/y\""));
     let _served = host.serve(DMA);
     assert!(message(host.config("a", &[DMA])).contains("VM a has a backend already"));
     host.stop_lender();

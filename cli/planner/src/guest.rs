@@ -81,13 +81,13 @@ impl Guest {
         if self.devices == 0 {
             return Err(GuestError::NoDevices { ram });
         }
-        let mut vm = Vm::new("plan", ram);
+        let mut vm = Vm::new("plan".parse().expect("a valid name"), ram);
         vm.machine = self.machine;
         vm.huge_pages = self.huge_pages;
         vm.devices = (0..self.devices)
             .map(|n| Device {
                 port: None,
-                id: format!("d{n}"),
+                id: format!("d{n}").parse().expect("a valid id"),
                 socket: format!("d{n}").into(),
                 bootindex: None,
             })

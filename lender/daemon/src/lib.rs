@@ -1,7 +1,7 @@
 //! The common parts of the daemons: paths, sockets, readiness, rate-limited logging.
 //!
 //! - [`paths`]: default paths of sockets.
-//! - [`check_name`]: names that are used in file names and log lines.
+//! - [`VmName`], [`DeviceId`], [`LenderName`], [`GroupName`]: names, checked when parsed.
 //! - [`is_private`]: networks that need no encryption.
 //! - [`files`]: small files that survive a crash.
 //! - [`FileLock`]: a lock between processes.
@@ -41,7 +41,7 @@ pub use command::{OutputError, ends_by, output_within};
 pub use group::{GroupError, SocketGroup};
 pub use listener::{ListenError, OwnedListener};
 pub use lock::{FileLock, Holder, LockError};
-pub use names::{MAX_NAME, NAME_RULE, NameError, check_name, check_name_of};
+pub use names::{DeviceId, GroupName, LenderName, NameError, VmName};
 pub use network::is_private;
 pub use open_files::raise_open_files;
 pub use rate_limit::{HeldBack, RateLimit, StateLog};

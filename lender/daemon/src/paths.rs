@@ -10,6 +10,8 @@ use std::{
 
 use rustix::fs::FileType;
 
+use crate::{DeviceId, VmName};
+
 /// The directory of farside's sockets: `$FARSIDE_RUNTIME_DIR`, else
 /// `$XDG_RUNTIME_DIR/farside`, else `/run/farside` for root and
 /// `/run/user/UID/farside` for others.
@@ -35,12 +37,12 @@ pub fn lender_socket() -> PathBuf {
 }
 
 /// The directory of one VM's backend's sockets.
-pub fn vm_dir(vm: &str) -> PathBuf {
-    runtime_dir().join("vm").join(vm)
+pub fn vm_dir(vm: &VmName) -> PathBuf {
+    runtime_dir().join("vm").join(vm.as_str())
 }
 
 /// Name of a device's socket in the VM's directory.
-pub fn device_socket_name(device: &str) -> String {
+pub fn device_socket_name(device: &DeviceId) -> String {
     format!("{device}.sock")
 }
 
@@ -48,12 +50,12 @@ pub fn device_socket_name(device: &str) -> String {
 pub const STATUS_SOCKET_NAME: &str = "status";
 
 /// The socket to which QEMU connects for a device of a VM.
-pub fn device_socket(vm: &str, device: &str) -> PathBuf {
+pub fn device_socket(vm: &VmName, device: &DeviceId) -> PathBuf {
     vm_dir(vm).join(device_socket_name(device))
 }
 
 /// The socket of a VM's backend for `farside status`.
-pub fn status_socket(vm: &str) -> PathBuf {
+pub fn status_socket(vm: &VmName) -> PathBuf {
     vm_dir(vm).join(STATUS_SOCKET_NAME)
 }
 
@@ -61,12 +63,12 @@ pub fn status_socket(vm: &str) -> PathBuf {
 pub const CONTROL_SOCKET_NAME: &str = "control";
 
 /// The socket of a VM's backend for attaching and detaching devices.
-pub fn control_socket(vm: &str) -> PathBuf {
+pub fn control_socket(vm: &VmName) -> PathBuf {
     vm_dir(vm).join(CONTROL_SOCKET_NAME)
 }
 
 /// The QMP socket of a VM's QEMU.
-pub fn monitor_socket(vm: &str) -> PathBuf {
+pub fn monitor_socket(vm: &VmName) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 

@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::{DeviceId, VmName};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
@@ -114,14 +115,14 @@ pub struct Client {
 impl Client {
     /// Connects to the lender at `address` and checks the version. `vm` is the VM that
     /// borrows through this connection; `None` for tools.
-    pub fn connect(address: &Address, vm: Option<&str>) -> Result<Self, CallError> {
+    pub fn connect(address: &Address, vm: Option<&VmName>) -> Result<Self, CallError> {
         Self::connect_by(address, vm, None)
     }
 
     /// As [`Client::connect`], with a [deadline](Client::set_deadline).
     pub fn connect_by(
         address: &Address,
-        vm: Option<&str>,
+        vm: Option<&VmName>,
         deadline: Option<Instant>,
     ) -> Result<Self, CallError> {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -144,7 +145,7 @@ impl Client {
         };
         let hello = Request::Hello {
             version: VERSION,
-            vm: vm.map(str::to_owned),
+            vm: vm.map(VmName::to_string),
         };
         let reply = client.call(hello, &[]).map_err(|error| match error {
             CallError::Lost(ChannelError::Foreign(first)) => CallError::NotALender {
@@ -223,7 +224,7 @@ impl Client {
     }
 
     /// The description of a device.
-    pub fn describe(&mut self, device: &str) -> Result<Described, CallError> {
+    pub fn describe(&mut self, device: &DeviceId) -> Result<Described, CallError> {
         let device = device.to_owned();
         match self.call(Request::Describe { device }, &[])? {
             (Reply::Description(description), _) => Ok(*description),
@@ -232,7 +233,7 @@ impl Client {
     }
 
     /// A device's counters.
-    pub fn status(&mut self, device: &str) -> Result<DeviceStatus, CallError> {
+    pub fn status(&mut self, device: &DeviceId) -> Result<DeviceStatus, CallError> {
         let device = device.to_owned();
         match self.call(Request::Status { device }, &[])? {
             (Reply::Status(status), _) => Ok(*status),
@@ -243,7 +244,7 @@ impl Client {
     /// See [`Request::Check`].
     pub fn check(
         &mut self,
-        device: &str,
+        device: &DeviceId,
         route: Route,
         ram: Vec<RamRange>,
     ) -> Result<(), CallError> {
@@ -256,7 +257,7 @@ impl Client {
     /// the lease.
     pub fn borrow_device(
         &mut self,
-        device: &str,
+        device: &DeviceId,
         route: Route,
         bar_memory: &[BorrowedFd<'_>],
     ) -> Result<Lease, CallError> {
@@ -304,14 +305,14 @@ impl Client {
     /// See [`Request::Handover`]. Returns the VM's fence.
     pub fn hand_over(
         &mut self,
-        device: &str,
-        vm: &str,
+        device: &DeviceId,
+        vm: &VmName,
         migration: &str,
         supersedes: Option<Generation>,
     ) -> Result<Generation, CallError> {
         let request = Request::Handover {
             device: device.to_owned(),
-            vm: vm.to_owned(),
+            vm: vm.to_string(),
             migration: migration.to_owned(),
             supersedes,
         };
@@ -322,7 +323,7 @@ impl Client {
     }
 
     /// See [`Request::EndReservation`].
-    pub fn end_reservation(&mut self, device: &str) -> Result<(), CallError> {
+    pub fn end_reservation(&mut self, device: &DeviceId) -> Result<(), CallError> {
         let device = device.to_owned();
         self.done(Request::EndReservation { device }, &[])
     }

@@ -8,7 +8,7 @@
 
 use std::{collections::BTreeMap, io, path::Path};
 
-use farside_daemon::files;
+use farside_daemon::{DeviceId, VmName, files};
 use serde::{Deserialize, Serialize};
 
 use crate::{ErrorKind, Generation, RemoteError};
@@ -24,7 +24,7 @@ const MAX_FILE: u64 = 1 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fence {
     /// The VM.
-    pub vm: String,
+    pub vm: VmName,
     /// The least generation with which the VM may borrow the device.
     pub generation: Generation,
     /// The id of the migration that requested the handover; empty if the lender received
@@ -37,7 +37,7 @@ pub struct Fence {
 
 impl Fence {
     /// The refusal of a borrow by the VM with the fence `shown`.
-    pub fn refusal(&self, device: &str, shown: Option<Generation>) -> RemoteError {
+    pub fn refusal(&self, device: &DeviceId, shown: Option<Generation>) -> RemoteError {
         let shown = match shown {
             Some(generation) => format!("fence {generation}"),
             None => "no fence".to_owned(),
@@ -52,7 +52,7 @@ impl Fence {
     }
 
     /// The refusal of a borrow by another VM while the device is reserved.
-    pub fn reservation(&self, device: &str) -> RemoteError {
+    pub fn reservation(&self, device: &DeviceId) -> RemoteError {
         RemoteError {
             kind: ErrorKind::Busy,
             message: format!(
@@ -66,7 +66,7 @@ impl Fence {
 /// The fences of one VM on the host where it runs: device id and generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Fences(pub BTreeMap<String, Generation>);
+pub struct Fences(pub BTreeMap<DeviceId, Generation>);
 
 impl Fences {
     /// Reads a file. A missing file holds no fences.
@@ -102,7 +102,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());
-        let fences = Fences([("disk0".to_owned(), Generation(7))].into());
+        let fences = Fences([("disk0".parse().unwrap(), Generation(7))].into());
         fences.save(&path).unwrap();
         assert_eq!(Fences::load(&path).unwrap(), fences);
         assert_eq!(fences.of("disk0"), Some(Generation(7)));

@@ -1,5 +1,6 @@
 //! Requests and replies.
 
+use farside_daemon::{DeviceId, VmName};
 use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
@@ -41,7 +42,8 @@ pub enum Request {
     Hello {
         /// [`VERSION`] of the sender.
         version: u32,
-        /// The VM that borrows; `None` for tools.
+        /// The VM that borrows; `None` for tools. Text, so that the lender can name an invalid
+        /// name in its refusal.
         vm: Option<String>,
     },
     /// Lists the lender's devices.
@@ -52,19 +54,19 @@ pub enum Request {
     /// Describes a device: configuration space, BARs, vectors.
     Describe {
         /// Device id.
-        device: String,
+        device: DeviceId,
     },
     /// Queries one device's counters.
     Status {
         /// Device id.
-        device: String,
+        device: DeviceId,
     },
     /// Checks before a guest boots whether it could borrow the device. Finds addresses
     /// that the device cannot reach, windows that do not fit, memory above the limit of
     /// locked memory.
     Check {
         /// Device id.
-        device: String,
+        device: DeviceId,
         /// How the device would reach the guest.
         route: Route,
         /// The guest's RAM.
@@ -76,7 +78,7 @@ pub enum Request {
     /// closing it returns the device.
     Borrow {
         /// Device id.
-        device: String,
+        device: DeviceId,
         /// How the device reaches the guest.
         route: Route,
         /// The fence of the last [handover](Request::Handover) to this host, if any. The
@@ -148,8 +150,8 @@ pub enum Request {
     /// as its fence.
     Handover {
         /// Device id.
-        device: String,
-        /// The VM.
+        device: DeviceId,
+        /// The VM. Text, as in [`Request::Hello`].
         vm: String,
         /// Id of the migration. A repeated request with the same id returns the same
         /// generation, and does not end a lease under it.
@@ -162,7 +164,7 @@ pub enum Request {
     /// The fence stays.
     EndReservation {
         /// Device id.
-        device: String,
+        device: DeviceId,
     },
 }
 
@@ -325,10 +327,10 @@ pub enum ErrorKind {
 }
 
 /// A line of `farside devices`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceEntry {
     /// Cluster-wide device id.
-    pub id: String,
+    pub id: DeviceId,
     /// Device source, such as `model`.
     pub source: String,
     /// Model name and size.
@@ -357,7 +359,7 @@ impl DeviceEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BorrowedBy {
     /// VM name.
-    pub vm: String,
+    pub vm: VmName,
     /// The lease's generation.
     pub generation: Generation,
     /// Seconds since the borrow.
@@ -366,7 +368,7 @@ pub struct BorrowedBy {
 
 impl BorrowedBy {
     /// The refusal for another VM that tries to borrow `device`.
-    pub fn refusal(&self, device: &str) -> RemoteError {
+    pub fn refusal(&self, device: &DeviceId) -> RemoteError {
         RemoteError {
             kind: ErrorKind::Busy,
             message: format!(
@@ -378,7 +380,7 @@ impl BorrowedBy {
 }
 
 /// The status of one device.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceStatus {
     /// Its entry in the list of devices.
     pub entry: DeviceEntry,

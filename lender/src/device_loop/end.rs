@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use farside_daemon::VmName;
 use farside_error_chain::Chain;
 use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, TOKEN_LIFE};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -43,7 +44,7 @@ pub(super) fn take_back(
     owner: &mut DeviceLoop,
     mut device: Box<dyn LeasedDevice>,
     mut connection: Channel,
-    vm: &str,
+    vm: &VmName,
     generation: Generation,
     refusals: u64,
     end: End,
@@ -93,7 +94,7 @@ pub(super) fn take_back(
 fn revoke(
     owner: &mut DeviceLoop,
     device: &mut dyn LeasedDevice,
-    vm: &str,
+    vm: &VmName,
     generation: Generation,
 ) -> bool {
     let mut pause = FIRST_PAUSE;

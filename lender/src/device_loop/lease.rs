@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::VmName;
 use farside_fabric::MemoryRange;
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
@@ -43,7 +44,7 @@ pub(super) struct LeaseLoop<'a> {
     device: Box<dyn LeasedDevice>,
     connection: Channel,
     registers: Channel,
-    vm: String,
+    vm: VmName,
     generation: Generation,
     /// Number of register accesses served.
     served: u64,

@@ -67,8 +67,8 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
         quiesces: Arc::clone(&quiesces),
     };
     let adapter = Adapter::new(NtbLimits::default()).unwrap();
-    let model = ModelDevice::new("keeper", Box::new(keeper), adapter).unwrap();
-    let leased = Box::new(model).lease(Route::Memory, "vm", Vec::new());
+    let model = ModelDevice::new(&"keeper".parse().unwrap(), Box::new(keeper), adapter).unwrap();
+    let leased = Box::new(model).lease(Route::Memory, &"vm".parse().unwrap(), Vec::new());
     let mut model = leased.map_err(|not| not.error).unwrap().device;
     for page in 0..2 {
         let memory = create_sealed("page", PAGE).unwrap();

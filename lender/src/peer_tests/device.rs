@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
     BusAddress, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
@@ -106,7 +107,7 @@ impl DeviceSource for Recorder {
     fn lease(
         self: Box<Self>,
         _route: Route,
-        _vm: &str,
+        _vm: &VmName,
         _bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         self.note(Done::Begin);

@@ -40,10 +40,16 @@ fn a_close_that_fails_is_tried_again_with_pauses_and_the_lease_stays() {
     // The thread handles requests between two attempts, and the device is not lent to
     // others.
     assert_eq!(host.holder().as_deref(), Some("a"));
-    let entry = host.client("b").status(DEVICE).unwrap().entry;
+    let entry = host
+        .client("b")
+        .status(&DEVICE.parse().unwrap())
+        .unwrap()
+        .entry;
     let problem = entry.problem.unwrap_or_default();
     assert!(problem.contains("cannot be written"), "{problem}");
-    host.client("b").describe(DEVICES[1]).unwrap();
+    host.client("b")
+        .describe(&DEVICES[1].parse().unwrap())
+        .unwrap();
     let failed = failed_closes(&host);
     let began = Instant::now();
     host.failing_closes.store(3, Ordering::Relaxed);
@@ -70,7 +76,7 @@ fn a_handover_is_refused_while_the_lease_cannot_be_ended_and_works_afterwards() 
     abandon(&host, FOR_EVER);
     let handover = || {
         let request = Request::Handover {
-            device: DEVICE.into(),
+            device: DEVICE.parse().unwrap(),
             vm: "a".into(),
             migration: "m1".into(),
             supersedes: None,

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::Wakeup;
+use farside_daemon::{DeviceId, Wakeup};
 use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
     RemoteError, Reply, Request, Route, VERSION,
@@ -74,16 +74,18 @@ impl Host {
         let registry = Arc::new(Registry::new(fences));
         let mut threads = Vec::new();
         for (id, source) in DEVICES.into_iter().zip(devices) {
+            let id: DeviceId = id.parse().unwrap();
             let (kind, described) = (source.kind(), source.described().clone());
             let (device_loop, mailbox) =
-                DeviceLoop::new(id.into(), Arc::clone(&registry), stop.clone(), poll_time).unwrap();
-            registry.add(id, kind, described, mailbox, Generation(1));
+                DeviceLoop::new(id.clone(), Arc::clone(&registry), stop.clone(), poll_time)
+                    .unwrap();
+            registry.add(&id, kind, described, mailbox, Generation(1));
             threads.push(std::thread::spawn(move || device_loop.run(source)));
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
         let address = listener.address();
         let about = Arc::new(About {
-            name: "peer".into(),
+            name: "peer".parse().unwrap(),
             limits: Default::default(),
         });
         let stopped = stop.clone();
@@ -124,7 +126,7 @@ impl Host {
     }
 
     pub(super) fn client(&self, vm: &str) -> Client {
-        Client::connect(&self.address, Some(vm)).unwrap()
+        Client::connect(&self.address, Some(&vm.parse().unwrap())).unwrap()
     }
 
     pub(super) fn peer(&self) -> Peer {
@@ -149,7 +151,7 @@ impl Host {
     /// A peer with a lease, and the token for its register channel.
     pub(super) fn borrow(&self, vm: &str) -> (Peer, RegisterToken) {
         let mut peer = self.hello(vm);
-        let device = DEVICE.to_owned();
+        let device = DEVICE.parse().unwrap();
         let route = Route::Ntb;
         match peer
             .call(
@@ -193,8 +195,8 @@ impl Host {
 
     pub(super) fn holder(&self) -> Option<String> {
         let mut tool = Client::connect(&self.address, None).unwrap();
-        let status = tool.status(DEVICE).unwrap();
-        status.entry.borrowed_by.map(|by| by.vm)
+        let status = tool.status(&DEVICE.parse().unwrap()).unwrap();
+        status.entry.borrowed_by.map(|by| by.vm.to_string())
     }
 
     /// Waits until the device is not lent; then it must not be able to access any memory

@@ -34,8 +34,12 @@ const READ: Access = Access::Read {
 fn a_device_is_used_and_returned_without_any_descriptor() {
     let host = Host::new();
     let mut client = host.client("a");
-    client.check(DEVICE, Route::Ntb, Vec::new()).unwrap();
-    let lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
+    client
+        .check(&DEVICE.parse().unwrap(), Route::Ntb, Vec::new())
+        .unwrap();
+    let lease = client
+        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .unwrap();
     assert_eq!(lease.bars, [BarMemory::Peer { address: BAR }]);
     assert!(lease.files.is_empty());
     let mut registers = lease.registers;
@@ -74,15 +78,26 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     let host = Host::new();
     let mut client = host.client("a");
     for refused in [
-        client.check(DEVICE, Route::Memory, Vec::new()),
-        client.borrow_device(DEVICE, Route::Memory, &[]).map(|_| ()),
+        client.check(&DEVICE.parse().unwrap(), Route::Memory, Vec::new()),
+        client
+            .borrow_device(&DEVICE.parse().unwrap(), Route::Memory, &[])
+            .map(|_| ()),
     ] {
         let error = refused.unwrap_err();
         assert!(matches!(&error, CallError::Refused(_)), "{error}");
         assert!(error.to_string().contains("through an NTB"), "{error}");
     }
-    let _lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
-    let counts = irq_counts(&host.client("b").describe(DEVICE).unwrap().description).unwrap();
+    let _lease = client
+        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .unwrap();
+    let counts = irq_counts(
+        &host
+            .client("b")
+            .describe(&DEVICE.parse().unwrap())
+            .unwrap()
+            .description,
+    )
+    .unwrap();
     let range = IrqRange::new(&counts, IrqIndex::Msix as u32, 0, 1).unwrap();
     let sinks = IrqData::Targets(vec![Some(IrqTarget::from(TriggerFd::new().unwrap()))]);
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
@@ -168,7 +183,9 @@ fn a_borrower_that_goes_in_any_way_gives_the_device_back() {
 fn a_lender_that_stops_is_noticed() {
     let host = Host::new();
     let mut client = host.client("a");
-    let lease = client.borrow_device(DEVICE, Route::Ntb, &[]).unwrap();
+    let lease = client
+        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .unwrap();
     let mut registers = lease.registers;
     drop(host);
     let gone = registers.receive::<Event>(DEADLINE).unwrap_err();
@@ -214,7 +231,9 @@ fn broken_frames_end_a_lease_and_half_ones_hold_nothing_up() {
 fn a_borrower_that_does_not_read_is_given_up() {
     let host = Host::new();
     let mut other = host.client("b");
-    let lease = other.borrow_device(DEVICES[1], Route::Ntb, &[]).unwrap();
+    let lease = other
+        .borrow_device(&DEVICES[1].parse().unwrap(), Route::Ntb, &[])
+        .unwrap();
     let mut others = lease.registers;
     let (_peer, token) = host.borrow("a");
     let mut registers = host.registers(token).unwrap();

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::Wakeup;
+use farside_daemon::{VmName, Wakeup};
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
     LenderPath, MemoryRange, NtbLimits, PeerAddress,
@@ -126,7 +126,7 @@ impl DeviceSource for Echo {
         Ok(())
     }
 
-    fn lease(self: Box<Self>, _: Route, _: &str, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
+    fn lease(self: Box<Self>, _: Route, _: &VmName, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
         Ok(Leased {
             device: self,

@@ -108,7 +108,7 @@ fn a_problem_of_the_device_is_shown_for_as_long_as_it_lasts() {
     let mut registers = host.registers(token).unwrap();
     let problem = || {
         let mut tool = host.client("tool");
-        let status = tool.status(DEVICE).unwrap().entry.problem;
+        let status = tool.status(&DEVICE.parse().unwrap()).unwrap().entry.problem;
         let mut listed = tool.devices().unwrap().into_iter();
         let listed = listed.find(|entry| entry.id == DEVICE).unwrap().problem;
         (status == listed).then_some(status)

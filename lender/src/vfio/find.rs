@@ -1,5 +1,6 @@
 //! Finds the configured functions and binds them to vfio-pci.
 
+use farside_daemon::{DeviceId, NameError};
 use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
 
@@ -7,7 +8,7 @@ use crate::config::{VfioConfig, VfsConfig};
 
 /// A function bound to vfio-pci.
 pub(crate) struct Found {
-    pub(crate) id: String,
+    pub(crate) id: DeviceId,
     pub(crate) bdf: Bdf,
     pub(crate) binding: Binding,
     pub(crate) allow_dirty: bool,
@@ -19,8 +20,10 @@ pub(crate) struct Found {
 pub(crate) enum FindError {
     #[error(transparent)]
     Pci(#[from] PciError),
+    #[error(transparent)]
+    Name(#[from] NameError),
     #[error("function {bdf} is lent as {first} already; name it once")]
-    Twice { bdf: Bdf, first: String },
+    Twice { bdf: Bdf, first: DeviceId },
 }
 
 /// Creates virtual functions.
@@ -32,7 +35,7 @@ pub(crate) fn create_vfs(host: &HostPci, vfs: &[VfsConfig]) -> Result<Vec<Create
 /// Binds all functions that `config` selects for device `id`, and adds them to `found`.
 pub(crate) fn find(
     host: &HostPci,
-    id: &str,
+    id: &DeviceId,
     config: &VfioConfig,
     found: &mut Vec<Found>,
 ) -> Result<(), FindError> {
@@ -50,8 +53,8 @@ pub(crate) fn find(
         }
         found.push(Found {
             id: match several {
-                true => format!("{id}-{n}"),
-                false => id.to_owned(),
+                true => format!("{id}-{n}").parse()?,
+                false => id.clone(),
             },
             bdf,
             binding: host.bind_to_vfio(&bdf, force)?,

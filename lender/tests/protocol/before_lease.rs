@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 
+use farside_daemon::DeviceId;
 use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{Iova, PeerAddress};
 use farside_lender_protocol::{
@@ -10,8 +11,8 @@ use farside_lender_protocol::{
 
 use crate::peer::{DEVICE, Peer, Running, memory};
 
-fn named(device: &str) -> String {
-    device.to_owned()
+fn named(device: &str) -> DeviceId {
+    device.parse().unwrap()
 }
 
 #[test]
@@ -32,16 +33,22 @@ fn tool_sees_everything_and_cannot_borrow(address: &Address) {
         (DEVICE, &None)
     );
     assert_eq!(
-        client.describe(DEVICE).unwrap().description.msix_vectors,
+        client
+            .describe(&DEVICE.parse().unwrap())
+            .unwrap()
+            .description
+            .msix_vectors,
         2048
     );
-    assert!(client.status(DEVICE).unwrap().usage == Default::default());
+    assert!(client.status(&DEVICE.parse().unwrap()).unwrap().usage == Default::default());
     client.limits().unwrap();
     let route = match address.is_tcp() {
         true => Route::Ntb,
         false => Route::Memory,
     };
-    let error = client.borrow_device(DEVICE, route, &[]).unwrap_err();
+    let error = client
+        .borrow_device(&DEVICE.parse().unwrap(), route, &[])
+        .unwrap_err();
     assert!(error.to_string().contains("only a VM can borrow"));
     // A refusal does not close the connection.
     client.devices().unwrap();

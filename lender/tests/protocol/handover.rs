@@ -4,7 +4,7 @@ use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
 use farside_fabric::PeerAddress;
-use farside_lender_protocol::{Client, ErrorKind, Generation, Request};
+use farside_lender_protocol::{Client, ErrorKind, Generation, Request, VERSION};
 
 use crate::peer::{DEVICE, Peer, Running, memory, write};
 
@@ -16,7 +16,12 @@ fn tool(lender: &Running) -> Client {
 
 fn hand_over(lender: &Running, migration: &str, supersedes: Option<Generation>) -> Generation {
     tool(lender)
-        .hand_over(DEVICE, "a", migration, supersedes)
+        .hand_over(
+            &DEVICE.parse().unwrap(),
+            &"a".parse().unwrap(),
+            migration,
+            supersedes,
+        )
         .unwrap()
 }
 
@@ -111,7 +116,9 @@ fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
 
     let fence = hand_over(&lender, "m2", Some(fence));
     assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
-    tool(&lender).end_reservation(DEVICE).unwrap();
+    tool(&lender)
+        .end_reservation(&DEVICE.parse().unwrap())
+        .unwrap();
     assert!(lender.hello("b").borrow(DEVICE).is_ok());
     lender.wait_until_free(DEVICE);
     assert_eq!(refusal(&lender, "a", None).0, ErrorKind::Fenced);
@@ -128,7 +135,12 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
         .expect("the new lease is left alone");
     for supersedes in [None, Some(Generation(fence.0 - 1))] {
         let rival = tool(&lender)
-            .hand_over(DEVICE, "a", "m2", supersedes)
+            .hand_over(
+                &DEVICE.parse().unwrap(),
+                &"a".parse().unwrap(),
+                "m2",
+                supersedes,
+            )
             .unwrap_err()
             .to_string();
         assert!(rival.contains("m1") && rival.contains("m2"), "{rival}");
@@ -139,7 +151,11 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
     assert!(next > new.generation);
     new.expect_closed();
     // The first cannot take it back.
-    assert!(tool(&lender).hand_over(DEVICE, "a", "m1", None).is_err());
+    assert!(
+        tool(&lender)
+            .hand_over(&DEVICE.parse().unwrap(), &"a".parse().unwrap(), "m1", None)
+            .is_err()
+    );
 }
 
 #[test]
@@ -147,7 +163,7 @@ fn a_device_that_another_vm_has_is_not_handed_over() {
     let lender = Running::new();
     let (mut other, _registers) = lender.borrow(DEVICE, "b");
     let error = tool(&lender)
-        .hand_over(DEVICE, "a", "m1", None)
+        .hand_over(&DEVICE.parse().unwrap(), &"a".parse().unwrap(), "m1", None)
         .unwrap_err()
         .to_string();
     assert!(error.contains("borrowed by VM b"), "{error}");
@@ -174,10 +190,24 @@ fn a_restarted_lender_knows_of_it() {
 fn ids_that_make_no_sense_are_refused() {
     let lender = Running::new();
     let long = "x".repeat(65);
-    for (vm, migration) in [("a", ""), ("a", "a b"), ("a", &*long), ("../a", "m1")] {
-        let asked = tool(&lender).hand_over(DEVICE, vm, migration, None);
-        assert!(asked.is_err(), "{vm:?} {migration:?}");
+    let request = |device: &str, vm: &str, migration: &str| Request::Handover {
+        device: device.parse().unwrap(),
+        vm: vm.to_owned(),
+        migration: migration.to_owned(),
+        supersedes: None,
+    };
+    let name = "VM name \"../a\"";
+    let mut peer = lender.hello("tool");
+    for (device, vm, migration, word) in [
+        (DEVICE, "a", "", "migration's id"),
+        (DEVICE, "a", "a b", "migration's id"),
+        (DEVICE, "a", &*long, "migration's id"),
+        (DEVICE, "../a", "m1", name),
+        ("dma9", "a", "m1", "no device \"dma9\""),
+    ] {
+        peer.refused(request(device, vm, migration), &[], &[word]);
     }
-    assert!(tool(&lender).hand_over("dma9", "a", "m1", None).is_err());
+    let error = lender.peer().hello(VERSION, Some("../a")).unwrap_err();
+    assert!(error.message.contains(name), "{error}");
     borrow(&lender, None);
 }

@@ -148,7 +148,7 @@ fn mappings_are_bounded() {
 fn requests_that_have_no_place_in_a_lease_are_refused() {
     let lender = Running::new();
     let (mut peer, _registers) = lender.borrow(DEVICE, "a");
-    let device = || DEVICE.to_owned();
+    let device = || DEVICE.parse().unwrap();
     for request in [
         Request::Hello {
             version: 1,

@@ -72,7 +72,7 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
     // With the borrow request in flight.
     let mut peer = lender.hello("a");
     let sram = memory(SRAM_SIZE);
-    let device = DEVICE.to_owned();
+    let device = DEVICE.parse().unwrap();
     peer.post(
         Request::Borrow {
             device,
@@ -217,7 +217,7 @@ fn a_relayed_interrupt_comes_before_the_read_after_it() {
     let counts = irq_counts(
         &Client::connect(&lender.socket().into(), None)
             .unwrap()
-            .describe(DEVICE)
+            .describe(&DEVICE.parse().unwrap())
             .unwrap()
             .description,
     );

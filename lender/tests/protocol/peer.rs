@@ -55,11 +55,11 @@ impl Running {
     pub fn with(devices: usize, fabric: NtbLimits) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let device = (0..devices).map(|n| DeviceConfig {
-            id: format!("dma{n}"),
+            id: format!("dma{n}").parse().unwrap(),
             source: Model::dma_test().into(),
         });
         let config = Config {
-            name: "test".into(),
+            name: "test".parse().unwrap(),
             state: Some(dir.path().join("lender.json")),
             socket: dir.path().join("lender.sock"),
             listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
@@ -117,7 +117,7 @@ impl Running {
     pub fn status(&self, device: &str) -> DeviceStatus {
         Client::connect(&self.socket().into(), None)
             .unwrap()
-            .status(device)
+            .status(&device.parse().unwrap())
             .unwrap()
     }
 
@@ -125,7 +125,7 @@ impl Running {
         self.status(device)
             .entry
             .borrowed_by
-            .map(|holder| holder.vm)
+            .map(|holder| holder.vm.to_string())
     }
 
     /// Waits until the device is not lent; then nothing of it may be open.
@@ -238,7 +238,7 @@ impl Peer {
         fence: Option<Generation>,
     ) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
-        let device = device.to_owned();
+        let device = device.parse().unwrap();
         self.post(
             Request::Borrow {
                 device,

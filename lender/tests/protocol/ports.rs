@@ -19,7 +19,7 @@ fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
         listen: vec![listen.parse().unwrap()],
         listen_plain: plain,
         device: vec![DeviceConfig {
-            id: DEVICE.into(),
+            id: DEVICE.parse().unwrap(),
             source: Model::dma_test().into(),
         }],
         ..Config::default()
@@ -90,7 +90,7 @@ fn a_model_is_not_lent_to_another_host() {
     let lender = Running::new();
     let mut peer = Peer::connect(&lender.addresses[1]).greeted("a");
     let mut borrow = |route| {
-        let device = DEVICE.to_owned();
+        let device = DEVICE.parse().unwrap();
         peer.call(
             Request::Borrow {
                 device,

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::output_within;
+use farside_daemon::{VmName, output_within};
 use farside_error_chain::Chain;
 use farside_fabric::host_memory::{HostMemory, meminfo_bytes};
 use farside_qemu_configs::{Accel, HugePages, QemuBinary};
@@ -94,7 +94,7 @@ pub struct Disk {
 }
 
 /// Collects the facts. If the VM `runs`, its QEMU is queried.
-pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Result<Facts> {
+pub(crate) fn look(vm: &VmName, configuration: &Configuration, runs: bool) -> Result<Facts> {
     let config = config_of(vm, configuration)?;
     let ours = config.manager != Some(Manager::Libvirt);
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
@@ -119,7 +119,7 @@ pub(crate) fn look(vm: &str, configuration: &Configuration, runs: bool) -> Resul
 }
 
 /// Replaces the properties of a new QEMU by those of the running one.
-fn ask_running(vm: &str, facts: &mut Facts) -> Result<()> {
+fn ask_running(vm: &VmName, facts: &mut Facts) -> Result<()> {
     let mut monitor = Monitor::connect(vm, Manager::Qemu, GREETING)?;
     let mut ask = |command: &str, arguments: Value| monitor.run(command, arguments);
     let kvm = ask("query-kvm", json!({}))?;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use farside_daemon::VmName;
 use farside_vm_config::Manager;
 use farside_vm_control::{
     self as control, AttachOptions, Backend, Monitor, RunState, StartOptions, StopOptions,
@@ -16,7 +17,7 @@ const START: Duration = Duration::from_secs(120);
 
 /// Hot-unplugs all devices of the guest, each within `limit`. After a failure
 /// [`resume_guest`] plugs the unplugged ones in again.
-pub(crate) fn release_devices(vm: &str, limit: Duration) -> Result<()> {
+pub(crate) fn release_devices(vm: &VmName, limit: Duration) -> Result<()> {
     for device in control::describe(vm)?.devices {
         if device.plugged {
             let detached = control::detach(vm, &device.id, limit)?;
@@ -29,7 +30,7 @@ pub(crate) fn release_devices(vm: &str, limit: Duration) -> Result<()> {
 
 /// Resumes the guest at this host, and plugs the devices of its configuration in at
 /// their ports.
-pub(crate) fn resume_guest(vm: &str, role: Role) -> Result<()> {
+pub(crate) fn resume_guest(vm: &VmName, role: Role) -> Result<()> {
     let state = wait_until_terminal(|| control::describe(vm))?.state;
     match (&state, role) {
         (RunState::Running, _) => {}
@@ -62,12 +63,12 @@ pub(crate) fn resume_guest(vm: &str, role: Role) -> Result<()> {
     Ok(())
 }
 
-fn cannot_resume(vm: &str, why: &str) -> Error {
+fn cannot_resume(vm: &VmName, why: &str) -> Error {
     Error::new(ErrorKind::Vm, format!("cannot resume VM {vm}: {why}"))
 }
 
 /// Ends a QEMU whose guest is paused, and the VM's backend. Fails if the guest runs.
-pub(crate) fn end_paused(vm: &str) -> Result<()> {
+pub(crate) fn end_paused(vm: &VmName) -> Result<()> {
     if wait_until_terminal(|| control::describe(vm))?.state == RunState::Running {
         return Err(Error::refused(format!(
             "VM {vm} has arrived there and runs: complete the migration with `farside migration resume {vm}`, and move it back from there"

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor, RunState, StartOptions};
 use serde_json::json;
@@ -23,7 +24,7 @@ const ARGS: [&str; 3] = ["-incoming", "defer", "-S"];
 
 /// Starts the VM's QEMU without the borrowed devices, listening for the guest. Returns
 /// its port. Ends a QEMU that still listens for a failed attempt.
-pub(crate) fn incoming(vm: &str, address: IpAddr) -> Result<u16> {
+pub(crate) fn incoming(vm: &VmName, address: IpAddr) -> Result<u16> {
     match wait_until_terminal(|| control::describe(vm))?.state {
         RunState::Stopped => {}
         RunState::Running => {

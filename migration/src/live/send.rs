@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::VmName;
 use farside_vm_config::Manager;
 use farside_vm_control::{self as control, Monitor};
 use serde::Deserialize;
@@ -106,7 +107,7 @@ pub(super) fn set_capabilities(monitor: &mut Monitor) -> Result<()> {
 
 /// Where the guest is. Waits for a transfer in progress; with `cancel`, cancels it
 /// first, which may come too late.
-pub(crate) fn query_transfer(vm: &str, cancel: bool) -> Result<Guest> {
+pub(crate) fn query_transfer(vm: &VmName, cancel: bool) -> Result<Guest> {
     let mut monitor = match Monitor::connect(vm, Manager::Qemu, GREETING) {
         Err(control::Error::NotRunning { .. }) => return Ok(Guest::Gone),
         monitor => monitor?,
@@ -127,7 +128,7 @@ pub(super) fn runs(monitor: &mut Monitor) -> Result<bool> {
 
 /// Sends the guest to the QEMU that listens at `to`. After a failure the guest still
 /// runs here.
-pub(crate) fn send(vm: &str, to: SocketAddr) -> Result<Report> {
+pub(crate) fn send(vm: &VmName, to: SocketAddr) -> Result<Report> {
     // QEMU 11.1 sends such a guest all the same, to a QEMU without that device.
     let devices = control::describe(vm)?.devices;
     if let Some(device) = devices.iter().find(|device| device.plugged) {

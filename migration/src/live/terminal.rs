@@ -44,7 +44,7 @@ mod tests {
                 match asked {
                     3 => last.take().unwrap(),
                     _ => Err(Control::MonitorLost {
-                        vm: "web1".into(),
+                        vm: "web1".parse().unwrap(),
                         why: "reset".into(),
                     }),
                 }
@@ -53,7 +53,7 @@ mod tests {
         };
         assert_eq!(third_time(Ok(7)), (Ok(7), 3));
         let ended = Control::NotRunning {
-            vm: "web1".into(),
+            vm: "web1".parse().unwrap(),
             hint: String::new(),
         };
         let (answer, asked) = third_time(Err(ended));

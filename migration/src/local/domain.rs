@@ -1,5 +1,6 @@
 //! A VM's domain in libvirt, through virsh.
 
+use farside_daemon::VmName;
 use farside_vm_config::places;
 use farside_vm_control::virsh;
 
@@ -11,7 +12,7 @@ pub(super) fn xml(domain: &str) -> Result<String> {
 }
 
 /// Defines a domain, or changes it to `xml`; with `autostart`, it starts with its host.
-pub(super) fn define(domain: &str, xml: &str, autostart: bool) -> Result<()> {
+pub(super) fn define(domain: &VmName, xml: &str, autostart: bool) -> Result<()> {
     let path = places::vm_state(domain).join("arrived.xml");
     farside_daemon::files::replace(&path, xml.as_bytes())?;
     virsh(&["define", "--file", &path.to_string_lossy()])?;

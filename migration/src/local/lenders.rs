@@ -1,5 +1,6 @@
 //! The lenders of a VM's configuration.
 
+use farside_daemon::{DeviceId, VmName};
 use farside_lender_protocol::{Address, CallError, Client, ErrorKind as Remote, Generation};
 use farside_vm_config::ram_ranges;
 
@@ -9,7 +10,7 @@ use crate::{Configuration, Error, ErrorKind, FoundDevice, Identity, Lenders, Res
 impl Lenders for LocalHost {
     fn find_each(
         &self,
-        vm: &str,
+        vm: &VmName,
         configuration: &Configuration,
     ) -> Result<Vec<Result<FoundDevice>>> {
         let config = config_of(vm, configuration)?;
@@ -25,7 +26,7 @@ impl Lenders for LocalHost {
 
     fn check_windows(
         &self,
-        vm: &str,
+        vm: &VmName,
         configuration: &Configuration,
         device: &FoundDevice,
     ) -> Result<()> {
@@ -42,8 +43,8 @@ impl Lenders for LocalHost {
     fn hand_over(
         &self,
         lender: &Address,
-        device: &str,
-        vm: &str,
+        device: &DeviceId,
+        vm: &VmName,
         migration: &str,
         supersedes: Option<Generation>,
     ) -> Result<Generation> {
@@ -53,7 +54,7 @@ impl Lenders for LocalHost {
 }
 
 /// The lender that has a device, and its description of it.
-fn find(id: &str, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
+fn find(id: &DeviceId, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
     let mut unreachable = None;
     for lender in lenders {
         match look(id, port, lender) {
@@ -74,7 +75,7 @@ fn find(id: &str, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
     })
 }
 
-fn look(id: &str, port: u16, lender: &Address) -> std::result::Result<FoundDevice, CallError> {
+fn look(id: &DeviceId, port: u16, lender: &Address) -> std::result::Result<FoundDevice, CallError> {
     let mut client = Client::connect(lender, None)?;
     let described = client.describe(id)?;
     let entry = client.status(id)?.entry;

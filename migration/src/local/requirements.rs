@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use farside_daemon::VmName;
 use farside_vm_config::{Flash, VmConfig};
 
 use super::{config_of, is_libvirt};
@@ -19,7 +20,7 @@ pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
 }
 
 /// The items in the configuration that this host lacks.
-pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+pub(super) fn missing(vm: &VmName, configuration: &Configuration) -> Result<Vec<Error>> {
     let config = config_of(vm, configuration)?;
     let mut missing = Vec::new();
     let mut needs = |there: bool, what: &str, path: &Path, advice: &str| {
@@ -48,7 +49,7 @@ pub(super) fn missing(vm: &str, configuration: &Configuration) -> Result<Vec<Err
 const SAME_PLACE: &str = "install it at the same place";
 
 /// The UNIX socket of another host's lender does not exist here.
-fn missing_lender(vm: &str, config: &VmConfig) -> Option<Error> {
+fn missing_lender(vm: &VmName, config: &VmConfig) -> Option<Error> {
     let lenders = config.lenders();
     let [lender] = &lenders[..] else {
         return None;

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_vm_config::places;
 use farside_vm_control as control;
 
@@ -15,7 +16,7 @@ use crate::{LiveRunner, Result, Role, RunState, Runner, Store, live};
 const START: Duration = Duration::from_secs(120);
 
 impl Runner for LocalHost {
-    fn run_state(&self, vm: &str) -> Result<RunState> {
+    fn run_state(&self, vm: &VmName) -> Result<RunState> {
         if !places::description(vm).exists() {
             return Ok(RunState::Stopped);
         }
@@ -37,7 +38,7 @@ impl Runner for LocalHost {
         })
     }
 
-    fn start(&self, vm: &str) -> Result<()> {
+    fn start(&self, vm: &VmName) -> Result<()> {
         if control::describe(vm)?.state == control::RunState::Stopped {
             let options = control::StartOptions {
                 limit: START,
@@ -55,7 +56,7 @@ impl Runner for LocalHost {
         Ok(())
     }
 
-    fn stop(&self, vm: &str, limit: Duration) -> Result<()> {
+    fn stop(&self, vm: &VmName, limit: Duration) -> Result<()> {
         let options = control::StopOptions {
             limit,
             force: false,
@@ -65,31 +66,31 @@ impl Runner for LocalHost {
 }
 
 impl LiveRunner for LocalHost {
-    fn release_devices(&self, vm: &str, limit: Duration) -> Result<()> {
+    fn release_devices(&self, vm: &VmName, limit: Duration) -> Result<()> {
         live::release_devices(vm, limit)
     }
 
-    fn incoming(&self, vm: &str, address: IpAddr) -> Result<u16> {
+    fn incoming(&self, vm: &VmName, address: IpAddr) -> Result<u16> {
         live::incoming(vm, address)
     }
 
-    fn send(&self, vm: &str, to: SocketAddr) -> Result<live::Report> {
+    fn send(&self, vm: &VmName, to: SocketAddr) -> Result<live::Report> {
         live::send(vm, to)
     }
 
-    fn query_transfer(&self, vm: &str, cancel: bool) -> Result<live::Guest> {
+    fn query_transfer(&self, vm: &VmName, cancel: bool) -> Result<live::Guest> {
         live::query_transfer(vm, cancel)
     }
 
-    fn resume_here(&self, vm: &str) -> Result<()> {
+    fn resume_here(&self, vm: &VmName) -> Result<()> {
         live::resume_guest(vm, Role::Source)
     }
 
-    fn resume_received(&self, vm: &str) -> Result<()> {
+    fn resume_received(&self, vm: &VmName) -> Result<()> {
         live::resume_guest(vm, Role::Destination)
     }
 
-    fn end_paused(&self, vm: &str) -> Result<()> {
+    fn end_paused(&self, vm: &VmName) -> Result<()> {
         live::end_paused(vm)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf};
 
-use farside_daemon::files;
+use farside_daemon::{VmName, files};
 use farside_lender_protocol::Fences;
 use farside_vm_config::places;
 
@@ -12,12 +12,12 @@ use crate::{Configuration, Error, ErrorKind, Journal, MovedMarker, Result, Store
 /// Longest configuration that is read, bytes.
 const MAX_CONFIGURATION: u64 = 1 << 20;
 
-fn moved_marker_path(vm: &str) -> PathBuf {
+fn moved_marker_path(vm: &VmName) -> PathBuf {
     places::vm_state(vm).join("moved.json")
 }
 
 impl Store for LocalHost {
-    fn journal(&self, vm: &str) -> Result<Option<Journal>> {
+    fn journal(&self, vm: &VmName) -> Result<Option<Journal>> {
         Journal::load(&Self::journal_path(vm))
     }
 
@@ -25,7 +25,7 @@ impl Store for LocalHost {
         journal.save(&Self::journal_path(&journal.vm))
     }
 
-    fn configuration(&self, vm: &str) -> Result<Option<Configuration>> {
+    fn configuration(&self, vm: &VmName) -> Result<Option<Configuration>> {
         let path = places::description(vm);
         let Some(bytes) = files::read_bounded(&path, MAX_CONFIGURATION)? else {
             return Ok(None);
@@ -43,7 +43,7 @@ impl Store for LocalHost {
         Ok(Some(configuration))
     }
 
-    fn install(&self, vm: &str, configuration: &Configuration) -> Result<()> {
+    fn install(&self, vm: &VmName, configuration: &Configuration) -> Result<()> {
         if let Some(xml) = &configuration.domain {
             domain::define(vm, xml, configuration.autostart)?;
         }
@@ -51,7 +51,7 @@ impl Store for LocalHost {
         Ok(())
     }
 
-    fn uninstall(&self, vm: &str) -> Result<()> {
+    fn uninstall(&self, vm: &VmName) -> Result<()> {
         let state = places::vm_state(vm);
         // A configuration implies its domain: it is installed last, and removed first.
         if let Some(configuration) = self.configuration(vm)? {
@@ -71,11 +71,11 @@ impl Store for LocalHost {
         Ok(())
     }
 
-    fn fences(&self, vm: &str) -> Result<Fences> {
+    fn fences(&self, vm: &VmName) -> Result<Fences> {
         Ok(Fences::load(&places::fences(vm))?)
     }
 
-    fn write_fences(&self, vm: &str, fences: &Fences) -> Result<()> {
+    fn write_fences(&self, vm: &VmName, fences: &Fences) -> Result<()> {
         let path = places::fences(vm);
         match fences.0.is_empty() {
             true => files::remove(&path)?,
@@ -84,7 +84,7 @@ impl Store for LocalHost {
         Ok(())
     }
 
-    fn moved_marker(&self, vm: &str) -> Result<Option<MovedMarker>> {
+    fn moved_marker(&self, vm: &VmName) -> Result<Option<MovedMarker>> {
         let path = moved_marker_path(vm);
         let Some(bytes) = files::read_bounded(&path, MAX_CONFIGURATION)? else {
             return Ok(None);
@@ -94,7 +94,7 @@ impl Store for LocalHost {
             .map_err(|error| Error::new(ErrorKind::Host, format!("{}: {error}", path.display())))
     }
 
-    fn write_moved_marker(&self, vm: &str, marker: Option<&MovedMarker>) -> Result<()> {
+    fn write_moved_marker(&self, vm: &VmName, marker: Option<&MovedMarker>) -> Result<()> {
         let path = moved_marker_path(vm);
         match marker {
             None => files::remove(&path)?,

@@ -62,9 +62,9 @@ fn a_former_journal_is_resumed_at_every_point() {
 #[test]
 fn a_former_live_journal_stays_live() {
     at_every_point(there, live_a_to_b, |world, crash| {
-        let before = world.host("a").journal(VM).unwrap();
+        let before = world.host("a").journal(&VM).unwrap();
         world.rewrite_journals(former);
-        let read = world.host("a").journal(VM).unwrap();
+        let read = world.host("a").journal(&VM).unwrap();
         assert_eq!(read, before, "{crash:?}");
         if let Some(journal) = read {
             let address = [127, 0, 0, 1].into();

@@ -117,7 +117,7 @@ fn the_new_host_has_the_vm_when_the_old_one_is_lost() {
         world.restart(None);
         let open = world
             .host("b")
-            .journal(VM)
+            .journal(&VM)
             .unwrap()
             .filter(Journal::is_open);
         world.power_off("a");

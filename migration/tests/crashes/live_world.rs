@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_migration::{
     Error, ErrorKind, LiveRunner, Result, Store,
     live::{Guest, Report},
@@ -30,14 +31,14 @@ fn failed<T>(why: &str) -> Result<T> {
 
 impl FakeHost {
     fn assert_live(&self) {
-        let configured = self.configuration(VM).unwrap().is_some();
+        let configured = self.configuration(&VM).unwrap().is_some();
         assert!(configured, "nothing to run by on {}", self.name);
         self.assert_strategy(true);
     }
 }
 
 impl LiveRunner for FakeHost {
-    fn release_devices(&self, _vm: &str, _limit: Duration) -> Result<()> {
+    fn release_devices(&self, _vm: &VmName, _limit: Duration) -> Result<()> {
         self.assert_live();
         self.once(|| match self.is_deaf() {
             true => failed("the guest does not release its devices"),
@@ -48,7 +49,7 @@ impl LiveRunner for FakeHost {
         })
     }
 
-    fn incoming(&self, _vm: &str, _address: IpAddr) -> Result<u16> {
+    fn incoming(&self, _vm: &VmName, _address: IpAddr) -> Result<u16> {
         self.assert_live();
         if self.qemu().0 {
             return failed("it runs there already");
@@ -57,7 +58,7 @@ impl LiveRunner for FakeHost {
         Ok(self.port())
     }
 
-    fn send(&self, _vm: &str, to: SocketAddr) -> Result<Report> {
+    fn send(&self, _vm: &VmName, to: SocketAddr) -> Result<Report> {
         self.assert_live();
         let there = self.at_port(to.port());
         self.once(|| {
@@ -72,7 +73,7 @@ impl LiveRunner for FakeHost {
         })
     }
 
-    fn query_transfer(&self, _vm: &str, _cancel: bool) -> Result<Guest> {
+    fn query_transfer(&self, _vm: &VmName, _cancel: bool) -> Result<Guest> {
         self.assert_strategy(true);
         self.once(|| {
             Ok(match self.qemu() {
@@ -83,7 +84,7 @@ impl LiveRunner for FakeHost {
         })
     }
 
-    fn resume_here(&self, vm: &str) -> Result<()> {
+    fn resume_here(&self, vm: &VmName) -> Result<()> {
         // As `farside serve` does.
         farside_migration::may_run(self, vm)?;
         self.assert_live();
@@ -97,7 +98,7 @@ impl LiveRunner for FakeHost {
         self.borrow_missing()
     }
 
-    fn resume_received(&self, vm: &str) -> Result<()> {
+    fn resume_received(&self, vm: &VmName) -> Result<()> {
         farside_migration::may_run(self, vm)?;
         self.assert_live();
         match self.qemu() {
@@ -108,7 +109,7 @@ impl LiveRunner for FakeHost {
         self.borrow_missing()
     }
 
-    fn end_paused(&self, _vm: &str) -> Result<()> {
+    fn end_paused(&self, _vm: &VmName) -> Result<()> {
         self.assert_live();
         match self.qemu().0 {
             true => failed("the guest runs"),

@@ -48,7 +48,7 @@ fn there_and_not(world: &Rc<World>, here: &'static str, other: &'static str) {
         assert!(world.may_borrow(here, device));
         assert!(!world.reserved(device), "{device} is there for others");
     }
-    may_run(&world.host(here), VM).unwrap();
+    may_run(&world.host(here), &VM).unwrap();
     // The other host can get the VM in neither way.
     assert!(world.host(other).start_anyhow().is_err());
 }
@@ -60,7 +60,7 @@ fn moved(world: &Rc<World>, to: &'static str, from: &'static str) {
     for device in DEVICES {
         assert!(!world.may_borrow(from, device), "{device} at {from}");
     }
-    let refusal = may_run(&world.host(from), VM).unwrap_err().to_string();
+    let refusal = may_run(&world.host(from), &VM).unwrap_err().to_string();
     assert!(refusal.contains(&format!("has moved to {to}")), "{refusal}");
 }
 
@@ -70,8 +70,8 @@ trait StartAnyhow {
 
 impl StartAnyhow for world::FakeHost {
     fn start_anyhow(&self) -> Result<()> {
-        match self.configuration(VM)? {
-            Some(_) => self.start(VM),
+        match self.configuration(&VM)? {
+            Some(_) => self.start(&VM),
             None => Err(farside_migration::Error::refused("no configuration")),
         }
     }
@@ -197,7 +197,7 @@ fn the_new_host_goes_on_without_the_old_one() {
     at_every_point(there_and_back, a_to_b, |world, crash| {
         let nobody_knows = world
             .host("b")
-            .journal(VM)
+            .journal(&VM)
             .unwrap()
             .filter(Journal::is_open)
             .is_none();
@@ -274,13 +274,13 @@ fn a_host_that_refuses_to_go_back_leaves_the_vm_where_it_is() {
     at_every_point(there, a_to_b, |world, crash| {
         world.restart(None);
         let host = world.host("a");
-        let open = host.journal(VM).unwrap().filter(Journal::is_open);
+        let open = host.journal(&VM).unwrap().filter(Journal::is_open);
         let Some(journal) = open.filter(|journal| journal.step < Step::Finish) else {
             return;
         };
         let error = Mover::new(&host, &mut Grumpy, journal).back().unwrap_err();
         assert!(error.to_string().contains("another farside"), "{error}");
-        let step = host.journal(VM).unwrap().map(|journal| journal.step);
+        let step = host.journal(&VM).unwrap().map(|journal| journal.step);
         assert_eq!(step, Some(Step::StopThere), "{crash:?}");
         assert!(world.is_configured("a"), "{crash:?}");
         cases += 1;
@@ -320,7 +320,7 @@ fn a_vm_that_does_not_start_there_can_go_on_or_back() {
         for device in DEVICES {
             assert!(world.reserved(device), "nobody takes it meanwhile");
         }
-        let refusal = may_run(&world.host("a"), VM).unwrap_err().to_string();
+        let refusal = may_run(&world.host("a"), &VM).unwrap_err().to_string();
         assert!(refusal.contains("on its way from a to b"), "{refusal}");
         if back {
             resume(&world, "a", "b", true, false).unwrap();
@@ -341,7 +341,7 @@ fn a_host_that_refuses_leaves_the_vm_as_it_is() {
         world.stays_behind.set(Some("a"));
         let error = run(&world, "a", "b").unwrap_err().to_string();
         assert!(error.contains("has snapshots"), "{error}");
-        assert_eq!(world.host("a").journal(VM), Ok(None));
+        assert_eq!(world.host("a").journal(&VM), Ok(None));
         there_and_not(&world, "a", "b");
         world.stays_behind.set(None);
 
@@ -364,12 +364,12 @@ fn a_name_that_is_taken_there_is_refused_and_the_vm_runs_on() {
         toml: "of another VM".into(),
         ..Default::default()
     };
-    world.host("b").install(VM, &other).unwrap();
+    world.host("b").install(&VM, &other).unwrap();
     let error = migrate(&world, "a", "b").unwrap_err().to_string();
     assert!(
         error.contains("there is a VM web1 already") && error.contains("as it was"),
         "{error}"
     );
     assert_eq!(world.running(), Some("a"));
-    assert_eq!(world.host("b").configuration(VM).unwrap(), Some(other));
+    assert_eq!(world.host("b").configuration(&VM).unwrap(), Some(other));
 }

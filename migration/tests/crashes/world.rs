@@ -7,9 +7,11 @@ use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     rc::Rc,
+    sync::LazyLock,
     time::Duration,
 };
 
+use farside_daemon::VmName;
 use farside_lender_protocol::{Fence, Fences, Generation};
 use farside_migration::{
     Arrival, Configuration, Error, ErrorKind, Journal, MovedMarker, Mover, Peer, Plan, Reply,
@@ -20,7 +22,7 @@ use crate::live_world::Still;
 
 pub use host::FakeHost;
 
-pub const VM: &str = "web1";
+pub static VM: LazyLock<VmName> = LazyLock::new(|| "web1".parse().unwrap());
 /// The text of the VM's configuration.
 pub const CONFIGURATION: &str = "of the VM";
 
@@ -88,7 +90,7 @@ impl World {
             ..Default::default()
         };
         world.files("a", |files| files.configuration = Some(configuration));
-        world.host("a").start(VM).unwrap();
+        world.host("a").start(&VM).unwrap();
         world.calls.set(0);
         world
     }
@@ -283,7 +285,7 @@ fn migrate_as(
 ) -> Result<()> {
     let (here, mut there) = (world.host(from), Line(world.host(to)));
     let plan = Plan {
-        vm: VM.into(),
+        vm: VM.clone(),
         to: to.into(),
         shell: None,
         shutdown_timeout: Duration::from_secs(1),
@@ -302,7 +304,7 @@ pub fn resume(
     lost: bool,
 ) -> Result<bool> {
     let (here, mut there) = (world.host(on), Line(world.host(peer)));
-    let Some(journal) = here.journal(VM)?.filter(Journal::is_open) else {
+    let Some(journal) = here.journal(&VM)?.filter(Journal::is_open) else {
         return Ok(true);
     };
     if journal.role == farside_migration::Role::Destination {

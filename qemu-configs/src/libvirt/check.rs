@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use farside_daemon::{DeviceId, VmName};
+
 use super::{
     DomainError,
     fragments::{command_line, pairs},
@@ -16,7 +18,7 @@ use crate::{Vm, message_timeout_ms, shared_memory::Properties};
 /// Checks a domain without borrowed devices as if it had some.
 pub fn check_domain(
     xml: &str,
-    socket: &dyn Fn(&str, &str) -> PathBuf,
+    socket: &dyn Fn(&VmName, &DeviceId) -> PathBuf,
 ) -> Result<Vec<DomainError>, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;

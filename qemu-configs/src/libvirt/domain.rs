@@ -1,5 +1,6 @@
 //! Parses a domain.
 
+use farside_daemon::VmName;
 use roxmltree::Node;
 
 use super::{
@@ -13,7 +14,7 @@ use crate::Machine;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainVm {
     /// The domain's name.
-    pub name: String,
+    pub name: VmName,
     /// Maximum guest RAM, in bytes.
     pub memory: u64,
     /// Chipset.
@@ -90,8 +91,8 @@ impl<'a> Source<'a> {
         })
     }
 
-    pub(super) fn name(&self, domain: Node<'_, 'a>) -> Result<String, DomainError> {
-        Ok(text_of(self.required(domain, "name")?))
+    pub(super) fn name(&self, domain: Node<'_, 'a>) -> Result<VmName, DomainError> {
+        Ok(text_of(self.required(domain, "name")?).try_into()?)
     }
 
     /// The maximum RAM of the guest, in bytes.

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use farside_daemon::{DeviceId, VmName};
 use roxmltree::Node;
 
 use super::{
@@ -28,14 +29,14 @@ pub struct Borrowed<'a> {
     /// Root ports to leave free for hot plug; `None` keeps the number.
     pub spare_ports: Option<u16>,
     /// Returns the socket of a VM's device: VM, device.
-    pub socket: &'a dyn Fn(&str, &str) -> PathBuf,
+    pub socket: &'a dyn Fn(&VmName, &DeviceId) -> PathBuf,
 }
 
 /// A device to borrow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BorrowedDevice {
     /// Cluster-wide id.
-    pub id: String,
+    pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: Option<u16>,
     /// Position in the firmware's boot order.
@@ -128,7 +129,7 @@ impl Metadata {
     pub(super) fn vm(
         &self,
         mut vm: Vm,
-        socket: &dyn Fn(&str, &str) -> PathBuf,
+        socket: &dyn Fn(&VmName, &DeviceId) -> PathBuf,
     ) -> Result<Vm, DomainError> {
         vm.spare_ports = self.spare_ports;
         let devices = self.devices.iter().map(|device| Device {

@@ -1,5 +1,7 @@
 //! Errors of parsing or changing a domain.
 
+use farside_daemon::{DeviceId, NameError, VmName};
+
 use crate::VmError;
 
 /// A domain's XML cannot be parsed or changed. Lines and columns count from 1.
@@ -123,8 +125,8 @@ pub enum DomainError {
     /// The domain does not borrow the device.
     #[error("domain {domain} does not borrow device {device}; it borrows {known}")]
     UnknownDevice {
-        domain: String,
-        device: String,
+        domain: VmName,
+        device: DeviceId,
         known: String,
     },
     /// A device would change its address in the guest.
@@ -133,11 +135,14 @@ pub enum DomainError {
          (--remove --device {device}) if it is to move"
     )]
     WouldMove {
-        domain: String,
-        device: String,
+        domain: VmName,
+        device: DeviceId,
         has: u16,
         wanted: u16,
     },
+    /// The domain's name cannot be a VM name, or a device's id is invalid.
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// The resulting VM is invalid.
     #[error(transparent)]
     Vm(#[from] VmError),

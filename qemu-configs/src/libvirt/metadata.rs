@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, str::FromStr};
 
+use farside_daemon::DeviceId;
 use roxmltree::Node;
 
 use super::{DomainError, NAMESPACE, syntax::Source};
@@ -10,7 +11,7 @@ use super::{DomainError, NAMESPACE, syntax::Source};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainDevice {
     /// Cluster-wide id.
-    pub id: String,
+    pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: u16,
     /// Position in the firmware's boot order.
@@ -44,7 +45,7 @@ impl Metadata {
         };
         let devices = ours("device").map(|node| {
             Ok(DomainDevice {
-                id: required(source, node, "id")?,
+                id: required(source, node, "id")?.try_into()?,
                 port: number(source, node, "port")?,
                 bootindex: optional(source, node, "bootindex")?,
             })

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use farside_daemon::DeviceId;
 use roxmltree::Node;
 
 use super::{
@@ -27,7 +28,7 @@ pub fn remove_all(xml: &str) -> Result<String, DomainError> {
 
 /// The domain without these devices; `rest` describes how the others are served (its devices are
 /// ignored).
-pub fn remove_devices(xml: &str, ids: &[String], rest: &Borrowed) -> Result<String, DomainError> {
+pub fn remove_devices(xml: &str, ids: &[DeviceId], rest: &Borrowed) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
     let ours = match metadata::find(domain) {

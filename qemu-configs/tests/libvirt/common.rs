@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use farside_daemon::{DeviceId, VmName};
 use farside_qemu_configs::{Borrowed, BorrowedDevice, DomainError, add_devices};
 
 /// The output of `virt-install --name web1 --memory 4096 --vcpus 2 …`, shortened.
@@ -58,13 +59,13 @@ OVERWRITTEN AND LOST. <domain> > </domain>
 </domain>
 ";
 
-pub fn socket(vm: &str, device: &str) -> PathBuf {
+pub fn socket(vm: &VmName, device: &DeviceId) -> PathBuf {
     format!("/run/farside/vm/{vm}/{device}.sock").into()
 }
 
 pub fn device(id: &str) -> BorrowedDevice {
     BorrowedDevice {
-        id: id.to_owned(),
+        id: id.parse().unwrap(),
         port: None,
         bootindex: None,
     }

@@ -45,10 +45,11 @@ fn what_is_added_to_a_domain_of_virt_install() {
 #[test]
 fn devices_keep_their_ports_when_others_come_and_go() {
     let three = add(VIRT_INSTALL, &["a", "b", "c"]).unwrap();
-    let two = remove_devices(&three, &["b".into()], &borrowed(&[])).unwrap();
+    let two = remove_devices(&three, &["b".parse().unwrap()], &borrowed(&[])).unwrap();
     let ports = |xml: &str| -> Vec<_> {
         let vm = read_domain(xml).unwrap().unwrap();
-        vm.devices.into_iter().map(|d| (d.id, d.port)).collect()
+        let devices = vm.devices.into_iter();
+        devices.map(|d| (d.id.to_string(), d.port)).collect()
     };
     assert_eq!(ports(&two), [("a".into(), 0), ("c".into(), 2)]);
     let again = add(&two, &["d"]).unwrap();
@@ -58,7 +59,7 @@ fn devices_keep_their_ports_when_others_come_and_go() {
     );
     let none = remove_devices(
         &again,
-        &["a".into(), "c".into(), "d".into()],
+        &["a", "c", "d"].map(|id| id.parse().unwrap()),
         &borrowed(&[]),
     );
     assert_eq!(none.unwrap(), VIRT_INSTALL);

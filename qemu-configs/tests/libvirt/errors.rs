@@ -196,7 +196,7 @@ fn devices_that_would_move_or_are_not_there() {
         "domain web1 has device disk0 at port 0, not 3: remove it first \
          (--remove --device disk0) if it is to move"
     );
-    let said = remove_devices(&edited, &["disk1".into()], &borrowed(&[])).unwrap_err();
+    let said = remove_devices(&edited, &["disk1".parse().unwrap()], &borrowed(&[])).unwrap_err();
     assert_eq!(
         said.to_string(),
         "domain web1 does not borrow device disk1; it borrows disk0"

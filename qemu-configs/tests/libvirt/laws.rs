@@ -187,7 +187,7 @@ proptest! {
         prop_assert_eq!(stages.last().unwrap(), &add_devices(&xml, &borrowed(&all)).unwrap());
         for id in ids.into_iter().rev() {
             let last = stages.pop().unwrap();
-            let without = remove_devices(&last, &[id], &borrowed(&[])).unwrap();
+            let without = remove_devices(&last, &[id.parse().unwrap()], &borrowed(&[])).unwrap();
             prop_assert_eq!(&without, stages.last().unwrap());
         }
     }

@@ -21,7 +21,7 @@ fn a_domain_of_ours() {
     assert_eq!(vm.lenders, wanted.lenders);
     assert_eq!(vm.spare_ports, 1);
     let device = |id: &str, port| DomainDevice {
-        id: id.into(),
+        id: id.parse().unwrap(),
         port,
         bootindex: None,
     };

@@ -7,13 +7,13 @@ use farside_qemu_configs::{
 use crate::common::socket;
 
 fn vm() -> Vm {
-    let mut vm = Vm::new("web1", 4 << 30);
+    let mut vm = Vm::new("web1".parse().unwrap(), 4 << 30);
     vm.vcpus = 4;
     vm.spare_ports = 1;
     vm.devices.push(Device {
-        id: "disk0".into(),
+        id: "disk0".parse().unwrap(),
         port: None,
-        socket: socket("web1", "disk0"),
+        socket: "/run/farside/vm/web1/disk0.sock".into(),
         bootindex: Some(0),
     });
     vm

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_daemon::paths;
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::Address;
@@ -29,7 +29,7 @@ const MIN_MEMORY: u64 = 1 << 20;
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct VmConfig {
     /// The VM's name.
-    pub name: Option<String>,
+    pub name: Option<VmName>,
     /// The devices it borrows.
     pub devices: Vec<DeviceConfig>,
     /// Addresses of the lenders; default: this host's lender.
@@ -58,7 +58,7 @@ pub struct VmConfig {
     /// OVMF instead of SeaBIOS.
     pub ovmf: Option<Flash>,
     /// Id of the device to boot from first.
-    pub boot: Option<String>,
+    pub boot: Option<DeviceId>,
     /// Root ports to leave free for hot plug.
     pub spare_ports: Option<u16>,
     /// The manager of QEMU.
@@ -73,7 +73,7 @@ pub struct VmConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Cluster-wide id.
-    pub id: String,
+    pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus), which determines its
     /// address in the guest. Default: its position in the list.
     pub port: Option<u16>,
@@ -82,7 +82,7 @@ pub struct DeviceConfig {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceTable {
-    id: String,
+    id: DeviceId,
     port: Option<u16>,
 }
 
@@ -99,7 +99,7 @@ impl<'de> Deserialize<'de> for DeviceConfig {
             }
 
             fn visit_str<E: de::Error>(self, id: &str) -> Result<DeviceConfig, E> {
-                Ok(id.to_owned().into())
+                Ok(id.parse::<DeviceId>().map_err(E::custom)?.into())
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DeviceConfig, A::Error> {
@@ -113,8 +113,8 @@ impl<'de> Deserialize<'de> for DeviceConfig {
     }
 }
 
-impl From<String> for DeviceConfig {
-    fn from(id: String) -> Self {
+impl From<DeviceId> for DeviceConfig {
+    fn from(id: DeviceId) -> Self {
         Self { id, port: None }
     }
 }
@@ -149,7 +149,7 @@ pub enum LoadError {
         "VM {vm} has no configuration ({path} is missing): create it, or give another file with --config",
         path = path.display()
     )]
-    Unknown { vm: String, path: PathBuf },
+    Unknown { vm: VmName, path: PathBuf },
     /// The file cannot be read.
     #[error("cannot read {path}", path = path.display())]
     Read { path: PathBuf, source: io::Error },
@@ -163,8 +163,8 @@ pub enum LoadError {
     #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
     OtherVm {
         path: PathBuf,
-        found: String,
-        wanted: String,
+        found: VmName,
+        wanted: VmName,
     },
 }
 
@@ -182,7 +182,7 @@ impl VmConfig {
     }
 
     /// Reads the configuration of a VM of this host ([`places::description`]).
-    pub fn of_vm(vm: &str) -> Result<Self, LoadError> {
+    pub fn of_vm(vm: &VmName) -> Result<Self, LoadError> {
         let path = places::description(vm);
         if !path.exists() {
             let vm = vm.to_owned();
@@ -190,7 +190,7 @@ impl VmConfig {
         }
         let mut config = Self::load(&path)?;
         match config.name.replace(vm.to_owned()) {
-            Some(found) if found != vm => Err(LoadError::OtherVm {
+            Some(found) if found != *vm => Err(LoadError::OtherVm {
                 path,
                 found,
                 wanted: vm.to_owned(),
@@ -213,7 +213,7 @@ impl VmConfig {
     }
 
     /// The ids of its devices.
-    pub fn device_ids(&self) -> Vec<String> {
+    pub fn device_ids(&self) -> Vec<DeviceId> {
         self.devices
             .iter()
             .map(|device| device.id.clone())
@@ -221,8 +221,8 @@ impl VmConfig {
     }
 
     /// The [`Vm`] with this name, for QEMU's command line.
-    pub fn to_vm(&self, name: &str) -> Vm {
-        let mut vm = Vm::new(name, self.memory());
+    pub fn to_vm(&self, name: &VmName) -> Vm {
+        let mut vm = Vm::new(name.clone(), self.memory());
         vm.vcpus = self.cpus.unwrap_or(1);
         vm.machine = self.machine.unwrap_or_default();
         vm.accel = self.accel.unwrap_or_default();
@@ -312,7 +312,7 @@ mod tests {
                     memory = \"4 GiB\"\ncpus = 2\nmachine = \"pc\"\nhugepages = \"2M\"";
         let config: VmConfig = toml::from_str(text).unwrap();
         assert_eq!(config.memory(), 4 << 30);
-        let vm = config.to_vm("web1");
+        let vm = config.to_vm(&"web1".parse().unwrap());
         assert_eq!(vm.machine, Machine::I440fx);
         assert_eq!(vm.huge_pages, HugePages::Of2MiB);
         let ports: Vec<_> = vm.devices.iter().map(|device| device.port).collect();

@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use farside_daemon::VmName;
+
 /// The directory of VM configurations and of `lender.toml`: `$FARSIDE_CONFIG_DIR`, else
 /// `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or `~/.config/farside` for others.
 pub fn config_dir() -> PathBuf {
@@ -28,17 +30,17 @@ pub fn state_dir() -> PathBuf {
 }
 
 /// A VM configuration: `vm/NAME.toml` in [`config_dir`].
-pub fn description(vm: &str) -> PathBuf {
+pub fn description(vm: &VmName) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }
 
 /// The state of one VM: `vm/NAME` in [`state_dir`].
-pub fn vm_state(vm: &str) -> PathBuf {
-    state_dir().join("vm").join(vm)
+pub fn vm_state(vm: &VmName) -> PathBuf {
+    state_dir().join("vm").join(vm.as_str())
 }
 
 /// The [fences](farside_lender_protocol::Fences) of a VM that was moved to this host.
-pub fn fences(vm: &str) -> PathBuf {
+pub fn fences(vm: &VmName) -> PathBuf {
     vm_state(vm).join("fences.json")
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use farside_backend_api::admin::{self, Answer, Request, Status};
-use farside_daemon::paths;
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_error_chain::Chain;
 use farside_vm_config::places as config_places;
 use rustix::{io::Errno, process::Signal};
@@ -51,7 +51,7 @@ const MAX_ANSWER: u64 = 4 << 20;
 /// A running backend.
 #[derive(Debug)]
 pub struct Backend {
-    vm: String,
+    vm: VmName,
     path: PathBuf,
     stream: BufReader<UnixStream>,
     process: Process,
@@ -60,7 +60,7 @@ pub struct Backend {
 impl Backend {
     /// Connects to the backend of a VM. [`Error::NoBackend`] when none runs,
     /// [`Error::BackendSilent`] when it does not answer.
-    pub fn connect(vm: &str) -> Result<Self, Error> {
+    pub fn connect(vm: &VmName) -> Result<Self, Error> {
         let mut backend = Self::open(vm)?;
         // Its answer confirms its process id.
         backend.status()?;
@@ -68,7 +68,7 @@ impl Backend {
     }
 
     /// Connects without waiting for an answer.
-    fn open(vm: &str) -> Result<Self, Error> {
+    fn open(vm: &VmName) -> Result<Self, Error> {
         let path = paths::control_socket(vm);
         let lost = |why: &dyn std::fmt::Display| Error::BackendLost {
             vm: vm.to_owned(),
@@ -116,7 +116,7 @@ impl Backend {
     }
 
     /// Makes it look up and serve `device`. Returns the socket, and whether it was served before.
-    pub fn attach(&mut self, device: &str) -> Result<(PathBuf, bool), Error> {
+    pub fn attach(&mut self, device: &DeviceId) -> Result<(PathBuf, bool), Error> {
         let device = device.to_owned();
         match self.call(admin::Command::Attach { device }, ANSWER)? {
             Answer::Attached { socket, already } => Ok((socket, already)),
@@ -126,7 +126,7 @@ impl Backend {
 
     /// Makes it stop serving `device`. Returns after the lender has it back. With `force` also if
     /// QEMU still uses it.
-    pub fn detach(&mut self, device: &str, force: bool) -> Result<(), Error> {
+    pub fn detach(&mut self, device: &DeviceId, force: bool) -> Result<(), Error> {
         let device = device.to_owned();
         match self.call(admin::Command::Detach { device, force }, ANSWER)? {
             Answer::Detached => Ok(()),
@@ -195,7 +195,7 @@ impl Backend {
     }
 
     /// The backend of a VM, if one runs.
-    pub(crate) fn find(vm: &str) -> Result<Option<Self>, Error> {
+    pub(crate) fn find(vm: &VmName) -> Result<Option<Self>, Error> {
         match Self::connect(vm) {
             Ok(backend) => Ok(Some(backend)),
             Err(Error::NoBackend { .. }) => Ok(None),
@@ -204,7 +204,7 @@ impl Backend {
     }
 
     /// The backend of a VM; starts it if none runs.
-    pub fn ensure(vm: &str, limit: Duration) -> Result<Self, Error> {
+    pub fn ensure(vm: &VmName, limit: Duration) -> Result<Self, Error> {
         match Self::find(vm)? {
             Some(backend) => Ok(backend),
             None => Self::start(vm, limit),
@@ -213,7 +213,7 @@ impl Backend {
 
     /// Starts one in the background, through systemd if the unit is installed, and waits until it
     /// answers.
-    pub(crate) fn start(vm: &str, limit: Duration) -> Result<Self, Error> {
+    pub(crate) fn start(vm: &VmName, limit: Duration) -> Result<Self, Error> {
         if systemd::has_unit() {
             systemd::start(vm)?;
             return Self::connect(vm);
@@ -224,7 +224,7 @@ impl Backend {
 
     /// Starts one in the background, with these arguments for `farside serve`, and
     /// waits until it answers.
-    pub(crate) fn spawn(vm: &str, args: &[OsString], limit: Duration) -> Result<Self, Error> {
+    pub(crate) fn spawn(vm: &VmName, args: &[OsString], limit: Duration) -> Result<Self, Error> {
         let deadline = Instant::now() + limit;
         let directory = paths::vm_dir(vm);
         paths::create_directory(&directory)
@@ -233,7 +233,7 @@ impl Backend {
         let mut watch = Watch::new(&directory)?;
         let process = log.spawn(
             Command::new(places::farside())
-                .args(["serve", "--vm", vm])
+                .args(["serve", "--vm", vm.as_str()])
                 .args(args),
         )?;
         let failed = |why| Error::Failed {
@@ -267,7 +267,7 @@ impl Backend {
 
     /// Stops the backend of a VM, if one runs. On return its devices are back at their lenders.
     /// With `force` also if it does not answer, or a VMM is still connected.
-    pub(crate) fn end(vm: &str, force: bool) -> Result<(), Error> {
+    pub(crate) fn end(vm: &VmName, force: bool) -> Result<(), Error> {
         let mut backend = match Self::open(vm) {
             Err(Error::NoBackend { .. }) => return Ok(()),
             // Its backlog is full.
@@ -306,7 +306,7 @@ impl Backend {
 
     fn stop(mut self, status: &Status, force: bool) -> Result<(), Error> {
         let in_use = status.devices.iter().filter(|served| served.in_use);
-        let in_use: Vec<_> = in_use.map(|served| served.device.as_str()).collect();
+        let in_use: Vec<_> = in_use.map(|served| served.device.clone()).collect();
         if !in_use.is_empty() && !force {
             return Err(Error::InUse {
                 vm: self.vm,
@@ -314,7 +314,7 @@ impl Backend {
             });
         }
         for device in in_use {
-            if let Err(error) = self.detach(device, true) {
+            if let Err(error) = self.detach(&device, true) {
                 log::warn!("{error}", error = Chain(&error));
             }
         }
@@ -342,13 +342,13 @@ impl Backend {
 }
 
 /// The process of a VM's backend, identified by the lock that it holds.
-fn holder(vm: &str) -> Option<Process> {
+fn holder(vm: &VmName) -> Option<Process> {
     Process::of_lock(&paths::vm_dir(vm).join(LOCK)).ok()?
 }
 
 /// Kills a backend: its lenders revoke the devices when its connections close. With a connection,
 /// only if that is still open.
-fn kill(vm: &str, process: &Process, connection: Option<&UnixStream>) -> Result<(), Error> {
+fn kill(vm: &VmName, process: &Process, connection: Option<&UnixStream>) -> Result<(), Error> {
     // systemd would restart a killed unit, unless it is stopped.
     let unit = is_unit(vm)?;
     log::warn!(
@@ -371,15 +371,15 @@ fn kill(vm: &str, process: &Process, connection: Option<&UnixStream>) -> Result<
     }
 }
 
-fn is_unit(vm: &str) -> Result<bool, Error> {
+fn is_unit(vm: &VmName) -> Result<bool, Error> {
     Ok(systemd::has_unit() && systemd::is_active(vm)?)
 }
 
-fn not_ended(vm: &str) -> impl FnOnce(std::io::Error) -> Error + use<> {
+fn not_ended(vm: &VmName) -> impl FnOnce(std::io::Error) -> Error + use<> {
     Error::system(format!("cannot end the backend of VM {vm}"))
 }
 
-fn late(vm: &str, process: &Process, advice: &str) -> Error {
+fn late(vm: &VmName, process: &Process, advice: &str) -> Error {
     Error::Late {
         what: format!(
             "the backend of VM {vm} (process {}) has not ended",

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::{check_name_of, paths};
+use farside_daemon::{VmName, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{ANCHOR_FILE, DomainVm, anchor_image};
 use farside_vm_config::places;
@@ -24,7 +24,6 @@ use crate::{Backend, Error};
 /// After an error, a backend that this started is stopped.
 pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Error> {
     let vm = &domain.name;
-    check(vm)?;
     let (backend, ours) = match Backend::find(vm)? {
         Some(backend) => (backend, false),
         None if places::description(vm).exists() => (Backend::start(vm, limit)?, true),
@@ -42,8 +41,7 @@ pub fn start_domain_backend(domain: &DomainVm, limit: Duration) -> Result<(), Er
 
 /// Stops the backend of a domain that has stopped, if one runs. On return its devices are back at
 /// their lenders.
-pub fn end_domain_backend(vm: &str) -> Result<(), Error> {
-    check(vm)?;
+pub fn end_domain_backend(vm: &VmName) -> Result<(), Error> {
     // Before the backend, which removes the directory if it is empty.
     weigh_anchor(vm)?;
     Backend::end(vm, false)
@@ -58,13 +56,13 @@ fn serve_all(mut backend: Backend, domain: &DomainVm) -> Result<(), Error> {
     Ok(())
 }
 
-fn anchor(vm: &str) -> PathBuf {
+fn anchor(vm: &VmName) -> PathBuf {
     paths::vm_dir(vm).join(ANCHOR_FILE)
 }
 
 /// Creates the image that blocks save and migration at the path in the domain. It contains nothing
 /// secret, so it is world-readable.
-fn drop_anchor(vm: &str) -> Result<(), Error> {
+fn drop_anchor(vm: &VmName) -> Result<(), Error> {
     let path = anchor(vm);
     File::create(&path)
         .and_then(|mut file| {
@@ -74,7 +72,7 @@ fn drop_anchor(vm: &str) -> Result<(), Error> {
         .map_err(Error::system(format!("cannot write {}", path.display())))
 }
 
-fn weigh_anchor(vm: &str) -> Result<(), Error> {
+fn weigh_anchor(vm: &VmName) -> Result<(), Error> {
     let path = anchor(vm);
     match fs::remove_file(&path) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
@@ -94,16 +92,12 @@ fn arguments(domain: &DomainVm) -> Vec<OsString> {
         domain.machine.name().into(),
     ];
     for device in &domain.devices {
-        args.extend(["--device".into(), device.id.clone()]);
+        args.extend(["--device".into(), device.id.to_string()]);
     }
     for lender in &domain.lenders {
         args.extend(["--lender".into(), lender.clone()]);
     }
     args.into_iter().map(OsString::from).collect()
-}
-
-fn check(vm: &str) -> Result<(), Error> {
-    Ok(check_name_of("VM name", vm)?)
 }
 
 #[cfg(test)]

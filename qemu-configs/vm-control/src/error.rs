@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf, time::Duration};
 
 use farside_backend_api::admin::Refusal;
-use farside_daemon::{Holder, NameError};
+use farside_daemon::{DeviceId, Holder, VmName};
 use farside_fabric::host_memory::TooLarge;
 use farside_qemu_configs::{ProbeError, VmError};
 use farside_vm_config::LoadError;
@@ -17,32 +17,29 @@ pub enum Error {
     Description(#[from] LoadError),
     /// The VM configuration is invalid for a command line.
     #[error("cannot make a QEMU command line for VM {vm}")]
-    Vm { vm: String, source: VmError },
+    Vm { vm: VmName, source: VmError },
     /// Its RAM exceeds this host's free memory.
     #[error("VM {vm} cannot start")]
-    TooLarge { vm: String, source: TooLarge },
+    TooLarge { vm: VmName, source: TooLarge },
     /// The QEMU binary does not support borrowed devices, or is not QEMU.
     #[error("VM {vm} cannot start")]
-    Qemu { vm: String, source: ProbeError },
-    /// An invalid VM name or device id.
-    #[error(transparent)]
-    Name(#[from] NameError),
+    Qemu { vm: VmName, source: ProbeError },
     /// Another command is in progress on the VM.
     #[error("another farside command{holder} is in progress on VM {vm}: wait until it has ended")]
-    Locked { vm: String, holder: Holder },
+    Locked { vm: VmName, holder: Holder },
     /// The VM runs already.
     #[error("VM {vm} runs already (QEMU is process {pid})")]
-    Running { vm: String, pid: u32 },
+    Running { vm: VmName, pid: u32 },
     /// QEMU is not running.
     #[error("VM {vm} does not run{hint}")]
-    NotRunning { vm: String, hint: String },
+    NotRunning { vm: VmName, hint: String },
     /// QEMU runs, but its monitor does not answer.
     #[error(
         "QEMU of VM {vm} (process {pid}) does not answer at {path} within {limit:?}: it serves one client at a time, so close any other, or QEMU hangs",
         path = path.display()
     )]
     MonitorSilent {
-        vm: String,
+        vm: VmName,
         pid: u32,
         path: PathBuf,
         limit: Duration,
@@ -52,14 +49,14 @@ pub enum Error {
         "the monitor of VM {vm} at {path} accepts no more clients: close the others or, if QEMU hangs, run `farside stop --force {vm}`",
         path = path.display()
     )]
-    MonitorFull { vm: String, path: PathBuf },
+    MonitorFull { vm: VmName, path: PathBuf },
     /// The monitor closed, or sent an invalid answer.
     #[error("lost the monitor of VM {vm}: {why}")]
-    MonitorLost { vm: String, why: String },
+    MonitorLost { vm: VmName, why: String },
     /// QEMU refused a command.
     #[error("QEMU of VM {vm} refuses {command}: {reason}")]
     Refused {
-        vm: String,
+        vm: VmName,
         command: String,
         /// QMP's class of the error, such as `DeviceNotFound`.
         class: String,
@@ -69,11 +66,11 @@ pub enum Error {
     #[error(
         "no backend runs for VM {vm}: `farside serve --vm {vm} --config FILE` runs one, and `systemctl start farside@{vm}` where it is a unit"
     )]
-    NoBackend { vm: String },
+    NoBackend { vm: VmName },
     /// The connection to a backend broke, or its answer is malformed.
     #[error("lost the backend of VM {vm} at {path}: {why}", path = path.display())]
     BackendLost {
-        vm: String,
+        vm: VmName,
         path: PathBuf,
         why: String,
     },
@@ -83,26 +80,26 @@ pub enum Error {
         path = path.display()
     )]
     BackendSilent {
-        vm: String,
+        vm: VmName,
         pid: u32,
         path: PathBuf,
         limit: Duration,
     },
     /// The backend refused a request.
     #[error("the backend of VM {vm}: {refusal}")]
-    Backend { vm: String, refusal: Refusal },
+    Backend { vm: VmName, refusal: Refusal },
     /// A started process exited too early.
     #[error("{what} of VM {vm} does not start: {why}")]
     Failed {
         what: &'static str,
-        vm: String,
+        vm: VmName,
         why: String,
     },
     /// The backend is not stopped, because a VMM still uses its devices.
     #[error(
         "a VMM that farside cannot stop is connected to the backend of VM {vm} and uses {devices}: shut it down first, or take the devices from it with --force"
     )]
-    InUse { vm: String, devices: String },
+    InUse { vm: VmName, devices: String },
     /// An operation timed out.
     #[error("{what} within {limit:?}; {advice}")]
     Late {
@@ -115,8 +112,8 @@ pub enum Error {
         "device {device} is plugged into VM {vm} already, at port {at}: detach it first to move it to port {wanted}"
     )]
     ElsewhereInVm {
-        device: String,
-        vm: String,
+        device: DeviceId,
+        vm: VmName,
         at: u16,
         wanted: u16,
     },
@@ -124,37 +121,37 @@ pub enum Error {
     #[error(
         "device {device} is plugged into VM {vm}, but its backend has ended since, and QEMU does not reconnect: `farside detach` it, then attach it again"
     )]
-    Dead { device: String, vm: String },
+    Dead { device: DeviceId, vm: VmName },
     /// The VM does not have the device.
     #[error("device {device} is not plugged into VM {vm}; it has {has}")]
     NotPlugged {
-        device: String,
-        vm: String,
+        device: DeviceId,
+        vm: VmName,
         has: String,
     },
     /// All ports are in use.
     #[error("VM {vm} has no free port for device {device} (in use: {used}): {advice}")]
     NoPort {
-        vm: String,
-        device: String,
+        vm: VmName,
+        device: DeviceId,
         used: String,
         advice: String,
     },
     /// The requested port is not available.
     #[error("port {port} of VM {vm} {why}")]
-    Port { port: u16, vm: String, why: String },
+    Port { port: u16, vm: VmName, why: String },
     /// The guest rejected an unplug.
     #[error(
         "the guest of VM {vm} refuses to release {device}: the device is still in use; it stays plugged in"
     )]
-    GuestRefuses { vm: String, device: String },
+    GuestRefuses { vm: VmName, device: DeviceId },
     /// The guest did not answer an unplug.
     #[error(
         "the guest of VM {vm} has not released {device} within {limit:?}: {why}; the device stays plugged in, and is removed if the guest releases it later"
     )]
     GuestHolds {
-        vm: String,
-        device: String,
+        vm: VmName,
+        device: DeviceId,
         limit: Duration,
         why: String,
     },
@@ -166,7 +163,7 @@ pub enum Error {
     Systemd { command: String, said: String },
     /// Not supported for this kind of VM.
     #[error("VM {vm}: {what}")]
-    Unsupported { vm: String, what: String },
+    Unsupported { vm: VmName, what: String },
     /// A system call failed.
     #[error("{what}")]
     System { what: String, source: io::Error },

@@ -16,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_daemon::DeviceId;
 use serde_json::json;
 
 use crate::{Error, Monitor, slots::plugged};
@@ -31,7 +32,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// most.
 pub(crate) fn keep(
     monitor: &mut Monitor,
-    device: &str,
+    device: &DeviceId,
     socket: &Path,
     deadline: Instant,
 ) -> Result<bool, Error> {

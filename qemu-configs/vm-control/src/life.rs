@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use farside_daemon::check_name_of;
+use farside_daemon::{DeviceId, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::host_memory::{HostMemory, Pages};
 use farside_qemu_configs::{HugePages, QemuBinary, qemu_id};
@@ -80,7 +80,7 @@ pub enum RunState {
 #[derive(Clone, Debug, Serialize)]
 pub struct VmState {
     /// Its name.
-    pub vm: String,
+    pub vm: VmName,
     /// Its state.
     pub state: RunState,
     /// QEMU's process, if farside runs it.
@@ -95,7 +95,7 @@ pub struct VmState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceState {
     /// Its id.
-    pub id: String,
+    pub id: DeviceId,
     /// The number of its port: the actual one if plugged in, else the configured one. `None` if it
     /// is behind a port that is not farside's.
     pub port: Option<u16>,
@@ -109,8 +109,8 @@ pub struct DeviceState {
 
 /// Starts a VM from its configuration: its backend, unless that runs, and QEMU. On failure, stops
 /// the processes that it started.
-pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
-    let config = config_of(vm)?;
+pub fn start(vm: &VmName, options: &StartOptions) -> Result<VmState, Error> {
+    let config = VmConfig::of_vm(vm)?;
     let _lock = lock_vm(vm)?;
     match manager(&config) {
         Manager::Libvirt => {
@@ -125,7 +125,7 @@ pub fn start(vm: &str, options: &StartOptions) -> Result<VmState, Error> {
     look(vm, &config)
 }
 
-fn start_domain(vm: &str, options: &StartOptions) -> Result<(), Error> {
+fn start_domain(vm: &VmName, options: &StartOptions) -> Result<(), Error> {
     if !options.devices || !options.qemu_args.is_empty() {
         return Err(Error::Unsupported {
             vm: vm.to_owned(),
@@ -136,7 +136,7 @@ fn start_domain(vm: &str, options: &StartOptions) -> Result<(), Error> {
     virsh::start(vm)
 }
 
-fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(), Error> {
+fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<(), Error> {
     match Monitor::connect(vm, Manager::Qemu, GREETING) {
         Err(Error::NotRunning { .. }) => {}
         Ok(monitor) => {
@@ -175,7 +175,7 @@ fn start_qemu(vm: &str, config: &VmConfig, options: &StartOptions) -> Result<(),
 }
 
 fn run_qemu(
-    vm: &str,
+    vm: &VmName,
     config: &VmConfig,
     options: &StartOptions,
     mut backend: Backend,
@@ -203,7 +203,7 @@ fn program(config: &VmConfig) -> PathBuf {
 
 /// Refuses a VM whose RAM exceeds the host's memory: the kernel would let it start, and its OOM
 /// killer would end a process once the guest uses its RAM.
-fn check_memory(vm: &str, config: &VmConfig, host: &HostMemory) -> Result<(), Error> {
+fn check_memory(vm: &VmName, config: &VmConfig, host: &HostMemory) -> Result<(), Error> {
     let pages = match config.hugepages.unwrap_or_default() {
         HugePages::None => Pages::Base,
         huge => Pages::Huge {
@@ -234,8 +234,8 @@ fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm
 
 /// Stops a VM: its guest powers off, then its backend returns the devices. On return they are back
 /// at their lenders. Not an error if the VM does not run; its backend is stopped nevertheless.
-pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
-    let config = config_of(vm)?;
+pub fn stop(vm: &VmName, options: &StopOptions) -> Result<(), Error> {
+    let config = VmConfig::of_vm(vm)?;
     let _lock = lock_vm(vm)?;
     match manager(&config) {
         Manager::Libvirt => stop_domain(vm, options)?,
@@ -252,7 +252,7 @@ pub fn stop(vm: &str, options: &StopOptions) -> Result<(), Error> {
     Backend::end(vm, options.force)
 }
 
-fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
+fn stop_domain(vm: &VmName, options: &StopOptions) -> Result<(), Error> {
     if !virsh::is_running(vm)? {
         return Ok(());
     }
@@ -271,8 +271,8 @@ fn stop_domain(vm: &str, options: &StopOptions) -> Result<(), Error> {
 }
 
 /// Whether the VM has a QEMU on this host.
-pub fn is_running(vm: &str) -> Result<bool, Error> {
-    let config = config_of(vm)?;
+pub fn is_running(vm: &VmName) -> Result<bool, Error> {
+    let config = VmConfig::of_vm(vm)?;
     match Monitor::connect(vm, manager(&config), GREETING) {
         Ok(_) => Ok(true),
         Err(Error::NotRunning { .. }) => Ok(false),
@@ -281,11 +281,11 @@ pub fn is_running(vm: &str) -> Result<bool, Error> {
 }
 
 /// The VM's state, and its devices with their ports.
-pub fn describe(vm: &str) -> Result<VmState, Error> {
-    look(vm, &config_of(vm)?)
+pub fn describe(vm: &VmName) -> Result<VmState, Error> {
+    look(vm, &VmConfig::of_vm(vm)?)
 }
 
-fn look(vm: &str, config: &VmConfig) -> Result<VmState, Error> {
+fn look(vm: &VmName, config: &VmConfig) -> Result<VmState, Error> {
     let mut devices: Vec<DeviceState> = config
         .devices
         .iter()
@@ -298,10 +298,10 @@ fn look(vm: &str, config: &VmConfig) -> Result<VmState, Error> {
             described: true,
         })
         .collect();
-    let mut entry = |id: &str| -> usize {
+    let mut entry = |id: &DeviceId| -> usize {
         devices
             .iter()
-            .position(|device| device.id == id)
+            .position(|device| device.id == *id)
             .unwrap_or_else(|| {
                 devices.push(DeviceState {
                     id: id.to_owned(),
@@ -362,12 +362,6 @@ fn run_state(monitor: &mut Monitor) -> Result<RunState, Error> {
     }
 }
 
-/// The VM configuration, after a check that the name is valid.
-pub(crate) fn config_of(vm: &str) -> Result<VmConfig, Error> {
-    check_name_of("VM name", vm)?;
-    Ok(VmConfig::of_vm(vm)?)
-}
-
 pub(crate) fn manager(config: &VmConfig) -> Manager {
     config.manager.unwrap_or_default()
 }
@@ -382,17 +376,18 @@ mod tests {
             let text = "MemTotal: 25165824 kB\nMemAvailable: 20971520 kB\nSwapFree: 0 kB\n";
             (path == "proc/meminfo").then(|| text.to_owned())
         });
+        let vm = "web1".parse().unwrap();
         let mut config = VmConfig {
             memory: Some(30 << 30),
             ..VmConfig::default()
         };
-        let error = check_memory("web1", &config, &host).unwrap_err();
+        let error = check_memory(&vm, &config, &host).unwrap_err();
         let cause = std::error::Error::source(&error).unwrap().to_string();
         assert!(
             cause.starts_with("30720 MiB of guest RAM do not fit"),
             "{cause}"
         );
         config.memory = Some(16 << 30);
-        check_memory("web1", &config, &host).unwrap();
+        check_memory(&vm, &config, &host).unwrap();
     }
 }

@@ -3,13 +3,13 @@
 
 use std::{fs, time::Duration};
 
-use farside_daemon::{FileLock, LockError};
+use farside_daemon::{FileLock, LockError, VmName};
 use farside_vm_config::places;
 
 use crate::Error;
 
 /// Takes the lock of a VM for the duration of a command.
-pub(crate) fn lock_vm(vm: &str) -> Result<FileLock, Error> {
+pub(crate) fn lock_vm(vm: &VmName) -> Result<FileLock, Error> {
     let directory = places::vm_state(vm);
     let path = directory.join("command.lock");
     let at = || Error::system(format!("cannot lock VM {vm} by {}", path.display()));

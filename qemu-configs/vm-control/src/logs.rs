@@ -8,6 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use farside_daemon::VmName;
 use farside_vm_config::places;
 
 use crate::{Error, process::Process};
@@ -27,7 +28,7 @@ pub(crate) struct Log {
 
 impl Log {
     /// Opens `name` in the VM's state directory.
-    pub(crate) fn open(vm: &str, name: &str) -> Result<Self, Error> {
+    pub(crate) fn open(vm: &VmName, name: &str) -> Result<Self, Error> {
         let directory = places::vm_state(vm);
         let path = directory.join(name);
         let opened = fs::create_dir_all(&directory).and_then(|()| {

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::paths;
+use farside_daemon::{VmName, paths};
 use farside_vm_config::Manager;
 use rustix::{
     io::Errno,
@@ -30,7 +30,7 @@ const ENDING: Duration = Duration::from_secs(5);
 /// A connection to the monitor of a VM's QEMU.
 #[derive(Debug)]
 pub struct Monitor {
-    vm: String,
+    vm: VmName,
     transport: Transport,
 }
 
@@ -49,7 +49,7 @@ impl Monitor {
     /// within `limit`; it serves one client at a time.
     ///
     /// [`Error::NotRunning`] when there is no QEMU.
-    pub fn connect(vm: &str, manager: Manager, limit: Duration) -> Result<Self, Error> {
+    pub fn connect(vm: &VmName, manager: Manager, limit: Duration) -> Result<Self, Error> {
         match manager {
             Manager::Qemu => Self::open(vm, &paths::monitor_socket(vm), limit),
             Manager::Libvirt if virsh::is_running(vm)? => Ok(Self {
@@ -63,7 +63,7 @@ impl Monitor {
         }
     }
 
-    fn open(vm: &str, path: &Path, limit: Duration) -> Result<Self, Error> {
+    fn open(vm: &VmName, path: &Path, limit: Duration) -> Result<Self, Error> {
         let deadline = Instant::now() + limit;
         let failed = |what: &str| Error::system(format!("{}: {what}", path.display()));
         let not_running = |hint: String| Error::NotRunning {
@@ -169,7 +169,7 @@ impl Monitor {
     }
 
     /// The VM's name.
-    pub fn vm(&self) -> &str {
+    pub fn vm(&self) -> &VmName {
         &self.vm
     }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use farside_backend_api::admin::{self, RefusalKind};
-use farside_daemon::{check_name_of, paths};
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{Device, Vm, qemu_id};
 use farside_vm_config::{LoadError, Manager, VmConfig};
@@ -20,7 +20,7 @@ use serde_json::json;
 use crate::{
     Backend, Error, Event, Monitor,
     keep::keep,
-    life::{GREETING, config_of, manager},
+    life::{GREETING, manager},
     lock::lock_vm,
     slots::{Slot, Slots, plugged, ram},
     virsh,
@@ -59,8 +59,7 @@ pub struct Detached {
 /// On return the guest can discover it, and QEMU has reset it, which borrows it from the lender. If
 /// QEMU refuses, the backend stops serving it. The VM configuration is not changed: the device
 /// stays until it is detached or QEMU exits.
-pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attached, Error> {
-    check_device(device)?;
+pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result<Attached, Error> {
     let config = config_or_default(vm)?;
     let _lock = lock_vm(vm)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
@@ -106,12 +105,12 @@ pub fn attach(vm: &str, device: &str, options: &AttachOptions) -> Result<Attache
 }
 
 /// Whether a device in QEMU has lost its backend; QEMU does not reconnect.
-fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
+fn is_dead(vm: &VmName, device: &DeviceId) -> Result<bool, Error> {
     let Some(mut backend) = Backend::find(vm)? else {
         return Ok(true);
     };
     let served = backend.status()?.devices;
-    let lives = |served: &admin::Served| served.device == device && served.in_use;
+    let lives = |served: &admin::Served| served.device == *device && served.in_use;
     Ok(!served.iter().any(lives))
 }
 
@@ -121,8 +120,7 @@ fn is_dead(vm: &str, device: &str) -> Result<bool, Error> {
 /// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in and working. QEMU
 /// cannot withdraw the request: a guest that complies later loses the device then, and the next
 /// `detach` completes the rest.
-pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error> {
-    check_device(device)?;
+pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detached, Error> {
     let config = config_or_default(vm)?;
     let _lock = lock_vm(vm)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
@@ -157,7 +155,7 @@ pub fn detach(vm: &str, device: &str, limit: Duration) -> Result<Detached, Error
 }
 
 /// Requests an unplug from the guest, and waits until QEMU has removed the device.
-fn unplug(monitor: &mut Monitor, device: &str, limit: Duration) -> Result<Duration, Error> {
+fn unplug(monitor: &mut Monitor, device: &DeviceId, limit: Duration) -> Result<Duration, Error> {
     let id = qemu_id(device);
     let begin = Instant::now();
     let deadline = begin + limit;
@@ -219,16 +217,16 @@ fn why_held(monitor: &mut Monitor) -> Result<String, Error> {
 
 /// The port of a device.
 fn choose(
-    vm: &str,
-    device: &str,
+    vm: &VmName,
+    device: &DeviceId,
     config: &VmConfig,
     slots: &[Slot],
     asked: Option<u16>,
 ) -> Result<u16, Error> {
     let described =
-        |id: &str| {
+        |id: &DeviceId| {
             config.devices.iter().enumerate().find_map(|(n, device)| {
-                (device.id == id).then_some(device.port.unwrap_or(n as u16))
+                (device.id == *id).then_some(device.port.unwrap_or(n as u16))
             })
         };
     if let Some(port) = asked.or_else(|| described(device)) {
@@ -240,11 +238,7 @@ fn choose(
         let vm = vm.to_owned();
         return Err(Error::Port { port, vm, why });
     }
-    let reserved: Vec<u16> = config
-        .device_ids()
-        .iter()
-        .filter_map(|id| described(id))
-        .collect();
+    let reserved: Vec<u16> = config.device_ids().iter().filter_map(described).collect();
     slots
         .iter()
         .find(|slot| !slot.taken && !reserved.contains(&slot.port))
@@ -275,13 +269,13 @@ fn numbers<'a>(slots: impl Iterator<Item = &'a Slot>) -> String {
 fn device_add(
     monitor: &mut Monitor,
     slots: &Slots,
-    device: &str,
+    device: &DeviceId,
     port: u16,
     socket: PathBuf,
 ) -> Result<serde_json::Value, Error> {
-    let name = monitor.vm().to_owned();
+    let name = monitor.vm().clone();
     // A hot-plugged device needs the same timeout as those at boot.
-    let mut vm = Vm::new(&name, ram(monitor)?);
+    let mut vm = Vm::new(name.clone(), ram(monitor)?);
     vm.machine = slots.machine();
     vm.devices.push(Device {
         id: device.to_owned(),
@@ -294,11 +288,11 @@ fn device_add(
 }
 
 /// QEMU only reports that its peer closed the connection; the backend has the cause.
-fn with_cause(error: Error, backend: &mut Backend, device: &str) -> Error {
+fn with_cause(error: Error, backend: &mut Backend, device: &DeviceId) -> Error {
     let last = backend.status().ok().and_then(|status| {
         let served = status.devices.into_iter();
         served
-            .filter(|served| served.device == device)
+            .filter(|served| served.device == *device)
             .find_map(|served| served.last_error)
     });
     match (error, last) {
@@ -320,14 +314,10 @@ fn with_cause(error: Error, backend: &mut Backend, device: &str) -> Error {
     }
 }
 
-fn check_device(device: &str) -> Result<(), Error> {
-    Ok(check_name_of("device id", device)?)
-}
-
 /// A manually started VM has no configuration, and needs none here.
-fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
-    match config_of(vm) {
-        Err(Error::Description(LoadError::Unknown { path, .. })) => {
+fn config_or_default(vm: &VmName) -> Result<VmConfig, Error> {
+    match VmConfig::of_vm(vm) {
+        Err(LoadError::Unknown { path, .. }) => {
             log::debug!("VM {vm} has no configuration at {}", path.display());
             match paths::vm_dir(vm).exists() {
                 true => Ok(VmConfig {
@@ -343,13 +333,13 @@ fn config_or_default(vm: &str) -> Result<VmConfig, Error> {
                 }),
             }
         }
-        config => config,
+        config => Ok(config?),
     }
 }
 
 /// The manager of a VM without a configuration. Queries libvirt if QEMU has no monitor at farside's
 /// path.
-fn found_manager(vm: &str) -> Manager {
+fn found_manager(vm: &VmName) -> Manager {
     match !paths::monitor_socket(vm).exists() && virsh::is_running(vm).unwrap_or(false) {
         true => Manager::Libvirt,
         false => Manager::Qemu,

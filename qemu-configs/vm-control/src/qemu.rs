@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::paths;
+use farside_daemon::{VmName, paths};
 use farside_qemu_configs::Vm;
 use farside_vm_config::Manager;
 use rustix::{
@@ -154,7 +154,7 @@ fn wait_end(monitor: &Monitor, force: bool) -> Result<(), Error> {
 }
 
 /// Waits until QEMU has exited as announced; kills it if allowed.
-fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
+fn kill_late(vm: &VmName, process: &Process, force: bool) -> Result<(), Error> {
     let failed = || Error::system(format!("cannot end QEMU of VM {vm}"));
     if process.wait(Instant::now() + QUIT).map_err(failed())? {
         return Ok(());
@@ -173,7 +173,7 @@ fn kill_late(vm: &str, process: &Process, force: bool) -> Result<(), Error> {
 }
 
 /// Stops a QEMU whose monitor does not answer.
-pub(crate) fn kill_silent(vm: &str) -> Result<(), Error> {
+pub(crate) fn kill_silent(vm: &VmName) -> Result<(), Error> {
     let process = kill_unanswering(&paths::monitor_socket(vm), &pid_file(vm), GREETING);
     let process = process.map_err(Error::system(format!("cannot end QEMU of VM {vm}")))?;
     kill_late(vm, &process, true)
@@ -205,7 +205,7 @@ fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Res
 }
 
 /// The PID file of a QEMU started by `farside start`.
-fn pid_file(vm: &str) -> PathBuf {
+fn pid_file(vm: &VmName) -> PathBuf {
     paths::vm_dir(vm).join("qemu.pid")
 }
 

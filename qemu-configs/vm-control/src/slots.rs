@@ -1,6 +1,7 @@
 //! The ports and slots of a running VM for borrowed devices, from QEMU's object tree (QOM), which
 //! shows plugged-in devices even before the guest has enumerated them.
 
+use farside_daemon::DeviceId;
 use farside_qemu_configs::{Device, Machine, Vm};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -108,11 +109,11 @@ impl Slots {
 }
 
 /// The ids of the borrowed devices that QEMU has.
-pub(crate) fn plugged(monitor: &mut Monitor) -> Result<Vec<String>, Error> {
+pub(crate) fn plugged(monitor: &mut Monitor) -> Result<Vec<DeviceId>, Error> {
     Ok(list(monitor, PERIPHERALS)?
         .into_iter()
         .filter(|(_, kind)| kind == "child<vfio-user-pci>")
-        .filter_map(|(name, _)| Some(name.strip_prefix(DEVICE)?.to_owned()))
+        .filter_map(|(name, _)| name.strip_prefix(DEVICE)?.parse().ok())
         .collect())
 }
 
@@ -125,10 +126,11 @@ pub(crate) fn ram(monitor: &mut Monitor) -> Result<u64, Error> {
 
 /// The device number on the i440FX's bus of port 0, as on command lines.
 fn first_slot() -> u64 {
-    let mut vm = Vm::new("any", 1 << 20);
+    const NAME: &str = "a valid name";
+    let mut vm = Vm::new("any".parse().expect(NAME), 1 << 20);
     vm.machine = Machine::I440fx;
     vm.devices.push(Device {
-        id: "any".to_owned(),
+        id: "any".parse().expect(NAME),
         port: Some(0),
         socket: "any".into(),
         bootindex: None,

@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command, time::Duration};
 
-use farside_daemon::{OutputError, output_within};
+use farside_daemon::{OutputError, VmName, output_within};
 
 use crate::{Error, places::from_env};
 
@@ -23,7 +23,7 @@ pub(crate) fn has_unit() -> bool {
         && run(&["cat", "--quiet", TEMPLATE]).is_ok()
 }
 
-pub(crate) fn start(vm: &str) -> Result<(), Error> {
+pub(crate) fn start(vm: &VmName) -> Result<(), Error> {
     run(&["start", &unit(vm)]).map_err(|error| match error {
         Error::Systemd { command, said } => Error::Systemd {
             command,
@@ -33,11 +33,11 @@ pub(crate) fn start(vm: &str) -> Result<(), Error> {
     })
 }
 
-pub(crate) fn stop(vm: &str) -> Result<(), Error> {
+pub(crate) fn stop(vm: &VmName) -> Result<(), Error> {
     run(&["stop", &unit(vm)])
 }
 
-pub(crate) fn is_active(vm: &str) -> Result<bool, Error> {
+pub(crate) fn is_active(vm: &VmName) -> Result<bool, Error> {
     match run(&["is-active", "--quiet", &unit(vm)]) {
         Ok(()) => Ok(true),
         Err(Error::Systemd { .. }) => Ok(false),
@@ -47,7 +47,7 @@ pub(crate) fn is_active(vm: &str) -> Result<bool, Error> {
 
 /// The instance is the unescaped name: the template uses `%i`, which does not unescape, and a name
 /// has no character that needs escaping.
-fn unit(vm: &str) -> String {
+fn unit(vm: &VmName) -> String {
     format!("farside@{vm}.service")
 }
 
@@ -76,6 +76,9 @@ mod tests {
 
     #[test]
     fn a_unit_names_the_vm_as_its_description_does() {
-        assert_eq!(unit("rack1-web.2"), "farside@rack1-web.2.service");
+        assert_eq!(
+            unit(&"rack1-web.2".parse().unwrap()),
+            "farside@rack1-web.2.service"
+        );
     }
 }

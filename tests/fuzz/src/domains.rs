@@ -20,7 +20,7 @@ pub fn run(input: &[u8]) {
     let Ok(text) = str::from_utf8(input.0) else {
         return;
     };
-    let _ = check_domain(text, &socket);
+    let _ = check_domain(text, &|vm, device| socket(vm, device));
     let before = read_domain(text);
     let wanted = Borrowed {
         devices: (0..4)
@@ -31,7 +31,7 @@ pub fn run(input: &[u8]) {
             .map(|n| format!("tcp:l{n}<&'\">:1"))
             .collect(),
         spare_ports: (which & 1 << 4 != 0).then_some(2),
-        socket: &socket,
+        socket: &|vm, device| socket(vm, device),
     };
     let Ok(once) = add_devices(text, &wanted) else {
         return;
@@ -57,7 +57,7 @@ pub fn run(input: &[u8]) {
 
 fn device(number: u16) -> BorrowedDevice {
     BorrowedDevice {
-        id: format!("disk{number}"),
+        id: format!("disk{number}").parse().expect("a valid id"),
         port: (number > 1).then_some(number + 5),
         bootindex: (number == 3).then_some(0),
     }

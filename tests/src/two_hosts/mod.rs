@@ -274,7 +274,9 @@ impl Stage {
         let listed: DeviceList = serde_json::from_str(&listed)?;
         let listed = listed.devices.into_iter().next();
         let device = listed.context("the lender has no device")?.device;
-        Ok(device.borrowed_by.map(|by| (by.vm, by.generation.0)))
+        Ok(device
+            .borrowed_by
+            .map(|by| (by.vm.to_string(), by.generation.0)))
     }
 
     /// The processes of a host whose command line contains all these words.

@@ -155,7 +155,7 @@ pub fn what_a_killed_command_left_is_gone_on_from(cluster: &Cluster) -> anyhow::
     guest.wait_disk()?;
 
     // A detach that was interrupted after QEMU's part.
-    let id = qemu_id("disk0");
+    let id = qemu_id(&"disk0".parse()?);
     guest.qmp().execute("device_del", json!({ "id": id }))?;
     guest.wait_no_path(DISK, SHORT)?;
     detach(cluster, "a", "disk0")?;
@@ -193,5 +193,6 @@ pub fn has(guest: &Guest<'_>, device: &str) -> anyhow::Result<bool> {
     let path = json!({ "path": "/machine/peripheral" });
     let listed = guest.qmp().execute("qom-list", path)?;
     let names = listed.as_array().context("a list")?;
-    Ok(names.iter().any(|entry| entry["name"] == qemu_id(device)))
+    let id = qemu_id(&device.parse()?);
+    Ok(names.iter().any(|entry| entry["name"] == id))
 }

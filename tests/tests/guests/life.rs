@@ -200,10 +200,10 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
-    let mut config = VmConfig::new("a", 512 * MIB);
+    let mut config = VmConfig::new("a".parse()?, 512 * MIB);
     config.devices = ["dma0", "disk0"]
         .map(|id| Device {
-            id: id.to_owned(),
+            id: id.parse().expect("a valid id"),
             port: None,
             socket: cluster.directory().join("vm/a").join(format!("{id}.sock")),
             bootindex: None,
@@ -255,7 +255,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
 /// event: QEMU 11.1 never frees a `vfio-user-pci` with MSI-X (the memory region of its PBA
 /// holds a reference to its owner), and keeps the socket open until it ends.
 fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
-    let id = qemu_id(id);
+    let id = qemu_id(&id.parse()?);
     guest.qmp().execute("device_del", json!({ "id": id }))?;
     let deadline = Instant::now() + SHORT;
     loop {

@@ -3,7 +3,9 @@
 use std::{path::PathBuf, time::Duration};
 
 use farside_backend_api::{BorrowState, DeviceReport};
-use farside_lender_protocol::DeviceStatus;
+use farside_daemon::DeviceId;
+use farside_fabric::{FaultSummary, Usage};
+use farside_lender_protocol::{DeviceEntry, DeviceStatus};
 
 use super::{
     guest::{FILE_SIZE, GuestFacts},
@@ -208,9 +210,24 @@ impl Facts {
 impl Default for Seen {
     /// A device that was not examined: nothing is mapped or pinned.
     fn default() -> Self {
+        let id: DeviceId = "none".parse().expect("a valid id");
         Self {
-            borrow: DeviceReport::new("", "", PathBuf::new().into()),
-            lent: DeviceStatus::default(),
+            borrow: DeviceReport::new(&id, "", PathBuf::new().into()),
+            lent: DeviceStatus {
+                entry: DeviceEntry {
+                    id,
+                    source: String::new(),
+                    summary: String::new(),
+                    borrowed_by: None,
+                    fences: Vec::new(),
+                    problem: None,
+                },
+                bus_master: false,
+                usage: Usage::default(),
+                interrupts: Vec::new(),
+                faults: FaultSummary::default(),
+                counters: Vec::new(),
+            },
             kernel: KernelView::default(),
         }
     }
@@ -234,7 +251,6 @@ impl Seen {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use farside_fabric::Usage;
 
     /// The facts of a successful demo.
     pub(in crate::demo) fn good() -> Facts {
@@ -262,7 +278,7 @@ pub(super) mod tests {
                     ..Usage::default()
                 },
                 interrupts: vec![(2, 0, 14), (2, 1, 1000)],
-                ..DeviceStatus::default()
+                ..Seen::default().lent
             },
             kernel: KernelView {
                 locked: ram,

@@ -51,7 +51,9 @@ fn of_vm(users: &Users, vm: &VmFacts) -> Vec<Finding> {
     };
     let mut findings = Vec::new();
     // All that goes on QEMU's command line, the user's own arguments included.
-    if let Err(error) = config.to_vm(&vm.name).command_line("qemu") {
+    if let Some(name) = &config.name
+        && let Err(error) = config.to_vm(name).command_line("qemu")
+    {
         let path = vm.path.display();
         findings.push(wrong(format!("{path}: {}", Chain(&error))));
     }

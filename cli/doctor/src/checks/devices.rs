@@ -66,7 +66,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
                 .fix(edit(&vm.path)),
         );
     }
-    let by = device.borrowed_by.as_ref().filter(|by| by.vm != vm.name)?;
+    let by = device.borrowed_by.as_ref().filter(|by| by.vm != *vm.name)?;
     let what = format!("VM {} has borrowed {id}", by.vm);
     let why = "a device has one borrower at a time: this VM gets it when that one has returned it";
     let other = quoted(&by.vm);
@@ -90,11 +90,11 @@ mod tests {
 
     fn entry(id: &str, by: Option<&str>) -> DeviceEntry {
         DeviceEntry {
-            id: id.into(),
+            id: id.parse().unwrap(),
             source: "model".into(),
             summary: String::new(),
             borrowed_by: by.map(|vm| BorrowedBy {
-                vm: vm.into(),
+                vm: vm.parse().unwrap(),
                 generation: Generation(1),
                 seconds: 1,
             }),

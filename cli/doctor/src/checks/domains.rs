@@ -1,6 +1,6 @@
 //! Domains of the VMs that libvirt manages.
 
-use farside_daemon::paths;
+use farside_daemon::{DeviceId, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{check_domain, read_domain};
 use farside_vm_config::{Manager, VmConfig};
@@ -65,7 +65,7 @@ fn defined(vm: &VmFacts, config: &VmConfig, xml: &str) -> Vec<Finding> {
         .map(|problem| wrong(problem.to_string()))
         .collect();
     let ours = read_domain(xml).ok().flatten();
-    let has = |id: &String| {
+    let has = |id: &DeviceId| {
         let mut devices = ours.iter().flat_map(|domain| &domain.devices);
         devices.any(|device| device.id == *id)
     };
@@ -114,7 +114,7 @@ mod tests {
 
         let config = facts.vms[0].config.as_ref().unwrap();
         let xml = config
-            .to_vm("web1")
+            .to_vm(&"web1".parse().unwrap())
             .libvirt_domain(&DomainOptions::default())
             .unwrap();
         says(

@@ -1,13 +1,17 @@
 //! Facts for the tests of the checks.
 
+use farside_vm_config::VmConfig;
+
 use crate::{Facts, Finding, Level, facts::VmFacts};
 
 /// A VM with that description.
 pub(crate) fn vm(name: &str, description: &str) -> VmFacts {
+    let mut config: VmConfig = toml::from_str(description).expect("a description");
+    config.name = Some(name.parse().expect("a valid name"));
     VmFacts {
         name: name.to_owned(),
         path: format!("/etc/farside/vm/{name}.toml").into(),
-        config: Ok(toml::from_str(description).expect("a description")),
+        config: Ok(config),
         running: false,
     }
 }

@@ -43,8 +43,9 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     }
     findings.extend(facts.good_vms().filter_map(|(vm, config)| {
         let listens = units.generated.get(&vm.name)?;
+        let name = config.name.as_ref()?;
         let sockets = config.device_ids().into_iter();
-        let sockets = sockets.map(|id| paths::device_socket(&vm.name, &id));
+        let sockets = sockets.map(|id| paths::device_socket(name, &id));
         let sockets: BTreeSet<_> = sockets.map(|path| path.display().to_string()).collect();
         if *listens == sockets || facts.moved {
             return None;
@@ -94,7 +95,10 @@ mod tests {
         facts.systemd.lender = Some(unit);
         says(judge(&facts), Level::Ok, "installed");
 
-        let socket = |id: &str| paths::device_socket("web1", id).display().to_string();
+        let socket = |id: &str| {
+            let (vm, id) = ("web1".parse().unwrap(), id.parse().unwrap());
+            paths::device_socket(&vm, &id).display().to_string()
+        };
         let listens = |ids: &[&str]| ids.iter().map(|id| socket(id)).collect();
         facts
             .systemd

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use farside_daemon::check_name_of;
+use farside_daemon::{NameError, VmName};
 use farside_error_chain::Chain;
 use farside_vm_config::{LoadError, VmConfig};
 
@@ -39,8 +39,8 @@ pub(crate) fn look(host: &Host, only: Option<&str>) -> Vec<VmFacts> {
 }
 
 fn load(name: &str, path: &std::path::Path) -> Result<VmConfig, String> {
-    check_name_of("VM name", name).map_err(|error| Chain(&error).to_string())?;
-    let (vm, path) = (name.to_owned(), path.to_owned());
+    let vm: VmName = name.parse().map_err(|error: NameError| error.to_string())?;
+    let path = path.to_owned();
     if !path.exists() {
         return Err(LoadError::Unknown { vm, path }.to_string());
     }

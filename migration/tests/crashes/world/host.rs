@@ -2,6 +2,7 @@
 
 use std::{rc::Rc, time::Duration};
 
+use farside_daemon::{DeviceId, VmName};
 use farside_lender_protocol::{Address, Fence, Fences, Generation};
 use farside_migration::{
     Configuration, Error, ErrorKind, FoundDevice, HostFacts, Identity, Journal, Lenders,
@@ -48,7 +49,7 @@ impl FakeHost {
 
     /// Checks that only methods of the strategy recorded in the journal are called.
     pub fn assert_strategy(&self, live: bool) {
-        if let Some(open) = self.journal(VM).unwrap().filter(Journal::is_open) {
+        if let Some(open) = self.journal(&VM).unwrap().filter(Journal::is_open) {
             assert_eq!(open.strategy.is_live(), live, "{:?}", open.step);
         }
     }
@@ -126,7 +127,7 @@ impl FakeHost {
 }
 
 impl Store for FakeHost {
-    fn journal(&self, _vm: &str) -> Result<Option<Journal>> {
+    fn journal(&self, _vm: &VmName) -> Result<Option<Journal>> {
         let text = self.world.files(self.name, |files| files.journal.clone());
         text.map(|text| Journal::from_text(&text)).transpose()
     }
@@ -136,44 +137,44 @@ impl Store for FakeHost {
         self.files(|files| files.journal = Some(text))
     }
 
-    fn configuration(&self, _vm: &str) -> Result<Option<Configuration>> {
+    fn configuration(&self, _vm: &VmName) -> Result<Option<Configuration>> {
         Ok(self
             .world
             .files(self.name, |files| files.configuration.clone()))
     }
 
-    fn install(&self, _vm: &str, configuration: &Configuration) -> Result<()> {
+    fn install(&self, _vm: &VmName, configuration: &Configuration) -> Result<()> {
         let configuration = configuration.clone();
         self.files(|files| files.configuration = Some(configuration))
     }
 
-    fn uninstall(&self, _vm: &str) -> Result<()> {
+    fn uninstall(&self, _vm: &VmName) -> Result<()> {
         let (running, still) = self.qemu();
         assert!(!running && still.is_none(), "QEMU still runs");
         self.files(|files| files.configuration = None)
     }
 
-    fn fences(&self, _vm: &str) -> Result<Fences> {
+    fn fences(&self, _vm: &VmName) -> Result<Fences> {
         Ok(self.world.files(self.name, |files| files.fences.clone()))
     }
 
-    fn write_fences(&self, _vm: &str, fences: &Fences) -> Result<()> {
+    fn write_fences(&self, _vm: &VmName, fences: &Fences) -> Result<()> {
         let fences = fences.clone();
         self.files(|files| files.fences = fences)
     }
 
-    fn moved_marker(&self, _vm: &str) -> Result<Option<MovedMarker>> {
+    fn moved_marker(&self, _vm: &VmName) -> Result<Option<MovedMarker>> {
         Ok(self.world.files(self.name, |files| files.marker.clone()))
     }
 
-    fn write_moved_marker(&self, _vm: &str, marker: Option<&MovedMarker>) -> Result<()> {
+    fn write_moved_marker(&self, _vm: &VmName, marker: Option<&MovedMarker>) -> Result<()> {
         let marker = marker.cloned();
         self.files(|files| files.marker = marker)
     }
 }
 
 impl Runner for FakeHost {
-    fn run_state(&self, _vm: &str) -> Result<RunState> {
+    fn run_state(&self, _vm: &VmName) -> Result<RunState> {
         Ok(match self.qemu() {
             (true, _) => RunState::Running,
             (false, None) => RunState::Stopped,
@@ -181,7 +182,7 @@ impl Runner for FakeHost {
         })
     }
 
-    fn start(&self, vm: &str) -> Result<()> {
+    fn start(&self, vm: &VmName) -> Result<()> {
         // As `farside serve` does.
         farside_migration::may_run(self, vm)?;
         let described = self.configuration(vm)?.is_some();
@@ -193,7 +194,7 @@ impl Runner for FakeHost {
         }
     }
 
-    fn stop(&self, _vm: &str, _limit: Duration) -> Result<()> {
+    fn stop(&self, _vm: &VmName, _limit: Duration) -> Result<()> {
         self.assert_strategy(false);
         self.world.call(|| {
             if self.world.guest_deaf.get() {
@@ -210,38 +211,38 @@ impl HostFacts for FakeHost {
         self.name.to_owned()
     }
 
-    fn check_movable(&self, vm: &str, _: &Configuration) -> Result<()> {
+    fn check_movable(&self, vm: &VmName, _: &Configuration) -> Result<()> {
         match self.world.stays_behind.get() == Some(self.name) {
             true => Err(Error::refused(format!("VM {vm} has snapshots"))),
             false => Ok(()),
         }
     }
 
-    fn check_name_free(&self, vm: &str, _: &Configuration) -> Result<()> {
+    fn check_name_free(&self, vm: &VmName, _: &Configuration) -> Result<()> {
         match self.world.name_taken.get() == Some(self.name) {
             true => Err(Error::refused(format!("there is a domain {vm}"))),
             false => Ok(()),
         }
     }
 
-    fn missing(&self, _vm: &str, configuration: &Configuration) -> Result<Vec<Error>> {
+    fn missing(&self, _vm: &VmName, configuration: &Configuration) -> Result<Vec<Error>> {
         let missing = (configuration.toml != CONFIGURATION).then(|| Error::refused("no such VM"));
         Ok(missing.into_iter().collect())
     }
 
-    fn facts(&self, vm: &str, _: &Configuration, _: bool) -> Result<Facts> {
+    fn facts(&self, vm: &VmName, _: &Configuration, _: bool) -> Result<Facts> {
         Err(Error::refused(format!("VM {vm} runs by nothing")))
     }
 }
 
 impl Lenders for FakeHost {
-    fn find_each(&self, vm: &str, _: &Configuration) -> Result<Vec<Result<FoundDevice>>> {
+    fn find_each(&self, vm: &VmName, _: &Configuration) -> Result<Vec<Result<FoundDevice>>> {
         let devices = self.world.devices.borrow();
         let found = devices
             .iter()
             .zip(0..)
             .map(|((id, device), port)| FoundDevice {
-                id: (*id).to_owned(),
+                id: id.parse().unwrap(),
                 port,
                 lender: "tcp:lender:1".parse().unwrap(),
                 lender_name: LENDER.into(),
@@ -259,7 +260,7 @@ impl Lenders for FakeHost {
         Ok(found.collect())
     }
 
-    fn check_windows(&self, _: &str, _: &Configuration, device: &FoundDevice) -> Result<()> {
+    fn check_windows(&self, _: &VmName, _: &Configuration, device: &FoundDevice) -> Result<()> {
         // Its windows cover all RAM.
         assert_eq!(device.lender_name, LENDER);
         Ok(())
@@ -269,14 +270,14 @@ impl Lenders for FakeHost {
     fn hand_over(
         &self,
         _lender: &Address,
-        id: &str,
-        vm: &str,
+        id: &DeviceId,
+        vm: &VmName,
         migration: &str,
         supersedes: Option<Generation>,
     ) -> Result<Generation> {
         self.world.call(|| {
             let mut devices = self.world.devices.borrow_mut();
-            let device = devices.get_mut(id).unwrap();
+            let device = devices.get_mut(id.as_str()).unwrap();
             if let Some(fence) = &device.fence {
                 if fence.migration == migration {
                     return Ok(fence.generation);

@@ -27,7 +27,7 @@ fn meet(text: &'static [u8], endless: bool, limit: Duration) -> Result<Monitor, 
         // Until the connection closes.
         io::copy(&mut peer, &mut io::sink()).map(drop)
     });
-    Monitor::open("web1", &path, limit)
+    Monitor::open(&"web1".parse().unwrap(), &path, limit)
 }
 
 fn refused(text: &'static [u8], endless: bool, limit: Duration) -> String {
@@ -67,7 +67,7 @@ fn one_that_ends_while_somebody_connects_runs_no_more() {
         .unwrap();
     let lines = BufReader::new(other.stdout.take().unwrap()).lines();
     assert!(lines.map(Result::unwrap).any(|line| line.contains("bound")));
-    let error = Monitor::open("web1", &path, LONG).unwrap_err();
+    let error = Monitor::open(&"web1".parse().unwrap(), &path, LONG).unwrap_err();
     other.wait().unwrap();
     assert!(matches!(error, Error::NotRunning { .. }), "{error}");
 }
