@@ -110,6 +110,33 @@ impl Slot {
             seconds: held.since.elapsed().as_secs(),
         })
     }
+
+    /// Refuses a generation that this lender has not issued yet: recorded as a fence, it would lock
+    /// the device's VMs out.
+    fn check_issued(&self, id: &DeviceId, shown: Option<Generation>) -> Result<(), RemoteError> {
+        match shown {
+            Some(shown) if shown > self.generation => Err(RemoteError {
+                kind: ErrorKind::Fenced,
+                message: format!(
+                    "device {id}: this lender has not issued generation {shown}: its last one is {}",
+                    self.generation
+                ),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The generation after the last one.
+    fn next(&self, id: &DeviceId) -> Result<Generation, RemoteError> {
+        let next = self.generation.0.checked_add(1).map(Generation);
+        next.ok_or_else(|| RemoteError {
+            kind: ErrorKind::Internal,
+            message: format!(
+                "device {id}: no generation is left after {}, which the lender's state file names: correct it there",
+                self.generation
+            ),
+        })
+    }
 }
 
 /// The mutable state of the registry.
@@ -175,12 +202,13 @@ impl Registry {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        slot.check_issued(id, fence)?;
         fences.check(id, vm, fence)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
+        slot.generation = slot.next(id)?;
         fences.borrowed(id, vm, fence);
-        slot.generation = Generation(slot.generation.max(fence.unwrap_or_default()).0 + 1);
         slot.lease = Some(Held {
             vm: vm.to_owned(),
             generation: slot.generation,
@@ -200,6 +228,7 @@ impl Registry {
         let id = claim.device;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let mailbox = Arc::clone(&slot.mailbox);
+        slot.check_issued(id, claim.supersedes)?;
         if let Some(generation) = fences.asked_before(claim)? {
             return Ok((generation, mailbox));
         }
@@ -208,8 +237,7 @@ impl Registry {
         {
             return Err(holder.refusal(id));
         }
-        let generation = slot.generation.max(claim.supersedes.unwrap_or_default());
-        let generation = Generation(generation.0 + 1);
+        let generation = slot.next(id)?;
         fences.hand_over(claim, generation)?;
         slot.generation = generation;
         Ok((generation, mailbox))

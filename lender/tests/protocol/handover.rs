@@ -211,3 +211,50 @@ fn ids_that_make_no_sense_are_refused() {
     assert!(error.message.contains(name), "{error}");
     borrow(&lender, None);
 }
+
+/// Recorded as a fence, the largest number would lock the VM out for ever, or wrap to 0 and let its
+/// old host in.
+#[test]
+fn a_generation_that_was_never_issued_is_refused_and_leaves_nothing() {
+    let lender = Running::new();
+    let never = Some(Generation(u64::MAX));
+    let (kind, message) = refusal(&lender, "a", never);
+    assert_eq!(kind, ErrorKind::Fenced, "{message}");
+    assert!(
+        message.contains("not issued generation 18446744073709551615"),
+        "{message}"
+    );
+    let error = tool(&lender)
+        .hand_over(&DEVICE.parse().unwrap(), &"b".parse().unwrap(), "m1", never)
+        .unwrap_err();
+    assert!(error.to_string().contains("not issued"), "{error}");
+
+    assert_eq!(lender.status(DEVICE).entry.fences, []);
+    let (first, _registers) = borrow(&lender, None);
+    let ahead = Some(Generation(first.generation.0 + 1));
+    let (_, message) = refusal(&lender, "b", ahead);
+    assert!(message.contains("not issued"), "{message}");
+    let generation = first.generation;
+    drop(first);
+    lender.wait_until_free(DEVICE);
+    let (second, _registers) = borrow(&lender, Some(generation));
+    assert_eq!(second.generation.0, generation.0 + 1);
+}
+
+#[test]
+fn a_state_file_that_names_the_last_generation_costs_that_device_alone() {
+    let mut lender = Running::with(2, Default::default());
+    hand_over(&lender, "m1", None);
+    lender.stop();
+    let state = lender.state();
+    let text = std::fs::read_to_string(&state).unwrap();
+    let start = text.find("\"generation\":").unwrap() + "\"generation\":".len();
+    let end = start + text[start..].find(',').unwrap();
+    let text = format!("{}{}{}", &text[..start], u64::MAX, &text[end..]);
+    std::fs::write(&state, text).unwrap();
+    lender.restart();
+    let (kind, message) = refusal(&lender, "a", Some(Generation(u64::MAX)));
+    assert_eq!(kind, ErrorKind::Internal);
+    assert!(message.contains("no generation is left"), "{message}");
+    let _other = lender.borrow("dma1", "b");
+}

@@ -89,6 +89,11 @@ impl Running {
         self.thread = Some(std::thread::spawn(move || lender.run().unwrap()));
     }
 
+    /// The file with its fences.
+    pub fn state(&self) -> std::path::PathBuf {
+        self.dir.path().join("lender.json")
+    }
+
     pub fn socket(&self) -> std::path::PathBuf {
         self.dir.path().join("lender.sock")
     }
