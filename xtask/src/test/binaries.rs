@@ -20,13 +20,14 @@ const TESTBED: &str = "farside-testbed";
 
 /// The binaries that take longest, in this order: run first, so that both lanes end
 /// together.
-const LONGEST: [&str; 9] = [
+const LONGEST: [&str; 10] = [
     "guests",
     "hosts",
     "libvirt",
     "migration",
     "hardware_refusals",
     "bench",
+    "iommufd",
     "live_migration",
     "package",
     "host",
@@ -110,9 +111,10 @@ fn yes() -> bool {
 /// Binaries of the workspace that tests run, and the variables that name them. A separate
 /// build would compile dependencies again: cargo would then unify only the features that
 /// these packages enable.
-const PROGRAMS: [(&str, &str); 2] = [
+const PROGRAMS: [(&str, &str); 3] = [
     (PRODUCT, "FARSIDE_BIN"),
     ("scripted-vmm", "FARSIDE_SCRIPTED_VMM"),
+    ("vfio-probe", "FARSIDE_VFIO_PROBE"),
 ];
 
 /// Cargo's output.
@@ -160,7 +162,7 @@ pub(super) fn build(request: &Request) -> Result<Option<Built>> {
                 &artifact.manifest_path,
             )?);
             has_library |= is("lib");
-        } else if is("bin")
+        } else if (is("bin") || is("example"))
             && let Some((_, variable)) = PROGRAMS
                 .iter()
                 .find(|(name, _)| *name == artifact.target.name)
