@@ -29,11 +29,6 @@ pub(crate) enum Verb {
     Bench(Bench),
     /// Make the Debian package: program, systemd units, man pages, completions
     Deb(Deb),
-    /// Build the small kernel with iommufd, for the tests that are skipped without it
-    ///
-    /// It is built from Debian's source (170 MB), which takes some minutes and
-    /// 2 GB of room meanwhile, and stays in the test bed's cache.
-    Kernel,
     /// Check documents, layering and file sizes against the code
     Tidy,
 }

@@ -1,5 +1,5 @@
 //! Developer chores: `cargo xtask demo`, `test`, `soak`, `cluster`, `bench`,
-//! `deb`, `kernel`, `tidy`.
+//! `deb`, `tidy`.
 //!
 //! Each command does all of its own set-up: it builds the product, and the test bed
 //! ([`farside_testbed`]) provides QEMU, a guest kernel and a guest userland.
@@ -10,7 +10,6 @@
 //! - [`test`]: every test, and a list of those that were not run;
 //! - [`soak`]: randomised tests, for a given time;
 //! - [`deb`]: the Debian package;
-//! - [`kernel`]: a kernel with iommufd, for the tests that need it;
 //! - [`tidy`]: checks that neither rustfmt nor clippy makes;
 //! - [`scene`]: the processes of demo and bench: a lender, a backend, a VM.
 
@@ -27,7 +26,6 @@ mod demo;
 mod interrupt;
 #[cfg(test)]
 mod json;
-mod kernel;
 mod scene;
 mod soak;
 mod status;
@@ -72,7 +70,6 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,
-        Some(Verb::Kernel) => kernel::run()?,
         Some(Verb::Tidy) => return tidy::run(),
     }
     Ok(ExitCode::SUCCESS)

@@ -1,10 +1,11 @@
 //! One host whose kernel has iommufd: the same borrow through VFIO's newer interface. The
-//! guest is the scripted VMM, because that kernel cannot run QEMU.
+//! guest is the scripted VMM: the backend, which QEMU would talk to, is the same as with the
+//! older interface.
 
-use std::{fs::File, io::Read, path::PathBuf, time::Instant};
+use std::{fs::File, io::Read, time::Instant};
 
 use anyhow::{Context, Result};
-use farside_testbed::kernel_view::LiveMappings;
+use farside_testbed::{IommufdModules, kernel_view::LiveMappings};
 use serde_json::Value;
 
 use super::{
@@ -87,14 +88,14 @@ impl IommufdFacts {
     }
 }
 
-/// Lender, backend and a scripted guest on one host that boots `kernel`.
-pub fn iommufd(set: &Set<'_>, kernel: PathBuf) -> Result<IommufdFacts> {
+/// Lender, backend and a scripted guest on one host with these modules.
+pub fn iommufd(set: &Set<'_>, modules: &IommufdModules) -> Result<IommufdFacts> {
     let started = Instant::now();
     let mut facts = IommufdFacts::default();
     let image = stage::image(set, "iommufd.img")?;
     (set.tell)("booting a host with iommufd");
     let builder = set.testbed.host_vm("iommufd").nested_guests(0);
-    let builder = builder.kernel(kernel).args(stage::drive(&image));
+    let builder = builder.iommufd(modules).args(stage::drive(&image));
     let host = Host::launch(builder, set.programs)?;
     let played = (|| {
         let lender = host.lend(&format!("--name rack1 --vfio {DEVICE}={DRIVE}"))?;

@@ -3,13 +3,13 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use cpio::NewcBuilder;
+use anyhow::{Context, Result, ensure};
 use cpio::newc::{ModeFileType, trailer};
+use cpio::{NewcBuilder, NewcReader};
 
 /// Writes one archive; several, concatenated, make one initramfs.
 pub(crate) struct Archive<W: Write> {
@@ -94,10 +94,25 @@ impl<W: Write> Archive<W> {
     }
 }
 
+/// The content of a file in an archive.
+pub(crate) fn read(archive: &[u8], path: &str) -> Result<Vec<u8>> {
+    let mut rest = archive;
+    loop {
+        let mut entry = NewcReader::new(rest).context("reading an archive")?;
+        ensure!(!entry.entry().is_trailer(), "it has no {path}");
+        if entry.entry().name() == path {
+            let mut content = Vec::new();
+            entry
+                .read_to_end(&mut content)
+                .with_context(|| format!("reading {path} in an archive"))?;
+            return Ok(content);
+        }
+        rest = entry.finish().context("reading an archive")?;
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use cpio::NewcReader;
-
     use super::*;
 
     #[test]

@@ -15,6 +15,9 @@ use crate::{elf, modules, recipe};
 /// Incremented when the code below changes the result of the same recipe.
 const MAKER: &str = "2";
 
+/// The list of modules that init loads, in the guest: one file per line.
+pub(crate) const MODULE_LIST: &str = "etc/farside/modules";
+
 /// The results; all are in one cache entry.
 #[derive(Debug, Clone)]
 pub(crate) struct Debian {
@@ -147,7 +150,7 @@ fn add_modules<W: Write>(
         .iter()
         .map(|module| format!("/{directory}/{}\n", module.path.display()))
         .collect();
-    archive.file("etc/farside/modules", 0o644, list.as_bytes())?;
+    archive.file(MODULE_LIST, 0o644, list.as_bytes())?;
 
     let wanted = [boot, more].concat();
     let all = modules::collect(source, &wanted)?;

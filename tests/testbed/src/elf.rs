@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use goblin::elf::Elf;
 
 /// Search path of Debian's loader.
-const LIBRARY_DIRECTORY: &str = "usr/lib/x86_64-linux-gnu";
+pub(crate) const LIBRARY_DIRECTORY: &str = "usr/lib/x86_64-linux-gnu";
 /// The loader itself, as binaries name it.
 pub(crate) const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 

@@ -143,7 +143,7 @@ fn wrapper(root: &Path, program: &str, options: &str) -> String {
 }
 
 /// A path as one word of a shell command.
-fn quoted(path: &Path) -> String {
+pub(crate) fn quoted(path: &Path) -> String {
     format!("'{}'", path.display().to_string().replace('\'', r"'\''"))
 }
 

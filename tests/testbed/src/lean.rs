@@ -2,22 +2,19 @@
 //! the modules that init loads and the agent only.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use cpio::{NewcBuilder, NewcReader};
 
 use crate::cache::{self, Cache};
-use crate::debian::Debian;
+use crate::debian::{Debian, MODULE_LIST};
 use crate::host::Host;
-use crate::{make_initramfs, recipe, vmlinux};
+use crate::{archive, make_initramfs, recipe, vmlinux};
 
 /// Incremented when the code below changes the result of the same inputs.
 const MAKER: &str = "1";
-
-/// The list of modules that init loads, in the guest: one file per line.
-const MODULE_LIST: &str = "/etc/farside/modules";
 
 #[derive(Debug)]
 pub(crate) struct Lean {
@@ -58,20 +55,9 @@ fn shrink(from: &Path, to: &Path) -> Result<()> {
 /// Copies an archive without the optional parts: binaries with their libraries, and modules
 /// that init does not load.
 fn copy_needed<W: Write>(archive: &[u8], mut to: W) -> Result<()> {
-    let mut at_boot = String::new();
+    let at_boot = archive::read(archive, MODULE_LIST)?;
+    let at_boot = str::from_utf8(&at_boot).context(MODULE_LIST)?;
     let mut rest = archive;
-    loop {
-        let mut entry = NewcReader::new(rest)?;
-        if entry.entry().is_trailer() {
-            break;
-        }
-        if Path::new("/").join(entry.entry().name()) == Path::new(MODULE_LIST) {
-            entry.read_to_string(&mut at_boot)?;
-        }
-        rest = entry.finish()?;
-    }
-    ensure!(!at_boot.is_empty(), "it has no {MODULE_LIST}");
-    rest = archive;
     loop {
         let mut entry = NewcReader::new(rest)?;
         let head = entry.entry();
@@ -79,7 +65,7 @@ fn copy_needed<W: Write>(archive: &[u8], mut to: W) -> Result<()> {
             cpio::newc::trailer(to)?.flush()?;
             return Ok(());
         }
-        if is_needed(head.name(), &at_boot) {
+        if is_needed(head.name(), at_boot) {
             let copy = NewcBuilder::new(head.name())
                 .ino(head.ino())
                 .nlink(head.nlink())

@@ -39,6 +39,7 @@ mod debian_root;
 mod elf;
 mod host;
 mod host_vm;
+mod iommufd;
 pub mod kernel_view;
 mod lean;
 mod modules;
@@ -46,12 +47,10 @@ mod process;
 mod progress;
 mod recipe;
 mod root_user;
-mod small_kernel;
 mod tools_disk;
 mod vm;
 mod vmlinux;
 
-use std::env;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -64,6 +63,7 @@ pub use accel::Accel;
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};
+pub use iommufd::{IommufdModules, PackagesUnavailable};
 pub use process::{Process, die_with_us};
 pub use progress::{Progress, Task};
 pub use root_user::{become_root, lacks_root};
@@ -169,15 +169,15 @@ impl Testbed {
         &self.0.lean.kernel
     }
 
-    /// A small kernel's image with iommufd, which [`Testbed::kernel`] lacks; see
-    /// [`VmBuilder::kernel`]. `None` until [`build_iommufd_kernel`] has built it.
-    ///
-    /// `FARSIDE_IOMMUFD_KERNEL` overrides it.
-    pub fn iommufd_kernel(&self) -> Option<PathBuf> {
-        match env::var_os("FARSIDE_IOMMUFD_KERNEL").filter(|image| !image.is_empty()) {
-            Some(image) => Some(image.into()),
-            None => small_kernel::find(&self.0.cache),
-        }
+    /// Modules of [`Testbed::kernel`] with iommufd, for [`VmBuilder::iommufd`]: built if they
+    /// are not in the cache, which takes half a minute and 240 MB of packages. The error is a
+    /// [`PackagesUnavailable`] if this machine cannot get these.
+    pub fn iommufd_modules(&self, progress: &Progress) -> Result<IommufdModules> {
+        // Under a separate lock: other processes can prepare their test beds meanwhile.
+        let cache = Cache::open(self.0.cache.join("iommufd"), || {
+            progress.note("Waiting for another process that builds VFIO with iommufd");
+        })?;
+        IommufdModules::prepare(&cache, &self.0.debian, &self.0.host, progress)
     }
 
     /// The guest's initramfs: userland, modules and agent.
@@ -252,13 +252,6 @@ impl Testbed {
 /// The cache's directory; see [`Testbed::prepare`].
 pub fn cache_directory() -> Result<PathBuf> {
     cache::default_root()
-}
-
-/// Builds the kernel of [`Testbed::iommufd_kernel`], unless it is cached, and returns its
-/// image: takes some minutes, 170 MB of packages, and 2 GB of temporary space.
-pub fn build_iommufd_kernel(progress: &Progress) -> Result<PathBuf> {
-    small_kernel::build(cache::default_root()?, progress)
-        .context("cannot build the small kernel with iommufd")
 }
 
 /// Appends the agent to the userland: the kernel unpacks both.

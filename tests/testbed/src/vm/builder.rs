@@ -17,7 +17,7 @@ use super::{Vm, kernel_args, qemu_log, serial_log};
 use crate::archive::Archive;
 use crate::host_vm;
 use crate::process::Process;
-use crate::{Accel, Testbed};
+use crate::{Accel, IommufdModules, Testbed};
 
 /// The chipset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -214,6 +214,14 @@ impl VmBuilder {
     /// to `/`.
     pub fn file(mut self, path: impl Into<PathBuf>, mode: u32, data: impl Into<Vec<u8>>) -> Self {
         self.files.push((path.into(), mode, data.into()));
+        self
+    }
+
+    /// Replaces the guest's VFIO by one with iommufd (with direct kernel boot).
+    pub fn iommufd(mut self, modules: &IommufdModules) -> Self {
+        for (path, bytes) in &modules.files {
+            self = self.file(path, 0o644, bytes.as_slice());
+        }
         self
     }
 
