@@ -197,7 +197,7 @@ fn answer(
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),
-        (Request::Devices, _) => Reply::Devices(registry.entries()),
+        (Request::Devices { after }, _) => Reply::Devices(registry.entries(after.as_ref())),
         (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
         (Request::Describe { device }, _) => {
             Reply::Description(Box::new((*registry.described(&device)?).clone()))

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Bound,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     time::Instant,
 };
@@ -289,12 +290,14 @@ impl Registry {
         Some(entry(id, slot, &records.fences))
     }
 
-    pub(crate) fn entries(&self) -> Vec<DeviceEntry> {
+    /// The entries after the device `after`, as many as fit in a reply.
+    pub(crate) fn entries(&self, after: Option<&DeviceId>) -> Vec<DeviceEntry> {
         let records = self.lock();
-        let entries = records.slots.iter();
-        entries
-            .map(|(id, slot)| entry(id, slot, &records.fences))
-            .collect()
+        let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let slots = records
+            .slots
+            .range::<DeviceId, _>((start, Bound::Unbounded));
+        DeviceEntry::page(slots.map(|(id, slot)| entry(id, slot, &records.fences)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Records> {

@@ -18,6 +18,9 @@ use crate::{
     VERSION,
 };
 
+/// Maximum number of devices in a lender's list. Bounds memory and time.
+const MAX_DEVICES: usize = 4096;
+
 /// Timeout of a call. Longer than the lender waits for a device's DMA to drain, shorter
 /// than a VMM's message timeout of 5 s.
 const TIMEOUT: Duration = Duration::from_secs(4);
@@ -209,9 +212,16 @@ impl Client {
 
     /// The devices of this lender.
     pub fn devices(&mut self) -> Result<Vec<DeviceEntry>, CallError> {
-        match self.call(Request::Devices, &[])? {
-            (Reply::Devices(devices), _) => Ok(devices),
-            (other, _) => Err(self.unexpected(&other)),
+        let mut devices: Vec<DeviceEntry> = Vec::new();
+        loop {
+            let after = devices.last().map(|last| last.id.clone());
+            match self.call(Request::Devices { after }, &[])? {
+                (Reply::Devices(page), _) if page.is_empty() => return Ok(devices),
+                (Reply::Devices(page), _) if devices.len() + page.len() <= MAX_DEVICES => {
+                    devices.extend(page);
+                }
+                (other, _) => return Err(self.unexpected(&other)),
+            }
         }
     }
 

@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ErrorKind, Generation, RemoteError};
 
-/// Most fences that a lender keeps for one device.
-pub const MAX_FENCES: usize = 1024;
+/// Maximum number of fences that a lender keeps for one device: with all of them, and the counts of
+/// 2048 vectors, its status fits in [`MAX_MESSAGE`](crate::MAX_MESSAGE).
+pub const MAX_FENCES: usize = 192;
 
 /// Largest accepted fence file, in bytes.
 const MAX_FILE: u64 = 1 << 20;

@@ -5,11 +5,11 @@ use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
-use crate::{Fence, IrqUpdate};
+use crate::{Fence, IrqUpdate, MAX_MESSAGE};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -46,8 +46,11 @@ pub enum Request {
         /// name in its refusal.
         vm: Option<String>,
     },
-    /// Lists the lender's devices.
-    Devices,
+    /// Lists the lender's devices in the order of their ids, as many as fit in a reply.
+    Devices {
+        /// Lists those after this one.
+        after: Option<DeviceId>,
+    },
     /// Queries the limits of the lender's fabric, to refuse a guest that cannot fit
     /// before it boots.
     Limits,
@@ -201,7 +204,7 @@ pub enum Reply {
         /// The lender's name.
         lender: String,
     },
-    /// To `Devices`.
+    /// To `Devices`; empty at the end of the list.
     Devices(Vec<DeviceEntry>),
     /// To `Limits`.
     Limits(NtbLimits),
@@ -344,6 +347,19 @@ pub struct DeviceEntry {
 }
 
 impl DeviceEntry {
+    /// The first of `entries` that fit in one [`Reply::Devices`].
+    pub fn page(entries: impl Iterator<Item = Self>) -> Vec<Self> {
+        // The reply's tag and the number of entries take up to four bytes.
+        let mut room = MAX_MESSAGE - 4;
+        let fits = |entry: &Self| {
+            let len = postcard::to_stdvec(entry).map_or(usize::MAX, |bytes| bytes.len());
+            let left = room.checked_sub(len);
+            room = left.unwrap_or(0);
+            left.is_some()
+        };
+        entries.take_while(fits).collect()
+    }
+
     /// The fence that reserves it.
     pub fn reservation(&self) -> Option<&Fence> {
         self.fences.iter().find(|fence| fence.reserved)

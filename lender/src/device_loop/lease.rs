@@ -530,7 +530,7 @@ impl<'a> LeaseLoop<'a> {
             }
             Request::Return => {}
             other @ (Request::Hello { .. }
-            | Request::Devices
+            | Request::Devices { .. }
             | Request::Limits
             | Request::Describe { .. }
             | Request::Check { .. }

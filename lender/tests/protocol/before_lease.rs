@@ -64,7 +64,7 @@ fn nothing_is_answered_before_hello() {
 
 fn nothing_before_hello(mut peer: Peer) {
     for request in [
-        Request::Devices,
+        Request::Devices { after: None },
         Request::Limits,
         Request::Describe {
             device: named(DEVICE),
@@ -104,7 +104,7 @@ fn refuses_another_version(mut peer: Peer) {
     );
     // This does not count as Hello.
     assert_eq!(
-        peer.refused(Request::Devices, &[], &["Hello"]),
+        peer.refused(Request::Devices { after: None }, &[], &["Hello"]),
         ErrorKind::Invalid
     );
 }

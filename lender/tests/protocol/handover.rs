@@ -4,7 +4,7 @@ use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
 use farside_fabric::PeerAddress;
-use farside_lender_protocol::{Client, ErrorKind, Generation, Request, VERSION};
+use farside_lender_protocol::{Client, ErrorKind, Generation, MAX_FENCES, Request, VERSION};
 
 use crate::peer::{DEVICE, Peer, Running, memory, write};
 
@@ -257,4 +257,45 @@ fn a_state_file_that_names_the_last_generation_costs_that_device_alone() {
     assert_eq!(kind, ErrorKind::Internal);
     assert!(message.contains("no generation is left"), "{message}");
     let _other = lender.borrow("dma1", "b");
+}
+
+/// With a thousand fences neither status nor list fitted in a message, and no VM could borrow the
+/// device.
+#[test]
+fn fences_are_bounded_and_all_devices_stay_listed() {
+    let mut lender = Running::with(3, Default::default());
+    let mut tool = tool(&lender);
+    let mut move_away = |n: usize| {
+        let device = DEVICE.parse().unwrap();
+        // The longest names.
+        let vm = format!("vm{n:046}").parse().unwrap();
+        let fence = tool.hand_over(&device, &vm, &format!("m{n:063}"), None);
+        tool.end_reservation(&device).unwrap();
+        fence
+    };
+    for n in 0..MAX_FENCES {
+        move_away(n).unwrap();
+    }
+    let error = move_away(MAX_FENCES).unwrap_err().to_string();
+    assert!(error.contains("192 different VMs"), "{error}");
+
+    // As many of two other devices: more than one message.
+    lender.stop();
+    let text = std::fs::read(lender.state()).unwrap();
+    let mut state: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let fences = state["devices"][DEVICE].clone();
+    for device in ["dma1", "dma2"] {
+        state["devices"][device] = fences.clone();
+    }
+    std::fs::write(lender.state(), state.to_string()).unwrap();
+    lender.restart();
+    let listed = Client::connect(&lender.socket().into(), None)
+        .unwrap()
+        .devices()
+        .unwrap();
+    let ids: Vec<_> = listed.iter().map(|entry| entry.id.as_str()).collect();
+    assert_eq!(ids, [DEVICE, "dma1", "dma2"]);
+    assert_eq!(listed[0].fences.len(), MAX_FENCES);
+    assert_eq!(lender.status(DEVICE).entry, listed[0]);
+    let _lent = lender.borrow(DEVICE, "a");
 }

@@ -154,7 +154,7 @@ fn requests_that_have_no_place_in_a_lease_are_refused() {
             version: 1,
             vm: None,
         },
-        Request::Devices,
+        Request::Devices { after: None },
         Request::Limits,
         Request::Describe { device: device() },
         Request::Borrow {

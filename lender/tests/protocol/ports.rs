@@ -77,7 +77,9 @@ fn a_crowd_at_the_port_locks_nobody_out_of_the_socket() {
     let (mut peer, _registers) = lender.borrow(DEVICE, "b");
     peer.call(Request::Reset, &[]).unwrap();
     // Accepted connections are served, and closing one frees its place.
-    crowd[7].call(Request::Devices, &[]).unwrap();
+    crowd[7]
+        .call(Request::Devices { after: None }, &[])
+        .unwrap();
     crowd.pop();
     until("there is room", || {
         let mut peer = Peer::connect(port);
