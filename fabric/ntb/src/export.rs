@@ -30,7 +30,7 @@ pub struct ExportedBars {
 pub struct ExportedBar {
     /// Its number.
     pub bar: u8,
-    /// Its offset from [`ExportedBars::far`], in bytes.
+    /// Its offset from [`ExportedBars::peer_address`], in bytes.
     pub offset: u64,
     /// Bytes of the whole BAR.
     pub size: u64,

@@ -1,10 +1,42 @@
-//! Small files that survive a crash of the process or of the host.
+//! Small files: written so that they survive a crash of the process or of the host, and opened so
+//! that a user with fewer rights, who owns the directory, cannot make this process write to another
+//! file.
 
 use std::{
     fs::{self, File},
     io::{self, Read, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
 };
+
+use rustix::fs::OFlags;
+
+/// Opens the file `path` for reading and appending; creates it with mode 0600 if it is missing.
+/// Fails if it is a link, has another name, or is not a regular file.
+pub fn append(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    options.read(true).append(true).create(true).mode(0o600);
+    options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
+    let file = options.open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.nlink() > 1 {
+        let text = "not a regular file with one name: remove it";
+        return Err(io::Error::other(text));
+    }
+    Ok(file)
+}
+
+/// Creates the file `path` with mode 0644; removes another file of that name, and does not follow a
+/// link.
+pub fn create(path: &Path) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o644);
+    options.open(path)
+}
 
 /// Atomically replaces the content of the file `path` with `bytes`: a reader, also
 /// after a crash, finds either the old or the new content. Creates missing directories.
@@ -21,7 +53,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     let fresh = Path::new(&name);
-    let written = File::create(fresh)
+    let written = create(fresh)
         .and_then(|mut file| {
             file.write_all(bytes)?;
             file.sync_all()
@@ -72,6 +104,26 @@ pub fn read_bounded(path: &Path, most: u64) -> io::Result<Option<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn planted_links_are_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::write(at("precious"), "data").unwrap();
+        for plant in [
+            |from: &Path, to: &Path| std::os::unix::fs::symlink(from, to),
+            |from: &Path, to: &Path| fs::hard_link(from, to),
+        ] {
+            plant(&at("precious"), &at("log")).unwrap();
+            append(&at("log")).unwrap_err();
+            create(&at("log")).unwrap().write_all(b"new").unwrap();
+            plant(&at("precious"), &at("state.new")).unwrap();
+            replace(&at("state"), b"new").unwrap();
+            assert_eq!(fs::read(at("precious")).unwrap(), b"data");
+            assert_eq!(fs::read(at("state")).unwrap(), b"new");
+            fs::remove_file(at("log")).unwrap();
+        }
+    }
 
     #[test]
     fn a_file_is_replaced_read_and_removed() {

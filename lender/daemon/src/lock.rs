@@ -4,14 +4,14 @@ use std::{
     fmt,
     fs::{self, File, TryLockError},
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::MetadataExt,
     path::Path,
     sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
 
-use rustix::fs::OFlags;
+use crate::files;
 
 /// A lock on a file, which has the PID of the holder. The kernel ends it with the
 /// process; the file stays, unless the holder removes it.
@@ -52,16 +52,8 @@ impl FileLock {
     /// name is taken.
     pub fn take(path: &Path, limit: Duration) -> Result<Self, LockError> {
         let deadline = Instant::now() + limit;
-        let mut options = File::options();
-        options.read(true).append(true).create(true).mode(0o600);
-        options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
         loop {
-            let mut file = options.open(path)?;
-            let meta = file.metadata()?;
-            if !meta.is_file() || meta.nlink() > 1 {
-                let text = "not a regular file with one name: remove it";
-                return Err(io::Error::other(text).into());
-            }
+            let mut file = files::append(path)?;
             match lock_by(&file, deadline) {
                 Ok(()) if is_at(&file, path)? => {
                     // For others' messages only: a full file system does not matter.

@@ -104,7 +104,7 @@ pub enum Request {
     /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`], where the
     /// lender manages both domains. Descriptor: the memory's file.
     MapPeer {
-        /// Borrower-side bus address.
+        /// Peer address.
         peer_address: PeerAddress,
         /// Bytes.
         len: u64,
@@ -116,7 +116,7 @@ pub enum Request {
     /// Removes a mapping of the borrower's domain. After the reply no DMA reaches the
     /// memory.
     UnmapPeer {
-        /// Borrower-side bus address.
+        /// Peer address.
         peer_address: PeerAddress,
         /// Bytes.
         len: u64,
@@ -126,7 +126,7 @@ pub enum Request {
     OpenWindow {
         /// IOVA of the first byte.
         iova: Iova,
-        /// Borrower-side bus address of the first byte.
+        /// Peer address of the first byte.
         peer_address: PeerAddress,
         /// Bytes.
         len: u64,

@@ -3,14 +3,14 @@
 
 use std::{
     ffi::OsString,
-    fs::{self, File, Permissions},
+    fs::{self, Permissions},
     io::{ErrorKind, Write},
     os::unix::fs::PermissionsExt,
     path::PathBuf,
     time::Duration,
 };
 
-use farside_daemon::{VmName, paths};
+use farside_daemon::{VmName, files, paths};
 use farside_error_chain::Chain;
 use farside_qemu_configs::{ANCHOR_FILE, DomainVm, anchor_image};
 use farside_vm_config::places;
@@ -64,9 +64,11 @@ fn anchor(vm: &VmName) -> PathBuf {
 /// secret, so it is world-readable.
 fn drop_anchor(vm: &VmName) -> Result<(), Error> {
     let path = anchor(vm);
-    File::create(&path)
+    // libvirt runs the hook as root, and the directory may be the backend's user's.
+    files::create(&path)
         .and_then(|mut file| {
             file.write_all(&anchor_image())?;
+            // Whatever the umask is.
             file.set_permissions(Permissions::from_mode(0o644))
         })
         .map_err(Error::system(format!("cannot write {}", path.display())))

@@ -1,14 +1,14 @@
 //! Logs of background processes.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::{Read, Seek, SeekFrom},
     os::unix::process::CommandExt,
     path::PathBuf,
     process::{Command, Stdio},
 };
 
-use farside_daemon::VmName;
+use farside_daemon::{VmName, files};
 use farside_vm_config::places;
 
 use crate::{Error, process::Process};
@@ -32,7 +32,7 @@ impl Log {
         let directory = places::vm_state(vm);
         let path = directory.join(name);
         let opened = fs::create_dir_all(&directory).and_then(|()| {
-            let file = OpenOptions::new().append(true).create(true).open(&path)?;
+            let file = files::append(&path)?;
             let start = file.metadata()?.len();
             Ok((file, start))
         });
