@@ -201,7 +201,7 @@ mod tests {
     fn without_a_verb_the_verbs_are_listed() {
         assert!(Args::try_parse_from(["xtask"]).unwrap().verb.is_none());
         let help = Args::command().render_help().to_string();
-        for verb in ["demo", "test", "soak", "cluster", "bench", "deb", "kernel"] {
+        for verb in ["demo", "test", "soak", "cluster", "bench", "deb", "tidy"] {
             assert!(help.contains(&format!("\n  {verb} ")), "{help}");
         }
     }
