@@ -94,8 +94,8 @@ address! {
     BusAddress, "bus address"
 }
 address! {
-    /// An address in the IOMMU domain of the borrower's NTB endpoint: what is used
-    /// on the peer side of a window.
+    /// An address in the IOMMU domain of a host's NTB endpoint: where the peer host's windows
+    /// lead, to guest RAM at the borrower and to BARs at the lender.
     PeerAddress, "peer address"
 }
 

@@ -7,7 +7,7 @@
 //! ```text
 //!            lender                                borrower
 //!   device ──► lender's IOMMU ──► NTB window ──► borrower's IOMMU ──► memory
-//!       IOVA (= GPA)       BusAddress       FarAddress          fd + offset
+//!       IOVA (= GPA)       BusAddress       PeerAddress          fd + offset
 //!              │                  │                  │
 //!        LenderDomain           Window         BorrowerDomain     a refusal is a Fault
 //! ```

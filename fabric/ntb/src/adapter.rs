@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, AddressRange, BusAddress, FabricError, LimitError, LutRange, NtbLimits,
-    NtbTables, NtbUse, PeerAddress, fits,
+    AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress, fits,
 };
 use farside_irq_relay::TriggerFd;
 use farside_pci::Bdf;
@@ -15,7 +14,6 @@ use farside_vfio::Function;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
-use crate::peer_space::endpoint_iova;
 use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{NtbError, PeerSpace};
 
@@ -50,8 +48,6 @@ struct Shared<F: FunctionOps> {
     peer_space: PeerSpace,
     flush: Arc<dyn Flush>,
     event: TriggerFd,
-    /// Ranges of the domain that ended borrows could not unmap.
-    left: Mutex<Vec<AddressRange<PeerAddress>>>,
     state: Mutex<State>,
 }
 
@@ -116,7 +112,6 @@ impl<F: FunctionOps> Adapter<F> {
                 peer_space,
                 flush: driver.flush(),
                 event,
-                left: Mutex::default(),
                 state: Mutex::new(State {
                     driver,
                     tables,
@@ -330,39 +325,6 @@ impl<F: FunctionOps> Adapter<F> {
             range,
             keep: false,
         })
-    }
-
-    /// Keeps the ranges that a borrow could not unmap, for [`Adapter::unmap_left`]: their addresses
-    /// are free to others now.
-    pub(crate) fn leave_mapped(&self, ranges: impl Iterator<Item = AddressRange<PeerAddress>>) {
-        self.left().extend(ranges);
-    }
-
-    /// Unmaps what ended borrows left mapped.
-    ///
-    /// # Errors
-    /// What the system reports, if `wanted` overlaps a range that is still mapped.
-    pub(crate) fn unmap_left(&self, wanted: AddressRange<PeerAddress>) -> Result<(), FabricError> {
-        let domain = self.shared.function.domain();
-        let mut result = Ok(());
-        self.left().retain(
-            |range| match domain.unmap(endpoint_iova(range.start()), range.len()) {
-                Ok(()) => false,
-                Err(error) => {
-                    if range.start() < wanted.end() && wanted.start() < range.end() {
-                        result = Err(error);
-                    }
-                    true
-                }
-            },
-        );
-        result
-    }
-
-    fn left(&self) -> MutexGuard<'_, Vec<AddressRange<PeerAddress>>> {
-        // Each range is whole at all times.
-        let left = &self.shared.left;
-        left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note_events(&self) {

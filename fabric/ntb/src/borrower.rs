@@ -83,7 +83,6 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
     fn map(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
         let range = AddressRange::new(at, memory.len)?;
         self.mapped.check(range)?;
-        self.adapter.unmap_left(range)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
             offset: memory.offset,
             len: memory.len,
@@ -118,11 +117,12 @@ impl<F: FunctionOps> Drop for BorrowerNtb<F> {
     fn drop(&mut self) {
         if let Err(error) = self.unmap_all() {
             log::error!(
-                "guest RAM stays within the NTB's reach: {error}",
+                "guest RAM stays within the NTB's reach, and its peer addresses are not used again: {error}",
                 error = Chain(&error)
             );
-            let left = self.mapped.rows().iter().map(|(range, _)| *range);
-            self.adapter.leave_mapped(left);
+            for (range, _) in self.mapped.rows() {
+                self.adapter.peer_space().keep(*range);
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farside_fabric::{Iova, PAGE_SIZE, PeerAddress};
+use farside_fabric::{AddressRange, Iova, PAGE_SIZE, PeerAddress};
 
 use crate::NtbError;
 
@@ -24,8 +24,16 @@ struct Inner {
     usable: Vec<(u64, u64)>,
     /// A power of two, at least a page.
     alignment: u64,
-    /// Bytes, by first address.
-    taken: BTreeMap<u64, u64>,
+    /// By first address.
+    taken: BTreeMap<u64, Taken>,
+}
+
+#[derive(Debug)]
+struct Taken {
+    /// Bytes.
+    len: u64,
+    /// Not released with its [`PeerRange`].
+    kept: bool,
 }
 
 impl PeerSpace {
@@ -61,12 +69,25 @@ impl PeerSpace {
     pub fn take(&self, bytes: u64) -> Result<PeerRange, NtbError> {
         let mut inner = self.inner();
         let (start, len) = inner.find(bytes)?;
-        inner.taken.insert(start, len);
+        inner.taken.insert(start, Taken { len, kept: false });
         Ok(PeerRange {
             space: self.clone(),
             start,
             len,
         })
+    }
+
+    /// Keeps the allocated range around `mapped` from being used again: the domain could not unmap
+    /// it. Call this before its [`PeerRange`] is dropped.
+    pub(crate) fn keep(&self, mapped: AddressRange<PeerAddress>) {
+        let mut inner = self.inner();
+        let (start, len) = (mapped.start().get(), mapped.len());
+        match inner.taken.range_mut(..=start).next_back() {
+            Some((&at, taken)) if start - at < taken.len => taken.kept = true,
+            _ => {
+                inner.taken.insert(start, Taken { len, kept: true });
+            }
+        }
     }
 
     /// Checks that ranges of these sizes could all be allocated now.
@@ -83,7 +104,7 @@ impl PeerSpace {
 
     /// Bytes allocated.
     pub fn taken(&self) -> u64 {
-        self.inner().taken.values().sum()
+        self.inner().taken.values().map(|taken| taken.len).sum()
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -130,7 +151,7 @@ impl Inner {
             let taken = self
                 .taken
                 .range(first..=last)
-                .map(|(&at, &len)| (at, at + len));
+                .map(|(&at, taken)| (at, at + taken.len));
             let mut at = first.max(1);
             // The last byte of a 64-bit space is left out: its end is 2^64.
             let end = last.checked_add(1).unwrap_or(last);
@@ -166,7 +187,10 @@ impl PeerRange {
 
 impl Drop for PeerRange {
     fn drop(&mut self) {
-        self.space.inner().taken.remove(&self.start);
+        let taken = &mut self.space.inner().taken;
+        if taken.get(&self.start).is_some_and(|taken| !taken.kept) {
+            taken.remove(&self.start);
+        }
     }
 }
 
