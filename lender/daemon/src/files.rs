@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use rustix::fs::OFlags;
+use rustix::{fs::OFlags, io::Errno};
 
 /// Opens the file `path` for reading and appending; creates it with mode 0600 if it is missing.
 /// Fails if it is a link, has another name, or is not a regular file.
@@ -17,13 +17,18 @@ pub fn append(path: &Path) -> io::Result<File> {
     let mut options = File::options();
     options.read(true).append(true).create(true).mode(0o600);
     options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
-    let file = options.open(path)?;
+    let odd = || io::Error::other("not a regular file with one name: remove it");
+    let file = options.open(path).map_err(|error| {
+        match error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) {
+            true => odd(),
+            false => error,
+        }
+    })?;
     let meta = file.metadata()?;
-    if !meta.is_file() || meta.nlink() > 1 {
-        let text = "not a regular file with one name: remove it";
-        return Err(io::Error::other(text));
+    match meta.is_file() && meta.nlink() == 1 {
+        true => Ok(file),
+        false => Err(odd()),
     }
-    Ok(file)
 }
 
 /// Creates the file `path` with mode 0644; removes another file of that name, and does not follow a

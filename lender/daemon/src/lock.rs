@@ -87,7 +87,16 @@ fn lock_by(file: &File, deadline: Instant) -> Result<(), TryLockError> {
     let (locked, waits) = mpsc::channel();
     thread::Builder::new()
         .name("lock".to_owned())
-        .spawn(move || drop(locked.send(copy.lock())))
+        .spawn(move || {
+            let result = loop {
+                match copy.lock() {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    result => break result,
+                }
+            };
+            // Fails if the waiter has given up.
+            let _ = locked.send(result);
+        })
         .map_err(TryLockError::Error)?;
     match waits.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         Ok(locked) => locked.map_err(TryLockError::Error),

@@ -72,9 +72,18 @@ pub fn monitor_socket(vm: &VmName) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 
-/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it or one of its
-/// parents, or can replace entries of one: that user could listen at the sockets in it.
+/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it, or one of the
+/// directories between it and the runtime directory, or if every user can replace entries there: such
+/// a user could listen at the sockets in it. Groups of the directories are trusted.
+///
+/// For root, the directories above may belong to another user, that of the systemd units.
 pub fn create_directory(directory: &Path) -> io::Result<()> {
+    create_in(directory, &runtime_dir())
+}
+
+fn create_in(directory: &Path, runtime: &Path) -> io::Result<()> {
+    // Nothing is created in a directory of another user.
+    check_existing(directory, runtime)?;
     let at = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => io::Error::new(
             error.kind(),
@@ -87,26 +96,37 @@ pub fn create_directory(directory: &Path) -> io::Result<()> {
         .mode(0o700)
         .create(directory)
         .map_err(at)?;
+    check_existing(directory, runtime)?;
+    // Where symbolic links lead to.
+    let (directory, runtime) = (directory.canonicalize()?, runtime.canonicalize());
+    check_existing(&directory, runtime.as_deref().unwrap_or(&directory))
+}
+
+/// Checks `directory` and those above it in `runtime`, as far as they exist.
+fn check_existing(directory: &Path, runtime: &Path) -> io::Result<()> {
     let user = rustix::process::geteuid().as_raw();
-    let named = std::path::absolute(directory)?;
-    // Symbolic links are in the first path, and the directories that they lead to in the second.
-    for path in [&named, &directory.canonicalize()?] {
-        for above in path.ancestors() {
-            let meta = std::fs::symlink_metadata(above)?;
-            check_replaceable(above, meta.uid(), meta.mode(), user)?;
-        }
+    let above = directory.ancestors().skip(1);
+    let above = above.take_while(|above| above.starts_with(runtime));
+    for path in std::iter::once(directory).chain(above) {
+        let meta = match std::fs::symlink_metadata(path) {
+            Ok(meta) => meta,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        let any_owner = user == 0 && path != directory;
+        check_replaceable(path, meta.uid(), meta.mode(), (!any_owner).then_some(user))?;
     }
     Ok(())
 }
 
-/// Fails if a user other than `user` and root can replace entries of this directory.
-fn check_replaceable(path: &Path, owner: u32, mode: u32, user: u32) -> io::Result<()> {
+/// Fails if a user other than `user` and root, if there is one, owns this directory or link, or
+/// every user can replace its entries.
+fn check_replaceable(path: &Path, owner: u32, mode: u32, user: Option<u32>) -> io::Result<()> {
     const OTHERS_WRITE: u32 = 0o002;
     const STICKY: u32 = 0o1000;
     let path = path.display();
     let denied = |text| Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
-    // Root runs commands on the directories of farside's own user.
-    if ![user, 0].contains(&owner) && user != 0 {
+    if let Some(user) = user.filter(|&user| ![user, 0].contains(&owner)) {
         return denied(format!(
             "{path} belongs to user {owner}, not to {user}: remove it, or set FARSIDE_RUNTIME_DIR to another"
         ));
@@ -156,8 +176,9 @@ mod tests {
         std::fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
         let link = parent.path().join("link");
         std::os::unix::fs::symlink(&open, &link).unwrap();
-        for inside in [open.join("vm/web1"), link.join("vm/web1")] {
-            let error = create_directory(&inside).unwrap_err().to_string();
+        for runtime in [&open, &link] {
+            let error = create_in(&runtime.join("vm/web1"), runtime);
+            let error = error.unwrap_err().to_string();
             let named = format!("chmod o-w {}", open.display());
             assert!(error.contains(&named), "{error}");
         }
@@ -169,10 +190,11 @@ mod tests {
         for kind in [FileType::Directory, FileType::Symlink] {
             let mode = kind.as_raw_mode() | 0o755;
             let check = |owner, user| check_replaceable(path, owner, mode, user);
-            check(1000, 1000).unwrap();
-            check(0, 1000).unwrap();
-            check(1000, 0).unwrap();
-            let error = check(65534, 1000).unwrap_err().to_string();
+            check(1000, Some(1000)).unwrap();
+            check(0, Some(1000)).unwrap();
+            check(1000, None).unwrap();
+            check(1000, Some(0)).unwrap_err();
+            let error = check(65534, Some(1000)).unwrap_err().to_string();
             assert!(
                 error.contains("belongs to user 65534, not to 1000"),
                 "{error}"
