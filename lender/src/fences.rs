@@ -76,6 +76,13 @@ impl FenceBook {
         self.devices.get(device).map_or(&[], Vec::as_slice)
     }
 
+    /// The fences of a device that fit in a message: all, unless the file has more than are allowed
+    /// now.
+    pub(crate) fn newest(&self, device: &DeviceId) -> &[Fence] {
+        let fences = self.of(device);
+        &fences[fences.len().saturating_sub(MAX_FENCES)..]
+    }
+
     /// The largest generation of a device that was ever issued as a fence.
     pub(crate) fn largest(&self, device: &DeviceId) -> Generation {
         let generations = self.of(device).iter().map(|fence| fence.generation);

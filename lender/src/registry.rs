@@ -313,7 +313,7 @@ fn entry(id: &DeviceId, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
         source: slot.source.to_owned(),
         summary: slot.summary.clone(),
         borrowed_by: slot.holder(),
-        fences: fences.of(id).to_vec(),
+        fences: fences.newest(id).to_vec(),
         problem: slot.problem.clone(),
     }
 }

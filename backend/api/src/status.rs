@@ -52,7 +52,8 @@ pub struct DeviceReport {
     pub attached: bool,
     /// The state of the borrow.
     pub state: BorrowState,
-    /// The generation of the last lease; zero before the first.
+    /// The generation of the last lease; zero before the first. Format 1 calls it `epoch`.
+    #[serde(rename = "epoch")]
     pub generation: Generation,
     /// Bytes of guest RAM that are pinned for the device's DMA; behind a vIOMMU, only
     /// mapped bytes.

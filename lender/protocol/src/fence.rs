@@ -26,7 +26,9 @@ const MAX_FILE: u64 = 1 << 20;
 pub struct Fence {
     /// The VM.
     pub vm: VmName,
-    /// The least generation with which the VM may borrow the device.
+    /// The least generation with which the VM may borrow the device: `epoch` in the lender's state
+    /// file, and in format 1 of the JSON documents.
+    #[serde(rename = "epoch")]
     pub generation: Generation,
     /// The id of the migration that requested the handover; empty if the lender received
     /// the generation from the VM.

@@ -16,10 +16,10 @@
 //!     | Describe{device} ---------------------> |   nothing is borrowed
 //!     | <---------------------- Description     |
 //!     | Borrow{device} + BAR memory ----------> |
-//!     | <------ Lease{generation} + register channel |   + BAR files, from hardware
-//!     | FarMap + fd, OpenWindow, SetIrqs + fds, |
-//!     | EnableBusMaster, Reset, ... (generation) --> |
-//!     | Return (generation), or close -------------> |
+//!     | <- Lease{generation} + register channel |   + BAR files, from hardware
+//!     | MapPeer + fd, OpenWindow, SetIrqs + fds,|
+//!     | EnableBusMaster, ... (generation) ----> |
+//!     | Return (generation), or close --------> |
 //! ```
 //!
 //! A migration to another host requests a [`Handover`](Request::Handover) of each of the
@@ -29,7 +29,7 @@
 //!
 //! ```text
 //!     | <------------ Lease{generation, token}      |
-//!     | second connection, Registers{token} -> |
+//!     | second connection, Registers{token} --> |
 //!     | <--------- Done: this connection is now the register channel
 //! ```
 

@@ -377,6 +377,7 @@ pub struct BorrowedBy {
     /// VM name.
     pub vm: VmName,
     /// The lease's generation.
+    #[serde(rename = "epoch")]
     pub generation: Generation,
     /// Seconds since the borrow.
     pub seconds: u64,

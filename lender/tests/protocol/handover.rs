@@ -248,7 +248,7 @@ fn a_state_file_that_names_the_last_generation_costs_that_device_alone() {
     lender.stop();
     let state = lender.state();
     let text = std::fs::read_to_string(&state).unwrap();
-    let start = text.find("\"generation\":").unwrap() + "\"generation\":".len();
+    let start = text.find("\"epoch\":").unwrap() + "\"epoch\":".len();
     let end = start + text[start..].find(',').unwrap();
     let text = format!("{}{}{}", &text[..start], u64::MAX, &text[end..]);
     std::fs::write(&state, text).unwrap();

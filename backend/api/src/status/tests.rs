@@ -17,7 +17,7 @@ fn document() -> Value {
                 "lender": "tcp:rack1-b:7410",
                 "attached": false,
                 "state": "ready",
-                "generation": 3,
+                "epoch": 3,
                 "bytes_pinned": 10,
                 "bytes_locked": 9,
                 "dma_windows": 2,
@@ -47,9 +47,9 @@ fn document() -> Value {
                     "id": "disk0",
                     "source": "model",
                     "summary": "NVMe, 1 GiB",
-                    "borrowed_by": {"vm": "web1", "generation": 3, "seconds": 2},
+                    "borrowed_by": {"vm": "web1", "epoch": 3, "seconds": 2},
                     "fences": [
-                        {"vm": "web1", "generation": 2, "migration": "m1", "reserved": false}
+                        {"vm": "web1", "epoch": 2, "migration": "m1", "reserved": false}
                     ],
                     "problem": null
                 },
