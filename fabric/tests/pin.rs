@@ -14,7 +14,8 @@ use farside_fabric::{
     pin::{PinError, PinOptions, PinPolicy, Pins, check_memlock, check_room},
 };
 use rustix::{
-    fs::fstat,
+    fs::{SeekFrom, fstat, seek},
+    io::Errno,
     process::{Resource, Rlimit, setrlimit},
 };
 
@@ -24,9 +25,19 @@ fn ram(len: u64) -> MemoryRange {
     MemoryRange::whole(create_sealed("ram", len).expect("memfd"), len)
 }
 
-/// Bytes of the file with allocated pages.
+/// Bytes of the file with allocated pages. `st_blocks` can miss pages that the kernel is swapping
+/// out.
 fn resident(range: &MemoryRange) -> u64 {
-    fstat(&range.file).expect("fstat").st_blocks as u64 * 512
+    let (mut bytes, mut at) = (0, 0);
+    loop {
+        let data = match seek(&range.file, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(Errno::NXIO) => return bytes,
+            Err(errno) => panic!("lseek: {errno}"),
+        };
+        at = seek(&range.file, SeekFrom::Hole(data)).expect("lseek");
+        bytes += at - data;
+    }
 }
 
 /// Bytes of the file that are locked in this process's page tables.
