@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::FileTypeExt,
+    os::unix::{fs::FileTypeExt, net::UnixStream},
     path::{Path, PathBuf},
     process::{Command, ExitStatus, Stdio},
     sync::{Mutex, PoisonError},
@@ -291,18 +291,12 @@ impl Serve<'_> {
         command.args(&words[1..]);
         self.cluster.environment(&mut command);
         let name = format!("the backend of VM {}", self.vm);
-        let status = self
-            .cluster
-            .directory()
-            .join("vm")
-            .join(&self.vm)
-            .join("status");
-        // A killed backend leaves its sockets.
-        let _ = fs::remove_file(&status);
+        let vm = self.cluster.directory().join("vm").join(&self.vm);
+        // It listens there last. A killed backend leaves its sockets, which refuse connections.
+        let control = vm.join("control");
         let mut daemon = self.cluster.start_command(&name, command)?;
-        // The backend creates the status socket last.
         let deadline = Instant::now() + SHORT;
-        while !status.exists() {
+        while UnixStream::connect(&control).is_err() {
             ensure!(
                 daemon.is_running()? && Instant::now() < deadline,
                 "{name} does not serve; its log:\n{}",
