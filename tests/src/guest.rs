@@ -302,8 +302,8 @@ impl<'a> Guest<'a> {
         self.vm.take().expect("a VM is there").shutdown(SHORT)
     }
 
-    /// SIGKILL for QEMU.
-    pub fn kill_qemu(mut self) -> Result<()> {
+    /// SIGKILL for QEMU; see [`Vm::kill`].
+    pub fn kill_qemu(mut self) -> Result<ExitStatus> {
         self.keep_logs();
         self.vm.take().expect("a VM is there").kill()
     }

@@ -137,10 +137,10 @@ fn module_name(path: &Path) -> Option<(String, Compression)> {
     Some((stem.replace('-', "_"), compression))
 }
 
-/// Every module file below a directory, by module name.
-fn index(directory: &Path) -> Result<BTreeMap<String, PathBuf>> {
-    let mut files = BTreeMap::new();
-    let mut directories = vec![directory.join("kernel")];
+/// Every regular file below `directory`.
+pub(crate) fn files_below(directory: PathBuf) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut directories = vec![directory];
     while let Some(directory) = directories.pop() {
         let entries =
             fs::read_dir(&directory).with_context(|| format!("listing {}", directory.display()))?;
@@ -149,12 +149,20 @@ fn index(directory: &Path) -> Result<BTreeMap<String, PathBuf>> {
             let kind = entry.file_type().context("asking for a file's type")?;
             if kind.is_dir() {
                 directories.push(entry.path());
-            } else if let Some((name, _)) = module_name(&entry.path()) {
-                files.insert(name, entry.path());
+            } else if kind.is_file() {
+                files.push(entry.path());
             }
         }
     }
     Ok(files)
+}
+
+/// Every module file below a directory, by module name.
+fn index(directory: &Path) -> Result<BTreeMap<String, PathBuf>> {
+    let files = files_below(directory.join("kernel"))?.into_iter();
+    Ok(files
+        .filter_map(|path| Some((module_name(&path)?.0, path)))
+        .collect())
 }
 
 fn load(directory: &Path, file: &Path) -> Result<Module> {

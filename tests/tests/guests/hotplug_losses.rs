@@ -1,10 +1,11 @@
 //! Processes killed during hot plug or unplug.
 
-use std::os::unix::net::UnixStream;
+use std::os::unix::{net::UnixStream, process::ExitStatusExt};
 
 use anyhow::{Context, ensure};
 use farside_tests::{BorrowState, Cluster, Guest, MIB, SHORT, Status};
 use libtest_mimic::Completion;
+use rustix::process::Signal;
 
 use crate::{
     check,
@@ -45,7 +46,14 @@ pub fn a_backend_killed_in_an_attach_gives_the_device_back(
             // A backend that is killed with an unread request of QEMU resets QEMU's socket,
             // and QEMU 11.1 aborts then; or it crashes as it takes back what it had set up
             // for the device. Start the VM again.
-            Err(_) if ended_with_backend(&guest.qemu_log()) => guest = instead_of(guest)?,
+            Err(error) if ended_with_backend(&guest.qemu_log()) => {
+                let signal = guest.kill_qemu()?.signal();
+                let crashed = [Signal::ABORT, Signal::SEGV]
+                    .map(|it| Some(it.as_raw()))
+                    .contains(&signal);
+                ensure!(crashed, "QEMU ended by {signal:?}: {error:#}");
+                guest = cluster.guest("a").boot()?;
+            }
             Err(error) => return Err(error),
         }
         comes_back(cluster, &guest, 500 + n as u64)?;

@@ -152,6 +152,6 @@ impl Machine {
 
     /// Powers the VM off; its writes are discarded.
     pub fn end(self) -> Result<()> {
-        self.vm.kill()
+        self.vm.kill().map(drop)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct Runtime {
     pub(crate) owner: Option<u32>,
     /// Whether every user may replace its entries.
     pub(crate) open: bool,
-    /// Whether this user may create sockets in it.
+    /// Whether this user may create it, or sockets in it.
     pub(crate) writable: bool,
     pub(crate) sockets: Vec<Socket>,
 }
@@ -55,11 +55,13 @@ pub(crate) fn look(host: &Host) -> Runtime {
     collect(&host.runtime, DEPTH, &listening, &mut sockets);
     sockets.sort_by(|a, b| a.path.cmp(&b.path));
     let meta = std::fs::metadata(&host.runtime).ok();
+    let existing = host.runtime.ancestors().find(|path| path.exists());
     Runtime {
         owner: meta.as_ref().map(|meta| meta.uid()),
         // Writable by others, and not sticky.
         open: meta.is_some_and(|meta| meta.mode() & 0o1002 == 0o002),
-        writable: access(&host.runtime, Access::WRITE_OK | Access::EXEC_OK).is_ok(),
+        writable: existing
+            .is_some_and(|path| access(path, Access::WRITE_OK | Access::EXEC_OK).is_ok()),
         path: host.runtime.clone(),
         sockets,
     }

@@ -107,7 +107,7 @@ impl HostVm {
 
     /// Kills QEMU, as at a power loss, and waits for its end.
     pub fn kill(self) -> Result<()> {
-        self.vm.kill()
+        self.vm.kill().map(drop)
     }
 
     fn take_slot(&self) -> Result<u32> {

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::elf;
 use crate::host::quoted;
+use crate::modules::files_below;
 
 /// Dependencies that compiling modules does not need.
 pub(super) const NOT_NEEDED: &[&str] =
@@ -25,17 +26,10 @@ const BINARIES: &[&str] = &["usr/bin", "usr/libexec", "usr/lib"];
 /// made for: they start each other by path.
 pub(super) fn make_runnable(root: &Path) -> Result<()> {
     let mut found = 0;
-    let mut directories: Vec<PathBuf> = BINARIES.iter().map(|path| root.join(path)).collect();
-    while let Some(directory) = directories.pop() {
-        let entries =
-            fs::read_dir(&directory).with_context(|| format!("listing {}", directory.display()))?;
-        for entry in entries {
-            let entry = entry.with_context(|| format!("listing {}", directory.display()))?;
-            let kind = entry.file_type().context("asking for a file's type")?;
-            if kind.is_dir() {
-                directories.push(entry.path());
-            } else if kind.is_file() && is_program(&entry.path())? {
-                wrap(root, &entry.path())?;
+    for directory in BINARIES {
+        for file in files_below(root.join(directory))? {
+            if is_program(&file)? {
+                wrap(root, &file)?;
                 found += 1;
             }
         }

@@ -187,11 +187,12 @@ impl Vm {
         }
     }
 
-    /// Kills QEMU, as at a power loss, and waits for its end.
-    pub fn kill(self) -> Result<()> {
+    /// Kills QEMU, as at a power loss, and waits for its end. Returns how it ended: if it had
+    /// ended before, that is not by SIGKILL.
+    pub fn kill(self) -> Result<ExitStatus> {
         self.process.kill();
         match self.process.wait(Instant::now() + END_TIMEOUT)? {
-            Some(_) => Ok(()),
+            Some(status) => Ok(status),
             None => bail!("VM {}: QEMU survives SIGKILL", self.name()),
         }
     }
