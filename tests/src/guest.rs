@@ -3,7 +3,7 @@
 use std::{fs, ops::Deref, path::PathBuf, process::ExitStatus, sync::OnceLock, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use farside_testbed::{Accel, Boot, Machine, Progress, Testbed, Vm};
+use farside_testbed::{Accel, Boot, Machine, Progress, TCG_CPU, Testbed, Vm};
 
 use crate::{BOOT, Cluster, MIB, SHORT};
 
@@ -221,8 +221,7 @@ impl<'a> GuestBuilder<'a> {
         }
         command.arg("--").args(staged.guest_args());
         if tcg {
-            // Five-level page tables would only slow down an emulated guest.
-            command.args(["-cpu", "max,la57=off"]);
+            command.args(["-cpu", TCG_CPU]);
         }
         command.args(&self.args);
         if self.paused {

@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use farside_backend_api::{DeviceReport, Status};
 use farside_lender_protocol::DeviceStatus;
-use farside_testbed::{Accel, Testbed, Vm};
+use farside_testbed::{Accel, TCG_CPU, Testbed, Vm};
 use tempfile::TempDir;
 
 use crate::{
@@ -179,8 +179,7 @@ impl Scene {
         command.arg("--qemu").arg(testbed.qemu());
         command.arg("--").args(staged.guest_args()).args(more);
         if tcg {
-            // Five-level page tables would only slow down an emulated guest.
-            command.args(["-cpu", "max,la57=off"]);
+            command.args(["-cpu", TCG_CPU]);
         }
         command.arg("-S");
         // As for the other processes: a terminal's Ctrl-C does not reach it.

@@ -23,7 +23,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use farside_backend_api::DeviceList;
-use farside_testbed::{Accel, Staged, Vm, VmBuilder};
+use farside_testbed::{Accel, Staged, TCG_CPU, Vm, VmBuilder};
 use tempfile::TempDir;
 
 use crate::{BOOT, Daemon, Ended, MIB, SHORT, farside_program, testbed};
@@ -164,8 +164,7 @@ impl Stage {
             args.push(arg.to_str().context("an argument is UTF-8")?.to_owned());
         }
         if tcg {
-            // Five-level page tables would only slow down an emulated guest.
-            args.extend(["-cpu", "max,la57=off"].map(str::to_owned));
+            args.extend(["-cpu", TCG_CPU].map(str::to_owned));
         }
         Ok(format!(
             "devices = [{{ id = \"disk0\", port = 1 }}]\nlenders = [{:?}]\nmemory = \"{}M\"\n\

@@ -59,7 +59,7 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 
-pub use accel::Accel;
+pub use accel::{Accel, TCG_CPU};
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{HostVm, Nested, NestedBuilder};

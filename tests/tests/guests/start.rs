@@ -3,7 +3,7 @@
 use std::{os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 use anyhow::{Context, ensure};
-use farside_testbed::{Accel, AgentPort, Guest};
+use farside_testbed::{Accel, AgentPort, Guest, TCG_CPU};
 use farside_tests::{BOOT, Cluster, MIB, SHORT, Status, noise, sha256, testbed};
 use libtest_mimic::Completion;
 use rustix::{
@@ -234,7 +234,7 @@ fn describe(
     .map(str::to_owned)
     .into();
     if tcg {
-        args.extend(["-cpu", "max,la57=off"].map(str::to_owned));
+        args.extend(["-cpu", TCG_CPU].map(str::to_owned));
     }
     args.extend(more.iter().map(|&arg| arg.to_owned()));
     let accel = if tcg { "tcg" } else { "kvm" };
