@@ -10,6 +10,7 @@
 //!   (`sd_listen_fds(3)`).
 //! - [`OwnedListener`]: a listening UNIX socket and its path.
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
+//! - [`user_id`], [`user_name`]: the users of this host.
 //! - [`ready`], [`status`], [`stopping`]: readiness and a status line
 //!   (`sd_notify(3)`). No-ops without a service manager.
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
@@ -34,6 +35,7 @@ mod network;
 mod open_files;
 mod rate_limit;
 mod readiness;
+mod user;
 mod wakeup;
 
 pub use activation::{Activated, ActivationError, Endpoint, SocketKind};
@@ -46,4 +48,5 @@ pub use network::is_private;
 pub use open_files::raise_open_files;
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{ready, status, stopping};
+pub use user::{UserError, user_id, user_name};
 pub use wakeup::Wakeup;

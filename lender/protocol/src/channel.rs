@@ -26,7 +26,7 @@ use rustix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::Address;
+use crate::{Address, Identity};
 use packets::Packets;
 use stream::Stream;
 
@@ -166,6 +166,18 @@ impl Channel {
                 Ok(address) => address.to_string(),
                 Err(error) => format!("unknown host ({error})"),
             },
+        }
+    }
+
+    /// The peer's identity, which does not change while it is connected. Fails if a TCP peer has
+    /// disconnected.
+    pub fn identity(&self) -> io::Result<Identity> {
+        match &self.transport {
+            Transport::Packets(packets) => packets.identity(),
+            Transport::Stream(stream) => {
+                let address = tcp::peer(stream.as_fd())?;
+                Ok(Identity::Network { address })
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -9,13 +10,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, VmName};
+use farside_daemon::{DeviceId, VmName, user_name};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
     Generation, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route,
-    VERSION,
+    VERSION, identity::check_listener,
 };
 
 /// Maximum number of devices in a lender's list. Bounds memory and time.
@@ -43,6 +44,18 @@ pub enum CallError {
         address: Address,
         /// The first bytes received.
         first: [u8; 4],
+    },
+    /// The process that listens at a UNIX socket has a uid that this process has no reason to trust
+    /// with guest memory.
+    #[error(
+        "{path} belongs to a lender of user {} (uid {uid}), who is neither root, nor this user, nor the owner of the socket's directory: remove the socket",
+        user_name(*uid), path = path.display()
+    )]
+    Untrusted {
+        /// The socket.
+        path: PathBuf,
+        /// The user that listens there.
+        uid: u32,
     },
     /// The connection failed; the lease, if any, is lost.
     #[error("lost the connection to the lender")]
@@ -135,6 +148,9 @@ impl Client {
                 address: address.clone(),
                 source,
             })?;
+        if let Address::Unix(path) = address {
+            check_listener(path, &channel)?;
+        }
         let mut client = Self {
             address: address.clone(),
             channel,

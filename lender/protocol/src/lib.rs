@@ -41,6 +41,7 @@ mod address;
 mod channel;
 mod client;
 mod fence;
+mod identity;
 mod irqs;
 mod listener;
 mod message;
@@ -49,6 +50,7 @@ pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
 pub use fence::{Fence, Fences, MAX_FENCES};
+pub use identity::Identity;
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use listener::Listener;
 pub use message::{

@@ -20,6 +20,7 @@ use rustix::{
 use serde::Serialize;
 
 use super::{ChannelError, MAX_FDS, MAX_MESSAGE, encode};
+use crate::Identity;
 
 /// Room for [`MAX_FDS`] descriptors and their header.
 const ANCILLARY_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FDS));
@@ -79,6 +80,15 @@ impl Packets {
             Ok(peer) => format!("process {}", peer.pid.as_raw_nonzero()),
             Err(errno) => format!("unknown process ({errno})"),
         }
+    }
+
+    /// The user of that process.
+    pub(super) fn identity(&self) -> io::Result<Identity> {
+        let peer = socket_peercred(&self.socket)?;
+        Ok(Identity::User {
+            uid: peer.uid.as_raw(),
+            pid: peer.pid.as_raw_nonzero().get(),
+        })
     }
 
     /// Sends without blocking. Returns `false` if the peer's queue is full.

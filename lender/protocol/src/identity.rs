@@ -1,0 +1,102 @@
+//! The peer of a connection.
+
+use std::{fmt, io, net::SocketAddr, os::unix::fs::MetadataExt, path::Path};
+
+use farside_daemon::user_name;
+
+use crate::{CallError, Channel};
+
+/// The peer of a connection, as the kernel reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Identity {
+    /// A process of this host, with the credentials of the moment at which it connected or listened
+    /// (SO_PEERCRED, `unix(7)`).
+    User {
+        /// Its effective uid.
+        uid: u32,
+        /// Its process id, for messages only: it may have been reused since.
+        pid: i32,
+    },
+    /// A peer at a TCP port. Nothing authenticates the address.
+    Network {
+        /// Its address.
+        address: SocketAddr,
+    },
+}
+
+impl Identity {
+    /// Whether it is a TCP peer, to which no descriptors can be sent.
+    pub fn is_network(&self) -> bool {
+        matches!(self, Self::Network { .. })
+    }
+}
+
+impl fmt::Display for Identity {
+    /// Looks the user's name up.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::User { uid, pid } => {
+                let name = user_name(*uid);
+                write!(f, "user {name} (uid {uid}, process {pid})")
+            }
+            Self::Network { address } => write!(f, "network peer {address}"),
+        }
+    }
+}
+
+/// Refuses a lender of another user, unless that user owns the directory of the socket and could
+/// replace it anyway. In a sticky directory such as /tmp, every user can create a socket that does
+/// not exist.
+pub(crate) fn check_listener(path: &Path, channel: &Channel) -> Result<(), CallError> {
+    let failed = |source: io::Error| CallError::Unreachable {
+        address: path.into(),
+        source,
+    };
+    let Identity::User { uid, .. } = channel.identity().map_err(failed)? else {
+        return Ok(());
+    };
+    let directory = path.parent().unwrap_or(path).metadata().map_err(failed)?;
+    check_uid(
+        path,
+        uid,
+        rustix::process::geteuid().as_raw(),
+        directory.uid(),
+    )
+}
+
+fn check_uid(path: &Path, uid: u32, user: u32, owner: u32) -> Result<(), CallError> {
+    match [0, user, owner].contains(&uid) {
+        true => Ok(()),
+        false => Err(CallError::Untrusted {
+            path: path.to_owned(),
+            uid,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::Listener;
+
+    #[test]
+    fn a_lender_of_an_unrelated_user_is_refused_by_name() {
+        let me = rustix::process::geteuid().as_raw();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lender.sock");
+        let listener = Listener::bind(&path).unwrap();
+        let channel = Channel::connect(&path.clone().into(), Duration::from_secs(5)).unwrap();
+        assert!(matches!(channel.identity(), Ok(Identity::User { uid, .. }) if uid == me));
+        check_listener(&path, &channel).unwrap();
+        drop(listener);
+        for (uid, trusted) in [(0, true), (me, true), (4_242_424, true), (4_242_425, false)] {
+            let checked = check_uid(&path, uid, me, 4_242_424);
+            assert_eq!(checked.is_ok(), trusted, "{uid}");
+            if let Err(error) = checked {
+                assert!(error.to_string().contains("uid 4242425"), "{error}");
+            }
+        }
+    }
+}
