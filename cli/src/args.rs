@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_daemon::{DeviceId, LenderName, NameError, VmName};
 use farside_host_pci::Filter;
+use farside_lender::config::Borrower;
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::parse_memory;
@@ -103,6 +104,7 @@ pub(crate) enum Verb {
 
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases.
 #[derive(Debug, ClapArgs)]
+#[command(group(ArgGroup::new("device").args(["nvme", "dma_test", "vfio"]).multiple(true)))]
 pub(crate) struct Lend {
     /// Configuration file (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
@@ -135,6 +137,14 @@ pub(crate) struct Lend {
     /// Create N virtual functions of a physical function first.
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
+    /// Who may borrow the devices given by flags, beside this user and root; may be given
+    /// more than once. `network`: every peer that can connect to a TCP port.
+    #[arg(
+        long = "borrower",
+        value_name = "user=NAME[,vm=VM]|network",
+        requires = "device"
+    )]
+    pub(crate) borrowers: Vec<Borrower>,
     /// Lend functions even if this host uses them: mounted disks, network
     /// interfaces that are up.
     #[arg(long)]

@@ -29,10 +29,12 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     let nvme = args.nvme.into_iter().map(|nvme| DeviceConfig {
         id: nvme.id,
         source: Model::nvme(nvme.image, nvme.read_only).into(),
+        borrowers: args.borrowers.clone(),
     });
     let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
         id,
         source: Model::dma_test().into(),
+        borrowers: args.borrowers.clone(),
     });
     let vfio = args.vfio.into_iter().map(|(id, function)| DeviceConfig {
         id,
@@ -41,6 +43,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
             force: args.force,
             allow_dirty: args.allow_dirty,
         }),
+        borrowers: args.borrowers.clone(),
     });
     config.device.extend(nvme.chain(dma_test).chain(vfio));
     if let Some(function) = args.ntb {

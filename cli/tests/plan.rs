@@ -147,6 +147,7 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
         device: vec![farside_lender::config::DeviceConfig {
             id: "dma0".parse().unwrap(),
             source: farside_lender::config::Model::dma_test().into(),
+            borrowers: Vec::new(),
         }],
         ..Default::default()
     })

@@ -11,6 +11,7 @@
 //!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
+//!     borrowers = ["user=root,vm=web1", "network"]
 //!
 //!     [[device]]
 //!     id = "disk1"
@@ -30,6 +31,8 @@ use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
 
+pub use crate::access::{Borrower, BorrowerError};
+
 /// A lender's devices, listeners and fabric.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -44,7 +47,7 @@ pub struct Config {
     #[serde(default)]
     pub listen: Vec<Address>,
     /// Also listen at addresses that are neither loopback nor private. Any peer that can reach them
-    /// can borrow every device.
+    /// can borrow the devices of [`Borrower::Network`].
     #[serde(default)]
     pub listen_plain: bool,
     /// Maximum busy-poll time before a device thread blocks, in microseconds. It is reached only
@@ -80,6 +83,8 @@ pub struct DeviceConfig {
     pub id: DeviceId,
     /// The device source.
     pub source: Source,
+    /// Who may borrow it, beside the lender's own user and root.
+    pub borrowers: Vec<Borrower>,
 }
 
 /// A device source.
@@ -103,13 +108,20 @@ struct RawDevice {
     id: DeviceId,
     model: Option<Model>,
     vfio: Option<VfioConfig>,
+    #[serde(default)]
+    borrowers: Vec<Borrower>,
 }
 
 impl TryFrom<RawDevice> for DeviceConfig {
     type Error = String;
 
     fn try_from(raw: RawDevice) -> Result<Self, String> {
-        let RawDevice { id, model, vfio } = raw;
+        let RawDevice {
+            id,
+            model,
+            vfio,
+            borrowers,
+        } = raw;
         let source = match (model, vfio) {
             (Some(model), None) => Source::Model(model),
             (None, Some(vfio)) => Source::Vfio(vfio),
@@ -119,7 +131,11 @@ impl TryFrom<RawDevice> for DeviceConfig {
                 ));
             }
         };
-        Ok(Self { id, source })
+        Ok(Self {
+            id,
+            source,
+            borrowers,
+        })
     }
 }
 

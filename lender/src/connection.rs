@@ -10,15 +10,17 @@ use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, ErrorKind, Generation, RegisterToken, RemoteError, Reply,
-    Request, Route, TOKEN_LIFE, VERSION,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, Identity, RegisterToken, RemoteError,
+    Reply, Request, Route, TOKEN_LIFE, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
+    access::Action,
     fences::Claim,
     listening::PeerLines,
-    registry::{Lease, Mail, Mailbox, Registry},
+    refusals::invalid,
+    registry::{Lease, Mail, Mailbox, Registry, Viewer},
 };
 
 /// Timeout for sending an answer.
@@ -46,9 +48,10 @@ pub(crate) struct About {
 }
 
 /// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
-/// connection.
+/// connection. `identity` is the peer's.
 pub(crate) fn serve(
     mut channel: Channel,
+    identity: &Identity,
     lender: &About,
     registry: &Arc<Registry>,
     stop: &Wakeup,
@@ -90,8 +93,15 @@ pub(crate) fn serve(
         if let (Request::Registers { token }, None) = (&envelope.request, &peer) {
             return become_registers(channel, *token, registry, lines);
         }
-        let tcp = channel.is_tcp();
-        let reply = match answer(envelope.request, lender, registry, &mut peer, tcp, lines) {
+        let answered = answer(
+            envelope.request,
+            lender,
+            registry,
+            &mut peer,
+            identity,
+            lines,
+        );
+        let reply = match answered {
             Ok(Answer::Reply(reply)) => reply,
             Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry, lines) {
                 Ok(()) => return,
@@ -161,7 +171,7 @@ struct Borrow {
     fence: Option<Generation>,
 }
 
-/// The peer's identity, from its Hello.
+/// The peer's claim, from its Hello.
 struct Peer {
     vm: Option<VmName>,
 }
@@ -171,13 +181,18 @@ fn answer(
     lender: &About,
     registry: &Registry,
     peer: &mut Option<Peer>,
-    tcp: bool,
+    identity: &Identity,
     lines: &PeerLines,
 ) -> Result<Answer, RemoteError> {
-    let invalid = |message: String| RemoteError {
-        kind: ErrorKind::Invalid,
-        message,
+    let viewer = Viewer {
+        identity,
+        vm: peer.as_ref().and_then(|peer| peer.vm.as_ref()),
     };
+    let may_borrow = |device: &DeviceId| {
+        let borrow = Action::Borrow { vm: viewer.vm };
+        registry.access(device)?.may(identity, borrow)
+    };
+    let may_operate = |device: &DeviceId| registry.access(device)?.may(identity, Action::Operate);
     let reply = match (request, &*peer) {
         (Request::Hello { version, vm }, None) => {
             if version != VERSION {
@@ -197,17 +212,23 @@ fn answer(
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),
-        (Request::Devices { after }, _) => Reply::Devices(registry.entries(after.as_ref())),
+        (Request::Devices { after }, _) => {
+            Reply::Devices(registry.entries(after.as_ref(), &viewer))
+        }
         (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
         (Request::Describe { device }, _) => {
+            may_borrow(&device)?;
             Reply::Description(Box::new((*registry.described(&device)?).clone()))
         }
         (Request::Status { device }, _) => {
-            let status = ask(registry, &device, Mail::Status)?;
+            may_borrow(&device)?;
+            let mut status = ask(registry, &device, Mail::Status)?;
+            status.entry.fences = registry.fences(&device, &viewer);
             Reply::Status(Box::new(status))
         }
         (Request::Check { device, route, ram }, _) => {
-            carries(route, tcp)?;
+            may_borrow(&device)?;
+            carries(route, identity)?;
             if ram.len() > MAX_RAM_RANGES {
                 return Err(invalid(format!(
                     "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
@@ -225,7 +246,8 @@ fn answer(
             },
             Some(Peer { vm: Some(vm) }),
         ) => {
-            carries(route, tcp)?;
+            may_borrow(&device)?;
+            carries(route, identity)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
@@ -245,6 +267,7 @@ fn answer(
             },
             _,
         ) => {
+            may_operate(&device)?;
             let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
             let claim = Claim {
                 device: &device,
@@ -257,6 +280,7 @@ fn answer(
             }
         }
         (Request::EndReservation { device }, _) => {
+            may_operate(&device)?;
             registry.end_reservation(&device)?;
             Reply::Done
         }
@@ -272,12 +296,11 @@ fn answer(
 }
 
 /// Refuses a route that the peer's transport does not support.
-fn carries(route: Route, tcp: bool) -> Result<(), RemoteError> {
+fn carries(route: Route, identity: &Identity) -> Result<(), RemoteError> {
     match route {
-        Route::Memory if tcp => Err(RemoteError {
-            kind: ErrorKind::Invalid,
-            message: "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
-        }),
+        Route::Memory if identity.is_network() => Err(invalid(
+            "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
+        )),
         Route::Memory | Route::Ntb => Ok(()),
     }
 }
@@ -316,10 +339,6 @@ fn hand_over(
     claim: &Claim<'_>,
     lines: &PeerLines,
 ) -> Result<Generation, RemoteError> {
-    let invalid = |message| RemoteError {
-        kind: ErrorKind::Invalid,
-        message,
-    };
     let id = claim.migration;
     if id.is_empty() || id.len() > MAX_MIGRATION || !id.chars().all(|c| c.is_ascii_graphic()) {
         return Err(invalid(format!(

@@ -1,6 +1,7 @@
 //! The daemon that owns devices and lends them.
 //!
 //! - [`config`]: what to lend, from TOML.
+//! - `access`: who may borrow and who may operate a device.
 //! - `registry`: device ids and leases. `fences`: the host from which a moved VM may borrow.
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
@@ -21,6 +22,7 @@
 
 pub mod config;
 
+mod access;
 mod connection;
 mod device_loop;
 mod fences;

@@ -1,28 +1,41 @@
 //! The lender's listeners, and their access rules.
 //!
-//! A UNIX socket is accessible to this user only. A TCP port has neither encryption nor
+//! A UNIX socket is accessible to this user only, and to every user if a device's borrowers include
+//! another one: the peer's credentials then decide. A TCP port has neither encryption nor
 //! authentication, so the lender listens only at loopback and private addresses, unless the
 //! configuration explicitly allows others.
 
 use std::{
+    collections::HashMap,
+    fs::{Permissions, metadata, set_permissions},
     io,
     net::{SocketAddr, ToSocketAddrs},
-    os::fd::{AsFd, BorrowedFd},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
     path::Path,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
 use farside_daemon::{Activated, RateLimit, SocketKind, is_private, paths};
-use farside_lender_protocol::{Address, Channel, Listener};
+use farside_lender_protocol::{Address, Channel, Identity, Listener};
 
-use crate::{config::Config, server::StartError};
+use crate::{
+    config::{Borrower, Config},
+    server::StartError,
+};
 
 /// Maximum number of peers without a lease. Per listener, so that a flood on a TCP port does not
 /// lock out this host. Bounds threads.
 const MAX_PEERS: usize = 256;
+
+/// How many of these may belong to one user other than root and the lender's own, so that no user
+/// locks out the others.
+const MAX_PEERS_OF_USER: usize = 64;
 
 /// Limits the log lines that peers without a lease cause. Per listener, so that a flood on a TCP
 /// port does not suppress lines about this host's peers.
@@ -44,7 +57,16 @@ pub(crate) struct PeerLines {
 #[derive(Default)]
 struct Peers {
     connected: AtomicUsize,
+    /// By uid, without root and the lender's own user.
+    of_users: Mutex<HashMap<u32, usize>>,
     lines: PeerLines,
+}
+
+impl Peers {
+    fn of_users(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+        // A panic cannot leave a count half changed.
+        self.of_users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A listener of the lender.
@@ -60,6 +82,7 @@ impl PeerListener {
         mut activated: Activated,
     ) -> Result<Vec<Self>, StartError> {
         let mut listeners = vec![Self::new(open_socket(&config.socket, &mut activated)?)];
+        admit_borrowers(config)?;
         let ports = activated.take_ports();
         for address in &config.listen {
             if !ports.iter().any(|(_, at)| is_there(*at, address)) {
@@ -91,15 +114,20 @@ impl PeerListener {
     }
 
     /// Accepts the next peer, if any, with a guard that counts it. Closes connections above the
-    /// limit.
-    pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Counted)>> {
+    /// limits.
+    pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Identity, Counted)>> {
         while let Some(channel) = self.listener.accept()? {
-            if self.peers.connected.load(Ordering::Relaxed) < MAX_PEERS {
-                return Ok(Some((channel, Counted::new(&self.peers))));
-            }
+            // Fails if the peer has disconnected.
+            let Ok(identity) = channel.identity() else {
+                continue;
+            };
+            let limit = match Counted::new(&self.peers, &identity) {
+                Ok(counted) => return Ok(Some((channel, identity, counted))),
+                Err(limit) => limit,
+            };
             if let Some(held_back) = self.peers.lines.refused.allow() {
                 log::warn!(
-                    "refusing a connection of {}: {MAX_PEERS} peers are connected to {} already{held_back}",
+                    "refusing a connection of {}: {limit} are connected to {} already{held_back}",
                     channel.peer(),
                     self.address()
                 );
@@ -127,6 +155,50 @@ fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, Start
         })?;
     }
     Listener::bind(path).map_err(StartError::Listen)
+}
+
+/// Lets every user connect to the socket if `borrowers` names a user who otherwise could not.
+fn admit_borrowers(config: &Config) -> Result<(), StartError> {
+    // A member of the directory's group has the rights of the group alone.
+    const SEARCH: u32 = 0o011;
+
+    let path = &config.socket;
+    let failed = |path: &Path, source| StartError::Admit {
+        path: path.to_owned(),
+        source,
+    };
+    let owner = metadata(path).map_err(|source| failed(path, source))?.uid();
+    let known = [0, rustix::process::geteuid().as_raw(), owner];
+    let rules = config.device.iter().flat_map(|device| &device.borrowers);
+    let is_other =
+        |rule: &Borrower| matches!(rule, Borrower::User { uid, .. } if !known.contains(uid));
+    if !rules.into_iter().any(is_other) {
+        return Ok(());
+    }
+    set_permissions(path, Permissions::from_mode(0o666)).map_err(|source| failed(path, source))?;
+    // The directories above may hold more than farside's sockets: their modes are not changed.
+    for (above, directory) in path.ancestors().skip(1).enumerate() {
+        // Of a relative path.
+        if directory.as_os_str().is_empty() {
+            break;
+        }
+        let meta = metadata(directory).map_err(|source| failed(directory, source))?;
+        let mode = meta.mode() & 0o7777;
+        if mode & SEARCH == SEARCH {
+            continue;
+        }
+        if above == 0 && meta.uid() == known[1] {
+            set_permissions(directory, Permissions::from_mode(mode | SEARCH))
+                .map_err(|source| failed(directory, source))?;
+            continue;
+        }
+        log::warn!(
+            "users named in `borrowers` cannot connect to {}: {} has mode {mode:04o}; `chmod go+x` it, or name a socket elsewhere (`socket`, --socket)",
+            path.display(),
+            directory.display()
+        );
+    }
+    Ok(())
 }
 
 fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
@@ -158,7 +230,7 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
     }
     if !ip.is_loopback() {
         log::warn!(
-            "{}: every host that reaches this address can borrow every device, and the connection is not encrypted: use a network that carries nothing else",
+            "{}: every host that reaches this address can borrow the devices with `borrowers = [\"network\"]`, and the connection is not encrypted: use a network that carries nothing else",
             listener.address()
         );
     }
@@ -166,22 +238,52 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
 }
 
 /// A guard that counts a connected peer.
-pub(crate) struct Counted(Arc<Peers>);
+pub(crate) struct Counted {
+    peers: Arc<Peers>,
+    /// The peer's user, if that has a limit.
+    user: Option<u32>,
+}
 
 impl Counted {
-    fn new(peers: &Arc<Peers>) -> Self {
+    /// Counts a peer, or fails with the limit that is reached.
+    fn new(peers: &Arc<Peers>, identity: &Identity) -> Result<Self, String> {
+        if peers.connected.load(Ordering::Relaxed) >= MAX_PEERS {
+            return Err(format!("{MAX_PEERS} peers"));
+        }
+        let own = [0, rustix::process::geteuid().as_raw()];
+        let user = match identity {
+            Identity::User { uid, .. } if !own.contains(uid) => Some(*uid),
+            Identity::User { .. } | Identity::Network { .. } => None,
+        };
+        if let Some(uid) = user {
+            let mut of_users = peers.of_users();
+            let count = of_users.entry(uid).or_default();
+            if *count >= MAX_PEERS_OF_USER {
+                return Err(format!("{MAX_PEERS_OF_USER} peers of its user"));
+            }
+            *count += 1;
+        }
         peers.connected.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(peers))
+        let peers = Arc::clone(peers);
+        Ok(Self { peers, user })
     }
 
     /// The rate limits of log lines about the listener's peers.
     pub(crate) fn lines(&self) -> &PeerLines {
-        &self.0.lines
+        &self.peers.lines
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.connected.fetch_sub(1, Ordering::Relaxed);
+        self.peers.connected.fetch_sub(1, Ordering::Relaxed);
+        if let Some(uid) = self.user {
+            let mut of_users = self.peers.of_users();
+            if let Some(count) = of_users.get_mut(&uid).filter(|count| **count > 1) {
+                *count -= 1;
+            } else {
+                of_users.remove(&uid);
+            }
+        }
     }
 }

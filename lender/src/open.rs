@@ -10,7 +10,7 @@ use farside_ntb::HostEndpoint;
 use farside_vfio::Api;
 
 use crate::{
-    config::{Config, Model, Source},
+    config::{Borrower, Config, Model, Source},
     model::ModelDevice,
     server::StartError,
     source::DeviceSource,
@@ -19,9 +19,17 @@ use crate::{
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The devices of a lender, by id.
+/// A device, ready to be lent.
+pub(crate) struct OpenedDevice {
+    pub(crate) id: DeviceId,
+    pub(crate) source: Box<dyn DeviceSource>,
+    /// Who may borrow it.
+    pub(crate) borrowers: Vec<Borrower>,
+}
+
+/// The devices of a lender.
 pub(crate) struct Opened {
-    pub(crate) devices: Vec<(DeviceId, Box<dyn DeviceSource>)>,
+    pub(crate) devices: Vec<OpenedDevice>,
     /// The thread that reads the kernel log until the lender stops.
     pub(crate) fault_reader: Option<JoinHandle<()>>,
     /// This host's NTB endpoint: released after all devices are closed.
@@ -41,7 +49,9 @@ pub(crate) fn open(
     let ntb = ntb.transpose().map_err(StartError::Ntb)?;
     let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
     let mut found = Vec::new();
-    let mut devices: Vec<(DeviceId, Box<dyn DeviceSource>)> = Vec::new();
+    // Those of each function in `found`.
+    let mut borrowers = Vec::new();
+    let mut devices: Vec<OpenedDevice> = Vec::new();
     for device in &config.device {
         let failed = |source: AnyError| StartError::Device {
             id: device.id.clone(),
@@ -50,10 +60,17 @@ pub(crate) fn open(
         match &device.source {
             Source::Model(model) => {
                 let model = open_model(&device.id, model, adapter).map_err(failed)?;
-                devices.push((device.id.clone(), Box::new(model)));
+                devices.push(OpenedDevice {
+                    id: device.id.clone(),
+                    source: Box::new(model),
+                    borrowers: device.borrowers.clone(),
+                });
             }
-            Source::Vfio(vfio) => vfio::find(&host, &device.id, vfio, &mut found)
-                .map_err(|error| failed(error.into()))?,
+            Source::Vfio(vfio) => {
+                vfio::find(&host, &device.id, vfio, &mut found)
+                    .map_err(|error| failed(error.into()))?;
+                borrowers.resize(found.len(), device.borrowers.clone());
+            }
         }
     }
     let mut fault_reader = None;
@@ -66,7 +83,7 @@ pub(crate) fn open(
         log::info!("physical devices are reached through VFIO {api}");
         let (watch, reader) = FaultWatch::start(stop.clone());
         fault_reader = reader;
-        for found in found {
+        for (found, borrowers) in found.into_iter().zip(borrowers) {
             let id = found.id.clone();
             let device = VfioDevice::open(
                 found,
@@ -79,18 +96,22 @@ pub(crate) fn open(
                 id: id.clone(),
                 source: source.into(),
             })?;
-            devices.push((id, Box::new(device)));
+            devices.push(OpenedDevice {
+                id,
+                source: Box::new(device),
+                borrowers,
+            });
         }
     }
-    for (n, (id, device)) in devices.iter().enumerate() {
+    for (n, OpenedDevice { id, source, .. }) in devices.iter().enumerate() {
         // The ids of several functions have a number appended.
-        if devices[..n].iter().any(|(other, _)| other == id) {
+        if devices[..n].iter().any(|other| other.id == *id) {
             return Err(StartError::Device {
                 id: id.clone(),
                 source: "another device has that id".into(),
             });
         }
-        log::info!("lending {id} ({})", device.described().description.summary);
+        log::info!("lending {id} ({})", source.described().description.summary);
     }
     Ok(Opened {
         devices,

@@ -9,11 +9,12 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
-    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Generation, RamRange,
-    RemoteError, Route,
+    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Fence, Generation,
+    Identity, RamRange, RemoteError, Route,
 };
 
 use crate::{
+    access::{Access, Action},
     fences::{Claim, FenceBook},
     tokens::RegisterTokens,
 };
@@ -89,6 +90,7 @@ struct Slot {
     source: &'static str,
     described: Arc<Described>,
     mailbox: Arc<Mailbox>,
+    access: Arc<Access>,
     /// The last issued generation.
     generation: Generation,
     lease: Option<Held>,
@@ -140,6 +142,28 @@ impl Slot {
     }
 }
 
+/// The peer that asks.
+pub(crate) struct Viewer<'a> {
+    pub(crate) identity: &'a Identity,
+    /// The VM for which it borrows; tools name none.
+    pub(crate) vm: Option<&'a VmName>,
+}
+
+impl Viewer<'_> {
+    fn sees(&self, slot: &Slot) -> bool {
+        let borrow = Action::Borrow { vm: self.vm };
+        slot.access.allows(self.identity, borrow)
+    }
+
+    /// The fences of its own VM; operators see all.
+    fn fences(&self, id: &DeviceId, slot: &Slot, fences: &FenceBook) -> Vec<Fence> {
+        let all = slot.access.is_operator(self.identity);
+        let newest = fences.newest(id).iter();
+        let visible = newest.filter(|fence| all || self.vm == Some(&fence.vm));
+        visible.cloned().collect()
+    }
+}
+
 /// The mutable state of the registry.
 #[derive(Default)]
 struct Records {
@@ -172,6 +196,7 @@ impl Registry {
         source: &'static str,
         described: Described,
         mailbox: Mailbox,
+        access: Access,
         generation: Generation,
     ) {
         let mut records = self.lock();
@@ -181,6 +206,7 @@ impl Registry {
             source,
             described: Arc::new(described),
             mailbox: Arc::new(mailbox),
+            access: Arc::new(access),
             generation,
             lease: None,
             problem: None,
@@ -284,20 +310,41 @@ impl Registry {
         Ok(Arc::clone(&slot.mailbox))
     }
 
-    pub(crate) fn entry(&self, id: &DeviceId) -> Option<DeviceEntry> {
+    pub(crate) fn access(&self, id: &DeviceId) -> Result<Arc<Access>, RemoteError> {
         let records = self.lock();
-        let slot = records.slots.get(id)?;
-        Some(entry(id, slot, &records.fences))
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        Ok(Arc::clone(&slot.access))
     }
 
-    /// The entries after the device `after`, as many as fit in a reply.
-    pub(crate) fn entries(&self, after: Option<&DeviceId>) -> Vec<DeviceEntry> {
+    /// A device's entry, without its [fences](Registry::fences).
+    pub(crate) fn entry(&self, id: &DeviceId) -> Option<DeviceEntry> {
+        let records = self.lock();
+        Some(entry(id, records.slots.get(id)?))
+    }
+
+    /// The fences of a device that `viewer` may see.
+    pub(crate) fn fences(&self, id: &DeviceId, viewer: &Viewer<'_>) -> Vec<Fence> {
+        let records = self.lock();
+        let slot = records.slots.get(id);
+        slot.map_or(Vec::new(), |slot| viewer.fences(id, slot, &records.fences))
+    }
+
+    /// The entries after the device `after` that `viewer` may see, as many as fit in a reply.
+    pub(crate) fn entries(
+        &self,
+        after: Option<&DeviceId>,
+        viewer: &Viewer<'_>,
+    ) -> Vec<DeviceEntry> {
         let records = self.lock();
         let start = after.map_or(Bound::Unbounded, Bound::Excluded);
         let slots = records
             .slots
             .range::<DeviceId, _>((start, Bound::Unbounded));
-        DeviceEntry::page(slots.map(|(id, slot)| entry(id, slot, &records.fences)))
+        let visible = slots.filter(|(_, slot)| viewer.sees(slot));
+        DeviceEntry::page(visible.map(|(id, slot)| DeviceEntry {
+            fences: viewer.fences(id, slot, &records.fences),
+            ..entry(id, slot)
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Records> {
@@ -307,13 +354,13 @@ impl Registry {
     }
 }
 
-fn entry(id: &DeviceId, slot: &Slot, fences: &FenceBook) -> DeviceEntry {
+fn entry(id: &DeviceId, slot: &Slot) -> DeviceEntry {
     DeviceEntry {
         id: id.to_owned(),
         source: slot.source.to_owned(),
         summary: slot.summary.clone(),
         borrowed_by: slot.holder(),
-        fences: fences.newest(id).to_vec(),
+        fences: Vec::new(),
         problem: slot.problem.clone(),
     }
 }

@@ -7,17 +7,18 @@ use farside_daemon::{
 };
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
-use farside_lender_protocol::{Address, Channel, Generation};
+use farside_lender_protocol::{Address, Channel, Generation, Identity};
 use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
+    access::Access,
     config::{Config, ConfigError},
     connection::{self, About},
     device_loop::{DeviceLoop, Stopped},
     fences::FenceBook,
     listening::{Counted, PeerListener},
-    open::open,
+    open::{OpenedDevice, open},
     registry::Registry,
 };
 
@@ -63,6 +64,14 @@ pub enum StartError {
     )]
     Directory {
         /// The directory.
+        path: std::path::PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The users that `borrowers` names cannot be allowed to connect.
+    #[error("cannot allow other users to connect to {path}", path = path.display())]
+    Admit {
+        /// The socket or its directory.
         path: std::path::PathBuf,
         /// The cause.
         source: io::Error,
@@ -149,7 +158,14 @@ impl Lender {
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
         );
-        for (id, source) in opened.devices {
+        let operator = rustix::process::geteuid().as_raw();
+        for OpenedDevice {
+            id,
+            source,
+            borrowers,
+        } in opened.devices
+        {
+            let access = Access::new(&id, operator, borrowers);
             let (kind, described) = (source.kind(), source.described().clone());
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
@@ -159,7 +175,7 @@ impl Lender {
             )?;
             lender
                 .registry
-                .add(&id, kind, described, mailbox, generation);
+                .add(&id, kind, described, mailbox, access, generation);
             let thread = std::thread::Builder::new()
                 .name(format!("dev-{id}"))
                 .spawn(move || device_loop.run(source))?;
@@ -209,7 +225,9 @@ impl Lender {
     fn accept_all(&self, listener: &PeerListener) {
         loop {
             match listener.accept() {
-                Ok(Some((channel, counted))) => self.serve(channel, counted),
+                Ok(Some((channel, identity, counted))) => {
+                    self.serve(channel, identity, counted);
+                }
                 Ok(None) => return,
                 Err(error) => {
                     // E.g. EMFILE. Leases are unaffected, and the connection stays in the backlog.
@@ -224,13 +242,14 @@ impl Lender {
     }
 
     /// Serves a peer on its own thread.
-    fn serve(&self, channel: Channel, counted: Counted) {
+    fn serve(&self, channel: Channel, identity: Identity, counted: Counted) {
         let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
         let stop = self.stop.clone();
         let started = std::thread::Builder::new()
             .name("peer".into())
             .spawn(move || {
-                connection::serve(channel, &about, &registry, &stop, counted.lines());
+                let lines = counted.lines();
+                connection::serve(channel, &identity, &about, &registry, &stop, lines);
             });
         if let Err(error) = started
             && let Some(held_back) = self.no_thread.allow()

@@ -48,6 +48,7 @@ fn peers_at_a_port_cannot_flood_the_log_nor_silence_those_of_this_host() {
         device: vec![DeviceConfig {
             id: "dma0".parse().unwrap(),
             source: Model::dma_test().into(),
+            borrowers: Vec::new(),
         }],
         ..Config::default()
     })

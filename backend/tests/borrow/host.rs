@@ -155,6 +155,7 @@ pub fn dma_test(id: &str) -> DeviceConfig {
     DeviceConfig {
         id: id.parse().unwrap(),
         source: Model::dma_test().into(),
+        borrowers: Vec::new(),
     }
 }
 
@@ -165,6 +166,7 @@ pub fn disk(id: &str, dir: &Path) -> DeviceConfig {
     DeviceConfig {
         id: id.parse().unwrap(),
         source: Model::nvme(path, false).into(),
+        borrowers: Vec::new(),
     }
 }
 

@@ -9,7 +9,7 @@ use crate::{Fence, IrqUpdate, MAX_MESSAGE};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -327,6 +327,8 @@ pub enum ErrorKind {
     Internal,
     /// The VM was moved to another host.
     Fenced,
+    /// The peer has no right to it.
+    Denied,
 }
 
 /// A line of `farside devices`.

@@ -17,6 +17,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};
 use crate::{
+    access::Access,
+    config::Borrower,
     connection::{self, About},
     device_loop::{DeviceLoop, Stopped},
     fences::FenceBook,
@@ -79,7 +81,9 @@ impl Host {
             let (device_loop, mailbox) =
                 DeviceLoop::new(id.clone(), Arc::clone(&registry), stop.clone(), poll_time)
                     .unwrap();
-            registry.add(&id, kind, described, mailbox, Generation(1));
+            let user = rustix::process::geteuid().as_raw();
+            let access = Access::new(&id, user, vec![Borrower::Network]);
+            registry.add(&id, kind, described, mailbox, access, Generation(1));
             threads.push(std::thread::spawn(move || device_loop.run(source)));
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
@@ -102,9 +106,11 @@ impl Host {
                 while let Some(channel) = listener.accept().unwrap() {
                     let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
                     let stopped = stopped.clone();
+                    let identity = channel.identity().unwrap();
                     std::thread::spawn(move || {
                         connection::serve(
                             channel,
+                            &identity,
                             &about,
                             &registry,
                             &stopped,

@@ -1,5 +1,6 @@
 //! The lender protocol, with conforming peers and with peers that violate it.
 
+mod access;
 mod before_lease;
 mod handover;
 mod hostile;

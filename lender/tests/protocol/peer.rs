@@ -1,10 +1,13 @@
 //! A lender, and a peer that can send it arbitrary data.
 
 use std::{
-    fs::File,
+    fs::{File, Permissions},
     io::IoSlice,
     mem::MaybeUninit,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::PermissionsExt,
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -14,7 +17,7 @@ use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{Iova, NtbLimits, PeerAddress, Usage};
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model},
+    config::{Borrower, Config, DeviceConfig, Model},
 };
 use farside_lender_protocol::{
     Address, Channel, ChannelError, Client, DeviceStatus, Envelope, ErrorKind, Generation,
@@ -51,12 +54,25 @@ impl Running {
         Self::with(1, NtbLimits::default())
     }
 
-    /// Lends DMA test devices `dma0`, `dma1`, ...
+    /// Lends DMA test devices `dma0`, `dma1`, ..., also to network peers.
     pub fn with(devices: usize, fabric: NtbLimits) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let device = (0..devices).map(|n| DeviceConfig {
+        Self::start(&vec![&["network"][..]; devices], fabric)
+    }
+
+    /// Lends one DMA test device for each list of borrowers.
+    pub fn lending(borrowers: &[&[&str]]) -> Self {
+        Self::start(borrowers, NtbLimits::default())
+    }
+
+    fn start(borrowers: &[&[&str]], fabric: NtbLimits) -> Self {
+        let private = Permissions::from_mode(0o700);
+        let dir = tempfile::Builder::new().permissions(private).tempdir();
+        let dir = dir.unwrap();
+        let rule = |rule: &&str| rule.parse::<Borrower>().unwrap();
+        let device = borrowers.iter().enumerate().map(|(n, rules)| DeviceConfig {
             id: format!("dma{n}").parse().unwrap(),
             source: Model::dma_test().into(),
+            borrowers: rules.iter().map(rule).collect(),
         });
         let config = Config {
             name: "test".parse().unwrap(),

@@ -21,6 +21,7 @@ fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
         device: vec![DeviceConfig {
             id: DEVICE.parse().unwrap(),
             source: Model::dma_test().into(),
+            borrowers: Vec::new(),
         }],
         ..Config::default()
     })?;

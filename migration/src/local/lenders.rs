@@ -19,7 +19,7 @@ impl Lenders for LocalHost {
         Ok(devices
             .map(|(position, device)| {
                 let port = device.port.unwrap_or(position as u16);
-                find(&device.id, port, &lenders)
+                find(vm, &device.id, port, &lenders)
             })
             .collect())
     }
@@ -54,10 +54,10 @@ impl Lenders for LocalHost {
 }
 
 /// The lender that has a device, and its description of it.
-fn find(id: &DeviceId, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
+fn find(vm: &VmName, id: &DeviceId, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
     let mut unreachable = None;
     for lender in lenders {
-        match look(id, port, lender) {
+        match look(vm, id, port, lender) {
             Ok(found) => return Ok(found),
             Err(CallError::Refused(error)) if error.kind == Remote::UnknownDevice => {}
             Err(error) => {
@@ -75,8 +75,14 @@ fn find(id: &DeviceId, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
     })
 }
 
-fn look(id: &DeviceId, port: u16, lender: &Address) -> std::result::Result<FoundDevice, CallError> {
-    let mut client = Client::connect(lender, None)?;
+fn look(
+    vm: &VmName,
+    id: &DeviceId,
+    port: u16,
+    lender: &Address,
+) -> std::result::Result<FoundDevice, CallError> {
+    // A network peer sees the fences of this VM alone.
+    let mut client = Client::connect(lender, Some(vm))?;
     let described = client.describe(id)?;
     let entry = client.status(id)?.entry;
     Ok(FoundDevice {

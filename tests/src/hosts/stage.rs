@@ -108,7 +108,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
 
     let played = (|| {
         let lender = b.lend(&format!(
-            "--name b --listen tcp:10.0.0.2:4000 --vfio {DEVICE}={DRIVE} --ntb {NTB}"
+            "--name b --listen tcp:10.0.0.2:4000 --borrower network --vfio {DEVICE}={DRIVE} --ntb {NTB}"
         ))?;
         let backend = a.serve(
             VM,

@@ -22,7 +22,7 @@ pub fn what_no_ntb_can_do_is_told_before_the_vm_starts(host: &Host) -> Result<()
     let words = [PORT_A, "link down after 10 s", "--ntb"];
     host.refuses("nobody at the other port", BORROWER, &alone, &words)?;
 
-    let lend = format!("--listen {TCP} --vfio disk0={DRIVE}");
+    let lend = format!("--listen {TCP} --borrower network --vfio disk0={DRIVE}");
     let lender = host.lend(LENDER, &lend)?;
     let there = format!("{serve} --lender {TCP} --memory 64M");
     let words = ["disk0", TCP, "another host", "--ntb BDF"];
@@ -66,7 +66,7 @@ pub fn what_no_ntb_can_do_is_told_before_the_vm_starts(host: &Host) -> Result<()
 }
 
 pub fn ports_that_do_not_fit_together_are_told_so(host: &Host) -> Result<()> {
-    let lend = format!("--listen {TCP} --vfio disk0={DRIVE} --ntb {LARGE}");
+    let lend = format!("--listen {TCP} --borrower network --vfio disk0={DRIVE} --ntb {LARGE}");
     let lender = host.lend(LENDER, &lend)?;
     let serve = format!("serve --vm a --device disk0 --lender {TCP} --ntb {SMALL} --memory 32M");
     let words = [SMALL, "64 MiB", "128 MiB", "same size"];
