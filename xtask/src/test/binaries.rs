@@ -37,6 +37,41 @@ const LONGEST: [&str; 11] = [
 /// Binaries that link the test bed, but mostly wait: run beside those that boot VMs.
 const WAITING: [&str; 4] = ["control_socket", "bad_input", "made_up_host", "ports"];
 
+/// Tests that boot no VM and may take longer than the limit for those: binary, test,
+/// reason.
+pub(super) const LONG: [(&str, &str, &str); 6] = [
+    (
+        "crashes",
+        "what_was_cut_off_twice_ends_at_one_host",
+        "cuts a migration at every pair of calls",
+    ),
+    (
+        "borrow",
+        "late::a_bus_master_enable_answered_late_is_refused_and_the_next_one_works",
+        "waits for the limit of a bus-master enable, three times",
+    ),
+    (
+        "borrow",
+        "late::memory_that_a_lender_never_gives_up_costs_the_lease",
+        "waits for the limits of a bus-master enable and of an unmap",
+    ),
+    (
+        "borrow",
+        "interrupts::msix_with_2048_vectors_direct",
+        "sets up 2048 eventfds, 16 a message, and raises each",
+    ),
+    (
+        "borrow",
+        "interrupts::msix_with_2048_vectors_relayed",
+        "sets up 2048 eventfds, 16 a message, and raises each",
+    ),
+    (
+        "farside_lender",
+        "peer_tests::lease::a_borrower_that_does_not_read_is_given_up",
+        "waits for the limit of a blocked send",
+    ),
+];
+
 /// A unit that runs tests.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Binary {
@@ -180,6 +215,7 @@ pub(super) fn build(request: &Request) -> Result<Option<Built>> {
         let unknown = LONGEST
             .iter()
             .chain(&WAITING)
+            .chain(LONG.iter().map(|(binary, ..)| binary))
             .find(|name| binaries.iter().all(|binary| binary.name != **name));
         ensure!(
             unknown.is_none(),
@@ -235,6 +271,14 @@ impl Binary {
     /// Whether it mostly waits, though it links the test bed.
     pub(super) fn waits(&self) -> bool {
         WAITING.contains(&&*self.name)
+    }
+
+    /// Whether each of its tests has the limit of tests without VMs. Doc tests are
+    /// silent while they compile.
+    pub(super) fn has_test_limit(&self) -> bool {
+        matches!(self.program, Program::Libtest(_))
+            && !self.has_vms
+            && LONG.iter().all(|(binary, ..)| *binary != self.name)
     }
 
     /// The order of execution; the lowest first.

@@ -30,6 +30,9 @@ use report::Report;
 /// named.
 const LIMIT: Duration = Duration::from_secs(75 * 60);
 
+/// Timeout of a test that boots no VM, unless it is one of [`binaries::LONG`].
+const TEST_LIMIT: Duration = Duration::from_secs(10);
+
 /// Cargo's options that select tests; those of the second list take a value.
 const FLAGS: [&str; 7] = [
     "--no-fail-fast",
@@ -234,7 +237,16 @@ impl Run<'_> {
         };
         say(binary.title().as_bytes(), false)?;
         let mut hung = None;
-        let late = output::read_lines(output, &child, LIMIT, |line| {
+        let limits = output::Limits {
+            total: LIMIT,
+            // libtest prints a line at the end of each test: those that run now have been
+            // running since the last line.
+            silence: match binary.has_test_limit() {
+                true => TEST_LIMIT,
+                false => LIMIT,
+            },
+        };
+        let exceeded = output::read_lines(output, &child, limits, |line| {
             let text = String::from_utf8_lossy(line);
             self.report().read(&binary.name, binary.has_vms, &text);
             say(line, false)?;
@@ -248,9 +260,12 @@ impl Run<'_> {
             })
         })?;
         let status = child.wait().context("waiting for it")?;
-        if late {
-            self.report()
-                .fail(&binary.name, &format!("killed after {LIMIT:?}"));
+        if let Some(limit) = exceeded {
+            let how = match limit == LIMIT {
+                true => format!("killed after {LIMIT:?}"),
+                false => format!("killed: no test ended within {limit:?}"),
+            };
+            self.report().fail(&binary.name, &how);
         } else if !status.success() {
             let how = match hung {
                 Some(test) => format!("killed: {test} had not ended after a minute"),

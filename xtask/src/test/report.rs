@@ -4,6 +4,8 @@ use std::{collections::BTreeMap, fmt, time::Duration};
 
 use console::strip_ansi_codes;
 
+use super::{TEST_LIMIT, binaries::LONG};
+
 /// Number of slowest tests to list.
 const SLOWEST: usize = 20;
 
@@ -39,6 +41,13 @@ impl Report {
             let tests = self.not_run.entry(reason.to_owned()).or_default();
             tests.push(format!("{binary}: {test}"));
         } else if let Some((test, time)) = timed(line) {
+            let is_long = LONG
+                .iter()
+                .any(|&(of, name, _)| (of, name) == (binary, test));
+            if time > TEST_LIMIT && !has_vms && !is_long {
+                let how = format!("{test} took {time:.1?}, the limit is {TEST_LIMIT:?}");
+                self.fail(binary, &how);
+            }
             let test = (time, format!("{binary}: {test}"));
             if time > SLOW && !has_vms {
                 self.slow.push(test.clone());
@@ -253,6 +262,19 @@ Failed:
 ";
         assert_eq!(report.to_string(), expected);
         assert!(report.is_failed());
+    }
+
+    #[test]
+    fn a_slow_test_without_vms_fails() {
+        let (binary, long, _) = LONG[0];
+        let listed = format!("test {long} ... ok <12.5s>");
+        let lines = |name, line| read(&[(name, line)]).failed;
+        assert!(lines(binary, &listed).is_empty());
+        assert!(lines("libvirt", "test life::starts ... ok <12.5s>").is_empty());
+        assert_eq!(
+            lines("pin", &listed),
+            [format!("pin: {long} took 12.5s, the limit is 10s")]
+        );
     }
 
     #[test]

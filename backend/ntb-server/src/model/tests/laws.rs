@@ -60,9 +60,12 @@ proptest! {
                 .collect();
             prop_assert_eq!(world.load(Port::A, offset, len), Some(expected));
         }
-        for address in 0..PAGES * 4096 {
-            let there = world.hosts.bytes(Port::B, address, 1).unwrap()[0];
-            prop_assert_eq!(there, oracle.get(&address).copied().unwrap_or(0));
+        for page in (0..PAGES).map(|page| page * 4096) {
+            let there = world.hosts.bytes(Port::B, page, 4096).unwrap();
+            let expected: Vec<u8> = (page..page + 4096)
+                .map(|address| oracle.get(&address).copied().unwrap_or(0))
+                .collect();
+            prop_assert_eq!(there, expected);
         }
     }
 
