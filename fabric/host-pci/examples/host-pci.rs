@@ -98,9 +98,6 @@ fn show(host: &HostPci, bdf: &Bdf) -> Result<()> {
             error = farside_error_chain::Chain(&error)
         ),
     }
-    for region in host.reserved_regions(bdf)? {
-        println!("reserved: {region}");
-    }
     for count in host.interrupt_counts(bdf)? {
         println!(
             "interrupts: {:?} {} {}",

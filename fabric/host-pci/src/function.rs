@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::error::PciError;
-use crate::reset::{self, ResetMethod};
 use crate::sysfs::{Kernel, LinuxKernel, Tree};
 use farside_pci::Bdf;
 use farside_pci::regs::{HEADER_TYPE, HEADER_TYPE_MASK};
@@ -59,10 +58,6 @@ pub struct FunctionInfo {
     pub device: u16,
     /// Class code: base class in bits 23:16, sub-class in 15:8, interface in 7:0.
     pub class: u32,
-    /// Subsystem vendor id; 0 for bridges.
-    pub subsystem_vendor: u16,
-    /// Subsystem id; 0 for bridges.
-    pub subsystem_device: u16,
     /// Endpoint or bridge.
     pub kind: FunctionKind,
     /// The driver that it is bound to.
@@ -71,30 +66,16 @@ pub struct FunctionInfo {
     pub driver_override: Option<String>,
     /// Its IOMMU group's number.
     pub iommu_group: Option<u32>,
-    /// Its NUMA node, if the firmware provides it.
-    pub numa_node: Option<u32>,
     /// The physical function of a virtual function.
     pub physfn: Option<Bdf>,
     /// SR-IOV numbers of a physical function that supports it.
     pub sriov: Option<Sriov>,
-    /// How it can be reset, in the order in which the kernel tries.
-    pub reset_methods: Vec<ResetMethod>,
     /// Width of the addresses that the function puts on the bus, in bits, as
     /// the last driver set it; see [`FunctionInfo::dma_limit_bits`].
     pub dma_mask_bits: Option<u32>,
 }
 
 impl FunctionInfo {
-    /// Whether this is a virtual function of SR-IOV.
-    pub fn is_virtual(&self) -> bool {
-        self.physfn.is_some()
-    }
-
-    /// Whether the kernel can reset it.
-    pub fn can_be_reset(&self) -> bool {
-        !self.reset_methods.is_empty()
-    }
-
     /// The device's true DMA address width in bits, if known.
     ///
     /// The kernel shows 32 for every function whose driver has not set a mask, and vfio-pci does
@@ -191,34 +172,17 @@ impl HostPci {
             vendor,
             device: self.hex_attribute(&dir, "device")?.unwrap_or(0),
             class,
-            subsystem_vendor: self.hex_attribute(&dir, "subsystem_vendor")?.unwrap_or(0),
-            subsystem_device: self.hex_attribute(&dir, "subsystem_device")?.unwrap_or(0),
             kind: self.kind(&dir, class)?,
             driver: self.driver(bdf)?,
             driver_override: self.driver_override(bdf)?,
             iommu_group: self.iommu_group(bdf)?,
-            numa_node: self
-                .tree
-                .attribute(&format!("{dir}/numa_node"))?
-                .and_then(|text| text.parse().ok()),
             physfn: self
                 .tree
                 .link_name(&format!("{dir}/physfn"))?
                 .and_then(|name| name.parse().ok()),
             sriov: self.sriov_numbers(bdf)?,
-            reset_methods: reset::methods(&self.tree, &dir)?,
             dma_mask_bits: self.number_attribute(&dir, "dma_mask_bits")?,
         })
-    }
-
-    /// Width of the function's DMA addresses, in bits, as its last driver set it; see
-    /// [`FunctionInfo::dma_limit_bits`] for when to trust it.
-    ///
-    /// # Errors
-    /// As [`HostPci::function`].
-    pub fn dma_mask_bits(&self, bdf: &Bdf) -> Result<Option<u32>, PciError> {
-        self.must_exist(bdf)?;
-        self.number_attribute(&device_dir(bdf), "dma_mask_bits")
     }
 
     /// The driver that the function is bound to.

@@ -142,13 +142,7 @@ fn what_a_function_is(host: &Host) {
     assert_has(&list, "0000:00:04.0 [1b36:0010] class 0108 (nvme)");
     assert_has(&host.run("list class=0200"), "[8086:10c9]");
     let show = host.run("show 00:04.0");
-    for part in [
-        "kind: Endpoint",
-        "unused",
-        "viable",
-        "reserved: 0xfee00000-0xfeefffff (msi)",
-        "Flr",
-    ] {
+    for part in ["kind: Endpoint", "unused", "viable"] {
         assert_has(&show, part);
     }
     assert_has(&host.run("show 00:05.0"), "kind: PciBridge");

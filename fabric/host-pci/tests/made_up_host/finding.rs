@@ -1,6 +1,6 @@
 //! Listing functions, their properties, and their selection by a filter.
 
-use farside_host_pci::{Filter, FunctionKind, HostPci, PciError, ResetMethod};
+use farside_host_pci::{Filter, FunctionKind, HostPci, PciError};
 use farside_pci::Bdf;
 use proptest::prelude::*;
 
@@ -28,18 +28,12 @@ fn tells_what_a_function_is() {
     let host = host();
     let info = host.pci().function(&bdf("00:04.0")).unwrap();
     assert_eq!((info.vendor, info.device, info.class), (0x1b36, 0x10, NVME));
-    assert_eq!(
-        (info.subsystem_vendor, info.subsystem_device),
-        (0x1af4, 0x1100)
-    );
     assert_eq!(info.kind, FunctionKind::Endpoint);
     assert_eq!(info.driver.as_deref(), Some("nvme"));
     assert_eq!(info.driver_override, None);
     assert_eq!(info.iommu_group, Some(4));
-    assert_eq!(info.numa_node, None);
-    assert!(!info.is_virtual());
+    assert_eq!(info.physfn, None);
     assert_eq!(info.sriov, None);
-    assert_eq!(info.reset_methods, [ResetMethod::Flr, ResetMethod::Bus]);
     assert_eq!(info.dma_limit_bits(), Some(64));
     assert_eq!(
         info.to_string(),
@@ -65,18 +59,6 @@ fn a_default_dma_mask_is_believed_only_of_the_devices_own_driver() {
     assert_eq!(limit(Some("nvme")), Some(32));
     assert_eq!(limit(Some("vfio-pci")), None);
     assert_eq!(limit(None), None);
-}
-
-#[test]
-fn a_function_without_reset_methods_cannot_be_reset() {
-    let host = host();
-    let pci = host.pci();
-    let address = bdf("0000:00:04.0");
-    assert!(pci.can_be_reset(&address).unwrap());
-    host.remove("sys/bus/pci/devices/0000:00:04.0/reset_method");
-    assert!(!pci.can_be_reset(&address).unwrap());
-    host.file("sys/bus/pci/devices/0000:00:04.0/reset", "");
-    assert_eq!(pci.reset_methods(&address).unwrap(), [ResetMethod::Unnamed]);
 }
 
 #[test]
@@ -181,8 +163,8 @@ proptest! {
     #[test]
     fn no_attribute_makes_it_panic(
         name in prop::sample::select(vec![
-            "vendor", "class", "numa_node", "dma_mask_bits", "reset_method", "driver_override",
-            "sriov_totalvfs", "sriov_numvfs", "config",
+            "vendor", "class", "dma_mask_bits", "driver_override", "sriov_totalvfs", "sriov_numvfs",
+            "config",
         ]),
         bytes: Vec<u8>,
     ) {

@@ -1,6 +1,6 @@
-//! IOMMU, IOMMU groups and reserved ranges.
+//! IOMMU and IOMMU groups.
 
-use farside_host_pci::{HostPci, Member, PciError, ReservedKind};
+use farside_host_pci::{HostPci, Member, PciError};
 
 use crate::host::{MadeUpHost, bdf};
 
@@ -183,22 +183,6 @@ fn a_group_that_vfio_made_up_confines_nothing() {
     let error = host.pci().group(&bdf("00:04.0")).unwrap_err();
     assert!(matches!(error, PciError::NoIommu { .. }), "{error}");
     assert!(error.to_string().contains("noiommu"), "{error}");
-}
-
-#[test]
-fn reserved_ranges_are_read_and_none_is_skipped() {
-    let host = host();
-    let pci = host.pci();
-    let regions = pci.reserved_regions(&bdf("00:04.0")).unwrap();
-    assert_eq!(regions.len(), 1);
-    assert_eq!(
-        (regions[0].start, regions[0].end),
-        (0xfee0_0000, 0xfeef_ffff)
-    );
-    assert_eq!(regions[0].kind, ReservedKind::Msi);
-    host.append("sys/kernel/iommu_groups/4/reserved_regions", "garbage\n");
-    let error = pci.reserved_regions(&bdf("00:04.0")).unwrap_err();
-    assert!(error.to_string().contains("garbage"), "{error}");
 }
 
 #[test]

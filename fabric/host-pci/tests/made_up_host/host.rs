@@ -131,12 +131,8 @@ impl MadeUpHost {
         self.file(&format!("{dir}/vendor"), &format!("{:#06x}\n", ids[0]));
         self.file(&format!("{dir}/device"), &format!("{:#06x}\n", ids[1]));
         self.file(&format!("{dir}/class"), &format!("{class:#08x}\n"));
-        self.file(&format!("{dir}/subsystem_vendor"), "0x1af4\n");
-        self.file(&format!("{dir}/subsystem_device"), "0x1100\n");
-        self.file(&format!("{dir}/numa_node"), "-1\n");
         self.file(&format!("{dir}/driver_override"), "(null)\n");
         self.file(&format!("{dir}/dma_mask_bits"), "64\n");
-        self.file(&format!("{dir}/reset_method"), "flr bus\n");
         self.header_type(&dir, 0x80);
         self.link(&format!("sys/bus/pci/devices/{address}"), &dir);
         self.group(address, u32::from(bdf(address).device()));
@@ -165,10 +161,6 @@ impl MadeUpHost {
             self.remove(&link);
         }
         let dir = format!("sys/kernel/iommu_groups/{group}");
-        self.file(
-            &format!("{dir}/reserved_regions"),
-            "0x00000000fee00000 0x00000000feefffff msi\n",
-        );
         self.link(&link, &dir);
         self.link(
             &format!("{dir}/devices/{address}"),
