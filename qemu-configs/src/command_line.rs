@@ -80,8 +80,8 @@ impl Vm {
     }
 
     /// The arguments of QMP's `device_add`, and of `-device`, for device number `position`. Also
-    /// for hot-plugging an unplugged or new device: add it to [`Vm::devices`] with
-    /// [`Vm::free_port`] as its port, then call this.
+    /// for hot-plugging an unplugged or new device: add it to [`Vm::devices`] with a free port,
+    /// then call this.
     ///
     /// # Panics
     /// Panics if there is no such device.

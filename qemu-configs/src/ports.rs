@@ -33,17 +33,6 @@ impl Vm {
         }
     }
 
-    /// The lowest free port of the VM, for the next hot-plug.
-    pub fn free_port(&self) -> Option<u16> {
-        let used = self.ports();
-        let count = match self.machine {
-            Machine::Q35 => self.port_count(),
-            Machine::I440fx => BUS_SLOTS,
-        };
-        let free = (0..count).find(|port| !used.contains(port))?;
-        u16::try_from(free).ok()
-    }
-
     pub(crate) fn check_ports(&self) -> Result<(), VmError> {
         let limit = limit(self.machine);
         let room_for = |wanted: usize, what| match wanted > limit {

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::fs;
 use std::path::Path;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
@@ -62,20 +61,6 @@ impl fmt::Display for Api {
     }
 }
 
-impl FromStr for Api {
-    type Err = VfioError;
-
-    fn from_str(text: &str) -> Result<Self, VfioError> {
-        match text {
-            "type1" => Ok(Self::Type1),
-            "iommufd" => Ok(Self::Iommufd),
-            _ => Err(VfioError::UnknownApi {
-                text: text.chars().take(64).collect(),
-            }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,14 +100,5 @@ mod tests {
         ] {
             assert!(error.contains(part), "{error}");
         }
-    }
-
-    #[test]
-    fn names_are_read_as_they_are_written() {
-        for api in [Api::Type1, Api::Iommufd] {
-            assert_eq!(api.to_string().parse::<Api>().unwrap(), api);
-        }
-        let error = "vfio".parse::<Api>().unwrap_err().to_string();
-        assert!(error.contains("type1 or iommufd"), "{error}");
     }
 }

@@ -19,9 +19,6 @@ pub enum VfioError {
         missing: &'static str,
         remedy: &'static str,
     },
-    /// An interface's name in a configuration.
-    #[error("there is no VFIO interface {text:?}: type1 or iommufd")]
-    UnknownApi { text: String },
     /// The interface cannot be opened.
     #[error("cannot open a VFIO {api} domain: {reason}")]
     OpenDomain { api: Api, reason: String },
