@@ -88,24 +88,19 @@ pub struct Message<'a> {
 
 /// The connection has ended.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ConnectionError {
     /// Between messages or while sending.
     #[error("the client closed the connection")]
     Closed,
     /// In the middle of a message.
     #[error("the client closed the connection {received} bytes into a message")]
-    ClosedInMessage {
-        /// Bytes of the message that had arrived.
-        received: usize,
-    },
+    ClosedInMessage { received: usize },
     /// The queue of replies is full.
     #[error(
         "the client does not read its replies: {waiting} bytes to queue, the limit is {MAX_QUEUED_BYTES}"
     )]
-    ClientDoesNotRead {
-        /// Bytes that would be queued.
-        waiting: usize,
-    },
+    ClientDoesNotRead { waiting: usize },
     /// The start of the client's next message is unknown, or the client speaks
     /// another version; see [`Fate::ReplyThenClose`](super::Fate).
     #[error("protocol violation by the client")]

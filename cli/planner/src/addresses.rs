@@ -72,13 +72,11 @@ impl Default for AddressRules {
 
 /// Why guest RAM cannot be mapped at IOVA = GPA.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum AddressError {
     /// No IOMMU has such addresses.
     #[error("iova-bits = {bits} must be from 32 to 64; IOMMUs have 39, 48 or 57")]
-    Bits {
-        /// The configured width.
-        bits: u32,
-    },
+    Bits { bits: u32 },
     /// RAM where the IOMMU has no addresses.
     #[error(
         "guest RAM at {} reaches beyond the {bits} bits of an IOVA, the limit is {limit:#x}; give \
@@ -86,11 +84,8 @@ pub enum AddressError {
         Span::from(*.ram)
     )]
     TooHigh {
-        /// Where RAM is.
         ram: GpaRange,
-        /// Bits of an IOVA.
         bits: u32,
-        /// The last IOVA.
         limit: u64,
     },
     /// RAM where the platform keeps addresses for something else.
@@ -100,11 +95,8 @@ pub enum AddressError {
         Span::from(*.ram), Span::from(*.reserved)
     )]
     Reserved {
-        /// Where RAM is.
         ram: GpaRange,
-        /// The reserved range.
         reserved: GpaRange,
-        /// The purpose of the reservation.
         what: String,
     },
 }

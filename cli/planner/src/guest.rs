@@ -30,28 +30,20 @@ pub struct Guest {
 
 /// Why a guest is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum GuestError {
     /// No VMs.
     #[error("0 VMs of {}: give at least 1", Size(*ram))]
-    NoVms {
-        /// RAM of each, bytes.
-        ram: u64,
-    },
+    NoVms { ram: u64 },
     /// The VMs borrow no devices.
     #[error("a guest of {} that borrows 0 devices: give it at least 1", Size(*ram))]
-    NoDevices {
-        /// RAM, bytes.
-        ram: u64,
-    },
+    NoDevices { ram: u64 },
     /// More RAM than a PC can address.
     #[error(
         "guest RAM of {} is more than x86 can address beside the space below 4 GiB: at most {}",
         Size(*ram), Size(MAX_RAM)
     )]
-    TooLarge {
-        /// RAM, bytes.
-        ram: u64,
-    },
+    TooLarge { ram: u64 },
     /// QEMU would reject the VM.
     #[error(transparent)]
     Vm(#[from] VmError),

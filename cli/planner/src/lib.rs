@@ -44,6 +44,7 @@ use farside_fabric::LimitError;
 ///
 /// That something does not fit is an answer, not an error.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum PlanError {
     /// No guest was given.
     #[error("no guest to plan for: give at least one")]
@@ -60,11 +61,8 @@ pub enum PlanError {
     /// Invalid cluster.
     #[error("{name} = {value} must be {rule}")]
     Cluster {
-        /// The number's name.
         name: &'static str,
-        /// What it is.
         value: u64,
-        /// The requirement.
         rule: String,
     },
 }

@@ -12,40 +12,25 @@ use farside_pci::Bdf;
 /// A failed operation on a PCI function of this host.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum PciError {
     /// No function has that address.
     #[error("this host has no PCI function {bdf}; {near}")]
-    NoFunction {
-        /// The address requested.
-        bdf: Bdf,
-        /// Functions with similar addresses.
-        near: String,
-    },
+    NoFunction { bdf: Bdf, near: String },
     /// A filter selects nothing.
     #[error("no PCI function of this host matches {filter:?}; {near}")]
-    NothingMatches {
-        /// The filter as text.
-        filter: String,
-        /// Functions that match partly.
-        near: String,
-    },
+    NothingMatches { filter: String, near: String },
     /// The host runs without an IOMMU.
     #[error(
         "this host runs without an IOMMU, so a lent device's DMA could not be confined: {advice}"
     )]
-    NoIommu {
-        /// The remedy, derived from firmware tables and the kernel command line.
-        advice: String,
-    },
+    NoIommu { advice: String },
     /// There is an IOMMU, but it does not cover this function.
     #[error(
         "PCI function {bdf} is in no IOMMU group although this host has an IOMMU: the IOMMU does \
          not cover it (see \"iommu\" lines of `dmesg` for a firmware table that leaves it out)"
     )]
-    NoGroup {
-        /// The function.
-        bdf: Bdf,
-    },
+    NoGroup { bdf: Bdf },
     /// Other functions of the group are bound to host drivers.
     #[error(
         "IOMMU group {group} of {bdf} cannot be lent: the IOMMU cannot tell {bdf} from {others}, \
@@ -55,19 +40,14 @@ pub enum PciError {
          in the firmware)"
     )]
     GroupNotViable {
-        /// The function queried.
         bdf: Bdf,
-        /// The group's number.
         group: u32,
         /// The conflicting members with their drivers, such as `0000:00:1f.3 (snd_hda_intel)`.
         others: String,
     },
     /// The driver vfio-pci is not available.
     #[error("the kernel has no driver vfio-pci: {advice}")]
-    VfioPciMissing {
-        /// The missing command or kernel option.
-        advice: String,
-    },
+    VfioPciMissing { advice: String },
     /// Something on the host uses the function.
     #[error(
         "PCI function {bdf} is in use: {}. Unmount, stop or bring down what uses it, or take it \
@@ -75,53 +55,32 @@ pub enum PciError {
         InUse::list(uses)
     )]
     Busy {
-        /// The function.
         bdf: Bdf,
-        /// What uses it; never empty.
+        /// Never empty.
         uses: Vec<InUse>,
     },
     /// The function is of a kind that is never lent.
     #[error("PCI function {bdf} cannot be lent: {why}")]
-    NotLendable {
-        /// The function.
-        bdf: Bdf,
-        /// The reason.
-        why: NotLendable,
-    },
+    NotLendable { bdf: Bdf, why: NotLendable },
     /// The kernel accepted the request, but the function is bound to the wrong driver.
     #[error(
         "PCI function {bdf} should now have {wanted} but has {}: see the last lines of `dmesg` \
          about {bdf}", driver_name(found.as_deref())
     )]
     WrongDriver {
-        /// The function.
         bdf: Bdf,
-        /// The driver it should have, or "no driver".
         wanted: String,
-        /// The driver that it has.
         found: Option<String>,
     },
     /// The function or its driver does not support virtual functions.
     #[error("PCI function {pf} cannot have virtual functions: {why}")]
-    NoSriov {
-        /// The physical function.
-        pf: Bdf,
-        /// The reason.
-        why: String,
-    },
+    NoSriov { pf: Bdf, why: String },
     /// More virtual functions than the device supports, or none.
     #[error(
         "PCI function {pf} has 1 to {total} virtual functions, so {wanted} cannot be created; ask \
          for {total} or fewer, and for one at least"
     )]
-    TooManyVfs {
-        /// The physical function.
-        pf: Bdf,
-        /// How many were requested.
-        wanted: u32,
-        /// `sriov_totalvfs`.
-        total: u32,
-    },
+    TooManyVfs { pf: Bdf, wanted: u32, total: u32 },
     /// Virtual functions would be removed while another process uses them.
     #[error(
         "PCI function {pf} has {existing} virtual functions, and to have {wanted} they must all go \
@@ -129,15 +88,10 @@ pub enum PciError {
         InUse::list(uses)
     )]
     VfsInUse {
-        /// The physical function.
         pf: Bdf,
-        /// How many it has.
         existing: u32,
-        /// How many were requested.
         wanted: u32,
-        /// One virtual function in use.
         vf: Bdf,
-        /// What uses it.
         uses: Vec<InUse>,
     },
     /// The kernel accepted the number, but created fewer functions.
@@ -145,14 +99,7 @@ pub enum PciError {
         "PCI function {pf} was told to have {wanted} virtual functions but has {found}: see the \
          last lines of `dmesg` about {pf} (often: no bus numbers or no BAR space left for them)"
     )]
-    VfsMissing {
-        /// The physical function.
-        pf: Bdf,
-        /// How many were requested.
-        wanted: u32,
-        /// How many exist.
-        found: usize,
-    },
+    VfsMissing { pf: Bdf, wanted: u32, found: usize },
     /// The kernel's log cannot be read.
     #[error(
         "{} cannot be read, so DMA faults cannot be shown{}", path.display(), match source.kind() {
@@ -162,38 +109,22 @@ pub enum PciError {
             _ => "",
         }
     )]
-    KernelLog {
-        /// `/dev/kmsg`.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
+    KernelLog { path: PathBuf, source: io::Error },
     /// A kernel file cannot be read.
     #[error("{} cannot be read", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// A kernel file cannot be written.
     #[error("writing {text:?} to {} failed", path.display())]
     Write {
-        /// The file.
         path: PathBuf,
-        /// What was written.
         text: String,
-        /// The cause.
         source: io::Error,
     },
     /// A kernel file cannot be parsed.
     #[error("{} says {text:?}, which is not understood: {why}", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
-        /// The malformed part.
         text: String,
-        /// What was expected.
         why: String,
     },
 }

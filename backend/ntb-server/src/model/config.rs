@@ -72,6 +72,7 @@ impl PortConfig {
 
 /// Invalid sizes of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ConfigError {
     /// The window BAR.
     #[error(
@@ -86,11 +87,8 @@ pub enum ConfigError {
         "{lut_entries} LUT entries for a window of {window_size:#x} bytes make segments below 4 KiB: use at most {most} entries"
     )]
     Segment {
-        /// Bytes of the window.
         window_size: u64,
-        /// Configured entries.
         lut_entries: u32,
-        /// Entries of 4 KiB each.
         most: u64,
     },
 }

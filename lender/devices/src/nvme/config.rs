@@ -58,6 +58,7 @@ fn default_queues() -> u16 {
 
 /// Why a model cannot be created.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ConfigError {
     /// Unsupported block size.
     #[error("block-size = {0}: it must be 512 or 4096 bytes")]
@@ -70,11 +71,8 @@ pub enum ConfigError {
         "{field} = {value:?}: it must be 1 to {max} printable ASCII characters, no space at the ends"
     )]
     Text {
-        /// The setting.
         field: &'static str,
-        /// Its value.
         value: String,
-        /// Most characters.
         max: usize,
     },
     /// The image cannot be used.
@@ -83,9 +81,7 @@ pub enum ConfigError {
     /// No engine could be started.
     #[error("cannot start I/O on image {image}")]
     Engine {
-        /// The image.
         image: PathBuf,
-        /// The error of the last engine tried.
         source: std::io::Error,
     },
 }

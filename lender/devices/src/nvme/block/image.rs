@@ -24,71 +24,43 @@ const IN_USE_STEP: Duration = Duration::from_millis(10);
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum ImageError {
     /// The file does not exist.
     #[error("image {path}: no such {}", missing(path))]
-    Missing {
-        /// The image.
-        path: PathBuf,
-    },
+    Missing { path: PathBuf },
     /// A directory.
     #[error("image {path} is a directory; it must be a file or a block device")]
-    Directory {
-        /// The image.
-        path: PathBuf,
-    },
+    Directory { path: PathBuf },
     /// Neither a regular file nor a block device.
     #[error("image {path} is neither a regular file nor a block device")]
-    WrongKind {
-        /// The image.
-        path: PathBuf,
-    },
+    WrongKind { path: PathBuf },
     /// The image has no blocks.
     #[error("image {path} is empty{}", empty(path))]
-    Empty {
-        /// The image.
-        path: PathBuf,
-    },
+    Empty { path: PathBuf },
     /// The last block would be incomplete.
     #[error(
         "image {path} has {size} bytes, which is not a multiple of the block size, {block_size} bytes"
     )]
     NotMultiple {
-        /// The image.
         path: PathBuf,
-        /// Bytes of the image.
         size: u64,
-        /// Bytes of a block.
         block_size: u32,
     },
     /// The file or device is write-protected and `read_only` is not set.
     #[error(
         "image {path} is write-protected; make it writable, or lend it read-only (lender.toml: `model.nvme = {{ image = {path:?}, read-only = true }}`; or `--nvme ID=IMAGE,read-only`)"
     )]
-    WriteProtected {
-        /// The image.
-        path: PathBuf,
-    },
+    WriteProtected { path: PathBuf },
     /// The file may not be opened for reading.
     #[error("image {path} cannot be read: permission denied")]
-    PermissionDenied {
-        /// The image.
-        path: PathBuf,
-    },
+    PermissionDenied { path: PathBuf },
     /// Another process or device has claimed it.
     #[error("image {path} is in use by another process or device")]
-    InUse {
-        /// The image.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
     /// Any other error.
     #[error("cannot use image {path}")]
-    Io {
-        /// The image.
-        path: PathBuf,
-        /// The error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 /// Whether the image may be written to.
