@@ -18,7 +18,7 @@ use farside_error_chain::Chain;
 use crate::{
     StartError,
     lookup::Lookup,
-    served::{Served, Standing, Stays},
+    served::{DetachError, Served, ServedState},
     server::DeviceServer,
 };
 use peer::Peer;
@@ -60,7 +60,7 @@ enum What {
         device: DeviceId,
         server: Result<Box<DeviceServer>, StartError>,
     },
-    Gone,
+    Detached,
 }
 
 impl AdminServer {
@@ -220,22 +220,22 @@ impl AdminServer {
     }
 
     fn attach(&mut self, token: u64, device: DeviceId) -> Option<Answer> {
-        match self.served.standing(&device) {
-            Standing::At(socket) => {
+        match self.served.state(&device) {
+            ServedState::Served(socket) => {
                 return Some(Answer::Attached {
                     socket,
                     already: true,
                 });
             }
-            Standing::Leaving => return Some(busy(&device)),
-            Standing::Unknown if self.coming.contains(&device) => return Some(busy(&device)),
-            Standing::Unknown if self.coming.len() >= MAX_COMING => {
+            ServedState::Detaching => return Some(busy(&device)),
+            ServedState::NotServed if self.coming.contains(&device) => return Some(busy(&device)),
+            ServedState::NotServed if self.coming.len() >= MAX_COMING => {
                 return Some(refused(
                     RefusalKind::Busy,
                     format!("{MAX_COMING} devices are being looked up already: ask again"),
                 ));
             }
-            Standing::Unknown => {}
+            ServedState::NotServed => {}
         }
         let lookup = Arc::clone(&self.lookup);
         let (outbox, wakeup) = (self.outbox.clone(), self.wakeup.clone());
@@ -266,21 +266,23 @@ impl AdminServer {
 
     fn detach(&mut self, token: u64, device: &DeviceId, force: bool) -> Option<Answer> {
         let (outbox, wakeup) = (self.outbox.clone(), self.wakeup.clone());
-        let gone = Box::new(move || {
-            let what = What::Gone;
+        let on_detached = Box::new(move || {
+            let what = What::Detached;
             let _ = outbox.send(Done { token, what });
             wakeup.raise();
         });
         let vm = self.lookup.vm();
-        match self.served.remove(device, force, gone) {
+        match self.served.remove(device, force, on_detached) {
             Ok(()) => None,
-            Err(Stays::Leaving) => Some(busy(device)),
-            Err(Stays::Unknown) if self.coming.iter().any(|id| id == device) => Some(busy(device)),
-            Err(Stays::Unknown) => Some(refused(
+            Err(DetachError::Detaching) => Some(busy(device)),
+            Err(DetachError::NotServed) if self.coming.iter().any(|id| id == device) => {
+                Some(busy(device))
+            }
+            Err(DetachError::NotServed) => Some(refused(
                 RefusalKind::UnknownDevice,
                 format!("device {device} is not served to VM {vm}"),
             )),
-            Err(Stays::InUse) => Some(refused(
+            Err(DetachError::InUse) => Some(refused(
                 RefusalKind::InUse,
                 format!("device {device} is plugged into VM {vm}, which has not released it"),
             )),
@@ -292,7 +294,7 @@ impl AdminServer {
         self.wakeup.lower();
         while let Ok(Done { token, what }) = self.done.try_recv() {
             let answer = match what {
-                What::Gone => Answer::Detached,
+                What::Detached => Answer::Detached,
                 What::Found { device, server } => {
                     self.coming.retain(|id| *id != device);
                     self.found(&device, server)

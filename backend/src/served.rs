@@ -36,28 +36,27 @@ struct Entry {
     subscriber: Option<SubscriberId>,
     /// Attached after the backend's start.
     attached: bool,
-    /// Called when it has been returned. Set while it is being detached.
-    leaving: Option<Gone>,
+    /// Set while it is being detached.
+    on_detached: Option<OnDetached>,
 }
 
 /// Called on its own thread when a device has been returned.
-pub(crate) type Gone = Box<dyn FnOnce() + Send>;
+pub(crate) type OnDetached = Box<dyn FnOnce() + Send>;
 
-/// The status of a device in the list.
+/// Whether a device is served.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Standing {
-    Unknown,
+pub(crate) enum ServedState {
+    NotServed,
     /// Served at this socket.
-    At(PathBuf),
-    /// Being detached.
-    Leaving,
+    Served(PathBuf),
+    Detaching,
 }
 
 /// The reason that a device cannot be detached.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Stays {
-    Unknown,
-    Leaving,
+pub(crate) enum DetachError {
+    NotServed,
+    Detaching,
     InUse,
 }
 
@@ -69,34 +68,39 @@ impl Served {
             server: Arc::new(Mutex::new(server)),
             subscriber: None,
             attached,
-            leaving: None,
+            on_detached: None,
         };
         self.lock().push(entry);
         self.0.pending.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn standing(&self, id: &DeviceId) -> Standing {
+    pub(crate) fn state(&self, id: &DeviceId) -> ServedState {
         match self.lock().iter().find(|entry| entry.id == *id) {
-            None => Standing::Unknown,
-            Some(entry) if entry.leaving.is_some() => Standing::Leaving,
-            Some(entry) => Standing::At(entry.socket.clone()),
+            None => ServedState::NotServed,
+            Some(entry) if entry.on_detached.is_some() => ServedState::Detaching,
+            Some(entry) => ServedState::Served(entry.socket.clone()),
         }
     }
 
     /// Returns a device and removes it from the list. Fails while a client uses it, unless `force`.
-    pub(crate) fn remove(&self, id: &DeviceId, force: bool, gone: Gone) -> Result<(), Stays> {
+    pub(crate) fn remove(
+        &self,
+        id: &DeviceId,
+        force: bool,
+        on_detached: OnDetached,
+    ) -> Result<(), DetachError> {
         let mut devices = self.lock();
         let entry = devices.iter_mut().find(|entry| entry.id == *id);
-        let entry = entry.ok_or(Stays::Unknown)?;
-        if entry.leaving.is_some() {
-            return Err(Stays::Leaving);
+        let entry = entry.ok_or(DetachError::NotServed)?;
+        if entry.on_detached.is_some() {
+            return Err(DetachError::Detaching);
         }
         let mut server = lock(&entry.server);
         if !force && server.in_use() {
-            return Err(Stays::InUse);
+            return Err(DetachError::InUse);
         }
         server.retire();
-        entry.leaving = Some(gone);
+        entry.on_detached = Some(on_detached);
         self.0.pending.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -115,7 +119,7 @@ impl Served {
         }
         let mut at = 0;
         while let Some(entry) = devices.get(at) {
-            if entry.leaving.is_none() || !lock(&entry.server).is_retired() {
+            if entry.on_detached.is_none() || !lock(&entry.server).is_retired() {
                 at += 1;
                 continue;
             }
@@ -127,7 +131,7 @@ impl Served {
             }
             forget(entry);
         }
-        let waits = devices.iter().any(|entry| entry.leaving.is_some());
+        let waits = devices.iter().any(|entry| entry.on_detached.is_some());
         if waits {
             self.0.pending.store(true, Ordering::Relaxed);
         }
@@ -180,15 +184,15 @@ fn forget(entry: Entry) {
     let Entry {
         id,
         server,
-        leaving,
+        on_detached,
         ..
     } = entry;
     let name = format!("forget-{id}");
     let forget = move || {
         drop(server);
         log::info!("device {id}: no longer served");
-        if let Some(gone) = leaving {
-            gone();
+        if let Some(on_detached) = on_detached {
+            on_detached();
         }
     };
     if let Err(error) = std::thread::Builder::new().name(name).spawn(forget) {

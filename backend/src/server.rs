@@ -2,7 +2,7 @@
 //! register channel.
 
 use std::{
-    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, RawFd},
     path::Path,
     time::{Duration, Instant},
 };
@@ -13,13 +13,8 @@ use farside_vfio_user::{
     Connection, ConnectionError, Listener, Session, Slot,
     serve::{Pumped, pump},
 };
-use rustix::{
-    event::{PollFd, PollFlags, poll},
-    time::{
-        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
-        timerfd_settime,
-    },
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{Conclusion, Device, Then};
 
@@ -54,7 +49,7 @@ pub(crate) struct DeviceServer {
     device: Device,
     listener: Listener,
     client: Option<Client>,
-    timer: OwnedFd,
+    timer: TimerFd,
     /// Whether the timer is armed.
     timed: bool,
     /// The current registrations with the event loop.
@@ -80,15 +75,11 @@ impl Client {
 
 impl DeviceServer {
     pub(crate) fn new(device: Device, listener: Listener) -> std::io::Result<Self> {
-        let timer = timerfd_create(
-            TimerfdClockId::Monotonic,
-            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
-        )?;
         Ok(Self {
             device,
             listener,
             client: None,
-            timer,
+            timer: TimerFd::new()?,
             timed: false,
             watched: [None; Source::ALL.len()],
             retired: Vec::new(),
@@ -227,8 +218,8 @@ impl DeviceServer {
     }
 
     fn on_timer(&mut self) {
-        // Only that it expired matters.
-        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+        // Only that it expired matters. It has, so this does not block.
+        let _ = self.timer.wait();
         self.timed = false;
         let since = self.device.register_read_since();
         if since.is_some_and(|since| since.elapsed() >= REGISTER_TIMEOUT) {
@@ -247,15 +238,8 @@ impl DeviceServer {
         let left = due
             .saturating_duration_since(Instant::now())
             .max(Duration::from_millis(1));
-        let once = Itimerspec {
-            it_interval: Timespec::default(),
-            it_value: Timespec {
-                tv_sec: left.as_secs() as i64,
-                tv_nsec: left.subsec_nanos().into(),
-            },
-        };
-        match timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
-            Ok(_) => self.timed = true,
+        match self.timer.reset(left, None) {
+            Ok(()) => self.timed = true,
             Err(errno) => log::error!("{}: timer: {errno}", self.device.name()),
         }
     }

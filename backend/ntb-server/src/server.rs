@@ -204,11 +204,7 @@ impl NtbServer {
         }
         let sides = self.machine.hosts.0.iter();
         let deadline = sides.filter_map(|side| side.commands.deadline()).min()?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        Some(Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        })
+        Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok()
     }
 
     fn accept(&mut self, port: Port) {
