@@ -1,6 +1,7 @@
 //! `farside status`.
 
 use std::{
+    fmt::{self, Write},
     io::{self, ErrorKind, Read},
     path::Path,
     time::{Duration, Instant},
@@ -138,115 +139,97 @@ fn running_vms() -> anyhow::Result<Vec<VmName>> {
 }
 
 fn text(status: &Status, hidden: bool) -> String {
-    let mut lines = Lines::default();
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    let _ = write(&mut text, status, hidden);
+    text
+}
+
+fn write(text: &mut String, status: &Status, hidden: bool) -> fmt::Result {
     if status.backends.is_empty() && !hidden {
-        lines.add(0, "no backend runs");
+        writeln!(text, "no backend runs")?;
     }
     for backend in &status.backends {
-        lines.add(0, format!("VM {}", backend.vm));
+        writeln!(text, "VM {}", backend.vm)?;
         for device in &backend.devices {
-            borrowed(&mut lines, device);
+            borrowed(text, device)?;
         }
     }
     for lender in &status.lenders {
-        lines.add(0, format!("lender {} ({})", lender.lender, lender.address));
+        writeln!(text, "lender {} ({})", lender.lender, lender.address)?;
         for device in &lender.devices {
-            lent(&mut lines, device);
+            lent(text, device)?;
         }
     }
-    lines.0
+    Ok(())
 }
 
 /// A device, as its backend has it.
-fn borrowed(lines: &mut Lines, device: &DeviceReport) {
+fn borrowed(text: &mut String, device: &DeviceReport) -> fmt::Result {
     let attached = if device.attached { " (attached)" } else { "" };
-    lines.add(
-        2,
-        format!(
-            "{}{attached}: {} (generation {})",
-            device.device, device.state, device.generation
-        ),
-    );
-    lines.add(
-        4,
-        format!(
-            "{} MiB pinned ({} MiB locked), {} DMA windows, {} LUT entries",
-            device.bytes_pinned >> 20,
-            device.bytes_locked >> 20,
-            device.dma_windows,
-            device.lut_entries
-        ),
-    );
+    writeln!(
+        text,
+        "  {}{attached}: {} (generation {})",
+        device.device, device.state, device.generation
+    )?;
+    writeln!(
+        text,
+        "    {} MiB pinned ({} MiB locked), {} DMA windows, {} LUT entries",
+        device.bytes_pinned >> 20,
+        device.bytes_locked >> 20,
+        device.dma_windows,
+        device.lut_entries
+    )?;
     if device.bme_to_ready_us != 0 {
-        lines.add(
-            4,
-            format!(
-                "last bus-master enable: DMA-ready after {} µs, {} layout probes",
-                device.bme_to_ready_us, device.layout_probes
-            ),
-        );
+        writeln!(
+            text,
+            "    last bus-master enable: DMA-ready after {} µs, {} layout probes",
+            device.bme_to_ready_us, device.layout_probes
+        )?;
     }
     if let Some(error) = &device.last_error {
-        lines.add(4, format!("last error: {error}"));
+        writeln!(text, "    last error: {error}")?;
     }
+    Ok(())
 }
 
 /// A device, as its lender has it.
-fn lent(lines: &mut Lines, device: &DeviceStatus) {
-    let lease = match &device.entry.borrowed_by {
-        Some(by) => format!(
+fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
+    let entry = &device.entry;
+    write!(text, "  {} ({}): ", entry.id, entry.summary)?;
+    match &entry.borrowed_by {
+        Some(by) => writeln!(
+            text,
             "borrowed by VM {} (generation {}, {} s)",
             by.vm, by.generation, by.seconds
-        ),
-        None => "free".into(),
-    };
-    lines.add(
-        2,
-        format!("{} ({}): {lease}", device.entry.id, device.entry.summary),
-    );
-    if let Some(problem) = &device.entry.problem {
-        lines.add(4, format!("problem: {problem}"));
+        )?,
+        None => writeln!(text, "free")?,
+    }
+    if let Some(problem) = &entry.problem {
+        writeln!(text, "    problem: {problem}")?;
     }
     let mut counters = device.counters.iter();
     let media_errors = counters.find(|(name, _)| name == "media_errors");
     if let Some((_, count @ 1..)) = media_errors {
-        lines.add(4, format!("{count} commands failed at the medium"));
+        writeln!(text, "    {count} commands failed at the medium")?;
     }
     let usage = &device.usage;
-    lines.add(
-        4,
-        format!(
-            "{} windows, {} LUT entries, {} MiB mapped, bus master {}",
-            usage.windows,
-            usage.lut_entries,
-            usage.bytes_mapped >> 20,
-            if device.bus_master { "on" } else { "off" }
-        ),
-    );
+    writeln!(
+        text,
+        "    {} windows, {} LUT entries, {} MiB mapped, bus master {}",
+        usage.windows,
+        usage.lut_entries,
+        usage.bytes_mapped >> 20,
+        if device.bus_master { "on" } else { "off" }
+    )?;
     let interrupts: u64 = device.interrupts.iter().map(|(_, _, count)| count).sum();
-    lines.add(
-        4,
-        format!(
-            "{interrupts} interrupts on {} vectors",
-            device.interrupts.len()
-        ),
-    );
-    lines.add(4, format!("{} DMA faults", device.faults.total));
+    let vectors = device.interrupts.len();
+    writeln!(text, "    {interrupts} interrupts on {vectors} vectors")?;
+    writeln!(text, "    {} DMA faults", device.faults.total)?;
     for record in &device.faults.recent {
-        lines.add(6, format!("#{}: {}", record.sequence, record.fault));
+        writeln!(text, "      #{}: {}", record.sequence, record.fault)?;
     }
-}
-
-/// Indented lines.
-#[derive(Default)]
-struct Lines(String);
-
-impl Lines {
-    fn add(&mut self, indent: usize, text: impl AsRef<str>) {
-        self.0 += &" ".repeat(indent);
-        self.0 += text.as_ref();
-        self.0.push('\n');
-    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -96,6 +96,13 @@ const VIRTUAL_FUNCTIONS: &str = "virtual functions are lent on their own";
 const FIXED_BARS: &str = "BAR sizes and layout are fixed for the duration of a borrow";
 const OLD_BUS: &str = "it describes a bus that does not exist between guest and device";
 const SECURITY: &str = "keys and measurements of the link are the lender's";
+const DEBUGGER: &str = "it hands the device to a debugger outside the driver";
+const ISOLATION: &str = "isolation between functions is the lender's to enforce";
+const POWER: &str = "the device's power budget is the lender's";
+const STEERING: &str = "steering tags name the lender's CPUs, not the guest's";
+const RESET_TIME: &str = "a reset of a borrowed device takes longer than the device's own";
+const CXL: &str = "it may be CXL's, whose memory and coherence a borrow does not carry";
+const ENCLOSURE: &str = "the enclosure's lights are the lender's";
 
 pub(super) const STANDARD: &[Rule] = &[
     show(0x01, "power management", Shown::PowerManagement),
@@ -107,11 +114,7 @@ pub(super) const STANDARD: &[Rule] = &[
     hide(0x07, "PCI-X", OLD_BUS),
     hide(0x08, "HyperTransport", OLD_BUS),
     show(0x09, "vendor-specific", Shown::VendorSpecific),
-    hide(
-        0x0a,
-        "debug port",
-        "it hands the device to a debugger outside the driver",
-    ),
+    hide(0x0a, "debug port", DEBUGGER),
     hide(0x0b, "CompactPCI resource control", OLD_BUS),
     hide(0x0c, "hot-plug controller", BRIDGES),
     hide(0x0d, "bridge subsystem id", BRIDGES),
@@ -138,11 +141,7 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(0x0a, "root complex register block", BRIDGES),
     show(0x0b, "vendor-specific", Shown::VendorSpecificExtended),
     hide(0x0c, "configuration access correlation", PLATFORM),
-    hide(
-        0x0d,
-        "access control services",
-        "isolation between functions is the lender's to enforce",
-    ),
+    hide(0x0d, "access control services", ISOLATION),
     show(0x0e, "alternative routing id", Shown::Ari),
     hide(0x0f, "address translation services", GUEST_IOMMU),
     hide(0x10, "single-root I/O virtualization", VIRTUAL_FUNCTIONS),
@@ -150,16 +149,8 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(0x12, "multicast", PLATFORM),
     hide(0x13, "page request", GUEST_IOMMU),
     hide(0x15, "resizable BAR", FIXED_BARS),
-    hide(
-        0x16,
-        "dynamic power allocation",
-        "the device's power budget is the lender's",
-    ),
-    hide(
-        0x17,
-        "TPH requester",
-        "steering tags name the lender's CPUs, not the guest's",
-    ),
+    hide(0x16, "dynamic power allocation", POWER),
+    hide(0x17, "TPH requester", STEERING),
     hide(0x18, "latency tolerance reporting", PLATFORM),
     hide(0x19, "secondary PCI Express", LINK),
     hide(0x1a, "protocol multiplexing", LINK),
@@ -170,26 +161,14 @@ pub(super) const EXTENDED: &[Rule] = &[
     hide(0x1f, "precision time measurement", PLATFORM),
     hide(0x20, "M-PCIe", LINK),
     hide(0x21, "function readiness status", PLATFORM),
-    hide(
-        0x22,
-        "readiness time",
-        "a reset of a borrowed device takes longer than the device's own",
-    ),
-    hide(
-        0x23,
-        "designated vendor-specific",
-        "it may be CXL's, whose memory and coherence a borrow does not carry",
-    ),
+    hide(0x22, "readiness time", RESET_TIME),
+    hide(0x23, "designated vendor-specific", CXL),
     hide(0x24, "virtual function resizable BAR", VIRTUAL_FUNCTIONS),
     hide(0x25, "data link feature", LINK),
     hide(0x26, "physical layer 16 GT/s", LINK),
     hide(0x27, "lane margining", LINK),
     hide(0x28, "hierarchy id", PLATFORM),
-    hide(
-        0x29,
-        "native enclosure management",
-        "the enclosure's lights are the lender's",
-    ),
+    hide(0x29, "native enclosure management", ENCLOSURE),
     hide(0x2a, "physical layer 32 GT/s", LINK),
     hide(0x2b, "alternate protocol", LINK),
     hide(0x2c, "system firmware intermediary", BRIDGES),
