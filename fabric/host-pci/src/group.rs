@@ -37,14 +37,6 @@ pub struct Group {
 }
 
 impl Group {
-    /// Its PCI functions.
-    pub fn functions(&self) -> impl Iterator<Item = &FunctionInfo> {
-        self.members.iter().filter_map(|member| match member {
-            Member::Function(info) => Some(info),
-            Member::Other { .. } => None,
-        })
-    }
-
     /// Checks that no member is bound to a host driver, except those in `lent`, which are about to
     /// be unbound. The error names `bdf`.
     ///
