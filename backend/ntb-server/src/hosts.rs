@@ -7,7 +7,7 @@ use farside_ntb::endpoint_iova;
 
 use crate::{
     memory::{Access, Found},
-    model::{HostAccess, PeerError, PeerRead, Port, Target},
+    model::{HostAccess, PeerError, Port, Read, Target},
     side::{Side, Tag},
 };
 
@@ -29,7 +29,7 @@ impl Hosts {
 }
 
 impl HostAccess for Hosts {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<Read, PeerError> {
         let (from, to) = (at.from, at.from.peer());
         let must_queue = self.must_queue(to);
         let number = self.side(from).reads + 1;
@@ -39,7 +39,7 @@ impl HostAccess for Hosts {
             Found::Denied => return Err(PeerError::Refused),
             Found::Shared { memory, offset } if !must_queue => {
                 load(memory, offset, data);
-                return Ok(PeerRead::Done);
+                return Ok(Read::Done);
             }
             Found::Shared { .. } | Found::Unknown => {}
         }
@@ -52,7 +52,7 @@ impl HostAccess for Hosts {
         let sent = side.commands.read(iova.get(), count, tag);
         sent.map_err(|_| PeerError::Busy)?;
         self.side(from).reads = number;
-        Ok(PeerRead::Later)
+        Ok(Read::Later)
     }
 
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {

@@ -2,7 +2,7 @@
 
 use farside_fabric::PeerAddress;
 
-use super::{Port, regs::error};
+use super::{Port, Read, regs::error};
 
 /// The two hosts, as the model accesses them.
 ///
@@ -10,14 +10,14 @@ use super::{Port, regs::error};
 /// boundary.
 pub trait HostAccess {
     /// Reads in the DMA address space of the peer's port: memory of that host, or a
-    /// register of a device there. A read that takes time returns [`PeerRead::Later`]
+    /// register of a device there. A read that takes time returns [`Read::Later`]
     /// and is completed by [`Ntb::complete_read`](super::Ntb::complete_read); at most
     /// one such read is pending for each port.
     ///
     /// # Errors
     ///
     /// Fails if the access is refused at once.
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError>;
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<Read, PeerError>;
 
     /// Writes in the same address space. Writes are posted: a later refusal is reported
     /// by [`Ntb::write_failed`](super::Ntb::write_failed).
@@ -44,15 +44,6 @@ pub struct Target {
     pub offset: u64,
     /// In the DMA address space of the other port.
     pub address: PeerAddress,
-}
-
-/// Progress of a read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerRead {
-    /// The data is complete.
-    Done,
-    /// The data follows by [`Ntb::complete_read`](super::Ntb::complete_read).
-    Later,
 }
 
 /// Why the peer host refused an access.

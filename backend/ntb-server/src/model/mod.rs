@@ -22,7 +22,7 @@ use std::ops::{Index, IndexMut};
 pub use config::{ConfigError, PortConfig};
 use farside_ntb::regs::{self, REGISTERS_BAR, REGISTERS_SIZE, WINDOW_BAR};
 use farside_pci::Description;
-pub use host_access::{HostAccess, PeerError, PeerRead, Target};
+pub use host_access::{HostAccess, PeerError, Target};
 use port::PortState;
 
 /// One of the two ports.
@@ -52,14 +52,14 @@ impl Port {
     }
 }
 
-/// Progress of a read.
+/// Progress of a read, through a window or at the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a read that is not done must be completed later"]
 pub enum Read {
     /// The data is complete.
     Done,
-    /// [`Ntb::complete_read`] will return the data. Until then the port accepts no
-    /// other read.
+    /// The peer's data is passed to [`Ntb::complete_read`], which returns that of the
+    /// whole read. Until then the port accepts no other read.
     Later,
 }
 

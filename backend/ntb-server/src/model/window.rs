@@ -3,7 +3,7 @@
 use farside_fabric::PeerAddress;
 
 use super::{
-    HostAccess, Ntb, PeerError, PeerRead, Port, Read, Target,
+    HostAccess, Ntb, PeerError, Port, Read, Target,
     regs::{ADDRESS_ALIGN_SHIFT, error, event},
 };
 
@@ -18,20 +18,18 @@ pub(super) struct PendingRead {
     /// Offset in the window.
     offset: u64,
     data: Vec<u8>,
-    /// The outstanding piece: `data[at..at + len]`.
-    at: usize,
-    len: usize,
-    address: PeerAddress,
+    piece: Piece,
 }
 
 /// Bytes of the piece that begins at `offset` when `left` are left.
-fn piece(offset: u64, left: usize) -> usize {
+fn piece_len(offset: u64, left: usize) -> usize {
     let room = PAGE - offset % PAGE; // at most 4096
     left.min(room as usize)
 }
 
-/// The piece that a read waits for.
-struct Waits {
+/// The outstanding piece of a read: `len` bytes of its data, from `at` on.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
     at: usize,
     len: usize,
     address: PeerAddress,
@@ -47,13 +45,11 @@ impl Ntb {
     ) -> Read {
         match self.read_pieces(port, offset, data, 0, hosts) {
             None => Read::Done,
-            Some(Waits { at, len, address }) => {
+            Some(piece) => {
                 self.ports[port].pending = Some(PendingRead {
                     offset,
                     data: data.to_vec(),
-                    at,
-                    len,
-                    address,
+                    piece,
                 });
                 Read::Later
             }
@@ -70,7 +66,8 @@ impl Ntb {
         hosts: &mut dyn HostAccess,
     ) -> Option<&[u8]> {
         let mut read = self.ports[port].pending.take()?;
-        let part = &mut read.data[read.at..read.at + read.len];
+        let Piece { at, len, address } = read.piece;
+        let part = &mut read.data[at..at + len];
         let answer = answer.and_then(|answer| match answer.len() == part.len() {
             true => Ok(answer),
             false => Err(PeerError::Refused),
@@ -82,23 +79,18 @@ impl Ntb {
             }
             Err(error) => {
                 part.fill(0xff);
-                let at = Target {
+                let target = Target {
                     from: port,
-                    offset: read.offset + read.at as u64,
-                    address: read.address,
+                    offset: read.offset + at as u64,
+                    address,
                 };
-                self.refuse(at, error.reason(), false, hosts);
+                self.refuse(target, error.reason(), false, hosts);
             }
         }
-        let done = read.at + read.len;
+        let done = at + len;
         match self.read_pieces(port, read.offset, &mut read.data, done, hosts) {
-            Some(Waits { at, len, address }) => {
-                self.ports[port].pending = Some(PendingRead {
-                    at,
-                    len,
-                    address,
-                    ..read
-                });
+            Some(piece) => {
+                self.ports[port].pending = Some(PendingRead { piece, ..read });
                 None
             }
             None => {
@@ -127,10 +119,10 @@ impl Ntb {
         data: &mut [u8],
         mut done: usize,
         hosts: &mut dyn HostAccess,
-    ) -> Option<Waits> {
+    ) -> Option<Piece> {
         while done < data.len() {
             let at = offset + done as u64;
-            let len = piece(at, data.len() - done);
+            let len = piece_len(at, data.len() - done);
             let part = &mut data[done..done + len];
             match self.translate(port, at) {
                 Err(reason) => {
@@ -143,9 +135,9 @@ impl Ntb {
                     self.refuse(at, reason, false, hosts);
                 }
                 Ok(target) => match hosts.memory_read(target, part) {
-                    Ok(PeerRead::Done) => self.ports[port].registers.window_reads += 1,
-                    Ok(PeerRead::Later) => {
-                        return Some(Waits {
+                    Ok(Read::Done) => self.ports[port].registers.window_reads += 1,
+                    Ok(Read::Later) => {
+                        return Some(Piece {
                             at: done,
                             len,
                             address: target.address,
@@ -172,7 +164,7 @@ impl Ntb {
         let mut done = 0;
         while done < data.len() {
             let at = offset + done as u64;
-            let len = piece(at, data.len() - done);
+            let len = piece_len(at, data.len() - done);
             match self.translate(port, at) {
                 Err(reason) => {
                     let at = Target {

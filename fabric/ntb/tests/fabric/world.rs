@@ -12,9 +12,7 @@ use farside_irq_relay::TriggerFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
 use farside_ntb::{Adapter, FarsideNtb, Parts, Registers};
-use farside_ntb_server::model::{
-    HostAccess, Ntb, PeerError, PeerRead, Port, PortConfig, Read, Target,
-};
+use farside_ntb_server::model::{HostAccess, Ntb, PeerError, Port, PortConfig, Read, Target};
 
 use crate::function::ModelFunction;
 
@@ -171,12 +169,12 @@ impl Hosts<'_> {
 }
 
 impl HostAccess for Hosts<'_> {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<Read, PeerError> {
         let domain = &self.peer(at).domain;
         domain
             .read(at.address.get(), data)
             .ok_or(PeerError::Refused)?;
-        Ok(PeerRead::Done)
+        Ok(Read::Done)
     }
 
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::super::{
-    HostAccess, Ntb, PeerError, PeerRead, Port, PortConfig, Read, Target,
+    HostAccess, Ntb, PeerError, Port, PortConfig, Read, Target,
     regs::{
         REGISTERS_BAR, WINDOW_BAR, error, link_control, lut, lut_entry, reg, requester,
         requester_entry,
@@ -49,16 +49,16 @@ impl Hosts {
 }
 
 impl HostAccess for Hosts {
-    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<PeerRead, PeerError> {
+    fn memory_read(&mut self, at: Target, data: &mut [u8]) -> Result<Read, PeerError> {
         assert!(at.address.offset_in(PAGE) + data.len() as u64 <= PAGE);
         let port = at.from.peer();
         if self.slow.contains(&(port, at.address.get() & !(PAGE - 1))) {
             assert_eq!(self.asked.replace((at, data.len())), None);
-            return Ok(PeerRead::Later);
+            return Ok(Read::Later);
         }
         let bytes = self.bytes(port, at.address.get(), data.len());
         data.copy_from_slice(bytes.ok_or(PeerError::Refused)?);
-        Ok(PeerRead::Done)
+        Ok(Read::Done)
     }
 
     fn memory_write(&mut self, at: Target, data: &[u8]) -> Result<(), PeerError> {
