@@ -4,15 +4,11 @@ use std::{io, path::PathBuf};
 
 /// An error of a benchmark.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum Error {
     /// fio failed, or its output cannot be parsed.
     #[error("fio {what}; its output: {output}")]
-    Fio {
-        /// The problem.
-        what: String,
-        /// The beginning of its output.
-        output: String,
-    },
+    Fio { what: String, output: String },
     /// Counters of a disk and the CPUs.
     #[error("these are not the counters of a disk and the CPUs: {0:?}")]
     Sample(String),
@@ -24,52 +20,31 @@ pub enum Error {
         "these results have format {found}, and this farside reads format {known}: use the \
          farside that wrote them, or measure again"
     )]
-    Format {
-        /// Of the file.
-        found: u64,
-        /// The supported format.
-        known: u32,
-    },
+    Format { found: u64, known: u32 },
     /// A section whose series do not fit each other.
     #[error("section {section}: {what}")]
-    Section {
-        /// Its name.
-        section: String,
-        /// The problem.
-        what: String,
-    },
+    Section { section: String, what: String },
     /// A plot could not be drawn.
     #[error("drawing the plot {name}: {what}")]
-    Plot {
-        /// Its name.
-        name: String,
-        /// The problem.
-        what: String,
-    },
+    Plot { name: String, what: String },
     /// A file or directory could not be written.
     #[error("writing {}", path.display())]
     Write {
-        /// Which.
         path: PathBuf,
-        /// Why not.
         #[source]
         error: io::Error,
     },
     /// A file could not be read.
     #[error("reading {}", path.display())]
     Read {
-        /// Which.
         path: PathBuf,
-        /// Why not.
         #[source]
         error: io::Error,
     },
     /// A file's contents are not as they should be.
     #[error("{}", path.display())]
     File {
-        /// Which.
         path: PathBuf,
-        /// The problem.
         #[source]
         error: Box<Error>,
     },

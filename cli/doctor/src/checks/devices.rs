@@ -43,6 +43,10 @@ fn of_vm(facts: &Facts, vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
 }
 
 fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
+    let problem = |what: String, why| {
+        let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
+        Some(finding.fix(edit(&vm.path)))
+    };
     let mut having = lent.iter().filter(|device| device.id == id);
     let Some(device) = having.next() else {
         let ids: Vec<_> = lent.iter().map(|device| device.id.as_str()).collect();
@@ -50,21 +54,12 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
             [] => format!("no lender has {id} or any other device"),
             ids => format!("no lender has {id}; they have {}", ids.join(", ")),
         };
-        let why = "the VM's backend does not start";
-        return Some(
-            Finding::problem(CHECK, what, why)
-                .of_vm(&vm.name)
-                .fix(edit(&vm.path)),
-        );
+        return problem(what, "the VM's backend does not start");
     };
     if having.next().is_some() {
         let what = format!("more than one lender has a device {id}");
         let why = "which of them the VM gets is left to chance: ids are to be unique";
-        return Some(
-            Finding::problem(CHECK, what, why)
-                .of_vm(&vm.name)
-                .fix(edit(&vm.path)),
-        );
+        return problem(what, why);
     }
     let by = device.borrowed_by.as_ref().filter(|by| by.vm != *vm.name)?;
     let what = format!("VM {} has borrowed {id}", by.vm);
