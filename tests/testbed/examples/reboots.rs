@@ -105,7 +105,7 @@ fn reboot_in_turns(testbed: &Testbed, append: &str, left: &AtomicUsize) -> Resul
             Ok(()) => boots.times.push(began.elapsed()),
             Err(error) => {
                 boots.hung += 1;
-                eprintln!("{error:#}\n{}", cpus(&vm));
+                eprintln!("{error:#}\n{}", vm.qmp().cpus());
                 vm = start(&builder)?;
             }
         }
@@ -118,36 +118,4 @@ fn start(builder: &VmBuilder) -> Result<Vm> {
     let vm = builder.launch()?;
     vm.wait_agent(LIMIT)?;
     Ok(vm)
-}
-
-/// Where the guest's CPUs are, three times, and its timers.
-fn cpus(vm: &Vm) -> String {
-    let mut text = String::new();
-    for command in [
-        "info registers -a",
-        "info registers -a",
-        "info registers -a",
-        "info lapic 0",
-        "info lapic 1",
-        "info pic",
-        "info irq",
-    ] {
-        let arguments = serde_json::json!({ "command-line": command });
-        let answer = vm.qmp().execute("human-monitor-command", arguments);
-        let answer = match &answer {
-            Ok(answer) => answer.as_str().unwrap_or_default().to_owned(),
-            Err(error) => format!("{error:#}"),
-        };
-        text += &format!("-- {command}\n");
-        for line in answer.lines() {
-            let wanted = !command.starts_with("info registers")
-                || ["CPU#", "RIP", "RSP"]
-                    .iter()
-                    .any(|word| line.contains(word));
-            if wanted {
-                text += &format!("{line}\n");
-            }
-        }
-    }
-    text
 }

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use farside_guest_agent::PORT_NAME;
 
 use super::channels::Channel;
@@ -257,6 +257,12 @@ impl Nested<'_> {
     /// QEMU's process id in the VM that runs it.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// As [`Guest::wait_agent`]; the error also has where the guest's CPUs are.
+    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
+        let started = self.guest.wait_agent(timeout);
+        started.map_err(|error| anyhow!("{error:#}\n{}", self.qmp.cpus()))
     }
 
     /// QEMU's monitor.

@@ -161,7 +161,8 @@ impl Vm {
                 )))
             }
             None => Err(self.quote(&format!(
-                "the guest's agent did not start within {timeout:?}"
+                "the guest's agent did not start within {timeout:?}\n{}",
+                self.qmp.cpus()
             ))),
         }
     }

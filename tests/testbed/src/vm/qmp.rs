@@ -60,6 +60,38 @@ impl Qmp {
         Ok(())
     }
 
+    /// Where the guest's CPUs are, three times, and the state of its interrupt controllers: for the
+    /// error about a guest that hangs. Ends at the first command that fails.
+    pub fn cpus(&self) -> String {
+        const COMMANDS: [&str; 6] = [
+            "info registers -a",
+            "info registers -a",
+            "info registers -a",
+            "info lapic",
+            "info pic",
+            "info irq",
+        ];
+        let mut text = String::new();
+        for command in COMMANDS {
+            let arguments = json!({ "command-line": command });
+            let answer = match self.execute("human-monitor-command", arguments) {
+                Ok(answer) => answer,
+                Err(error) => return text + &format!("-- {command}: {error:#}\n"),
+            };
+            text += &format!("-- {command}\n");
+            for line in answer.as_str().unwrap_or_default().lines() {
+                let wanted = !command.starts_with("info registers")
+                    || ["CPU#", "RIP", "RSP"]
+                        .iter()
+                        .any(|word| line.contains(word));
+                if wanted {
+                    text += &format!("{line}\n");
+                }
+            }
+        }
+        text
+    }
+
     /// Executes any command and returns its result.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value> {
         let mut client = lock(&self.client);
