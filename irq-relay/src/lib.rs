@@ -30,7 +30,7 @@
 //! Each side masks on its own: the lender so that nothing needless travels,
 //! the borrower because a message may be under way when the client masks.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod bits;
 mod form;
@@ -40,6 +40,7 @@ mod set_irqs;
 mod state;
 mod trigger;
 mod vectors;
+mod watch;
 
 pub use form::Interrupts;
 pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};

@@ -12,7 +12,7 @@ use rustix::{
     io::{Errno, read, write},
 };
 
-use crate::{IrqEvent, Relay, SetIrqsError};
+use crate::{IrqEvent, Relay, SetIrqsError, watch};
 
 /// `ANON_INODE_FS_MAGIC` of `linux/magic.h`.
 const ANON_INODE_FS: u64 = 0x0904_1934;
@@ -22,18 +22,27 @@ const ANON_INODE_FS: u64 = 0x0904_1934;
 /// The client is not trusted, so:
 /// - a descriptor of anything that has a name (file, device, socket, pipe) is
 ///   refused: writing to it would lend our rights to the client;
-/// - a descriptor in blocking mode, whose counter the client could fill up, is
-///   only written to when there is room. A client that refills it in just that
-///   moment can block the writing thread; a signal to the thread frees it (the
-///   interrupt counts as failed). Where that is not good enough, relay the
-///   interrupts, so that only the client's own backend writes to it.
+/// - a write that blocks, because the client has filled the counter of an eventfd
+///   in blocking mode, is interrupted within a second and fails (see `watch`).
+///   A descriptor that was in blocking mode when it came is only written to when
+///   there is room.
 ///
 /// vmm-sys-util's `EventFd` cannot be made from an [`OwnedFd`] without unsafe
 /// code, which is why this type stands on rustix.
 #[derive(Clone, Debug)]
 pub struct TriggerFd {
     fd: Arc<OwnedFd>,
-    may_block: bool,
+    owner: Owner,
+}
+
+/// Who else has the descriptor, and can change its mode and its counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Ourselves,
+    /// A client, which gave it in non-blocking mode.
+    Client,
+    /// A client, which gave it in blocking mode.
+    BlockingClient,
 }
 
 impl TriggerFd {
@@ -42,19 +51,24 @@ impl TriggerFd {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self {
             fd: Arc::new(fd),
-            may_block: false,
+            owner: Owner::Ourselves,
         })
     }
 
     /// Adds 1 to the counter. A full counter is left as it is: the reader has
     /// been woken and not looked yet.
+    ///
+    /// # Errors
+    /// [`Errno::TIMEDOUT`] if the write blocked.
     pub fn signal(&self) -> Result<(), Errno> {
-        if self.may_block && !self.has_room()? {
-            return Ok(());
-        }
-        match write(&*self.fd, &1u64.to_ne_bytes()) {
-            Ok(_) | Err(Errno::AGAIN) => Ok(()),
-            Err(error) => Err(error),
+        let added = match self.owner {
+            Owner::Ourselves => write(&*self.fd, &1u64.to_ne_bytes()).map(drop),
+            Owner::BlockingClient if !self.has_room()? => Ok(()),
+            Owner::Client | Owner::BlockingClient => watch::add_one(&*self.fd),
+        };
+        match added {
+            Err(Errno::AGAIN) => Ok(()),
+            added => added,
         }
     }
 
@@ -85,12 +99,13 @@ impl TryFrom<OwnedFd> for TriggerFd {
         if fstatfs(&fd).map_err(descriptor)?.f_type as u64 != ANON_INODE_FS {
             return Err(SetIrqsError::NotAnEventFd);
         }
-        let may_block = !fcntl_getfl(&fd)
-            .map_err(descriptor)?
-            .contains(OFlags::NONBLOCK);
+        let mode = fcntl_getfl(&fd).map_err(descriptor)?;
         Ok(Self {
             fd: Arc::new(fd),
-            may_block,
+            owner: match mode.contains(OFlags::NONBLOCK) {
+                true => Owner::Client,
+                false => Owner::BlockingClient,
+            },
         })
     }
 }

@@ -1,5 +1,6 @@
 //! The vectors of one function, with what each of them signals.
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -32,6 +33,9 @@ pub struct Vectors {
     dropped: u64,
     /// Fired, but the target refused it.
     failed: u64,
+    /// A write to the client's eventfd has blocked: none of its eventfds is written again, so that
+    /// it costs the device's thread one such write, not one per vector.
+    blocked: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -49,6 +53,7 @@ impl Vectors {
                 .map(|index| vec![Slot::default(); counts.count(index).into()].into()),
             dropped: 0,
             failed: 0,
+            blocked: false,
         }
     }
 
@@ -86,6 +91,7 @@ impl Vectors {
         for index in IrqIndex::ALL {
             self.disable(index);
         }
+        self.blocked = false;
     }
 
     /// The device sends the message of `vector` (MSI or MSI-X, whichever is
@@ -277,10 +283,20 @@ impl Vectors {
         let Some(event) = event else { return };
         let slot = &mut self.slots[event.index() as usize][usize::from(event.vector())];
         slot.fired += 1;
-        let sent = slot.target.as_ref().map(|target| target.signal(event));
-        if !matches!(sent, Some(Ok(()))) {
-            self.failed += 1;
+        let target = slot.target.as_ref().filter(|_| !self.blocked);
+        match target.map(|target| target.signal(event)) {
+            Some(Ok(())) => return,
+            Some(Err(Errno::TIMEDOUT)) => {
+                self.blocked = true;
+                log::error!(
+                    "the client gets no more interrupts: the eventfd of {} vector {} is full and in blocking mode",
+                    event.index(),
+                    event.vector()
+                );
+            }
+            Some(Err(_)) | None => {}
         }
+        self.failed += 1;
     }
 }
 

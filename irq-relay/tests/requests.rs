@@ -2,14 +2,19 @@
 
 mod common;
 
-use std::{fs::File, os::fd::OwnedFd};
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    time::{Duration, Instant},
+};
 
 use common::all_counts;
 use farside_irq_relay::{
-    IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsError, SetIrqsMessage, wire::*,
+    IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsError, SetIrqsMessage, TriggerFd, wire::*,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
+    fs::OFlags,
     io::Errno,
 };
 
@@ -92,6 +97,61 @@ fn a_full_blocking_eventfd_does_not_block_the_device() {
     vectors.set_intx(true);
     assert_eq!(vectors.fired(IrqIndex::Intx, 0), 1);
     assert_eq!(vectors.status().failed, 0);
+}
+
+/// The mode and the counter are the client's at any time, not only when it sends the descriptor.
+#[test]
+fn an_eventfd_that_is_filled_and_set_to_blocking_mode_blocks_one_interrupt() {
+    let fds = eventfds(2, EventfdFlags::NONBLOCK);
+    let clients: Vec<_> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+    let set = parse(TRIGGER_EVENTFD, 2, 0, 2, &[], fds).unwrap();
+    let mut vectors = common::vectors();
+    vectors.apply(set).unwrap();
+    for fd in &clients {
+        rustix::fs::fcntl_setfl(fd, OFlags::empty()).unwrap();
+        rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    }
+    let began = Instant::now();
+    for vector in [0, 1, 0, 1] {
+        vectors.raise(vector);
+    }
+    // One write is interrupted, which takes up to a second; no second one is made.
+    assert!(
+        began.elapsed() < Duration::from_millis(1900),
+        "{:?}",
+        began.elapsed()
+    );
+    assert_eq!(vectors.status().failed, 4);
+
+    // The next client has interrupts again.
+    vectors.disable_all();
+    let fds = eventfds(1, EventfdFlags::NONBLOCK);
+    let client = fds[0].try_clone().unwrap();
+    let set = parse(TRIGGER_EVENTFD, 2, 0, 1, &[], fds).unwrap();
+    vectors.apply(set).unwrap();
+    vectors.raise(0);
+    let mut counter = [0; 8];
+    rustix::io::read(&client, &mut counter).unwrap();
+    assert_eq!(u64::from_ne_bytes(counter), 1);
+}
+
+/// Each is the first to block in its process's lifetime or not: the watch serves all threads.
+#[test]
+fn threads_that_block_are_freed_again_and_again() {
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..2 {
+                    let fd = eventfds(1, EventfdFlags::NONBLOCK).remove(0);
+                    let client = fd.try_clone().unwrap();
+                    let trigger = TriggerFd::try_from(fd).unwrap();
+                    rustix::fs::fcntl_setfl(&client, OFlags::empty()).unwrap();
+                    rustix::io::write(&client, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+                    assert_eq!(trigger.signal(), Err(Errno::TIMEDOUT));
+                }
+            });
+        }
+    });
 }
 
 #[test]

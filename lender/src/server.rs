@@ -1,6 +1,8 @@
 //! Starts and stops the lender: threads, devices.
 
-use std::{io, sync::Arc, thread::JoinHandle};
+mod threads;
+
+use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 
 use farside_daemon::{
     Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
@@ -10,6 +12,8 @@ use farside_host_pci::CreatedVfs;
 use farside_lender_protocol::{Address, Channel, Generation, Identity};
 use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use threads::Threads;
 
 use crate::{
     access::Access,
@@ -27,6 +31,10 @@ const ACCEPT_PAUSE: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 500_000_000,
 };
+
+/// Timeout for the device threads to end their leases. Longer than they wait for DMA in flight, and
+/// short enough for a lender to end within 5 s.
+const STOP_TIMEOUT: Duration = Duration::from_millis(4500);
 
 /// An error that prevents a lender from starting.
 #[derive(Debug, thiserror::Error)]
@@ -105,7 +113,7 @@ pub struct Lender {
     listeners: Vec<PeerListener>,
     about: Arc<About>,
     registry: Arc<Registry>,
-    devices: Vec<JoinHandle<Stopped>>,
+    devices: Threads,
     fault_reader: Option<JoinHandle<()>>,
     /// Released after the devices are closed.
     ntb: Option<HostEndpoint>,
@@ -144,7 +152,7 @@ impl Lender {
                 },
             }),
             registry,
-            devices: Vec::new(),
+            devices: Threads::default(),
             fault_reader: opened.fault_reader,
             ntb: opened.ntb,
             vfs: opened.vfs,
@@ -171,15 +179,14 @@ impl Lender {
                 id.clone(),
                 Arc::clone(&lender.registry),
                 lender.stop.clone(),
-                std::time::Duration::from_micros(config.poll_us),
+                Duration::from_micros(config.poll_us),
             )?;
             lender
                 .registry
                 .add(&id, kind, described, mailbox, access, generation);
-            let thread = std::thread::Builder::new()
-                .name(format!("dev-{id}"))
-                .spawn(move || device_loop.run(source))?;
-            lender.devices.push(thread);
+            lender
+                .devices
+                .start(format!("dev-{id}"), move || device_loop.run(source))?;
         }
         for listener in &lender.listeners {
             log::info!(
@@ -262,15 +269,7 @@ impl Lender {
 impl Drop for Lender {
     fn drop(&mut self) {
         self.stop.raise();
-        let mut all_closed = true;
-        for thread in self.devices.drain(..) {
-            // A thread that panicked has dropped its device.
-            let stopped = thread.join().unwrap_or_else(|_| {
-                log::error!("a device's thread has panicked");
-                Stopped::Closed
-            });
-            all_closed &= stopped == Stopped::Closed;
-        }
+        let stopped = std::mem::take(&mut self.devices).join(STOP_TIMEOUT);
         if self
             .fault_reader
             .take()
@@ -278,7 +277,7 @@ impl Drop for Lender {
         {
             log::error!("the thread that reads the kernel's log has panicked");
         }
-        if !all_closed {
+        if stopped == Stopped::Unclosed {
             // Releasing these would block: the kernel waits until the open device is closed.
             std::mem::forget((self.ntb.take(), std::mem::take(&mut self.vfs)));
         }

@@ -2,6 +2,7 @@
 
 mod access;
 mod before_lease;
+mod eventfd;
 mod handover;
 mod hostile;
 mod lease;
