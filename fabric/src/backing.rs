@@ -21,6 +21,10 @@ pub(crate) struct Backing {
     pub(crate) len: usize,
     /// Offset of the range in the mapping.
     pub(crate) skip: usize,
+    /// File system and inode number: equal for two descriptors of one file.
+    pub(crate) identity: (u64, u64),
+    /// Bytes of the file.
+    pub(crate) file_size: u64,
 }
 
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
@@ -76,6 +80,8 @@ impl Backing {
             // Other files have any length; a last part of a page is theirs.
             len: if hugetlb { rounded } else { len as usize },
             skip: skip as usize,
+            identity: (status.st_dev, status.st_ino),
+            file_size: size,
         })
     }
 }

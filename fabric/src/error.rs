@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Iova, LimitError, Size};
+use crate::{Iova, LimitError, QuotaError, Size};
 
 /// Why a fabric refused to change a path. The path is as it was before.
 #[derive(Debug, thiserror::Error)]
@@ -94,6 +94,9 @@ pub enum FabricError {
     /// The adapter's resources are insufficient.
     #[error(transparent)]
     Limit(#[from] LimitError),
+    /// The lease has mapped as much memory as it may.
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
     /// The memory could not be mapped.
     #[error("cannot map {len:#x} bytes at offset {offset:#x} of the shared memory file")]
     Memory {

@@ -19,7 +19,7 @@
 //! calls.
 //!
 //! [`memory`] maps what the other side shares, and survives its being
-//! truncated; [`pin`] keeps it resident while a device may reach it, if
+//! truncated; [`SharedFiles`] maps each file once, within a [`Quota`]; [`pin`] keeps it resident while a device may reach it, if
 //! [`host_memory`] has room for it.
 #![deny(unsafe_code)]
 
@@ -34,10 +34,12 @@ mod backing;
 mod error;
 mod fault;
 mod fault_log;
+mod files;
 mod lut;
 mod mapping;
 mod pages;
 mod path;
+mod quota;
 mod range_table;
 mod sigbus;
 mod size;
@@ -47,10 +49,12 @@ pub use address::{Address, AddressRange, BusAddress, Iova, PeerAddress};
 pub use error::FabricError;
 pub use fault::{Access, Fault, FaultReason};
 pub use fault_log::{FaultLog, FaultRecord, FaultSummary, ReasonCounts};
+pub use files::SharedFiles;
 pub use limits::{LimitError, NtbLimits, NtbUse, fits};
 pub use memory::MemoryRange;
 pub use pages::{PAGE_SIZE, PageCounts};
 pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};
+pub use quota::{Budget, Quota, QuotaError, SharedQuota};
 pub use range_table::{MAX_MAPPINGS, RangeTable};
 pub use size::{Size, deserialize_optional_size, deserialize_size, parse_size};
 pub use tables::{AdapterUsage, LutRange, NtbTables};

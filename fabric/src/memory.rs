@@ -15,7 +15,7 @@ use std::{
 use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::{Bytes, VolatileSlice};
 
-use crate::{PAGE_SIZE, backing::Backing, mapping::Mapping, sigbus::Guarded};
+use crate::{PAGE_SIZE, backing::Backing, mapping::Mapping, quota::Charge, sigbus::Guarded};
 
 /// A part of a file that is a client's memory.
 #[derive(Clone, Debug)]
@@ -51,17 +51,68 @@ pub fn create_sealed(name: &str, len: u64) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// A mapping of a shared file, for [`SharedMemory`] to be parts of.
+#[derive(Debug)]
+pub(crate) struct MappedFile {
+    // Dropped in this order: the guard must not outlive the mapping, which counts until it is gone.
+    guard: Guarded,
+    mapping: Mapping,
+    _charge: Option<Charge>,
+    /// Where it begins in the file.
+    offset: u64,
+    page_size: u64,
+    writable: bool,
+}
+
+impl MappedFile {
+    /// Maps what `backing` describes.
+    pub(crate) fn new(
+        file: &File,
+        backing: &Backing,
+        writable: bool,
+        charge: Option<Charge>,
+    ) -> io::Result<Arc<Self>> {
+        let mapping = Mapping::new(file, backing.offset, backing.len, writable)?;
+        // Also where the file is sealed: then it cannot shrink, but the system
+        // can still be out of pages.
+        let guard = Guarded::new(mapping.start(), backing.len, backing.page_size as usize)?;
+        Ok(Arc::new(Self {
+            guard,
+            mapping,
+            _charge: charge,
+            offset: backing.offset,
+            page_size: backing.page_size,
+            writable,
+        }))
+    }
+
+    /// Whether an access found that the file had shrunk.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.guard.is_gone()
+    }
+
+    /// The `len` bytes at `offset` of the file, or `None` when they are not all mapped.
+    pub(crate) fn part(self: Arc<Self>, offset: u64, len: u64) -> Option<Arc<SharedMemory>> {
+        let skip = usize::try_from(offset.checked_sub(self.offset)?).ok()?;
+        let len = usize::try_from(len).ok()?;
+        let inside = skip.checked_add(len)? <= self.mapping.len();
+        inside.then(|| {
+            Arc::new(SharedMemory {
+                mapped: self,
+                skip,
+                len,
+            })
+        })
+    }
+}
+
 /// A mapped range of a shared file.
 #[derive(Debug)]
 pub struct SharedMemory {
-    // Dropped in this order: the guard must not outlive the mapping.
-    guard: Guarded,
-    mapping: Mapping,
+    mapped: Arc<MappedFile>,
     /// Where the range begins in the mapping.
     skip: usize,
     len: usize,
-    page_size: u64,
-    writable: bool,
 }
 
 impl SharedMemory {
@@ -95,17 +146,10 @@ impl SharedMemory {
 
     fn map_file(file: &File, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
         let backing = Backing::check(file, offset, len)?;
-        let mapping = Mapping::new(file, backing.offset, backing.len, writable)?;
-        // Also where the file is sealed: then it cannot shrink, but the system
-        // can still be out of pages.
-        let guard = Guarded::new(mapping.start(), backing.len, backing.page_size as usize)?;
         Ok(Arc::new(Self {
-            guard,
-            mapping,
+            mapped: MappedFile::new(file, &backing, writable, None)?,
             skip: backing.skip,
             len: len as usize, // no more than is mapped
-            page_size: backing.page_size,
-            writable,
         }))
     }
 
@@ -121,13 +165,23 @@ impl SharedMemory {
 
     /// Bytes of the pages it consists of.
     pub fn page_size(&self) -> u64 {
-        self.page_size
+        self.mapped.page_size
+    }
+
+    /// Where it begins in the file, bytes.
+    pub fn file_offset(&self) -> u64 {
+        self.mapped.offset + self.skip as u64
+    }
+
+    /// Whether it is mapped for writing.
+    pub fn is_writable(&self) -> bool {
+        self.mapped.writable
     }
 
     /// Whether an access found that the file had shrunk (or that the system had no page for it).
     /// From then on all of it is private zero pages, which no other process sees.
     pub fn is_gone(&self) -> bool {
-        self.guard.is_gone()
+        self.mapped.is_gone()
     }
 
     /// The part `[offset, offset + len)`, or `None` when it is not all inside.
@@ -230,11 +284,14 @@ impl HostSlice {
     /// The bytes, when they may be written: a store to a read-only mapping
     /// would end the process.
     fn writable(&self) -> Option<VolatileSlice<'_>> {
-        self.memory.writable.then(|| self.volatile())
+        self.memory.is_writable().then(|| self.volatile())
     }
 
     fn volatile(&self) -> VolatileSlice<'_> {
         let memory = &self.memory;
-        memory.mapping.volatile(memory.skip + self.offset, self.len)
+        memory
+            .mapped
+            .mapping
+            .volatile(memory.skip + self.offset, self.len)
     }
 }

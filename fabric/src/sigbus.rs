@@ -41,7 +41,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 /// default (`vm.max_map_count`, 65,530), so that this limit, which fails one
 /// mapping, is met before that one, which fails threads and allocations, too.
 /// Untouched entries take no memory.
-const SLOTS: usize = 49_152;
+pub(crate) const SLOTS: usize = 49_152;
 
 struct Slot {
     /// Odd while the entry is being changed.

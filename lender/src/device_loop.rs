@@ -22,6 +22,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, RateLimit, StateLog, Wakeup};
+use farside_fabric::{Quota, SharedQuota};
 use farside_lender_protocol::{DeviceStatus, Generation, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -39,6 +40,8 @@ pub(crate) struct DeviceLoop {
     mail_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
+    /// The device's share of the memory that this process may map for borrowers.
+    quota: SharedQuota,
     /// Handovers waiting for the end of the lease.
     handovers: Vec<(Generation, mpsc::SyncSender<Result<(), RemoteError>>)>,
     /// Limits the log lines that each borrow causes.
@@ -87,6 +90,7 @@ impl DeviceLoop {
         registry: Arc<Registry>,
         stop: Wakeup,
         poll_time: Duration,
+        quota: Quota,
     ) -> io::Result<(Self, Mailbox)> {
         let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
         let mail_wake = Wakeup::new()?;
@@ -98,6 +102,7 @@ impl DeviceLoop {
             mail_wake,
             stop,
             poll_time,
+            quota: quota.into(),
             handovers: Vec::new(),
             lines: StateLog::new(|line| log::info!("{line}")),
             refused: RateLimit::new(),

@@ -5,13 +5,15 @@ mod ports;
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FaultSummary, LenderPath, MemoryRange, PeerAddress, fits,
+    FaultSummary, LenderPath, PeerAddress, fits,
+    memory::SharedMemory,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::IrqCounts;
@@ -184,8 +186,8 @@ impl LeasedDevice for LeasedModel {
         &mut self.path
     }
 
-    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.path.map_peer(at, memory).map_err(refused)
+    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError> {
+        self.path.map_shared(at, memory).map_err(refused)
     }
 
     fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {

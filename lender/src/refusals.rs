@@ -19,7 +19,9 @@ pub(crate) fn invalid_irqs(error: SetIrqsError) -> RemoteError {
 
 pub(crate) fn refused(error: FabricError) -> RemoteError {
     let kind = match &error {
-        FabricError::Limit(_) | FabricError::TooManyMappings { .. } => ErrorKind::Limit,
+        FabricError::Limit(_) | FabricError::Quota(_) | FabricError::TooManyMappings { .. } => {
+            ErrorKind::Limit
+        }
         FabricError::BadRange { .. }
         | FabricError::Unaligned { .. }
         | FabricError::Overlap { .. }

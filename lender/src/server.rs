@@ -7,7 +7,7 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
 };
-use farside_fabric::{LimitError, soft::Adapter};
+use farside_fabric::{Budget, LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
 use farside_lender_protocol::{Address, Channel, Generation, Identity};
 use farside_ntb::HostEndpoint;
@@ -166,6 +166,7 @@ impl Lender {
                 .elapsed()
                 .map_or(0, |since| since.as_micros() as u64),
         );
+        let (budget, leases) = (Budget::of_this_process(), opened.devices.len());
         let operator = rustix::process::geteuid().as_raw();
         for OpenedDevice {
             id,
@@ -180,6 +181,7 @@ impl Lender {
                 Arc::clone(&lender.registry),
                 lender.stop.clone(),
                 Duration::from_micros(config.poll_us),
+                budget.shared_by(leases),
             )?;
             lender
                 .registry

@@ -5,11 +5,12 @@
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
     time::Duration,
 };
 
 use farside_daemon::VmName;
-use farside_fabric::{FaultSummary, LenderPath, MemoryRange, PeerAddress, Usage};
+use farside_fabric::{FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory};
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
 
@@ -86,7 +87,7 @@ pub(crate) trait LeasedDevice: Send {
     fn path(&mut self) -> &mut dyn LenderPath;
 
     /// See [`farside_lender_protocol::Request::MapPeer`].
-    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError>;
+    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError>;
 
     /// See [`farside_lender_protocol::Request::UnmapPeer`]. Drains DMA to that
     /// memory first.

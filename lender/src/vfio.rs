@@ -34,7 +34,9 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::{FaultLog, Iova, LenderPath, MemoryRange, PeerAddress, pin::check_memlock};
+use farside_fabric::{
+    FaultLog, Iova, LenderPath, PeerAddress, memory::SharedMemory, pin::check_memlock,
+};
 use farside_host_pci::{Binding, HostPci};
 use farside_lender_protocol::{BarMemory, BarOwner, Described, RamRange, RemoteError, Route};
 use farside_ntb::Adapter;
@@ -369,8 +371,8 @@ impl LeasedDevice for LeasedFunction {
         self.path.lender()
     }
 
-    fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), RemoteError> {
-        self.path.local()?.map_peer(at, memory).map_err(refused)
+    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError> {
+        self.path.local()?.map_shared(at, memory).map_err(refused)
     }
 
     fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {

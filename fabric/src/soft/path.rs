@@ -52,8 +52,6 @@ struct ToPeer {
 #[derive(Debug)]
 struct ToMemory {
     memory: Arc<SharedMemory>,
-    file_offset: u64,
-    writable: bool,
 }
 
 impl Path {
@@ -86,20 +84,27 @@ impl Path {
     /// # Errors
     /// As there.
     pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
-        let range = AddressRange::new(at, memory.len)?;
-        self.borrower.check(range)?;
+        self.borrower.check(AddressRange::new(at, memory.len)?)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
             offset: memory.offset,
             len: memory.len,
             source,
         })?;
+        self.map_shared(at, shared)
+    }
+
+    /// As [`Path::map_peer`], for memory that is mapped into this process already.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_shared(
+        &mut self,
+        at: PeerAddress,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), FabricError> {
+        let range = AddressRange::new(at, memory.len() as u64)?;
         // The IOTLB remembers no refusals, so what it has stays true.
-        let target = ToMemory {
-            memory: shared,
-            file_offset: memory.offset,
-            writable: memory.writable,
-        };
-        self.borrower.map(range, target)
+        self.borrower.map(range, ToMemory { memory })
     }
 
     /// Unmaps all mappings inside the `len` bytes at `at`; see
@@ -191,7 +196,7 @@ impl Path {
             len: run.before + run.from,
             memory: Arc::clone(&to_memory.memory),
             offset: offset - run.before,
-            writable: to_memory.writable,
+            writable: to_memory.memory.is_writable(),
         };
         self.iotlb.insert(entry);
         let entry = self.iotlb.find(iova).ok_or(FaultReason::LenderDomain)?;
@@ -332,7 +337,7 @@ impl LenderPath for Path {
             usage.window_bytes += range.len();
         }
         for (range, target) in self.borrower.rows() {
-            let (from, to) = (range.start().get(), target.file_offset);
+            let (from, to) = (range.start().get(), target.memory.file_offset());
             let largest = target.memory.page_size();
             usage.bytes_mapped += range.len();
             usage.borrower_pages += PageCounts::of(from, to, range.len(), largest);

@@ -7,7 +7,7 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_fabric::MemoryRange;
+use farside_fabric::{MemoryRange, SharedFiles};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
     registers::{Access, Event},
@@ -44,6 +44,8 @@ pub(super) struct LeaseLoop<'a> {
     device: Box<dyn LeasedDevice>,
     connection: Channel,
     registers: Channel,
+    /// The guest's memory.
+    memory: SharedFiles,
     vm: VmName,
     generation: Generation,
     /// Number of register accesses served.
@@ -143,6 +145,7 @@ impl<'a> LeaseLoop<'a> {
             }
         };
         let mut lease = LeaseLoop {
+            memory: SharedFiles::new(owner.quota.clone()),
             owner,
             device,
             connection,
@@ -493,6 +496,7 @@ impl<'a> LeaseLoop<'a> {
                     len,
                     writable,
                 };
+                let memory = self.memory.map(&memory).map_err(refused)?;
                 device.map_peer(peer_address, memory)?;
             }
             Request::UnmapPeer { peer_address, len } => device.unmap_peer(peer_address, len)?,

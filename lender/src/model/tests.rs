@@ -4,7 +4,10 @@ use std::sync::{
 };
 
 use farside_devices::dma_test::DmaTest;
-use farside_fabric::{Access, Iova, NtbLimits, memory::HostSlice, memory::create_sealed};
+use farside_fabric::{
+    Access, Budget, Iova, MemoryRange, NtbLimits, SharedFiles,
+    memory::{HostSlice, create_sealed},
+};
 use farside_pci::Description;
 
 use super::*;
@@ -70,12 +73,16 @@ fn only_memory_in_use_is_drained_before_it_is_unmapped() {
     let model = ModelDevice::new(&"keeper".parse().unwrap(), Box::new(keeper), adapter).unwrap();
     let leased = Box::new(model).lease(Route::Memory, &"vm".parse().unwrap(), Vec::new());
     let mut model = leased.map_err(|not| not.error).unwrap().device;
+    // Of one file, which is mapped once.
+    let ram = MemoryRange::whole(create_sealed("pages", 2 * PAGE).unwrap(), PAGE);
+    let mut files = SharedFiles::new(Budget::of_this_process().shared_by(1).into());
     for page in 0..2 {
-        let memory = create_sealed("page", PAGE).unwrap();
+        let part = MemoryRange {
+            offset: page * PAGE,
+            ..ram.clone()
+        };
         let at = PeerAddress::new(FAR + page * PAGE);
-        model
-            .map_peer(at, MemoryRange::whole(memory, PAGE))
-            .unwrap();
+        model.map_peer(at, files.map(&part).unwrap()).unwrap();
     }
     let window = model
         .path()

@@ -12,7 +12,7 @@ use std::{
 use farside_daemon::VmName;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    BusAddress, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
+    BusAddress, FabricError, Iova, LenderPath, PeerAddress, Usage, WindowUse, memory::SharedMemory,
 };
 use farside_irq_relay::{IrqEvent, Relay};
 use farside_lender_protocol::{
@@ -175,7 +175,11 @@ impl LeasedDevice for Recorder {
         self
     }
 
-    fn map_peer(&mut self, _at: PeerAddress, _memory: MemoryRange) -> Result<(), RemoteError> {
+    fn map_peer(
+        &mut self,
+        _at: PeerAddress,
+        _memory: Arc<SharedMemory>,
+    ) -> Result<(), RemoteError> {
         Err(invalid("nobody can have sent a file".into()))
     }
 

@@ -9,6 +9,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, Wakeup};
+use farside_fabric::Budget;
 use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
     RemoteError, Reply, Request, Route, VERSION,
@@ -78,9 +79,14 @@ impl Host {
         for (id, source) in DEVICES.into_iter().zip(devices) {
             let id: DeviceId = id.parse().unwrap();
             let (kind, described) = (source.kind(), source.described().clone());
-            let (device_loop, mailbox) =
-                DeviceLoop::new(id.clone(), Arc::clone(&registry), stop.clone(), poll_time)
-                    .unwrap();
+            let (device_loop, mailbox) = DeviceLoop::new(
+                id.clone(),
+                Arc::clone(&registry),
+                stop.clone(),
+                poll_time,
+                Budget::of_this_process().shared_by(DEVICES.len()),
+            )
+            .unwrap();
             let user = rustix::process::geteuid().as_raw();
             let access = Access::new(&id, user, vec![Borrower::Network]);
             registry.add(&id, kind, described, mailbox, access, Generation(1));

@@ -13,7 +13,8 @@ use std::{
 use farside_daemon::{VmName, Wakeup};
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    LenderPath, MemoryRange, NtbLimits, PeerAddress,
+    LenderPath, NtbLimits, PeerAddress,
+    memory::SharedMemory,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::Relay;
@@ -167,7 +168,7 @@ impl LeasedDevice for Echo {
         &mut self.path
     }
 
-    fn map_peer(&mut self, _: PeerAddress, _: MemoryRange) -> Result<(), RemoteError> {
+    fn map_peer(&mut self, _: PeerAddress, _: Arc<SharedMemory>) -> Result<(), RemoteError> {
         Ok(())
     }
 

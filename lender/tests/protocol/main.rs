@@ -8,3 +8,4 @@ mod hostile;
 mod lease;
 mod peer;
 mod ports;
+mod quota;

@@ -1,6 +1,5 @@
 //! Windows and memory, composed. Pure but for its [`Mapper`].
 
-use std::fmt;
 use std::sync::Arc;
 
 use farside_error_chain::Chain;
@@ -49,17 +48,10 @@ pub struct Composition<M: Mapper> {
     bus_master: bool,
     /// Windows, and their peer addresses.
     windows: RangeTable<Iova, PeerAddress>,
-    memory: RangeTable<PeerAddress, Memory>,
+    memory: RangeTable<PeerAddress, Arc<SharedMemory>>,
     /// The pieces that the mapper has mapped and not unmapped. Authoritative: pieces left by a
     /// failure are unmapped by the next operation that covers them.
     pieces: RangeTable<Iova, PeerAddress>,
-}
-
-/// Memory of the borrower's.
-struct Memory {
-    shared: Arc<SharedMemory>,
-    file_offset: u64,
-    writable: bool,
 }
 
 impl<M: Mapper> Composition<M> {
@@ -95,19 +87,26 @@ impl<M: Mapper> Composition<M> {
     /// # Errors
     /// As there.
     pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
-        let range = AddressRange::new(at, memory.len)?;
-        self.memory.check(range)?;
+        self.memory.check(AddressRange::new(at, memory.len)?)?;
         let shared = SharedMemory::map_range(&memory).map_err(|source| FabricError::Memory {
             offset: memory.offset,
             len: memory.len,
             source,
         })?;
-        let row = Memory {
-            shared,
-            file_offset: memory.offset,
-            writable: memory.writable,
-        };
-        self.memory.map(range, row)?;
+        self.map_shared(at, shared)
+    }
+
+    /// See [`LocalPath::map_shared`](crate::LocalPath::map_shared).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_shared(
+        &mut self,
+        at: PeerAddress,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), FabricError> {
+        let range = AddressRange::new(at, memory.len() as u64)?;
+        self.memory.map(range, memory)?;
         let meet = |&(window, peer_address)| meet(window, peer_address, range);
         let pieces = self.windows.rows().iter().filter_map(meet).collect();
         self.install(pieces).inspect_err(|_| {
@@ -178,10 +177,10 @@ impl<M: Mapper> Composition<M> {
         let found = self.memory.find(piece.peer_address);
         let slice = found.and_then(|(row, memory)| {
             let skip = piece.peer_address.offset_from(row.start())?;
-            Some((memory.shared.slice(skip as usize, len as usize)?, memory))
+            Some((memory.slice(skip as usize, len as usize)?, memory))
         });
         let (slice, memory) = slice.ok_or(outside)?;
-        self.mapper.map(start, &slice, memory.writable)?;
+        self.mapper.map(start, &slice, memory.is_writable())?;
         self.pieces.map(piece.iova, piece.peer_address)
     }
 
@@ -252,8 +251,8 @@ impl<M: Mapper> LenderPath for Composition<M> {
         for Piece { iova, peer_address } in self.pieces() {
             usage.bytes_mapped += iova.len();
             if let Some((row, memory)) = self.memory.find(peer_address) {
-                let to = memory.file_offset + (peer_address.get() - row.start().get());
-                let largest = memory.shared.page_size();
+                let to = memory.file_offset() + (peer_address.get() - row.start().get());
+                let largest = memory.page_size();
                 usage.lender_pages += PageCounts::of(iova.start().get(), to, iova.len(), largest);
             }
         }
@@ -275,15 +274,6 @@ impl<M: Mapper> Drop for Composition<M> {
                 log::error!("a path is not taken down: {error}", error = Chain(&error));
             }
         }
-    }
-}
-
-impl fmt::Debug for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Memory")
-            .field("file_offset", &self.file_offset)
-            .field("writable", &self.writable)
-            .finish_non_exhaustive()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use farside_fabric::memory::HostSlice;
+use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{
     BorrowerDomain, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
 };
@@ -65,6 +65,18 @@ impl LocalPath {
     /// As there, and what [`Domain::map`] refuses.
     pub fn map_peer(&mut self, at: PeerAddress, memory: MemoryRange) -> Result<(), FabricError> {
         self.inner.map_peer(at, memory)
+    }
+
+    /// As [`LocalPath::map_peer`], for memory that is mapped into this process already.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_shared(
+        &mut self,
+        at: PeerAddress,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), FabricError> {
+        self.inner.map_shared(at, memory)
     }
 
     /// Unmaps all mappings inside the `len` bytes at `at`; see

@@ -159,7 +159,11 @@ fn composed(path: &Composition<Recorder>) -> BTreeSet<(u64, u64, bool)> {
             let row = (path.memory.rows().iter())
                 .find(|(row, _)| (row.start().get()..row.end().get()).contains(&peer_address));
             if let Some((_, memory)) = row {
-                pages.insert((window.start().get() + offset, peer_address, memory.writable));
+                pages.insert((
+                    window.start().get() + offset,
+                    peer_address,
+                    memory.is_writable(),
+                ));
             }
         }
     }

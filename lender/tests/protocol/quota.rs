@@ -1,0 +1,112 @@
+//! A borrower that maps more memory than a lender can. The other leases go on.
+
+use std::{
+    fs::File,
+    os::{fd::AsFd, unix::fs::FileExt},
+};
+
+use farside_devices::dma_test::{Command, reg};
+use farside_fabric::{NtbLimits, PeerAddress};
+use farside_lender_protocol::{Channel, ErrorKind, RemoteError, Request};
+
+use crate::peer::{Peer, Running, memory, read, until, write};
+
+const PAGE: u64 = 4096;
+const TIB: u64 = 1 << 40;
+
+/// Maps the first page of `file`.
+fn map(peer: &mut Peer, number: u64, file: &File) -> Result<(), RemoteError> {
+    let request = Request::MapPeer {
+        peer_address: PeerAddress::new(number * PAGE),
+        len: PAGE,
+        offset: 0,
+        writable: true,
+    };
+    peer.call(request, &[file.as_fd()]).map(|_| ())
+}
+
+/// Maps a new file of `bytes` each time, until refused. Returns how many were mapped.
+fn map_until_refused(peer: &mut Peer, bytes: u64) -> (u64, RemoteError) {
+    let most = 65_530;
+    for number in 0..most {
+        if let Err(error) = map(peer, number, &memory(bytes)) {
+            return (number, error);
+        }
+    }
+    panic!("{most} files of {bytes} bytes, and no refusal");
+}
+
+/// DMA reaches the RAM of a lease, also after a reset.
+fn works(peer: &mut Peer, registers: &mut Channel) {
+    for value in [0x1111_1111, 0x2222_2222] {
+        peer.call(Request::Reset, &[]).unwrap();
+        let ram = memory(PAGE);
+        peer.open(&ram, 0, TIB, PAGE);
+        write(registers, 0, reg::DST, 8, 0);
+        write(registers, 0, reg::LENGTH, 4, PAGE);
+        write(registers, 0, reg::PATTERN, 4, value);
+        write(registers, 0, reg::COMMAND, 4, Command::Fill as u64);
+        until("the fill is done", || {
+            read(registers, 0, reg::MOVED, 4) as u32 == PAGE as u32
+        });
+        let mut found = [0; 4];
+        ram.read_exact_at(&mut found, PAGE - 4).unwrap();
+        assert_eq!(u64::from(u32::from_le_bytes(found)), value);
+    }
+}
+
+#[test]
+fn a_lease_cannot_take_the_address_space_of_the_lender() {
+    const DEVICES: u64 = 2;
+    let lender = Running::with(DEVICES as usize, NtbLimits::default());
+    let (mut evil, _registers) = lender.borrow("dma0", "evil");
+    // 128 TiB are the address space of a process.
+    let error = map(&mut evil, 0, &memory(128 * TIB)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Limit);
+    let (mapped, error) = map_until_refused(&mut evil, 8 * TIB);
+    assert_eq!(mapped, 64 / DEVICES / 8);
+    assert_eq!(error.kind, ErrorKind::Limit);
+    for word in ["8 TiB", "32 TiB of 32 TiB"] {
+        assert!(error.message.contains(word), "no {word:?} in {error}");
+    }
+    // A connection is a thread, which needs address space, too.
+    let (mut peer, mut registers) = lender.borrow("dma1", "victim");
+    works(&mut peer, &mut registers);
+    // Nor do the files of an ended lease count for the next.
+    evil.call(Request::Return, &[]).unwrap();
+    let (mut peer, mut registers) = lender.borrow("dma0", "next");
+    map(&mut peer, 0, &memory(32 * TIB)).unwrap();
+    works(&mut peer, &mut registers);
+}
+
+#[test]
+fn leases_cannot_take_all_mappings_of_the_lender() {
+    const DEVICES: usize = 16;
+    let lender = Running::with(DEVICES, NtbLimits::default());
+    let mut leases: Vec<_> = (1..DEVICES)
+        .map(|n| lender.borrow(&format!("dma{n}"), "evil"))
+        .collect();
+    let mut all = 0;
+    for (evil, _) in &mut leases {
+        let (mapped, error) = map_until_refused(evil, PAGE);
+        assert_eq!(error.kind, ErrorKind::Limit);
+        let limit = format!("limit of {mapped} memory files");
+        assert!(error.message.contains(&limit), "{error}");
+        assert!(mapped >= 256, "too few for a guest: {mapped}");
+        all += mapped;
+        // Parts of a file that is mapped already cost none.
+        let ram = memory(2 * PAGE);
+        map(evil, 1 << 30, &ram).unwrap_err();
+        let release = Request::UnmapPeer {
+            peer_address: PeerAddress::new(0),
+            len: PAGE,
+        };
+        evil.call(release, &[]).unwrap();
+        (0..100).for_each(|n| map(evil, (1 << 30) + n, &ram).unwrap());
+    }
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+    let limit: u64 = limit.trim().parse().unwrap();
+    assert!(all <= limit / 4, "{all} of {limit}");
+    let (mut peer, mut registers) = lender.borrow("dma0", "victim");
+    works(&mut peer, &mut registers);
+}
