@@ -12,9 +12,15 @@
 //! mappings under a peer's control. The next translation of a DMA finds the mark and refuses. Any
 //! other SIGBUS goes to the previous handler.
 //!
+//! Anonymous pages are accounted for when they are mapped, so where the kernel does not overcommit
+//! (`vm.overcommit_memory=2`), or under RLIMIT_DATA, there may be none. Then the mapping is replaced
+//! by a part of a sparse memfd, whose pages are accounted for when they are touched: the part at the
+//! offset of the mapping's own address, which no other mapping has, and which is emptied when the
+//! mapping goes.
+//!
 //! What the handler does is async-signal-safe by what it consists of, not by
 //! POSIX's list of functions (signal-safety(7)), which has no mmap: atomics, and
-//! `mmap_anonymous` of rustix, whose linux_raw backend (the default; nothing here
+//! `mmap_anonymous` and `mmap` of rustix, whose linux_raw backend (the default; nothing here
 //! selects its libc one) issues the system call inline. Neither takes a lock,
 //! allocates, or touches errno. A signal that is not ours goes on by
 //! sigaction(2) and raise(3), which are on the list.
@@ -28,14 +34,21 @@
 
 use std::{
     ffi::{c_int, c_void},
-    io, mem, ptr,
+    io, mem,
+    os::fd::OwnedFd,
+    ptr,
     sync::{
         Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
     },
 };
 
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    mm::{MapFlags, ProtFlags},
+};
+
+use crate::memory::create_sealed;
 
 /// Entries: three quarters of the mappings that the kernel allows a process by
 /// default (`vm.max_map_count`, 65,530), so that this limit, which fails one
@@ -51,7 +64,15 @@ struct Slot {
     /// First address after the mapping.
     end: AtomicUsize,
     gone: AtomicBool,
+    /// Whether it has been replaced by a part of [`ZEROES`].
+    in_zeroes: AtomicBool,
+    /// Faults since it was replaced: of threads that faulted at the same time, or because there is no
+    /// page for the replacement either.
+    repeated: AtomicUsize,
 }
+
+/// Faults of a replaced mapping that are taken for those of other threads.
+const MOST_REPEATED: usize = 1 << 16;
 
 static TABLE: [Slot; SLOTS] = [const {
     Slot {
@@ -59,8 +80,16 @@ static TABLE: [Slot; SLOTS] = [const {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         gone: AtomicBool::new(false),
+        in_zeroes: AtomicBool::new(false),
+        repeated: AtomicUsize::new(0),
     }
 }; SLOTS];
+
+/// A sparse file as large as the address space; empty, but where a mapping was replaced by it.
+static ZEROES: OnceLock<Result<OwnedFd, i32>> = OnceLock::new();
+
+/// Bytes of the address space of a process, where addresses are not extended explicitly.
+const ADDRESS_SPACE: u64 = 1 << 47;
 
 /// Entries from here on have never been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
@@ -99,6 +128,8 @@ impl Guarded {
         let slot = &TABLE[index];
         slot.sequence.fetch_add(1, SeqCst);
         slot.gone.store(false, SeqCst);
+        slot.in_zeroes.store(false, SeqCst);
+        slot.repeated.store(0, SeqCst);
         slot.end.store(end, SeqCst);
         slot.start.store(start, SeqCst);
         slot.sequence.fetch_add(1, SeqCst);
@@ -117,6 +148,10 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         let slot = &TABLE[self.0];
+        if slot.in_zeroes.load(SeqCst) {
+            let (start, end) = (slot.start.load(SeqCst), slot.end.load(SeqCst));
+            empty_zeroes(start as u64, (end - start) as u64);
+        }
         slot.sequence.fetch_add(1, SeqCst);
         slot.start.store(0, SeqCst);
         slot.end.store(0, SeqCst);
@@ -137,7 +172,8 @@ fn replace(address: usize) -> bool {
             continue;
         }
         if slot.gone.load(SeqCst) {
-            return true; // Another thread was faster.
+            // Another thread was faster, or there is no page.
+            return slot.repeated.fetch_add(1, SeqCst) < MOST_REPEATED;
         }
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -150,10 +186,39 @@ fn replace(address: usize) -> bool {
             unsafe { rustix::mm::mmap_anonymous(start as *mut c_void, end - start, prot, flags) };
         if done.is_ok() {
             slot.gone.store(true, SeqCst);
+            return true;
+        }
+        let Some(Ok(zeroes)) = ZEROES.get() else {
+            return false;
+        };
+        slot.in_zeroes.store(true, SeqCst);
+        let flags = MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE;
+        let (at, len, offset) = (start as *mut c_void, end - start, start as u64);
+        // SAFETY: as above. The file is as large as the address space and sealed, and nothing else
+        // maps this part of it.
+        let done = unsafe { rustix::mm::mmap(at, len, prot, flags, zeroes, offset) };
+        if done.is_ok() {
+            slot.gone.store(true, SeqCst);
         }
         return done.is_ok();
     }
     false
+}
+
+/// Makes [`ZEROES`].
+fn create_zeroes() -> io::Result<OwnedFd> {
+    create_sealed("farside-zeroes", ADDRESS_SPACE)
+}
+
+/// Removes what was written to a replaced mapping: another one may get the same addresses.
+fn empty_zeroes(start: u64, len: u64) {
+    let Some(Ok(zeroes)) = ZEROES.get() else {
+        return;
+    };
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    if let Err(error) = fallocate(zeroes, flags, start, len) {
+        log::error!("cannot release what replaced memory that is gone: {error}");
+    }
 }
 
 /// Installs the handler, once a process.
@@ -167,6 +232,8 @@ fn install() -> io::Result<()> {
             _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)),
         }
     });
+    // Before the handler, which must not create it. Without it only the fallback is missing.
+    ZEROES.get_or_init(|| create_zeroes().map_err(|error| error.raw_os_error().unwrap_or(0)));
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     previous
         .as_ref()

@@ -156,6 +156,49 @@ fn an_empty_pool_of_huge_pages_does_no_harm() {
     eprintln!("gone: {}", memory.is_gone());
 }
 
+/// As with `vm.overcommit_memory=2`: private pages are accounted for when they are mapped.
+#[test]
+fn a_shrunk_file_does_no_harm_where_no_more_memory_can_be_reserved() {
+    assert_eq!(in_child("child_has_reserved_all_memory").code(), Some(0));
+}
+
+#[test]
+#[ignore = "limits its process; run by another test"]
+fn child_has_reserved_all_memory() {
+    const LARGE: usize = 1 << 40;
+    let gone = |keep| {
+        let fd = unsealed(LARGE as u64);
+        let other = fd.try_clone().expect("dup");
+        let memory = SharedMemory::map(fd, 0, LARGE, true).expect("map");
+        ftruncate(&other, keep).expect("shrink");
+        memory
+    };
+    let limit = libc::rlimit {
+        rlim_cur: 1 << 30,
+        rlim_max: 1 << 30,
+    };
+    // SAFETY: a system call on a value of ours.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &limit) }, 0);
+    for _ in 0..3 {
+        // Likely at the same address each time: what was written is not found again.
+        let memory = gone(0);
+        let slice = memory.slice(LARGE / 2, 8).expect("inside");
+        let mut found = [1; 8];
+        assert_eq!(slice.read(&mut found), 8);
+        assert_eq!(found, [0; 8]);
+        assert!(memory.is_gone());
+        assert_eq!(slice.write(&[7; 8]), 8);
+        assert_eq!(slice.read(&mut found), 8);
+        assert_eq!(found, [7; 8]);
+    }
+    // Two at once do not see each other's.
+    let [one, two] = [gone(0), gone(4096)];
+    one.slice(8192, 8).expect("inside").write(&[1; 8]);
+    let mut found = [9; 8];
+    two.slice(8192, 8).expect("inside").read(&mut found);
+    assert_eq!(found, [0; 8]);
+}
+
 /// Runs the test `name` of this binary, which is otherwise ignored, in a separate process.
 fn in_child(name: &str) -> ExitStatus {
     let program = std::env::current_exe().expect("this program");
