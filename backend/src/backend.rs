@@ -52,6 +52,8 @@ pub struct Config {
     pub interrupts: Interrupts,
     /// What to do when the memlock limit is too small for the VM's RAM.
     pub pin_policy: PinPolicy,
+    /// Bytes of the VM's memory, if known, with all that can be plugged in: no more is pinned.
+    pub memory: Option<u64>,
     /// Where the VM's RAM will be, if known, so that a device that cannot reach it is refused
     /// before the VM boots.
     pub ram: Vec<RamRange>,

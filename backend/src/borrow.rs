@@ -64,6 +64,7 @@
 
 pub(crate) mod bars;
 mod error;
+pub(crate) mod memory_limit;
 mod page_pins;
 pub(crate) mod path;
 pub(crate) mod peer_mapper;

@@ -16,7 +16,7 @@ use farside_ntb::Adapter;
 
 use crate::{
     Config, StartError,
-    borrow::worker::Settings,
+    borrow::{memory_limit::MemoryLimit, worker::Settings},
     device::{Device, DeviceError},
     server::DeviceServer,
     sockets::Sockets,
@@ -30,6 +30,7 @@ pub(crate) struct Lookup {
     fences: Option<PathBuf>,
     interrupts: Interrupts,
     pin_policy: PinPolicy,
+    memory: MemoryLimit,
     ram: Vec<RamRange>,
     open_timeout: Duration,
     message_timeout: Duration,
@@ -51,6 +52,7 @@ impl Lookup {
             fences: config.fences.clone(),
             interrupts: config.interrupts,
             pin_policy: config.pin_policy,
+            memory: MemoryLimit::new(config.memory),
             ram: config.ram.clone(),
             open_timeout: config.open_timeout,
             message_timeout: config.message_timeout,
@@ -91,6 +93,7 @@ impl Lookup {
             lender,
             fences: self.fences.clone(),
             pin_policy: self.pin_policy,
+            memory: self.memory.clone(),
             open_timeout: self.open_timeout,
             message_timeout: self.message_timeout,
         };

@@ -218,6 +218,10 @@ pub(crate) struct Serve {
     /// [default: the limit fits QEMU's default x-msg-timeout].
     #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
     pub(crate) memory: Option<u64>,
+    /// Guest RAM with all that can be plugged in (QEMU's maxmem). No more is pinned
+    /// [default: --memory; if neither is given, there is no limit].
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
+    pub(crate) max_memory: Option<u64>,
     /// Chipset, which determines the layout of that RAM [default: q35].
     #[arg(long, value_enum)]
     pub(crate) machine: Option<MachineArg>,

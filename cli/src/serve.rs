@@ -69,6 +69,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         ntb: args.ntb.or(file.ntb),
         interrupts,
         pin_policy,
+        memory: args.max_memory.or(file.max_memory).max(memory),
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
         message_timeout,

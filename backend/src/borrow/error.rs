@@ -4,6 +4,8 @@ use farside_fabric::{FabricError, pin::PinError};
 use farside_lender_protocol::{CallError, ErrorKind};
 use farside_ntb::NtbError;
 
+use super::memory_limit::TooMuchMemory;
+
 /// The DMA path to guest RAM could not be created or changed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PathError {
@@ -11,6 +13,8 @@ pub(crate) enum PathError {
     Lender(#[from] CallError),
     #[error("cannot pin guest RAM")]
     Pin(#[from] PinError),
+    #[error(transparent)]
+    Memory(#[from] TooMuchMemory),
     #[error("cannot bring guest RAM within the NTB's reach")]
     Map(#[from] FabricError),
     #[error(transparent)]

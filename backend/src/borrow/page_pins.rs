@@ -5,11 +5,20 @@
 //! more) pins the whole chunk until the path closes: guests reuse their buffers. The total never
 //! exceeds guest RAM, all of which is pinned for a guest without a vIOMMU.
 
-use std::{collections::BTreeMap, fs::File, sync::Arc};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    fs::File,
+    sync::Arc,
+};
 
 use farside_fabric::{
     MemoryRange,
-    pin::{PinError, PinOptions, PinReport, Pins},
+    pin::{PinOptions, PinReport, Pins},
+};
+
+use super::{
+    error::PathError,
+    memory_limit::{Counted, MemoryLimit},
 };
 
 /// Minimum chunk size: a huge page, which is pinned in one step.
@@ -33,15 +42,17 @@ struct Chunks {
     pins: BTreeMap<u64, Pins>,
     /// Keeps the address, which is the key, from being reused.
     _file: Arc<File>,
+    _counted: Option<Counted>,
 }
 
 impl Chunks {
-    fn new(file: &Arc<File>, file_size: u64) -> Self {
+    fn new(file: &Arc<File>, file_size: u64, counted: Option<Counted>) -> Self {
         let least = (file_size / MAX_CHUNKS).checked_next_power_of_two();
         Self {
             size: least.unwrap_or(1 << 63).max(CHUNK),
             pins: BTreeMap::new(),
             _file: Arc::clone(file),
+            _counted: counted,
         }
     }
 }
@@ -57,14 +68,18 @@ impl PagePins {
         &mut self,
         memory: &MemoryRange,
         pinning: &PinOptions<'_>,
-    ) -> Result<(), PinError> {
+        limit: &MemoryLimit,
+    ) -> Result<(), PathError> {
         let end = memory.offset + memory.len;
         let file_size = || memory.file.metadata().map_or(end, |file| file.len());
         let address = Arc::as_ptr(&memory.file) as usize;
-        let chunks = self
-            .files
-            .entry(address)
-            .or_insert_with(|| Chunks::new(&memory.file, file_size()));
+        let chunks = match self.files.entry(address) {
+            Entry::Occupied(chunks) => chunks.into_mut(),
+            Entry::Vacant(place) => {
+                let counted = limit.take(&memory.file)?;
+                place.insert(Chunks::new(&memory.file, file_size(), counted))
+            }
+        };
         let size = chunks.size;
         for number in memory.offset / size..end.div_ceil(size) {
             if chunks.pins.contains_key(&number) {
@@ -104,11 +119,11 @@ mod tests {
         let file = Arc::new(File::from(create_sealed("guest", PAGE).unwrap()));
         for shift in 12..=62 {
             let size = 1 << shift;
-            let chunk = Chunks::new(&file, size).size;
+            let chunk = Chunks::new(&file, size, None).size;
             assert!(chunk >= CHUNK && size / chunk <= MAX_CHUNKS, "{size}");
         }
-        assert_eq!(Chunks::new(&file, 8 << 30).size, CHUNK);
-        assert_eq!(Chunks::new(&file, 64 << 30).size, 16 << 20);
+        assert_eq!(Chunks::new(&file, 8 << 30, None).size, CHUNK);
+        assert_eq!(Chunks::new(&file, 64 << 30, None).size, 16 << 20);
     }
 
     #[test]
@@ -116,6 +131,7 @@ mod tests {
         let file = create_sealed("guest", CHUNK + 3 * PAGE).unwrap();
         let file = Arc::new(File::from(file));
         let options = PinOptions::new(PinPolicy::Prefer);
+        let limit = MemoryLimit::default();
         let mut pins = PagePins::default();
         let page = |offset, len| MemoryRange {
             file: Arc::clone(&file),
@@ -125,14 +141,15 @@ mod tests {
         };
         let pinned = |pins: &PagePins| pins.report().bytes_pinned;
         for offset in [0, PAGE, CHUNK - PAGE, 0] {
-            pins.pin(&page(offset, PAGE), &options).unwrap();
+            pins.pin(&page(offset, PAGE), &options, &limit).unwrap();
             assert_eq!(pinned(&pins), CHUNK);
         }
         // Across the chunk boundary, into the file's last, short chunk.
-        pins.pin(&page(CHUNK - PAGE, 2 * PAGE), &options).unwrap();
+        pins.pin(&page(CHUNK - PAGE, 2 * PAGE), &options, &limit)
+            .unwrap();
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
         // Beyond the end of the file: refused without side effects.
-        assert!(pins.pin(&page(2 * CHUNK, PAGE), &options).is_err());
+        assert!(pins.pin(&page(2 * CHUNK, PAGE), &options, &limit).is_err());
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
         assert!(PagePins::fits(PAGE) && !PagePins::fits(CHUNK));
     }

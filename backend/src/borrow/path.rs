@@ -12,6 +12,7 @@ use farside_lender_protocol::{CallError, Client};
 
 use super::{
     error::PathError,
+    memory_limit::{Counted, MemoryLimit},
     page_pins::PagePins,
     peer_mapper::{PEER_STEP, PeerMapper, PeerReservation},
 };
@@ -46,7 +47,10 @@ enum SegmentPins {
     #[default]
     Path,
     /// The segment, as long as it is mapped.
-    Own(Pins),
+    Own {
+        pins: Pins,
+        _counted: Option<Counted>,
+    },
 }
 
 #[derive(Clone, Copy)]
@@ -66,6 +70,8 @@ struct Window {
 #[derive(Default)]
 pub(crate) struct OpenPath {
     peer_mapper: PeerMapper,
+    /// The limit on the guest memory that is pinned.
+    limit: MemoryLimit,
     segments: BTreeMap<Gpa, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
@@ -94,9 +100,14 @@ const PAGE_WINDOW: u64 = 128 << 20;
 impl OpenPath {
     /// A path over `peer_mapper` without windows. `page_window` is the
     /// [`page_window`](Self::page_window) of an earlier path.
-    pub(crate) fn new(peer_mapper: PeerMapper, page_window: Option<u64>) -> Self {
+    pub(crate) fn new(
+        peer_mapper: PeerMapper,
+        limit: MemoryLimit,
+        page_window: Option<u64>,
+    ) -> Self {
         Self {
             peer_mapper,
+            limit,
             page_window,
             ..Self::default()
         }
@@ -132,6 +143,10 @@ impl OpenPath {
         for window in &plan.windows {
             self.open_window(client, window.range)?;
         }
+        // All of it first, so that none of too much is populated.
+        let counted = shared().filter_map(Mapping::memory);
+        let counted = counted.map(|memory| self.limit.take(&memory.file));
+        let _counted = counted.collect::<Result<Vec<_>, _>>()?;
         let total = plan.ram_bytes();
         let mut before = 0;
         for mapping in shared() {
@@ -315,7 +330,7 @@ impl OpenPath {
                 .segments
                 .values()
                 .filter_map(|segment| match &segment.pins {
-                    SegmentPins::Own(pins) => Some(pins.report()),
+                    SegmentPins::Own { pins, .. } => Some(pins.report()),
                     SegmentPins::Path => None,
                 });
             own.chain([self.page_pins.report()])
@@ -343,10 +358,12 @@ impl OpenPath {
             return Ok(());
         };
         match paged && PagePins::fits(memory.len) {
-            true => self.page_pins.pin(&memory, pinning)?,
+            true => self.page_pins.pin(&memory, pinning, &self.limit)?,
             false => {
-                let pins = Pins::new(std::slice::from_ref(&memory), pinning)?;
-                self.adding.pins = SegmentPins::Own(pins);
+                self.adding.pins = SegmentPins::Own {
+                    _counted: self.limit.take(&memory.file)?,
+                    pins: Pins::new(std::slice::from_ref(&memory), pinning)?,
+                };
             }
         }
         let start = mapping.range.start();

@@ -24,7 +24,9 @@ use farside_lender_protocol::{
 };
 use farside_ntb::Adapter;
 
-use super::{State, Step, bars::BarFile, error::PathError, path::OpenReport};
+use super::{
+    State, Step, bars::BarFile, error::PathError, memory_limit::MemoryLimit, path::OpenReport,
+};
 use crate::dma_table::Blocked;
 use work::Borrower;
 
@@ -43,6 +45,8 @@ pub(crate) struct Settings {
     /// The file with the fences of the VM.
     pub(crate) fences: Option<PathBuf>,
     pub(crate) pin_policy: PinPolicy,
+    /// The limit on the guest memory that the devices of the VM pin.
+    pub(crate) memory: MemoryLimit,
     /// Time after which a bus-master enable is logged as late.
     pub(crate) open_timeout: Duration,
     /// The VMM's request timeout.

@@ -257,6 +257,7 @@ pub fn muted_within(
         directory: dir.path().join("a"),
         devices: vec![DMA.parse().unwrap()],
         lenders: vec![socket.into()],
+        memory: None,
         ram: Vec::new(),
         ntb: None,
         fences: None,

@@ -17,6 +17,7 @@ mod lender_loss;
 mod life;
 mod memory;
 mod nvme;
+mod quota;
 mod refusals;
 mod round_trip;
 mod status;

@@ -47,6 +47,9 @@ pub struct VmConfig {
     /// Guest RAM, bytes; in the file also `"4 GiB"`.
     #[serde(deserialize_with = "memory")]
     pub memory: Option<u64>,
+    /// Guest RAM with all that `qemu-args` can plug in (`-m maxmem=…`), bytes; default: `memory`.
+    #[serde(deserialize_with = "memory")]
+    pub max_memory: Option<u64>,
     /// Number of vCPUs.
     pub cpus: Option<u32>,
     /// Chipset.

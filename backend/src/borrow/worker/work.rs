@@ -180,7 +180,8 @@ impl Borrower {
     fn enter(&mut self, state: State) {
         self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
             Some((mut lease, path)) => {
-                let new_path = || OpenPath::new(self.peer_mapper(), lease.page_window);
+                let limit = || self.settings.memory.clone();
+                let new_path = || OpenPath::new(self.peer_mapper(), limit(), lease.page_window);
                 let path = path.unwrap_or_else(new_path);
                 match state {
                     State::Ready => Borrow::Ready(lease, path),
