@@ -3,7 +3,7 @@
 use clap::{Args as ClapArgs, Subcommand};
 use farside_bench::text_table;
 use farside_daemon::{DeviceId, VmName, paths};
-use farside_lender_protocol::{Address, Client};
+use farside_lender_protocol::{Address, Client, Secret};
 use farside_migration::{
     Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
     resume_here, serve_agent,
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Migration) -> anyhow::Result<()> {
         Verb::Release(Release { device, lender }) => {
             let ours = || paths::lender_socket().into();
             let lender = lender.clone().unwrap_or_else(ours);
-            Client::connect(&lender, None)?.end_reservation(device)?;
+            Client::connect(&lender, None)?.end_reservation(device, secret_of(device))?;
             println!("device {device} can be borrowed by any VM");
             Ok(())
         }
@@ -118,6 +118,17 @@ pub(crate) fn run(args: &Migration) -> anyhow::Result<()> {
             let (input, output) = (std::io::stdin().lock(), std::io::stdout().lock());
             Ok(serve_agent(&LocalHost, input, output)?)
         }
+    }
+}
+
+/// The secret of the fence that reserves a device, if a migration of this host requested that.
+fn secret_of(device: &DeviceId) -> Option<Secret> {
+    let journals = LocalHost::journals().into_iter().flatten();
+    let mut devices = journals.flat_map(|journal| journal.devices);
+    let device = devices.find(|moved| moved.id == *device && moved.secret.is_some())?;
+    match device.back {
+        Some(_) => device.back_secret,
+        None => device.secret,
     }
 }
 

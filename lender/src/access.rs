@@ -104,15 +104,6 @@ impl TryFrom<String> for Borrower {
     }
 }
 
-/// A request, as far as rights are concerned.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Action<'a> {
-    /// Borrow the device, or see what a borrower sees. Tools name no VM.
-    Borrow { vm: Option<&'a VmName> },
-    /// Take the device from its borrower, or end a reservation.
-    Operate,
-}
-
 /// The rights to one device.
 #[derive(Clone, Debug)]
 pub(crate) struct Access {
@@ -136,37 +127,34 @@ impl Access {
         matches!(identity, Identity::User { uid, .. } if [0, self.operator].contains(uid))
     }
 
-    /// Whether `identity` may do `action`.
-    pub(crate) fn allows(&self, identity: &Identity, action: Action<'_>) -> bool {
-        let rule_allows = |rule: &Borrower| match (identity, action, rule) {
+    /// Whether `identity` may borrow the device for `vm`, or for some VM, and so see it.
+    pub(crate) fn allows(&self, identity: &Identity, vm: Option<&VmName>) -> bool {
+        let rule_allows = |rule: &Borrower| match (identity, rule) {
             (
                 Identity::User { uid, .. },
-                Action::Borrow { vm },
                 Borrower::User {
                     uid: named,
                     vm: only,
                 },
             ) => uid == named && (vm.is_none() || only.is_none() || vm == only.as_ref()),
-            // A migration between hosts hands devices over at the lender's port.
-            (Identity::Network { .. }, _, Borrower::Network) => true,
-            (Identity::User { .. }, Action::Operate, _)
-            | (Identity::User { .. }, _, Borrower::Network)
-            | (Identity::Network { .. }, _, Borrower::User { .. }) => false,
+            (Identity::Network { .. }, Borrower::Network) => true,
+            (Identity::User { .. }, Borrower::Network)
+            | (Identity::Network { .. }, Borrower::User { .. }) => false,
         };
         self.is_operator(identity) || self.borrowers.iter().any(rule_allows)
     }
 
     /// As [`Access::allows`], with the refusal.
-    pub(crate) fn may(&self, identity: &Identity, action: Action<'_>) -> Result<(), RemoteError> {
-        if self.allows(identity, action) {
+    pub(crate) fn may(&self, identity: &Identity, vm: Option<&VmName>) -> Result<(), RemoteError> {
+        if self.allows(identity, vm) {
             return Ok(());
         }
         let device = &self.device;
-        let message = match (identity, action) {
-            (Identity::Network { .. }, _) => format!(
+        let message = match identity {
+            Identity::Network { .. } => format!(
                 "device {device} is not lent to {identity}: with `borrowers = [\"network\"]` in lender.toml (or --borrower network) every host that can connect to the lender's TCP port may borrow it"
             ),
-            (Identity::User { uid, .. }, Action::Borrow { vm }) => {
+            Identity::User { uid, .. } => {
                 let mut rule = format!("user={}", user_name(*uid));
                 let mut what = String::new();
                 if let Some(vm) = vm {
@@ -177,10 +165,6 @@ impl Access {
                     "device {device} is not lent to {identity}{what}: add `borrowers = [\"{rule}\"]` to it in lender.toml, or --borrower {rule}"
                 )
             }
-            (Identity::User { .. }, Action::Operate) => format!(
-                "device {device} is not handed over or released by {identity}: only root and the lender's user, {}, may do that",
-                user_name(self.operator)
-            ),
         };
         Err(RemoteError {
             kind: ErrorKind::Denied,
@@ -213,16 +197,12 @@ mod tests {
     }
 
     /// For each list of rules and each identity: whether it may see the device, borrow it for `web1`,
-    /// borrow it for `web2`, and operate it.
+    /// and borrow it for `web2`.
     #[test]
     fn rights_follow_from_the_rules_and_the_identity() {
-        const NONE: [bool; 4] = [false; 4];
-        const ALL: [bool; 4] = [true; 4];
-        let (alice, any_vm, web1) = (
-            "user=4242001",
-            [true, true, true, false],
-            [true, true, false, false],
-        );
+        const NONE: [bool; 3] = [false; 3];
+        const ALL: [bool; 3] = [true; 3];
+        let (alice, web1) = ("user=4242001", [true, true, false]);
         for (rules, identity, rights) in [
             (&[][..], user(OPERATOR), ALL),
             (&[], user(0), ALL),
@@ -230,7 +210,7 @@ mod tests {
             (&[], network(), NONE),
             (&[alice], user(OPERATOR), ALL),
             (&[alice], user(0), ALL),
-            (&[alice], user(ALICE), any_vm),
+            (&[alice], user(ALICE), ALL),
             (&[alice], user(BOB), NONE),
             (&[alice], network(), NONE),
             (&["user=4242001,vm=web1"], user(ALICE), web1),
@@ -245,19 +225,14 @@ mod tests {
             (&["network"], network(), ALL),
             (&["network"], user(ALICE), NONE),
             (&["network"], user(OPERATOR), ALL),
-            (&["network", alice], user(ALICE), any_vm),
+            (&["network", alice], user(ALICE), ALL),
             (&["network", alice], network(), ALL),
         ] {
             let access = access(rules);
             let vm = |name: &str| name.parse::<VmName>().unwrap();
             let (one, two) = (vm("web1"), vm("web2"));
-            let actions = [
-                Action::Borrow { vm: None },
-                Action::Borrow { vm: Some(&one) },
-                Action::Borrow { vm: Some(&two) },
-                Action::Operate,
-            ];
-            let found = actions.map(|action| access.may(&identity, action).is_ok());
+            let vms = [None, Some(&one), Some(&two)];
+            let found = vms.map(|vm| access.may(&identity, vm).is_ok());
             assert_eq!(found, rights, "{rules:?}, {identity:?}");
         }
     }
@@ -265,11 +240,10 @@ mod tests {
     #[test]
     fn a_refusal_names_device_identity_and_remedy() {
         let web1 = "web1".parse().unwrap();
-        let borrow = Action::Borrow { vm: Some(&web1) };
-        for (identity, action, words) in [
+        for (identity, vm, words) in [
             (
                 user(ALICE),
-                borrow,
+                Some(&web1),
                 &[
                     "user 4242001 (uid 4242001, process 7)",
                     "for VM web1",
@@ -278,21 +252,16 @@ mod tests {
             ),
             (
                 user(ALICE),
-                Action::Borrow { vm: None },
+                None,
                 &["[\"user=4242001\"]", "--borrower user=4242001"],
             ),
             (
-                user(ALICE),
-                Action::Operate,
-                &["uid 4242001", "only root and", "900"],
-            ),
-            (
                 network(),
-                borrow,
+                Some(&web1),
                 &["10.0.0.3:4444", "`borrowers = [\"network\"]`", "every host"],
             ),
         ] {
-            let error = access(&[]).may(&identity, action).unwrap_err();
+            let error = access(&[]).may(&identity, vm).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Denied);
             for word in [&["disk0"], words].concat() {
                 assert!(error.message.contains(word), "no {word:?} in {error}");

@@ -10,13 +10,12 @@ use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, ErrorKind, Generation, Identity, RegisterToken, RemoteError,
-    Reply, Request, Route, TOKEN_LIFE, VERSION,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, HeldFence, Identity, RegisterToken,
+    RemoteError, Reply, Request, Route, TOKEN_LIFE, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    access::Action,
     fences::Claim,
     listening::PeerLines,
     refusals::invalid,
@@ -168,7 +167,8 @@ struct Borrow {
     device: DeviceId,
     vm: VmName,
     route: Route,
-    fence: Option<Generation>,
+    fence: Option<HeldFence>,
+    operator: bool,
 }
 
 /// The peer's claim, from its Hello.
@@ -188,11 +188,12 @@ fn answer(
         identity,
         vm: peer.as_ref().and_then(|peer| peer.vm.as_ref()),
     };
-    let may_borrow = |device: &DeviceId| {
-        let borrow = Action::Borrow { vm: viewer.vm };
-        registry.access(device)?.may(identity, borrow)
+    // Returns whether the peer is an operator.
+    let may_borrow = |device: &DeviceId, vm: Option<&VmName>| {
+        let access = registry.access(device)?;
+        access.may(identity, vm)?;
+        Ok::<bool, RemoteError>(access.is_operator(identity))
     };
-    let may_operate = |device: &DeviceId| registry.access(device)?.may(identity, Action::Operate);
     let reply = match (request, &*peer) {
         (Request::Hello { version, vm }, None) => {
             if version != VERSION {
@@ -217,17 +218,17 @@ fn answer(
         }
         (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
         (Request::Describe { device }, _) => {
-            may_borrow(&device)?;
+            may_borrow(&device, viewer.vm)?;
             Reply::Description(Box::new((*registry.described(&device)?).clone()))
         }
         (Request::Status { device }, _) => {
-            may_borrow(&device)?;
+            may_borrow(&device, viewer.vm)?;
             let mut status = ask(registry, &device, Mail::Status)?;
             status.entry.fences = registry.fences(&device, &viewer);
             Reply::Status(Box::new(status))
         }
         (Request::Check { device, route, ram }, _) => {
-            may_borrow(&device)?;
+            may_borrow(&device, viewer.vm)?;
             carries(route, identity)?;
             if ram.len() > MAX_RAM_RANGES {
                 return Err(invalid(format!(
@@ -246,13 +247,14 @@ fn answer(
             },
             Some(Peer { vm: Some(vm) }),
         ) => {
-            may_borrow(&device)?;
+            let operator = may_borrow(&device, Some(vm))?;
             carries(route, identity)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
                 route,
                 fence,
+                operator,
             }));
         }
         (Request::Borrow { .. }, Some(Peer { vm: None })) => {
@@ -264,24 +266,27 @@ fn answer(
                 vm,
                 migration,
                 supersedes,
+                secret,
             },
             _,
         ) => {
-            may_operate(&device)?;
             let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
+            let operator = may_borrow(&device, Some(&vm))?;
             let claim = Claim {
                 device: &device,
                 vm: &vm,
                 migration: &migration,
                 supersedes,
+                secret,
+                operator,
             };
             Reply::Fence {
                 generation: hand_over(registry, &claim, lines)?,
             }
         }
-        (Request::EndReservation { device }, _) => {
-            may_operate(&device)?;
-            registry.end_reservation(&device)?;
+        (Request::EndReservation { device, secret }, _) => {
+            let operator = may_borrow(&device, None)?;
+            registry.end_reservation(&device, secret, operator)?;
             Reply::Done
         }
         (Request::Registers { .. }, Some(_)) => {
@@ -367,11 +372,12 @@ fn lend(
         vm,
         route,
         fence,
+        operator,
     }: Borrow,
     registry: &Registry,
     lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
-    let (generation, mailbox) = match registry.borrow_device(&device, &vm, fence) {
+    let (generation, mailbox) = match registry.borrow_device(&device, &vm, fence, operator) {
         Ok(granted) => granted,
         Err(error) => return Err((connection, error)),
     };

@@ -3,16 +3,21 @@
 //! Safe because of the order: a fence is written to the file before it is sent to a peer, and
 //! before the lease of the old host ends.
 
-use std::{collections::BTreeMap, io, path::PathBuf};
+use std::{cmp::Ordering, collections::BTreeMap, io, path::PathBuf};
 
 use farside_daemon::{DeviceId, RateLimit, VmName, files};
-use farside_lender_protocol::{ErrorKind, Fence, Generation, MAX_FENCES, RemoteError};
+use farside_lender_protocol::{
+    ErrorKind, Fence, Generation, HeldFence, MAX_FENCES, RemoteError, Secret,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::refusals::{internal, invalid};
 
 /// The version of the file.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+
+/// The former version, whose fences have no secrets.
+const FORMER_VERSION: u32 = 1;
 
 /// Maximum size of the file, in bytes.
 const MAX_FILE: u64 = 64 << 20;
@@ -20,7 +25,7 @@ const MAX_FILE: u64 = 64 << 20;
 /// The fences of all devices, by device id.
 #[derive(Debug, Default)]
 pub(crate) struct FenceBook {
-    devices: BTreeMap<DeviceId, Vec<Fence>>,
+    devices: BTreeMap<DeviceId, Vec<KeptFence>>,
     /// The file; without one, handovers are refused.
     file: Option<PathBuf>,
     /// Limits the log lines on a failed write, of which each borrow causes one.
@@ -31,7 +36,35 @@ pub(crate) struct FenceBook {
 #[serde(deny_unknown_fields)]
 struct Kept {
     version: u32,
-    devices: BTreeMap<DeviceId, Vec<Fence>>,
+    devices: BTreeMap<DeviceId, Vec<KeptFence>>,
+}
+
+/// A fence and its secret, which no list has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct KeptFence {
+    #[serde(flatten)]
+    fence: Fence,
+    /// None in a file of the former version: only operators pass this fence, by its generation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    secret: Option<Secret>,
+}
+
+impl KeptFence {
+    /// Whether `shown` passes this fence.
+    fn is_passed_by(&self, shown: Option<HeldFence>, operator: bool) -> bool {
+        let Some(shown) = shown else {
+            return false;
+        };
+        match shown.generation.cmp(&self.fence.generation) {
+            Ordering::Less => false,
+            // The lender's file was restored from an older copy.
+            Ordering::Greater if operator => true,
+            Ordering::Equal | Ordering::Greater => match self.secret {
+                Some(_) => shown.secret == self.secret,
+                None => operator,
+            },
+        }
+    }
 }
 
 /// A tool's handover request.
@@ -40,7 +73,10 @@ pub(crate) struct Claim<'a> {
     pub(crate) device: &'a DeviceId,
     pub(crate) vm: &'a VmName,
     pub(crate) migration: &'a str,
-    pub(crate) supersedes: Option<Generation>,
+    pub(crate) supersedes: Option<HeldFence>,
+    pub(crate) secret: Secret,
+    /// The tool is an operator's, and needs no proof.
+    pub(crate) operator: bool,
 }
 
 impl FenceBook {
@@ -59,7 +95,7 @@ impl FenceBook {
             };
             let kept: Kept =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
-            if kept.version != VERSION {
+            if ![VERSION, FORMER_VERSION].contains(&kept.version) {
                 return Err(bad(format!("version {}, not {VERSION}", kept.version)));
             }
             devices = kept.devices;
@@ -71,21 +107,22 @@ impl FenceBook {
         })
     }
 
-    /// The fences of a device.
-    pub(crate) fn of(&self, device: &DeviceId) -> &[Fence] {
+    fn kept(&self, device: &DeviceId) -> &[KeptFence] {
         self.devices.get(device).map_or(&[], Vec::as_slice)
     }
 
     /// The fences of a device that fit in a message: all, unless the file has more than are allowed
     /// now.
-    pub(crate) fn newest(&self, device: &DeviceId) -> &[Fence] {
-        let fences = self.of(device);
-        &fences[fences.len().saturating_sub(MAX_FENCES)..]
+    pub(crate) fn newest(&self, device: &DeviceId) -> impl Iterator<Item = &Fence> {
+        let fences = self.kept(device);
+        let newest = &fences[fences.len().saturating_sub(MAX_FENCES)..];
+        newest.iter().map(|kept| &kept.fence)
     }
 
     /// The largest generation of a device that was ever issued as a fence.
     pub(crate) fn largest(&self, device: &DeviceId) -> Generation {
-        let generations = self.of(device).iter().map(|fence| fence.generation);
+        let generations = self.kept(device).iter();
+        let generations = generations.map(|kept| kept.fence.generation);
         generations.max().unwrap_or_default()
     }
 
@@ -94,11 +131,16 @@ impl FenceBook {
         &self,
         device: &DeviceId,
         vm: &VmName,
-        shown: Option<Generation>,
+        shown: Option<HeldFence>,
+        operator: bool,
     ) -> Result<(), RemoteError> {
-        for fence in self.of(device) {
-            if fence.vm == *vm && shown.unwrap_or_default() < fence.generation {
-                return Err(fence.refusal(device, shown));
+        for kept in self.kept(device) {
+            let fence = &kept.fence;
+            if fence.vm == *vm && !kept.is_passed_by(shown, operator) {
+                return Err(match shown {
+                    Some(shown) if shown.generation >= fence.generation => unproven(device, fence),
+                    shown => fence.refusal(device, shown.map(|shown| shown.generation)),
+                });
             }
             if fence.vm != *vm && fence.reserved {
                 return Err(fence.reservation(device));
@@ -108,23 +150,36 @@ impl FenceBook {
     }
 
     /// Records that `vm` has borrowed the device: ends its reservation, and restores a fence that
-    /// was lost with the file.
-    pub(crate) fn borrowed(&mut self, device: &DeviceId, vm: &VmName, shown: Option<Generation>) {
-        let known = self.of(device).iter().find(|fence| fence.vm == *vm);
-        let changed = match (known, shown) {
-            (Some(known), shown) if known.reserved || shown > Some(known.generation) => Fence {
-                generation: known.generation.max(shown.unwrap_or_default()),
-                reserved: false,
-                ..known.clone()
-            },
-            (None, Some(generation)) => Fence {
-                vm: vm.to_owned(),
-                generation,
-                migration: String::new(),
-                reserved: false,
+    /// was lost with the file, if an operator presents it. From others a fence that is not known
+    /// leaves no trace: it could be made up to lock the VM out.
+    pub(crate) fn borrowed(
+        &mut self,
+        device: &DeviceId,
+        vm: &VmName,
+        shown: Option<HeldFence>,
+        operator: bool,
+    ) {
+        let known = self.kept(device).iter().find(|kept| kept.fence.vm == *vm);
+        let generation = known.map(|known| known.fence.generation);
+        let lost = shown.filter(|shown| operator && Some(shown.generation) > generation);
+        let mut changed = match known {
+            Some(known) if known.fence.reserved || lost.is_some() => known.clone(),
+            None if lost.is_some() => KeptFence {
+                fence: Fence {
+                    vm: vm.to_owned(),
+                    generation: Generation(0),
+                    migration: String::new(),
+                    reserved: false,
+                },
+                secret: None,
             },
             _ => return,
         };
+        changed.fence.reserved = false;
+        if let Some(HeldFence { generation, secret }) = lost {
+            changed.fence.generation = generation;
+            changed.secret = secret;
+        }
         if let Err(error) = self.put(device, changed) {
             // At worst the reservation reappears after a restart.
             if let Some(held_back) = self.unwritten.allow() {
@@ -133,7 +188,8 @@ impl FenceBook {
         }
     }
 
-    /// The generation of an earlier handover with the same id, or `None` for a new handover.
+    /// The generation of an earlier handover with the same id, or `None` for a new handover. Neither
+    /// is given to a peer without the earlier one's secret.
     pub(crate) fn asked_before(
         &self,
         claim: &Claim<'_>,
@@ -143,10 +199,21 @@ impl FenceBook {
             vm,
             migration,
             supersedes,
+            secret,
+            operator,
         } = *claim;
-        for fence in self.of(device) {
+        let supersedes = supersedes.map(|fence| fence.generation);
+        for kept in self.kept(device) {
+            let fence = &kept.fence;
             if fence.vm == *vm && fence.migration == migration {
-                return Ok(Some(fence.generation));
+                let same = match kept.secret {
+                    Some(kept) => kept == secret,
+                    None => operator,
+                };
+                return match same {
+                    true => Ok(Some(fence.generation)),
+                    false => Err(unproven(device, fence)),
+                };
             }
             if fence.vm == *vm && fence.generation > supersedes.unwrap_or_default() {
                 return Err(RemoteError {
@@ -168,6 +235,25 @@ impl FenceBook {
         Ok(None)
     }
 
+    /// Checks that a peer that is no operator may take the device from the VM, which has it if it is
+    /// `leased`.
+    pub(crate) fn check_proof(&self, claim: &Claim<'_>, leased: bool) -> Result<(), RemoteError> {
+        let Claim { device, vm, .. } = *claim;
+        let known = self.kept(device).iter().find(|kept| kept.fence.vm == *vm);
+        match known {
+            _ if claim.operator => Ok(()),
+            None if !leased => Ok(()),
+            None => Err(RemoteError {
+                kind: ErrorKind::Denied,
+                message: format!(
+                    "device {device} is borrowed by VM {vm}: only root and the lender's user, at its UNIX socket, take it from a VM that runs; stop the VM first"
+                ),
+            }),
+            Some(known) if known.is_passed_by(claim.supersedes, false) => Ok(()),
+            Some(known) => Err(unproven(device, &known.fence)),
+        }
+    }
+
     /// Records a handover persistently.
     pub(crate) fn hand_over(
         &mut self,
@@ -185,32 +271,38 @@ impl FenceBook {
             migration: claim.migration.to_owned(),
             reserved: true,
         };
-        self.put(claim.device, fence)
+        let secret = Some(claim.secret);
+        self.put(claim.device, KeptFence { fence, secret })
     }
 
-    /// Allows other VMs to borrow the device again.
-    pub(crate) fn end_reservation(&mut self, device: &DeviceId) -> Result<(), RemoteError> {
-        let reserved = self.of(device).iter().find(|fence| fence.reserved);
-        let Some(fence) = reserved.cloned() else {
+    /// Allows other VMs to borrow the device again, for an operator or who presents the fence's
+    /// secret.
+    pub(crate) fn end_reservation(
+        &mut self,
+        device: &DeviceId,
+        secret: Option<Secret>,
+        operator: bool,
+    ) -> Result<(), RemoteError> {
+        let mut kept = self.kept(device).iter();
+        let Some(mut reserved) = kept.find(|kept| kept.fence.reserved).cloned() else {
             return Ok(());
         };
-        self.put(
-            device,
-            Fence {
-                reserved: false,
-                ..fence
-            },
-        )
+        if !operator && (secret.is_none() || secret != reserved.secret) {
+            return Err(unproven(device, &reserved.fence));
+        }
+        reserved.fence.reserved = false;
+        self.put(device, reserved)
     }
 
     /// Replaces the VM's fence, in the file first. Has no effect on error.
-    fn put(&mut self, device: &DeviceId, fence: Fence) -> Result<(), RemoteError> {
+    fn put(&mut self, device: &DeviceId, kept: KeptFence) -> Result<(), RemoteError> {
         let mut devices = self.devices.clone();
         let fences = devices.entry(device.to_owned()).or_default();
         let full = fences.len() >= MAX_FENCES;
-        match fences.iter_mut().find(|known| known.vm == fence.vm) {
-            Some(known) => *known = fence,
-            None if !full => fences.push(fence),
+        let vm = &kept.fence.vm;
+        match fences.iter_mut().find(|known| known.fence.vm == *vm) {
+            Some(known) => *known = kept,
+            None if !full => fences.push(kept),
             None => {
                 return Err(RemoteError {
                     kind: ErrorKind::Limit,
@@ -229,125 +321,22 @@ impl FenceBook {
             devices,
         };
         let text = serde_json::to_vec_pretty(&kept).map_err(internal)?;
-        files::replace(path, &text).map_err(internal)?;
+        files::replace_secret(path, &text).map_err(internal)?;
         self.devices = kept.devices;
         Ok(())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::sync::LazyLock;
-
-    use super::*;
-
-    static DISK0: LazyLock<DeviceId> = LazyLock::new(|| "disk0".parse().unwrap());
-    static A: LazyLock<VmName> = LazyLock::new(|| "a".parse().unwrap());
-    static B: LazyLock<VmName> = LazyLock::new(|| "b".parse().unwrap());
-
-    fn claim<'a>(vm: &'a VmName, migration: &'a str, supersedes: Option<u64>) -> Claim<'a> {
-        Claim {
-            device: &DISK0,
-            vm,
-            migration,
-            supersedes: supersedes.map(Generation),
-        }
-    }
-
-    fn book() -> (tempfile::TempDir, FenceBook) {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("lender.json");
-        (directory, FenceBook::load(Some(file)).unwrap())
-    }
-
-    #[test]
-    fn handovers_of_one_vm_are_one_line_of_succession() {
-        let (_directory, mut book) = book();
-        let first = claim(&A, "m1", None);
-        assert_eq!(book.asked_before(&first).unwrap(), None);
-        book.hand_over(&first, Generation(5)).unwrap();
-        assert_eq!(book.asked_before(&first).unwrap(), Some(Generation(5)));
-        // A handover that does not supersede the first cannot revoke its device.
-        let rival = book.asked_before(&claim(&A, "m2", None)).unwrap_err();
-        assert_eq!(rival.kind, ErrorKind::Fenced);
-        let second = claim(&A, "m2", Some(5));
-        assert_eq!(book.asked_before(&second).unwrap(), None);
-        book.hand_over(&second, Generation(9)).unwrap();
-        // And the first cannot be repeated.
-        let late = book.asked_before(&first).unwrap_err();
-        assert!(late.message.contains("m2"), "{late}");
-    }
-
-    #[test]
-    fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
-        let (_directory, mut book) = book();
-        book.hand_over(&claim(&A, "m1", None), Generation(5))
-            .unwrap();
-        let others = book.check(&DISK0, &B, None).unwrap_err();
-        assert_eq!(others.kind, ErrorKind::Busy);
-        assert!(others.message.contains("migration release disk0"));
-        for old in [None, Some(Generation(4))] {
-            let refused = book.check(&DISK0, &A, old).unwrap_err();
-            assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");
-        }
-        book.check(&DISK0, &A, Some(Generation(5))).unwrap();
-        book.borrowed(&DISK0, &A, Some(Generation(5)));
-        book.check(&DISK0, &B, None).unwrap();
-        assert!(book.check(&DISK0, &A, None).is_err(), "the fence stays");
-        book.hand_over(&claim(&A, "m2", Some(5)), Generation(6))
-            .unwrap();
-        book.end_reservation(&DISK0).unwrap();
-        book.check(&DISK0, &B, None).unwrap();
-    }
-
-    #[test]
-    fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
-        let (directory, mut book) = book();
-        book.hand_over(&claim(&A, "m1", None), Generation(5))
-            .unwrap();
-        let file = directory.path().join("lender.json");
-        let again = FenceBook::load(Some(file.clone())).unwrap();
-        assert_eq!(again.of(&DISK0), book.of(&DISK0));
-        assert_eq!(again.largest(&DISK0), Generation(5));
-        let text = std::fs::read_to_string(&file).unwrap();
-        for bad in [
-            &text[..text.len() - 3],
-            &text.replace("\"version\": 1", "\"version\": 2"),
-        ] {
-            std::fs::write(&file, bad).unwrap();
-            let error = FenceBook::load(Some(file.clone())).unwrap_err();
-            assert!(error.to_string().contains("restore it"), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_lender_without_a_file_hands_nothing_over() {
-        let mut book = FenceBook::load(None).unwrap();
-        let error = book
-            .hand_over(&claim(&A, "m1", None), Generation(5))
-            .unwrap_err();
-        assert!(error.message.contains("--state"), "{error}");
-        assert!(book.of(&DISK0).is_empty());
-        // It adopts the fence that the VM presents.
-        book.borrowed(&DISK0, &A, Some(Generation(7)));
-        assert!(book.check(&DISK0, &A, Some(Generation(6))).is_err());
-    }
-
-    #[test]
-    fn a_handover_that_cannot_be_written_down_has_not_happened() {
-        let directory = tempfile::tempdir().unwrap();
-        // A directory at the file's path.
-        let file = directory.path().join("lender.json");
-        std::fs::create_dir_all(file.join("x")).unwrap();
-        let mut book = FenceBook {
-            file: Some(file),
-            ..FenceBook::default()
-        };
-        assert!(
-            book.hand_over(&claim(&A, "m1", None), Generation(5))
-                .is_err()
-        );
-        book.check(&DISK0, &A, None).unwrap();
-        book.check(&DISK0, &B, None).unwrap();
+/// The refusal for a peer that does not present the secret of `fence`.
+fn unproven(device: &DeviceId, fence: &Fence) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::Denied,
+        message: format!(
+            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; root and the lender's user take the device back at its UNIX socket, with `farside migration claim {}` on the lender's host",
+            fence.generation, fence.vm, fence.migration, fence.vm
+        ),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,11 +10,11 @@ use std::{
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
     BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Fence, Generation,
-    Identity, RamRange, RemoteError, Route,
+    HeldFence, Identity, RamRange, RemoteError, Route, Secret,
 };
 
 use crate::{
-    access::{Access, Action},
+    access::Access,
     fences::{Claim, FenceBook},
     tokens::RegisterTokens,
 };
@@ -116,8 +116,8 @@ impl Slot {
 
     /// Refuses a generation that this lender has not issued yet: recorded as a fence, it would lock
     /// the device's VMs out.
-    fn check_issued(&self, id: &DeviceId, shown: Option<Generation>) -> Result<(), RemoteError> {
-        match shown {
+    fn check_issued(&self, id: &DeviceId, shown: Option<HeldFence>) -> Result<(), RemoteError> {
+        match shown.map(|shown| shown.generation) {
             Some(shown) if shown > self.generation => Err(RemoteError {
                 kind: ErrorKind::Fenced,
                 message: format!(
@@ -151,14 +151,13 @@ pub(crate) struct Viewer<'a> {
 
 impl Viewer<'_> {
     fn sees(&self, slot: &Slot) -> bool {
-        let borrow = Action::Borrow { vm: self.vm };
-        slot.access.allows(self.identity, borrow)
+        slot.access.allows(self.identity, self.vm)
     }
 
     /// The fences of its own VM; operators see all.
     fn fences(&self, id: &DeviceId, slot: &Slot, fences: &FenceBook) -> Vec<Fence> {
         let all = slot.access.is_operator(self.identity);
-        let newest = fences.newest(id).iter();
+        let newest = fences.newest(id);
         let visible = newest.filter(|fence| all || self.vm == Some(&fence.vm));
         visible.cloned().collect()
     }
@@ -224,18 +223,19 @@ impl Registry {
         &self,
         id: &DeviceId,
         vm: &VmName,
-        fence: Option<Generation>,
+        fence: Option<HeldFence>,
+        operator: bool,
     ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         slot.check_issued(id, fence)?;
-        fences.check(id, vm, fence)?;
+        fences.check(id, vm, fence, operator)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
         slot.generation = slot.next(id)?;
-        fences.borrowed(id, vm, fence);
+        fences.borrowed(id, vm, fence, operator);
         slot.lease = Some(Held {
             vm: vm.to_owned(),
             generation: slot.generation,
@@ -264,6 +264,7 @@ impl Registry {
         {
             return Err(holder.refusal(id));
         }
+        fences.check_proof(claim, slot.lease.is_some())?;
         let generation = slot.next(id)?;
         fences.hand_over(claim, generation)?;
         slot.generation = generation;
@@ -271,12 +272,17 @@ impl Registry {
     }
 
     /// Ends a device's reservation, so that any VM can borrow it.
-    pub(crate) fn end_reservation(&self, id: &DeviceId) -> Result<(), RemoteError> {
+    pub(crate) fn end_reservation(
+        &self,
+        id: &DeviceId,
+        secret: Option<Secret>,
+        operator: bool,
+    ) -> Result<(), RemoteError> {
         let mut records = self.lock();
         if !records.slots.contains_key(id) {
             return Err(unknown(id));
         }
-        records.fences.end_reservation(id)
+        records.fences.end_reservation(id, secret, operator)
     }
 
     /// Releases the lease `generation`, but not a later one.

@@ -141,6 +141,7 @@ impl<'a> Arrival<'a> {
             for device in &mut ours.devices {
                 let given = theirs.devices.iter().find(|given| given.id == device.id);
                 device.fence = given.and_then(|given| given.fence);
+                device.secret = given.and_then(|given| given.secret);
                 if device.fence.is_none() {
                     return Err(Error::journal(format!(
                         "device {} of VM {} came without a fence",
@@ -285,8 +286,11 @@ pub fn resume_here(host: &dyn Host, mut ours: Journal, lost: bool) -> Result<()>
     }
     if ours.step == Step::Prepare {
         for at in 0..ours.devices.len() {
-            let device = &ours.devices[at];
-            let fence = host.hand_over(&device.lender, &device.id, &vm, &ours.id, device.held)?;
+            let secret = ours.chosen_secret(host, at, |device| &mut device.secret)?;
+            let MovedDevice {
+                lender, id, held, ..
+            } = &ours.devices[at];
+            let fence = host.hand_over(lender, id, &vm, &ours.id, *held, secret)?;
             ours.devices[at].fence = Some(fence);
         }
         ours.begin(Step::Install);
@@ -326,7 +330,7 @@ fn fences(ours: &Journal) -> Fences {
     let devices = ours.devices.iter();
     Fences(
         devices
-            .filter_map(|device| Some((device.id.clone(), device.fence?)))
+            .filter_map(|device| Some((device.id.clone(), device.given()?)))
             .collect(),
     )
 }

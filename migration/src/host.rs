@@ -18,7 +18,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
-use farside_lender_protocol::{Address, Fence, Fences, Generation};
+use farside_lender_protocol::{Address, Fence, Fences, Generation, HeldFence, Secret};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -181,7 +181,8 @@ pub trait Lenders {
         device: &DeviceId,
         vm: &VmName,
         migration: &str,
-        supersedes: Option<Generation>,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
     ) -> Result<Generation>;
 }
 

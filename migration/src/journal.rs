@@ -7,18 +7,18 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, files};
-use farside_lender_protocol::{Address, Described, Generation};
+use farside_lender_protocol::{Address, Described, Generation, HeldFence, Secret};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::{Configuration, Error, Result, Step, Strategy};
+use crate::{Configuration, Error, Result, Step, Store, Strategy};
 
 /// The version of the manifest.
-pub const MANIFEST_VERSION: u32 = 2;
+pub const MANIFEST_VERSION: u32 = 3;
 
-/// The former version, which is still read.
-const FORMER_VERSION: u32 = 1;
+/// The oldest version that is still read.
+const OLDEST_VERSION: u32 = 1;
 
 /// Longest file that is read, bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -83,11 +83,30 @@ pub struct MovedDevice {
     /// The generation of the lease when the migration began.
     pub lease: Option<Generation>,
     /// The fence of the old host.
-    pub held: Option<Generation>,
+    pub held: Option<HeldFence>,
+    /// The secret of the new host's fence.
+    pub secret: Option<Secret>,
     /// The fence of the new host, after the handover.
     pub fence: Option<Generation>,
+    /// The secret of the old host's fence, before a handover back.
+    pub back_secret: Option<Secret>,
     /// The fence of the old host, after a handover back.
     pub back: Option<Generation>,
+}
+
+impl MovedDevice {
+    /// The fence of the new host.
+    pub(crate) fn given(&self) -> Option<HeldFence> {
+        let secret = self.secret;
+        self.fence
+            .map(|generation| HeldFence { generation, secret })
+    }
+
+    /// The fence of the old host, after a handover back.
+    pub(crate) fn given_back(&self) -> Option<HeldFence> {
+        let secret = self.back_secret;
+        self.back.map(|generation| HeldFence { generation, secret })
+    }
 }
 
 /// The identity of a device, which is the same at both hosts.
@@ -127,6 +146,37 @@ impl Journal {
         self.begun
             .push((step, now.map_or(0, |since| since.as_secs())));
         self.step = step;
+        if step.is_end() {
+            // The host that the VM stays on has them with its fences; the other one has no right to
+            // the devices any more.
+            for device in &mut self.devices {
+                device.held = device.held.map(|held| HeldFence {
+                    secret: None,
+                    ..held
+                });
+                (device.secret, device.back_secret) = (None, None);
+            }
+        }
+    }
+
+    /// A secret of the device at `index`, chosen and made durable before it is first used: a
+    /// handover that is repeated has to present the same.
+    pub(crate) fn chosen_secret(
+        &mut self,
+        store: &(impl Store + ?Sized),
+        index: usize,
+        secret: fn(&mut MovedDevice) -> &mut Option<Secret>,
+    ) -> Result<Secret> {
+        let mut journal = self.clone();
+        let slot = secret(&mut journal.devices[index]);
+        if let Some(secret) = *slot {
+            return Ok(secret);
+        }
+        let chosen = Secret::random()?;
+        *slot = Some(chosen);
+        store.write_journal(&journal)?;
+        *self = journal;
+        Ok(chosen)
     }
 
     /// Whether a step was ever begun at this host.
@@ -156,14 +206,14 @@ impl Journal {
     pub fn from_text(text: &str) -> Result<Self> {
         let mut file: Value = serde_json::from_str(text)
             .map_err(|error| Error::journal(format!("it is cut off or was changed: {error}")))?;
-        let former = match file["manifest"].as_u64() {
-            Some(version) if version == u64::from(MANIFEST_VERSION) => false,
-            Some(version) if version == u64::from(FORMER_VERSION) => true,
+        let read = u64::from(OLDEST_VERSION)..=u64::from(MANIFEST_VERSION);
+        let version = match file["manifest"].as_u64() {
+            Some(version) if read.contains(&version) => version,
             Some(version) => {
                 return Err(Error::new(
                     crate::ErrorKind::Version,
                     format!(
-                        "it is a manifest of version {version}, and this farside reads {FORMER_VERSION} and {MANIFEST_VERSION}: use the farside that wrote it"
+                        "it is a manifest of version {version}, and this farside reads {OLDEST_VERSION} to {MANIFEST_VERSION}: use the farside that wrote it"
                     ),
                 ));
             }
@@ -177,8 +227,11 @@ impl Journal {
                 written.unwrap_or("nothing")
             )));
         }
-        if former {
-            upgrade(&mut body);
+        if version < 2 {
+            upgrade_to_2(&mut body);
+        }
+        if version < 3 {
+            upgrade_to_3(&mut body);
         }
         serde_json::from_value(body).map_err(|error| Error::journal(error.to_string()))
     }
@@ -195,13 +248,24 @@ impl Journal {
 
     /// Replaces the file.
     pub fn save(&self, path: &Path) -> Result<()> {
-        Ok(files::replace(path, self.to_text()?.as_bytes())?)
+        Ok(files::replace_secret(path, self.to_text()?.as_bytes())?)
     }
 }
 
-/// Turns a manifest of [`FORMER_VERSION`] into one of [`MANIFEST_VERSION`]: a live migration
-/// had a field `live`, and the configuration was called `description`.
-fn upgrade(body: &mut Value) {
+/// Turns a manifest of version 2 into one of version 3: fences had no secrets.
+fn upgrade_to_3(body: &mut Value) {
+    let devices = body["devices"].as_array_mut();
+    for device in devices.into_iter().flatten() {
+        let held = &mut device["held"];
+        if held.is_number() {
+            *held = json!({ "generation": held.take(), "secret": null });
+        }
+    }
+}
+
+/// Turns a manifest of version 1 into one of version 2: a live migration had a field `live`, and
+/// the configuration was called `description`.
+fn upgrade_to_2(body: &mut Value) {
     let Some(fields) = body.as_object_mut() else {
         return;
     };
@@ -225,6 +289,8 @@ fn hex(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
     use crate::ErrorKind;
 
@@ -255,8 +321,13 @@ mod tests {
                     digest: "00".into(),
                 },
                 lease: Some(Generation(u64::MAX)),
-                held: None,
+                held: Some(HeldFence {
+                    generation: Generation(5),
+                    secret: Some(Secret::random().unwrap()),
+                }),
+                secret: Some(Secret::random().unwrap()),
                 fence: Some(Generation(7)),
+                back_secret: None,
                 back: None,
             }],
             strategy: Strategy::Cold,
@@ -270,16 +341,44 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("migrations/web1.json");
         assert_eq!(Journal::load(&path).unwrap(), None);
-        journal().save(&path).unwrap();
+        let saved = journal();
+        saved.save(&path).unwrap();
         let again = Journal::load(&path).unwrap().unwrap();
-        assert_eq!(again, journal_with_times_of(&again));
+        assert_eq!(again, saved);
         assert!(again.has_begun(Step::HandOver) && !again.has_begun(Step::Start));
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
     }
 
-    fn journal_with_times_of(other: &Journal) -> Journal {
-        let mut journal = journal();
-        journal.begun.clone_from(&other.begun);
-        journal
+    #[test]
+    fn a_journal_keeps_no_secret_after_the_end() {
+        for end in [Step::Done, Step::Undone] {
+            let mut journal = journal();
+            journal.devices[0].back_secret = Some(Secret::random().unwrap());
+            let secrets =
+                |journal: &Journal| journal.to_text().unwrap().matches("secret\": \"").count();
+            assert_eq!(secrets(&journal), 3);
+            journal.begin(end);
+            assert_eq!(secrets(&journal), 0);
+            let held = journal.devices[0].held.unwrap();
+            assert_eq!(held.generation, Generation(5));
+        }
+    }
+
+    #[test]
+    fn a_journal_of_version_2_has_fences_without_secrets() {
+        let mut body = serde_json::to_value(journal()).unwrap();
+        let device = body["devices"][0].as_object_mut().unwrap();
+        device.insert("held".into(), json!(5));
+        device.remove("secret");
+        device.remove("back_secret");
+        let file = json!({ "manifest": 2, "checksum": checksum(&body), "migration": body });
+        let device = &Journal::from_text(&file.to_string()).unwrap().devices[0];
+        let held = HeldFence {
+            generation: Generation(5),
+            secret: None,
+        };
+        assert_eq!((device.held, device.secret), (Some(held), None));
+        assert_eq!(device.fence, Some(Generation(7)));
     }
 
     /// `version-1.json` was written by a farside of that version.
@@ -296,7 +395,7 @@ mod tests {
             assert_eq!((&journal.strategy, journal.step), (&strategy, step));
             assert_eq!(journal.configuration.toml, "devices = [\"disk0\"]\n");
             let now = journal.to_text().unwrap();
-            assert!(now.contains("\"manifest\": 2"), "{now}");
+            assert!(now.contains("\"manifest\": 3"), "{now}");
             assert_eq!(Journal::from_text(&now), Ok(journal));
             // Its checksum is verified, too.
             let changed = text.replace("rack1-b", "rack1-x");
@@ -336,11 +435,11 @@ mod tests {
     #[test]
     fn a_manifest_of_another_version_is_refused_by_its_number() {
         let text = journal().to_text().unwrap();
-        let other = text.replace("\"manifest\": 2", "\"manifest\": 3");
+        let other = text.replace("\"manifest\": 3", "\"manifest\": 4");
         let error = Journal::from_text(&other).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Version);
         let error = error.to_string();
-        for words in ["version 3", "use the farside that wrote it"] {
+        for words in ["version 4", "use the farside that wrote it"] {
             assert!(error.contains(words), "{error}");
         }
         assert!(Journal::from_text("{}").is_err());

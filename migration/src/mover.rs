@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_lender_protocol::{Fences, Generation};
+use farside_lender_protocol::{Fences, Generation, HeldFence, Secret};
 
 use crate::{
     Error, ErrorKind, Host, Journal, MovedDevice, MovedMarker, Peer, Reply, Request, Result, Step,
@@ -263,12 +263,14 @@ impl<'a> Mover<'a> {
 
     fn hand_over(&mut self) -> Result<()> {
         for at in 0..self.journal.devices.len() {
-            let device = &self.journal.devices[at];
-            if device.fence.is_some() {
+            if self.journal.devices[at].fence.is_some() {
                 continue;
             }
             let id = self.journal.id.clone();
-            let fence = self.ask_lender(device, &id, device.held)?;
+            let journal = &mut self.journal;
+            let secret = journal.chosen_secret(self.host, at, |device| &mut device.secret)?;
+            let device = &self.journal.devices[at];
+            let fence = self.ask_lender(device, &id, device.held, secret)?;
             self.journal.devices[at].fence = Some(fence);
             self.host.write_journal(&self.journal)?;
         }
@@ -279,11 +281,12 @@ impl<'a> Mover<'a> {
         &self,
         device: &MovedDevice,
         id: &str,
-        supersedes: Option<Generation>,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
     ) -> Result<Generation> {
         let vm = &self.journal.vm;
         self.host
-            .hand_over(&device.lender, &device.id, vm, id, supersedes)
+            .hand_over(&device.lender, &device.id, vm, id, supersedes, secret)
     }
 
     fn guest_is_here(&self, cancel: bool) -> bool {
@@ -328,15 +331,18 @@ impl<'a> Mover<'a> {
         self.hand_over()?;
         let id = format!("{}-back", self.journal.id);
         for at in 0..self.journal.devices.len() {
-            let device = &self.journal.devices[at];
-            if device.back.is_none() {
-                let back = self.ask_lender(device, &id, device.fence)?;
+            if self.journal.devices[at].back.is_none() {
+                let journal = &mut self.journal;
+                let secret =
+                    journal.chosen_secret(self.host, at, |device| &mut device.back_secret)?;
+                let device = &self.journal.devices[at];
+                let back = self.ask_lender(device, &id, device.given(), secret)?;
                 self.journal.devices[at].back = Some(back);
                 self.host.write_journal(&self.journal)?;
             }
         }
         let devices = self.journal.devices.iter();
-        let fences = devices.filter_map(|device| Some((device.id.clone(), device.back?)));
+        let fences = devices.filter_map(|device| Some((device.id.clone(), device.given_back()?)));
         self.host
             .write_fences(&self.journal.vm, &Fences(fences.collect()))
     }

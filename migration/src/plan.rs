@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use farside_daemon::VmName;
-use farside_lender_protocol::Fences;
+use farside_lender_protocol::{Fences, Secret};
 
 use crate::{
     Configuration, Error, FoundDevice, Host, Journal, MovedDevice, Result, Role, RunState, Step,
@@ -112,7 +112,9 @@ impl Plan {
             lender_name: found.lender_name,
             identity: found.identity,
             lease,
+            secret: Some(Secret::random()?),
             fence: None,
+            back_secret: None,
             back: None,
         })
     }

@@ -1,7 +1,7 @@
 //! Manual recovery after a host is lost permanently.
 
 use farside_daemon::VmName;
-use farside_lender_protocol::Fences;
+use farside_lender_protocol::{Fences, HeldFence, Secret};
 
 use crate::{Error, Journal, Lenders, Result, Store, plan::random_id};
 
@@ -18,6 +18,9 @@ pub fn forget(store: &dyn Store, vm: &VmName) -> Result<()> {
 
 /// Takes a VM's devices for this host from whichever host holds them: a handover that
 /// is in no journal. Returns the fences.
+///
+/// A lender at a TCP port takes the devices from a host whose VM has moved with them only for the
+/// secrets of that VM's fences, if this host has them.
 pub fn claim(host: &(impl Store + Lenders), vm: &VmName) -> Result<Fences> {
     no_open_migration(host, vm)?;
     let Some(configuration) = host.configuration(vm)? else {
@@ -26,12 +29,18 @@ pub fn claim(host: &(impl Store + Lenders), vm: &VmName) -> Result<Fences> {
         )));
     };
     let id = random_id()?;
+    let known = host.fences(vm)?;
     let mut fences = Fences::default();
     for device in host.find_all(vm, &configuration)? {
         let newest = device.fences.iter().find(|fence| fence.vm == *vm);
-        let supersedes = newest.map(|fence| fence.generation);
-        let fence = host.hand_over(&device.lender, &device.id, vm, &id, supersedes)?;
-        fences.0.insert(device.id, fence);
+        let supersedes = newest.map(|fence| HeldFence {
+            generation: fence.generation,
+            secret: known.of(&device.id).and_then(|known| known.secret),
+        });
+        let secret = Secret::random()?;
+        let generation = host.hand_over(&device.lender, &device.id, vm, &id, supersedes, secret)?;
+        let secret = Some(secret);
+        fences.0.insert(device.id, HeldFence { generation, secret });
     }
     host.write_fences(vm, &fences)?;
     host.write_moved_marker(vm, None)?;

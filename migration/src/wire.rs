@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// The version of the messages. Hosts of different versions refuse each other.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// Longest message, bytes.
 const MAX_MESSAGE: usize = 4 << 20;

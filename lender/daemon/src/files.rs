@@ -5,7 +5,7 @@
 use std::{
     fs::{self, File},
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, fchown},
     path::Path,
 };
 
@@ -34,18 +34,52 @@ pub fn append(path: &Path) -> io::Result<File> {
 /// Creates the file `path` with mode 0644; removes another file of that name, and does not follow a
 /// link.
 pub fn create(path: &Path) -> io::Result<File> {
+    create_with(path, 0o644)
+}
+
+fn create_with(path: &Path, mode: u32) -> io::Result<File> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
     let mut options = File::options();
-    options.write(true).create_new(true).mode(0o644);
+    options.write(true).create_new(true).mode(mode);
     options.open(path)
 }
 
 /// Atomically replaces the content of the file `path` with `bytes`: a reader, also
 /// after a crash, finds either the old or the new content. Creates missing directories.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_by(path, bytes, create)
+}
+
+/// As [`replace`], for a file that only its owner may read. Root gives it to the user to whom the
+/// lowest directory above belongs that is not root's: that of the systemd units, whose backends
+/// read it.
+pub fn replace_secret(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_by(path, bytes, |fresh| {
+        let file = create_with(fresh, 0o600)?;
+        if rustix::process::geteuid().is_root() {
+            for directory in path.ancestors().skip(1) {
+                let meta = match directory.as_os_str().is_empty() {
+                    true => fs::metadata(".")?,
+                    false => fs::metadata(directory)?,
+                };
+                if meta.uid() != 0 {
+                    fchown(&file, Some(meta.uid()), Some(meta.gid()))?;
+                    break;
+                }
+            }
+        }
+        Ok(file)
+    })
+}
+
+fn replace_by(
+    path: &Path,
+    bytes: &[u8],
+    create: impl FnOnce(&Path) -> io::Result<File>,
+) -> io::Result<()> {
     let at = |error: io::Error| {
         io::Error::new(
             error.kind(),
@@ -128,6 +162,22 @@ mod tests {
             assert_eq!(fs::read(at("state")).unwrap(), b"new");
             fs::remove_file(at("log")).unwrap();
         }
+    }
+
+    #[test]
+    fn a_secret_is_readable_to_the_user_of_the_state_directory_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vm/web1/fences.json");
+        let root = rustix::process::geteuid().is_root();
+        let user = match root {
+            true => 4_242_424,
+            false => rustix::process::geteuid().as_raw(),
+        };
+        std::os::unix::fs::chown(directory.path(), Some(user), None).unwrap();
+        replace_secret(&path, b"a secret").unwrap();
+        let meta = fs::metadata(&path).unwrap();
+        assert_eq!((meta.mode() & 0o777, meta.uid()), (0o600, user));
+        assert_eq!(meta.len(), 8);
     }
 
     #[test]

@@ -15,8 +15,8 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
-    Generation, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route,
-    VERSION, identity::check_listener,
+    Generation, HeldFence, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply,
+    Request, Route, Secret, VERSION, identity::check_listener,
 };
 
 /// Maximum number of devices in a lender's list. Bounds memory and time.
@@ -122,7 +122,7 @@ pub struct Client {
     accesses: Arc<AtomicU64>,
     lender: String,
     deadline: Option<Instant>,
-    fence: Option<Generation>,
+    fence: Option<HeldFence>,
     /// Unanswered requests. All replies but the last of them are late, and dropped.
     answers_due: u32,
     failed: bool,
@@ -186,7 +186,7 @@ impl Client {
     }
 
     /// Sets the fence for [`Client::borrow_device`], for a VM that was moved to this host.
-    pub fn set_fence(&mut self, fence: Option<Generation>) {
+    pub fn set_fence(&mut self, fence: Option<HeldFence>) {
         self.fence = fence;
     }
 
@@ -334,13 +334,15 @@ impl Client {
         device: &DeviceId,
         vm: &VmName,
         migration: &str,
-        supersedes: Option<Generation>,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
     ) -> Result<Generation, CallError> {
         let request = Request::Handover {
             device: device.to_owned(),
             vm: vm.to_string(),
             migration: migration.to_owned(),
             supersedes,
+            secret,
         };
         match self.call(request, &[])? {
             (Reply::Fence { generation }, _) => Ok(generation),
@@ -349,9 +351,13 @@ impl Client {
     }
 
     /// See [`Request::EndReservation`].
-    pub fn end_reservation(&mut self, device: &DeviceId) -> Result<(), CallError> {
+    pub fn end_reservation(
+        &mut self,
+        device: &DeviceId,
+        secret: Option<Secret>,
+    ) -> Result<(), CallError> {
         let device = device.to_owned();
-        self.done(Request::EndReservation { device }, &[])
+        self.done(Request::EndReservation { device, secret }, &[])
     }
 
     /// Opens the second connection, the register channel.

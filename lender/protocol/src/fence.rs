@@ -3,15 +3,15 @@
 //! A migration transfers the VM's devices by a *handover*
 //! ([`Request::Handover`](crate::Request::Handover)): the lender ends the lease, and from
 //! then on refuses the VM unless the request holds a generation that is at least that of the
-//! handover, its *fence*. Only the destination host has it, in a file ([`Fences`]). So
-//! no backend left running on the source host can take the device back.
+//! handover, its *fence*, and its [`Secret`]. Only the destination host has that, in a file
+//! ([`Fences`]). So no backend left running on the source host can take the device back.
 
 use std::{collections::BTreeMap, io, path::Path};
 
 use farside_daemon::{DeviceId, VmName, files};
 use serde::{Deserialize, Serialize};
 
-use crate::{ErrorKind, Generation, RemoteError};
+use crate::{ErrorKind, Generation, RemoteError, Secret};
 
 /// Maximum number of fences that a lender keeps for one device: with all of them, and the counts of
 /// 2048 vectors, its status fits in [`MAX_MESSAGE`](crate::MAX_MESSAGE).
@@ -66,10 +66,41 @@ impl Fence {
     }
 }
 
-/// The fences of one VM on the host where it runs: device id and generation.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// A VM's fence for a device, at the host where the VM runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HeldFence {
+    /// The generation.
+    pub generation: Generation,
+    /// The secret, which proves that the VM was moved here. None from a farside that had none.
+    pub secret: Option<Secret>,
+}
+
+/// The fences of one VM on the host where it runs, by device id.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct Fences(pub BTreeMap<DeviceId, Generation>);
+pub struct Fences(pub BTreeMap<DeviceId, HeldFence>);
+
+/// An entry of the file.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Entry {
+    Fence(HeldFence),
+    /// Of a farside without secrets.
+    Generation(Generation),
+}
+
+impl From<Entry> for HeldFence {
+    fn from(entry: Entry) -> Self {
+        match entry {
+            Entry::Fence(fence) => fence,
+            Entry::Generation(generation) => Self {
+                generation,
+                secret: None,
+            },
+        }
+    }
+}
 
 impl Fences {
     /// Reads a file. A missing file holds no fences.
@@ -77,27 +108,32 @@ impl Fences {
         let Some(bytes) = files::read_bounded(path, MAX_FILE)? else {
             return Ok(Self::default());
         };
-        serde_json::from_slice(&bytes).map_err(|error| {
-            let text = format!("invalid fence file {}: {error}", path.display());
-            io::Error::new(io::ErrorKind::InvalidData, text)
-        })
+        let entries: BTreeMap<DeviceId, Entry> =
+            serde_json::from_slice(&bytes).map_err(|error| {
+                let text = format!("invalid fence file {}: {error}", path.display());
+                io::Error::new(io::ErrorKind::InvalidData, text)
+            })?;
+        let fences = entries.into_iter().map(|(id, entry)| (id, entry.into()));
+        Ok(Self(fences.collect()))
     }
 
     /// Writes a file durably, across a crash of the host.
     pub fn save(&self, path: &Path) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(io::Error::other)?;
         text.push(b'\n');
-        files::replace(path, &text)
+        files::replace_secret(path, &text)
     }
 
     /// The fence of a device.
-    pub fn of(&self, device: &str) -> Option<Generation> {
+    pub fn of(&self, device: &str) -> Option<HeldFence> {
         self.0.get(device).copied()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     #[test]
@@ -105,10 +141,18 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a/fences.json");
         assert_eq!(Fences::load(&path).unwrap(), Fences::default());
-        let fences = Fences([("disk0".parse().unwrap(), Generation(7))].into());
+        let held = HeldFence {
+            generation: Generation(7),
+            secret: Some(Secret::random().unwrap()),
+        };
+        let fences = Fences([("disk0".parse().unwrap(), held)].into());
         fences.save(&path).unwrap();
         assert_eq!(Fences::load(&path).unwrap(), fences);
-        assert_eq!(fences.of("disk0"), Some(Generation(7)));
+        assert_eq!(fences.of("disk0"), Some(held));
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+        std::fs::write(&path, "{\"disk0\":7}").unwrap();
+        let former = Fences::load(&path).unwrap().of("disk0").unwrap();
+        assert_eq!((former.generation, former.secret), (Generation(7), None));
         std::fs::write(&path, "{\"disk0\":").unwrap();
         let error = Fences::load(&path).unwrap_err().to_string();
         assert!(error.contains("fences.json"), "{error}");

@@ -45,11 +45,12 @@ mod identity;
 mod irqs;
 mod listener;
 mod message;
+mod secret;
 
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
 pub use client::{CallError, Client, Lease};
-pub use fence::{Fence, Fences, MAX_FENCES};
+pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
 pub use identity::Identity;
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use listener::Listener;
@@ -58,3 +59,4 @@ pub use message::{
     Generation, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route, TOKEN_LIFE,
     VERSION,
 };
+pub use secret::Secret;

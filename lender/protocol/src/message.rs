@@ -5,7 +5,7 @@ use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
-use crate::{Fence, IrqUpdate, MAX_MESSAGE};
+use crate::{Fence, HeldFence, IrqUpdate, MAX_MESSAGE, Secret};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
@@ -86,7 +86,7 @@ pub enum Request {
         route: Route,
         /// The fence of the last [handover](Request::Handover) to this host, if any. The
         /// borrow is refused if the VM was moved elsewhere since.
-        fence: Option<Generation>,
+        fence: Option<HeldFence>,
     },
     /// Resets the device. Closes its windows and removes all mappings of the borrower's
     /// domain before the reply.
@@ -149,25 +149,30 @@ pub enum Request {
     },
     /// Transfers the device from the VM's source host to its destination host. Ends the
     /// VM's lease as if its connection were closed, flushes all writes to the medium, and
-    /// reserves the device: only the VM may borrow it next, with the generation of the reply
-    /// as its fence.
+    /// reserves the device: only the VM may borrow it next, with the generation of the reply and
+    /// `secret` as its fence.
     Handover {
         /// Device id.
         device: DeviceId,
         /// The VM. Text, as in [`Request::Hello`].
         vm: String,
-        /// Id of the migration. A repeated request with the same id returns the same
+        /// Id of the migration. A repeated request with the same id and secret returns the same
         /// generation, and does not end a lease under it.
         migration: String,
         /// The VM's current fence. Refused if the lender has a larger one: another
-        /// migration has moved the VM meanwhile.
-        supersedes: Option<Generation>,
+        /// migration has moved the VM meanwhile. Its secret is the proof that a peer other than
+        /// an operator needs if the VM has the device or has moved with it before.
+        supersedes: Option<HeldFence>,
+        /// The secret of the new fence.
+        secret: Secret,
     },
     /// Ends the reservation of a device by a handover, so that other VMs may borrow it.
     /// The fence stays.
     EndReservation {
         /// Device id.
         device: DeviceId,
+        /// The secret of the fence that reserves it, which a peer other than an operator needs.
+        secret: Option<Secret>,
     },
 }
 

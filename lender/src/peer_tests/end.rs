@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_lender_protocol::Request;
+use farside_lender_protocol::{Request, Secret};
 
 use super::{
     device::Done,
@@ -74,14 +74,16 @@ fn a_close_that_fails_is_tried_again_with_pauses_and_the_lease_stays() {
 fn a_handover_is_refused_while_the_lease_cannot_be_ended_and_works_afterwards() {
     let host = Host::new();
     abandon(&host, FOR_EVER);
+    let secret = Secret::random().unwrap();
     let handover = || {
         let request = Request::Handover {
             device: DEVICE.parse().unwrap(),
             vm: "a".into(),
             migration: "m1".into(),
             supersedes: None,
+            secret,
         };
-        host.hello("tool").call(request, 0)
+        host.operator().call(request, 0)
     };
     let error = handover().unwrap_err();
     assert!(error.message.contains("cannot be ended yet"), "{error}");

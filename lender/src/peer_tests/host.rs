@@ -47,6 +47,8 @@ pub(super) struct Host {
     /// Remaining calls of `revoke` that will fail, of all devices.
     pub(super) failing_closes: Arc<AtomicU32>,
     stop: Wakeup,
+    /// Serves a connection on a thread.
+    serve: Arc<dyn Fn(Channel) + Send + Sync>,
     devices: Vec<JoinHandle<Stopped>>,
     /// The directory in which handovers are persisted.
     _dir: tempfile::TempDir,
@@ -99,6 +101,16 @@ impl Host {
             limits: Default::default(),
         });
         let stopped = stop.clone();
+        let serve: Arc<dyn Fn(Channel) + Send + Sync> = Arc::new(move |channel| {
+            let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
+            let stopped = stopped.clone();
+            let identity = channel.identity().unwrap();
+            std::thread::spawn(move || {
+                let lines = PeerLines::default();
+                connection::serve(channel, &identity, &about, &registry, &stopped, &lines);
+            });
+        });
+        let (accepted, stopped) = (Arc::clone(&serve), stop.clone());
         let listener = std::thread::spawn(move || {
             loop {
                 let mut fds = [
@@ -110,19 +122,7 @@ impl Host {
                     return;
                 }
                 while let Some(channel) = listener.accept().unwrap() {
-                    let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
-                    let stopped = stopped.clone();
-                    let identity = channel.identity().unwrap();
-                    std::thread::spawn(move || {
-                        connection::serve(
-                            channel,
-                            &identity,
-                            &about,
-                            &registry,
-                            &stopped,
-                            &PeerLines::default(),
-                        );
-                    });
+                    accepted(channel);
                 }
             }
         });
@@ -131,6 +131,7 @@ impl Host {
             logs: Vec::new(),
             failing_closes: Arc::default(),
             stop,
+            serve,
             devices: threads,
             _dir: dir,
             listener: Some(listener),
@@ -155,6 +156,22 @@ impl Host {
         let hello = Request::Hello {
             version: VERSION,
             vm,
+        };
+        peer.call(hello, 0).unwrap();
+        peer
+    }
+
+    /// A tool of the lender's own user, on this host.
+    pub(super) fn operator(&self) -> Peer {
+        let (ours, theirs) = Channel::pair().unwrap();
+        (self.serve)(theirs);
+        let mut peer = Peer {
+            channel: ours,
+            generation: Generation(0),
+        };
+        let hello = Request::Hello {
+            version: VERSION,
+            vm: None,
         };
         peer.call(hello, 0).unwrap();
         peer

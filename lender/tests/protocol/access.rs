@@ -4,11 +4,12 @@ use std::os::unix::fs::PermissionsExt;
 
 use farside_daemon::raise_open_files;
 use farside_lender_protocol::{
-    Address, CallError, Client, ErrorKind, Generation, RemoteError, Request, Route, VERSION,
+    Address, CallError, Client, ErrorKind, Generation, HeldFence, RemoteError, Request, Route,
+    Secret, VERSION,
 };
 use rustix::process::Uid;
 
-use crate::peer::{DEVICE, Peer, Running, interrupt_status, until};
+use crate::peer::{DEVICE, Peer, Running, held, interrupt_status, secret, until};
 
 /// Maximum number of connections of a user other than root and the lender's own.
 const MAX_PEERS_OF_USER: usize = 64;
@@ -54,8 +55,12 @@ fn attack(address: &Address) -> Vec<RemoteError> {
             vm: "a".into(),
             migration: "m1".into(),
             supersedes: None,
+            secret: secret("m1"),
         },
-        Request::EndReservation { device: device() },
+        Request::EndReservation {
+            device: device(),
+            secret: None,
+        },
         Request::Borrow {
             device: device(),
             route,
@@ -119,21 +124,15 @@ fn a_borrower_gets_what_the_rules_name_and_operates_nothing() {
         let error = other.borrow("dma0").unwrap_err();
         assert_eq!(error.kind, ErrorKind::Denied);
         assert!(error.message.contains("user=4242001,vm=b"), "{error}");
-        other.borrow("dma1").unwrap();
+        let _registers = other.borrow("dma1").unwrap();
         let mut own = Peer::connect(&socket).greeted("a");
         own.borrow("dma0").unwrap();
         let mut tool = Client::connect(&socket, None).unwrap();
         let (device, vm) = ("dma1".parse().unwrap(), "b".parse().unwrap());
-        for refused in [
-            tool.hand_over(&device, &vm, "m1", None).map(drop),
-            tool.end_reservation(&device),
-        ] {
-            let Err(CallError::Refused(error)) = refused else {
-                panic!("{refused:?}");
-            };
-            assert_eq!(error.kind, ErrorKind::Denied, "{error}");
-            assert!(error.message.contains("only root"), "{error}");
-        }
+        let error = tool.hand_over(&device, &vm, "m1", None, secret("m1"));
+        let error = error.unwrap_err();
+        assert!(error.to_string().contains("only root"), "{error}");
+        other.call(Request::EnableBusMaster, &[]).unwrap();
     });
 }
 
@@ -145,9 +144,9 @@ fn a_borrower_sees_the_fences_of_its_own_vm() {
     let device = DEVICE.parse().unwrap();
     for vm in ["a", "b"] {
         operator
-            .hand_over(&device, &vm.parse().unwrap(), "m1", None)
+            .hand_over(&device, &vm.parse().unwrap(), "m1", None, secret("m1"))
             .unwrap();
-        operator.end_reservation(&device).unwrap();
+        operator.end_reservation(&device, None).unwrap();
     }
     let fences = |address: &Address, vm: Option<&str>| {
         let vm = vm.map(|vm| vm.parse().unwrap());
@@ -211,4 +210,127 @@ fn a_crowd_of_one_user_locks_no_other_user_out() {
             peer.try_hello(VERSION).is_ok()
         });
     });
+}
+
+/// A network peer's handover of the device from VM `a`.
+fn take(
+    address: &Address,
+    migration: &str,
+    supersedes: Option<HeldFence>,
+    secret: Secret,
+) -> Result<Generation, ErrorKind> {
+    let (device, vm) = (DEVICE.parse().unwrap(), "a".parse().unwrap());
+    let mut tool = Client::connect(address, None).unwrap();
+    match tool.hand_over(&device, &vm, migration, supersedes, secret) {
+        Ok(generation) => Ok(generation),
+        Err(CallError::Refused(error)) => Err(error.kind),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_network_peer_cannot_take_a_device_from_a_vm_that_runs() {
+    let lender = Running::new();
+    let (mut victim, mut registers) = lender.borrow(DEVICE, "a");
+    let port = &lender.addresses[1];
+    let generation = victim.generation.0;
+    for supersedes in [None, Some(held(generation, "m1"))] {
+        let taken = take(port, "m1", supersedes, secret("m1"));
+        assert_eq!(taken, Err(ErrorKind::Denied));
+    }
+    let entry = lender.status(DEVICE).entry;
+    assert_eq!(entry.borrowed_by.unwrap().generation, victim.generation);
+    assert_eq!(entry.fences, []);
+    assert!(!lender.state().exists());
+    interrupt_status(&mut registers);
+    victim.call(Request::EnableBusMaster, &[]).unwrap();
+}
+
+/// Generations and ids of migrations are listed.
+#[test]
+fn what_a_list_shows_is_no_proof() {
+    let lender = Running::new();
+    let port = &lender.addresses[1];
+    // As the host that the VM leaves: nobody has the device, and the VM has not moved before.
+    let fence = take(port, "m1", None, secret("m1")).unwrap();
+    let state = || std::fs::read(lender.state()).unwrap();
+    let before = state();
+
+    let device = || DEVICE.parse().unwrap();
+    let listed = Client::connect(port, Some(&"a".parse().unwrap()))
+        .unwrap()
+        .devices()
+        .unwrap();
+    assert_eq!(listed[0].fences[0].generation, fence);
+    assert!(!format!("{listed:?}").contains("ecret"));
+    let known = HeldFence {
+        generation: fence,
+        secret: None,
+    };
+    let guessed = held(fence.0, "guess");
+    for shown in [known, guessed] {
+        assert_eq!(
+            take(port, "m1", Some(shown), secret("guess")),
+            Err(ErrorKind::Denied)
+        );
+        assert_eq!(
+            take(port, "m2", Some(shown), secret("m2")),
+            Err(ErrorKind::Denied)
+        );
+        let mut peer = Peer::connect(port).greeted("a");
+        let borrow = Request::Borrow {
+            device: device(),
+            route: Route::Ntb,
+            fence: Some(shown),
+        };
+        assert_eq!(peer.refused(borrow, &[], &["secret"]), ErrorKind::Denied);
+        let end = Request::EndReservation {
+            device: device(),
+            secret: shown.secret,
+        };
+        assert_eq!(peer.refused(end, &[], &["secret"]), ErrorKind::Denied);
+        // Nor on this host.
+        let error = lender
+            .hello("a")
+            .borrow_under(DEVICE, Some(shown))
+            .unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Denied);
+    }
+    assert_eq!(state(), before);
+
+    // The host that the VM went to.
+    let own = held(fence.0, "m1");
+    assert_eq!(take(port, "m1", None, secret("m1")), Ok(fence));
+    let mut peer = lender.hello("a");
+    peer.borrow_under(DEVICE, Some(own)).unwrap();
+    let next = take(port, "m2", Some(own), secret("m2")).unwrap();
+    peer.expect_closed();
+    let mut tool = Client::connect(port, None).unwrap();
+    tool.end_reservation(&device(), Some(secret("m2"))).unwrap();
+    lender.hello("b").borrow(DEVICE).unwrap();
+    lender.wait_until_free(DEVICE);
+    lender
+        .hello("a")
+        .borrow_under(DEVICE, Some(held(next.0, "m2")))
+        .unwrap();
+}
+
+#[test]
+fn a_fence_that_is_made_up_leaves_no_trace() {
+    let lender = Running::new();
+    let (victim, _registers) = lender.borrow(DEVICE, "a");
+    let issued = victim.generation.0;
+    drop(victim);
+    lender.wait_until_free(DEVICE);
+    let mut peer = Peer::connect(&lender.addresses[1]).greeted("a");
+    // A model is not lent through an NTB, which is found after the fence was looked at.
+    let borrow = Request::Borrow {
+        device: DEVICE.parse().unwrap(),
+        route: Route::Ntb,
+        fence: Some(held(issued, "guess")),
+    };
+    peer.refused(borrow, &[], &[]);
+    lender.wait_until_free(DEVICE);
+    assert_eq!(lender.status(DEVICE).entry.fences, []);
+    lender.borrow(DEVICE, "a");
 }

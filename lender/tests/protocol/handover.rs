@@ -4,9 +4,9 @@ use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{Command, MAX_LENGTH, reg};
 use farside_fabric::PeerAddress;
-use farside_lender_protocol::{Client, ErrorKind, Generation, MAX_FENCES, Request, VERSION};
+use farside_lender_protocol::{Client, ErrorKind, HeldFence, MAX_FENCES, Request, VERSION};
 
-use crate::peer::{DEVICE, Peer, Running, memory, write};
+use crate::peer::{DEVICE, Peer, Running, held, memory, secret, write};
 
 const FAR: u64 = 64 << 30;
 
@@ -14,19 +14,21 @@ fn tool(lender: &Running) -> Client {
     Client::connect(&lender.socket().into(), None).unwrap()
 }
 
-fn hand_over(lender: &Running, migration: &str, supersedes: Option<Generation>) -> Generation {
-    tool(lender)
+fn hand_over(lender: &Running, migration: &str, supersedes: Option<HeldFence>) -> HeldFence {
+    let generation = tool(lender)
         .hand_over(
             &DEVICE.parse().unwrap(),
             &"a".parse().unwrap(),
             migration,
             supersedes,
+            secret(migration),
         )
-        .unwrap()
+        .unwrap();
+    held(generation.0, migration)
 }
 
 /// The reason why the device is not lent to `vm` with this `fence`.
-fn refusal(lender: &Running, vm: &str, fence: Option<Generation>) -> (ErrorKind, String) {
+fn refusal(lender: &Running, vm: &str, fence: Option<HeldFence>) -> (ErrorKind, String) {
     let error = lender
         .hello(vm)
         .borrow_under(DEVICE, fence)
@@ -34,7 +36,7 @@ fn refusal(lender: &Running, vm: &str, fence: Option<Generation>) -> (ErrorKind,
     (error.kind, error.message)
 }
 
-fn borrow(lender: &Running, fence: Option<Generation>) -> (Peer, farside_lender_protocol::Channel) {
+fn borrow(lender: &Running, fence: Option<HeldFence>) -> (Peer, farside_lender_protocol::Channel) {
     let mut peer = lender.hello("a");
     let registers = peer.borrow_under(DEVICE, fence).unwrap();
     (peer, registers)
@@ -56,7 +58,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
         write(&mut registers, 0, at, len, value);
     }
     let fence = hand_over(&lender, "m1", None);
-    assert!(fence > old_generation);
+    assert!(fence.generation > old_generation);
     // DMA has ended by now.
     let marks = vec![0x5a; MAX_LENGTH as usize];
     ram.write_all_at(&marks, 0).unwrap();
@@ -78,10 +80,11 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
         writable: true,
     };
     assert!(again.call(map, &[ram.as_fd()]).is_err());
-    for shown in [None, Some(old_generation), Some(Generation(fence.0 - 1))] {
+    let older = [old_generation.0, fence.generation.0 - 1].map(|old| Some(held(old, "m1")));
+    for shown in [&[None], &older[..]].concat() {
         let (kind, message) = refusal(&lender, "a", shown);
         assert_eq!(kind, ErrorKind::Fenced);
-        for word in [DEVICE, "VM a", "moved", "m1", &fence.to_string()] {
+        for word in [DEVICE, "VM a", "moved", "m1", &fence.generation.to_string()] {
             assert!(message.contains(word), "no {word:?} in {message}");
         }
     }
@@ -90,7 +93,7 @@ fn the_old_host_loses_the_device_and_all_its_ways_to_it() {
     assert!(found == marks, "the old lease writes on");
 
     let (new, _registers) = borrow(&lender, Some(fence));
-    assert!(new.generation > fence);
+    assert!(new.generation > fence.generation);
 }
 
 #[test]
@@ -108,7 +111,10 @@ fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
     }
     let entry = lender.status(DEVICE).entry;
     let reservation = entry.reservation().expect("it is shown");
-    assert_eq!((&*reservation.vm, reservation.generation), ("a", fence));
+    assert_eq!(
+        (&*reservation.vm, reservation.generation),
+        ("a", fence.generation)
+    );
     let (mut new, _registers) = borrow(&lender, Some(fence));
     new.call(Request::Return, &[]).unwrap();
     assert!(lender.hello("b").borrow(DEVICE).is_ok());
@@ -117,7 +123,7 @@ fn the_device_is_kept_for_the_vm_until_it_comes_or_gives_it_up() {
     let fence = hand_over(&lender, "m2", Some(fence));
     assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
     tool(&lender)
-        .end_reservation(&DEVICE.parse().unwrap())
+        .end_reservation(&DEVICE.parse().unwrap(), None)
         .unwrap();
     assert!(lender.hello("b").borrow(DEVICE).is_ok());
     lender.wait_until_free(DEVICE);
@@ -133,13 +139,14 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
     assert_eq!(hand_over(&lender, "m1", None), fence);
     new.call(Request::EnableBusMaster, &[])
         .expect("the new lease is left alone");
-    for supersedes in [None, Some(Generation(fence.0 - 1))] {
+    for supersedes in [None, Some(held(fence.generation.0 - 1, "m1"))] {
         let rival = tool(&lender)
             .hand_over(
                 &DEVICE.parse().unwrap(),
                 &"a".parse().unwrap(),
                 "m2",
                 supersedes,
+                secret("m2"),
             )
             .unwrap_err()
             .to_string();
@@ -148,12 +155,18 @@ fn asking_again_changes_nothing_and_a_rival_is_refused() {
     new.call(Request::EnableBusMaster, &[]).unwrap();
     // A subsequent handover takes it over.
     let next = hand_over(&lender, "m2", Some(fence));
-    assert!(next > new.generation);
+    assert!(next.generation > new.generation);
     new.expect_closed();
     // The first cannot take it back.
     assert!(
         tool(&lender)
-            .hand_over(&DEVICE.parse().unwrap(), &"a".parse().unwrap(), "m1", None)
+            .hand_over(
+                &DEVICE.parse().unwrap(),
+                &"a".parse().unwrap(),
+                "m1",
+                None,
+                secret("m1")
+            )
             .is_err()
     );
 }
@@ -163,7 +176,13 @@ fn a_device_that_another_vm_has_is_not_handed_over() {
     let lender = Running::new();
     let (mut other, _registers) = lender.borrow(DEVICE, "b");
     let error = tool(&lender)
-        .hand_over(&DEVICE.parse().unwrap(), &"a".parse().unwrap(), "m1", None)
+        .hand_over(
+            &DEVICE.parse().unwrap(),
+            &"a".parse().unwrap(),
+            "m1",
+            None,
+            secret("m1"),
+        )
         .unwrap_err()
         .to_string();
     assert!(error.contains("borrowed by VM b"), "{error}");
@@ -183,7 +202,7 @@ fn a_restarted_lender_knows_of_it() {
     assert_eq!(refusal(&lender, "b", None).0, ErrorKind::Busy);
     assert_eq!(hand_over(&lender, "m1", None), fence);
     let (peer, _registers) = borrow(&lender, Some(fence));
-    assert!(peer.generation > fence);
+    assert!(peer.generation > fence.generation);
 }
 
 #[test]
@@ -195,6 +214,7 @@ fn ids_that_make_no_sense_are_refused() {
         vm: vm.to_owned(),
         migration: migration.to_owned(),
         supersedes: None,
+        secret: secret("m1"),
     };
     let name = "VM name \"../a\"";
     let mut peer = lender.hello("tool");
@@ -217,7 +237,7 @@ fn ids_that_make_no_sense_are_refused() {
 #[test]
 fn a_generation_that_was_never_issued_is_refused_and_leaves_nothing() {
     let lender = Running::new();
-    let never = Some(Generation(u64::MAX));
+    let never = Some(held(u64::MAX, "m1"));
     let (kind, message) = refusal(&lender, "a", never);
     assert_eq!(kind, ErrorKind::Fenced, "{message}");
     assert!(
@@ -225,19 +245,25 @@ fn a_generation_that_was_never_issued_is_refused_and_leaves_nothing() {
         "{message}"
     );
     let error = tool(&lender)
-        .hand_over(&DEVICE.parse().unwrap(), &"b".parse().unwrap(), "m1", never)
+        .hand_over(
+            &DEVICE.parse().unwrap(),
+            &"b".parse().unwrap(),
+            "m1",
+            never,
+            secret("m1"),
+        )
         .unwrap_err();
     assert!(error.to_string().contains("not issued"), "{error}");
 
     assert_eq!(lender.status(DEVICE).entry.fences, []);
     let (first, _registers) = borrow(&lender, None);
-    let ahead = Some(Generation(first.generation.0 + 1));
+    let ahead = Some(held(first.generation.0 + 1, "m1"));
     let (_, message) = refusal(&lender, "b", ahead);
     assert!(message.contains("not issued"), "{message}");
     let generation = first.generation;
     drop(first);
     lender.wait_until_free(DEVICE);
-    let (second, _registers) = borrow(&lender, Some(generation));
+    let (second, _registers) = borrow(&lender, Some(held(generation.0, "m1")));
     assert_eq!(second.generation.0, generation.0 + 1);
 }
 
@@ -253,7 +279,7 @@ fn a_state_file_that_names_the_last_generation_costs_that_device_alone() {
     let text = format!("{}{}{}", &text[..start], u64::MAX, &text[end..]);
     std::fs::write(&state, text).unwrap();
     lender.restart();
-    let (kind, message) = refusal(&lender, "a", Some(Generation(u64::MAX)));
+    let (kind, message) = refusal(&lender, "a", Some(held(u64::MAX, "m1")));
     assert_eq!(kind, ErrorKind::Internal);
     assert!(message.contains("no generation is left"), "{message}");
     let _other = lender.borrow("dma1", "b");
@@ -269,8 +295,9 @@ fn fences_are_bounded_and_all_devices_stay_listed() {
         let device = DEVICE.parse().unwrap();
         // The longest names.
         let vm = format!("vm{n:046}").parse().unwrap();
-        let fence = tool.hand_over(&device, &vm, &format!("m{n:063}"), None);
-        tool.end_reservation(&device).unwrap();
+        let migration = format!("m{n:063}");
+        let fence = tool.hand_over(&device, &vm, &migration, None, secret(&migration));
+        tool.end_reservation(&device, None).unwrap();
         fence
     };
     for n in 0..MAX_FENCES {

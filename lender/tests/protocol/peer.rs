@@ -21,7 +21,7 @@ use farside_lender::{
 };
 use farside_lender_protocol::{
     Address, Channel, ChannelError, Client, DeviceStatus, Envelope, ErrorKind, Generation,
-    RemoteError, Reply, Request, Route, VERSION,
+    HeldFence, RemoteError, Reply, Request, Route, Secret, VERSION,
     registers::{Access, Event},
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
@@ -35,6 +35,22 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     while !done() {
         assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
         std::thread::yield_now();
+    }
+}
+
+/// The secret of the fence that a migration asks for in these tests.
+pub fn secret(migration: &str) -> Secret {
+    let bits = migration
+        .bytes()
+        .fold(0, |bits, byte| bits << 8 | u128::from(byte));
+    format!("{bits:032x}").try_into().unwrap()
+}
+
+/// A fence that a migration asked for.
+pub fn held(generation: u64, migration: &str) -> HeldFence {
+    HeldFence {
+        generation: Generation(generation),
+        secret: Some(secret(migration)),
     }
 }
 
@@ -256,7 +272,7 @@ impl Peer {
     pub fn borrow_under(
         &mut self,
         device: &str,
-        fence: Option<Generation>,
+        fence: Option<HeldFence>,
     ) -> Result<Channel, RemoteError> {
         let sram = memory(SRAM_SIZE);
         let device = device.parse().unwrap();

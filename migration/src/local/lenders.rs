@@ -1,7 +1,9 @@
 //! The lenders of a VM's configuration.
 
 use farside_daemon::{DeviceId, VmName};
-use farside_lender_protocol::{Address, CallError, Client, ErrorKind as Remote, Generation};
+use farside_lender_protocol::{
+    Address, CallError, Client, ErrorKind as Remote, Generation, HeldFence, Secret,
+};
 use farside_vm_config::ram_ranges;
 
 use super::{LocalHost, config_of, is_libvirt};
@@ -46,10 +48,11 @@ impl Lenders for LocalHost {
         device: &DeviceId,
         vm: &VmName,
         migration: &str,
-        supersedes: Option<Generation>,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
     ) -> Result<Generation> {
         let mut client = Client::connect(lender, None)?;
-        Ok(client.hand_over(device, vm, migration, supersedes)?)
+        Ok(client.hand_over(device, vm, migration, supersedes, secret)?)
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_lender_protocol::{Fence, Fences, Generation};
+use farside_lender_protocol::{Fence, Fences, Generation, Secret};
 use farside_migration::{
     Arrival, Configuration, Error, ErrorKind, Journal, MovedMarker, Mover, Peer, Plan, Reply,
     Request, Result, Runner, Store, Strategy, resume_here,
@@ -42,6 +42,8 @@ struct Device {
     lease: Option<(&'static str, Generation)>,
     generation: u64,
     fence: Option<Fence>,
+    /// Of the fence.
+    secret: Option<Secret>,
 }
 
 #[derive(Default)]
@@ -186,12 +188,8 @@ impl World {
     /// Whether the lender would lend a free device to the VM on `host` in its current
     /// state.
     pub fn may_borrow(&self, host: &str, id: &str) -> bool {
-        let shown = self.files(host, |files| files.fences.of(id));
         let devices = self.devices.borrow();
-        match &devices[id].fence {
-            Some(fence) => shown.unwrap_or_default() >= fence.generation,
-            None => true,
-        }
+        self.may_borrow_of(host, id, &devices[id])
     }
 
     /// Whether a free device is refused to other VMs.
@@ -242,8 +240,12 @@ impl World {
 impl World {
     fn may_borrow_of(&self, host: &str, id: &str, device: &Device) -> bool {
         let shown = self.files(host, |files| files.fences.of(id));
-        let fence = device.fence.as_ref().map(|fence| fence.generation);
-        shown.unwrap_or_default() >= fence.unwrap_or_default()
+        let Some(fence) = &device.fence else {
+            return true;
+        };
+        shown.is_some_and(|shown| {
+            shown.generation >= fence.generation && shown.secret == device.secret
+        })
     }
 }
 

@@ -15,7 +15,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, Fences, Generation, IrqUpdate, RamRange,
+    BarOwner, CallError, Client, Described, DeviceEntry, Fences, HeldFence, IrqUpdate, RamRange,
 };
 
 use super::{
@@ -297,7 +297,7 @@ impl Borrower {
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
-        let shown = self.fence()?;
+        let shown = self.fence()?.map(|fence| fence.generation);
         let entry = self.when_left(&mut client)?;
         if let Some(fence) = entry.fence(vm)
             && shown.unwrap_or_default() < fence.generation
@@ -332,7 +332,7 @@ impl Borrower {
 
     /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
     /// repeatedly while its backend runs.
-    fn fence(&self) -> Result<Option<Generation>, WorkError> {
+    fn fence(&self) -> Result<Option<HeldFence>, WorkError> {
         let Some(path) = &self.settings.fences else {
             return Ok(None);
         };

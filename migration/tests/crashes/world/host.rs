@@ -3,7 +3,7 @@
 use std::{rc::Rc, time::Duration};
 
 use farside_daemon::{DeviceId, VmName};
-use farside_lender_protocol::{Address, Fence, Fences, Generation};
+use farside_lender_protocol::{Address, Fence, Fences, Generation, HeldFence, Secret};
 use farside_migration::{
     Configuration, Error, ErrorKind, FoundDevice, HostFacts, Identity, Journal, Lenders,
     MovedMarker, Result, RunState, Runner, Store, check::Facts,
@@ -273,19 +273,25 @@ impl Lenders for FakeHost {
         id: &DeviceId,
         vm: &VmName,
         migration: &str,
-        supersedes: Option<Generation>,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
     ) -> Result<Generation> {
         self.world.call(|| {
             let mut devices = self.world.devices.borrow_mut();
             let device = devices.get_mut(id.as_str()).unwrap();
             if let Some(fence) = &device.fence {
                 if fence.migration == migration {
+                    assert_eq!(device.secret, Some(secret), "{migration} was repeated");
                     return Ok(fence.generation);
                 }
-                if fence.generation > supersedes.unwrap_or_default() {
+                if supersedes.is_none_or(|held| held.generation < fence.generation) {
                     return Err(Error::new(ErrorKind::Lender, "handed over since"));
                 }
+                // A network peer needs it; only after the loss of a host nobody has it.
+                let proof = supersedes.and_then(|held| held.secret);
+                assert!(proof.is_none() || proof == device.secret, "{migration}");
             }
+            device.secret = Some(secret);
             device.generation += 1;
             let generation = Generation(device.generation);
             device.fence = Some(Fence {
