@@ -10,7 +10,8 @@
 //!   (`sd_listen_fds(3)`).
 //! - [`OwnedListener`]: a listening UNIX socket and its path.
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
-//! - [`user_id`], [`user_name`]: the users of this host.
+//! - [`user_id`], [`user_name`]: the users of this host. [`peer_credentials`]: the user and process
+//!   at the other end of a UNIX socket.
 //! - [`ready`], [`status`], [`stopping`]: readiness and a status line
 //!   (`sd_notify(3)`). No-ops without a service manager.
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
@@ -33,6 +34,7 @@ mod lock;
 mod names;
 mod network;
 mod open_files;
+mod peer;
 mod rate_limit;
 mod readiness;
 mod user;
@@ -46,6 +48,7 @@ pub use lock::{FileLock, Holder, LockError};
 pub use names::{DeviceId, GroupName, LenderName, NameError, VmName};
 pub use network::is_private;
 pub use open_files::raise_open_files;
+pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{ready, status, stopping};
 pub use user::{UserError, user_id, user_name};

@@ -14,7 +14,8 @@ pub enum Identity {
     User {
         /// Its effective uid.
         uid: u32,
-        /// Its process id, for messages only: it may have been reused since.
+        /// Its process id, for messages only: it may have been reused since. 0 in a PID namespace that
+        /// this process does not see.
         pid: i32,
     },
     /// A peer at a TCP port. Nothing authenticates the address.

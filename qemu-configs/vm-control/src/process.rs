@@ -13,11 +13,11 @@ use std::{
     time::Instant,
 };
 
+use farside_daemon::peer_credentials;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{OFlags, major, minor},
     io::Errno,
-    net::sockopt::socket_peercred,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
@@ -35,7 +35,8 @@ impl Process {
     /// The peer process of a connected UNIX socket. The PID is certain if the peer answers on that
     /// socket afterwards: it was alive when the pidfd was opened.
     pub(crate) fn of_peer(socket: impl AsFd) -> io::Result<Self> {
-        let pid = socket_peercred(socket)?.pid;
+        let unseen = || io::Error::other("its process is in another PID namespace");
+        let pid = peer_credentials(&socket)?.pid.ok_or_else(unseen)?;
         Self::open(pid)
     }
 

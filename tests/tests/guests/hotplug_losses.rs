@@ -118,7 +118,7 @@ pub fn a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends(
 
 /// Whether QEMU reported an error of the backend's connection that it does not survive.
 fn ended_with_backend(log: &str) -> bool {
-    log.contains("error_setv") || log.contains("vfio_user_get_region_info: Unable to write")
+    log.contains("error_setv") || log.contains("Unable to write")
 }
 
 /// Detaches the device if QEMU has it without a backend. False if it must stay, because the

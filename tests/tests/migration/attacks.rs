@@ -196,7 +196,7 @@ pub fn a_full_lender_and_a_changed_journal_stop_it(stage: &Stage) -> Result<Comp
         (changed, "was changed"),
         (text[..text.len() / 2].to_owned(), "cut off or was changed"),
         (
-            text.replace("\"manifest\": 2", "\"manifest\": 7"),
+            text.replace("\"manifest\": 3", "\"manifest\": 7"),
             "manifest of version 7",
         ),
         (String::new(), "cut off or was changed"),

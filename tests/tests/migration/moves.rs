@@ -245,7 +245,7 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
     stage.refused("a", &["migration", "resume", VM], &["was changed"])?;
     fs::write(
         &journal,
-        before.replace("\"manifest\": 2", "\"manifest\": 7"),
+        before.replace("\"manifest\": 3", "\"manifest\": 7"),
     )?;
     stage.refused("a", &migrate, &["version 7"])?;
     fs::write(&journal, before)?;

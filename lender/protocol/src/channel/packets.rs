@@ -8,14 +8,16 @@ use std::{
     time::Duration,
 };
 
+use farside_daemon::{PeerCredentials, peer_credentials};
 use rustix::{
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
         SocketType, connect, recvmsg, sendmsg, socket_with, socketpair,
-        sockopt::{Timeout, set_socket_timeout, socket_peercred},
+        sockopt::{Timeout, set_socket_timeout},
     },
+    process::Pid,
 };
 use serde::Serialize;
 
@@ -76,19 +78,18 @@ impl Packets {
 
     /// The process that created the peer's socket.
     pub(super) fn peer(&self) -> String {
-        match socket_peercred(&self.socket) {
-            Ok(peer) => format!("process {}", peer.pid.as_raw_nonzero()),
-            Err(errno) => format!("unknown process ({errno})"),
+        match peer_credentials(&self.socket) {
+            Ok(PeerCredentials { pid: Some(pid), .. }) => format!("process {pid}"),
+            Ok(PeerCredentials { pid: None, uid }) => format!("a process of uid {uid}"),
+            Err(error) => format!("unknown process ({error})"),
         }
     }
 
     /// The user of that process.
     pub(super) fn identity(&self) -> io::Result<Identity> {
-        let peer = socket_peercred(&self.socket)?;
-        Ok(Identity::User {
-            uid: peer.uid.as_raw(),
-            pid: peer.pid.as_raw_nonzero().get(),
-        })
+        let PeerCredentials { uid, pid } = peer_credentials(&self.socket)?;
+        let pid = Pid::as_raw(pid);
+        Ok(Identity::User { uid, pid })
     }
 
     /// Sends without blocking. Returns `false` if the peer's queue is full.
