@@ -321,7 +321,7 @@ impl FenceBook {
             devices,
         };
         let text = serde_json::to_vec_pretty(&kept).map_err(internal)?;
-        files::replace_secret(path, &text).map_err(internal)?;
+        files::replace_private(path, &text).map_err(internal)?;
         self.devices = kept.devices;
         Ok(())
     }
@@ -332,7 +332,7 @@ fn unproven(device: &DeviceId, fence: &Fence) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Denied,
         message: format!(
-            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; root and the lender's user take the device back at its UNIX socket, with `farside migration claim {}` on the lender's host",
+            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; at the lender's UNIX socket, root and the lender's user need none (`farside migration claim {}`); if a host that borrows at a TCP port is lost, stop the lender and remove the fence from its state file",
             fence.generation, fence.vm, fence.migration, fence.vm
         ),
     }

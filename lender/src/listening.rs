@@ -6,7 +6,7 @@
 //! configuration explicitly allows others.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fs::{Permissions, metadata, set_permissions},
     io,
     net::{SocketAddr, ToSocketAddrs},
@@ -37,6 +37,13 @@ const MAX_PEERS: usize = 256;
 /// locks out the others.
 const MAX_PEERS_OF_USER: usize = 64;
 
+/// How many more peers root and the lender's own user may have.
+const MAX_OPERATORS: usize = 64;
+
+/// All users that no rule names, who can be told so, but have the places of one user. No user has
+/// this uid (`chown(2)`).
+const UNNAMED: u32 = u32::MAX;
+
 /// Limits the log lines that peers without a lease cause. Per listener, so that a flood on a TCP
 /// port does not suppress lines about this host's peers.
 #[derive(Default)]
@@ -57,7 +64,9 @@ pub(crate) struct PeerLines {
 #[derive(Default)]
 struct Peers {
     connected: AtomicUsize,
-    /// By uid, without root and the lender's own user.
+    /// Users that a rule names.
+    named: BTreeSet<u32>,
+    /// By uid, without root and the lender's own user; [`UNNAMED`] for all users that no rule names.
     of_users: Mutex<HashMap<u32, usize>>,
     lines: PeerLines,
 }
@@ -81,18 +90,21 @@ impl PeerListener {
         config: &Config,
         mut activated: Activated,
     ) -> Result<Vec<Self>, StartError> {
-        let mut listeners = vec![Self::new(open_socket(&config.socket, &mut activated)?)];
+        let socket = open_socket(&config.socket, &mut activated)?;
+        let mut listeners = vec![Self::new(socket, named(config))];
         admit_borrowers(config)?;
         let ports = activated.take_ports();
         for address in &config.listen {
             if !ports.iter().any(|(_, at)| is_there(*at, address)) {
-                listeners.push(Self::new(open_port(address, config.listen_plain)?));
+                let port = open_port(address, config.listen_plain)?;
+                listeners.push(Self::new(port, BTreeSet::new()));
             }
         }
         for (socket, at) in ports {
             let listener = Listener::adopt_tcp(socket, at);
             let address = listener.address();
-            listeners.push(Self::new(checked(listener, &address, config.listen_plain)?));
+            let port = checked(listener, &address, config.listen_plain)?;
+            listeners.push(Self::new(port, BTreeSet::new()));
         }
         activated.finish(&format!(
             "what this lender listens at ({}, and TCP ports)",
@@ -101,10 +113,14 @@ impl PeerListener {
         Ok(listeners)
     }
 
-    fn new(listener: Listener) -> Self {
+    fn new(listener: Listener, named: BTreeSet<u32>) -> Self {
+        let peers = Peers {
+            named,
+            ..Peers::default()
+        };
         Self {
             listener,
-            peers: Arc::default(),
+            peers: Arc::new(peers),
         }
     }
 
@@ -169,13 +185,20 @@ fn admit_borrowers(config: &Config) -> Result<(), StartError> {
     };
     let owner = metadata(path).map_err(|source| failed(path, source))?.uid();
     let known = [0, rustix::process::geteuid().as_raw(), owner];
-    let rules = config.device.iter().flat_map(|device| &device.borrowers);
-    let is_other =
-        |rule: &Borrower| matches!(rule, Borrower::User { uid, .. } if !known.contains(uid));
-    if !rules.into_iter().any(is_other) {
+    if named(config).iter().all(|uid| known.contains(uid)) {
         return Ok(());
     }
-    set_permissions(path, Permissions::from_mode(0o666)).map_err(|source| failed(path, source))?;
+    const EVERY_USER: u32 = 0o666;
+    // A socket of the service manager's may be another user's, who set its mode.
+    if metadata(path)
+        .map_err(|source| failed(path, source))?
+        .mode()
+        & EVERY_USER
+        != EVERY_USER
+    {
+        let mode = Permissions::from_mode(EVERY_USER);
+        set_permissions(path, mode).map_err(|source| failed(path, source))?;
+    }
     // The directories above may hold more than farside's sockets: their modes are not changed.
     for (above, directory) in path.ancestors().skip(1).enumerate() {
         // Of a relative path.
@@ -199,6 +222,16 @@ fn admit_borrowers(config: &Config) -> Result<(), StartError> {
         );
     }
     Ok(())
+}
+
+/// The users that a rule names.
+fn named(config: &Config) -> BTreeSet<u32> {
+    let rules = config.device.iter().flat_map(|device| &device.borrowers);
+    let uid = |rule: &Borrower| match rule {
+        Borrower::User { uid, .. } => Some(*uid),
+        Borrower::Network => None,
+    };
+    rules.filter_map(uid).collect()
 }
 
 fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
@@ -247,14 +280,17 @@ pub(crate) struct Counted {
 impl Counted {
     /// Counts a peer, or fails with the limit that is reached.
     fn new(peers: &Arc<Peers>, identity: &Identity) -> Result<Self, String> {
-        if peers.connected.load(Ordering::Relaxed) >= MAX_PEERS {
-            return Err(format!("{MAX_PEERS} peers"));
-        }
         let own = [0, rustix::process::geteuid().as_raw()];
-        let user = match identity {
-            Identity::User { uid, .. } if !own.contains(uid) => Some(*uid),
-            Identity::User { .. } | Identity::Network { .. } => None,
+        let (user, most) = match identity {
+            Identity::User { uid, .. } if own.contains(uid) => (None, MAX_PEERS + MAX_OPERATORS),
+            Identity::User { uid, .. } if peers.named.contains(uid) => (Some(*uid), MAX_PEERS),
+            // One user may have many uids (`subuid(5)`).
+            Identity::User { .. } => (Some(UNNAMED), MAX_PEERS),
+            Identity::Network { .. } => (None, MAX_PEERS),
         };
+        if peers.connected.load(Ordering::Relaxed) >= most {
+            return Err(format!("{most} peers"));
+        }
         if let Some(uid) = user {
             let mut of_users = peers.of_users();
             let count = of_users.entry(uid).or_default();

@@ -77,7 +77,10 @@ pub enum StartError {
         source: io::Error,
     },
     /// The users that `borrowers` names cannot be allowed to connect.
-    #[error("cannot allow other users to connect to {path}", path = path.display())]
+    #[error(
+        "cannot allow the users in `borrowers` to connect to {path}: give the socket mode 0666 (SocketMode= of its systemd unit)",
+        path = path.display()
+    )]
     Admit {
         /// The socket or its directory.
         path: std::path::PathBuf,

@@ -53,9 +53,15 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace_by(path, bytes, create)
 }
 
-/// As [`replace`], for a file that only its owner may read. Root gives it to the user to whom the
-/// lowest directory above belongs that is not root's: that of the systemd units, whose backends
-/// read it.
+/// As [`replace`], for a file that only this user may read.
+pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_by(path, bytes, |directory, fresh| {
+        create_in(directory, fresh, 0o600)
+    })
+}
+
+/// As [`replace_private`], for a backend of this host. Root gives the file to the user to whom the
+/// lowest directory above belongs that is not root's: that of the systemd units.
 pub fn replace_secret(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace_by(path, bytes, |fresh| {
         let file = create_with(fresh, 0o600)?;
@@ -162,6 +168,19 @@ mod tests {
             assert_eq!(fs::read(at("state")).unwrap(), b"new");
             fs::remove_file(at("log")).unwrap();
         }
+    }
+
+    #[test]
+    fn a_private_file_stays_with_its_writer() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("state/lender.json");
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(directory.path(), Some(4_242_424), None).unwrap();
+        }
+        replace_private(&path, b"a secret").unwrap();
+        let meta = fs::metadata(&path).unwrap();
+        let user = rustix::process::geteuid().as_raw();
+        assert_eq!((meta.mode() & 0o777, meta.uid()), (0o600, user));
     }
 
     #[test]

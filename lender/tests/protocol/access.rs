@@ -20,7 +20,9 @@ const MALLORY: u32 = 4_242_002;
 /// Runs `peer` as another user. Only root can: otherwise returns `None`.
 fn as_user<T: Send>(uid: u32, peer: impl FnOnce() -> T + Send) -> Option<T> {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("not run: only root can connect as another user");
+        let thread = std::thread::current();
+        let test = thread.name().unwrap_or_default();
+        println!("skipped: {test}: only root can connect as another user");
         return None;
     }
     std::thread::scope(|scope| {
@@ -210,6 +212,23 @@ fn a_crowd_of_one_user_locks_no_other_user_out() {
             peer.try_hello(VERSION).is_ok()
         });
     });
+}
+
+#[test]
+fn a_crowd_of_uids_locks_nobody_out_whom_a_rule_names() {
+    raise_open_files();
+    let lender = Running::lending(&[&["user=4242001"]]);
+    let socket = lender.socket().into();
+    let first = as_user(MALLORY, || {
+        let greet = |_| Peer::connect(&socket).greeted("a");
+        (0..MAX_PEERS_OF_USER).map(greet).collect::<Vec<_>>()
+    });
+    // Every other uid without a rule shares the places of the first.
+    as_user(MALLORY + 1, || Peer::connect(&socket).expect_closed());
+    for uid in [ALICE, 0] {
+        as_user(uid, || drop(Peer::connect(&socket).greeted("a")));
+    }
+    drop(first);
 }
 
 /// A network peer's handover of the device from VM `a`.
