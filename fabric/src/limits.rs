@@ -281,25 +281,6 @@ pub enum LimitError {
         /// What to do.
         remedy: Remedy,
     },
-    /// A VM has as many LUT entries as one VM may.
-    #[error(
-        "no room for {} of windows: they need {needed} LUT entries, and the VM uses {used} of the \
-         {limit} that one VM may have ({entries} less an eighth for other VMs); give the VM less \
-         RAM, return one of its devices, or raise bar-size",
-        Size(*bytes)
-    )]
-    Share {
-        /// Bytes of the windows.
-        bytes: u64,
-        /// LUT entries they need.
-        needed: u64,
-        /// LUT entries that the VM uses.
-        used: u32,
-        /// Most entries of one VM.
-        limit: u32,
-        /// Entries of the LUT.
-        entries: u32,
-    },
     /// A peer address is not aligned as the adapter needs.
     #[error(
         "peer address {peer_address} is not a multiple of {}, the alignment of the NTB's translation",

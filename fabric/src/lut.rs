@@ -24,11 +24,11 @@ impl Lut {
         }
     }
 
-    /// Takes the lowest free run of `entries` (at least one) below the entry `end` for a window of
+    /// Takes the lowest free run of `entries` (at least one) for a window of
     /// `bytes`; returns its first entry, or `None` when no run is long enough.
-    pub(crate) fn take(&mut self, entries: u64, end: u32, bytes: u64) -> Option<u32> {
+    pub(crate) fn take(&mut self, entries: u64, bytes: u64) -> Option<u32> {
         let entries = u32::try_from(entries).ok().filter(|&entries| entries > 0)?;
-        let (first, _) = self.free_runs(end).find(|&(_, len)| len >= entries)?;
+        let (first, _) = self.free_runs().find(|&(_, len)| len >= entries)?;
         self.taken.insert(first, Taken { entries, bytes });
         Some(first)
     }
@@ -40,12 +40,12 @@ impl Lut {
 
     /// Entries that are free.
     pub(crate) fn free(&self) -> u32 {
-        self.free_runs(self.entries).map(|(_, len)| len).sum()
+        self.free_runs().map(|(_, len)| len).sum()
     }
 
-    /// Most consecutive entries below the entry `end` that are free.
-    pub(crate) fn largest_run(&self, end: u32) -> u32 {
-        self.free_runs(end).map(|(_, len)| len).max().unwrap_or(0)
+    /// Most consecutive entries that are free.
+    pub(crate) fn largest_run(&self) -> u32 {
+        self.free_runs().map(|(_, len)| len).max().unwrap_or(0)
     }
 
     /// Bytes of each window, in the order of entries.
@@ -53,22 +53,18 @@ impl Lut {
         self.taken.values().map(|taken| taken.bytes)
     }
 
-    /// Free runs below the entry `end`, as (first, entries), ascending.
-    fn free_runs(&self, end: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
+    /// Free runs as (first, entries), ascending.
+    fn free_runs(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let ends = self
             .taken
             .iter()
             .map(|(&first, taken)| (first, first + taken.entries));
         let mut at = 0;
         ends.chain([(self.entries, self.entries)])
-            .filter_map(move |(first, after)| {
+            .filter_map(move |(first, end)| {
                 let run = (at, first - at);
-                at = after;
+                at = end;
                 (run.1 > 0).then_some(run)
-            })
-            .map_while(move |(first, len)| {
-                let below = end.checked_sub(first).filter(|below| *below > 0)?;
-                Some((first, len.min(below)))
             })
     }
 }
@@ -90,7 +86,7 @@ mod tests {
             let mut held: Vec<(u32, u32)> = Vec::new();
             for (take, entries, pick) in steps {
                 if take {
-                    match lut.take(entries, ENTRIES, entries * 4096) {
+                    match lut.take(entries, entries * 4096) {
                         Some(first) => {
                             let run = first as usize..first as usize + entries as usize;
                             prop_assert!(run.end <= taken.len());
@@ -110,13 +106,12 @@ mod tests {
                 }
                 prop_assert_eq!(lut.free() as usize, taken.iter().filter(|t| !**t).count());
                 let longest = taken.split(|&t| t).map(<[bool]>::len).max().unwrap_or(0);
-                prop_assert_eq!(lut.largest_run(ENTRIES) as usize, longest);
+                prop_assert_eq!(lut.largest_run() as usize, longest);
             }
             for (first, _) in held {
                 lut.give_back(first);
             }
-            prop_assert_eq!(lut.largest_run(ENTRIES), ENTRIES);
-            prop_assert_eq!(lut.largest_run(7), 7);
+            prop_assert_eq!(lut.largest_run(), ENTRIES);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::{
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FaultSummary, LenderPath, PeerAddress,
+    FaultSummary, LenderPath, PeerAddress, fits,
     memory::SharedMemory,
     soft::{Adapter, Path},
 };
@@ -68,14 +68,9 @@ impl ModelDevice {
     }
 
     /// Attaches the device to the fabric, with the borrower's memory as its BARs.
-    fn attach(
-        &mut self,
-        route: Route,
-        vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
-    ) -> Result<Path, RemoteError> {
+    fn attach(&mut self, route: Route, bar_memory: Vec<OwnedFd>) -> Result<Path, RemoteError> {
         local(route)?;
-        let path = self.adapter.attach(&self.id).map_err(refused)?.of_vm(vm);
+        let path = self.adapter.attach(&self.id).map_err(refused)?;
         if let Err(error) = self.take_bar_memory(bar_memory) {
             self.drop_bar_memory();
             return Err(error);
@@ -97,18 +92,18 @@ impl DeviceSource for ModelDevice {
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
         local(route)?;
         let spans: Vec<u64> = ram.iter().map(|range| range.len).collect();
-        self.adapter.fits(&spans).map_err(limit)?;
+        fits(&spans, self.adapter.limits()).map_err(limit)?;
         Ok(())
     }
 
     fn lease(
         mut self: Box<Self>,
         route: Route,
-        vm: &VmName,
+        _vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bars = vec![BarMemory::Borrowers; bar_memory.len()];
-        match self.attach(route, vm, bar_memory) {
+        match self.attach(route, bar_memory) {
             Ok(path) => Ok(Leased {
                 device: Box::new(LeasedModel {
                     path,

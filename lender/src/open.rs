@@ -113,12 +113,6 @@ pub(crate) fn open(
         }
         log::info!("lending {id} ({})", source.described().description.summary);
     }
-    if devices.len() > 1 {
-        adapter.reserve_for_others();
-        if let Some(ntb) = &ntb {
-            ntb.adapter().reserve_for_others();
-        }
-    }
     Ok(Opened {
         devices,
         fault_reader,

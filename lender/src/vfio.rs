@@ -205,7 +205,6 @@ impl VfioDevice {
     fn dma_path(
         &self,
         route: Route,
-        vm: &VmName,
         function: &Arc<Function>,
     ) -> Result<(DmaPath, Vec<BarMemory>, Vec<OwnedFd>), RemoteError> {
         let with_areas = (0u8..)
@@ -224,7 +223,7 @@ impl VfioDevice {
             Route::Ntb => {
                 let adapter = adapter(self.ntb.as_ref())?;
                 let path = adapter.attach(&self.id, Arc::clone(function));
-                let mut path = path.map_err(internal)?.of_vm(vm);
+                let mut path = path.map_err(internal)?;
                 let exported = path.export_bars().map_err(internal)?;
                 bars.extend(
                     with_areas.map(|(bar, _)| match exported.peer_address_of(bar) {
@@ -292,7 +291,7 @@ impl DeviceSource for VfioDevice {
             });
         }
         let opened = self.open_clean().and_then(|function| {
-            let path = self.dma_path(route, vm, &function)?;
+            let path = self.dma_path(route, &function)?;
             let irqs = FunctionIrqs::new(&self.described.description, Arc::clone(&function))?;
             Ok((function, path, irqs))
         });

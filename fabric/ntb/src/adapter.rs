@@ -246,11 +246,6 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(needed)
     }
 
-    /// See [`NtbTables::reserve_for_others`].
-    pub fn reserve_for_others(&self) {
-        self.state().tables.reserve_for_others();
-    }
-
     /// Readable when events are pending; take them with [`Adapter::take_events`].
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.shared.event.as_fd()
@@ -312,16 +307,15 @@ impl<F: FunctionOps> Adapter<F> {
         })
     }
 
-    /// Allocates LUT entries for a window of `bytes` of the VM `owner`, and programs them to
-    /// translate to `peer_address`.
+    /// Allocates LUT entries for a window of `bytes` and programs them to translate to
+    /// `peer_address`.
     pub(crate) fn open_run(
         &self,
-        owner: &str,
         peer_address: PeerAddress,
         bytes: u64,
     ) -> Result<LutRun<F>, NtbError> {
         let mut state = self.state();
-        let range = state.tables.take_window(owner, peer_address, bytes)?;
+        let range = state.tables.take_window(peer_address, bytes)?;
         if let Err(error) = state.driver.set_window(range, peer_address) {
             state.tables.give_back_window(range);
             return Err(error);

@@ -127,9 +127,6 @@ impl<F: FunctionOps> Drop for BorrowerNtb<F> {
     }
 }
 
-/// The owner of windows onto BARs.
-const BARS: &str = "BARs";
-
 /// A window through which this host's CPUs access memory of the peer host: a part of this host's
 /// window BAR. Closed on drop; mappings of it in other processes are not translated then.
 pub struct BarWindow<F: FunctionOps = Function> {
@@ -153,7 +150,7 @@ impl<F: FunctionOps> Adapter<F> {
     ) -> Result<BarWindow<F>, NtbError> {
         self.check_link()?;
         AddressRange::new(peer_address, len)?;
-        let run = self.open_run(BARS, peer_address, len)?;
+        let run = self.open_run(peer_address, len)?;
         Ok(BarWindow {
             run,
             peer_address,

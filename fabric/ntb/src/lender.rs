@@ -24,8 +24,6 @@ use crate::{Adapter, NtbError};
 /// mappings.
 pub struct LenderNtb<F: FunctionOps = Function> {
     device: Arc<F>,
-    /// The VM that the windows count for.
-    owner: String,
     windows: RangeTable<Iova, LutRun<F>>,
     export: Option<Export<F>>,
     flusher: Flusher,
@@ -44,7 +42,6 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(LenderNtb {
             requester: self.add_requester(name, device.bdf().requester_id())?,
             device,
-            owner: name.to_owned(),
             windows: RangeTable::default(),
             export: None,
             flusher: Flusher {
@@ -56,12 +53,6 @@ impl<F: FunctionOps> Adapter<F> {
 }
 
 impl<F: FunctionOps> LenderNtb<F> {
-    /// The windows count for `vm`, which may have other devices, instead of for this device.
-    pub fn of_vm(mut self, vm: &str) -> Self {
-        vm.clone_into(&mut self.owner);
-        self
-    }
-
     /// The adapter that it goes through.
     pub fn adapter(&self) -> &Adapter<F> {
         self.requester.adapter()
@@ -154,7 +145,7 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
         self.windows.check(range)?;
         // Program the entries first, then map the window BAR. Dropping `run` clears them if that
         // fails.
-        let run = self.adapter().open_run(&self.owner, peer_address, len)?;
+        let run = self.adapter().open_run(peer_address, len)?;
         let bus = self.bus(&run);
         let (lut, offset) = (run.range(), run.offset());
         let window = self.adapter().window();

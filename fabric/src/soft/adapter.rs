@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::Path;
 use crate::{
-    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, NtbUse,
-    PeerAddress, WindowUse,
+    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress,
+    WindowUse,
 };
 
 /// An NTB adapter in software, with an adapter's limits. A clone is another
@@ -50,19 +50,6 @@ impl Adapter {
         self.tables().usage()
     }
 
-    /// See [`NtbTables::reserve_for_others`].
-    pub fn reserve_for_others(&self) {
-        self.tables().reserve_for_others();
-    }
-
-    /// See [`NtbTables::fits`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn fits(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
-        self.tables().fits(spans)
-    }
-
     /// Creates a path for `device`: allocates only a requester entry. Dropping the path releases
     /// its resources.
     ///
@@ -75,7 +62,6 @@ impl Adapter {
             Requester {
                 adapter: self.clone(),
                 entry,
-                owner: device.to_owned(),
             },
         ))
     }
@@ -94,8 +80,6 @@ impl Adapter {
 pub(super) struct Requester {
     adapter: Adapter,
     entry: usize,
-    /// The VM that its windows count for.
-    pub(super) owner: String,
 }
 
 impl Requester {
@@ -105,9 +89,7 @@ impl Requester {
         peer_address: PeerAddress,
         bytes: u64,
     ) -> Result<LutRun, FabricError> {
-        let mut tables = self.adapter.tables();
-        let range = tables.take_window(&self.owner, peer_address, bytes)?;
-        drop(tables);
+        let range = self.adapter.tables().take_window(peer_address, bytes)?;
         let offset = u64::from(range.first) * self.adapter.limits().segment();
         Ok(LutRun {
             adapter: self.adapter.clone(),

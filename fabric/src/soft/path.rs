@@ -68,12 +68,6 @@ impl Path {
         }
     }
 
-    /// The windows count for `vm`, which may have other devices, instead of for this device.
-    pub fn of_vm(mut self, vm: &str) -> Self {
-        vm.clone_into(&mut self.requester.owner);
-        self
-    }
-
     /// The device's refused DMAs. The log outlives the path.
     pub fn faults(&self) -> &Arc<FaultLog> {
         &self.faults
