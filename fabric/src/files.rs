@@ -13,16 +13,16 @@ use crate::{
 
 /// The files that a borrower shares as memory, within its [`Quota`](crate::Quota).
 ///
-/// A file is mapped once, whole, however many ranges of it are mapped: a mapping of a domain then
-/// costs no mapping of this process. It stays mapped as long as any of those ranges.
+/// A file is mapped for writing once, whole, however many ranges of it are mapped: a mapping of a
+/// domain then costs no mapping of this process. It stays mapped as long as any of those ranges. A
+/// range for reading only, such as firmware in guest RAM, is mapped by itself: the file would count
+/// twice.
 #[derive(Debug)]
 pub struct SharedFiles {
     quota: SharedQuota,
-    mapped: BTreeMap<Key, Weak<MappedFile>>,
+    /// Those mapped for writing, by file system and inode number.
+    mapped: BTreeMap<(u64, u64), Weak<MappedFile>>,
 }
-
-/// A file, and whether it is mapped for writing.
-type Key = ((u64, u64), bool);
 
 impl SharedFiles {
     /// No files yet.
@@ -46,7 +46,11 @@ impl SharedFiles {
             source,
         };
         let backing = Backing::check(&range.file, offset, len).map_err(failed)?;
-        let key = (backing.identity, range.writable);
+        if !range.writable {
+            let charge = self.quota.take(backing.len as u64)?;
+            return SharedMemory::map_counted(range, &backing, charge).map_err(failed);
+        }
+        let key = backing.identity;
         let mapped = self.mapped.get(&key).and_then(Weak::upgrade);
         // A file that has shrunk or grown is mapped anew.
         let mapped = mapped.filter(|mapped| !mapped.is_gone());
@@ -55,7 +59,7 @@ impl SharedFiles {
         }
         let whole = Backing::check(&range.file, 0, backing.file_size).map_err(failed)?;
         let charge = self.quota.take(whole.len as u64)?;
-        let mapped = MappedFile::new(&range.file, &whole, range.writable, Some(charge));
+        let mapped = MappedFile::new(&range.file, &whole, true, Some(charge));
         let mapped = mapped.map_err(failed)?;
         self.mapped.retain(|_, mapped| mapped.strong_count() > 0);
         self.mapped.insert(key, Arc::downgrade(&mapped));
@@ -199,6 +203,12 @@ mod tests {
         let rom = files.map(&rom).unwrap();
         assert_eq!(rom.slice(0, 1).unwrap().write(&[1]), 0);
         assert_eq!(writable.slice(0, 1).unwrap().write(&[1]), 1);
-        assert_eq!(quota.used_of().0.mappings, 2);
+        assert_eq!(
+            quota.used_of().0,
+            Budget {
+                bytes: MIB + PAGE_SIZE,
+                mappings: 2
+            }
+        );
     }
 }

@@ -146,11 +146,26 @@ impl SharedMemory {
 
     fn map_file(file: &File, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
         let backing = Backing::check(file, offset, len)?;
-        Ok(Arc::new(Self {
-            mapped: MappedFile::new(file, &backing, writable, None)?,
+        let mapped = MappedFile::new(file, &backing, writable, None)?;
+        Ok(Self::whole(mapped, &backing, len))
+    }
+
+    /// Maps `range`, whose check resulted in `backing`, for as long as `charge` counts.
+    pub(crate) fn map_counted(
+        range: &MemoryRange,
+        backing: &Backing,
+        charge: Charge,
+    ) -> io::Result<Arc<Self>> {
+        let mapped = MappedFile::new(&range.file, backing, range.writable, Some(charge))?;
+        Ok(Self::whole(mapped, backing, range.len))
+    }
+
+    fn whole(mapped: Arc<MappedFile>, backing: &Backing, len: u64) -> Arc<Self> {
+        Arc::new(Self {
+            mapped,
             skip: backing.skip,
             len: len as usize, // no more than is mapped
-        }))
+        })
     }
 
     /// Bytes mapped.
