@@ -14,6 +14,7 @@ use farside_guest_agent::{PORT_NAME, SKIP_MODULES_OPTION};
 use tempfile::TempDir;
 
 use super::{Vm, kernel_args, qemu_log, serial_log};
+use crate::accel::TCG_HOST_CPU;
 use crate::archive::Archive;
 use crate::host_vm;
 use crate::process::Process;
@@ -307,6 +308,10 @@ impl VmBuilder {
         .map(OsString::from)
         .into();
         args.extend(self.chosen_accel().args().map(OsString::from));
+        if self.chosen_accel() == Accel::Tcg && self.nested > 0 {
+            // Of two, the last one counts.
+            args.extend(["-cpu", TCG_HOST_CPU].map(OsString::from));
+        }
         if self.iommu {
             // Before all other devices: it applies only to those that follow.
             args.extend(["-device", VTD].map(OsString::from));
