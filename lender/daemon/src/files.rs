@@ -55,9 +55,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// As [`replace`], for a file that only this user may read.
 pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace_by(path, bytes, |directory, fresh| {
-        create_in(directory, fresh, 0o600)
-    })
+    replace_by(path, bytes, |fresh| create_with(fresh, 0o600))
 }
 
 /// As [`replace_private`], for a backend of this host. Root gives the file to the user to whom the
