@@ -17,7 +17,7 @@ pub struct NtbTables {
 }
 
 /// Consecutive LUT entries of one window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LutRange {
     /// The first of them.
     pub first: u32,

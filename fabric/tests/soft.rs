@@ -1,9 +1,11 @@
 //! The software fabric: each table refuses independently, limits are enforced, and all
 //! resources are released.
 
+use std::sync::{Arc, Mutex};
+
 use farside_fabric::{
     Access, BorrowerDomain, FabricError, Fault, FaultReason, Iova, LenderPath, LimitError,
-    MemoryRange, NtbLimits, PeerAddress,
+    MemoryRange, NtbLimits, NtbTables, PeerAddress,
     memory::create_sealed,
     soft::{Adapter, MAX_MAPPINGS, Path},
 };
@@ -12,7 +14,13 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 fn adapter() -> Adapter {
-    Adapter::new(NtbLimits::default()).expect("limits")
+    adapter_with_tables().0
+}
+
+fn adapter_with_tables() -> (Adapter, Arc<Mutex<NtbTables>>) {
+    let limits = NtbLimits::default();
+    let tables = Arc::new(Mutex::new(NtbTables::new(limits.clone()).expect("limits")));
+    (Adapter::with_tables(limits, tables.clone()), tables)
 }
 
 fn ram(len: u64) -> MemoryRange {
@@ -230,7 +238,7 @@ fn mappings_of_a_domain_are_bounded() {
 
 #[test]
 fn windows_are_counted_and_given_back() {
-    let adapter = adapter();
+    let (adapter, tables) = adapter_with_tables();
     let mut path = adapter.attach("nvme0").expect("attach");
     let low = path.open_window(iova(0), peer(0), 2 * GIB).expect("open");
     let high = path
@@ -246,25 +254,25 @@ fn windows_are_counted_and_given_back() {
         (usage.lender_pages.pages_1g, usage.lender_pages.pages_4k),
         (5, 1)
     );
-    assert_eq!(adapter.usage().lut_entries, 41);
+    assert_eq!(tables.lock().unwrap().usage().lut_entries, 41);
 
     let overlap = path
         .open_window(iova(GIB), peer(8 * GIB), GIB)
         .expect_err("overlap");
     assert!(matches!(overlap, FabricError::Overlap { .. }));
-    assert_eq!(adapter.usage().lut_entries, 41);
+    assert_eq!(tables.lock().unwrap().usage().lut_entries, 41);
     let missing = path
         .close_window(iova(GIB))
         .expect_err("no window begins there");
     assert!(matches!(missing, FabricError::NoWindow { .. }));
 
     path.close_window(iova(0)).expect("close");
-    assert_eq!(adapter.usage().lut_entries, 25);
+    assert_eq!(tables.lock().unwrap().usage().lut_entries, 25);
     path.close_all().expect("close");
-    assert_eq!(adapter.usage().lut_entries, 0);
+    assert_eq!(tables.lock().unwrap().usage().lut_entries, 0);
     path.open_window(iova(0), peer(0), GIB).expect("open");
     drop(path);
-    let usage = adapter.usage();
+    let usage = tables.lock().unwrap().usage();
     assert_eq!(
         (usage.windows, usage.lut_entries, usage.devices.len()),
         (0, 0, 0)
@@ -319,7 +327,7 @@ fn peer_addresses_are_aligned_as_the_adapter_needs() {
 
 #[test]
 fn thirty_devices_a_pair() {
-    let adapter = adapter();
+    let (adapter, tables) = adapter_with_tables();
     let mut paths: Vec<Path> = (0..30)
         .map(|n| adapter.attach(&format!("nvme{n}")).expect("attach"))
         .collect();
@@ -341,7 +349,14 @@ fn thirty_devices_a_pair() {
     }
     paths.pop();
     let path = adapter.attach("nvme30").expect("one was given back");
-    assert!(adapter.usage().devices.contains(&"nvme30".to_owned()));
+    assert!(
+        tables
+            .lock()
+            .unwrap()
+            .usage()
+            .devices
+            .contains(&"nvme30".to_owned())
+    );
     drop(path);
 }
 

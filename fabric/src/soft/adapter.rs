@@ -1,24 +1,60 @@
 //! The lender's NTB adapter, shared by all the devices it lends.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use super::Path;
 use crate::{
-    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress,
-    WindowUse,
+    BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, WindowUse,
 };
+
+/// The owner of an adapter's tables: this process, or another one that is asked.
+pub trait AdapterTables: Send + Sync + fmt::Debug {
+    /// See [`NtbTables::take_requester`].
+    fn take_requester(&self, device: &str) -> Result<usize, FabricError>;
+
+    /// See [`NtbTables::give_back_requester`].
+    fn give_back_requester(&self, entry: usize);
+
+    /// See [`NtbTables::take_window`].
+    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError>;
+
+    /// See [`NtbTables::give_back_window`].
+    fn give_back_window(&self, window: LutRange);
+}
+
+/// The tables of this process.
+fn lock(tables: &Mutex<NtbTables>) -> MutexGuard<'_, NtbTables> {
+    // No code panics between two changes that belong together.
+    tables.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl AdapterTables for Mutex<NtbTables> {
+    fn take_requester(&self, device: &str) -> Result<usize, FabricError> {
+        Ok(lock(self).take_requester(device)?)
+    }
+
+    fn give_back_requester(&self, entry: usize) {
+        lock(self).give_back_requester(entry);
+    }
+
+    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError> {
+        Ok(lock(self).take_window(peer_address, bytes)?)
+    }
+
+    fn give_back_window(&self, window: LutRange) {
+        lock(self).give_back_window(window);
+    }
+}
 
 /// An NTB adapter in software, with an adapter's limits. A clone is another
 /// handle on the same one.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    limits: NtbLimits,
-    tables: Mutex<NtbTables>,
+    limits: Arc<NtbLimits>,
+    tables: Arc<dyn AdapterTables>,
 }
 
 impl Adapter {
@@ -32,22 +68,26 @@ impl Adapter {
     /// # Errors
     /// [`LimitError::Invalid`] when `limits` cannot be.
     pub fn new(limits: NtbLimits) -> Result<Self, LimitError> {
-        Ok(Self {
-            shared: Arc::new(Shared {
-                tables: Mutex::new(NtbTables::new(limits.clone())?),
-                limits,
-            }),
-        })
+        let tables = Arc::new(Mutex::new(NtbTables::new(limits.clone())?));
+        Ok(Self::with_tables(limits, tables))
+    }
+
+    /// A handle on the adapter whose tables `tables` owns.
+    pub fn with_tables(limits: NtbLimits, tables: Arc<dyn AdapterTables>) -> Self {
+        Self {
+            limits: Arc::new(limits),
+            tables,
+        }
     }
 
     /// Its limits.
     pub fn limits(&self) -> &NtbLimits {
-        &self.shared.limits
+        &self.limits
     }
 
-    /// The resources in use.
-    pub fn usage(&self) -> AdapterUsage {
-        self.tables().usage()
+    /// Its tables.
+    pub fn tables(&self) -> &dyn AdapterTables {
+        &*self.tables
     }
 
     /// Creates a path for `device`: allocates only a requester entry. Dropping the path releases
@@ -56,7 +96,7 @@ impl Adapter {
     /// # Errors
     /// [`LimitError::Requesters`] when no entry is free.
     pub fn attach(&self, device: &str) -> Result<Path, FabricError> {
-        let entry = self.tables().take_requester(device)?;
+        let entry = self.tables.take_requester(device)?;
         Ok(Path::new(
             device,
             Requester {
@@ -64,14 +104,6 @@ impl Adapter {
                 entry,
             },
         ))
-    }
-
-    fn tables(&self) -> MutexGuard<'_, NtbTables> {
-        // No code panics between two changes that belong together.
-        self.shared
-            .tables
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -89,7 +121,7 @@ impl Requester {
         peer_address: PeerAddress,
         bytes: u64,
     ) -> Result<LutRun, FabricError> {
-        let range = self.adapter.tables().take_window(peer_address, bytes)?;
+        let range = self.adapter.tables.take_window(peer_address, bytes)?;
         let offset = u64::from(range.first) * self.adapter.limits().segment();
         Ok(LutRun {
             adapter: self.adapter.clone(),
@@ -106,7 +138,7 @@ impl Requester {
 
 impl Drop for Requester {
     fn drop(&mut self) {
-        self.adapter.tables().give_back_requester(self.entry);
+        self.adapter.tables.give_back_requester(self.entry);
     }
 }
 
@@ -120,6 +152,6 @@ pub(super) struct LutRun {
 
 impl Drop for LutRun {
     fn drop(&mut self) {
-        self.adapter.tables().give_back_window(self.range);
+        self.adapter.tables.give_back_window(self.range);
     }
 }

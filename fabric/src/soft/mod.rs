@@ -14,6 +14,6 @@ mod adapter;
 mod iotlb;
 mod path;
 
-pub use crate::{AdapterUsage, MAX_MAPPINGS};
-pub use adapter::Adapter;
+pub use crate::MAX_MAPPINGS;
+pub use adapter::{Adapter, AdapterTables};
 pub use path::Path;

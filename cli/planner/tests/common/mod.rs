@@ -2,9 +2,11 @@
 // Each test binary uses a part of it.
 #![allow(dead_code)]
 
+use std::sync::{Arc, Mutex};
+
 use farside_fabric::{
-    FabricError, Iova, LenderPath, LimitError, NtbLimits, PeerAddress,
-    soft::{Adapter, AdapterUsage, Path},
+    AdapterUsage, FabricError, Iova, LenderPath, LimitError, NtbLimits, NtbTables, PeerAddress,
+    soft::{Adapter, Path},
 };
 use farside_guest_layout::{PlanRules, ProbeLimits, RangeSet, plan, probe};
 use farside_planner::{Guest, Limit};
@@ -63,20 +65,24 @@ pub fn guest() -> impl Strategy<Value = Guest> {
 /// A lender with the adapter model of the soft fabric.
 pub struct Lender {
     adapter: Adapter,
+    tables: Arc<Mutex<NtbTables>>,
     /// Paths of lent devices; they hold their resources.
     paths: Vec<Path>,
 }
 
 impl Lender {
     pub fn new(limits: &NtbLimits) -> Self {
+        let tables = NtbTables::new(limits.clone()).expect("sane limits");
+        let tables = Arc::new(Mutex::new(tables));
         Self {
-            adapter: Adapter::new(limits.clone()).expect("sane limits"),
+            adapter: Adapter::with_tables(limits.clone(), tables.clone()),
+            tables,
             paths: Vec::new(),
         }
     }
 
     pub fn usage(&self) -> AdapterUsage {
-        self.adapter.usage()
+        self.tables.lock().unwrap().usage()
     }
 
     /// Lends a VM its devices, as a backend does: probes for RAM, and opens windows for
