@@ -47,6 +47,13 @@ impl Wakeup {
     }
 }
 
+impl From<OwnedFd> for Wakeup {
+    /// The flag of an eventfd, of which another process has a descriptor.
+    fn from(eventfd: OwnedFd) -> Self {
+        Self(Arc::new(eventfd))
+    }
+}
+
 impl AsFd for Wakeup {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()

@@ -4,8 +4,12 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use farside_fabric::Size;
+use farside_pci::Description;
+
 use super::{
-    block::{EngineChoice, ImageError},
+    block::{EngineChoice, Image, ImageAccess, ImageError},
+    pci,
     registers::MAX_VECTORS,
 };
 
@@ -112,6 +116,25 @@ impl Config {
             check_text("serial", serial, SERIAL_LEN)?;
         }
         check_text("model", &self.model, MODEL_LEN)
+    }
+
+    /// Checks all settings, then opens and locks the image.
+    pub fn open_image(&self) -> Result<Image, ConfigError> {
+        self.validate()?;
+        let access = match self.read_only {
+            true => ImageAccess::ReadOnly,
+            false => ImageAccess::ReadWrite,
+        };
+        Ok(Image::open(&self.image, access, self.block_size)?)
+    }
+
+    /// The function on an image of `size` bytes.
+    pub fn description(&self, size: u64) -> Description {
+        pci::description(self.vectors(), format!("{}, {}", self.model, Size(size)))
+    }
+
+    pub(super) fn vectors(&self) -> u16 {
+        self.queues + 1
     }
 
     /// The serial number of the device `id`.

@@ -16,11 +16,11 @@
 mod bar;
 mod device;
 
-use farside_fabric::{Access, Fault, Iova, Size, memory::HostSlice};
+use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 
 use super::{
     admin,
-    block::{BlockError, BlockQueue, Durability, Image, ImageAccess, Tag},
+    block::{BlockError, BlockQueue, Durability, Image, Tag},
     command::DataPointer,
     config::{Config, ConfigError},
     events::{Event, Events},
@@ -30,7 +30,6 @@ use super::{
     logs::{ErrorEntry, Logs},
     medium::Medium,
     namespace::{Namespace, uuid_from},
-    pci,
     queues::{CompletionQueue, DoorbellError, Queues, SubmissionQueue},
     registers::{Configuration, MAX_PAGE_SHIFT, Registers, Shutdown},
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
@@ -96,12 +95,15 @@ impl Nvme {
     ///
     /// A [`ConfigError`].
     pub fn open(id: &str, config: &Config) -> Result<Self, ConfigError> {
-        config.validate()?;
-        let access = match config.read_only {
-            true => ImageAccess::ReadOnly,
-            false => ImageAccess::ReadWrite,
-        };
-        let image = Image::open(&config.image, access, config.block_size)?;
+        Self::with_image(id, config, config.open_image()?)
+    }
+
+    /// As [`Nvme::open`], on the open image of the same configuration.
+    ///
+    /// # Errors
+    ///
+    /// A [`ConfigError`].
+    pub fn with_image(id: &str, config: &Config, image: Image) -> Result<Self, ConfigError> {
         let serial = config.serial_for(id);
         let block_shift = config.block_size.trailing_zeros();
         let namespace = Namespace {
@@ -116,10 +118,8 @@ impl Nvme {
                 image: config.image.clone(),
                 source,
             })?;
-        let vectors = config.queues + 1;
-        let summary = format!("{}, {}", config.model, Size(image.size));
         Ok(Self {
-            description: pci::description(vectors, summary),
+            description: config.description(image.size),
             names: Names {
                 serial,
                 model: config.model.clone(),
@@ -134,7 +134,7 @@ impl Nvme {
             medium: Medium::new(&config.image, image.size),
             events: Events::default(),
             stats: Stats::default(),
-            msix_table: power_on_table(vectors),
+            msix_table: power_on_table(config.vectors()),
             draining: false,
             shutdown_flush: false,
             quiesced: false,

@@ -53,7 +53,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-pub use block::{EngineChoice, ImageError};
+pub use block::{EngineChoice, Image, ImageError};
 pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};

@@ -74,6 +74,7 @@ pub enum ImageAccess {
 /// readers if read-only.
 #[derive(Debug)]
 pub struct Image {
+    /// The file or device.
     pub file: File,
     /// Bytes, a multiple of the block size.
     pub size: u64,

@@ -13,7 +13,7 @@ use std::{
     sync::Arc,
 };
 
-use io_uring::{IoUring, Probe, opcode, squeue, types};
+use io_uring::{IoUring, Probe, opcode, register::Restriction, squeue, types};
 
 use super::{Durability, Engine, RawOp, Tag, raw};
 
@@ -27,6 +27,19 @@ pub(super) struct Uring {
     _file: Arc<File>,
 }
 
+/// The operations in use.
+const OPERATIONS: [(u8, &str); 6] = [
+    (opcode::Read::CODE, "READ"),
+    (opcode::Write::CODE, "WRITE"),
+    (opcode::Readv::CODE, "READV"),
+    (opcode::Writev::CODE, "WRITEV"),
+    (opcode::Fsync::CODE, "FSYNC"),
+    (opcode::Fallocate::CODE, "FALLOCATE"),
+];
+
+/// `IORING_UNREGISTER_FILES` of io_uring_register(2), with which a ring ends.
+const UNREGISTER_FILES: u8 = 3;
+
 /// The only registered file.
 const IMAGE: types::Fixed = types::Fixed(0);
 
@@ -38,17 +51,11 @@ impl Uring {
             .setup_clamp()
             // At most one completion for each tag, so it cannot overflow.
             .setup_cqsize(depth * 2)
+            .setup_r_disabled()
             .build(depth)?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        for (code, name) in [
-            (opcode::Read::CODE, "READ"),
-            (opcode::Write::CODE, "WRITE"),
-            (opcode::Readv::CODE, "READV"),
-            (opcode::Writev::CODE, "WRITEV"),
-            (opcode::Fsync::CODE, "FSYNC"),
-            (opcode::Fallocate::CODE, "FALLOCATE"),
-        ] {
+        for (code, name) in OPERATIONS {
             if !probe.is_supported(code) {
                 return Err(io::Error::other(format!(
                     "the kernel's io_uring lacks IORING_OP_{name}"
@@ -56,6 +63,18 @@ impl Uring {
             }
         }
         ring.submitter().register_files(&[raw(&file)])?;
+        // A process that a guest has taken over would otherwise open files and connect sockets
+        // through the ring, where no filter of system calls sees it.
+        let fixed = squeue::Flags::FIXED_FILE.bits();
+        let flags = [
+            Restriction::sqe_flags_allowed(fixed | squeue::Flags::ASYNC.bits()),
+            Restriction::sqe_flags_required(fixed),
+        ];
+        let operations = OPERATIONS.map(|(code, _)| Restriction::sqe_op(code));
+        let end = Restriction::register_op(UNREGISTER_FILES);
+        let mut restrictions: Vec<_> = operations.into_iter().chain(flags).chain([end]).collect();
+        ring.submitter().register_restrictions(&mut restrictions)?;
+        ring.submitter().register_enable_rings()?;
         Ok(Self {
             ring,
             waiting: VecDeque::with_capacity(depth as usize),
