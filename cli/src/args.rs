@@ -54,6 +54,14 @@ pub(crate) struct Args {
 pub(crate) enum Verb {
     /// Lend devices: the daemon of a lending host
     Lend(Lend),
+    /// Serve one lease: started by `lend`
+    #[command(hide = true)]
+    LeaseWorker {
+        /// The device, for `ps`
+        device: DeviceId,
+        /// The VM, for `ps`
+        vm: VmName,
+    },
     /// List the devices that can be borrowed, their lenders and users
     Devices(Devices),
     /// Run the backend of a VM, which serves borrowed devices to QEMU

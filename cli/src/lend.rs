@@ -1,12 +1,17 @@
 //! `farside lend`.
 
+use std::{os::fd::AsFd, sync::Arc};
+
 use anyhow::Context;
 use farside_daemon::{Activated, ready};
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model, NtbConfig, Source, VfioConfig, VfsConfig},
+    config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
+    run_worker,
 };
 use farside_lender_protocol::Address;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::{args::Lend, signals};
 
@@ -57,6 +62,11 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     config.state.get_or_insert_with(|| {
         farside_vm_config::places::state_dir().join(format!("lender-{}.json", config.name))
     });
+    config.worker = Some(Program {
+        // This program, also after its file was replaced by a later version.
+        path: "/proc/self/exe".into(),
+        args: vec!["lease-worker".into()],
+    });
     let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle(), signals::stopping)
         .context("cannot wait for signals")?;
@@ -64,4 +74,15 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     ready(&format!("lending at {}", addresses.join(", ")));
     lender.run()?;
     Ok(())
+}
+
+/// `farside lease-worker`: serves a lease that comes through standard input.
+pub(crate) fn worker() -> anyhow::Result<()> {
+    // The service manager sends these to the lender and its workers alike: the lender then ends the
+    // lease in order.
+    let ignored = Arc::default();
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&ignored))?;
+    }
+    Ok(run_worker(std::io::stdin().as_fd().try_clone_to_owned()?)?)
 }

@@ -52,6 +52,7 @@ fn main() -> ExitCode {
 fn dispatch(args: Args) -> anyhow::Result<()> {
     match args.verb {
         Verb::Lend(lend) => lend::run(lend),
+        Verb::LeaseWorker { .. } => lend::worker(),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),
         Verb::Qemu(qemu) => qemu::run(*qemu),

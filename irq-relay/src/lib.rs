@@ -49,3 +49,4 @@ pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, SetIrqsMessage, wire}
 pub use state::IrqEvent;
 pub use trigger::{IrqTarget, TriggerFd};
 pub use vectors::{VectorCount, Vectors, VectorsStatus};
+pub use watch::watch_eventfds;

@@ -43,6 +43,12 @@ thread_local! {
     static WRITER: Arc<Writer> = Watch::get().enter();
 }
 
+/// Starts the watch, which otherwise starts with the first write, for a process that cannot start
+/// threads any more then.
+pub fn watch_eventfds() {
+    WRITER.with(|_| ());
+}
+
 /// Adds 1 to the counter of a client's eventfd.
 ///
 /// # Errors

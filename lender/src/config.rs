@@ -11,7 +11,7 @@
 //!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
-//!     borrowers = ["user=root,vm=web1", "network"]
+//!     borrowers = ["user=1000,vm=web1", "network"]
 //!
 //!     [[device]]
 //!     id = "disk1"
@@ -31,7 +31,10 @@ use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
 
-pub use crate::access::{Borrower, BorrowerError};
+pub use crate::{
+    access::{Borrower, BorrowerError},
+    worker::Program,
+};
 
 /// A lender's devices, listeners and fabric.
 #[derive(Clone, Debug, Deserialize)]
@@ -70,6 +73,10 @@ pub struct Config {
     /// The VFIO API. Default: iommufd if available, else type1.
     #[serde(default)]
     pub vfio_api: Option<Api>,
+    /// The program that serves each lease of a software model in a process of its own. Without it,
+    /// threads of this process do.
+    #[serde(skip)]
+    pub worker: Option<Program>,
     /// This host's NTB endpoint. Without it, physical devices are lent only to VMs of this host.
     #[serde(default)]
     pub ntb: Option<NtbConfig>,

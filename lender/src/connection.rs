@@ -29,10 +29,10 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// Timeout for an answer of a device thread.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout for ending a lease and flushing the device's writes; a tool retries after that.
-const HANDOVER_TIMEOUT: Duration = Duration::from_millis(3500);
+pub(crate) const HANDOVER_TIMEOUT: Duration = Duration::from_millis(3500);
 
 /// Maximum length of a migration id, in bytes.
 const MAX_MIGRATION: usize = 64;
@@ -223,9 +223,9 @@ fn answer(
         }
         (Request::Status { device }, _) => {
             may_borrow(&device, viewer.vm)?;
-            let mut status = ask(registry, &device, Mail::Status)?;
-            status.entry.fences = registry.fences(&device, &viewer);
-            Reply::Status(Box::new(status))
+            let report = ask(registry, &device, Mail::Report)?;
+            let entry = registry.entry(&device, &viewer)?;
+            Reply::Status(Box::new(report.status_of(entry)))
         }
         (Request::Check { device, route, ram }, _) => {
             may_borrow(&device, viewer.vm)?;

@@ -13,29 +13,30 @@
 mod busy_poll;
 mod channel;
 mod end;
+mod home;
+mod in_worker;
 mod lease;
 
-use std::{
-    io,
-    sync::{Arc, mpsc},
-    time::Duration,
-};
+pub(crate) use home::{Home, InLender, Line};
 
-use farside_daemon::{DeviceId, RateLimit, StateLog, Wakeup};
+use std::{io, sync::mpsc, time::Duration};
+
+use farside_daemon::{DeviceId, Wakeup};
 use farside_fabric::{Quota, SharedQuota};
-use farside_lender_protocol::{DeviceStatus, Generation, RemoteError};
+use farside_lender_protocol::{Generation, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
-    registry::{Lease, MAX_MAIL, Mail, Mailbox, Registry},
-    source::{DeviceSource, LeasedDevice, Report},
+    registry::{Lease, MAX_MAIL, Mail, Mailbox},
+    source::{Available, DeviceSource, LeasedDevice, Report},
+    worker::WorkerDevice,
 };
 use lease::LeaseLoop;
 
 /// The state of a device thread, apart from the device.
 pub(crate) struct DeviceLoop {
     id: DeviceId,
-    registry: Arc<Registry>,
+    home: Box<dyn Home>,
     mail: mpsc::Receiver<Mail>,
     mail_wake: Wakeup,
     stop: Wakeup,
@@ -44,22 +45,18 @@ pub(crate) struct DeviceLoop {
     quota: SharedQuota,
     /// Handovers waiting for the end of the lease.
     handovers: Vec<(Generation, mpsc::SyncSender<Result<(), RemoteError>>)>,
-    /// Limits the log lines that each borrow causes.
-    lines: StateLog,
-    /// Limits the log lines on refused borrows and requests, which a guest may cause.
-    refused: RateLimit,
     /// The last published problem.
     problem: Option<String>,
 }
 
 /// A device in either state, for requests that are valid in both.
 enum Device<'a> {
-    Available(&'a mut dyn DeviceSource),
+    Available(&'a mut dyn Available),
     Leased(&'a mut dyn LeasedDevice),
 }
 
 impl Device<'_> {
-    fn source(&mut self) -> &mut dyn DeviceSource {
+    fn source(&mut self) -> &mut dyn Available {
         match self {
             Self::Available(source) => *source,
             Self::Leased(device) => device.source(),
@@ -70,6 +67,23 @@ impl Device<'_> {
         match self {
             Self::Available(source) => source.report(),
             Self::Leased(device) => device.report(),
+        }
+    }
+}
+
+/// A device to be lent.
+pub(crate) enum Lendable {
+    /// Its leases are served by the device thread.
+    Here(Box<dyn DeviceSource>),
+    /// Each lease is served by a process of its own.
+    InWorker(Box<WorkerDevice>),
+}
+
+impl Lendable {
+    pub(crate) fn available(&mut self) -> &mut dyn Available {
+        match self {
+            Self::Here(source) => &mut **source,
+            Self::InWorker(device) => &mut **device,
         }
     }
 }
@@ -87,7 +101,7 @@ impl DeviceLoop {
     /// Creates the loop and the mailbox of its thread.
     pub(crate) fn new(
         id: DeviceId,
-        registry: Arc<Registry>,
+        home: Box<dyn Home>,
         stop: Wakeup,
         poll_time: Duration,
         quota: Quota,
@@ -97,33 +111,46 @@ impl DeviceLoop {
         let mailbox = Mailbox::new(sender, mail_wake.clone());
         let device_loop = Self {
             id,
-            registry,
+            home,
             mail,
             mail_wake,
             stop,
             poll_time,
             quota: quota.into(),
             handovers: Vec::new(),
-            lines: StateLog::new(|line| log::info!("{line}")),
-            refused: RateLimit::new(),
             problem: None,
         };
         Ok((device_loop, mailbox))
     }
 
     /// Serves leases, one at a time, until stopped.
-    pub(crate) fn run(mut self, mut source: Box<dyn DeviceSource>) -> Stopped {
-        while let Some(lease) = self.wait_for_lease(&mut *source) {
-            source = match LeaseLoop::serve(&mut self, source, lease) {
-                Some(source) => source,
-                None => return Stopped::Unclosed,
+    pub(crate) fn run(mut self, mut device: Lendable) -> Stopped {
+        while let Some(lease) = self.wait_for_lease(device.available()) {
+            device = match device {
+                Lendable::Here(source) => match LeaseLoop::serve(&mut self, source, lease) {
+                    Some(source) => Lendable::Here(source),
+                    None => return Stopped::Unclosed,
+                },
+                Lendable::InWorker(mut device) => {
+                    device.serve(&mut self, lease);
+                    Lendable::InWorker(device)
+                }
             };
         }
         Stopped::Closed
     }
 
+    /// Serves the first lease that is posted. Returns the device's last report.
+    pub(crate) fn run_once(mut self, mut source: Box<dyn DeviceSource>) -> Option<Report> {
+        let lease = self.wait_for_lease(&mut *source)?;
+        let mut source = LeaseLoop::serve(&mut self, source, lease)?;
+        // The lease has ended.
+        self.answer_handovers(&mut *source, |_| true);
+        Some(source.report())
+    }
+
     /// Answers messages until a lease is granted. Returns `None` when the lender stops.
-    fn wait_for_lease(&mut self, source: &mut dyn DeviceSource) -> Option<Lease> {
+    fn wait_for_lease(&mut self, source: &mut dyn Available) -> Option<Lease> {
         loop {
             // No lease has to end first.
             self.answer_handovers(source, |_| true);
@@ -154,10 +181,8 @@ impl DeviceLoop {
     fn take_mail(&mut self, mail: Mail, mut device: Device<'_>) -> Option<Lease> {
         // Fails if the requester has gone.
         match mail {
-            Mail::Status(reply) => {
-                if let Some(status) = self.status(device.report()) {
-                    let _ = reply.try_send(status);
-                }
+            Mail::Report(reply) => {
+                let _ = reply.try_send(device.report());
                 None
             }
             Mail::Check { route, ram, reply } => {
@@ -173,11 +198,7 @@ impl DeviceLoop {
     }
 
     /// Answers the handovers whose fence satisfies `may`.
-    fn answer_handovers(
-        &mut self,
-        source: &mut dyn DeviceSource,
-        may: impl Fn(Generation) -> bool,
-    ) {
+    fn answer_handovers(&mut self, source: &mut dyn Available, may: impl Fn(Generation) -> bool) {
         if self.handovers.is_empty() {
             return;
         }
@@ -221,36 +242,11 @@ impl DeviceLoop {
         self.handovers.is_empty()
     }
 
-    /// Logs and publishes the device's problem if it has changed.
+    /// Publishes the device's problem if it has changed.
     fn publish_problem(&mut self, now: Option<&str>) {
-        if now == self.problem.as_deref() {
-            return;
+        if now != self.problem.as_deref() {
+            self.home.problem(self.problem.as_deref(), now);
+            self.problem = now.map(str::to_owned);
         }
-        let now = now.map(str::to_owned);
-        match (&now, &self.problem) {
-            (Some(now), _) => log::error!("device {}: {now}", self.id),
-            (None, Some(before)) => log::info!("device {}: recovered: {before}", self.id),
-            (None, None) => {}
-        }
-        self.registry.set_problem(&self.id, now.clone());
-        self.problem = now;
-    }
-
-    fn status(&self, report: Report) -> Option<DeviceStatus> {
-        let Report {
-            bus_master,
-            usage,
-            interrupts,
-            faults,
-            counters,
-        } = report;
-        Some(DeviceStatus {
-            entry: self.registry.entry(&self.id)?,
-            bus_master,
-            usage,
-            interrupts,
-            faults,
-            counters,
-        })
     }
 }

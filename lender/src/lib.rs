@@ -5,6 +5,7 @@
 //! - `registry`: device ids and leases. `fences`: the host from which a moved VM may borrow.
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
+//! - `worker`: a process for each lease of a software model, with a device thread of its own.
 //! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
 //! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
 //!   channels of other hosts.
@@ -37,5 +38,7 @@ mod server;
 mod source;
 mod tokens;
 mod vfio;
+mod worker;
 
 pub use server::{Lender, StartError};
+pub use worker::{WorkerError, run as run_worker};

@@ -4,6 +4,7 @@ mod bars;
 mod ports;
 
 use std::{
+    io,
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
@@ -24,7 +25,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     refusals::{failed, internal, limit, refused, unsupported},
-    source::{DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    source::{
+        Available, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
+    },
 };
 use ports::{DmaPort, IrqPort};
 
@@ -80,7 +83,7 @@ impl ModelDevice {
     }
 }
 
-impl DeviceSource for ModelDevice {
+impl Available for ModelDevice {
     fn kind(&self) -> &'static str {
         "model"
     }
@@ -90,12 +93,30 @@ impl DeviceSource for ModelDevice {
     }
 
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
-        local(route)?;
-        let spans: Vec<u64> = ram.iter().map(|range| range.len).collect();
-        fits(&spans, self.adapter.limits()).map_err(limit)?;
-        Ok(())
+        check_model(&self.adapter, route, ram)
     }
 
+    fn flush(&mut self) -> Result<(), RemoteError> {
+        let settled = self.device.settle();
+        settled.map_err(|error| not_flushed(&self.id, &error))
+    }
+
+    fn problem(&self) -> Option<&str> {
+        self.device.problem()
+    }
+
+    fn report(&self) -> Report {
+        let counters = self.device.stats().into_iter();
+        let counters = counters.map(|(name, value)| (name.to_owned(), value));
+        Report {
+            faults: self.last_faults.clone(),
+            counters: counters.collect(),
+            ..Report::default()
+        }
+    }
+}
+
+impl DeviceSource for ModelDevice {
     fn lease(
         mut self: Box<Self>,
         route: Route,
@@ -117,29 +138,6 @@ impl DeviceSource for ModelDevice {
                 source: self,
                 error,
             }),
-        }
-    }
-
-    fn flush(&mut self) -> Result<(), RemoteError> {
-        self.device.settle().map_err(|error| {
-            failed(format_args!(
-                "device {}: cannot bring its writes onto the medium: {error}",
-                self.id
-            ))
-        })
-    }
-
-    fn problem(&self) -> Option<&str> {
-        self.device.problem()
-    }
-
-    fn report(&self) -> Report {
-        let counters = self.device.stats().into_iter();
-        let counters = counters.map(|(name, value)| (name.to_owned(), value));
-        Report {
-            faults: self.last_faults.clone(),
-            counters: counters.collect(),
-            ..Report::default()
         }
     }
 }
@@ -263,6 +261,25 @@ impl LeasedDevice for LeasedModel {
         self.model.last_faults = self.path.faults().summary();
         self.model
     }
+}
+
+/// Whether a guest with this RAM could borrow a model behind `adapter`.
+pub(crate) fn check_model(
+    adapter: &Adapter,
+    route: Route,
+    ram: &[RamRange],
+) -> Result<(), RemoteError> {
+    local(route)?;
+    let spans: Vec<u64> = ram.iter().map(|range| range.len).collect();
+    fits(&spans, adapter.limits()).map_err(limit)?;
+    Ok(())
+}
+
+/// A failed flush of a device's writes.
+pub(crate) fn not_flushed(id: &DeviceId, error: &io::Error) -> RemoteError {
+    failed(format_args!(
+        "device {id}: cannot bring its writes onto the medium: {error}"
+    ))
 }
 
 /// Refuses NTBs: a model's DMA consists of copies by the lender's process.

@@ -1,6 +1,6 @@
 //! Opens the devices of a configuration.
 
-use std::{sync::Arc, thread::JoinHandle};
+use std::{collections::BTreeSet, sync::Arc, thread::JoinHandle};
 
 use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::{Device, dma_test, nvme};
@@ -11,10 +11,11 @@ use farside_vfio::Api;
 
 use crate::{
     config::{Borrower, Config, Model, Source},
+    device_loop::Lendable,
     model::ModelDevice,
     server::StartError,
-    source::DeviceSource,
     vfio::{self, FaultWatch, VfioDevice},
+    worker::{Program, WorkerDevice},
 };
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
@@ -22,7 +23,7 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 /// A device, ready to be lent.
 pub(crate) struct OpenedDevice {
     pub(crate) id: DeviceId,
-    pub(crate) source: Box<dyn DeviceSource>,
+    pub(crate) device: Lendable,
     /// Who may borrow it.
     pub(crate) borrowers: Vec<Borrower>,
 }
@@ -59,10 +60,10 @@ pub(crate) fn open(
         };
         match &device.source {
             Source::Model(model) => {
-                let model = open_model(&device.id, model, adapter).map_err(failed)?;
+                let model = open_model(&device.id, model, adapter, config.worker.as_ref());
                 devices.push(OpenedDevice {
                     id: device.id.clone(),
-                    source: Box::new(model),
+                    device: model.map_err(failed)?,
                     borrowers: device.borrowers.clone(),
                 });
             }
@@ -98,20 +99,22 @@ pub(crate) fn open(
             })?;
             devices.push(OpenedDevice {
                 id,
-                source: Box::new(device),
+                device: Lendable::Here(Box::new(device)),
                 borrowers,
             });
         }
     }
-    for (n, OpenedDevice { id, source, .. }) in devices.iter().enumerate() {
+    let mut ids = BTreeSet::new();
+    for OpenedDevice { id, device, .. } in &mut devices {
         // The ids of several functions have a number appended.
-        if devices[..n].iter().any(|other| other.id == *id) {
+        if !ids.insert(id.clone()) {
             return Err(StartError::Device {
                 id: id.clone(),
                 source: "another device has that id".into(),
             });
         }
-        log::info!("lending {id} ({})", source.described().description.summary);
+        let summary = &device.available().described().description.summary;
+        log::info!("lending {id} ({summary})");
     }
     Ok(Opened {
         devices,
@@ -121,10 +124,20 @@ pub(crate) fn open(
     })
 }
 
-fn open_model(id: &DeviceId, model: &Model, adapter: &Adapter) -> Result<ModelDevice, AnyError> {
+fn open_model(
+    id: &DeviceId,
+    model: &Model,
+    adapter: &Adapter,
+    worker: Option<&Program>,
+) -> Result<Lendable, AnyError> {
+    if let Some(program) = worker {
+        let device = WorkerDevice::open(id, model.clone(), adapter.clone(), program.clone())?;
+        return Ok(Lendable::InWorker(Box::new(device)));
+    }
     let device: Box<dyn Device> = match model {
         Model::Nvme(config) => Box::new(nvme::Nvme::open(id, config)?),
         Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
     };
-    Ok(ModelDevice::new(id, device, adapter.clone())?)
+    let model = ModelDevice::new(id, device, adapter.clone())?;
+    Ok(Lendable::Here(Box::new(model)))
 }

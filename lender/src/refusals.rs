@@ -18,6 +18,14 @@ pub(crate) fn invalid_irqs(error: SetIrqsError) -> RemoteError {
 }
 
 pub(crate) fn refused(error: FabricError) -> RemoteError {
+    let error = match error {
+        FabricError::Other(error) => match error.downcast::<RemoteError>() {
+            // The broker's, about its adapter.
+            Ok(error) => return *error,
+            Err(error) => FabricError::Other(error),
+        },
+        error => error,
+    };
     let kind = match &error {
         FabricError::Limit(_) | FabricError::Quota(_) | FabricError::TooManyMappings { .. } => {
             ErrorKind::Limit

@@ -9,13 +9,14 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
-    BorrowedBy, Channel, Described, DeviceEntry, DeviceStatus, ErrorKind, Fence, Generation,
-    HeldFence, Identity, RamRange, RemoteError, Route, Secret,
+    BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Fence, Generation, HeldFence, Identity,
+    RamRange, RemoteError, Route, Secret,
 };
 
 use crate::{
     access::Access,
     fences::{Claim, FenceBook},
+    source::Report,
     tokens::RegisterTokens,
 };
 
@@ -23,8 +24,8 @@ use crate::{
 pub(crate) enum Mail {
     /// Serve this borrower.
     Lease(Lease),
-    /// Report the device's status.
-    Status(mpsc::SyncSender<DeviceStatus>),
+    /// Report the device's state.
+    Report(mpsc::SyncSender<Report>),
     /// Check whether a guest with this RAM could borrow the device.
     Check {
         route: Route,
@@ -322,17 +323,24 @@ impl Registry {
         Ok(Arc::clone(&slot.access))
     }
 
-    /// A device's entry, without its [fences](Registry::fences).
-    pub(crate) fn entry(&self, id: &DeviceId) -> Option<DeviceEntry> {
+    /// A device's entry, with the fences that `viewer` may see.
+    pub(crate) fn entry(
+        &self,
+        id: &DeviceId,
+        viewer: &Viewer<'_>,
+    ) -> Result<DeviceEntry, RemoteError> {
         let records = self.lock();
-        Some(entry(id, records.slots.get(id)?))
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        Ok(DeviceEntry {
+            fences: viewer.fences(id, slot, &records.fences),
+            ..entry(id, slot)
+        })
     }
 
-    /// The fences of a device that `viewer` may see.
-    pub(crate) fn fences(&self, id: &DeviceId, viewer: &Viewer<'_>) -> Vec<Fence> {
+    /// A device's entry, for its borrower.
+    pub(crate) fn borrowers_entry(&self, id: &DeviceId) -> Option<DeviceEntry> {
         let records = self.lock();
-        let slot = records.slots.get(id);
-        slot.map_or(Vec::new(), |slot| viewer.fences(id, slot, &records.fences))
+        Some(entry(id, records.slots.get(id)?))
     }
 
     /// The entries after the device `after` that `viewer` may see, as many as fit in a reply.

@@ -19,7 +19,7 @@ use crate::{
     access::Access,
     config::{Config, ConfigError},
     connection::{self, About},
-    device_loop::{DeviceLoop, Stopped},
+    device_loop::{DeviceLoop, InLender, Stopped},
     fences::FenceBook,
     listening::{Counted, PeerListener},
     open::{OpenedDevice, open},
@@ -173,15 +173,17 @@ impl Lender {
         let operator = rustix::process::geteuid().as_raw();
         for OpenedDevice {
             id,
-            source,
+            mut device,
             borrowers,
         } in opened.devices
         {
             let access = Access::new(&id, operator, borrowers);
-            let (kind, described) = (source.kind(), source.described().clone());
+            let available = device.available();
+            let (kind, described) = (available.kind(), available.described().clone());
+            let home = InLender::new(id.clone(), Arc::clone(&lender.registry));
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
-                Arc::clone(&lender.registry),
+                Box::new(home),
                 lender.stop.clone(),
                 Duration::from_micros(config.poll_us),
                 budget.shared_by(leases),
@@ -191,7 +193,7 @@ impl Lender {
                 .add(&id, kind, described, mailbox, access, generation);
             lender
                 .devices
-                .start(format!("dev-{id}"), move || device_loop.run(source))?;
+                .start(format!("dev-{id}"), move || device_loop.run(device))?;
         }
         for listener in &lender.listeners {
             log::info!(

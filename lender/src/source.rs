@@ -12,13 +12,16 @@ use std::{
 use farside_daemon::VmName;
 use farside_fabric::{FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory};
 use farside_irq_relay::Relay;
-use farside_lender_protocol::{BarMemory, Described, IrqUpdate, RamRange, RemoteError, Route};
+use farside_lender_protocol::{
+    BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, RamRange, RemoteError, Route,
+};
+use serde::{Deserialize, Serialize};
 
 /// Timeout for DMA in flight to drain, after which the borrower receives an error.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A device that can be lent to one VM at a time.
-pub(crate) trait DeviceSource: Send {
+/// What a device answers without a lease.
+pub(crate) trait Available: Send {
     /// The kind of device source, for display.
     fn kind(&self) -> &'static str;
 
@@ -27,15 +30,6 @@ pub(crate) trait DeviceSource: Send {
 
     /// Whether a guest with this RAM could borrow it.
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError>;
-
-    /// Begins a lease: the device is reset, and has no DMA path to memory.
-    /// `bar_memory` comes from the borrower.
-    fn lease(
-        self: Box<Self>,
-        route: Route,
-        vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
-    ) -> Result<Leased, NotLeased>;
 
     /// Flushes all writes to the medium, if the lender is responsible for that, so that a crash of
     /// this host after the VM has moved loses no data. May block.
@@ -48,6 +42,18 @@ pub(crate) trait DeviceSource: Send {
 
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
+}
+
+/// A device that can be lent to one VM at a time, by its thread.
+pub(crate) trait DeviceSource: Available {
+    /// Begins a lease: the device is reset, and has no DMA path to memory.
+    /// `bar_memory` comes from the borrower.
+    fn lease(
+        self: Box<Self>,
+        route: Route,
+        vm: &VmName,
+        bar_memory: Vec<OwnedFd>,
+    ) -> Result<Leased, NotLeased>;
 }
 
 /// A new lease.
@@ -143,7 +149,7 @@ pub(crate) trait Irqs {
 }
 
 /// The state of a device, for its status.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Report {
     /// Whether bus mastering is enabled.
     pub(crate) bus_master: bool,
@@ -155,4 +161,18 @@ pub(crate) struct Report {
     pub(crate) faults: FaultSummary,
     /// The device's own counters.
     pub(crate) counters: Vec<(String, u64)>,
+}
+
+impl Report {
+    /// The status of the device of that entry.
+    pub(crate) fn status_of(self, entry: DeviceEntry) -> DeviceStatus {
+        DeviceStatus {
+            entry,
+            bus_master: self.bus_master,
+            usage: self.usage,
+            interrupts: self.interrupts,
+            faults: self.faults,
+            counters: self.counters,
+        }
+    }
 }

@@ -46,7 +46,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     refusals::{failed, internal, invalid, limit, refused},
-    source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
 use dma_path::{DmaPath, adapter};
 pub(crate) use faults::FaultWatch;
@@ -238,7 +238,7 @@ impl VfioDevice {
     }
 }
 
-impl DeviceSource for VfioDevice {
+impl Available for VfioDevice {
     fn kind(&self) -> &'static str {
         "vfio"
     }
@@ -274,6 +274,21 @@ impl DeviceSource for VfioDevice {
         }
     }
 
+    fn flush(&mut self) -> Result<(), RemoteError> {
+        // The medium is the function's own, and the guest's driver flushes it.
+        Ok(())
+    }
+
+    fn report(&self) -> Report {
+        Report {
+            interrupts: irqs::counts(&self.host, self.bdf),
+            faults: self.faults.summary(),
+            ..Report::default()
+        }
+    }
+}
+
+impl DeviceSource for VfioDevice {
     fn lease(
         mut self: Box<Self>,
         route: Route,
@@ -321,19 +336,6 @@ impl DeviceSource for VfioDevice {
             bars,
             files,
         })
-    }
-
-    fn flush(&mut self) -> Result<(), RemoteError> {
-        // The medium is the function's own, and the guest's driver flushes it.
-        Ok(())
-    }
-
-    fn report(&self) -> Report {
-        Report {
-            interrupts: irqs::counts(&self.host, self.bdf),
-            faults: self.faults.summary(),
-            ..Report::default()
-        }
     }
 }
 

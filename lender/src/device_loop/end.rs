@@ -7,7 +7,7 @@ use farside_error_chain::Chain;
 use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, TOKEN_LIFE};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::DeviceLoop;
+use super::{DeviceLoop, Line};
 use crate::source::{DRAIN_TIMEOUT, DeviceSource, LeasedDevice};
 
 /// Timeout for sending an answer.
@@ -79,8 +79,8 @@ pub(super) fn take_back(
         owner.id,
         source.report().faults.total,
     );
-    owner.lines.line("ended", &line);
-    owner.registry.release(&owner.id, generation);
+    owner.home.line(Line::Ended, &line);
+    owner.home.released(generation);
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);

@@ -15,7 +15,7 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
-    DeviceLoop,
+    DeviceLoop, Line,
     busy_poll::{BusyPoll, Step},
     channel::Offer,
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
@@ -78,7 +78,7 @@ impl<'a> LeaseLoop<'a> {
         } = lease;
         let id = owner.id.clone();
         let peer = connection.peer();
-        let tokens = owner.registry.tokens();
+        let tokens = owner.home.tokens();
         let granted = match Offer::new(&connection, tokens) {
             Ok(offer) => source
                 .lease(route, &vm, bar_memory)
@@ -102,11 +102,10 @@ impl<'a> LeaseLoop<'a> {
         let (leased, offer) = match granted {
             Ok(granted) => granted,
             Err(NotLeased { source, error }) => {
-                if let Some(held_back) = owner.refused.allow() {
-                    log::error!("device {id}: cannot lend to VM {vm}: {error}{held_back}");
-                }
+                let line = format!("device {id}: cannot lend to VM {vm}: {error}");
+                owner.home.line(Line::NotLent, &line);
                 // Release first, so that the peer can retry at once.
-                owner.registry.release(&id, generation);
+                owner.home.released(generation);
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return Some(source);
@@ -140,7 +139,7 @@ impl<'a> LeaseLoop<'a> {
                 let line = format!(
                     "device {id}: lease dropped before VM {vm} used it (generation {generation}, {peer})"
                 );
-                owner.lines.line("dropped", &line);
+                owner.home.line(Line::Dropped, &line);
                 return take_back(owner, device, connection, &vm, generation, 0, end);
             }
         };
@@ -160,7 +159,7 @@ impl<'a> LeaseLoop<'a> {
             "device {id}: borrowed by VM {} (generation {generation}, {peer})",
             lease.vm
         );
-        lease.owner.lines.line("borrowed", &line);
+        lease.owner.home.line(Line::Borrowed, &line);
         let end = lease.run();
         let LeaseLoop {
             owner,
@@ -450,13 +449,11 @@ impl<'a> LeaseLoop<'a> {
     fn reply(&mut self, reply: Result<Reply, RemoteError>) -> Result<(), End> {
         let reply = reply.unwrap_or_else(|error| {
             self.refusals += 1;
-            if let Some(held_back) = self.owner.refused.allow() {
-                log::warn!(
-                    "device {}: refused a request of VM {}: {error}{held_back}",
-                    self.owner.id,
-                    self.vm
-                );
-            }
+            let line = format!(
+                "device {}: refused a request of VM {}: {error}",
+                self.owner.id, self.vm
+            );
+            self.owner.home.line(Line::Refused, &line);
             Reply::Refused(error)
         });
         self.connection
@@ -526,11 +523,9 @@ impl<'a> LeaseLoop<'a> {
                 self.send_relayed();
             }
             Request::Status { .. } => {
-                return self
-                    .owner
-                    .status(device.report())
-                    .map(|status| Reply::Status(Box::new(status)))
-                    .ok_or_else(|| invalid("the device is gone".into()));
+                let entry = self.owner.home.entry();
+                let entry = entry.ok_or_else(|| invalid("the device is gone".into()))?;
+                return Ok(Reply::Status(Box::new(device.report().status_of(entry))));
             }
             Request::Return => {}
             other @ (Request::Hello { .. }

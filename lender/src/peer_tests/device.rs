@@ -21,7 +21,7 @@ use farside_lender_protocol::{
 
 use crate::{
     refusals::{failed, invalid},
-    source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
 };
 
 /// Calls of a device, in order.
@@ -91,7 +91,7 @@ impl Recorder {
     }
 }
 
-impl DeviceSource for Recorder {
+impl Available for Recorder {
     fn kind(&self) -> &'static str {
         "recorder"
     }
@@ -102,20 +102,6 @@ impl DeviceSource for Recorder {
 
     fn check(&self, _route: Route, _ram: &[RamRange]) -> Result<(), RemoteError> {
         Ok(())
-    }
-
-    fn lease(
-        self: Box<Self>,
-        _route: Route,
-        _vm: &VmName,
-        _bar_memory: Vec<OwnedFd>,
-    ) -> Result<Leased, NotLeased> {
-        self.note(Done::Begin);
-        Ok(Leased {
-            device: self,
-            bars: vec![BarMemory::Peer { address: BAR }],
-            files: Vec::new(),
-        })
     }
 
     fn flush(&mut self) -> Result<(), RemoteError> {
@@ -135,13 +121,29 @@ impl DeviceSource for Recorder {
     }
 }
 
+impl DeviceSource for Recorder {
+    fn lease(
+        self: Box<Self>,
+        _route: Route,
+        _vm: &VmName,
+        _bar_memory: Vec<OwnedFd>,
+    ) -> Result<Leased, NotLeased> {
+        self.note(Done::Begin);
+        Ok(Leased {
+            device: self,
+            bars: vec![BarMemory::Peer { address: BAR }],
+            files: Vec::new(),
+        })
+    }
+}
+
 impl LeasedDevice for Recorder {
     fn source(&mut self) -> &mut dyn DeviceSource {
         self
     }
 
     fn report(&mut self) -> Report {
-        DeviceSource::report(self)
+        Available::report(self)
     }
 
     fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {

@@ -21,7 +21,7 @@ use crate::{
     access::Access,
     config::Borrower,
     connection::{self, About},
-    device_loop::{DeviceLoop, Stopped},
+    device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     fences::FenceBook,
     listening::PeerLines,
     registry::Registry,
@@ -81,9 +81,10 @@ impl Host {
         for (id, source) in DEVICES.into_iter().zip(devices) {
             let id: DeviceId = id.parse().unwrap();
             let (kind, described) = (source.kind(), source.described().clone());
+            let home = InLender::new(id.clone(), Arc::clone(&registry));
             let (device_loop, mailbox) = DeviceLoop::new(
                 id.clone(),
-                Arc::clone(&registry),
+                Box::new(home),
                 stop.clone(),
                 poll_time,
                 Budget::of_this_process().shared_by(DEVICES.len()),
@@ -92,7 +93,9 @@ impl Host {
             let user = rustix::process::geteuid().as_raw();
             let access = Access::new(&id, user, vec![Borrower::Network]);
             registry.add(&id, kind, described, mailbox, access, Generation(1));
-            threads.push(std::thread::spawn(move || device_loop.run(source)));
+            threads.push(std::thread::spawn(move || {
+                device_loop.run(Lendable::Here(source))
+            }));
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
         let address = listener.address();

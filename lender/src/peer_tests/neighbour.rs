@@ -27,7 +27,7 @@ use super::{
     device::BAR,
     host::{DEADLINE, Host},
 };
-use crate::source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
+use crate::source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
 
 /// Minimum, relative to a thread that polls and never yields, and so has its fair share of
 /// the CPU. A device that yields to the neighbour has a hundredth.
@@ -110,7 +110,7 @@ struct Echo {
     path: Path,
 }
 
-impl DeviceSource for Echo {
+impl Available for Echo {
     fn flush(&mut self) -> Result<(), RemoteError> {
         Ok(())
     }
@@ -127,6 +127,12 @@ impl DeviceSource for Echo {
         Ok(())
     }
 
+    fn report(&self) -> Report {
+        Report::default()
+    }
+}
+
+impl DeviceSource for Echo {
     fn lease(self: Box<Self>, _: Route, _: &VmName, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
         Ok(Leased {
@@ -134,10 +140,6 @@ impl DeviceSource for Echo {
             bars: vec![BarMemory::Peer { address: BAR }],
             files: Vec::new(),
         })
-    }
-
-    fn report(&self) -> Report {
-        Report::default()
     }
 }
 

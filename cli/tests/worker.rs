@@ -1,0 +1,249 @@
+//! Workers of `farside lend`: what one of them may do, and what its end costs.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read},
+    os::fd::AsFd,
+    path::PathBuf,
+    process::{Child, ChildStderr, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use farside_fabric::memory::create_sealed;
+use farside_lender_protocol::{Channel, ChannelError, Client, Route, registers::Event};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Bytes of the DMA test device's mappable BAR.
+const BAR_MEMORY: u64 = 64 << 10;
+
+/// A lender of two DMA test devices and an NVMe device.
+struct Lender {
+    child: Child,
+    log: BufReader<ChildStderr>,
+    dir: tempfile::TempDir,
+}
+
+impl Lender {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let image = fs::File::create(dir.path().join("disk.img")).expect("a file");
+        image.set_len(16 << 20).expect("a size");
+        let mut child = Command::new(env!("CARGO_BIN_EXE_farside"))
+            .arg("lend")
+            .arg("--socket")
+            .arg(dir.path().join("lender.sock"))
+            .args(["--dma-test", "dma0", "--dma-test", "dma1", "--nvme"])
+            .arg(format!("disk0={}", dir.path().join("disk.img").display()))
+            .env("XDG_STATE_HOME", dir.path())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let log = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut lender = Self { child, log, dir };
+        lender.wait_for_line("listens at");
+        lender
+    }
+
+    /// Reads the log up to a line with `words`.
+    fn wait_for_line(&mut self, words: &str) -> String {
+        loop {
+            let mut line = String::new();
+            let read = self.log.read_line(&mut line).expect("UTF-8");
+            assert!(read > 0, "the lender ended before {words:?}");
+            if line.contains(words) {
+                return line;
+            }
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("lender.sock")
+    }
+
+    fn client(&self, vm: Option<&str>) -> Client {
+        let vm = vm.map(|vm| vm.parse().expect("a name"));
+        Client::connect(&self.socket().into(), vm.as_ref()).expect("a lender")
+    }
+
+    /// The holder of a device.
+    fn holder(&self, device: &str) -> Option<String> {
+        let status = self.client(None).status(&device.parse().expect("an id"));
+        let holder = status.expect("a status").entry.borrowed_by;
+        holder.map(|holder| holder.vm.to_string())
+    }
+
+    /// The worker processes, by their arguments.
+    fn workers(&self) -> Vec<Worker> {
+        let threads = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let threads = threads.expect("threads").flatten();
+        let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
+        let pids: String = children.map(Result::unwrap_or_default).collect();
+        let pids = pids.split_whitespace().flat_map(str::parse);
+        pids.map(Worker::new).collect()
+    }
+
+    /// The worker of a device.
+    fn worker(&self, device: &str) -> Worker {
+        let mut workers = self.workers().into_iter();
+        let found = workers.find(|worker| worker.arguments.contains(&device.to_owned()));
+        found.unwrap_or_else(|| panic!("no worker of {device}"))
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        // If it has ended, only the wait is needed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+struct Worker {
+    pid: Pid,
+    arguments: Vec<String>,
+}
+
+impl Worker {
+    fn new(pid: i32) -> Self {
+        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        Self {
+            pid: Pid::from_raw(pid).expect("a process"),
+            arguments: arguments.split('\0').map(str::to_owned).collect(),
+        }
+    }
+
+    /// A field of its status.
+    fn status(&self, field: &str) -> String {
+        let path = format!("/proc/{}/status", self.pid.as_raw_nonzero());
+        let status = fs::read_to_string(path).expect("a process");
+        let mut lines = status.lines();
+        let line = lines.find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        line.expect("the kernel's fields").trim().to_owned()
+    }
+
+    fn kill(&self, signal: Signal) {
+        kill_process(self.pid, signal).expect("a process");
+    }
+
+    /// Waits until the process is gone.
+    fn wait(&self) {
+        let Ok(pidfd) = pidfd_open(self.pid, PidfdFlags::empty()) else {
+            return;
+        };
+        wait_for(&pidfd);
+    }
+}
+
+fn wait_for(fd: impl AsFd) {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let limit = Timespec::try_from(DEADLINE).expect("seconds");
+    let ready = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit));
+    assert_eq!(ready, Ok(1), "not within {DEADLINE:?}");
+}
+
+/// A lease, of which the borrower keeps both connections open.
+fn borrow(lender: &Lender, device: &str, vm: &str) -> (Client, Channel) {
+    let memory = create_sealed("bar", BAR_MEMORY).expect("memory");
+    let memory = device.starts_with("dma").then_some(memory.as_fd());
+    let mut client = lender.client(Some(vm));
+    let device = device.parse().expect("an id");
+    let lease = client.borrow_device(&device, Route::Memory, memory.as_slice());
+    (client, lease.expect("a free device").registers)
+}
+
+#[track_caller]
+fn assert_closed(registers: &mut Channel) {
+    match registers.receive::<Event>(DEADLINE) {
+        Err(ChannelError::Closed) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_worker_has_no_privileges_and_its_own_user() {
+    let lender = Lender::start();
+    let _lease = borrow(&lender, "dma0", "web1");
+    let worker = lender.worker("dma0");
+    assert!(worker.arguments.contains(&"web1".to_owned()));
+    assert_eq!(worker.status("NoNewPrivs"), "1");
+    // SECCOMP_MODE_FILTER.
+    assert_eq!(worker.status("Seccomp"), "2");
+    assert_eq!(u64::from_str_radix(&worker.status("CapEff"), 16), Ok(0));
+    if rustix::process::geteuid().is_root() {
+        let uid = (2_000_000_000 + worker.pid.as_raw_nonzero().get()).to_string();
+        assert_eq!(worker.status("Uid"), [&*uid; 4].join("\t"));
+        assert_eq!(worker.status("Gid"), [&*uid; 4].join("\t"));
+        assert_eq!(worker.status("Groups"), "");
+    }
+}
+
+#[test]
+fn the_end_of_a_worker_costs_its_own_lease_only() {
+    let mut lender = Lender::start();
+    let (mut victim, mut registers) = borrow(&lender, "dma0", "web1");
+    let (mut other, mut others) = borrow(&lender, "dma1", "web2");
+    let worker = lender.worker("dma0");
+    // Ignored: the service manager sends it to all processes of the lender.
+    worker.kill(Signal::TERM);
+    victim.status(&"dma0".parse().unwrap()).expect("an answer");
+    worker.kill(Signal::KILL);
+    assert_closed(&mut registers);
+    assert!(victim.status(&"dma0".parse().unwrap()).is_err());
+    let line = lender.wait_for_line("its worker process");
+    assert!(line.contains("was ended by signal 9"), "{line}");
+    let line = lender.wait_for_line("revoked");
+    assert!(line.contains("VM web1"), "{line}");
+    until(|| lender.holder("dma0").is_none());
+    other.reset().expect("the other lease is as it was");
+    assert_eq!(lender.holder("dma1").as_deref(), Some("web2"));
+    let _again = borrow(&lender, "dma0", "web3");
+    assert_eq!(lender.holder("dma0").as_deref(), Some("web3"));
+    drop(other);
+    assert_closed(&mut others);
+    until(|| lender.holder("dma1").is_none());
+}
+
+#[test]
+fn a_returned_device_has_no_process() {
+    let mut lender = Lender::start();
+    for device in ["dma0", "disk0", "dma0", "disk0"] {
+        let (mut client, _registers) = borrow(&lender, device, "web1");
+        let worker = lender.worker(device);
+        client.return_device().expect("an answer");
+        assert_eq!(lender.holder(device), None);
+        worker.wait();
+    }
+    kill_process(Pid::from_child(&lender.child), Signal::TERM).expect("a process");
+    let mut log = String::new();
+    lender.log.read_to_string(&mut log).expect("UTF-8");
+    assert!(log.contains("stopping at SIGTERM"), "{log}");
+    // It ended by itself.
+    assert!(!log.contains("its worker process"), "{log}");
+}
+
+#[test]
+fn workers_end_with_their_lender() {
+    for signal in [Signal::KILL, Signal::TERM] {
+        let mut lender = Lender::start();
+        let (_client, mut registers) = borrow(&lender, "dma0", "web1");
+        let worker = lender.worker("dma0");
+        let pid = Pid::from_child(&lender.child);
+        let began = Instant::now();
+        kill_process(pid, signal).expect("a process");
+        assert_closed(&mut registers);
+        worker.wait();
+        lender.child.wait().expect("a child");
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(5), "{signal:?}: {took:?}");
+    }
+}
+
+/// Polls until `done`, whose request to a server keeps this from busy-waiting.
+fn until(mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < deadline, "not within {DEADLINE:?}");
+    }
+}

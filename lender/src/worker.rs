@@ -1,0 +1,28 @@
+//! Leases in processes of their own.
+//!
+//! A software model parses what its guest writes. So each lease of one is served by a worker: a
+//! process that has this guest's memory, the descriptor of this medium and the borrower's
+//! connection, and nothing else. The lender's process, the broker, has the registry, the fences and
+//! the adapter, and never maps a guest's memory for a model.
+//!
+//! ```text
+//!   backend ──── connection, register channel, eventfds, memory ────▶ worker
+//!      │                                                            ▲       │
+//!      └── Hello, Borrow ──▶ broker ── Start, orders ───────────────┘       │
+//!                              ▲                                            │
+//!                              └───────────── calls: windows, log lines ────┘
+//! ```
+//!
+//! The broker is on no data path: it hands over the connection with the lease. A worker that ends
+//! in any way costs its own lease; the broker keeps a descriptor of the connection until the
+//! process is gone, so that the borrower is not told that its memory is out of use before it is.
+
+mod confine;
+mod device;
+mod messages;
+mod process;
+
+pub use device::Program;
+pub(crate) use device::{Worker, WorkerDevice};
+pub(crate) use messages::{Answer, Call, CallReply, Order};
+pub use process::{WorkerError, run};

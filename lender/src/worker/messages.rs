@@ -1,0 +1,100 @@
+//! The messages between the broker and a worker, which are of one build.
+
+use farside_daemon::VmName;
+use farside_fabric::{LutRange, NtbLimits, PeerAddress};
+use farside_lender_protocol::{DeviceEntry, Generation, RamRange, RemoteError, Route};
+use serde::{Deserialize, Serialize};
+
+use crate::{device_loop::Line, source::Report};
+
+/// What a worker is asked to do. Each order after the first has one answer, in order.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Serve a lease. Comes with descriptors: for [calls](Call), an eventfd that stops the worker,
+    /// the borrower's connection, the image if there is one, and the memory of BARs.
+    Start(Box<Start>),
+    /// Report the device's status.
+    Status,
+    /// Check whether a guest with this RAM could borrow the device.
+    Check {
+        /// The transport of the DMA path.
+        route: Route,
+        /// The guest's RAM.
+        ram: Vec<RamRange>,
+    },
+    /// End a lease that is older than `fence`, and flush the device's writes; then answer.
+    HandOver {
+        /// The fence.
+        fence: Generation,
+    },
+}
+
+/// A lease for a worker.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Start {
+    /// The device's entry, with this lease.
+    pub(crate) entry: DeviceEntry,
+    pub(crate) model: Model,
+    /// Of the adapter that the broker has.
+    pub(crate) limits: NtbLimits,
+    pub(crate) poll_us: u64,
+    pub(crate) vm: VmName,
+    pub(crate) generation: Generation,
+    pub(crate) route: Route,
+}
+
+/// A software model.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Model {
+    /// An NVMe controller. The image comes as a descriptor.
+    Nvme {
+        /// Its configuration, as JSON.
+        config: String,
+        /// Bytes of the image.
+        size: u64,
+        /// Whether holes can be punched in it.
+        punches_holes: bool,
+    },
+    /// The DMA test device.
+    DmaTest,
+}
+
+/// The answer to an [`Order`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Status(Box<Report>),
+    Checked(Result<(), RemoteError>),
+    HandedOver(Result<(), RemoteError>),
+    /// The device thread has not answered in time, or its lease has ended.
+    Nothing,
+    /// The lease has ended: the last message.
+    Ended(Box<Report>),
+}
+
+/// What a worker asks of the broker. Each call has a reply.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Call {
+    /// Take a requester entry of the adapter.
+    TakeRequester,
+    /// Take LUT entries for a window of `bytes`.
+    TakeWindow {
+        peer_address: PeerAddress,
+        bytes: u64,
+    },
+    /// Give back a window's LUT entries.
+    GiveBackWindow(LutRange),
+    /// The lease has ended; the device can be lent again as soon as this process has ended.
+    Released,
+    /// The device's problem has changed.
+    Problem(Option<String>),
+    /// Log a line.
+    Line(Line, String),
+}
+
+/// The reply to a [`Call`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum CallReply {
+    Done,
+    Window(LutRange),
+    Refused(RemoteError),
+}

@@ -1,0 +1,313 @@
+//! The worker process.
+
+use std::{
+    fmt, io,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, PoisonError, mpsc},
+    time::Duration,
+};
+
+use farside_daemon::{Wakeup, raise_open_files};
+use farside_devices::{Device, dma_test, nvme};
+use farside_error_chain::Chain;
+use farside_fabric::{
+    Budget, FabricError, LutRange, PeerAddress,
+    soft::{Adapter, AdapterTables},
+};
+use farside_lender_protocol::{
+    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError,
+};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::{
+    confine::{self, ConfineError},
+    messages::{Answer, Call, CallReply, Model, Order, Start},
+};
+use crate::{
+    connection::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
+    device_loop::{DeviceLoop, Home, Line},
+    model::ModelDevice,
+    registry::{Lease, Mail, Mailbox},
+    tokens::RegisterTokens,
+};
+
+/// Timeout for the lease, which the broker sends right after the start.
+const START_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Timeout for a reply or an answer to arrive at the broker, whose thread for this device has
+/// nothing else to do.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why a worker process ends without having served its lease.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The broker is gone, or violates the protocol.
+    #[error("no lease from the lender's process: this program is started by `farside lend`")]
+    NoLease(#[source] ChannelError),
+    /// The first order is another one, or has too few descriptors.
+    #[error("an invalid lease from the lender's process")]
+    InvalidLease,
+    /// The device cannot be created.
+    #[error("cannot create the device")]
+    Device(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The process cannot be confined.
+    #[error("cannot confine the worker process")]
+    Confine(#[from] ConfineError),
+    /// A thread, an eventfd or a poll failed.
+    #[error("cannot run the worker process")]
+    System(#[from] io::Error),
+}
+
+/// Serves one lease, which comes through `broker`.
+///
+/// # Errors
+/// A [`WorkerError`]; the broker ends the lease then.
+pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
+    raise_open_files();
+    let mut orders = Channel::from_socket(broker);
+    let (order, fds) = orders
+        .receive(START_TIMEOUT)
+        .map_err(WorkerError::NoLease)?;
+    let Order::Start(start) = order else {
+        return Err(WorkerError::InvalidLease);
+    };
+    let Start {
+        entry,
+        model,
+        limits,
+        poll_us,
+        vm,
+        generation,
+        route,
+    } = *start;
+    let mut fds = fds.into_iter();
+    let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
+    let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
+    let stop = Wakeup::from(next()?);
+    let connection = Channel::from_socket(next()?);
+    // What needs files comes before the confinement.
+    let quota = Budget::of_this_process().shared_by(1);
+    confine::drop_privileges()?;
+    let device: Box<dyn Device> = match model {
+        Model::DmaTest => Box::new(dma_test::DmaTest::new()),
+        Model::Nvme {
+            config,
+            size,
+            punches_holes,
+        } => {
+            let image = nvme::Image {
+                file: next()?.into(),
+                size,
+                punches_holes,
+            };
+            let config =
+                serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
+            let nvme = nvme::Nvme::with_image(&entry.id, &config, image);
+            Box::new(nvme.map_err(|error| WorkerError::Device(error.into()))?)
+        }
+    };
+    let adapter = Adapter::with_tables(limits, calls.clone());
+    let id = entry.id.clone();
+    let source = ModelDevice::new(&id, device, adapter)
+        .map_err(|error| WorkerError::Device(error.into()))?;
+    let home = InWorker {
+        entry,
+        tokens: Arc::default(),
+        calls,
+    };
+    let (device_loop, mailbox) = DeviceLoop::new(
+        id,
+        Box::new(home),
+        stop.clone(),
+        Duration::from_micros(poll_us),
+        quota,
+    )?;
+    farside_irq_relay::watch_eventfds();
+    let ended = Wakeup::new()?;
+    let raised = ended.clone();
+    let thread = std::thread::Builder::new()
+        .name("lease".into())
+        .spawn(move || {
+            let report = device_loop.run_once(Box::new(source));
+            raised.raise();
+            report
+        })?;
+    confine::confine()?;
+    let lease = Lease {
+        connection,
+        vm,
+        generation,
+        route,
+        bar_memory: fds.collect(),
+    };
+    mailbox
+        .post(Mail::Lease(lease))
+        .map_err(|error| WorkerError::Device(error.into()))?;
+    relay(&mut orders, &mailbox, &stop, &ended)?;
+    // If the thread has panicked, the broker sees how this process ends.
+    let report = thread
+        .join()
+        .map_err(|_| io::Error::other("its thread has panicked"))?;
+    if let Some(report) = report {
+        // Fails if the broker is gone.
+        let _ = orders.send(&Answer::Ended(Box::new(report)), &[], CALL_TIMEOUT);
+    }
+    Ok(())
+}
+
+/// Passes orders to the device thread until that has ended.
+fn relay(orders: &mut Channel, mailbox: &Mailbox, stop: &Wakeup, ended: &Wakeup) -> io::Result<()> {
+    let mut broker_lives = true;
+    loop {
+        let mut fds = vec![PollFd::new(ended, PollFlags::IN)];
+        if broker_lives {
+            fds.push(PollFd::new(&*orders, PollFlags::IN));
+        }
+        match poll(&mut fds, None) {
+            Err(errno) if errno != rustix::io::Errno::INTR => return Err(errno.into()),
+            _ if !fds[0].revents().is_empty() => return Ok(()),
+            _ => {}
+        }
+        match orders.try_receive::<Order>() {
+            Ok(Some((order, _))) => {
+                let answer = ask(mailbox, order);
+                broker_lives = orders.send(&answer, &[], CALL_TIMEOUT).is_ok();
+            }
+            Ok(None) => {}
+            Err(_) => broker_lives = false,
+        }
+        if !broker_lives {
+            stop.raise();
+        }
+    }
+}
+
+/// The device thread's answer.
+fn ask(mailbox: &Mailbox, order: Order) -> Answer {
+    fn wait<T>(
+        mailbox: &Mailbox,
+        timeout: Duration,
+        mail: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
+        answer: impl FnOnce(T) -> Answer,
+    ) -> Answer {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let posted = mailbox.post(mail(sender)).ok();
+        let came = posted.and_then(|()| receiver.recv_timeout(timeout).ok());
+        came.map_or(Answer::Nothing, answer)
+    }
+    match order {
+        Order::Status => wait(mailbox, ANSWER_TIMEOUT, Mail::Report, |report| {
+            Answer::Status(Box::new(report))
+        }),
+        Order::Check { route, ram } => wait(
+            mailbox,
+            ANSWER_TIMEOUT,
+            |reply| Mail::Check { route, ram, reply },
+            Answer::Checked,
+        ),
+        Order::HandOver { fence } => wait(
+            mailbox,
+            HANDOVER_TIMEOUT,
+            |reply| Mail::HandOver { fence, reply },
+            Answer::HandedOver,
+        ),
+        Order::Start(_) => Answer::Nothing,
+    }
+}
+
+/// The calls to the broker.
+struct Calls(Mutex<Channel>);
+
+impl Calls {
+    fn new(channel: Channel) -> Self {
+        Self(Mutex::new(channel))
+    }
+
+    fn call(&self, call: &Call) -> Result<CallReply, RemoteError> {
+        let lost = |error: ChannelError| RemoteError {
+            kind: ErrorKind::Internal,
+            message: format!("the lender's process is gone: {}", Chain(&error)),
+        };
+        // A panic in between loses the broker, and no more.
+        let mut channel = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        channel.send(call, &[], CALL_TIMEOUT).map_err(lost)?;
+        match channel.receive(CALL_TIMEOUT).map_err(lost)?.0 {
+            CallReply::Refused(error) => Err(error),
+            reply => Ok(reply),
+        }
+    }
+
+    /// A call that nothing depends on: the broker may be gone.
+    fn tell(&self, call: &Call) {
+        if let Err(error) = self.call(call) {
+            log::debug!("{call:?}: {error}");
+        }
+    }
+}
+
+impl fmt::Debug for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Calls")
+    }
+}
+
+fn other(error: RemoteError) -> FabricError {
+    FabricError::Other(error.into())
+}
+
+impl AdapterTables for Calls {
+    fn take_requester(&self, _device: &str) -> Result<usize, FabricError> {
+        self.call(&Call::TakeRequester).map_err(other)?;
+        Ok(0)
+    }
+
+    /// The broker gives it back when this process has ended.
+    fn give_back_requester(&self, _entry: usize) {}
+
+    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError> {
+        let call = Call::TakeWindow {
+            peer_address,
+            bytes,
+        };
+        match self.call(&call).map_err(other)? {
+            CallReply::Window(range) => Ok(range),
+            reply => Err(FabricError::Other(
+                format!("an unexpected reply of the lender's process: {reply:?}").into(),
+            )),
+        }
+    }
+
+    fn give_back_window(&self, window: LutRange) {
+        self.tell(&Call::GiveBackWindow(window));
+    }
+}
+
+/// The broker's side of the device, as its thread sees it.
+struct InWorker {
+    entry: DeviceEntry,
+    /// Unused: a model is lent only where descriptors can be passed.
+    tokens: Arc<RegisterTokens>,
+    calls: Arc<Calls>,
+}
+
+impl Home for InWorker {
+    fn entry(&self) -> Option<DeviceEntry> {
+        Some(self.entry.clone())
+    }
+
+    fn tokens(&self) -> &Arc<RegisterTokens> {
+        &self.tokens
+    }
+
+    fn released(&self, _generation: Generation) {
+        self.calls.tell(&Call::Released);
+    }
+
+    fn problem(&self, _before: Option<&str>, now: Option<&str>) {
+        self.calls.tell(&Call::Problem(now.map(str::to_owned)));
+    }
+
+    fn line(&self, kind: Line, line: &str) {
+        self.calls.tell(&Call::Line(kind, line.to_owned()));
+    }
+}
