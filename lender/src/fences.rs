@@ -88,7 +88,7 @@ impl FenceBook {
         {
             let bad = |why: String| {
                 let text = format!(
-                    "{}: {why}; it says which VMs were moved away and may not have their devices any more: restore it, or remove it if none was",
+                    "{}: {why}; the file records the VMs that were moved to other hosts and may not borrow their devices here: restore it, or remove it if no VM was moved",
                     path.display()
                 );
                 io::Error::new(io::ErrorKind::InvalidData, text)

@@ -43,7 +43,8 @@ struct Pinned {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "guest memory is in files of {}, and VM memory of {} (and {} of device memory) is configured: \
-     share files of that size, or configure `memory` with all that can be plugged in",
+     share files of that size, or set `max-memory` in the VM's configuration to all memory that \
+     it can have, with that of shared memory devices such as ivshmem",
     Size(*bytes), Size(*memory), Size(DEVICE_MEMORY)
 )]
 pub(crate) struct TooMuchMemory {
