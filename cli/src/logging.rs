@@ -1,5 +1,7 @@
 //! Where log lines go, and which.
 
+use std::io::Write;
+
 use log::LevelFilter;
 
 const VARIABLE: &str = "FARSIDE_LOG";
@@ -7,6 +9,20 @@ const DEFAULT: &str = "info";
 
 /// Logs to standard error what `$FARSIDE_LOG` selects.
 pub(crate) fn init() {
+    start(|_| {});
+}
+
+/// As [`init`], for a worker, whose lender reads a line as its level and the text.
+pub(crate) fn init_worker() {
+    start(|builder| {
+        builder.format(|out, record| {
+            let text = record.args().to_string();
+            writeln!(out, "{} {}", record.level(), text.replace('\n', " "))
+        });
+    });
+}
+
+fn start(configure: impl FnOnce(&mut env_logger::Builder)) {
     let wanted = std::env::var(VARIABLE).unwrap_or_default();
     let invalid = invalid(&wanted);
     let filter = match (wanted.is_empty(), invalid) {
@@ -21,8 +37,9 @@ pub(crate) fn init() {
         .parse_filters(filter)
         .format_target(false)
         // It logs errors that it also returns or that the caller checks itself.
-        .filter_module("vfio_ioctls", LevelFilter::Off)
-        .init();
+        .filter_module("vfio_ioctls", LevelFilter::Off);
+    configure(&mut builder);
+    builder.init();
     if let Some(part) = invalid {
         log::warn!(
             "{VARIABLE}={wanted}: {part:?} is no log level, logging at {DEFAULT}: use off, error, \

@@ -36,7 +36,10 @@ use args::{Args, Verb};
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    logging::init();
+    match args.verb {
+        Verb::LeaseWorker { .. } => logging::init_worker(),
+        _ => logging::init(),
+    }
     match dispatch(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

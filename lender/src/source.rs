@@ -10,12 +10,17 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_fabric::{FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory};
+use farside_fabric::{
+    FaultLog, FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory,
+};
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{
     BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, RamRange, RemoteError, Route,
 };
 use serde::{Deserialize, Serialize};
+
+/// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
+const MAX_VECTORS: usize = 2049;
 
 /// Timeout for DMA in flight to drain, after which the borrower receives an error.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -164,6 +169,20 @@ pub(crate) struct Report {
 }
 
 impl Report {
+    /// The report of a process that may be a guest's: as long as that of an honest one at most, so that it fits
+    /// in a message.
+    pub(crate) fn bounded(mut self) -> Self {
+        const COUNTERS: usize = 32;
+        const NAME: usize = 32;
+        let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
+        self.counters
+            .retain(|(name, _)| name.len() <= NAME && name.chars().all(is_name));
+        self.counters.truncate(COUNTERS);
+        self.interrupts.truncate(MAX_VECTORS);
+        self.faults.recent.truncate(FaultLog::REMEMBERED);
+        self
+    }
+
     /// The status of the device of that entry.
     pub(crate) fn status_of(self, entry: DeviceEntry) -> DeviceStatus {
         DeviceStatus {

@@ -2,7 +2,8 @@
 
 use std::{
     collections::VecDeque,
-    os::unix::process::ExitStatusExt,
+    fmt,
+    os::{fd::AsFd, unix::process::ExitStatusExt},
     process::ExitStatus,
     sync::mpsc,
     time::{Duration, Instant},
@@ -16,23 +17,29 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use crate::{
-    refusals::{internal, refused},
+    refusals::{failed, internal, refused},
     registry::{Lease, MAX_MAIL, Mail},
     source::{Available, Report},
-    worker::{Answer, Call, CallReply, Order, Worker, WorkerDevice},
+    worker::{
+        Answer, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable, printable_error,
+    },
 };
 
-/// Timeout for a worker to end after its lease has, or after it was told to stop; then it is
-/// killed. Longer than it waits for DMA in flight, shorter than the lender waits for its threads.
-const END_TIMEOUT: Duration = Duration::from_millis(4000);
+/// Timeout for a worker to end after it was told to; then it is killed. Longer than it waits for
+/// DMA in flight, shorter than the lender waits for its threads.
+const STOP_TIMEOUT: Duration = Duration::from_millis(4000);
 
-/// Maximum length of a worker's log line, in characters.
-const MAX_LINE: usize = 1000;
+/// Timeout for a worker to end after its lease has: shorter than the next borrower waits.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Maximum number of messages of a worker that are served before everything else is looked at.
+const MESSAGES: usize = 64;
 
 impl WorkerDevice {
     /// Serves one lease, from its grant until its worker is gone.
     pub(super) fn serve(&mut self, owner: &mut DeviceLoop, mut lease: Lease) {
         // The worker finds out anew.
+        owner.home.problem(None, None);
         owner.problem = None;
         let started = owner.home.entry().map(|entry| {
             let poll_us = owner.poll_time.as_micros() as u64;
@@ -58,10 +65,13 @@ impl WorkerDevice {
                 return;
             }
         };
+        let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
         let lease = WorkerLease {
             owner,
             device: self,
+            log: LogReader::new(prefix),
             worker,
+            begun: false,
             connection: Some(lease.connection),
             vm: lease.vm,
             generation: lease.generation,
@@ -71,6 +81,7 @@ impl WorkerDevice {
             report: None,
             kill_at: None,
             problems: RateLimit::new(),
+            held_problem: None,
         };
         lease.run();
     }
@@ -79,7 +90,6 @@ impl WorkerDevice {
 /// An order that the worker has not answered yet.
 enum Waiting {
     Report(mpsc::SyncSender<Report>),
-    Check(mpsc::SyncSender<Result<(), RemoteError>>),
     HandOver(Generation, mpsc::SyncSender<Result<(), RemoteError>>),
 }
 
@@ -88,6 +98,9 @@ struct WorkerLease<'a> {
     owner: &'a mut DeviceLoop,
     device: &'a mut WorkerDevice,
     worker: Worker,
+    log: LogReader,
+    /// Whether the borrower has an answer.
+    begun: bool,
     /// Until the lease has ended: closing it tells the borrower that its memory is out of use.
     connection: Option<Channel>,
     vm: VmName,
@@ -101,15 +114,22 @@ struct WorkerLease<'a> {
     kill_at: Option<Instant>,
     /// Limits the problems that a worker reports.
     problems: RateLimit,
+    /// The last one, if it exceeded that.
+    held_problem: Option<Option<String>>,
 }
 
 impl WorkerLease<'_> {
     fn run(mut self) {
-        let (mut calls, mut orders) = (true, true);
+        let mut open = Open {
+            calls: true,
+            orders: true,
+            log: true,
+        };
         let status = loop {
-            let ended = self.wait(calls, orders);
-            calls = calls && self.serve_calls();
-            orders = orders && self.take_answers();
+            let ended = self.wait(&open);
+            open.log = open.log && self.log.read(&self.worker.log);
+            open.calls = open.calls && self.serve_calls();
+            open.orders = open.orders && self.take_answers();
             if ended {
                 break self.worker.status();
             }
@@ -126,71 +146,66 @@ impl WorkerLease<'_> {
 
     /// Waits for the worker, for mail and for the lender's stop. Returns whether the worker has
     /// ended.
-    fn wait(&mut self, calls: bool, orders: bool) -> bool {
+    fn wait(&mut self, open: &Open) -> bool {
         let left = self
             .kill_at
             .map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
-        let mut fds = vec![PollFd::new(&self.worker.pidfd, PollFlags::IN)];
-        for (channel, open) in [(&self.worker.calls, calls), (&self.worker.orders, orders)] {
-            if open {
-                fds.push(PollFd::new(channel, PollFlags::IN));
-            }
-        }
-        let first = fds.len();
-        if self.kill_at.is_none() {
-            fds.push(PollFd::new(&self.owner.stop, PollFlags::IN));
-        }
-        if self.connection.is_some() {
-            fds.push(PollFd::new(&self.owner.mail_wake, PollFlags::IN));
-        }
+        let (worker, owner) = (&self.worker, &self.owner);
+        let fds = [
+            (true, worker.pidfd.as_fd()),
+            (self.kill_at.is_none(), owner.stop.as_fd()),
+            (self.is_leased(), owner.mail_wake.as_fd()),
+            (open.calls, worker.calls.as_fd()),
+            (open.orders, worker.orders.as_fd()),
+            (open.log, worker.log.as_fd()),
+        ];
+        // Of what is closed, the process is what is looked at: that is reported twice.
+        let fds = fds.map(|(wanted, fd)| if wanted { fd } else { worker.pidfd.as_fd() });
+        let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         if let Err(errno) = poll(&mut fds, left.as_ref())
             && errno != rustix::io::Errno::INTR
         {
-            log::error!(
-                "device {}: cannot wait for its worker: {errno}",
-                self.owner.id
-            );
-            self.worker.kill();
+            log::error!("device {}: cannot wait for its worker: {errno}", owner.id);
+            worker.kill();
             return true;
         }
         let ended = !fds[0].revents().is_empty();
-        let stop = self.kill_at.is_none() && !fds[first].revents().is_empty();
-        drop(fds);
-        if stop {
-            self.worker.stop.raise();
-            self.kill_at = Some(Instant::now() + END_TIMEOUT);
+        if ended {
+            return true;
         }
-        if self.kill_at.is_some_and(|at| Instant::now() >= at) && !ended {
+        if self.kill_at.is_none() && !fds[1].revents().is_empty() {
+            self.kill_at = Some(Instant::now() + STOP_TIMEOUT);
+            self.worker.stop();
+        }
+        if self.kill_at.is_some_and(|at| Instant::now() >= at) {
             self.worker.kill();
             // It ends as soon as the medium lets it.
-            self.kill_at = Some(Instant::now() + END_TIMEOUT);
+            self.kill_at = Some(Instant::now() + STOP_TIMEOUT);
         }
-        ended
+        false
     }
 
     /// Answers the worker's calls. Returns false when there will be no more.
     fn serve_calls(&mut self) -> bool {
-        loop {
+        for _ in 0..MESSAGES {
             let call = match self.worker.calls.try_receive() {
                 Ok(Some((call, _))) => call,
                 Ok(None) => return true,
                 Err(ChannelError::Closed) => return false,
-                Err(error) => return self.violated(&error),
+                Err(error) => return self.violated(&Chain(&error)),
             };
             let reply = self.serve_call(call);
-            if self.worker.calls.send(&reply, &[], SEND_TIMEOUT).is_err() {
-                return false;
+            if let Err(error) = self.worker.calls.send(&reply, &[], SEND_TIMEOUT) {
+                return self.violated(&Chain(&error));
             }
         }
+        true
     }
 
-    fn violated(&self, error: &ChannelError) -> bool {
+    fn violated(&self, error: &dyn fmt::Display) -> bool {
         let (id, pid) = (&self.owner.id, self.worker.pid());
-        log::error!(
-            "device {id}: ending its worker process {pid}: {}",
-            Chain(error)
-        );
+        log::error!("device {id}: ending its worker process {pid}: {error}");
         self.worker.kill();
         false
     }
@@ -229,18 +244,27 @@ impl WorkerLease<'_> {
             Call::Released => {
                 self.release();
                 self.kill_at
-                    .get_or_insert_with(|| Instant::now() + END_TIMEOUT);
+                    .get_or_insert_with(|| Instant::now() + EXIT_TIMEOUT);
                 CallReply::Done
             }
             Call::Problem(problem) => {
-                if self.problems.allow().is_some() {
-                    let problem = problem.map(|problem| printable(&problem));
-                    self.owner.publish_problem(problem.as_deref());
+                let problem = problem.map(|problem| printable(&problem));
+                match self.problems.allow() {
+                    Some(_) => {
+                        self.held_problem = None;
+                        self.owner.publish_problem(problem.as_deref());
+                    }
+                    None => self.held_problem = Some(problem),
                 }
                 CallReply::Done
             }
             Call::Line(kind, line) => {
-                self.owner.home.line(kind, &printable(&line));
+                self.begun = true;
+                let (id, line) = (&self.owner.id, printable(&line));
+                match line.starts_with(&format!("device {id}: ")) {
+                    true => self.owner.home.line(kind, &line),
+                    false => self.owner.home.line(kind, &format!("device {id}: {line}")),
+                }
                 CallReply::Done
             }
         }
@@ -263,32 +287,40 @@ impl WorkerLease<'_> {
 
     /// Takes the worker's answers. Returns false when there will be no more.
     fn take_answers(&mut self) -> bool {
-        loop {
+        for _ in 0..MESSAGES {
             let answer = match self.worker.orders.try_receive() {
                 Ok(Some((answer, _))) => answer,
                 Ok(None) => return true,
                 Err(ChannelError::Closed) => return false,
-                Err(error) => return self.violated(&error),
+                Err(error) => return self.violated(&Chain(&error)),
             };
             if let Answer::Ended(report) = answer {
                 self.report = Some(*report);
-                continue;
+                // The last one.
+                return false;
             }
             // Each fails if the requester has gone.
             match (self.waiting.pop_front(), answer) {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
                     let _ = reply.try_send(self.device.with_former(*report));
                 }
-                (Some(Waiting::Check(reply)), Answer::Checked(checked)) => {
-                    let _ = reply.try_send(checked);
+                (Some(Waiting::Report(_)), Answer::Nothing) => {}
+                (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
+                    if !self.is_leased() || fence < self.generation =>
+                {
+                    let _ = reply.try_send(Ok(()));
                 }
-                (Some(Waiting::HandOver(_, reply)), Answer::HandedOver(result)) => {
-                    let _ = reply.try_send(result);
+                (Some(Waiting::HandOver(_, reply)), Answer::HandedOver(Err(error))) => {
+                    let _ = reply.try_send(Err(printable_error(error)));
                 }
-                (Some(_), Answer::Nothing) => {}
-                _ => return self.violated(&ChannelError::Closed),
+                // The lease was about to end: answered when it has.
+                (Some(Waiting::HandOver(fence, reply)), Answer::Nothing) => {
+                    self.owner.handovers.push((fence, reply));
+                }
+                _ => return self.violated(&"it has given the answer to another order"),
             }
         }
+        true
     }
 
     /// Passes mail to the worker as orders.
@@ -297,11 +329,13 @@ impl WorkerLease<'_> {
         while let Ok(mail) = self.owner.mail.try_recv() {
             let (order, waiting) = match mail {
                 Mail::Report(reply) => (Order::Status, Waiting::Report(reply)),
-                Mail::Check { route, ram, reply } => {
-                    (Order::Check { route, ram }, Waiting::Check(reply))
-                }
                 Mail::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
+                }
+                Mail::Check { route, ram, reply } => {
+                    // Fails if the requester has gone.
+                    let _ = reply.try_send(self.device.check(route, &ram));
+                    continue;
                 }
                 // The registry grants one lease at a time.
                 Mail::Lease(lease) => {
@@ -319,36 +353,58 @@ impl WorkerLease<'_> {
 
     /// Cleans up after the worker.
     fn settle(mut self, status: ExitStatus) {
+        // What is left in the pipe, of 64 KiB.
+        let _ = (0..16).all(|_| self.log.read(&self.worker.log));
+        if let Some(report) = self.report.take() {
+            self.device.ended(report);
+        }
+        if let Some(problem) = self.held_problem.take() {
+            self.owner.publish_problem(problem.as_deref());
+        }
+        let (id, pid) = (self.owner.id.clone(), self.worker.pid());
+        if !status.success() {
+            log::error!("device {id}: its worker process {pid} {}", ended(status));
+        }
+        let flushed = self.device.flush();
+        if let Err(error) = &flushed {
+            log::error!("{error}");
+        }
         for waiting in std::mem::take(&mut self.waiting) {
             // Each fails if the requester has gone.
             match waiting {
                 Waiting::Report(reply) => {
                     let _ = reply.try_send(self.device.report());
                 }
-                Waiting::Check(_) => {}
-                // Answered as for any device that is not lent.
-                Waiting::HandOver(fence, reply) => self.owner.handovers.push((fence, reply)),
+                // The kernel reports a failed write once.
+                Waiting::HandOver(_, reply) => {
+                    let _ = reply.try_send(flushed.clone());
+                }
             }
-        }
-        if let Some(report) = self.report.take() {
-            self.device.ended(report);
-        }
-        let (id, pid) = (self.owner.id.clone(), self.worker.pid());
-        if !status.success() {
-            log::error!("device {id}: its worker process {pid} {}", ended(status));
         }
         if self.is_leased() {
-            if let Err(error) = self.device.flush() {
-                log::error!("{error}");
-            }
             let line = format!(
                 "device {id}: revoked: its worker process {pid} is gone (VM {}, generation {})",
                 self.vm, self.generation
             );
             self.owner.home.line(Line::Ended, &line);
         }
+        if let Some(connection) = self.connection.as_mut().filter(|_| !self.begun) {
+            let error = failed(format_args!(
+                "device {id}: its worker process {pid} {}: see the lender's log",
+                ended(status)
+            ));
+            // The borrow fails whether or not the peer receives this.
+            let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
+        }
         self.release();
     }
+}
+
+/// Which of a worker's channels are open.
+struct Open {
+    calls: bool,
+    orders: bool,
+    log: bool,
 }
 
 /// How a process has ended, and where to look.
@@ -360,10 +416,4 @@ fn ended(status: ExitStatus) -> String {
         (_, Some(signal)) => format!("was ended by signal {signal}"),
         (code, None) => format!("has exited with status {}", code.unwrap_or_default()),
     }
-}
-
-/// A worker's text, as one line.
-fn printable(text: &str) -> String {
-    let printable = text.chars().filter(|c| !c.is_control());
-    printable.take(MAX_LINE).collect()
 }

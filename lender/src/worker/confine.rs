@@ -14,6 +14,7 @@ use nix::{
     sys::prctl::{set_dumpable, set_no_new_privs},
     unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid},
 };
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, apply_filter_all_threads,
@@ -52,45 +53,80 @@ pub enum ConfineError {
     Seccomp(#[from] seccompiler::Error),
 }
 
-/// Changes from root to a user of this process alone. Before threads and rings are created.
-pub(super) fn drop_privileges() -> Result<(), ConfineError> {
+/// Gives up privileges, files and the network. Before threads and rings are created.
+pub(super) fn give_up_privileges() -> Result<(), ConfineError> {
     if geteuid().is_root() {
-        let uid = FIRST_UID + getpid().as_raw().unsigned_abs();
-        let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
-        let changed = setgroups(&[])
-            .and_then(|()| setresgid(group, group, group))
-            .and_then(|()| setresuid(user, user, user));
-        match changed {
-            Ok(()) => {}
-            // Root of a user namespace without that uid: no user of the host has it.
-            Err(nix::Error::EINVAL) => log::debug!("uid {uid} is not mapped in this namespace"),
-            Err(errno) => {
-                return Err(ConfineError::User {
-                    uid,
-                    source: errno.into(),
-                });
-            }
-        }
+        change_user()?;
     }
+    let failed = |errno: nix::Error| ConfineError::Privileges(errno.into());
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    // Ambient ones go with those that are permitted.
+    set_capabilities(None, none).map_err(|errno| ConfineError::Privileges(errno.into()))?;
+    set_no_new_privs().map_err(failed)?;
     // Processes of the same user cannot trace it.
-    set_dumpable(false).map_err(|errno| ConfineError::Privileges(errno.into()))
-}
-
-/// Restricts all threads of this process.
-pub(super) fn confine() -> Result<(), ConfineError> {
-    set_no_new_privs().map_err(|errno| ConfineError::Privileges(errno.into()))?;
+    set_dumpable(false).map_err(failed)?;
     let abi = ABI::V6;
-    // As far as the kernel has it: the system call filter alone leaves nothing to open.
-    Ruleset::default()
+    let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))?
         .handle_access(AccessNet::from_all(abi))?
         .scope(Scope::from_all(abi))?
         .create()?
         .restrict_self()?;
-    // Of two filters the stricter result counts.
+    // The filter of system calls alone leaves nothing to open.
+    log::debug!("Landlock: {:?}", status.ruleset);
+    Ok(())
+}
+
+/// Changes from root to a user of this process alone.
+fn change_user() -> Result<(), ConfineError> {
+    let uid = FIRST_UID + getpid().as_raw().unsigned_abs();
+    let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
+    let changed = setgroups(&[])
+        .and_then(|()| setresgid(group, group, group))
+        .and_then(|()| setresuid(user, user, user));
+    match changed {
+        Ok(()) => Ok(()),
+        // Root of a user namespace that has no other users, or without CAP_SETUID.
+        Err(nix::Error::EINVAL | nix::Error::EPERM) => {
+            log::debug!("the worker process stays root, without capabilities: no uid {uid} here");
+            Ok(())
+        }
+        Err(errno) => Err(ConfineError::User {
+            uid,
+            source: errno.into(),
+        }),
+    }
+}
+
+/// Restricts the system calls of all threads of this process. Of several filters the strictest
+/// result counts.
+pub(super) fn restrict_system_calls() -> Result<(), ConfineError> {
     apply_filter_all_threads(&refusing_open()?)?;
     apply_filter_all_threads(&filter(SeccompAction::KillProcess)?)?;
+    Ok(())
+}
+
+/// Forbids all threads of this process to send descriptors, once the borrower has those of the
+/// lease: with the medium's it would keep access to it after the lease.
+pub(super) fn send_no_descriptors() -> Result<(), ConfineError> {
+    let rules = [libc::SYS_sendmsg, libc::SYS_socketpair].map(|call| (call, Vec::new()));
+    let filter = SeccompFilter::new(
+        BTreeMap::from(rules),
+        SeccompAction::Allow,
+        SeccompAction::KillProcess,
+        std::env::consts::ARCH
+            .try_into()
+            .map_err(seccompiler::Error::Backend)?,
+    );
+    let filter: BpfProgram = filter
+        .and_then(TryInto::try_into)
+        .map_err(seccompiler::Error::Backend)?;
+    apply_filter_all_threads(&filter)?;
     Ok(())
 }
 
@@ -110,7 +146,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_close,
     libc::SYS_dup3,
     libc::SYS_eventfd2,
-    libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_fstatfs,
     libc::SYS_ftruncate,
@@ -124,7 +159,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
-    libc::SYS_sendto,
     libc::SYS_shutdown,
     libc::SYS_write,
     libc::SYS_writev,
@@ -161,6 +195,8 @@ const ALLOWED: &[i64] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rseq,
     libc::SYS_rt_sigreturn,
+    // A further filter.
+    libc::SYS_seccomp,
     libc::SYS_sched_getaffinity,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
@@ -168,50 +204,68 @@ const ALLOWED: &[i64] = &[
     libc::SYS_poll,
 ];
 
+/// Commands of fcntl(2).
+const FCNTL: &[u64] = &[
+    libc::F_DUPFD_CLOEXEC as u64,
+    libc::F_GETFD as u64,
+    libc::F_GETFL as u64,
+    libc::F_ADD_SEALS as u64,
+];
+
+/// Options of prctl(2): of a thread that starts, and before a further filter.
+const PRCTL: &[u64] = &[libc::PR_SET_NAME as u64, libc::PR_SET_NO_NEW_PRIVS as u64];
+
 /// The filter: any other system call has `otherwise` as its result.
 fn filter(otherwise: SeccompAction) -> Result<BpfProgram, seccompiler::Error> {
-    let when = |conditions: Vec<SeccompCondition>| SeccompRule::new(conditions);
-    let argument = |number, operator, value: u64| {
-        SeccompCondition::new(number, SeccompCmpArgLen::Dword, operator, value)
-    };
-    let not_executable = SeccompCmpOp::MaskedEq(libc::PROT_EXEC as u64);
-    let of_descriptor = SeccompCmpOp::MaskedEq(libc::AT_EMPTY_PATH as u64);
-    let own_pid = getpid().as_raw().unsigned_abs();
     let is = SeccompCmpOp::Eq;
+    let has = |flag: libc::c_int| SeccompCmpOp::MaskedEq(flag as u64);
+    let pid = getpid().as_raw().unsigned_abs();
+    let pair = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
+    // (call, number of the argument, its values)
     for (call, number, operator, values) in [
-        (libc::SYS_mmap, 2, not_executable.clone(), &[0][..]),
-        (libc::SYS_mprotect, 2, not_executable, &[0]),
-        // Of a descriptor; of a path, it would tell whether that exists.
-        (
-            libc::SYS_statx,
-            2,
-            of_descriptor,
-            &[libc::AT_EMPTY_PATH as u64],
-        ),
+        // No owner of signals, and no other mode of what others use, too.
+        (libc::SYS_fcntl, 1, is.clone(), FCNTL),
+        (libc::SYS_ioctl, 1, is.clone(), &[BLKROGET]),
         (
             libc::SYS_io_uring_register,
             1,
             is.clone(),
             &[UNREGISTER_FILES],
         ),
-        (libc::SYS_prctl, 0, is.clone(), &[libc::PR_SET_NAME as u64]),
-        (libc::SYS_tgkill, 0, is.clone(), &[own_pid.into()]),
-        (libc::SYS_socketpair, 0, is.clone(), &[libc::AF_UNIX as u64]),
+        (libc::SYS_mmap, 2, has(libc::PROT_EXEC), &[0]),
+        (libc::SYS_mprotect, 2, has(libc::PROT_EXEC), &[0]),
+        // Of a descriptor; of a path, it would tell whether that exists.
         (
-            libc::SYS_ioctl,
-            1,
-            is,
-            // The medium: sectors are discarded by fallocate(2).
-            &[libc::FIONBIO, BLKROGET],
+            libc::SYS_newfstatat,
+            3,
+            has(libc::AT_EMPTY_PATH),
+            &[libc::AT_EMPTY_PATH as u64],
         ),
+        (
+            libc::SYS_statx,
+            2,
+            has(libc::AT_EMPTY_PATH),
+            &[libc::AT_EMPTY_PATH as u64],
+        ),
+        (libc::SYS_prctl, 0, is.clone(), PRCTL),
+        // To the peer of a connection: no address.
+        (libc::SYS_sendto, 4, is.clone(), &[0]),
+        // Datagrams would reach any socket of the host.
+        (libc::SYS_socketpair, 1, is.clone(), &[pair as u64]),
+        (libc::SYS_tgkill, 0, is.clone(), &[pid as u64]),
     ] {
-        let mut any = Vec::new();
-        for &value in values {
-            any.push(when(vec![argument(number, operator.clone(), value)?])?);
-        }
-        rules.insert(call, any);
+        let width = match call {
+            libc::SYS_sendto => SeccompCmpArgLen::Qword,
+            _ => SeccompCmpArgLen::Dword,
+        };
+        let rule = |value: &u64| {
+            let condition = SeccompCondition::new(number, width.clone(), operator.clone(), *value)?;
+            SeccompRule::new(vec![condition])
+        };
+        let any: Result<_, seccompiler::BackendError> = values.iter().map(rule).collect();
+        rules.insert(call, any?);
     }
     let arch = std::env::consts::ARCH.try_into()?;
     let filter = SeccompFilter::new(rules, otherwise, SeccompAction::Allow, arch)?;

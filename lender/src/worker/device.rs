@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     fs::File,
-    io,
+    io::{self, PipeReader},
     os::{
         fd::{AsFd, OwnedFd},
         unix::process::CommandExt,
@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::{DeviceId, Wakeup};
+use farside_daemon::DeviceId;
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_lender_protocol::{
@@ -33,6 +33,9 @@ use crate::{
 
 /// Timeout for handing the lease to a new worker, whose queue is empty.
 const START_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The variable that selects log lines.
+const LOG_LEVELS: &str = "FARSIDE_LOG";
 
 /// The program that serves a lease: it calls [`super::run`] with its standard input.
 #[derive(Clone, Debug)]
@@ -93,13 +96,18 @@ impl WorkerDevice {
     ) -> Result<Worker, StartError> {
         let (orders, their_orders) = Channel::pair().map_err(StartError::Channel)?;
         let (calls, their_calls) = Channel::pair().map_err(StartError::Channel)?;
-        let stop = Wakeup::new().map_err(StartError::Channel)?;
+        let (log, their_log) = io::pipe().map_err(StartError::Channel)?;
+        rustix::io::ioctl_fionbio(&log, true).map_err(|errno| StartError::Channel(errno.into()))?;
+        let level = std::env::var_os(LOG_LEVELS);
         let child = Command::new(&self.program.path)
             .arg0("farside")
             .args(&self.program.args)
             .args([self.id.as_str(), lease.vm.as_str()])
             .stdin(Stdio::from(their_orders.into_socket()))
             .stdout(Stdio::null())
+            .stderr(their_log)
+            .env_clear()
+            .envs(level.map(|level| (LOG_LEVELS, level)))
             // A terminal's Ctrl-C is for the broker, which ends the lease in order.
             .process_group(0)
             .spawn()
@@ -107,7 +115,7 @@ impl WorkerDevice {
                 program: self.program.path.clone(),
                 source,
             })?;
-        let mut worker = Worker::new(child, orders, calls, stop).map_err(StartError::Channel)?;
+        let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
         let (model, image) = match (&self.model, &self.image) {
             (config::Model::Nvme(config), Some(image)) => {
                 let model = Model::Nvme {
@@ -129,15 +137,11 @@ impl WorkerDevice {
             route: lease.route,
         }));
         let their_calls = their_calls.into_socket();
-        let fds: Vec<BorrowedFd<'_>> = [
-            their_calls.as_fd(),
-            worker.stop.as_fd(),
-            lease.connection.as_fd(),
-        ]
-        .into_iter()
-        .chain(image)
-        .chain(lease.bar_memory.iter().map(AsFd::as_fd))
-        .collect();
+        let fds: Vec<BorrowedFd<'_>> = [their_calls.as_fd(), lease.connection.as_fd()]
+            .into_iter()
+            .chain(image)
+            .chain(lease.bar_memory.iter().map(AsFd::as_fd))
+            .collect();
         worker
             .orders
             .send(&start, &fds, START_TIMEOUT)
@@ -150,8 +154,9 @@ impl WorkerDevice {
         self.last = self.with_former(report);
     }
 
-    /// `report` with the counters of former leases: each worker counts from zero.
-    pub(crate) fn with_former(&self, mut report: Report) -> Report {
+    /// A worker's report with the counters of former leases: each worker counts from zero.
+    pub(crate) fn with_former(&self, report: Report) -> Report {
+        let mut report = report.bounded();
         for (name, value) in &mut report.counters {
             let former = self.last.counters.iter().find(|(known, _)| known == name);
             *value = value.saturating_add(former.map_or(0, |(_, value)| *value));
@@ -214,19 +219,19 @@ pub(crate) struct Worker {
     pub(crate) pidfd: OwnedFd,
     pub(crate) orders: Channel,
     pub(crate) calls: Channel,
-    /// Ends the lease in order.
-    pub(crate) stop: Wakeup,
+    /// Its standard error, not blocking.
+    pub(crate) log: PipeReader,
 }
 
 impl Worker {
-    fn new(mut child: Child, orders: Channel, calls: Channel, stop: Wakeup) -> io::Result<Self> {
+    fn new(mut child: Child, orders: Channel, calls: Channel, log: PipeReader) -> io::Result<Self> {
         match pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Self {
                 child,
                 pidfd,
                 orders,
                 calls,
-                stop,
+                log,
             }),
             Err(errno) => {
                 // It has no lease yet.
@@ -239,6 +244,13 @@ impl Worker {
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Tells it to end its lease in order.
+    pub(crate) fn stop(&mut self) {
+        if self.orders.shut_down_sending().is_err() {
+            self.kill();
+        }
     }
 
     pub(crate) fn kill(&self) {

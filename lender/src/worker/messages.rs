@@ -2,7 +2,7 @@
 
 use farside_daemon::VmName;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
-use farside_lender_protocol::{DeviceEntry, Generation, RamRange, RemoteError, Route};
+use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Route};
 use serde::{Deserialize, Serialize};
 
 use crate::{device_loop::Line, source::Report};
@@ -10,18 +10,11 @@ use crate::{device_loop::Line, source::Report};
 /// What a worker is asked to do. Each order after the first has one answer, in order.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Serve a lease. Comes with descriptors: for [calls](Call), an eventfd that stops the worker,
-    /// the borrower's connection, the image if there is one, and the memory of BARs.
+    /// Serve a lease. Comes with descriptors: for [calls](Call), the borrower's connection,
+    /// the image if there is one, and the memory of BARs.
     Start(Box<Start>),
     /// Report the device's status.
     Status,
-    /// Check whether a guest with this RAM could borrow the device.
-    Check {
-        /// The transport of the DMA path.
-        route: Route,
-        /// The guest's RAM.
-        ram: Vec<RamRange>,
-    },
     /// End a lease that is older than `fence`, and flush the device's writes; then answer.
     HandOver {
         /// The fence.
@@ -63,7 +56,6 @@ pub(crate) enum Model {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     Status(Box<Report>),
-    Checked(Result<(), RemoteError>),
     HandedOver(Result<(), RemoteError>),
     /// The device thread has not answered in time, or its lease has ended.
     Nothing,

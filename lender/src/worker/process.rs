@@ -4,7 +4,7 @@ use std::{
     fmt, io,
     os::fd::OwnedFd,
     sync::{Arc, Mutex, PoisonError, mpsc},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farside_daemon::{Wakeup, raise_open_files};
@@ -83,11 +83,12 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
     let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
-    let stop = Wakeup::from(next()?);
     let connection = Channel::from_socket(next()?);
     // What needs files comes before the confinement.
     let quota = Budget::of_this_process().shared_by(1);
-    confine::drop_privileges()?;
+    let stop = Wakeup::new()?;
+    // Before threads are started: each thread has privileges and Landlock's rules of its own.
+    confine::give_up_privileges()?;
     let device: Box<dyn Device> = match model {
         Model::DmaTest => Box::new(dma_test::DmaTest::new()),
         Model::Nvme {
@@ -112,6 +113,8 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         .map_err(|error| WorkerError::Device(error.into()))?;
     let home = InWorker {
         entry,
+        since: Instant::now(),
+        problem: Mutex::default(),
         tokens: Arc::default(),
         calls,
     };
@@ -132,7 +135,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             raised.raise();
             report
         })?;
-    confine::confine()?;
+    confine::restrict_system_calls()?;
     let lease = Lease {
         connection,
         vm,
@@ -199,12 +202,6 @@ fn ask(mailbox: &Mailbox, order: Order) -> Answer {
         Order::Status => wait(mailbox, ANSWER_TIMEOUT, Mail::Report, |report| {
             Answer::Status(Box::new(report))
         }),
-        Order::Check { route, ram } => wait(
-            mailbox,
-            ANSWER_TIMEOUT,
-            |reply| Mail::Check { route, ram, reply },
-            Answer::Checked,
-        ),
         Order::HandOver { fence } => wait(
             mailbox,
             HANDOVER_TIMEOUT,
@@ -216,24 +213,27 @@ fn ask(mailbox: &Mailbox, order: Order) -> Answer {
 }
 
 /// The calls to the broker.
-struct Calls(Mutex<Channel>);
+struct Calls(Mutex<Option<Channel>>);
 
 impl Calls {
     fn new(channel: Channel) -> Self {
-        Self(Mutex::new(channel))
+        Self(Mutex::new(Some(channel)))
     }
 
     fn call(&self, call: &Call) -> Result<CallReply, RemoteError> {
-        let lost = |error: ChannelError| RemoteError {
-            kind: ErrorKind::Internal,
-            message: format!("the lender's process is gone: {}", Chain(&error)),
-        };
         // A panic in between loses the broker, and no more.
         let mut channel = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        channel.send(call, &[], CALL_TIMEOUT).map_err(lost)?;
-        match channel.receive(CALL_TIMEOUT).map_err(lost)?.0 {
-            CallReply::Refused(error) => Err(error),
-            reply => Ok(reply),
+        match exchange(channel.as_mut(), call) {
+            Ok(CallReply::Refused(error)) => Err(error),
+            Ok(reply) => Ok(reply),
+            Err(error) => {
+                // A late reply would be taken for that of the next call.
+                *channel = None;
+                Err(RemoteError {
+                    kind: ErrorKind::Internal,
+                    message: format!("the lender's process is gone: {}", Chain(&error)),
+                })
+            }
         }
     }
 
@@ -243,6 +243,12 @@ impl Calls {
             log::debug!("{call:?}: {error}");
         }
     }
+}
+
+fn exchange(channel: Option<&mut Channel>, call: &Call) -> Result<CallReply, ChannelError> {
+    let channel = channel.ok_or(ChannelError::Closed)?;
+    channel.send(call, &[], CALL_TIMEOUT)?;
+    Ok(channel.receive(CALL_TIMEOUT)?.0)
 }
 
 impl fmt::Debug for Calls {
@@ -284,7 +290,10 @@ impl AdapterTables for Calls {
 
 /// The broker's side of the device, as its thread sees it.
 struct InWorker {
+    /// As it was when the lease began.
     entry: DeviceEntry,
+    since: Instant,
+    problem: Mutex<Option<String>>,
     /// Unused: a model is lent only where descriptors can be passed.
     tokens: Arc<RegisterTokens>,
     calls: Arc<Calls>,
@@ -292,7 +301,14 @@ struct InWorker {
 
 impl Home for InWorker {
     fn entry(&self) -> Option<DeviceEntry> {
-        Some(self.entry.clone())
+        let mut entry = self.entry.clone();
+        if let Some(borrowed_by) = &mut entry.borrowed_by {
+            borrowed_by.seconds = self.since.elapsed().as_secs();
+        }
+        // Replaced as a whole.
+        let problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        entry.problem = problem.clone();
+        Some(entry)
     }
 
     fn tokens(&self) -> &Arc<RegisterTokens> {
@@ -304,10 +320,22 @@ impl Home for InWorker {
     }
 
     fn problem(&self, _before: Option<&str>, now: Option<&str>) {
-        self.calls.tell(&Call::Problem(now.map(str::to_owned)));
+        let now = now.map(str::to_owned);
+        *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = now.clone();
+        self.calls.tell(&Call::Problem(now));
     }
 
     fn line(&self, kind: Line, line: &str) {
+        if kind == Line::Borrowed
+            && let Err(error) = confine::send_no_descriptors()
+        {
+            log::error!(
+                "cannot restrict what the worker process sends: {}",
+                Chain(&error)
+            );
+            // The lease ends with the process.
+            std::process::exit(1);
+        }
         self.calls.tell(&Call::Line(kind, line.to_owned()));
     }
 }

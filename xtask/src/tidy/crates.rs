@@ -228,7 +228,12 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
 /// is not shipped, or without some that is.
 pub(super) fn features() -> Result<Vec<Problem>> {
     // What procedural macros are made of runs in the compiler, not in the product.
-    let shipped = ["--package", cargo::PRODUCT, "--edges", "normal,build,no-proc-macro"];
+    let shipped = [
+        "--package",
+        cargo::PRODUCT,
+        "--edges",
+        "normal,build,no-proc-macro",
+    ];
     let tested = ["--workspace", "--edges", "all,no-proc-macro"];
     let (shipped, tested) = (resolved(&shipped)?, resolved(&tested)?);
     Ok(untested(&shipped, &tested))

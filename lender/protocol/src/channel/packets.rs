@@ -14,7 +14,7 @@ use rustix::{
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-        SocketType, connect, recvmsg, sendmsg, socket_with, socketpair,
+        SocketType, connect, recvmsg, send, sendmsg, socket_with, socketpair,
         sockopt::{Timeout, set_socket_timeout},
     },
     process::Pid,
@@ -112,12 +112,17 @@ impl Packets {
             debug_assert!(fits, "the space fits MAX_FDS");
         }
         loop {
-            return match sendmsg(
-                &self.socket,
-                &[io::IoSlice::new(bytes)],
-                &mut ancillary,
-                SendFlags::NOSIGNAL,
-            ) {
+            let sent = match fds.is_empty() {
+                // A confined process may send, but no descriptors.
+                true => send(&self.socket, bytes, SendFlags::NOSIGNAL),
+                false => sendmsg(
+                    &self.socket,
+                    &[io::IoSlice::new(bytes)],
+                    &mut ancillary,
+                    SendFlags::NOSIGNAL,
+                ),
+            };
+            return match sent {
                 Ok(_) => Ok(true),
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => Ok(false),
