@@ -188,6 +188,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_getpid,
+    libc::SYS_getrusage,
     libc::SYS_getrandom,
     libc::SYS_gettid,
     libc::SYS_restart_syscall,
