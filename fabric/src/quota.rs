@@ -7,7 +7,7 @@
 
 use std::{
     fs,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use crate::{Size, sigbus};
@@ -61,6 +61,23 @@ impl Budget {
                 mappings: 0,
             },
         }
+    }
+
+    /// Divides the budget anew, in equal shares. Changes nothing and returns false if a lease uses
+    /// more than its new share.
+    pub fn divide_among(self, quotas: &[SharedQuota]) -> bool {
+        let Quota { limit, leases, .. } = self.shared_by(quotas.len());
+        let locked = quotas.iter().map(SharedQuota::lock);
+        let mut locked: Vec<_> = locked.collect();
+        let fits = locked
+            .iter()
+            .all(|quota| quota.used.bytes <= limit.bytes && quota.used.mappings <= limit.mappings);
+        if fits {
+            for quota in &mut locked {
+                (quota.limit, quota.leases) = (limit, leases);
+            }
+        }
+        fits
     }
 }
 
@@ -170,8 +187,12 @@ impl SharedQuota {
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Quota) -> T) -> T {
+        act(&mut self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Quota> {
         // `Quota` checks before it changes anything.
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -247,6 +268,28 @@ mod tests {
         drop(held);
         assert_eq!(quota.used_of().0.bytes, 0);
         quota.take(16 * TIB).unwrap();
+    }
+
+    #[test]
+    fn the_budget_is_divided_anew_unless_a_lease_uses_more_than_its_new_share() {
+        let budget = Budget::with_max_map_count(32);
+        let quota = || SharedQuota::from(budget.shared_by(1));
+        let mut quotas = vec![quota()];
+        let held = quotas[0].take(33 * TIB).unwrap();
+        quotas.push(quota());
+        let limits = |quotas: &[SharedQuota]| -> Vec<u64> {
+            let limit = |quota: &SharedQuota| quota.used_of().1.bytes / TIB;
+            quotas.iter().map(limit).collect()
+        };
+        assert!(!budget.divide_among(&quotas));
+        assert_eq!(limits(&quotas), [64, 64]);
+        drop(held);
+        assert!(budget.divide_among(&quotas));
+        assert_eq!(limits(&quotas), [32, 32]);
+        quotas[1].take(33 * TIB).unwrap_err();
+        quotas.truncate(1);
+        assert!(budget.divide_among(&quotas));
+        assert_eq!(limits(&quotas), [64]);
     }
 
     proptest! {
