@@ -125,9 +125,11 @@ impl Vectors {
         self.deliver(IrqEvent::at(IrqIndex::Err, 0));
     }
 
-    /// Asks the client to release the device, if it has set an eventfd.
-    pub fn signal_req(&mut self) {
+    /// Asks the client to release the device, if it has set an eventfd. Returns whether it has.
+    pub fn signal_req(&mut self) -> bool {
         self.deliver(IrqEvent::at(IrqIndex::Req, 0));
+        let slot = self.slots[IrqIndex::Req as usize].first();
+        slot.is_some_and(|slot| slot.target.is_some())
     }
 
     /// Passes on what a [`Relay`](crate::Relay) on another host sent. It fires
