@@ -64,6 +64,33 @@ pub struct Config {
     pub message_timeout: Duration,
     /// Group whose members may connect to the devices' sockets, in addition to this user.
     pub socket_group: Option<String>,
+    /// Asks the guest to release a device that its lender takes back.
+    pub release: Option<ReleaseHook>,
+}
+
+/// Asks the guest to release a device within a time limit, for a client that has set no eventfd for
+/// VFIO's request interrupt: QEMU up to 11.1 has none for `vfio-user-pci`. Called on the event loop,
+/// so it must not block.
+#[derive(Clone)]
+pub struct ReleaseHook(Arc<Release>);
+
+type Release = dyn Fn(&DeviceId, Duration) + Send + Sync;
+
+impl ReleaseHook {
+    /// Makes a hook of a function.
+    pub fn new(hook: impl Fn(&DeviceId, Duration) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(hook))
+    }
+
+    pub(crate) fn call(&self, device: &DeviceId, limit: Duration) {
+        (self.0)(device, limit);
+    }
+}
+
+impl std::fmt::Debug for ReleaseHook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ReleaseHook")
+    }
 }
 
 /// An error that prevents a backend from starting.

@@ -72,6 +72,8 @@ pub(crate) struct Device {
     absent: bool,
     /// The client has unplugged the device, but may keep the connection.
     unplugged: bool,
+    /// The lender has asked for the device under this lease.
+    release_requested: bool,
     /// The client unmapped low RAM, and only unmapped since.
     ram_taken: bool,
     pending: Pending,
@@ -133,6 +135,7 @@ impl Device {
             state: State::default(),
             absent: false,
             unplugged: false,
+            release_requested: false,
             ram_taken: false,
             pending: Pending::default(),
             buffer: Vec::new(),
@@ -306,7 +309,26 @@ impl Device {
         self.retired.extend(self.registers.replace(lease.registers));
         self.bars.adopt(lease.bars);
         self.absent = false;
+        self.release_requested = false;
         self.report.generation = lease.generation;
+    }
+
+    /// The lender takes the device back: asks the guest to release it, once for a lease. The lender
+    /// ends the lease after `limit`.
+    fn request_release(&mut self, limit: Duration) {
+        if std::mem::replace(&mut self.release_requested, true) {
+            return;
+        }
+        let reason = format!("its lender takes it back within {limit:?}");
+        log::warn!("{}: {reason}", self.name());
+        self.report.last_error = Some(reason);
+        if self.vectors.signal_req() {
+            return;
+        }
+        match &self.settings.release {
+            Some(hook) => hook.call(&self.settings.device, limit),
+            None => log::warn!("{}: the guest cannot be asked to release it", self.name()),
+        }
     }
 
     fn fail(&mut self, error: &WorkError) {

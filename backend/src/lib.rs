@@ -25,5 +25,5 @@ mod server;
 mod sockets;
 mod status;
 
-pub use backend::{Backend, Config, StartError};
+pub use backend::{Backend, Config, ReleaseHook, StartError};
 pub use farside_irq_relay::Interrupts;

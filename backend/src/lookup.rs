@@ -15,7 +15,7 @@ use farside_lender_protocol::{Address, CallError, Client, Described, ErrorKind, 
 use farside_ntb::Adapter;
 
 use crate::{
-    Config, StartError,
+    Config, ReleaseHook, StartError,
     borrow::{memory_limit::MemoryLimit, worker::Settings},
     device::{Device, DeviceError},
     server::DeviceServer,
@@ -34,6 +34,7 @@ pub(crate) struct Lookup {
     ram: Vec<RamRange>,
     open_timeout: Duration,
     message_timeout: Duration,
+    release: Option<ReleaseHook>,
     sockets: Mutex<Sockets>,
 }
 
@@ -56,6 +57,7 @@ impl Lookup {
             ram: config.ram.clone(),
             open_timeout: config.open_timeout,
             message_timeout: config.message_timeout,
+            release: config.release.clone(),
             sockets: Mutex::new(sockets),
         }
     }
@@ -96,6 +98,7 @@ impl Lookup {
             memory: self.memory.clone(),
             open_timeout: self.open_timeout,
             message_timeout: self.message_timeout,
+            release: self.release.clone(),
         };
         let device =
             Device::new(settings, described).map_err(|source: DeviceError| StartError::Device {

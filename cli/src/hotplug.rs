@@ -1,9 +1,10 @@
-//! `farside attach` and `farside detach`.
+//! `farside attach` and `farside detach`; and the unplug of a device that its lender takes back.
 
 use std::time::Duration;
 
 use clap::Args as ClapArgs;
 use farside_daemon::{DeviceId, VmName};
+use farside_error_chain::Chain;
 use farside_vm_control::AttachOptions;
 
 use crate::waiting::Waiting;
@@ -79,4 +80,25 @@ pub(crate) fn detach(args: &Detach) -> anyhow::Result<()> {
         None => println!("{device} is returned; VM {vm} did not have it plugged in any more"),
     }
     Ok(())
+}
+
+/// Hot-unplugs a device that its lender takes back, as [`detach`] does, on a thread of its own. If the
+/// guest does not release it within `limit`, the lender ends the lease.
+pub(crate) fn release(vm: &VmName, device: &DeviceId, limit: Duration) {
+    let (vm, device) = (vm.clone(), device.clone());
+    let name = format!("device {device} (VM {vm})");
+    let failed = name.clone();
+    let unplug = move || match farside_vm_control::detach(&vm, &device, limit) {
+        Ok(_) => log::info!("{name}: released for its lender"),
+        Err(error) => log::warn!(
+            "{name}: the guest has not released it for its lender: {error}",
+            error = Chain(&error)
+        ),
+    };
+    let started = std::thread::Builder::new()
+        .name("release".into())
+        .spawn(unplug);
+    if let Err(error) = started {
+        log::error!("{failed}: no thread to unplug it on: {error}");
+    }
 }

@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use anyhow::Context;
-use farside_backend::{Backend, Config, Interrupts};
+use farside_backend::{Backend, Config, Interrupts, ReleaseHook};
 use farside_daemon::{Activated, Wakeup, paths, ready};
 use farside_fabric::pin::PinPolicy;
 use farside_vm_config::{DeviceConfig, VmConfig};
 
 use crate::{
     args::{InterruptForm, Pin, Serve},
+    hotplug,
     ram::ram_ranges,
     signals,
     values::MachineArg,
@@ -60,6 +61,8 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let stop = Wakeup::new()?;
     signals::raise_on_signal(&stop, |signal| log::info!("{signal} received"))
         .context("cannot wait for signals")?;
+    let of_vm = vm.clone();
+    let release = ReleaseHook::new(move |device, limit| hotplug::release(&of_vm, device, limit));
     let config = Config {
         directory: paths::vm_dir(&vm),
         fences: Some(farside_vm_config::places::fences(&vm)),
@@ -74,6 +77,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         open_timeout,
         message_timeout,
         socket_group: args.socket_group.or(file.socket_group),
+        release: Some(release),
     };
     let backend = Backend::start_activated(&config, activated)?;
     ready(&format!(

@@ -10,8 +10,8 @@ use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, ErrorKind, Generation, HeldFence, Identity, RegisterToken,
-    RemoteError, Reply, Request, Route, TOKEN_LIFE, VERSION,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, HeldFence, Identity, MAX_REVOKE_LIMIT,
+    RegisterToken, RemoteError, Reply, Request, Revocation, Route, TOKEN_LIFE, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -20,6 +20,7 @@ use crate::{
     listening::PeerLines,
     refusals::invalid,
     registry::{Lease, Mail, Mailbox, Registry, Viewer},
+    server::Devices,
 };
 
 /// Timeout for sending an answer.
@@ -40,10 +41,11 @@ const MAX_MIGRATION: usize = 64;
 /// Maximum number of guest RAM ranges in a check.
 const MAX_RAM_RANGES: usize = 4096;
 
-/// The lender's identity, for status replies.
+/// What all connections share.
 pub(crate) struct About {
     pub(crate) name: LenderName,
     pub(crate) limits: NtbLimits,
+    pub(crate) devices: Devices,
 }
 
 /// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
@@ -289,6 +291,16 @@ fn answer(
             registry.end_reservation(&device, secret, operator)?;
             Reply::Done
         }
+        (
+            request @ (Request::Revoke { .. }
+            | Request::SetAvailable { .. }
+            | Request::AddDevice { .. }
+            | Request::RemoveDevice { .. }),
+            _,
+        ) => {
+            lender.devices.check_operator(identity)?;
+            operate(request, &lender.devices, registry, identity)?
+        }
         (Request::Registers { .. }, Some(_)) => {
             return Err(invalid(
                 "Registers must be the first message of a connection".into(),
@@ -298,6 +310,37 @@ fn answer(
         (_, Some(_)) => return Err(invalid("that needs a lease: Borrow first".into())),
     };
     Ok(Answer::Reply(reply))
+}
+
+/// Performs a request of an operator.
+fn operate(
+    request: Request,
+    devices: &Devices,
+    registry: &Registry,
+    identity: &Identity,
+) -> Result<Reply, RemoteError> {
+    match request {
+        Request::Revoke { device, limit_ms } => {
+            let limit = Duration::from_millis(limit_ms);
+            if limit > MAX_REVOKE_LIMIT {
+                return Err(invalid(format!(
+                    "a limit of {limit:?} for the guest to release device {device}: at most {MAX_REVOKE_LIMIT:?}"
+                )));
+            }
+            let revoked = registry.revoke(&device, limit, ANSWER_TIMEOUT)?;
+            return Ok(Reply::Revocation(revoked));
+        }
+        Request::SetAvailable { device, available } => {
+            registry.set_available(&device, available)?
+        }
+        Request::AddDevice { table } => devices.add(&table, identity)?,
+        Request::RemoveDevice { device } => {
+            devices.remove(&device, ANSWER_TIMEOUT)?;
+            log::info!("device {device} is no longer lent, removed by {identity}");
+        }
+        other => return Err(invalid(format!("{other:?} is not an operator's request"))),
+    }
+    Ok(Reply::Done)
 }
 
 /// Refuses a route that the peer's transport does not support.
@@ -394,7 +437,7 @@ fn lend(
         if let Some(held_back) = lines.refused.allow() {
             log::error!("device {device}: {error}{held_back}", error = Chain(&error));
         }
-        registry.release(&device, generation);
+        registry.release(&device, generation, Revocation::Released);
     }
     Ok(())
 }

@@ -19,10 +19,15 @@ mod lease;
 
 pub(crate) use home::{Home, InLender, Line};
 
-use std::{io, sync::mpsc, time::Duration};
+use std::{
+    convert::Infallible,
+    io,
+    sync::mpsc,
+    time::{Duration, Instant},
+};
 
 use farside_daemon::{DeviceId, Wakeup};
-use farside_fabric::{Quota, SharedQuota};
+use farside_fabric::SharedQuota;
 use farside_lender_protocol::{Generation, RemoteError};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -43,10 +48,24 @@ pub(crate) struct DeviceLoop {
     poll_time: Duration,
     /// The device's share of the memory that this process may map for borrowers.
     quota: SharedQuota,
+    /// The last requested revocation.
+    revoke: Option<Revoke>,
+    /// Set when the thread has to end; dropped after the device is closed.
+    end: Option<mpsc::SyncSender<Infallible>>,
     /// Handovers waiting for the end of the lease.
     handovers: Vec<(Generation, mpsc::SyncSender<Result<(), RemoteError>>)>,
     /// The last published problem.
     problem: Option<String>,
+}
+
+/// A requested revocation of the lease `generation`.
+#[derive(Clone, Copy)]
+struct Revoke {
+    generation: Generation,
+    /// When the lease ends.
+    until: Instant,
+    /// The borrower has been asked to release the device.
+    asked: bool,
 }
 
 /// A device in either state, for requests that are valid in both.
@@ -104,7 +123,7 @@ impl DeviceLoop {
         home: Box<dyn Home>,
         stop: Wakeup,
         poll_time: Duration,
-        quota: Quota,
+        quota: SharedQuota,
     ) -> io::Result<(Self, Mailbox)> {
         let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
         let mail_wake = Wakeup::new()?;
@@ -116,14 +135,16 @@ impl DeviceLoop {
             mail_wake,
             stop,
             poll_time,
-            quota: quota.into(),
+            quota,
+            revoke: None,
+            end: None,
             handovers: Vec::new(),
             problem: None,
         };
         Ok((device_loop, mailbox))
     }
 
-    /// Serves leases, one at a time, until stopped.
+    /// Serves leases, one at a time, until stopped or removed.
     pub(crate) fn run(mut self, mut device: Lendable) -> Stopped {
         while let Some(lease) = self.wait_for_lease(device.available()) {
             device = match device {
@@ -137,6 +158,8 @@ impl DeviceLoop {
                 }
             };
         }
+        // Before `end`.
+        drop(device);
         Stopped::Closed
     }
 
@@ -149,7 +172,8 @@ impl DeviceLoop {
         Some(source.report())
     }
 
-    /// Answers messages until a lease is granted. Returns `None` when the lender stops.
+    /// Answers messages until a lease is granted. Returns `None` when the lender stops or the device
+    /// is removed.
     fn wait_for_lease(&mut self, source: &mut dyn Available) -> Option<Lease> {
         loop {
             // No lease has to end first.
@@ -157,6 +181,7 @@ impl DeviceLoop {
             if let Ok(mail) = self.mail.try_recv() {
                 match self.take_mail(mail, Device::Available(source)) {
                     Some(lease) => return Some(lease),
+                    None if self.end.is_some() => return None,
                     None => continue,
                 }
             }
@@ -193,8 +218,38 @@ impl DeviceLoop {
                 self.handovers.push((fence, reply));
                 None
             }
+            Mail::Revoke { generation, until } => {
+                self.revoke = Some(match self.revoke {
+                    // Asked again: the limit can only be shortened.
+                    Some(before) if before.generation == generation => Revoke {
+                        until: before.until.min(until),
+                        ..before
+                    },
+                    _ => {
+                        let limit = until.saturating_duration_since(Instant::now());
+                        log::info!("device {}: being revoked, within {limit:?}", self.id);
+                        Revoke {
+                            generation,
+                            until,
+                            asked: false,
+                        }
+                    }
+                });
+                None
+            }
+            // The registry ends the thread of a device that is not lent.
+            Mail::End(end) => {
+                self.end = Some(end);
+                None
+            }
             Mail::Lease(lease) => Some(lease),
         }
+    }
+
+    /// The revocation of the lease `generation`, if requested.
+    fn revocation(&mut self, generation: Generation) -> Option<&mut Revoke> {
+        let revoke = self.revoke.as_mut();
+        revoke.filter(|revoke| revoke.generation == generation)
     }
 
     /// Answers the handovers whose fence satisfies `may`.

@@ -225,7 +225,7 @@ fn admit_borrowers(config: &Config) -> Result<(), StartError> {
 }
 
 /// The users that a rule names.
-fn named(config: &Config) -> BTreeSet<u32> {
+pub(crate) fn named(config: &Config) -> BTreeSet<u32> {
     let rules = config.device.iter().flat_map(|device| &device.borrowers);
     let uid = |rule: &Borrower| match rule {
         Borrower::User { uid, .. } => Some(*uid),

@@ -124,7 +124,8 @@ pub(crate) fn open(
     })
 }
 
-fn open_model(
+/// Opens a software model.
+pub(crate) fn open_model(
     id: &DeviceId,
     model: &Model,
     adapter: &Adapter,

@@ -2,20 +2,22 @@
 
 use std::{
     collections::BTreeMap,
+    convert::Infallible,
     ops::Bound,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
-    time::Instant,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    time::{Duration, Instant},
 };
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
-    BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Fence, Generation, HeldFence, Identity,
-    RamRange, RemoteError, Route, Secret,
+    Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Fence, Generation,
+    HeldFence, Identity, MAX_DEVICES, RamRange, RemoteError, Revocation, Route, Secret,
 };
 
 use crate::{
     access::Access,
     fences::{Claim, FenceBook},
+    refusals::{failed, invalid, limit},
     source::Report,
     tokens::RegisterTokens,
 };
@@ -37,6 +39,14 @@ pub(crate) enum Mail {
         fence: Generation,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
+    /// Ask the borrower of the lease `generation` to release the device, and end that lease at
+    /// `until`.
+    Revoke {
+        generation: Generation,
+        until: Instant,
+    },
+    /// Close the device and end the thread. The sender is dropped when the device is closed.
+    End(mpsc::SyncSender<Infallible>),
 }
 
 /// A borrow that the registry has granted.
@@ -70,19 +80,25 @@ impl Mailbox {
 
     /// Fails if the thread is gone or its queue is full.
     pub(crate) fn post(&self, mail: Mail) -> Result<(), RemoteError> {
-        self.sender.try_send(mail).map_err(|error| RemoteError {
-            kind: ErrorKind::Internal,
-            message: match error {
-                mpsc::TrySendError::Full(_) => {
-                    format!("the device's thread is held up: {MAX_MAIL} messages wait for it")
-                }
-                mpsc::TrySendError::Disconnected(_) => {
-                    "the device's thread has stopped; see the lender's log".into()
-                }
-            },
+        self.sender.try_send(mail).map_err(|error| match error {
+            mpsc::TrySendError::Full(_) => limit(format_args!(
+                "the device's thread is held up: {MAX_MAIL} messages wait for it"
+            )),
+            mpsc::TrySendError::Disconnected(_) => {
+                failed("the device's thread has stopped; see the lender's log")
+            }
         })?;
         self.wake.raise();
         Ok(())
+    }
+
+    /// Ends the thread. Fails if its queue is full.
+    fn end(&self, ended: mpsc::SyncSender<Infallible>) -> Result<(), RemoteError> {
+        match self.post(Mail::End(ended)) {
+            Err(error) if error.kind == ErrorKind::Limit => Err(error),
+            // It has ended already.
+            Ok(()) | Err(_) => Ok(()),
+        }
     }
 }
 
@@ -97,6 +113,9 @@ struct Slot {
     lease: Option<Held>,
     /// The device's problem, if any.
     problem: Option<String>,
+    availability: Availability,
+    /// The last revocation since it was available.
+    revoked: Revocation,
 }
 
 /// The record of a lease.
@@ -174,6 +193,8 @@ struct Records {
 /// The registry of a lender's devices.
 pub(crate) struct Registry {
     records: Mutex<Records>,
+    /// A revoked lease has ended.
+    revoked: Condvar,
     tokens: Arc<RegisterTokens>,
 }
 
@@ -185,11 +206,13 @@ impl Registry {
                 fences,
                 ..Records::default()
             }),
+            revoked: Condvar::new(),
             tokens: Arc::default(),
         }
     }
 
-    /// Adds a device. The generations of its leases are larger than `generation`.
+    /// Adds a device. The generations of its leases are larger than `generation`. Fails if there is
+    /// one of that id, or no room.
     pub(crate) fn add(
         &self,
         id: &DeviceId,
@@ -198,8 +221,18 @@ impl Registry {
         mailbox: Mailbox,
         access: Access,
         generation: Generation,
-    ) {
+    ) -> Result<(), RemoteError> {
         let mut records = self.lock();
+        if records.slots.contains_key(id) {
+            return Err(invalid(format!(
+                "device {id}: this lender has one of that id; choose another"
+            )));
+        }
+        if records.slots.len() >= MAX_DEVICES {
+            return Err(limit(format_args!(
+                "device {id}: this lender has {MAX_DEVICES} devices, the maximum; remove one, or start another lender"
+            )));
+        }
         let generation = generation.max(records.fences.largest(id));
         let slot = Slot {
             summary: described.description.summary.clone(),
@@ -210,8 +243,88 @@ impl Registry {
             generation,
             lease: None,
             problem: None,
+            availability: Availability::Available,
+            revoked: Revocation::NotLent,
         };
         records.slots.insert(id.to_owned(), slot);
+        Ok(())
+    }
+
+    /// Removes a device that is not lent, and ends its thread. Its fences stay. Returns a receiver
+    /// that is disconnected when the device is closed.
+    pub(crate) fn remove(&self, id: &DeviceId) -> Result<mpsc::Receiver<Infallible>, RemoteError> {
+        let mut records = self.lock();
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        if let Some(holder) = &slot.lease {
+            return Err(RemoteError {
+                kind: ErrorKind::Busy,
+                message: format!(
+                    "device {id} is lent to VM {}: take it back first with `farside revoke {id}`",
+                    holder.vm
+                ),
+            });
+        }
+        let (ended, end) = mpsc::sync_channel(1);
+        slot.mailbox.end(ended)?;
+        records.slots.remove(id);
+        Ok(end)
+    }
+
+    /// Sets whether VMs may borrow a device.
+    pub(crate) fn set_available(&self, id: &DeviceId, available: bool) -> Result<(), RemoteError> {
+        let mut records = self.lock();
+        let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        slot.availability = match (available, slot.availability) {
+            (true, Availability::Revoking) => {
+                return Err(RemoteError {
+                    kind: ErrorKind::Busy,
+                    message: format!(
+                        "device {id} is being revoked, which cannot be undone: its guest may have been asked already; wait for the end"
+                    ),
+                });
+            }
+            (false, Availability::Revoking) => Availability::Revoking,
+            (true, _) => {
+                slot.revoked = Revocation::NotLent;
+                Availability::Available
+            }
+            (false, _) => Availability::Unavailable,
+        };
+        Ok(())
+    }
+
+    /// Makes a device unavailable, and has its thread end the lease within `limit`. Waits for that,
+    /// up to `patience`.
+    pub(crate) fn revoke(
+        &self,
+        id: &DeviceId,
+        limit: Duration,
+        patience: Duration,
+    ) -> Result<Revocation, RemoteError> {
+        let mut records = self.lock();
+        let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        let Some(held) = &slot.lease else {
+            slot.availability = Availability::Unavailable;
+            return Ok(slot.revoked);
+        };
+        let generation = held.generation;
+        slot.mailbox.post(Mail::Revoke {
+            generation,
+            until: Instant::now() + limit,
+        })?;
+        slot.availability = Availability::Revoking;
+        slot.revoked = Revocation::Pending;
+        let revoked = |records: &Records| {
+            let slot = records.slots.get(id);
+            slot.map_or(Revocation::NotLent, |slot| slot.revoked)
+        };
+        let waited = self
+            .revoked
+            .wait_timeout_while(records, patience, |records| {
+                revoked(records) == Revocation::Pending
+            });
+        let (records, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        Ok(revoked(&records))
     }
 
     /// Tokens for leases whose register channel has not connected yet.
@@ -232,6 +345,7 @@ impl Registry {
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         slot.check_issued(id, fence)?;
         fences.check(id, vm, fence, operator)?;
+        slot.availability.check(id)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
@@ -286,8 +400,9 @@ impl Registry {
         records.fences.end_reservation(id, secret, operator)
     }
 
-    /// Releases the lease `generation`, but not a later one.
-    pub(crate) fn release(&self, id: &DeviceId, generation: Generation) {
+    /// Releases the lease `generation`, but not a later one. `how` is the end of a revocation, if
+    /// one is pending.
+    pub(crate) fn release(&self, id: &DeviceId, generation: Generation, how: Revocation) {
         if let Some(slot) = self.lock().slots.get_mut(id)
             && slot
                 .lease
@@ -295,6 +410,11 @@ impl Registry {
                 .is_some_and(|held| held.generation == generation)
         {
             slot.lease = None;
+            if slot.revoked == Revocation::Pending {
+                slot.revoked = how;
+                slot.availability = Availability::Unavailable;
+                self.revoked.notify_all();
+            }
         }
     }
 
@@ -376,6 +496,7 @@ fn entry(id: &DeviceId, slot: &Slot) -> DeviceEntry {
         borrowed_by: slot.holder(),
         fences: Vec::new(),
         problem: slot.problem.clone(),
+        availability: slot.availability,
     }
 }
 

@@ -1,5 +1,6 @@
 //! Starts and stops the lender: threads, devices.
 
+mod devices;
 mod threads;
 
 use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
@@ -7,22 +8,21 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
 };
-use farside_fabric::{Budget, LimitError, soft::Adapter};
+use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
-use farside_lender_protocol::{Address, Channel, Generation, Identity};
+use farside_lender_protocol::{Address, Channel, Identity};
 use farside_ntb::HostEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use threads::Threads;
+pub(crate) use devices::Devices;
 
 use crate::{
-    access::Access,
     config::{Config, ConfigError},
     connection::{self, About},
-    device_loop::{DeviceLoop, InLender, Stopped},
+    device_loop::Stopped,
     fences::FenceBook,
     listening::{Counted, PeerListener},
-    open::{OpenedDevice, open},
+    open::open,
     registry::Registry,
 };
 
@@ -116,7 +116,6 @@ pub struct Lender {
     listeners: Vec<PeerListener>,
     about: Arc<About>,
     registry: Arc<Registry>,
-    devices: Threads,
     fault_reader: Option<JoinHandle<()>>,
     /// Released after the devices are closed.
     ntb: Option<HostEndpoint>,
@@ -143,9 +142,15 @@ impl Lender {
         let fences = FenceBook::load(config.state.clone()).map_err(StartError::State)?;
         let registry = Arc::new(Registry::new(fences));
         let adapter = Adapter::new(config.fabric.clone())?;
+        let devices = Devices::new(
+            &config,
+            Arc::clone(&registry),
+            adapter.clone(),
+            stop.clone(),
+        );
         let opened = open(&config, &adapter, &stop)?;
         let listeners = PeerListener::open_all(&config, activated)?;
-        let mut lender = Self {
+        let lender = Self {
             listeners,
             about: Arc::new(About {
                 name: config.name.clone(),
@@ -153,47 +158,17 @@ impl Lender {
                     Some(ntb) => ntb.adapter().limits().clone(),
                     None => config.fabric.clone(),
                 },
+                devices,
             }),
             registry,
-            devices: Threads::default(),
             fault_reader: opened.fault_reader,
             ntb: opened.ntb,
             vfs: opened.vfs,
             stop,
             no_thread: RateLimit::new(),
         };
-        // Larger than any generation of an earlier run, whose borrowers may still exist: a run
-        // issues fewer than one per microsecond.
-        let generation = Generation(
-            std::time::SystemTime::UNIX_EPOCH
-                .elapsed()
-                .map_or(0, |since| since.as_micros() as u64),
-        );
-        let (budget, leases) = (Budget::of_this_process(), opened.devices.len());
-        let operator = rustix::process::geteuid().as_raw();
-        for OpenedDevice {
-            id,
-            mut device,
-            borrowers,
-        } in opened.devices
-        {
-            let access = Access::new(&id, operator, borrowers);
-            let available = device.available();
-            let (kind, described) = (available.kind(), available.described().clone());
-            let home = InLender::new(id.clone(), Arc::clone(&lender.registry));
-            let (device_loop, mailbox) = DeviceLoop::new(
-                id.clone(),
-                Box::new(home),
-                lender.stop.clone(),
-                Duration::from_micros(config.poll_us),
-                budget.shared_by(leases),
-            )?;
-            lender
-                .registry
-                .add(&id, kind, described, mailbox, access, generation);
-            lender
-                .devices
-                .start(format!("dev-{id}"), move || device_loop.run(device))?;
+        for device in opened.devices {
+            lender.about.devices.start(device)?;
         }
         for listener in &lender.listeners {
             log::info!(
@@ -276,7 +251,7 @@ impl Lender {
 impl Drop for Lender {
     fn drop(&mut self) {
         self.stop.raise();
-        let stopped = std::mem::take(&mut self.devices).join(STOP_TIMEOUT);
+        let stopped = self.about.devices.join(STOP_TIMEOUT);
         if self
             .fault_reader
             .take()

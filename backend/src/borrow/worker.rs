@@ -27,7 +27,7 @@ use farside_ntb::Adapter;
 use super::{
     State, Step, bars::BarFile, error::PathError, memory_limit::MemoryLimit, path::OpenReport,
 };
-use crate::dma_table::Blocked;
+use crate::{ReleaseHook, dma_table::Blocked};
 use work::Borrower;
 
 /// The constant settings of a backend's device.
@@ -51,6 +51,8 @@ pub(crate) struct Settings {
     pub(crate) open_timeout: Duration,
     /// The VMM's request timeout.
     pub(crate) message_timeout: Duration,
+    /// Asks the guest to release the device.
+    pub(crate) release: Option<ReleaseHook>,
 }
 
 impl Settings {

@@ -1,6 +1,6 @@
 //! Executes tasks in order until one has to wait.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_lender_protocol::{MAX_FDS, registers::Event as RegisterEvent};
@@ -116,6 +116,9 @@ impl Device {
         match event {
             RegisterEvent::Interrupt(event) => self.vectors.deliver(event),
             RegisterEvent::Data { value } => self.on_register_data(value),
+            RegisterEvent::Release { limit_ms } => {
+                self.request_release(Duration::from_millis(limit_ms));
+            }
         }
     }
 

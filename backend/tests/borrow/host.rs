@@ -137,6 +137,7 @@ impl Host {
             open_timeout: Duration::from_millis(4500),
             message_timeout: Duration::from_secs(5),
             socket_group: None,
+            release: None,
         }
     }
 

@@ -207,6 +207,7 @@ impl Muted {
                         borrowed_by: None,
                         fences: Vec::new(),
                         problem: None,
+                        availability: Default::default(),
                     },
                     bus_master: false,
                     usage: Default::default(),
@@ -266,6 +267,7 @@ pub fn muted_within(
         open_timeout,
         message_timeout,
         socket_group: None,
+        release: None,
     });
     (dir, lender, served)
 }

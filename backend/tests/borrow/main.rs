@@ -19,5 +19,6 @@ mod memory;
 mod nvme;
 mod quota;
 mod refusals;
+mod revoke;
 mod round_trip;
 mod status;

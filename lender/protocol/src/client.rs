@@ -1,5 +1,7 @@
 //! The backend's end: one request, one reply, with a deadline.
 
+mod operate;
+
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::PathBuf,
@@ -19,8 +21,8 @@ use crate::{
     Request, Route, Secret, VERSION, identity::check_listener,
 };
 
-/// Maximum number of devices in a lender's list. Bounds memory and time.
-const MAX_DEVICES: usize = 4096;
+/// Maximum number of devices of a lender. Bounds memory and time.
+pub const MAX_DEVICES: usize = 4096;
 
 /// Timeout of a call. Longer than the lender waits for a device's DMA to drain, shorter
 /// than a VMM's message timeout of 5 s.

@@ -49,14 +49,14 @@ mod secret;
 
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
-pub use client::{CallError, Client, Lease};
+pub use client::{CallError, Client, Lease, MAX_DEVICES};
 pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
 pub use identity::Identity;
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use listener::Listener;
 pub use message::{
-    BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope, ErrorKind,
-    Generation, RamRange, RegisterToken, Registers, RemoteError, Reply, Request, Route, TOKEN_LIFE,
-    VERSION,
+    Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope,
+    ErrorKind, Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers, RemoteError,
+    Reply, Request, Revocation, Route, TOKEN_LIFE, VERSION,
 };
 pub use secret::Secret;

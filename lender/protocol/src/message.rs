@@ -9,7 +9,7 @@ use crate::{Fence, HeldFence, IrqUpdate, MAX_MESSAGE, Secret};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -174,7 +174,37 @@ pub enum Request {
         /// The secret of the fence that reserves it, which a peer other than an operator needs.
         secret: Option<Secret>,
     },
+    /// Makes a device unavailable, and ends its lease: its guest is asked to release it
+    /// ([`Event::Release`](crate::registers::Event::Release)) for up to `limit_ms`, then the lender
+    /// ends the lease. Goes on without the requester. A repeated request can only shorten the limit.
+    /// Operators only, as the following ones.
+    Revoke {
+        /// Device id.
+        device: DeviceId,
+        /// Milliseconds, at most those of [`MAX_REVOKE_LIMIT`].
+        limit_ms: u64,
+    },
+    /// Sets whether VMs may borrow a device. A lease stays.
+    SetAvailable {
+        /// Device id.
+        device: DeviceId,
+        /// Whether they may.
+        available: bool,
+    },
+    /// Adds a device to those that the lender lends, until it stops.
+    AddDevice {
+        /// A `[[device]]` table as in `lender.toml`, with the paths of the lender's host.
+        table: String,
+    },
+    /// Removes a device that is not lent.
+    RemoveDevice {
+        /// Device id.
+        device: DeviceId,
+    },
 }
+
+/// Maximum time for a guest to release a revoked device.
+pub const MAX_REVOKE_LIMIT: std::time::Duration = std::time::Duration::from_secs(60 * 60);
 
 /// Token for opening the register channel of one lease: single-use, valid for
 /// [`TOKEN_LIFE`].
@@ -242,6 +272,59 @@ pub enum Reply {
         /// The least generation with which the VM may borrow the device.
         generation: Generation,
     },
+    /// To `Revoke`.
+    Revocation(Revocation),
+}
+
+/// The progress of a [`Request::Revoke`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Revocation {
+    /// The lease has not ended yet; a repeated request waits on.
+    Pending,
+    /// The device was not lent.
+    NotLent,
+    /// The guest released the device, or the borrower has gone.
+    Released,
+    /// The lender ended the lease: the guest did not release the device within the limit.
+    Ended,
+}
+
+/// Whether VMs may borrow a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Availability {
+    /// They may.
+    #[default]
+    Available,
+    /// Its lease is being ended by [`Request::Revoke`]; then it is unavailable.
+    Revoking,
+    /// An operator has taken it out of service.
+    Unavailable,
+}
+
+impl Availability {
+    /// Refuses a borrow of `device` unless it is available.
+    pub fn check(self, device: &DeviceId) -> Result<(), RemoteError> {
+        match self {
+            Self::Available => Ok(()),
+            Self::Revoking | Self::Unavailable => Err(RemoteError {
+                kind: ErrorKind::Busy,
+                message: format!(
+                    "device {device} is {self}: borrow another device, or have the lender's operator make it available (`farside devices --available {device}`)"
+                ),
+            }),
+        }
+    }
+}
+
+impl std::fmt::Display for Availability {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Available => "available",
+            Self::Revoking => "being revoked",
+            Self::Unavailable => "unavailable",
+        })
+    }
 }
 
 /// The description of a device.
@@ -320,7 +403,7 @@ pub enum ErrorKind {
     Version,
     /// The lender has no such device.
     UnknownDevice,
-    /// Borrowed by or reserved for another VM.
+    /// Borrowed by or reserved for another VM, or unavailable.
     Busy,
     /// The lease has ended: another VM may have borrowed the device since.
     StaleGeneration,
@@ -351,6 +434,9 @@ pub struct DeviceEntry {
     pub fences: Vec<Fence>,
     /// A current problem for the operator, such as a failing medium.
     pub problem: Option<String>,
+    /// Whether VMs may borrow it.
+    #[serde(default)]
+    pub availability: Availability,
 }
 
 impl DeviceEntry {

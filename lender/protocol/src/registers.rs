@@ -45,4 +45,10 @@ pub enum Event {
     },
     /// A relayed interrupt: signal the eventfd of this vector.
     Interrupt(farside_irq_relay::IrqEvent),
+    /// The lender wants the device back: ask the guest to release it. Sent once for a lease, which
+    /// the lender ends after `limit_ms`.
+    Release {
+        /// Milliseconds.
+        limit_ms: u64,
+    },
 }

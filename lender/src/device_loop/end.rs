@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use farside_daemon::VmName;
 use farside_error_chain::Chain;
-use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, TOKEN_LIFE};
+use farside_lender_protocol::{
+    Channel, ChannelError, Generation, RemoteError, Reply, Revocation, TOKEN_LIFE,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line};
@@ -35,6 +37,8 @@ pub(super) enum End {
     },
     /// The VM moves to another host.
     HandedOver,
+    /// The guest did not release the revoked device in time.
+    Revoked,
     Stopped,
 }
 
@@ -72,6 +76,7 @@ pub(super) fn take_back(
             format!("revoked: of {sent} register accesses, {came} came within {LATE_ACCESSES:?}")
         }
         End::HandedOver => "revoked: the VM is moving to another host".to_owned(),
+        End::Revoked => "revoked: the guest did not release it in time".to_owned(),
         End::Stopped => "revoked: the lender stops".to_owned(),
     };
     let line = format!(
@@ -80,7 +85,13 @@ pub(super) fn take_back(
         source.report().faults.total,
     );
     owner.home.line(Line::Ended, &line);
-    owner.home.released(generation);
+    let how = match end {
+        End::Revoked | End::HandedOver | End::Stopped => Revocation::Ended,
+        End::Returned | End::PeerGone(_) | End::NoRegisters | End::LostAccesses { .. } => {
+            Revocation::Released
+        }
+    };
+    owner.home.released(generation, how);
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);

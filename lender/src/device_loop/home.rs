@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use farside_daemon::{DeviceId, RateLimit, StateLog};
-use farside_lender_protocol::{DeviceEntry, Generation};
+use farside_lender_protocol::{DeviceEntry, Generation, Revocation};
 use serde::{Deserialize, Serialize};
 
 use crate::{registry::Registry, tokens::RegisterTokens};
@@ -31,8 +31,9 @@ pub(crate) trait Home: Send {
     /// Tokens for register channels that have not connected yet.
     fn tokens(&self) -> &Arc<RegisterTokens>;
 
-    /// The lease has ended, and the device can be lent again.
-    fn released(&self, generation: Generation);
+    /// The lease has ended, and the device can be lent again. `how` is the end of a revocation, if one
+    /// is pending.
+    fn released(&self, generation: Generation, how: Revocation);
 
     /// The device's problem has changed, from `before` to `now`.
     fn problem(&self, before: Option<&str>, now: Option<&str>);
@@ -71,8 +72,8 @@ impl Home for InLender {
         self.registry.tokens()
     }
 
-    fn released(&self, generation: Generation) {
-        self.registry.release(&self.id, generation);
+    fn released(&self, generation: Generation, how: Revocation) {
+        self.registry.release(&self.id, generation, how);
     }
 
     fn problem(&self, before: Option<&str>, now: Option<&str>) {

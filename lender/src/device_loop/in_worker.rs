@@ -12,7 +12,7 @@ use std::{
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::LutRange;
-use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply};
+use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
@@ -57,7 +57,7 @@ impl WorkerDevice {
                     owner.id, lease.vm
                 );
                 owner.home.line(Line::NotLent, &line);
-                owner.home.released(lease.generation);
+                owner.home.released(lease.generation, Revocation::Released);
                 // The borrow fails whether or not the peer receives this.
                 let _ = lease
                     .connection
@@ -79,6 +79,7 @@ impl WorkerDevice {
             requester: None,
             windows: Vec::new(),
             report: None,
+            stopped: false,
             kill_at: None,
             problems: RateLimit::new(),
             held_problem: None,
@@ -91,6 +92,7 @@ impl WorkerDevice {
 enum Waiting {
     Report(mpsc::SyncSender<Report>),
     HandOver(Generation, mpsc::SyncSender<Result<(), RemoteError>>),
+    Revoke,
 }
 
 /// The broker's state during one lease.
@@ -112,6 +114,8 @@ struct WorkerLease<'a> {
     report: Option<Report>,
     /// When the worker is killed, if it has not ended.
     kill_at: Option<Instant>,
+    /// The worker was told to stop.
+    stopped: bool,
     /// Limits the problems that a worker reports.
     problems: RateLimit,
     /// The last one, if it exceeded that.
@@ -140,6 +144,12 @@ impl WorkerLease<'_> {
         self.settle(status.unwrap_or_default());
     }
 
+    /// Has the worker killed after `patience`, unless it ends.
+    fn kill_in(&mut self, patience: Duration) {
+        let at = Instant::now() + patience;
+        self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));
+    }
+
     fn is_leased(&self) -> bool {
         self.connection.is_some()
     }
@@ -154,7 +164,7 @@ impl WorkerLease<'_> {
         let (worker, owner) = (&self.worker, &self.owner);
         let fds = [
             (true, worker.pidfd.as_fd()),
-            (self.kill_at.is_none(), owner.stop.as_fd()),
+            (!self.stopped, owner.stop.as_fd()),
             (self.is_leased(), owner.mail_wake.as_fd()),
             (open.calls, worker.calls.as_fd()),
             (open.orders, worker.orders.as_fd()),
@@ -174,8 +184,9 @@ impl WorkerLease<'_> {
         if ended {
             return true;
         }
-        if self.kill_at.is_none() && !fds[1].revents().is_empty() {
-            self.kill_at = Some(Instant::now() + STOP_TIMEOUT);
+        if !self.stopped && !fds[1].revents().is_empty() {
+            self.stopped = true;
+            self.kill_in(STOP_TIMEOUT);
             self.worker.stop();
         }
         if self.kill_at.is_some_and(|at| Instant::now() >= at) {
@@ -241,10 +252,9 @@ impl WorkerLease<'_> {
                 }
                 CallReply::Done
             }
-            Call::Released => {
-                self.release();
-                self.kill_at
-                    .get_or_insert_with(|| Instant::now() + EXIT_TIMEOUT);
+            Call::Released(how) => {
+                self.release(how);
+                self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
             }
             Call::Problem(problem) => {
@@ -272,7 +282,7 @@ impl WorkerLease<'_> {
 
     /// Gives back what the worker has of the adapter, and then the lease. The next lease starts
     /// when this worker is gone.
-    fn release(&mut self) {
+    fn release(&mut self, how: Revocation) {
         let tables = self.device.adapter.tables();
         for window in self.windows.drain(..) {
             tables.give_back_window(window);
@@ -281,7 +291,7 @@ impl WorkerLease<'_> {
             tables.give_back_requester(entry);
         }
         if self.connection.take().is_some() {
-            self.owner.home.released(self.generation);
+            self.owner.home.released(self.generation, how);
         }
     }
 
@@ -304,7 +314,7 @@ impl WorkerLease<'_> {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
                     let _ = reply.try_send(self.device.with_former(*report));
                 }
-                (Some(Waiting::Report(_)), Answer::Nothing) => {}
+                (Some(Waiting::Report(_) | Waiting::Revoke), Answer::Nothing) => {}
                 (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
                     if !self.is_leased() || fence < self.generation =>
                 {
@@ -335,6 +345,17 @@ impl WorkerLease<'_> {
                 Mail::Check { route, ram, reply } => {
                     // Fails if the requester has gone.
                     let _ = reply.try_send(self.device.check(route, &ram));
+                    continue;
+                }
+                Mail::Revoke { until, .. } => {
+                    let limit = until.saturating_duration_since(Instant::now());
+                    // A worker that does not end the lease is ended.
+                    self.kill_in(limit + STOP_TIMEOUT);
+                    (Order::Revoke { limit }, Waiting::Revoke)
+                }
+                // The registry ends the thread of a device that is not lent.
+                Mail::End(end) => {
+                    self.owner.end = Some(end);
                     continue;
                 }
                 // The registry grants one lease at a time.
@@ -375,6 +396,7 @@ impl WorkerLease<'_> {
                 Waiting::Report(reply) => {
                     let _ = reply.try_send(self.device.report());
                 }
+                Waiting::Revoke => {}
                 // The kernel reports a failed write once.
                 Waiting::HandOver(_, reply) => {
                     let _ = reply.try_send(flushed.clone());
@@ -396,7 +418,7 @@ impl WorkerLease<'_> {
             // The borrow fails whether or not the peer receives this.
             let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
         }
-        self.release();
+        self.release(Revocation::Ended);
     }
 }
 

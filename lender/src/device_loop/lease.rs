@@ -10,6 +10,7 @@ use farside_daemon::VmName;
 use farside_fabric::{MemoryRange, SharedFiles};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
+    Revocation,
     registers::{Access, Event},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -105,7 +106,7 @@ impl<'a> LeaseLoop<'a> {
                 let line = format!("device {id}: cannot lend to VM {vm}: {error}");
                 owner.home.line(Line::NotLent, &line);
                 // Release first, so that the peer can retry at once.
-                owner.home.released(generation);
+                owner.home.released(generation, Revocation::Released);
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return Some(source);
@@ -224,10 +225,13 @@ impl<'a> LeaseLoop<'a> {
     /// Waits for events, up to `limit`, and handles them. Returns whether there were any.
     fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
+        let revoked = self.request_release()?;
+        let must_ask = self.owner.revocation(self.generation);
+        let must_ask = must_ask.is_some_and(|revoke| !revoke.asked);
         let mut registers = self.registers.interest();
         registers.set(
             PollFlags::OUT,
-            self.registers.wants_write() || !self.device.irqs().relay().is_empty(),
+            self.registers.wants_write() || !self.device.irqs().relay().is_empty() || must_ask,
         );
         let now = Instant::now();
         // While a request is held, others stay in the socket; poll reports a hang-up nevertheless.
@@ -238,7 +242,7 @@ impl<'a> LeaseLoop<'a> {
             ),
             None => (PollFlags::IN, None),
         };
-        let patience = patience.into_iter().chain(limit).min();
+        let patience = patience.into_iter().chain(limit).chain(revoked).min();
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device without its own descriptor wakes up by the other ones.
@@ -285,6 +289,27 @@ impl<'a> LeaseLoop<'a> {
             return Err(End::Stopped);
         }
         Ok(true)
+    }
+
+    /// While the lease is being revoked: asks the borrower once to release the device, as soon as
+    /// the register channel has room. Returns the time left, or ends the lease.
+    fn request_release(&mut self) -> Result<Option<Duration>, End> {
+        let Some(revoke) = self.owner.revocation(self.generation) else {
+            return Ok(None);
+        };
+        let left = revoke.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(End::Revoked);
+        }
+        if !revoke.asked {
+            let limit_ms = left.as_millis() as u64;
+            // An error recurs when the channel is read, and is handled there.
+            revoke.asked = matches!(
+                self.registers.try_send(&Event::Release { limit_ms }, &[]),
+                Ok(true)
+            );
+        }
+        Ok(Some(left))
     }
 
     fn poll_device(&mut self) -> bool {
@@ -536,6 +561,10 @@ impl<'a> LeaseLoop<'a> {
             | Request::Borrow { .. }
             | Request::Handover { .. }
             | Request::EndReservation { .. }
+            | Request::Revoke { .. }
+            | Request::SetAvailable { .. }
+            | Request::AddDevice { .. }
+            | Request::RemoveDevice { .. }
             | Request::Registers { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
             }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, Wakeup};
-use farside_fabric::Budget;
+use farside_fabric::{Budget, soft::Adapter};
 use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
     RemoteError, Reply, Request, Route, VERSION,
@@ -19,12 +19,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::device::{Done, Recorder};
 use crate::{
     access::Access,
-    config::Borrower,
+    config::{Borrower, Config},
     connection::{self, About},
     device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     fences::FenceBook,
     listening::PeerLines,
     registry::Registry,
+    server::Devices,
     source::DeviceSource,
 };
 
@@ -87,12 +88,14 @@ impl Host {
                 Box::new(home),
                 stop.clone(),
                 poll_time,
-                Budget::of_this_process().shared_by(DEVICES.len()),
+                Budget::of_this_process().shared_by(DEVICES.len()).into(),
             )
             .unwrap();
             let user = rustix::process::geteuid().as_raw();
             let access = Access::new(&id, user, vec![Borrower::Network]);
-            registry.add(&id, kind, described, mailbox, access, Generation(1));
+            registry
+                .add(&id, kind, described, mailbox, access, Generation(1))
+                .unwrap();
             threads.push(std::thread::spawn(move || {
                 device_loop.run(Lendable::Here(source))
             }));
@@ -102,6 +105,12 @@ impl Host {
         let about = Arc::new(About {
             name: "peer".parse().unwrap(),
             limits: Default::default(),
+            devices: Devices::new(
+                &Config::default(),
+                Arc::clone(&registry),
+                Adapter::new(Default::default()).unwrap(),
+                stop.clone(),
+            ),
         });
         let stopped = stop.clone();
         let serve: Arc<dyn Fn(Channel) + Send + Sync> = Arc::new(move |channel| {

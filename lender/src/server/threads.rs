@@ -45,6 +45,16 @@ impl Threads {
         Ok(())
     }
 
+    /// Forgets the threads that have ended: their devices are closed.
+    pub(super) fn reap(&mut self) {
+        for thread in self.threads.extract_if(.., |thread| thread.is_finished()) {
+            let name = thread.thread().name().unwrap_or_default().to_owned();
+            if thread.join().is_err() {
+                log::error!("thread {name} has panicked");
+            }
+        }
+    }
+
     /// Waits for the threads to end, up to `timeout`. A medium that hangs may hold one up for
     /// longer: it keeps its device until the process exits.
     pub(super) fn join(self, timeout: Duration) -> Stopped {

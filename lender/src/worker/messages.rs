@@ -1,8 +1,10 @@
 //! The messages between the broker and a worker, which are of one build.
 
+use std::time::Duration;
+
 use farside_daemon::VmName;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
-use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Route};
+use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Revocation, Route};
 use serde::{Deserialize, Serialize};
 
 use crate::{device_loop::Line, source::Report};
@@ -19,6 +21,12 @@ pub(crate) enum Order {
     HandOver {
         /// The fence.
         fence: Generation,
+    },
+    /// Ask the borrower to release the device, and end the lease after `limit`. Answered with
+    /// [`Answer::Nothing`].
+    Revoke {
+        /// From now on.
+        limit: Duration,
     },
 }
 
@@ -75,8 +83,8 @@ pub(crate) enum Call {
     },
     /// Give back a window's LUT entries.
     GiveBackWindow(LutRange),
-    /// The lease has ended; the device can be lent again as soon as this process has ended.
-    Released,
+    /// The lease has ended, and the device can be lent again as soon as this process has ended.
+    Released(Revocation),
     /// The device's problem has changed.
     Problem(Option<String>),
     /// Log a line.

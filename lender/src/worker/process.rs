@@ -15,7 +15,7 @@ use farside_fabric::{
     soft::{Adapter, AdapterTables},
 };
 use farside_lender_protocol::{
-    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError,
+    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError, Revocation,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -123,7 +123,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         Box::new(home),
         stop.clone(),
         Duration::from_micros(poll_us),
-        quota,
+        quota.into(),
     )?;
     farside_irq_relay::watch_eventfds();
     let ended = Wakeup::new()?;
@@ -146,7 +146,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     mailbox
         .post(Mail::Lease(lease))
         .map_err(|error| WorkerError::Device(error.into()))?;
-    relay(&mut orders, &mailbox, &stop, &ended)?;
+    relay(&mut orders, &mailbox, generation, &stop, &ended)?;
     // If the thread has panicked, the broker sees how this process ends.
     let report = thread
         .join()
@@ -159,7 +159,13 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
 }
 
 /// Passes orders to the device thread until that has ended.
-fn relay(orders: &mut Channel, mailbox: &Mailbox, stop: &Wakeup, ended: &Wakeup) -> io::Result<()> {
+fn relay(
+    orders: &mut Channel,
+    mailbox: &Mailbox,
+    generation: Generation,
+    stop: &Wakeup,
+    ended: &Wakeup,
+) -> io::Result<()> {
     let mut broker_lives = true;
     loop {
         let mut fds = vec![PollFd::new(ended, PollFlags::IN)];
@@ -173,7 +179,7 @@ fn relay(orders: &mut Channel, mailbox: &Mailbox, stop: &Wakeup, ended: &Wakeup)
         }
         match orders.try_receive::<Order>() {
             Ok(Some((order, _))) => {
-                let answer = ask(mailbox, order);
+                let answer = ask(mailbox, generation, order);
                 broker_lives = orders.send(&answer, &[], CALL_TIMEOUT).is_ok();
             }
             Ok(None) => {}
@@ -186,7 +192,7 @@ fn relay(orders: &mut Channel, mailbox: &Mailbox, stop: &Wakeup, ended: &Wakeup)
 }
 
 /// The device thread's answer.
-fn ask(mailbox: &Mailbox, order: Order) -> Answer {
+fn ask(mailbox: &Mailbox, generation: Generation, order: Order) -> Answer {
     fn wait<T>(
         mailbox: &Mailbox,
         timeout: Duration,
@@ -208,6 +214,12 @@ fn ask(mailbox: &Mailbox, order: Order) -> Answer {
             |reply| Mail::HandOver { fence, reply },
             Answer::HandedOver,
         ),
+        Order::Revoke { limit } => {
+            let until = Instant::now() + limit;
+            // Fails if the lease is about to end.
+            let _ = mailbox.post(Mail::Revoke { generation, until });
+            Answer::Nothing
+        }
         Order::Start(_) => Answer::Nothing,
     }
 }
@@ -315,8 +327,8 @@ impl Home for InWorker {
         &self.tokens
     }
 
-    fn released(&self, _generation: Generation) {
-        self.calls.tell(&Call::Released);
+    fn released(&self, _generation: Generation, how: Revocation) {
+        self.calls.tell(&Call::Released(how));
     }
 
     fn problem(&self, _before: Option<&str>, now: Option<&str>) {

@@ -14,11 +14,11 @@ use crate::peer::{DEVICE, Peer, Running, held, interrupt_status, secret, until};
 /// Maximum number of connections of a user other than root and the lender's own.
 const MAX_PEERS_OF_USER: usize = 64;
 
-const ALICE: u32 = 4_242_001;
+pub const ALICE: u32 = 4_242_001;
 const MALLORY: u32 = 4_242_002;
 
 /// Runs `peer` as another user. Only root can: otherwise returns `None`.
-fn as_user<T: Send>(uid: u32, peer: impl FnOnce() -> T + Send) -> Option<T> {
+pub fn as_user<T: Send>(uid: u32, peer: impl FnOnce() -> T + Send) -> Option<T> {
     if !rustix::process::geteuid().is_root() {
         let thread = std::thread::current();
         let test = thread.name().unwrap_or_default();

@@ -6,6 +6,7 @@ mod eventfd;
 mod handover;
 mod hostile;
 mod lease;
+mod operate;
 mod peer;
 mod ports;
 mod quota;

@@ -7,7 +7,7 @@ use std::{
 
 use farside_devices::dma_test::{Command, reg};
 use farside_fabric::{NtbLimits, PeerAddress};
-use farside_lender_protocol::{Channel, ErrorKind, RemoteError, Request};
+use farside_lender_protocol::{Channel, Client, ErrorKind, RemoteError, Request};
 
 use crate::peer::{Peer, Running, memory, read, until, write};
 
@@ -77,6 +77,29 @@ fn a_lease_cannot_take_the_address_space_of_the_lender() {
     let (mut peer, mut registers) = lender.borrow("dma0", "next");
     map(&mut peer, 0, &memory(32 * TIB)).unwrap();
     works(&mut peer, &mut registers);
+}
+
+/// Else the shares of all leases would exceed what a process can map.
+#[test]
+fn a_device_is_added_only_if_no_lease_exceeds_its_smaller_share() {
+    let lender = Running::new();
+    let (mut peer, _registers) = lender.borrow("dma0", "a");
+    for number in 0..5 {
+        map(&mut peer, number, &memory(8 * TIB)).unwrap();
+    }
+    let add = || {
+        let table = "id = \"dma1\"\nmodel.dma-test = {}".to_owned();
+        let mut client = Client::connect(&lender.socket().into(), None).unwrap();
+        client.add_device(table)
+    };
+    let error = add().unwrap_err().to_string();
+    assert!(error.contains("more memory than its share"), "{error}");
+    map(&mut peer, 5, &memory(8 * TIB)).unwrap();
+    peer.call(Request::Return, &[]).unwrap();
+    add().unwrap();
+    let (mut peer, _registers) = lender.borrow("dma1", "a");
+    let (mapped, _) = map_until_refused(&mut peer, 8 * TIB);
+    assert_eq!(mapped, 4);
 }
 
 #[test]

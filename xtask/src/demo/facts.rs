@@ -221,6 +221,7 @@ impl Default for Seen {
                     borrowed_by: None,
                     fences: Vec::new(),
                     problem: None,
+                    availability: Default::default(),
                 },
                 bus_master: false,
                 usage: Usage::default(),

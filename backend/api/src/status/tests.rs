@@ -51,7 +51,8 @@ fn document() -> Value {
                     "fences": [
                         {"vm": "web1", "epoch": 2, "migration": "m1", "reserved": false}
                     ],
-                    "problem": null
+                    "problem": null,
+                    "availability": "available"
                 },
                 "bus_master": true,
                 "usage": {

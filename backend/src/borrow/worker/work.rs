@@ -305,7 +305,7 @@ impl Borrower {
             return Err(CallError::from(fence.refusal(device, shown)).into());
         }
         match entry.borrowed_by {
-            None => Ok(()),
+            None => Ok(entry.availability.check(device).map_err(CallError::from)?),
             Some(holder) => Err(CallError::from(holder.refusal(device)).into()),
         }
     }

@@ -61,6 +61,12 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
         let why = "which of them the VM gets is left to chance: ids are to be unique";
         return problem(what, why);
     }
+    if device.borrowed_by.is_none()
+        && let Err(refusal) = device.availability.check(&device.id)
+    {
+        let why = "the VM's QEMU is refused when it connects to the device";
+        return Some(Finding::note(CHECK, refusal.message, why).of_vm(&vm.name));
+    }
     let by = device.borrowed_by.as_ref().filter(|by| by.vm != *vm.name)?;
     let what = format!("VM {} has borrowed {id}", by.vm);
     let why = "a device has one borrower at a time: this VM gets it when that one has returned it";
@@ -74,7 +80,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use farside_lender_protocol::{BorrowedBy, Generation};
+    use farside_lender_protocol::{Availability, BorrowedBy, Generation};
 
     use super::*;
     use crate::{
@@ -95,6 +101,7 @@ mod tests {
             }),
             fences: Vec::new(),
             problem: None,
+            availability: Default::default(),
         }
     }
 
@@ -127,6 +134,10 @@ mod tests {
             lender("tcp:b:1", &[entry("disk0", None)]),
         ]);
         says(found, Level::Problem, "more than one");
+        let mut away = entry("disk0", None);
+        away.availability = Availability::Unavailable;
+        let found = with(vec![lender("/a", &[away]), other.clone()]);
+        says(found, Level::Note, "disk0 is unavailable");
         let theirs = lender("/a", &[entry("disk0", Some("db"))]);
         let said = says(
             with(vec![theirs, other]),

@@ -187,7 +187,7 @@ fn relay(channel: &mut Channel, vectors: &mut Vectors) {
     loop {
         match channel.try_receive::<Event>() {
             Ok(Some((Event::Interrupt(event), _))) => vectors.deliver(event),
-            Ok(Some((Event::Data { .. }, _))) => {}
+            Ok(Some((Event::Data { .. } | Event::Release { .. }, _))) => {}
             Ok(None) => {
                 let mut fds = [PollFd::new(&*channel, PollFlags::IN)];
                 match poll(&mut fds, None) {

@@ -1,0 +1,226 @@
+//! The devices of a running lender: their threads, and their shares of the process's memory maps.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use farside_daemon::{DeviceId, Wakeup, user_name};
+use farside_error_chain::Chain;
+use farside_fabric::{Budget, SharedQuota, soft::Adapter};
+use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError};
+
+use super::{StartError, threads::Threads};
+use crate::{
+    access::Access,
+    config::{Borrower, Config, DeviceConfig, Source},
+    device_loop::{DeviceLoop, InLender, Stopped},
+    listening,
+    open::{OpenedDevice, open_model},
+    refusals::{invalid, limit},
+    registry::Registry,
+    worker::Program,
+};
+
+/// The devices that a lender lends.
+pub(crate) struct Devices {
+    registry: Arc<Registry>,
+    adapter: Adapter,
+    stop: Wakeup,
+    poll_time: Duration,
+    /// The lender's own user.
+    operator: u32,
+    /// The users that a rule of the configuration names: the socket admits these.
+    admitted: BTreeSet<u32>,
+    budget: Budget,
+    worker: Option<Program>,
+    running: Mutex<Running>,
+}
+
+#[derive(Default)]
+struct Running {
+    /// None once the lender stops.
+    threads: Option<Threads>,
+    quotas: BTreeMap<DeviceId, SharedQuota>,
+}
+
+impl Devices {
+    /// A lender without devices.
+    pub(crate) fn new(
+        config: &Config,
+        registry: Arc<Registry>,
+        adapter: Adapter,
+        stop: Wakeup,
+    ) -> Self {
+        Self {
+            registry,
+            adapter,
+            stop,
+            poll_time: Duration::from_micros(config.poll_us),
+            operator: rustix::process::geteuid().as_raw(),
+            admitted: listening::named(config),
+            budget: Budget::of_this_process(),
+            worker: config.worker.clone(),
+            running: Mutex::new(Running {
+                threads: Some(Threads::default()),
+                ..Running::default()
+            }),
+        }
+    }
+
+    /// Lends an open device: starts its thread.
+    pub(crate) fn start(&self, opened: OpenedDevice) -> Result<(), StartError> {
+        let OpenedDevice {
+            id,
+            mut device,
+            borrowers,
+        } = opened;
+        let failed = |source: RemoteError| StartError::Device {
+            id: id.clone(),
+            source: source.into(),
+        };
+        let mut running = self.lock();
+        let Running { threads, quotas } = &mut *running;
+        let threads = threads.as_mut().ok_or_else(|| {
+            let stops = io::Error::other("the lender stops");
+            StartError::System(stops)
+        })?;
+        threads.reap();
+        let quota = SharedQuota::from(self.budget.shared_by(1));
+        let mut all: Vec<_> = quotas.values().cloned().collect();
+        all.push(quota.clone());
+        if !self.budget.divide_among(&all) {
+            return Err(failed(limit(
+                "a lease has mapped more memory than its share would be with one device more; wait for its end, or lend this device by another lender",
+            )));
+        }
+        let access = Access::new(&id, self.operator, borrowers);
+        let available = device.available();
+        let (kind, described) = (available.kind(), available.described().clone());
+        let home = InLender::new(id.clone(), Arc::clone(&self.registry));
+        let (device_loop, mailbox) = DeviceLoop::new(
+            id.clone(),
+            Box::new(home),
+            self.stop.clone(),
+            self.poll_time,
+            quota.clone(),
+        )?;
+        self.registry
+            .add(&id, kind, described, mailbox, access, first_generation())
+            .map_err(failed)?;
+        let started = threads.start(format!("dev-{id}"), move || device_loop.run(device));
+        if let Err(error) = started {
+            // It is not lent.
+            let _ = self.registry.remove(&id);
+            return Err(error.into());
+        }
+        quotas.insert(id, quota);
+        Ok(())
+    }
+
+    /// Opens and lends the device of a `[[device]]` table.
+    pub(crate) fn add(&self, table: &str, identity: &Identity) -> Result<(), RemoteError> {
+        let DeviceConfig {
+            id,
+            source,
+            borrowers,
+        } = toml::from_str(table)
+            .map_err(|error| invalid(format!("the device is invalid: {error}")))?;
+        let model = match source {
+            Source::Model(model) => model,
+            Source::Vfio(_) => {
+                return Err(invalid(format!(
+                    "device {id}: functions of this host cannot be added to a running lender; add it to lender.toml and restart the lender"
+                )));
+            }
+        };
+        for borrower in &borrowers {
+            if let Borrower::User { uid, .. } = borrower
+                && !self.is_operator(*uid)
+                && !self.admitted.contains(uid)
+            {
+                let name = user_name(*uid);
+                return Err(invalid(format!(
+                    "device {id}: this lender's socket does not admit user {name} (uid {uid}): no device named that user in `borrowers` when the lender started; add the device to lender.toml and restart the lender"
+                )));
+            }
+        }
+        // Before the medium is opened, which may lock it.
+        if self.registry.access(&id).is_ok() {
+            return Err(invalid(format!(
+                "device {id}: this lender has one of that id; choose another"
+            )));
+        }
+        let mut device = open_model(&id, &model, &self.adapter, self.worker.as_ref())
+            .map_err(|error| invalid(format!("cannot lend device {id}: {}", Chain(&*error))))?;
+        let summary = device.available().described().description.summary.clone();
+        let opened = OpenedDevice {
+            id: id.clone(),
+            device,
+            borrowers,
+        };
+        self.start(opened)
+            .map_err(|error| invalid(Chain(&error).to_string()))?;
+        log::info!("lending {id} ({summary}), added by {identity}");
+        Ok(())
+    }
+
+    /// Ends the thread of a device that is not lent, and forgets it.
+    pub(crate) fn remove(&self, id: &DeviceId, patience: Duration) -> Result<(), RemoteError> {
+        let closed = self.registry.remove(id)?;
+        let mut running = self.lock();
+        running.quotas.remove(id);
+        let rest: Vec<_> = running.quotas.values().cloned().collect();
+        // Larger shares always fit.
+        self.budget.divide_among(&rest);
+        drop(running);
+        // Nothing is sent: fails with `Disconnected` when the device is closed.
+        if closed.recv_timeout(patience) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            return Err(RemoteError {
+                kind: ErrorKind::Internal,
+                message: format!(
+                    "device {id} is no longer lent, but its medium has not closed within {patience:?}"
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// Refuses other peers than root and the lender's own user.
+    pub(crate) fn check_operator(&self, identity: &Identity) -> Result<(), RemoteError> {
+        match identity {
+            Identity::User { uid, .. } if self.is_operator(*uid) => Ok(()),
+            other => Err(RemoteError {
+                kind: ErrorKind::Denied,
+                message: format!(
+                    "{other} may not operate this lender: only root and its own user ({}) may revoke, add and remove devices and set their availability, at its UNIX socket",
+                    user_name(self.operator)
+                ),
+            }),
+        }
+    }
+
+    fn is_operator(&self, uid: u32) -> bool {
+        [0, self.operator].contains(&uid)
+    }
+
+    /// Waits for the threads to end, up to `timeout`.
+    pub(super) fn join(&self, timeout: Duration) -> Stopped {
+        let threads = self.lock().threads.take();
+        threads.map_or(Stopped::Closed, |threads| threads.join(timeout))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Running> {
+        // A panic leaves at most a share unused.
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Larger than any generation issued before, by this run or an earlier one, whose borrowers may still
+/// exist: a run issues fewer than one per microsecond.
+fn first_generation() -> Generation {
+    let since = SystemTime::UNIX_EPOCH.elapsed();
+    Generation(since.map_or(0, |since| since.as_micros() as u64))
+}
