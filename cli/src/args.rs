@@ -21,6 +21,7 @@ use crate::{
     migration::Migration,
     ntb::Ntb,
     plan::Plan,
+    revoke::Revoke,
     run::{Start, Stop},
     units::Units,
     values::MachineArg,
@@ -78,6 +79,8 @@ pub(crate) enum Verb {
     Attach(Attach),
     /// Hot-unplug a device from a running VM
     Detach(Detach),
+    /// Take a lent device back from the VM that borrows it
+    Revoke(Revoke),
     /// Move a VM and its devices to another host
     Migrate(Migrate),
     /// Show, resume or repair migrations
@@ -110,7 +113,8 @@ pub(crate) enum Verb {
     },
 }
 
-/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases.
+/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. With --add or
+/// --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
 #[command(group(ArgGroup::new("device").args(["nvme", "dma_test", "vfio"]).multiple(true)))]
 pub(crate) struct Lend {
@@ -150,9 +154,10 @@ pub(crate) struct Lend {
     #[arg(
         long = "borrower",
         value_name = "user=NAME[,vm=VM]|network",
-        requires = "device"
+        requires = "device",
+        value_parser = parse_borrower
     )]
-    pub(crate) borrowers: Vec<Borrower>,
+    pub(crate) borrowers: Vec<(String, Borrower)>,
     /// Lend functions even if this host uses them: mounted disks, network
     /// interfaces that are up.
     #[arg(long)]
@@ -165,6 +170,18 @@ pub(crate) struct Lend {
     /// disables polling).
     #[arg(long, value_name = "US")]
     pub(crate) poll_us: Option<u64>,
+    /// Add the devices given by flags, and the `[[device]]` tables of --config, to the lender that
+    /// runs at --socket. Only root and its own user can.
+    #[arg(long, conflicts_with_all = ["name", "listen", "ntb", "vfs", "poll_us"])]
+    pub(crate) add: bool,
+    /// Remove a device that is not lent from the lender that runs at --socket; may be given more
+    /// than once.
+    #[arg(
+        long,
+        value_name = "ID",
+        conflicts_with_all = ["add", "config", "device", "name", "listen", "ntb", "vfs", "poll_us"]
+    )]
+    pub(crate) remove: Vec<DeviceId>,
 }
 
 /// Addresses of lenders.
@@ -190,6 +207,14 @@ impl Lenders {
 pub(crate) struct Devices {
     #[command(flatten)]
     pub(crate) lenders: Lenders,
+    /// Make a device unavailable: no VM can borrow it until --available. A VM that has it keeps
+    /// it: see `farside revoke`. May be given more than once; only root and the lender's own user
+    /// can.
+    #[arg(long, value_name = "ID")]
+    pub(crate) unavailable: Vec<DeviceId>,
+    /// Make a device available again.
+    #[arg(long, value_name = "ID")]
+    pub(crate) available: Vec<DeviceId>,
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
@@ -309,6 +334,12 @@ fn parse_function(text: &str) -> Result<(DeviceId, Filter), String> {
         }
         _ => Err("give a device id and a function, as in disk0=0000:03:00.0".into()),
     }
+}
+
+fn parse_borrower(text: &str) -> Result<(String, Borrower), String> {
+    let borrower = text.parse::<Borrower>();
+    let borrower = borrower.map_err(|error| error.to_string())?;
+    Ok((text.to_owned(), borrower))
 }
 
 fn parse_id(text: &str) -> Result<DeviceId, String> {

@@ -1,12 +1,14 @@
 //! `farside devices`.
 
+use anyhow::bail;
 use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
-use farside_lender_protocol::Client;
+use farside_lender_protocol::{Availability, Client};
 
 use crate::args::Devices;
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
+    set_availability(args)?;
     let mut listed = Vec::new();
     for address in args.lenders.addresses() {
         let mut client = Client::connect(&address, None)?;
@@ -38,11 +40,17 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
                 )
             });
             let used_by = match device.borrowed_by {
-                Some(by) => format!(
+                Some(by) => Some(format!(
                     "VM {} (generation {}, {} s)",
                     by.vm, by.generation, by.seconds
-                ),
-                None => reserved.unwrap_or_else(|| "-".into()),
+                )),
+                None => reserved,
+            };
+            let state = (device.availability != Availability::Available)
+                .then(|| device.availability.to_string());
+            let used_by = match (used_by, state) {
+                (Some(used_by), Some(state)) => format!("{used_by}, {state}"),
+                (used_by, state) => used_by.or(state).unwrap_or_else(|| "-".into()),
             };
             vec![
                 device.id.to_string(),
@@ -59,6 +67,23 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     );
     for problem in problems {
         println!("{problem}");
+    }
+    Ok(())
+}
+
+fn set_availability(args: &Devices) -> anyhow::Result<()> {
+    if args.unavailable.is_empty() && args.available.is_empty() {
+        return Ok(());
+    }
+    let addresses = args.lenders.addresses();
+    let [address] = addresses.as_slice() else {
+        bail!("the availability of a device is set at one lender: give --lender once");
+    };
+    let mut client = Client::connect(address, None)?;
+    for (devices, available) in [(&args.unavailable, false), (&args.available, true)] {
+        for device in devices {
+            client.set_available(device, available)?;
+        }
     }
     Ok(())
 }

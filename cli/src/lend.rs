@@ -1,21 +1,25 @@
 //! `farside lend`.
 
-use std::{os::fd::AsFd, sync::Arc};
+use std::{os::fd::AsFd, path::Path, sync::Arc};
 
-use anyhow::Context;
-use farside_daemon::{Activated, ready};
+use anyhow::{Context, bail, ensure};
+use farside_daemon::{Activated, DeviceId, paths, ready};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
     run_worker,
 };
-use farside_lender_protocol::Address;
+use farside_lender_protocol::{Address, Client};
+use toml::{Table, Value};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::{args::Lend, signals};
 
 pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
+    if args.add || !args.remove.is_empty() {
+        return change(&args);
+    }
     let activated = Activated::from_env()?;
     let mut config = match &args.config {
         Some(path) => Config::load(path)?,
@@ -31,15 +35,16 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     if let Some(poll_us) = args.poll_us {
         config.poll_us = poll_us;
     }
+    let borrowers: Vec<_> = args.borrowers.into_iter().map(|(_, rule)| rule).collect();
     let nvme = args.nvme.into_iter().map(|nvme| DeviceConfig {
         id: nvme.id,
         source: Model::nvme(nvme.image, nvme.read_only).into(),
-        borrowers: args.borrowers.clone(),
+        borrowers: borrowers.clone(),
     });
     let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
         id,
         source: Model::dma_test().into(),
-        borrowers: args.borrowers.clone(),
+        borrowers: borrowers.clone(),
     });
     let vfio = args.vfio.into_iter().map(|(id, function)| DeviceConfig {
         id,
@@ -48,7 +53,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
             force: args.force,
             allow_dirty: args.allow_dirty,
         }),
-        borrowers: args.borrowers.clone(),
+        borrowers: borrowers.clone(),
     });
     config.device.extend(nvme.chain(dma_test).chain(vfio));
     if let Some(function) = args.ntb {
@@ -85,4 +90,131 @@ pub(crate) fn worker() -> anyhow::Result<()> {
         signal_hook::flag::register(signal, Arc::clone(&ignored))?;
     }
     Ok(run_worker(std::io::stdin().as_fd().try_clone_to_owned()?)?)
+}
+
+/// Adds devices to a running lender, or removes them.
+fn change(args: &Lend) -> anyhow::Result<()> {
+    let socket = args.socket.clone().unwrap_or_else(paths::lender_socket);
+    let mut client = Client::connect(&socket.into(), None)?;
+    for device in &args.remove {
+        client.remove_device(device)?;
+        println!("{device} is no longer lent");
+    }
+    if !args.add {
+        return Ok(());
+    }
+    for table in added(args)? {
+        let id = table.get("id").and_then(Value::as_str).unwrap_or_default();
+        let id = id.to_owned();
+        client.add_device(table.to_string())?;
+        println!("{id} is lent until the lender stops; for good, add it to lender.toml");
+    }
+    Ok(())
+}
+
+/// The `[[device]]` tables of the devices to add.
+fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
+    if let Some((id, _)) = args.vfio.first() {
+        bail!(
+            "device {id}: functions of this host cannot be added to a running lender; add it to lender.toml and restart the lender"
+        );
+    }
+    let mut tables = args.config.as_deref().map_or(Ok(Vec::new()), tables_of)?;
+    for nvme in &args.nvme {
+        let image = std::path::absolute(&nvme.image)?;
+        let image = image.into_os_string().into_string();
+        let image = image
+            .map_err(|image| anyhow::anyhow!("the path of the image is not UTF-8: {image:?}"))?;
+        let mut options = Table::new();
+        options.insert("image".into(), image.into());
+        options.insert("read-only".into(), nvme.read_only.into());
+        tables.push(table(&nvme.id, "nvme", options, args));
+    }
+    for id in &args.dma_test {
+        tables.push(table(id, "dma-test", Table::new(), args));
+    }
+    ensure!(
+        !tables.is_empty(),
+        "no device to add: give at least one (--nvme ID=IMAGE, or --config FILE with `[[device]]`)"
+    );
+    Ok(tables)
+}
+
+fn table(id: &DeviceId, model: &str, options: Table, args: &Lend) -> Table {
+    let rules = args.borrowers.iter().map(|(rule, _)| rule.clone().into());
+    let model = Table::from_iter([(model.to_owned(), Value::Table(options))]);
+    Table::from_iter([
+        ("id".to_owned(), Value::String(id.to_string())),
+        ("model".to_owned(), Value::Table(model)),
+        ("borrowers".to_owned(), Value::Array(rules.collect())),
+    ])
+}
+
+fn tables_of(path: &Path) -> anyhow::Result<Vec<Table>> {
+    // For its errors, which name lines.
+    Config::load(path)?;
+    let text = std::fs::read_to_string(path)?;
+    let mut file: Table = toml::from_str(&text)?;
+    let devices = file.remove("device").unwrap_or(Value::Array(Vec::new()));
+    Ok(devices.try_into()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Args, Verb};
+
+    fn tables(args: &[&str]) -> anyhow::Result<Vec<DeviceConfig>> {
+        let args = Args::try_parse_from([&["farside", "lend", "--add"], args].concat())?;
+        let Verb::Lend(args) = args.verb else {
+            unreachable!()
+        };
+        let tables = added(&args)?.into_iter();
+        let parsed = tables.map(|table| Ok(toml::from_str(&table.to_string())?));
+        parsed.collect()
+    }
+
+    #[test]
+    fn an_added_device_is_a_table_of_the_configuration() {
+        let devices = tables(&[
+            "--nvme",
+            "disk1=a \"b\".img,read-only",
+            "--dma-test",
+            "dma1",
+            "--borrower",
+            "user=root",
+        ]);
+        let devices = devices.unwrap();
+        let ids: Vec<_> = devices.iter().map(|device| device.id.as_str()).collect();
+        assert_eq!(ids, ["disk1", "dma1"]);
+        assert!(devices.iter().all(|device| device.borrowers.len() == 1));
+        match &devices[0].source {
+            Source::Model(Model::Nvme(nvme)) => {
+                assert!(nvme.read_only);
+                assert!(nvme.image.is_absolute() && nvme.image.ends_with("a \"b\".img"));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn tables_of_a_file_are_added_as_they_are() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let text = "name = \"x\"\n[[device]]\nid = \"dma1\"\nmodel.dma-test = {}\n";
+        std::fs::write(file.path(), text).unwrap();
+        let devices = tables(&["--config", file.path().to_str().unwrap()]).unwrap();
+        assert_eq!(devices[0].id, "dma1");
+    }
+
+    #[test]
+    fn functions_and_options_of_a_start_are_refused() {
+        let fault = |args: &[&str]| tables(args).unwrap_err().to_string();
+        let function = fault(&["--vfio", "fn0=0000:03:00.0"]);
+        assert!(function.contains("restart the lender"), "{function}");
+        assert!(fault(&["--name", "x"]).contains("cannot be used with"));
+        assert!(fault(&["--remove", "x"]).contains("cannot be used with"));
+        assert!(fault(&[]).contains("no device to add"));
+    }
 }

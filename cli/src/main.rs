@@ -19,6 +19,7 @@ mod ntb;
 mod plan;
 mod qemu;
 mod ram;
+mod revoke;
 mod run;
 mod serve;
 mod signals;
@@ -64,6 +65,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Stop(stop) => run::stop(&stop),
         Verb::Attach(attach) => hotplug::attach(&attach),
         Verb::Detach(detach) => hotplug::detach(&detach),
+        Verb::Revoke(revoke) => revoke::run(&revoke),
         Verb::Migrate(migrate) => migrate::run(&migrate),
         Verb::Migration(migration) => migration::run(&migration),
         Verb::Status(status) => status::run(&status),

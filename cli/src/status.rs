@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 use farside_backend_api::{BackendReport, DeviceReport, LenderReport, Status};
 use farside_daemon::{VmName, paths};
-use farside_lender_protocol::{Address, Client, DeviceStatus};
+use farside_lender_protocol::{Address, Availability, Client, DeviceStatus};
 use farside_vm_control::connect_by;
 
 use crate::args::Status as Args;
@@ -198,12 +198,16 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
     let entry = &device.entry;
     write!(text, "  {} ({}): ", entry.id, entry.summary)?;
     match &entry.borrowed_by {
-        Some(by) => writeln!(
+        Some(by) => write!(
             text,
             "borrowed by VM {} (generation {}, {} s)",
             by.vm, by.generation, by.seconds
         )?,
-        None => writeln!(text, "free")?,
+        None => write!(text, "free")?,
+    }
+    match entry.availability {
+        Availability::Available => writeln!(text)?,
+        other => writeln!(text, ", {other}")?,
     }
     if let Some(problem) = &entry.problem {
         writeln!(text, "    problem: {problem}")?;
