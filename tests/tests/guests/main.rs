@@ -17,6 +17,7 @@ mod layout;
 mod life;
 mod loss;
 mod refusals;
+mod revoke;
 mod sharing;
 mod start;
 mod viommu;
@@ -72,6 +73,8 @@ fn main() {
         hotplug_losses::a_dead_drive_that_no_driver_ran_stays_until_the_vm_ends,
         hotplug_losses::a_qemu_killed_in_a_detach_gives_the_device_back,
         hotplug_losses::a_guest_that_is_not_there_yet_keeps_its_drive,
+        revoke::a_revoked_drive_leaves_a_running_guest_in_order,
+        revoke::a_revoked_drive_is_taken_from_a_guest_that_does_not_answer,
         start::a_vm_is_started_and_stopped_and_started_again,
         start::what_was_killed_is_started_again,
         start::a_start_that_fails_leaves_nothing_behind,
