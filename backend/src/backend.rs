@@ -43,6 +43,8 @@ pub struct Config {
     pub devices: Vec<DeviceId>,
     /// The lenders to search, in this order.
     pub lenders: Vec<Address>,
+    /// The directory of this host's certificates, for lenders at `tls:HOST:PORT`.
+    pub pki: PathBuf,
     /// This host's NTB endpoint, for devices of other hosts.
     pub ntb: Option<Bdf>,
     /// The file with the [fences](farside_lender_protocol::Fences) of a VM that was moved to this

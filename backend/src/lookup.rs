@@ -26,6 +26,7 @@ use crate::{
 pub(crate) struct Lookup {
     vm: VmName,
     lenders: Vec<Address>,
+    pki: PathBuf,
     ntb: Option<Adapter>,
     fences: Option<PathBuf>,
     interrupts: Interrupts,
@@ -49,6 +50,7 @@ impl Lookup {
         Self {
             vm: config.vm.clone(),
             lenders: config.lenders.clone(),
+            pki: config.pki.clone(),
             ntb,
             fences: config.fences.clone(),
             interrupts: config.interrupts,
@@ -93,6 +95,7 @@ impl Lookup {
             },
             route: lender.route(),
             lender,
+            pki: self.pki.clone(),
             fences: self.fences.clone(),
             pin_policy: self.pin_policy,
             memory: self.memory.clone(),
@@ -121,7 +124,8 @@ impl Lookup {
     fn describe(&self, device: &DeviceId) -> Result<(Address, Described), StartError> {
         let mut unreachable = None;
         for lender in &self.lenders {
-            let described = Client::connect(lender, Some(&self.vm))
+            let described = self
+                .connect(lender)
                 .and_then(|mut client| client.describe(device));
             match described {
                 Ok(described) => return Ok((lender.clone(), described)),
@@ -151,6 +155,10 @@ impl Lookup {
         }
     }
 
+    fn connect(&self, lender: &Address) -> Result<Client, CallError> {
+        Client::connect_by(lender, Some(&self.vm), &self.pki, None)
+    }
+
     /// Checks that the device can reach the VM's RAM ranges.
     fn check_ram(&self, device: &DeviceId, lender: &Address) -> Result<(), StartError> {
         if self.ram.is_empty() {
@@ -160,7 +168,7 @@ impl Lookup {
             let spans: Vec<u64> = self.ram.iter().map(|range| range.len).collect();
             ntb.check_ram(&spans)?;
         }
-        let mut client = Client::connect(lender, Some(&self.vm))?;
+        let mut client = self.connect(lender)?;
         client.check(device, lender.route(), self.ram.clone())?;
         Ok(())
     }

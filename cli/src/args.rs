@@ -20,6 +20,7 @@ use crate::{
     migrate::Migrate,
     migration::Migration,
     ntb::Ntb,
+    pki::Pki,
     plan::Plan,
     revoke::Revoke,
     run::{Start, Stop},
@@ -100,6 +101,8 @@ pub(crate) enum Verb {
     Plan(Box<Plan>),
     /// Connect two VMs by an NTB emulated in software
     Ntb(Ntb),
+    /// Make and show the certificates by which hosts know each other
+    Pki(Pki),
     /// Print a completion script for a shell
     Completions {
         /// Which shell.
@@ -128,10 +131,14 @@ pub(crate) struct Lend {
     /// directory].
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
-    /// Address to listen at for backends of other hosts, tcp:HOST:PORT; may be
-    /// given more than once.
+    /// Address to listen at for backends of other hosts, tls:HOST:PORT (see `farside
+    /// pki`), or tcp:HOST:PORT without encryption; may be given more than once.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Vec<Address>,
+    /// Listen at tcp: addresses that other hosts can reach: a network that carries
+    /// nothing else.
+    #[arg(long)]
+    pub(crate) listen_plain: bool,
     /// Lend an emulated NVMe device backed by an image file or block device.
     #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_nvme)]
     pub(crate) nvme: Vec<Nvme>,
@@ -150,10 +157,11 @@ pub(crate) struct Lend {
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
     /// Who may borrow the devices given by flags, beside this user and root; may be given
-    /// more than once. `network`: every peer that can connect to a TCP port.
+    /// more than once. host: the name in the host's certificate. `network`: every peer
+    /// that can connect to a port without TLS.
     #[arg(
         long = "borrower",
-        value_name = "user=NAME[,vm=VM]|network",
+        value_name = "user=NAME[,vm=VM]|host=NAME[,vm=VM]|network",
         requires = "device",
         value_parser = parse_borrower
     )]
@@ -187,8 +195,8 @@ pub(crate) struct Lend {
 /// Addresses of lenders.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lenders {
-    /// Address of a lender: its socket's path, or tcp:HOST:PORT; may be given more
-    /// than once [default: this host's].
+    /// Address of a lender: its socket's path, tls:HOST:PORT, or tcp:HOST:PORT without
+    /// encryption; may be given more than once [default: this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     pub(crate) lenders: Vec<Address>,
 }

@@ -32,6 +32,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         config.socket = socket;
     }
     config.listen.extend(args.listen);
+    config.listen_plain |= args.listen_plain;
     if let Some(poll_us) = args.poll_us {
         config.poll_us = poll_us;
     }

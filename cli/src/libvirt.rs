@@ -39,7 +39,7 @@ pub(crate) struct Libvirt {
     /// Change the file, atomically, instead of printing the result.
     #[arg(long, requires = "work", conflicts_with = "check")]
     in_place: bool,
-    /// Address of a lender: its socket's path, or tcp:HOST:PORT; may be given more
+    /// Address of a lender: its socket's path, or tls:HOST:PORT; may be given more
     /// than once [default: the VM configuration's, else this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     lenders: Vec<Address>,

@@ -16,6 +16,7 @@ mod logging;
 mod migrate;
 mod migration;
 mod ntb;
+mod pki;
 mod plan;
 mod qemu;
 mod ram;
@@ -75,6 +76,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Units(units) => units::run(&units),
         Verb::Plan(plan) => plan::run(&plan),
         Verb::Ntb(ntb) => ntb::run(&ntb),
+        Verb::Pki(pki) => pki::run(pki),
         Verb::Completions { shell } => {
             clap_complete::generate(
                 shell,

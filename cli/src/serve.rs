@@ -69,6 +69,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         vm,
         devices: file.device_ids(),
         lenders: file.lenders(),
+        pki: file.pki(),
         ntb: args.ntb.or(file.ntb),
         interrupts,
         pin_policy,

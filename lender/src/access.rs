@@ -1,8 +1,8 @@
 //! Who may do what with a device.
 //!
 //! On this host the kernel names the user of a peer. Processes of one user can trace each other, so
-//! a VM is as protected from another as their users are: the name of a VM is the peer's claim. Of a
-//! TCP peer nothing is known.
+//! a VM is as protected from another as their users are: the name of a VM is the peer's claim. With
+//! TLS a certificate names the host of a peer; of a TCP peer without, nothing is known.
 
 use std::str::FromStr;
 
@@ -12,7 +12,7 @@ use farside_lender_protocol::{ErrorKind, Identity, RemoteError};
 use serde::Deserialize;
 
 /// Who may borrow a device, beside the lender's own user and root, who may do anything: `user=NAME`,
-/// `user=NAME,vm=VM` or `network`.
+/// `user=NAME,vm=VM`, `host=NAME`, `host=NAME,vm=VM` or `network`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Borrower {
@@ -23,28 +23,44 @@ pub enum Borrower {
         /// The only VM for which that user may borrow; none for any.
         vm: Option<VmName>,
     },
-    /// Every peer that can reach a TCP port of the lender.
+    /// A host, by the name in its certificate, at a TCP port with TLS.
+    Host {
+        /// The name, in lower case.
+        name: String,
+        /// The only VM for which that host may borrow; none for any.
+        vm: Option<VmName>,
+    },
+    /// Every peer that can reach a TCP port of the lender without TLS.
     Network,
 }
+
+/// The forms of a rule, for messages.
+const FORMS: &str = "user=NAME, user=NAME,vm=VM, host=NAME, host=NAME,vm=VM or network";
 
 /// An invalid rule.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages document the fields")]
 pub enum BorrowerError {
     /// An option without a meaning.
-    #[error(
-        "unknown option {option:?} in borrower {rule:?}: use user=NAME, user=NAME,vm=VM or network"
-    )]
+    #[error("unknown option {option:?} in borrower {rule:?}: use {FORMS}")]
     Option { rule: String, option: String },
     /// The same key again.
     #[error("{key} is given twice in borrower {rule:?}: write one rule for each")]
     Twice { rule: String, key: &'static str },
-    /// No user.
-    #[error("borrower {0:?} names no user: use user=NAME, user=NAME,vm=VM or network")]
-    NoUser(String),
+    /// Neither a user nor a host.
+    #[error("borrower {0:?} names no user or host: use {FORMS}")]
+    Nobody(String),
+    /// A user and a host.
+    #[error("borrower {0:?} names a user and a host: write one rule for each")]
+    Both(String),
+    /// The host's name cannot be in a certificate.
+    #[error(
+        "invalid host {name:?} in borrower {rule:?}: use the DNS name in the host's certificate (`farside pki show`)"
+    )]
+    Host { rule: String, name: String },
     /// A network peer with options.
     #[error(
-        "borrower {0:?} has options: `network` takes none, since nothing authenticates a TCP peer"
+        "borrower {0:?} has options: `network` takes none, since nothing authenticates a peer without TLS"
     )]
     Network(String),
     /// The user does not exist.
@@ -61,10 +77,11 @@ impl FromStr for Borrower {
     /// Looks the user up.
     fn from_str(rule: &str) -> Result<Self, BorrowerError> {
         let text = || rule.to_owned();
-        let (mut user, mut vm, mut network) = (None, None, false);
+        let (mut user, mut host, mut vm, mut network) = (None, None, None, false);
         for option in rule.split(',') {
             let (key, slot, value) = match option.split_once('=') {
                 Some(("user", value)) => ("user", &mut user, value),
+                Some(("host", value)) => ("host", &mut host, value),
                 Some(("vm", value)) => ("vm", &mut vm, value),
                 None if option == "network" => {
                     network = true;
@@ -87,11 +104,23 @@ impl FromStr for Borrower {
                 _ => Err(BorrowerError::Network(text())),
             };
         }
-        let user = user.ok_or_else(|| BorrowerError::NoUser(text()))?;
-        Ok(Self::User {
-            uid: user_id(user)?,
-            vm: vm.map(str::parse).transpose()?,
-        })
+        let vm = vm.map(str::parse).transpose()?;
+        match (user, host) {
+            (Some(user), None) => Ok(Self::User {
+                uid: user_id(user)?,
+                vm,
+            }),
+            (None, Some(host)) if farside_pki::is_host_name(host) => Ok(Self::Host {
+                name: host.to_ascii_lowercase(),
+                vm,
+            }),
+            (None, Some(host)) => Err(BorrowerError::Host {
+                rule: text(),
+                name: host.to_owned(),
+            }),
+            (None, None) => Err(BorrowerError::Nobody(text())),
+            (Some(_), Some(_)) => Err(BorrowerError::Both(text())),
+        }
     }
 }
 
@@ -129,17 +158,17 @@ impl Access {
 
     /// Whether `identity` may borrow the device for `vm`, or for some VM, and so see it.
     pub(crate) fn allows(&self, identity: &Identity, vm: Option<&VmName>) -> bool {
-        let rule_allows = |rule: &Borrower| match (identity, rule) {
-            (
-                Identity::User { uid, .. },
-                Borrower::User {
-                    uid: named,
-                    vm: only,
-                },
-            ) => uid == named && (vm.is_none() || only.is_none() || vm == only.as_ref()),
-            (Identity::Network { .. }, Borrower::Network) => true,
-            (Identity::User { .. }, Borrower::Network)
-            | (Identity::Network { .. }, Borrower::User { .. }) => false,
+        let covers = |only: &Option<VmName>| vm.is_none() || only.is_none() || vm == only.as_ref();
+        let rule_allows = |rule: &Borrower| match rule {
+            Borrower::User {
+                uid: named,
+                vm: only,
+            } => matches!(identity, Identity::User { uid, .. } if uid == named) && covers(only),
+            Borrower::Host {
+                name: named,
+                vm: only,
+            } => matches!(identity, Identity::Host { name, .. } if name == named) && covers(only),
+            Borrower::Network => matches!(identity, Identity::Network { .. }),
         };
         self.is_operator(identity) || self.borrowers.iter().any(rule_allows)
     }
@@ -150,12 +179,16 @@ impl Access {
             return Ok(());
         }
         let device = &self.device;
+        let mut rule = match identity {
+            Identity::Network { .. } => "network".to_owned(),
+            Identity::Host { name, .. } => format!("host={name}"),
+            Identity::User { uid, .. } => format!("user={}", user_name(*uid)),
+        };
         let message = match identity {
             Identity::Network { .. } => format!(
-                "device {device} is not lent to {identity}: with `borrowers = [\"network\"]` in lender.toml (or --borrower network) every host that can connect to the lender's TCP port may borrow it"
+                "device {device} is not lent to {identity}: connect with TLS (tls:HOST:PORT), whose certificates name hosts; with `borrowers = [\"{rule}\"]` in lender.toml (or --borrower {rule}) every host that can connect to the lender's port without TLS may borrow it"
             ),
-            Identity::User { uid, .. } => {
-                let mut rule = format!("user={}", user_name(*uid));
+            Identity::Host { .. } | Identity::User { .. } => {
                 let mut what = String::new();
                 if let Some(vm) = vm {
                     rule += &format!(",vm={vm}");
@@ -183,6 +216,13 @@ mod tests {
 
     fn user(uid: u32) -> Identity {
         Identity::User { uid, pid: 7 }
+    }
+
+    fn host(name: &str) -> Identity {
+        Identity::Host {
+            name: name.into(),
+            address: "10.0.0.3:4444".parse().unwrap(),
+        }
     }
 
     fn network() -> Identity {
@@ -227,6 +267,21 @@ mod tests {
             (&["network"], user(OPERATOR), ALL),
             (&["network", alice], user(ALICE), ALL),
             (&["network", alice], network(), ALL),
+            (&[], host("rack1-a"), NONE),
+            (&["host=rack1-a"], host("rack1-a"), ALL),
+            (&["host=Rack1-A"], host("rack1-a"), ALL),
+            (&["host=rack1-a"], host("rack1-b"), NONE),
+            (&["host=rack1-a"], host("rack1-a.example.org"), NONE),
+            (&["host=rack1-a"], network(), NONE),
+            (&["host=rack1-a"], user(ALICE), NONE),
+            (&["host=rack1-a,vm=web1"], host("rack1-a"), web1),
+            (&["vm=web1,host=rack1-a"], host("rack1-b"), NONE),
+            // A rule for peers without TLS is none for hosts with certificates, nor the reverse.
+            (&["network"], host("rack1-a"), NONE),
+            (&["host=network"], network(), NONE),
+            (&[alice], host("4242001"), NONE),
+            // Not the operator, whatever its name.
+            (&[], host("root"), NONE),
         ] {
             let access = access(rules);
             let vm = |name: &str| name.parse::<VmName>().unwrap();
@@ -256,9 +311,23 @@ mod tests {
                 &["[\"user=4242001\"]", "--borrower user=4242001"],
             ),
             (
+                host("rack1-a"),
+                Some(&web1),
+                &[
+                    "host rack1-a (10.0.0.3:4444)",
+                    "for VM web1",
+                    "`borrowers = [\"host=rack1-a,vm=web1\"]`",
+                ],
+            ),
+            (
                 network(),
                 Some(&web1),
-                &["10.0.0.3:4444", "`borrowers = [\"network\"]`", "every host"],
+                &[
+                    "10.0.0.3:4444",
+                    "tls:HOST:PORT",
+                    "`borrowers = [\"network\"]`",
+                    "every host",
+                ],
             ),
         ] {
             let error = access(&[]).may(&identity, vm).unwrap_err();
@@ -276,7 +345,13 @@ mod tests {
             ("user=root,", "unknown option \"\""),
             ("alice", "unknown option \"alice\""),
             ("group=kvm", "unknown option \"group=kvm\""),
-            ("vm=web1", "names no user"),
+            ("vm=web1", "names no user or host"),
+            ("host=", "invalid host \"\""),
+            ("host=*.rack1", "invalid host \"*.rack1\""),
+            ("host=a b", "invalid host"),
+            ("host=a,host=b", "host is given twice"),
+            ("host=a,user=root", "a user and a host"),
+            ("network,host=a", "`network` takes none"),
             ("user=no-such-user", "no user \"no-such-user\""),
             ("user=", "no user \"\""),
             ("user=root,user=root", "user is given twice"),

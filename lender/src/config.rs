@@ -11,7 +11,7 @@
 //!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
-//!     borrowers = ["user=1000,vm=web1", "network"]
+//!     borrowers = ["user=1000,vm=web1", "host=rack1-b"]
 //!
 //!     [[device]]
 //!     id = "disk1"
@@ -46,13 +46,17 @@ pub struct Config {
     /// The socket for backends of this host. Default: `lender.sock` in the runtime directory.
     #[serde(default = "farside_daemon::paths::lender_socket")]
     pub socket: PathBuf,
-    /// Addresses to listen at for backends of other hosts: `tcp:HOST:PORT`.
+    /// Addresses to listen at for backends of other hosts: `tls:HOST:PORT`, or `tcp:HOST:PORT` without
+    /// encryption.
     #[serde(default)]
     pub listen: Vec<Address>,
-    /// Also listen at addresses that are neither loopback nor private. Any peer that can reach them
+    /// Also listen without TLS at addresses that are not loopback. Any peer that can reach them
     /// can borrow the devices of [`Borrower::Network`].
     #[serde(default)]
     pub listen_plain: bool,
+    /// TLS. With it, TCP sockets of a service manager use TLS unless `listen` has them as `tcp:`.
+    #[serde(default)]
+    pub tls: Option<TlsConfig>,
     /// Maximum busy-poll time before a device thread blocks, in microseconds. It is reached only
     /// while the guest is busy. 0 disables polling.
     #[serde(default = "default_poll_us")]
@@ -80,6 +84,16 @@ pub struct Config {
     /// This host's NTB endpoint. Without it, physical devices are lent only to VMs of this host.
     #[serde(default)]
     pub ntb: Option<NtbConfig>,
+}
+
+/// The certificates for TLS.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsConfig {
+    /// The directory with this host's certificates, in the layout of [`farside_pki`]. Default:
+    /// [`pki_dir`](farside_daemon::paths::pki_dir).
+    #[serde(default)]
+    pub directory: Option<PathBuf>,
 }
 
 /// One device to lend.

@@ -49,10 +49,9 @@ pub(crate) struct About {
 }
 
 /// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
-/// connection. `identity` is the peer's.
+/// connection. With TLS the handshake comes first, in the time for Hello.
 pub(crate) fn serve(
     mut channel: Channel,
-    identity: &Identity,
     lender: &About,
     registry: &Arc<Registry>,
     stop: &Wakeup,
@@ -60,6 +59,7 @@ pub(crate) fn serve(
 ) {
     let name = channel.peer();
     let mut peer = None;
+    let mut known = None;
     let silent_since = Instant::now();
     loop {
         let (envelope, fds): (Envelope, _) = match channel.try_receive() {
@@ -91,8 +91,14 @@ pub(crate) fn serve(
             Err(ChannelError::Closed) => return,
             Err(error) => return log_broken(&name, &error, lines),
         };
+        // A message comes after the handshake.
+        let identity = match known.take().map_or_else(|| channel.identity(), Ok) {
+            Ok(identity) => &*known.insert(identity),
+            // The peer has disconnected.
+            Err(_) => return,
+        };
         if let (Request::Registers { token }, None) = (&envelope.request, &peer) {
-            return become_registers(channel, *token, registry, lines);
+            return become_registers(channel, *token, identity, registry, lines);
         }
         let answered = answer(
             envelope.request,
@@ -133,11 +139,12 @@ fn log_broken(name: &str, error: &ChannelError, lines: &PeerLines) {
 fn become_registers(
     mut channel: Channel,
     token: RegisterToken,
+    identity: &Identity,
     registry: &Registry,
     lines: &PeerLines,
 ) {
     let name = channel.peer();
-    let redeemed = registry.tokens().redeem(token, Instant::now());
+    let redeemed = registry.tokens().redeem(token, identity, Instant::now());
     let reply = match &redeemed {
         Some(_) => Reply::Done,
         None => {
@@ -147,7 +154,7 @@ fn become_registers(
             Reply::Refused(RemoteError {
                 kind: ErrorKind::Invalid,
                 message: format!(
-                    "invalid register-channel token: it was used, is older than {TOKEN_LIFE:?}, or its lease has ended"
+                    "invalid register-channel token: it was used, is older than {TOKEN_LIFE:?}, is another host's, or its lease has ended"
                 ),
             })
         }

@@ -1,9 +1,9 @@
 //! The lender's listeners, and their access rules.
 //!
 //! A UNIX socket is accessible to this user only, and to every user if a device's borrowers include
-//! another one: the peer's credentials then decide. A TCP port has neither encryption nor
-//! authentication, so the lender listens only at loopback and private addresses, unless the
-//! configuration explicitly allows others.
+//! another one: the peer's credentials then decide. At a TCP port with TLS the peer's certificate does.
+//! One without TLS has neither encryption nor authentication, so it is at a loopback address, unless
+//! the configuration explicitly allows others.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -14,15 +14,16 @@ use std::{
         fd::{AsFd, BorrowedFd},
         unix::fs::{MetadataExt, PermissionsExt},
     },
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
-use farside_daemon::{Activated, RateLimit, SocketKind, is_private, paths};
+use farside_daemon::{Activated, RateLimit, SocketKind, paths};
 use farside_lender_protocol::{Address, Channel, Identity, Listener};
+use farside_pki::{Renewed, Side};
 
 use crate::{
     config::{Borrower, Config},
@@ -94,14 +95,21 @@ impl PeerListener {
         let mut listeners = vec![Self::new(socket, named(config))];
         admit_borrowers(config)?;
         let ports = activated.take_ports();
+        let mut certificates = Certificates::new(config);
         for address in &config.listen {
             if !ports.iter().any(|(_, at)| is_there(*at, address)) {
-                let port = open_port(address, config.listen_plain)?;
+                let port = open_port(address, &mut certificates, config.listen_plain)?;
                 listeners.push(Self::new(port, BTreeSet::new()));
             }
         }
         for (socket, at) in ports {
-            let listener = Listener::adopt_tcp(socket, at);
+            let listed = config.listen.iter().find(|listed| is_there(at, listed));
+            let tls = match listed {
+                Some(listed) => matches!(listed, Address::Tls { .. }),
+                None => config.tls.is_some(),
+            };
+            let tls = tls.then(|| certificates.load()).transpose()?;
+            let listener = Listener::adopt_tcp(socket, at, tls);
             let address = listener.address();
             let port = checked(listener, &address, config.listen_plain)?;
             listeners.push(Self::new(port, BTreeSet::new()));
@@ -131,14 +139,18 @@ impl PeerListener {
 
     /// Accepts the next peer, if any, with a guard that counts it. Closes connections above the
     /// limits.
-    pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Identity, Counted)>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<(Channel, Counted)>> {
         while let Some(channel) = self.listener.accept()? {
-            // Fails if the peer has disconnected.
-            let Ok(identity) = channel.identity() else {
-                continue;
+            // A TCP peer is counted before it is known: its handshake takes a thread.
+            let user = match channel.is_tcp() {
+                true => None,
+                false => match channel.identity()? {
+                    Identity::User { uid, .. } => Some(uid),
+                    Identity::Host { .. } | Identity::Network { .. } => None,
+                },
             };
-            let limit = match Counted::new(&self.peers, &identity) {
-                Ok(counted) => return Ok(Some((channel, identity, counted))),
+            let limit = match Counted::new(&self.peers, user) {
+                Ok(counted) => return Ok(Some((channel, counted))),
                 Err(limit) => limit,
             };
             if let Some(held_back) = self.peers.lines.refused.allow() {
@@ -229,23 +241,53 @@ pub(crate) fn named(config: &Config) -> BTreeSet<u32> {
     let rules = config.device.iter().flat_map(|device| &device.borrowers);
     let uid = |rule: &Borrower| match rule {
         Borrower::User { uid, .. } => Some(*uid),
-        Borrower::Network => None,
+        Borrower::Host { .. } | Borrower::Network => None,
     };
     rules.filter_map(uid).collect()
 }
 
-fn open_port(address: &Address, plain: bool) -> Result<Listener, StartError> {
-    let Address::Tcp { host, port } = address else {
-        return Err(StartError::NotTcp(address.clone()));
+/// This host's certificates, loaded when the first listener needs them.
+struct Certificates {
+    directory: PathBuf,
+    loaded: Option<Arc<Renewed>>,
+}
+
+impl Certificates {
+    fn new(config: &Config) -> Self {
+        let directory = config.tls.as_ref().and_then(|tls| tls.directory.clone());
+        Self {
+            directory: directory.unwrap_or_else(paths::pki_dir),
+            loaded: None,
+        }
+    }
+
+    fn load(&mut self) -> Result<Arc<Renewed>, StartError> {
+        if let Some(loaded) = &self.loaded {
+            return Ok(Arc::clone(loaded));
+        }
+        let loaded = Arc::new(Renewed::load(&self.directory, Side::Server)?);
+        Ok(Arc::clone(self.loaded.insert(loaded)))
+    }
+}
+
+fn open_port(
+    address: &Address,
+    certificates: &mut Certificates,
+    plain: bool,
+) -> Result<Listener, StartError> {
+    let (host, port, tls) = match address {
+        Address::Tls { host, port } => (host, *port, Some(certificates.load()?)),
+        Address::Tcp { host, port } => (host, *port, None),
+        Address::Unix(_) => return Err(StartError::NotTcp(address.clone())),
     };
-    let listener = Listener::bind_tcp(host, *port).map_err(StartError::ListenTcp)?;
+    let listener = Listener::bind_tcp(host, port, tls).map_err(StartError::ListenTcp)?;
     checked(listener, address, plain)
 }
 
 /// Whether a socket that listens at `at` is the listener for `address`.
 fn is_there(at: SocketAddr, address: &Address) -> bool {
     match address {
-        Address::Tcp { host, port } => {
+        Address::Tcp { host, port } | Address::Tls { host, port } => {
             let resolved = (host.as_str(), *port).to_socket_addrs();
             resolved.is_ok_and(|mut resolved| resolved.any(|one| one == at))
         }
@@ -253,20 +295,23 @@ fn is_there(at: SocketAddr, address: &Address) -> bool {
     }
 }
 
-/// Checks that the listener is reachable only by the operator's hosts. Errors name it as `address`.
+/// Checks that a listener without TLS is reachable only by this host, unless `plain` allows others.
+/// Errors name it as `address`.
 fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listener, StartError> {
-    let Some(ip) = listener.ip() else {
+    let Some(ip) = listener.plain_ip() else {
         return Ok(listener);
     };
-    if !is_private(ip) && !plain {
-        return Err(StartError::Public(address.clone()));
+    // The kernel sends to the IPv4 address in an IPv4-mapped one.
+    if ip.to_canonical().is_loopback() {
+        return Ok(listener);
     }
-    if !ip.is_loopback() {
-        log::warn!(
-            "{}: every host that reaches this address can borrow the devices with `borrowers = [\"network\"]`, and the connection is not encrypted: use a network that carries nothing else",
-            listener.address()
-        );
+    if !plain {
+        return Err(StartError::Plain(address.clone()));
     }
+    log::warn!(
+        "{}: every host that reaches this address can borrow the devices with `borrowers = [\"network\"]`, and the connection is not encrypted: use a network that carries nothing else, or tls:HOST:PORT",
+        listener.address()
+    );
     Ok(listener)
 }
 
@@ -279,14 +324,15 @@ pub(crate) struct Counted {
 
 impl Counted {
     /// Counts a peer, or fails with the limit that is reached.
-    fn new(peers: &Arc<Peers>, identity: &Identity) -> Result<Self, String> {
+    /// `user` is that of a local peer.
+    fn new(peers: &Arc<Peers>, user: Option<u32>) -> Result<Self, String> {
         let own = [0, rustix::process::geteuid().as_raw()];
-        let (user, most) = match identity {
-            Identity::User { uid, .. } if own.contains(uid) => (None, MAX_PEERS + MAX_OPERATORS),
-            Identity::User { uid, .. } if peers.named.contains(uid) => (Some(*uid), MAX_PEERS),
+        let (user, most) = match user {
+            Some(uid) if own.contains(&uid) => (None, MAX_PEERS + MAX_OPERATORS),
+            Some(uid) if peers.named.contains(&uid) => (Some(uid), MAX_PEERS),
             // One user may have many uids (`subuid(5)`).
-            Identity::User { .. } => (Some(UNNAMED), MAX_PEERS),
-            Identity::Network { .. } => (None, MAX_PEERS),
+            Some(_) => (Some(UNNAMED), MAX_PEERS),
+            None => (None, MAX_PEERS),
         };
         if peers.connected.load(Ordering::Relaxed) >= most {
             return Err(format!("{most} peers"));

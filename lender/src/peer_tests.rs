@@ -7,3 +7,4 @@ mod host;
 mod lease;
 mod neighbour;
 mod registers;
+mod tls;

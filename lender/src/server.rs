@@ -8,10 +8,12 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
 };
+use farside_error_chain::Chain;
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
-use farside_lender_protocol::{Address, Channel, Identity};
+use farside_lender_protocol::{Address, Channel};
 use farside_ntb::HostEndpoint;
+use farside_pki::PkiError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub(crate) use devices::Devices;
@@ -98,14 +100,17 @@ pub enum StartError {
     Activation(#[from] ActivationError),
     /// `listen` is for TCP.
     #[error(
-        "cannot listen at {0}: `listen` takes tcp:HOST:PORT; the socket for this host is `socket`"
+        "cannot listen at {0}: `listen` takes tls:HOST:PORT; the socket for this host is `socket`"
     )]
     NotTcp(Address),
-    /// The address may be reachable by other than the operator's hosts.
+    /// This host's certificates cannot be used.
+    #[error("cannot listen with TLS")]
+    Certificates(#[from] PkiError),
+    /// Other hosts can reach the address.
     #[error(
-        "cannot listen at {0}: the protocol is not encrypted and asks nobody who he is, so only loopback and private addresses are allowed; choose one (such as 10.0.0.2), or say `listen-plain = true` if this network is trusted all the same"
+        "cannot listen at {0}: without TLS, connections are neither encrypted nor authenticated, so only loopback addresses are allowed; use tls:HOST:PORT with certificates (`farside pki`), or set `listen-plain = true` (--listen-plain) on a network that carries nothing else"
     )]
-    Public(Address),
+    Plain(Address),
     /// A thread or an eventfd cannot be created.
     #[error("cannot start")]
     System(#[from] io::Error),
@@ -214,13 +219,11 @@ impl Lender {
     fn accept_all(&self, listener: &PeerListener) {
         loop {
             match listener.accept() {
-                Ok(Some((channel, identity, counted))) => {
-                    self.serve(channel, identity, counted);
-                }
+                Ok(Some((channel, counted))) => self.serve(channel, counted),
                 Ok(None) => return,
                 Err(error) => {
                     // E.g. EMFILE. Leases are unaffected, and the connection stays in the backlog.
-                    log::error!("cannot accept a connection: {error}");
+                    log::error!("cannot accept a connection: {error}", error = Chain(&error));
                     let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
                     // The caller checks `stop`.
                     let _ = poll(&mut stop, Some(&ACCEPT_PAUSE));
@@ -231,14 +234,14 @@ impl Lender {
     }
 
     /// Serves a peer on its own thread.
-    fn serve(&self, channel: Channel, identity: Identity, counted: Counted) {
+    fn serve(&self, channel: Channel, counted: Counted) {
         let (about, registry) = (Arc::clone(&self.about), Arc::clone(&self.registry));
         let stop = self.stop.clone();
         let started = std::thread::Builder::new()
             .name("peer".into())
             .spawn(move || {
                 let lines = counted.lines();
-                connection::serve(channel, &identity, &about, &registry, &stop, lines);
+                connection::serve(channel, &about, &registry, &stop, lines);
             });
         if let Err(error) = started
             && let Some(held_back) = self.no_thread.allow()

@@ -2,7 +2,7 @@
 //!
 //! Descriptors cannot be sent between hosts, so the borrower opens a second connection and presents
 //! the token from its lease. A token grants access to the device's registers: it has 128 random
-//! bits, and is valid once and for a few seconds.
+//! bits, and is valid once, for a few seconds, and with TLS for the host that has the lease alone.
 
 use std::{
     collections::HashMap,
@@ -13,7 +13,7 @@ use std::{
 };
 
 use farside_daemon::Wakeup;
-use farside_lender_protocol::{Channel, RegisterToken, TOKEN_LIFE};
+use farside_lender_protocol::{Channel, Identity, RegisterToken, TOKEN_LIFE};
 
 /// The outstanding tokens.
 #[derive(Default)]
@@ -23,11 +23,12 @@ struct Out {
     sender: mpsc::SyncSender<Channel>,
     wake: Wakeup,
     until: Instant,
+    holder: Identity,
 }
 
 impl RegisterTokens {
-    /// Issues a token that is valid from `now` on.
-    pub(crate) fn issue(self: &Arc<Self>, now: Instant) -> io::Result<Awaited> {
+    /// Issues a token to `holder` that is valid from `now` on.
+    pub(crate) fn issue(self: &Arc<Self>, holder: Identity, now: Instant) -> io::Result<Awaited> {
         let mut random = [0; 16];
         getrandom::fill(&mut random)?;
         let token = RegisterToken(random);
@@ -38,6 +39,7 @@ impl RegisterTokens {
             sender,
             wake: wake.clone(),
             until,
+            holder,
         };
         self.lock().insert(token, out);
         Ok(Awaited {
@@ -49,9 +51,17 @@ impl RegisterTokens {
         })
     }
 
-    /// Redeems a token. Returns `None` if it is not outstanding or has expired.
-    pub(crate) fn redeem(&self, token: RegisterToken, now: Instant) -> Option<Redeemed> {
-        let out = self.lock().remove(&token)?;
+    /// Redeems a token. Returns `None` if it is not outstanding or has expired, or is another host's.
+    pub(crate) fn redeem(
+        &self,
+        token: RegisterToken,
+        peer: &Identity,
+        now: Instant,
+    ) -> Option<Redeemed> {
+        let mut tokens = self.lock();
+        // A host that has seen another one's token cannot use it up, either.
+        tokens.get(&token).filter(|out| out.holder.may_be(peer))?;
+        let out = tokens.remove(&token)?;
         (now < out.until).then_some(Redeemed(out))
     }
 
@@ -123,6 +133,35 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(5);
 
+    fn host(name: &str) -> Identity {
+        Identity::Host {
+            name: name.into(),
+            address: "10.0.0.3:4444".parse().unwrap(),
+        }
+    }
+
+    #[test]
+    fn a_token_is_of_the_host_that_has_the_lease() {
+        let tokens = Arc::new(RegisterTokens::default());
+        let now = Instant::now();
+        let plain = Identity::Network {
+            address: "10.0.0.3:4444".parse().unwrap(),
+        };
+        let user = Identity::User { uid: 0, pid: 1 };
+        let good = |holder: &Identity, peer: &Identity| {
+            let awaited = tokens.issue(holder.clone(), now).unwrap();
+            let first = tokens.redeem(awaited.token(), peer, now).is_some();
+            // Whoever else tries it does not use it up.
+            assert_eq!(tokens.redeem(awaited.token(), holder, now).is_none(), first);
+            first
+        };
+        assert!(good(&host("a"), &host("a")) && good(&plain, &plain));
+        for peer in [&host("b"), &plain, &user] {
+            assert!(!good(&host("a"), peer), "{peer}");
+        }
+        assert!(!good(&plain, &host("a")));
+    }
+
     fn is_readable(awaited: &Awaited) -> bool {
         let mut fds = [PollFd::new(awaited, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
@@ -132,13 +171,15 @@ mod tests {
     fn a_token_brings_the_connection_once() {
         let tokens = Arc::new(RegisterTokens::default());
         let now = Instant::now();
-        let awaited = tokens.issue(now).unwrap();
-        let other = tokens.issue(now).unwrap();
+        let awaited = tokens.issue(host("a"), now).unwrap();
+        let other = tokens.issue(host("a"), now).unwrap();
         assert!(awaited.token() != other.token());
         assert!(!is_readable(&awaited) && awaited.take().is_none());
         let (mut ours, theirs) = Channel::pair().unwrap();
-        let redeemed = tokens.redeem(awaited.token(), now).expect("it is good");
-        assert!(tokens.redeem(awaited.token(), now).is_none());
+        let redeemed = tokens
+            .redeem(awaited.token(), &host("a"), now)
+            .expect("it is good");
+        assert!(tokens.redeem(awaited.token(), &host("a"), now).is_none());
         redeemed.hand_over(theirs);
         assert!(is_readable(&awaited) && !is_readable(&other));
         let mut came = awaited.take().expect("the connection");
@@ -150,23 +191,29 @@ mod tests {
     fn a_token_that_is_guessed_late_or_no_longer_awaited_is_invalid() {
         let tokens = Arc::new(RegisterTokens::default());
         let now = Instant::now();
-        let awaited = tokens.issue(now).unwrap();
+        let awaited = tokens.issue(host("a"), now).unwrap();
         let mut guess = awaited.token();
         guess.0[15] ^= 1;
-        assert!(tokens.redeem(guess, now).is_none());
-        assert!(tokens.redeem(awaited.token(), awaited.until()).is_none());
+        assert!(tokens.redeem(guess, &host("a"), now).is_none());
+        assert!(
+            tokens
+                .redeem(awaited.token(), &host("a"), awaited.until())
+                .is_none()
+        );
         // An expired token stays invalid.
-        assert!(tokens.redeem(awaited.token(), now).is_none());
+        assert!(tokens.redeem(awaited.token(), &host("a"), now).is_none());
 
-        let awaited = tokens.issue(now).unwrap();
+        let awaited = tokens.issue(host("a"), now).unwrap();
         let token = awaited.token();
         let just = now + TOKEN_LIFE - Duration::from_nanos(1);
         drop(awaited);
-        assert!(tokens.redeem(token, just).is_none());
+        assert!(tokens.redeem(token, &host("a"), just).is_none());
 
-        let awaited = tokens.issue(now).unwrap();
+        let awaited = tokens.issue(host("a"), now).unwrap();
         let (ours, theirs) = Channel::pair().unwrap();
-        let redeemed = tokens.redeem(awaited.token(), just).expect("it is good");
+        let redeemed = tokens
+            .redeem(awaited.token(), &host("a"), just)
+            .expect("it is good");
         drop(awaited);
         // Closed, not leaked.
         redeemed.hand_over(theirs);

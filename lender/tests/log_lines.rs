@@ -69,7 +69,7 @@ fn peers_at_a_port_cannot_flood_the_log_nor_silence_those_of_this_host() {
     assert!((1..=20).contains(&lines.len()), "{lines:#?}");
     assert!(lines[0].contains(r#"first bytes are "GET ""#), "{lines:#?}");
 
-    let mut peer = Channel::connect(&socket.into(), Duration::from_secs(20)).unwrap();
+    let mut peer = Channel::connect(&socket.into(), dir.path(), Duration::from_secs(20)).unwrap();
     peer.send(&0xffu8, &[], Duration::from_secs(20)).unwrap();
     assert!(peer.receive::<Envelope>(Duration::from_secs(20)).is_err());
     let lines = &dropped()[lines.len()..];

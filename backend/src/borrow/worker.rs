@@ -36,6 +36,8 @@ pub(crate) struct Settings {
     pub(crate) vm: VmName,
     pub(crate) device: DeviceId,
     pub(crate) lender: Address,
+    /// The directory of this host's certificates.
+    pub(crate) pki: PathBuf,
     /// The backend signals interrupts, instead of the device signalling the VMM directly.
     pub(crate) relay_interrupts: bool,
     /// How the device reaches guest RAM.

@@ -258,6 +258,7 @@ pub fn muted_within(
         directory: dir.path().join("a"),
         devices: vec![DMA.parse().unwrap()],
         lenders: vec![socket.into()],
+        pki: dir.path().to_owned(),
         memory: None,
         ram: Vec::new(),
         ntb: None,

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 /// Whether an address is loopback, private (RFC 1918, RFC 4193) or link-local
-/// (RFC 3927, RFC 4291). Traffic to other addresses, such as to a lender's port or guest
-/// RAM in a live migration, is unencrypted only on request.
+/// (RFC 3927, RFC 4291). Guest RAM in a live migration goes to other addresses unencrypted only on
+/// request.
 ///
 /// An IPv4-mapped address (RFC 4291, 2.5.5.2) counts as its IPv4 address, to which the
 /// kernel sends the packets: `::ffff:10.0.0.1` is private, `::ffff:203.0.113.5` is not.

@@ -36,6 +36,17 @@ pub fn lender_socket() -> PathBuf {
     runtime_dir().join("lender.sock")
 }
 
+/// The directory of this host's certificates: `$FARSIDE_PKI_DIR`, else `pki` in
+/// `$FARSIDE_CONFIG_DIR`, else `/etc/farside/pki`.
+pub fn pki_dir() -> PathBuf {
+    let from = |name| env::var_os(name).filter(|value| !value.is_empty());
+    match (from("FARSIDE_PKI_DIR"), from("FARSIDE_CONFIG_DIR")) {
+        (Some(dir), _) => dir.into(),
+        (None, Some(dir)) => PathBuf::from(dir).join("pki"),
+        (None, None) => "/etc/farside/pki".into(),
+    }
+}
+
 /// The directory of one VM's backend's sockets.
 pub fn vm_dir(vm: &VmName) -> PathBuf {
     runtime_dir().join("vm").join(vm.as_str())

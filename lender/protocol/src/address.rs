@@ -1,4 +1,4 @@
-//! A lender's address: a UNIX socket on this host, or a TCP port of another.
+//! A lender's address: a UNIX socket on this host, or a TCP port of another, with TLS or without.
 
 use std::{
     fmt,
@@ -10,8 +10,11 @@ use std::{
 use crate::Route;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
-/// Prefix of a TCP address.
+/// Prefix of a TCP address without TLS.
 const TCP: &str = "tcp:";
+
+/// Prefix of a TCP address with TLS.
+const TLS: &str = "tls:";
 
 /// Longest host name, bytes (RFC 1035).
 const MAX_HOST: usize = 253;
@@ -22,20 +25,27 @@ const MAX_HOST: usize = 253;
 /// use farside_lender_protocol::Address;
 ///
 /// let near: Address = "/run/farside/lender.sock".parse().unwrap();
-/// let far: Address = "tcp:rack1-b:7410".parse().unwrap();
+/// let far: Address = "tls:rack1-b:7410".parse().unwrap();
 /// assert!(!near.is_tcp() && far.is_tcp());
-/// assert_eq!(far.to_string(), "tcp:rack1-b:7410");
+/// assert_eq!(far.to_string(), "tls:rack1-b:7410");
 /// assert!("lender.sock".parse::<Address>().is_err());
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
     /// A UNIX socket on this host. Written as its path, with at least one `/`.
     Unix(PathBuf),
-    /// A TCP port. Written `tcp:HOST:PORT`.
+    /// A TCP port, neither encrypted nor authenticated. Written `tcp:HOST:PORT`.
     Tcp {
         /// A name, an IPv4 address or an IPv6 address (without brackets).
         host: String,
         /// The port. For a listener, 0 selects a free port.
+        port: u16,
+    },
+    /// A TCP port with TLS, where both sides present certificates. Written `tls:HOST:PORT`.
+    Tls {
+        /// As in [`Address::Tcp`]. The lender's certificate must be for it.
+        host: String,
+        /// As in [`Address::Tcp`].
         port: u16,
     },
 }
@@ -43,7 +53,7 @@ pub enum Address {
 /// An invalid address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "invalid lender address {text:?}: {why}; use the path of its socket with a `/` (/run/farside/lender.sock, ./lender.sock), or tcp:HOST:PORT (tcp:rack1-b:7410, tcp:10.0.0.2:7410, tcp:[fd00::2]:7410)"
+    "invalid lender address {text:?}: {why}; use the path of its socket with a `/` (/run/farside/lender.sock, ./lender.sock), or tls:HOST:PORT (tls:rack1-b:7410, tls:10.0.0.2:7410, tls:[fd00::2]:7410), or tcp:HOST:PORT without encryption"
 )]
 pub struct AddressError {
     text: String,
@@ -51,9 +61,9 @@ pub struct AddressError {
 }
 
 impl Address {
-    /// Whether it is a TCP address: TCP cannot carry descriptors.
+    /// Whether it is a TCP port, with TLS or without: TCP cannot carry descriptors.
     pub fn is_tcp(&self) -> bool {
-        matches!(self, Self::Tcp { .. })
+        matches!(self, Self::Tcp { .. } | Self::Tls { .. })
     }
 
     /// The DMA path from this lender's devices to the memory of a VM on this host.
@@ -68,7 +78,7 @@ impl Address {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::Unix(path) => Some(path),
-            Self::Tcp { .. } => None,
+            Self::Tcp { .. } | Self::Tls { .. } => None,
         }
     }
 }
@@ -91,12 +101,20 @@ impl fmt::Display for Address {
             Self::Unix(path) => {
                 let text = path.to_string_lossy();
                 // Keeps the text parseable.
-                let bare = !text.contains('/') || text.starts_with(TCP);
+                let has_scheme = text.starts_with(TCP) || text.starts_with(TLS);
+                let bare = !text.contains('/') || has_scheme;
                 write!(f, "{}{text}", if bare { "./" } else { "" })
             }
-            Self::Tcp { host, port } if host.contains(':') => write!(f, "{TCP}[{host}]:{port}"),
-            Self::Tcp { host, port } => write!(f, "{TCP}{host}:{port}"),
+            Self::Tcp { host, port } => write_port(f, TCP, host, *port),
+            Self::Tls { host, port } => write_port(f, TLS, host, *port),
         }
+    }
+}
+
+fn write_port(f: &mut fmt::Formatter<'_>, scheme: &str, host: &str, port: u16) -> fmt::Result {
+    match host.contains(':') {
+        true => write!(f, "{scheme}[{host}]:{port}"),
+        false => write!(f, "{scheme}{host}:{port}"),
     }
 }
 
@@ -108,11 +126,13 @@ impl FromStr for Address {
             text: text.to_owned(),
             why,
         };
-        let Some(rest) = text.strip_prefix(TCP) else {
-            return match text.contains('/') {
-                true => Ok(Self::Unix(text.into())),
-                false => Err(wrong("neither a path with a `/` nor `tcp:HOST:PORT`")),
-            };
+        let (rest, tls) = match (text.strip_prefix(TCP), text.strip_prefix(TLS)) {
+            (Some(rest), _) => (rest, false),
+            (None, Some(rest)) => (rest, true),
+            (None, None) if text.contains('/') => return Ok(Self::Unix(text.into())),
+            (None, None) => {
+                return Err(wrong("neither a path with a `/` nor `tls:HOST:PORT`"));
+            }
         };
         let (host, port) = rest.rsplit_once(':').ok_or_else(|| wrong("missing port"))?;
         // `parse` also accepts a plus sign.
@@ -134,7 +154,10 @@ impl FromStr for Address {
             None if !is_name(host) => return Err(wrong("invalid host name")),
             None => host.to_owned(),
         };
-        Ok(Self::Tcp { host, port })
+        Ok(match tls {
+            true => Self::Tls { host, port },
+            false => Self::Tcp { host, port },
+        })
     }
 }
 
@@ -183,12 +206,19 @@ mod tests {
             host: host.into(),
             port,
         };
+        let tls = |host: &str, port| Address::Tls {
+            host: host.into(),
+            port,
+        };
         let unix = |path: &str| Address::from(Path::new(path));
         for (text, address) in [
             ("/run/farside/lender.sock", unix("/run/farside/lender.sock")),
             ("./lender.sock", unix("./lender.sock")),
             ("./lender.sock", unix("lender.sock")),
             ("./tcp:1/x", unix("tcp:1/x")),
+            ("./tls:1/x", unix("tls:1/x")),
+            ("tls:rack1-b:7410", tls("rack1-b", 7410)),
+            ("tls:[fd00::2]:7410", tls("fd00::2", 7410)),
             ("tcp:rack1-b:7410", tcp("rack1-b", 7410)),
             ("tcp:10.0.0.2:0", tcp("10.0.0.2", 0)),
             ("tcp:[fd00::2]:65535", tcp("fd00::2", 65535)),
@@ -197,9 +227,11 @@ mod tests {
             assert_eq!(address.to_string(), text);
             let read: Address = text.parse().unwrap();
             assert_eq!(read.to_string(), text);
-            assert_eq!(read.is_tcp(), text.starts_with("tcp:"));
+            let is_port = text.starts_with("tcp:") || text.starts_with("tls:");
+            assert_eq!(read.is_tcp(), is_port);
         }
         assert_eq!("tcp:a:1".parse(), Ok(tcp("a", 1)));
+        assert_eq!("tls:a:1".parse(), Ok(tls("a", 1)));
         assert_eq!("tcp:[::1]:1".parse(), Ok(tcp("::1", 1)));
         assert_eq!("a/b".parse(), Ok(unix("a/b")));
     }
@@ -222,10 +254,12 @@ mod tests {
             ("tcp:fd00::2:7410", "brackets"),
             ("tcp:[10.0.0.2]:7410", "brackets"),
             ("tcp:[fd00::2:7410", "brackets"),
+            ("tls:host", "missing port"),
+            ("TLS:host:1", "neither a path"),
         ] {
             let error = text.parse::<Address>().unwrap_err().to_string();
             assert!(error.contains(why), "{text}: {error}");
-            assert!(error.contains("tcp:10.0.0.2:7410"), "{error}");
+            assert!(error.contains("tls:10.0.0.2:7410"), "{error}");
             assert!(error.contains(&format!("{text:?}")), "{error}");
         }
     }

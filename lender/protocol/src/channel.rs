@@ -1,5 +1,5 @@
 //! A message channel: within a host over a UNIX socket, with descriptor passing;
-//! between hosts over TCP, without.
+//! between hosts over TCP, without, and with TLS unless the address is plain.
 //!
 //! To wait for several channels, poll for [`Channel::interest`]. A channel buffers the
 //! received part of an incomplete message but never reads into the next one, so poll(2)
@@ -8,10 +8,13 @@
 mod packets;
 mod stream;
 mod tcp;
+mod tls;
 
 use std::{
     io,
+    net::TcpStream,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -27,8 +30,11 @@ use rustix::{
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Address, Identity};
+use farside_pki::{Credentials, Side};
 use packets::Packets;
 use stream::Stream;
+
+pub use tls::TlsError;
 
 /// Most bytes of one encoded message. Bounds the receive buffer.
 pub const MAX_MESSAGE: usize = 64 * 1024;
@@ -68,15 +74,28 @@ pub enum ChannelError {
     NoDescriptors(usize),
     /// The first bytes from a TCP peer do not start a message.
     #[error(
-        "the peer does not use farside's protocol: its first bytes are \"{}\"", .0.escape_ascii()
+        "the peer does not use farside's protocol: its first bytes are \"{}\"{}",
+        .0.escape_ascii(), tls_hint(*.0)
     )]
     Foreign([u8; 4]),
+    /// TLS has failed.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The bytes cannot be decoded.
     #[error("malformed message from the peer")]
     Malformed(#[from] postcard::Error),
     /// The socket failed.
     #[error("socket error")]
     Io(#[from] io::Error),
+}
+
+/// The remedy if `first`, the first bytes of a peer without TLS, are a TLS record's.
+pub(crate) fn tls_hint(first: [u8; 4]) -> &'static str {
+    match first {
+        // A handshake or an alert, with the major version of TLS.
+        [21 | 22, 3, ..] => ", which is TLS: connect as tls:HOST:PORT to a lender that listens so",
+        _ => "",
+    }
 }
 
 impl From<Errno> for ChannelError {
@@ -103,21 +122,79 @@ enum Transport {
 }
 
 impl Channel {
-    /// Connects to the listener at `address`. Waits at most `timeout` for a full backlog
-    /// or an unresponsive host. The timeout does not cover name resolution.
-    pub fn connect(address: &Address, timeout: Duration) -> io::Result<Self> {
+    /// Connects to the listener at `address`, with TLS by the certificates in the directory `pki`.
+    /// Waits at most `timeout` for a full backlog or an unresponsive host. The timeout does
+    /// not cover name resolution.
+    pub fn connect(address: &Address, pki: &Path, timeout: Duration) -> io::Result<Self> {
         // Zero would mean no timeout.
         let timeout = timeout.max(Duration::from_millis(1));
+        let deadline = Instant::now() + timeout;
         match address {
             Address::Unix(path) => Packets::connect(path, timeout).map(Self::from_socket),
             Address::Tcp { host, port } => Self::from_tcp(tcp::connect(host, *port, timeout)?),
+            Address::Tls { host, port } => {
+                // First, so that a fault of this host is told by name.
+                let credentials = load(pki)?;
+                let socket = tcp::connect(host, *port, timeout)?;
+                Self::connect_tls(socket, host, &credentials, deadline, timeout)
+            }
         }
     }
 
-    /// Opens a second connection to a TCP peer.
-    pub(crate) fn connect_again(&self, timeout: Duration) -> io::Result<Self> {
+    /// Opens a second connection to the TCP peer at `address`.
+    pub(crate) fn connect_again(
+        &self,
+        address: &Address,
+        pki: &Path,
+        timeout: Duration,
+    ) -> io::Result<Self> {
         let timeout = timeout.max(Duration::from_millis(1));
-        Self::from_tcp(tcp::connect_to(tcp::peer(self.as_fd())?, timeout)?)
+        let deadline = Instant::now() + timeout;
+        let peer = tcp::peer(self.as_fd())?;
+        match address {
+            Address::Tls { host, .. } => {
+                let credentials = load(pki)?;
+                let socket = tcp::connect_to(peer, timeout)?;
+                Self::connect_tls(socket, host, &credentials, deadline, timeout)
+            }
+            Address::Tcp { .. } | Address::Unix(_) => {
+                Self::from_tcp(tcp::connect_to(peer, timeout)?)
+            }
+        }
+    }
+
+    /// Establishes a TLS session with the lender at `host`, whose certificate must have that name.
+    fn connect_tls(
+        socket: TcpStream,
+        host: &str,
+        credentials: &Credentials,
+        deadline: Instant,
+        timeout: Duration,
+    ) -> io::Result<Self> {
+        let (connection, presented) = credentials.connect(host).map_err(io::Error::other)?;
+        tcp::prepare(&socket)?;
+        let stream = Stream::with_tls(socket.into(), connection, presented);
+        let mut channel = Self::new(Transport::Stream(Box::new(stream)));
+        channel
+            .shake(deadline, timeout)
+            .map_err(|error| match error {
+                ChannelError::Io(error) => error,
+                late @ ChannelError::TimedOut(_) => io::Error::new(io::ErrorKind::TimedOut, late),
+                other => io::Error::other(other),
+            })?;
+        Ok(channel)
+    }
+
+    fn shake(&mut self, deadline: Instant, timeout: Duration) -> Result<(), ChannelError> {
+        loop {
+            let Transport::Stream(stream) = &mut self.transport else {
+                return Ok(());
+            };
+            if stream.shake()? {
+                return Ok(());
+            }
+            self.wait(self.interest(), deadline, timeout)?;
+        }
     }
 
     /// Two connected ends, within this host.
@@ -131,8 +208,17 @@ impl Channel {
         Self::new(Transport::Packets(Packets::new(socket)))
     }
 
-    /// Wraps a connected TCP socket.
-    pub fn from_tcp(socket: std::net::TcpStream) -> io::Result<Self> {
+    /// Wraps a TCP socket that a lender has accepted, for TLS. Receiving includes the handshake, so
+    /// this returns at once.
+    pub fn accept_tls(socket: TcpStream, credentials: &Credentials) -> io::Result<Self> {
+        let (connection, presented) = credentials.accept().map_err(io::Error::other)?;
+        tcp::prepare(&socket)?;
+        let stream = Stream::with_tls(socket.into(), connection, presented);
+        Ok(Self::new(Transport::Stream(Box::new(stream))))
+    }
+
+    /// Wraps a connected TCP socket, without TLS.
+    pub fn from_tcp(socket: TcpStream) -> io::Result<Self> {
         tcp::prepare(&socket)?;
         let stream = Stream::new(socket.into());
         Ok(Self::new(Transport::Stream(Box::new(stream))))
@@ -145,7 +231,8 @@ impl Channel {
         }
     }
 
-    /// The socket, for passing to another process. Over TCP this loses buffered data.
+    /// The socket, for passing to another process. Over TCP this loses buffered data, and ends a TLS
+    /// session.
     pub fn into_socket(self) -> OwnedFd {
         match self.transport {
             Transport::Packets(packets) => packets.into_socket(),
@@ -162,22 +249,37 @@ impl Channel {
     pub fn peer(&self) -> String {
         match &self.transport {
             Transport::Packets(packets) => packets.peer(),
-            Transport::Stream(stream) => match tcp::peer(stream.as_fd()) {
-                Ok(address) => address.to_string(),
-                Err(error) => format!("unknown host ({error})"),
-            },
+            Transport::Stream(stream) => {
+                let address = match tcp::peer(stream.as_fd()) {
+                    Ok(address) => address.to_string(),
+                    Err(error) => format!("unknown host ({error})"),
+                };
+                match stream.session().and_then(|session| session.host()) {
+                    Some(host) => format!("{host} ({address})"),
+                    None => address,
+                }
+            }
         }
     }
 
     /// The peer's identity, which does not change while it is connected. Fails if a TCP peer has
-    /// disconnected.
+    /// disconnected, or if its TLS handshake is not complete: then nothing was received from
+    /// it, either.
     pub fn identity(&self) -> io::Result<Identity> {
-        match &self.transport {
-            Transport::Packets(packets) => packets.identity(),
-            Transport::Stream(stream) => {
-                let address = tcp::peer(stream.as_fd())?;
-                Ok(Identity::Network { address })
-            }
+        let stream = match &self.transport {
+            Transport::Packets(packets) => return packets.identity(),
+            Transport::Stream(stream) => stream,
+        };
+        let address = tcp::peer(stream.as_fd())?;
+        let Some(session) = stream.session() else {
+            return Ok(Identity::Network { address });
+        };
+        match session.host() {
+            Some(name) => Ok(Identity::Host {
+                name: name.to_owned(),
+                address,
+            }),
+            None => Err(io::ErrorKind::NotConnected.into()),
         }
     }
 
@@ -196,6 +298,9 @@ impl Channel {
     pub fn shut_down_sending(&mut self) -> io::Result<()> {
         // shutdown(2) below fails as well if this does.
         let _ = self.flush();
+        if let Transport::Stream(stream) = &mut self.transport {
+            stream.close();
+        }
         Ok(shutdown(&*self, Shutdown::Write)?)
     }
 
@@ -329,6 +434,10 @@ impl AsFd for Channel {
             Transport::Stream(stream) => stream.as_fd(),
         }
     }
+}
+
+fn load(pki: &Path) -> io::Result<Credentials> {
+    Credentials::load(pki, Side::Client).map_err(io::Error::other)
 }
 
 /// Encodes a message into `buffer`.

@@ -3,8 +3,9 @@
 mod operate;
 
 use std::{
+    io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -12,13 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, VmName, user_name};
+use farside_daemon::{DeviceId, VmName, paths, user_name};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
     Generation, HeldFence, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply,
-    Request, Route, Secret, VERSION, identity::check_listener,
+    Request, Route, Secret, VERSION, channel::tls_hint, identity::check_listener,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -37,10 +38,13 @@ pub enum CallError {
         /// The configured address.
         address: Address,
         /// The error of connecting.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// The peer does not use this protocol.
-    #[error("{address} is not a farside lender: its first bytes are \"{}\"", first.escape_ascii())]
+    #[error(
+        "{address} is not a farside lender: its first bytes are \"{}\"{}",
+        first.escape_ascii(), tls_hint(*first)
+    )]
     NotALender {
         /// The configured address.
         address: Address,
@@ -118,6 +122,8 @@ pub struct Lease {
 #[derive(Debug)]
 pub struct Client {
     address: Address,
+    /// The directory of this host's certificates.
+    pki: PathBuf,
     channel: Channel,
     generation: Generation,
     /// Counter of messages sent on the register channel.
@@ -132,21 +138,24 @@ pub struct Client {
 
 impl Client {
     /// Connects to the lender at `address` and checks the version. `vm` is the VM that
-    /// borrows through this connection; `None` for tools.
+    /// borrows through this connection; `None` for tools. A lender at a `tls:` address is shown the
+    /// certificate in [`paths::pki_dir`].
     pub fn connect(address: &Address, vm: Option<&VmName>) -> Result<Self, CallError> {
-        Self::connect_by(address, vm, None)
+        Self::connect_by(address, vm, &paths::pki_dir(), None)
     }
 
-    /// As [`Client::connect`], with a [deadline](Client::set_deadline).
+    /// As [`Client::connect`], with the certificates in another directory, and with a
+    /// [deadline](Client::set_deadline).
     pub fn connect_by(
         address: &Address,
         vm: Option<&VmName>,
+        pki: &Path,
         deadline: Option<Instant>,
     ) -> Result<Self, CallError> {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
         let channel =
-            Channel::connect(address, timeout).map_err(|source| CallError::Unreachable {
+            Channel::connect(address, pki, timeout).map_err(|source| CallError::Unreachable {
                 address: address.clone(),
                 source,
             })?;
@@ -155,6 +164,7 @@ impl Client {
         }
         let mut client = Self {
             address: address.clone(),
+            pki: pki.to_owned(),
             channel,
             generation: Generation(0),
             accesses: Arc::default(),
@@ -172,6 +182,12 @@ impl Client {
             CallError::Lost(ChannelError::Foreign(first)) => CallError::NotALender {
                 address: address.clone(),
                 first,
+            },
+            // With TLS 1.3 the lender judges this host's certificate after the handshake is
+            // complete here.
+            CallError::Lost(error @ ChannelError::Tls(_)) => CallError::Unreachable {
+                address: address.clone(),
+                source: io::Error::other(error),
             },
             other => other,
         })?;
@@ -204,7 +220,10 @@ impl Client {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.channel.receive::<Reply>(left) {
                 Err(ChannelError::Closed) => return true,
-                Err(ChannelError::TimedOut(_) | ChannelError::Io(_)) => return false,
+                // A connection without TLS that is cut looks like `Closed`.
+                Err(ChannelError::TimedOut(_) | ChannelError::Io(_) | ChannelError::Tls(_)) => {
+                    return false;
+                }
                 // Late replies.
                 Ok(_)
                 | Err(
@@ -373,9 +392,11 @@ impl Client {
     fn try_open_registers(&mut self, token: RegisterToken) -> Result<Channel, CallError> {
         let (_, deadline) = self.deadline();
         let left = || deadline.saturating_duration_since(Instant::now());
-        let mut channel = self.channel.connect_again(left()).map_err(|source| {
-            let address = self.address.clone();
-            CallError::Unreachable { address, source }
+        let address = &self.address;
+        let connected = self.channel.connect_again(address, &self.pki, left());
+        let mut channel = connected.map_err(|source| CallError::Unreachable {
+            address: address.clone(),
+            source,
         })?;
         let request = Envelope {
             generation: Generation(0),

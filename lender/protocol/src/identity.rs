@@ -6,8 +6,8 @@ use farside_daemon::user_name;
 
 use crate::{CallError, Channel};
 
-/// The peer of a connection, as the kernel reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The peer of a connection, as the kernel reports it, or its certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Identity {
     /// A process of this host, with the credentials of the moment at which it connected or listened
     /// (SO_PEERCRED, `unix(7)`).
@@ -18,7 +18,15 @@ pub enum Identity {
         /// this process does not see.
         pid: i32,
     },
-    /// A peer at a TCP port. Nothing authenticates the address.
+    /// A host with a certificate, at a TCP port with TLS.
+    Host {
+        /// Its name: the first DNS name in the certificate's subjectAltName extension, else its common
+        /// name; in lower case.
+        name: String,
+        /// Its address, for messages only.
+        address: SocketAddr,
+    },
+    /// A peer at a TCP port without TLS. Nothing authenticates the address.
     Network {
         /// Its address.
         address: SocketAddr,
@@ -26,9 +34,19 @@ pub enum Identity {
 }
 
 impl Identity {
-    /// Whether it is a TCP peer, to which no descriptors can be sent.
+    /// Whether it is a TCP peer, with TLS or without, to which no descriptors can be sent.
     pub fn is_network(&self) -> bool {
-        matches!(self, Self::Network { .. })
+        matches!(self, Self::Host { .. } | Self::Network { .. })
+    }
+
+    /// Whether a second connection with the identity `other` may be of the same TCP peer: without TLS,
+    /// any may.
+    pub fn may_be(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Host { name, .. }, Self::Host { name: other, .. }) => name == other,
+            (Self::Network { .. }, Self::Network { .. }) => true,
+            _ => false,
+        }
     }
 }
 
@@ -40,6 +58,7 @@ impl fmt::Display for Identity {
                 let name = user_name(*uid);
                 write!(f, "user {name} (uid {uid}, process {pid})")
             }
+            Self::Host { name, address } => write!(f, "host {name} ({address})"),
             Self::Network { address } => write!(f, "network peer {address}"),
         }
     }
@@ -88,7 +107,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("lender.sock");
         let listener = Listener::bind(&path).unwrap();
-        let channel = Channel::connect(&path.clone().into(), Duration::from_secs(5)).unwrap();
+        let pki = directory.path();
+        let channel = Channel::connect(&path.clone().into(), pki, Duration::from_secs(5)).unwrap();
         assert!(matches!(channel.identity(), Ok(Identity::User { uid, .. }) if uid == me));
         check_listener(&path, &channel).unwrap();
         drop(listener);

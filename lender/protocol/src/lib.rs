@@ -3,8 +3,8 @@
 //! One UNIX `SOCK_SEQPACKET` connection carries requests and their replies
 //! ([`Request`], [`Reply`]) with their descriptors (guest RAM, eventfds). The
 //! socket preserves message boundaries; messages are encoded by `serde` and `postcard`.
-//! Between hosts the same messages go over TCP, length-prefixed and without
-//! descriptors. The [`Address`] selects the transport. A borrow adds a second
+//! Between hosts the same messages go over TLS, length-prefixed and without
+//! descriptors; over TCP without TLS where the operator accepts that. The [`Address`] selects the transport. A borrow adds a second
 //! connection, the *register channel* ([`registers`]), which carries BAR accesses in
 //! one direction and relayed interrupts in the other, so that neither waits behind slow
 //! requests.
@@ -48,7 +48,7 @@ mod message;
 mod secret;
 
 pub use address::{Address, AddressError};
-pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE};
+pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE, TlsError};
 pub use client::{CallError, Client, Lease, MAX_DEVICES};
 pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
 pub use identity::Identity;

@@ -28,7 +28,10 @@ impl Offer {
     /// Chooses the form that the borrower's transport supports.
     pub(super) fn new(connection: &Channel, tokens: &Arc<RegisterTokens>) -> io::Result<Self> {
         if connection.is_tcp() {
-            return tokens.issue(Instant::now()).map(Self::RegisterToken);
+            let holder = connection.identity()?;
+            return tokens
+                .issue(holder, Instant::now())
+                .map(Self::RegisterToken);
         }
         let (ours, theirs) = Channel::pair()?;
         Ok(Self::Pair(ours, theirs.into_socket()))

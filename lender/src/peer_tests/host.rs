@@ -14,6 +14,7 @@ use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
     RemoteError, Reply, Request, Route, VERSION,
 };
+use farside_pki::Renewed;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::device::{Done, Recorder};
@@ -52,7 +53,7 @@ pub(super) struct Host {
     serve: Arc<dyn Fn(Channel) + Send + Sync>,
     devices: Vec<JoinHandle<Stopped>>,
     /// The directory in which handovers are persisted.
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -74,6 +75,31 @@ impl Host {
 
     /// A host with devices of other kinds, whose threads busy-poll for `poll_time`.
     pub(super) fn lending(devices: Vec<Box<dyn DeviceSource>>, poll_time: Duration) -> Self {
+        Self::lending_to(Borrower::Network, devices, poll_time, None)
+    }
+
+    /// A host that lends to `borrower`, with TLS by these certificates.
+    pub(super) fn with_tls(borrower: &str, certificates: Renewed) -> Self {
+        let mut devices: Vec<Box<dyn DeviceSource>> = Vec::new();
+        let mut logs = Vec::new();
+        for _ in DEVICES {
+            let (device, log) = Recorder::new(&Arc::default());
+            devices.push(Box::new(device));
+            logs.push(log);
+        }
+        let borrower = borrower.parse().unwrap();
+        let tls = Some(Arc::new(certificates));
+        let mut host = Self::lending_to(borrower, devices, Duration::ZERO, tls);
+        host.logs = logs;
+        host
+    }
+
+    fn lending_to(
+        borrower: Borrower,
+        devices: Vec<Box<dyn DeviceSource>>,
+        poll_time: Duration,
+        tls: Option<Arc<Renewed>>,
+    ) -> Self {
         let stop = Wakeup::new().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let fences = FenceBook::load(Some(dir.path().join("lender.json"))).unwrap();
@@ -92,7 +118,7 @@ impl Host {
             )
             .unwrap();
             let user = rustix::process::geteuid().as_raw();
-            let access = Access::new(&id, user, vec![Borrower::Network]);
+            let access = Access::new(&id, user, vec![borrower.clone()]);
             registry
                 .add(&id, kind, described, mailbox, access, Generation(1))
                 .unwrap();
@@ -100,7 +126,7 @@ impl Host {
                 device_loop.run(Lendable::Here(source))
             }));
         }
-        let listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
+        let listener = Listener::bind_tcp("127.0.0.1", 0, tls).unwrap();
         let address = listener.address();
         let about = Arc::new(About {
             name: "peer".parse().unwrap(),
@@ -116,10 +142,9 @@ impl Host {
         let serve: Arc<dyn Fn(Channel) + Send + Sync> = Arc::new(move |channel| {
             let (about, registry) = (Arc::clone(&about), Arc::clone(&registry));
             let stopped = stopped.clone();
-            let identity = channel.identity().unwrap();
             std::thread::spawn(move || {
                 let lines = PeerLines::default();
-                connection::serve(channel, &identity, &about, &registry, &stopped, &lines);
+                connection::serve(channel, &about, &registry, &stopped, &lines);
             });
         });
         let (accepted, stopped) = (Arc::clone(&serve), stop.clone());
@@ -145,7 +170,7 @@ impl Host {
             stop,
             serve,
             devices: threads,
-            _dir: dir,
+            dir,
             listener: Some(listener),
         }
     }
@@ -156,7 +181,7 @@ impl Host {
 
     pub(super) fn peer(&self) -> Peer {
         Peer {
-            channel: Channel::connect(&self.address, DEADLINE).unwrap(),
+            channel: Channel::connect(&self.address, self.dir.path(), DEADLINE).unwrap(),
             generation: Generation(0),
         }
     }
@@ -230,7 +255,7 @@ impl Host {
     pub(super) fn socket(&self) -> TcpStream {
         match &self.address {
             Address::Tcp { host, port } => TcpStream::connect((host.as_str(), *port)).unwrap(),
-            Address::Unix(_) => unreachable!(),
+            Address::Unix(_) | Address::Tls { .. } => unreachable!(),
         }
     }
 

@@ -9,7 +9,7 @@ use farside_lender_protocol::{
 };
 use rustix::process::Uid;
 
-use crate::peer::{DEVICE, Peer, Running, held, interrupt_status, secret, until};
+use crate::peer::{DEVICE, Peer, Running, held, interrupt_status, pki, secret, until};
 
 /// Maximum number of connections of a user other than root and the lender's own.
 const MAX_PEERS_OF_USER: usize = 64;
@@ -37,7 +37,7 @@ pub fn as_user<T: Send>(uid: u32, peer: impl FnOnce() -> T + Send) -> Option<T> 
 }
 
 /// Requests that take a device from its borrower or read it, with their refusals.
-fn attack(address: &Address) -> Vec<RemoteError> {
+pub fn attack(address: &Address) -> Vec<RemoteError> {
     let device = || DEVICE.parse().unwrap();
     let route = match address.is_tcp() {
         true => Route::Ntb,
@@ -70,12 +70,12 @@ fn attack(address: &Address) -> Vec<RemoteError> {
         },
     ]
     .map(|request| peer.call(request, &[]).unwrap_err());
-    let devices = Client::connect(address, None).unwrap().devices().unwrap();
-    assert_eq!(devices, []);
+    let devices = Client::connect_by(address, None, pki(), None);
+    assert_eq!(devices.unwrap().devices().unwrap(), []);
     refusals.into()
 }
 
-fn denied(refusals: &[RemoteError], who: &str) {
+pub fn denied(refusals: &[RemoteError], who: &str) {
     for error in refusals {
         assert_eq!(error.kind, ErrorKind::Denied, "{error}");
         let (device, who) = (error.message.contains(DEVICE), error.message.contains(who));
@@ -232,14 +232,14 @@ fn a_crowd_of_uids_locks_nobody_out_whom_a_rule_names() {
 }
 
 /// A network peer's handover of the device from VM `a`.
-fn take(
+pub fn take(
     address: &Address,
     migration: &str,
     supersedes: Option<HeldFence>,
     secret: Secret,
 ) -> Result<Generation, ErrorKind> {
     let (device, vm) = (DEVICE.parse().unwrap(), "a".parse().unwrap());
-    let mut tool = Client::connect(address, None).unwrap();
+    let mut tool = Client::connect_by(address, None, pki(), None).unwrap();
     match tool.hand_over(&device, &vm, migration, supersedes, secret) {
         Ok(generation) => Ok(generation),
         Err(CallError::Refused(error)) => Err(error.kind),

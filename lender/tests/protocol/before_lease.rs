@@ -9,7 +9,7 @@ use farside_lender_protocol::{
     Address, Client, ErrorKind, Generation, MAX_FDS, Reply, Request, Route, VERSION,
 };
 
-use crate::peer::{DEVICE, Peer, Running, memory};
+use crate::peer::{DEVICE, Peer, Running, memory, pki};
 
 fn named(device: &str) -> DeviceId {
     device.parse().unwrap()
@@ -24,7 +24,7 @@ fn tools_see_everything_and_cannot_borrow() {
 }
 
 fn tool_sees_everything_and_cannot_borrow(address: &Address) {
-    let mut client = Client::connect(address, None).unwrap();
+    let mut client = Client::connect_by(address, None, pki(), None).unwrap();
     assert_eq!(client.lender(), "test");
     let devices = client.devices().unwrap();
     assert_eq!(devices.len(), 1);

@@ -10,3 +10,4 @@ mod operate;
 mod peer;
 mod ports;
 mod quota;
+mod tls;

@@ -8,6 +8,8 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::PermissionsExt,
     },
+    path::Path,
+    sync::LazyLock,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -17,17 +19,34 @@ use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{Iova, NtbLimits, PeerAddress, Usage};
 use farside_lender::{
     Lender,
-    config::{Borrower, Config, DeviceConfig, Model},
+    config::{Borrower, Config, DeviceConfig, Model, TlsConfig},
 };
 use farside_lender_protocol::{
     Address, Channel, ChannelError, Client, DeviceStatus, Envelope, ErrorKind, Generation,
     HeldFence, RemoteError, Reply, Request, Route, Secret, VERSION,
     registers::{Access, Event},
 };
+use farside_pki::issue::{self, Validity};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 
 pub const DEADLINE: Duration = Duration::from_secs(20);
 pub const DEVICE: &str = "dma0";
+
+/// The name in the certificates of [`pki`].
+pub const HOST: &str = "rack1-a";
+
+/// The directory with the certificates of these tests' lenders and peers.
+pub fn pki() -> &'static Path {
+    static PKI: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+        let pki = tempfile::tempdir().unwrap();
+        let (dir, days) = (pki.path(), Validity::days(1));
+        issue::init(dir, "test CA", days, false).unwrap();
+        let local = ["127.0.0.1".parse().unwrap()];
+        issue::issue(dir, HOST, &local, days, dir, false).unwrap();
+        pki
+    });
+    PKI.path()
+}
 
 /// Polls until `done`, whose request to a server keeps this from busy-waiting.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -58,7 +77,7 @@ pub fn held(generation: u64, migration: &str) -> HeldFence {
 pub struct Running {
     dir: tempfile::TempDir,
     config: Config,
-    /// Its socket, and a TCP port of this host.
+    /// Its socket, a TCP port of this host, and one with TLS.
     pub addresses: Vec<Address>,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
@@ -70,9 +89,9 @@ impl Running {
         Self::with(1, NtbLimits::default())
     }
 
-    /// Lends DMA test devices `dma0`, `dma1`, ..., also to network peers.
+    /// Lends DMA test devices `dma0`, `dma1`, ..., also to peers of both ports.
     pub fn with(devices: usize, fabric: NtbLimits) -> Self {
-        Self::start(&vec![&["network"][..]; devices], fabric)
+        Self::start(&vec![&["network", "host=rack1-a"][..]; devices], fabric)
     }
 
     /// Lends one DMA test device for each list of borrowers.
@@ -94,7 +113,12 @@ impl Running {
             name: "test".parse().unwrap(),
             state: Some(dir.path().join("lender.json")),
             socket: dir.path().join("lender.sock"),
-            listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
+            listen: ["tcp:127.0.0.1:0", "tls:127.0.0.1:0"]
+                .map(|address| address.parse().unwrap())
+                .into(),
+            tls: Some(TlsConfig {
+                directory: Some(pki().to_owned()),
+            }),
             fabric,
             device: device.collect(),
             ..Config::default()
@@ -134,9 +158,9 @@ impl Running {
         Peer::connect(&self.socket().into())
     }
 
-    /// A peer of each kind: local, and possibly remote (TCP).
+    /// A peer of each kind without TLS: local, and possibly remote (TCP).
     pub fn peers(&self) -> Vec<Peer> {
-        self.addresses.iter().map(Peer::connect).collect()
+        self.addresses[..2].iter().map(Peer::connect).collect()
     }
 
     /// A peer that has sent Hello for `vm`.
@@ -199,7 +223,7 @@ pub struct Peer {
 impl Peer {
     pub fn connect(address: &Address) -> Self {
         Self {
-            channel: Channel::connect(address, DEADLINE).unwrap(),
+            channel: Channel::connect(address, pki(), DEADLINE).unwrap(),
             generation: Generation(0),
         }
     }

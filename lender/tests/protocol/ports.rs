@@ -1,23 +1,32 @@
 //! TCP ports: addresses at which a lender listens, and its connection limit.
 
+use std::path::Path;
+
 use farside_daemon::raise_open_files;
 use farside_lender::{
     Lender, StartError,
-    config::{Config, DeviceConfig, Model},
+    config::{Config, DeviceConfig, Model, TlsConfig},
 };
 use farside_lender_protocol::{Address, Request, Route, VERSION};
 
-use crate::peer::{DEVICE, Peer, Running, until};
+use crate::peer::{DEVICE, Peer, Running, pki, until};
 
 /// Maximum number of connections of a lender per port.
 const MAX_PEERS: usize = 256;
 
 fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
+    start_with(listen, plain, None)
+}
+
+fn start_with(listen: &str, plain: bool, pki: Option<&Path>) -> Result<Vec<Address>, StartError> {
     let dir = tempfile::tempdir().unwrap();
     let lender = Lender::start(Config {
         socket: dir.path().join("lender.sock"),
         listen: vec![listen.parse().unwrap()],
         listen_plain: plain,
+        tls: Some(TlsConfig {
+            directory: pki.map(Path::to_owned),
+        }),
         device: vec![DeviceConfig {
             id: DEVICE.parse().unwrap(),
             source: Model::dma_test().into(),
@@ -29,13 +38,15 @@ fn start(listen: &str, plain: bool) -> Result<Vec<Address>, StartError> {
 }
 
 #[test]
-fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
+fn a_plain_port_that_other_hosts_may_reach_takes_more_than_naming_it() {
     for everywhere in ["tcp:0.0.0.0:0", "tcp:[::]:0", "tcp:[::ffff:0.0.0.0]:0"] {
         let error = start(everywhere, false).unwrap_err();
-        assert!(matches!(error, StartError::Public(_)), "{error}");
+        assert!(matches!(error, StartError::Plain(_)), "{error}");
         let said = error.to_string();
         assert!(
-            said.contains(everywhere) && said.contains("listen-plain"),
+            said.contains(everywhere)
+                && said.contains("listen-plain")
+                && said.contains("tls:HOST:PORT"),
             "{said}"
         );
     }
@@ -46,6 +57,21 @@ fn a_port_that_everybody_may_reach_takes_more_than_naming_it() {
     let addresses = start("tcp:127.0.0.1:0", false).unwrap();
     // With the port that the kernel assigned.
     assert!(!addresses[1].to_string().ends_with(":0"), "{addresses:?}");
+}
+
+#[test]
+fn a_port_with_tls_is_open_to_other_hosts_and_needs_certificates() {
+    let addresses = start_with("tls:0.0.0.0:0", false, Some(pki())).unwrap();
+    assert!(addresses[1].to_string().starts_with("tls:0.0.0.0:"));
+    let empty = tempfile::tempdir().unwrap();
+    let error = start_with("tls:127.0.0.1:0", false, Some(empty.path())).unwrap_err();
+    assert!(matches!(error, StartError::Certificates(_)), "{error}");
+    let said = farside_error_chain::Chain(&error).to_string();
+    let file = empty.path().join("ca-cert.pem").display().to_string();
+    assert!(
+        said.contains(&file) && said.contains("farside pki"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! The lenders of a VM's configuration.
 
-use farside_daemon::{DeviceId, VmName};
+use std::path::{Path, PathBuf};
+
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{
     Address, CallError, Client, ErrorKind as Remote, Generation, HeldFence, Secret,
 };
-use farside_vm_config::ram_ranges;
+use farside_vm_config::{VmConfig, places, ram_ranges};
 
 use super::{LocalHost, config_of, is_libvirt};
 use crate::{Configuration, Error, ErrorKind, FoundDevice, Identity, Lenders, Result};
@@ -16,12 +18,12 @@ impl Lenders for LocalHost {
         configuration: &Configuration,
     ) -> Result<Vec<Result<FoundDevice>>> {
         let config = config_of(vm, configuration)?;
-        let lenders = config.lenders();
+        let (lenders, pki) = (config.lenders(), config.pki());
         let devices = config.devices.iter().enumerate();
         Ok(devices
             .map(|(position, device)| {
                 let port = device.port.unwrap_or(position as u16);
-                find(vm, &device.id, port, &lenders)
+                find(vm, &device.id, port, &lenders, &pki)
             })
             .collect())
     }
@@ -38,7 +40,7 @@ impl Lenders for LocalHost {
             return Ok(());
         }
         let ram = ram_ranges(config.machine.unwrap_or_default(), config.memory());
-        let mut client = Client::connect(&device.lender, None)?;
+        let mut client = Client::connect_by(&device.lender, None, &config.pki(), None)?;
         Ok(client.check(&device.id, device.lender.route(), ram)?)
     }
 
@@ -51,16 +53,28 @@ impl Lenders for LocalHost {
         supersedes: Option<HeldFence>,
         secret: Secret,
     ) -> Result<Generation> {
-        let mut client = Client::connect(lender, None)?;
+        let mut client = Client::connect_by(lender, None, &pki_of(vm), None)?;
         Ok(client.hand_over(device, vm, migration, supersedes, secret)?)
     }
 }
 
+/// The directory of the certificates for a VM's lenders, by its configuration on this host.
+fn pki_of(vm: &VmName) -> PathBuf {
+    let config = VmConfig::load(&places::description(vm));
+    config.map_or_else(|_| paths::pki_dir(), |config| config.pki())
+}
+
 /// The lender that has a device, and its description of it.
-fn find(vm: &VmName, id: &DeviceId, port: u16, lenders: &[Address]) -> Result<FoundDevice> {
+fn find(
+    vm: &VmName,
+    id: &DeviceId,
+    port: u16,
+    lenders: &[Address],
+    pki: &Path,
+) -> Result<FoundDevice> {
     let mut unreachable = None;
     for lender in lenders {
-        match look(vm, id, port, lender) {
+        match look(vm, id, port, lender, pki) {
             Ok(found) => return Ok(found),
             Err(CallError::Refused(error)) if error.kind == Remote::UnknownDevice => {}
             Err(error) => {
@@ -83,9 +97,10 @@ fn look(
     id: &DeviceId,
     port: u16,
     lender: &Address,
+    pki: &Path,
 ) -> std::result::Result<FoundDevice, CallError> {
     // A network peer sees the fences of this VM alone.
-    let mut client = Client::connect(lender, Some(vm))?;
+    let mut client = Client::connect_by(lender, Some(vm), pki, None)?;
     let described = client.describe(id)?;
     let entry = client.status(id)?.entry;
     Ok(FoundDevice {

@@ -34,6 +34,8 @@ pub struct VmConfig {
     pub devices: Vec<DeviceConfig>,
     /// Addresses of the lenders; default: this host's lender.
     pub lenders: Vec<Address>,
+    /// This host's certificates, for lenders at `tls:HOST:PORT`.
+    pub tls: TlsConfig,
     /// This host's NTB endpoint.
     pub ntb: Option<Bdf>,
     /// How interrupts reach QEMU.
@@ -70,6 +72,14 @@ pub struct VmConfig {
     pub qemu: Option<PathBuf>,
     /// Extra arguments for QEMU: disks, networks, consoles.
     pub qemu_args: Vec<String>,
+}
+
+/// The certificates for TLS.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsConfig {
+    /// Their directory; default: [`paths::pki_dir`].
+    pub directory: Option<PathBuf>,
 }
 
 /// A device of a VM: its id, or a table with more.
@@ -205,6 +215,12 @@ impl VmConfig {
     /// Guest RAM, bytes.
     pub fn memory(&self) -> u64 {
         self.memory.unwrap_or(DEFAULT_MEMORY)
+    }
+
+    /// The directory of this host's certificates.
+    pub fn pki(&self) -> PathBuf {
+        let named = self.tls.directory.clone();
+        named.unwrap_or_else(paths::pki_dir)
     }
 
     /// The lenders, or the one of this host.

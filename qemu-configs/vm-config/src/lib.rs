@@ -16,5 +16,5 @@ mod description;
 pub mod places;
 mod ram;
 
-pub use description::{DeviceConfig, Flash, LoadError, Manager, VmConfig, parse_memory};
+pub use description::{DeviceConfig, Flash, LoadError, Manager, TlsConfig, VmConfig, parse_memory};
 pub use ram::ram_ranges;

@@ -106,14 +106,15 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     a.exec_ok("ping -c 1 -W 30 10.0.0.2", SHORT)
         .context("the hosts' network")?;
 
+    certify(&a, &b)?;
     let played = (|| {
         let lender = b.lend(&format!(
-            "--name b --listen tcp:10.0.0.2:4000 --borrower network --vfio {DEVICE}={DRIVE} --ntb {NTB}"
+            "--name b --listen tls:10.0.0.2:4000 --borrower host=a --vfio {DEVICE}={DRIVE} --ntb {NTB}"
         ))?;
         let backend = a.serve(
             VM,
             DEVICE,
-            &format!("--lender tcp:10.0.0.2:4000 --ntb {NTB}"),
+            &format!("--lender tls:10.0.0.2:4000 --ntb {NTB}"),
         )?;
         let stage = Stage {
             borrower: &a,
@@ -135,6 +136,22 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     ensure!(ended.success(), "farside ntb ended badly: {ended}");
     facts.wall_s = seconds(started.elapsed());
     Ok(facts)
+}
+
+/// Gives the borrower `a` and the lender `b` certificates of one CA.
+fn certify(a: &Host, b: &Host) -> Result<()> {
+    const PKI: &str = "/etc/farside/pki";
+    let issue = format!(
+        "set -e; farside pki init; farside pki issue b --address 10.0.0.2 --output {PKI}
+        farside pki issue a"
+    );
+    b.exec_ok(&issue, SHORT)?;
+    for file in ["ca-cert.pem", "client-cert.pem", "client-key.pem"] {
+        let pem = b.exec_ok(&format!("cat {PKI}/a/{file}"), SHORT)?;
+        let write = format!("umask 077; mkdir -p {PKI}; cat >{PKI}/{file} <<'END'\n{pem}\nEND");
+        a.exec_ok(&write, SHORT)?;
+    }
+    Ok(())
 }
 
 /// Waits until a path exists.

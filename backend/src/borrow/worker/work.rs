@@ -291,9 +291,13 @@ impl Borrower {
 
     fn check(&mut self) -> Result<(), WorkError> {
         let Settings {
-            vm, device, lender, ..
+            vm,
+            device,
+            lender,
+            pki,
+            ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), Some(self.calls_by))?;
+        let mut client = Client::connect_by(lender, Some(vm), pki, Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
@@ -346,9 +350,13 @@ impl Borrower {
 
     fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
         let Settings {
-            vm, device, lender, ..
+            vm,
+            device,
+            lender,
+            pki,
+            ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), Some(self.calls_by))?;
+        let mut client = Client::connect_by(lender, Some(vm), pki, Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }

@@ -28,7 +28,7 @@ fn of_lender(facts: &Facts, lender: &LenderFacts) -> Finding {
         ),
     };
     let host = match address {
-        Address::Tcp { host, .. } => Some(quoted(host)),
+        Address::Tcp { host, .. } | Address::Tls { host, .. } => Some(quoted(host)),
         Address::Unix(_) => None,
     };
     let there = |command: &str| match &host {

@@ -1,7 +1,14 @@
 //! The lenders of VMs, and their devices.
 
-use std::{collections::BTreeMap, sync::mpsc::channel, thread, time::Instant};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::mpsc::channel,
+    thread,
+    time::Instant,
+};
 
+use farside_daemon::paths;
 use farside_error_chain::Chain;
 use farside_lender::config::Config as LenderConfig;
 use farside_lender_protocol::{Address, CallError, Client, DeviceEntry, ErrorKind};
@@ -37,10 +44,10 @@ pub(crate) fn look(
     vms: &[VmFacts],
     ours: Option<&Result<LenderConfig, String>>,
 ) -> Vec<LenderFacts> {
-    let mut wanted: BTreeMap<String, (Address, Vec<String>)> = BTreeMap::new();
+    let mut wanted: BTreeMap<String, (Address, PathBuf, Vec<String>)> = BTreeMap::new();
     if let Some(Ok(lender)) = ours {
         let address = Address::from(lender.socket.clone());
-        wanted.insert(address.to_string(), (address, Vec::new()));
+        wanted.insert(address.to_string(), (address, paths::pki_dir(), Vec::new()));
     }
     for vm in vms {
         let Ok(config) = &vm.config else { continue };
@@ -49,16 +56,16 @@ pub(crate) fn look(
         }
         for address in config.lenders() {
             let entry = wanted.entry(address.to_string());
-            let (_, vms) = entry.or_insert_with(|| (address, Vec::new()));
+            let (_, _, vms) = entry.or_insert_with(|| (address, config.pki(), Vec::new()));
             vms.push(vm.name.clone());
         }
     }
     let deadline = Instant::now() + host.patience;
-    let asked = wanted.into_values().map(|(address, vms)| {
+    let asked = wanted.into_values().map(|(address, pki, vms)| {
         // Looking up a name has no deadline: then the thread is left behind.
         let (send, receive) = channel();
         let to = address.clone();
-        thread::spawn(move || send.send(ask(&to, deadline)));
+        thread::spawn(move || send.send(ask(&to, &pki, deadline)));
         (address, vms, receive)
     });
     let asked: Vec<_> = asked.collect();
@@ -76,8 +83,12 @@ pub(crate) fn look(
     answers.collect()
 }
 
-fn ask(address: &Address, deadline: Instant) -> Result<(String, Vec<DeviceEntry>), Refusal> {
-    let mut client = Client::connect_by(address, None, Some(deadline)).map_err(refusal)?;
+fn ask(
+    address: &Address,
+    pki: &Path,
+    deadline: Instant,
+) -> Result<(String, Vec<DeviceEntry>), Refusal> {
+    let mut client = Client::connect_by(address, None, pki, Some(deadline)).map_err(refusal)?;
     let devices = client.devices().map_err(refusal)?;
     Ok((client.lender().to_owned(), devices))
 }

@@ -7,11 +7,12 @@
 //! Reads never go past the end of a message: while bytes of another one are pending,
 //! the socket polls readable. A message that does not fit the socket's buffer is
 //! accepted for sending nevertheless, and its rest is sent when there is room; the next
-//! message is accepted only afterwards.
+//! message is accepted only afterwards. With TLS the same holds for records: see [`super::tls`].
 
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
 use rustix::{
@@ -20,38 +21,49 @@ use rustix::{
 };
 use serde::Serialize;
 
-use super::{ChannelError, MAX_MESSAGE, encode};
+use super::{
+    ChannelError, MAX_MESSAGE, encode,
+    tls::{Found, ReadError, Session, TlsError},
+};
 
 /// Bytes of the length before each message.
 const HEADER: usize = 4;
+
+/// Most TLS records that one call receives: a peer that sends records without data does not hold up
+/// the caller.
+const MAX_RECORDS: u32 = 64;
 
 /// A length-prefixed message.
 type Frame = [u8; HEADER + MAX_MESSAGE];
 
 #[derive(Debug)]
 pub(super) struct Stream {
-    socket: OwnedFd,
+    tls: Option<Box<Session>>,
+    socket: Arc<OwnedFd>,
     input: Input,
     output: Box<Frame>,
-    /// The unsent part of `output`.
+    /// The unsent part of `output`, without TLS.
     unsent: std::ops::Range<usize>,
     ended: Option<Ended>,
 }
 
 /// Why nothing more can be received. Stored, because the kernel reports a socket error
 /// only once, and EOF afterwards, which for a lease means that the lender has ended it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Ended {
     /// An invalid length: the start of the next message is unknown.
     Framing,
     /// A socket error, for example an unresponsive host.
     System(Errno),
+    /// The TLS session has failed.
+    Tls(TlsError),
 }
 
 impl From<Ended> for ChannelError {
     fn from(ended: Ended) -> Self {
         match ended {
             Ended::System(errno) => errno.into(),
+            Ended::Tls(error) => error.into(),
             Ended::Framing => Self::Io(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "an earlier message of the peer had an invalid length",
@@ -124,7 +136,8 @@ impl Input {
 impl Stream {
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self {
-            socket,
+            tls: None,
+            socket: Arc::new(socket),
             input: Input::new(),
             output: Box::new([0; HEADER + MAX_MESSAGE]),
             unsent: 0..0,
@@ -132,18 +145,70 @@ impl Stream {
         }
     }
 
+    /// A stream with a TLS session, whose handshake comes first.
+    pub(super) fn with_tls(
+        socket: OwnedFd,
+        connection: impl Into<rustls::Connection>,
+        presented: farside_pki::Presented,
+    ) -> Self {
+        let mut stream = Self::new(socket);
+        let session = Session::new(connection, presented, Arc::clone(&stream.socket));
+        stream.tls = Some(Box::new(session));
+        stream
+    }
+
+    /// The TLS session, if it has one.
+    pub(super) fn session(&self) -> Option<&Session> {
+        self.tls.as_deref()
+    }
+
+    /// Continues the handshake. Returns whether it is complete.
+    pub(super) fn shake(&mut self) -> Result<bool, ChannelError> {
+        let shaken = self.tls.as_mut().map_or(Ok(true), |tls| tls.shake());
+        shaken.map_err(|error| self.end_read(error))
+    }
+
+    /// The socket. Ends a TLS session.
     pub(super) fn into_socket(self) -> OwnedFd {
-        self.socket
+        let Self { tls, socket, .. } = self;
+        drop(tls);
+        Arc::into_inner(socket).expect("only a session shares the socket")
     }
 
     pub(super) fn wants_write(&self) -> bool {
-        !self.unsent.is_empty()
+        match &self.tls {
+            Some(tls) => tls.wants_write(),
+            None => !self.unsent.is_empty(),
+        }
+    }
+
+    /// Ends the TLS session, if there is one, in this direction.
+    pub(super) fn close(&mut self) {
+        if let Some(tls) = &mut self.tls {
+            tls.close();
+        }
     }
 
     pub(super) fn flush(&mut self) -> Result<(), ChannelError> {
+        if let Some(tls) = &mut self.tls {
+            let Err(errno) = tls.flush() else {
+                return Ok(());
+            };
+            // A peer that refuses this host says so, and closes the connection.
+            let alert = if self.input.is_first {
+                tls.alert()
+            } else {
+                None
+            };
+            return Err(match (alert, self.end(errno)) {
+                (Some(alert), _) => alert.into(),
+                (None, ChannelError::Closed) => TlsError::Cut.into(),
+                (None, error) => error,
+            });
+        }
         while self.wants_write() {
             let bytes = &self.output[self.unsent.clone()];
-            match send(&self.socket, bytes, SendFlags::NOSIGNAL) {
+            match send(&*self.socket, bytes, SendFlags::NOSIGNAL) {
                 Ok(sent) => self.unsent.start += sent,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
@@ -165,6 +230,16 @@ impl Stream {
         error
     }
 
+    /// Converts an error of the TLS session, and stores it.
+    fn end_read(&mut self, error: ReadError) -> ChannelError {
+        let ended = match error {
+            ReadError::Silent => return ChannelError::Closed,
+            ReadError::System(errno) => Ended::System(errno),
+            ReadError::Tls(error) => Ended::Tls(error),
+        };
+        self.ended.get_or_insert(ended).clone().into()
+    }
+
     pub(super) fn try_send<T: Serialize>(&mut self, message: &T) -> Result<bool, ChannelError> {
         self.flush()?;
         if self.wants_write() {
@@ -173,14 +248,17 @@ impl Stream {
         let (header, body) = self.output.split_at_mut(HEADER);
         let len = encode(message, 0, body)?.len();
         header.copy_from_slice(&(len as u32).to_le_bytes());
-        self.unsent = 0..HEADER + len;
+        match &mut self.tls {
+            Some(tls) => tls.put(&self.output[..HEADER + len])?,
+            None => self.unsent = 0..HEADER + len,
+        }
         self.flush()?;
         Ok(true)
     }
 
     /// The bytes of the next message, if it has arrived.
     pub(super) fn try_receive(&mut self) -> Result<Option<&[u8]>, ChannelError> {
-        if let Some(ended) = self.ended {
+        if let Some(ended) = self.ended.clone() {
             return Err(ended.into());
         }
         // `fill` reports an error after the data that the peer has sent before.
@@ -191,6 +269,7 @@ impl Stream {
 
     /// Reads until the message is complete or the socket is empty.
     fn fill(&mut self) -> Result<(), ChannelError> {
+        let mut records = MAX_RECORDS;
         loop {
             let missing = match self.input.missing() {
                 Ok(missing) => missing,
@@ -200,16 +279,35 @@ impl Stream {
                 }
             };
             if missing.is_empty() {
-                return Ok(());
+                return self.check_end();
             }
-            match recv(&self.socket, missing, RecvFlags::empty()) {
-                Ok((_, 0)) => return Err(ChannelError::Closed),
-                Ok((_, read)) => self.input.len += read,
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(errno) => return Err(self.end(errno)),
+            let read = match &mut self.tls {
+                Some(tls) => tls.read(missing, &mut records),
+                None => match recv(&*self.socket, missing, RecvFlags::empty()) {
+                    Ok((_, 0)) => Ok(Found::Closed),
+                    Ok((_, read)) => Ok(Found::Data(read)),
+                    Err(Errno::INTR) => continue,
+                    Err(Errno::AGAIN) => Ok(Found::Nothing),
+                    Err(errno) => return Err(self.end(errno)),
+                },
+            };
+            match read {
+                Ok(Found::Data(read)) => self.input.len += read,
+                Ok(Found::Nothing) => return Ok(()),
+                Ok(Found::Closed) => return Err(ChannelError::Closed),
+                Err(error) => return Err(self.end_read(error)),
             }
         }
+    }
+
+    /// Checks that the TLS record with the end of a message has nothing after it, which poll(2)
+    /// would not report.
+    fn check_end(&mut self) -> Result<(), ChannelError> {
+        if !self.tls.as_mut().is_some_and(|tls| tls.has_data()) {
+            return Ok(());
+        }
+        let error = TlsError::Record("with bytes of two messages");
+        Err(self.end_read(ReadError::Tls(error)))
     }
 }
 

@@ -5,6 +5,8 @@ use std::{
 
 use proptest::prelude::*;
 
+use farside_pki::issue::{self, Validity};
+
 use super::*;
 
 const SOON: Duration = Duration::from_secs(5);
@@ -23,10 +25,37 @@ fn channel_and_socket() -> (Channel, TcpStream) {
 }
 
 /// Two connected ends of each kind.
-fn pairs() -> [(Channel, Channel); 2] {
+fn pairs() -> [(Channel, Channel); 3] {
     let (a, b) = sockets();
     let tcp = [a, b].map(|socket| Channel::from_tcp(socket).unwrap());
-    [Channel::pair().unwrap(), tcp.into()]
+    [Channel::pair().unwrap(), tcp.into(), tls_pair()]
+}
+
+/// The directory with the certificates of a host, `localhost`.
+fn certificates() -> tempfile::TempDir {
+    let pki = tempfile::tempdir().unwrap();
+    let (dir, days) = (pki.path(), Validity::days(1));
+    issue::init(dir, "test CA", days, false).unwrap();
+    let local = ["127.0.0.1".parse().unwrap()];
+    issue::issue(dir, "localhost", &local, days, dir, false).unwrap();
+    pki
+}
+
+/// A client and a lender, after their handshake.
+fn tls_pair() -> (Channel, Channel) {
+    let pki = certificates();
+    let (a, b) = sockets();
+    let credentials = Credentials::load(pki.path(), Side::Server).unwrap();
+    let mut lender = Channel::accept_tls(b, &credentials).unwrap();
+    let shaken = std::thread::spawn(move || {
+        let deadline = Instant::now() + SOON;
+        lender.shake(deadline, SOON).unwrap();
+        lender
+    });
+    let credentials = Credentials::load(pki.path(), Side::Client).unwrap();
+    let deadline = Instant::now() + SOON;
+    let client = Channel::connect_tls(a, "localhost", &credentials, deadline, SOON).unwrap();
+    (client, shaken.join().unwrap())
 }
 
 fn frame(message: &[u8]) -> Vec<u8> {
@@ -70,7 +99,7 @@ fn messages_keep_their_boundaries() {
 
 #[test]
 fn descriptors_ride_along_within_a_host_only() {
-    let [(mut a, mut b), (mut peer_address, mut other)] = pairs();
+    let [(mut a, mut b), (mut peer_address, mut other), _] = pairs();
     let file = tempfile::tempfile().unwrap();
     a.send(&1u32, &[file.as_fd()], SOON).unwrap();
     assert_eq!(b.receive::<u32>(SOON).unwrap().1.len(), 1);
@@ -278,7 +307,11 @@ fn round_trip_times() {
 
     const ROUNDS: usize = 100_000;
     for (mut a, mut b) in pairs() {
-        let kind = if a.is_tcp() { "TCP" } else { "UNIX" };
+        let kind = match a.identity().unwrap() {
+            Identity::User { .. } => "UNIX",
+            Identity::Network { .. } => "TCP",
+            Identity::Host { .. } => "TLS",
+        };
         let echo = std::thread::spawn(move || {
             while let Ok((Access::Read { offset, .. }, _)) = b.receive(SOON) {
                 b.send(&Event::Data { value: offset }, &[], SOON).unwrap();
@@ -312,6 +345,43 @@ fn round_trip_times() {
         drop(a);
         echo.join().unwrap();
     }
+}
+
+/// As with an interrupt's eventfd behind it: one message for each readable poll, none left over.
+#[test]
+fn poll_reports_each_message_in_a_tls_session() {
+    let (mut a, mut b) = tls_pair();
+    let long = vec![0x5au8; MAX_MESSAGE - 3];
+    for n in 0..20u32 {
+        a.send(&n, &[], SOON).unwrap();
+    }
+    for n in 0..20u32 {
+        wait_readable(&b);
+        assert_eq!(b.try_receive::<u32>().unwrap().unwrap().0, n);
+    }
+    assert!(!is_readable(&b));
+    // Several records, which may arrive one by one.
+    a.send(&long, &[], SOON).unwrap();
+    assert!(b.receive::<Vec<u8>>(SOON).unwrap().0 == long);
+    assert!(!is_readable(&b) && b.try_receive::<u8>().unwrap().is_none());
+}
+
+/// A connection that is cut must not look like the end of a lease, with which a lender confirms that
+/// the device's DMA has stopped.
+#[test]
+fn a_session_that_is_cut_is_not_closed() {
+    let (mut a, b) = tls_pair();
+    // As if the process had been killed: no close_notify.
+    shutdown(&b, Shutdown::Both).unwrap();
+    std::mem::forget(b);
+    for _ in 0..2 {
+        let error = a.receive::<u8>(SOON).unwrap_err();
+        assert!(matches!(error, ChannelError::Tls(TlsError::Cut)), "{error}");
+    }
+    let (mut a, b) = tls_pair();
+    drop(b);
+    let error = a.receive::<u8>(SOON).unwrap_err();
+    assert!(matches!(error, ChannelError::Closed), "{error}");
 }
 
 proptest! {
