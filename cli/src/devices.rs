@@ -5,7 +5,7 @@ use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
 use farside_lender_protocol::{Availability, Client};
 
-use crate::args::Devices;
+use crate::{args::Devices, terminal::Plain};
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     set_availability(args)?;
@@ -61,12 +61,10 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
             ]
         })
         .collect();
-    print!(
-        "{}",
-        text_table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows)
-    );
+    let table = text_table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows);
+    print!("{}", Plain(table));
     for problem in problems {
-        println!("{problem}");
+        println!("{}", Plain(problem));
     }
     Ok(())
 }

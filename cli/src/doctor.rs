@@ -6,6 +6,8 @@ use anyhow::bail;
 use clap::Args as ClapArgs;
 use farside_doctor::{Facts, Host, Level};
 
+use crate::terminal::Plain;
+
 /// Diagnoses what keeps VMs of this host from borrowing devices, and suggests
 /// commands that fix it. Changes nothing. Fails if there is a problem; notes are
 /// informational.
@@ -36,7 +38,7 @@ pub(crate) fn run(args: &Doctor) -> anyhow::Result<()> {
         if args.quiet {
             report.findings.retain(|finding| finding.level != Level::Ok);
         }
-        print!("{}", report.text());
+        print!("{}", Plain(report.text()));
     }
     match problems {
         0 => Ok(()),

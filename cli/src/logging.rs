@@ -4,6 +4,8 @@ use std::io::Write;
 
 use log::LevelFilter;
 
+use crate::terminal::PlainLog;
+
 const VARIABLE: &str = "FARSIDE_LOG";
 const DEFAULT: &str = "info";
 
@@ -39,7 +41,9 @@ fn start(configure: impl FnOnce(&mut env_logger::Builder)) {
         // It logs errors that it also returns or that the caller checks itself.
         .filter_module("vfio_ioctls", LevelFilter::Off);
     configure(&mut builder);
-    builder.init();
+    let logger = builder.build();
+    log::set_max_level(logger.filter());
+    log::set_boxed_logger(Box::new(PlainLog(logger))).expect("no other logger was set");
     if let Some(part) = invalid {
         log::warn!(
             "{VARIABLE}={wanted}: {part:?} is no log level, logging at {DEFAULT}: use off, error, \

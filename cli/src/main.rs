@@ -25,6 +25,7 @@ mod run;
 mod serve;
 mod signals;
 mod status;
+mod terminal;
 mod units;
 mod values;
 mod vm_flags;
@@ -35,6 +36,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 
 use args::{Args, Verb};
+use terminal::Plain;
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -45,9 +47,9 @@ fn main() -> ExitCode {
     match dispatch(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            eprintln!("error: {}", Plain(&error));
             for cause in error.chain().skip(1) {
-                eprintln!("  caused by: {cause}");
+                eprintln!("  caused by: {}", Plain(cause));
             }
             ExitCode::FAILURE
         }

@@ -9,6 +9,8 @@ use farside_migration::{
     resume_here, serve_agent,
 };
 
+use crate::terminal::Plain;
+
 /// Shows and resumes migrations started by `farside migrate`, and cleans up after a
 /// lost host.
 #[derive(Debug, ClapArgs)]
@@ -143,11 +145,11 @@ fn status() -> anyhow::Result<()> {
                 journal.step.to_string(),
                 journal.id,
             ]),
-            Err(error) => eprintln!("error: {error}"),
+            Err(error) => eprintln!("error: {}", Plain(error)),
         }
     }
     let head = ["VM", "FROM", "TO", "STEP", "MIGRATION"];
-    print!("{}", text_table(&head, &rows));
+    print!("{}", Plain(text_table(&head, &rows)));
     Ok(())
 }
 

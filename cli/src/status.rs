@@ -13,7 +13,7 @@ use farside_daemon::{VmName, paths};
 use farside_lender_protocol::{Address, Availability, Client, DeviceStatus};
 use farside_vm_control::connect_by;
 
-use crate::args::Status as Args;
+use crate::{args::Status as Args, terminal::Plain};
 
 /// How long a backend may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        print!("{}", text(&status, unread || denied));
+        print!("{}", Plain(text(&status, unread || denied)));
     }
     if unread {
         bail!("the status of a backend cannot be read");
