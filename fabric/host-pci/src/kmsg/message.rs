@@ -80,7 +80,9 @@ pub fn parse_message(text: &str, device: Option<Bdf>) -> Option<KernelEvent> {
 /// `DMAR: [DMA Write NO_PASID] Request device [0000:00:04.0] fault addr 0x1000
 /// [fault reason 0x05] PTE Write access is not set`, and older forms.
 fn intel(line: &str) -> Option<KernelEvent> {
-    let rest = after(line, "DMAR:")?.trim_start();
+    // Anchored: a line may quote a string of a device.
+    let rest = line.strip_prefix("dmar: ").unwrap_or(line);
+    let rest = rest.strip_prefix("DMAR:")?.trim_start();
     let (what, rest) = rest.strip_prefix('[')?.split_once(']')?;
     let rest = after(rest, "Request device [")?;
     let (device, rest) = rest.split_once(']')?;
@@ -121,6 +123,18 @@ fn intel(line: &str) -> Option<KernelEvent> {
 /// device to name.
 fn amd(line: &str, marked: Option<Bdf>) -> Option<KernelEvent> {
     let (before, rest) = line.split_once("AMD-Vi: Event logged [")?;
+    // Anchored: before it is nothing, or the driver and the address of a function or an IOMMU.
+    let named = match before {
+        "" => None,
+        before => {
+            let (_driver, named) = before.strip_suffix(": ")?.split_once(' ')?;
+            let bdf = named.parse::<Bdf>().ok();
+            if bdf.is_none() && !named.starts_with("ivhd") {
+                return None;
+            }
+            bdf
+        }
+    };
     // Old kernels print the closing bracket on a separate line.
     let event = rest.split(']').next()?;
     let (name, fields) = event.split_once(' ')?;
@@ -131,10 +145,7 @@ fn amd(line: &str, marked: Option<Bdf>) -> Option<KernelEvent> {
     };
     let bdf = field("device")
         .and_then(|device| device.parse().ok())
-        .or_else(|| {
-            let address = before.trim_end().strip_suffix(':')?;
-            address.rsplit(' ').next()?.parse().ok()
-        })
+        .or(named)
         .or(marked)?;
     let iova = leading_hex(field("address")?)?;
     let access = match field("flags").and_then(leading_hex) {

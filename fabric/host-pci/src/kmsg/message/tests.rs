@@ -112,6 +112,13 @@ fn amd_with_the_device_in_the_event() {
         Access::Read,
         "IO_PAGE_FAULT",
     );
+    expect(
+        "iommu ivhd0: AMD-Vi: Event logged [IO_PAGE_FAULT device=04:00.0 domain=0x000e address=0x1000 flags=0x0020]",
+        "0000:04:00.0",
+        0x1000,
+        Access::Write,
+        "IO_PAGE_FAULT",
+    );
 }
 
 #[test]
@@ -178,6 +185,11 @@ fn lines_that_only_look_alike_are_not_faults() {
         "DMAR: [DMA Write NO_PASID",
         "AMD-Vi: Event logged [INV_DEVICE device=04:00.0",
         "vfio-pci 0000:04:00.0: enabling device (0000 -> 0003)",
+        // A device's own name, which the kernel quotes.
+        "usb 1-1: Product: DMAR: [DMA Write NO_PASID] Request device [0000:00:04.0] fault addr 0x1000 [x]",
+        "usb 1-1: Product: dmar: DMAR:[DMA Write] Request device [02:00.0] fault addr 6df84000 ",
+        "usb 1-1: Product: AMD-Vi: Event logged [IO_PAGE_FAULT device=04:00.0 domain=0x1 address=0x1000 flags=0x0]",
+        "x AMD-Vi: Event logged [IO_PAGE_FAULT device=04:00.0 domain=0x1 address=0x1000 flags=0x0]",
     ] {
         assert_eq!(parse_message(line, None), None, "{line}");
     }
