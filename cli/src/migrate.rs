@@ -2,16 +2,19 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use clap::Args as ClapArgs;
+use clap::{Args as ClapArgs, value_parser};
 use farside_daemon::VmName;
 use farside_migration::{
-    LocalHost, Mover, Plan, Remote, Shell, Strategy,
+    LocalHost, MAX_SHUTDOWN_TIMEOUT, Mover, Plan, Remote, Shell, Strategy,
     check::{Finding, Level, check},
     live::address_for,
     lock_vm,
 };
 
-use crate::migration::{ShellFlag, show_outcome};
+use crate::{
+    migration::{ShellFlag, show_outcome},
+    terminal::Plain,
+};
 
 /// Moves a VM to another host, with its devices: they stay in their hosts and are
 /// borrowed by the other host. The VM is shut down here and started there. The
@@ -31,6 +34,7 @@ pub(crate) struct Migrate {
     /// Time limit for the guest to power off, or with --live to release each device,
     /// in seconds; when it expires, the VM runs on here, unchanged.
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
+    #[arg(value_parser = value_parser!(u64).range(..=MAX_SHUTDOWN_TIMEOUT))]
     shutdown_timeout: u64,
     /// Move the running guest: its devices are unplugged, QEMU migrates it, and
     /// they are plugged in again there. Its other disks must be visible to both
@@ -97,9 +101,11 @@ fn show_check(plan: &Plan, peer: &mut Remote) -> anyhow::Result<()> {
             why,
             ..
         } = found;
-        println!("{level:7}  {host:hosts$}  {check:checks$}  {what}");
+        let line = format!("{level:7}  {host:hosts$}  {check:checks$}  {what}");
+        println!("{}", Plain(line));
         if !why.is_empty() {
-            println!("{:7}  {:hosts$}  {:checks$}  -> {why}", "", "", "");
+            let line = format!("{:7}  {:hosts$}  {:checks$}  -> {why}", "", "", "");
+            println!("{}", Plain(line));
         }
     }
     let (vm, to) = (&plan.vm, &plan.to);

@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, files};
 use farside_lender_protocol::{Address, Described, Generation, HeldFence, Secret};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -19,6 +19,9 @@ pub const MANIFEST_VERSION: u32 = 3;
 
 /// The oldest version that is still read.
 const OLDEST_VERSION: u32 = 1;
+
+/// Maximum [`Journal::shutdown_timeout`], seconds: a day.
+pub const MAX_SHUTDOWN_TIMEOUT: u64 = 24 * 60 * 60;
 
 /// Longest file that is read, bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -46,6 +49,7 @@ pub struct Journal {
     /// The VM runs when the migration begins, and is to run afterwards.
     pub was_running: bool,
     /// Time limit for the guest to power off, seconds.
+    #[serde(deserialize_with = "shutdown_timeout")]
     pub shutdown_timeout: u64,
     /// The VM's configuration.
     pub configuration: Configuration,
@@ -252,6 +256,18 @@ impl Journal {
     }
 }
 
+fn shutdown_timeout<'de, D>(from: D) -> std::result::Result<u64, D::Error>
+where
+    D: Deserializer<'de>,
+{
+    match u64::deserialize(from)? {
+        seconds if seconds <= MAX_SHUTDOWN_TIMEOUT => Ok(seconds),
+        seconds => Err(D::Error::custom(format!(
+            "shutdown_timeout is {seconds} s, at most {MAX_SHUTDOWN_TIMEOUT} s are allowed"
+        ))),
+    }
+}
+
 /// Turns a manifest of version 2 into one of version 3: fences had no secrets.
 fn upgrade_to_3(body: &mut Value) {
     let devices = body["devices"].as_array_mut();
@@ -334,6 +350,20 @@ mod tests {
         };
         journal.begin(Step::HandOver);
         journal
+    }
+
+    #[test]
+    fn a_time_limit_that_no_clock_can_add_is_refused() {
+        let mut journal = journal();
+        for (seconds, good) in [(MAX_SHUTDOWN_TIMEOUT, true), (u64::MAX, false)] {
+            journal.shutdown_timeout = seconds;
+            let read = Journal::from_text(&journal.to_text().unwrap());
+            assert_eq!(read.is_ok(), good, "{read:?}");
+            if let Err(error) = read {
+                let error = error.to_string();
+                assert!(error.contains("at most 86400 s"), "{error}");
+            }
+        }
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub use host::{
     Configuration, FoundDevice, Host, HostFacts, Lenders, LiveRunner, MovedMarker, Peer, RunState,
     Runner, Store,
 };
-pub use journal::{Identity, Journal, MANIFEST_VERSION, MovedDevice, Role};
+pub use journal::{Identity, Journal, MANIFEST_VERSION, MAX_SHUTDOWN_TIMEOUT, MovedDevice, Role};
 pub use local::LocalHost;
 pub use lock::lock_vm;
 pub use mover::Mover;
