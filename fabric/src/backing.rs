@@ -12,8 +12,6 @@ pub(crate) struct Backing {
     pub(crate) page_size: u64,
     /// Whether it is in hugetlbfs, whose pages are never swapped.
     pub(crate) hugetlb: bool,
-    /// Whether it is in tmpfs, as a memfd is.
-    pub(crate) tmpfs: bool,
     /// What to map: the range, rounded out to whole pages of the file. (With
     /// huge pages, RAM that begins at 1 MiB begins inside a page.)
     pub(crate) offset: u64,
@@ -27,7 +25,6 @@ pub(crate) struct Backing {
     pub(crate) file_size: u64,
 }
 
-const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
@@ -42,11 +39,15 @@ impl Backing {
         }
         let system = fs::fstatfs(file)?;
         let kind = system.f_type as u64;
-        if kind == FUSE_SUPER_MAGIC {
-            // Its owner answers page faults, or does not.
-            return invalid("it is in a FUSE file system, which could stall a device".into());
-        }
         let hugetlb = kind == HUGETLBFS_MAGIC;
+        if !hugetlb && kind != TMPFS_MAGIC {
+            // Of another file system's pages, a server or a disk answers the faults, or does not.
+            return invalid(
+                "it is not in memory (tmpfs or hugetlbfs), so that a page fault could stall a \
+                 device; share memory as a memfd"
+                    .into(),
+            );
+        }
         let page_size = match hugetlb {
             true => system.f_bsize as u64,
             false => PAGE_SIZE,
@@ -75,7 +76,6 @@ impl Backing {
         Ok(Self {
             page_size,
             hugetlb,
-            tmpfs: kind == TMPFS_MAGIC,
             offset: offset - skip,
             // Other files have any length; a last part of a page is theirs.
             len: if hugetlb { rounded } else { len as usize },

@@ -145,7 +145,6 @@ struct Pinned {
     bytes: u64,
     page_size: u64,
     hugetlb: bool,
-    tmpfs: bool,
     writable: bool,
 }
 
@@ -245,7 +244,6 @@ impl Pinned {
             bytes: range.len,
             page_size: backing.page_size,
             hugetlb: backing.hugetlb,
-            tmpfs: backing.tmpfs,
             writable: range.writable,
         })
     }

@@ -35,7 +35,7 @@ impl Pinned {
     fn populate(&self, start: usize, len: usize) -> Result<(), PinError> {
         // What a read brings into tmpfs is all that a write needs, and where
         // the pages are there already it maps many at a time.
-        let populate = match self.writable && !self.tmpfs {
+        let populate = match self.writable && self.hugetlb {
             true => Residency::PopulateWrite,
             false => Residency::PopulateRead,
         };

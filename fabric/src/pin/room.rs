@@ -135,8 +135,7 @@ fn needs(
     Ok(needs)
 }
 
-/// What is wanted of each file that is made of base pages of memory. Pages of
-/// other files are written back when memory is short.
+/// What is wanted of each file that is made of base pages.
 fn files(ranges: &[MemoryRange]) -> Result<impl Iterator<Item = Wanted>, PinError> {
     let mut files: BTreeMap<(u64, u64), Wanted> = BTreeMap::new();
     for range in ranges {
@@ -146,21 +145,19 @@ fn files(ranges: &[MemoryRange]) -> Result<impl Iterator<Item = Wanted>, PinErro
             source,
         };
         let backing = Backing::check(&range.file, range.offset, range.len).map_err(error)?;
-        let pages = match (backing.hugetlb, backing.tmpfs) {
-            // QEMU reserves a file's huge pages when it maps it. An empty pool
-            // fails populating, and no process; and while a page is zeroed it is
-            // neither free nor in the file, so a pool of just the size would
-            // seem too small.
-            (true, _) => continue,
-            (false, true) => Pages::Base,
-            (false, false) => continue,
-        };
+        // QEMU reserves a file's huge pages when it maps it. An empty pool
+        // fails populating, and no process; and while a page is zeroed it is
+        // neither free nor in the file, so a pool of just the size would
+        // seem too small.
+        if backing.hugetlb {
+            continue;
+        }
         let status = fstat(&range.file).map_err(|errno| error(errno.into()))?;
         let number = |value| u64::try_from(value).unwrap_or(0);
         let file = files
             .entry((status.st_dev, status.st_ino))
             .or_insert(Wanted {
-                pages,
+                pages: Pages::Base,
                 bytes: 0,
                 resident: number(status.st_blocks).saturating_mul(512),
                 size: number(status.st_size),
@@ -257,14 +254,13 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_can_be_written_back_are_not_counted() {
-        let dir = std::env::temp_dir();
-        let path = dir.join(format!("farside-room-{}", std::process::id()));
-        let file = std::fs::File::create_new(&path).unwrap();
-        std::fs::remove_file(&path).unwrap();
-        file.set_len(1 << 40).unwrap();
-        let range = MemoryRange::whole(file, 1 << 40);
-        let tmpfs = Backing::check(&range.file, 0, 4096).unwrap().tmpfs;
-        assert_eq!(files(&[range]).unwrap().count(), usize::from(tmpfs));
+    fn a_file_that_is_not_in_memory_is_refused() {
+        // Of sysfs.
+        let file = std::fs::File::open("/sys/kernel/uevent_seqnum").unwrap();
+        let range = MemoryRange::whole(file, 4096);
+        let Err(PinError::Map { source, .. }) = files(&[range]).map(|_| ()) else {
+            panic!("accepted");
+        };
+        assert!(source.to_string().contains("not in memory"), "{source}");
     }
 }
