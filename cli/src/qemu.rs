@@ -41,7 +41,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     let qemu = config.qemu.take().unwrap_or_else(|| DEFAULT_QEMU.into());
     let vm = config.to_vm(&name);
 
-    let command_line = vm.command_line(&qemu)?;
+    let mut command_line = vm.command_line(&qemu)?;
     if let Ok(backend) = served(&name) {
         for device in &backend.devices {
             check(&vm, &device.device, &device.lender)?;
@@ -75,6 +75,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     let directory = paths::vm_dir(&name);
     paths::create_directory(&directory)
         .with_context(|| format!("cannot use {}", directory.display()))?;
+    farside_vm_control::confine(&mut command_line, &probed);
     farside_vm_control::keep_monitor_private();
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))

@@ -35,7 +35,7 @@ pub use libvirt::{
     ANCHOR_FILE, Borrowed, BorrowedDevice, DomainDevice, DomainError, DomainOptions, DomainVm,
     NAMESPACE, add_devices, anchor_image, check_domain, read_domain, remove_all, remove_devices,
 };
-pub use probe::{ProbeError, QemuBinary, Version};
+pub use probe::{ProbeError, QemuBinary, SANDBOX_OPTION, Version};
 pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;

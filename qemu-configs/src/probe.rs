@@ -87,6 +87,19 @@ impl QemuBinary {
         })
     }
 
+    /// The option with which QEMU confines itself: it can then start no processes, gain no
+    /// privileges and change no scheduling. Fails if this QEMU, or the kernel, cannot do that.
+    pub fn sandbox(&self) -> Result<[&'static str; 2], ProbeError> {
+        // QEMU confines itself before it answers this.
+        let option = [SANDBOX_OPTION, SANDBOX];
+        ask(
+            &self.path,
+            &[&option[..], &["-device", "help"]].concat(),
+            ANSWER,
+        )?;
+        Ok(option)
+    }
+
     /// Its path, as given.
     pub fn path(&self) -> &Path {
         &self.path
@@ -139,6 +152,11 @@ pub enum ProbeError {
 const WHERE: &str = "borrowed devices need QEMU 10.1 or newer with vfio-user-pci: \
     on Debian 13 package qemu-system-x86 of trixie-backports, \
     elsewhere your distribution's or https://www.qemu.org/download/";
+
+/// The name of the option in [`QemuBinary::sandbox`].
+pub const SANDBOX_OPTION: &str = "-sandbox";
+
+const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
 
 /// Time limit for a query; QEMU answers these before it creates a machine.
 const ANSWER: Duration = Duration::from_secs(60);

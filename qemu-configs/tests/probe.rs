@@ -7,7 +7,7 @@ use std::{
     sync::Mutex,
 };
 
-use farside_qemu_configs::{ProbeError, QemuBinary, Version};
+use farside_qemu_configs::{ProbeError, QemuBinary, SANDBOX_OPTION, Version};
 use tempfile::TempDir;
 
 /// Serialises the tests: while another thread forks, an executable that is being written
@@ -40,6 +40,22 @@ fn a_new_enough_qemu_is_taken() {
     let qemu = QemuBinary::probe(&path).unwrap();
     assert_eq!(qemu.version(), Version::NEEDED);
     assert_eq!(qemu.path(), path);
+}
+
+#[test]
+fn a_qemu_that_cannot_confine_itself_is_noticed() {
+    let _alone = ALONE.lock();
+    let directory = TempDir::new().unwrap();
+    let path = fake(&directory, "QEMU emulator version 10.1.0", DEVICES);
+    let qemu = QemuBinary::probe(&path).unwrap();
+    assert!(matches!(qemu.sandbox(), Err(ProbeError::Failed { .. })));
+    let able = fs::read_to_string(&path)
+        .unwrap()
+        .replace("exit 9", "test \"$1 $3\" = '-sandbox -device'");
+    fs::write(&path, able).unwrap();
+    let [option, value] = qemu.sandbox().unwrap();
+    assert_eq!(option, SANDBOX_OPTION);
+    assert!(value.contains("spawn=deny"), "{value}");
 }
 
 #[test]

@@ -46,6 +46,6 @@ pub use life::{
 pub use monitor::{Monitor, connect_by};
 pub use places::virsh as virsh_program;
 pub use plug::{AttachOptions, Attached, Detached, attach, detach};
-pub use qemu::keep_monitor_private;
+pub use qemu::{confine, keep_monitor_private};
 pub use qmp::{ANSWER as QMP_ANSWER, Event, QmpClient, QmpError};
 pub use virsh::run as virsh;

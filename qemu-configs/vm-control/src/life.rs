@@ -156,7 +156,7 @@ fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<
     };
     check_memory(vm, config, &memory)?;
     // QEMU's own error for an unknown device type is not helpful.
-    QemuBinary::probe(program(config)).map_err(|source| Error::Qemu {
+    let program = QemuBinary::probe(program(config)).map_err(|source| Error::Qemu {
         vm: vm.to_owned(),
         source,
     })?;
@@ -164,7 +164,7 @@ fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<
         Some(backend) => (backend, false),
         None => (Backend::start(vm, options.limit)?, true),
     };
-    let started = run_qemu(vm, config, options, backend);
+    let started = run_qemu(vm, config, &program, options, backend);
     if started.is_err()
         && ours
         && let Err(error) = Backend::end(vm, false)
@@ -177,6 +177,7 @@ fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<
 fn run_qemu(
     vm: &VmName,
     config: &VmConfig,
+    program: &QemuBinary,
     options: &StartOptions,
     mut backend: Backend,
 ) -> Result<(), Error> {
@@ -188,13 +189,7 @@ fn run_qemu(
     if !options.devices {
         described = without_devices(described);
     }
-    qemu::start(
-        &described,
-        program(config),
-        &options.qemu_args,
-        options.limit,
-    )
-    .map(drop)
+    qemu::start(&described, program, &options.qemu_args, options.limit).map(drop)
 }
 
 fn program(config: &VmConfig) -> PathBuf {

@@ -11,7 +11,8 @@ use std::{
 };
 
 use farside_daemon::{VmName, paths};
-use farside_qemu_configs::Vm;
+use farside_error_chain::Chain;
+use farside_qemu_configs::{CommandLine, QemuBinary, SANDBOX_OPTION, Vm};
 use farside_vm_config::Manager;
 use rustix::{
     fs::Mode,
@@ -39,7 +40,7 @@ const QUIT: Duration = Duration::from_secs(20);
 /// Starts QEMU and waits until its monitor answers.
 pub(crate) fn start(
     vm: &Vm,
-    program: PathBuf,
+    qemu: &QemuBinary,
     extra: &[String],
     limit: Duration,
 ) -> Result<Monitor, Error> {
@@ -48,7 +49,7 @@ pub(crate) fn start(
         vm: name.clone(),
         source,
     };
-    let mut command_line = vm.command_line(&program).map_err(described)?;
+    let mut command_line = vm.command_line(qemu.path()).map_err(described)?;
     let directory = paths::vm_dir(name);
     paths::create_directory(&directory)
         .map_err(Error::system(format!("cannot use {}", directory.display())))?;
@@ -61,6 +62,7 @@ pub(crate) fn start(
         let none = ["-display".to_owned(), "none".to_owned()];
         command_line.args.extend(none);
     }
+    confine(&mut command_line, qemu);
     // Left over from a killed QEMU.
     let _ = fs::remove_file(paths::monitor_socket(name));
     let log = Log::open(name, "qemu.log")?;
@@ -87,6 +89,29 @@ pub(crate) fn start(
                 log.last_words()
             )))
         }
+    }
+}
+
+/// Adds QEMU's `-sandbox`, unless the arguments have one, or this QEMU cannot confine itself.
+pub fn confine(command_line: &mut CommandLine, qemu: &QemuBinary) {
+    let args = &mut command_line.args;
+    // QEMU takes `--sandbox`, too.
+    let is_there = |arg: &String| {
+        arg.strip_prefix('-')
+            .is_some_and(|arg| arg == SANDBOX_OPTION)
+    };
+    if args
+        .iter()
+        .any(|arg| arg == SANDBOX_OPTION || is_there(arg))
+    {
+        return;
+    }
+    match qemu.sandbox() {
+        Ok(option) => args.extend(option.map(str::to_owned)),
+        Err(error) => log::warn!(
+            "QEMU runs without a filter of its system calls: {error}",
+            error = Chain(&error)
+        ),
     }
 }
 

@@ -24,6 +24,11 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
 
     let said = done(cluster, &["start", "web1"])?;
     ensure!(said.contains("VM web1 runs (QEMU is process"), "{said}");
+    let process = std::fs::read_to_string(format!("/proc/{}/status", qemu_pid(cluster)?))?;
+    ensure!(
+        process.contains("Seccomp:\t2") && process.contains("NoNewPrivs:\t1"),
+        "QEMU is not confined: {process}"
+    );
     let guest = boot(&agent)?;
     let sum = write(&guest)?;
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.as_deref() == Some("web1"));
