@@ -1,8 +1,8 @@
 //! A lock: one farside process at a time moves a VM on a host.
 
-use std::{fs, time::Duration};
+use std::time::Duration;
 
-use farside_daemon::{FileLock, LockError, VmName};
+use farside_daemon::{FileLock, LockError, VmName, files};
 use farside_vm_config::places;
 
 use crate::{Error, Result};
@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(150);
 pub fn lock_vm(vm: &VmName) -> Result<FileLock> {
     let directory = places::state_dir().join("migrations");
     // World-readable: backends of other users read journals there.
-    fs::create_dir_all(&directory)?;
+    files::create_directory(&directory)?;
     let path = directory.join(format!("{vm}.lock"));
     FileLock::take(&path, LIMIT).map_err(|error| match error {
         LockError::Held(_) => Error::refused(format!(

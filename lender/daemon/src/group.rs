@@ -1,13 +1,18 @@
 //! Access to sockets for members of a group.
 
 use std::{
-    fs::Permissions,
+    ffi::OsStr,
     io,
-    os::unix::fs::{MetadataExt, PermissionsExt, chown},
     path::{Path, PathBuf},
 };
 
 use nix::unistd::Group;
+use rustix::fs::{AtFlags, FileType, Gid, Mode, chmodat, chownat, statat};
+
+use crate::{
+    directory::{Directory, Owner},
+    files, paths,
+};
 
 /// A group of this host whose members may connect to sockets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,23 +75,39 @@ impl SocketGroup {
 
     /// Lets only the owner and members connect to the socket at `path` (mode 0660).
     pub fn admit(&self, path: &Path) -> Result<(), GroupError> {
-        self.give(path, 0o660)
+        let give = || {
+            let (parent, name) = files::split(path)?;
+            self.give(&Directory::open(parent, Owner::Ours)?, name, 0o660)
+        };
+        give().map_err(|source| self.not_given(path, source))
     }
 
     /// Lets members search, but not list, `directory` (mode 0710), and everyone search
     /// the next `parents` directories above it, as far as this user owns them.
     pub fn admit_into(&self, directory: &Path, parents: usize) -> Result<(), GroupError> {
-        self.give(directory, 0o710)?;
+        Directory::open(directory, Owner::Ours)
+            .and_then(|opened| self.give(&opened, OsStr::new("."), 0o710))
+            .map_err(|source| self.not_given(directory, source))?;
         for parent in directory.ancestors().skip(1).take(parents) {
-            make_searchable(parent).map_err(|source| self.not_given(parent, source))?;
+            paths::make_searchable(parent).map_err(|source| self.not_given(parent, source))?;
         }
         Ok(())
     }
 
-    fn give(&self, path: &Path, mode: u32) -> Result<(), GroupError> {
-        chown(path, None, Some(self.gid))
-            .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(mode)))
-            .map_err(|source| self.not_given(path, source))
+    /// `name` is an entry of a directory in which only this user replaces entries.
+    fn give(&self, directory: &Directory, name: &OsStr, mode: u32) -> io::Result<()> {
+        let stat = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
+            return Err(io::Error::other("it is a symbolic link: remove it"));
+        }
+        let group = Some(Gid::from_raw(self.gid));
+        chownat(directory, name, None, group, AtFlags::SYMLINK_NOFOLLOW)?;
+        Ok(chmodat(
+            directory,
+            name,
+            Mode::from_raw_mode(mode),
+            AtFlags::empty(),
+        )?)
     }
 
     fn not_given(&self, path: &Path, source: io::Error) -> GroupError {
@@ -98,22 +119,13 @@ impl SocketGroup {
     }
 }
 
-/// Lets everyone search `directory`, if this user owns it. Its entries have modes of
-/// their own.
-fn make_searchable(directory: &Path) -> io::Result<()> {
-    const SEARCH: u32 = 0o011;
-
-    let meta = std::fs::metadata(directory)?;
-    let ours = meta.uid() == rustix::process::geteuid().as_raw();
-    let mode = meta.mode() & 0o7777;
-    if !ours || mode & SEARCH == SEARCH {
-        return Ok(());
-    }
-    std::fs::set_permissions(directory, Permissions::from_mode(mode | SEARCH))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::{
+        fs::Permissions,
+        os::unix::fs::{MetadataExt, PermissionsExt},
+    };
+
     use super::*;
 
     #[test]
@@ -161,13 +173,19 @@ mod tests {
 
         let error = group.admit(&directory.path().join("none")).unwrap_err();
         assert!(error.to_string().contains("/none to the group"), "{error}");
+
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&inner, &link).unwrap();
+        group.admit(&link).unwrap_err();
+        group.admit_into(&link.join("vm"), 0).unwrap_err();
+        assert_eq!(mode(&inner), 0o710);
     }
 
     #[test]
     fn a_directory_that_is_open_stays_as_it_is() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
-        make_searchable(directory.path()).unwrap();
+        paths::make_searchable(directory.path()).unwrap();
         assert_eq!(
             std::fs::metadata(directory.path()).unwrap().mode() & 0o777,
             0o755

@@ -1,6 +1,6 @@
 //! The common parts of the daemons: paths, sockets, readiness, rate-limited logging.
 //!
-//! - [`paths`]: default paths of sockets.
+//! - [`paths`]: default paths of sockets, state and configurations.
 //! - [`VmName`], [`DeviceId`], [`LenderName`], [`GroupName`]: names, checked when parsed.
 //! - [`is_private`]: networks that need no encryption.
 //! - [`files`]: small files that survive a crash.
@@ -28,6 +28,7 @@ pub mod paths;
 
 mod activation;
 mod command;
+mod directory;
 mod group;
 mod listener;
 mod lock;

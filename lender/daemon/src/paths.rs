@@ -1,34 +1,73 @@
-//! Default paths of sockets.
+//! Default paths of sockets, state and configurations.
 
 use std::{
     env,
-    fs::DirBuilder,
+    ffi::OsString,
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt},
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
 };
 
-use rustix::fs::FileType;
-
-use crate::{DeviceId, VmName};
+use crate::{
+    DeviceId, VmName,
+    directory::{Directory, Owner},
+};
 
 /// The directory of farside's sockets: `$FARSIDE_RUNTIME_DIR`, else
 /// `$XDG_RUNTIME_DIR/farside`, else `/run/farside` for root and
 /// `/run/user/UID/farside` for others.
 pub fn runtime_dir() -> PathBuf {
-    let from = |name| env::var_os(name).filter(|value| !value.is_empty());
-    if let Some(dir) = from("FARSIDE_RUNTIME_DIR") {
+    runtime_dir_of(rustix::process::getuid().as_raw(), from)
+}
+
+fn runtime_dir_of(uid: u32, variable: impl Fn(&str) -> Option<OsString>) -> PathBuf {
+    if let Some(dir) = variable("FARSIDE_RUNTIME_DIR") {
         return dir.into();
     }
-    if let Some(dir) = from("XDG_RUNTIME_DIR") {
-        return PathBuf::from(dir).join("farside");
+    match (variable("XDG_RUNTIME_DIR"), uid) {
+        (Some(dir), _) => Path::new(&dir).join("farside"),
+        (None, 0) => "/run/farside".into(),
+        (None, uid) => format!("/run/user/{uid}/farside").into(),
     }
-    let uid = rustix::process::getuid();
-    if uid.is_root() {
-        "/run/farside".into()
-    } else {
-        format!("/run/user/{}/farside", uid.as_raw()).into()
+}
+
+/// The directory of VM configurations and of `lender.toml`: `$FARSIDE_CONFIG_DIR`, else
+/// `/etc/farside` for root, `$XDG_CONFIG_HOME/farside` or `~/.config/farside` for others.
+pub fn config_dir() -> PathBuf {
+    dir(
+        "FARSIDE_CONFIG_DIR",
+        "/etc/farside",
+        "XDG_CONFIG_HOME",
+        ".config",
+    )
+}
+
+/// The directory of persistent state: `$FARSIDE_STATE_DIR`, else `/var/lib/farside` for root,
+/// `$XDG_STATE_HOME/farside` or `~/.local/state/farside` for others.
+pub fn state_dir() -> PathBuf {
+    dir(
+        "FARSIDE_STATE_DIR",
+        "/var/lib/farside",
+        "XDG_STATE_HOME",
+        ".local/state",
+    )
+}
+
+fn dir(ours: &str, of_root: &str, xdg: &str, in_home: &str) -> PathBuf {
+    if let Some(dir) = from(ours) {
+        return dir.into();
     }
+    if rustix::process::getuid().is_root() {
+        return of_root.into();
+    }
+    match (from(xdg), from("HOME")) {
+        (Some(dir), _) => Path::new(&dir).join("farside"),
+        (None, Some(home)) => Path::new(&home).join(in_home).join("farside"),
+        (None, None) => of_root.into(),
+    }
+}
+
+fn from(variable: &str) -> Option<OsString> {
+    env::var_os(variable).filter(|value| !value.is_empty())
 }
 
 /// The socket of this host's lender.
@@ -83,133 +122,48 @@ pub fn monitor_socket(vm: &VmName) -> PathBuf {
     vm_dir(vm).join("qmp")
 }
 
-/// Creates `directory` with mode 0700 unless it exists. Fails if another user owns it, or one of the
-/// directories between it and the runtime directory, or if every user can replace entries there: such
-/// a user could listen at the sockets in it. Groups of the directories are trusted.
+/// Creates `directory` with mode 0700 unless it exists, for sockets. Fails if another user owns it, or
+/// one of the directories between it and the runtime directory, or if every user can replace entries
+/// there: such a user could listen at the sockets in it. Groups of the directories are trusted.
 ///
 /// For root, the directories above may belong to another user, that of the systemd units.
 pub fn create_directory(directory: &Path) -> io::Result<()> {
-    create_in(directory, &runtime_dir())
+    Directory::create(directory, 0o700, Owner::Ours).map(drop)
 }
 
-fn create_in(directory: &Path, runtime: &Path) -> io::Result<()> {
-    // Nothing is created in a directory of another user.
-    check_existing(directory, runtime)?;
-    let at = |error: io::Error| match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => io::Error::new(
-            error.kind(),
-            format!("{error}: set FARSIDE_RUNTIME_DIR to a directory of this user"),
-        ),
-        _ => error,
+/// Lets every user search `directory`, if this user owns it.
+pub fn make_searchable(directory: &Path) -> io::Result<()> {
+    Directory::open(directory, Owner::Any)?.make_searchable()
+}
+
+/// The runtime or state directory if `path` is in it, else `path` itself.
+pub(crate) fn configured(path: &Path) -> PathBuf {
+    let is_above = |directory: &PathBuf| {
+        let is_name = |component| matches!(component, Component::Normal(_));
+        let below = path.strip_prefix(directory);
+        below.is_ok_and(|below| below.components().all(is_name))
     };
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(directory)
-        .map_err(at)?;
-    check_existing(directory, runtime)?;
-    // Where symbolic links lead to.
-    let (directory, runtime) = (directory.canonicalize()?, runtime.canonicalize());
-    check_existing(&directory, runtime.as_deref().unwrap_or(&directory))
-}
-
-/// Checks `directory` and those above it in `runtime`, as far as they exist.
-fn check_existing(directory: &Path, runtime: &Path) -> io::Result<()> {
-    let user = rustix::process::geteuid().as_raw();
-    let above = directory.ancestors().skip(1);
-    let above = above.take_while(|above| above.starts_with(runtime));
-    for path in std::iter::once(directory).chain(above) {
-        let meta = match std::fs::symlink_metadata(path) {
-            Ok(meta) => meta,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
-        };
-        let any_owner = user == 0 && path != directory;
-        check_replaceable(path, meta.uid(), meta.mode(), (!any_owner).then_some(user))?;
-    }
-    Ok(())
-}
-
-/// Fails if a user other than `user` and root, if there is one, owns this directory or link, or
-/// every user can replace its entries.
-fn check_replaceable(path: &Path, owner: u32, mode: u32, user: Option<u32>) -> io::Result<()> {
-    const OTHERS_WRITE: u32 = 0o002;
-    const STICKY: u32 = 0o1000;
-    let path = path.display();
-    let denied = |text| Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
-    if let Some(user) = user.filter(|&user| ![user, 0].contains(&owner)) {
-        return denied(format!(
-            "{path} belongs to user {owner}, not to {user}: remove it, or set FARSIDE_RUNTIME_DIR to another"
-        ));
-    }
-    let is_link = FileType::from_raw_mode(mode) == FileType::Symlink;
-    if !is_link && mode & (OTHERS_WRITE | STICKY) == OTHERS_WRITE {
-        return denied(format!(
-            "every user may write to {path} (mode {mode:04o}) and replace sockets in it: `chmod o-w {path}`",
-            mode = mode & 0o7777
-        ));
-    }
-    Ok(())
+    [runtime_dir(), state_dir()]
+        .into_iter()
+        .filter(is_above)
+        .max_by_key(|directory| directory.as_os_str().len())
+        .unwrap_or_else(|| path.to_owned())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
-
     use super::*;
 
     #[test]
-    fn a_directory_that_every_user_may_write_to_is_refused() {
-        let parent = tempfile::tempdir().unwrap();
-        let directory = parent.path().join("run");
-        create_directory(&directory).unwrap();
-        for (mode, good) in [
-            (0o777, false),
-            (0o702, false),
-            (0o1777, true),
-            (0o775, true),
+    fn no_default_is_where_every_user_creates_entries() {
+        for (set, uid, directory) in [
+            ("", 0, "/run/farside"),
+            ("", 1000, "/run/user/1000/farside"),
+            ("XDG_RUNTIME_DIR", 1000, "/x/farside"),
+            ("FARSIDE_RUNTIME_DIR", 1000, "/x"),
         ] {
-            std::fs::set_permissions(&directory, Permissions::from_mode(mode)).unwrap();
-            let made = create_directory(&directory);
-            assert_eq!(made.is_ok(), good, "{mode:o}: {made:?}");
-            if let Err(error) = made {
-                let error = error.to_string();
-                assert!(error.contains("chmod o-w"), "{error}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_parent_that_every_user_may_write_to_is_refused() {
-        let parent = tempfile::tempdir().unwrap();
-        let open = parent.path().join("open");
-        std::fs::create_dir(&open).unwrap();
-        std::fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
-        let link = parent.path().join("link");
-        std::os::unix::fs::symlink(&open, &link).unwrap();
-        for runtime in [&open, &link] {
-            let error = create_in(&runtime.join("vm/web1"), runtime);
-            let error = error.unwrap_err().to_string();
-            let named = format!("chmod o-w {}", open.display());
-            assert!(error.contains(&named), "{error}");
-        }
-    }
-
-    #[test]
-    fn another_users_directories_and_links_are_refused() {
-        let path = Path::new("/tmp/farside-1000");
-        for kind in [FileType::Directory, FileType::Symlink] {
-            let mode = kind.as_raw_mode() | 0o755;
-            let check = |owner, user| check_replaceable(path, owner, mode, user);
-            check(1000, Some(1000)).unwrap();
-            check(0, Some(1000)).unwrap();
-            check(1000, None).unwrap();
-            check(1000, Some(0)).unwrap_err();
-            let error = check(65534, Some(1000)).unwrap_err().to_string();
-            assert!(
-                error.contains("belongs to user 65534, not to 1000"),
-                "{error}"
-            );
+            let variable = |name: &str| (name == set).then(|| "/x".into());
+            assert_eq!(runtime_dir_of(uid, variable), Path::new(directory), "{set}");
         }
     }
 }

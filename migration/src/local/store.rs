@@ -27,6 +27,8 @@ impl Store for LocalHost {
 
     fn configuration(&self, vm: &VmName) -> Result<Option<Configuration>> {
         let path = places::description(vm);
+        // The operator's, who may have linked it.
+        let path = path.canonicalize().unwrap_or(path);
         let Some(bytes) = files::read_bounded(&path, MAX_CONFIGURATION)? else {
             return Ok(None);
         };

@@ -2,11 +2,7 @@
 //! so nothing here may call libvirt or take the VM's lock, whose holder may call libvirt.
 
 use std::{
-    ffi::OsString,
-    fs::{self, Permissions},
-    io::{ErrorKind, Write},
-    os::unix::fs::PermissionsExt,
-    path::PathBuf,
+    ffi::OsString, fs::Permissions, io::Write, os::unix::fs::PermissionsExt, path::PathBuf,
     time::Duration,
 };
 
@@ -75,14 +71,7 @@ fn drop_anchor(vm: &VmName) -> Result<(), Error> {
 }
 
 fn weigh_anchor(vm: &VmName) -> Result<(), Error> {
-    let path = anchor(vm);
-    match fs::remove_file(&path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            let what = format!("cannot remove {}", path.display());
-            Err(Error::system(what)(error))
-        }
-        _ => Ok(()),
-    }
+    files::remove(&anchor(vm)).map_err(Error::system(format!("VM {vm}")))
 }
 
 /// The arguments of `farside serve` for a domain without a VM configuration.

@@ -1,9 +1,9 @@
 //! Serializes commands on a VM: two that plug devices into the same port, or a start and a stop,
 //! would interfere.
 
-use std::{fs, time::Duration};
+use std::time::Duration;
 
-use farside_daemon::{FileLock, LockError, VmName};
+use farside_daemon::{FileLock, LockError, VmName, files};
 use farside_vm_config::places;
 
 use crate::Error;
@@ -13,7 +13,7 @@ pub(crate) fn lock_vm(vm: &VmName) -> Result<FileLock, Error> {
     let directory = places::vm_state(vm);
     let path = directory.join("command.lock");
     let at = || Error::system(format!("cannot lock VM {vm} by {}", path.display()));
-    fs::create_dir_all(&directory).map_err(at())?;
+    files::create_directory(&directory).map_err(at())?;
     FileLock::take(&path, Duration::ZERO).map_err(|error| match error {
         LockError::Held(holder) => Error::Locked {
             vm: vm.to_owned(),

@@ -1,9 +1,8 @@
 //! Logs of background processes.
 
 use std::{
-    fs::{self, File},
-    io::{Read, Seek, SeekFrom},
-    os::unix::process::CommandExt,
+    fs::File,
+    os::unix::{fs::FileExt, process::CommandExt},
     path::PathBuf,
     process::{Command, Stdio},
 };
@@ -31,7 +30,7 @@ impl Log {
     pub(crate) fn open(vm: &VmName, name: &str) -> Result<Self, Error> {
         let directory = places::vm_state(vm);
         let path = directory.join(name);
-        let opened = fs::create_dir_all(&directory).and_then(|()| {
+        let opened = files::create_directory(&directory).and_then(|()| {
             let file = files::append(&path)?;
             let start = file.metadata()?.len();
             Ok((file, start))
@@ -63,12 +62,11 @@ impl Log {
     /// The last lines of this run, for a message.
     pub(crate) fn last_words(&self) -> String {
         let read = || {
-            let mut file = File::open(&self.path)?;
-            let len = file.metadata()?.len();
-            let mut bytes = Vec::new();
-            file.seek(SeekFrom::Start(self.start.max(len.saturating_sub(BYTES))))?;
-            file.take(BYTES).read_to_end(&mut bytes)?;
-            Ok::<_, std::io::Error>(String::from_utf8_lossy(&bytes).into_owned())
+            let len = self.file.metadata()?.len();
+            let start = self.start.max(len.saturating_sub(BYTES));
+            let mut bytes = vec![0; len.saturating_sub(start) as usize];
+            let read = self.file.read_at(&mut bytes, start)?;
+            Ok::<_, std::io::Error>(String::from_utf8_lossy(&bytes[..read]).into_owned())
         };
         let text = read().unwrap_or_default();
         let lines: Vec<_> = text.trim().lines().collect();

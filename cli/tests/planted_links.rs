@@ -1,0 +1,35 @@
+//! Commands of root where a user with fewer rights has replaced a directory by a link.
+
+use std::{
+    fs,
+    os::unix::fs::{lchown, symlink},
+    process::Command,
+};
+
+const NOBODY: u32 = 65534;
+
+#[test]
+fn a_command_does_not_create_files_behind_a_planted_link() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| directory.path().join(name);
+    for name in ["etc/vm", "state", "run", "precious"] {
+        fs::create_dir_all(at(name)).expect("a directory");
+    }
+    fs::write(at("etc/vm/web1.toml"), "memory = \"1 GiB\"\n").expect("written");
+    let link = at("state/vm");
+    symlink(at("precious"), &link).expect("a link");
+    // Only root may; a link of this user is refused, too.
+    let _ = lchown(&link, Some(NOBODY), None);
+    let output = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .args(["start", "web1"])
+        .env("FARSIDE_CONFIG_DIR", at("etc"))
+        .env("FARSIDE_STATE_DIR", at("state"))
+        .env("FARSIDE_RUNTIME_DIR", at("run"))
+        .output()
+        .expect("the binary starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    assert!(said.contains("state/vm is a symbolic link"), "{said}");
+    let created = fs::read_dir(at("precious")).expect("a directory").count();
+    assert_eq!(created, 0, "{said}");
+}
