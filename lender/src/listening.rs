@@ -91,9 +91,10 @@ impl PeerListener {
         config: &Config,
         mut activated: Activated,
     ) -> Result<Vec<Self>, StartError> {
+        let existing = existing_above(&config.socket);
         let socket = open_socket(&config.socket, &mut activated)?;
         let mut listeners = vec![Self::new(socket, named(config))];
-        admit_borrowers(config)?;
+        admit_borrowers(config, &existing)?;
         let ports = activated.take_ports();
         let mut certificates = Certificates::new(config);
         for address in &config.listen {
@@ -185,8 +186,17 @@ fn open_socket(path: &Path, activated: &mut Activated) -> Result<Listener, Start
     Listener::bind(path).map_err(StartError::Listen)
 }
 
-/// Lets every user connect to the socket if `borrowers` names a user who otherwise could not.
-fn admit_borrowers(config: &Config) -> Result<(), StartError> {
+/// The lowest directory above `path` that exists.
+fn existing_above(path: &Path) -> PathBuf {
+    let above = path.ancestors().skip(1);
+    let existing = above.filter(|directory| directory.exists());
+    existing.map(Path::to_owned).next().unwrap_or_default()
+}
+
+/// Lets every user connect to the socket if `borrowers` names a user who otherwise could not. Opens
+/// directories that this process created, below `existing`, and the runtime directory, alone: others
+/// may hold more than farside's sockets.
+fn admit_borrowers(config: &Config, existing: &Path) -> Result<(), StartError> {
     // A member of the directory's group has the rights of the group alone.
     const SEARCH: u32 = 0o011;
 
@@ -211,27 +221,25 @@ fn admit_borrowers(config: &Config) -> Result<(), StartError> {
         let mode = Permissions::from_mode(EVERY_USER);
         set_permissions(path, mode).map_err(|source| failed(path, source))?;
     }
-    // The directories above may hold more than farside's sockets: their modes are not changed.
-    for (above, directory) in path.ancestors().skip(1).enumerate() {
+    let runtime = paths::runtime_dir();
+    for directory in path.ancestors().skip(1) {
         // Of a relative path.
         if directory.as_os_str().is_empty() {
             break;
         }
+        let created = directory != existing && directory.starts_with(existing);
+        if created || directory.starts_with(&runtime) {
+            paths::make_searchable(directory).map_err(|source| failed(directory, source))?;
+        }
         let meta = metadata(directory).map_err(|source| failed(directory, source))?;
         let mode = meta.mode() & 0o7777;
-        if mode & SEARCH == SEARCH {
-            continue;
+        if mode & SEARCH != SEARCH {
+            return Err(StartError::Unreachable {
+                socket: path.clone(),
+                directory: directory.to_owned(),
+                mode,
+            });
         }
-        if above == 0 && meta.uid() == known[1] {
-            set_permissions(directory, Permissions::from_mode(mode | SEARCH))
-                .map_err(|source| failed(directory, source))?;
-            continue;
-        }
-        log::warn!(
-            "users named in `borrowers` cannot connect to {}: {} has mode {mode:04o}; `chmod go+x` it, or name a socket elsewhere (`socket`, --socket)",
-            path.display(),
-            directory.display()
-        );
     }
     Ok(())
 }

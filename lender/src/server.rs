@@ -89,6 +89,20 @@ pub enum StartError {
         /// The cause.
         source: io::Error,
     },
+    /// The users that `borrowers` names cannot reach the socket. Farside did not create the
+    /// directory, which may hold more than its sockets.
+    #[error(
+        "the users in `borrowers` cannot connect to {socket}: {directory} has mode {mode:04o}; `chmod go+x {directory}`, or name a socket elsewhere (`socket`, --socket)",
+        socket = socket.display(), directory = directory.display()
+    )]
+    Unreachable {
+        /// The socket.
+        socket: std::path::PathBuf,
+        /// The directory above it.
+        directory: std::path::PathBuf,
+        /// Its mode.
+        mode: u32,
+    },
     /// The socket cannot be created.
     #[error("cannot listen for backends")]
     Listen(#[source] ListenError),

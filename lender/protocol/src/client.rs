@@ -87,7 +87,7 @@ fn unreachable_hint(error: &std::io::Error) -> &'static str {
     match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => " (is `farside lend` running?)",
         ErrorKind::PermissionDenied => {
-            " (connect as the user that runs it, or as a member of its socket-group)"
+            " (the lender's user and root may connect, and every user if `borrowers` in lender.toml names one: the socket then has mode 0666)"
         }
         _ => "",
     }

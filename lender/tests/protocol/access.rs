@@ -3,6 +3,10 @@
 use std::os::unix::fs::PermissionsExt;
 
 use farside_daemon::raise_open_files;
+use farside_lender::{
+    Lender,
+    config::{Config, DeviceConfig, Model},
+};
 use farside_lender_protocol::{
     Address, CallError, Client, ErrorKind, Generation, HeldFence, RemoteError, Request, Route,
     Secret, VERSION,
@@ -182,12 +186,44 @@ fn other_users_reach_the_socket_only_if_a_rule_names_one() {
         as_user(ALICE, || {
             let error = Client::connect(&socket, None).unwrap_err();
             assert!(matches!(error, CallError::Unreachable { .. }), "{error}");
+            let error = error.to_string();
+            assert!(
+                error.contains("if `borrowers` in lender.toml names one"),
+                "{error}"
+            );
         });
     }
     assert_eq!(
         mode(&Running::lending(&[&["user=4242001"]])),
         (0o666, 0o711)
     );
+}
+
+#[test]
+fn a_directory_that_the_lender_did_not_create_stays_closed() {
+    let home = tempfile::tempdir().unwrap();
+    let private = std::fs::Permissions::from_mode(0o700);
+    std::fs::set_permissions(home.path(), private).unwrap();
+    let lend = |rule: &str| {
+        let mut config = Config {
+            name: "test".parse().unwrap(),
+            state: Some(home.path().join("lender.json")),
+            socket: home.path().join("lender.sock"),
+            ..Config::default()
+        };
+        config.device.push(DeviceConfig {
+            id: DEVICE.parse().unwrap(),
+            source: Model::dma_test().into(),
+            borrowers: vec![rule.parse().unwrap()],
+        });
+        Lender::start(config)
+    };
+    let error = lend("user=4242001").err().unwrap().to_string();
+    let remedy = format!("has mode 0700; `chmod go+x {}`", home.path().display());
+    assert!(error.contains(&remedy), "{error}");
+    let mode = home.path().metadata().unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o700);
+    lend("user=root").unwrap();
 }
 
 #[test]

@@ -100,8 +100,9 @@ impl Running {
     }
 
     fn start(borrowers: &[&[&str]], fabric: NtbLimits) -> Self {
-        let private = Permissions::from_mode(0o700);
-        let dir = tempfile::Builder::new().permissions(private).tempdir();
+        // Other users may pass through it; the socket's own directory is created by the lender.
+        let passable = Permissions::from_mode(0o711);
+        let dir = tempfile::Builder::new().permissions(passable).tempdir();
         let dir = dir.unwrap();
         let rule = |rule: &&str| rule.parse::<Borrower>().unwrap();
         let device = borrowers.iter().enumerate().map(|(n, rules)| DeviceConfig {
@@ -112,7 +113,7 @@ impl Running {
         let config = Config {
             name: "test".parse().unwrap(),
             state: Some(dir.path().join("lender.json")),
-            socket: dir.path().join("lender.sock"),
+            socket: dir.path().join("run/lender.sock"),
             listen: ["tcp:127.0.0.1:0", "tls:127.0.0.1:0"]
                 .map(|address| address.parse().unwrap())
                 .into(),
@@ -151,7 +152,7 @@ impl Running {
     }
 
     pub fn socket(&self) -> std::path::PathBuf {
-        self.dir.path().join("lender.sock")
+        self.dir.path().join("run/lender.sock")
     }
 
     pub fn peer(&self) -> Peer {
