@@ -24,6 +24,11 @@ pub enum Error {
     /// The QEMU binary does not support borrowed devices, or is not QEMU.
     #[error("VM {vm} cannot start")]
     Qemu { vm: VmName, source: ProbeError },
+    /// QEMU as root would listen in a directory of the backend's user.
+    #[error(
+        "VM {vm} cannot start as root: its backend is a systemd unit, whose user {user} owns the VM's directory. Run QEMU as {user}: by a unit such as farside-qemu@{vm} (farside's examples have it), or by `systemctl start farside@{vm}` and `runuser -u {user} -- env FARSIDE_RUNTIME_DIR=/run/farside FARSIDE_CONFIG_DIR=/etc/farside FARSIDE_STATE_DIR=/var/lib/farside farside start {vm}`"
+    )]
+    UnitUser { vm: VmName, user: String },
     /// Another command is in progress on the VM.
     #[error("another farside command{holder} is in progress on VM {vm}: wait until it has ended")]
     Locked { vm: VmName, holder: Holder },

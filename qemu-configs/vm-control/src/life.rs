@@ -111,8 +111,19 @@ pub struct DeviceState {
 /// the processes that it started.
 pub fn start(vm: &VmName, options: &StartOptions) -> Result<VmState, Error> {
     let config = VmConfig::of_vm(vm)?;
+    let manager = manager(&config);
+    // Before anything is created that this user could not use.
+    if manager == Manager::Qemu
+        && systemd::has_unit()
+        && let Some(user) = systemd::user(vm)?
+    {
+        return Err(Error::UnitUser {
+            vm: vm.to_owned(),
+            user,
+        });
+    }
     let _lock = lock_vm(vm)?;
-    match manager(&config) {
+    match manager {
         Manager::Libvirt => {
             // The domain defines the RAM if the file does not.
             if config.memory.is_some() && !virsh::is_running(vm)? {

@@ -24,7 +24,8 @@ pub(crate) fn has_unit() -> bool {
 }
 
 pub(crate) fn start(vm: &VmName) -> Result<(), Error> {
-    run(&["start", &unit(vm)]).map_err(|error| match error {
+    let started = run(&["start", &unit(vm)]).map(drop);
+    started.map_err(|error| match error {
         Error::Systemd { command, said } => Error::Systemd {
             command,
             said: format!("{said} (its log: journalctl -u {})", unit(vm)),
@@ -34,12 +35,12 @@ pub(crate) fn start(vm: &VmName) -> Result<(), Error> {
 }
 
 pub(crate) fn stop(vm: &VmName) -> Result<(), Error> {
-    run(&["stop", &unit(vm)])
+    run(&["stop", &unit(vm)]).map(drop)
 }
 
 pub(crate) fn is_active(vm: &VmName) -> Result<bool, Error> {
     match run(&["is-active", "--quiet", &unit(vm)]) {
-        Ok(()) => Ok(true),
+        Ok(_) => Ok(true),
         Err(Error::Systemd { .. }) => Ok(false),
         Err(error) => Err(error),
     }
@@ -51,7 +52,15 @@ fn unit(vm: &VmName) -> String {
     format!("farside@{vm}.service")
 }
 
-fn run(args: &[&str]) -> Result<(), Error> {
+/// The user of the unit, if it is not root.
+pub(crate) fn user(vm: &VmName) -> Result<Option<String>, Error> {
+    let user = run(&["show", "--value", "--property=User", &unit(vm)])?;
+    let user = user.trim();
+    let root = user.is_empty() || user == "root" || user == "0";
+    Ok((!root).then(|| user.to_owned()))
+}
+
+fn run(args: &[&str]) -> Result<String, Error> {
     let mut command = Command::new("systemctl");
     let output = output_within(command.args(args), JOB).map_err(|error| match error {
         OutputError::Run(source) => Error::system("cannot run systemctl")(source),
@@ -62,7 +71,7 @@ fn run(args: &[&str]) -> Result<(), Error> {
         },
     })?;
     match output.status.success() {
-        true => Ok(()),
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(Error::Systemd {
             command: args.join(" "),
             said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),

@@ -10,7 +10,8 @@ const TEMPLATE: &str = "farside-qemu@.service";
 const UNITS: &str = "/etc/systemd/system";
 const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
 const IMAGE: &str = "/var/lib/farside/disk0.img";
-const CONSOLE: &str = "/var/lib/farside/web1.console";
+/// The output of the guest.
+pub const CONSOLE: &str = "/var/lib/farside/web1.console";
 
 /// The guest's script in place of a system: reads a line from the disk, writes one to its
 /// second sector, and powers off.
