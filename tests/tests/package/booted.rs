@@ -81,6 +81,14 @@ fn by_sockets(machine: &Machine) -> Result<()> {
             locked.is_some_and(|line| line.contains("unlimited")),
             "{unit}: {locked:?}"
         );
+        let limits = (
+            machine.show(unit, "MemoryMax")?,
+            machine.show(unit, "TasksMax")?,
+        );
+        ensure!(
+            limits.0.parse::<u64>().is_ok() && limits.1.parse::<u64>().is_ok(),
+            "{unit} has no limits: {limits:?}"
+        );
         exposure::is_small(&|script| machine.sh(script), unit)?;
     }
     Ok(())

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 
 /// Maximum acceptable exposure level; 0 is the tightest, 10 the loosest.
-const GREATEST: f64 = 2.0;
+const GREATEST: f64 = 1.4;
 
 /// Runs it where `sh` runs shell commands. `unit` is the unit, with preceding options.
 pub fn is_small(sh: &dyn Fn(&str) -> Result<String>, unit: &str) -> Result<()> {
