@@ -229,12 +229,10 @@ fn starts_as_the_units_user(machine: &Machine) -> Result<()> {
         .map(|(command, _)| format!("runuser{command}"));
     let command = command.filter(|_| !said.contains("started\n"));
     let command = command.with_context(|| format!("no command is named: {said}"))?;
-    machine.sh(
-        "set -e
+    machine.sh("set -e
          test ! -e /var/lib/farside/vm
          sed -i 's/poweroff -f/sleep 1000/' /etc/farside/vm/web1.toml
-         usermod --append --groups kvm farside",
-    )?;
+         usermod --append --groups kvm farside")?;
     let said = machine.sh(&format!("{command} 2>&1"))?;
     ensure!(said.contains("VM web1 runs"), "{command}: {said}");
     let user = machine.sh("stat -c %U /proc/$(cat /run/farside/vm/web1/qemu.pid)")?;
