@@ -50,7 +50,7 @@ impl<'a> Arrival<'a> {
                     Err(error) => Reply::Failed(error),
                 };
             }
-            Request::Finish { id, vm } => self.until(&id, &vm, Step::Done),
+            Request::Finish { id, vm } => self.finish(&id, &vm),
             Request::StopThere { id, vm } => self.stop(&id, &vm),
         };
         match done {
@@ -163,6 +163,15 @@ impl<'a> Arrival<'a> {
             )));
         }
         self.advance(ours, end)
+    }
+
+    /// The other host has removed the VM. If this host's journal is of another migration, this one had
+    /// ended here.
+    fn finish(&self, id: &str, vm: &VmName) -> Result<()> {
+        match self.host.journal(vm)? {
+            Some(ours) if ours.id != id => Ok(()),
+            _ => self.until(id, vm, Step::Done),
+        }
     }
 
     fn incoming(&self, id: &str, vm: &VmName) -> Result<u16> {

@@ -270,10 +270,11 @@ where
 
 /// Turns a manifest of version 2 into one of version 3: fences had no secrets.
 fn upgrade_to_3(body: &mut Value) {
-    let devices = body["devices"].as_array_mut();
+    let devices = body.get_mut("devices").and_then(Value::as_array_mut);
     for device in devices.into_iter().flatten() {
-        let held = &mut device["held"];
-        if held.is_number() {
+        if let Some(held) = device.get_mut("held")
+            && held.is_number()
+        {
             *held = json!({ "generation": held.take(), "secret": null });
         }
     }
@@ -409,6 +410,19 @@ mod tests {
         };
         assert_eq!((device.held, device.secret), (Some(held), None));
         assert_eq!(device.fence, Some(Generation(7)));
+    }
+
+    #[test]
+    fn a_former_journal_of_another_shape_is_refused() {
+        for body in [
+            json!("x"),
+            json!([]),
+            json!({ "devices": ["disk0", 5, null] }),
+        ] {
+            let file = json!({ "manifest": 1, "checksum": checksum(&body), "migration": body });
+            let error = Journal::from_text(&file.to_string()).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Journal, "{error}");
+        }
     }
 
     /// `version-1.json` was written by a farside of that version.

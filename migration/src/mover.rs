@@ -156,7 +156,7 @@ impl<'a> Mover<'a> {
                 Step::Return
             }
             Step::Return => {
-                self.all_returned()?;
+                self.all_returned("although the VM has ended")?;
                 Step::HandOver
             }
             Step::HandOver => {
@@ -243,7 +243,7 @@ impl<'a> Mover<'a> {
     }
 
     /// A lender notices late that a backend was killed.
-    fn all_returned(&self) -> Result<()> {
+    fn all_returned(&self, but: &str) -> Result<()> {
         let Journal {
             vm, configuration, ..
         } = &self.journal;
@@ -252,7 +252,7 @@ impl<'a> Mover<'a> {
                 return Err(Error::new(
                     ErrorKind::Lender,
                     format!(
-                        "device {} is still borrowed by VM {holder} (generation {generation}) although the VM has ended",
+                        "device {} is still borrowed by VM {holder} (generation {generation}) {but}",
                         device.id
                     ),
                 ));
@@ -326,6 +326,12 @@ impl<'a> Mover<'a> {
     fn hand_back(&mut self) -> Result<()> {
         if !self.journal.has_begun(Step::HandOver) {
             return Ok(());
+        }
+        // The other host ends the VM only if its journal is of this migration: it may have gone on alone,
+        // and tried to move the VM since.
+        if !self.lost {
+            let destination = &self.journal.destination;
+            self.all_returned(&format!("on {destination}: stop it there first"))?;
         }
         // Complete the handover first, or the other host could still request it later.
         self.hand_over()?;

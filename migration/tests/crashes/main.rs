@@ -227,6 +227,36 @@ fn the_new_host_goes_on_without_the_old_one() {
     assert!(alone > 5 && told > 5, "{alone} {told}");
 }
 
+/// The new host has gone on alone, and then tried to move the VM back, whose journal replaced that
+/// of the first migration.
+#[test]
+fn a_vm_that_runs_on_the_new_host_is_not_taken_from_it() {
+    let (mut left, mut refused) = (0, 0);
+    at_every_point(there, a_to_b, |world, crash| {
+        world.restart(None);
+        let _ = resume(&world, "b", "a", false, false);
+        if world.running() != Some("b") || migrate(&world, "b", "a").is_ok() {
+            return;
+        }
+        let forward = resume(&world, "a", "b", false, false);
+        let _ = resume(&world, "a", "b", true, false);
+        assert_eq!(world.running(), Some("b"), "{crash:?}");
+        assert_eq!(world.holders(), [Some("b"); 2], "{crash:?}");
+        if forward.is_ok() {
+            left += 1;
+            return moved(&world, "b", "a");
+        }
+        refused += 1;
+        world.power_off("b");
+        resume(&world, "a", "b", true, false).unwrap();
+        assert_eq!(world.running(), Some("a"), "{crash:?}");
+        for device in DEVICES {
+            assert!(!world.may_borrow("b", device), "{crash:?}");
+        }
+    });
+    assert!(left > 0 && refused > 0, "{left} {refused}");
+}
+
 #[test]
 fn the_old_host_takes_the_vm_back_without_the_new_one_only_on_somebodys_word() {
     let (mut free, mut told) = (0, 0);
