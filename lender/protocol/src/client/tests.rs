@@ -111,7 +111,7 @@ fn a_lender_that_is_not_reached_has_the_hint_that_helps() {
     for (kind, hint) in [
         (ErrorKind::NotFound, "is `farside lend` running?"),
         (ErrorKind::ConnectionRefused, "is `farside lend` running?"),
-        (ErrorKind::PermissionDenied, "socket-group"),
+        (ErrorKind::PermissionDenied, "`borrowers` in lender.toml"),
         (ErrorKind::TimedOut, "/run/lender.sock"),
     ] {
         let error = CallError::Unreachable {
