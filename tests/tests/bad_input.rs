@@ -406,7 +406,11 @@ fn a_socket_that_cannot_be_made_is_named_with_the_way_to_choose_another() {
     refused(
         &cluster,
         &["lend", "--dma-test", "dma0", "--socket", &socket],
-        &["cannot use directory", "--socket", "/file is not a directory"],
+        &[
+            "cannot use directory",
+            "--socket",
+            "/file is not a directory",
+        ],
     );
 }
 

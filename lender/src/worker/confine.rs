@@ -14,7 +14,7 @@ use nix::{
     sys::prctl::{set_dumpable, set_no_new_privs},
     unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid},
 };
-use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, apply_filter_all_threads,
@@ -64,8 +64,12 @@ pub(super) fn give_up_privileges() -> Result<(), ConfineError> {
         permitted: CapabilitySet::empty(),
         inheritable: CapabilitySet::empty(),
     };
-    // Ambient ones go with those that are permitted.
-    set_capabilities(None, none).map_err(|errno| ConfineError::Privileges(errno.into()))?;
+    // The systemd units give none, and refuse capset(2). Ambient ones are among those that are
+    // permitted.
+    let has_none = capabilities(None).map(|held| held == none);
+    if !has_none.map_err(|errno| ConfineError::Privileges(errno.into()))? {
+        set_capabilities(None, none).map_err(|errno| ConfineError::Privileges(errno.into()))?;
+    }
     set_no_new_privs().map_err(failed)?;
     // Processes of the same user cannot trace it.
     set_dumpable(false).map_err(failed)?;
