@@ -76,6 +76,7 @@ impl WorkerDevice {
             vm: lease.vm,
             generation: lease.generation,
             waiting: VecDeque::new(),
+            late: Vec::new(),
             requester: None,
             windows: Vec::new(),
             report: None,
@@ -108,6 +109,8 @@ struct WorkerLease<'a> {
     vm: VmName,
     generation: Generation,
     waiting: VecDeque<Waiting>,
+    /// Requests for a report that the worker has not given.
+    late: Vec<mpsc::SyncSender<Report>>,
     requester: Option<usize>,
     /// The adapter's windows that the worker has.
     windows: Vec<LutRange>,
@@ -314,7 +317,9 @@ impl WorkerLease<'_> {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
                     let _ = reply.try_send(self.device.with_former(*report));
                 }
-                (Some(Waiting::Report(_) | Waiting::Revoke), Answer::Nothing) => {}
+                // The lease was about to end: answered when it has.
+                (Some(Waiting::Report(reply)), Answer::Nothing) => self.late.push(reply),
+                (Some(Waiting::Revoke), Answer::Nothing) => {}
                 (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
                     if !self.is_leased() || fence < self.generation =>
                 {
@@ -389,6 +394,10 @@ impl WorkerLease<'_> {
         let flushed = self.device.flush();
         if let Err(error) = &flushed {
             log::error!("{error}");
+        }
+        for reply in self.late.drain(..) {
+            // Fails if the requester has gone.
+            let _ = reply.try_send(self.device.report());
         }
         for waiting in std::mem::take(&mut self.waiting) {
             // Each fails if the requester has gone.
