@@ -277,6 +277,24 @@ fn a_returned_device_has_no_process() {
 }
 
 #[test]
+fn a_status_that_is_asked_for_as_a_lease_ends_is_answered() {
+    let lender = Lender::start();
+    let id = "dma0".parse().expect("an id");
+    for _ in 0..50 {
+        let lease = borrow(&lender, "dma0", "web1");
+        let mut tool = lender.client(None);
+        drop(lease);
+        while tool
+            .status(&id)
+            .expect("an answer")
+            .entry
+            .borrowed_by
+            .is_some()
+        {}
+    }
+}
+
+#[test]
 fn workers_end_with_their_lender() {
     for signal in [Signal::KILL, Signal::TERM] {
         let mut lender = Lender::start();

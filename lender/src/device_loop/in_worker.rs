@@ -29,8 +29,8 @@ use crate::{
 /// DMA in flight, shorter than the lender waits for its threads.
 const STOP_TIMEOUT: Duration = Duration::from_millis(4000);
 
-/// Timeout for a worker to end after its lease has: shorter than the next borrower waits.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for a worker to end after its lease has: shorter than the next borrower waits, 4 s.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
@@ -109,8 +109,8 @@ struct WorkerLease<'a> {
     vm: VmName,
     generation: Generation,
     waiting: VecDeque<Waiting>,
-    /// Requests for a report that the worker has not given.
-    late: Vec<mpsc::SyncSender<Report>>,
+    /// What the worker has not answered.
+    late: Vec<Waiting>,
     requester: Option<usize>,
     /// The adapter's windows that the worker has.
     windows: Vec<LutRange>,
@@ -317,9 +317,7 @@ impl WorkerLease<'_> {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
                     let _ = reply.try_send(self.device.with_former(*report));
                 }
-                // The lease was about to end: answered when it has.
-                (Some(Waiting::Report(reply)), Answer::Nothing) => self.late.push(reply),
-                (Some(Waiting::Revoke), Answer::Nothing) => {}
+                (Some(waiting), Answer::Nothing) => self.answer_later(waiting),
                 (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
                     if !self.is_leased() || fence < self.generation =>
                 {
@@ -327,10 +325,6 @@ impl WorkerLease<'_> {
                 }
                 (Some(Waiting::HandOver(_, reply)), Answer::HandedOver(Err(error))) => {
                     let _ = reply.try_send(Err(printable_error(error)));
-                }
-                // The lease was about to end: answered when it has.
-                (Some(Waiting::HandOver(fence, reply)), Answer::Nothing) => {
-                    self.owner.handovers.push((fence, reply));
                 }
                 _ => return self.violated(&"it has given the answer to another order"),
             }
@@ -371,9 +365,18 @@ impl WorkerLease<'_> {
                 }
             };
             let fits = self.waiting.len() < MAX_MAIL;
-            if fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
-                self.waiting.push_back(waiting);
+            match fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
+                true => self.waiting.push_back(waiting),
+                false => self.answer_later(waiting),
             }
+        }
+    }
+
+    /// Keeps what the worker does not answer, as when its lease is about to end, until it has ended.
+    fn answer_later(&mut self, waiting: Waiting) {
+        // Of those that are dropped, the requesters hear at once.
+        if self.late.len() < MAX_MAIL {
+            self.late.push(waiting);
         }
     }
 
@@ -395,11 +398,7 @@ impl WorkerLease<'_> {
         if let Err(error) = &flushed {
             log::error!("{error}");
         }
-        for reply in self.late.drain(..) {
-            // Fails if the requester has gone.
-            let _ = reply.try_send(self.device.report());
-        }
-        for waiting in std::mem::take(&mut self.waiting) {
+        for waiting in self.waiting.drain(..).chain(self.late.drain(..)) {
             // Each fails if the requester has gone.
             match waiting {
                 Waiting::Report(reply) => {
