@@ -16,7 +16,8 @@ pub const CONSOLE: &str = "/var/lib/farside/web1.console";
 /// The guest's script in place of a system: reads a line from the disk, writes one to its
 /// second sector, and powers off.
 const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
-    $b mount -t devtmpfs dev /dev; $b modprobe nvme; until [ -b /dev/nvme0n1 ]; do :; done; \
+    $b mount -t devtmpfs dev /dev; $b modprobe nvme; n=0; \
+    until [ -b /dev/nvme0n1 ] || [ $n = 600 ]; do $b sleep 0.1; n=$((n+1)); done; \
     $b head -n 1 /dev/nvme0n1; \
     echo by-the-guest | $b dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; $b poweroff -f";
 
