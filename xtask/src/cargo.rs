@@ -13,6 +13,9 @@ use serde::Deserialize;
 /// The product's package.
 pub(crate) const PRODUCT: &str = "farside";
 
+/// Prefixes of the variables that cargo sets for the package whose program it runs.
+const PACKAGE_VARIABLES: [&str; 2] = ["CARGO_MANIFEST_", "CARGO_PKG_"];
+
 /// The build profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Profile {
@@ -46,11 +49,20 @@ pub(crate) fn build_product(profile: Profile) -> Result<PathBuf> {
         .with_context(|| format!("cargo built no program {PRODUCT}"))
 }
 
-/// Cargo, in this workspace.
+/// Cargo, in this workspace, as a user starts it.
 pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
     command.current_dir(workspace());
+    // Those are xtask's. `ring` would be built anew, and with it all that uses TLS.
+    for (name, _) in std::env::vars_os() {
+        let of_package = name
+            .to_str()
+            .is_some_and(|name| PACKAGE_VARIABLES.iter().any(|of| name.starts_with(of)));
+        if of_package {
+            command.env_remove(name);
+        }
+    }
     command
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
-    ffi::OsString,
     fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -310,9 +309,9 @@ impl Binary {
                 command.args(&request.selection).arg("--");
                 command
             }
-            Program::Own(path) => Command::new(path),
+            Program::Own(path) => self.program(path),
             Program::Libtest(path) => {
-                let mut command = Command::new(path);
+                let mut command = self.program(path);
                 // libtest reports times only with an unstable option.
                 command.env("RUSTC_BOOTSTRAP", "1");
                 command.args(["-Zunstable-options", "--report-time"]);
@@ -321,16 +320,19 @@ impl Binary {
         };
         command
             .args(&request.harness)
-            .current_dir(&self.package)
-            .env("CARGO_MANIFEST_DIR", &self.package)
-            .env("CARGO", cargo_program())
             .envs(programs)
             .stdin(Stdio::null());
         die_with_us(&mut command);
         command
     }
-}
 
-fn cargo_program() -> OsString {
-    cargo().get_program().to_owned()
+    /// A program of the package, in the environment that cargo would give it.
+    fn program(&self, path: &Path) -> Command {
+        let mut command = Command::new(path);
+        command
+            .current_dir(&self.package)
+            .env("CARGO_MANIFEST_DIR", &self.package)
+            .env("CARGO", cargo().get_program());
+        command
+    }
 }
