@@ -94,7 +94,7 @@ impl Device<'_> {
 pub(crate) enum Lendable {
     /// Its leases are served by the device thread.
     Here(Box<dyn DeviceSource>),
-    /// Each lease is served by a process of its own.
+    /// Each lease is served by a process of its own, unless its route needs the lender's.
     InWorker(Box<WorkerDevice>),
 }
 
@@ -153,7 +153,13 @@ impl DeviceLoop {
                     None => return Stopped::Unclosed,
                 },
                 Lendable::InWorker(mut device) => {
-                    device.serve(&mut self, lease);
+                    let closed = match device.in_thread(lease.route) {
+                        Some(source) => LeaseLoop::serve(&mut self, source, lease).is_some(),
+                        None => device.serve(&mut self, lease),
+                    };
+                    if !closed {
+                        return Stopped::Unclosed;
+                    }
                     Lendable::InWorker(device)
                 }
             };

@@ -97,9 +97,16 @@ pub(crate) fn open(
                 id: id.clone(),
                 source: source.into(),
             })?;
+            let device = match &config.worker {
+                Some(program) => {
+                    let device = WorkerDevice::function(&id, device, program.clone());
+                    Lendable::InWorker(Box::new(device))
+                }
+                None => Lendable::Here(Box::new(device)),
+            };
             devices.push(OpenedDevice {
                 id,
-                device: Lendable::Here(Box::new(device)),
+                device,
                 borrowers,
             });
         }

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! The data path is the hardware's: the borrower maps the BARs, the kernel signals the VMM's
-//! eventfds, the IOMMU translates DMA. The device thread only handles trapped registers, relayed
-//! interrupts, and configuration changes.
+//! eventfds, the IOMMU translates DMA. What is left, trapped registers, relayed interrupts and
+//! configuration changes, is done by a worker process for a borrower on this host, and by the
+//! device thread for one across an NTB, whose tables all leases share.
 //!
 //! # What the borrower's VMM is trusted with
 //!
@@ -24,46 +25,40 @@
 mod dma_path;
 mod faults;
 mod find;
+mod in_worker;
 mod irqs;
+mod leased;
 
 use std::{
-    os::fd::{BorrowedFd, OwnedFd},
-    sync::Arc,
-    time::{Duration, Instant},
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::{
-    FaultLog, Iova, LenderPath, PeerAddress, memory::SharedMemory, pin::check_memlock,
-};
+use farside_fabric::{FaultLog, Iova, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
-use farside_lender_protocol::{BarMemory, BarOwner, Described, RamRange, RemoteError, Route};
+use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Route};
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
-use farside_vfio::{Api, Domain, Function, LocalPath, UsableIova, VfioError};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 
 use crate::{
-    refusals::{failed, internal, invalid, limit, refused},
-    source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    refusals::{invalid, limit},
+    source::{Available, DeviceSource, Leased, NotLeased, Report},
 };
-use dma_path::{DmaPath, adapter};
+use dma_path::adapter;
 pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
-use irqs::FunctionIrqs;
+pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
+use leased::{LeasedFunction, Opened, Owner, no_bar_memory, open_clean};
 
-/// Maximum wait for a former borrower's VMM to close the function.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
+/// A physical function. Clones are the same one.
+#[derive(Clone)]
+pub(crate) struct VfioDevice(Arc<Bound>);
 
-/// Polling interval for that. The kernel does not send a notification.
-const RELEASE_STEP: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 20_000_000,
-};
-
-/// A physical function.
-pub(crate) struct VfioDevice {
+/// A function on vfio-pci.
+struct Bound {
     _binding: Binding,
     id: DeviceId,
     bdf: Bdf,
@@ -71,28 +66,24 @@ pub(crate) struct VfioDevice {
     host: HostPci,
     described: Described,
     usable: UsableIova,
+    can_reset: bool,
     /// The function's DMA address width, if its native driver has set it in the kernel.
     address_bits: Option<u32>,
     allow_dirty: bool,
+    ntb: Option<Adapter>,
+    watch: Arc<FaultWatch>,
+    stop: Wakeup,
+    history: Mutex<History>,
+}
+
+/// The leases of a function so far.
+struct History {
     /// The VM that used it last, if it could not be reset since.
     left_dirty_by: Option<VmName>,
     /// The VM that used it last.
     last_vm: Option<VmName>,
-    ntb: Option<Adapter>,
-    watch: Arc<FaultWatch>,
     /// Faults of the current lease, or of the last one.
     faults: Arc<FaultLog>,
-    stop: Wakeup,
-}
-
-/// An open physical function.
-struct LeasedFunction {
-    vm: VmName,
-    path: DmaPath,
-    irqs: FunctionIrqs,
-    function: Arc<Function>,
-    // Dropped last: an open function cannot be unbound.
-    device: Box<VfioDevice>,
 }
 
 impl VfioDevice {
@@ -127,114 +118,87 @@ impl VfioDevice {
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
             );
         }
-        Ok(Self {
+        Ok(Self(Arc::new(Bound {
             address_bits: binding.before().dma_limit_bits(),
             _binding: binding,
-            faults: Arc::new(FaultLog::new(&*id)),
+            history: Mutex::new(History {
+                left_dirty_by: None,
+                last_vm: None,
+                faults: Arc::new(FaultLog::new(&*id)),
+            }),
             id,
             bdf,
             api,
             host,
             described,
             usable,
+            can_reset,
             allow_dirty,
-            left_dirty_by: None,
-            last_vm: None,
             ntb,
             watch,
             stop,
-        })
+        })))
     }
 
-    /// Opens the function, after former users have closed it.
-    fn open_when_free(&self) -> Result<Function, RemoteError> {
-        let patience = Instant::now() + RELEASE_TIMEOUT;
-        let mut stopped = false;
-        loop {
-            let domain = Domain::new(self.api).map_err(internal)?;
-            match domain.open(self.bdf) {
-                Ok(function) => return Ok(function),
-                Err(VfioError::Busy { .. }) if !stopped && Instant::now() < patience => {
-                    let mut stop = [PollFd::new(&self.stop, PollFlags::IN)];
-                    let ready = poll(&mut stop, Some(&RELEASE_STEP));
-                    stopped = ready.is_ok_and(|ready| ready != 0);
-                }
-                Err(error @ VfioError::Busy { .. }) => {
-                    let last = self.last_vm.as_ref();
-                    let last = last.map_or(String::new(), |vm| format!("; VM {vm} had it last"));
-                    return Err(failed(format_args!(
-                        "device {}: {error}{last}",
-                        self.id,
-                        error = Chain(&error)
-                    )));
-                }
-                Err(error) => {
-                    return Err(failed(format_args!(
-                        "device {}: {error}",
-                        self.id,
-                        error = Chain(&error)
-                    )));
-                }
-            }
+    /// What a worker needs to open it.
+    pub(crate) fn config(&self) -> FunctionConfig {
+        FunctionConfig {
+            bdf: self.0.bdf,
+            api: self.0.api,
+            last_vm: self.history().last_vm.clone(),
         }
-    }
-
-    /// Opens the function and resets it. Refuses if another VM has used it and it cannot be reset.
-    fn open_clean(&self) -> Result<Arc<Function>, RemoteError> {
-        let function = self.open_when_free()?;
-        match function.can_reset() {
-            true => function.reset().map_err(internal)?,
-            false => self.check_clean()?,
-        }
-        Ok(Arc::new(function))
     }
 
     /// Refuses to lend it with another VM's state.
-    fn check_clean(&self) -> Result<(), RemoteError> {
-        match &self.left_dirty_by {
-            Some(vm) if !self.allow_dirty => Err(invalid(format!(
+    pub(crate) fn check_clean(&self) -> Result<(), RemoteError> {
+        match &self.history().left_dirty_by {
+            Some(vm) if !self.0.allow_dirty => Err(invalid(format!(
                 "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
                  would be the next VM's to find; power-cycle it, or lend it with allow-dirty",
-                self.id, self.bdf
+                self.0.id, self.0.bdf
             ))),
             _ => Ok(()),
         }
     }
 
-    /// Creates the DMA path to the borrower's memory, and the borrower's access to the BARs.
-    fn dma_path(
-        &self,
-        route: Route,
-        function: &Arc<Function>,
-    ) -> Result<(DmaPath, Vec<BarMemory>, Vec<OwnedFd>), RemoteError> {
-        let with_areas = (0u8..)
-            .zip(&self.described.description.bars)
-            .filter(|(_, bar)| bar.as_ref().is_some_and(|bar| !bar.mappable.is_empty()));
-        let (mut bars, mut files) = (Vec::new(), Vec::new());
-        let path = match route {
-            Route::Memory => {
-                for (bar, _) in with_areas {
-                    let (file, offset) = function.bar_file(bar).map_err(internal)?;
-                    files.push(file);
-                    bars.push(BarMemory::File { offset });
-                }
-                DmaPath::Local(LocalPath::new(Arc::clone(function)))
-            }
-            Route::Ntb => {
-                let adapter = adapter(self.ntb.as_ref())?;
-                let path = adapter.attach(&self.id, Arc::clone(function));
-                let mut path = path.map_err(internal)?;
-                let exported = path.export_bars().map_err(internal)?;
-                bars.extend(
-                    with_areas.map(|(bar, _)| match exported.peer_address_of(bar) {
-                        None => BarMemory::Trapped,
-                        Some(address) => BarMemory::Peer { address },
-                    }),
-                );
-                DmaPath::Ntb(path)
-            }
-        };
-        Ok((path, bars, files))
+    /// A lease to `vm` has begun.
+    pub(crate) fn begun(&self, vm: &VmName) {
+        let mut history = self.history();
+        history.faults = Arc::new(FaultLog::new(&*self.0.id));
+        self.0.watch.watch(self.0.bdf, &history.faults);
+        if !self.0.can_reset {
+            history.left_dirty_by = Some(vm.clone());
+        }
+    }
+
+    /// The lease of `vm` has ended. `closed` is what the function's last close in the lender returned.
+    pub(crate) fn ended(&self, vm: VmName, closed: Result<(), VfioError>) {
+        if let Err(error) = closed {
+            log::warn!(
+                "device {}: the VMM of VM {vm} has not released it yet ({error})",
+                self.0.id,
+                error = Chain(&error)
+            );
+        }
+        self.0.watch.forget(self.0.bdf);
+        self.history().last_vm = Some(vm);
+    }
+
+    /// A report of a worker, with what only this process sees.
+    pub(crate) fn completed(&self, report: Report) -> Report {
+        let Report {
+            interrupts, faults, ..
+        } = self.report();
+        Report {
+            interrupts,
+            faults,
+            ..report
+        }
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        // Its fields do not depend on each other.
+        (self.0.history.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -244,19 +208,23 @@ impl Available for VfioDevice {
     }
 
     fn described(&self) -> &Described {
-        &self.described
+        &self.0.described
     }
 
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
         self.check_clean()?;
         let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
         let named = |error: &dyn std::fmt::Display| {
-            limit(format_args!("device {} ({}): {error}", self.id, self.bdf))
+            limit(format_args!(
+                "device {} ({}): {error}",
+                self.0.id, self.0.bdf
+            ))
         };
-        self.usable
+        self.0
+            .usable
             .check(&ranges)
             .map_err(|error| named(&Chain(&error)))?;
-        check_width(self.address_bits, ram).map_err(|error| named(&error))?;
+        check_width(self.0.address_bits, ram).map_err(|error| named(&error))?;
         match route {
             Route::Memory => {
                 let total = ranges
@@ -265,7 +233,7 @@ impl Available for VfioDevice {
                 check_memlock(total).map_err(|error| named(&error))
             }
             Route::Ntb => {
-                let adapter = adapter(self.ntb.as_ref())?;
+                let adapter = adapter(self.0.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
                 adapter.check_link().map_err(|error| named(&error))?;
                 let fits = adapter.check_windows(&spans);
@@ -281,8 +249,8 @@ impl Available for VfioDevice {
 
     fn report(&self) -> Report {
         Report {
-            interrupts: irqs::counts(&self.host, self.bdf),
-            faults: self.faults.summary(),
+            interrupts: irqs::counts(&self.0.host, self.0.bdf),
+            faults: self.history().faults.summary(),
             ..Report::default()
         }
     }
@@ -290,154 +258,47 @@ impl Available for VfioDevice {
 
 impl DeviceSource for VfioDevice {
     fn lease(
-        mut self: Box<Self>,
+        self: Box<Self>,
         route: Route,
         vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
-        if !bar_memory.is_empty() {
-            let error = invalid(format!(
-                "device {} has BARs of its own: the borrower brings none",
-                self.id
-            ));
-            return Err(NotLeased {
+        let bound = &self.0;
+        let opened = self.check_clean().and_then(|()| {
+            no_bar_memory(&bound.id, &bar_memory)?;
+            let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
+            match route {
+                Route::Memory => Opened::local(&bound.described, function),
+                Route::Ntb => {
+                    let adapter = adapter(bound.ntb.as_ref())?;
+                    Opened::across(adapter, &bound.id, &bound.described, function)
+                }
+            }
+        });
+        match opened {
+            Ok(opened) => {
+                self.begun(vm);
+                let id = bound.id.clone();
+                Ok(LeasedFunction::lease(id, self, vm, opened))
+            }
+            Err(error) => Err(NotLeased {
                 source: self,
                 error,
-            });
+            }),
         }
-        let opened = self.open_clean().and_then(|function| {
-            let path = self.dma_path(route, &function)?;
-            let irqs = FunctionIrqs::new(&self.described.description, Arc::clone(&function))?;
-            Ok((function, path, irqs))
-        });
-        let (function, (path, bars, files), irqs) = match opened {
-            Ok(opened) => opened,
-            Err(error) => {
-                return Err(NotLeased {
-                    source: self,
-                    error,
-                });
-            }
-        };
-        self.faults = Arc::new(FaultLog::new(&*self.id));
-        self.watch.watch(self.bdf, &self.faults);
-        if !function.can_reset() {
-            self.left_dirty_by = Some(vm.to_owned());
-        }
-        let device = Box::new(LeasedFunction {
-            vm: vm.to_owned(),
-            path,
-            irqs,
-            function,
-            device: self,
-        });
-        Ok(Leased {
-            device,
-            bars,
-            files,
-        })
     }
 }
 
-impl LeasedDevice for LeasedFunction {
-    fn source(&mut self) -> &mut dyn DeviceSource {
-        &mut *self.device
-    }
-
-    fn report(&mut self) -> Report {
-        Report {
-            bus_master: self.function.bus_master().unwrap_or(false),
-            usage: self.path.lender().usage(),
-            ..self.device.report()
-        }
-    }
-
-    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
-        if let Err(error) = self.function.bar_read(bar, offset, data) {
-            log::debug!("device {}: {error}", self.device.id, error = Chain(&error));
-            data.fill(0xff);
-        }
-    }
-
-    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
-        if let Err(error) = self.function.bar_write(bar, offset, data) {
-            log::debug!("device {}: {error}", self.device.id, error = Chain(&error));
-        }
-    }
-
-    fn irqs(&mut self) -> &mut dyn Irqs {
-        &mut self.irqs
-    }
-
-    fn path(&mut self) -> &mut dyn LenderPath {
-        self.path.lender()
-    }
-
-    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError> {
-        self.path.local()?.map_shared(at, memory).map_err(refused)
-    }
-
-    fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {
-        self.path.local()?.unmap_peer(at, len).map_err(refused)
-    }
-
-    fn poll(&mut self) -> bool {
-        let raised = self.irqs.poll();
-        if raised {
-            self.path.flush();
-        }
-        raised
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.irqs.wake_fd())
-    }
-
-    fn quiesce(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        // The IOMMU's unmapping waits for DMA in flight.
-        Ok(())
-    }
-
-    fn reset(&mut self) -> Result<(), RemoteError> {
-        match self.function.can_reset() {
-            true => self.function.reset().map_err(internal),
-            // A reset by the guest of a function that cannot be reset.
-            false => Ok(()),
-        }
-    }
-
-    /// Ignores `patience`: unmapping from the IOMMU waits for DMA in flight.
-    fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
-        self.path.revoke().map_err(refused)
-    }
-
-    fn end(self: Box<Self>) -> Box<dyn DeviceSource> {
-        let Self {
-            vm,
-            path,
-            irqs,
-            function,
-            mut device,
-        } = *self;
-        drop((path, irqs));
-        if function.can_reset()
-            && let Err(error) = function.reset()
-        {
-            log::error!("device {}: {error}", device.id, error = Chain(&error));
-        }
+impl Owner for VfioDevice {
+    fn ended(self: Box<Self>, function: Arc<Function>, vm: VmName) -> Box<dyn DeviceSource> {
         // Closing the descriptor ends its interrupts and mappings; the kernel resets it again.
-        match Arc::into_inner(function).map(Function::close) {
-            Some(Ok(())) => {}
-            Some(Err(error)) => log::warn!(
-                "device {}: the VMM of VM {vm} has not released it yet ({error})",
-                device.id,
-                error = Chain(&error)
-            ),
-            None => log::error!("device {}: kept open by a bug in the lender", device.id),
-        }
-        device.watch.forget(device.bdf);
-        device.last_vm = Some(vm);
-        device
+        let closed = Arc::into_inner(function).map(Function::close);
+        let closed = closed.unwrap_or_else(|| {
+            log::error!("device {}: kept open by a bug in the lender", self.0.id);
+            Ok(())
+        });
+        VfioDevice::ended(&self, vm, closed);
+        self
     }
 }
 
@@ -446,13 +307,17 @@ impl LeasedDevice for LeasedFunction {
 fn look_at(api: Api, bdf: Bdf) -> Result<(Described, UsableIova, bool), VfioError> {
     let domain = Domain::new(api)?;
     let function = domain.open(bdf)?;
-    let described = Described {
-        description: function.description()?,
-        bars: BarOwner::Lender,
-    };
+    let described = describe(&function)?;
     let found = (described, domain.usable_iova()?, function.can_reset());
     function.close()?;
     Ok(found)
+}
+
+fn describe(function: &Function) -> Result<Described, VfioError> {
+    Ok(Described {
+        description: function.description()?,
+        bars: BarOwner::Lender,
+    })
 }
 
 /// Checks that a function with this address width reaches all of a guest's RAM.

@@ -19,9 +19,10 @@ use vfio_bindings::bindings::vfio::{
 
 use crate::description::{self, Region};
 use crate::irqs::Irqs;
+use crate::second_handle::HandleParts;
 use crate::{Domain, RegionMemory, VfioError, ioctl};
 
-pub(crate) use open::Handle;
+pub(crate) use open::{Handle, check_free};
 
 /// A PCI function that is bound to vfio-pci and open in this process. Dropping it
 /// stops its DMA and interrupts and closes it; the kernel resets it when no process
@@ -175,6 +176,29 @@ impl Function {
         Ok((file.into(), region.file_offset))
     }
 
+    /// What another process needs for a [`SecondHandle`](crate::SecondHandle) on it.
+    ///
+    /// # Errors
+    /// [`VfioError::Open`].
+    pub fn share(&self) -> Result<(HandleParts, [OwnedFd; 2]), VfioError> {
+        let shared = || {
+            let device = self.handle.file().try_clone()?;
+            let (container, iommu) = self.domain.iommu().share()?;
+            Ok((iommu, [device.into(), container]))
+        };
+        let (iommu, fds) = shared().map_err(|source| VfioError::Open {
+            bdf: self.bdf(),
+            step: "duplicating its descriptors",
+            source,
+        })?;
+        let parts = HandleParts {
+            bdf: self.bdf(),
+            config_offset: self.file_offset(VFIO_PCI_CONFIG_REGION_INDEX, 0, 0)?,
+            iommu,
+        };
+        Ok((parts, fds))
+    }
+
     /// Whether [`Function::reset`] can work.
     pub fn can_reset(&self) -> bool {
         self.can_reset
@@ -249,7 +273,16 @@ impl Function {
     pub fn close(self) -> Result<(), VfioError> {
         let (bdf, api) = (self.bdf(), self.domain.api());
         drop(self);
-        open::check_free(bdf, api)
+        check_free(bdf, api)
+    }
+
+    /// Disables bus mastering and interrupts; logs failures.
+    pub fn stop(&self) {
+        let stopped = self.set_bus_master(false);
+        self.irqs_state().disable_all(&*self.handle);
+        if let Err(error) = stopped {
+            log::error!("{error}", error = Chain(&error));
+        }
     }
 
     fn irqs_state(&self) -> MutexGuard<'_, Irqs> {
@@ -376,12 +409,8 @@ impl Drop for Function {
     fn drop(&mut self) {
         // Another holder of a descriptor keeps the function open, so closing this one may not stop
         // it: stop everything here.
-        let stopped = self.set_bus_master(false);
-        self.irqs_state().disable_all(&*self.handle);
+        self.stop();
         self.domain.leaving();
-        if let Err(error) = stopped {
-            log::error!("{error}", error = Chain(&error));
-        }
     }
 }
 

@@ -11,7 +11,8 @@ use std::slice;
 
 use farside_fabric::Iova;
 use iommufd_bindings::iommufd::{
-    IOMMUFD_CMD_IOAS_IOVA_RANGES, IOMMUFD_TYPE, iommu_ioas_iova_ranges, iommu_iova_range,
+    IOMMUFD_CMD_IOAS_IOVA_RANGES, IOMMUFD_CMD_IOAS_MAP, IOMMUFD_CMD_IOAS_UNMAP, IOMMUFD_TYPE,
+    iommu_ioas_iova_ranges, iommu_iova_range,
 };
 use vfio_bindings::bindings::vfio::{
     VFIO_BASE, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_TYPE, vfio_device_info,
@@ -27,11 +28,29 @@ ioctl_io_nr!(RESET, VFIO_TYPE.into(), VFIO_BASE + 11);
 ioctl_io_nr!(GET_IOMMU_INFO, VFIO_TYPE.into(), VFIO_BASE + 12);
 ioctl_io_nr!(MAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 13);
 ioctl_io_nr!(UNMAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 14);
+// Used through iommufd-ioctls.
+ioctl_io_nr!(IOAS_MAP, IOMMUFD_TYPE.into(), IOMMUFD_CMD_IOAS_MAP);
+ioctl_io_nr!(IOAS_UNMAP, IOMMUFD_TYPE.into(), IOMMUFD_CMD_IOAS_UNMAP);
 ioctl_io_nr!(
     IOVA_RANGES,
     IOMMUFD_TYPE.into(),
     IOMMUFD_CMD_IOAS_IOVA_RANGES
 );
+
+/// The requests of ioctl(2) that a function needs once it is open, for filters of system calls.
+/// (Without peer to peer.)
+pub fn requests() -> [u64; 8] {
+    [
+        SET_IRQS(),
+        RESET(),
+        GET_IOMMU_INFO(),
+        MAP_DMA(),
+        UNMAP_DMA(),
+        IOVA_RANGES(),
+        IOAS_MAP(),
+        IOAS_UNMAP(),
+    ]
+}
 
 /// Maximum number of ranges: no IOMMU has more.
 const MAX_ANSWER: usize = 1 << 20;

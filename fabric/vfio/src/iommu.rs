@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::mem::size_of;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use farside_fabric::memory::HostSlice;
@@ -19,6 +19,7 @@ use vfio_ioctls::{VfioContainer, VfioError as VfioIoctlError, VfioIommufd, VfioO
 use vmm_sys_util::errno::Error as SysError;
 
 use crate::ioctl;
+use crate::second_handle::IommuParts;
 use crate::usable::{Capabilities, UsableIova};
 use crate::{Api, RegionMemory, VfioError};
 
@@ -50,6 +51,21 @@ impl Iommu {
             Self::Type1(_) => Api::Type1,
             Self::Iommufd(_) => Api::Iommufd,
         }
+    }
+
+    /// Its descriptor, for another process, which finds the rest in the returned parts.
+    pub(crate) fn share(&self) -> io::Result<(OwnedFd, IommuParts)> {
+        Ok(match self {
+            Self::Type1(container) => {
+                let fd = ioctl::borrow(&**container).try_clone_to_owned()?;
+                (fd, IommuParts::Type1)
+            }
+            Self::Iommufd(ioas) => {
+                let fd = ioctl::borrow(&**ioas.iommufd()).try_clone_to_owned()?;
+                let ioas = ioas.ioas().id();
+                (fd, IommuParts::Iommufd { ioas })
+            }
+        })
     }
 
     /// For opening functions in it.
@@ -175,7 +191,7 @@ impl Iommu {
 }
 
 /// The kernel's errno.
-fn io_error(error: IommufdError) -> io::Error {
+pub(crate) fn io_error(error: IommufdError) -> io::Error {
     let errno = |error: SysError| io::Error::from_raw_os_error(error.errno());
     match error {
         IommufdError::IommuIoasMap(error)

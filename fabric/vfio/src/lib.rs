@@ -5,6 +5,7 @@
 //!   space (iommufd), empty until something is mapped. One for each borrow.
 //! - [`Function`]: an opened vfio-pci function: configuration space, BARs,
 //!   interrupts, reset.
+//! - [`SecondHandle`]: an open function, as another process holds it.
 //! - [`LocalPath`]: the fabric's path of a DMA where lender and borrower are
 //!   one machine: windows and guest RAM, composed into mappings of a [`Domain`].
 //!
@@ -40,12 +41,15 @@ mod iommu;
 mod irqs;
 mod local;
 mod mmio;
+mod second_handle;
 mod usable;
 
 pub use api::Api;
 pub use domain::{Domain, DomainUsage};
 pub use error::VfioError;
 pub use function::Function;
+pub use ioctl::requests;
 pub use local::{Composition, LocalPath, Mapper, Piece};
 pub use mmio::RegionMemory;
+pub use second_handle::{HandleParts, SecondHandle};
 pub use usable::UsableIova;

@@ -19,10 +19,10 @@ pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) const LATE_ACCESSES: Duration = Duration::from_secs(2);
 
 /// Pause after the first failed revocation; each further failure doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
+pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Maximum pause between two attempts.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// The reason for the end of a lease.
 pub(super) enum End {

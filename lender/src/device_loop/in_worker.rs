@@ -3,7 +3,10 @@
 use std::{
     collections::VecDeque,
     fmt,
-    os::{fd::AsFd, unix::process::ExitStatusExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::ExitStatusExt,
+    },
     process::ExitStatus,
     sync::mpsc,
     time::{Duration, Instant},
@@ -13,11 +16,15 @@ use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::LutRange;
 use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
+use super::{
+    DeviceLoop, Line,
+    end::{FIRST_PAUSE, LONGEST_PAUSE, SEND_TIMEOUT},
+};
 use crate::{
-    refusals::{failed, internal, refused},
+    refusals::{failed, internal, refused, unsupported},
     registry::{Lease, MAX_MAIL, Mail},
     source::{Available, Report},
     worker::{
@@ -35,23 +42,25 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
 
+/// The refusal of a function's worker that asks for a model's windows.
+const NO_ADAPTER: &str = "a function of this host has no windows";
+
 impl WorkerDevice {
-    /// Serves one lease, from its grant until its worker is gone.
-    pub(super) fn serve(&mut self, owner: &mut DeviceLoop, mut lease: Lease) {
+    /// Serves one lease, from its grant until its worker is gone. Returns false if the device's DMA
+    /// could not be stopped before the lender stopped.
+    pub(super) fn serve(&mut self, owner: &mut DeviceLoop, mut lease: Lease) -> bool {
         // The worker finds out anew.
         owner.home.problem(None, None);
         owner.problem = None;
-        let started = owner.home.entry().map(|entry| {
+        let started = self.check_clean().and_then(|()| {
+            let entry = owner.home.entry();
+            let entry = entry.ok_or_else(|| failed("the device is gone"))?;
             let poll_us = owner.poll_time.as_micros() as u64;
-            self.start(entry, poll_us, &lease)
+            self.start(entry, poll_us, &lease).map_err(internal)
         });
         let worker = match started {
-            Some(Ok(worker)) => worker,
-            failed => {
-                let error = match failed {
-                    Some(Err(error)) => internal(error),
-                    _ => internal(std::io::Error::other("the device is gone")),
-                };
+            Ok(worker) => worker,
+            Err(error) => {
                 let line = format!(
                     "device {}: cannot lend to VM {}: {error}",
                     owner.id, lease.vm
@@ -62,7 +71,7 @@ impl WorkerDevice {
                 let _ = lease
                     .connection
                     .send(&Reply::Refused(error), &[], SEND_TIMEOUT);
-                return;
+                return true;
             }
         };
         let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
@@ -71,6 +80,7 @@ impl WorkerDevice {
             device: self,
             log: LogReader::new(prefix),
             worker,
+            function: None,
             begun: false,
             connection: Some(lease.connection),
             vm: lease.vm,
@@ -85,7 +95,7 @@ impl WorkerDevice {
             problems: RateLimit::new(),
             held_problem: None,
         };
-        lease.run();
+        lease.run()
     }
 }
 
@@ -102,6 +112,8 @@ struct WorkerLease<'a> {
     device: &'a mut WorkerDevice,
     worker: Worker,
     log: LogReader,
+    /// The function that the worker has opened.
+    function: Option<SecondHandle>,
     /// Whether the borrower has an answer.
     begun: bool,
     /// Until the lease has ended: closing it tells the borrower that its memory is out of use.
@@ -126,7 +138,7 @@ struct WorkerLease<'a> {
 }
 
 impl WorkerLease<'_> {
-    fn run(mut self) {
+    fn run(mut self) -> bool {
         let mut open = Open {
             calls: true,
             orders: true,
@@ -144,7 +156,7 @@ impl WorkerLease<'_> {
                 self.take_mail();
             }
         };
-        self.settle(status.unwrap_or_default());
+        self.settle(status.unwrap_or_default())
     }
 
     /// Has the worker killed after `patience`, unless it ends.
@@ -203,13 +215,13 @@ impl WorkerLease<'_> {
     /// Answers the worker's calls. Returns false when there will be no more.
     fn serve_calls(&mut self) -> bool {
         for _ in 0..MESSAGES {
-            let call = match self.worker.calls.try_receive() {
-                Ok(Some((call, _))) => call,
+            let (call, fds) = match self.worker.calls.try_receive() {
+                Ok(Some(received)) => received,
                 Ok(None) => return true,
                 Err(ChannelError::Closed) => return false,
                 Err(error) => return self.violated(&Chain(&error)),
             };
-            let reply = self.serve_call(call);
+            let reply = self.serve_call(call, fds);
             if let Err(error) = self.worker.calls.send(&reply, &[], SEND_TIMEOUT) {
                 return self.violated(&Chain(&error));
             }
@@ -224,32 +236,42 @@ impl WorkerLease<'_> {
         false
     }
 
-    fn serve_call(&mut self, call: Call) -> CallReply {
-        let tables = self.device.adapter.tables();
+    fn serve_call(&mut self, call: Call, fds: Vec<OwnedFd>) -> CallReply {
+        let tables = self.device.tables();
         match call {
-            Call::TakeRequester if self.requester.is_none() => {
-                match tables.take_requester(&self.owner.id) {
-                    Ok(entry) => {
-                        self.requester = Some(entry);
-                        CallReply::Done
-                    }
-                    Err(error) => CallReply::Refused(refused(error)),
+            Call::Opened(parts) => match <[OwnedFd; 2]>::try_from(fds) {
+                // A guest has no influence on the worker yet.
+                Ok(fds)
+                    if self.function.is_none() && !self.begun && self.device.opened(&self.vm) =>
+                {
+                    self.function = Some(SecondHandle::new(parts, fds));
+                    CallReply::Done
                 }
-            }
-            // It has one.
-            Call::TakeRequester => CallReply::Done,
+                _ => CallReply::Refused(unsupported("no function can be opened now")),
+            },
+            Call::TakeRequester if self.requester.is_some() => CallReply::Done,
+            Call::TakeRequester => match tables.map(|it| it.take_requester(&self.owner.id)) {
+                Some(Ok(entry)) => {
+                    self.requester = Some(entry);
+                    CallReply::Done
+                }
+                Some(Err(error)) => CallReply::Refused(refused(error)),
+                None => CallReply::Refused(unsupported(NO_ADAPTER)),
+            },
             Call::TakeWindow {
                 peer_address,
                 bytes,
-            } => match tables.take_window(peer_address, bytes) {
-                Ok(window) => {
+            } => match tables.map(|it| it.take_window(peer_address, bytes)) {
+                Some(Ok(window)) => {
                     self.windows.push(window);
                     CallReply::Window(window)
                 }
-                Err(error) => CallReply::Refused(refused(error)),
+                Some(Err(error)) => CallReply::Refused(refused(error)),
+                None => CallReply::Refused(unsupported(NO_ADAPTER)),
             },
             Call::GiveBackWindow(window) => {
-                if let Some(n) = self.windows.iter().position(|known| *known == window) {
+                let n = self.windows.iter().position(|known| *known == window);
+                if let (Some(n), Some(tables)) = (n, tables) {
                     self.windows.swap_remove(n);
                     tables.give_back_window(window);
                 }
@@ -286,12 +308,13 @@ impl WorkerLease<'_> {
     /// Gives back what the worker has of the adapter, and then the lease. The next lease starts
     /// when this worker is gone.
     fn release(&mut self, how: Revocation) {
-        let tables = self.device.adapter.tables();
-        for window in self.windows.drain(..) {
-            tables.give_back_window(window);
-        }
-        if let Some(entry) = self.requester.take() {
-            tables.give_back_requester(entry);
+        if let Some(tables) = self.device.tables() {
+            for window in self.windows.drain(..) {
+                tables.give_back_window(window);
+            }
+            if let Some(entry) = self.requester.take() {
+                tables.give_back_requester(entry);
+            }
         }
         if self.connection.take().is_some() {
             self.owner.home.released(self.generation, how);
@@ -315,7 +338,7 @@ impl WorkerLease<'_> {
             // Each fails if the requester has gone.
             match (self.waiting.pop_front(), answer) {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
-                    let _ = reply.try_send(self.device.with_former(*report));
+                    let _ = reply.try_send(self.device.completed(*report));
                 }
                 (Some(waiting), Answer::Nothing) => self.answer_later(waiting),
                 (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
@@ -380,13 +403,19 @@ impl WorkerLease<'_> {
         }
     }
 
-    /// Cleans up after the worker.
-    fn settle(mut self, status: ExitStatus) {
+    /// Cleans up after the worker. Returns false if the device's DMA could not be stopped before the
+    /// lender stopped.
+    fn settle(mut self, status: ExitStatus) -> bool {
         // What is left in the pipe, of 64 KiB.
         let _ = (0..16).all(|_| self.log.read(&self.worker.log));
-        if let Some(report) = self.report.take() {
-            self.device.ended(report);
+        let function = self.function.take();
+        if function.as_ref().is_some_and(|it| !self.take_down(it)) {
+            // As in `take_back`.
+            std::mem::forget((function, self.connection));
+            return false;
         }
+        self.device
+            .ended(self.vm.clone(), self.report.take(), function);
         if let Some(problem) = self.held_problem.take() {
             self.owner.publish_problem(problem.as_deref());
         }
@@ -427,6 +456,34 @@ impl WorkerLease<'_> {
             let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
         }
         self.release(Revocation::Ended);
+        true
+    }
+
+    /// Stops the DMA of the function of a worker that is gone: the borrower's VMM may keep the
+    /// function, and with it the mappings, open. Retries until the lender stops.
+    fn take_down(&mut self, function: &SecondHandle) -> bool {
+        let mut pause = FIRST_PAUSE;
+        while let Err(error) = function.take_down() {
+            let error = Chain(&error);
+            self.owner.publish_problem(Some(&format!(
+                "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
+                self.vm, self.generation
+            )));
+            let wait = Timespec::try_from(pause).unwrap_or_default();
+            let mut stop = [PollFd::new(&self.owner.stop, PollFlags::IN)];
+            // An interrupted wait is only shorter.
+            let _ = poll(&mut stop, Some(&wait));
+            if !stop[0].revents().is_empty() {
+                log::error!(
+                    "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
+                    self.owner.id
+                );
+                return false;
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+        self.owner.publish_problem(None);
+        true
     }
 }
 

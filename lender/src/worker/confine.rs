@@ -30,6 +30,41 @@ const UNREGISTER_FILES: u64 = 3;
 /// Whether a block device is read-only (`linux/fs.h`).
 const BLKROGET: u64 = 0x125e;
 
+/// What a worker serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A software model.
+    Model,
+    /// An open function of this host.
+    Function,
+}
+
+impl Kind {
+    /// Its requests of ioctl(2).
+    fn ioctls(self) -> Vec<u64> {
+        match self {
+            Self::Model => vec![BLKROGET],
+            Self::Function => farside_vfio::requests().to_vec(),
+        }
+    }
+
+    /// Its system calls, beside those of all workers.
+    fn calls(self) -> &'static [i64] {
+        match self {
+            Self::Model => &[],
+            // The eventfds of interrupts that are relayed.
+            Self::Function => &[
+                libc::SYS_epoll_create1,
+                libc::SYS_epoll_ctl,
+                libc::SYS_epoll_pwait,
+                libc::SYS_epoll_pwait2,
+                #[cfg(target_arch = "x86_64")]
+                libc::SYS_epoll_wait,
+            ],
+        }
+    }
+}
+
 /// Why a worker cannot be confined.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -109,9 +144,9 @@ fn change_user() -> Result<(), ConfineError> {
 
 /// Restricts the system calls of all threads of this process. Of several filters the strictest
 /// result counts.
-pub(super) fn restrict_system_calls() -> Result<(), ConfineError> {
+pub(super) fn restrict_system_calls(device: Kind) -> Result<(), ConfineError> {
     apply_filter_all_threads(&refusing_open()?)?;
-    apply_filter_all_threads(&filter(SeccompAction::KillProcess)?)?;
+    apply_filter_all_threads(&filter(device, SeccompAction::KillProcess)?)?;
     Ok(())
 }
 
@@ -221,18 +256,20 @@ const FCNTL: &[u64] = &[
 const PRCTL: &[u64] = &[libc::PR_SET_NAME as u64, libc::PR_SET_NO_NEW_PRIVS as u64];
 
 /// The filter: any other system call has `otherwise` as its result.
-fn filter(otherwise: SeccompAction) -> Result<BpfProgram, seccompiler::Error> {
+fn filter(device: Kind, otherwise: SeccompAction) -> Result<BpfProgram, seccompiler::Error> {
     let is = SeccompCmpOp::Eq;
     let has = |flag: libc::c_int| SeccompCmpOp::MaskedEq(flag as u64);
     let pid = getpid().as_raw().unsigned_abs();
     let pair = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let ioctls = device.ioctls();
+    let allowed = ALLOWED.iter().chain(device.calls());
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
+        allowed.map(|&call| (call, Vec::new())).collect();
     // (call, number of the argument, its values)
     for (call, number, operator, values) in [
         // No owner of signals, and no other mode of what others use, too.
         (libc::SYS_fcntl, 1, is.clone(), FCNTL),
-        (libc::SYS_ioctl, 1, is.clone(), &[BLKROGET]),
+        (libc::SYS_ioctl, 1, is.clone(), &ioctls),
         (
             libc::SYS_io_uring_register,
             1,
@@ -292,7 +329,7 @@ mod tests {
             let null = File::open("/dev/null").unwrap();
             let eperm = SeccompAction::Errno(libc::EPERM as u32);
             seccompiler::apply_filter(&refusing_open().unwrap()).unwrap();
-            seccompiler::apply_filter(&filter(eperm).unwrap()).unwrap();
+            seccompiler::apply_filter(&filter(Kind::Function, eperm).unwrap()).unwrap();
             let opened = File::open("/dev/null").unwrap_err();
             assert_eq!(opened.kind(), io::ErrorKind::PermissionDenied);
             assert!(refused(TcpStream::connect("127.0.0.1:9").unwrap_err()));

@@ -12,23 +12,25 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::DeviceId;
+use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Device, dma_test, nvme};
-use farside_fabric::soft::Adapter;
+use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, RamRange, RemoteError, Route,
 };
+use farside_vfio::SecondHandle;
 use rustix::{
     fd::BorrowedFd,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use super::messages::{Model, Order, Start};
+use super::messages::{Model, Order, Served, Start};
 use crate::{
     config,
     model::{check_model, not_flushed},
     registry::Lease,
-    source::{Available, Report},
+    source::{Available, DeviceSource, Report},
+    vfio::VfioDevice,
 };
 
 /// Timeout for handing the lease to a new worker, whose queue is empty.
@@ -46,20 +48,30 @@ pub struct Program {
     pub args: Vec<OsString>,
 }
 
-/// A software model whose leases are served by workers.
+/// A device whose leases are served by workers.
 pub(crate) struct WorkerDevice {
     id: DeviceId,
     program: Program,
-    model: config::Model,
-    /// Locked while it is open.
-    image: Option<nvme::Image>,
-    described: Described,
-    pub(crate) adapter: Adapter,
+    device: Kind,
     /// Of the leases before the current one.
     last: Report,
 }
 
+enum Kind {
+    Model(Box<ModelKind>),
+    Function(VfioDevice),
+}
+
+struct ModelKind {
+    model: config::Model,
+    /// Locked while it is open.
+    image: Option<nvme::Image>,
+    described: Described,
+    adapter: Adapter,
+}
+
 impl WorkerDevice {
+    /// Opens a software model.
     pub(crate) fn open(
         id: &DeviceId,
         model: config::Model,
@@ -73,18 +85,67 @@ impl WorkerDevice {
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None),
         };
-        Ok(Self {
-            id: id.to_owned(),
-            program,
+        let described = Described {
+            description,
+            bars: BarOwner::Borrower,
+        };
+        let device = Kind::Model(Box::new(ModelKind {
             model,
             image,
-            described: Described {
-                description,
-                bars: BarOwner::Borrower,
-            },
+            described,
             adapter,
+        }));
+        Ok(Self::new(id, device, program))
+    }
+
+    /// A function of this host.
+    pub(crate) fn function(id: &DeviceId, function: VfioDevice, program: Program) -> Self {
+        Self::new(id, Kind::Function(function), program)
+    }
+
+    fn new(id: &DeviceId, device: Kind, program: Program) -> Self {
+        Self {
+            id: id.to_owned(),
+            program,
+            device,
             last: Report::default(),
-        })
+        }
+    }
+
+    /// The device for the device thread, if that serves leases by this route.
+    pub(crate) fn in_thread(&self, route: Route) -> Option<Box<dyn DeviceSource>> {
+        match (&self.device, route) {
+            // The adapter's registers are mapped into this process.
+            (Kind::Function(function), Route::Ntb) => Some(Box::new(function.clone())),
+            _ => None,
+        }
+    }
+
+    /// The adapter's tables, of which a model's worker takes entries.
+    pub(crate) fn tables(&self) -> Option<&dyn AdapterTables> {
+        match &self.device {
+            Kind::Model(model) => Some(model.adapter.tables()),
+            Kind::Function(_) => None,
+        }
+    }
+
+    /// Refuses to lend a function with another VM's state.
+    pub(crate) fn check_clean(&self) -> Result<(), RemoteError> {
+        match &self.device {
+            Kind::Model(_) => Ok(()),
+            Kind::Function(function) => function.check_clean(),
+        }
+    }
+
+    /// A worker has opened a function for `vm`. Returns false if this is none.
+    pub(crate) fn opened(&self, vm: &VmName) -> bool {
+        match &self.device {
+            Kind::Model(_) => false,
+            Kind::Function(function) => {
+                function.begun(vm);
+                true
+            }
+        }
     }
 
     /// Starts a worker and hands the lease to it.
@@ -116,21 +177,25 @@ impl WorkerDevice {
                 source,
             })?;
         let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
-        let (model, image) = match (&self.model, &self.image) {
-            (config::Model::Nvme(config), Some(image)) => {
-                let model = Model::Nvme {
-                    config: serde_json::to_string(config).map_err(StartError::Config)?,
-                    size: image.size,
-                    punches_holes: image.punches_holes,
+        let (device, image) = match &self.device {
+            Kind::Model(kind) => {
+                let limits = kind.adapter.limits().clone();
+                let model = match (&kind.model, &kind.image) {
+                    (config::Model::Nvme(config), Some(image)) => Model::Nvme {
+                        config: serde_json::to_string(config).map_err(StartError::Config)?,
+                        size: image.size,
+                        punches_holes: image.punches_holes,
+                    },
+                    _ => Model::DmaTest,
                 };
-                (model, Some(image.file.as_fd()))
+                let image = kind.image.as_ref().map(|image| image.file.as_fd());
+                (Served::Model { model, limits }, image)
             }
-            _ => (Model::DmaTest, None),
+            Kind::Function(function) => (Served::Function(function.config()), None),
         };
         let start = Order::Start(Box::new(Start {
             entry,
-            model,
-            limits: self.adapter.limits().clone(),
+            device,
             poll_us,
             vm: lease.vm.clone(),
             generation: lease.generation,
@@ -149,14 +214,28 @@ impl WorkerDevice {
         Ok(worker)
     }
 
-    /// Adds the last report of a lease.
-    pub(crate) fn ended(&mut self, report: Report) {
-        self.last = self.with_former(report);
+    /// The lease of `vm` has ended, with this last report and handle on the function.
+    pub(crate) fn ended(
+        &mut self,
+        vm: VmName,
+        report: Option<Report>,
+        handle: Option<SecondHandle>,
+    ) {
+        if let Some(report) = report {
+            self.last = self.completed(report);
+        }
+        if let (Kind::Function(function), Some(handle)) = (&self.device, handle) {
+            function.ended(vm, handle.close());
+        }
     }
 
-    /// A worker's report with the counters of former leases: each worker counts from zero.
-    pub(crate) fn with_former(&self, report: Report) -> Report {
+    /// A worker's report with what this process sees of a function, and with the counters of former
+    /// leases: each worker counts from zero.
+    pub(crate) fn completed(&self, report: Report) -> Report {
         let mut report = report.bounded();
+        if let Kind::Function(function) = &self.device {
+            report = function.completed(report);
+        }
         for (name, value) in &mut report.counters {
             let former = self.last.counters.iter().find(|(known, _)| known == name);
             *value = value.saturating_add(former.map_or(0, |(_, value)| *value));
@@ -165,21 +244,33 @@ impl WorkerDevice {
     }
 
     fn file(&self) -> Option<&File> {
-        self.image.as_ref().map(|image| &image.file)
+        match &self.device {
+            Kind::Model(model) => model.image.as_ref().map(|image| &image.file),
+            Kind::Function(_) => None,
+        }
     }
 }
 
 impl Available for WorkerDevice {
     fn kind(&self) -> &'static str {
-        "model"
+        match &self.device {
+            Kind::Model(_) => "model",
+            Kind::Function(function) => function.kind(),
+        }
     }
 
     fn described(&self) -> &Described {
-        &self.described
+        match &self.device {
+            Kind::Model(model) => &model.described,
+            Kind::Function(function) => function.described(),
+        }
     }
 
     fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
-        check_model(&self.adapter, route, ram)
+        match &self.device {
+            Kind::Model(model) => check_model(&model.adapter, route, ram),
+            Kind::Function(function) => function.check(route, ram),
+        }
     }
 
     fn flush(&mut self) -> Result<(), RemoteError> {
@@ -188,10 +279,13 @@ impl Available for WorkerDevice {
     }
 
     fn report(&self) -> Report {
-        Report {
-            faults: self.last.faults.clone(),
-            counters: self.last.counters.clone(),
-            ..Report::default()
+        match &self.device {
+            Kind::Model(_) => Report {
+                faults: self.last.faults.clone(),
+                counters: self.last.counters.clone(),
+                ..Report::default()
+            },
+            Kind::Function(function) => function.report(),
         }
     }
 }

@@ -5,9 +5,10 @@ use std::time::Duration;
 use farside_daemon::VmName;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
 use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Revocation, Route};
+use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
 
-use crate::{device_loop::Line, source::Report};
+use crate::{device_loop::Line, source::Report, vfio::FunctionConfig};
 
 /// What a worker is asked to do. Each order after the first has one answer, in order.
 #[derive(Debug, Serialize, Deserialize)]
@@ -35,13 +36,20 @@ pub(crate) enum Order {
 pub(crate) struct Start {
     /// The device's entry, with this lease.
     pub(crate) entry: DeviceEntry,
-    pub(crate) model: Model,
-    /// Of the adapter that the broker has.
-    pub(crate) limits: NtbLimits,
+    pub(crate) device: Served,
     pub(crate) poll_us: u64,
     pub(crate) vm: VmName,
     pub(crate) generation: Generation,
     pub(crate) route: Route,
+}
+
+/// What is lent.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Served {
+    /// A software model, with the limits of the adapter that the broker has.
+    Model { model: Model, limits: NtbLimits },
+    /// A function of this host, which the worker opens.
+    Function(FunctionConfig),
 }
 
 /// A software model.
@@ -74,6 +82,9 @@ pub(crate) enum Answer {
 /// What a worker asks of the broker. Each call has a reply.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Call {
+    /// Keep a second handle on the function that this process has opened. Comes with its two
+    /// descriptors, once, before the lease begins.
+    Opened(HandleParts),
     /// Take a requester entry of the adapter.
     TakeRequester,
     /// Take LUT entries for a window of `bytes`.

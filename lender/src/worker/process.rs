@@ -2,12 +2,12 @@
 
 use std::{
     fmt, io,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError, mpsc},
     time::{Duration, Instant},
 };
 
-use farside_daemon::{Wakeup, raise_open_files};
+use farside_daemon::{DeviceId, Wakeup, raise_open_files};
 use farside_devices::{Device, dma_test, nvme};
 use farside_error_chain::Chain;
 use farside_fabric::{
@@ -15,20 +15,25 @@ use farside_fabric::{
     soft::{Adapter, AdapterTables},
 };
 use farside_lender_protocol::{
-    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError, Revocation,
+    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError, Reply, Revocation,
 };
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    process::{Resource, Rlimit, setrlimit},
+};
 
 use super::{
     confine::{self, ConfineError},
-    messages::{Answer, Call, CallReply, Model, Order, Start},
+    messages::{Answer, Call, CallReply, Model, Order, Served, Start},
 };
 use crate::{
     connection::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
     registry::{Lease, Mail, Mailbox},
+    source::DeviceSource,
     tokens::RegisterTokens,
+    vfio::{FunctionConfig, WorkerFunction},
 };
 
 /// Timeout for the lease, which the broker sends right after the start.
@@ -73,8 +78,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     };
     let Start {
         entry,
-        model,
-        limits,
+        device,
         poll_us,
         vm,
         generation,
@@ -83,34 +87,43 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
     let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
-    let connection = Channel::from_socket(next()?);
+    let mut connection = Channel::from_socket(next()?);
+    let id = entry.id.clone();
+    let failed = |error: RemoteError| WorkerError::Device(error.into());
     // What needs files comes before the confinement.
     let quota = Budget::of_this_process().shared_by(1);
     let stop = Wakeup::new()?;
-    // Before threads are started: each thread has privileges and Landlock's rules of its own.
-    confine::give_up_privileges()?;
-    let device: Box<dyn Device> = match model {
-        Model::DmaTest => Box::new(dma_test::DmaTest::new()),
-        Model::Nvme {
-            config,
-            size,
-            punches_holes,
-        } => {
-            let image = nvme::Image {
-                file: next()?.into(),
-                size,
-                punches_holes,
-            };
-            let config =
-                serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
-            let nvme = nvme::Nvme::with_image(&entry.id, &config, image);
-            Box::new(nvme.map_err(|error| WorkerError::Device(error.into()))?)
+    let kind = match &device {
+        Served::Model { .. } => confine::Kind::Model,
+        Served::Function(_) => confine::Kind::Function,
+    };
+    let source: Box<dyn DeviceSource> = match device {
+        Served::Function(config) => {
+            raise_memlock();
+            match open_function(&id, &config, &stop, &calls) {
+                Ok(function) => {
+                    confine::give_up_privileges()?;
+                    Box::new(function)
+                }
+                Err(error) => {
+                    let line = format!("device {id}: cannot lend to VM {vm}: {error}");
+                    calls.tell(&Call::Line(Line::NotLent, line));
+                    // Release first, so that the peer can retry at once.
+                    calls.tell(&Call::Released(Revocation::Released));
+                    // The borrow fails whether or not the peer receives this.
+                    let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
+                    return Ok(());
+                }
+            }
+        }
+        Served::Model { model, limits } => {
+            // Before threads are started: each thread has privileges and Landlock's rules of its own.
+            confine::give_up_privileges()?;
+            let device = create(&id, model, &mut next)?;
+            let adapter = Adapter::with_tables(limits, calls.clone());
+            Box::new(ModelDevice::new(&id, device, adapter).map_err(failed)?)
         }
     };
-    let adapter = Adapter::with_tables(limits, calls.clone());
-    let id = entry.id.clone();
-    let source = ModelDevice::new(&id, device, adapter)
-        .map_err(|error| WorkerError::Device(error.into()))?;
     let home = InWorker {
         entry,
         since: Instant::now(),
@@ -131,11 +144,11 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let thread = std::thread::Builder::new()
         .name("lease".into())
         .spawn(move || {
-            let report = device_loop.run_once(Box::new(source));
+            let report = device_loop.run_once(source);
             raised.raise();
             report
         })?;
-    confine::restrict_system_calls()?;
+    confine::restrict_system_calls(kind)?;
     let lease = Lease {
         connection,
         vm,
@@ -156,6 +169,58 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         let _ = orders.send(&Answer::Ended(Box::new(report)), &[], CALL_TIMEOUT);
     }
     Ok(())
+}
+
+/// Creates a software model, whose image, if it has one, is the next descriptor.
+fn create(
+    id: &DeviceId,
+    model: Model,
+    next: &mut dyn FnMut() -> Result<OwnedFd, WorkerError>,
+) -> Result<Box<dyn Device>, WorkerError> {
+    match model {
+        Model::DmaTest => Ok(Box::new(dma_test::DmaTest::new())),
+        Model::Nvme {
+            config,
+            size,
+            punches_holes,
+        } => {
+            let image = nvme::Image {
+                file: next()?.into(),
+                size,
+                punches_holes,
+            };
+            let config =
+                serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
+            let nvme = nvme::Nvme::with_image(id, &config, image);
+            let nvme = nvme.map_err(|error| WorkerError::Device(error.into()))?;
+            Ok(Box::new(nvme))
+        }
+    }
+}
+
+/// Opens a function, and gives the broker a handle on it.
+fn open_function(
+    id: &DeviceId,
+    config: &FunctionConfig,
+    stop: &Wakeup,
+    calls: &Calls,
+) -> Result<WorkerFunction, RemoteError> {
+    let function = WorkerFunction::open(id, config, stop)?;
+    let (parts, handle) = function.share()?;
+    let handle = handle.each_ref().map(AsFd::as_fd);
+    calls.call_with(&Call::Opened(parts), &handle)?;
+    Ok(function)
+}
+
+/// The limit of locked memory counts for what the IOMMU maps. The broker has compared it with the
+/// guest's memory, unless it has the capability to exceed it, which a worker does not keep.
+fn raise_memlock() {
+    let unlimited = Rlimit {
+        current: None,
+        maximum: None,
+    };
+    // Without the right to, it has the broker's limit.
+    let _ = setrlimit(Resource::Memlock, unlimited);
 }
 
 /// Passes orders to the device thread until that has ended.
@@ -233,9 +298,13 @@ impl Calls {
     }
 
     fn call(&self, call: &Call) -> Result<CallReply, RemoteError> {
+        self.call_with(call, &[])
+    }
+
+    fn call_with(&self, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<CallReply, RemoteError> {
         // A panic in between loses the broker, and no more.
         let mut channel = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match exchange(channel.as_mut(), call) {
+        match exchange(channel.as_mut(), call, fds) {
             Ok(CallReply::Refused(error)) => Err(error),
             Ok(reply) => Ok(reply),
             Err(error) => {
@@ -257,9 +326,13 @@ impl Calls {
     }
 }
 
-fn exchange(channel: Option<&mut Channel>, call: &Call) -> Result<CallReply, ChannelError> {
+fn exchange(
+    channel: Option<&mut Channel>,
+    call: &Call,
+    fds: &[BorrowedFd<'_>],
+) -> Result<CallReply, ChannelError> {
     let channel = channel.ok_or(ChannelError::Closed)?;
-    channel.send(call, &[], CALL_TIMEOUT)?;
+    channel.send(call, fds, CALL_TIMEOUT)?;
     Ok(channel.receive(CALL_TIMEOUT)?.0)
 }
 

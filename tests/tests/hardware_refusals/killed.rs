@@ -96,6 +96,24 @@ pub fn a_killed_lender_leaves_a_device_that_the_next_can_lend(host: &Host) -> Re
     all_is_well(host)
 }
 
+pub fn a_killed_worker_leaves_no_mapping_to_the_vmm_that_lives(host: &Host) -> Result<()> {
+    let busy = Busy::new(host)?;
+    // The expression does not match this command.
+    host.exec_ok(
+        "kill -KILL $(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3)",
+        SHORT,
+    )?;
+    // The VMM holds a descriptor of the device, and with it the domain.
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    let log = busy.lender.log()?;
+    ensure!(log.contains("was ended by signal 9"), "{log}");
+    busy.vmm.kill()?;
+    busy.backend.stop()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
 pub fn a_killed_backend_gives_its_device_back(host: &Host) -> Result<()> {
     let busy = Busy::new(host)?;
     busy.backend.kill()?;

@@ -157,7 +157,7 @@ impl fmt::Debug for Handle {
 }
 
 /// Whether no process has the function open: opens a node that only one process can.
-pub(super) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
+pub(crate) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
     match api {
         Api::Type1 => {
             // The descriptor of a function holds its group's.

@@ -1,0 +1,153 @@
+//! An open function, as another process holds it.
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+};
+
+use farside_fabric::Iova;
+use farside_pci::{
+    Bdf,
+    regs::{COMMAND, COMMAND_MASTER},
+};
+use iommufd_bindings::iommufd::iommu_ioas_unmap;
+use iommufd_ioctls::IommuFd;
+use serde::{Deserialize, Serialize};
+
+use crate::{Api, VfioError, function::check_free, ioctl, iommu::io_error};
+
+/// Half of all IOVA: one request of type1 cannot name all of it.
+const HALF: u64 = 1 << 63;
+
+/// What a [`SecondHandle`] is made of, beside its descriptors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HandleParts {
+    pub(crate) bdf: Bdf,
+    /// Where the function's configuration space is in its descriptor.
+    pub(crate) config_offset: u64,
+    pub(crate) iommu: IommuParts,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum IommuParts {
+    Type1,
+    Iommufd { ioas: u32 },
+}
+
+/// A handle on a function that another process has opened, to stop its DMA when that process is
+/// gone. (A third, such as a VMM, may hold a descriptor of the function, too, and with it keep the
+/// mappings of its domain.) It keeps the function and its domain open.
+pub struct SecondHandle {
+    parts: HandleParts,
+    device: File,
+    iommu: Container,
+}
+
+enum Container {
+    Type1(File),
+    Iommufd { iommufd: IommuFd, ioas: u32 },
+}
+
+impl SecondHandle {
+    /// From what [`Function::share`](crate::Function::share) has returned.
+    pub fn new(parts: HandleParts, [device, iommu]: [OwnedFd; 2]) -> Self {
+        let iommu = match parts.iommu {
+            IommuParts::Type1 => Container::Type1(iommu.into()),
+            IommuParts::Iommufd { ioas } => Container::Iommufd {
+                iommufd: IommuFd::new_from_fd(iommu.into()),
+                ioas,
+            },
+        };
+        Self {
+            parts,
+            device: device.into(),
+            iommu,
+        }
+    }
+
+    /// Disables bus mastering and unmaps everything from the function's domain. No DMA reaches
+    /// memory after it returned `Ok`. Continues after a failure.
+    ///
+    /// # Errors
+    /// [`VfioError::Unmap`] if memory may still be mapped. (That the command register cannot be
+    /// written is only logged: the IOMMU stops the function.)
+    pub fn take_down(&self) -> Result<(), VfioError> {
+        if let Err(error) = self.disable_bus_master() {
+            let bdf = self.parts.bdf;
+            log::error!("cannot disable bus mastering of {bdf}: {error}");
+        }
+        self.unmap_all()
+    }
+
+    /// Closes the handle, and checks that no process has the function open any more.
+    ///
+    /// # Errors
+    /// As [`Function::close`](crate::Function::close).
+    pub fn close(self) -> Result<(), VfioError> {
+        let (bdf, api) = (self.parts.bdf, self.api());
+        drop(self);
+        check_free(bdf, api)
+    }
+
+    fn api(&self) -> Api {
+        match self.iommu {
+            Container::Type1(_) => Api::Type1,
+            Container::Iommufd { .. } => Api::Iommufd,
+        }
+    }
+
+    fn disable_bus_master(&self) -> io::Result<()> {
+        let at = self.parts.config_offset + COMMAND as u64;
+        let mut command = [0; 2];
+        self.device.read_exact_at(&mut command, at)?;
+        let disabled = u16::from_le_bytes(command) & !COMMAND_MASTER;
+        self.device.write_all_at(&disabled.to_le_bytes(), at)
+    }
+
+    fn unmap_all(&self) -> Result<(), VfioError> {
+        let failed = |at, len| {
+            move |source| VfioError::Unmap {
+                at,
+                len,
+                unmapped: 0,
+                source,
+            }
+        };
+        match &self.iommu {
+            Container::Type1(container) => {
+                let halves = [0, HALF].map(|at| {
+                    let at = Iova::new(at);
+                    let unmapped = ioctl::unmap_dma(container.as_fd(), at, HALF);
+                    unmapped.map_err(failed(at, HALF))
+                });
+                halves.into_iter().try_for_each(|half| half.map(drop))
+            }
+            Container::Iommufd { iommufd, ioas } => {
+                let mut unmap = iommu_ioas_unmap {
+                    size: size_of::<iommu_ioas_unmap>() as u32,
+                    ioas_id: *ioas,
+                    iova: 0,
+                    length: u64::MAX,
+                };
+                match iommufd.unmap_iommu_ioas(&mut unmap).map_err(io_error) {
+                    // Nothing is mapped.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+                    unmapped => unmapped.map_err(failed(Iova::new(0), u64::MAX)),
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Debug for SecondHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SecondHandle")
+            .field(&self.parts.bdf)
+            .finish()
+    }
+}

@@ -1,0 +1,108 @@
+//! A function in the worker process that serves its lease.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use farside_daemon::{DeviceId, VmName, Wakeup};
+use farside_lender_protocol::{Described, RamRange, RemoteError, Route};
+use farside_pci::Bdf;
+use farside_vfio::{Api, Function, HandleParts};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    describe,
+    leased::{LeasedFunction, Opened, Owner, no_bar_memory, open_clean},
+};
+use crate::{
+    refusals::{internal, unsupported},
+    source::{Available, DeviceSource, Leased, NotLeased, Report},
+};
+
+/// A function to be opened.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct FunctionConfig {
+    pub(super) bdf: Bdf,
+    pub(super) api: Api,
+    /// The VM that used it last.
+    pub(super) last_vm: Option<VmName>,
+}
+
+/// A function that was opened for one lease, and stays open until the process ends: closing it
+/// takes files that a worker cannot open any more.
+pub(crate) struct WorkerFunction {
+    id: DeviceId,
+    described: Described,
+    function: Arc<Function>,
+}
+
+impl WorkerFunction {
+    /// Opens and resets the function.
+    pub(crate) fn open(
+        id: &DeviceId,
+        config: &FunctionConfig,
+        stop: &Wakeup,
+    ) -> Result<Self, RemoteError> {
+        let function = open_clean(id, config, stop)?;
+        // Never dropped.
+        std::mem::forget(Arc::clone(&function));
+        Ok(Self {
+            id: id.clone(),
+            described: describe(&function).map_err(internal)?,
+            function,
+        })
+    }
+
+    /// The function for the lender's process.
+    pub(crate) fn share(&self) -> Result<(HandleParts, [OwnedFd; 2]), RemoteError> {
+        self.function.share().map_err(internal)
+    }
+}
+
+impl Available for WorkerFunction {
+    fn kind(&self) -> &'static str {
+        "vfio"
+    }
+
+    fn described(&self) -> &Described {
+        &self.described
+    }
+
+    fn check(&self, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
+        Err(unsupported("the lender's process checks that"))
+    }
+
+    fn flush(&mut self) -> Result<(), RemoteError> {
+        // The medium is the function's own, and the guest's driver flushes it.
+        Ok(())
+    }
+
+    /// The lender's process counts interrupts and faults.
+    fn report(&self) -> Report {
+        Report::default()
+    }
+}
+
+impl DeviceSource for WorkerFunction {
+    fn lease(
+        self: Box<Self>,
+        _: Route,
+        vm: &VmName,
+        bar_memory: Vec<OwnedFd>,
+    ) -> Result<Leased, NotLeased> {
+        let opened = no_bar_memory(&self.id, &bar_memory)
+            .and_then(|()| Opened::local(&self.described, Arc::clone(&self.function)));
+        match opened {
+            Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),
+            Err(error) => Err(NotLeased {
+                source: self,
+                error,
+            }),
+        }
+    }
+}
+
+impl Owner for WorkerFunction {
+    fn ended(self: Box<Self>, function: Arc<Function>, _: VmName) -> Box<dyn DeviceSource> {
+        function.stop();
+        self
+    }
+}
