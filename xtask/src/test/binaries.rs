@@ -17,19 +17,19 @@ use crate::cargo::{PRODUCT, build_product, cargo, workspace};
 /// The crate that boots VMs: packages whose integration tests do so depend on it.
 const TESTBED: &str = "farside-testbed";
 
-/// The binaries that take longest, in this order: run first, so that both lanes end
-/// together.
+/// The binaries that take longest, in the order in which they are started: those of few long tests
+/// before those of many short ones, so that both lanes end together.
 const LONGEST: [&str; 11] = [
     "guests",
     "hosts",
-    "libvirt",
-    "migration",
-    "hardware_refusals",
-    "bench",
-    "iommufd",
-    "live_migration",
     "package",
+    "libvirt",
+    "hardware_refusals",
+    "migration",
+    "bench",
     "host",
+    "live_migration",
+    "iommufd",
     "guest",
 ];
 
