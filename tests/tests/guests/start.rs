@@ -20,7 +20,7 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
 ) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let agent = AgentPort::listen("web1", cluster.directory())?;
-    describe(cluster, &agent, &["disk0"], &[])?;
+    let _web1 = describe(cluster, &agent, &["disk0"], &[])?;
 
     let said = done(cluster, &["start", "web1"])?;
     ensure!(said.contains("VM web1 runs (QEMU is process"), "{said}");
@@ -77,7 +77,7 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
 pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let agent = AgentPort::listen("web1", cluster.directory())?;
-    describe(cluster, &agent, &["disk0"], &[])?;
+    let _web1 = describe(cluster, &agent, &["disk0"], &[])?;
     start_lax(cluster)?;
     let guest = boot(&agent)?;
     let sum = write(&guest)?;
@@ -159,15 +159,15 @@ pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Re
         nothing_runs(cluster, "web1")
     };
     failed(&["VM web1 has no configuration"])?;
-    describe(cluster, &agent, &["disk0"], &[])?;
+    let _web1 = describe(cluster, &agent, &["disk0"], &[])?;
     failed(&[
         "the backend of VM web1 does not start",
         "cannot reach the lender",
     ])?;
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    describe(cluster, &agent, &["disk7"], &[])?;
+    let _web1 = describe(cluster, &agent, &["disk7"], &[])?;
     failed(&["the backend of VM web1", "no lender has device \"disk7\""])?;
-    describe(cluster, &agent, &["disk0"], &["-device", "no-such-thing"])?;
+    let _web1 = describe(cluster, &agent, &["disk0"], &["-device", "no-such-thing"])?;
     failed(&["QEMU of VM web1 does not start", "no-such-thing"])?;
     ensure!(cluster.status()?.lent("disk0")?.borrowed_by.is_none());
 
@@ -186,7 +186,7 @@ pub fn a_guest_that_does_not_power_off_is_ended_by_force_only(
     let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
     let agent = AgentPort::listen("web1", cluster.directory())?;
     // Its CPUs are stopped.
-    describe(cluster, &agent, &["disk0"], &["-S"])?;
+    let _web1 = describe(cluster, &agent, &["disk0"], &["-S"])?;
     let said = done(cluster, &["start", "web1"])?;
     ensure!(said.contains("is started (prelaunch)"), "{said}");
     let message = refused(cluster, &["stop", "web1", "--limit", "1"])?;
@@ -202,12 +202,24 @@ pub fn a_guest_that_does_not_power_off_is_ended_by_force_only(
     passed()
 }
 
-fn describe(
-    cluster: &Cluster,
+/// VM web1. `farside start` lets it outlive the test, so it is ended with this.
+struct Described<'a>(&'a Cluster);
+
+impl Drop for Described<'_> {
+    fn drop(&mut self) {
+        // If the test has passed, it does not run any more.
+        if let Err(error) = done(self.0, &["stop", "web1", "--limit", "0", "--force"]) {
+            eprintln!("VM web1 may still run: {error:#}");
+        }
+    }
+}
+
+fn describe<'a>(
+    cluster: &'a Cluster,
     agent: &AgentPort,
     devices: &[&str],
     more: &[&str],
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Described<'a>> {
     let testbed = testbed()?;
     let tcg = testbed.accel() == Accel::Tcg;
     let text = |path: &Path| path.display().to_string();
@@ -247,7 +259,8 @@ fn describe(
         "devices = {devices:?}\nmemory = \"512M\"\naccel = {accel:?}\nqemu = {:?}\nqemu-args = {args:?}\n",
         text(testbed.qemu()),
     );
-    cluster.describe("web1", &description).map(drop)
+    cluster.describe("web1", &description)?;
+    Ok(Described(cluster))
 }
 
 fn boot(agent: &AgentPort) -> anyhow::Result<Guest> {
