@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Tests to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 5] = [
+const ROUNDS: [Round; 6] = [
     Round {
         arguments: "--test migration",
         variables: &[("FARSIDE_MIGRATIONS", "50"), ("FARSIDE_KILLS", "20")],
@@ -43,6 +43,11 @@ const ROUNDS: [Round; 5] = [
         arguments: "--test guests -- crowd:: --include-ignored",
         variables: &[],
         seed: None,
+    },
+    Round {
+        arguments: "--test canaries -- million --include-ignored",
+        variables: &[],
+        seed: Some("FARSIDE_SEED"),
     },
 ];
 

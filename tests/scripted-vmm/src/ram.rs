@@ -1,5 +1,6 @@
 //! Guest RAM: one shared memfd with QEMU's layout. Low RAM begins at GPA 0 and file offset
-//! 0; the remainder is at GPA 4 GiB, and follows low RAM in the file.
+//! 0; the remainder is at GPA 4 GiB, and follows low RAM in the file. For tests of isolation
+//! the file may also have gaps, which no device is given.
 
 use std::fs::File;
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub struct Layout {
     pub high: u64,
     /// Page size.
     pub page: u64,
+    /// Bytes of the file before, between and after the blocks.
+    pub gap: u64,
 }
 
 impl Layout {
@@ -56,7 +59,20 @@ impl Layout {
             low,
             high: total - low,
             page,
+            gap: 0,
         })
+    }
+
+    /// The layout with gaps of that many bytes, whole pages, in the file.
+    #[must_use]
+    pub fn with_gaps(self, gap: u64) -> Self {
+        Self { gap, ..self }
+    }
+
+    /// Bytes of the file.
+    pub fn file_len(&self) -> u64 {
+        let blocks = self.blocks();
+        blocks.iter().map(|block| block.len + self.gap).sum::<u64>() + self.gap
     }
 
     /// Total bytes.
@@ -69,12 +85,12 @@ impl Layout {
         let low = Block {
             gpa: 0,
             len: self.low,
-            offset: 0,
+            offset: self.gap,
         };
         let high = Block {
             gpa: HIGH,
             len: self.high,
-            offset: self.low,
+            offset: self.gap + self.low + self.gap,
         };
         let mut blocks = vec![low, high];
         blocks.retain(|block| block.len > 0);
@@ -118,7 +134,7 @@ impl Ram {
         if huge {
             flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         }
-        let total = layout.total();
+        let total = layout.file_len();
         let fd = rustix::fs::memfd_create("guest-ram", flags).context("making guest RAM")?;
         rustix::fs::ftruncate(&fd, total).context("sizing guest RAM")?;
         if huge {

@@ -34,7 +34,13 @@ const LONGEST: [&str; 11] = [
 ];
 
 /// Binaries that link the test bed, but mostly wait: run beside those that boot VMs.
-const WAITING: [&str; 4] = ["control_socket", "bad_input", "made_up_host", "ports"];
+const WAITING: [&str; 5] = [
+    "control_socket",
+    "bad_input",
+    "canaries",
+    "made_up_host",
+    "ports",
+];
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.

@@ -137,6 +137,51 @@ impl Polled {
         Ok(self.completed - before)
     }
 
+    /// Submits these entries, whatever they are, and waits until each is completed. Returns the
+    /// number of those that succeeded. Sets their command identifiers.
+    ///
+    /// # Errors
+    /// If there are more than the queue holds, or one does not complete in time.
+    pub fn run_raw(&mut self, machine: &mut Machine, entries: &[[u8; 64]]) -> Result<usize> {
+        ensure!(
+            entries.len() < usize::from(ENTRIES),
+            "{} commands do not fit the queue",
+            entries.len()
+        );
+        let (old, head) = (self.tail, self.head);
+        for entry in entries {
+            let mut entry = *entry;
+            entry[2..4].copy_from_slice(&self.tail.to_le_bytes());
+            let at = self.memory.sq + u64::from(self.tail) * 64;
+            machine.ram.write(at, &entry)?;
+            self.tail = (self.tail + 1) % ENTRIES;
+        }
+        let register = self.capabilities.tail_doorbell(ID);
+        self.ring(machine, register, self.tail, old)?;
+        let deadline = machine.deadline();
+        let (mut done, mut succeeded) = (0, 0);
+        while done < entries.len() {
+            match self.take(machine)? {
+                Some(status) => {
+                    done += 1;
+                    succeeded += usize::from(status == 0);
+                }
+                None => {
+                    ensure!(
+                        Instant::now() < deadline,
+                        "{done} of {} commands complete within {:?}",
+                        entries.len(),
+                        machine.timeout
+                    );
+                    std::thread::yield_now();
+                }
+            }
+        }
+        let register = self.capabilities.head_doorbell(ID);
+        self.ring(machine, register, self.head, head)?;
+        Ok(succeeded)
+    }
+
     /// Fills the queue up to `depth`, and rings the doorbell once.
     fn submit(&mut self, machine: &mut Machine, depth: u16) -> Result<()> {
         let old = self.tail;
@@ -162,20 +207,9 @@ impl Polled {
     /// Reaps all completions, and rings the doorbell once.
     fn reap(&mut self, machine: &mut Machine) -> Result<bool> {
         let old = self.head;
-        loop {
-            let at = self.memory.cq + u64::from(self.head) * 16;
-            let last = machine.ram.load_u32(at + 12)?;
-            if last >> 16 & 1 != self.phase {
-                break;
-            }
-            let status = last >> 17 & 0x7ff;
+        while let Some(status) = self.take(machine)? {
             ensure!(status == 0, "a read failed with status {status:#x}");
             self.completed += 1;
-            self.head += 1;
-            if self.head == ENTRIES {
-                self.head = 0;
-                self.phase ^= 1;
-            }
         }
         if self.head == old {
             return Ok(false);
@@ -183,6 +217,21 @@ impl Polled {
         let register = self.capabilities.head_doorbell(ID);
         self.ring(machine, register, self.head, old)?;
         Ok(true)
+    }
+
+    /// Takes the next completion, if any. Returns its status.
+    fn take(&mut self, machine: &Machine) -> Result<Option<u32>> {
+        let at = self.memory.cq + u64::from(self.head) * 16;
+        let last = machine.ram.load_u32(at + 12)?;
+        if last >> 16 & 1 != self.phase {
+            return Ok(None);
+        }
+        self.head += 1;
+        if self.head == ENTRIES {
+            self.head = 0;
+            self.phase ^= 1;
+        }
+        Ok(Some(last >> 17 & 0x7ff))
     }
 
     /// Writes a doorbell: to memory if there is a buffer, and to the register if the value
