@@ -29,6 +29,10 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for Hello. Short in tests, which wait for it.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
+/// Timeout for the next request of a peer that has sent Hello and has no lease: idle peers would
+/// take the places of others. Tools and backends ask at once, or connect anew. Short in tests.
+pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 60 });
+
 /// Timeout for an answer of a device thread.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -60,29 +64,25 @@ pub(crate) fn serve(
     let name = channel.peer();
     let mut peer = None;
     let mut known = None;
-    let silent_since = Instant::now();
+    let mut asked = Instant::now();
     loop {
         let (envelope, fds): (Envelope, _) = match channel.try_receive() {
             Ok(Some(message)) => message,
             Ok(None) => {
                 let patience = match peer {
-                    Some(_) => None,
-                    None => Some(HELLO_TIMEOUT.saturating_sub(silent_since.elapsed())),
+                    Some(_) => IDLE_TIMEOUT,
+                    None => HELLO_TIMEOUT,
                 };
-                if patience.is_some_and(|patience| patience.is_zero()) {
-                    if let Some(held_back) = lines.silent.allow() {
-                        log::warn!(
-                            "dropping {name}: it has not said Hello within {HELLO_TIMEOUT:?}{held_back}"
-                        );
-                    }
-                    return;
+                let left = patience.saturating_sub(asked.elapsed());
+                if left.is_zero() {
+                    return log_idle(&name, peer.is_some(), lines);
                 }
-                let patience = patience.and_then(|patience| Timespec::try_from(patience).ok());
+                let left = Timespec::try_from(left).unwrap_or_default();
                 let mut fds = [
                     PollFd::new(&channel, channel.interest()),
                     PollFd::new(stop, PollFlags::IN),
                 ];
-                match poll(&mut fds, patience.as_ref()) {
+                match poll(&mut fds, Some(&left)) {
                     Err(errno) if errno != rustix::io::Errno::INTR => return,
                     _ if !fds[1].revents().is_empty() => return,
                     _ => continue,
@@ -122,6 +122,22 @@ pub(crate) fn serve(
         if let Err(error) = channel.send(&reply, &[], SEND_TIMEOUT) {
             return log_broken(&name, &error, lines);
         }
+        match peer {
+            Some(_) => asked = Instant::now(),
+            // Refused requests before Hello gain no time.
+            None if asked.elapsed() >= HELLO_TIMEOUT => return log_idle(&name, false, lines),
+            None => {}
+        }
+    }
+}
+
+fn log_idle(name: &str, greeted: bool, lines: &PeerLines) {
+    let (limit, omitted, patience) = match greeted {
+        true => (&lines.idle, "requested anything", IDLE_TIMEOUT),
+        false => (&lines.silent, "sent Hello", HELLO_TIMEOUT),
+    };
+    if let Some(held_back) = limit.allow() {
+        log::warn!("dropping {name}: it has not {omitted} within {patience:?}{held_back}");
     }
 }
 

@@ -53,6 +53,8 @@ pub(crate) struct PeerLines {
     pub(crate) refused: RateLimit,
     /// A peer did not send Hello.
     pub(crate) silent: RateLimit,
+    /// A peer without a lease did not send a request.
+    pub(crate) idle: RateLimit,
     /// A connection failed, or its peer violated the protocol.
     pub(crate) broken: RateLimit,
     /// A peer sent an invalid token.

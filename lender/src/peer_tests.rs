@@ -4,6 +4,7 @@
 mod device;
 mod end;
 mod host;
+mod idle;
 mod lease;
 mod neighbour;
 mod registers;

@@ -254,8 +254,10 @@ impl Host {
     /// A bare socket.
     pub(super) fn socket(&self) -> TcpStream {
         match &self.address {
-            Address::Tcp { host, port } => TcpStream::connect((host.as_str(), *port)).unwrap(),
-            Address::Unix(_) | Address::Tls { .. } => unreachable!(),
+            Address::Tcp { host, port } | Address::Tls { host, port } => {
+                TcpStream::connect((host.as_str(), *port)).unwrap()
+            }
+            Address::Unix(_) => unreachable!(),
         }
     }
 

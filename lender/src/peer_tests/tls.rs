@@ -1,10 +1,10 @@
 //! A lease over TLS, whose two connections are one host's.
 
-use std::path::PathBuf;
+use std::{io::Write, path::PathBuf};
 
 use farside_lender_protocol::{
-    CallError, Channel, Client, Envelope, Generation, Registers, RemoteError, Reply, Request,
-    Route, VERSION,
+    CallError, Channel, ChannelError, Client, Envelope, Generation, Registers, RemoteError, Reply,
+    Request, Route, VERSION,
     registers::{Access, Event},
 };
 use farside_pki::{
@@ -12,7 +12,7 @@ use farside_pki::{
     issue::{self, Validity},
 };
 
-use super::host::{DEADLINE, DEVICE, Host, until};
+use super::host::{DEADLINE, DEVICE, Host, expect_closed, until};
 
 /// A CA's directory, with those of two hosts.
 struct Site(tempfile::TempDir);
@@ -120,6 +120,24 @@ fn another_host_cannot_use_the_token_of_a_lease() {
     assert!(error.message.contains("another host's"), "{error}");
     // It has not used it up.
     call(&mut connect("a"), Request::Registers { token }).unwrap();
+}
+
+#[test]
+fn a_handshake_that_stalls_ends_in_the_time_for_hello() {
+    let site = Site::new();
+    let host = site.lender("host=a");
+    // Nothing at all, and a record's header (RFC 8446, 5.1) without the record.
+    let silent = host.socket();
+    let mut stalled = host.socket();
+    stalled.write_all(&[0x16, 3, 1, 1, 0]).unwrap();
+    // A handshake, and then nothing.
+    let mut mute = Channel::connect(&host.address, &site.of("a"), DEADLINE).unwrap();
+    for socket in [silent, stalled] {
+        socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        expect_closed(socket);
+    }
+    let closed = mute.receive::<Reply>(DEADLINE).unwrap_err();
+    assert!(!matches!(closed, ChannelError::TimedOut(_)), "{closed}");
 }
 
 #[test]
