@@ -107,6 +107,19 @@ pub enum FabricError {
         /// The error of the system call.
         source: io::Error,
     },
+    /// Memory that DMA in flight uses could not be taken from it.
+    #[error(
+        "cannot replace {len:#x} bytes at offset {offset:#x} of the shared memory file, which DMA in \
+         flight uses, by private pages"
+    )]
+    InUse {
+        /// Offset in the file.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+        /// The error of the system call, or another use of the memory.
+        source: io::Error,
+    },
     /// An error of an implementation outside this crate: a proxy, a driver.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),

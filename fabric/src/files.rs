@@ -52,8 +52,8 @@ impl SharedFiles {
         }
         let key = backing.identity;
         let mapped = self.mapped.get(&key).and_then(Weak::upgrade);
-        // A file that has shrunk or grown is mapped anew.
-        let mapped = mapped.filter(|mapped| !mapped.is_gone());
+        // A file that has shrunk or grown is mapped anew, as is one of which parts were taken away.
+        let mapped = mapped.filter(|mapped| mapped.is_whole());
         if let Some(part) = mapped.and_then(|mapped| mapped.part(offset, len)) {
             return Ok(part);
         }

@@ -76,6 +76,24 @@ impl Mapping {
         unsafe { VolatileSlice::new(self.start().add(offset), len) }
     }
 
+    /// Replaces the `len` bytes at `offset`, whole pages, by private zero pages. No access to this
+    /// part of the file comes after it, be it by a thread or by a system call that has begun, unless
+    /// that has pinned the file's pages (direct I/O).
+    pub(crate) fn make_private(&self, offset: usize, len: usize) -> io::Result<()> {
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: validity and length: inside the mapping, checked above, so MAP_FIXED replaces
+        // nothing else; the kernel refuses parts of pages. Aliasing: there are no references into
+        // the mapping; other threads and system calls see either the file or zeroes. The
+        // replacement is readable and writable, as its accesses need, and `drop` unmaps it.
+        unsafe { mm::mmap_anonymous(self.start().add(offset).cast(), len, prot, flags) }
+            .map(|_| ())
+            .map_err(io::Error::from)
+    }
+
     /// Changes the residency of the `len` bytes at `offset`, both whole pages.
     pub(crate) fn make(&self, what: Residency, offset: usize, len: usize) -> io::Result<()> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {

@@ -9,7 +9,10 @@ use std::{
     fs::File,
     io,
     os::fd::OwnedFd,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -62,6 +65,8 @@ pub(crate) struct MappedFile {
     offset: u64,
     page_size: u64,
     writable: bool,
+    /// Parts of it are private pages.
+    has_private: AtomicBool,
 }
 
 impl MappedFile {
@@ -83,12 +88,18 @@ impl MappedFile {
             offset: backing.offset,
             page_size: backing.page_size,
             writable,
+            has_private: AtomicBool::new(false),
         }))
     }
 
     /// Whether an access found that the file had shrunk.
     pub(crate) fn is_gone(&self) -> bool {
         self.guard.is_gone()
+    }
+
+    /// Whether all of it is the file.
+    pub(crate) fn is_whole(&self) -> bool {
+        !self.is_gone() && !self.has_private.load(Ordering::Relaxed)
     }
 
     /// The `len` bytes at `offset` of the file, or `None` when they are not all mapped.
@@ -101,6 +112,7 @@ impl MappedFile {
                 mapped: self,
                 skip,
                 len,
+                is_private: AtomicBool::new(false),
             })
         })
     }
@@ -113,6 +125,7 @@ pub struct SharedMemory {
     /// Where the range begins in the mapping.
     skip: usize,
     len: usize,
+    is_private: AtomicBool,
 }
 
 impl SharedMemory {
@@ -165,6 +178,7 @@ impl SharedMemory {
             mapped,
             skip: backing.skip,
             len: len as usize, // no more than is mapped
+            is_private: AtomicBool::new(false),
         })
     }
 
@@ -193,10 +207,31 @@ impl SharedMemory {
         self.mapped.writable
     }
 
-    /// Whether an access found that the file had shrunk (or that the system had no page for it).
-    /// From then on all of it is private zero pages, which no other process sees.
+    /// Whether an access found that the file had shrunk (or that the system had no page for it),
+    /// or it was [made private](Self::make_private). From then on all of it is private zero pages,
+    /// which no other process sees.
     pub fn is_gone(&self) -> bool {
-        self.mapped.is_gone()
+        self.mapped.is_gone() || self.is_private.load(Ordering::Relaxed)
+    }
+
+    /// Takes the memory from those who still hold slices of it: replaces it by private zero pages,
+    /// where an I/O in flight ends. Other ranges of the same mapping must not overlap it.
+    ///
+    /// # Errors
+    /// What the system reports, such as for a part of a huge page; nothing has changed then.
+    pub(crate) fn make_private(&self) -> io::Result<()> {
+        // First: a file that is mapped anew must not get these pages.
+        self.mapped.has_private.store(true, Ordering::Relaxed);
+        self.mapped.mapping.make_private(self.skip, self.len)?;
+        self.is_private.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether both are of one mapping, and overlap.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.mapped, &other.mapped)
+            && self.skip < other.skip + other.len
+            && other.skip < self.skip + self.len
     }
 
     /// The part `[offset, offset + len)`, or `None` when it is not all inside.
@@ -308,5 +343,75 @@ impl HostSlice {
             .mapped
             .mapping
             .volatile(memory.skip + self.offset, self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write,
+        os::unix::{fs::FileExt, net::UnixStream},
+    };
+
+    use vm_memory::ReadVolatile;
+
+    use super::*;
+
+    /// A system call that has begun, as of a medium that is late, writes after the memory was taken.
+    #[test]
+    fn a_late_write_of_the_kernel_does_not_reach_memory_that_was_made_private() {
+        const LEN: usize = 4 * PAGE_SIZE as usize;
+        let file = File::from(create_sealed("ram", LEN as u64).unwrap());
+        let whole = Backing::check(&file, 0, LEN as u64).unwrap();
+        let mapped = MappedFile::new(&file, &whole, true, None).unwrap();
+        let part = |page: u64| {
+            Arc::clone(&mapped)
+                .part(page * PAGE_SIZE, PAGE_SIZE)
+                .unwrap()
+        };
+        let (taken, kept) = (part(1), part(2));
+        let slice = taken.slice(8, 4).unwrap();
+        let (mut medium, mut device) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            let late = slice.clone();
+            let read = scope.spawn(move || device.read_exact_volatile(&mut late.volatile()));
+            // The first part of the data arrives; the read of the rest waits in the kernel.
+            medium.write_all(b"ab").unwrap();
+            let mut begun = [0; 2];
+            while &begun != b"ab" {
+                slice.read(&mut begun);
+                std::thread::yield_now();
+            }
+            taken.make_private().unwrap();
+            medium.write_all(b"cd").unwrap();
+            read.join().unwrap().unwrap();
+        });
+        let mut bytes = [0; 4];
+        slice.read(&mut bytes);
+        assert_eq!(&bytes, b"\0\0cd", "zero pages, and the rest of the data");
+        file.read_exact_at(&mut bytes, PAGE_SIZE + 8).unwrap();
+        assert_eq!(&bytes, b"ab\0\0");
+        assert!(taken.is_gone() && !kept.is_gone() && !mapped.is_whole());
+        kept.slice(0, 1).unwrap().write(&[7]);
+        file.read_exact_at(&mut bytes[..1], 2 * PAGE_SIZE).unwrap();
+        assert_eq!(bytes[0], 7);
+    }
+
+    #[test]
+    fn ranges_of_one_mapping_overlap_or_do_not() {
+        let file = File::from(create_sealed("ram", 4 * PAGE_SIZE).unwrap());
+        let whole = Backing::check(&file, 0, 4 * PAGE_SIZE).unwrap();
+        let map = || MappedFile::new(&file, &whole, true, None).unwrap();
+        let (mapped, other) = (map(), map());
+        let part = |mapped: &Arc<MappedFile>, page: u64, pages: u64| {
+            let part = Arc::clone(mapped).part(page * PAGE_SIZE, pages * PAGE_SIZE);
+            part.unwrap()
+        };
+        let two = part(&mapped, 1, 2);
+        for (page, pages, overlaps) in [(0, 1, false), (0, 2, true), (2, 2, true), (3, 1, false)] {
+            assert_eq!(two.overlaps(&part(&mapped, page, pages)), overlaps);
+            assert_eq!(part(&mapped, page, pages).overlaps(&two), overlaps);
+            assert!(!two.overlaps(&part(&other, page, pages)));
+        }
     }
 }

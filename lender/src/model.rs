@@ -194,10 +194,13 @@ impl LeasedDevice for LeasedModel {
         if !self.path.in_use(at, len) {
             return self.path.unmap_peer(at, len).map_err(refused);
         }
-        let drained = self.quiesce(DRAIN_TIMEOUT);
-        let unmapped = drained.and_then(|()| self.path.unmap_peer(at, len).map_err(refused));
+        let unmapped = match self.quiesce(DRAIN_TIMEOUT) {
+            Ok(()) => self.path.unmap_peer(at, len),
+            // The I/O in flight fails when the medium completes it.
+            Err(_) => self.path.seize_peer(at, len),
+        };
         self.resume();
-        unmapped
+        unmapped.map_err(refused)
     }
 
     fn poll(&mut self) -> bool {
@@ -249,10 +252,13 @@ impl LeasedDevice for LeasedModel {
         // enable then blocks the rest.
         let drained = self.quiesce(patience);
         self.path.set_bus_master(false).map_err(internal)?;
-        drained?;
+        if drained.is_err() {
+            self.path.seize_peer_all().map_err(internal)?;
+        }
         self.path.close_all().map_err(internal)?;
         self.path.unmap_peer_all();
-        Ok(())
+        // Without its memory; the medium has yet to let the device go.
+        drained
     }
 
     fn end(mut self: Box<Self>) -> Box<dyn DeviceSource> {

@@ -1,6 +1,9 @@
 //! One borrow's path: three tables, and a cache of their composed translations.
 
-use std::sync::{Arc, Weak};
+use std::{
+    io,
+    sync::{Arc, Weak},
+};
 
 use super::{
     adapter::{LutRun, Requester},
@@ -127,6 +130,43 @@ impl Path {
         self.retire(unmapped);
     }
 
+    /// As [`Path::unmap_peer`], from a device that does not stop: what it still uses of the memory
+    /// is replaced by private pages first, where a DMA in flight ends. Nothing reaches the memory
+    /// afterwards.
+    ///
+    /// # Errors
+    /// As there, and [`FabricError::InUse`] if the memory cannot be replaced, or is mapped at
+    /// another peer address, too; it stays mapped then.
+    pub fn seize_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
+        self.iotlb.clear();
+        let range = AddressRange::new(at, len)?;
+        let taken = self.borrower.inside(range)?;
+        let stays = |at: PeerAddress| at < range.start() || at >= range.end();
+        for memory in in_use(taken) {
+            let mut others = self.borrower.rows().iter();
+            if others.any(|(row, other)| stays(row.start()) && other.memory.overlaps(memory)) {
+                return Err(FabricError::InUse {
+                    offset: memory.file_offset(),
+                    len: memory.len() as u64,
+                    source: io::Error::other("it is mapped at another peer address, too"),
+                });
+            }
+        }
+        seize(taken)?;
+        self.unmap_peer(at, len)
+    }
+
+    /// As [`Path::seize_peer`], for all of the borrower's domain.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn seize_peer_all(&mut self) -> Result<(), FabricError> {
+        self.iotlb.clear();
+        seize(self.borrower.rows())?;
+        self.unmap_peer_all();
+        Ok(())
+    }
+
     /// Whether anything beside the tables holds memory that is mapped within
     /// the `len` bytes at `at`: a DMA that has begun, or a translation that the
     /// device keeps. If not, no DMA reaches it once it is unmapped.
@@ -134,8 +174,7 @@ impl Path {
         // Its entries hold memory, too.
         self.iotlb.clear();
         let inside = AddressRange::new(at, len).and_then(|range| self.borrower.inside(range));
-        let held = |target: &ToMemory| Arc::strong_count(&target.memory) > 1;
-        inside.is_ok_and(|rows| rows.iter().any(|(_, target)| held(target)))
+        inside.is_ok_and(|rows| in_use(rows).next().is_some())
     }
 
     /// Whether an I/O still holds memory that has been unmapped since: until
@@ -227,6 +266,26 @@ impl Path {
             }
         }
     }
+}
+
+/// The memory that is in use elsewhere.
+fn in_use(
+    rows: &[(AddressRange<PeerAddress>, ToMemory)],
+) -> impl Iterator<Item = &Arc<SharedMemory>> {
+    let memories = rows.iter().map(|(_, target)| &target.memory);
+    memories.filter(|memory| Arc::strong_count(memory) > 1)
+}
+
+/// Replaces the memory that is in use elsewhere by private pages.
+fn seize(rows: &[(AddressRange<PeerAddress>, ToMemory)]) -> Result<(), FabricError> {
+    for memory in in_use(rows) {
+        memory.make_private().map_err(|source| FabricError::InUse {
+            offset: memory.file_offset(),
+            len: memory.len() as u64,
+            source,
+        })?;
+    }
+    Ok(())
 }
 
 /// How far a mapping reaches around an address in it.

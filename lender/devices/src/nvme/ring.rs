@@ -36,6 +36,11 @@ impl GuestRange {
     }
 
     fn whole(&mut self, dma: &mut dyn Dma) -> Result<Option<&HostSlice>, Fault> {
+        // Taken away while the device could not be quiesced.
+        let is_gone = |slice: &HostSlice| slice.memory().is_gone();
+        if self.whole.as_ref().is_some_and(is_gone) {
+            self.whole = None;
+        }
         if self.whole.is_none() {
             let slice = dma.translate(self.base, self.len, self.access)?;
             if slice.len() < self.len {

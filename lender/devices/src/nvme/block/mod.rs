@@ -336,6 +336,11 @@ impl BlockQueue {
                     more = true;
                 }
                 Step::Done(result) => {
+                    let lost = self.transfers[usize::from(tag)].has_lost_memory();
+                    let result = match lost {
+                        true => result.and(Err(BlockError::GuestMemory)),
+                        false => result,
+                    };
                     self.in_flight -= 1;
                     self.done.push((tag, result));
                 }

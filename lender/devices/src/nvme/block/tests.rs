@@ -4,10 +4,15 @@ use std::{
     fs::File,
     io::{Write, stdout},
     os::unix::fs::FileExt,
+    sync::Arc,
     thread,
 };
 
-use farside_fabric::memory::{HostSlice, SharedMemory};
+use farside_fabric::{
+    NtbLimits, PeerAddress,
+    memory::{HostSlice, SharedMemory},
+    soft::Adapter,
+};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fs::{MemfdFlags, ftruncate, memfd_create},
@@ -78,6 +83,27 @@ fn guest_memory_that_is_gone_is_told_apart() {
         queue.slices(0).push(memory);
         ftruncate(&fd, 8192).unwrap();
         queue.read(0, 0);
+        assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));
+        queue.write(0, 0, Durability::Cached);
+        assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));
+    }
+}
+
+/// Its data is not the guest's: zeroes were written, or what was read is lost.
+#[test]
+fn io_whose_memory_was_taken_fails() {
+    const AT: PeerAddress = PeerAddress::new(0);
+    for engine in ENGINES {
+        let mut queue = BlockQueue::open(file(1 << 20), engine, 4).unwrap();
+        let (_fd, slice) = memory(1 << 16);
+        let mut path = Adapter::new(NtbLimits::default())
+            .unwrap()
+            .attach("disk0")
+            .unwrap();
+        path.map_shared(AT, Arc::clone(slice.memory())).unwrap();
+        queue.slices(0).push(slice.clone());
+        queue.read(0, 0);
+        path.seize_peer(AT, 1 << 16).unwrap();
         assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));
         queue.write(0, 0, Durability::Cached);
         assert_eq!(finish(&mut queue), (0, Err(BlockError::GuestMemory)));

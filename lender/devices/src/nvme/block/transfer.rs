@@ -111,6 +111,11 @@ impl Transfer {
         (&self.scratch, &self.slices)
     }
 
+    /// Whether guest memory of it was replaced by zero pages meanwhile: the data is not the guest's.
+    pub(super) fn has_lost_memory(&self) -> bool {
+        self.slices.iter().any(|slice| slice.memory().is_gone())
+    }
+
     pub(super) fn release(&mut self) {
         self.assert_idle();
         self.slices.clear();
