@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 use farside_backend_api::{BackendReport, DeviceReport, LenderReport, Status};
 use farside_daemon::{VmName, paths};
-use farside_lender_protocol::{Address, Availability, Client, DeviceStatus};
+use farside_lender_protocol::{Address, Availability, Client, DeviceStatus, LimitUse};
 use farside_vm_control::connect_by;
 
 use crate::{args::Status as Args, terminal::Plain};
@@ -116,6 +116,7 @@ fn lender(address: &Address) -> anyhow::Result<LenderReport> {
         lender: client.lender().to_owned(),
         address: address.clone(),
         devices,
+        limits: client.limits_in_use()?,
     })
 }
 
@@ -157,11 +158,21 @@ fn write(text: &mut String, status: &Status, hidden: bool) -> fmt::Result {
     }
     for lender in &status.lenders {
         writeln!(text, "lender {} ({})", lender.lender, lender.address)?;
+        limits(text, "  ", &lender.limits)?;
         for device in &lender.devices {
             lent(text, device)?;
         }
     }
     Ok(())
+}
+
+/// What is used of limits, on one line.
+fn limits(text: &mut String, indent: &str, limits: &[LimitUse]) -> fmt::Result {
+    let limits: Vec<_> = limits.iter().map(LimitUse::to_string).collect();
+    match limits.is_empty() {
+        true => Ok(()),
+        false => writeln!(text, "{indent}limits: {}", limits.join(", ")),
+    }
 }
 
 /// A device, as its backend has it.
@@ -226,6 +237,7 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
         usage.bytes_mapped >> 20,
         if device.bus_master { "on" } else { "off" }
     )?;
+    limits(text, "    ", &device.limits)?;
     let interrupts: u64 = device.interrupts.iter().map(|(_, _, count)| count).sum();
     let vectors = device.interrupts.len();
     writeln!(text, "    {interrupts} interrupts on {vectors} vectors")?;

@@ -160,6 +160,13 @@ impl Vectors {
             .map_or(0, |slot| slot.fired)
     }
 
+    /// The number of vectors with an eventfd of the client, and of all vectors.
+    pub fn eventfds(&self) -> (usize, usize) {
+        let slots = || self.slots.iter().flatten();
+        let is_eventfd = |slot: &&Slot| matches!(slot.target, Some(IrqTarget::EventFd(_)));
+        (slots().filter(is_eventfd).count(), slots().count())
+    }
+
     /// The figures that people and tests look at.
     pub fn status(&self) -> VectorsStatus {
         let fired = IrqIndex::ALL.into_iter().flat_map(|index| {

@@ -8,16 +8,17 @@ use std::{
 
 use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::NtbLimits;
+use farside_fabric::{NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, ErrorKind, Generation, HeldFence, Identity, MAX_REVOKE_LIMIT,
-    RegisterToken, RemoteError, Reply, Request, Revocation, Route, TOKEN_LIFE, VERSION,
+    Channel, ChannelError, Envelope, ErrorKind, Generation, HeldFence, Identity, LimitUse,
+    MAX_DEVICES, MAX_REVOKE_LIMIT, RegisterToken, RemoteError, Reply, Request, Resource,
+    Revocation, Route, TOKEN_LIFE, VERSION,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     fences::Claim,
-    listening::PeerLines,
+    listening::{PeerCount, PeerLines},
     refusals::invalid,
     registry::{Lease, Mail, Mailbox, Registry, Viewer},
     server::Devices,
@@ -50,6 +51,39 @@ pub(crate) struct About {
     pub(crate) name: LenderName,
     pub(crate) limits: NtbLimits,
     pub(crate) devices: Devices,
+    /// The adapter of software models.
+    pub(crate) adapter: Adapter,
+    /// The peers of each listener.
+    pub(crate) peers: Vec<PeerCount>,
+}
+
+impl About {
+    /// What is in use of the limits that all devices share.
+    fn limits_in_use(&self, registry: &Registry) -> Vec<LimitUse> {
+        let mut limits = Vec::new();
+        if let Some(usage) = self.adapter.tables().usage() {
+            let entries = usage.limits.max_devices().into();
+            let requesters = usage.devices.len() as u64;
+            let (used, lut_entries) = (usage.lut_entries.into(), usage.limits.lut_entries.into());
+            limits.extend([
+                LimitUse::new(Resource::RequesterEntries, requesters, entries),
+                LimitUse::new(Resource::LutEntries, used, lut_entries),
+            ]);
+        }
+        let devices = registry.count() as u64;
+        limits.push(LimitUse::new(
+            Resource::Devices,
+            devices,
+            MAX_DEVICES as u64,
+        ));
+        limits.extend(
+            self.peers
+                .iter()
+                .map(PeerCount::in_use)
+                .max_by_key(|peers| peers.used),
+        );
+        limits
+    }
 }
 
 /// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
@@ -242,6 +276,14 @@ fn answer(
             Reply::Devices(registry.entries(after.as_ref(), &viewer))
         }
         (Request::Limits, _) => Reply::Limits(lender.limits.clone()),
+        (Request::LimitsInUse, _) => {
+            let is_operator = lender.devices.check_operator(identity).is_ok();
+            Reply::LimitsInUse(if is_operator {
+                lender.limits_in_use(registry)
+            } else {
+                Vec::new()
+            })
+        }
         (Request::Describe { device }, _) => {
             may_borrow(&device, viewer.vm)?;
             Reply::Description(Box::new((*registry.described(&device)?).clone()))

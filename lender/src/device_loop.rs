@@ -28,7 +28,7 @@ use std::{
 
 use farside_daemon::{DeviceId, Wakeup};
 use farside_fabric::SharedQuota;
-use farside_lender_protocol::{Generation, RemoteError};
+use farside_lender_protocol::{Generation, LimitUse, RemoteError, Resource};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -79,13 +79,6 @@ impl Device<'_> {
         match self {
             Self::Available(source) => *source,
             Self::Leased(device) => device.source(),
-        }
-    }
-
-    fn report(&mut self) -> Report {
-        match self {
-            Self::Available(source) => source.report(),
-            Self::Leased(device) => device.report(),
         }
     }
 }
@@ -213,7 +206,11 @@ impl DeviceLoop {
         // Fails if the requester has gone.
         match mail {
             Mail::Report(reply) => {
-                let _ = reply.try_send(device.report());
+                let report = match device {
+                    Device::Available(source) => source.report(),
+                    Device::Leased(device) => self.report(device),
+                };
+                let _ = reply.try_send(report);
                 None
             }
             Mail::Check { route, ram, reply } => {
@@ -250,6 +247,18 @@ impl DeviceLoop {
             }
             Mail::Lease(lease) => Some(lease),
         }
+    }
+
+    /// The report of a leased device, with what the lease has of this process's memory.
+    fn report(&self, device: &mut dyn LeasedDevice) -> Report {
+        let (used, limit) = self.quota.used_of();
+        let mut report = device.report();
+        let (files, bytes) = (Resource::MemoryFiles, Resource::MemoryBytes);
+        report.limits.extend([
+            LimitUse::new(files, used.mappings as u64, limit.mappings as u64),
+            LimitUse::new(bytes, used.bytes, limit.bytes),
+        ]);
+        report
     }
 
     /// The revocation of the lease `generation`, if requested.

@@ -22,7 +22,7 @@ use std::{
 };
 
 use farside_daemon::{Activated, RateLimit, SocketKind, paths};
-use farside_lender_protocol::{Address, Channel, Identity, Listener};
+use farside_lender_protocol::{Address, Channel, Identity, LimitUse, Listener, Resource};
 use farside_pki::{Renewed, Side};
 
 use crate::{
@@ -81,6 +81,17 @@ impl Peers {
     }
 }
 
+/// The number of a listener's peers.
+pub(crate) struct PeerCount(Arc<Peers>);
+
+impl PeerCount {
+    /// How many of them there may be.
+    pub(crate) fn in_use(&self) -> LimitUse {
+        let connected = self.0.connected.load(Ordering::Relaxed);
+        LimitUse::new(Resource::Peers, connected as u64, MAX_PEERS as u64)
+    }
+}
+
 /// A listener of the lender.
 pub(crate) struct PeerListener {
     listener: Listener,
@@ -133,6 +144,11 @@ impl PeerListener {
             listener,
             peers: Arc::new(peers),
         }
+    }
+
+    /// A handle on the number of its peers.
+    pub(crate) fn count(&self) -> PeerCount {
+        PeerCount(Arc::clone(&self.peers))
     }
 
     /// The listener's address.

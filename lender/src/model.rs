@@ -13,13 +13,13 @@ use std::{
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FaultSummary, LenderPath, PeerAddress, fits,
+    FaultSummary, LenderPath, MAX_MAPPINGS, PeerAddress, fits,
     memory::SharedMemory,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::IrqCounts;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, RamRange, RemoteError, Route, irq_counts,
+    BarMemory, BarOwner, Described, LimitUse, RamRange, RemoteError, Resource, Route, irq_counts,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -159,9 +159,19 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn report(&mut self) -> Report {
+        let usage = self.path.usage();
+        let of = |resource, used: u32, limit| LimitUse::new(resource, used.into(), limit);
+        let (mappings, most) = (self.path.mappings() as u32, MAX_MAPPINGS as u64);
+        let lut_entries = self.model.adapter.limits().lut_entries.into();
         Report {
+            limits: vec![
+                of(Resource::Mappings, mappings, most),
+                of(Resource::Windows, usage.windows, most),
+                of(Resource::LutEntries, usage.lut_entries, lut_entries),
+                self.irq.eventfds(),
+            ],
             bus_master: self.path.bus_master(),
-            usage: self.path.usage(),
+            usage,
             interrupts: self.irq.raised(),
             faults: self.path.faults().summary(),
             ..self.model.report()

@@ -425,6 +425,11 @@ impl Registry {
         }
     }
 
+    /// The number of devices.
+    pub(crate) fn count(&self) -> usize {
+        self.lock().slots.len()
+    }
+
     pub(crate) fn described(&self, id: &DeviceId) -> Result<Arc<Described>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;

@@ -170,7 +170,6 @@ impl Lender {
         let opened = open(&config, &adapter, &stop)?;
         let listeners = PeerListener::open_all(&config, activated)?;
         let lender = Self {
-            listeners,
             about: Arc::new(About {
                 name: config.name.clone(),
                 limits: match &opened.ntb {
@@ -178,7 +177,10 @@ impl Lender {
                     None => config.fabric.clone(),
                 },
                 devices,
+                adapter,
+                peers: listeners.iter().map(PeerListener::count).collect(),
             }),
+            listeners,
             registry,
             fault_reader: opened.fault_reader,
             ntb: opened.ntb,

@@ -15,7 +15,8 @@ use farside_fabric::{
 };
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{
-    BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, RamRange, RemoteError, Route,
+    BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, LimitUse, RamRange, RemoteError,
+    Route,
 };
 use serde::{Deserialize, Serialize};
 
@@ -166,6 +167,8 @@ pub(crate) struct Report {
     pub(crate) faults: FaultSummary,
     /// The device's own counters.
     pub(crate) counters: Vec<(String, u64)>,
+    /// What the lease uses of its limits.
+    pub(crate) limits: Vec<LimitUse>,
 }
 
 impl Report {
@@ -180,6 +183,7 @@ impl Report {
         self.counters.truncate(COUNTERS);
         self.interrupts.truncate(MAX_VECTORS);
         self.faults.recent.truncate(FaultLog::REMEMBERED);
+        self.limits.truncate(LimitUse::MAX);
         self
     }
 
@@ -192,6 +196,7 @@ impl Report {
             interrupts: self.interrupts,
             faults: self.faults,
             counters: self.counters,
+            limits: self.limits,
         }
     }
 }

@@ -13,7 +13,9 @@ use farside_bench::{
 use farside_doctor::{Finding, Level, Report};
 use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage};
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
-use farside_lender_protocol::{Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation};
+use farside_lender_protocol::{
+    Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation, LimitUse, Resource,
+};
 use farside_planner::{
     AddressRules, Answer, Cluster, Guest, Preset, Remedy, plan_cluster, plan_ntb, plan_vfio,
 };
@@ -184,6 +186,7 @@ fn status_is_documented() {
         interrupts: Vec::new(),
         faults: FaultSummary::default(),
         counters: Vec::new(),
+        limits: Vec::new(),
     };
     let lent = DeviceStatus {
         entry: entry(Some("the medium fails")),
@@ -193,12 +196,14 @@ fn status_is_documented() {
             ..FaultSummary::default()
         },
         counters: vec![("io_commands".to_owned(), 12)],
+        limits: vec![LimitUse::new(Resource::MemoryBytes, 1, 2)],
         ..free.clone()
     };
     let lender = LenderReport {
         lender: "rack1-b".to_owned(),
         address: lender,
         devices: vec![lent, free],
+        limits: vec![LimitUse::new(Resource::LutEntries, 4, 256)],
     };
     let status = to_value(Status::new(vec![backend], vec![lender])).unwrap();
     is_documented("farside status --json", &[&status]);

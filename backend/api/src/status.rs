@@ -5,7 +5,7 @@ use std::fmt;
 
 use farside_daemon::{DeviceId, VmName};
 use farside_irq_relay::VectorsStatus;
-use farside_lender_protocol::{Address, DeviceStatus, Generation};
+use farside_lender_protocol::{Address, DeviceStatus, Generation, LimitUse};
 use serde::{Deserialize, Serialize};
 
 /// The version of this format. Incremented when a field is removed or changes its
@@ -123,6 +123,9 @@ pub struct LenderReport {
     pub address: Address,
     /// The status of its devices.
     pub devices: Vec<DeviceStatus>,
+    /// What it uses of its limits, if this user operates it.
+    #[serde(default)]
+    pub limits: Vec<LimitUse>,
 }
 
 /// Why a status cannot be parsed.

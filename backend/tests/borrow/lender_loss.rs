@@ -215,6 +215,7 @@ impl Muted {
                     interrupts: Vec::new(),
                     faults: Default::default(),
                     counters: Vec::new(),
+                    limits: Vec::new(),
                 })),
                 Request::Borrow { .. } => {
                     let (ours, theirs) = Channel::pair().unwrap();

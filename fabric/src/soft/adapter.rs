@@ -7,7 +7,8 @@ use std::{
 
 use super::Path;
 use crate::{
-    BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, WindowUse,
+    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress,
+    WindowUse,
 };
 
 /// The owner of an adapter's tables: this process, or another one that is asked.
@@ -23,6 +24,11 @@ pub trait AdapterTables: Send + Sync + fmt::Debug {
 
     /// See [`NtbTables::give_back_window`].
     fn give_back_window(&self, window: LutRange);
+
+    /// See [`NtbTables::usage`]; `None` where another process has the tables.
+    fn usage(&self) -> Option<AdapterUsage> {
+        None
+    }
 }
 
 /// The tables of this process.
@@ -46,6 +52,10 @@ impl AdapterTables for Mutex<NtbTables> {
 
     fn give_back_window(&self, window: LutRange) {
         lock(self).give_back_window(window);
+    }
+
+    fn usage(&self) -> Option<AdapterUsage> {
+        Some(lock(self).usage())
     }
 }
 

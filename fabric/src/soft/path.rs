@@ -81,6 +81,11 @@ impl Path {
         self.bus_master
     }
 
+    /// The number of mappings in the borrower's domain, of [`crate::MAX_MAPPINGS`].
+    pub fn mappings(&self) -> usize {
+        self.borrower.rows().len()
+    }
+
     /// Maps `memory` at `at` in the borrower's domain; see
     /// [`BorrowerDomain::map`].
     ///

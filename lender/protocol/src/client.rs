@@ -18,8 +18,8 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
-    Generation, HeldFence, IrqUpdate, RamRange, RegisterToken, Registers, RemoteError, Reply,
-    Request, Route, Secret, VERSION, channel::tls_hint, identity::check_listener,
+    Generation, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken, Registers, RemoteError,
+    Reply, Request, Route, Secret, VERSION, channel::tls_hint, identity::check_listener,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -266,6 +266,14 @@ impl Client {
     pub fn limits(&mut self) -> Result<NtbLimits, CallError> {
         match self.call(Request::Limits, &[])? {
             (Reply::Limits(limits), _) => Ok(limits),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// How much of its limits the lender uses; empty unless this user is an operator.
+    pub fn limits_in_use(&mut self) -> Result<Vec<LimitUse>, CallError> {
+        match self.call(Request::LimitsInUse, &[])? {
+            (Reply::LimitsInUse(limits), _) => Ok(limits),
             (other, _) => Err(self.unexpected(&other)),
         }
     }

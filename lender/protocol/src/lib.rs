@@ -43,6 +43,7 @@ mod client;
 mod fence;
 mod identity;
 mod irqs;
+mod limits;
 mod listener;
 mod message;
 mod secret;
@@ -53,6 +54,7 @@ pub use client::{CallError, Client, Lease, MAX_DEVICES};
 pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
 pub use identity::Identity;
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
+pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
     Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope,

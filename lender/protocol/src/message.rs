@@ -5,11 +5,11 @@ use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
-use crate::{Fence, HeldFence, IrqUpdate, MAX_MESSAGE, Secret};
+use crate::{Fence, HeldFence, IrqUpdate, LimitUse, MAX_MESSAGE, Secret};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -201,6 +201,8 @@ pub enum Request {
         /// Device id.
         device: DeviceId,
     },
+    /// Queries how much of its limits the lender uses, which only operators are told.
+    LimitsInUse,
 }
 
 /// Maximum time for a guest to release a revoked device.
@@ -274,6 +276,8 @@ pub enum Reply {
     },
     /// To `Revoke`.
     Revocation(Revocation),
+    /// To `LimitsInUse`; empty for peers that are no operators.
+    LimitsInUse(Vec<LimitUse>),
 }
 
 /// The progress of a [`Request::Revoke`].
@@ -505,6 +509,9 @@ pub struct DeviceStatus {
     pub faults: FaultSummary,
     /// Counters of the device model.
     pub counters: Vec<(String, u64)>,
+    /// What the current borrow uses of its limits.
+    #[serde(default)]
+    pub limits: Vec<LimitUse>,
 }
 
 impl DeviceStatus {

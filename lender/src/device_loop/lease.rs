@@ -550,12 +550,14 @@ impl<'a> LeaseLoop<'a> {
             Request::Status { .. } => {
                 let entry = self.owner.home.entry();
                 let entry = entry.ok_or_else(|| invalid("the device is gone".into()))?;
-                return Ok(Reply::Status(Box::new(device.report().status_of(entry))));
+                let report = self.owner.report(&mut *self.device);
+                return Ok(Reply::Status(Box::new(report.status_of(entry))));
             }
             Request::Return => {}
             other @ (Request::Hello { .. }
             | Request::Devices { .. }
             | Request::Limits
+            | Request::LimitsInUse
             | Request::Describe { .. }
             | Request::Check { .. }
             | Request::Borrow { .. }

@@ -5,7 +5,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
 use farside_irq_relay::{IrqCounts, IrqIndex, Relay, Vectors};
-use farside_lender_protocol::{IrqUpdate, RemoteError};
+use farside_lender_protocol::{IrqUpdate, LimitUse, RemoteError, Resource};
 
 use crate::{refusals::invalid_irqs, source::Irqs};
 
@@ -41,6 +41,12 @@ impl IrqPort {
     /// The function is reset; triggers and masks stay.
     pub(super) fn reset(&mut self) {
         self.vectors.reset();
+    }
+
+    /// The eventfds in use.
+    pub(super) fn eventfds(&self) -> LimitUse {
+        let (used, limit) = self.vectors.eventfds();
+        LimitUse::new(Resource::Eventfds, used as u64, limit as u64)
     }
 
     /// (index, vector, count) of each raised vector.

@@ -128,15 +128,18 @@ impl Host {
         }
         let listener = Listener::bind_tcp("127.0.0.1", 0, tls).unwrap();
         let address = listener.address();
+        let adapter = Adapter::new(Default::default()).unwrap();
         let about = Arc::new(About {
             name: "peer".parse().unwrap(),
             limits: Default::default(),
             devices: Devices::new(
                 &Config::default(),
                 Arc::clone(&registry),
-                Adapter::new(Default::default()).unwrap(),
+                adapter.clone(),
                 stop.clone(),
             ),
+            adapter,
+            peers: Vec::new(),
         });
         let stopped = stop.clone();
         let serve: Arc<dyn Fn(Channel) + Send + Sync> = Arc::new(move |channel| {

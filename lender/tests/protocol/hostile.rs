@@ -156,6 +156,7 @@ fn requests_that_have_no_place_in_a_lease_are_refused() {
         },
         Request::Devices { after: None },
         Request::Limits,
+        Request::LimitsInUse,
         Request::Describe { device: device() },
         Request::Borrow {
             device: device(),

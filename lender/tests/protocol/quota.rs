@@ -7,7 +7,9 @@ use std::{
 
 use farside_devices::dma_test::{Command, reg};
 use farside_fabric::{NtbLimits, PeerAddress};
-use farside_lender_protocol::{Channel, Client, ErrorKind, RemoteError, Request};
+use farside_lender_protocol::{
+    Channel, Client, ErrorKind, LimitUse, RemoteError, Reply, Request, Resource,
+};
 
 use crate::peer::{Peer, Running, memory, read, until, write};
 
@@ -77,6 +79,59 @@ fn a_lease_cannot_take_the_address_space_of_the_lender() {
     let (mut peer, mut registers) = lender.borrow("dma0", "next");
     map(&mut peer, 0, &memory(32 * TIB)).unwrap();
     works(&mut peer, &mut registers);
+}
+
+fn used(limits: &[LimitUse], resource: Resource) -> (u64, u64) {
+    let found = limits.iter().find(|one| one.resource == resource);
+    let found = found.unwrap_or_else(|| panic!("no {resource:?} in {limits:?}"));
+    (found.used, found.limit)
+}
+
+#[test]
+fn what_is_used_of_each_limit_is_shown() {
+    let lender = Running::with(2, NtbLimits::default());
+    let lut_entries = NtbLimits::default().lut_entries.into();
+    assert_eq!(lender.status("dma0").limits, []);
+    let (mut peer, _registers) = lender.borrow("dma0", "a");
+    let ram = memory(4 * PAGE);
+    peer.open(&ram, 0, TIB, 2 * PAGE);
+    map(&mut peer, 0, &ram).unwrap();
+    map(&mut peer, 1, &memory(PAGE)).unwrap();
+    let of_lease = lender.status("dma0").limits;
+    for (resource, expected) in [
+        (Resource::MemoryFiles, 2),
+        (Resource::MemoryBytes, 5 * PAGE),
+        (Resource::Mappings, 3),
+        (Resource::Windows, 1),
+        (Resource::LutEntries, 1),
+        (Resource::Eventfds, 0),
+    ] {
+        let (used, limit) = used(&of_lease, resource);
+        assert_eq!(used, expected, "{resource:?}");
+        assert!(used < limit, "{resource:?}");
+    }
+    assert_eq!(used(&of_lease, Resource::MemoryBytes).1, 32 * TIB);
+    assert_eq!(used(&of_lease, Resource::LutEntries).1, lut_entries);
+    let status = Request::Status {
+        device: "dma0".parse().unwrap(),
+    };
+    match peer.call(status, &[]) {
+        // As the borrower has it.
+        Ok(Reply::Status(status)) => assert_eq!(status.limits, of_lease),
+        other => panic!("{other:?}"),
+    }
+
+    let mut tool = Client::connect(&lender.socket().into(), None).unwrap();
+    let of_lender = tool.limits_in_use().unwrap();
+    let devices = NtbLimits::default().max_devices().into();
+    assert_eq!(used(&of_lender, Resource::RequesterEntries), (1, devices));
+    assert_eq!(used(&of_lender, Resource::LutEntries), (1, lut_entries));
+    assert_eq!(used(&of_lender, Resource::Devices).0, 2);
+    let (peers, limit) = used(&of_lender, Resource::Peers);
+    assert!((1..limit).contains(&peers), "{of_lender:?}");
+    // Others are not told how busy the lender is.
+    let mut other = Client::connect(&lender.addresses[1], None).unwrap();
+    assert_eq!(other.limits_in_use().unwrap(), []);
 }
 
 /// Else the shares of all leases would exceed what a process can map.

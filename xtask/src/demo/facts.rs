@@ -228,6 +228,7 @@ impl Default for Seen {
                 interrupts: Vec::new(),
                 faults: FaultSummary::default(),
                 counters: Vec::new(),
+                limits: Vec::new(),
             },
             kernel: KernelView::default(),
         }

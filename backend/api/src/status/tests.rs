@@ -85,8 +85,10 @@ fn document() -> Value {
                         }
                     }]
                 },
-                "counters": [["io_commands", 12]]
-            }]
+                "counters": [["io_commands", 12]],
+                "limits": [{"resource": "memory-bytes", "used": 10, "limit": 20}]
+            }],
+            "limits": [{"resource": "lut-entries", "used": 4, "limit": 256}]
         }]
     })
 }
