@@ -11,8 +11,8 @@ use farside_error_chain::Chain;
 use farside_lender_protocol::{ErrorKind, Identity, RemoteError};
 use serde::Deserialize;
 
-/// Who may borrow a device, beside the lender's own user and root, who may do anything: `user=NAME`,
-/// `user=NAME,vm=VM`, `host=NAME`, `host=NAME,vm=VM` or `network`.
+/// Who may borrow a device, beside the lender's own user and root, who may do anything: `user=NAME` or
+/// `host=NAME`, with `vm=VM` and `claim` as options, or `network`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Borrower {
@@ -22,6 +22,8 @@ pub enum Borrower {
         uid: u32,
         /// The only VM for which that user may borrow; none for any.
         vm: Option<VmName>,
+        /// Whether that user may take the device from such a VM without proof: its host is lost.
+        claim: bool,
     },
     /// A host, by the name in its certificate, at a TCP port with TLS.
     Host {
@@ -29,13 +31,15 @@ pub enum Borrower {
         name: String,
         /// The only VM for which that host may borrow; none for any.
         vm: Option<VmName>,
+        /// As of a user.
+        claim: bool,
     },
     /// Every peer that can reach a TCP port of the lender without TLS.
     Network,
 }
 
 /// The forms of a rule, for messages.
-const FORMS: &str = "user=NAME, user=NAME,vm=VM, host=NAME, host=NAME,vm=VM or network";
+const FORMS: &str = "user=NAME or host=NAME, with the options vm=VM and claim, or network";
 
 /// An invalid rule.
 #[derive(Debug, thiserror::Error)]
@@ -77,7 +81,8 @@ impl FromStr for Borrower {
     /// Looks the user up.
     fn from_str(rule: &str) -> Result<Self, BorrowerError> {
         let text = || rule.to_owned();
-        let (mut user, mut host, mut vm, mut network) = (None, None, None, false);
+        let (mut user, mut host, mut vm) = (None, None, None);
+        let (mut network, mut claim) = (false, false);
         for option in rule.split(',') {
             let (key, slot, value) = match option.split_once('=') {
                 Some(("user", value)) => ("user", &mut user, value),
@@ -85,6 +90,13 @@ impl FromStr for Borrower {
                 Some(("vm", value)) => ("vm", &mut vm, value),
                 None if option == "network" => {
                     network = true;
+                    continue;
+                }
+                None if option == "claim" => {
+                    if std::mem::replace(&mut claim, true) {
+                        let key = "claim";
+                        return Err(BorrowerError::Twice { rule: text(), key });
+                    }
                     continue;
                 }
                 _ => {
@@ -109,10 +121,12 @@ impl FromStr for Borrower {
             (Some(user), None) => Ok(Self::User {
                 uid: user_id(user)?,
                 vm,
+                claim,
             }),
             (None, Some(host)) if farside_pki::is_host_name(host) => Ok(Self::Host {
                 name: host.to_ascii_lowercase(),
                 vm,
+                claim,
             }),
             (None, Some(host)) => Err(BorrowerError::Host {
                 rule: text(),
@@ -120,6 +134,32 @@ impl FromStr for Borrower {
             }),
             (None, None) => Err(BorrowerError::Nobody(text())),
             (Some(_), Some(_)) => Err(BorrowerError::Both(text())),
+        }
+    }
+}
+
+impl Borrower {
+    /// Whether the rule is for this peer.
+    fn names(&self, identity: &Identity) -> bool {
+        match (self, identity) {
+            (Self::User { uid: named, .. }, Identity::User { uid, .. }) => uid == named,
+            (Self::Host { name: named, .. }, Identity::Host { name, .. }) => name == named,
+            (Self::Network, Identity::Network { .. }) => true,
+            _ => false,
+        }
+    }
+
+    fn only_vm(&self) -> Option<&VmName> {
+        match self {
+            Self::User { vm, .. } | Self::Host { vm, .. } => vm.as_ref(),
+            Self::Network => None,
+        }
+    }
+
+    fn may_claim(&self) -> bool {
+        match self {
+            Self::User { claim, .. } | Self::Host { claim, .. } => *claim,
+            Self::Network => false,
         }
     }
 }
@@ -158,19 +198,20 @@ impl Access {
 
     /// Whether `identity` may borrow the device for `vm`, or for some VM, and so see it.
     pub(crate) fn allows(&self, identity: &Identity, vm: Option<&VmName>) -> bool {
-        let covers = |only: &Option<VmName>| vm.is_none() || only.is_none() || vm == only.as_ref();
-        let rule_allows = |rule: &Borrower| match rule {
-            Borrower::User {
-                uid: named,
-                vm: only,
-            } => matches!(identity, Identity::User { uid, .. } if uid == named) && covers(only),
-            Borrower::Host {
-                name: named,
-                vm: only,
-            } => matches!(identity, Identity::Host { name, .. } if name == named) && covers(only),
-            Borrower::Network => matches!(identity, Identity::Network { .. }),
+        let covers = |rule: &&Borrower| {
+            let only = rule.only_vm();
+            vm.is_none() || only.is_none() || vm == only
         };
-        self.is_operator(identity) || self.borrowers.iter().any(rule_allows)
+        let mut rules = self.borrowers.iter().filter(covers);
+        self.is_operator(identity) || rules.any(|rule| rule.names(identity))
+    }
+
+    /// Whether `identity` may take the device from `vm`, or end its reservation for any VM, without
+    /// proof.
+    pub(crate) fn may_claim(&self, identity: &Identity, vm: Option<&VmName>) -> bool {
+        let covers = |rule: &&Borrower| rule.only_vm().is_none_or(|only| vm == Some(only));
+        let mut rules = self.borrowers.iter().filter(covers);
+        self.is_operator(identity) || rules.any(|rule| rule.may_claim() && rule.names(identity))
     }
 
     /// As [`Access::allows`], with the refusal.
@@ -292,6 +333,35 @@ mod tests {
         }
     }
 
+    /// For each rule and identity: whether it may take the device from `web1`, from `web2`, and end a
+    /// reservation, whosever it is.
+    #[test]
+    fn devices_are_claimed_by_operators_and_those_whom_a_rule_allows_that() {
+        const NONE: [bool; 3] = [false; 3];
+        const ALL: [bool; 3] = [true; 3];
+        let web1 = [true, false, false];
+        for (rule, identity, rights) in [
+            ("host=rack1-a", user(OPERATOR), ALL),
+            ("host=rack1-a", user(0), ALL),
+            ("host=rack1-a", host("rack1-a"), NONE),
+            ("host=rack1-a,claim", host("rack1-a"), ALL),
+            ("host=rack1-a,claim", host("rack1-b"), NONE),
+            ("host=rack1-a,claim", user(ALICE), NONE),
+            ("host=rack1-a,claim", network(), NONE),
+            ("claim,vm=web1,host=rack1-a", host("rack1-a"), web1),
+            ("user=4242001,vm=web1,claim", user(ALICE), web1),
+            ("user=4242001,vm=web1", user(ALICE), NONE),
+            ("network", network(), NONE),
+        ] {
+            let access = access(&[rule]);
+            let vm = |name: &str| name.parse::<VmName>().unwrap();
+            let (one, two) = (vm("web1"), vm("web2"));
+            let vms = [Some(&one), Some(&two), None];
+            let found = vms.map(|vm| access.may_claim(&identity, vm));
+            assert_eq!(found, rights, "{rule:?}, {identity:?}");
+        }
+    }
+
     #[test]
     fn a_refusal_names_device_identity_and_remedy() {
         let web1 = "web1".parse().unwrap();
@@ -360,6 +430,10 @@ mod tests {
             ("user=root,vm=", "invalid length"),
             ("network,vm=web1", "`network` takes none"),
             ("user=root,network", "`network` takes none"),
+            ("network,claim", "`network` takes none"),
+            ("claim", "names no user or host"),
+            ("claim,host=a,claim", "claim is given twice"),
+            ("host=a,claim=yes", "unknown option \"claim=yes\""),
         ] {
             let error = rule.parse::<Borrower>().unwrap_err().to_string();
             assert!(error.contains(fault), "{rule:?}: {error}");

@@ -104,7 +104,7 @@ pub struct DeviceConfig {
     pub id: DeviceId,
     /// The device source.
     pub source: Source,
-    /// Who may borrow it, beside the lender's own user and root.
+    /// Who may borrow it, beside the lender's own user and root, and who of these may claim it.
     pub borrowers: Vec<Borrower>,
 }
 

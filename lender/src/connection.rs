@@ -247,11 +247,10 @@ fn answer(
         identity,
         vm: peer.as_ref().and_then(|peer| peer.vm.as_ref()),
     };
-    // Returns whether the peer is an operator.
     let may_borrow = |device: &DeviceId, vm: Option<&VmName>| {
         let access = registry.access(device)?;
         access.may(identity, vm)?;
-        Ok::<bool, RemoteError>(access.is_operator(identity))
+        Ok::<_, RemoteError>(access)
     };
     let reply = match (request, &*peer) {
         (Request::Hello { version, vm }, None) => {
@@ -314,7 +313,7 @@ fn answer(
             },
             Some(Peer { vm: Some(vm) }),
         ) => {
-            let operator = may_borrow(&device, Some(vm))?;
+            let operator = may_borrow(&device, Some(vm))?.is_operator(identity);
             carries(route, identity)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
@@ -338,7 +337,7 @@ fn answer(
             _,
         ) => {
             let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
-            let operator = may_borrow(&device, Some(&vm))?;
+            let operator = may_borrow(&device, Some(&vm))?.may_claim(identity, Some(&vm));
             let claim = Claim {
                 device: &device,
                 vm: &vm,
@@ -352,7 +351,7 @@ fn answer(
             }
         }
         (Request::EndReservation { device, secret }, _) => {
-            let operator = may_borrow(&device, None)?;
+            let operator = may_borrow(&device, None)?.may_claim(identity, None);
             registry.end_reservation(&device, secret, operator)?;
             Reply::Done
         }

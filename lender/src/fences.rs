@@ -75,7 +75,7 @@ pub(crate) struct Claim<'a> {
     pub(crate) migration: &'a str,
     pub(crate) supersedes: Option<HeldFence>,
     pub(crate) secret: Secret,
-    /// The tool is an operator's, and needs no proof.
+    /// The tool is an operator's, or of a peer that a rule allows to claim: it needs no proof.
     pub(crate) operator: bool,
 }
 
@@ -246,7 +246,7 @@ impl FenceBook {
             None => Err(RemoteError {
                 kind: ErrorKind::Denied,
                 message: format!(
-                    "device {device} is borrowed by VM {vm}: only root and the lender's user, at its UNIX socket, take it from a VM that runs; stop the VM first"
+                    "device {device} is borrowed by VM {vm}: only root and the lender's user, at its UNIX socket, and peers with the option claim in `borrowers` take it from a VM that runs; stop the VM first"
                 ),
             }),
             Some(known) if known.is_passed_by(claim.supersedes, false) => Ok(()),
@@ -332,7 +332,7 @@ fn unproven(device: &DeviceId, fence: &Fence) -> RemoteError {
     RemoteError {
         kind: ErrorKind::Denied,
         message: format!(
-            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; at the lender's UNIX socket, root and the lender's user need none (`farside migration claim {}`); if a host that borrows at a TCP port is lost, stop the lender and remove the fence from its state file",
+            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; at the lender's UNIX socket, root and the lender's user need none (`farside migration claim {}`), nor does, at a port with TLS, a host with the option claim in `borrowers` (host=NAME,claim)",
             fence.generation, fence.vm, fence.migration, fence.vm
         ),
     }

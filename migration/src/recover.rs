@@ -20,7 +20,8 @@ pub fn forget(store: &dyn Store, vm: &VmName) -> Result<()> {
 /// is in no journal. Returns the fences.
 ///
 /// A lender at a TCP port takes the devices from a host whose VM has moved with them only for the
-/// secrets of that VM's fences, if this host has them.
+/// secrets of that VM's fences, if this host has them, or if a rule of the lender allows this host
+/// to claim them.
 pub fn claim(host: &(impl Store + Lenders), vm: &VmName) -> Result<Fences> {
     no_open_migration(host, vm)?;
     let Some(configuration) = host.configuration(vm)? else {

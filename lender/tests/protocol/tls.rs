@@ -2,7 +2,7 @@
 
 use std::{io::Write, net::TcpStream};
 
-use farside_lender_protocol::{Address, Client, ErrorKind, Request};
+use farside_lender_protocol::{Address, Client, ErrorKind, HeldFence, Request};
 
 use crate::{
     access::{attack, denied, take},
@@ -52,6 +52,59 @@ fn a_host_that_a_rule_names_moves_a_device() {
     };
     let rule = "host=rack1-a,vm=b";
     assert_eq!(peer.refused(describe, &[], &[rule]), ErrorKind::Denied);
+}
+
+/// Its host is lost, and with it the secret of the VM's fence.
+#[test]
+fn a_host_claims_the_devices_of_a_vm_whose_host_is_lost_if_a_rule_allows_it() {
+    for (rule, may_claim) in [
+        ("host=rack1-a,vm=a", false),
+        ("host=rack1-a,vm=b,claim", false),
+        ("host=rack1-a,vm=a,claim", true),
+    ] {
+        let lender = Running::lending(&[&[rule, "host=rack1-a"]]);
+        let tls = &lender.addresses[2];
+        let fence = take(&lender.addresses[0], "m0", None, secret("m0")).unwrap();
+        let former = Some(held(fence.0, "m0"));
+        let mut lost = lender.hello("a");
+        let _registers = lost.borrow_under(DEVICE, former).unwrap();
+        // What lists show is an order, and no proof.
+        let listed = Some(HeldFence {
+            generation: fence,
+            secret: None,
+        });
+        let claimed = take(tls, "m1", listed, secret("m1"));
+        // Peers without certificates have no such right.
+        let network = take(&lender.addresses[1], "m2", listed, secret("m2"));
+        assert_eq!(network, Err(ErrorKind::Denied));
+        if !may_claim {
+            assert_eq!(claimed, Err(ErrorKind::Denied), "{rule}");
+            lost.call(Request::Reset, &[]).unwrap();
+            continue;
+        }
+        lost.expect_closed();
+        let next = claimed.unwrap();
+        // The lost host may come back: it has the former fence.
+        let error = lender.hello("a").borrow_under(DEVICE, former).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Fenced);
+        let known = Some(held(next.0, "m1"));
+        lender.hello("a").borrow_under(DEVICE, known).unwrap();
+    }
+}
+
+#[test]
+fn a_reservation_is_ended_by_a_host_that_may_claim_for_every_vm() {
+    for (rule, may_end) in [
+        ("host=rack1-a,vm=a,claim", false),
+        ("host=rack1-a,claim", true),
+    ] {
+        let lender = Running::lending(&[&[rule]]);
+        take(&lender.addresses[0], "m0", None, secret("m0")).unwrap();
+        let mut tool = Client::connect_by(&lender.addresses[2], None, pki(), None).unwrap();
+        let ended = tool.end_reservation(&DEVICE.parse().unwrap(), None);
+        assert_eq!(ended.is_ok(), may_end, "{rule}: {ended:?}");
+        assert_eq!(lender.hello("b").borrow(DEVICE).is_ok(), may_end);
+    }
 }
 
 #[test]
