@@ -151,6 +151,8 @@ impl DeviceLoop {
                         None => device.serve(&mut self, lease),
                     };
                     if !closed {
+                        // Unbinding the function would wait for its handle, which is kept.
+                        std::mem::forget(device);
                         return Stopped::Unclosed;
                     }
                     Lendable::InWorker(device)

@@ -7,7 +7,7 @@ use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
 use farside_ntb::HostEndpoint;
-use farside_vfio::Api;
+use farside_vfio::{Api, SecondHandle};
 
 use crate::{
     config::{Borrower, Config, Model, Source},
@@ -98,11 +98,11 @@ pub(crate) fn open(
                 source: source.into(),
             })?;
             let device = match &config.worker {
-                Some(program) => {
+                Some(program) if SecondHandle::can_take_down(api) => {
                     let device = WorkerDevice::function(&id, device, program.clone());
                     Lendable::InWorker(Box::new(device))
                 }
-                None => Lendable::Here(Box::new(device)),
+                _ => Lendable::Here(Box::new(device)),
             };
             devices.push(OpenedDevice {
                 id,

@@ -51,7 +51,7 @@ use dma_path::adapter;
 pub(crate) use faults::FaultWatch;
 pub(crate) use find::{Found, check_groups, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
-use leased::{LeasedFunction, Opened, Owner, no_bar_memory, open_clean};
+use leased::{LeasedFunction, Opened, Owner, open_clean};
 
 /// A physical function. Clones are the same one.
 #[derive(Clone)]
@@ -150,7 +150,7 @@ impl VfioDevice {
     }
 
     /// Refuses to lend it with another VM's state.
-    pub(crate) fn check_clean(&self) -> Result<(), RemoteError> {
+    fn check_clean(&self) -> Result<(), RemoteError> {
         match &self.history().left_dirty_by {
             Some(vm) if !self.0.allow_dirty => Err(invalid(format!(
                 "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
@@ -158,6 +158,18 @@ impl VfioDevice {
                 self.0.id, self.0.bdf
             ))),
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses a lease with memory for BARs, which a function has of its own, and one with another
+    /// VM's state.
+    pub(crate) fn check_lease(&self, bar_memory: &[OwnedFd]) -> Result<(), RemoteError> {
+        match bar_memory {
+            [] => self.check_clean(),
+            _ => Err(invalid(format!(
+                "device {} has BARs of its own: the borrower brings none",
+                self.0.id
+            ))),
         }
     }
 
@@ -264,8 +276,7 @@ impl DeviceSource for VfioDevice {
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
-        let opened = self.check_clean().and_then(|()| {
-            no_bar_memory(&bound.id, &bar_memory)?;
+        let opened = self.check_lease(&bar_memory).and_then(|()| {
             let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
             match route {
                 Route::Memory => Opened::local(&bound.described, function),

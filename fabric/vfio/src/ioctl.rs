@@ -15,8 +15,8 @@ use iommufd_bindings::iommufd::{
     iommu_ioas_iova_ranges, iommu_iova_range,
 };
 use vfio_bindings::bindings::vfio::{
-    VFIO_BASE, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_TYPE, vfio_device_info,
-    vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
+    VFIO_BASE, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_DMA_UNMAP_FLAG_ALL, VFIO_TYPE,
+    vfio_device_info, vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
 };
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr};
@@ -86,15 +86,25 @@ pub(crate) unsafe fn map_dma(
 /// `VFIO_IOMMU_UNMAP_DMA`: unmaps all mappings inside the `len` bytes at `at`. Returns their size
 /// in bytes. No DMA reaches them afterwards.
 pub(crate) fn unmap_dma(container: BorrowedFd<'_>, at: Iova, len: u64) -> io::Result<u64> {
+    unmap(container, 0, at, len)
+}
+
+/// `VFIO_IOMMU_UNMAP_DMA` of everything that is mapped, whichever process has mapped it
+/// (Linux 6.0). No DMA reaches it afterwards.
+pub(crate) fn unmap_dma_all(container: BorrowedFd<'_>) -> io::Result<()> {
+    unmap(container, VFIO_DMA_UNMAP_FLAG_ALL, Iova::new(0), 0).map(drop)
+}
+
+fn unmap(container: BorrowedFd<'_>, flags: u32, at: Iova, len: u64) -> io::Result<u64> {
     let mut unmap = vfio_iommu_type1_dma_unmap {
         argsz: size_of::<vfio_iommu_type1_dma_unmap>() as u32,
-        flags: 0,
+        flags,
         iova: at.get(),
         size: len,
         ..Default::default()
     };
     // SAFETY: the structure is the one of this ioctl, of the size it states;
-    // without flags the kernel reads it and writes its `size` back, no more.
+    // without the flag for dirty pages the kernel reads it and writes its `size` back, no more.
     check(unsafe { ioctl_with_mut_ref(&container, UNMAP_DMA(), &mut unmap) })?;
     Ok(unmap.size)
 }

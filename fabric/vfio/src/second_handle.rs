@@ -10,6 +10,7 @@ use std::{
     },
 };
 
+use farside_error_chain::Chain;
 use farside_fabric::Iova;
 use farside_pci::{
     Bdf,
@@ -20,9 +21,6 @@ use iommufd_ioctls::IommuFd;
 use serde::{Deserialize, Serialize};
 
 use crate::{Api, VfioError, function::check_free, ioctl, iommu::io_error};
-
-/// Half of all IOVA: one request of type1 cannot name all of it.
-const HALF: u64 = 1 << 63;
 
 /// What a [`SecondHandle`] is made of, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -41,7 +39,8 @@ pub(crate) enum IommuParts {
 
 /// A handle on a function that another process has opened, to stop its DMA when that process is
 /// gone. (A third, such as a VMM, may hold a descriptor of the function, too, and with it keep the
-/// mappings of its domain.) It keeps the function and its domain open.
+/// mappings of its domain.) It keeps the function and its domain open, and takes the function down
+/// when it is dropped.
 pub struct SecondHandle {
     parts: HandleParts,
     device: File,
@@ -54,6 +53,14 @@ enum Container {
 }
 
 impl SecondHandle {
+    /// Whether a handle can unmap what another process has mapped: with type1, since Linux 6.0.
+    pub fn can_take_down(api: Api) -> bool {
+        let release = rustix::system::uname();
+        let release = release.release().to_string_lossy();
+        let major = release.split('.').next().and_then(|it| it.parse().ok());
+        api == Api::Iommufd || major.is_some_and(|major: u32| major >= 6)
+    }
+
     /// From what [`Function::share`](crate::Function::share) has returned.
     pub fn new(parts: HandleParts, [device, iommu]: [OwnedFd; 2]) -> Self {
         let iommu = match parts.iommu {
@@ -110,23 +117,14 @@ impl SecondHandle {
     }
 
     fn unmap_all(&self) -> Result<(), VfioError> {
-        let failed = |at, len| {
-            move |source| VfioError::Unmap {
-                at,
-                len,
-                unmapped: 0,
-                source,
-            }
+        let failed = |source| VfioError::Unmap {
+            at: Iova::new(0),
+            len: u64::MAX,
+            unmapped: 0,
+            source,
         };
         match &self.iommu {
-            Container::Type1(container) => {
-                let halves = [0, HALF].map(|at| {
-                    let at = Iova::new(at);
-                    let unmapped = ioctl::unmap_dma(container.as_fd(), at, HALF);
-                    unmapped.map_err(failed(at, HALF))
-                });
-                halves.into_iter().try_for_each(|half| half.map(drop))
-            }
+            Container::Type1(container) => ioctl::unmap_dma_all(container.as_fd()).map_err(failed),
             Container::Iommufd { iommufd, ioas } => {
                 let mut unmap = iommu_ioas_unmap {
                     size: size_of::<iommu_ioas_unmap>() as u32,
@@ -137,9 +135,17 @@ impl SecondHandle {
                 match iommufd.unmap_iommu_ioas(&mut unmap).map_err(io_error) {
                     // Nothing is mapped.
                     Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
-                    unmapped => unmapped.map_err(failed(Iova::new(0), u64::MAX)),
+                    unmapped => unmapped.map_err(failed),
                 }
             }
+        }
+    }
+}
+
+impl Drop for SecondHandle {
+    fn drop(&mut self) {
+        if let Err(error) = self.take_down() {
+            log::error!("{}", Chain(&error));
         }
     }
 }

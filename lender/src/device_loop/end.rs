@@ -82,7 +82,7 @@ pub(super) fn take_back(
     let line = format!(
         "device {}: {why} (VM {vm}, generation {generation}, {} DMA faults, {refusals} requests refused)",
         owner.id,
-        source.report().faults.total,
+        owner.home.dma_faults(source.report().faults.total),
     );
     owner.home.line(Line::Ended, &line);
     let how = match end {

@@ -38,6 +38,9 @@ pub(crate) trait Home: Send {
     /// The device's problem has changed, from `before` to `now`.
     fn problem(&self, before: Option<&str>, now: Option<&str>);
 
+    /// The DMA faults of the lease, of which the device has reported `reported`.
+    fn dma_faults(&self, reported: u64) -> u64;
+
     /// Logs a line, unless there are too many of its kind.
     fn line(&self, kind: Line, line: &str);
 }
@@ -83,6 +86,10 @@ impl Home for InLender {
             (None, None) => {}
         }
         self.registry.set_problem(&self.id, now.map(str::to_owned));
+    }
+
+    fn dma_faults(&self, reported: u64) -> u64 {
+        reported
     }
 
     fn line(&self, kind: Line, line: &str) {

@@ -52,7 +52,7 @@ impl WorkerDevice {
         // The worker finds out anew.
         owner.home.problem(None, None);
         owner.problem = None;
-        let started = self.check_clean().and_then(|()| {
+        let started = self.check_lease(&lease).and_then(|()| {
             let entry = owner.home.entry();
             let entry = entry.ok_or_else(|| failed("the device is gone"))?;
             let poll_us = owner.poll_time.as_micros() as u64;
@@ -242,7 +242,10 @@ impl WorkerLease<'_> {
             Call::Opened(parts) => match <[OwnedFd; 2]>::try_from(fds) {
                 // A guest has no influence on the worker yet.
                 Ok(fds)
-                    if self.function.is_none() && !self.begun && self.device.opened(&self.vm) =>
+                    if self.function.is_none()
+                        && !self.begun
+                        && !self.stopped
+                        && self.device.opened(&self.vm) =>
                 {
                     self.function = Some(SecondHandle::new(parts, fds));
                     CallReply::Done
@@ -278,7 +281,11 @@ impl WorkerLease<'_> {
                 CallReply::Done
             }
             Call::Released(how) => {
-                self.release(how);
+                let is_down = |it: &SecondHandle| it.take_down().is_ok();
+                // Else when the process has ended.
+                if self.function.as_ref().is_none_or(is_down) {
+                    self.release(how);
+                }
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
             }
@@ -293,6 +300,7 @@ impl WorkerLease<'_> {
                 }
                 CallReply::Done
             }
+            Call::DmaFaults => CallReply::DmaFaults(self.device.report().faults.total),
             Call::Line(kind, line) => {
                 self.begun = true;
                 let (id, line) = (&self.owner.id, printable(&line));

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     describe,
-    leased::{LeasedFunction, Opened, Owner, no_bar_memory, open_clean},
+    leased::{LeasedFunction, Opened, Owner, open_clean},
 };
 use crate::{
     refusals::{internal, unsupported},
@@ -82,15 +82,8 @@ impl Available for WorkerFunction {
 }
 
 impl DeviceSource for WorkerFunction {
-    fn lease(
-        self: Box<Self>,
-        _: Route,
-        vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
-    ) -> Result<Leased, NotLeased> {
-        let opened = no_bar_memory(&self.id, &bar_memory)
-            .and_then(|()| Opened::local(&self.described, Arc::clone(&self.function)));
-        match opened {
+    fn lease(self: Box<Self>, _: Route, vm: &VmName, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
+        match Opened::local(&self.described, Arc::clone(&self.function)) {
             Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),
             Err(error) => Err(NotLeased {
                 source: self,

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{FunctionConfig, dma_path::DmaPath, irqs::FunctionIrqs};
 use crate::{
-    refusals::{failed, internal, invalid, refused},
+    refusals::{failed, internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, Report},
 };
 
@@ -270,14 +270,4 @@ fn with_areas(described: &Described) -> impl Iterator<Item = u8> {
         .zip(&described.description.bars)
         .filter(|(_, bar)| bar.as_ref().is_some_and(|bar| !bar.mappable.is_empty()))
         .map(|(bar, _)| bar)
-}
-
-/// Refuses memory for BARs: a function has its own.
-pub(super) fn no_bar_memory(id: &DeviceId, bar_memory: &[OwnedFd]) -> Result<(), RemoteError> {
-    match bar_memory {
-        [] => Ok(()),
-        _ => Err(invalid(format!(
-            "device {id} has BARs of its own: the borrower brings none"
-        ))),
-    }
 }

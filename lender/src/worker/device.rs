@@ -129,11 +129,11 @@ impl WorkerDevice {
         }
     }
 
-    /// Refuses to lend a function with another VM's state.
-    pub(crate) fn check_clean(&self) -> Result<(), RemoteError> {
+    /// Refuses to lend a function with memory for BARs, or with another VM's state.
+    pub(crate) fn check_lease(&self, lease: &Lease) -> Result<(), RemoteError> {
         match &self.device {
             Kind::Model(_) => Ok(()),
-            Kind::Function(function) => function.check_clean(),
+            Kind::Function(function) => function.check_lease(&lease.bar_memory),
         }
     }
 

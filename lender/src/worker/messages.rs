@@ -98,6 +98,8 @@ pub(crate) enum Call {
     Released(Revocation),
     /// The device's problem has changed.
     Problem(Option<String>),
+    /// Count the function's DMA faults.
+    DmaFaults,
     /// Log a line.
     Line(Line, String),
 }
@@ -107,5 +109,6 @@ pub(crate) enum Call {
 pub(crate) enum CallReply {
     Done,
     Window(LutRange),
+    DmaFaults(u64),
     Refused(RemoteError),
 }

@@ -130,6 +130,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     };
     let home = InWorker {
         entry,
+        kind,
         since: Instant::now(),
         problem: Mutex::default(),
         tokens: Arc::default(),
@@ -395,6 +396,7 @@ impl AdapterTables for Calls {
 struct InWorker {
     /// As it was when the lease began.
     entry: DeviceEntry,
+    kind: confine::Kind,
     since: Instant,
     problem: Mutex<Option<String>>,
     /// Unused: a model is lent only where descriptors can be passed.
@@ -426,6 +428,17 @@ impl Home for InWorker {
         let now = now.map(str::to_owned);
         *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = now.clone();
         self.calls.tell(&Call::Problem(now));
+    }
+
+    fn dma_faults(&self, reported: u64) -> u64 {
+        // The kernel logs those of a function, which the broker reads.
+        match self.kind {
+            confine::Kind::Model => reported,
+            confine::Kind::Function => match self.calls.call(&Call::DmaFaults) {
+                Ok(CallReply::DmaFaults(count)) => count,
+                _ => reported,
+            },
+        }
     }
 
     fn line(&self, kind: Line, line: &str) {

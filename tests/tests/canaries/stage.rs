@@ -123,7 +123,7 @@ impl Stage {
             Canary::new(
                 "in the neighbour's RAM",
                 theirs.file(),
-                vec![0..theirs.layout().file_len()],
+                std::iter::once(0..theirs.layout().file_len()).collect(),
             ),
         ];
         let vectors = Vectors::new(device.vectors()).unwrap();
