@@ -9,8 +9,8 @@
 //! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
 //! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
 //!   channels of other hosts.
-//! - `connection`: the requests of a peer without a lease. With a lease, the connection moves into
-//!   the device thread.
+//! - `connection`: a peer without a lease; `requests`: its requests. With a lease, the connection
+//!   moves into the device thread.
 //!
 //! ```text
 //!  peers --> Listener --> connection threads --Borrow--> device thread
@@ -34,6 +34,7 @@ mod open;
 mod peer_tests;
 mod refusals;
 mod registry;
+mod requests;
 mod server;
 mod source;
 mod tokens;

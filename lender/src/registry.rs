@@ -190,6 +190,34 @@ struct Records {
     fences: FenceBook,
 }
 
+/// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
+/// registry's lock, so that a device's thread receives leases and handovers in the order of their
+/// generations: the answer to a handover that overtook a lease would be that none has to end.
+#[must_use = "a grant that is not posted keeps the device from all borrowers"]
+pub(crate) struct Grant<'a> {
+    id: &'a DeviceId,
+    generation: Generation,
+    records: MutexGuard<'a, Records>,
+}
+
+impl Grant<'_> {
+    /// The fencing token of the lease.
+    pub(crate) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Posts the lease to the device's thread. On failure the device is free again.
+    pub(crate) fn post(mut self, lease: Lease) -> Result<(), RemoteError> {
+        let slot = self.records.slots.get_mut(self.id);
+        let slot = slot.ok_or_else(|| unknown(self.id))?;
+        let posted = slot.mailbox.post(Mail::Lease(lease));
+        if posted.is_err() {
+            slot.lease = None;
+        }
+        posted
+    }
+}
+
 /// The registry of a lender's devices.
 pub(crate) struct Registry {
     records: Mutex<Records>,
@@ -333,13 +361,13 @@ impl Registry {
     }
 
     /// Grants a lease, or refuses with the current holder or the VM's fence.
-    pub(crate) fn borrow_device(
-        &self,
-        id: &DeviceId,
+    pub(crate) fn grant<'a>(
+        &'a self,
+        id: &'a DeviceId,
         vm: &VmName,
         fence: Option<HeldFence>,
         operator: bool,
-    ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
+    ) -> Result<Grant<'a>, RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
@@ -356,34 +384,42 @@ impl Registry {
             generation: slot.generation,
             since: Instant::now(),
         });
-        Ok((slot.generation, Arc::clone(&slot.mailbox)))
+        Ok(Grant {
+            id,
+            generation: slot.generation,
+            records,
+        })
     }
 
     /// Records a handover: from now on the VM needs the returned fence to borrow the device. The
-    /// device thread still has to end a lease without that fence.
+    /// device thread answers `reply` when no lease without that fence is left.
     pub(crate) fn hand_over(
         &self,
         claim: &Claim<'_>,
-    ) -> Result<(Generation, Arc<Mailbox>), RemoteError> {
+        reply: mpsc::SyncSender<Result<(), RemoteError>>,
+    ) -> Result<Generation, RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let id = claim.device;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        let mailbox = Arc::clone(&slot.mailbox);
         slot.check_issued(id, claim.supersedes)?;
-        if let Some(generation) = fences.asked_before(claim)? {
-            return Ok((generation, mailbox));
-        }
-        if let Some(holder) = slot.holder()
-            && holder.vm != *claim.vm
-        {
-            return Err(holder.refusal(id));
-        }
-        fences.check_proof(claim, slot.lease.is_some())?;
-        let generation = slot.next(id)?;
-        fences.hand_over(claim, generation)?;
-        slot.generation = generation;
-        Ok((generation, mailbox))
+        let fence = match fences.asked_before(claim)? {
+            Some(generation) => generation,
+            None => {
+                if let Some(holder) = slot.holder()
+                    && holder.vm != *claim.vm
+                {
+                    return Err(holder.refusal(id));
+                }
+                fences.check_proof(claim, slot.lease.is_some())?;
+                let generation = slot.next(id)?;
+                fences.hand_over(claim, generation)?;
+                slot.generation = generation;
+                generation
+            }
+        };
+        slot.mailbox.post(Mail::HandOver { fence, reply })?;
+        Ok(fence)
     }
 
     /// Ends a device's reservation, so that any VM can borrow it.
@@ -513,3 +549,6 @@ fn unknown(id: &DeviceId) -> RemoteError {
         ),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,10 +27,10 @@ use super::{
     messages::{Answer, Call, CallReply, Model, Order, Served, Start},
 };
 use crate::{
-    connection::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
     registry::{Lease, Mail, Mailbox},
+    requests::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     source::DeviceSource,
     tokens::RegisterTokens,
     vfio::{FunctionConfig, WorkerFunction},

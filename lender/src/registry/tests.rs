@@ -1,0 +1,67 @@
+use farside_lender_protocol::BarOwner;
+
+use super::*;
+
+/// A handover between the record of a lease and its message would be answered, no lease being
+/// there, and the lease would begin behind the fence.
+#[test]
+fn a_handover_does_not_overtake_the_lease_that_it_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("lender.json");
+    let registry = Registry::new(FenceBook::load(Some(file)).unwrap());
+    let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
+    let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
+    let description = farside_pci::Description {
+        config: vec![0; 256],
+        bars: Default::default(),
+        intx: false,
+        msi_vectors: 0,
+        msix_vectors: 0,
+        summary: String::new(),
+    };
+    let described = Described {
+        description,
+        bars: BarOwner::Borrower,
+    };
+    let mailbox = Mailbox::new(sender, Wakeup::new().unwrap());
+    let access = Access::new(&id, 0, Vec::new());
+    registry
+        .add(&id, "model", described, mailbox, access, Generation(1))
+        .unwrap();
+
+    let grant = registry.grant(&id, &vm, None, true).unwrap();
+    let lease = Lease {
+        connection: Channel::pair().unwrap().0,
+        vm: vm.clone(),
+        generation: grant.generation(),
+        route: Route::Ntb,
+        bar_memory: Vec::new(),
+    };
+    let claim = Claim {
+        device: &id,
+        vm: &vm,
+        migration: "m1",
+        supersedes: None,
+        secret: Secret::random().unwrap(),
+        operator: true,
+    };
+    let (began, begins) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let handover = scope.spawn(|| {
+            began.send(()).unwrap();
+            registry.hand_over(&claim, mpsc::sync_channel(1).0)
+        });
+        begins.recv().unwrap();
+        grant.post(lease).unwrap();
+        handover.join().unwrap().unwrap();
+    });
+    let generations: Vec<_> = mail
+        .try_iter()
+        .map(|mail| match mail {
+            Mail::Lease(lease) => ("lease", lease.generation.0),
+            Mail::HandOver { fence, .. } => ("handover", fence.0),
+            _ => unreachable!(),
+        })
+        .collect();
+    assert_eq!(generations, [("lease", 2), ("handover", 3)]);
+}

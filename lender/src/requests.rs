@@ -1,0 +1,288 @@
+//! Requests of peers without a lease: checks rights, changes the registry, and asks the device's
+//! thread. Does not block.
+
+use std::{
+    sync::mpsc::{Receiver, sync_channel},
+    time::Duration,
+};
+
+use farside_daemon::{DeviceId, LenderName, VmName};
+use farside_fabric::NtbLimits;
+use farside_lender_protocol::{
+    ErrorKind, Generation, HeldFence, Identity, RemoteError, Reply, Request, Route, VERSION,
+};
+
+use crate::{
+    fences::Claim,
+    refusals::invalid,
+    registry::{Mail, Registry, Viewer},
+    source::Report,
+};
+
+/// Timeout for an answer of a device thread.
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Timeout for ending a lease and flushing the device's writes; a tool retries after that.
+pub(crate) const HANDOVER_TIMEOUT: Duration = Duration::from_millis(3500);
+
+/// Maximum length of a migration id, in bytes.
+const MAX_MIGRATION: usize = 64;
+
+/// Maximum number of guest RAM ranges in a check.
+const MAX_RAM_RANGES: usize = 4096;
+
+/// The peer's claim, from its Hello.
+pub(crate) struct Peer {
+    vm: Option<VmName>,
+}
+
+/// The answer to a request.
+pub(crate) enum Answer {
+    Reply(Reply),
+    /// The connection may become a lease: see [`Registry::grant`].
+    Borrow(Borrow),
+    /// The device's thread has been asked.
+    Later(Pending),
+    /// What is in use of the limits that all devices share, for operators.
+    LimitsInUse,
+    /// For operators only, which has not been checked; may block.
+    Operate(Request),
+}
+
+/// The parameters of a borrow request.
+pub(crate) struct Borrow {
+    pub(crate) device: DeviceId,
+    pub(crate) vm: VmName,
+    pub(crate) route: Route,
+    pub(crate) fence: Option<HeldFence>,
+    pub(crate) operator: bool,
+}
+
+/// A question to a device's thread.
+pub(crate) struct Pending {
+    device: DeviceId,
+    answer: Awaited,
+    /// The log line for a handover, once it is done.
+    pub(crate) handover: Option<String>,
+}
+
+enum Awaited {
+    Status(Receiver<Report>),
+    Check(Receiver<Result<(), RemoteError>>),
+    Handover(Receiver<Result<(), RemoteError>>, Generation),
+}
+
+impl Pending {
+    /// Waits for the answer. `viewer` is the peer.
+    pub(crate) fn wait(
+        &self,
+        registry: &Registry,
+        viewer: &Viewer<'_>,
+    ) -> Result<Reply, RemoteError> {
+        let timeout = match self.answer {
+            Awaited::Handover(..) => HANDOVER_TIMEOUT,
+            Awaited::Status(_) | Awaited::Check(_) => ANSWER_TIMEOUT,
+        };
+        let late = || {
+            Err(RemoteError {
+                kind: ErrorKind::Internal,
+                message: format!("device {} does not answer within {timeout:?}", self.device),
+            })
+        };
+        self.receive(timeout, registry, viewer).unwrap_or_else(late)
+    }
+
+    /// Returns the answer, if it arrives within `timeout`.
+    pub(crate) fn receive(
+        &self,
+        timeout: Duration,
+        registry: &Registry,
+        viewer: &Viewer<'_>,
+    ) -> Option<Result<Reply, RemoteError>> {
+        Some(match &self.answer {
+            Awaited::Status(receiver) => {
+                let report = receiver.recv_timeout(timeout).ok()?;
+                let entry = registry.entry(&self.device, viewer);
+                entry.map(|entry| Reply::Status(Box::new(report.status_of(entry))))
+            }
+            Awaited::Check(receiver) => {
+                let checked = receiver.recv_timeout(timeout).ok()?;
+                checked.map(|()| Reply::Done)
+            }
+            Awaited::Handover(receiver, generation) => {
+                let ended = receiver.recv_timeout(timeout).ok()?;
+                ended.map(|()| Reply::Fence {
+                    generation: *generation,
+                })
+            }
+        })
+    }
+}
+
+/// The peer, as the registry takes it.
+pub(crate) fn viewer<'a>(identity: &'a Identity, peer: Option<&'a Peer>) -> Viewer<'a> {
+    Viewer {
+        identity,
+        vm: peer.and_then(|peer| peer.vm.as_ref()),
+    }
+}
+
+/// Answers a request of the peer `identity`, of whose Hello `peer` is the record.
+pub(crate) fn answer(
+    request: Request,
+    lender: &LenderName,
+    limits: &NtbLimits,
+    registry: &Registry,
+    peer: &mut Option<Peer>,
+    identity: &Identity,
+) -> Result<Answer, RemoteError> {
+    let viewer = viewer(identity, peer.as_ref());
+    let may_borrow = |device: &DeviceId, vm: Option<&VmName>| {
+        let access = registry.access(device)?;
+        access.may(identity, vm)?;
+        Ok::<_, RemoteError>(access)
+    };
+    let later = |device: DeviceId, answer, handover| {
+        Answer::Later(Pending {
+            device,
+            answer,
+            handover,
+        })
+    };
+    let reply = match (request, &*peer) {
+        (Request::Hello { version, vm }, None) => {
+            if version != VERSION {
+                return Err(RemoteError {
+                    kind: ErrorKind::Version,
+                    message: format!(
+                        "lender {lender} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both"
+                    ),
+                });
+            }
+            let vm = vm.map(VmName::try_from).transpose();
+            let vm = vm.map_err(|error| invalid(error.to_string()))?;
+            *peer = Some(Peer { vm });
+            Reply::Welcome {
+                lender: lender.to_string(),
+            }
+        }
+        (_, None) => return Err(invalid("the first message must be Hello".into())),
+        (Request::Devices { after }, _) => {
+            Reply::Devices(registry.entries(after.as_ref(), &viewer))
+        }
+        (Request::Limits, _) => Reply::Limits(limits.clone()),
+        (Request::LimitsInUse, _) => return Ok(Answer::LimitsInUse),
+        (Request::Describe { device }, _) => {
+            may_borrow(&device, viewer.vm)?;
+            Reply::Description(Box::new((*registry.described(&device)?).clone()))
+        }
+        (Request::Status { device }, _) => {
+            may_borrow(&device, viewer.vm)?;
+            let (reply, report) = sync_channel(1);
+            registry.mailbox(&device)?.post(Mail::Report(reply))?;
+            return Ok(later(device, Awaited::Status(report), None));
+        }
+        (Request::Check { device, route, ram }, _) => {
+            may_borrow(&device, viewer.vm)?;
+            carries(route, identity)?;
+            if ram.len() > MAX_RAM_RANGES {
+                return Err(invalid(format!(
+                    "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
+                    ram.len()
+                )));
+            }
+            let (reply, checked) = sync_channel(1);
+            let mail = Mail::Check { route, ram, reply };
+            registry.mailbox(&device)?.post(mail)?;
+            return Ok(later(device, Awaited::Check(checked), None));
+        }
+        (
+            Request::Borrow {
+                device,
+                route,
+                fence,
+            },
+            Some(Peer { vm: Some(vm) }),
+        ) => {
+            let operator = may_borrow(&device, Some(vm))?.is_operator(identity);
+            carries(route, identity)?;
+            return Ok(Answer::Borrow(Borrow {
+                device,
+                vm: vm.clone(),
+                route,
+                fence,
+                operator,
+            }));
+        }
+        (Request::Borrow { .. }, Some(Peer { vm: None })) => {
+            return Err(invalid("only a VM can borrow: Hello named none".into()));
+        }
+        (
+            Request::Handover {
+                device,
+                vm,
+                migration,
+                supersedes,
+                secret,
+            },
+            _,
+        ) => {
+            let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
+            let operator = may_borrow(&device, Some(&vm))?.may_claim(identity, Some(&vm));
+            check_migration(&migration)?;
+            let claim = Claim {
+                device: &device,
+                vm: &vm,
+                migration: &migration,
+                supersedes,
+                secret,
+                operator,
+            };
+            let (reply, ended) = sync_channel(1);
+            let fence = registry.hand_over(&claim, reply)?;
+            let line = format!(
+                "device {device}: handed over to where VM {vm} goes (migration {migration}, fence {fence})"
+            );
+            return Ok(later(device, Awaited::Handover(ended, fence), Some(line)));
+        }
+        (Request::EndReservation { device, secret }, _) => {
+            let operator = may_borrow(&device, None)?.may_claim(identity, None);
+            registry.end_reservation(&device, secret, operator)?;
+            Reply::Done
+        }
+        (
+            request @ (Request::Revoke { .. }
+            | Request::SetAvailable { .. }
+            | Request::AddDevice { .. }
+            | Request::RemoveDevice { .. }),
+            _,
+        ) => return Ok(Answer::Operate(request)),
+        (Request::Registers { .. }, Some(_)) => {
+            return Err(invalid(
+                "Registers must be the first message of a connection".into(),
+            ));
+        }
+        (Request::Hello { .. }, Some(_)) => return Err(invalid("Hello was said already".into())),
+        (_, Some(_)) => return Err(invalid("that needs a lease: Borrow first".into())),
+    };
+    Ok(Answer::Reply(reply))
+}
+
+/// Refuses a route that the peer's transport does not support.
+fn carries(route: Route, identity: &Identity) -> Result<(), RemoteError> {
+    match route {
+        Route::Memory if identity.is_network() => Err(invalid(
+            "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
+        )),
+        Route::Memory | Route::Ntb => Ok(()),
+    }
+}
+
+fn check_migration(id: &str) -> Result<(), RemoteError> {
+    if id.is_empty() || id.len() > MAX_MIGRATION || !id.chars().all(|c| c.is_ascii_graphic()) {
+        return Err(invalid(format!(
+            "a migration's id has 1 to {MAX_MIGRATION} printable characters"
+        )));
+    }
+    Ok(())
+}
