@@ -1,10 +1,17 @@
-//! Writes the seed corpora of the fuzz targets: the messages and accesses of the unit
-//! tests.
+//! Writes the seed corpora of the fuzz targets to a directory: the messages, accesses and documents
+//! of the unit tests.
 
-use std::fs;
-use std::path::Path;
+use std::{fmt::Debug, fs, path::Path};
 
-/// An operation on a connection; see `farside_fuzz::messages`.
+use farside_irq_relay::{IrqEvent, IrqIndex};
+use farside_lender_protocol::{
+    Envelope, ErrorKind, Generation, HeldFence, RemoteError, Reply, Request, Revocation, Route,
+    VERSION,
+    registers::{Access, Event},
+};
+use serde::Serialize;
+
+/// An operation on a connection; see ``messages``.
 fn message(fds: u8, command: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     let mut bytes = vec![fds << 3, command, flags];
     bytes.extend((payload.len() as u16).to_le_bytes());
@@ -183,14 +190,240 @@ fn domains() -> Vec<Vec<u8>> {
     [0, 1, 0x9e].into_iter().flat_map(with).collect()
 }
 
-fn main() -> std::io::Result<()> {
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
-    for (target, seeds) in [
-        ("message_sequences", messages()),
-        ("config_space", configs()),
-        ("domains", domains()),
+/// With the byte that selects the kind.
+fn texts(texts: &[(u8, &str)]) -> Vec<Vec<u8>> {
+    let bytes = |(kind, text): &(u8, &str)| [&[*kind], text.as_bytes()].concat();
+    texts.iter().map(bytes).collect()
+}
+
+fn admin() -> Vec<Vec<u8>> {
+    let entry = r#"{"id":"disk0","source":"model","summary":"NVMe","borrowed_by":null,"fences":[],"problem":null}"#;
+    let devices = format!(r#"{{"format":1,"devices":[{entry}]}}"#);
+    texts(&[
+        (
+            0,
+            r#"{"version":1,"command":{"attach":{"device":"disk1"}}}"#,
+        ),
+        (
+            0,
+            r#"{"version":1,"command":{"detach":{"device":"disk1","force":false}}}"#,
+        ),
+        (0, r#"{"version":1,"command":"status"}"#),
+        (
+            1,
+            r#"{"attached":{"socket":"/run/a.sock","already":false}}"#,
+        ),
+        (1, r#""detached""#),
+        (
+            1,
+            r#"{"refused":{"kind":"in-use","message":"a client uses it"}}"#,
+        ),
+        (2, r#"{"format":1,"backends":[],"lenders":[]}"#),
+        (3, r#"{"vm":"web1","devices":[]}"#),
+        (4, &devices),
+    ])
+}
+
+fn config_files() -> Vec<Vec<u8>> {
+    texts(&[
+        (
+            0,
+            "name = \"web1\"\ndevices = [\"disk0\", { id = \"disk1\", port = 3 }]\nmemory = \"4 GiB\"\ncpus = 2\n",
+        ),
+        (
+            0,
+            "devices = [\"a\"]\nlenders = [\"tcp:rack1-b:7410\"]\nntb = \"0000:01:00.0\"\ninterrupts = \"relayed\"\npin = \"prefer\"\nmachine = \"q35\"\naccel = \"kvm\"\nhugepages = \"2M\"\nboot = \"a\"\nspare-ports = 2\nmax-memory = \"8 GiB\"\nqemu-args = [\"-nic\", \"user\"]\n",
+        ),
+        (
+            1,
+            "name = \"rack1\"\nsocket = \"/run/a\"\nlisten = \"tcp:10.0.0.1:7410\"\n[fabric]\nbar-size = \"32 GiB\"\n[[device]]\nid = \"disk0\"\nborrowers = [\"user=root,vm=web1\", \"network\"]\nmodel.nvme = { image = \"/a\", read-only = true }\n",
+        ),
+        (
+            1,
+            "[[device]]\nid = \"a\"\nmodel.dma-test = {}\n[[device]]\nid = \"b\"\nvfio = \"0000:01:00.0\"\n",
+        ),
+        (2, "tcp:rack1-b:7410"),
+        (2, "tcp:[fe80::1%eth0]:1"),
+        (2, "/run/farside/lender.sock"),
+        (3, "disk-0_a.b"),
+        (4, "32 GiB"),
+        (5, "user=root,vm=web1"),
+        (5, "host=rack1-a,vm=web1"),
+        (2, "tls:rack1-b:7411"),
+        (5, "network"),
+    ])
+}
+
+fn qmp() -> Vec<Vec<u8>> {
+    let greeting = r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 1, "major": 10}}, "capabilities": []}}"#;
+    let with = |commands: u8, lines: &str| {
+        [&[commands], greeting.as_bytes(), b"\r\n", lines.as_bytes()].concat()
+    };
+    vec![
+        with(0, ""),
+        with(1, "{\"return\": {}, \"id\": 0}\n"),
+        with(
+            2,
+            "{\"event\": \"STOP\", \"data\": {}}\n{\"return\": {\"status\": \"running\"}, \"id\": 0}\n{\"id\": 1, \"error\": {\"class\": \"GenericError\", \"desc\": \"no\"}}\n",
+        ),
+        with(
+            0,
+            "{\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"disk0\"}}\n",
+        ),
+        with(3, "{\"return\": 7}\n[]\n"),
+    ]
+}
+
+fn migrations() -> Vec<Vec<u8>> {
+    let journal = r#"{"id":"1","vm":"web1","role":"destination","step":"prepare","begun":[],"source":"a","destination":"b","shell":null,"was_running":true,"shutdown_timeout":1,"configuration":{"toml":""},"devices":[{"id":"disk0","port":0,"lender":"tcp:a:1","lender_name":"a","identity":{"pci":"1:2","summary":"","digest":""},"lease":5,"held":{"generation":5,"secret":null},"secret":null,"fence":null,"back_secret":null,"back":null}],"strategy":"cold","manifest":3}"#;
+    let former = journal
+        .replace("\"manifest\":3", "\"manifest\":1")
+        .replace(r#"{"generation":5,"secret":null}"#, "5")
+        .replace("\"configuration\"", "\"description\"");
+    let manifest = journal.replace(",\"manifest\":3", "");
+    let prepare = format!(r#"{{"Prepare":{manifest}}}"#);
+    let install = format!(r#"{{"Install":{manifest}}}"#);
+    let mut seeds = texts(&[
+        (0, journal),
+        (0, &former),
+        (0, r#"{"manifest":2,"devices":"disk0"}"#),
+        (1, &prepare),
+        (1, &install),
+        (1, r#"{"Start":{"id":"1","vm":"web1"}}"#),
+        (1, r#"{"Listening":49152}"#),
+    ]);
+    // There and back; cut off at some calls, and resumed.
+    seeds.push(vec![2, 0x40, 0, 0x60, 0, 0x41, 0]);
+    seeds.push(vec![2, 0, 12, 2, 3, 3, 200]);
+    seeds.push(vec![2, 0x80, 20, 0xa2, 5, 0x21, 9, 3, 4]);
+    seeds
+}
+
+fn lender_messages() -> Vec<Vec<u8>> {
+    fn encoded(kind: u8, message: impl Debug + Serialize) -> Vec<u8> {
+        let bytes = postcard::to_stdvec(&message);
+        let bytes = bytes.unwrap_or_else(|error| panic!("{message:?}: {error}"));
+        [vec![kind], bytes].concat()
+    }
+    let device = || "disk0".parse().expect("a valid name");
+    let envelope = |request| Envelope {
+        generation: Generation(3),
+        accesses: 1,
+        request,
+    };
+    let secret = "7".repeat(32).try_into().expect("32 digits");
+    let held = HeldFence {
+        generation: Generation(5),
+        secret: Some(secret),
+    };
+    let requests = [
+        Request::Hello {
+            version: VERSION,
+            vm: Some("web1".into()),
+        },
+        Request::Devices { after: None },
+        Request::Borrow {
+            device: device(),
+            route: Route::Ntb,
+            fence: Some(held),
+        },
+        Request::Handover {
+            device: device(),
+            vm: "web1".into(),
+            migration: "m1".into(),
+            supersedes: Some(held),
+            secret,
+        },
+        Request::EndReservation {
+            device: device(),
+            secret: Some(secret),
+        },
+        Request::Return,
+    ];
+    let mut seeds: Vec<_> = requests
+        .into_iter()
+        .map(|request| encoded(0, envelope(request)))
+        .collect();
+    let refused = RemoteError {
+        kind: ErrorKind::Busy,
+        message: "borrowed".into(),
+    };
+    let generation = Generation(9);
+    for reply in [
+        Reply::Done,
+        Reply::Refused(refused),
+        Reply::Fence { generation },
     ] {
-        let directory = corpus.join(target);
+        seeds.push(encoded(1, reply));
+    }
+    let write = Access::Write {
+        bar: 0,
+        offset: 0x1000,
+        len: 4,
+        value: 7,
+    };
+    seeds.push(encoded(2, write));
+    let irq = IrqEvent::new(IrqIndex::Msix, 2047).expect("the last vector");
+    seeds.push(encoded(3, Event::Interrupt(irq)));
+    // Interrupt updates: index, start, count, action, vectors.
+    for (action, vectors) in [(2, vec![3, 2, 1, 0]), (0, vec![0]), (2, vec![2, 1, 1])] {
+        let tag = encoded(0, (0u64, 0u64, 15u32));
+        seeds.push([tag, vec![2, 0, 2, action], vectors].concat());
+    }
+    for request in [
+        Request::Revoke {
+            device: device(),
+            limit_ms: 2000,
+        },
+        Request::SetAvailable {
+            device: device(),
+            available: true,
+        },
+        Request::AddDevice {
+            table: "id = \"disk1\"\nmodel.dma-test = {}".into(),
+        },
+        Request::RemoveDevice { device: device() },
+    ] {
+        seeds.push(encoded(0, envelope(request)));
+    }
+    seeds.push(encoded(1, Reply::Revocation(Revocation::Ended)));
+    seeds.push(encoded(3, Event::Release { limit_ms: 2000 }));
+    seeds
+}
+
+/// Bytes without a meaning of their own, for targets whose input is a list of steps.
+fn steps() -> Vec<Vec<u8>> {
+    let mut state = 1u64;
+    let mut byte = || {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    [16, 64, 256, 1024]
+        .map(|len| (0..len).map(|_| byte()).collect())
+        .into()
+}
+
+fn main() -> std::io::Result<()> {
+    let corpus = std::env::args().nth(1);
+    let corpus = corpus.expect("usage: seeds DIRECTORY");
+    for (target, seeds) in [
+        ("admin", admin()),
+        ("backend", steps()),
+        ("config_files", config_files()),
+        ("config_space", configs()),
+        ("description", steps()),
+        ("domains", domains()),
+        ("irqs", steps()),
+        ("leases", steps()),
+        ("lender_messages", lender_messages()),
+        ("lender_stream", steps()),
+        ("message_sequences", messages()),
+        ("migrations", migrations()),
+        ("nvme", steps()),
+        ("qmp", qmp()),
+        ("register_tokens", steps()),
+    ] {
+        let directory = Path::new(&corpus).join(target);
         fs::create_dir_all(&directory)?;
         for (number, seed) in seeds.iter().enumerate() {
             fs::write(directory.join(format!("seed-{number:02}")), seed)?;

@@ -23,3 +23,25 @@ impl<'a> Input<'a> {
         head
     }
 }
+
+impl Input<'_> {
+    pub fn u32(&mut self) -> u32 {
+        u32::from(self.u16()) | u32::from(self.u16()) << 16
+    }
+
+    pub fn u64(&mut self) -> u64 {
+        u64::from(self.u32()) | u64::from(self.u32()) << 32
+    }
+
+    /// A number of any magnitude: a byte that selects it, then one byte or eight.
+    pub fn number(&mut self) -> u64 {
+        match self.u8() {
+            short @ 0..=0x7f => short.into(),
+            0x80..=0xbf => self.u8().into(),
+            0xc0..=0xdf => u64::from(self.u8()) << 12,
+            0xe0..=0xef => self.u32().into(),
+            0xf0..=0xf7 => u64::MAX - u64::from(self.u8()),
+            _ => self.u64(),
+        }
+    }
+}

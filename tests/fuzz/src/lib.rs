@@ -1,19 +1,101 @@
-//! The fuzz targets as functions of their input, shared by the targets and the seed
-//! generator.
+//! The fuzz targets as functions of their input. `tests/corpus.rs` runs all of them on the committed
+//! corpus, `libfuzzer/` on what libFuzzer makes of it, and `tests/simulation.rs` the targets `leases`
+//! and `migrations` on random input.
 //!
-//! ```text
-//! cargo run --manifest-path tests/fuzz/Cargo.toml --example seeds
-//! cargo +nightly fuzz run message_sequences
-//! cargo +nightly fuzz run config_space
-//! cargo +nightly fuzz run domains
-//! ```
+//! Invariants are assertions: a panic is a finding. Modules that their crates do not publish are
+//! compiled here from the same files.
 
-pub mod config;
-pub mod domains;
-pub mod input;
-pub mod messages;
+#![forbid(unsafe_code)]
+
+mod admin;
+mod backend;
+mod config_files;
+mod config_space;
+mod description;
+mod domains;
+mod input;
+mod irqs;
+mod leases;
+mod lender_messages;
+mod lender_stream;
+mod messages;
+mod migrations;
+mod nvme_driver;
+mod qmp;
+mod register_tokens;
+
+/// A target: its name, and the function.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All targets.
+pub const TARGETS: [Target; 15] = [
+    ("admin", admin::run),
+    ("backend", backend::run),
+    ("config_files", config_files::run),
+    ("config_space", config_space::run),
+    ("description", description::run),
+    ("domains", domains::run),
+    ("irqs", irqs::run),
+    ("leases", leases::run),
+    ("lender_messages", lender_messages::run),
+    ("lender_stream", lender_stream::run),
+    ("message_sequences", messages::run),
+    ("migrations", migrations::run),
+    ("nvme", nvme_driver::run),
+    ("qmp", qmp::run),
+    ("register_tokens", register_tokens::run),
+];
+
+/// Runs the target `name` on `input`.
+pub fn run(name: &str, input: &[u8]) {
+    let target = TARGETS.iter().find(|(target, _)| *target == name);
+    target.expect("a target of the list").1(input);
+}
+
+/// The lender's record of leases, and the requests that change it.
+#[path = "../../../lender/src"]
+#[allow(dead_code, reason = "the lender uses the rest")]
+mod lender {
+    pub(crate) mod access;
+    pub(crate) mod fences;
+    pub(crate) mod refusals;
+    pub(crate) mod registry;
+    pub(crate) mod requests;
+    pub(crate) mod source;
+    pub(crate) mod tokens;
+}
+use lender::{access, fences, refusals, registry, requests, source, tokens};
+
+/// A lender, a backend and a client, from the backend's tests.
+#[path = "../../../backend/tests/borrow"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod borrow {
+    pub(crate) mod guest;
+    pub(crate) mod host;
+    pub(crate) mod vmm;
+}
+use borrow::{guest, host, vmm};
+
+/// Two hosts and a lender that consist of their state, from the tests of migration.
+#[path = "../../../migration/tests/crashes"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod crashes {
+    pub(crate) mod live_world;
+    pub(crate) mod world;
+}
+use crashes::{live_world, world};
+
+/// A guest's memory and NVMe driver, from the tests of the model.
+#[path = "../../../lender/devices/src/nvme/tests"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod nvme_tests {
+    pub(crate) mod world;
+}
+use farside_devices::{Bus, Device, Dma, Interrupts, nvme};
 
 #[path = "../../../backend/vfio-user/tests/support/device.rs"]
+#[allow(dead_code, reason = "those tests use the rest")]
 mod device;
 #[path = "../../../backend/config-space/src/tests/image.rs"]
+#[allow(dead_code, reason = "those tests use the rest")]
 mod image;

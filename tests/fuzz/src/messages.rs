@@ -1,7 +1,7 @@
 //! A sequence of operations on a vfio-user connection: whole messages, fragments, noise,
 //! descriptors at any point, a client that may not read.
 //!
-//! Input: a list of operations, each encoded as one byte, see [`Op`].
+//! Input: a list of operations, each encoded as one byte, see [`run`].
 //!
 //! Invariants: no panic; every reply is well formed and matches a request; while the client
 //! sends whole messages only, its last one is answered; no descriptor leaks.
@@ -11,9 +11,11 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use farside_vfio_user::serve::{Pumped, pump};
 use farside_vfio_user::{Connection, ConnectionError, Errno, MAX_MSG_FDS, Reply, Session};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -28,33 +30,24 @@ const MOST_FDS: usize = 20;
 const VERSION: u16 = 1;
 const GET_INFO: u16 = 4;
 
-/// Encoding of an operation's byte: the kind in the three low bits, a number of descriptors
-/// in the others.
-pub enum Op {
-    /// A whole message: command, flags, two bytes of length, payload.
-    Message = 0,
-    /// Bytes: two bytes of length, the bytes.
-    Noise = 1,
-    /// A whole message in two parts, with the server run in between: one byte for the split
-    /// point, then as [`Op::Message`].
-    Split = 2,
-    /// Version negotiation.
-    Version = 3,
-    /// The server processes as many messages as the next byte gives.
-    Pump = 4,
-    /// The client reads.
-    Read = 5,
-    /// From now on, resets are answered later, or again at once.
-    Defer = 6,
-    /// The client closes its sending side.
-    Shutdown = 7,
-}
-
-/// Runs the operations of `input`.
+/// Runs the operations of `input`: each a byte with the kind in the three low bits and a number of
+/// descriptors in the others. By kind:
+///
+/// 0. A whole message: command, flags, two bytes of length, payload.
+/// 1. Bytes: two bytes of length, the bytes.
+/// 2. A whole message in two parts, with the server run in between: one byte for the split point,
+///    then as kind 0.
+/// 3. Version negotiation.
+/// 4. The server processes as many messages as the next byte gives.
+/// 5. The client reads.
+/// 6. From now on, resets are answered later, or again at once.
+/// 7. The client closes its sending side.
 pub fn run(input: &[u8]) {
-    let before = open_descriptors();
-    Peer::new().run(Input(input));
-    assert_eq!(open_descriptors(), before, "descriptors were left open");
+    static RUNS: AtomicU64 = AtomicU64::new(0);
+    let name = format!("passed-{}", RUNS.fetch_add(1, Ordering::Relaxed));
+    let passed = memfd_create(&name, MemfdFlags::CLOEXEC).expect("a file");
+    Peer::new(passed).run(Input(input));
+    assert_eq!(descriptors_of(&name), 0, "descriptors were left open");
 }
 
 struct Peer {
@@ -70,10 +63,9 @@ struct Peer {
 }
 
 impl Peer {
-    fn new() -> Self {
+    fn new(passed: OwnedFd) -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         client.set_nonblocking(true).unwrap();
-        let passed = std::fs::File::open("/dev/null").unwrap().into();
         Self {
             client,
             server: Connection::new(server).unwrap(),
@@ -331,6 +323,10 @@ fn send_some(
     rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
 }
 
-fn open_descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
+/// How many of this process's descriptors are of the memory file `name`.
+fn descriptors_of(name: &str) -> usize {
+    let link = format!("/memfd:{name} (deleted)");
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("a mounted /proc");
+    let files = descriptors.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    files.filter(|file| file.as_os_str() == &*link).count()
 }

@@ -44,7 +44,7 @@ const WAITING: [&str; 5] = [
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 6] = [
+pub(super) const LONG: [(&str, &str, &str); 8] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
@@ -74,6 +74,16 @@ pub(super) const LONG: [(&str, &str, &str); 6] = [
         "farside_lender",
         "peer_tests::lease::a_borrower_that_does_not_read_is_given_up",
         "waits for the limit of a blocked send",
+    ),
+    (
+        "simulation",
+        "leases_fences_and_rights_hold_in_any_order_of_steps",
+        "FARSIDE_SIMULATIONS sets its length",
+    ),
+    (
+        "simulation",
+        "migrations_end_at_one_host_whatever_is_cut_off",
+        "FARSIDE_SIMULATIONS sets its length",
     ),
 ];
 

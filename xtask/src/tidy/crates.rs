@@ -1,7 +1,10 @@
 //! The workspace's crates: the imports listed in docs/architecture.md, and unused
 //! dependencies.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 use anyhow::{Context, Result, ensure};
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
@@ -13,7 +16,7 @@ use crate::cargo;
 const ARCHITECTURE: &str = "docs/architecture.md";
 
 /// Rows whose imports are described, not listed.
-const UNLISTED: [&str; 4] = ["cli", "tests", "tests/testbed", "xtask"];
+const UNLISTED: [&str; 5] = ["cli", "tests", "tests/fuzz", "tests/testbed", "xtask"];
 
 /// How many entries the top-level directory may have, dotfiles aside.
 const MOST_ENTRIES: usize = 18;
@@ -211,7 +214,13 @@ pub(super) fn unused(tree: &Tree, packages: &[Package]) -> Vec<Problem> {
             .filter(|(path, _)| owner(packages, path) == dir)
             .collect();
         let included = own.iter().flat_map(|(path, text)| included(path, text));
-        let included: Vec<_> = included.filter_map(|path| tree.text(&path)).collect();
+        let included: Vec<_> = included.collect();
+        let is_included = |of: &str| {
+            let mut paths = included.iter();
+            paths.any(|path| Path::new(of).starts_with(path))
+        };
+        let included = tree.ending(".rs").filter(|(path, _)| is_included(path));
+        let included: Vec<_> = included.map(|(_, text)| text).collect();
         let sources = || own.iter().map(|(_, text)| text).chain(&included);
         for name in dependencies {
             if !sources().any(|text| has_word(text, name)) {
@@ -301,7 +310,8 @@ fn owner<'a>(packages: &'a [Package], path: &str) -> &'a str {
     innermost.map_or("", |package| &package.dir)
 }
 
-/// The files that `text`, the contents of file `from`, includes by `#[path = "…"]`.
+/// The files and directories that `text`, the contents of file `from`, includes by
+/// `#[path = "…"]`.
 fn included(from: &str, text: &str) -> impl Iterator<Item = String> {
     let paths = text.split("#[path = \"").skip(1);
     let paths = paths.filter_map(|rest| rest.split_once('"'));
@@ -417,13 +427,22 @@ mod tests {
                 "a/tests/t.rs",
                 "#[path = \"../../ab/tests/common.rs\"]\nmod common;\n",
             ),
+            (
+                "a/tests/u.rs",
+                "#[path = \"../../ab/deep\"]\nmod deep {\n    mod one;\n}\n",
+            ),
             // Files of other packages, one of them in a subdirectory of this package.
             ("ab/src/lib.rs", "use serde::Serialize;\n"),
             ("a/inner/src/lib.rs", "use serde::Serialize;\n"),
             ("ab/tests/common.rs", "use tempfile::tempdir;\n"),
+            ("ab/deep/one.rs", "use toml::Value;\n"),
         ]);
         let packages = [
-            package("a", &[], &["log", "serde", "serde_json", "tempfile"]),
+            package(
+                "a",
+                &[],
+                &["log", "serde", "serde_json", "tempfile", "toml"],
+            ),
             package("a/inner", &[], &[]),
         ];
         assert_eq!(

@@ -14,6 +14,7 @@ use farside_fabric::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{MemfdFlags, ftruncate, memfd_create},
+    io::retry_on_intr,
 };
 use tempfile::TempDir;
 
@@ -364,7 +365,8 @@ impl Driver {
             tv_sec: 10,
             tv_nsec: 0,
         };
-        let ready = poll(&mut fds, Some(&timeout)).unwrap();
+        // libFuzzer's timer interrupts it.
+        let ready = retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
         assert_ne!(ready, 0, "asleep, and nothing will wake it");
     }
 
