@@ -42,6 +42,11 @@ mod trigger;
 mod vectors;
 mod watch;
 
+/// In `tests/interleavings`, loom's.
+mod sync {
+    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+}
+
 pub use form::Interrupts;
 pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;

@@ -1,10 +1,13 @@
 //! Interrupts to be sent to another host.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::array;
 
 use rustix::io::Errno;
 
-use crate::{IrqEvent, IrqIndex, TriggerFd};
+use crate::{
+    IrqEvent, IrqIndex, TriggerFd,
+    sync::{AtomicU64, Ordering},
+};
 
 /// 32 words of MSI-X vectors, then one of MSI vectors, then one of the rest.
 const MSI_WORD: usize = 32;
@@ -31,7 +34,7 @@ impl Relay {
     pub fn new() -> Self {
         Self {
             summary: AtomicU64::new(0),
-            words: [const { AtomicU64::new(0) }; WORDS],
+            words: array::from_fn(|_| AtomicU64::new(0)),
             coalesced: AtomicU64::new(0),
             waker: None,
         }
