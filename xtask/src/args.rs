@@ -23,6 +23,10 @@ pub(crate) enum Verb {
     Test(Test),
     /// Run what depends on chance again and again, with new seeds
     Soak(Soak),
+    /// Feed the fuzz targets with what libFuzzer makes of their corpus
+    Fuzz(Fuzz),
+    /// Run the tests of crates without I/O in Miri
+    Miri,
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
     /// Compare the borrowed NVMe drive with QEMU's own, in one guest
@@ -62,7 +66,8 @@ pub(crate) struct Test {
     pub(crate) cargo_args: Vec<String>,
 }
 
-/// Runs migrations, kills, hot plug, property tests and twenty guests at once in turn, each
+/// Runs migrations, kills, hot plug, property tests, simulations, the fuzz targets, Miri and twenty
+/// guests at once in turn, each
 /// round with a new seed where chance decides, until the time is over or one fails. Prints
 /// the command that repeats a round.
 #[derive(Debug, ClapArgs)]
@@ -70,6 +75,19 @@ pub(crate) struct Soak {
     /// How long a round may begin, minutes.
     #[arg(long, value_name = "MINUTES", default_value_t = 60)]
     pub(crate) minutes: u64,
+}
+
+/// Runs the fuzz targets of tests/fuzz, one after the other, until one fails, which leaves the input
+/// in tests/fuzz/libfuzzer/artifacts. Needs the nightly toolchain, a C++ compiler, and cargo-fuzz
+/// (`cargo install cargo-fuzz`).
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Fuzz {
+    /// Only this target; may be given more than once.
+    #[arg(value_name = "TARGET")]
+    pub(crate) targets: Vec<String>,
+    /// How long each target runs, seconds.
+    #[arg(long, value_name = "S", default_value_t = 60)]
+    pub(crate) seconds: u64,
 }
 
 /// Boots VMs that play hosts, each with an emulated VT-d and Linux's VFIO, lends a

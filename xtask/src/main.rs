@@ -1,4 +1,4 @@
-//! Developer chores: `cargo xtask demo`, `test`, `soak`, `cluster`, `bench`,
+//! Developer chores: `cargo xtask demo`, `test`, `soak`, `fuzz`, `miri`, `cluster`, `bench`,
 //! `deb`, `tidy`.
 //!
 //! Each command does all of its own set-up: it builds the product, and the test bed
@@ -9,6 +9,7 @@
 //! - [`bench`]: the borrowed device compared with QEMU's own, in one guest;
 //! - [`test`]: every test, and a list of those that were not run;
 //! - [`soak`]: randomised tests, for a given time;
+//! - [`nightly`]: fuzz targets and Miri, which need the nightly toolchain;
 //! - [`deb`]: the Debian package;
 //! - [`tidy`]: checks that neither rustfmt nor clippy makes;
 //! - [`scene`]: the processes of demo and bench: a lender, a backend, a VM.
@@ -26,6 +27,7 @@ mod demo;
 mod interrupt;
 #[cfg(test)]
 mod json;
+mod nightly;
 mod scene;
 mod soak;
 mod status;
@@ -67,6 +69,8 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Demo(demo)) => return demo::run(&demo),
         Some(Verb::Test(test)) => return test::run(&test.cargo_args),
         Some(Verb::Soak(soak)) => return soak::run(&soak),
+        Some(Verb::Fuzz(fuzz)) => return nightly::fuzz(&fuzz),
+        Some(Verb::Miri) => return nightly::miri(),
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,

@@ -14,15 +14,15 @@ use farside_testbed::die_with_us;
 
 use crate::args::Soak;
 
-/// Tests to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 6] = [
+/// Chores to run in turn. A test binary accepts one filter.
+const ROUNDS: [Round; 9] = [
     Round {
-        arguments: "--test migration",
+        arguments: "test --no-fail-fast --test migration",
         variables: &[("FARSIDE_MIGRATIONS", "50"), ("FARSIDE_KILLS", "20")],
         seed: Some("FARSIDE_SEED"),
     },
     Round {
-        arguments: "-p farside-config-space -p farside-devices -p farside-fabric \
+        arguments: "test --no-fail-fast -p farside-config-space -p farside-devices -p farside-fabric \
                     -p farside-guest-layout -p farside-host-pci -p farside-irq-relay \
                     -p farside-lender-protocol -p farside-ntb -p farside-ntb-server \
                     -p farside-pci -p farside-planner -p farside-qemu-configs -p farside-vfio",
@@ -30,29 +30,44 @@ const ROUNDS: [Round; 6] = [
         seed: Some("PROPTEST_RNG_SEED"),
     },
     Round {
-        arguments: "--test guests -- hotplug",
+        arguments: "test --no-fail-fast -p farside-fuzz --test simulation",
+        variables: &[("FARSIDE_SIMULATIONS", "2000")],
+        seed: Some("FARSIDE_SEED"),
+    },
+    Round {
+        arguments: "fuzz",
         variables: &[],
         seed: None,
     },
     Round {
-        arguments: "--test guests -- loss::",
+        arguments: "miri",
         variables: &[],
         seed: None,
     },
     Round {
-        arguments: "--test guests -- crowd:: --include-ignored",
+        arguments: "test --no-fail-fast --test guests -- hotplug",
         variables: &[],
         seed: None,
     },
     Round {
-        arguments: "--test canaries -- million --include-ignored",
+        arguments: "test --no-fail-fast --test guests -- loss::",
+        variables: &[],
+        seed: None,
+    },
+    Round {
+        arguments: "test --no-fail-fast --test guests -- crowd:: --include-ignored",
+        variables: &[],
+        seed: None,
+    },
+    Round {
+        arguments: "test --no-fail-fast --test canaries -- million --include-ignored",
         variables: &[],
         seed: Some("FARSIDE_SEED"),
     },
 ];
 
 struct Round {
-    /// Arguments of `cargo xtask test`.
+    /// Arguments of `cargo xtask`.
     arguments: &'static str,
     variables: &'static [(&'static str, &'static str)],
     /// The environment variable of the random seed; `None` if only timing is random.
@@ -73,7 +88,7 @@ impl Round {
         let environment = self.environment(seed).into_iter();
         let words = environment
             .map(|(name, value)| format!("{name}={value}"))
-            .chain(["cargo xtask test".to_owned()])
+            .chain(["cargo xtask".to_owned()])
             .chain(self.arguments.split_whitespace().map(str::to_owned));
         words.collect::<Vec<_>>().join(" ")
     }
@@ -96,12 +111,10 @@ pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
         println!("== round {n}: {}", round.shown(seed));
         let mut command = Command::new(&program);
         command
-            .arg("test")
-            .arg("--no-fail-fast")
             .args(round.arguments.split_whitespace())
             .envs(round.environment(seed));
         die_with_us(&mut command);
-        let status = command.status().context("running cargo xtask test")?;
+        let status = command.status().context("running cargo xtask")?;
         if !status.success() {
             println!("round {n} failed ({status}); again: {}", round.shown(seed));
             return Ok(ExitCode::FAILURE);
@@ -132,11 +145,11 @@ mod tests {
     #[test]
     fn a_round_is_shown_as_one_types_it() {
         let shown = ROUNDS[0].shown(7);
-        let expected = "FARSIDE_SEED=7 FARSIDE_MIGRATIONS=50 FARSIDE_KILLS=20 cargo xtask test --test migration";
+        let expected = "FARSIDE_SEED=7 FARSIDE_MIGRATIONS=50 FARSIDE_KILLS=20 cargo xtask test --no-fail-fast --test migration";
         assert_eq!(shown, expected);
         assert_eq!(
-            ROUNDS[3].shown(7),
-            "cargo xtask test --test guests -- loss::"
+            ROUNDS[6].shown(7),
+            "cargo xtask test --no-fail-fast --test guests -- loss::"
         );
     }
 }
