@@ -7,10 +7,10 @@ use roxmltree::Node;
 
 use super::{
     DomainDevice, DomainError,
-    fragments::{arg, command_line, pairs},
+    fragments::{Args, arg, command_line, pairs},
     memory::{ACCESS, CELL, SOURCE},
     metadata::{self, Metadata},
-    remove::without_ours,
+    remove::remove_all,
     splice::{Layout, Splices},
     syntax::{Source, child},
 };
@@ -64,7 +64,7 @@ pub fn add_devices(xml: &str, borrowed: &Borrowed) -> Result<String, DomainError
         return Ok(xml.to_owned());
     }
     match present {
-        Some(present) => put_in(&without_ours(&source, domain, &present), wanted, &vm),
+        Some(_) => put_in(&remove_all(xml)?, wanted, &vm),
         None => put_in(xml, wanted, &vm),
     }
 }
@@ -180,7 +180,12 @@ impl<'a> Source<'a> {
     }
 
     /// Fails if another element uses one of our addresses or ids.
-    fn check_taken(&self, domain: Node<'_, 'a>, vm: &Vm) -> Result<(), DomainError> {
+    fn check_taken(
+        &self,
+        domain: Node<'_, 'a>,
+        wanted: &Metadata,
+        vm: &Vm,
+    ) -> Result<(), DomainError> {
         let slots = ports::slots(vm.machine, vm.port_count());
         let taken = |node: Node, address: String| {
             let (line, column) = self.position_of(node);
@@ -215,15 +220,25 @@ impl<'a> Source<'a> {
                     .map(str::to_owned)
             })
             .collect();
-        for (node, value) in Metadata::default().sort_args(domain).others {
+        let id_taken = |node: Node, id: &str| {
+            let (line, column) = self.position_of(node);
+            let id = id.to_owned();
+            Err(DomainError::IdTaken { line, column, id })
+        };
+        let Args { ours, others } = wanted.sort_args(domain);
+        // Beside those that are added, it would be one of farside's too many.
+        if let Some([_, (node, value)]) = ours.first() {
+            let properties = Properties::parse(value, "driver");
+            let id = properties.get("id").or(properties.get("node-name"));
+            return id_taken(*node, id.unwrap_or_default());
+        }
+        for (node, value) in others {
             let properties = Properties::parse(value, "driver");
             if let Some(id) = properties
                 .get("id")
                 .filter(|id| ids.iter().any(|ours| ours == id))
             {
-                let (line, column) = self.position_of(node);
-                let id = id.to_owned();
-                return Err(DomainError::IdTaken { line, column, id });
+                return id_taken(node, id);
             }
             let on_root = matches!(properties.get("bus"), None | Some("pcie.0" | "pci.0"));
             let slot = properties.get("addr").and_then(|addr| {
@@ -250,7 +265,7 @@ fn parse_number(text: &str) -> Option<usize> {
 pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
-    source.check_taken(domain, vm)?;
+    source.check_taken(domain, &wanted, vm)?;
     let lacking = source.lacking(domain);
     if let Some(private) = lacking.private.into_iter().next() {
         return Err(private);

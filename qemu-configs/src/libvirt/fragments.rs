@@ -142,7 +142,8 @@ impl<'a> Source<'a> {
     pub(super) fn qemu_prefix(&self, domain: Node<'_, 'a>) -> (String, String) {
         if let Some(element) = command_line(domain) {
             let name = self.written_name(element);
-            return (name.replace("commandline", ""), String::new());
+            let prefix = name.strip_suffix("commandline").unwrap_or_default();
+            return (prefix.to_owned(), String::new());
         }
         match domain.lookup_prefix(QEMU_NAMESPACE) {
             Some(prefix) => (format!("{prefix}:"), String::new()),

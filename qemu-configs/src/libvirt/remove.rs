@@ -17,13 +17,24 @@ use super::{
 
 /// The domain without farside's elements. A domain that borrows nothing is returned unchanged.
 pub fn remove_all(xml: &str) -> Result<String, DomainError> {
+    let mut text = xml.to_owned();
+    // libvirt keeps one element of each namespace, but a text may have several.
+    while let Some(rest) = remove_first(&text)? {
+        text = rest;
+    }
+    Ok(text)
+}
+
+/// The domain without farside's first element in `<metadata>`, and without what that lists. `None`
+/// if there is none.
+fn remove_first(xml: &str) -> Result<Option<String>, DomainError> {
     let source = Source::parse(xml)?;
     let domain = source.domain()?;
     let Some(element) = metadata::find(domain) else {
-        return Ok(xml.to_owned());
+        return Ok(None);
     };
     let ours = Metadata::read(&source, element)?;
-    Ok(without_ours(&source, domain, &ours))
+    Ok(Some(without_ours(&source, domain, &ours)))
 }
 
 /// The domain without these devices; `rest` describes how the others are served (its devices are
@@ -63,11 +74,11 @@ pub fn remove_devices(xml: &str, ids: &[DeviceId], rest: &Borrowed) -> Result<St
         spare_ports: rest.spare_ports.or(Some(ours.spare_ports)),
         socket: rest.socket,
     };
-    add_devices(&without_ours(&source, domain, &ours), &rest)
+    add_devices(&remove_all(xml)?, &rest)
 }
 
 /// The text without the elements that the metadata lists.
-pub(super) fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> String {
+fn without_ours(source: &Source, domain: Node, ours: &Metadata) -> String {
     let mut splices = Splices::default();
     if let Some(metadata) = child(domain, "metadata") {
         let element = metadata::find(domain);

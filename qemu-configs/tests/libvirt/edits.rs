@@ -198,3 +198,15 @@ fn what_somebody_changed_since_is_left() {
         ]
     );
 }
+
+#[test]
+fn several_elements_of_farside_become_one() {
+    let edited = add(VIRT_INSTALL, &["disk0"]).unwrap();
+    let end = "</farside:vm>";
+    let element = edited.find("<farside:vm").unwrap()..edited.find(end).unwrap() + end.len();
+    let element = &edited[element];
+    let doubled = edited.replace(element, &element.repeat(2));
+    let once = add(&doubled, &["disk0", "disk1"]).unwrap();
+    assert_eq!(add(&once, &["disk0", "disk1"]).unwrap(), once);
+    assert_eq!(remove_all(&once).unwrap(), VIRT_INSTALL);
+}

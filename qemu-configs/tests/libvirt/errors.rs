@@ -181,6 +181,33 @@ fn addresses_and_ids_that_others_have() {
     assert!(add(&commandline("edu,bus=other,addr=0x10"), &["disk0"]).is_ok());
 }
 
+/// Beside the arguments that farside adds, the old ones would be taken for farside's when the domain
+/// is edited again.
+#[test]
+fn arguments_of_farside_whose_metadata_somebody_removed() {
+    let edited = add(VIRT_INSTALL, &["disk0"]).unwrap();
+    let end = "</farside:vm>";
+    let element = edited.find("<farside:vm").unwrap()..edited.find(end).unwrap() + end.len();
+    let without = edited.replace(&edited[element], "");
+    let taken = |xml: &str, id: &str| {
+        let refused = refused(xml);
+        assert!(refused.contains(&format!("has the id {id:?}")), "{refused}");
+    };
+    taken(&without, "port0");
+    let is_anchor = |line: &&str| !line.contains("driver\":\"") || line.contains("\"vpc\"");
+    let lines = without.lines().filter(|line| !line.contains("'-device'"));
+    let anchor: Vec<_> = lines.filter(is_anchor).collect();
+    taken(&anchor.join("\n"), "farside-borrowed-devices");
+    // The i440FX has none of farside's root ports.
+    let bridge = changed("pc-q35-10.0", "pc-i440fx-10.0").replace(
+        "</domain>",
+        "<qemu:commandline xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
+         <qemu:arg value='-device'/><qemu:arg value='pcie-root-port,id=port0,bus=x'/>\
+         </qemu:commandline></domain>",
+    );
+    taken(&bridge, "port0");
+}
+
 #[test]
 fn devices_that_would_move_or_are_not_there() {
     let edited = add(VIRT_INSTALL, &["disk0"]).unwrap();
