@@ -91,7 +91,7 @@ fn step(driver: &mut Driver, input: &mut Input<'_>) {
             let at = address(input) & !7;
             for entry in 0..u64::from(input.u8() % 16) {
                 let page = address(input);
-                put(driver, at + entry * 8, &page.to_le_bytes());
+                put(driver, at.wrapping_add(entry * 8), &page.to_le_bytes());
             }
         }
         // Descriptors of a scatter-gather list.
@@ -103,7 +103,7 @@ fn step(driver: &mut Driver, input: &mut Input<'_>) {
                 descriptor[..8].copy_from_slice(&to.to_le_bytes());
                 descriptor[8..12].copy_from_slice(&len.to_le_bytes());
                 descriptor[15] = kind;
-                put(driver, at + entry * 16, &descriptor);
+                put(driver, at.wrapping_add(entry * 16), &descriptor);
             }
         }
         11 => {

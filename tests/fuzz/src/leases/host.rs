@@ -48,10 +48,15 @@ pub fn is_operator(host: usize) -> bool {
 pub fn borrowers(device: usize) -> Vec<Borrower> {
     let vm = (device == 1).then(|| VMS[0].parse().expect("a valid name"));
     vec![
-        Borrower::User { uid: ALICE, vm },
+        Borrower::User {
+            uid: ALICE,
+            vm,
+            claim: false,
+        },
         Borrower::Host {
             name: RACK.into(),
             vm: None,
+            claim: false,
         },
         Borrower::Network,
     ]

@@ -264,6 +264,10 @@ impl World {
                 let answered = self.operate(host, request);
                 self.reply(at, channel, peer, answered)
             }
+            Ok(Answer::LimitsInUse) => {
+                let reply = Reply::LimitsInUse(Vec::new());
+                self.reply(at, channel, peer, Ok(reply))
+            }
             Ok(Answer::Later(pending)) => End::Asking(channel, peer, pending),
             Ok(Answer::Reply(reply)) => {
                 if let (Reply::Welcome { .. }, Some(vm)) = (&reply, hello) {
