@@ -11,10 +11,12 @@ use farside_daemon::paths;
 use farside_pki::{
     CA_CERT, Certificate, Date, Side,
     issue::{self, Validity},
+    revoke,
 };
 
-/// Makes the certificates by which hosts know each other: one CA, and for each host a
-/// directory that `farside lend` and `farside serve` read there. Another CA's
+/// Make and show the certificates by which hosts know each other
+///
+/// One CA, and for each host a directory that `farside lend` and `farside serve` read there. Another CA's
 /// certificates do as well: the file names are those of QEMU's tls-creds-x509.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Pki {
@@ -28,6 +30,7 @@ enum Verb {
     Init(Init),
     /// Issue the certificates of a host, or renew them (--force)
     Issue(Issue),
+    Revoke(Revoke),
     /// Print certificates: names, dates, keys
     Show(Show),
 }
@@ -70,6 +73,24 @@ struct Issue {
     force: bool,
 }
 
+/// Revoke certificates: add them to the CA's revocation list, ca-crl.pem
+///
+/// Copy the list into each host's directory (/etc/farside/pki): running lenders use it for
+/// the next connection. Connections that exist go on.
+#[derive(Debug, ClapArgs)]
+struct Revoke {
+    /// Files of the certificates, such as rack1-a/client-cert.pem; without one, the list is
+    /// renewed.
+    #[arg(value_name = "CERTIFICATE")]
+    certificates: Vec<PathBuf>,
+    /// Days until hosts should have a newer list; an older one is still used.
+    #[arg(long, default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=36500))]
+    days: u32,
+    /// Directory of the CA [default: /etc/farside/pki].
+    #[arg(long, value_name = "DIR")]
+    directory: Option<PathBuf>,
+}
+
 #[derive(Debug, ClapArgs)]
 struct Show {
     /// File, or directory of a host or CA [default: /etc/farside/pki].
@@ -90,6 +111,10 @@ pub(crate) fn run(args: Pki) -> anyhow::Result<()> {
             let (host, addresses) = (&args.host, &args.addresses);
             let written = issue::issue(&directory, host, addresses, validity, &output, args.force)?;
             report(&written);
+        }
+        Verb::Revoke(args) => {
+            let directory = args.directory.unwrap_or_else(paths::pki_dir);
+            report(&revoke(&directory, &args.certificates, args.days)?);
         }
         Verb::Show(show) => {
             let path = show.path.unwrap_or_else(paths::pki_dir);

@@ -332,7 +332,9 @@ fn load_roots(path: &Path) -> Result<(RootCertStore, Date), PkiError> {
     }
 }
 
-fn load_crls(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, PkiError> {
+pub(crate) fn load_crls(
+    path: &Path,
+) -> Result<Vec<CertificateRevocationListDer<'static>>, PkiError> {
     let text = match read(path) {
         Ok(text) => text,
         Err(PkiError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {

@@ -79,28 +79,7 @@ pub fn issue(
         subject: host.to_owned(),
         source,
     };
-    let (ca_cert, ca_key) = (directory.join(CA_CERT), directory.join(CA_KEY));
-    let invalid = |path: &Path, why: String| PkiError::Invalid {
-        path: path.to_owned(),
-        why,
-    };
-    let ca_pem = text(&ca_cert)?;
-    let ca_der = CertificateDer::from_pem_slice(ca_pem.as_bytes())
-        .map_err(|error| invalid(&ca_cert, error.to_string()))?;
-    let key =
-        KeyPair::from_pem(&text(&ca_key)?).map_err(|error| invalid(&ca_key, error.to_string()))?;
-    if crate::Certificate::parse(&ca_der)
-        .map_err(|why| invalid(&ca_cert, why))?
-        .key
-        != fingerprint(&key)
-    {
-        return Err(PkiError::Mismatch {
-            certificate: ca_cert,
-            key: ca_key,
-        });
-    }
-    let issuer = Issuer::from_ca_cert_der(&ca_der, key)
-        .map_err(|error| invalid(&ca_cert, error.to_string()))?;
+    let ca = Ca::load(directory)?;
     let mut files = Vec::new();
     for (side, purpose) in [
         (Side::Server, ExtendedKeyUsagePurpose::ServerAuth),
@@ -119,19 +98,52 @@ pub fn issue(
         params.extended_key_usages = vec![purpose];
         params.use_authority_key_identifier_extension = true;
         let key = KeyPair::generate().map_err(failed)?;
-        let certificate = params.signed_by(&key, &issuer).map_err(failed)?;
+        let certificate = params.signed_by(&key, &ca.issuer).map_err(failed)?;
         files.push((side.files().key, key.serialize_pem()));
         files.push((side.files().certificate, certificate.pem()));
     }
-    let same_ca = std::fs::read(output.join(CA_CERT)).is_ok_and(|there| there == ca_pem.as_bytes());
+    let same_ca = std::fs::read(output.join(CA_CERT)).is_ok_and(|there| there == ca.pem.as_bytes());
     if !same_ca {
-        files.push((CA_CERT, ca_pem));
+        files.push((CA_CERT, ca.pem));
     }
     Output {
         directory: output,
         force,
     }
     .write(&files)
+}
+
+/// A CA, with its key.
+pub(crate) struct Ca {
+    pem: String,
+    pub(crate) der: CertificateDer<'static>,
+    pub(crate) issuer: Issuer<'static, KeyPair>,
+}
+
+impl Ca {
+    /// Loads the CA in `directory`.
+    pub(crate) fn load(directory: &Path) -> Result<Self, PkiError> {
+        let (ca_cert, ca_key) = (directory.join(CA_CERT), directory.join(CA_KEY));
+        let invalid = |path: &Path, why: String| PkiError::Invalid {
+            path: path.to_owned(),
+            why,
+        };
+        let pem = text(&ca_cert)?;
+        let der = CertificateDer::from_pem_slice(pem.as_bytes())
+            .map_err(|error| invalid(&ca_cert, error.to_string()))?;
+        let key = KeyPair::from_pem(&text(&ca_key)?)
+            .map_err(|error| invalid(&ca_key, error.to_string()))?;
+        let certificate = crate::Certificate::parse(&der).map_err(|why| invalid(&ca_cert, why))?;
+        if certificate.key != fingerprint(&key) {
+            return Err(PkiError::Mismatch {
+                certificate: ca_cert,
+                key: ca_key,
+            });
+        }
+        let issuer = Issuer::from_ca_cert_der(&der, key)
+            .map_err(|error| invalid(&ca_cert, error.to_string()))?;
+        Ok(Self { pem, der, issuer })
+    }
 }
 
 fn params(name: &str, validity: Validity) -> CertificateParams {
@@ -161,14 +173,14 @@ fn text(path: &Path) -> Result<String, PkiError> {
     })
 }
 
-struct Output<'a> {
-    directory: &'a Path,
-    force: bool,
+pub(crate) struct Output<'a> {
+    pub(crate) directory: &'a Path,
+    pub(crate) force: bool,
 }
 
 impl Output<'_> {
     /// Writes all files, or none if one of them exists.
-    fn write(&self, files: &[(&str, String)]) -> Result<Vec<PathBuf>, PkiError> {
+    pub(crate) fn write(&self, files: &[(&str, String)]) -> Result<Vec<PathBuf>, PkiError> {
         let at = |name: &str| self.directory.join(name);
         if !self.force {
             let mut paths = files.iter().map(|(name, _)| at(name));

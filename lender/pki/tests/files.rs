@@ -7,8 +7,9 @@ use std::{
 };
 
 use farside_pki::{
-    CA_CERT, Certificate, Credentials, PkiError, Side,
+    CA_CERT, CA_CRL, Certificate, Credentials, Date, PkiError, RevocationList, Side,
     issue::{self, Validity},
+    revoke,
 };
 
 fn ca() -> tempfile::TempDir {
@@ -145,4 +146,29 @@ fn unusable_files_are_named() {
         assert!(error.contains(words) && error.contains(&path), "{error}");
         fs::remove_dir_all(&dir).unwrap();
     }
+}
+
+#[test]
+fn a_ca_revokes_what_it_has_issued() {
+    let ca = ca();
+    let dir = host(ca.path(), false).unwrap();
+    let file = ca.path().join(CA_CRL);
+    assert_eq!(RevocationList::of_file(&file).unwrap(), []);
+    let certificate = dir.join(Side::Client.files().certificate);
+    revoke(ca.path(), std::slice::from_ref(&certificate), 3).unwrap();
+    let list = RevocationList::of_file(&file).unwrap().remove(0);
+    assert_eq!(list.issuer, "CN=test CA");
+    let expires = list.next_update.unwrap();
+    assert!(Date(Date::now().0 + 2 * 24 * 3600) < expires, "{expires}");
+    // The host's own certificate, once it has the list.
+    Credentials::load(&dir, Side::Client).unwrap();
+    fs::copy(&file, dir.join(CA_CRL)).unwrap();
+    let error = Credentials::load(&dir, Side::Client).unwrap_err();
+    assert!(error.to_string().contains("is revoked"), "{error}");
+
+    let other = tempfile::tempdir().unwrap();
+    issue::init(other.path(), "other CA", Validity::days(2), false).unwrap();
+    let error = revoke(other.path(), &[certificate], 3).unwrap_err();
+    assert!(error.to_string().contains("CN=test CA"), "{error}");
+    assert!(!other.path().join(CA_CRL).exists());
 }

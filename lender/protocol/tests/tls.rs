@@ -467,6 +467,40 @@ fn renewed_certificates_are_used_and_broken_ones_are_not() {
     assert_ne!(shown(), second);
 }
 
+#[test]
+fn a_revoked_certificate_is_refused_by_a_lender_that_runs() {
+    const LIST: &str = "ca-crl.pem";
+    let site = Site::new();
+    let lender = site.lender();
+    let echo = Echo::start(&lender);
+    let (revoked, other) = (site.host("rack1-a"), site.host("rack1-b"));
+    let publish = |certificates: &[PathBuf], to: &Path| {
+        farside_pki::revoke(site.0.path(), certificates, 1).unwrap();
+        std::fs::copy(site.0.path().join(LIST), to.join(LIST)).unwrap();
+    };
+    // An empty list.
+    publish(&[], &lender);
+    let mut early = echo.connect("localhost", &revoked).unwrap();
+    early.send(&1u32, &[], SOON).unwrap();
+    echo.heard().unwrap();
+    publish(&[revoked.join("client-cert.pem")], &lender);
+    let error = echo.exchange("localhost", &revoked).unwrap_err();
+    assert_words(&error, &["this host's certificate is revoked"]);
+    echo.heard_error(&["CN=rack1-a", "is revoked"]);
+    echo.exchange("localhost", &other).unwrap();
+    echo.heard().unwrap();
+    // A later list keeps the earlier entries, and the reverse direction is checked, too.
+    publish(&[lender.join("server-cert.pem")], &other);
+    let error = echo.exchange("localhost", &other).unwrap_err();
+    assert_words(&error, &["CN=localhost", "is revoked"]);
+    echo.heard_error(&["this host's certificate is revoked"]);
+    publish(&[], &lender);
+    echo.exchange("localhost", &revoked).unwrap_err();
+    echo.heard_error(&["CN=rack1-a", "is revoked"]);
+    // A session that is established goes on.
+    assert_eq!(early.receive::<u32>(SOON).unwrap().0, 1);
+}
+
 // Clients and servers that do not check themselves.
 
 type Own = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
