@@ -1,5 +1,6 @@
 //! Judges facts: one file for each kind of problem.
 
+mod certificates;
 mod descriptions;
 mod devices;
 mod domains;
@@ -39,6 +40,7 @@ const CHECKS: &[fn(&Facts) -> Vec<Finding>] = &[
     libvirt_user::judge,
     libvirt_confinement::judge,
     domains::judge,
+    certificates::judge,
     lenders::judge,
     devices::judge,
 ];

@@ -1,5 +1,6 @@
 //! The facts about a host, without judgement.
 
+mod certificates;
 mod hardware;
 mod lenders;
 mod libvirt;
@@ -19,6 +20,9 @@ use farside_lender::config::{Config as LenderConfig, Source};
 
 use crate::{Host, Report, checks};
 
+#[cfg(test)]
+pub(crate) use certificates::look as look_at_certificates;
+pub(crate) use certificates::{Certificates, FileMode};
 pub(crate) use hardware::{Access, Hardware};
 pub(crate) use lenders::{LenderFacts, Refusal};
 pub(crate) use libvirt::{APPARMOR_LOCAL, Libvirt};
@@ -56,6 +60,7 @@ pub struct Facts {
     /// The code name of Debian's release, such as `trixie`.
     pub(crate) release: Option<String>,
     pub(crate) lenders: Vec<LenderFacts>,
+    pub(crate) certificates: Vec<Certificates>,
     /// Where it is installed.
     pub(crate) libvirt: Option<Libvirt>,
     /// Where the programs of the system are, `farside` among them.
@@ -101,6 +106,7 @@ impl Facts {
         let directories = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin"];
         Self {
             only: only.map(str::to_owned),
+            certificates: certificates::look(host, &vms, lender.as_ref()),
             users: users::look(host),
             memory: memory::look(host),
             hardware: hardware::look(host),

@@ -44,6 +44,12 @@ impl Users {
         group.is_some_and(|(gid, members)| *gid == user.gid || members.contains(&user.name))
     }
 
+    /// Whether `user` is in the group with that id.
+    pub(crate) fn has_gid(&self, user: &User, gid: u32) -> bool {
+        let mut groups = self.groups.values();
+        user.gid == gid || groups.any(|(id, members)| *id == gid && members.contains(&user.name))
+    }
+
     /// From the text of `passwd(5)` and `group(5)`.
     pub(crate) fn parse(passwd: &str, group: &str) -> Self {
         let users = passwd.lines().filter_map(|line| {
