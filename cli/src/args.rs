@@ -54,7 +54,6 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Lend devices: the daemon of a lending host
     Lend(Lend),
     /// Serve one lease: started by `lend`
     #[command(hide = true)]
@@ -64,44 +63,25 @@ pub(crate) enum Verb {
         /// The VM, for `ps`
         vm: VmName,
     },
-    /// List the devices that can be borrowed, their lenders and users
     Devices(Devices),
-    /// Run the backend of a VM, which serves borrowed devices to QEMU
     Serve(Serve),
-    /// Print or start the QEMU command line of a VM
     Qemu(Box<Qemu>),
-    /// Print a VM's libvirt domain, or add its devices to an existing one
     Libvirt(Box<Libvirt>),
-    /// Start a VM in the background: its backend and QEMU
     Start(Start),
-    /// Shut down a VM started by `farside start` or libvirt, and its backend
     Stop(Stop),
-    /// Hot-plug a device into a running VM
     Attach(Attach),
-    /// Hot-unplug a device from a running VM
     Detach(Detach),
-    /// Take a lent device back from the VM that borrows it
     Revoke(Revoke),
-    /// Move a VM and its devices to another host
     Migrate(Migrate),
-    /// Show, resume or repair migrations
     Migration(Migration),
-    /// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
     Status(Status),
-    /// Diagnose this host and suggest fixes
     Doctor(Doctor),
-    /// Measure disks in a guest, make reports, compare two measurements
     Bench(Bench),
-    /// libvirt's hook, called before a domain starts and after it has ended
     #[command(hide = true)]
     Hook(Hook),
-    /// Print drop-ins for the systemd socket units of VMs: the devices' sockets
     Units(Units),
-    /// Calculate which VMs, devices and hosts fit an NTB or an IOMMU
     Plan(Box<Plan>),
-    /// Connect two VMs by an NTB emulated in software
     Ntb(Ntb),
-    /// Make and show the certificates by which hosts know each other
     Pki(Pki),
     /// Print a completion script for a shell
     Completions {
@@ -116,6 +96,8 @@ pub(crate) enum Verb {
     },
 }
 
+/// Lend devices: the daemon of a lending host
+///
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. With --add or
 /// --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
@@ -211,6 +193,7 @@ impl Lenders {
     }
 }
 
+/// List the devices that can be borrowed, their lenders and users
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Devices {
     #[command(flatten)]
@@ -228,6 +211,8 @@ pub(crate) struct Devices {
     pub(crate) json: bool,
 }
 
+/// Run the backend of a VM, which serves borrowed devices to QEMU
+///
 /// Serves devices to one VM until it is stopped (Ctrl-C, SIGTERM). A device is
 /// borrowed when QEMU resets it as the VM boots, and returned when QEMU
 /// disconnects; the VM can be restarted without restarting the backend.
@@ -294,8 +279,9 @@ pub(crate) enum Pin {
     Prefer,
 }
 
-/// Prints the QEMU command line of a VM, or starts QEMU. The VM's devices are those
-/// that its backend serves, unless given by --device.
+/// Print or start the QEMU command line of a VM
+///
+/// The VM's devices are those that its backend serves, unless given by --device.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Qemu {
     #[command(flatten)]
@@ -322,6 +308,7 @@ pub(crate) enum QemuForm {
     Json,
 }
 
+/// Show leases, borrows, windows, pinned memory, interrupts, DMA faults
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Status {
     /// Only this VM.
@@ -393,6 +380,33 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
+    }
+
+    /// A doc comment of a variant would replace that of its arguments.
+    #[test]
+    fn long_help_has_more_than_the_summary() {
+        let mut farside = Args::command();
+        farside.build();
+        for verb in farside.get_subcommands() {
+            assert!(verb.get_about().is_some(), "{}", verb.get_name());
+        }
+        for (path, text) in [
+            (&["lend"][..], "then revokes all leases"),
+            (&["serve"], "borrowed when QEMU resets it"),
+            (&["attach"], "`virsh attach-device"),
+            (&["detach"], "Unmount its file systems first"),
+            (&["ntb"], "docs/ntb-model.md"),
+            (&["pki"], "QEMU's tls-creds-x509"),
+            (&["migration", "resume"], "on the destination host"),
+        ] {
+            let mut verb = &farside;
+            for name in path {
+                verb = verb.find_subcommand(name).expect(name);
+            }
+            let long = verb.get_long_about().map(ToString::to_string);
+            let long = long.unwrap_or_default();
+            assert!(long.contains(text), "no {text:?} in {path:?}: {long}");
+        }
     }
 
     #[test]

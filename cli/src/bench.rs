@@ -20,8 +20,9 @@ use drive::Drive;
 /// Before a job is measured, seconds.
 const RAMP: u32 = 1;
 
-/// Measures a borrowed NVMe device beside another disk, in the VM that has both;
-/// makes plots and a report; compares two measurements.
+/// Measure disks in a guest, make reports, compare two measurements
+///
+/// Measures a borrowed NVMe device beside another disk, in the VM that has both.
 #[derive(Debug, ClapArgs)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
 pub(crate) struct Bench {
@@ -34,7 +35,6 @@ pub(crate) struct Bench {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Run fio on two disks of this machine, alternately
     Run(Run),
     /// Make an HTML report and plots from a file of results
     Report {
@@ -53,8 +53,9 @@ enum What {
     },
 }
 
-/// Runs fio's jobs on both disks, alternately, and prints the ratios. Does not
-/// write to the disks unless --write is given.
+/// Run fio on two disks of this machine, alternately
+///
+/// Prints the ratios. Does not write to the disks unless --write is given.
 #[derive(Debug, ClapArgs)]
 struct Run {
     /// The borrowed disk, such as /dev/nvme0n1.

@@ -8,6 +8,8 @@ use farside_doctor::{Facts, Host, Level};
 
 use crate::terminal::Plain;
 
+/// Diagnose this host and suggest fixes
+///
 /// Diagnoses what keeps VMs of this host from borrowing devices, and suggests
 /// commands that fix it. Changes nothing. Fails if there is a problem; notes are
 /// informational.

@@ -20,8 +20,9 @@ const START: Duration = Duration::from_secs(60);
 /// Longest domain that is read, bytes: far more than any has.
 const MAX_DOMAIN: u64 = 10 << 20;
 
-/// Called by libvirt before a domain starts and after it has ended, with the
-/// domain's XML on standard input. Starts and stops the backend of a domain that
+/// libvirt's hook, called before a domain starts and after it has ended
+///
+/// The domain's XML comes on standard input. Starts and stops the backend of a domain that
 /// borrows devices; ignores other domains.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Hook {

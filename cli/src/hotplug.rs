@@ -9,8 +9,10 @@ use farside_vm_control::AttachOptions;
 
 use crate::waiting::Waiting;
 
-/// Hot-plugs a device into a running VM. The backend looks it up at its lenders and
-/// serves it, then QEMU adds it; the guest handles it like any hot-plugged device.
+/// Hot-plug a device into a running VM
+///
+/// The backend looks it up at its lenders and serves it, then QEMU adds it; the guest
+/// handles it like any hot-plugged device.
 ///
 /// It stays until it is detached or QEMU exits, as with `virsh attach-device
 /// --live`: neither the VM configuration nor a libvirt domain's XML is changed. To
@@ -45,9 +47,10 @@ pub(crate) fn attach(args: &Attach) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Hot-unplugs a device from a running VM. The guest is asked to release it; then
-/// the device is returned to its lender. If the guest does not release it within
-/// the limit, the device stays and continues to work.
+/// Hot-unplug a device from a running VM
+///
+/// The guest is asked to release it; then the device is returned to its lender. If the
+/// guest does not release it within the limit, the device stays and continues to work.
 ///
 /// Unmount its file systems first: Linux releases a disk that is in use, too. A
 /// device of the VM configuration is back at the next start; remove it there, too,

@@ -21,6 +21,8 @@ use crate::vm_flags::{VmFlags, check_boot, name_of};
 /// Where libvirt may run QEMU by KVM.
 const KVM: &str = "/dev/kvm";
 
+/// Print a VM's libvirt domain, or add its devices to an existing one
+///
 /// Prints a libvirt domain for a VM, from its configuration and flags. --edit,
 /// --remove and --check take the XML of an existing domain, as `virsh dumpxml
 /// --inactive NAME` prints it; `-` is standard input.

@@ -16,8 +16,9 @@ use crate::{
     terminal::Plain,
 };
 
-/// Moves a VM to another host, with its devices: they stay in their hosts and are
-/// borrowed by the other host. The VM is shut down here and started there. The
+/// Move a VM and its devices to another host
+///
+/// The devices stay in their hosts and are borrowed by the other host. The VM is shut down here and started there. The
 /// other host is reached by ssh and needs farside, QEMU and the VM's images at the
 /// same paths. An interrupted migration is resumed or rolled back by `farside
 /// migration resume`.

@@ -11,8 +11,9 @@ use farside_migration::{
 
 use crate::terminal::Plain;
 
-/// Shows and resumes migrations started by `farside migrate`, and cleans up after a
-/// lost host.
+/// Show, resume or repair migrations
+///
+/// Migrations are started by `farside migrate`. Also cleans up after a lost host.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Migration {
     #[command(subcommand)]
@@ -23,7 +24,6 @@ pub(crate) struct Migration {
 enum Verb {
     /// List the migrations of this host and their steps
     Status,
-    /// Resume an interrupted migration, or roll it back
     Resume(Resume),
     /// Remove the moved marker of a VM, so that its name can be used here again
     Forget {
@@ -37,15 +37,15 @@ enum Verb {
         #[arg(value_name = "VM")]
         vm: VmName,
     },
-    /// Release a device that is reserved for a VM that is being moved
     Release(Release),
     /// Serve another host on standard input and output
     #[command(hide = true)]
     Agent,
 }
 
-/// Resumes an interrupted migration: on the source host or, if that is down, on the
-/// destination host.
+/// Resume an interrupted migration, or roll it back
+///
+/// Run it on the source host or, if that is down, on the destination host.
 #[derive(Debug, ClapArgs)]
 struct Resume {
     /// Name of the VM.
@@ -62,8 +62,9 @@ struct Resume {
     shell: ShellFlag,
 }
 
-/// Releases a device that is reserved for a VM that is being moved: any VM may then
-/// borrow it.
+/// Release a device that is reserved for a VM that is being moved
+///
+/// Any VM may then borrow it.
 #[derive(Debug, ClapArgs)]
 struct Release {
     /// Id of the device.

@@ -10,7 +10,7 @@ use farside_ntb_server::{Config, NtbServer, PortAt, PortConfig};
 
 use crate::signals;
 
-/// Connects two VMs by a PCIe non-transparent bridge (NTB) emulated in software.
+/// Connect two VMs by a PCIe non-transparent bridge (NTB) emulated in software
 ///
 /// Each port is a PCIe function, served to one VM over vfio-user. A store to the
 /// window (BAR 2) in one VM goes to the memory of the other, or to a register of

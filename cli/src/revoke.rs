@@ -12,8 +12,9 @@ use crate::waiting::Waiting;
 /// Time for the lender to stop the device's DMA, flush it and end the lease, after the limit.
 const END: Duration = Duration::from_secs(10);
 
-/// Takes a device back from the VM that borrows it: its guest is asked to release it, as by
-/// `farside detach`. If the guest does not within the limit, the lender ends the lease, and the
+/// Take a lent device back from the VM that borrows it
+///
+/// Its guest is asked to release it, as by `farside detach`. If the guest does not within the limit, the lender ends the lease, and the
 /// guest finds the device gone. Then no VM can borrow the device until `farside devices
 /// --available DEVICE`.
 ///

@@ -8,6 +8,8 @@ use farside_vm_control::{RunState, StartOptions, StopOptions, VmState};
 
 use crate::waiting::Waiting;
 
+/// Start a VM in the background: its backend and QEMU
+///
 /// Starts a VM in the background from its configuration: its backend, then QEMU, or
 /// libvirt's domain of that name. Their logs are in the VM's state directory. If
 /// one does not start, the other is stopped.
@@ -49,6 +51,8 @@ fn said(state: &VmState) -> String {
     }
 }
 
+/// Shut down a VM started by `farside start` or libvirt, and its backend
+///
 /// Stops a VM: its guest powers off (ACPI shutdown), then its backend returns the
 /// devices. All devices are returned when the command exits.
 #[derive(Debug, ClapArgs)]

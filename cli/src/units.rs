@@ -15,8 +15,9 @@ use clap::Args as ClapArgs;
 use farside_daemon::{GroupName, VmName, paths};
 use farside_vm_config::{VmConfig, places};
 
-/// Prints drop-ins for the socket units of VMs, with a line for each device. The
-/// package's systemd generator runs this; use it to check a VM configuration, or
+/// Print drop-ins for the systemd socket units of VMs: the devices' sockets
+///
+/// The drop-ins have a line for each device. The package's systemd generator runs this; use it to check a VM configuration, or
 /// without the package.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Units {

@@ -11,9 +11,11 @@ use farside_planner::Reserved;
 
 use crate::values::{HugePagesArg, MachineArg};
 
-/// Calculates which VMs, devices and hosts fit, without accessing any: guest
-/// layout, DMA windows, LUT entries, requester entries, addresses, memory to lock.
-/// Fails (exit status 1) if something does not fit, and prints the required change.
+/// Calculate which VMs, devices and hosts fit an NTB or an IOMMU
+///
+/// Accesses none of them. Calculates guest layout, DMA windows, LUT entries, requester
+/// entries, addresses and memory to lock. Fails (exit status 1) if something does not fit,
+/// and prints the required change.
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "\
 Examples:
