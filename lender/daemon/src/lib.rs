@@ -3,6 +3,7 @@
 //! - [`paths`]: default paths of sockets, state and configurations.
 //! - [`VmName`], [`DeviceId`], [`LenderName`], [`GroupName`]: names, checked when parsed.
 //! - [`is_private`]: networks that need no encryption.
+//! - [`confine`]: giving up privileges, paths and system calls.
 //! - [`files`]: small files that survive a crash.
 //! - [`FileLock`]: a lock between processes.
 //! - [`Activated`]: listening sockets that the service manager (systemd) created, so
@@ -23,6 +24,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod confine;
 pub mod files;
 pub mod paths;
 
@@ -51,6 +53,6 @@ pub use network::is_private;
 pub use open_files::raise_open_files;
 pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
-pub use readiness::{ready, status, stopping};
+pub use readiness::{connect_to_service_manager, ready, status, stopping};
 pub use user::{UserError, user_id, user_name};
 pub use wakeup::Wakeup;

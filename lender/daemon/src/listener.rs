@@ -116,6 +116,30 @@ impl OwnedListener {
         }
     }
 
+    /// Takes a socket that another process of this daemon has bound to `path` and
+    /// [disowned](Self::disown): its peers then see this process, and dropping it removes the path.
+    ///
+    /// # Errors
+    /// [`ListenError::Listen`].
+    pub fn take_over(socket: OwnedFd, path: &Path, backlog: i32) -> Result<Self, ListenError> {
+        let listener = Self {
+            socket,
+            path: path.to_owned(),
+            identity: identity(path),
+        };
+        // SO_PEERCRED is of the process that called listen(2) last.
+        listen(&listener.socket, backlog).map_err(|source| ListenError::Listen {
+            path: path.to_owned(),
+            source,
+        })?;
+        Ok(listener)
+    }
+
+    /// Leaves the path to the process that [takes](Self::take_over) the socket over.
+    pub fn disown(mut self) {
+        self.identity = None;
+    }
+
     /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path

@@ -4,21 +4,13 @@
 //! anything), cannot start programs, threads or processes, and gains no privileges by any means.
 //! Started by root, it has a user of its own.
 
-use std::{collections::BTreeMap, io};
+use std::io;
 
-use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetError,
-    Scope,
+use farside_daemon::confine::{
+    self, Argument, COMMON, ConfineError, Filter, SeccompAction, SystemCalls,
 };
-use nix::{
-    sys::prctl::{set_dumpable, set_no_new_privs},
-    unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid},
-};
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule, apply_filter_all_threads,
-};
+use nix::unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid};
+use rustix::thread::CapabilitySet;
 
 /// The uid of a worker is its process id plus this: no other process has it. The range from
 /// 1,879,048,192 to 2,147,352,575 is assigned to nobody (systemd, "Users, Groups, UIDs and GIDs").
@@ -29,6 +21,9 @@ const UNREGISTER_FILES: u64 = 3;
 
 /// Whether a block device is read-only (`linux/fs.h`).
 const BLKROGET: u64 = 0x125e;
+
+/// Of a descriptor; of a path, it would tell whether that exists.
+const EMPTY_PATH: u64 = libc::AT_EMPTY_PATH as u64;
 
 /// What a worker serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,64 +60,20 @@ impl Kind {
     }
 }
 
-/// Why a worker cannot be confined.
+/// The user cannot be changed.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfineError {
-    /// The user cannot be changed.
-    #[error("cannot change from root to uid {uid}")]
-    User {
-        /// The worker's own.
-        uid: u32,
-        /// The cause.
-        source: io::Error,
-    },
-    /// Privileges by execve(2), or access by ptrace(2).
-    #[error("cannot give up privileges")]
-    Privileges(#[source] io::Error),
-    /// Landlock.
-    #[error("cannot give up the file system and the network")]
-    Landlock(#[from] RulesetError),
-    /// seccomp.
-    #[error("cannot restrict system calls")]
-    Seccomp(#[from] seccompiler::Error),
-}
-
-/// Gives up privileges, files and the network. Before threads and rings are created.
-pub(super) fn give_up_privileges() -> Result<(), ConfineError> {
-    if geteuid().is_root() {
-        change_user()?;
-    }
-    let failed = |errno: nix::Error| ConfineError::Privileges(errno.into());
-    let none = CapabilitySets {
-        effective: CapabilitySet::empty(),
-        permitted: CapabilitySet::empty(),
-        inheritable: CapabilitySet::empty(),
-    };
-    // The systemd units give none, and refuse capset(2). Ambient ones are among those that are
-    // permitted.
-    let has_none = capabilities(None).map(|held| held == none);
-    if !has_none.map_err(|errno| ConfineError::Privileges(errno.into()))? {
-        set_capabilities(None, none).map_err(|errno| ConfineError::Privileges(errno.into()))?;
-    }
-    set_no_new_privs().map_err(failed)?;
-    // Processes of the same user cannot trace it.
-    set_dumpable(false).map_err(failed)?;
-    let abi = ABI::V6;
-    let status = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(abi))?
-        .handle_access(AccessNet::from_all(abi))?
-        .scope(Scope::from_all(abi))?
-        .create()?
-        .restrict_self()?;
-    // The filter of system calls alone leaves nothing to open.
-    log::debug!("Landlock: {:?}", status.ruleset);
-    Ok(())
+#[error("cannot change from root to uid {uid}")]
+pub struct UserChangeError {
+    /// The worker's own.
+    uid: u32,
+    source: io::Error,
 }
 
 /// Changes from root to a user of this process alone.
-fn change_user() -> Result<(), ConfineError> {
+pub(super) fn change_user() -> Result<(), UserChangeError> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
     let uid = FIRST_UID + getpid().as_raw().unsigned_abs();
     let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
     let changed = setgroups(&[])
@@ -135,72 +86,43 @@ fn change_user() -> Result<(), ConfineError> {
             log::debug!("the worker process stays root, without capabilities: no uid {uid} here");
             Ok(())
         }
-        Err(errno) => Err(ConfineError::User {
+        Err(errno) => Err(UserChangeError {
             uid,
             source: errno.into(),
         }),
     }
 }
 
-/// Restricts the system calls of all threads of this process. Of several filters the strictest
-/// result counts.
+/// Gives up privileges, files and the network. Before threads and rings are created.
+pub(super) fn give_up_privileges() -> Result<(), ConfineError> {
+    confine::give_up_privileges(CapabilitySet::empty())?;
+    // The filter of system calls alone leaves nothing to open.
+    confine::give_up_paths(&[]).map(drop)
+}
+
+/// Restricts the system calls of all threads of this process.
 pub(super) fn restrict_system_calls(device: Kind) -> Result<(), ConfineError> {
-    apply_filter_all_threads(&refusing_open()?)?;
-    apply_filter_all_threads(&filter(device, SeccompAction::KillProcess)?)?;
-    Ok(())
+    refusing_open()?.install()?;
+    filter(device, SeccompAction::KillProcess)?.install()
 }
 
 /// Forbids all threads of this process to send descriptors, once the borrower has those of the
 /// lease: with the medium's it would keep access to it after the lease.
 pub(super) fn send_no_descriptors() -> Result<(), ConfineError> {
-    let rules = [libc::SYS_sendmsg, libc::SYS_socketpair].map(|call| (call, Vec::new()));
-    let filter = SeccompFilter::new(
-        BTreeMap::from(rules),
-        SeccompAction::Allow,
-        SeccompAction::KillProcess,
-        std::env::consts::ARCH
-            .try_into()
-            .map_err(seccompiler::Error::Backend)?,
-    );
-    let filter: BpfProgram = filter
-        .and_then(TryInto::try_into)
-        .map_err(seccompiler::Error::Backend)?;
-    apply_filter_all_threads(&filter)?;
-    Ok(())
+    let calls = SystemCalls::new(&[libc::SYS_sendmsg, libc::SYS_socketpair], &[]);
+    calls.refused(SeccompAction::KillProcess)?.install()
 }
 
 /// Refuses open(2): the C library reads settings of the kernel at times, and does without.
-fn refusing_open() -> Result<BpfProgram, seccompiler::Error> {
-    let rules = BTreeMap::from([(libc::SYS_openat, Vec::new())]);
-    let refused = SeccompAction::Errno(libc::EACCES as u32);
-    let arch = std::env::consts::ARCH.try_into()?;
-    Ok(SeccompFilter::new(rules, SeccompAction::Allow, refused, arch)?.try_into()?)
+fn refusing_open() -> Result<Filter, ConfineError> {
+    SystemCalls::new(&[libc::SYS_openat], &[]).refused(SeccompAction::Errno(libc::EACCES as u32))
 }
 
-/// System calls of a worker, whatever their arguments.
+/// System calls of a worker beside the common ones.
 const ALLOWED: &[i64] = &[
     // Refused by the other filter.
     libc::SYS_openat,
-    // Descriptors that it has: the medium, memory files, eventfds, the broker and the backend.
-    libc::SYS_close,
-    libc::SYS_dup3,
-    libc::SYS_eventfd2,
-    libc::SYS_fstat,
-    libc::SYS_fstatfs,
-    libc::SYS_ftruncate,
-    libc::SYS_getpeername,
-    libc::SYS_getsockopt,
-    libc::SYS_lseek,
-    libc::SYS_memfd_create,
-    libc::SYS_ppoll,
-    libc::SYS_read,
-    libc::SYS_readv,
-    libc::SYS_recvfrom,
-    libc::SYS_recvmsg,
-    libc::SYS_sendmsg,
-    libc::SYS_shutdown,
-    libc::SYS_write,
-    libc::SYS_writev,
+    libc::SYS_getrusage,
     // I/O on the medium.
     libc::SYS_fallocate,
     libc::SYS_fdatasync,
@@ -212,106 +134,24 @@ const ALLOWED: &[i64] = &[
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
     libc::SYS_pwritev2,
-    // Memory.
-    libc::SYS_brk,
-    libc::SYS_madvise,
-    libc::SYS_mremap,
-    libc::SYS_munmap,
-    // Time and scheduling.
-    libc::SYS_clock_gettime,
-    libc::SYS_clock_nanosleep,
-    libc::SYS_futex,
-    libc::SYS_nanosleep,
-    libc::SYS_sched_yield,
-    // Threads: the first calls of those that start at this moment, signals, and their end.
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_getpid,
-    libc::SYS_getrusage,
-    libc::SYS_getrandom,
-    libc::SYS_gettid,
-    libc::SYS_restart_syscall,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rseq,
-    libc::SYS_rt_sigreturn,
-    // A further filter.
-    libc::SYS_seccomp,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_set_robust_list,
-    libc::SYS_sigaltstack,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_poll,
 ];
-
-/// Commands of fcntl(2).
-const FCNTL: &[u64] = &[
-    libc::F_DUPFD_CLOEXEC as u64,
-    libc::F_GETFD as u64,
-    libc::F_GETFL as u64,
-    libc::F_ADD_SEALS as u64,
-];
-
-/// Options of prctl(2): of a thread that starts, and before a further filter.
-const PRCTL: &[u64] = &[libc::PR_SET_NAME as u64, libc::PR_SET_NO_NEW_PRIVS as u64];
 
 /// The filter: any other system call has `otherwise` as its result.
-fn filter(device: Kind, otherwise: SeccompAction) -> Result<BpfProgram, seccompiler::Error> {
-    let is = SeccompCmpOp::Eq;
-    let has = |flag: libc::c_int| SeccompCmpOp::MaskedEq(flag as u64);
-    let pid = getpid().as_raw().unsigned_abs();
-    let pair = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+fn filter(device: Kind, otherwise: SeccompAction) -> Result<Filter, ConfineError> {
+    let pid = [getpid().as_raw().unsigned_abs().into()];
     let ioctls = device.ioctls();
-    let allowed = ALLOWED.iter().chain(device.calls());
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        allowed.map(|&call| (call, Vec::new())).collect();
-    // (call, number of the argument, its values)
-    for (call, number, operator, values) in [
-        // No owner of signals, and no other mode of what others use, too.
-        (libc::SYS_fcntl, 1, is.clone(), FCNTL),
-        (libc::SYS_ioctl, 1, is.clone(), &ioctls),
+    let conditional = [
+        (libc::SYS_ioctl, 1, Argument::Is(&ioctls)),
         (
             libc::SYS_io_uring_register,
             1,
-            is.clone(),
-            &[UNREGISTER_FILES],
+            Argument::Is(&[UNREGISTER_FILES]),
         ),
-        (libc::SYS_mmap, 2, has(libc::PROT_EXEC), &[0]),
-        (libc::SYS_mprotect, 2, has(libc::PROT_EXEC), &[0]),
-        // Of a descriptor; of a path, it would tell whether that exists.
-        (
-            libc::SYS_newfstatat,
-            3,
-            has(libc::AT_EMPTY_PATH),
-            &[libc::AT_EMPTY_PATH as u64],
-        ),
-        (
-            libc::SYS_statx,
-            2,
-            has(libc::AT_EMPTY_PATH),
-            &[libc::AT_EMPTY_PATH as u64],
-        ),
-        (libc::SYS_prctl, 0, is.clone(), PRCTL),
-        // To the peer of a connection: no address.
-        (libc::SYS_sendto, 4, is.clone(), &[0]),
-        // Datagrams would reach any socket of the host.
-        (libc::SYS_socketpair, 1, is.clone(), &[pair as u64]),
-        (libc::SYS_tgkill, 0, is.clone(), &[pid as u64]),
-    ] {
-        let width = match call {
-            libc::SYS_sendto => SeccompCmpArgLen::Qword,
-            _ => SeccompCmpArgLen::Dword,
-        };
-        let rule = |value: &u64| {
-            let condition = SeccompCondition::new(number, width.clone(), operator.clone(), *value)?;
-            SeccompRule::new(vec![condition])
-        };
-        let any: Result<_, seccompiler::BackendError> = values.iter().map(rule).collect();
-        rules.insert(call, any?);
-    }
-    let arch = std::env::consts::ARCH.try_into()?;
-    let filter = SeccompFilter::new(rules, otherwise, SeccompAction::Allow, arch)?;
-    Ok(filter.try_into()?)
+        (libc::SYS_newfstatat, 3, Argument::has(&EMPTY_PATH)),
+        (libc::SYS_statx, 2, Argument::has(&EMPTY_PATH)),
+    ];
+    let conditional = [&conditional[..], &confine::common(&pid)].concat();
+    SystemCalls::new(&[COMMON, ALLOWED, device.calls()].concat(), &conditional).allowed(otherwise)
 }
 
 #[cfg(test)]
@@ -328,8 +168,8 @@ mod tests {
         let confined = std::thread::spawn(move || {
             let null = File::open("/dev/null").unwrap();
             let eperm = SeccompAction::Errno(libc::EPERM as u32);
-            seccompiler::apply_filter(&refusing_open().unwrap()).unwrap();
-            seccompiler::apply_filter(&filter(Kind::Function, eperm).unwrap()).unwrap();
+            refusing_open().unwrap().install_for_thread().unwrap();
+            filter(Kind::Function, eperm).unwrap().install_for_thread().unwrap();
             let opened = File::open("/dev/null").unwrap_err();
             assert_eq!(opened.kind(), io::ErrorKind::PermissionDenied);
             assert!(refused(TcpStream::connect("127.0.0.1:9").unwrap_err()));

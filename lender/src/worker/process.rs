@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, Wakeup, raise_open_files};
+use farside_daemon::{DeviceId, Wakeup, confine::ConfineError, raise_open_files};
 use farside_devices::{Device, dma_test, nvme};
 use farside_error_chain::Chain;
 use farside_fabric::{
@@ -23,7 +23,7 @@ use rustix::{
 };
 
 use super::{
-    confine::{self, ConfineError},
+    confine::{self, UserChangeError},
     messages::{Answer, Call, CallReply, Model, Order, Served, Start},
 };
 use crate::{
@@ -59,6 +59,9 @@ pub enum WorkerError {
     /// The device cannot be created.
     #[error("cannot create the device")]
     Device(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The process cannot have a user of its own.
+    #[error("cannot confine the worker process")]
+    User(#[from] UserChangeError),
     /// The process cannot be confined.
     #[error("cannot confine the worker process")]
     Confine(#[from] ConfineError),
@@ -106,7 +109,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             raise_memlock();
             match open_function(&id, &config, &stop, &calls) {
                 Ok(function) => {
-                    confine::give_up_privileges()?;
+                    give_up_rights()?;
                     Box::new(function)
                 }
                 Err(error) => {
@@ -122,7 +125,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         }
         Served::Model { model, limits } => {
             // Before threads are started: each thread has privileges and Landlock's rules of its own.
-            confine::give_up_privileges()?;
+            give_up_rights()?;
             let device = create(&id, model, &mut next)?;
             let adapter = Adapter::with_tables(limits, calls.clone());
             Box::new(ModelDevice::new(&id, device, adapter).map_err(failed)?)
@@ -174,6 +177,12 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         let _ = orders.send(&Answer::Ended(Box::new(report)), &[], CALL_TIMEOUT);
     }
     Ok(())
+}
+
+/// Takes a user of its own, and gives up privileges, files and the network.
+fn give_up_rights() -> Result<(), WorkerError> {
+    confine::change_user()?;
+    Ok(confine::give_up_privileges()?)
 }
 
 /// Creates a software model, whose image, if it has one, is the next descriptor.
