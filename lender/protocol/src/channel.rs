@@ -29,11 +29,13 @@ use rustix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::{Address, Identity};
+use crate::{Address, Dialer, Identity, Target};
 use farside_pki::{Credentials, Side};
 use packets::Packets;
 use stream::Stream;
 
+pub(crate) use packets::connect as connect_unix;
+pub(crate) use tcp::{connect as connect_tcp, connect_to as connect_tcp_to};
 pub use tls::TlsError;
 
 /// Most bytes of one encoded message. Bounds the receive buffer.
@@ -126,16 +128,26 @@ impl Channel {
     /// Waits at most `timeout` for a full backlog or an unresponsive host. The timeout does
     /// not cover name resolution.
     pub fn connect(address: &Address, pki: &Path, timeout: Duration) -> io::Result<Self> {
+        Self::connect_by(address, &address.into(), &Dialer::new(pki), timeout)
+    }
+
+    /// As [`Channel::connect`], to `target` of the lender at `address`.
+    pub(crate) fn connect_by(
+        address: &Address,
+        target: &Target,
+        dialer: &Dialer,
+        timeout: Duration,
+    ) -> io::Result<Self> {
         // Zero would mean no timeout.
         let timeout = timeout.max(Duration::from_millis(1));
         let deadline = Instant::now() + timeout;
         match address {
-            Address::Unix(path) => Packets::connect(path, timeout).map(Self::from_socket),
-            Address::Tcp { host, port } => Self::from_tcp(tcp::connect(host, *port, timeout)?),
-            Address::Tls { host, port } => {
+            Address::Unix(_) => dialer.dial(target, timeout).map(Self::from_socket),
+            Address::Tcp { .. } => Self::from_tcp(dialer.dial(target, timeout)?.into()),
+            Address::Tls { host, .. } => {
                 // First, so that a fault of this host is told by name.
-                let credentials = load(pki)?;
-                let socket = tcp::connect(host, *port, timeout)?;
+                let credentials = load(dialer.pki())?;
+                let socket = dialer.dial(target, timeout)?.into();
                 Self::connect_tls(socket, host, &credentials, deadline, timeout)
             }
         }
@@ -145,22 +157,11 @@ impl Channel {
     pub(crate) fn connect_again(
         &self,
         address: &Address,
-        pki: &Path,
+        dialer: &Dialer,
         timeout: Duration,
     ) -> io::Result<Self> {
-        let timeout = timeout.max(Duration::from_millis(1));
-        let deadline = Instant::now() + timeout;
-        let peer = tcp::peer(self.as_fd())?;
-        match address {
-            Address::Tls { host, .. } => {
-                let credentials = load(pki)?;
-                let socket = tcp::connect_to(peer, timeout)?;
-                Self::connect_tls(socket, host, &credentials, deadline, timeout)
-            }
-            Address::Tcp { .. } | Address::Unix(_) => {
-                Self::from_tcp(tcp::connect_to(peer, timeout)?)
-            }
-        }
+        let peer = Target::Peer(tcp::peer(self.as_fd())?);
+        Self::connect_by(address, &peer, dialer, timeout)
     }
 
     /// Establishes a TLS session with the lender at `host`, whose certificate must have that name.

@@ -5,7 +5,7 @@ mod operate;
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -13,13 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, VmName, paths, user_name};
+use farside_daemon::{DeviceId, VmName, paths};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
-    Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Envelope,
-    Generation, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken, Registers, RemoteError,
-    Reply, Request, Route, Secret, VERSION, channel::tls_hint, identity::check_listener,
+    Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
+    Envelope, Generation, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken, Registers,
+    RemoteError, Reply, Request, Route, Secret, VERSION, channel::tls_hint,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -50,18 +50,6 @@ pub enum CallError {
         address: Address,
         /// The first bytes received.
         first: [u8; 4],
-    },
-    /// The process that listens at a UNIX socket has a uid that this process has no reason to trust
-    /// with guest memory.
-    #[error(
-        "{path} belongs to a lender of user {} (uid {uid}), who is neither root, nor this user, nor the owner of the socket's directory: remove the socket",
-        user_name(*uid), path = path.display()
-    )]
-    Untrusted {
-        /// The socket.
-        path: PathBuf,
-        /// The user that listens there.
-        uid: u32,
     },
     /// The connection failed; the lease, if any, is lost.
     #[error("lost the connection to the lender")]
@@ -122,8 +110,7 @@ pub struct Lease {
 #[derive(Debug)]
 pub struct Client {
     address: Address,
-    /// The directory of this host's certificates.
-    pki: PathBuf,
+    dialer: Dialer,
     channel: Channel,
     generation: Generation,
     /// Counter of messages sent on the register channel.
@@ -152,19 +139,26 @@ impl Client {
         pki: &Path,
         deadline: Option<Instant>,
     ) -> Result<Self, CallError> {
+        Self::connect_through(&Dialer::new(pki), address, vm, deadline)
+    }
+
+    /// As [`Client::connect_by`], through `dialer`.
+    pub fn connect_through(
+        dialer: &Dialer,
+        address: &Address,
+        vm: Option<&VmName>,
+        deadline: Option<Instant>,
+    ) -> Result<Self, CallError> {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
-        let channel =
-            Channel::connect(address, pki, timeout).map_err(|source| CallError::Unreachable {
-                address: address.clone(),
-                source,
-            })?;
-        if let Address::Unix(path) = address {
-            check_listener(path, &channel)?;
-        }
+        let connected = Channel::connect_by(address, &address.into(), dialer, timeout);
+        let channel = connected.map_err(|source| CallError::Unreachable {
+            address: address.clone(),
+            source,
+        })?;
         let mut client = Self {
             address: address.clone(),
-            pki: pki.to_owned(),
+            dialer: dialer.clone(),
             channel,
             generation: Generation(0),
             accesses: Arc::default(),
@@ -401,7 +395,7 @@ impl Client {
         let (_, deadline) = self.deadline();
         let left = || deadline.saturating_duration_since(Instant::now());
         let address = &self.address;
-        let connected = self.channel.connect_again(address, &self.pki, left());
+        let connected = self.channel.connect_again(address, &self.dialer, left());
         let mut channel = connected.map_err(|source| CallError::Unreachable {
             address: address.clone(),
             source,

@@ -1,10 +1,13 @@
 //! The peer of a connection.
 
-use std::{fmt, io, net::SocketAddr, os::unix::fs::MetadataExt, path::Path};
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    os::{fd::AsFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+};
 
-use farside_daemon::user_name;
-
-use crate::{CallError, Channel};
+use farside_daemon::{PeerCredentials, peer_credentials, user_name};
 
 /// The peer of a connection, as the kernel reports it, or its certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,30 +67,32 @@ impl fmt::Display for Identity {
     }
 }
 
+/// The process that listens at a UNIX socket has a uid that this process has no reason to trust with
+/// guest memory.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{path} belongs to a lender of user {} (uid {uid}), who is neither root, nor this user, nor the owner of the socket's directory: remove the socket",
+    user_name(*uid), path = path.display()
+)]
+pub struct UntrustedListener {
+    path: PathBuf,
+    uid: u32,
+}
+
 /// Refuses a lender of another user, unless that user owns the directory of the socket and could
 /// replace it anyway. In a sticky directory such as /tmp, every user can create a socket that does
 /// not exist.
-pub(crate) fn check_listener(path: &Path, channel: &Channel) -> Result<(), CallError> {
-    let failed = |source: io::Error| CallError::Unreachable {
-        address: path.into(),
-        source,
-    };
-    let Identity::User { uid, .. } = channel.identity().map_err(failed)? else {
-        return Ok(());
-    };
-    let directory = path.parent().unwrap_or(path).metadata().map_err(failed)?;
-    check_uid(
-        path,
-        uid,
-        rustix::process::geteuid().as_raw(),
-        directory.uid(),
-    )
+pub(crate) fn check_listener(path: &Path, socket: &impl AsFd) -> io::Result<()> {
+    let PeerCredentials { uid, .. } = peer_credentials(socket)?;
+    let directory = path.parent().unwrap_or(path).metadata()?;
+    let user = rustix::process::geteuid().as_raw();
+    check_uid(path, uid, user, directory.uid()).map_err(io::Error::other)
 }
 
-fn check_uid(path: &Path, uid: u32, user: u32, owner: u32) -> Result<(), CallError> {
+fn check_uid(path: &Path, uid: u32, user: u32, owner: u32) -> Result<(), UntrustedListener> {
     match [0, user, owner].contains(&uid) {
         true => Ok(()),
-        false => Err(CallError::Untrusted {
+        false => Err(UntrustedListener {
             path: path.to_owned(),
             uid,
         }),
@@ -99,7 +104,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::Listener;
+    use crate::{Channel, Listener};
 
     #[test]
     fn a_lender_of_an_unrelated_user_is_refused_by_name() {

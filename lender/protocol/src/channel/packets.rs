@@ -14,7 +14,7 @@ use rustix::{
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-        SocketType, connect, recvmsg, send, sendmsg, socket_with, socketpair,
+        SocketType, recvmsg, send, sendmsg, socket_with, socketpair,
         sockopt::{Timeout, set_socket_timeout},
     },
     process::Pid,
@@ -37,6 +37,24 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     )?)
 }
 
+/// Connects a nonblocking socket to the listener at `path`.
+pub(crate) fn connect(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    // On UNIX sockets SO_SNDTIMEO also limits connect(2).
+    set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+    match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+        connected => connected?,
+    }
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    Ok(socket)
+}
+
 /// The bytes of a message, and its descriptors.
 type Packet<'a> = (&'a [u8], Vec<OwnedFd>);
 
@@ -52,24 +70,6 @@ impl Packets {
             socket,
             buffer: Box::new([0; MAX_MESSAGE]),
         }
-    }
-
-    /// Connects a nonblocking socket to the listener at `path`.
-    pub(super) fn connect(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
-        // On UNIX sockets SO_SNDTIMEO also limits connect(2).
-        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
-        match connect(&socket, &SocketAddrUnix::new(path)?) {
-            Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
-            connected => connected?,
-        }
-        rustix::io::ioctl_fionbio(&socket, true)?;
-        Ok(socket)
     }
 
     pub(super) fn into_socket(self) -> OwnedFd {

@@ -17,7 +17,7 @@ const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(3), Duration::
 const DEAD_AFTER: Duration = Duration::from_secs(9);
 
 /// Connects to the first address of `host` that accepts.
-pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
+pub(crate) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
     let deadline = Instant::now() + timeout;
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs()?.collect();
     let mut failed = io::Error::other("the name has no address");
@@ -34,7 +34,7 @@ pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<Tc
 }
 
 /// Connects to `address`.
-pub(super) fn connect_to(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
+pub(crate) fn connect_to(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     // Zero is an error.
     TcpStream::connect_timeout(&address, timeout.max(Duration::from_millis(1)))
 }
