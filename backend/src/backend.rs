@@ -14,7 +14,7 @@ use std::{
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, GroupError, ListenError, SocketGroup, VmName, Wakeup,
-    raise_open_files,
+    confine::ConfineError, raise_open_files,
 };
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
@@ -24,7 +24,13 @@ use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
 
 use crate::{
-    admin::AdminServer, directory::Directory, lookup::Lookup, served::Served, sockets::Sockets,
+    admin::AdminServer,
+    confine,
+    directory::Directory,
+    helper::{self, Helper},
+    lookup::Lookup,
+    served::Served,
+    sockets::{SocketName, Sockets},
     status::StatusServer,
 };
 
@@ -68,6 +74,8 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// Asks the guest to release a device that its lender takes back.
     pub release: Option<ReleaseHook>,
+    /// With a helper process the backend's process confines itself when its sockets are open.
+    pub helper: Option<Helper>,
 }
 
 /// Asks the guest to release a device within a time limit, for a client that has set no eventfd for
@@ -139,6 +147,12 @@ pub enum StartError {
     /// The group of the sockets cannot be changed.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// The process cannot be confined.
+    #[error("cannot confine the backend")]
+    Confine(#[from] ConfineError),
+    /// The helper process cannot create a socket.
+    #[error(transparent)]
+    Helper(io::Error),
     /// A system call failed.
     #[error("cannot start")]
     System(#[from] io::Error),
@@ -178,7 +192,12 @@ impl Backend {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
         let directory = Directory::hold(&config.vm, &config.directory)?;
-        let made = Sockets::new(&config.directory, group, activated);
+        if let Some(helper) = &config.helper {
+            helper.configure(helper::Start::new(config))?;
+            confine::give_up_privileges(config)?;
+        }
+        let helper = config.helper.clone();
+        let made = Sockets::new(&config.directory, group, activated, helper);
         let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
         let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut found = Vec::new();
@@ -192,14 +211,18 @@ impl Backend {
         }
         served.apply(&mut manager);
         let mut made = lookup.sockets();
-        let status = StatusServer::new(&config.vm, made.status()?, served.clone());
+        let status = made.open(&SocketName::Status)?;
+        let status = StatusServer::new(&config.vm, status, served.clone());
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
         // Created last, so that a client that can connect to it finds all other sockets.
-        let control = made.control()?;
+        let control = made.open(&SocketName::Control)?;
         made.check_all_taken(&config.vm)?;
         drop(made);
         let admin = AdminServer::new(control, lookup, served.clone())?;
         manager.add_subscriber(Arc::new(Mutex::new(admin)) as Subscriber);
+        if config.helper.is_some() {
+            confine::restrict_system_calls(config)?;
+        }
         Ok(Self {
             manager,
             served,

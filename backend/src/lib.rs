@@ -6,6 +6,7 @@
 //! - `dma_table`: the client's DMA mappings.
 //! - `borrow`: the state machine of a borrow, and its worker thread.
 //! - `device`: the requests to one device.
+//! - `confine`: the restrictions of this process; `helper`: the process that does the rest for it.
 //! - `directory`, `sockets`: the directory and sockets of the VM.
 //! - `lookup`, `served`: device lookup, and attaching and detaching devices.
 //! - `server`, `status`, `admin`, [`Backend`]: the subscribers of the event loop, and the loop
@@ -16,9 +17,11 @@
 mod admin;
 mod backend;
 mod borrow;
+mod confine;
 mod device;
 mod directory;
 mod dma_table;
+mod helper;
 mod lookup;
 mod served;
 mod server;
@@ -27,3 +30,4 @@ mod status;
 
 pub use backend::{Backend, Config, ReleaseHook, StartError};
 pub use farside_irq_relay::Interrupts;
+pub use helper::{Helper, serve_backend};

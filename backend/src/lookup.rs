@@ -3,7 +3,7 @@
 
 use std::{
     path::PathBuf,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -11,22 +11,26 @@ use farside_daemon::{DeviceId, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
-use farside_lender_protocol::{Address, CallError, Client, Described, ErrorKind, RamRange, Route};
+use farside_lender_protocol::{
+    Address, CallError, Client, Described, Dialer, ErrorKind, RamRange, Route,
+};
 use farside_ntb::Adapter;
 
 use crate::{
     Config, ReleaseHook, StartError,
     borrow::{memory_limit::MemoryLimit, worker::Settings},
     device::{Device, DeviceError},
+    helper::Helper,
     server::DeviceServer,
-    sockets::Sockets,
+    sockets::{SocketName, Sockets},
 };
 
 /// The settings that all devices of a VM share.
 pub(crate) struct Lookup {
     vm: VmName,
     lenders: Vec<Address>,
-    pki: PathBuf,
+    dialer: Dialer,
+    helper: Option<Helper>,
     ntb: Option<Adapter>,
     fences: Option<PathBuf>,
     interrupts: Interrupts,
@@ -50,7 +54,11 @@ impl Lookup {
         Self {
             vm: config.vm.clone(),
             lenders: config.lenders.clone(),
-            pki: config.pki.clone(),
+            dialer: match config.helper.clone() {
+                Some(helper) => Dialer::by(&config.pki, Arc::new(helper)),
+                None => Dialer::new(&config.pki),
+            },
+            helper: config.helper.clone(),
             ntb,
             fences: config.fences.clone(),
             interrupts: config.interrupts,
@@ -95,7 +103,8 @@ impl Lookup {
             },
             route: lender.route(),
             lender,
-            pki: self.pki.clone(),
+            dialer: self.dialer.clone(),
+            helper: self.helper.clone(),
             fences: self.fences.clone(),
             pin_policy: self.pin_policy,
             memory: self.memory.clone(),
@@ -108,9 +117,9 @@ impl Lookup {
                 device: id.to_owned(),
                 source: source.into(),
             })?;
-        let listener = self.sockets().device(id)?;
+        let listener = self.sockets().open(&SocketName::Device(id.clone()))?;
         let socket = listener.path().to_owned();
-        let server = DeviceServer::new(device, listener)?;
+        let server = DeviceServer::new(device, listener.into())?;
         let vm = &self.vm;
         log::info!("device {id} (VM {vm}): served at {}", socket.display());
         Ok(server)
@@ -156,7 +165,7 @@ impl Lookup {
     }
 
     fn connect(&self, lender: &Address) -> Result<Client, CallError> {
-        Client::connect_by(lender, Some(&self.vm), &self.pki, None)
+        Client::connect_through(&self.dialer, lender, Some(&self.vm), None)
     }
 
     /// Checks that the device can reach the VM's RAM ranges.

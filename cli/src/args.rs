@@ -63,6 +63,12 @@ pub(crate) enum Verb {
         /// The VM, for `ps`
         vm: VmName,
     },
+    /// Do what a backend may not do any more: started by `serve`
+    #[command(hide = true)]
+    ServeHelper {
+        /// The VM, for `ps`
+        vm: VmName,
+    },
     Devices(Devices),
     Serve(Serve),
     Qemu(Box<Qemu>),

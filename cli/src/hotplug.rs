@@ -85,23 +85,14 @@ pub(crate) fn detach(args: &Detach) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Hot-unplugs a device that its lender takes back, as [`detach`] does, on a thread of its own. If the
-/// guest does not release it within `limit`, the lender ends the lease.
+/// Hot-unplugs a device that its lender takes back, as [`detach`] does. If the guest does not release
+/// it within `limit`, the lender ends the lease.
 pub(crate) fn release(vm: &VmName, device: &DeviceId, limit: Duration) {
-    let (vm, device) = (vm.clone(), device.clone());
-    let name = format!("device {device} (VM {vm})");
-    let failed = name.clone();
-    let unplug = move || match farside_vm_control::detach(&vm, &device, limit) {
-        Ok(_) => log::info!("{name}: released for its lender"),
+    match farside_vm_control::detach(vm, device, limit) {
+        Ok(_) => log::info!("device {device} (VM {vm}): released for its lender"),
         Err(error) => log::warn!(
-            "{name}: the guest has not released it for its lender: {error}",
+            "device {device} (VM {vm}): the guest has not released it for its lender: {error}",
             error = Chain(&error)
         ),
-    };
-    let started = std::thread::Builder::new()
-        .name("release".into())
-        .spawn(unplug);
-    if let Err(error) = started {
-        log::error!("{failed}: no thread to unplug it on: {error}");
     }
 }

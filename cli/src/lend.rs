@@ -1,6 +1,6 @@
 //! `farside lend`.
 
-use std::{os::fd::AsFd, path::Path, sync::Arc};
+use std::{os::fd::AsFd, path::Path};
 
 use anyhow::{Context, bail, ensure};
 use farside_daemon::{Activated, DeviceId, paths, ready};
@@ -11,8 +11,6 @@ use farside_lender::{
 };
 use farside_lender_protocol::{Address, Client};
 use toml::{Table, Value};
-
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::{args::Lend, signals};
 
@@ -84,12 +82,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
 
 /// `farside lease-worker`: serves a lease that comes through standard input.
 pub(crate) fn worker() -> anyhow::Result<()> {
-    // The service manager sends these to the lender and its workers alike: the lender then ends the
-    // lease in order.
-    let ignored = Arc::default();
-    for signal in [SIGHUP, SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&ignored))?;
-    }
+    signals::ignore()?;
     Ok(run_worker(std::io::stdin().as_fd().try_clone_to_owned()?)?)
 }
 

@@ -62,6 +62,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::LeaseWorker { .. } => lend::worker(),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),
+        Verb::ServeHelper { .. } => serve::helper(),
         Verb::Qemu(qemu) => qemu::run(*qemu),
         Verb::Libvirt(libvirt) => libvirt::run(*libvirt),
         Verb::Start(start) => run::start(&start),

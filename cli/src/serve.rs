@@ -1,9 +1,9 @@
 //! `farside serve`.
 
-use std::time::Duration;
+use std::{os::fd::AsFd, process::Command, time::Duration};
 
 use anyhow::Context;
-use farside_backend::{Backend, Config, Interrupts, ReleaseHook};
+use farside_backend::{Backend, Config, Helper, Interrupts, ReleaseHook, serve_backend};
 use farside_daemon::{Activated, Wakeup, paths, ready};
 use farside_fabric::pin::PinPolicy;
 use farside_vm_config::{DeviceConfig, VmConfig};
@@ -12,7 +12,7 @@ use crate::{
     args::{InterruptForm, Pin, Serve},
     hotplug,
     ram::ram_ranges,
-    signals,
+    signals::{self, Termination},
     values::MachineArg,
 };
 
@@ -59,10 +59,13 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         .map_or(message_timeout * 4 / 5, Duration::from_secs);
 
     let stop = Wakeup::new()?;
-    signals::raise_on_signal(&stop, |signal| log::info!("{signal} received"))
-        .context("cannot wait for signals")?;
-    let of_vm = vm.clone();
-    let release = ReleaseHook::new(move |device, limit| hotplug::release(&of_vm, device, limit));
+    let signals = Termination::catch().context("cannot wait for signals")?;
+    // This program, also after its file was replaced by a later version.
+    let mut program = Command::new("/proc/self/exe");
+    let helper = Helper::start(program.args(["serve-helper", vm.as_str()]))
+        .context("cannot start the backend's helper process")?;
+    let asked = helper.clone();
+    let release = ReleaseHook::new(move |device, limit| asked.release(device, limit));
     let config = Config {
         directory: paths::vm_dir(&vm),
         fences: Some(farside_vm_config::places::fences(&vm)),
@@ -79,8 +82,13 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         message_timeout,
         socket_group: args.socket_group.or(file.socket_group),
         release: Some(release),
+        helper: Some(helper),
     };
     let backend = Backend::start_activated(&config, activated)?;
+    // A thread that was started before would have kept the rights that the backend has given up.
+    signals
+        .raise(&stop, |signal| log::info!("{signal} received"))
+        .context("cannot wait for signals")?;
     ready(&format!(
         "serving {} to VM {}",
         config.devices.join(", "),
@@ -88,6 +96,13 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     ));
     backend.run(stop)?;
     Ok(())
+}
+
+/// `farside serve-helper`: serves the backend at standard input.
+pub(crate) fn helper() -> anyhow::Result<()> {
+    signals::ignore()?;
+    let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
+    Ok(serve_backend(socket, hotplug::release)?)
 }
 
 /// As `farside qemu` gives a VM of this size: QEMU ends itself when an answer is

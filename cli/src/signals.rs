@@ -1,6 +1,9 @@
 //! Ctrl-C and SIGTERM.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farside_daemon::Wakeup;
 use signal_hook::{
@@ -15,22 +18,45 @@ const SAME_REQUEST: Duration = Duration::from_secs(1);
 /// Raises `stop` at each termination signal ([`Requests`]), after `announce` was called with the
 /// signal's name.
 pub(crate) fn raise_on_signal(stop: &Wakeup, announce: fn(&str)) -> std::io::Result<()> {
-    let stop = stop.clone();
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
-    std::thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || {
-            let mut requests = Requests::default();
-            for signal in signals.forever() {
-                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-                if requests.is_new(signal, Instant::now()) {
-                    announce(name);
-                    stop.raise();
-                } else {
-                    log::info!("{name} ignored: it repeats a request to stop");
+    Termination::catch()?.raise(stop, announce)
+}
+
+/// The termination signals, caught from now on.
+pub(crate) struct Termination(Signals);
+
+impl Termination {
+    pub(crate) fn catch() -> std::io::Result<Self> {
+        Signals::new([SIGINT, SIGTERM, SIGHUP]).map(Self)
+    }
+
+    /// As [`raise_on_signal`], also for signals since [`Termination::catch`].
+    pub(crate) fn raise(mut self, stop: &Wakeup, announce: fn(&str)) -> std::io::Result<()> {
+        let stop = stop.clone();
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                let mut requests = Requests::default();
+                for signal in self.0.forever() {
+                    let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                    if requests.is_new(signal, Instant::now()) {
+                        announce(name);
+                        stop.raise();
+                    } else {
+                        log::info!("{name} ignored: it repeats a request to stop");
+                    }
                 }
-            }
-        })?;
+            })?;
+        Ok(())
+    }
+}
+
+/// Ignores the termination signals, which the service manager and the terminal send to all processes
+/// of a daemon alike: its main process ends the others in order.
+pub(crate) fn ignore() -> std::io::Result<()> {
+    let ignored = Arc::default();
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&ignored))?;
+    }
     Ok(())
 }
 

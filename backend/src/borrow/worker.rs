@@ -20,14 +20,14 @@ use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    Address, CallError, Channel, Described, ErrorKind, Generation, Route,
+    Address, CallError, Channel, Described, Dialer, ErrorKind, Generation, Route,
 };
 use farside_ntb::Adapter;
 
 use super::{
     State, Step, bars::BarFile, error::PathError, memory_limit::MemoryLimit, path::OpenReport,
 };
-use crate::{ReleaseHook, dma_table::Blocked};
+use crate::{ReleaseHook, dma_table::Blocked, helper::Helper};
 use work::Borrower;
 
 /// The constant settings of a backend's device.
@@ -36,8 +36,8 @@ pub(crate) struct Settings {
     pub(crate) vm: VmName,
     pub(crate) device: DeviceId,
     pub(crate) lender: Address,
-    /// The directory of this host's certificates.
-    pub(crate) pki: PathBuf,
+    pub(crate) dialer: Dialer,
+    pub(crate) helper: Option<Helper>,
     /// The backend signals interrupts, instead of the device signalling the VMM directly.
     pub(crate) relay_interrupts: bool,
     /// How the device reaches guest RAM.

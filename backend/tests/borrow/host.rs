@@ -139,6 +139,7 @@ impl Host {
             message_timeout: Duration::from_secs(5),
             socket_group: None,
             release: None,
+            helper: None,
         }
     }
 

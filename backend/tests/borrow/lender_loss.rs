@@ -270,6 +270,7 @@ pub fn muted_within(
         message_timeout,
         socket_group: None,
         release: None,
+        helper: None,
     });
     (dir, lender, served)
 }

@@ -15,10 +15,6 @@ use rustix::net::{Shutdown, shutdown};
 use super::connection::{Connection, ConnectionError};
 use super::stream::Stream;
 
-/// Backlog of listen(2). Above 1, so that a surplus client's connect(2) does not
-/// block and the refusal reaches it at once.
-const BACKLOG: i32 = 4;
-
 /// A listening socket for one client at a time.
 #[derive(Debug)]
 pub struct Listener {
@@ -53,9 +49,13 @@ pub enum AcceptError {
 }
 
 impl Listener {
+    /// Backlog of listen(2). Above 1, so that a surplus client's connect(2) does not
+    /// block and the refusal reaches it at once.
+    pub const BACKLOG: i32 = 4;
+
     /// Listens at `path`; see [`OwnedListener::bind`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        OwnedListener::bind(path, SocketKind::Stream, BACKLOG).map(Self::from)
+        OwnedListener::bind(path, SocketKind::Stream, Self::BACKLOG).map(Self::from)
     }
 
     /// The socket's path.

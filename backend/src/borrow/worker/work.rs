@@ -15,7 +15,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, Fences, HeldFence, IrqUpdate, RamRange,
+    BarOwner, CallError, Client, Described, DeviceEntry, HeldFence, IrqUpdate, RamRange,
 };
 
 use super::{
@@ -33,6 +33,7 @@ use crate::{
         peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
+    helper::held_fence,
 };
 
 /// Time limit for the lender's answers in a job that pins nothing: longer than the lender's DMA
@@ -294,10 +295,10 @@ impl Borrower {
             vm,
             device,
             lender,
-            pki,
+            dialer,
             ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), pki, Some(self.calls_by))?;
+        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
@@ -337,15 +338,20 @@ impl Borrower {
     /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
     /// repeatedly while its backend runs.
     fn fence(&self) -> Result<Option<HeldFence>, WorkError> {
-        let Some(path) = &self.settings.fences else {
-            return Ok(None);
+        let Settings {
+            device,
+            fences,
+            helper,
+            ..
+        } = &self.settings;
+        let held = match helper {
+            Some(helper) => helper.fence(device),
+            None => held_fence(fences.as_deref(), device),
         };
-        let device = &self.settings.device;
-        let fences = Fences::load(path).map_err(|source| WorkError::Fences {
+        held.map_err(|source| WorkError::Fences {
             device: device.clone(),
             source,
-        })?;
-        Ok(fences.of(device))
+        })
     }
 
     fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
@@ -353,10 +359,10 @@ impl Borrower {
             vm,
             device,
             lender,
-            pki,
+            dialer,
             ..
         } = &self.settings;
-        let mut client = Client::connect_by(lender, Some(vm), pki, Some(self.calls_by))?;
+        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(self.calls_by))?;
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }

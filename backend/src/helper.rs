@@ -1,0 +1,389 @@
+//! The helper process of a backend that confines itself: it does what the backend may not do any more,
+//! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
+//! descriptors it sends; reads the VM's fences; and unplugs a device that its lender takes back.
+//!
+//! Each order has a channel of its own for its answer, so a slow one holds up no other.
+
+use std::{
+    collections::HashSet,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use farside_daemon::{DeviceId, OwnedListener, SocketGroup, VmName};
+use farside_error_chain::Chain;
+use farside_lender_protocol::{
+    Address, Channel, ChannelError, Dial, Fences, HeldFence, Target, dial,
+};
+use rustix::{io::Errno, net::getpeername};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Config,
+    sockets::{self, SocketName},
+};
+
+/// Time limit for a message to be taken: neither process does anything else with the channel.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time limit for name resolution, beside that of connecting.
+const RESOLUTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time limit for an answer that depends on this host alone.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Interval of a wait without a limit.
+const IDLE: Duration = Duration::from_secs(3600);
+
+/// Maximum number of orders at a time; each has a thread.
+const MAX_ORDERS: usize = 64;
+
+/// What a helper needs to know of its VM: the first message.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Start {
+    pub(crate) vm: VmName,
+    pub(crate) lenders: Vec<Address>,
+    /// The directory of the VM's sockets.
+    pub(crate) directory: PathBuf,
+    pub(crate) socket_group: Option<String>,
+    /// The file with the VM's fences.
+    pub(crate) fences: Option<PathBuf>,
+}
+
+impl Start {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self {
+            vm: config.vm.clone(),
+            lenders: config.lenders.clone(),
+            directory: config.directory.clone(),
+            socket_group: config.socket_group.clone(),
+            fences: config.fences.clone(),
+        }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Order {
+    Start(Start),
+    Connect { target: Target, timeout: Duration },
+    Bind(SocketName),
+    Fence(DeviceId),
+    Release { device: DeviceId, limit: Duration },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    /// With a descriptor.
+    Opened,
+    Fence(Option<HeldFence>),
+    Done,
+    Failed {
+        errno: Option<i32>,
+        text: String,
+    },
+}
+
+impl From<io::Error> for Answer {
+    fn from(error: io::Error) -> Self {
+        let late = error.kind() == io::ErrorKind::TimedOut;
+        let errno = late.then(|| Errno::TIMEDOUT.raw_os_error());
+        Self::Failed {
+            errno: error.raw_os_error().or(errno),
+            text: Chain(&error).to_string(),
+        }
+    }
+}
+
+/// The backend's end.
+#[derive(Clone, Debug)]
+pub struct Helper(Arc<Mutex<Channel>>);
+
+impl Helper {
+    /// Starts `program`, which calls [`serve_backend`] with its standard input. It ends with this
+    /// process.
+    ///
+    /// # Errors
+    /// Those of starting it.
+    pub fn start(program: &mut Command) -> io::Result<Self> {
+        let (ours, theirs) = Channel::pair()?;
+        program
+            .stdin(Stdio::from(theirs.into_socket()))
+            .stdout(Stdio::null())
+            .spawn()?;
+        Ok(Self(Arc::new(Mutex::new(ours))))
+    }
+
+    pub(crate) fn configure(&self, start: Start) -> io::Result<()> {
+        self.send(&Order::Start(start), &[])
+    }
+
+    /// Unplugs a device from the VM, for up to `limit`. Does not wait.
+    pub fn release(&self, device: &DeviceId, limit: Duration) {
+        let device = device.clone();
+        if let Err(error) = self.send(&Order::Release { device, limit }, &[]) {
+            log::error!("cannot unplug the device for its lender: {}", Chain(&error));
+        }
+    }
+
+    pub(crate) fn bind(&self, name: &SocketName) -> io::Result<OwnedFd> {
+        self.open(&Order::Bind(name.clone()), ANSWER_TIMEOUT)
+    }
+
+    pub(crate) fn fence(&self, device: &DeviceId) -> io::Result<Option<HeldFence>> {
+        match self.ask(&Order::Fence(device.clone()), ANSWER_TIMEOUT)? {
+            (Answer::Fence(fence), _) => Ok(fence),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn open(&self, order: &Order, timeout: Duration) -> io::Result<OwnedFd> {
+        let (answer, fds) = self.ask(order, timeout)?;
+        match (answer, fds.into_iter().next()) {
+            (Answer::Opened, Some(fd)) => Ok(fd),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn ask(&self, order: &Order, timeout: Duration) -> io::Result<(Answer, Vec<OwnedFd>)> {
+        let (mut ours, theirs) = Channel::pair()?;
+        self.send(order, &[theirs])?;
+        match ours.receive(timeout).map_err(gone)? {
+            (Answer::Failed { errno, text }, _) => Err(match errno {
+                Some(errno) => io::Error::from_raw_os_error(errno),
+                None => io::Error::other(text),
+            }),
+            answer => Ok(answer),
+        }
+    }
+
+    fn send(&self, order: &Order, answer: &[Channel]) -> io::Result<()> {
+        // A message is sent as a whole or not at all.
+        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fds: Vec<_> = answer.iter().map(AsFd::as_fd).collect();
+        orders.send(order, &fds, SEND_TIMEOUT).map_err(gone)
+    }
+}
+
+impl Dial for Helper {
+    fn dial(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {
+        let target = target.clone();
+        self.open(
+            &Order::Connect { target, timeout },
+            timeout + RESOLUTION_TIMEOUT,
+        )
+    }
+}
+
+fn gone(error: ChannelError) -> io::Error {
+    io::Error::other(format!(
+        "the backend's helper process does not answer: {}",
+        Chain(&error)
+    ))
+}
+
+fn unexpected() -> io::Error {
+    io::Error::other("the backend's helper process has given the answer to another order")
+}
+
+/// Serves a backend through `socket` until it ends. `release` unplugs a device from the VM, within a
+/// time limit.
+///
+/// # Errors
+/// Those of the socket.
+pub fn serve_backend(
+    socket: OwnedFd,
+    release: fn(&VmName, &DeviceId, Duration),
+) -> Result<(), ChannelError> {
+    let mut orders = Channel::from_socket(socket);
+    let start = match orders.receive(IDLE) {
+        Ok((Order::Start(start), _)) => start,
+        // The backend could not start.
+        Err(ChannelError::Closed) => return Ok(()),
+        other => return other.map(drop),
+    };
+    let server = Arc::new(Server {
+        start,
+        peers: Mutex::default(),
+        release,
+    });
+    loop {
+        let (order, fds) = match orders.receive::<Order>(IDLE) {
+            Ok(received) => received,
+            Err(ChannelError::TimedOut(_)) => continue,
+            Err(ChannelError::Closed) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        if Arc::strong_count(&server) > MAX_ORDERS {
+            log::warn!("the backend has more than {MAX_ORDERS} orders at a time: one is refused");
+            continue;
+        }
+        let server = Arc::clone(&server);
+        let serve = move || server.serve(order, fds);
+        if let Err(error) = std::thread::Builder::new()
+            .name("order".into())
+            .spawn(serve)
+        {
+            log::error!("no thread to serve the backend on: {error}");
+        }
+    }
+}
+
+struct Server {
+    start: Start,
+    /// The addresses of the lenders that were reached by name.
+    peers: Mutex<HashSet<std::net::SocketAddr>>,
+    release: fn(&VmName, &DeviceId, Duration),
+}
+
+impl Server {
+    fn serve(&self, order: Order, fds: Vec<OwnedFd>) {
+        let mut opened = None;
+        let mut bound = None;
+        let answer = match order {
+            Order::Connect { target, timeout } => self.connect(&target, timeout).map(|socket| {
+                opened = Some(socket);
+                Answer::Opened
+            }),
+            Order::Bind(name) => self.bind(&name).map(|listener| {
+                bound = Some(listener);
+                Answer::Opened
+            }),
+            Order::Fence(device) => self.fence(&device).map(Answer::Fence),
+            Order::Release { device, limit } => {
+                (self.release)(&self.start.vm, &device, limit);
+                Ok(Answer::Done)
+            }
+            Order::Start(_) => Err(unexpected()),
+        };
+        // A release is not answered.
+        let Some(socket) = fds.into_iter().next() else {
+            return;
+        };
+        let fd = opened.as_ref().map(AsFd::as_fd);
+        let fd = fd.or(bound.as_ref().map(AsFd::as_fd));
+        let answer = answer.unwrap_or_else(Answer::from);
+        let sent = Channel::from_socket(socket).send(&answer, fd.as_slice(), SEND_TIMEOUT);
+        match (sent, bound) {
+            (Ok(()), Some(bound)) => bound.disown(),
+            (Ok(()), None) => {}
+            // It has ended, or has given up waiting.
+            (Err(error), _) => log::debug!("answer to the backend: {}", Chain(&error)),
+        }
+    }
+
+    /// Connects to the VM's lenders alone.
+    fn connect(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {
+        let mut lenders = self.start.lenders.iter();
+        let peers = || self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_lender = match target {
+            Target::Peer(address) => peers().contains(address),
+            named => lenders.any(|lender| Target::from(lender) == *named),
+        };
+        if !is_lender {
+            return Err(Errno::ACCESS.into());
+        }
+        let socket = dial(target, timeout)?;
+        if let Target::Tcp { .. } = target
+            && let Some(peer) = getpeername(&socket)?
+            && let Ok(peer) = peer.try_into()
+        {
+            peers().insert(peer);
+        }
+        Ok(socket)
+    }
+
+    fn bind(&self, name: &SocketName) -> io::Result<OwnedListener> {
+        let Start {
+            directory,
+            socket_group,
+            ..
+        } = &self.start;
+        let group = socket_group.as_deref().map(SocketGroup::named);
+        let group = group.transpose().map_err(io::Error::other)?;
+        sockets::bind(directory, group.as_ref(), name).map_err(io::Error::other)
+    }
+
+    fn fence(&self, device: &DeviceId) -> io::Result<Option<HeldFence>> {
+        held_fence(self.start.fences.as_deref(), device)
+    }
+}
+
+/// The fence for a device in the file at `fences`.
+pub(crate) fn held_fence(
+    fences: Option<&Path>,
+    device: &DeviceId,
+) -> io::Result<Option<HeldFence>> {
+    let fences = fences.map_or_else(|| Ok(Fences::default()), Fences::load)?;
+    Ok(fences.of(device))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use farside_lender_protocol::Listener;
+
+    use super::*;
+
+    /// A helper on a thread, of a VM with these lenders and its sockets in `directory`.
+    fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
+        let (ours, theirs) = Channel::pair().unwrap();
+        std::thread::spawn(|| serve_backend(theirs.into_socket(), |_, _, _| ()).unwrap());
+        let helper = Helper(Arc::new(Mutex::new(ours)));
+        let start = Start {
+            vm: "web1".parse().unwrap(),
+            lenders,
+            directory: directory.to_owned(),
+            socket_group: None,
+            fences: None,
+        };
+        helper.configure(start).unwrap();
+        helper
+    }
+
+    #[test]
+    fn a_helper_connects_to_the_lenders_of_its_vm_only() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let _lender = Listener::bind(&path("lender.sock")).unwrap();
+        let _other = Listener::bind(&path("other.sock")).unwrap();
+        let tcp = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let (port, other_port) = (tcp(), tcp());
+        let number = |port: &TcpListener| port.local_addr().unwrap().port();
+        let named = format!("tcp:localhost:{}", number(&port));
+        let lenders = vec![path("lender.sock").into(), named.parse().unwrap()];
+        let helper = helper(directory.path(), lenders);
+        let dial = |target| helper.dial(&target, Duration::from_secs(5));
+        let refused = |target| {
+            let error = dial(target).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+        };
+
+        dial(Target::Unix(path("lender.sock"))).unwrap();
+        refused(Target::Unix(path("other.sock")));
+        let host = |port: u16| Target::Tcp {
+            host: "localhost".into(),
+            port,
+        };
+        refused(host(number(&other_port)));
+        let peer = port.local_addr().unwrap();
+        // Not before it was reached by name.
+        refused(Target::Peer(peer));
+        dial(host(number(&port))).unwrap();
+        dial(Target::Peer(peer)).unwrap();
+        refused(Target::Peer(other_port.local_addr().unwrap()));
+    }
+
+    #[test]
+    fn an_error_keeps_its_kind() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lender.sock");
+        let helper = helper(directory.path(), vec![path.clone().into()]);
+        let error = helper.dial(&Target::Unix(path), Duration::from_secs(5));
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+}

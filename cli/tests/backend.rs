@@ -1,0 +1,202 @@
+//! `farside serve` confines itself, and has a helper process for the rest.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    os::{fd::AsFd, unix::net::UnixListener, unix::net::UnixStream},
+    path::PathBuf,
+    process::{Child, ChildStderr, Command, Stdio},
+    time::Duration,
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Resource, Signal, getrlimit, kill_process, pidfd_open},
+    thread::{CapabilitySet, capabilities},
+};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// A process with a log.
+struct Process {
+    child: Child,
+    log: BufReader<ChildStderr>,
+}
+
+impl Process {
+    fn start(dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_farside"))
+            .args(args)
+            .env("FARSIDE_RUNTIME_DIR", dir.path())
+            .env("FARSIDE_STATE_DIR", dir.path())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let log = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut process = Self { child, log };
+        loop {
+            let mut line = String::new();
+            let read = process.log.read_line(&mut line).expect("UTF-8");
+            assert!(read > 0, "it ended before {ready:?}");
+            if line.contains(ready) {
+                return process;
+            }
+        }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Its only child process.
+    fn helper(&self) -> Pid {
+        let pid = self.child.id();
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("threads");
+        let children = threads.flatten().map(|thread| {
+            fs::read_to_string(thread.path().join("children")).expect("its children")
+        });
+        let children: String = children.collect();
+        let pid = children.trim().parse().expect("one child");
+        Pid::from_raw(pid).expect("a process")
+    }
+
+    /// Waits for its end; the rest of its log.
+    fn end(mut self) -> String {
+        let mut log = String::new();
+        self.log.read_to_string(&mut log).expect("UTF-8");
+        let status = self.child.wait().expect("a child");
+        assert!(status.success(), "{status}: {log}");
+        log
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // If it has ended, only the wait is needed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A lender of two devices, and a backend of one of them.
+fn start() -> (tempfile::TempDir, Process, Process) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let devices = ["--dma-test", "dma0", "--dma-test", "dma1"];
+    let lender = Process::start(&dir, &[&["lend"], &devices[..]].concat(), "listens at");
+    let args = ["serve", "--vm", "web1", "--device", "dma0"];
+    let backend = Process::start(&dir, &args, "served at");
+    (dir, lender, backend)
+}
+
+/// The answer to a request at the control socket.
+fn request(dir: &tempfile::TempDir, command: &str) -> String {
+    let control = dir.path().join("vm/web1/control");
+    // The backend has logged its device's socket before it creates this one, the last.
+    let mut stream = loop {
+        if let Ok(stream) = UnixStream::connect(&control) {
+            break stream;
+        }
+    };
+    stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+    let line = format!("{{\"version\":1,\"command\":{command}}}\n");
+    stream.write_all(line.as_bytes()).expect("a backend");
+    let mut answer = String::new();
+    BufReader::new(stream)
+        .read_line(&mut answer)
+        .expect("an answer");
+    answer
+}
+
+/// A field of a thread's status.
+fn field<'a>(status: &'a str, field: &str) -> &'a str {
+    let mut lines = status.lines();
+    let line = lines.find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    line.expect("the kernel's fields").trim()
+}
+
+fn wait(pid: Pid) {
+    let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else {
+        return;
+    };
+    let limit = Timespec::try_from(DEADLINE).expect("seconds");
+    let ready = poll(
+        &mut [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)],
+        Some(&limit),
+    );
+    assert_eq!(ready, Ok(1), "not within {DEADLINE:?}");
+}
+
+#[test]
+fn every_thread_of_a_backend_has_no_privileges_and_a_filter() {
+    let (dir, _lender, backend) = start();
+    // It answers when it runs.
+    request(&dir, "\"status\"");
+    // With CAP_IPC_LOCK and a limit that it may not raise, it would lock no memory without.
+    let held = capabilities(None).expect("its own").effective;
+    let is_limited = getrlimit(Resource::Memlock).maximum.is_some();
+    let kept = match is_limited && !held.contains(CapabilitySet::SYS_RESOURCE) {
+        true => (held & CapabilitySet::IPC_LOCK).bits(),
+        false => 0,
+    };
+    let pid = backend.child.id();
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("threads");
+    let threads: Vec<String> = threads
+        .flatten()
+        .map(|thread| fs::read_to_string(thread.path().join("status")).expect("a thread"))
+        .collect();
+    // The event loop, signals, and the device's.
+    assert!(threads.len() >= 3, "{threads:?}");
+    for thread in threads {
+        assert_eq!(field(&thread, "NoNewPrivs"), "1");
+        // SECCOMP_MODE_FILTER: against clone3(2), against most others.
+        assert_eq!(field(&thread, "Seccomp"), "2");
+        assert_eq!(field(&thread, "Seccomp_filters"), "2");
+        for (set, kept) in [
+            ("CapInh", 0),
+            ("CapPrm", kept),
+            ("CapEff", kept),
+            ("CapAmb", 0),
+        ] {
+            assert_eq!(
+                u64::from_str_radix(field(&thread, set), 16),
+                Ok(kept),
+                "{set}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_confined_backend_attaches_a_device_and_leaves_nothing() {
+    let (dir, _lender, backend) = start();
+    let vm: PathBuf = dir.path().join("vm/web1");
+    // Of a backend that was killed.
+    drop(UnixListener::bind(vm.join("dma1.sock")).expect("a socket"));
+    let answer = request(&dir, "{\"attach\":{\"device\":\"dma1\"}}");
+    assert!(answer.contains("dma1.sock"), "{answer}");
+    let answer = request(&dir, "{\"detach\":{\"device\":\"dma1\",\"force\":false}}");
+    assert!(answer.contains("detached"), "{answer}");
+    assert!(!vm.join("dma1.sock").exists());
+    let answer = request(&dir, "{\"attach\":{\"device\":\"no-such\"}}");
+    assert!(answer.contains("no lender has device"), "{answer}");
+    let helper = backend.helper();
+    kill_process(backend.pid(), Signal::TERM).expect("a process");
+    let log = backend.end();
+    assert!(log.contains("backend of VM web1 stopped"), "{log}");
+    assert!(!log.contains("WARN"), "{log}");
+    assert!(!vm.exists());
+    wait(helper);
+}
+
+#[test]
+fn a_helper_outlives_a_signal_and_ends_with_its_backend() {
+    let (dir, _lender, backend) = start();
+    let helper = backend.helper();
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        kill_process(helper, signal).expect("a process");
+    }
+    let answer = request(&dir, "{\"attach\":{\"device\":\"dma1\"}}");
+    assert!(answer.contains("dma1.sock"), "{answer}");
+    kill_process(backend.pid(), Signal::KILL).expect("a process");
+    wait(helper);
+}
