@@ -169,7 +169,10 @@ mod tests {
             let null = File::open("/dev/null").unwrap();
             let eperm = SeccompAction::Errno(libc::EPERM as u32);
             refusing_open().unwrap().install_for_thread().unwrap();
-            filter(Kind::Function, eperm).unwrap().install_for_thread().unwrap();
+            filter(Kind::Function, eperm)
+                .unwrap()
+                .install_for_thread()
+                .unwrap();
             let opened = File::open("/dev/null").unwrap_err();
             assert_eq!(opened.kind(), io::ErrorKind::PermissionDenied);
             assert!(refused(TcpStream::connect("127.0.0.1:9").unwrap_err()));

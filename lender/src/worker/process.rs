@@ -43,10 +43,6 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// nothing else to do.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The limit of file sizes holds for memory files, too: those that a worker creates are for
-/// register channels, and far smaller.
-const LARGEST_MEMORY_FILE: u64 = 64 << 20;
-
 /// Why a worker process ends without having served its lease.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -198,7 +194,6 @@ fn create(
             size,
             punches_holes,
         } => {
-            limit_files(size);
             let image = nvme::Image {
                 file: next()?.into(),
                 size,
@@ -225,19 +220,6 @@ fn open_function(
     let handle = handle.each_ref().map(AsFd::as_fd);
     calls.call_with(&Call::Opened(parts), &handle)?;
     Ok(function)
-}
-
-/// Keeps an image file from growing: nothing else would keep a guest that has taken over its worker
-/// from filling the file system. (A block device does not grow.)
-fn limit_files(size: u64) {
-    let limit = Some(size.max(LARGEST_MEMORY_FILE));
-    let _ = setrlimit(
-        Resource::Fsize,
-        Rlimit {
-            current: limit,
-            maximum: limit,
-        },
-    );
 }
 
 /// The limit of locked memory counts for what the IOMMU maps. The broker has compared it with the
