@@ -109,9 +109,9 @@ fn eol_of(white: &str) -> Option<&'static str> {
     Some(if before.ends_with('\r') { "\r\n" } else { "\n" })
 }
 
-/// The indentation after the last line ending.
+/// The spaces and tabs at the end: a lone carriage return is no part of an indentation.
 fn indent_of(white: &str) -> &str {
-    white.rsplit('\n').next().unwrap_or_default()
+    white.rsplit(['\r', '\n']).next().unwrap_or_default()
 }
 
 /// `element` with the line break and indentation before it.

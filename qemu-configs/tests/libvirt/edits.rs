@@ -210,3 +210,12 @@ fn several_elements_of_farside_become_one() {
     assert_eq!(add(&once, &["disk0", "disk1"]).unwrap(), once);
     assert_eq!(remove_all(&once).unwrap(), VIRT_INSTALL);
 }
+
+#[test]
+fn a_lone_carriage_return_in_an_indentation_is_not_repeated() {
+    let odd = VIRT_INSTALL.replace("    <libosinfo:libosinfo", "  \r <libosinfo:libosinfo");
+    assert_ne!(odd, VIRT_INSTALL);
+    let edited = add(&odd, &["disk0"]).unwrap();
+    assert_eq!(edited.matches('\r').count(), 1);
+    assert_eq!(remove_all(&edited).unwrap(), odd);
+}
