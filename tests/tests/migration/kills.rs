@@ -132,10 +132,12 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
         );
         let leases = ledger.audit(&lender).with_context(|| what.clone())?;
         let backends = stage.processes(at, &["serve --vm"])?;
+        // It connects for the backend.
+        let helpers = stage.processes(at, &["serve-helper"])?;
         let holder = leases.holder.map(u32::cast_signed);
         ensure!(
-            backends == Vec::from_iter(holder),
-            "{what}: {backends:?}, {leases:?}"
+            backends.len() == helpers.len() && helpers == Vec::from_iter(holder),
+            "{what}: {backends:?}, {helpers:?}, {leases:?}"
         );
         eprintln!("  it is on {at} now ({:.1?})", begin.elapsed());
         from = at;

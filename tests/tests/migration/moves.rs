@@ -90,11 +90,14 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
     let leases = Ledger::default().audit(&lender)?;
     ensure!(leases.handovers == count, "{leases:?}");
     ensure!(leases.count == count + 1, "{leases:?}");
-    let backends = stage.processes(if count % 2 == 0 { "a" } else { "b" }, &["serve --vm"])?;
+    let at = if count % 2 == 0 { "a" } else { "b" };
+    let backends = stage.processes(at, &["serve --vm"])?;
+    // It connects for the backend.
+    let helpers = stage.processes(at, &["serve-helper"])?;
     let holder = leases.holder.context("nobody has the drive")?;
     ensure!(
-        backends == [holder.cast_signed()],
-        "{backends:?}, {leases:?}"
+        backends.len() == 1 && helpers == [holder.cast_signed()],
+        "{backends:?}, {helpers:?}, {leases:?}"
     );
     eprintln!("{count} migrations: {times}");
     Ok(Completion::Completed)
