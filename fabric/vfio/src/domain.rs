@@ -22,8 +22,6 @@ pub struct Domain(Arc<Inner>);
 
 struct Inner {
     iommu: Iommu,
-    /// The limit of locked memory, for errors: a confined process cannot read it any more.
-    memlock: Option<u64>,
     state: Mutex<State>,
 }
 
@@ -59,7 +57,6 @@ impl Domain {
     pub fn new(api: Api) -> Result<Self, VfioError> {
         Ok(Self(Arc::new(Inner {
             iommu: Iommu::new(api)?,
-            memlock: getrlimit(Resource::Memlock).current,
             state: Mutex::default(),
         })))
     }
@@ -269,7 +266,7 @@ impl Inner {
             Some(libc::ENOMEM) => VfioError::Memlock {
                 at,
                 len,
-                limit: self.memlock,
+                limit: getrlimit(Resource::Memlock).current,
             },
             Some(libc::ENOSPC) => VfioError::TooManyMappings { at, len },
             // The kernel does not report the violated rule; this is the likely one.

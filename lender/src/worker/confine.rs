@@ -148,6 +148,8 @@ fn filter(device: Kind, otherwise: SeccompAction) -> Result<Filter, ConfineError
             Argument::Is(&[UNREGISTER_FILES]),
         ),
         (libc::SYS_newfstatat, 3, Argument::has(&EMPTY_PATH)),
+        // Reading limits, not setting them.
+        (libc::SYS_prlimit64, 2, Argument::Null),
         (libc::SYS_statx, 2, Argument::has(&EMPTY_PATH)),
     ];
     let conditional = [&conditional[..], &confine::common(&pid)].concat();
