@@ -17,7 +17,7 @@ use std::{
 use farside_daemon::{DeviceId, OwnedListener, SocketGroup, VmName};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    Address, Channel, ChannelError, Dial, Fences, HeldFence, Target, dial,
+    Address, Channel, ChannelError, Dial, Fences, HeldFence, MAX_REVOKE_LIMIT, Target, dial,
 };
 use rustix::{io::Errno, net::getpeername};
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,9 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit for name resolution, beside that of connecting.
 const RESOLUTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time limit for the helper's answer, beside that of connecting.
+const CONNECTED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time limit for an answer that depends on this host alone.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -170,11 +173,13 @@ impl Helper {
 
 impl Dial for Helper {
     fn dial(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {
+        let resolution = match target {
+            Target::Tcp { .. } => RESOLUTION_TIMEOUT,
+            Target::Unix(_) | Target::Peer(_) => Duration::ZERO,
+        };
         let target = target.clone();
-        self.open(
-            &Order::Connect { target, timeout },
-            timeout + RESOLUTION_TIMEOUT,
-        )
+        let limit = timeout + resolution + CONNECTED_TIMEOUT;
+        self.open(&Order::Connect { target, timeout }, limit)
     }
 }
 
@@ -254,7 +259,8 @@ impl Server {
             }),
             Order::Fence(device) => self.fence(&device).map(Answer::Fence),
             Order::Release { device, limit } => {
-                (self.release)(&self.start.vm, &device, limit);
+                // It holds the VM's lock meanwhile.
+                (self.release)(&self.start.vm, &device, limit.min(MAX_REVOKE_LIMIT));
                 Ok(Answer::Done)
             }
             Order::Start(_) => Err(unexpected()),
