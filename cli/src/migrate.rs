@@ -18,10 +18,10 @@ use crate::{
 
 /// Move a VM and its devices to another host
 ///
-/// The devices stay in their hosts and are borrowed by the other host. The VM is shut down here and started there. The
-/// other host is reached by ssh and needs farside, QEMU and the VM's images at the
-/// same paths. An interrupted migration is resumed or rolled back by `farside
-/// migration resume`.
+/// The devices stay in their hosts and are borrowed by the other host. The VM is shut down
+/// here and started there. The other host is reached by ssh and needs farside, QEMU and the
+/// VM's images at the same paths. An interrupted migration is resumed or rolled back by
+/// `farside migration resume`.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Migrate {
     /// Name of the VM.

@@ -16,8 +16,8 @@ use farside_pki::{
 
 /// Make and show the certificates by which hosts know each other
 ///
-/// One CA, and for each host a directory that `farside lend` and `farside serve` read there. Another CA's
-/// certificates do as well: the file names are those of QEMU's tls-creds-x509.
+/// One CA, and for each host a directory that `farside lend` and `farside serve` read there.
+/// Another CA's certificates do as well: the file names are those of QEMU's tls-creds-x509.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Pki {
     #[command(subcommand)]

@@ -14,9 +14,9 @@ const END: Duration = Duration::from_secs(10);
 
 /// Take a lent device back from the VM that borrows it
 ///
-/// Its guest is asked to release it, as by `farside detach`. If the guest does not within the limit, the lender ends the lease, and the
-/// guest finds the device gone. Then no VM can borrow the device until `farside devices
-/// --available DEVICE`.
+/// Its guest is asked to release it, as by `farside detach`. If the guest does not within the
+/// limit, the lender ends the lease, and the guest finds the device gone. Then no VM can
+/// borrow the device until `farside devices --available DEVICE`.
 ///
 /// Only root and the lender's own user can do this, on the lender's host. A revocation goes on if
 /// this command is killed; the same command waits for it again, and with a shorter limit ends it

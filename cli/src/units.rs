@@ -17,8 +17,8 @@ use farside_vm_config::{VmConfig, places};
 
 /// Print drop-ins for the systemd socket units of VMs: the devices' sockets
 ///
-/// The drop-ins have a line for each device. The package's systemd generator runs this; use it to check a VM configuration, or
-/// without the package.
+/// The drop-ins have a line for each device. The package's systemd generator runs this; use it
+/// to check a VM configuration, or without the package.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Units {
     /// VMs [default: all that are configured].
