@@ -38,6 +38,28 @@ pub(super) fn links(tree: &Tree) -> Vec<Problem> {
     problems
 }
 
+/// Source files named in documents that do not exist: a name may leave out leading directories.
+pub(super) fn sources(tree: &Tree) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (path, text) in tree.ending(".md") {
+        for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
+            let Event::Code(code) = event else {
+                continue;
+            };
+            let named = code.ends_with(".rs") && !code.contains([' ', '*', '{', '<']);
+            let is_named = |path: &str| {
+                let before = path.strip_suffix(&*code);
+                before.is_some_and(|before| before.is_empty() || before.ends_with('/'))
+            };
+            if named && !tree.paths().any(is_named) {
+                let line = line_of(text, range.start);
+                problems.push(Problem::at(path, line, format!("there is no {code}")));
+            }
+        }
+    }
+    problems
+}
+
 /// The number of the line at byte `offset`.
 fn line_of(text: &str, offset: usize) -> usize {
     text[..offset].matches('\n').count() + 1
@@ -122,6 +144,9 @@ pub(super) fn specification(tree: &Tree) -> Vec<Problem> {
         match event {
             Event::End(TagEnd::TableHead) => is_body = true,
             Event::End(TagEnd::Table) => is_body = false,
+            Event::Start(Tag::Paragraph) if text[range].starts_with('|') => {
+                problems.push(Problem::at(SPECIFICATION, line, "a row outside its table"));
+            }
             Event::Start(Tag::TableCell) => (file, last_cell) = (None, String::new()),
             Event::Text(said) => last_cell.push_str(&said),
             Event::Code(code) if is_body => {
@@ -210,7 +235,8 @@ mod tests {
     fn a_promise_has_a_test_that_exists() {
         let table = "| promise | enforced by |\n| --- | --- |\n\
                      | a `b_c` | `a/t.rs`: `is_so`, `is_not` |\n| b | test pending |\n\
-                     | c | `a/u.rs` |\n| d | trust |\n| e | `cargo xtask bench` |\n";
+                     | c | `a/u.rs` |\n| d | trust |\n| e | `cargo xtask bench` |\n\n\
+                     | f | `a/t.rs` |\n";
         let tree = tree(&[(SPECIFICATION, table), ("a/t.rs", "fn is_so() {}\n")]);
         assert_eq!(
             told(specification(&tree)),
@@ -218,7 +244,24 @@ mod tests {
                 "SPECIFICATION.md:3: a/t.rs has no test is_not",
                 "SPECIFICATION.md:5: there is no a/u.rs",
                 "SPECIFICATION.md:6: neither a test nor \"test pending\"",
+                "SPECIFICATION.md:9: a row outside its table",
             ]
+        );
+    }
+
+    #[test]
+    fn a_source_file_that_is_named_exists() {
+        let tree = tree(&[
+            (
+                "docs/a.md",
+                "`a/src/b.rs`, `b.rs`, `src/b.rs`\n`rc/b.rs` `src/c.rs`; `x <b.rs`, `*.rs`\n",
+            ),
+            ("a/src/b.rs", ""),
+        ]);
+        let missing = |name| format!("docs/a.md:2: there is no {name}");
+        assert_eq!(
+            told(sources(&tree)),
+            [missing("rc/b.rs"), missing("src/c.rs")]
         );
     }
 }

@@ -45,6 +45,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         ("dependencies", crates::unused(&tree, &packages)),
         ("features", crates::features()?),
         ("links", docs::links(&tree)),
+        ("file names", docs::sources(&tree)),
         ("decisions", docs::decisions(&tree)),
         ("specification", docs::specification(&tree)),
         ("file length", sources::length(&tree)),
