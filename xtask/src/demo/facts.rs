@@ -194,7 +194,7 @@ impl Facts {
                 ),
             ),
             check(
-                "at the end the drive is free and nothing is pinned or open",
+                "afterwards the device is available, and no memory is pinned and no window open",
                 after.is_shut() && after.lent.is_free() && self.after.is_some(),
                 format!("{after:?}"),
             ),

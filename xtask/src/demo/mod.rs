@@ -118,7 +118,7 @@ fn boot(
     let guest = scene.launch(testbed, size, &[], &[])?;
     facts.typed.clone_from(&guest.typed);
     task.set(1);
-    task.detail("QEMU is started, the guest stands still");
+    task.detail("QEMU is started, with the guest paused");
     facts.paused = Some(look(scene)?);
 
     guest.vm.qmp().execute("cont", serde_json::json!({}))?;
