@@ -259,7 +259,7 @@ impl AdminServer {
             }
             Err(error) => Some(refused(
                 RefusalKind::Failed,
-                format!("no thread to look device {device} up on: {error}"),
+                format!("cannot start the thread that looks device {device} up: {error}"),
             )),
         }
     }

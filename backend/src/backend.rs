@@ -272,8 +272,8 @@ impl Backend {
     fn report_stop_waits(&self, devices: &str) {
         let vm = &self.vm;
         log::warn!(
-            "not stopping yet: VM {vm} is connected to {devices}, and would lose what it cannot \
-             connect to again. Stop the VM (`farside stop {vm}`): this backend ends when the VM \
+            "not stopping yet: VM {vm} is connected to {devices}, and would lose these devices: QEMU \
+             does not reconnect to a vfio-user server. Stop the VM (`farside stop {vm}`): this backend ends when the VM \
              disconnects. A second SIGTERM or SIGINT ends it now"
         );
         farside_daemon::status(&format!(

@@ -196,7 +196,7 @@ fn forget(entry: Entry) {
         }
     };
     if let Err(error) = std::thread::Builder::new().name(name).spawn(forget) {
-        log::error!("no thread to forget a device on: {error}");
+        log::error!("cannot start the thread that drops device {id}: {error}");
     }
 }
 

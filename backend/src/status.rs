@@ -1,5 +1,8 @@
 //! The status socket, for `farside status`: sends each client the state of this backend as JSON,
 //! then closes the connection.
+//!
+//! Not a command of the control socket: any tool that reads a socket reads the state, and it is there
+//! while a command waits for the guest.
 
 use std::{
     io::{self, ErrorKind, Write},

@@ -145,11 +145,12 @@ pub(crate) struct Lend {
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
     /// Who may borrow the devices given by flags, beside this user and root; may be given
-    /// more than once. host: the name in the host's certificate. `network`: every peer
-    /// that can connect to a port without TLS.
+    /// more than once. host: the name in the host's certificate. claim: it may take over
+    /// the devices of a lost host. `network`: every peer that can connect to a port
+    /// without TLS.
     #[arg(
         long = "borrower",
-        value_name = "user=NAME[,vm=VM]|host=NAME[,vm=VM]|network",
+        value_name = "user=NAME[,vm=VM][,claim]|host=NAME[,vm=VM][,claim]|network",
         requires = "device",
         value_parser = parse_borrower
     )]

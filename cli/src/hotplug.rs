@@ -50,7 +50,8 @@ pub(crate) fn attach(args: &Attach) -> anyhow::Result<()> {
 /// Hot-unplug a device from a running VM
 ///
 /// The guest is asked to release it; then the device is returned to its lender. If the
-/// guest does not release it within the limit, the device stays and continues to work.
+/// guest does not release it within the limit, the device stays. It continues to work
+/// unless the guest releases it later: repeat the command then to return it.
 ///
 /// Unmount its file systems first: Linux releases a disk that is in use, too. A
 /// device of the VM configuration is back at the next start; remove it there, too,

@@ -160,7 +160,7 @@ impl FaultLog {
 
 impl Recent {
     /// `None` when a line would be one too many; else how many were left out
-    /// since the last line.
+    /// since the last line. (`RateLimit` is the daemons', of which the fabric knows nothing.)
     fn may_log(&mut self, now: Instant) -> Option<u64> {
         let fresh = self
             .period

@@ -35,15 +35,15 @@ pub mod wire {
 /// What to do with the vectors of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Action {
-    /// Hold them back.
+    /// Mask the vectors.
     Mask,
-    /// Let them through; what was held back fires now.
+    /// Unmask them, and signal those pending.
     Unmask,
-    /// Say where they go, or fire them.
+    /// Set their IRQ targets, or signal them.
     Trigger,
 }
 
-/// Which vectors of a request's range are meant, or where they go.
+/// The vectors of a request's range that are meant, or their IRQ targets.
 #[derive(Clone, Debug)]
 pub enum IrqData {
     /// All of them. With [`Action::Trigger`] and an empty range: disable the

@@ -24,12 +24,12 @@ pub struct Section {
     pub series: Vec<Series>,
 }
 
-/// One thing that was measured, as often as it was.
+/// The repeated measurements of one quantity.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Series {
     /// Unique in its section.
     pub name: String,
-    /// Of the figures.
+    /// Unit of the values.
     pub unit: Unit,
     /// When a figure is better.
     pub better: Better,
@@ -39,7 +39,7 @@ pub struct Series {
     /// one is divided by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub against: Option<String>,
-    /// What is wanted: of the ratio where there is one, else of the figure.
+    /// The target: of the ratio where there is one, else of the figure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<Target>,
 }
@@ -52,9 +52,9 @@ pub enum Data {
     Repeats(Vec<f64>),
     /// One distribution a repeat.
     Quantiles(Vec<Quantiles>),
-    /// Figures over something.
+    /// Values over an axis.
     Points {
-        /// What they are over.
+        /// The x axis.
         over: Axis,
         /// In rising order of `x`.
         points: Vec<Point>,

@@ -121,7 +121,7 @@ pub enum PciError {
         source: io::Error,
     },
     /// A kernel file cannot be parsed.
-    #[error("{} says {text:?}, which is not understood: {why}", path.display())]
+    #[error("cannot parse {}: {text:?}: {why}", path.display())]
     Malformed {
         path: PathBuf,
         text: String,

@@ -121,7 +121,7 @@ pub enum VfioError {
     #[error("cannot let devices reach BAR {bar} of {bdf} by DMA: {reason}")]
     PeerToPeer { bdf: Bdf, bar: u8, reason: String },
     /// A domain's capabilities cannot be read.
-    #[error("cannot ask what the IOMMU domain can map")]
+    #[error("cannot query the IOMMU domain's IOVA ranges")]
     Info(#[source] io::Error),
     /// An access outside a BAR or configuration space, or of an odd size.
     #[error("{bdf}: access of {len} bytes at {offset:#x} of {region}, which has {size:#x}")]
@@ -173,7 +173,9 @@ pub enum VfioError {
         source: io::Error,
     },
     /// The kernel signals eventfds and nothing else.
-    #[error("{bdf}: {index} vector {vector} is to go to a relay; give the kernel an eventfd")]
+    #[error(
+        "{bdf}: VFIO cannot signal a relay for {index} vector {vector}: an eventfd is required"
+    )]
     NotAnEventFd {
         bdf: Bdf,
         index: IrqIndex,

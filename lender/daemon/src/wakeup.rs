@@ -12,6 +12,8 @@ use rustix::{
 };
 
 /// A flag that some threads raise and others poll. Clones are handles to the same flag.
+///
+/// vmm-sys-util's `EventFd` has no way to share one descriptor between threads but to duplicate it.
 #[derive(Clone, Debug)]
 pub struct Wakeup(Arc<OwnedFd>);
 

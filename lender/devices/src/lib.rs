@@ -23,9 +23,9 @@ use farside_pci::Description;
 
 /// The model of a PCIe function.
 ///
-/// All calls come from one thread. No call blocks on the medium, except
-/// [`Device::settle`]: longer operations are started by one call and finished by
-/// [`Device::poll`].
+/// All calls come from one thread. Except for [`Device::settle`], a call waits for the medium only for a
+/// copy to or from the page cache that the kernel throttles, and then uses workers for a while: other
+/// operations are started by one call and finished by [`Device::poll`].
 pub trait Device: Send {
     /// The function's configuration space, BARs and vectors. Constant for the lifetime of
     /// the device.

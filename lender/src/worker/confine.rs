@@ -22,7 +22,7 @@ const UNREGISTER_FILES: u64 = 3;
 /// Whether a block device is read-only (`linux/fs.h`).
 const BLKROGET: u64 = 0x125e;
 
-/// Of a descriptor; of a path, it would tell whether that exists.
+/// `statx` on a descriptor only: with a path, it would reveal whether that exists.
 const EMPTY_PATH: u64 = libc::AT_EMPTY_PATH as u64;
 
 /// What a worker serves.

@@ -24,7 +24,7 @@ impl Runner for LocalHost {
         Ok(match state {
             control::RunState::Running => RunState::Running,
             control::RunState::Still(why) => RunState::Other(format!(
-                "its guest stands still ({why}), and would lose what it has in memory: resume it, or stop it"
+                "its guest does not run ({why}), and its memory would be lost: resume it, or stop it"
             )),
             control::RunState::Stopped => {
                 let configuration = self.configuration(vm)?.unwrap_or_default();

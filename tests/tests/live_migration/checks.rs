@@ -103,7 +103,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     fs::rename(&hidden, root_image(stage))?;
 
     guest.qmp().execute("stop", json!({}))?;
-    told(stage, &live("b"), &["state", "stands still (paused)"])?;
+    told(stage, &live("b"), &["state", "does not run (paused)"])?;
     guest.qmp().execute("cont", json!({}))?;
 
     // None of this has left any state.

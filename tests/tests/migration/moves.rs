@@ -236,7 +236,7 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
 
     // A paused guest would lose its memory contents.
     guest.qmp().execute("stop", serde_json::json!({}))?;
-    stage.refused("a", &migrate, &["stands still (paused)"])?;
+    stage.refused("a", &migrate, &["does not run (paused)"])?;
     guest.qmp().execute("cont", serde_json::json!({}))?;
     runs_on("paused")?;
 

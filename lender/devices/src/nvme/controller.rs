@@ -46,7 +46,7 @@ const BURST: usize = 32;
 /// Most rounds of I/O per poll. Bounds the duration of a poll.
 const MAX_TURNS: usize = 8;
 
-/// Most log lines on guest errors since power-on.
+/// Most log lines on guest errors since power-on: a guest that causes more would only fill the log.
 const MAX_GUEST_ERRORS_LOGGED: u32 = 16;
 
 /// An NVMe controller with one namespace on an image.
