@@ -1,6 +1,6 @@
 //! CPU time of processes, and CPU affinity of threads.
 
-use std::{fs, time::Duration};
+use std::{collections::BTreeMap, fs, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use rustix::{
@@ -55,47 +55,94 @@ impl Drop for Pinned {
     }
 }
 
-/// User and system time of all threads of these processes so far.
+/// User and system time so far of all threads of these processes and of the processes that they have
+/// started, such as a lender's workers.
 pub(crate) fn time(pids: &[u32]) -> Result<Duration> {
     let tick = Duration::from_secs(1) / u32::try_from(rustix::param::clock_ticks_per_second())?;
-    pids.iter()
-        .map(|pid| {
-            let path = format!("/proc/{pid}/stat");
-            let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-            let ticks = ticks(&stat).with_context(|| format!("malformed {path}: {stat}"))?;
-            Ok(tick * u32::try_from(ticks)?)
-        })
-        .sum()
+    let processes = processes()?;
+    for pid in pids {
+        ensure!(processes.contains_key(pid), "process {pid} has ended");
+    }
+    let counts = |pid: &u32| {
+        let parent = |pid: &u32| processes.get(pid).map(|process| process.parent);
+        std::iter::successors(Some(*pid), parent).any(|ancestor| pids.contains(&ancestor))
+    };
+    let counted = processes.iter().filter(|(pid, _)| counts(pid));
+    let ticks: u64 = counted.map(|(_, process)| process.ticks).sum();
+    Ok(tick * u32::try_from(ticks)?)
 }
 
-/// `utime` and `stime`, fields 14 and 15, of a line of `/proc/PID/stat`.
-fn ticks(stat: &str) -> Option<u64> {
+struct Process {
+    parent: u32,
+    /// User and system time.
+    ticks: u64,
+}
+
+/// All processes of this host, by number.
+fn processes() -> Result<BTreeMap<u32, Process>> {
+    let mut processes = BTreeMap::new();
+    for entry in fs::read_dir("/proc").context("reading /proc")? {
+        let entry = entry.context("reading /proc")?;
+        let Some(pid) = entry.file_name().to_str().and_then(|it| it.parse().ok()) else {
+            continue;
+        };
+        // It may have ended since.
+        if let Ok(stat) = fs::read_to_string(entry.path().join("stat")) {
+            let process = process(&stat);
+            processes.insert(pid, process.with_context(|| format!("malformed {stat:?}"))?);
+        }
+    }
+    Ok(processes)
+}
+
+/// `ppid`, `utime` and `stime`, fields 4, 14 and 15, of a line of `/proc/PID/stat`.
+fn process(stat: &str) -> Option<Process> {
     // The process name, in parentheses, may contain any character.
     let (_, rest) = stat.rsplit_once(") ")?;
-    let mut fields = rest.split(' ').skip(14 - 3);
-    let user: u64 = fields.next()?.parse().ok()?;
+    let mut fields = rest.split(' ');
+    let parent = fields.nth(4 - 3)?.parse().ok()?;
+    let user: u64 = fields.nth(14 - 5)?.parse().ok()?;
     let system: u64 = fields.next()?.parse().ok()?;
-    Some(user + system)
+    Some(Process {
+        parent,
+        ticks: user + system,
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{os::unix::process::CommandExt, process::Command};
+
+    use rustix::process::{Signal, kill_process_group};
+
     use super::*;
 
     #[test]
-    fn odd_program_names_do_not_move_the_fields() {
+    fn odd_process_names_do_not_move_the_fields() {
         let stat = "7 (a) b (c) S 1 7 7 0 -1 4194304 1 2 3 4 500 23 0 0 20 0 1 0";
-        assert_eq!(ticks(stat), Some(523));
-        assert_eq!(ticks("7 (a) S 1"), None);
+        let process = |stat| process(stat).map(|it| (it.parent, it.ticks));
+        assert_eq!(process(stat), Some((1, 523)));
+        assert_eq!(process("7 (a) S 1"), None);
     }
 
     #[test]
-    fn work_takes_time() {
-        let pids = [std::process::id()];
-        let before = time(&pids).unwrap();
-        let deadline = std::time::Instant::now() + Duration::from_secs(60);
-        while time(&pids).unwrap() == before {
-            assert!(std::time::Instant::now() < deadline, "no time is counted");
-        }
+    fn work_of_a_process_and_of_those_that_it_starts_takes_time() {
+        let takes_time = |pid| {
+            let before = time(&[pid]).unwrap();
+            let deadline = std::time::Instant::now() + Duration::from_secs(60);
+            while time(&[pid]).unwrap() == before {
+                assert!(std::time::Instant::now() < deadline, "no time is counted");
+            }
+        };
+        takes_time(std::process::id());
+        // It waits for one that works.
+        let mut parent = Command::new("sh")
+            .args(["-c", "(while :; do :; done) & wait"])
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        takes_time(parent.id());
+        kill_process_group(Pid::from_child(&parent), Signal::KILL).unwrap();
+        parent.wait().unwrap();
     }
 }
