@@ -369,13 +369,13 @@ pub(super) mod tests {
             ("refused", |f| {
                 f.after.as_mut().unwrap().lent.faults.total = 1
             }),
-            ("at the end", |f| {
+            ("afterwards", |f| {
                 f.after.as_mut().unwrap().borrow.dma_windows = 1
             }),
-            ("at the end", |f| {
+            ("afterwards", |f| {
                 f.after.as_mut().unwrap().lent.bus_master = true
             }),
-            ("at the end", |f| f.after = None),
+            ("afterwards", |f| f.after = None),
             ("socket", |f| f.sockets_left.push("/s".into())),
         ];
         for (position, (what, change)) in changes.iter().enumerate() {
