@@ -22,9 +22,12 @@ impl Bits {
         bit < self.len && self.words[usize::from(bit / 64)] & mask(bit) != 0
     }
 
-    /// Returns what the bit was. `bit` must exist.
+    /// Returns the former value of the bit. Bits beyond the end stay clear.
     pub(crate) fn replace(&mut self, bit: u16, value: bool) -> bool {
-        assert!(bit < self.len, "vector {bit} of {}", self.len);
+        debug_assert!(bit < self.len, "vector {bit} of {}", self.len);
+        if bit >= self.len {
+            return false;
+        }
         let word = &mut self.words[usize::from(bit / 64)];
         let before = *word & mask(bit) != 0;
         if value {

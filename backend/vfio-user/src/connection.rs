@@ -373,17 +373,15 @@ impl Connection {
 
     fn attribute(&mut self, start: usize, fds: Vec<OwnedFd>, refused: bool) {
         let known = self.fds.iter().position(|passed| passed.start == start);
-        let passed = match known {
-            Some(at) => &mut self.fds[at],
-            None => {
-                self.fds.push(Passed {
-                    start,
-                    fds: Vec::new(),
-                    refused: false,
-                });
-                self.fds.last_mut().expect("one was just pushed")
-            }
-        };
+        let at = known.unwrap_or_else(|| {
+            self.fds.push(Passed {
+                start,
+                fds: Vec::new(),
+                refused: false,
+            });
+            self.fds.len() - 1
+        });
+        let passed = &mut self.fds[at];
         passed.fds.extend(fds);
         passed.refused |= refused || passed.fds.len() > MAX_MSG_FDS;
         if passed.refused {

@@ -111,9 +111,8 @@ fn merge(
             let used = |port: &u16| {
                 reserved.contains(port) || wanted.devices.iter().any(|known| known.port == *port)
             };
-            (0..)
-                .find(|port| !used(port))
-                .expect("fewer devices than numbers")
+            // With fewer devices than numbers there is one.
+            (0..).find(|port| !used(port)).unwrap_or(u16::MAX)
         };
         wanted.devices.push(DomainDevice {
             id: id.clone(),
@@ -287,14 +286,14 @@ pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String,
         }
     }
     if !backing.is_empty() {
-        let after = ["currentMemory", "memory"];
-        let after = after.into_iter().filter_map(|name| child(domain, name));
-        let after = after.map(|node| node.range().end).max();
+        let memory = source.required(domain, "memory")?;
+        let after = [Some(memory), child(domain, "currentMemory")];
+        let after = after.into_iter().flatten().map(|node| node.range().end);
         editor.fill(
             "memoryBacking",
             ("memoryBacking", ""),
             child(domain, "memoryBacking"),
-            after.expect("memory was read"),
+            after.max().unwrap_or_default(),
             |_| backing,
         );
     }
@@ -308,13 +307,15 @@ pub(super) fn put_in(xml: &str, mut wanted: Metadata, vm: &Vm) -> Result<String,
     for (option, value) in pairs(vm)? {
         args.extend([arg(&prefix, option), arg(&prefix, &value)]);
     }
-    let mut elements = domain.children().filter(Node::is_element);
-    let last = elements.next_back().expect("it has a name").range().end;
-    let name = format!("{prefix}commandline");
+    let name = source.required(domain, "name")?;
+    let last = domain.last_element_child().unwrap_or(name).range().end;
+    let element = format!("{prefix}commandline");
     let there = command_line(domain);
-    editor.fill("commandline", (&name, &declaration), there, last, |_| args);
+    editor.fill("commandline", (&element, &declaration), there, last, |_| {
+        args
+    });
 
-    let after = source.required(domain, "name")?.range().end;
+    let after = name.range().end;
     // The added arguments are complete except for this.
     let there = child(domain, "metadata");
     editor.note("metadata", there);

@@ -71,8 +71,9 @@ impl<'a> Source<'a> {
         if empty {
             return end..end;
         }
-        let close = self.text[start..end].rfind("</");
-        start..start + close.expect("an element that is not empty has an end tag")
+        let inside = &self.text[start..end];
+        // An element that is not empty has an end tag.
+        start..start + inside.rfind("</").unwrap_or(inside.len())
     }
 }
 
