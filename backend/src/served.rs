@@ -196,7 +196,7 @@ fn forget(entry: Entry) {
         }
     };
     if let Err(error) = std::thread::Builder::new().name(name).spawn(forget) {
-        log::error!("cannot start the thread that drops device {id}: {error}");
+        log::error!("cannot start the thread that drops a device: {error}");
     }
 }
 
