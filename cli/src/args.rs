@@ -13,6 +13,7 @@ use farside_vm_config::parse_memory;
 
 use crate::{
     bench::Bench,
+    bind::Bind,
     doctor::Doctor,
     hook::Hook,
     hotplug::{Attach, Detach},
@@ -55,6 +56,7 @@ pub(crate) struct Args {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     Lend(Lend),
+    Bind(Bind),
     /// Serve one lease: started by `lend`
     #[command(hide = true)]
     LeaseWorker {

@@ -6,6 +6,7 @@
 
 mod args;
 mod bench;
+mod bind;
 mod devices;
 mod doctor;
 mod hook;
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
 fn dispatch(args: Args) -> anyhow::Result<()> {
     match args.verb {
         Verb::Lend(lend) => lend::run(lend),
+        Verb::Bind(bind) => bind::run(&bind),
         Verb::LeaseWorker { .. } => lend::worker(),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),

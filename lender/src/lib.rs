@@ -42,4 +42,5 @@ mod vfio;
 mod worker;
 
 pub use server::{Lender, StartError};
+pub use vfio::{BindError, bind, release};
 pub use worker::{WorkerError, run as run_worker};

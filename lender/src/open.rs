@@ -7,7 +7,7 @@ use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
 use farside_ntb::HostEndpoint;
-use farside_vfio::{Api, SecondHandle};
+use farside_vfio::SecondHandle;
 
 use crate::{
     config::{Borrower, Config, Model, Source},
@@ -48,44 +48,30 @@ pub(crate) fn open(
     let host = HostPci::new();
     let ntb = config.ntb.map(|ntb| HostEndpoint::open(ntb.function));
     let ntb = ntb.transpose().map_err(StartError::Ntb)?;
-    let vfs = vfio::create_vfs(&host, &config.vfs).map_err(StartError::Pci)?;
-    let mut found = Vec::new();
-    // Those of each function in `found`.
-    let mut borrowers = Vec::new();
+    let vfs = vfio::create_vfs(&host, config)?;
     let mut devices: Vec<OpenedDevice> = Vec::new();
     for device in &config.device {
-        let failed = |source: AnyError| StartError::Device {
-            id: device.id.clone(),
-            source,
-        };
-        match &device.source {
-            Source::Model(model) => {
-                let model = open_model(&device.id, model, adapter, config.worker.as_ref());
-                devices.push(OpenedDevice {
+        if let Source::Model(model) = &device.source {
+            let model = open_model(&device.id, model, adapter, config.worker.as_ref());
+            devices.push(OpenedDevice {
+                id: device.id.clone(),
+                device: model.map_err(|source| StartError::Device {
                     id: device.id.clone(),
-                    device: model.map_err(failed)?,
-                    borrowers: device.borrowers.clone(),
-                });
-            }
-            Source::Vfio(vfio) => {
-                vfio::find(&host, &device.id, vfio, &mut found)
-                    .map_err(|error| failed(error.into()))?;
-                borrowers.resize(found.len(), device.borrowers.clone());
-            }
+                    source,
+                })?,
+                borrowers: device.borrowers.clone(),
+            });
         }
     }
+    let found = vfio::find(&host, config)?;
     let mut fault_reader = None;
     if !found.is_empty() {
-        vfio::check_groups(&host, &found).map_err(StartError::Pci)?;
-        let api = match config.vfio_api {
-            Some(api) => api,
-            None => Api::detect().map_err(StartError::Vfio)?,
-        };
+        let api = vfio::api(config).map_err(vfio::BindError::from)?;
         log::info!("physical devices are reached through VFIO {api}");
         let (watch, reader) = FaultWatch::start(stop.clone());
         fault_reader = reader;
-        for (found, borrowers) in found.into_iter().zip(borrowers) {
-            let id = found.id.clone();
+        for found in found {
+            let (id, borrowers) = (found.id.clone(), found.borrowers.clone());
             let device = VfioDevice::open(
                 found,
                 api,

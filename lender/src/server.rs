@@ -58,15 +58,12 @@ pub enum StartError {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A function of this host, or its IOMMU group, cannot be lent.
+    /// A function of this host cannot be lent.
     #[error(transparent)]
-    Pci(farside_host_pci::PciError),
+    Bind(#[from] crate::vfio::BindError),
     /// This host's NTB endpoint cannot be used.
     #[error("the endpoint in [ntb] cannot be used")]
     Ntb(#[source] farside_ntb::NtbError),
-    /// The kernel has no VFIO.
-    #[error(transparent)]
-    Vfio(farside_vfio::VfioError),
     /// The socket's directory cannot be created.
     #[error(
         "cannot use directory {path} for the socket that backends of this host connect to: name another with --socket, or `socket` in lender.toml",

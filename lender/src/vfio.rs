@@ -22,6 +22,7 @@
 //! It can keep the descriptor indefinitely, so a function is lent again only when the kernel
 //! reports that it is not open elsewhere.
 
+mod bind;
 mod dma_path;
 mod faults;
 mod find;
@@ -47,9 +48,11 @@ use crate::{
     refusals::{invalid, limit},
     source::{Available, DeviceSource, Leased, NotLeased, Report},
 };
+pub use bind::{bind, release};
 use dma_path::adapter;
 pub(crate) use faults::FaultWatch;
-pub(crate) use find::{Found, check_groups, create_vfs, find};
+pub use find::BindError;
+pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
 
@@ -101,6 +104,7 @@ impl VfioDevice {
             binding,
             allow_dirty,
             host,
+            ..
         } = found;
         let (described, usable, can_reset) = match look_at(api, bdf) {
             Ok(found) => found,

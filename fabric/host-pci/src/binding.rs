@@ -41,7 +41,8 @@ pub enum Former {
     /// Unknown: an earlier run bound it to vfio-pci and was killed. On release the kernel probes
     /// all drivers.
     Unknown,
-    /// The administrator bound it to this userspace driver: it stays there, and nothing is undone.
+    /// The administrator bound it to this userspace driver, or root did for this process, which may
+    /// not: it stays there, and nothing is undone.
     Kept(String),
 }
 
@@ -107,11 +108,25 @@ impl HostPci {
         Ok(binding)
     }
 
+    /// Whether the function is on vfio-pci because an earlier run bound it, and is not a virtual
+    /// function, whose physical function decides what becomes of it.
+    ///
+    /// # Errors
+    /// As [`HostPci::function`].
+    pub fn was_bound(&self, bdf: &Bdf) -> Result<bool, PciError> {
+        let info = self.function(bdf)?;
+        let is = |name: &Option<String>| name.as_deref() == Some(VFIO_PCI);
+        Ok(is(&info.driver) && is(&info.driver_override) && info.physfn.is_none())
+    }
+
     /// The binding of a function that is bound to a userspace driver already.
     fn keep(&self, before: &FunctionInfo) -> Option<Binding> {
         let bdf = before.bdf;
         let driver = before.driver.as_deref().filter(|name| is_for_users(name))?;
-        let left_over = before.driver_override.as_deref() == Some(VFIO_PCI);
+        // Who may not unbind it has not bound it: root has, by `farside bind`.
+        let dir = device_dir(&bdf);
+        let left_over = before.driver_override.as_deref() == Some(VFIO_PCI)
+            && self.tree.is_writable(&format!("{dir}/driver_override"));
         let former = if left_over {
             log::info!("{bdf} was left on {driver}; its former driver is not known");
             Former::Unknown

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farside_error_chain::Chain;
-use rustix::fs::{FileType, OFlags};
+use rustix::fs::{Access, FileType, OFlags, access};
 
 use crate::error::PciError;
 
@@ -91,6 +91,11 @@ impl Tree {
 
     pub(crate) fn exists(&self, path: &str) -> bool {
         self.path(path).exists()
+    }
+
+    /// Whether this process may write to it.
+    pub(crate) fn is_writable(&self, path: &str) -> bool {
+        access(self.path(path), Access::WRITE_OK).is_ok()
     }
 
     /// A small attribute without leading and trailing white space, `None` if it does not exist.

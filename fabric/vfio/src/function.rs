@@ -22,7 +22,8 @@ use crate::irqs::Irqs;
 use crate::second_handle::HandleParts;
 use crate::{Domain, RegionMemory, VfioError, ioctl};
 
-pub(crate) use open::{Handle, check_free};
+pub(crate) use open::Handle;
+pub use open::{check_free, nodes};
 
 /// A PCI function that is bound to vfio-pci and open in this process. Dropping it
 /// stops its DMA and interrupts and closes it; the kernel resets it when no process

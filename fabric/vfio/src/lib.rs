@@ -47,7 +47,7 @@ mod usable;
 pub use api::Api;
 pub use domain::{Domain, DomainUsage};
 pub use error::VfioError;
-pub use function::Function;
+pub use function::{Function, check_free, nodes};
 pub use ioctl::requests;
 pub use local::{Composition, LocalPath, Mapper, Piece};
 pub use mmio::RegionMemory;

@@ -1,10 +1,11 @@
 //! Finds the configured functions and binds them to vfio-pci.
 
-use farside_daemon::{DeviceId, NameError};
+use farside_daemon::{DeviceId, GroupError, NameError};
 use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
+use farside_vfio::{Api, VfioError};
 
-use crate::config::{VfioConfig, VfsConfig};
+use crate::config::{Borrower, Config, DeviceConfig, Source, VfioConfig, VfsConfig};
 
 /// A function bound to vfio-pci.
 pub(crate) struct Found {
@@ -13,11 +14,34 @@ pub(crate) struct Found {
     pub(crate) binding: Binding,
     pub(crate) allow_dirty: bool,
     pub(crate) host: HostPci,
+    /// Who may borrow it.
+    pub(crate) borrowers: Vec<Borrower>,
 }
 
-/// An error that prevents a function from being lent.
+/// Why the functions of a lender cannot be bound, or returned to their drivers.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum FindError {
+pub enum BindError {
+    /// Of one device.
+    #[error("cannot lend device {id}")]
+    Device {
+        /// The device.
+        id: DeviceId,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A function, its IOMMU group, or virtual functions.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// VFIO is missing, or a function cannot be opened.
+    #[error(transparent)]
+    Vfio(#[from] VfioError),
+    /// A device node cannot be given to the lender's group.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+}
+
+#[derive(Debug, thiserror::Error)]
+enum FindError {
     #[error(transparent)]
     Pci(#[from] PciError),
     #[error(transparent)]
@@ -26,19 +50,43 @@ pub(crate) enum FindError {
     Twice { bdf: Bdf, first: DeviceId },
 }
 
-/// Creates virtual functions.
-pub(crate) fn create_vfs(host: &HostPci, vfs: &[VfsConfig]) -> Result<Vec<CreatedVfs>, PciError> {
+/// Creates the virtual functions of `config`.
+pub(crate) fn create_vfs(host: &HostPci, config: &Config) -> Result<Vec<CreatedVfs>, BindError> {
     let create = |vfs: &VfsConfig| host.create_vfs(&vfs.of, vfs.count, Force::No);
-    vfs.iter().map(create).collect()
+    Ok(config.vfs.iter().map(create).collect::<Result<_, _>>()?)
 }
 
-/// Binds all functions that `config` selects for device `id`, and adds them to `found`.
-pub(crate) fn find(
+/// Binds all functions of `config`, and checks that each can have its own IOMMU domain.
+pub(crate) fn find(host: &HostPci, config: &Config) -> Result<Vec<Found>, BindError> {
+    let mut found = Vec::new();
+    for device in &config.device {
+        if let Source::Vfio(vfio) = &device.source {
+            find_of(host, device, vfio, &mut found).map_err(|error| BindError::Device {
+                id: device.id.clone(),
+                source: error.into(),
+            })?;
+        }
+    }
+    let lent: Vec<Bdf> = found.iter().map(|found| found.bdf).collect();
+    for bdf in &lent {
+        host.group(bdf)?.viable(bdf, &lent)?;
+    }
+    Ok(found)
+}
+
+/// The VFIO API that `config` names, else this host's.
+pub(crate) fn api(config: &Config) -> Result<Api, VfioError> {
+    config.vfio_api.map_or_else(Api::detect, Ok)
+}
+
+/// Binds all functions that `config` selects for `device`, and adds them to `found`.
+fn find_of(
     host: &HostPci,
-    id: &DeviceId,
+    device: &DeviceConfig,
     config: &VfioConfig,
     found: &mut Vec<Found>,
 ) -> Result<(), FindError> {
+    let id = &device.id;
     let force = match config.force {
         true => Force::Yes,
         false => Force::No,
@@ -60,16 +108,8 @@ pub(crate) fn find(
             binding: host.bind_to_vfio(&bdf, force)?,
             allow_dirty: config.allow_dirty,
             host: host.clone(),
+            borrowers: device.borrowers.clone(),
         });
-    }
-    Ok(())
-}
-
-/// Checks that each function can have its own IOMMU domain.
-pub(crate) fn check_groups(host: &HostPci, found: &[Found]) -> Result<(), PciError> {
-    let lent: Vec<Bdf> = found.iter().map(|found| found.bdf).collect();
-    for bdf in &lent {
-        host.group(bdf)?.viable(bdf, &lent)?;
     }
     Ok(())
 }

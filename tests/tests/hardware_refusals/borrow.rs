@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use farside_tests::SHORT;
 
 use crate::{
-    host::{HERE, Host},
+    host::{HERE, Host, LIFE, Place},
     scripted::Scripted,
     stage::{DRIVE, NO_RESET},
 };
@@ -65,6 +65,51 @@ pub fn the_memlock_limit_is_looked_at_before_the_vm_starts(host: &Host) -> Resul
     );
     host.exec_ok(&back, SHORT)?;
     host.verdict()
+}
+
+pub fn a_lender_without_privileges_lends_what_root_has_bound(host: &Host) -> Result<()> {
+    const OP: Place = Place("/run/op");
+    let before = host.look()?;
+    let bind = format!(
+        "set -e
+        grep -q ^op: /etc/passwd 2>/dev/null || echo op:x:1000:1000::/tmp:/bin/sh >>/etc/passwd
+        grep -q ^op: /etc/group 2>/dev/null || echo op:x:1000: >>/etc/group
+        mkdir -p /run/op && chown 1000:1000 /run/op
+        printf 'name = \"op\"\\n[[device]]\\nid = \"disk0\"\\n' >/tmp/op.toml
+        echo 'vfio = {{ function = \"{DRIVE}\" }}' >>/tmp/op.toml
+        farside bind --config /tmp/op.toml --group op"
+    );
+    host.exec_ok(&bind, SHORT)?;
+    ensure!(host.driver(DRIVE)? == "vfio-pci");
+    // Without privileges it can neither unbind the function nor open the kernel's log.
+    let lend = "ulimit -l unlimited
+        exec busybox su op -c 'export FARSIDE_RUNTIME_DIR=/run/op; echo $$ >/run/op/pid
+            exec farside lend --config /tmp/op.toml' </dev/kmsg >/tmp/op.log 2>&1";
+    let running = host.exec_start(lend, LIFE)?;
+    let up = host.wait_for("[ -S /run/op/lender.sock ]");
+    up.map_err(|error| error.context(host.story()))?;
+    let backend = host.serve(OP, "a", "disk0", "")?;
+    let mut vmm = Scripted::start(host, OP, "a", "disk0")?;
+    vmm.step("io 1M")?;
+    // A function that is open stays.
+    let release = "farside bind --release --config /tmp/op.toml";
+    host.exec_ok(release, SHORT)?;
+    ensure!(host.driver(DRIVE)? == "vfio-pci");
+    vmm.step("io 1M")?;
+    vmm.quit()?;
+    backend.stop()?;
+    host.exec_ok("kill -TERM $(cat /run/op/pid)", SHORT)?;
+    let ended = running.wait_for(SHORT)?;
+    ensure!(ended.success(), "the user's lender: {ended}");
+    let log = host.exec_ok("cat /tmp/op.log", SHORT)?;
+    for complaint in ["will not be seen", "not given back", "ermission denied"] {
+        ensure!(!log.contains(complaint), "{log}");
+    }
+    ensure!(host.driver(DRIVE)? == "vfio-pci");
+    host.exec_ok(release, SHORT)?;
+    let after = host.look()?;
+    ensure!(before == after, "before:\n{before}\nafter:\n{after}");
+    Ok(())
 }
 
 pub fn a_device_that_another_vm_has_names_that_vm(host: &Host) -> Result<()> {

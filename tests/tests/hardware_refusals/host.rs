@@ -11,7 +11,7 @@ use farside_testbed::{HostVm, Pending, VmBuilder};
 use farside_tests::{BOOT, SHORT, Status, hosts::Programs};
 
 /// Longer than any test.
-const LIFE: Duration = Duration::from_secs(24 * 3600);
+pub const LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// Timeout of a refusal, on a loaded emulated host; link-down is detected after 10 s.
 const REFUSED_WITHIN: Duration = Duration::from_secs(40);

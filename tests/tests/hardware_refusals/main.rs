@@ -47,13 +47,14 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 16] = tests![
+    let shared: [(&str, Shared); 17] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
         functions::vfio_pci_that_is_missing_says_how_to_get_it,
         borrow::guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts,
         borrow::the_memlock_limit_is_looked_at_before_the_vm_starts,
+        borrow::a_lender_without_privileges_lends_what_root_has_bound,
         borrow::a_device_that_another_vm_has_names_that_vm,
         borrow::a_vmm_that_keeps_a_device_open_keeps_it_from_others,
         borrow::what_cannot_be_reset_is_lent_to_one_vm,

@@ -57,9 +57,9 @@ fn vfio(facts: &Facts) -> Vec<Finding> {
     // The unit's user differs from this one.
     let unit = facts.systemd.lender.as_ref().filter(|_| facts.by_units());
     if let Some(unit) = unit {
-        if facts.lends_hardware() && unit.user != "root" {
+        if facts.lends_hardware() && unit.user != "root" && !unit.binds {
             let what = format!("the lender's unit runs as the user {}", unit.user);
-            let why = "lender.toml names physical devices, and only root can take those from their drivers";
+            let why = "lender.toml names physical devices, and farside-vfio.service, which takes those from their drivers, is not required by it";
             findings.push(Finding::problem(VFIO, what, why).fix(format!(
                 "install -D -m 644 {EXAMPLE} {DROP_IN} && systemctl daemon-reload && systemctl restart farside-lender"
             )));
@@ -157,6 +157,7 @@ mod tests {
                 path: "/u".into(),
                 memlock: Limit::None,
                 user: user.into(),
+                binds: false,
             })
         };
         facts.systemd.runs = true;
@@ -164,6 +165,11 @@ mod tests {
         facts.systemd.lender = unit("farside");
         let said = says(vfio(&facts), Level::Problem, "runs as the user farside");
         assert!(said.fix[0].contains(DROP_IN));
+        facts.systemd.lender = unit("farside").map(|unit| Unit {
+            binds: true,
+            ..unit
+        });
+        says(vfio(&facts), Level::Ok, "vfio-pci");
         facts.systemd.lender = unit("root");
         says(vfio(&facts), Level::Ok, "vfio-pci");
     }

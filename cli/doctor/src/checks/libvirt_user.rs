@@ -182,6 +182,7 @@ mod tests {
             path: "/u".into(),
             memlock: Limit::None,
             user: UNIT_USER.into(),
+            binds: false,
         });
         says(judge(&facts), Level::Note, "the user farside is not in");
         facts

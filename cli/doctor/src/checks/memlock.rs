@@ -204,6 +204,7 @@ mod tests {
                 path: "/u".into(),
                 memlock,
                 user: UNIT_USER.into(),
+                binds: false,
             })
         };
         facts.systemd.runs = true;

@@ -90,6 +90,7 @@ mod tests {
             path: "/u".into(),
             memlock: Limit::None,
             user: "farside".into(),
+            binds: false,
         };
         facts.systemd.backend = Some(unit.clone());
         facts.systemd.lender = Some(unit);

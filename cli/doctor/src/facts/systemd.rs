@@ -33,6 +33,8 @@ pub(crate) struct Unit {
     pub(crate) memlock: Limit,
     /// `User=`.
     pub(crate) user: String,
+    /// Whether it requires the unit that binds physical functions.
+    pub(crate) binds: bool,
 }
 
 /// farside's units.
@@ -88,6 +90,7 @@ fn unit(host: &Host, name: &str) -> Option<Unit> {
     Some(Unit {
         memlock: memlock.unwrap_or(Limit::Of(DEFAULT_MEMLOCK)),
         user: user.to_owned(),
+        binds: values(&text, "Requires").any(|units| units.contains("farside-vfio.service")),
         path,
     })
 }
@@ -146,7 +149,7 @@ mod tests {
             ),
             (
                 "etc/systemd/system/farside-lender.service.d/vfio.conf",
-                "[Service]\nUser=root\nLimitMEMLOCK = 4G:8G\n",
+                "[Unit]\nRequires=farside-vfio.service\n[Service]\nUser=root\nLimitMEMLOCK = 4G:8G\n",
             ),
             (
                 "run/systemd/generator/farside@web1.socket.d/10.conf",
@@ -174,6 +177,7 @@ mod tests {
             (lender.memlock, lender.user.as_str()),
             (Limit::Of(4 << 30), "root")
         );
+        assert!(lender.binds && !backend.binds);
         let listens = BTreeSet::from(["/run/farside/vm/web1/a%b.sock".to_owned()]);
         assert_eq!(
             units.generated,

@@ -1,19 +1,20 @@
 //! Follows `/dev/kmsg`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use rustix::fs::OFlags;
-use rustix::io::Errno;
+use rustix::fs::{FileType, fstat, major, minor};
+use rustix::io::{Errno, ioctl_fionbio};
 
 use super::message::{KernelEvent, parse_message};
 use super::record::Record;
 use crate::error::PciError;
 
 const KMSG: &str = "/dev/kmsg";
+/// Its device numbers (Linux `Documentation/admin-guide/devices.txt`).
+const KMSG_NUMBERS: (u32, u32) = (1, 11);
 /// A record has up to 8 KiB, and a read with a smaller buffer fails.
 const RECORD_BYTES: usize = 16 << 10;
 /// Maximum number of records read per call: other sources may flood the log.
@@ -35,23 +36,40 @@ pub struct FaultReader {
     pending: Option<KernelEvent>,
 }
 
+/// Standard input, if it is `/dev/kmsg`.
+fn given() -> io::Result<Option<File>> {
+    let input = io::stdin();
+    let stat = fstat(&input)?;
+    let is_log = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice
+        && (major(stat.st_rdev), minor(stat.st_rdev)) == KMSG_NUMBERS;
+    is_log
+        .then(|| input.as_fd().try_clone_to_owned().map(File::from))
+        .transpose()
+}
+
 impl FaultReader {
-    /// Opens `/dev/kmsg` at its end.
+    /// Opens `/dev/kmsg` at its end; takes standard input instead if that is `/dev/kmsg`, for a process
+    /// that may not open it.
     ///
     /// # Errors
     /// [`PciError::KernelLog`].
     pub fn open() -> Result<Self, PciError> {
-        Self::open_at(Path::new(KMSG)).map_err(|source| PciError::KernelLog {
+        let opened = given().and_then(|given| match given {
+            Some(kmsg) => Self::at_end(kmsg),
+            None => Self::open_at(Path::new(KMSG)),
+        });
+        opened.map_err(|source| PciError::KernelLog {
             path: KMSG.into(),
             source,
         })
     }
 
     fn open_at(path: &Path) -> io::Result<Self> {
-        let mut kmsg = OpenOptions::new()
-            .read(true)
-            .custom_flags(OFlags::NONBLOCK.bits() as i32)
-            .open(path)?;
+        Self::at_end(File::open(path)?)
+    }
+
+    fn at_end(mut kmsg: File) -> io::Result<Self> {
+        ioctl_fionbio(&kmsg, true)?;
         kmsg.seek(SeekFrom::End(0))?;
         Ok(Self::new(kmsg))
     }

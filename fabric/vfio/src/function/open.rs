@@ -156,8 +156,11 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// Whether no process has the function open: opens a node that only one process can.
-pub(crate) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
+/// Checks that no process has the function open, by a node that only one process can open.
+///
+/// # Errors
+/// [`VfioError::Busy`], else why it cannot be opened.
+pub fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
     match api {
         Api::Type1 => {
             // The descriptor of a function holds its group's.
@@ -178,6 +181,18 @@ pub(crate) fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
 
 fn sysfs(bdf: Bdf) -> PathBuf {
     Path::new("/sys/bus/pci/devices").join(bdf.to_string())
+}
+
+/// The device nodes with which a process opens a function through `api`, besides those that every
+/// user can open.
+///
+/// # Errors
+/// [`VfioError::NoIommu`], [`VfioError::NotBound`].
+pub fn nodes(bdf: Bdf, api: Api) -> Result<Vec<String>, VfioError> {
+    Ok(match api {
+        Api::Type1 => vec![group_node(bdf)?],
+        Api::Iommufd => vec!["/dev/iommu".to_owned(), device_node(bdf)?],
+    })
 }
 
 /// `/dev/vfio/<group>`.

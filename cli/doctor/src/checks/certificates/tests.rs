@@ -178,6 +178,7 @@ fn modes_of_files() {
         path: "/u".into(),
         memlock: Limit::None,
         user: "farside".into(),
+        binds: false,
     };
     facts.systemd.runs = true;
     facts.systemd.backend = Some(unit.clone());

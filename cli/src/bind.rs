@@ -1,0 +1,37 @@
+//! `farside bind`.
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use farside_daemon::SocketGroup;
+use farside_lender::config::Config;
+use farside_vm_config::places;
+
+/// Bind the physical functions of lender.toml to vfio-pci, for a lender without privileges
+///
+/// Takes the functions from their drivers, creates the virtual functions (`vfs`), and lets
+/// a group open the functions. The lender then needs no root. The packaged
+/// farside-vfio.service runs this.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Bind {
+    /// The lender's configuration [default: lender.toml in /etc/farside].
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Group of the lender's user.
+    #[arg(long, value_name = "GROUP", default_value = "farside")]
+    group: String,
+    /// Return the functions to their drivers, except virtual functions and those that a
+    /// process has open.
+    #[arg(long, conflicts_with = "group")]
+    release: bool,
+}
+
+pub(crate) fn run(args: &Bind) -> anyhow::Result<()> {
+    let default = || places::config_dir().join("lender.toml");
+    let config = Config::load(&args.config.clone().unwrap_or_else(default))?;
+    match args.release {
+        true => farside_lender::release(&config)?,
+        false => farside_lender::bind(&config, &SocketGroup::named(&args.group)?)?,
+    }
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! Binds functions for a lender that has no privileges: `farside bind`.
+
+use std::path::Path;
+
+use farside_daemon::SocketGroup;
+use farside_error_chain::Chain;
+use farside_host_pci::{CreatedVfs, Force, HostPci};
+use farside_pci::Bdf;
+use farside_vfio::{Api, VfioError, check_free, nodes};
+
+use super::find::{BindError, api, create_vfs, find};
+use crate::config::{Config, Source};
+
+/// Binds all functions of `config` to vfio-pci, creates its virtual functions first, and lets members
+/// of `group` open them. On an error all functions are returned to their drivers.
+///
+/// # Errors
+/// A [`BindError`].
+pub fn bind(config: &Config, group: &SocketGroup) -> Result<(), BindError> {
+    let host = HostPci::new();
+    let vfs = create_vfs(&host, config)?;
+    // Dropped, and thereby undone, before the virtual functions.
+    let mut bindings = Vec::new();
+    if let Some(ntb) = config.ntb {
+        bindings.push((host.bind_to_vfio(&ntb.function, Force::No)?, Api::detect()?));
+    }
+    for found in find(&host, config)? {
+        bindings.push((found.binding, api(config)?));
+    }
+    if bindings.is_empty() {
+        log::info!("no device of this lender is a function of this host");
+    }
+    for (binding, api) in &bindings {
+        for node in nodes(binding.bdf(), *api)? {
+            group.admit(Path::new(&node))?;
+            log::info!("{}: group {} may open {node}", binding.bdf(), group.name());
+        }
+    }
+    for (binding, _) in bindings {
+        binding.leave();
+    }
+    vfs.into_iter().for_each(CreatedVfs::leave);
+    Ok(())
+}
+
+/// Returns the functions that [`bind`] has bound to their drivers, except those that a process has
+/// open, and virtual functions: these stay as they are.
+///
+/// # Errors
+/// A [`BindError`]. The functions after the one that failed stay.
+pub fn release(config: &Config) -> Result<(), BindError> {
+    let host = HostPci::new();
+    let mut functions: Vec<Bdf> = config.ntb.iter().map(|ntb| ntb.function).collect();
+    for device in &config.device {
+        if let Source::Vfio(vfio) = &device.source {
+            functions.extend(host.select(&vfio.function)?.iter().map(|info| info.bdf));
+        }
+    }
+    for bdf in functions {
+        if !host.was_bound(&bdf)? {
+            continue;
+        }
+        // Unbinding it would wait for the process.
+        if let Err(error @ VfioError::Busy { .. }) = check_free(bdf, api(config)?) {
+            log::warn!("{bdf} stays on vfio-pci: {error}", error = Chain(&error));
+            continue;
+        }
+        host.bind_to_vfio(&bdf, Force::No)?.restore()?;
+    }
+    Ok(())
+}
