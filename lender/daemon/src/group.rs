@@ -46,7 +46,7 @@ pub enum GroupError {
 fn membership(error: &io::Error, group: &str) -> String {
     match error.kind() {
         io::ErrorKind::PermissionDenied => format!(
-            "; farside's user must be a member: `usermod --append --groups {group} farside`, or SupplementaryGroups={group} in the unit"
+            "; farside's user must be a member (`usermod --append --groups {group} farside`), and its unit needs SystemCallFilter=@chown; or use the socket unit"
         ),
         _ => String::new(),
     }
@@ -100,14 +100,16 @@ impl SocketGroup {
         if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
             return Err(io::Error::other("it is a symbolic link: remove it"));
         }
-        let group = Some(Gid::from_raw(self.gid));
-        chownat(directory, name, None, group, AtFlags::SYMLINK_NOFOLLOW)?;
-        Ok(chmodat(
-            directory,
-            name,
-            Mode::from_raw_mode(mode),
-            AtFlags::empty(),
-        )?)
+        // In a directory with setgid it has inherited the group, of which this user need not be a
+        // member. chmod(2) would clear that bit.
+        if stat.st_gid != self.gid {
+            let group = Some(Gid::from_raw(self.gid));
+            chownat(directory, name, None, group, AtFlags::SYMLINK_NOFOLLOW)?;
+        } else if stat.st_mode & 0o777 == mode {
+            return Ok(());
+        }
+        let mode = Mode::from_raw_mode(mode);
+        Ok(chmodat(directory, name, mode, AtFlags::empty())?)
     }
 
     fn not_given(&self, path: &Path, source: io::Error) -> GroupError {
@@ -170,6 +172,11 @@ mod tests {
         assert_eq!(mode(&inner), 0o710);
         assert_eq!(mode(directory.path()), 0o711);
         assert_eq!(std::fs::metadata(&path).unwrap().gid(), gid);
+
+        // Already as wanted: stays, with its setgid bit.
+        std::fs::set_permissions(&inner, Permissions::from_mode(0o2710)).unwrap();
+        group.admit_into(&inner, 0).unwrap();
+        assert_eq!(std::fs::metadata(&inner).unwrap().mode() & 0o7777, 0o2710);
 
         let error = group.admit(&directory.path().join("none")).unwrap_err();
         assert!(error.to_string().contains("/none to the group"), "{error}");

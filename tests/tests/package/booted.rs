@@ -42,6 +42,8 @@ fn scenes(machine: &Machine) -> Result<()> {
     ends(machine)?;
     foreign_sockets_are_refused(machine)?;
     without_sockets(machine)?;
+    has_a_network_where_it_is_configured(machine)?;
+    has_vfio_where_it_is_configured(machine)?;
     purged_while_it_runs(machine)
 }
 
@@ -91,6 +93,15 @@ fn by_sockets(machine: &Machine) -> Result<()> {
         );
         exposure::is_small(&|script| machine.sh(script), unit)?;
     }
+    // Of the state, a backend sees that of VMs, not the images.
+    let pid = machine.show(BACKEND, "MainPID")?;
+    let seen = machine.sh(&format!(
+        "cd /proc/{pid}/root/var/lib/farside; ls; touch vm/here 2>&1 && echo written || true"
+    ))?;
+    ensure!(
+        seen.starts_with("vm\n") && !seen.contains("written"),
+        "{seen}"
+    );
     Ok(())
 }
 
@@ -113,10 +124,13 @@ fn answer(machine: &Machine) -> Result<String> {
 
 /// QEMU of another user can connect through its group only.
 fn admits_the_group(machine: &Machine) -> Result<()> {
-    let modes = machine.sh("stat -c '%n %U:%G %a' /run/farside/vm/web1/*.sock \
-         /run/farside/lender.sock")?;
+    let modes = machine.sh("stat -c '%n %U:%G %a' /run/farside/vm/web1 \
+         /run/farside/vm/web1/* /run/farside/lender.sock")?;
+    // The backend, which may not change groups, has created the control socket.
     ensure!(
         modes.contains("/disk0.sock farside:games 660")
+            && modes.contains("/web1 farside:games 2710")
+            && modes.contains("/control farside:games 600")
             && modes.contains("/lender.sock farside:farside 600"),
         "{modes}"
     );
@@ -203,7 +217,7 @@ fn without_sockets(machine: &Machine) -> Result<()> {
     let unit = "/etc/systemd/system/farside@web1.service.d/group.conf";
     machine.sh(&format!(
         "mkdir -p $(dirname {unit})
-         printf '[Service]\\nSupplementaryGroups=games\\n' > {unit}
+         printf '[Service]\\nSupplementaryGroups=games\\nSystemCallFilter=@chown\\n' > {unit}
          systemctl daemon-reload
          systemctl start {BACKEND}
          farside status --vm web1"
@@ -230,7 +244,7 @@ fn starts_as_the_units_user(machine: &Machine) -> Result<()> {
     let command = command.filter(|_| !said.contains("started\n"));
     let command = command.with_context(|| format!("no command is named: {said}"))?;
     machine.sh("set -e
-         test ! -e /var/lib/farside/vm
+         test ! -e /var/lib/farside/vm/web1
          sed -i 's/poweroff -f/sleep 1000/' /etc/farside/vm/web1.toml
          usermod --append --groups kvm farside")?;
     let said = machine.sh(&format!("{command} 2>&1"))?;
@@ -240,6 +254,89 @@ fn starts_as_the_units_user(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "farside stop web1 --limit 0 --force 2>&1 && rm {}",
         guest::CONSOLE
+    ))?;
+    Ok(())
+}
+
+/// The services have no network, until their configuration names TCP addresses.
+fn has_a_network_where_it_is_configured(machine: &Machine) -> Result<()> {
+    const ADDRESS: &str = "tcp:127.0.0.1:7410";
+    let namespace = |pid: &str| machine.sh(&format!("readlink /proc/{pid}/ns/net"));
+    let of_host = namespace("1")?;
+    ensure!(
+        namespace(&machine.show(LENDER, "MainPID")?)? != of_host,
+        "the lender has the host's network"
+    );
+    machine.sh(&format!(
+        "set -e
+         cp -a /etc/farside /tmp/etc-farside
+         sed -i '1i listen = [\"{ADDRESS}\"]' /etc/farside/lender.toml
+         sed -i 's/^model.nvme.*/&\\nborrowers = [\"network\"]/' /etc/farside/lender.toml
+         sed -i '1i lenders = [\"{ADDRESS}\"]' /etc/farside/vm/web1.toml
+         systemctl daemon-reload
+         systemctl restart {LENDER}"
+    ))?;
+    ensure!(
+        namespace(&machine.show(LENDER, "MainPID")?)? == of_host,
+        "the lender has another network than the host"
+    );
+    let listed = machine.sh(&format!("farside devices --lender {ADDRESS}"))?;
+    ensure!(listed.contains("disk0"), "{listed}");
+    for unit in [LENDER, BACKEND] {
+        exposure::is_small(&|script| machine.sh(script), unit)?;
+    }
+    // It has looked the device up there; borrowing it takes an NTB.
+    let said = machine.sh(&format!(
+        "systemctl start {BACKEND} 2>&1 && echo started
+         systemctl stop {BACKEND} 2>&1
+         journalctl --no-pager -u {BACKEND} | tail -n 10"
+    ))?;
+    ensure!(
+        said.contains("disk0") && said.contains("NTB") && !said.contains("started\n"),
+        "{said}"
+    );
+    machine.sh(&format!(
+        "set -e
+         rm -r /etc/farside && mv /tmp/etc-farside /etc/farside
+         systemctl daemon-reload
+         systemctl restart {LENDER}
+         systemctl reset-failed {BACKEND} || true"
+    ))?;
+    Ok(())
+}
+
+/// With the drop-in for physical devices, the lender has VFIO's directory and the kernel's log, and no
+/// privileges.
+fn has_vfio_where_it_is_configured(machine: &Machine) -> Result<()> {
+    const DROP_IN: &str = "/etc/systemd/system/farside-lender.service.d/vfio.conf";
+    machine.sh(&format!(
+        "set -e
+         mkdir -p /dev/vfio && touch /dev/vfio/here
+         install -D -m 644 /usr/share/doc/farside/examples/lender-vfio.conf {DROP_IN}
+         systemctl daemon-reload
+         systemctl restart {LENDER}"
+    ))?;
+    let state = machine.show("farside-vfio.service", "ActiveState")?;
+    ensure!(state == "active", "farside-vfio.service is {state}");
+    let pid = machine.show(LENDER, "MainPID")?;
+    let seen = machine.sh(&format!(
+        "readlink /proc/{pid}/fd/0
+         ls /proc/{pid}/root/dev/vfio
+         grep -e Uid -e CapBnd -e CapPrm /proc/{pid}/status"
+    ))?;
+    let uid = machine.sh("id -u farside")?;
+    ensure!(
+        seen.starts_with("/dev/kmsg\nhere\n")
+            && seen.contains(&format!("Uid:\t{0}\t{0}", uid.trim()))
+            && seen.matches("\t0000000000000000").count() == 2,
+        "{seen}"
+    );
+    exposure::is_small(&|script| machine.sh(script), LENDER)?;
+    machine.sh(&format!(
+        "set -e
+         rm -r {DROP_IN} /dev/vfio
+         systemctl daemon-reload
+         systemctl restart {LENDER}"
     ))?;
     Ok(())
 }

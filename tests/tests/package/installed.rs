@@ -101,24 +101,52 @@ fn generator(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
         drop_in.contains("\nListenStream=/run/farside/vm/web1/disk0.sock\n"),
         "{drop_in}"
     );
-    sh(
-        "rm -r /etc/farside/vm/broken.toml && cp -r /tmp/units/. /etc/systemd/system && rm -r /tmp/units",
-    )?;
+    // Network access where the configuration has TCP addresses, nowhere else.
+    let list = "cd /tmp/units && ls -d *.service.d 2> /dev/null | sort || true";
+    let networked = sh(list)?;
+    ensure!(networked.is_empty(), "{networked}");
+    sh("set -e
+         rm -r /etc/farside/vm/broken.toml /tmp/units
+         sed 's/web1/web2/' /etc/farside/vm/web1.toml > /etc/farside/vm/web2.toml
+         echo 'lenders = [\"tls:10.0.0.2:7410\"]' >> /etc/farside/vm/web2.toml
+         sed -i '1i listen = [\"tls:10.0.0.2:7410\"]' /etc/farside/lender.toml
+         mkdir /tmp/units
+         /usr/lib/systemd/system-generators/farside-generator /tmp/units
+         cp -r /tmp/units/. /etc/systemd/system")?;
+    let networked = sh(list)?;
+    ensure!(
+        networked == "farside-lender.service.d\nfarside@web2.service.d\n",
+        "{networked}"
+    );
+    let drop_in = sh("cat /tmp/units/farside@web2.service.d/*.conf")?;
+    ensure!(drop_in.contains("\nIPAddressAllow=10.0.0.2\n"), "{drop_in}");
+    sh("rm -r /tmp/units")?;
     Ok(())
 }
 
 fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
-    let units = "farside@web1.service farside@web1.socket farside-lender.service \
-                 farside-lender.socket";
+    let units = "farside@web1.service farside@web1.socket farside@web2.service \
+                 farside@web2.socket farside-lender.service farside-lender.socket \
+                 farside-vfio.service";
     let said = sh(&format!("systemd-analyze verify --man=yes {units} 2>&1"))?;
     ensure!(!said.contains("farside"), "systemd-analyze verify: {said}");
-    for unit in ["farside@.service", "farside-lender.service"] {
-        exposure::is_small(
-            sh,
-            &format!("--offline=true /usr/lib/systemd/system/{unit}"),
-        )?;
+    // With all drop-ins: web2 and the lender have access to the network, the lender to VFIO.
+    sh(
+        "install -m 644 /usr/share/doc/farside/examples/lender-vfio.conf \
+        /etc/systemd/system/farside-lender.service.d/vfio.conf",
+    )?;
+    for unit in [
+        "farside@web1.service",
+        "farside@web2.service",
+        "farside-lender.service",
+        "farside-vfio.service",
+    ] {
+        exposure::is_small(sh, &format!("--offline=true --root=/ {unit}"))?;
     }
-    sh("rm -r /etc/systemd/system/farside@web1.socket.d")?;
+    sh(
+        "rm -r /etc/systemd/system/farside*.d /etc/farside/vm/web2.toml
+        cp /usr/share/doc/farside/examples/lender.toml /etc/farside/lender.toml",
+    )?;
     Ok(())
 }
 

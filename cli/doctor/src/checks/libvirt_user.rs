@@ -94,15 +94,12 @@ fn of_vm(
         return Finding::problem(CHECK, what, WHY)
             .fix(format!("usermod --append --groups {quoted_group} {name}"));
     }
-    let ours = users.user(UNIT_USER);
-    if by_units
-        && !facts.systemd.generated.contains_key(&vm.name)
-        && !ours.is_some_and(|user| users.is_member(user, group))
-    {
-        let what = format!("the user {UNIT_USER} is not in the socket-group {group}");
-        let why = "a backend that makes its own sockets cannot give them to the group; one with a socket unit can";
+    if by_units && !facts.systemd.generated.contains_key(&vm.name) {
+        let what = format!("systemd has no sockets for the socket-group {group} yet");
+        let why = "a packaged backend that creates its own sockets cannot give them to the group";
+        let unit = quoted(&format!("farside@{}.socket", vm.name));
         return Finding::note(CHECK, what, why).fix(format!(
-            "usermod --append --groups {quoted_group} {UNIT_USER}"
+            "systemctl daemon-reload && systemctl enable --now {unit}"
         ));
     }
     Finding::ok(
@@ -184,7 +181,8 @@ mod tests {
             user: UNIT_USER.into(),
             binds: false,
         });
-        says(judge(&facts), Level::Note, "the user farside is not in");
+        let said = says(judge(&facts), Level::Note, "no sockets for");
+        assert!(said.fix[0].ends_with("enable --now farside@web1.socket"));
         facts
             .systemd
             .generated
