@@ -3,7 +3,7 @@
 use std::{os::fd::AsFd, path::Path};
 
 use anyhow::{Context, bail, ensure};
-use farside_daemon::{Activated, DeviceId, paths, ready};
+use farside_daemon::{Activated, DeviceId, close_inherited, paths, ready};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
@@ -82,6 +82,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
 
 /// `farside lease-worker`: serves a lease that comes through standard input.
 pub(crate) fn worker() -> anyhow::Result<()> {
+    close_inherited()?;
     signals::ignore()?;
     Ok(run_worker(std::io::stdin().as_fd().try_clone_to_owned()?)?)
 }

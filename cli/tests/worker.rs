@@ -11,7 +11,10 @@ use std::{
 
 use farside_fabric::memory::create_sealed;
 use farside_lender_protocol::{Channel, ChannelError, Client, Route, Secret, registers::Event};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::{
+    io::{FdFlags, fcntl_setfd},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -212,6 +215,9 @@ fn a_worker_has_the_descriptors_of_its_lease_only() {
         let test = "a_worker_has_the_descriptors_of_its_lease_only";
         return writeln!(stdout().lock(), "skipped: {test}: {reason}").expect("stdout");
     }
+    // A descriptor without close-on-exec, as a shell's redirection is one.
+    let inherited = tempfile::NamedTempFile::new().expect("a file");
+    fcntl_setfd(inherited.as_file(), FdFlags::empty()).expect("a flag");
     let lender = Lender::start();
     let _other = borrow(&lender, "disk0", "web1");
     let _lease = borrow(&lender, "dma0", "web2");
@@ -227,6 +233,11 @@ fn a_worker_has_the_descriptors_of_its_lease_only() {
         common.count()
     };
     let lender = Worker::new(lender.child.id() as i32);
+    let has = |process: &Worker| process.files().iter().any(|file| file == inherited.path());
+    assert_eq!(
+        (has(&lender), has(&worker), has(&other)),
+        (true, false, false)
+    );
     // The connection, which the lender closes when the lease has ended.
     assert_eq!(common(&worker, &lender), 1);
     assert_eq!(common(&worker, &other), 0);

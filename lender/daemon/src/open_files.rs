@@ -1,4 +1,6 @@
-//! The limit of open files.
+//! The limit of open files, and those that are open at the start.
+
+use std::{fs, io, os::fd::RawFd};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -20,4 +22,23 @@ pub fn raise_open_files() {
             limit.current.unwrap_or(u64::MAX)
         );
     }
+}
+
+/// Closes all descriptors but the standard streams: those that the parent process itself inherited
+/// without close-on-exec. Call it before anything is opened.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn close_inherited() -> io::Result<()> {
+    let open = fs::read_dir("/proc/self/fd")?
+        .map(|entry| Ok(entry?.file_name()))
+        .collect::<io::Result<Vec<_>>>()?;
+    let numbers = open
+        .iter()
+        .filter_map(|name| name.to_str()?.parse::<RawFd>().ok());
+    for number in numbers.filter(|number| *number > libc::STDERR_FILENO) {
+        // Fails for the directory, which is closed.
+        let _ = nix::unistd::close(number);
+    }
+    Ok(())
 }
