@@ -2,7 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    fmt,
+    fmt, mem,
     os::{
         fd::{AsFd, OwnedFd},
         unix::process::ExitStatusExt,
@@ -74,28 +74,7 @@ impl WorkerDevice {
                 return true;
             }
         };
-        let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
-        let lease = WorkerLease {
-            owner,
-            device: self,
-            log: LogReader::new(prefix),
-            worker,
-            function: None,
-            begun: false,
-            connection: Some(lease.connection),
-            vm: lease.vm,
-            generation: lease.generation,
-            waiting: VecDeque::new(),
-            late: Vec::new(),
-            requester: None,
-            windows: Vec::new(),
-            report: None,
-            stopped: false,
-            kill_at: None,
-            problems: RateLimit::new(),
-            held_problem: None,
-        };
-        lease.run()
+        WorkerLease::new(owner, self, worker, lease).run()
     }
 }
 
@@ -131,13 +110,45 @@ struct WorkerLease<'a> {
     kill_at: Option<Instant>,
     /// The worker was told to stop.
     stopped: bool,
+    /// The worker has ended.
+    gone: bool,
     /// Limits the problems that a worker reports.
     problems: RateLimit,
     /// The last one, if it exceeded that.
     held_problem: Option<Option<String>>,
 }
 
-impl WorkerLease<'_> {
+impl<'a> WorkerLease<'a> {
+    fn new(
+        owner: &'a mut DeviceLoop,
+        device: &'a mut WorkerDevice,
+        worker: Worker,
+        lease: Lease,
+    ) -> Self {
+        let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
+        Self {
+            owner,
+            device,
+            log: LogReader::new(prefix),
+            worker,
+            function: None,
+            begun: false,
+            connection: Some(lease.connection),
+            vm: lease.vm,
+            generation: lease.generation,
+            waiting: VecDeque::new(),
+            late: Vec::new(),
+            requester: None,
+            windows: Vec::new(),
+            report: None,
+            stopped: false,
+            gone: false,
+            kill_at: None,
+            problems: RateLimit::new(),
+            held_problem: None,
+        }
+    }
+
     fn run(mut self) -> bool {
         let mut open = Open {
             calls: true,
@@ -405,6 +416,11 @@ impl WorkerLease<'_> {
 
     /// Keeps what the worker does not answer, as when its lease is about to end, until it has ended.
     fn answer_later(&mut self, waiting: Waiting) {
+        if let (Waiting::Report(reply), true) = (&waiting, self.gone) {
+            // Fails if the requester has gone.
+            let _ = reply.try_send(self.device.report());
+            return;
+        }
         // Of those that are dropped, the requesters hear at once.
         if self.late.len() < MAX_MAIL {
             self.late.push(waiting);
@@ -416,6 +432,13 @@ impl WorkerLease<'_> {
     fn settle(mut self, status: ExitStatus) -> bool {
         // What is left in the pipe, of 64 KiB.
         let _ = (0..16).all(|_| self.log.read(&self.worker.log));
+        self.gone = true;
+        for waiting in mem::take(&mut self.late)
+            .into_iter()
+            .chain(mem::take(&mut self.waiting))
+        {
+            self.answer_later(waiting);
+        }
         let function = self.function.take();
         if function.as_ref().is_some_and(|it| !self.take_down(it)) {
             // As in `take_back`.
@@ -435,17 +458,10 @@ impl WorkerLease<'_> {
         if let Err(error) = &flushed {
             log::error!("{error}");
         }
-        for waiting in self.waiting.drain(..).chain(self.late.drain(..)) {
-            // Each fails if the requester has gone.
-            match waiting {
-                Waiting::Report(reply) => {
-                    let _ = reply.try_send(self.device.report());
-                }
-                Waiting::Revoke => {}
-                // The kernel reports a failed write once.
-                Waiting::HandOver(_, reply) => {
-                    let _ = reply.try_send(flushed.clone());
-                }
+        for waiting in self.late.drain(..) {
+            if let Waiting::HandOver(_, reply) = waiting {
+                // Fails if the requester has gone. The kernel reports a failed write once.
+                let _ = reply.try_send(flushed.clone());
             }
         }
         if self.is_leased() {
@@ -477,11 +493,7 @@ impl WorkerLease<'_> {
                 "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
                 self.vm, self.generation
             )));
-            let wait = Timespec::try_from(pause).unwrap_or_default();
-            let mut stop = [PollFd::new(&self.owner.stop, PollFlags::IN)];
-            // An interrupted wait is only shorter.
-            let _ = poll(&mut stop, Some(&wait));
-            if !stop[0].revents().is_empty() {
+            if !self.pause_for_mail(pause) {
                 log::error!(
                     "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
                     self.owner.id
@@ -492,6 +504,25 @@ impl WorkerLease<'_> {
         }
         self.owner.publish_problem(None);
         true
+    }
+
+    /// Takes mail for the length of `pause`. Returns false when the lender stops.
+    fn pause_for_mail(&mut self, pause: Duration) -> bool {
+        let until = Instant::now() + pause;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).unwrap_or_default();
+            let fds = [self.owner.stop.as_fd(), self.owner.mail_wake.as_fd()];
+            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            // An interrupted wait is only shorter.
+            let ready = poll(&mut fds, Some(&left));
+            let [stop, mail] = fds.map(|fd| !fd.revents().is_empty());
+            match ready {
+                Ok(_) if stop => return false,
+                Ok(_) if mail => self.take_mail(),
+                _ => return true,
+            }
+        }
     }
 }
 
@@ -512,3 +543,6 @@ fn ended(status: ExitStatus) -> String {
         (code, None) => format!("has exited with status {}", code.unwrap_or_default()),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,103 @@
+//! A worker that is gone, and leaves a function that cannot be taken down.
+
+use std::{
+    fs::File,
+    sync::{Arc, mpsc::Sender},
+};
+
+use farside_daemon::Wakeup;
+use farside_fabric::{Budget, soft::Adapter};
+use farside_lender_protocol::{DeviceEntry, Route};
+
+use super::*;
+use crate::{config::Model, device_loop::Home, tokens::RegisterTokens, worker::Program};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Passes the device's problems on.
+struct Problems(Sender<Option<String>>, Arc<RegisterTokens>);
+
+impl Home for Problems {
+    fn entry(&self) -> Option<DeviceEntry> {
+        None
+    }
+
+    fn tokens(&self) -> &Arc<RegisterTokens> {
+        &self.1
+    }
+
+    fn released(&self, _: Generation, _: Revocation) {
+        panic!("the lease has ended");
+    }
+
+    fn problem(&self, _: Option<&str>, now: Option<&str>) {
+        self.0.send(now.map(str::to_owned)).unwrap();
+    }
+
+    fn dma_faults(&self, reported: u64) -> u64 {
+        reported
+    }
+
+    fn line(&self, _: Line, _: &str) {}
+}
+
+/// A process that does nothing with its lease.
+fn idle() -> Program {
+    Program {
+        path: "sh".into(),
+        args: vec!["-c".into(), "exec sleep 1000".into()],
+    }
+}
+
+#[test]
+fn status_is_answered_while_a_function_cannot_be_taken_down() {
+    let (problems, problem) = mpsc::channel();
+    let stop = Wakeup::new().unwrap();
+    let (mut owner, mailbox) = DeviceLoop::new(
+        "dma0".parse().unwrap(),
+        Box::new(Problems(problems, Arc::default())),
+        stop.clone(),
+        Duration::ZERO,
+        Budget::of_this_process().shared_by(1).into(),
+    )
+    .unwrap();
+    let adapter = Adapter::new(Default::default()).unwrap();
+    let model = Model::DmaTest(Default::default());
+    let mut device = WorkerDevice::open(&owner.id, model, adapter, idle()).unwrap();
+    let lease = Lease {
+        connection: Channel::pair().unwrap().0,
+        vm: "web1".parse().unwrap(),
+        generation: Generation(1),
+        route: Route::Memory,
+        bar_memory: Vec::new(),
+    };
+    let entry = DeviceEntry {
+        id: owner.id.clone(),
+        source: "model".into(),
+        summary: String::new(),
+        borrowed_by: None,
+        fences: Vec::new(),
+        problem: None,
+        availability: Default::default(),
+    };
+    let worker = device.start(entry, 0, &lease).unwrap();
+    worker.kill();
+    let serving = std::thread::spawn(move || {
+        let mut lease = WorkerLease::new(&mut owner, &mut device, worker, lease);
+        // No container of VFIO: it unmaps nothing.
+        let parts = r#"{ "bdf": "0000:03:00.0", "config_offset": 0, "iommu": "Type1" }"#;
+        let null = || File::open("/dev/null").unwrap().into();
+        let handle = SecondHandle::new(serde_json::from_str(parts).unwrap(), [null(), null()]);
+        lease.function = Some(handle);
+        lease.run()
+    });
+    let said = problem.recv_timeout(DEADLINE).unwrap().unwrap();
+    assert!(said.contains("cannot stop its DMA"), "{said}");
+    for _ in 0..3 {
+        let (reply, report) = mpsc::sync_channel(1);
+        mailbox.post(Mail::Report(reply)).unwrap();
+        report.recv_timeout(DEADLINE).unwrap();
+    }
+    stop.raise();
+    assert!(!serving.join().unwrap(), "the function was taken down");
+}
