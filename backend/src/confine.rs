@@ -12,10 +12,6 @@ use farside_daemon::confine::{
 };
 use farside_error_chain::Chain;
 use farside_lender_protocol::Address;
-use rustix::{
-    process::{Resource, Rlimit, setrlimit},
-    thread::{CapabilitySet, capabilities},
-};
 
 use crate::Config;
 
@@ -26,7 +22,7 @@ pub(crate) fn give_up_privileges(config: &Config) -> Result<(), ConfineError> {
     if config.ntb.is_some() {
         return Ok(());
     }
-    if let Err(error) = confine::give_up_privileges(locking()) {
+    if let Err(error) = confine::give_up_privileges(confine::locking()) {
         // Such as in a unit with a capability, where systemd's filter refuses capset(2).
         log::warn!("backend of VM {}: {}", config.vm, Chain(&error));
     }
@@ -37,20 +33,6 @@ pub(crate) fn give_up_privileges(config: &Config) -> Result<(), ConfineError> {
         );
     }
     Ok(())
-}
-
-/// What locking the guest's memory needs: no limit, else the capability that replaces it.
-fn locking() -> CapabilitySet {
-    let held = capabilities(None).map_or(CapabilitySet::empty(), |held| held.effective);
-    let unlimited = Rlimit {
-        current: None,
-        maximum: None,
-    };
-    match held.contains(CapabilitySet::IPC_LOCK) && setrlimit(Resource::Memlock, unlimited).is_err()
-    {
-        true => CapabilitySet::IPC_LOCK,
-        false => CapabilitySet::empty(),
-    }
 }
 
 fn kept(config: &Config) -> Vec<(PathBuf, Right)> {

@@ -10,7 +10,10 @@ use landlock::{
     RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 use nix::sys::prctl::{set_dumpable, set_no_new_privs};
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+use rustix::{
+    process::{Resource, Rlimit, setrlimit},
+    thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities},
+};
 use seccompiler::{
     BackendError, BpfProgram, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, apply_filter_all_threads,
@@ -63,6 +66,22 @@ impl Right {
             Self::Remove => AccessFs::RemoveFile,
             Self::RemoveDirectory => AccessFs::RemoveDir,
         }
+    }
+}
+
+/// If this process may exceed its limit of locked memory (CAP_IPC_LOCK), as a guest's memory can,
+/// removes that limit, so that it needs no capability. Returns the capability if that is refused
+/// (without CAP_SYS_RESOURCE), else none.
+pub fn locking() -> CapabilitySet {
+    let held = capabilities(None).map_or(CapabilitySet::empty(), |held| held.effective);
+    let unlimited = Rlimit {
+        current: None,
+        maximum: None,
+    };
+    match held.contains(CapabilitySet::IPC_LOCK) && setrlimit(Resource::Memlock, unlimited).is_err()
+    {
+        true => CapabilitySet::IPC_LOCK,
+        false => CapabilitySet::empty(),
     }
 }
 

@@ -9,7 +9,10 @@ use std::io;
 use farside_daemon::confine::{
     self, Argument, COMMON, ConfineError, Filter, SeccompAction, SystemCalls,
 };
-use nix::unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid};
+use nix::{
+    sys::prctl::set_keepcaps,
+    unistd::{Gid, Uid, geteuid, getpid, setgroups, setresgid, setresuid},
+};
 use rustix::thread::CapabilitySet;
 
 /// The uid of a worker is its process id plus this: no other process has it. The range from
@@ -69,14 +72,16 @@ pub struct UserChangeError {
     source: io::Error,
 }
 
-/// Changes from root to a user of this process alone.
-pub(super) fn change_user() -> Result<(), UserChangeError> {
+/// Changes from root to a user of this process alone. Permitted capabilities stay if some are to be
+/// kept.
+pub(super) fn change_user(keep: CapabilitySet) -> Result<(), UserChangeError> {
     if !geteuid().is_root() {
         return Ok(());
     }
     let uid = FIRST_UID + getpid().as_raw().unsigned_abs();
     let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
-    let changed = setgroups(&[])
+    let changed = set_keepcaps(!keep.is_empty())
+        .and_then(|()| setgroups(&[]))
         .and_then(|()| setresgid(group, group, group))
         .and_then(|()| setresuid(user, user, user));
     match changed {
@@ -93,9 +98,9 @@ pub(super) fn change_user() -> Result<(), UserChangeError> {
     }
 }
 
-/// Gives up privileges, files and the network. Before threads and rings are created.
-pub(super) fn give_up_privileges() -> Result<(), ConfineError> {
-    confine::give_up_privileges(CapabilitySet::empty())?;
+/// Gives up privileges but `keep`, files and the network. Before threads and rings are created.
+pub(super) fn give_up_privileges(keep: CapabilitySet) -> Result<(), ConfineError> {
+    confine::give_up_privileges(keep)?;
     // The filter of system calls alone leaves nothing to open.
     confine::give_up_paths(&[]).map(drop)
 }

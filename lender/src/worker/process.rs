@@ -7,7 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, Wakeup, confine::ConfineError, raise_open_files};
+use farside_daemon::{
+    DeviceId, Wakeup,
+    confine::{ConfineError, locking},
+    raise_open_files,
+};
 use farside_devices::{Device, dma_test, nvme};
 use farside_error_chain::Chain;
 use farside_fabric::{
@@ -19,7 +23,7 @@ use farside_lender_protocol::{
 };
 use rustix::{
     event::{PollFd, PollFlags, poll},
-    process::{Resource, Rlimit, setrlimit},
+    thread::CapabilitySet,
 };
 
 use super::{
@@ -102,10 +106,12 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     };
     let source: Box<dyn DeviceSource> = match device {
         Served::Function(config) => {
-            raise_memlock();
+            // What the IOMMU maps counts as locked. The broker has compared it with the limit, or may
+            // exceed that.
+            let keep = locking();
             match open_function(&id, &config, &stop, &calls) {
                 Ok(function) => {
-                    give_up_rights()?;
+                    give_up_rights(keep)?;
                     Box::new(function)
                 }
                 Err(error) => {
@@ -121,7 +127,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         }
         Served::Model { model, limits } => {
             // Before threads are started: each thread has privileges and Landlock's rules of its own.
-            give_up_rights()?;
+            give_up_rights(CapabilitySet::empty())?;
             let device = create(&id, model, &mut next)?;
             let adapter = Adapter::with_tables(limits, calls.clone());
             Box::new(ModelDevice::new(&id, device, adapter).map_err(failed)?)
@@ -175,10 +181,10 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     Ok(())
 }
 
-/// Takes a user of its own, and gives up privileges, files and the network.
-fn give_up_rights() -> Result<(), WorkerError> {
-    confine::change_user()?;
-    Ok(confine::give_up_privileges()?)
+/// Takes a user of its own, and gives up privileges but `keep`, files and the network.
+fn give_up_rights(keep: CapabilitySet) -> Result<(), WorkerError> {
+    confine::change_user(keep)?;
+    Ok(confine::give_up_privileges(keep)?)
 }
 
 /// Creates a software model, whose image, if it has one, is the next descriptor.
@@ -220,17 +226,6 @@ fn open_function(
     let handle = handle.each_ref().map(AsFd::as_fd);
     calls.call_with(&Call::Opened(parts), &handle)?;
     Ok(function)
-}
-
-/// The limit of locked memory counts for what the IOMMU maps. The broker has compared it with the
-/// guest's memory, unless it has the capability to exceed it, which a worker does not keep.
-fn raise_memlock() {
-    let unlimited = Rlimit {
-        current: None,
-        maximum: None,
-    };
-    // Without the right to, it has the broker's limit.
-    let _ = setrlimit(Resource::Memlock, unlimited);
 }
 
 /// Passes orders to the device thread until that has ended.
