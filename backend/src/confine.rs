@@ -180,6 +180,7 @@ mod tests {
     };
 
     use rustix::net::{AddressFamily, SocketType, socket};
+    use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
     use super::*;
 
@@ -249,6 +250,12 @@ mod tests {
                 assert!(refused(socket(family, kind, None).unwrap_err().into()));
             }
             assert!(refused(Command::new("/bin/true").spawn().unwrap_err()));
+            let executable = libc::PROT_READ | libc::PROT_EXEC;
+            let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            match MmapRegion::<()>::build(None, 4096, executable, private) {
+                Err(MmapRegionError::Mmap(error)) => assert!(refused(error)),
+                other => panic!("{other:?}"),
+            }
 
             // What it needs.
             std::thread::spawn(|| ()).join().unwrap();

@@ -220,8 +220,14 @@ impl<'a> SystemCalls<'a> {
                 .or_default()
                 .extend(argument.rules(number)?);
         }
-        // No rules: any arguments.
-        rules.extend(self.calls.into_iter().map(|call| (call, Vec::new())));
+        for call in self.calls {
+            // No rules: any arguments.
+            let conditions = rules.insert(call, Vec::new());
+            debug_assert!(
+                conditions.is_none_or(|it| it.is_empty()),
+                "system call {call} has conditions, and has none"
+            );
+        }
         let arch = std::env::consts::ARCH.try_into()?;
         SeccompFilter::new(rules, others, these, arch)?.try_into()
     }

@@ -165,6 +165,8 @@ fn filter(device: Kind, otherwise: SeccompAction) -> Result<Filter, ConfineError
 mod tests {
     use std::{fs::File, net::TcpStream, process::Command};
 
+    use vm_memory::mmap::{MmapRegion, MmapRegionError};
+
     use super::*;
 
     /// What a model that its guest has taken over would try. On a thread: a filter binds the thread
@@ -189,6 +191,12 @@ mod tests {
             assert!(refused(
                 nix::sys::signal::kill(getpid(), None).unwrap_err().into()
             ));
+            let executable = libc::PROT_READ | libc::PROT_EXEC;
+            let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            match MmapRegion::<()>::build(None, 4096, executable, private) {
+                Err(MmapRegionError::Mmap(error)) => assert!(refused(error)),
+                other => panic!("{other:?}"),
+            }
             // What it has stays usable.
             null.try_clone().unwrap();
         });
