@@ -11,7 +11,7 @@ const RUNS: u64 = 20_000_000;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let adapter = Adapter::new(NtbLimits::default())?;
-    let mut path = adapter.attach("example")?;
+    let mut path = adapter.attach("example", "vm")?;
     let page = MemoryRange::whole(create_sealed("ram", 4096)?, 4096);
     // More pages than the cache has entries, each a separate mapping.
     for n in 0..64 {

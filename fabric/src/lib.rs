@@ -57,4 +57,4 @@ pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};
 pub use quota::{Budget, Quota, QuotaError, SharedQuota};
 pub use range_table::{MAX_MAPPINGS, RangeTable};
 pub use size::{Size, deserialize_optional_size, deserialize_size, parse_size};
-pub use tables::{AdapterUsage, LutRange, NtbTables};
+pub use tables::{AdapterUsage, LutRange, NtbTables, TakenWindow};

@@ -1,19 +1,62 @@
 //! The owners of entries in an NTB adapter's two tables. Pure: the party that
 //! programs the tables, software or hardware, checks here first.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{LimitError, NtbLimits, NtbUse, PeerAddress, fits, limits::Remedy, lut::Lut};
 
 /// The LUT and the requester table of one adapter: what is taken, and whether
 /// more can be.
+///
+/// Devices of one VM that open the same window, to the same bytes at the same peer address, share
+/// its LUT entries.
 #[derive(Debug)]
 pub struct NtbTables {
     limits: NtbLimits,
     lut: Lut,
+    /// By first LUT entry.
+    windows: BTreeMap<u32, Window>,
     /// The device that has the entry, by requester entry (those of CPUs are
     /// not in it).
-    requesters: Vec<Option<String>>,
+    requesters: Vec<Option<Requester>>,
+}
+
+#[derive(Clone, Debug)]
+struct Requester {
+    device: String,
+    vm: String,
+}
+
+#[derive(Debug)]
+struct Window {
+    peer_address: PeerAddress,
+    bytes: u64,
+    /// The VM whose devices may share it; CPUs' windows have none.
+    vm: Option<String>,
+    /// The requester entries of the devices that have opened it.
+    holders: Vec<Option<usize>>,
+    /// Its LUT entries are not used again.
+    kept: bool,
+}
+
+/// A window's LUT entries, as [`NtbTables::take_window`] returns them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TakenWindow {
+    /// Free until now: to be programmed.
+    New(LutRange),
+    /// Of a window that another device of the VM has open.
+    Shared(LutRange),
+}
+
+impl TakenWindow {
+    /// The LUT entries.
+    pub fn range(self) -> LutRange {
+        match self {
+            Self::New(range) | Self::Shared(range) => range,
+        }
+    }
 }
 
 /// Consecutive LUT entries of one window.
@@ -49,6 +92,7 @@ impl NtbTables {
         limits.validate()?;
         Ok(Self {
             lut: Lut::new(limits.lut_entries),
+            windows: BTreeMap::new(),
             requesters: vec![None; limits.max_devices() as usize],
             limits,
         })
@@ -61,7 +105,8 @@ impl NtbTables {
 
     /// What is taken.
     pub fn usage(&self) -> AdapterUsage {
-        let mut devices: Vec<String> = self.requesters.iter().flatten().cloned().collect();
+        let devices = self.requesters.iter().flatten();
+        let mut devices: Vec<String> = devices.map(|it| it.device.clone()).collect();
         devices.sort();
         AdapterUsage {
             limits: self.limits.clone(),
@@ -72,12 +117,11 @@ impl NtbTables {
         }
     }
 
-    /// Takes a requester entry for the device of that name; returns its number
-    /// among those for devices.
+    /// Takes a requester entry for a VM's device; returns its number among those for devices.
     ///
     /// # Errors
     /// [`LimitError::Requesters`] when none is free.
-    pub fn take_requester(&mut self, device: &str) -> Result<usize, LimitError> {
+    pub fn take_requester(&mut self, device: &str, vm: &str) -> Result<usize, LimitError> {
         let Some(entry) = self.requesters.iter().position(Option::is_none) else {
             return Err(LimitError::Requesters {
                 device: device.to_owned(),
@@ -86,42 +130,54 @@ impl NtbTables {
                 used: self.requesters.len() as u32,
             });
         };
-        self.requesters[entry] = Some(device.to_owned());
+        self.requesters[entry] = Some(Requester {
+            device: device.to_owned(),
+            vm: vm.to_owned(),
+        });
         Ok(entry)
     }
 
-    /// Gives back a requester entry.
+    /// Gives back a requester entry, whose windows are closed.
     pub fn give_back_requester(&mut self, entry: usize) {
         if let Some(device) = self.requesters.get_mut(entry) {
             *device = None;
         }
     }
 
-    /// Whether windows of `spans` bytes could all be opened now, and what they
-    /// would take. Takes nothing.
+    /// Whether a device of `vm` could open windows of `spans` bytes now, and what they take. Takes
+    /// nothing. A window as large as one that `vm` has open is that one.
     ///
     /// # Errors
     /// The errors of [`fits`] if they would not fit even in an unused adapter;
     /// [`LimitError::LutEntries`] if too few entries are free.
-    pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
+    pub fn check_windows(&self, vm: Option<&str>, spans: &[u64]) -> Result<NtbUse, LimitError> {
         let needed = fits(spans, &self.limits)?;
+        let of_vm = |window: &&Window| vm.is_some() && window.vm.as_deref() == vm && !window.kept;
+        let open = self.windows.values().filter(of_vm);
+        let mut open: Vec<u64> = open.map(|window| window.bytes).collect();
         let mut lut = self.lut.clone();
         for &bytes in spans {
-            take(&self.limits, &mut lut, bytes)?;
+            match open.iter().position(|&other| other == bytes) {
+                Some(found) => drop(open.swap_remove(found)),
+                None => drop(take(&self.limits, &mut lut, bytes)?),
+            }
         }
         Ok(needed)
     }
 
-    /// Takes LUT entries for a window of `bytes` to `peer_address`.
+    /// Opens a window of `bytes` to `peer_address` for the device with that requester entry: it gets
+    /// the LUT entries of the same window of another device of its VM, else free ones. `None` is a
+    /// CPU, which shares with nobody.
     ///
     /// # Errors
     /// [`LimitError::Alignment`], [`LimitError::WindowTooLarge`] and
     /// [`LimitError::LutEntries`].
     pub fn take_window(
         &mut self,
+        requester: Option<usize>,
         peer_address: PeerAddress,
         bytes: u64,
-    ) -> Result<LutRange, LimitError> {
+    ) -> Result<TakenWindow, LimitError> {
         let limits = &self.limits;
         if !peer_address.get().is_multiple_of(limits.alignment()) {
             return Err(LimitError::Alignment {
@@ -129,12 +185,58 @@ impl NtbTables {
                 alignment: limits.alignment(),
             });
         }
-        take(limits, &mut self.lut, bytes)
+        let device = requester.and_then(|entry| self.requesters.get(entry)?.as_ref());
+        let vm = device.map(|device| device.vm.clone());
+        let shared = self.windows.iter_mut().find(|(_, window)| {
+            let same = (window.peer_address, window.bytes) == (peer_address, bytes);
+            let usable = !window.kept && !window.holders.contains(&requester);
+            vm.is_some() && window.vm == vm && same && usable
+        });
+        if let Some((&first, window)) = shared {
+            window.holders.push(requester);
+            let entries = limits.entries_for(bytes) as u32; // as when it was new
+            return Ok(TakenWindow::Shared(LutRange { first, entries }));
+        }
+        let range = take(limits, &mut self.lut, bytes)?;
+        let window = Window {
+            peer_address,
+            bytes,
+            vm,
+            holders: vec![requester],
+            kept: false,
+        };
+        self.windows.insert(range.first, window);
+        Ok(TakenWindow::New(range))
     }
 
-    /// Gives back a window's LUT entries.
-    pub fn give_back_window(&mut self, window: LutRange) {
-        self.lut.give_back(window.first);
+    /// Whether one device (or CPU) alone has this window open.
+    pub fn has_one_holder(&self, window: LutRange) -> bool {
+        let found = self.windows.get(&window.first);
+        found.is_some_and(|window| window.holders.len() == 1)
+    }
+
+    /// Closes a window of the device with that requester entry. Its LUT entries are free again when
+    /// no device has it open.
+    pub fn give_back_window(&mut self, requester: Option<usize>, range: LutRange) {
+        let Some(window) = self.windows.get_mut(&range.first) else {
+            return;
+        };
+        let holder = window.holders.iter().position(|it| *it == requester);
+        if let Some(holder) = holder {
+            window.holders.swap_remove(holder);
+        }
+        if window.holders.is_empty() && !window.kept {
+            self.windows.remove(&range.first);
+            self.lut.give_back(range.first);
+        }
+    }
+
+    /// Keeps a window's LUT entries from being used again, or shared from now on: something may
+    /// still lead to them.
+    pub fn keep_window(&mut self, range: LutRange) {
+        if let Some(window) = self.windows.get_mut(&range.first) {
+            window.kept = true;
+        }
     }
 }
 

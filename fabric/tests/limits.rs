@@ -150,7 +150,7 @@ fn windows_that_have_a_bar_each_are_not_joined() {
          (entries-per-window), so a window of at most 16 GiB fits; raise bar-size to 64 GiB"
     );
     let adapter = Adapter::new(limits).expect("limits");
-    let mut path = adapter.attach("disk0").expect("attach");
+    let mut path = adapter.attach("disk0", "vm").expect("attach");
     let peer_address = PeerAddress::new(64 * GIB);
     let refused = path.open_window(Iova::new(0), peer_address, 20 * GIB);
     assert!(

@@ -112,7 +112,7 @@ fn a_translation_to_gone_memory_is_refused() {
     let fd = unsealed(LEN);
     let other = fd.try_clone().expect("dup");
     let adapter = Adapter::new(NtbLimits::default()).expect("limits");
-    let mut path = adapter.attach("nvme0").expect("attach");
+    let mut path = adapter.attach("nvme0", "vm").expect("attach");
     let peer_address = PeerAddress::new(1 << 40);
     path.map_peer(peer_address, MemoryRange::whole(File::from(fd), LEN))
         .expect("map");

@@ -215,8 +215,14 @@ impl DeviceLoop {
                 let _ = reply.try_send(report);
                 None
             }
-            Mail::Check { route, ram, reply } => {
-                let _ = reply.try_send(device.source().check(route, &ram));
+            Mail::Check {
+                vm,
+                route,
+                ram,
+                reply,
+            } => {
+                let checked = device.source().check(vm.as_ref(), route, &ram);
+                let _ = reply.try_send(checked);
                 None
             }
             Mail::HandOver { fence, reply } => {

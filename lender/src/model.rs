@@ -71,9 +71,14 @@ impl ModelDevice {
     }
 
     /// Attaches the device to the fabric, with the borrower's memory as its BARs.
-    fn attach(&mut self, route: Route, bar_memory: Vec<OwnedFd>) -> Result<Path, RemoteError> {
+    fn attach(
+        &mut self,
+        route: Route,
+        vm: &VmName,
+        bar_memory: Vec<OwnedFd>,
+    ) -> Result<Path, RemoteError> {
         local(route)?;
-        let path = self.adapter.attach(&self.id).map_err(refused)?;
+        let path = self.adapter.attach(&self.id, vm).map_err(refused)?;
         if let Err(error) = self.take_bar_memory(bar_memory) {
             self.drop_bar_memory();
             return Err(error);
@@ -92,7 +97,7 @@ impl Available for ModelDevice {
         &self.described
     }
 
-    fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
         check_model(&self.adapter, route, ram)
     }
 
@@ -120,11 +125,11 @@ impl DeviceSource for ModelDevice {
     fn lease(
         mut self: Box<Self>,
         route: Route,
-        _vm: &VmName,
+        vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bars = vec![BarMemory::Borrowers; bar_memory.len()];
-        match self.attach(route, bar_memory) {
+        match self.attach(route, vm, bar_memory) {
             Ok(path) => Ok(Leased {
                 device: Box::new(LeasedModel {
                     path,

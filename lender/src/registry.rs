@@ -30,6 +30,8 @@ pub(crate) enum Mail {
     Report(mpsc::SyncSender<Report>),
     /// Check whether a guest with this RAM could borrow the device.
     Check {
+        /// The VM, if known.
+        vm: Option<VmName>,
         route: Route,
         ram: Vec<RamRange>,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,

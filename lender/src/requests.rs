@@ -192,7 +192,12 @@ pub(crate) fn answer(
                 )));
             }
             let (reply, checked) = sync_channel(1);
-            let mail = Mail::Check { route, ram, reply };
+            let mail = Mail::Check {
+                vm: viewer.vm.cloned(),
+                route,
+                ram,
+                reply,
+            };
             registry.mailbox(&device)?.post(mail)?;
             return Ok(later(device, Awaited::Check(checked), None));
         }

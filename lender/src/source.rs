@@ -34,8 +34,9 @@ pub(crate) trait Available: Send {
     /// The device's description. Constant.
     fn described(&self) -> &Described;
 
-    /// Whether a guest with this RAM could borrow it.
-    fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError>;
+    /// Whether a guest with this RAM, of `vm` if known, could borrow it.
+    fn check(&self, vm: Option<&VmName>, route: Route, ram: &[RamRange])
+    -> Result<(), RemoteError>;
 
     /// Flushes all writes to the medium, if the lender is responsible for that, so that a crash of
     /// this host after the VM has moved loses no data. May block.

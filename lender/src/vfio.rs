@@ -227,7 +227,12 @@ impl Available for VfioDevice {
         &self.0.described
     }
 
-    fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        vm: Option<&VmName>,
+        route: Route,
+        ram: &[RamRange],
+    ) -> Result<(), RemoteError> {
         self.check_clean()?;
         let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
         let named = |error: &dyn std::fmt::Display| {
@@ -252,7 +257,7 @@ impl Available for VfioDevice {
                 let adapter = adapter(self.0.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
                 adapter.check_link().map_err(|error| named(&error))?;
-                let fits = adapter.check_windows(&spans);
+                let fits = adapter.check_windows(vm.map(VmName::as_str), &spans);
                 fits.map(|_| ()).map_err(|error| named(&error))
             }
         }
@@ -286,7 +291,7 @@ impl DeviceSource for VfioDevice {
                 Route::Memory => Opened::local(&bound.described, function),
                 Route::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
-                    Opened::across(adapter, &bound.id, &bound.described, function)
+                    Opened::across(adapter, &bound.id, vm, &bound.described, function)
                 }
             }
         });

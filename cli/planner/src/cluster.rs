@@ -58,7 +58,7 @@ impl Table {
 /// LUT entries of one host's adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct WindowsOfHost {
-    /// For the RAM of guests elsewhere, one set of windows for each device lent.
+    /// For the RAM of guests elsewhere, one set of windows for each VM that borrows.
     pub for_guest_ram: u64,
     /// For the BARs of devices elsewhere, one window for each device borrowed.
     pub for_device_bars: u64,
@@ -106,7 +106,7 @@ pub struct ClusterPlan {
 }
 
 /// Plans for a cluster whose hosts have one adapter each, like `limits`.
-/// With `guest`, each lent device is used by such a VM.
+/// With `guest`, the devices lent to one host are used by such VMs, of as many devices each.
 ///
 /// # Errors
 /// Invalid cluster, adapter or guest.
@@ -143,8 +143,8 @@ pub fn plan_cluster(
         lent_by_host: lent,
         lent_in_cluster: lent.saturating_mul(cluster.nodes.into()),
         switch_port: lent.saturating_add(reserved).saturating_mul(others),
-        windows: guest.map(|guest| windows(cluster, guest, lent, limits)),
-        remedy: guest.and_then(|guest| remedy(cluster, guest, lent, limits)),
+        windows: guest.map(|guest| windows(cluster, guest, limits)),
+        remedy: guest.and_then(|guest| remedy(cluster, guest, limits)),
         fits: true,
         problems: Vec::new(),
     };
@@ -177,10 +177,13 @@ fn validate(cluster: &Cluster) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// LUT entries of a host for `lent` devices lent, and as many borrowed.
-fn windows(cluster: &Cluster, guest: &Guest, lent: u64, limits: &NtbLimits) -> WindowsOfHost {
-    let device = Cost::of_device(&guest.windows().spans(), limits);
-    let for_guest_ram = device.lut_entries.saturating_mul(lent);
+/// LUT entries of a host for the devices that it lends, and as many that it borrows.
+fn windows(cluster: &Cluster, guest: &Guest, limits: &NtbLimits) -> WindowsOfHost {
+    let (devices, peers) = (u64::from(cluster.devices), u64::from(cluster.peers));
+    let lent = devices * peers;
+    let vms = devices.div_ceil(guest.devices.into()) * peers;
+    let vm = Cost::of_vm(&guest.windows().spans(), 1, limits);
+    let for_guest_ram = vm.lut_entries.saturating_mul(vms);
     let for_device_bars = limits.entries_for(cluster.device_bars).saturating_mul(lent);
     WindowsOfHost {
         for_guest_ram,
@@ -244,13 +247,13 @@ fn problems(
 }
 
 /// The remedy for insufficient room for the windows of a host.
-fn remedy(cluster: &Cluster, guest: &Guest, lent: u64, limits: &NtbLimits) -> Option<Remedy> {
+fn remedy(cluster: &Cluster, guest: &Guest, limits: &NtbLimits) -> Option<Remedy> {
     let spans = guest.windows().spans();
     let entries = |limits: &NtbLimits| {
         let mut all = spans.iter().chain([&cluster.device_bars]);
         let most = u64::from(limits.max_entries());
         all.all(|&span| limits.entries_for(span) <= most)
-            .then(|| windows(cluster, guest, lent, limits).lut.needed)
+            .then(|| windows(cluster, guest, limits).lut.needed)
     };
     let fits = entries(limits).is_some_and(|needed| needed <= limits.lut_entries.into());
     // For one device: exhaustion of the requester table by several is a separate problem, with its

@@ -1,9 +1,9 @@
-//! The resources of an adapter that devices take, and how often they fit.
+//! The resources of an adapter that VMs take, and how many VMs fit.
 
 use farside_fabric::NtbLimits;
 use serde::Serialize;
 
-/// The resources of an adapter that some devices use.
+/// The resources of an adapter that some VMs use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Cost {
     /// DMA windows.
@@ -19,8 +19,8 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// Of a device that has windows of `spans` bytes.
-    pub(crate) fn of_device(spans: &[u64], limits: &NtbLimits) -> Self {
+    /// Of a VM whose `devices` share windows of `spans` bytes.
+    pub(crate) fn of_vm(spans: &[u64], devices: u64, limits: &NtbLimits) -> Self {
         let entries = spans.iter().map(|&span| limits.entries_for(span));
         let lut_entries = entries.fold(0, u64::saturating_add);
         Self {
@@ -28,7 +28,7 @@ impl Cost {
             span_bytes: spans.iter().copied().fold(0, u64::saturating_add),
             lut_entries,
             bar_bytes: lut_entries.saturating_mul(limits.segment()),
-            requester_entries: 1,
+            requester_entries: devices,
         }
     }
 
@@ -85,7 +85,7 @@ impl Limit {
 }
 
 /// How many VMs fit beside what is `taken`, one after the other, and what
-/// refuses the next. Each has `devices` devices with windows of `spans`.
+/// refuses the next. Each has `devices` devices, which share windows of `spans`.
 ///
 /// Windows are taken lowest entries first and here none goes back, so what is
 /// free is one run, and counting is enough.
@@ -95,18 +95,17 @@ pub(crate) fn room(spans: &[u64], devices: u64, taken: Cost, limits: &NtbLimits)
     {
         return (0, Limit::EntriesPerWindow);
     }
-    let device = Cost::of_device(spans, limits);
+    let vm = Cost::of_vm(spans, devices, limits);
     let requesters = u64::from(limits.max_devices()).saturating_sub(taken.requester_entries);
     let entries = u64::from(limits.lut_entries).saturating_sub(taken.lut_entries);
-    let with_windows = entries
-        .checked_div(device.lut_entries)
-        .unwrap_or(requesters);
-    let vms = requesters.min(with_windows) / devices.max(1);
-    // A device takes its requester entry before its windows.
-    let limit = if requesters <= with_windows {
+    let with_windows = entries.checked_div(vm.lut_entries).unwrap_or(u64::MAX);
+    let vms = with_windows.min(requesters / devices.max(1));
+    // The first device of a VM takes its requester entry, then the windows; the others take
+    // requester entries alone.
+    let limit = if with_windows > vms || requesters == vms.saturating_mul(devices) {
         Limit::RequesterEntries
     } else {
-        let next = device.times(devices).times(vms.saturating_add(1));
+        let next = vm.times(vms.saturating_add(1));
         match taken.and(next).span_bytes > limits.bar_size {
             true => Limit::BarSize,
             false => Limit::LutEntries,

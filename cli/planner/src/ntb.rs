@@ -44,7 +44,7 @@ pub struct NtbGuest {
     pub devices: u16,
     /// Where RAM is.
     pub ram_ranges: Vec<Span>,
-    /// The windows of one device.
+    /// The windows of one VM, which its devices share.
     pub windows: Vec<NtbWindow>,
     /// The resources of one VM.
     pub per_vm: Cost,
@@ -59,7 +59,7 @@ pub struct NtbGuest {
     pub largest_for_all: Option<u64>,
 }
 
-/// A DMA window of a device.
+/// A DMA window of a VM's devices.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct NtbWindow {
     /// The range that it spans.
@@ -144,7 +144,7 @@ fn kind(guest: &Guest, limits: &NtbLimits, rules: &AddressRules) -> NtbGuest {
                 }
             })
             .collect(),
-        per_vm: Cost::of_device(&spans, limits).times(devices),
+        per_vm: Cost::of_vm(&spans, devices, limits),
         room,
         limited_by,
         largest_alone: largest_of(1),
@@ -166,7 +166,7 @@ fn place(plan: &mut NtbPlan, guests: &[Guest]) {
         let (devices, vms) = (u64::from(guest.devices), u64::from(guest.vms));
         let (room, limit) = room(&spans, devices, plan.taken, &limits);
         let placed = room.min(vms);
-        let per_vm = Cost::of_device(&spans, &limits).times(devices);
+        let per_vm = Cost::of_vm(&spans, devices, &limits);
         plan.taken = plan.taken.and(per_vm.times(placed));
         plan.vms_that_fit += placed;
         if placed == vms {
@@ -194,7 +194,7 @@ fn place(plan: &mut NtbPlan, guests: &[Guest]) {
 /// The resources that the next VM needs, and those left.
 fn refusal(guest: &Guest, limit: Limit, taken: Cost, limits: &NtbLimits) -> String {
     let spans = guest.windows().spans();
-    let needs = Cost::of_device(&spans, limits).times(guest.devices.into());
+    let needs = Cost::of_vm(&spans, guest.devices.into(), limits);
     let segment = Size(limits.segment());
     match limit {
         Limit::RequesterEntries => {
@@ -233,14 +233,14 @@ fn remedy(guests: &[Guest], kinds: &[NtbGuest], limits: &NtbLimits) -> Remedy {
     let devices = |guest: &Guest| u64::from(guest.vms).saturating_mul(guest.devices.into());
     let spans: Vec<(Vec<u64>, u64)> = guests
         .iter()
-        .map(|guest| (guest.windows().spans(), devices(guest)))
+        .map(|guest| (guest.windows().spans(), guest.vms.into()))
         .collect();
     let entries = |limits: &NtbLimits| {
-        spans.iter().try_fold(0u64, |sum, (spans, devices)| {
+        spans.iter().try_fold(0u64, |sum, (spans, vms)| {
             let most = u64::from(limits.max_entries());
             let joined = spans.iter().all(|&span| limits.entries_for(span) <= most);
-            let device = Cost::of_device(spans, limits).lut_entries;
-            joined.then_some(sum.saturating_add(device.saturating_mul(*devices)))
+            let vm = Cost::of_vm(spans, 1, limits).lut_entries;
+            joined.then_some(sum.saturating_add(vm.saturating_mul(*vms)))
         })
     };
     let all = guests.iter().map(devices).fold(0, u64::saturating_add);

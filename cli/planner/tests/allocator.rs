@@ -154,17 +154,20 @@ proptest! {
         let most = plan.most_devices_per_pair as u32;
         prop_assert!(Lender::new(&limits).attach(peers * most));
         prop_assert!(!Lender::new(&limits).attach(peers * (most + 1)));
-        // And windows: for each device lent, those of a guest; for each device borrowed,
+        // And windows: for each VM that borrows, those of a guest; for each device borrowed,
         // one per BAR. Borrowed devices take no requester entry here, so the test enlarges
         // the table for them.
-        let one = Guest { devices: 1, ..guest };
         let served = |limits: &NtbLimits| {
             let mut lender = Lender::new(&NtbLimits {
                 requester_entries: 1 << 10,
                 ..limits.clone()
             });
-            (0..peers * devices)
-                .all(|_| lender.borrow(&one).is_ok() && lender.open(&[bars]).is_ok())
+            let vms_of_peer = |_| (0..devices).step_by(guest.devices.into());
+            (0..peers).flat_map(vms_of_peer).all(|first| {
+                let of_vm = guest.devices.min((devices - first) as u16);
+                let vm = Guest { devices: of_vm, ..guest.clone() };
+                lender.borrow(&vm).is_ok() && (0..of_vm).all(|_| lender.open_bars(bars).is_ok())
+            })
         };
         prop_assert_eq!(plan.fits, served(&limits) && attached, "{:?}", plan.problems);
         prop_assert_eq!(plan.remedy.is_none(), served(&limits));

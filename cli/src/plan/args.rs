@@ -95,8 +95,8 @@ pub(crate) struct Plan {
     pub(crate) reserved_requesters: Option<u32>,
 
     /// Hosts of a cluster, each with such an adapter. Each lends to --peers
-    /// others and borrows from as many. With --guest, each device is used by
-    /// such a VM.
+    /// others and borrows from as many. With --guest, such VMs use the devices,
+    /// with as many devices each.
     #[arg(long, value_name = "N", help_heading = "Cluster")]
     pub(crate) nodes: Option<u32>,
     /// Devices that a host lends to one other [default: what the requester table has].

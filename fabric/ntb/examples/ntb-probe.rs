@@ -160,7 +160,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     let [peer_address, len] = end.hear()?;
     println!("guest RAM: {len:#x} bytes at {peer_address:#x}");
 
-    let mut path = adapter.attach("drive", Arc::clone(&drive))?;
+    let mut path = adapter.attach("drive", "vm", Arc::clone(&drive))?;
     path.check(&[(Iova::new(0), len)])?;
     let refused = path.check(&[(Iova::new(0), 4 << 30)]);
     println!("refused: {}", refused.expect_err("it cannot fit"));

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress, fits,
+    AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress,
+    TakenWindow, fits,
 };
 use farside_irq_relay::TriggerFd;
 use farside_pci::Bdf;
@@ -210,13 +211,13 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(())
     }
 
-    /// Checks that windows of `spans` bytes to the peer host could all be opened through this port
-    /// now, and returns their resources. For a lender.
+    /// Checks that a device of `vm` could open windows of `spans` bytes to the peer host through
+    /// this port now, and returns their resources. For a lender.
     ///
     /// # Errors
     /// [`LimitError`] names what would fit.
-    pub fn check_windows(&self, spans: &[u64]) -> Result<NtbUse, LimitError> {
-        self.state().tables.check_windows(spans)
+    pub fn check_windows(&self, vm: Option<&str>, spans: &[u64]) -> Result<NtbUse, LimitError> {
+        self.state().tables.check_windows(vm, spans)
     }
 
     /// Checks that windows of `spans` bytes of guest RAM fit in the *peer's* port, if it is
@@ -292,10 +293,11 @@ impl<F: FunctionOps> Adapter<F> {
     pub(crate) fn add_requester(
         &self,
         device: &str,
+        vm: &str,
         requester: u16,
     ) -> Result<RequesterEntry<F>, NtbError> {
         let mut state = self.state();
-        let entry = state.tables.take_requester(device)?;
+        let entry = state.tables.take_requester(device, vm)?;
         if let Err(error) = state.driver.add_requester(requester) {
             state.tables.give_back_requester(entry);
             return Err(error);
@@ -307,23 +309,26 @@ impl<F: FunctionOps> Adapter<F> {
         })
     }
 
-    /// Allocates LUT entries for a window of `bytes` and programs them to translate to
-    /// `peer_address`.
+    /// LUT entries that translate a window of `bytes` to `peer_address`, for a device's requester
+    /// entry or this host's CPUs: those of another device of the VM, or free ones, programmed here.
     pub(crate) fn open_run(
         &self,
+        requester: Option<usize>,
         peer_address: PeerAddress,
         bytes: u64,
     ) -> Result<LutRun<F>, NtbError> {
         let mut state = self.state();
-        let range = state.tables.take_window(peer_address, bytes)?;
-        if let Err(error) = state.driver.set_window(range, peer_address) {
-            state.tables.give_back_window(range);
+        let taken = state.tables.take_window(requester, peer_address, bytes)?;
+        if let TakenWindow::New(range) = taken
+            && let Err(error) = state.driver.set_window(range, peer_address)
+        {
+            state.tables.give_back_window(requester, range);
             return Err(error);
         }
         Ok(LutRun {
             adapter: self.clone(),
-            range,
-            keep: false,
+            requester,
+            range: taken.range(),
         })
     }
 
@@ -406,6 +411,15 @@ impl<F: FunctionOps> RequesterEntry<F> {
     pub(crate) fn adapter(&self) -> &Adapter<F> {
         &self.adapter
     }
+
+    /// See [`Adapter::open_run`].
+    pub(crate) fn open_run(
+        &self,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRun<F>, NtbError> {
+        self.adapter.open_run(Some(self.entry), peer_address, bytes)
+    }
 }
 
 impl<F: FunctionOps> Drop for RequesterEntry<F> {
@@ -421,12 +435,12 @@ impl<F: FunctionOps> Drop for RequesterEntry<F> {
     }
 }
 
-/// Consecutive valid LUT entries; cleared and released on drop.
+/// Consecutive valid LUT entries. The last device of the VM that drops them clears and releases
+/// them.
 pub(crate) struct LutRun<F: FunctionOps> {
     adapter: Adapter<F>,
+    requester: Option<usize>,
     range: LutRange,
-    /// They are cleared, but not allocated again.
-    keep: bool,
 }
 
 impl<F: FunctionOps> LutRun<F> {
@@ -439,23 +453,25 @@ impl<F: FunctionOps> LutRun<F> {
         u64::from(self.range.first) * self.adapter.capabilities().segment()
     }
 
-    /// Clears the entries without releasing them: they may still be mapped.
-    pub(crate) fn retire(mut self) {
-        self.keep = true;
+    /// Drops the entries, which may still be mapped: they are cleared, but not allocated again.
+    pub(crate) fn retire(self) {
+        self.adapter.state().tables.keep_window(self.range);
     }
 }
 
 impl<F: FunctionOps> Drop for LutRun<F> {
     fn drop(&mut self) {
         let mut state = self.adapter.state();
-        match state.driver.clear_window(self.range) {
-            Ok(()) if !self.keep => state.tables.give_back_window(self.range),
-            Ok(()) => {}
+        if state.tables.has_one_holder(self.range)
+            && let Err(error) = state.driver.clear_window(self.range)
+        {
             // Entries with a stale translation must not be reused.
-            Err(error) => log::error!(
+            state.tables.keep_window(self.range);
+            log::error!(
                 "{error}; the entries are not used again",
                 error = Chain(&error)
-            ),
+            );
         }
+        state.tables.give_back_window(self.requester, self.range);
     }
 }

@@ -150,7 +150,7 @@ impl<F: FunctionOps> Adapter<F> {
     ) -> Result<BarWindow<F>, NtbError> {
         self.check_link()?;
         AddressRange::new(peer_address, len)?;
-        let run = self.open_run(peer_address, len)?;
+        let run = self.open_run(None, peer_address, len)?;
         Ok(BarWindow {
             run,
             peer_address,

@@ -19,8 +19,8 @@ use crate::{Adapter, NtbError};
 /// The path of one borrowed device to the borrower's host, created by [`Adapter::attach`]. Dropping
 /// it stops the device's DMA, and closes and releases everything.
 ///
-/// A window is a run of LUT entries of the endpoint, and the same part of the endpoint's window BAR
-/// mapped into the device's domain. The device's domain should be exclusive, without other
+/// A window is a run of LUT entries of the endpoint, which the devices of a VM share, and the same
+/// part of the endpoint's window BAR mapped into the device's domain. The device's domain should be exclusive, without other
 /// mappings.
 pub struct LenderNtb<F: FunctionOps = Function> {
     device: Arc<F>,
@@ -32,15 +32,16 @@ pub struct LenderNtb<F: FunctionOps = Function> {
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Creates a path for `device`, called `name` in messages. Allocates only a requester entry.
+    /// Creates a path for `device` of `vm`, called `name` in messages. Allocates only a requester
+    /// entry.
     ///
     /// # Errors
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
     /// [`farside_fabric::LimitError::Requesters`] when no entry is free; hardware errors.
-    pub fn attach(&self, name: &str, device: Arc<F>) -> Result<LenderNtb<F>, NtbError> {
+    pub fn attach(&self, name: &str, vm: &str, device: Arc<F>) -> Result<LenderNtb<F>, NtbError> {
         self.check_link()?;
         Ok(LenderNtb {
-            requester: self.add_requester(name, device.bdf().requester_id())?,
+            requester: self.add_requester(name, vm, device.bdf().requester_id())?,
             device,
             windows: RangeTable::default(),
             export: None,
@@ -66,7 +67,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     /// cannot use (such as the MSI window).
     pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
         let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
-        let needed = self.adapter().check_windows(&spans)?;
+        let needed = self.adapter().check_windows(None, &spans)?;
         self.device.domain().check(windows)?;
         Ok(needed)
     }
@@ -145,7 +146,7 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
         self.windows.check(range)?;
         // Program the entries first, then map the window BAR. Dropping `run` clears them if that
         // fails.
-        let run = self.adapter().open_run(peer_address, len)?;
+        let run = self.requester.open_run(peer_address, len)?;
         let bus = self.bus(&run);
         let (lut, offset) = (run.range(), run.offset());
         let window = self.adapter().window();
@@ -208,7 +209,8 @@ impl<F: FunctionOps> Drop for LenderNtb<F> {
                 log::error!("{error}", error = Chain(&error));
             }
         }
-        // Clear the entries, so that a window that could not be unmapped is not translated.
+        // Clear the entries that no other device uses, so that a window that could not be unmapped is not
+        // translated.
         for (_, run) in self.windows.clear() {
             run.retire();
         }

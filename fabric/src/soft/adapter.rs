@@ -14,16 +14,21 @@ use crate::{
 /// The owner of an adapter's tables: this process, or another one that is asked.
 pub trait AdapterTables: Send + Sync + fmt::Debug {
     /// See [`NtbTables::take_requester`].
-    fn take_requester(&self, device: &str) -> Result<usize, FabricError>;
+    fn take_requester(&self, device: &str, vm: &str) -> Result<usize, FabricError>;
 
     /// See [`NtbTables::give_back_requester`].
     fn give_back_requester(&self, entry: usize);
 
     /// See [`NtbTables::take_window`].
-    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError>;
+    fn take_window(
+        &self,
+        requester: usize,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRange, FabricError>;
 
     /// See [`NtbTables::give_back_window`].
-    fn give_back_window(&self, window: LutRange);
+    fn give_back_window(&self, requester: usize, window: LutRange);
 
     /// See [`NtbTables::usage`]; `None` where another process has the tables.
     fn usage(&self) -> Option<AdapterUsage> {
@@ -38,20 +43,26 @@ fn lock(tables: &Mutex<NtbTables>) -> MutexGuard<'_, NtbTables> {
 }
 
 impl AdapterTables for Mutex<NtbTables> {
-    fn take_requester(&self, device: &str) -> Result<usize, FabricError> {
-        Ok(lock(self).take_requester(device)?)
+    fn take_requester(&self, device: &str, vm: &str) -> Result<usize, FabricError> {
+        Ok(lock(self).take_requester(device, vm)?)
     }
 
     fn give_back_requester(&self, entry: usize) {
         lock(self).give_back_requester(entry);
     }
 
-    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError> {
-        Ok(lock(self).take_window(peer_address, bytes)?)
+    fn take_window(
+        &self,
+        requester: usize,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRange, FabricError> {
+        let taken = lock(self).take_window(Some(requester), peer_address, bytes)?;
+        Ok(taken.range())
     }
 
-    fn give_back_window(&self, window: LutRange) {
-        lock(self).give_back_window(window);
+    fn give_back_window(&self, requester: usize, window: LutRange) {
+        lock(self).give_back_window(Some(requester), window);
     }
 
     fn usage(&self) -> Option<AdapterUsage> {
@@ -100,19 +111,19 @@ impl Adapter {
         &*self.tables
     }
 
-    /// Creates a path for `device`: allocates only a requester entry. Dropping the path releases
-    /// its resources.
+    /// Creates a path for `device` of `vm`: allocates only a requester entry. Dropping the path
+    /// releases its resources.
     ///
     /// # Errors
     /// [`LimitError::Requesters`] when no entry is free.
-    pub fn attach(&self, device: &str) -> Result<Path, FabricError> {
-        let entry = self.tables.take_requester(device)?;
+    pub fn attach(&self, device: &str, vm: &str) -> Result<Path, FabricError> {
+        let entry = self.tables.take_requester(device, vm)?;
         Ok(Path::new(
             device,
-            Requester {
+            Arc::new(Requester {
                 adapter: self.clone(),
                 entry,
-            },
+            }),
         ))
     }
 }
@@ -127,14 +138,15 @@ pub(super) struct Requester {
 impl Requester {
     /// Takes LUT entries for a window of `bytes` to `peer_address`.
     pub(super) fn take_window(
-        &self,
+        self: &Arc<Self>,
         peer_address: PeerAddress,
         bytes: u64,
     ) -> Result<LutRun, FabricError> {
-        let range = self.adapter.tables.take_window(peer_address, bytes)?;
+        let tables = &self.adapter.tables;
+        let range = tables.take_window(self.entry, peer_address, bytes)?;
         let offset = u64::from(range.first) * self.adapter.limits().segment();
         Ok(LutRun {
-            adapter: self.adapter.clone(),
+            requester: Arc::clone(self),
             range,
             window: WindowUse {
                 bus: BusAddress::new(Adapter::BAR + offset),
@@ -152,16 +164,17 @@ impl Drop for Requester {
     }
 }
 
-/// LUT entries of one window; released on drop.
+/// LUT entries of one window; given back on drop.
 #[derive(Debug)]
 pub(super) struct LutRun {
-    adapter: Adapter,
+    requester: Arc<Requester>,
     range: LutRange,
     pub(super) window: WindowUse,
 }
 
 impl Drop for LutRun {
     fn drop(&mut self) {
-        self.adapter.tables.give_back_window(self.range);
+        let Requester { adapter, entry } = &*self.requester;
+        adapter.tables.give_back_window(*entry, self.range);
     }
 }

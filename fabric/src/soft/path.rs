@@ -33,8 +33,8 @@ pub struct Path {
     /// Memory that is unmapped but was still in use when it was.
     draining: Vec<Weak<SharedMemory>>,
     faults: Arc<FaultLog>,
-    // Dropped last: releases the requester entry.
-    requester: Requester,
+    // Released after its windows, which hold it.
+    requester: Arc<Requester>,
 }
 
 /// Translates an IOVA by the lender's IOMMU. Windows are always readable and writable; write
@@ -58,7 +58,7 @@ struct ToMemory {
 }
 
 impl Path {
-    pub(super) fn new(device: &str, requester: Requester) -> Self {
+    pub(super) fn new(device: &str, requester: Arc<Requester>) -> Self {
         Self {
             bus_master: false,
             iotlb: Iotlb::default(),

@@ -42,8 +42,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
 
-/// The refusal of a function's worker that asks for a model's windows.
-const NO_ADAPTER: &str = "a function of this host has no windows";
+/// The refusal of a worker that asks for windows without a requester entry, which a function's has
+/// not.
+const NO_ADAPTER: &str = "a device without a requester entry has no windows";
 
 impl WorkerDevice {
     /// Serves one lease, from its grant until its worker is gone. Returns false if the device's DMA
@@ -264,30 +265,34 @@ impl<'a> WorkerLease<'a> {
                 _ => CallReply::Refused(unsupported("no function can be opened now")),
             },
             Call::TakeRequester if self.requester.is_some() => CallReply::Done,
-            Call::TakeRequester => match tables.map(|it| it.take_requester(&self.owner.id)) {
-                Some(Ok(entry)) => {
-                    self.requester = Some(entry);
-                    CallReply::Done
+            Call::TakeRequester => {
+                match tables.map(|it| it.take_requester(&self.owner.id, &self.vm)) {
+                    Some(Ok(entry)) => {
+                        self.requester = Some(entry);
+                        CallReply::Done
+                    }
+                    Some(Err(error)) => CallReply::Refused(refused(error)),
+                    None => CallReply::Refused(unsupported(NO_ADAPTER)),
                 }
-                Some(Err(error)) => CallReply::Refused(refused(error)),
-                None => CallReply::Refused(unsupported(NO_ADAPTER)),
-            },
+            }
             Call::TakeWindow {
                 peer_address,
                 bytes,
-            } => match tables.map(|it| it.take_window(peer_address, bytes)) {
-                Some(Ok(window)) => {
-                    self.windows.push(window);
-                    CallReply::Window(window)
-                }
-                Some(Err(error)) => CallReply::Refused(refused(error)),
+            } => match tables.zip(self.requester) {
+                Some((tables, entry)) => match tables.take_window(entry, peer_address, bytes) {
+                    Ok(window) => {
+                        self.windows.push(window);
+                        CallReply::Window(window)
+                    }
+                    Err(error) => CallReply::Refused(refused(error)),
+                },
                 None => CallReply::Refused(unsupported(NO_ADAPTER)),
             },
             Call::GiveBackWindow(window) => {
                 let n = self.windows.iter().position(|known| *known == window);
-                if let (Some(n), Some(tables)) = (n, tables) {
+                if let (Some(n), Some((tables, entry))) = (n, tables.zip(self.requester)) {
                     self.windows.swap_remove(n);
-                    tables.give_back_window(window);
+                    tables.give_back_window(entry, window);
                 }
                 CallReply::Done
             }
@@ -327,13 +332,11 @@ impl<'a> WorkerLease<'a> {
     /// Gives back what the worker has of the adapter, and then the lease. The next lease starts
     /// when this worker is gone.
     fn release(&mut self, how: Revocation) {
-        if let Some(tables) = self.device.tables() {
+        if let Some((tables, entry)) = self.device.tables().zip(self.requester.take()) {
             for window in self.windows.drain(..) {
-                tables.give_back_window(window);
+                tables.give_back_window(entry, window);
             }
-            if let Some(entry) = self.requester.take() {
-                tables.give_back_requester(entry);
-            }
+            tables.give_back_requester(entry);
         }
         if self.connection.take().is_some() {
             self.owner.home.released(self.generation, how);
@@ -383,9 +386,14 @@ impl<'a> WorkerLease<'a> {
                 Mail::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
-                Mail::Check { route, ram, reply } => {
+                Mail::Check {
+                    vm,
+                    route,
+                    ram,
+                    reply,
+                } => {
                     // Fails if the requester has gone.
-                    let _ = reply.try_send(self.device.check(route, &ram));
+                    let _ = reply.try_send(self.device.check(vm.as_ref(), route, &ram));
                     continue;
                 }
                 Mail::Revoke { until, .. } => {

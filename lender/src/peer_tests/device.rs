@@ -100,7 +100,7 @@ impl Available for Recorder {
         &self.described
     }
 
-    fn check(&self, _route: Route, _ram: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
         Ok(())
     }
 

@@ -123,7 +123,7 @@ impl Available for Echo {
         &self.described
     }
 
-    fn check(&self, _route: Route, _ram: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -254,7 +254,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         doorbell: Arc::clone(&doorbell),
         cpu: device,
         relay: Relay::new(),
-        path: adapter.attach("echo").unwrap(),
+        path: adapter.attach("echo", "vm").unwrap(),
     };
     let host = Host::lending(vec![Box::new(echo)], Duration::from_micros(500));
     let (_peer, token) = host.borrow("a");

@@ -66,7 +66,7 @@ impl Available for WorkerFunction {
         &self.described
     }
 
-    fn check(&self, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
         Err(unsupported("the lender's process checks that"))
     }
 

@@ -111,10 +111,11 @@ impl Opened {
     pub(super) fn across(
         adapter: &Adapter,
         id: &DeviceId,
+        vm: &VmName,
         described: &Described,
         function: Arc<Function>,
     ) -> Result<Self, RemoteError> {
-        let path = adapter.attach(id, Arc::clone(&function));
+        let path = adapter.attach(id, vm, Arc::clone(&function));
         let mut path = path.map_err(internal)?;
         let exported = path.export_bars().map_err(internal)?;
         let bars = with_areas(described).map(|bar| match exported.peer_address_of(bar) {

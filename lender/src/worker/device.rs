@@ -266,10 +266,15 @@ impl Available for WorkerDevice {
         }
     }
 
-    fn check(&self, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        vm: Option<&VmName>,
+        route: Route,
+        ram: &[RamRange],
+    ) -> Result<(), RemoteError> {
         match &self.device {
             Kind::Model(model) => check_model(&model.adapter, route, ram),
-            Kind::Function(function) => function.check(route, ram),
+            Kind::Function(function) => function.check(vm, route, ram),
         }
     }
 

@@ -352,7 +352,7 @@ fn other(error: RemoteError) -> FabricError {
 }
 
 impl AdapterTables for Calls {
-    fn take_requester(&self, _device: &str) -> Result<usize, FabricError> {
+    fn take_requester(&self, _device: &str, _vm: &str) -> Result<usize, FabricError> {
         self.call(&Call::TakeRequester).map_err(other)?;
         Ok(0)
     }
@@ -360,7 +360,12 @@ impl AdapterTables for Calls {
     /// The broker gives it back when this process has ended.
     fn give_back_requester(&self, _entry: usize) {}
 
-    fn take_window(&self, peer_address: PeerAddress, bytes: u64) -> Result<LutRange, FabricError> {
+    fn take_window(
+        &self,
+        _requester: usize,
+        peer_address: PeerAddress,
+        bytes: u64,
+    ) -> Result<LutRange, FabricError> {
         let call = Call::TakeWindow {
             peer_address,
             bytes,
@@ -373,7 +378,7 @@ impl AdapterTables for Calls {
         }
     }
 
-    fn give_back_window(&self, window: LutRange) {
+    fn give_back_window(&self, _requester: usize, window: LutRange) {
         self.tell(&Call::GiveBackWindow(window));
     }
 }

@@ -68,6 +68,8 @@ pub struct Lender {
     tables: Arc<Mutex<NtbTables>>,
     /// Paths of lent devices; they hold their resources.
     paths: Vec<Path>,
+    /// The number of VMs so far: each has a name of its own.
+    vms: u32,
 }
 
 impl Lender {
@@ -78,6 +80,7 @@ impl Lender {
             adapter: Adapter::with_tables(limits.clone(), tables.clone()),
             tables,
             paths: Vec::new(),
+            vms: 0,
         }
     }
 
@@ -92,6 +95,7 @@ impl Lender {
         let layout = probe(&mut ram, &ProbeLimits::default()).expect("sane layout");
         let spans = plan(&layout, &PlanRules::default()).spans();
         let before = self.paths.len();
+        self.vms += 1;
         for _ in 0..guest.devices {
             if let Err(refused) = self.open(&spans) {
                 self.paths.truncate(before);
@@ -101,9 +105,10 @@ impl Lender {
         Ok(())
     }
 
-    /// Lends a device with windows of these sizes.
+    /// Lends the last VM a device with windows of these sizes.
     pub fn open(&mut self, spans: &[u64]) -> Result<(), Limit> {
-        let mut path = self.adapter.attach("device").map_err(limit)?;
+        let vm = self.vms.to_string();
+        let mut path = self.adapter.attach("device", &vm).map_err(limit)?;
         let step = PEER_STEP.max(self.adapter.limits().alignment());
         let (mut iova, mut peer_address) = (0, step);
         for &span in spans {
@@ -116,10 +121,16 @@ impl Lender {
         Ok(())
     }
 
+    /// Opens a window to the BARs of a borrowed device, which nothing shares.
+    pub fn open_bars(&mut self, bytes: u64) -> Result<(), Limit> {
+        self.vms += 1;
+        self.open(&[bytes])
+    }
+
     /// Whether that many devices can have a requester entry at once.
     pub fn attach(&mut self, devices: u32) -> bool {
         (0..devices).all(|_| {
-            let path = self.adapter.attach("device");
+            let path = self.adapter.attach("device", "vm");
             path.map(|path| self.paths.push(path)).is_ok()
         })
     }

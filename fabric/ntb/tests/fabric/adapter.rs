@@ -33,7 +33,7 @@ fn a_link_that_stays_down_says_what_is_missing() {
         "{error}"
     );
     let device = ModelFunction::device(1, &[]);
-    let error = a.attach("drive", device).unwrap_err();
+    let error = a.attach("drive", "vm", device).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { waited: None, .. }));
     let error = a.open_bar_window(PeerAddress::new(MIB), MIB).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { .. }));
@@ -91,7 +91,7 @@ fn ports_of_different_sizes_are_refused_by_both() {
         );
     }
     let error = b
-        .attach("drive", ModelFunction::device(1, &[]))
+        .attach("drive", "vm", ModelFunction::device(1, &[]))
         .unwrap_err();
     assert!(
         matches!(error, NtbError::WindowSizesDiffer { .. }),
@@ -106,7 +106,7 @@ fn a_guest_that_is_too_large_is_told_before_it_boots() {
     assert_eq!(a.check_ram(&[40 * MIB, 24 * MIB]).unwrap().lut_entries, 64);
     for error in [
         a.check_ram(&[64 * MIB, MIB]).unwrap_err(),
-        b.check_windows(&[64 * MIB, MIB]).unwrap_err().into(),
+        b.check_windows(None, &[64 * MIB, MIB]).unwrap_err().into(),
     ] {
         let NtbError::Limit(LimitError::GuestTooLarge { needed, limit, .. }) = error else {
             panic!("{error}");
@@ -120,8 +120,8 @@ fn what_others_have_taken_counts() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let _window = b.open_bar_window(PeerAddress::new(MIB), MIB).unwrap();
-    b.check_windows(&[63 * MIB]).unwrap();
-    let error = b.check_windows(&[32 * MIB, 32 * MIB]).unwrap_err();
+    b.check_windows(None, &[63 * MIB]).unwrap();
+    let error = b.check_windows(None, &[32 * MIB, 32 * MIB]).unwrap_err();
     assert!(
         matches!(error, LimitError::LutEntries { free: 31, .. }),
         "{error}"

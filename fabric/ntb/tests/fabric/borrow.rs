@@ -39,7 +39,7 @@ fn what_a_device_writes_is_in_the_guest() {
     guest.map(high.start(), read_only).unwrap();
 
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", device.clone()).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
     path.check(&[(Iova::new(0), 4 * MIB), (Iova::new(HIGH), 2 * MIB)])
         .unwrap();
     let window = path
@@ -106,7 +106,7 @@ fn the_borrowers_cpu_reaches_the_devices_bars() {
     // The page of the MSI-X table is trapped.
     let areas: &[(u64, u64)] = &[(0, 0x2000), (0x3000, 0x1000)];
     let device = ModelFunction::device(1, &[(0, 0x4000, areas), (4, MIB, &[(0, MIB)])]);
-    let mut path = b.attach("drive", device.clone()).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
     let bars = path.export_bars().unwrap().clone();
     assert_eq!(path.export_bars().unwrap(), &bars);
     assert_eq!(bars.bars.len(), 2);
@@ -155,7 +155,9 @@ fn a_flush_reads_through_an_open_window() {
     let range = a.peer_space().take(2 * MIB).unwrap();
     let mut guest = BorrowerNtb::new(&a);
     guest.map(range.start(), file).unwrap();
-    let mut path = b.attach("drive", ModelFunction::device(1, &[])).unwrap();
+    let mut path = b
+        .attach("drive", "vm", ModelFunction::device(1, &[]))
+        .unwrap();
     let flusher = path.flusher();
     let reads = || world.read64(Port::B, reg::WINDOW_READS);
     flusher.flush();
@@ -180,7 +182,7 @@ fn requester_entries_are_counted() {
     let [_a, b] = world.start_both();
     let attach = |i: u8| {
         let device = ModelFunction::device(i, &[]);
-        b.attach(&format!("drive{i}"), device)
+        b.attach(&format!("drive{i}"), "vm", device)
     };
     let mut paths: Vec<_> = (0..31).map(|i| attach(i).unwrap()).collect();
     let error = attach(31).unwrap_err();
@@ -204,7 +206,7 @@ fn a_refused_window_takes_nothing() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", device.clone()).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
     let peer_address = PeerAddress::new(MIB);
     let mut open = |at, peer_address, len| {
         path.open_window(Iova::new(at), peer_address, len)
@@ -238,7 +240,9 @@ fn a_refused_window_takes_nothing() {
 fn what_the_device_cannot_address_is_told_before_the_vm_boots() {
     let world = World::small();
     let [_a, b] = world.start_both();
-    let path = b.attach("drive", ModelFunction::device(1, &[])).unwrap();
+    let path = b
+        .attach("drive", "vm", ModelFunction::device(1, &[]))
+        .unwrap();
     let error = path
         .check(&[(Iova::new(0xfe00_0000), 32 * MIB)])
         .unwrap_err();
@@ -326,7 +330,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", device.clone()).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
     path.open_window(Iova::new(0), PeerAddress::new(MIB), 4 * MIB)
         .unwrap();
     device.table().fail_unmap.store(true, Ordering::Relaxed);
@@ -339,7 +343,9 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
         (0..64).all(|index| lut(index) == 0),
         "but they lead nowhere"
     );
-    let mut next = b.attach("other", ModelFunction::device(2, &[])).unwrap();
+    let mut next = b
+        .attach("other", "vm", ModelFunction::device(2, &[]))
+        .unwrap();
     let window = next
         .open_window(Iova::new(0), PeerAddress::new(MIB), MIB)
         .unwrap();
@@ -351,7 +357,7 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[(0, 0x4000, &[(0, 0x4000)])]);
-    let mut path = b.attach("drive", device).unwrap();
+    let mut path = b.attach("drive", "vm", device).unwrap();
     let domain = &world.hosts[1].domain;
     domain.fail_map.store(true, Ordering::Relaxed);
     path.export_bars().unwrap_err();
@@ -365,7 +371,7 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     drop(path);
     assert!(domain.ranges().is_empty());
     let nothing = ModelFunction::device(2, &[(0, 256, &[])]);
-    let mut path = b.attach("other", nothing).unwrap();
+    let mut path = b.attach("other", "vm", nothing).unwrap();
     let bars = path.export_bars().unwrap();
     assert_eq!((bars.len, bars.bars.len()), (0, 0));
 }
@@ -375,7 +381,7 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", device.clone()).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
     let peer_address = PeerAddress::new(MIB);
     let stuck = &world.hosts[1].stuck;
     stuck.store(true, Ordering::Relaxed);
@@ -389,7 +395,7 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     assert_eq!(b.usage().lut_entries, 0);
     assert!(device.table().ranges().is_empty());
     let error = b
-        .attach("other", ModelFunction::device(2, &[]))
+        .attach("other", "vm", ModelFunction::device(2, &[]))
         .unwrap_err();
     assert!(error.to_string().contains("requester entry"), "{error}");
     assert_eq!(b.usage().devices, ["drive"]);

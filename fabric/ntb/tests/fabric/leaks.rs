@@ -1,7 +1,7 @@
 //! After any sequence of opening, closing, attaching and dropping, the LUT holds exactly
 //! the open windows, and the devices' domains match it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -53,8 +53,14 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     // Few addresses, so that windows overlap; up to five segments, also partial ones.
     let at = || (0u64..12).prop_map(|at| at * MIB);
-    let peer_address = || (1u64..1 << 20).prop_map(|page| page * 4096);
-    let pages = || 1u64..5 * 256;
+    // Some windows are the same, which devices of one VM share.
+    let peer_address = || {
+        prop_oneof![
+            2 => (1u64..1 << 20).prop_map(|page| page * 4096),
+            1 => Just(MIB),
+        ]
+    };
+    let pages = || prop_oneof![2 => 1u64..5 * 256, 1 => Just(3 * 256)];
     prop_oneof![
         2 => (0u8..4).prop_map(|device| Step::Attach { device }),
         1 => any::<Index>().prop_map(|path| Step::Detach { path }),
@@ -72,13 +78,17 @@ fn step() -> impl Strategy<Value = Step> {
 /// The open borrow in the test's model.
 struct Borrow {
     device: Arc<ModelFunction>,
+    vm: &'static str,
     path: LenderNtb<ModelFunction>,
     /// By IOVA: first LUT entry, peer address, bytes.
     windows: BTreeMap<u64, (u32, u64, u64)>,
 }
 
-/// The LUT entries of a set of windows; no entry occurs twice.
+/// The LUT entries of a set of windows; no entry occurs twice, but for windows that are shared.
 fn expected(windows: impl Iterator<Item = (u32, u64, u64)>) -> BTreeMap<u32, u64> {
+    let mut windows: Vec<_> = windows.collect();
+    windows.sort_unstable();
+    windows.dedup();
     let mut entries = BTreeMap::new();
     for (first, peer_address, len) in windows {
         for (index, i) in (first..).zip(0..len.div_ceil(SEGMENT)) {
@@ -96,6 +106,15 @@ fn check(
     bars: &[BarWindow<ModelFunction>],
 ) {
     let open = borrows.iter().flat_map(|it| it.windows.values().copied());
+    let mut vms = BTreeMap::new();
+    for borrow in borrows {
+        let mut own = BTreeSet::new();
+        for &(first, _, _) in borrow.windows.values() {
+            assert!(own.insert(first), "a device shares with itself");
+            let vm = vms.entry(first).or_insert(borrow.vm);
+            assert_eq!(*vm, borrow.vm, "two VMs share LUT entry {first}");
+        }
+    }
     let cpu = bars.iter().map(|it| {
         let first = (it.offset() / SEGMENT) as u32;
         (first, it.peer_address().get(), it.len())
@@ -146,9 +165,10 @@ proptest! {
             let run = b.usage().largest_free_run;
             match step {
                 Step::Attach { device } => {
+                    let vm = ["one", "two"][usize::from(device % 2)];
                     let device = ModelFunction::device(device, &[]);
-                    let path = b.attach("drive", Arc::clone(&device)).unwrap();
-                    borrows.push(Borrow { device, path, windows: BTreeMap::new() });
+                    let path = b.attach("drive", vm, Arc::clone(&device)).unwrap();
+                    borrows.push(Borrow { device, vm, path, windows: BTreeMap::new() });
                 }
                 Step::Detach { path } if !borrows.is_empty() => {
                     let borrow = borrows.swap_remove(path.index(borrows.len()));
@@ -157,10 +177,15 @@ proptest! {
                 }
                 Step::Open { path, at, peer_address, pages, fails } if !borrows.is_empty() => {
                     let which = path.index(borrows.len());
-                    let it = &mut borrows[which];
                     let len = pages * 4096;
+                    let own: Vec<u32> = borrows[which].windows.values().map(|it| it.0).collect();
+                    let of_vm = borrows.iter().filter(|it| it.vm == borrows[which].vm);
+                    let shared = of_vm.flat_map(|it| it.windows.values()).any(|window| {
+                        (window.1, window.2) == (peer_address, len) && !own.contains(&window.0)
+                    });
+                    let it = &mut borrows[which];
                     let overlaps = it.windows.iter().any(|(&other, w)| other < at + len && at < other + w.2);
-                    let fits = len.div_ceil(SEGMENT) <= u64::from(run);
+                    let fits = shared || len.div_ceil(SEGMENT) <= u64::from(run);
                     it.device.table().fail_map.store(fails, Ordering::Relaxed);
                     let opened = it.path.open_window(Iova::new(at), PeerAddress::new(peer_address), len);
                     it.device.table().fail_map.store(false, Ordering::Relaxed);

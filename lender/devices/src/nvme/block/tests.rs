@@ -98,7 +98,7 @@ fn io_whose_memory_was_taken_fails() {
         let (_fd, slice) = memory(1 << 16);
         let mut path = Adapter::new(NtbLimits::default())
             .unwrap()
-            .attach("disk0")
+            .attach("disk0", "vm")
             .unwrap();
         path.map_shared(AT, Arc::clone(slice.memory())).unwrap();
         queue.slices(0).push(slice.clone());

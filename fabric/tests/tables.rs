@@ -1,0 +1,198 @@
+//! LUT entries that the devices of a VM share, against a naive count of the devices.
+
+use std::collections::BTreeMap;
+
+use farside_fabric::{LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, TakenWindow};
+use proptest::{prelude::*, sample::Index};
+
+const GIB: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
+
+fn peer(address: u64) -> PeerAddress {
+    PeerAddress::new(address)
+}
+
+fn tables() -> NtbTables {
+    NtbTables::new(NtbLimits::default()).expect("limits")
+}
+
+#[test]
+fn a_guest_of_16_gib_takes_128_lut_entries_for_all_its_devices() {
+    let mut tables = tables();
+    let mut opened = Vec::new();
+    for device in ["disk0", "disk1", "net0"] {
+        let entry = tables.take_requester(device, "web1").expect("free");
+        // Low memory, and what is above 4 GiB.
+        for (at, bytes) in [(GIB, 2 * GIB), (64 * GIB, 14 * GIB)] {
+            let taken = tables.take_window(Some(entry), peer(at), bytes);
+            opened.push((entry, taken.expect("fits").range()));
+        }
+    }
+    let usage = tables.usage();
+    assert_eq!((usage.windows, usage.lut_entries), (2, 128));
+    assert_eq!(usage.devices, ["disk0", "disk1", "net0"]);
+    // Of another VM, the same peer address is another host's, or another file's.
+    let other = tables.take_requester("disk2", "web2").expect("free");
+    let taken = tables.take_window(Some(other), peer(GIB), 2 * GIB);
+    assert!(matches!(taken, Ok(TakenWindow::New(_))), "{taken:?}");
+    assert_eq!(tables.usage().lut_entries, 144);
+    // The last device returns them.
+    for (entry, range) in opened.drain(2..) {
+        tables.give_back_window(Some(entry), range);
+        assert_eq!(tables.usage().lut_entries, 144);
+    }
+    for (left, (entry, range)) in [128, 16].into_iter().zip(opened) {
+        tables.give_back_window(Some(entry), range);
+        assert_eq!(tables.usage().lut_entries, left);
+    }
+}
+
+#[test]
+fn a_check_counts_the_windows_that_the_vm_has_open() {
+    let mut tables = tables();
+    let first = tables.take_requester("disk0", "web1").expect("free");
+    for at in [GIB, 64 * GIB] {
+        tables
+            .take_window(Some(first), peer(at), 15 * GIB)
+            .expect("fits");
+    }
+    let check = |vm, spans: &[u64]| tables.check_windows(vm, spans);
+    // Of 256 entries 16 are free.
+    let both = [15 * GIB, 15 * GIB];
+    assert_eq!(
+        check(Some("web1"), &both).map(|used| used.lut_entries),
+        Ok(240)
+    );
+    check(Some("web1"), &[15 * GIB, 15 * GIB, 2 * GIB]).expect("one more fits");
+    for (vm, spans) in [
+        (Some("web1"), &[15 * GIB, 14 * GIB][..]),
+        (Some("web2"), &[15 * GIB]),
+        (None, &[15 * GIB]),
+    ] {
+        let refused = check(vm, spans);
+        assert!(
+            matches!(refused, Err(LimitError::LutEntries { free: 16, .. })),
+            "{vm:?}: {refused:?}"
+        );
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Attach {
+        vm: u8,
+    },
+    Open {
+        device: Index,
+        at: u64,
+        entries: u64,
+    },
+    Close {
+        window: Index,
+    },
+    Keep {
+        window: Index,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    // Few addresses and sizes, so that many windows are the same.
+    prop_oneof![
+        1 => (0u8..3).prop_map(|vm| Step::Attach { vm }),
+        6 => (any::<Index>(), 1u64..4, 1u64..4)
+            .prop_map(|(device, at, entries)| Step::Open { device, at, entries }),
+        4 => any::<Index>().prop_map(|window| Step::Close { window }),
+        1 => any::<Index>().prop_map(|window| Step::Keep { window }),
+    ]
+}
+
+/// A window of one device.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    device: usize,
+    vm: u8,
+    at: u64,
+    bytes: u64,
+    range: LutRange,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+    #[test]
+    fn entries_are_taken_by_the_first_device_and_free_after_the_last(
+        steps in prop::collection::vec(step(), 1..120)
+    ) {
+        const SEGMENT: u64 = MIB;
+        const ENTRIES: u32 = 16;
+        let limits = NtbLimits {
+            bar_size: u64::from(ENTRIES) * SEGMENT,
+            lut_entries: ENTRIES,
+            ..NtbLimits::default()
+        };
+        let mut tables = NtbTables::new(limits).expect("limits");
+        let mut devices: Vec<(usize, u8)> = Vec::new();
+        let mut open: Vec<Open> = Vec::new();
+        // First entry and size of those that are not used again.
+        let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Attach { vm } if devices.len() < 30 => {
+                    let entry = tables.take_requester("device", &vm.to_string());
+                    devices.push((entry.expect("free"), vm));
+                }
+                Step::Open { device, at, entries } if !devices.is_empty() => {
+                    let (device, vm) = devices[device.index(devices.len())];
+                    let (at, bytes) = (at * SEGMENT, entries * SEGMENT);
+                    let same = |it: &&Open| (it.vm, it.at, it.bytes) == (vm, at, bytes);
+                    let held = |first| open.iter().any(|it| (it.device, it.range.first) == (device, first));
+                    let others: Vec<LutRange> = open
+                        .iter()
+                        .filter(same)
+                        .map(|it| it.range)
+                        .filter(|range| !held(range.first) && !kept.contains_key(&range.first))
+                        .collect();
+                    let run = tables.usage().largest_free_run;
+                    match tables.take_window(Some(device), peer(at), bytes) {
+                        Ok(TakenWindow::Shared(range)) => {
+                            prop_assert!(others.contains(&range));
+                            open.push(Open { device, vm, at, bytes, range });
+                        }
+                        Ok(TakenWindow::New(range)) => {
+                            prop_assert!(others.is_empty(), "{:?} could be shared", others);
+                            open.push(Open { device, vm, at, bytes, range });
+                        }
+                        Err(_) => prop_assert!(others.is_empty() && u64::from(run) < entries),
+                    }
+                }
+                Step::Close { window } if !open.is_empty() => {
+                    let Open { device, range, .. } = open.swap_remove(window.index(open.len()));
+                    tables.give_back_window(Some(device), range);
+                }
+                Step::Keep { window } if !open.is_empty() => {
+                    let range = open[window.index(open.len())].range;
+                    tables.keep_window(range);
+                    kept.insert(range.first, range.entries);
+                }
+                _ => {}
+            }
+            let windows: BTreeMap<u32, u32> = open
+                .iter()
+                .map(|it| (it.range.first, it.range.entries))
+                .chain(kept.clone())
+                .collect();
+            let mut taken = [false; ENTRIES as usize];
+            for (&first, &entries) in &windows {
+                let run = &mut taken[first as usize..(first + entries) as usize];
+                prop_assert!(run.iter().all(|taken| !taken), "two windows in one entry");
+                run.fill(true);
+            }
+            let usage = tables.usage();
+            prop_assert_eq!(usage.windows as usize, windows.len());
+            prop_assert_eq!(usage.lut_entries as usize, taken.iter().filter(|it| **it).count());
+            for window in &open {
+                let holders = open.iter().filter(|it| it.range.first == window.range.first);
+                prop_assert_eq!(tables.has_one_holder(window.range), holders.count() == 1);
+            }
+        }
+    }
+}
