@@ -43,6 +43,31 @@ impl MemoryRange {
             writable: true,
         }
     }
+
+    /// Which memory this is, whichever descriptor leads to it.
+    ///
+    /// # Errors
+    /// The error of the system call.
+    pub fn id(&self) -> io::Result<MemoryId> {
+        let status = rustix::fs::fstat(&self.file)?;
+        Ok(MemoryId {
+            file: (status.st_dev, status.st_ino),
+            offset: self.offset,
+            len: self.len,
+            writable: self.writable,
+        })
+    }
+}
+
+/// Two ranges with the same id are the same bytes, with the same rights, while either's file is
+/// open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct MemoryId {
+    /// Device and inode.
+    file: (u64, u64),
+    offset: u64,
+    len: u64,
+    writable: bool,
 }
 
 /// Makes a memfd of `len` zero bytes whose size can never change. `name` shows

@@ -14,6 +14,7 @@ use farside_pci::Bdf;
 use farside_vfio::Function;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::borrower::GuestMemory;
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
 use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{NtbError, PeerSpace};
@@ -47,6 +48,7 @@ struct Shared<F: FunctionOps> {
     window: Arc<BarOf<F>>,
     window_address: BusAddress,
     peer_space: PeerSpace,
+    guest_memory: GuestMemory,
     flush: Arc<dyn Flush>,
     event: TriggerFd,
     state: Mutex<State>,
@@ -111,6 +113,7 @@ impl<F: FunctionOps> Adapter<F> {
                 window,
                 window_address,
                 peer_space,
+                guest_memory: GuestMemory::default(),
                 flush: driver.flush(),
                 event,
                 state: Mutex::new(State {
@@ -275,6 +278,10 @@ impl<F: FunctionOps> Adapter<F> {
     /// windows, requesters and the link to the adapter.
     pub fn with_driver<T>(&self, what: impl FnOnce(&mut dyn NtbDriver) -> T) -> T {
         what(&mut *self.state().driver)
+    }
+
+    pub(crate) fn guest_memory(&self) -> &GuestMemory {
+        &self.shared.guest_memory
     }
 
     pub(crate) fn window(&self) -> &Arc<BarOf<F>> {

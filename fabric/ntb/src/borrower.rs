@@ -1,8 +1,12 @@
 //! The borrower's end of a borrow: guest RAM in the endpoint's domain, and
 //! windows to the device's BARs.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
 use farside_error_chain::Chain;
-use farside_fabric::memory::SharedMemory;
+use farside_fabric::memory::{MemoryId, SharedMemory};
 use farside_fabric::{
     AddressRange, BorrowerDomain, FabricError, MemoryRange, PageCounts, PeerAddress, RangeTable,
     Usage,
@@ -10,12 +14,39 @@ use farside_fabric::{
 use farside_vfio::Function;
 
 use crate::adapter::LutRun;
-use crate::peer_space::endpoint_iova;
+use crate::peer_space::{PeerRange, endpoint_iova};
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// The mappings of one borrow in the domain of this host's NTB endpoint. Dropping it unmaps
-/// everything.
+/// Maximum wait until the other devices that share a mapping have unmapped it, too. A VMM changes
+/// the memory of all its devices at once.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(2500);
+
+/// The memory that the borrows of this host have mapped in the endpoint's domain: the same memory at
+/// the same peer address once, until no borrow maps it.
+#[derive(Debug, Default)]
+pub(crate) struct GuestMemory {
+    rows: Mutex<RangeTable<PeerAddress, Row>>,
+    /// Notified when a row is removed.
+    unmapped: Condvar,
+}
+
+#[derive(Debug)]
+struct Row {
+    id: MemoryId,
+    /// Each borrow that maps it has a clone, made and dropped while the rows are locked.
+    holders: Arc<()>,
+}
+
+impl GuestMemory {
+    fn lock(&self) -> MutexGuard<'_, RangeTable<PeerAddress, Row>> {
+        // Changed in one step, after the domain.
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The mappings of one borrow in the domain of this host's NTB endpoint. Dropping it unmaps what no
+/// other borrow maps.
 ///
 /// The caller allocates peer addresses from [`Adapter::peer_space`], which the borrows of all VMs
 /// of this host share. Scattered host pages are contiguous there.
@@ -25,9 +56,10 @@ pub struct BorrowerNtb<F: FunctionOps = Function> {
     mapped: RangeTable<PeerAddress, Mapped>,
 }
 
-/// For status.
 #[derive(Debug)]
 struct Mapped {
+    holder: Arc<()>,
+    /// For status, as the page size.
     file_offset: u64,
     page_size: u64,
 }
@@ -46,7 +78,26 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         &self.adapter
     }
 
-    /// Unmaps everything.
+    /// Whether everything that is mapped in `window`, by any borrow, is `wanted` there: whether a
+    /// device that may reach that reaches nothing else through the window.
+    pub fn maps_only(&self, window: &PeerRange, wanted: &[(PeerAddress, MemoryRange)]) -> bool {
+        let ids = wanted.iter().filter_map(|(at, memory)| {
+            // A range without an id is like no other.
+            Some((*at, memory.id().ok()?))
+        });
+        let ids: BTreeMap<PeerAddress, MemoryId> = ids.collect();
+        let rows = self.adapter.guest_memory().lock();
+        let in_window = |at: PeerAddress| {
+            at.offset_from(window.start())
+                .is_some_and(|offset| offset < window.len())
+        };
+        let mut mapped = rows.rows().iter();
+        mapped.all(|(range, row)| {
+            !in_window(range.start()) || ids.get(&range.start()) == Some(&row.id)
+        })
+    }
+
+    /// Unmaps everything that no other borrow maps. For a borrow whose windows are closed.
     ///
     /// # Errors
     /// System errors; as much as possible is unmapped then.
@@ -54,8 +105,8 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         let all: Vec<_> = self.mapped.rows().iter().map(|(range, _)| *range).collect();
         let mut result = Ok(());
         for range in all {
-            let unmapped = self.unmap_row(range);
-            result = result.and(unmapped);
+            let released = self.release(range);
+            result = result.and(released.map(drop));
         }
         result
     }
@@ -71,11 +122,22 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         usage
     }
 
-    fn unmap_row(&mut self, range: AddressRange<PeerAddress>) -> Result<(), FabricError> {
-        let domain = self.adapter.function().domain();
-        domain.unmap(endpoint_iova(range.start()), range.len())?;
+    /// Ends the use of a mapping, and unmaps it if no other borrow uses it. What is returned is alive
+    /// until it is unmapped.
+    fn release(&mut self, range: AddressRange<PeerAddress>) -> Result<Weak<()>, FabricError> {
+        let memory = self.adapter.guest_memory();
+        let mut rows = memory.lock();
+        let mapped = self.mapped.inside(range)?.first();
+        let alive = mapped.map_or_else(Weak::new, |(_, mapped)| Arc::downgrade(&mapped.holder));
+        // That of the row, and this borrow's.
+        if alive.strong_count() == 2 {
+            let domain = self.adapter.function().domain();
+            domain.unmap(endpoint_iova(range.start()), range.len())?;
+            rows.unmap(range)?;
+        }
         self.mapped.unmap(range)?;
-        Ok(())
+        memory.unmapped.notify_all();
+        Ok(alive)
     }
 }
 
@@ -88,28 +150,63 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
             len: memory.len,
             source,
         })?;
-        let slice = shared.slice(0, shared.len());
-        // Unreachable: the range covers all mappings.
-        let slice = slice.ok_or(FabricError::BadRange {
-            space: "memory",
-            start: 0,
+        let id = memory.id().map_err(|source| FabricError::Memory {
+            offset: memory.offset,
             len: memory.len,
+            source,
         })?;
-        let domain = self.adapter.function().domain();
-        domain.map(endpoint_iova(at), &slice, memory.writable)?;
+        let mut rows = self.adapter.guest_memory().lock();
+        let same = rows
+            .find(at)
+            .filter(|(other, row)| *other == range && row.id == id);
+        let holder = match same {
+            Some((_, row)) => Arc::clone(&row.holders),
+            None => {
+                rows.check(range)?;
+                let slice = shared.slice(0, shared.len());
+                // Unreachable: the range covers all mappings.
+                let slice = slice.ok_or(FabricError::BadRange {
+                    space: "memory",
+                    start: 0,
+                    len: memory.len,
+                })?;
+                let domain = self.adapter.function().domain();
+                domain.map(endpoint_iova(at), &slice, memory.writable)?;
+                let holders = Arc::new(());
+                let holder = Arc::clone(&holders);
+                rows.map(range, Row { id, holders })?;
+                holder
+            }
+        };
         let row = Mapped {
+            holder,
             file_offset: memory.offset,
             page_size: shared.page_size(),
         };
         self.mapped.map(range, row)
     }
 
+    /// Waits until the other borrows have unmapped it, too: their window is this one's.
     fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
         let inside = self.mapped.inside(AddressRange::new(at, len)?)?;
         let ranges: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
-        ranges
-            .into_iter()
-            .try_for_each(|range| self.unmap_row(range))
+        let released = ranges.into_iter().map(|range| self.release(range));
+        let alive = released.collect::<Result<Vec<_>, _>>()?;
+        let memory = self.adapter.guest_memory();
+        let is_mapped = |_: &mut _| alive.iter().any(|row| row.strong_count() > 0);
+        let waited = memory
+            .unmapped
+            .wait_timeout_while(memory.lock(), OTHERS_TIMEOUT, is_mapped);
+        let (_rows, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        match waited.timed_out() {
+            false => Ok(()),
+            true => Err(NtbError::StillMapped {
+                at,
+                len,
+                waited: OTHERS_TIMEOUT,
+            }
+            .into()),
+        }
     }
 }
 

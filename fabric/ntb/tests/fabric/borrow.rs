@@ -410,3 +410,118 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     let window = path.open_window(Iova::new(0), peer_address, MIB).unwrap();
     assert_eq!(window.first_lut_entry, 2);
 }
+
+#[test]
+fn the_devices_of_a_vm_share_mappings_and_lut_entries() {
+    let world = World::small();
+    let [a, b] = world.start_both();
+    let (memory, view) = ram(4 * MIB);
+    let range = a.peer_space().take(4 * MIB).unwrap();
+    let devices = [1, 2].map(|bus| ModelFunction::device(bus, &[]));
+    let mut guests = [0, 1].map(|_| BorrowerNtb::new(&a));
+    let mut paths = [("one", 0), ("two", 1)]
+        .map(|(name, device)| b.attach(name, "vm", devices[device].clone()).unwrap());
+    for (guest, path) in guests.iter_mut().zip(&mut paths) {
+        assert!(guest.maps_only(&range, &[(range.start(), memory.clone())]));
+        guest.map(range.start(), memory.clone()).unwrap();
+        path.open_window(Iova::new(0), range.start(), 4 * MIB)
+            .unwrap();
+    }
+    let domain = &world.hosts[0].domain;
+    assert_eq!(domain.ranges(), [(range.start().get(), 4 * MIB)]);
+    let usage = b.usage();
+    assert_eq!((usage.windows, usage.lut_entries), (1, 4));
+    assert_eq!(
+        paths.each_ref().map(|path| path.usage().lut_entries),
+        [4, 4]
+    );
+    for (device, byte) in devices.iter().zip([0x5a, 0xa5]) {
+        device.table().write(MIB, &[byte; 8]).unwrap();
+        let mut found = [0; 8];
+        view.slice(MIB as usize, 8).unwrap().read(&mut found);
+        assert_eq!(found, [byte; 8]);
+    }
+
+    // The first device goes: the second reaches the memory as before.
+    let [first, second] = paths;
+    let [first_guest, second_guest] = guests;
+    drop((first, first_guest));
+    assert_eq!(devices[0].table().write(MIB, &[1; 8]), None);
+    devices[1].table().write(MIB, &[1; 8]).unwrap();
+    assert_eq!(b.usage().lut_entries, 4);
+    drop((second, second_guest));
+    assert_eq!((b.usage().lut_entries, domain.ranges()), (0, vec![]));
+}
+
+#[test]
+fn other_memory_or_rights_at_shared_addresses_are_refused() {
+    let world = World::small();
+    let [a, _b] = world.start_both();
+    let (memory, _view) = ram(4 * MIB);
+    let range = a.peer_space().take(8 * MIB).unwrap();
+    let at = range.start();
+    let mut first = BorrowerNtb::new(&a);
+    first.map(at, memory.clone()).unwrap();
+    let read_only = MemoryRange {
+        writable: false,
+        ..memory.clone()
+    };
+    let half = MemoryRange {
+        len: 2 * MIB,
+        ..memory.clone()
+    };
+    let mut second = BorrowerNtb::new(&a);
+    for other in [read_only, half, ram(4 * MIB).0] {
+        assert!(!second.maps_only(&range, &[(at, other.clone())]));
+        let error = second.map(at, other).unwrap_err();
+        assert!(matches!(error, FabricError::Overlap { .. }), "{error}");
+    }
+    assert!(!second.maps_only(&range, &[]));
+    // It may map more than the other: that one's device can reach it, as in one container of VFIO.
+    let above = at.checked_add(4 * MIB).unwrap();
+    let wanted = [(at, memory.clone()), (above, ram(4 * MIB).0)];
+    assert!(second.maps_only(&range, &wanted));
+    let elsewhere = a.peer_space().take(MIB).unwrap();
+    assert!(second.maps_only(&elsewhere, &[]));
+}
+
+#[test]
+fn an_unmap_waits_for_the_other_devices() {
+    let world = World::small();
+    let [a, _b] = world.start_both();
+    let (memory, _view) = ram(4 * MIB);
+    let range = a.peer_space().take(4 * MIB).unwrap();
+    let at = range.start();
+    let domain = &world.hosts[0].domain;
+    let mut guests = [0, 1, 2].map(|_| BorrowerNtb::new(&a));
+    for guest in &mut guests {
+        guest.map(at, memory.clone()).unwrap();
+    }
+    let [first, second, third] = &mut guests;
+    std::thread::scope(|scope| {
+        for guest in [first, second] {
+            scope.spawn(move || {
+                guest.unmap(at, 4 * MIB).unwrap();
+                assert!(domain.ranges().is_empty(), "it is still mapped");
+            });
+        }
+        // Closing a path counts as unmapping.
+        third.unmap_all().unwrap();
+    });
+    // It can be mapped again, with other rights.
+    let [first, second, _] = &mut guests;
+    let read_only = MemoryRange {
+        writable: false,
+        ..memory
+    };
+    first.map(at, read_only.clone()).unwrap();
+    second.map(at, read_only).unwrap();
+    let error = first.unmap(at, 4 * MIB).unwrap_err().to_string();
+    assert!(
+        error.starts_with("another device of the VM still maps the 0x400000 bytes at peer address"),
+        "{error}"
+    );
+    assert_eq!(domain.ranges(), [(at.get(), 4 * MIB)]);
+    second.unmap(at, 4 * MIB).unwrap();
+    assert!(domain.ranges().is_empty());
+}
