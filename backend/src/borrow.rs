@@ -68,6 +68,7 @@ pub(crate) mod memory_limit;
 mod page_pins;
 pub(crate) mod path;
 pub(crate) mod peer_mapper;
+pub(crate) mod vm_memory;
 pub(crate) mod worker;
 
 use std::{os::fd::OwnedFd, sync::Arc};

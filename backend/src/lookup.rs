@@ -18,7 +18,11 @@ use farside_ntb::Adapter;
 
 use crate::{
     Config, ReleaseHook, StartError,
-    borrow::{memory_limit::MemoryLimit, worker::Settings},
+    borrow::{
+        memory_limit::MemoryLimit,
+        vm_memory::{PeerWindows, VmMemory},
+        worker::Settings,
+    },
     device::{Device, DeviceError},
     helper::Helper,
     server::DeviceServer,
@@ -31,11 +35,14 @@ pub(crate) struct Lookup {
     lenders: Vec<Address>,
     dialer: Dialer,
     helper: Option<Helper>,
-    ntb: Option<Adapter>,
+    /// With the windows of devices that are reached through it.
+    ntb: Option<(Adapter, PeerWindows)>,
     fences: Option<PathBuf>,
     interrupts: Interrupts,
     pin_policy: PinPolicy,
-    memory: MemoryLimit,
+    memory: VmMemory,
+    /// Those of other devices.
+    windows: PeerWindows,
     ram: Vec<RamRange>,
     open_timeout: Duration,
     message_timeout: Duration,
@@ -59,11 +66,15 @@ impl Lookup {
                 None => Dialer::new(&config.pki),
             },
             helper: config.helper.clone(),
-            ntb,
+            windows: PeerWindows::default(),
+            ntb: ntb.map(|ntb| {
+                let windows = PeerWindows::new(ntb.peer_space().clone());
+                (ntb, windows)
+            }),
             fences: config.fences.clone(),
             interrupts: config.interrupts,
             pin_policy: config.pin_policy,
-            memory: MemoryLimit::new(config.memory),
+            memory: VmMemory::new(MemoryLimit::new(config.memory)),
             ram: config.ram.clone(),
             open_timeout: config.open_timeout,
             message_timeout: config.message_timeout,
@@ -92,15 +103,16 @@ impl Lookup {
     /// Creates a device's socket and server.
     pub(crate) fn serve(&self, id: &DeviceId, found: Found) -> Result<DeviceServer, StartError> {
         let Found { lender, described } = found;
+        let (ntb, windows) = match (lender.route(), &self.ntb) {
+            (Route::Ntb, Some((adapter, windows))) => (Some(adapter.clone()), windows),
+            _ => (None, &self.windows),
+        };
         let settings = Settings {
             vm: self.vm.clone(),
             device: id.to_owned(),
             // Eventfds cannot be sent to another host.
             relay_interrupts: self.interrupts == Interrupts::Relayed || lender.is_tcp(),
-            ntb: match lender.route() {
-                Route::Memory => None,
-                Route::Ntb => self.ntb.clone(),
-            },
+            ntb,
             route: lender.route(),
             lender,
             dialer: self.dialer.clone(),
@@ -108,6 +120,7 @@ impl Lookup {
             fences: self.fences.clone(),
             pin_policy: self.pin_policy,
             memory: self.memory.clone(),
+            windows: windows.clone(),
             open_timeout: self.open_timeout,
             message_timeout: self.message_timeout,
             release: self.release.clone(),
@@ -173,7 +186,7 @@ impl Lookup {
         if self.ram.is_empty() {
             return Ok(());
         }
-        if let (Route::Ntb, Some(ntb)) = (lender.route(), &self.ntb) {
+        if let (Route::Ntb, Some((ntb, _))) = (lender.route(), &self.ntb) {
             let spans: Vec<u64> = self.ram.iter().map(|range| range.len).collect();
             ntb.check_ram(&spans)?;
         }

@@ -9,8 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::memory::create_sealed;
-use farside_lender_protocol::{Channel, ChannelError, Client, Route, Secret, registers::Event};
+use farside_fabric::{Iova, PeerAddress, memory::create_sealed};
+use farside_lender_protocol::{
+    Channel, ChannelError, Client, Resource, Route, Secret, registers::Event,
+};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
@@ -267,6 +269,34 @@ fn the_end_of_a_worker_costs_its_own_lease_only() {
     drop(other);
     assert_closed(&mut others);
     until(|| lender.holder("dma1").is_none());
+}
+
+#[test]
+fn workers_of_one_vm_share_lut_entries_until_the_last_is_gone() {
+    let lender = Lender::start();
+    let lut_entries = || {
+        let limits = lender.client(None).limits_in_use().expect("an operator");
+        let mut limits = limits.into_iter();
+        let found = limits.find(|limit| limit.resource == Resource::LutEntries);
+        found.expect("an adapter").used
+    };
+    // Two entries, at the same peer address for all.
+    let open = |device, vm| {
+        let (mut client, registers) = borrow(&lender, device, vm);
+        let taken = client.open_window(Iova::new(0), PeerAddress::new(1 << 40), 256 << 20);
+        assert_eq!(taken.expect("room"), 2);
+        (client, registers)
+    };
+    let _first = open("dma0", "web1");
+    let (mut second, _registers) = open("dma1", "web1");
+    assert_eq!(lut_entries(), 2);
+    let _other = open("disk0", "web2");
+    assert_eq!(lut_entries(), 4);
+    lender.worker("dma0").kill(Signal::KILL);
+    until(|| lender.holder("dma0").is_none());
+    assert_eq!(lut_entries(), 4);
+    second.close_window(Iova::new(0)).expect("it is open");
+    assert_eq!(lut_entries(), 2);
 }
 
 #[test]

@@ -13,12 +13,12 @@ use std::{
 
 use farside_fabric::{
     MemoryRange,
-    pin::{PinOptions, PinReport, Pins},
+    pin::{PinOptions, PinReport},
 };
 
 use super::{
     error::PathError,
-    memory_limit::{Counted, MemoryLimit},
+    vm_memory::{SharedPins, VmMemory},
 };
 
 /// Minimum chunk size: a huge page, which is pinned in one step.
@@ -39,20 +39,18 @@ pub(crate) struct PagePins {
 struct Chunks {
     /// Bytes per chunk.
     size: u64,
-    pins: BTreeMap<u64, Pins>,
+    pins: BTreeMap<u64, Arc<SharedPins>>,
     /// Keeps the address, which is the key, from being reused.
     _file: Arc<File>,
-    _counted: Option<Counted>,
 }
 
 impl Chunks {
-    fn new(file: &Arc<File>, file_size: u64, counted: Option<Counted>) -> Self {
+    fn new(file: &Arc<File>, file_size: u64) -> Self {
         let least = (file_size / MAX_CHUNKS).checked_next_power_of_two();
         Self {
             size: least.unwrap_or(1 << 63).max(CHUNK),
             pins: BTreeMap::new(),
             _file: Arc::clone(file),
-            _counted: counted,
         }
     }
 }
@@ -68,17 +66,14 @@ impl PagePins {
         &mut self,
         memory: &MemoryRange,
         pinning: &PinOptions<'_>,
-        limit: &MemoryLimit,
+        vm: &VmMemory,
     ) -> Result<(), PathError> {
         let end = memory.offset + memory.len;
         let file_size = || memory.file.metadata().map_or(end, |file| file.len());
         let address = Arc::as_ptr(&memory.file) as usize;
         let chunks = match self.files.entry(address) {
             Entry::Occupied(chunks) => chunks.into_mut(),
-            Entry::Vacant(place) => {
-                let counted = limit.take(&memory.file)?;
-                place.insert(Chunks::new(&memory.file, file_size(), counted))
-            }
+            Entry::Vacant(place) => place.insert(Chunks::new(&memory.file, file_size())),
         };
         let size = chunks.size;
         for number in memory.offset / size..end.div_ceil(size) {
@@ -92,7 +87,7 @@ impl PagePins {
                 len: size.min(file_size().saturating_sub(offset)),
                 ..memory.clone()
             };
-            let pins = Pins::new(std::slice::from_ref(&chunk), pinning)?;
+            let pins = vm.lock().pin(&chunk, pinning)?;
             self.report.bytes_pinned += pins.report().bytes_pinned;
             self.report.bytes_locked += pins.report().bytes_locked;
             chunks.pins.insert(number, pins);
@@ -119,11 +114,11 @@ mod tests {
         let file = Arc::new(File::from(create_sealed("guest", PAGE).unwrap()));
         for shift in 12..=62 {
             let size = 1 << shift;
-            let chunk = Chunks::new(&file, size, None).size;
+            let chunk = Chunks::new(&file, size).size;
             assert!(chunk >= CHUNK && size / chunk <= MAX_CHUNKS, "{size}");
         }
-        assert_eq!(Chunks::new(&file, 8 << 30, None).size, CHUNK);
-        assert_eq!(Chunks::new(&file, 64 << 30, None).size, 16 << 20);
+        assert_eq!(Chunks::new(&file, 8 << 30).size, CHUNK);
+        assert_eq!(Chunks::new(&file, 64 << 30).size, 16 << 20);
     }
 
     #[test]
@@ -131,7 +126,7 @@ mod tests {
         let file = create_sealed("guest", CHUNK + 3 * PAGE).unwrap();
         let file = Arc::new(File::from(file));
         let options = PinOptions::new(PinPolicy::Prefer);
-        let limit = MemoryLimit::default();
+        let vm = VmMemory::default();
         let mut pins = PagePins::default();
         let page = |offset, len| MemoryRange {
             file: Arc::clone(&file),
@@ -141,15 +136,15 @@ mod tests {
         };
         let pinned = |pins: &PagePins| pins.report().bytes_pinned;
         for offset in [0, PAGE, CHUNK - PAGE, 0] {
-            pins.pin(&page(offset, PAGE), &options, &limit).unwrap();
+            pins.pin(&page(offset, PAGE), &options, &vm).unwrap();
             assert_eq!(pinned(&pins), CHUNK);
         }
         // Across the chunk boundary, into the file's last, short chunk.
-        pins.pin(&page(CHUNK - PAGE, 2 * PAGE), &options, &limit)
+        pins.pin(&page(CHUNK - PAGE, 2 * PAGE), &options, &vm)
             .unwrap();
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
         // Beyond the end of the file: refused without side effects.
-        assert!(pins.pin(&page(2 * CHUNK, PAGE), &options, &limit).is_err());
+        assert!(pins.pin(&page(2 * CHUNK, PAGE), &options, &vm).is_err());
         assert_eq!(pinned(&pins), CHUNK + 3 * PAGE);
         assert!(PagePins::fits(PAGE) && !PagePins::fits(CHUNK));
     }

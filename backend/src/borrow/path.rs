@@ -5,16 +5,17 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use farside_fabric::{
     Iova, MemoryRange, PeerAddress,
-    pin::{PinOptions, PinProgress, Pins},
+    pin::{PinOptions, PinProgress},
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
 use farside_lender_protocol::{CallError, Client};
+use farside_ntb::PeerRange;
 
 use super::{
     error::PathError,
-    memory_limit::{Counted, MemoryLimit},
     page_pins::PagePins,
-    peer_mapper::{PEER_STEP, PeerMapper, PeerReservation},
+    peer_mapper::PeerMapper,
+    vm_memory::{LockedMemory, PeerWindows, SharedPins, VmMemory},
 };
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
@@ -37,20 +38,8 @@ struct Segment {
     range: GpaRange,
     /// Its mappings in the borrower's domain: one piece for each window that spans it.
     pieces: Vec<Piece>,
-    pins: SegmentPins,
-}
-
-/// Owner of the pins of a mapping.
-#[derive(Default)]
-enum SegmentPins {
-    /// [`PagePins`], for a page behind a vIOMMU, until the path closes.
-    #[default]
-    Path,
-    /// The segment, as long as it is mapped.
-    Own {
-        pins: Pins,
-        _counted: Option<Counted>,
-    },
+    /// `None` for a page behind a vIOMMU: [`PagePins`] has it pinned until the path closes.
+    pins: Option<Arc<SharedPins>>,
 }
 
 #[derive(Clone, Copy)]
@@ -59,10 +48,33 @@ struct Piece {
     peer_address: PeerAddress,
 }
 
+impl Piece {
+    /// The part of `range` in a window that is at `peer` in the borrower's domain.
+    fn new(window: GpaRange, peer: &PeerRange, range: GpaRange) -> Option<Self> {
+        let start = window.start().max(range.start());
+        let end = window.end().min(range.end());
+        let skip = start.offset_from(window.start())?;
+        Some(Self {
+            range: GpaRange::between(start, end).ok()?,
+            peer_address: peer.start().checked_add(skip)?,
+        })
+    }
+
+    /// The piece of `memory`, which is mapped from `start` on.
+    fn of(&self, memory: &MemoryRange, start: Gpa) -> MemoryRange {
+        MemoryRange {
+            file: Arc::clone(&memory.file),
+            offset: memory.offset + (self.range.start().get() - start.get()),
+            len: self.range.len(),
+            writable: memory.writable,
+        }
+    }
+}
+
 /// A window, and its place in the borrower's domain.
 struct Window {
     range: GpaRange,
-    peer_address: PeerReservation,
+    peer: Arc<PeerRange>,
     lut_entries: u32,
 }
 
@@ -70,8 +82,8 @@ struct Window {
 #[derive(Default)]
 pub(crate) struct OpenPath {
     peer_mapper: PeerMapper,
-    /// The limit on the guest memory that is pinned.
-    limit: MemoryLimit,
+    vm: VmMemory,
+    vm_windows: PeerWindows,
     segments: BTreeMap<Gpa, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
@@ -90,7 +102,7 @@ struct Adding {
     windows: Vec<Gpa>,
     /// Its pieces that the borrower's domain maps.
     pieces: Vec<Piece>,
-    pins: SegmentPins,
+    pins: Option<Arc<SharedPins>>,
 }
 
 /// Granularity of windows for pages until a window has shown the size of the lender's LUT entries;
@@ -102,12 +114,14 @@ impl OpenPath {
     /// [`page_window`](Self::page_window) of an earlier path.
     pub(crate) fn new(
         peer_mapper: PeerMapper,
-        limit: MemoryLimit,
+        vm: VmMemory,
+        vm_windows: PeerWindows,
         page_window: Option<u64>,
     ) -> Self {
         Self {
             peer_mapper,
-            limit,
+            vm,
+            vm_windows,
             page_window,
             ..Self::default()
         }
@@ -122,7 +136,8 @@ impl OpenPath {
     /// error the path may be partly open; the caller closes it.
     ///
     /// Windows come first, so that a guest that does not fit is refused before the slow pinning of
-    /// its RAM. Bus mastering is disabled meanwhile.
+    /// its RAM. Bus mastering is disabled meanwhile. Other devices of the VM may pin theirs, which is
+    /// the same, as soon as this one has.
     ///
     /// The plan covers guest RAM. Behind a vIOMMU there are only pages, such as those of queues
     /// that outlive a controller reset; they are mapped one by one.
@@ -131,6 +146,7 @@ impl OpenPath {
         client: &mut Client,
         plan: &Plan,
         mappings: &[Mapping],
+        mut memory: LockedMemory<'_>,
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
         let shared = || mappings.iter().filter(|mapping| mapping.is_shared());
@@ -138,17 +154,18 @@ impl OpenPath {
             mapping.range.start() <= LOW_MEMORY || !PagePins::fits(mapping.range.len())
         };
         if !shared().any(is_ram) {
+            drop(memory);
             return shared().try_for_each(|mapping| self.map(client, mapping, pinning));
         }
         for window in &plan.windows {
-            self.open_window(client, window.range)?;
+            self.open_shared_window(client, window.range, mappings)?;
         }
         // All of it first, so that none of too much is populated.
-        let counted = shared().filter_map(Mapping::memory);
-        let counted = counted.map(|memory| self.limit.take(&memory.file));
-        let _counted = counted.collect::<Result<Vec<_>, _>>()?;
+        let all: Vec<_> = shared().filter_map(Mapping::memory).collect();
+        let counted = memory.count(all.iter())?;
         let total = plan.ram_bytes();
         let mut before = 0;
+        let mut pinned = Vec::new();
         for mapping in shared() {
             // `at` counts one mapping; report the progress of all guest RAM.
             let show = |at: PinProgress| {
@@ -161,8 +178,14 @@ impl OpenPath {
                 progress: Some(&show),
                 ..*pinning
             };
-            self.add(client, mapping, &pinning, false)?;
+            if let Some(range) = self.reachable(mapping) {
+                pinned.push((mapping, memory.pin(&range, &pinning)?));
+            }
             before += mapping.range.len();
+        }
+        drop((memory, counted));
+        for (mapping, pins) in pinned {
+            self.add(client, mapping, Some(pins))?;
         }
         Ok(())
     }
@@ -185,15 +208,21 @@ impl OpenPath {
             while let Some(&gap) = self.without_window(mapping.range).first() {
                 match paged && self.keeps_windows() {
                     true => self.open_page_windows(client, gap)?,
-                    // An IOVA does not correspond to an offset in the file.
-                    false => {
-                        let region = mapping.region().filter(|_| !paged);
-                        self.open_new_window(client, gap, region)?;
-                    }
+                    false => self.open_new_window(client, gap, mapping, paged)?,
                 }
             }
         }
-        self.add(client, mapping, pinning, paged)
+        let Some(memory) = self.reachable(mapping) else {
+            return Ok(());
+        };
+        let pins = match paged && PagePins::fits(memory.len) {
+            true => {
+                self.page_pins.pin(&memory, pinning, &self.vm)?;
+                None
+            }
+            false => Some(self.vm.lock().pin(&memory, pinning)?),
+        };
+        self.add(client, mapping, pins)
     }
 
     /// Whether a mapping is of pages behind a vIOMMU: without one, every guest has RAM at 1 MiB.
@@ -220,7 +249,7 @@ impl OpenPath {
             if !window.overlaps(range) {
                 continue;
             }
-            match self.open_window(client, window) {
+            match self.open_own_window(client, window) {
                 Ok(()) => {
                     if let Some(opened) = self.windows.last() {
                         let segment = opened.range.len() / u64::from(opened.lut_entries.max(1));
@@ -232,7 +261,7 @@ impl OpenPath {
                     // Make room: close the windows kept open for later pages.
                     self.close_empty(client)?;
                     let mut gaps = self.without_window(range).into_iter();
-                    return gaps.try_for_each(|gap| self.open_window(client, gap));
+                    return gaps.try_for_each(|gap| self.open_own_window(client, gap));
                 }
                 Err(error) => return Err(error),
             }
@@ -271,7 +300,7 @@ impl OpenPath {
             self.windows.retain(|window| window.range.start() != start);
             self.adding.windows.pop();
         }
-        self.adding.pins = SegmentPins::default();
+        self.adding.pins = None;
         let start = mapping.range.start();
         self.unreachable.insert(start, mapping.range.len());
         Ok(())
@@ -282,12 +311,19 @@ impl OpenPath {
         &mut self,
         client: &mut Client,
         ram: GpaRange,
-        region: Option<GpaRange>,
+        mapping: &Mapping,
+        paged: bool,
     ) -> Result<(), PathError> {
+        // An IOVA does not correspond to an offset in the file.
+        let region = mapping.region().filter(|_| !paged);
         let open: Vec<_> = self.windows.iter().map(|window| window.range).collect();
         let mut refused = None;
         for span in spans(ram, region, &open) {
-            match self.open_window(client, span) {
+            let opened = match paged {
+                true => self.open_own_window(client, span),
+                false => self.open_shared_window(client, span, std::slice::from_ref(mapping)),
+            };
+            match opened {
                 Ok(()) => {
                     self.adding.windows.push(span.start());
                     return Ok(());
@@ -316,7 +352,7 @@ impl OpenPath {
             self.peer_mapper
                 .unmap(client, piece.peer_address, piece.range.len())?;
         }
-        let paged = matches!(segment.pins, SegmentPins::Path);
+        let paged = segment.pins.is_none();
         self.segments.remove(&start);
         if !(paged && self.keeps_windows()) {
             self.close_empty(client)?;
@@ -329,10 +365,8 @@ impl OpenPath {
             let own = self
                 .segments
                 .values()
-                .filter_map(|segment| match &segment.pins {
-                    SegmentPins::Own { pins, .. } => Some(pins.report()),
-                    SegmentPins::Path => None,
-                });
+                .filter_map(|segment| segment.pins.as_ref())
+                .map(|pins| pins.report());
             own.chain([self.page_pins.report()])
         };
         OpenReport {
@@ -344,36 +378,28 @@ impl OpenPath {
         }
     }
 
-    /// Pins a mapping and maps it in its windows. Parts outside all windows are beyond the
-    /// addresses that any device can use.
+    /// The memory of a mapping, unless that is outside all windows: beyond the addresses that any
+    /// device can use.
+    fn reachable(&self, mapping: &Mapping) -> Option<MemoryRange> {
+        let memory = mapping.memory();
+        memory.filter(|_| !self.pieces(mapping.range).is_empty())
+    }
+
+    /// Maps a pinned mapping in its windows.
     fn add(
         &mut self,
         client: &mut Client,
         mapping: &Mapping,
-        pinning: &PinOptions<'_>,
-        paged: bool,
+        pins: Option<Arc<SharedPins>>,
     ) -> Result<(), PathError> {
+        self.adding.pins = pins;
         let pieces = self.pieces(mapping.range);
-        let Some(memory) = mapping.memory().filter(|_| !pieces.is_empty()) else {
+        let Some(memory) = mapping.memory() else {
             return Ok(());
         };
-        match paged && PagePins::fits(memory.len) {
-            true => self.page_pins.pin(&memory, pinning, &self.limit)?,
-            false => {
-                self.adding.pins = SegmentPins::Own {
-                    _counted: self.limit.take(&memory.file)?,
-                    pins: Pins::new(std::slice::from_ref(&memory), pinning)?,
-                };
-            }
-        }
         let start = mapping.range.start();
         for piece in &pieces {
-            let part = MemoryRange {
-                file: Arc::clone(&memory.file),
-                offset: memory.offset + (piece.range.start().get() - start.get()),
-                len: piece.range.len(),
-                writable: memory.writable,
-            };
+            let part = piece.of(&memory, start);
             let mut done = 0;
             let mapped = self
                 .peer_mapper
@@ -393,12 +419,41 @@ impl OpenPath {
         Ok(())
     }
 
-    fn open_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
-        let peer_address = self
-            .peer_mapper
-            .take(range.len(), || self.free_peer_address(range.len()))?;
+    /// Opens a window over guest RAM, of which the device maps `mappings`, at the peer addresses of
+    /// another device's window if this one may use those.
+    fn open_shared_window(
+        &mut self,
+        client: &mut Client,
+        range: GpaRange,
+        mappings: &[Mapping],
+    ) -> Result<(), PathError> {
+        let peer = self.vm_windows.share(range, |open| {
+            let wanted = mappings.iter().filter_map(|mapping| {
+                let piece = Piece::new(range, open, mapping.range)?;
+                let memory = piece.of(&mapping.memory()?, mapping.range.start());
+                Some((piece.peer_address, memory))
+            });
+            let wanted: Vec<_> = wanted.collect();
+            self.peer_mapper.fits(open, &wanted)
+        })?;
+        self.open_window(client, range, peer)
+    }
+
+    /// Opens a window that no other device uses, as behind a vIOMMU, where each device has addresses
+    /// of its own.
+    fn open_own_window(&mut self, client: &mut Client, range: GpaRange) -> Result<(), PathError> {
+        let peer = self.vm_windows.take(range)?;
+        self.open_window(client, range, peer)
+    }
+
+    fn open_window(
+        &mut self,
+        client: &mut Client,
+        range: GpaRange,
+        peer: Arc<PeerRange>,
+    ) -> Result<(), PathError> {
         let iova = window_iova(range.start());
-        let opened = client.open_window(iova, peer_address.start, range.len());
+        let opened = client.open_window(iova, peer.start(), range.len());
         let (lut_entries, late) = match opened {
             Ok(lut_entries) => (lut_entries, Ok(())),
             // The lender may have opened it: its peer addresses stay reserved until the path
@@ -408,44 +463,18 @@ impl OpenPath {
         };
         self.windows.push(Window {
             range,
-            peer_address,
+            peer,
             lut_entries,
         });
         Ok(late?)
     }
 
-    /// The lowest free range in the borrower's domain.
-    fn free_peer_address(&self, len: u64) -> PeerAddress {
-        let taken = self.windows.iter();
-        let mut taken: Vec<_> = taken
-            .map(|window| {
-                let start = window.peer_address.start.get();
-                (start, start.saturating_add(steps(window.range.len())))
-            })
-            .collect();
-        taken.sort_unstable();
-        let mut free = PEER_STEP;
-        for (start, end) in taken {
-            if free.saturating_add(steps(len)) <= start {
-                break;
-            }
-            free = end;
-        }
-        PeerAddress::new(free)
-    }
-
     /// Splits `range` at window boundaries and returns the parts with their peer addresses.
     fn pieces(&self, range: GpaRange) -> Vec<Piece> {
-        let part = |window: &Window| {
-            let start = window.range.start().max(range.start());
-            let end = window.range.end().min(range.end());
-            let skip = start.offset_from(window.range.start())?;
-            Some(Piece {
-                range: GpaRange::between(start, end).ok()?,
-                peer_address: window.peer_address.start.checked_add(skip)?,
-            })
-        };
-        self.windows.iter().filter_map(part).collect()
+        let windows = self.windows.iter();
+        windows
+            .filter_map(|window| Piece::new(window.range, &window.peer, range))
+            .collect()
     }
 
     /// The parts of `range` that no window spans.
@@ -477,14 +506,10 @@ fn whole_units(range: GpaRange, unit: u64) -> GpaRange {
     whole.unwrap_or(range)
 }
 
-/// `len` in whole steps.
-fn steps(len: u64) -> u64 {
-    len.checked_next_multiple_of(PEER_STEP).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::borrow::vm_memory::PEER_STEP;
 
     fn range(start: u64, end: u64) -> GpaRange {
         GpaRange::between(Gpa::new(start), Gpa::new(end)).unwrap()
@@ -494,10 +519,10 @@ mod tests {
         let mut path = OpenPath::default();
         for &(start, end) in windows {
             let range = range(start, end);
-            let peer_address = PeerReservation::at(path.free_peer_address(range.len()));
+            let peer = path.vm_windows.take(range).unwrap();
             path.windows.push(Window {
                 range,
-                peer_address,
+                peer,
                 lut_entries: 1,
             });
         }
@@ -550,7 +575,7 @@ mod tests {
             let segment = Segment {
                 range,
                 pieces: Vec::new(),
-                pins: SegmentPins::Path,
+                pins: None,
             };
             path.segments.insert(range.start(), segment);
         };
@@ -562,25 +587,5 @@ mod tests {
         assert!(!path.is_page(range(0xc_0000, 0xc_4000)));
         insert(&mut path, range(0x10_0000, 0x4000_0000));
         assert!(!path.is_page(page));
-    }
-
-    #[test]
-    fn peer_addresses_are_used_again() {
-        let mut path = open(&[
-            (0, 0x1000),
-            (0x1000, 3 * PEER_STEP),
-            (4 * PEER_STEP, 5 * PEER_STEP),
-        ]);
-        let peer_addresses: Vec<_> = path
-            .windows
-            .iter()
-            .map(|window| window.peer_address.start.get())
-            .collect();
-        assert_eq!(peer_addresses, [PEER_STEP, 2 * PEER_STEP, 5 * PEER_STEP]);
-        path.windows.remove(1);
-        let free = |len| path.free_peer_address(len).get();
-        assert_eq!(free(3 * PEER_STEP), 2 * PEER_STEP);
-        assert_eq!(free(3 * PEER_STEP + 1), 6 * PEER_STEP);
-        assert_eq!(free(u64::MAX), 6 * PEER_STEP);
     }
 }

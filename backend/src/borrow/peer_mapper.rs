@@ -8,10 +8,6 @@ use farside_ntb::{Adapter, BorrowerNtb, PeerRange};
 
 use super::error::PathError;
 
-/// Alignment of windows where the borrower chooses peer addresses freely: a multiple of any
-/// adapter's translation alignment.
-pub(super) const PEER_STEP: u64 = 1 << 40;
-
 /// Maps guest RAM at peer addresses.
 #[derive(Default)]
 pub(crate) enum PeerMapper {
@@ -23,13 +19,6 @@ pub(crate) enum PeerMapper {
     LendersIommu,
     /// This backend, in the IOMMU domain of this host's NTB endpoint.
     Ntb(BorrowerNtb),
-}
-
-/// Peer addresses of one window.
-pub(crate) struct PeerReservation {
-    pub(super) start: PeerAddress,
-    /// Set if the addresses are shared between devices: released on drop.
-    _range: Option<PeerRange>,
 }
 
 impl PeerMapper {
@@ -47,22 +36,14 @@ impl PeerMapper {
         !matches!(self, Self::Lender)
     }
 
-    /// Reserves peer addresses for a window; `free` chooses them where they are not shared.
-    pub(super) fn take(
-        &self,
-        len: u64,
-        free: impl FnOnce() -> PeerAddress,
-    ) -> Result<PeerReservation, PathError> {
-        Ok(match self {
-            Self::Lender | Self::LendersIommu => PeerReservation::at(free()),
-            Self::Ntb(domain) => {
-                let range = domain.adapter().peer_space().take(len)?;
-                PeerReservation {
-                    start: range.start(),
-                    _range: Some(range),
-                }
-            }
-        })
+    /// Whether a device that maps `wanted` may use the peer addresses of another device's window:
+    /// whether it reaches nothing else there.
+    pub(super) fn fits(&self, open: &PeerRange, wanted: &[(PeerAddress, MemoryRange)]) -> bool {
+        match self {
+            // Each device has a domain of its own.
+            Self::Lender | Self::LendersIommu => true,
+            Self::Ntb(domain) => domain.maps_only(open, wanted),
+        }
     }
 
     /// Maps `memory`; sets `done` to the number of bytes mapped, also on error.
@@ -114,15 +95,6 @@ impl PeerMapper {
             Self::Ntb(domain) => domain.unmap(peer_address, len)?,
         }
         Ok(())
-    }
-}
-
-impl PeerReservation {
-    pub(super) fn at(start: PeerAddress) -> Self {
-        Self {
-            start,
-            _range: None,
-        }
     }
 }
 

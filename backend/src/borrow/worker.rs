@@ -25,7 +25,11 @@ use farside_lender_protocol::{
 use farside_ntb::Adapter;
 
 use super::{
-    State, Step, bars::BarFile, error::PathError, memory_limit::MemoryLimit, path::OpenReport,
+    State, Step,
+    bars::BarFile,
+    error::PathError,
+    path::OpenReport,
+    vm_memory::{PeerWindows, VmMemory},
 };
 use crate::{ReleaseHook, dma_table::Blocked, helper::Helper};
 use work::Borrower;
@@ -47,8 +51,10 @@ pub(crate) struct Settings {
     /// The file with the fences of the VM.
     pub(crate) fences: Option<PathBuf>,
     pub(crate) pin_policy: PinPolicy,
-    /// The limit on the guest memory that the devices of the VM pin.
-    pub(crate) memory: MemoryLimit,
+    /// The guest memory that the devices of the VM pin.
+    pub(crate) memory: VmMemory,
+    /// The peer addresses of their windows.
+    pub(crate) windows: PeerWindows,
     /// Time after which a bus-master enable is logged as late.
     pub(crate) open_timeout: Duration,
     /// The VMM's request timeout.

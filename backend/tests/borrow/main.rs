@@ -21,4 +21,5 @@ mod quota;
 mod refusals;
 mod revoke;
 mod round_trip;
+mod sharing;
 mod status;

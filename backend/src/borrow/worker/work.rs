@@ -181,8 +181,15 @@ impl Borrower {
     fn enter(&mut self, state: State) {
         self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
             Some((mut lease, path)) => {
-                let limit = || self.settings.memory.clone();
-                let new_path = || OpenPath::new(self.peer_mapper(), limit(), lease.page_window);
+                let new_path = || {
+                    let (vm, windows) = (&self.settings.memory, &self.settings.windows);
+                    OpenPath::new(
+                        self.peer_mapper(),
+                        vm.clone(),
+                        windows.clone(),
+                        lease.page_window,
+                    )
+                };
                 let path = path.unwrap_or_else(new_path);
                 match state {
                     State::Ready => Borrow::Ready(lease, path),
@@ -418,7 +425,10 @@ impl Borrower {
         let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
         let mappings: Vec<Mapping> = memory.iter().cloned().collect();
-        let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
+        let vm = self.settings.memory.clone();
+        let locked = vm.lock();
+        let memory = mappings.iter().filter_map(Mapping::memory);
+        let memory: Vec<_> = memory.filter(|memory| !locked.is_pinned(memory)).collect();
         pin::check(&memory, self.settings.pin_policy).map_err(PathError::from)?;
         let progress = Progress::new(self.name(), &self.settings);
         let show = |at| progress.show(at);
@@ -431,7 +441,7 @@ impl Borrower {
             ..self.pinning(&cancel)
         };
         let (client, path) = self.borrow.path()?;
-        path.open(client, &plan, &mappings, &pinning)?;
+        path.open(client, &plan, &mappings, locked, &pinning)?;
         client.enable_bus_master()?;
         let report = path.report();
         let bme_to_ready_us = started.elapsed().as_micros() as u64;
