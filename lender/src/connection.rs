@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::{
     listening::{PeerCount, PeerLines},
     refusals::invalid,
-    registry::{Lease, Registry},
+    registry::{Lease, Registry, Viewer},
     requests::{ANSWER_TIMEOUT, Answer, Borrow, Pending, answer, viewer},
     server::Devices,
 };
@@ -137,13 +137,17 @@ pub(crate) fn serve(
                 answered
             }
             Ok(Answer::LimitsInUse) => {
-                let is_operator = lender.devices.check_operator(identity).is_ok();
+                let asking = viewer(identity, peer.as_ref());
+                let is_operator = lender.devices.check_operator(&asking).is_ok();
                 Ok(Reply::LimitsInUse(match is_operator {
                     true => lender.limits_in_use(registry),
                     false => Vec::new(),
                 }))
             }
-            Ok(Answer::Operate(request)) => operate(request, &lender.devices, registry, identity),
+            Ok(Answer::Operate(request)) => {
+                let asking = viewer(identity, peer.as_ref());
+                operate(request, &lender.devices, registry, &asking)
+            }
             Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry, lines) {
                 Ok(()) => return,
                 Err((kept, error)) => {
@@ -230,9 +234,10 @@ fn operate(
     request: Request,
     devices: &Devices,
     registry: &Registry,
-    identity: &Identity,
+    asking: &Viewer<'_>,
 ) -> Result<Reply, RemoteError> {
-    devices.check_operator(identity)?;
+    devices.check_operator(asking)?;
+    let identity = asking.identity;
     match request {
         Request::Revoke { device, limit_ms } => {
             let limit = Duration::from_millis(limit_ms);
@@ -266,12 +271,11 @@ fn lend(
         vm,
         route,
         fence,
-        operator,
     }: Borrow,
     registry: &Registry,
     lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
-    let grant = match registry.grant(&device, &vm, fence, operator) {
+    let grant = match registry.grant(&device, &vm, fence) {
         Ok(grant) => grant,
         Err(error) => return Err((connection, error)),
     };

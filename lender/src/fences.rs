@@ -3,7 +3,7 @@
 //! Safe because of the order: a fence is written to the file before it is sent to a peer, and
 //! before the lease of the old host ends.
 
-use std::{cmp::Ordering, collections::BTreeMap, io, path::PathBuf};
+use std::{collections::BTreeMap, io, path::PathBuf};
 
 use farside_daemon::{DeviceId, RateLimit, VmName, files};
 use farside_lender_protocol::{
@@ -44,26 +44,18 @@ struct Kept {
 struct KeptFence {
     #[serde(flatten)]
     fence: Fence,
-    /// None in a file of the former version: only operators pass this fence, by its generation.
+    /// None in a file of the former version: only an operator's handover passes this fence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     secret: Option<Secret>,
 }
 
 impl KeptFence {
     /// Whether `shown` passes this fence.
-    fn is_passed_by(&self, shown: Option<HeldFence>, operator: bool) -> bool {
-        let Some(shown) = shown else {
-            return false;
-        };
-        match shown.generation.cmp(&self.fence.generation) {
-            Ordering::Less => false,
-            // The lender's file was restored from an older copy.
-            Ordering::Greater if operator => true,
-            Ordering::Equal | Ordering::Greater => match self.secret {
-                Some(_) => shown.secret == self.secret,
-                None => operator,
-            },
-        }
+    fn is_passed_by(&self, shown: Option<HeldFence>) -> bool {
+        shown.is_some_and(|shown| {
+            let newest = shown.generation >= self.fence.generation;
+            newest && self.secret.is_some() && shown.secret == self.secret
+        })
     }
 }
 
@@ -132,11 +124,10 @@ impl FenceBook {
         device: &DeviceId,
         vm: &VmName,
         shown: Option<HeldFence>,
-        operator: bool,
     ) -> Result<(), RemoteError> {
         for kept in self.kept(device) {
             let fence = &kept.fence;
-            if fence.vm == *vm && !kept.is_passed_by(shown, operator) {
+            if fence.vm == *vm && !kept.is_passed_by(shown) {
                 return Err(match shown {
                     Some(shown) if shown.generation >= fence.generation => unproven(device, fence),
                     shown => fence.refusal(device, shown.map(|shown| shown.generation)),
@@ -149,38 +140,16 @@ impl FenceBook {
         Ok(())
     }
 
-    /// Records that `vm` has borrowed the device: ends its reservation, and restores a fence that
-    /// was lost with the file, if an operator presents it. From others a fence that is not known
-    /// leaves no trace: it could be made up to lock the VM out.
-    pub(crate) fn borrowed(
-        &mut self,
-        device: &DeviceId,
-        vm: &VmName,
-        shown: Option<HeldFence>,
-        operator: bool,
-    ) {
-        let known = self.kept(device).iter().find(|kept| kept.fence.vm == *vm);
-        let generation = known.map(|known| known.fence.generation);
-        let lost = shown.filter(|shown| operator && Some(shown.generation) > generation);
-        let mut changed = match known {
-            Some(known) if known.fence.reserved || lost.is_some() => known.clone(),
-            None if lost.is_some() => KeptFence {
-                fence: Fence {
-                    vm: vm.to_owned(),
-                    generation: Generation(0),
-                    migration: String::new(),
-                    reserved: false,
-                },
-                secret: None,
-            },
-            _ => return,
+    /// Records that `vm` has borrowed the device: ends its reservation. A fence that it presented and
+    /// that is not known leaves no trace: it could be made up to lock the VM out.
+    pub(crate) fn borrowed(&mut self, device: &DeviceId, vm: &VmName) {
+        let mut kept = self.kept(device).iter();
+        let reserved = kept.find(|kept| kept.fence.vm == *vm && kept.fence.reserved);
+        let Some(mut reserved) = reserved.cloned() else {
+            return;
         };
-        changed.fence.reserved = false;
-        if let Some(HeldFence { generation, secret }) = lost {
-            changed.fence.generation = generation;
-            changed.secret = secret;
-        }
-        if let Err(error) = self.put(device, changed) {
+        reserved.fence.reserved = false;
+        if let Err(error) = self.put(device, reserved) {
             // At worst the reservation reappears after a restart.
             if let Some(held_back) = self.unwritten.allow() {
                 log::warn!("device {device}: {error}{held_back}");
@@ -249,7 +218,7 @@ impl FenceBook {
                     "device {device} is borrowed by VM {vm}: only root and the lender's user, at its UNIX socket, and peers with the option claim in `borrowers` take it from a VM that runs; stop the VM first"
                 ),
             }),
-            Some(known) if known.is_passed_by(claim.supersedes, false) => Ok(()),
+            Some(known) if known.is_passed_by(claim.supersedes) => Ok(()),
             Some(known) => Err(unproven(device, &known.fence)),
         }
     }

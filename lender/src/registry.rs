@@ -172,13 +172,27 @@ pub(crate) struct Viewer<'a> {
 }
 
 impl Viewer<'_> {
+    /// Refuses the connection of a VM, which has the VM's rights alone: the backend that made it may
+    /// have been taken over by its guest. `remedy` names what does instead what is refused.
+    pub(crate) fn names_no_vm(&self, remedy: &str) -> Result<(), RemoteError> {
+        let Some(vm) = self.vm else {
+            return Ok(());
+        };
+        Err(RemoteError {
+            kind: ErrorKind::Denied,
+            message: format!(
+                "this connection's Hello named VM {vm}: it may borrow for that VM, and not take, move or operate devices as its user may; {remedy}, by connections that name no VM"
+            ),
+        })
+    }
+
     fn sees(&self, slot: &Slot) -> bool {
         slot.access.allows(self.identity, self.vm)
     }
 
-    /// The fences of its own VM; operators see all.
+    /// The fences of its own VM; operators' tools see all.
     fn fences(&self, id: &DeviceId, slot: &Slot, fences: &FenceBook) -> Vec<Fence> {
-        let all = slot.access.is_operator(self.identity);
+        let all = self.vm.is_none() && slot.access.is_operator(self.identity);
         let newest = fences.newest(id);
         let visible = newest.filter(|fence| all || self.vm == Some(&fence.vm));
         visible.cloned().collect()
@@ -368,19 +382,18 @@ impl Registry {
         id: &'a DeviceId,
         vm: &VmName,
         fence: Option<HeldFence>,
-        operator: bool,
     ) -> Result<Grant<'a>, RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         slot.check_issued(id, fence)?;
-        fences.check(id, vm, fence, operator)?;
+        fences.check(id, vm, fence)?;
         slot.availability.check(id)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
         slot.generation = slot.next(id)?;
-        fences.borrowed(id, vm, fence, operator);
+        fences.borrowed(id, vm);
         slot.lease = Some(Held {
             vm: vm.to_owned(),
             generation: slot.generation,

@@ -31,6 +31,9 @@ const MAX_MIGRATION: usize = 64;
 /// Maximum number of guest RAM ranges in a check.
 const MAX_RAM_RANGES: usize = 4096;
 
+/// What moves devices.
+const MIGRATION: &str = "`farside migrate` and `farside migration` hand devices over";
+
 /// The peer's claim, from its Hello.
 pub(crate) struct Peer {
     vm: Option<VmName>,
@@ -55,7 +58,6 @@ pub(crate) struct Borrow {
     pub(crate) vm: VmName,
     pub(crate) route: Route,
     pub(crate) fence: Option<HeldFence>,
-    pub(crate) operator: bool,
 }
 
 /// A question to a device's thread.
@@ -209,14 +211,13 @@ pub(crate) fn answer(
             },
             Some(Peer { vm: Some(vm) }),
         ) => {
-            let operator = may_borrow(&device, Some(vm))?.is_operator(identity);
+            may_borrow(&device, Some(vm))?;
             carries(route, identity)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
                 route,
                 fence,
-                operator,
             }));
         }
         (Request::Borrow { .. }, Some(Peer { vm: None })) => {
@@ -234,6 +235,7 @@ pub(crate) fn answer(
         ) => {
             let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
             let operator = may_borrow(&device, Some(&vm))?.may_claim(identity, Some(&vm));
+            viewer.names_no_vm(MIGRATION)?;
             check_migration(&migration)?;
             let claim = Claim {
                 device: &device,
@@ -252,6 +254,7 @@ pub(crate) fn answer(
         }
         (Request::EndReservation { device, secret }, _) => {
             let operator = may_borrow(&device, None)?.may_claim(identity, None);
+            viewer.names_no_vm(MIGRATION)?;
             registry.end_reservation(&device, secret, operator)?;
             Reply::Done
         }

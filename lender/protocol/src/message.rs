@@ -42,8 +42,9 @@ pub enum Request {
     Hello {
         /// [`VERSION`] of the sender.
         version: u32,
-        /// The VM that borrows; `None` for tools. Text, so that the lender can name an invalid
-        /// name in its refusal.
+        /// The VM that borrows; `None` for tools. The connection of a VM borrows for that VM, and has
+        /// none of the other rights of its user. Text, so that the lender can name an invalid name in
+        /// its refusal.
         vm: Option<String>,
     },
     /// Lists the lender's devices in the order of their ids, as many as fit in a reply.
@@ -150,7 +151,7 @@ pub enum Request {
     /// Transfers the device from the VM's source host to its destination host. Ends the
     /// VM's lease as if its connection were closed, flushes all writes to the medium, and
     /// reserves the device: only the VM may borrow it next, with the generation of the reply and
-    /// `secret` as its fence.
+    /// `secret` as its fence. Of tools only, as the following ones.
     Handover {
         /// Device id.
         device: DeviceId,

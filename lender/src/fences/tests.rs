@@ -60,24 +60,21 @@ fn a_reserved_device_is_nobody_elses_until_it_was_borrowed_or_given_up() {
     let (_directory, mut book) = book();
     book.hand_over(&claim(&A, "m1", None, 5), Generation(5))
         .unwrap();
-    let others = book.check(&DISK0, &B, None, false).unwrap_err();
+    let others = book.check(&DISK0, &B, None).unwrap_err();
     assert_eq!(others.kind, ErrorKind::Busy);
     assert!(others.message.contains("migration release disk0"));
     for old in [None, Some(held(4))] {
-        let refused = book.check(&DISK0, &A, old, true).unwrap_err();
+        let refused = book.check(&DISK0, &A, old).unwrap_err();
         assert_eq!(refused.kind, ErrorKind::Fenced, "{refused}");
     }
-    book.check(&DISK0, &A, Some(held(5)), false).unwrap();
-    book.borrowed(&DISK0, &A, Some(held(5)), false);
-    book.check(&DISK0, &B, None, false).unwrap();
-    assert!(
-        book.check(&DISK0, &A, None, true).is_err(),
-        "the fence stays"
-    );
+    book.check(&DISK0, &A, Some(held(5))).unwrap();
+    book.borrowed(&DISK0, &A);
+    book.check(&DISK0, &B, None).unwrap();
+    assert!(book.check(&DISK0, &A, None).is_err(), "the fence stays");
     book.hand_over(&claim(&A, "m2", Some(5), 6), Generation(6))
         .unwrap();
     book.end_reservation(&DISK0, None, true).unwrap();
-    book.check(&DISK0, &B, None, false).unwrap();
+    book.check(&DISK0, &B, None).unwrap();
 }
 
 #[test]
@@ -108,10 +105,6 @@ fn a_lender_without_a_file_hands_nothing_over() {
         .unwrap_err();
     assert!(error.message.contains("--state"), "{error}");
     assert!(book.kept(&DISK0).is_empty());
-    // It adopts the fence that an operator's VM presents.
-    book.borrowed(&DISK0, &A, Some(held(7)), true);
-    assert!(book.check(&DISK0, &A, Some(held(6)), true).is_err());
-    book.check(&DISK0, &A, Some(held(7)), false).unwrap();
 }
 
 #[test]
@@ -128,8 +121,8 @@ fn a_handover_that_cannot_be_written_down_has_not_happened() {
         book.hand_over(&claim(&A, "m1", None, 5), Generation(5))
             .is_err()
     );
-    book.check(&DISK0, &A, None, true).unwrap();
-    book.check(&DISK0, &B, None, false).unwrap();
+    book.check(&DISK0, &A, None).unwrap();
+    book.check(&DISK0, &B, None).unwrap();
 }
 
 #[test]
@@ -145,30 +138,26 @@ fn a_fence_is_passed_with_its_secret() {
         secret: Some(secret(6)),
         ..held(5)
     };
-    let kind = |shown, operator| {
-        let checked = book.check(&DISK0, &A, Some(shown), operator);
+    let kind = |shown| {
+        let checked = book.check(&DISK0, &A, Some(shown));
         checked.err().map(|error| error.kind)
     };
-    for operator in [false, true] {
-        assert_eq!(kind(held(5), operator), None);
-        assert_eq!(kind(without(5), operator), Some(ErrorKind::Denied));
-        assert_eq!(kind(other, operator), Some(ErrorKind::Denied));
-        assert_eq!(kind(held(4), operator), Some(ErrorKind::Fenced));
+    assert_eq!(kind(held(5)), None);
+    assert_eq!(kind(without(5)), Some(ErrorKind::Denied));
+    assert_eq!(kind(other), Some(ErrorKind::Denied));
+    assert_eq!(kind(held(4)), Some(ErrorKind::Fenced));
+    // As if the lender's file had been restored from an older copy.
+    for newer in [without(6), held(6)] {
+        assert_eq!(kind(newer), Some(ErrorKind::Denied));
     }
-    // After the lender's file was restored from an older copy.
-    assert_eq!(kind(without(6), true), None);
-    assert_eq!(kind(without(6), false), Some(ErrorKind::Denied));
 }
 
 #[test]
-fn a_fence_that_is_not_known_is_recorded_for_operators_alone() {
+fn a_fence_that_is_not_known_is_not_recorded() {
     let (_directory, mut book) = book();
-    book.borrowed(&DISK0, &A, Some(held(9)), false);
+    book.check(&DISK0, &A, Some(held(9))).unwrap();
+    book.borrowed(&DISK0, &A);
     assert_eq!(book.kept(&DISK0), []);
-    book.borrowed(&DISK0, &A, Some(held(9)), true);
-    book.borrowed(&DISK0, &A, Some(held(12)), false);
-    assert_eq!(book.largest(&DISK0), Generation(9));
-    book.check(&DISK0, &A, Some(held(9)), false).unwrap();
 }
 
 #[test]
@@ -212,7 +201,7 @@ fn who_is_no_operator_takes_a_device_with_proof() {
     }
     book.end_reservation(&DISK0, Some(secret(5)), false)
         .unwrap();
-    book.check(&DISK0, &B, None, false).unwrap();
+    book.check(&DISK0, &B, None).unwrap();
 }
 
 #[test]
@@ -227,12 +216,20 @@ fn fences_of_the_former_version_are_passed_by_operators() {
         secret: None,
         ..held(5)
     });
-    let error = book.check(&DISK0, &A, shown, false).unwrap_err();
+    let error = book.check(&DISK0, &A, shown).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Denied);
-    book.check(&DISK0, &A, shown, true).unwrap();
+    assert!(error.message.contains("migration claim a"), "{error}");
     assert!(book.end_reservation(&DISK0, None, false).is_err());
     let repeated = claim(&A, "m1", None, 5);
     assert_eq!(book.asked_before(&repeated).unwrap(), Some(Generation(5)));
-    book.borrowed(&DISK0, &A, shown, true);
-    book.check(&DISK0, &B, None, false).unwrap();
+    let next = Claim {
+        supersedes: shown,
+        ..claim(&A, "m2", None, 6)
+    };
+    assert_eq!(book.asked_before(&next).unwrap(), None);
+    book.check_proof(&next, true).unwrap();
+    book.hand_over(&next, Generation(6)).unwrap();
+    book.check(&DISK0, &A, Some(held(6))).unwrap();
+    book.borrowed(&DISK0, &A);
+    book.check(&DISK0, &B, None).unwrap();
 }

@@ -29,7 +29,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         .add(&id, "model", described, mailbox, access, Generation(1))
         .unwrap();
 
-    let grant = registry.grant(&id, &vm, None, true).unwrap();
+    let grant = registry.grant(&id, &vm, None).unwrap();
     let lease = Lease {
         connection: Channel::pair().unwrap().0,
         vm: vm.clone(),

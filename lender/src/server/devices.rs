@@ -20,7 +20,7 @@ use crate::{
     listening,
     open::{OpenedDevice, open_model},
     refusals::{invalid, limit},
-    registry::Registry,
+    registry::{Registry, Viewer},
     worker::Program,
 };
 
@@ -188,10 +188,12 @@ impl Devices {
         Ok(())
     }
 
-    /// Refuses other peers than root and the lender's own user.
-    pub(crate) fn check_operator(&self, identity: &Identity) -> Result<(), RemoteError> {
-        match identity {
-            Identity::User { uid, .. } if self.is_operator(*uid) => Ok(()),
+    /// Refuses other peers than root and the lender's own user, and connections of a VM.
+    pub(crate) fn check_operator(&self, asking: &Viewer<'_>) -> Result<(), RemoteError> {
+        match asking.identity {
+            Identity::User { uid, .. } if self.is_operator(*uid) => asking.names_no_vm(
+                "`farside revoke`, `farside lend` and `farside devices` change what a lender lends",
+            ),
             other => Err(RemoteError {
                 kind: ErrorKind::Denied,
                 message: format!(

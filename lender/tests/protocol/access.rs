@@ -8,8 +8,8 @@ use farside_lender::{
     config::{Config, DeviceConfig, Model},
 };
 use farside_lender_protocol::{
-    Address, CallError, Client, ErrorKind, Generation, HeldFence, RemoteError, Request, Route,
-    Secret, VERSION,
+    Address, CallError, Client, ErrorKind, Generation, HeldFence, RemoteError, Reply, Request,
+    Route, Secret, VERSION,
 };
 use rustix::process::Uid;
 
@@ -267,6 +267,118 @@ fn a_crowd_of_uids_locks_nobody_out_whom_a_rule_names() {
     drop(first);
 }
 
+/// A backend that its guest has taken over has the uid of the lender's operator.
+#[test]
+fn a_connection_of_a_vm_has_no_rights_of_its_user() {
+    let lender = Running::lending(&[&[], &[]]);
+    let (mut victim, mut registers) = lender.borrow(DEVICE, "a");
+    let mut operator = Client::connect(&lender.socket().into(), None).unwrap();
+    let (a, mine) = ("a".parse().unwrap(), "mine".parse().unwrap());
+    let device = |id: &str| id.parse().unwrap();
+    // Both VMs have moved with the other device.
+    for vm in [&mine, &a] {
+        operator
+            .hand_over(&device("dma1"), vm, "m1", None, secret("m1"))
+            .unwrap();
+        operator.end_reservation(&device("dma1"), None).unwrap();
+    }
+    let before = operator.devices().unwrap();
+    let fence = |vm| before[1].fence(vm).unwrap().generation.0;
+
+    let mut taken_over = lender.hello("mine");
+    let handover = |id, vm: &str, supersedes| Request::Handover {
+        device: device(id),
+        vm: vm.into(),
+        migration: "m2".into(),
+        supersedes,
+        secret: secret("m2"),
+    };
+    let table = "id = \"dma2\"\nmodel.dma-test = {}\n";
+    for (request, remedy) in [
+        (
+            Request::Revoke {
+                device: device(DEVICE),
+                limit_ms: 0,
+            },
+            "`farside revoke`",
+        ),
+        (
+            Request::SetAvailable {
+                device: device("dma1"),
+                available: false,
+            },
+            "`farside devices`",
+        ),
+        (
+            Request::AddDevice {
+                table: table.into(),
+            },
+            "`farside lend`",
+        ),
+        (
+            Request::RemoveDevice {
+                device: device("dma1"),
+            },
+            "`farside lend`",
+        ),
+        (handover(DEVICE, "a", None), "`farside migration`"),
+        (
+            handover("dma1", "a", Some(held(fence("a"), "guess"))),
+            "`farside migration`",
+        ),
+        // Of its own VM, with proof.
+        (
+            handover("dma1", "mine", Some(held(fence("mine"), "m1"))),
+            "`farside migration`",
+        ),
+        (
+            Request::EndReservation {
+                device: device("dma1"),
+                secret: None,
+            },
+            "`farside migration`",
+        ),
+    ] {
+        let words = ["Hello named VM mine", remedy];
+        let kind = taken_over.refused(request, &[], &words);
+        assert_eq!(kind, ErrorKind::Denied);
+    }
+    // Neither another VM, nor none.
+    for vm in [Some("a"), None] {
+        taken_over.hello(VERSION, vm).unwrap_err();
+    }
+    // A generation that was issued after its fence, as if the lender's file were older than that.
+    let made_up = Some(held(fence("a"), "guess"));
+    let error = taken_over.borrow_under("dma1", made_up).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Denied, "{error}");
+    match taken_over.call(Request::LimitsInUse, &[]).unwrap() {
+        Reply::LimitsInUse(limits) => assert_eq!(limits, []),
+        other => panic!("{other:?}"),
+    }
+    match taken_over.call(Request::Devices { after: None }, &[]) {
+        Ok(Reply::Devices(entries)) => {
+            let seen: Vec<_> = entries.iter().flat_map(|entry| &entry.fences).collect();
+            let vms: Vec<_> = seen.iter().map(|fence| fence.vm.as_str()).collect();
+            assert_eq!(vms, ["mine"]);
+        }
+        other => panic!("{other:?}"),
+    }
+
+    let state = |entries: Vec<farside_lender_protocol::DeviceEntry>| {
+        let state = |entry: farside_lender_protocol::DeviceEntry| {
+            let holder = entry.borrowed_by.map(|by| (by.vm, by.generation));
+            (entry.id, holder, entry.fences, entry.availability)
+        };
+        entries.into_iter().map(state).collect::<Vec<_>>()
+    };
+    assert_eq!(state(operator.devices().unwrap()), state(before.clone()));
+    interrupt_status(&mut registers);
+    victim.call(Request::EnableBusMaster, &[]).unwrap();
+    // What it is for.
+    let own = Some(held(fence("mine"), "m1"));
+    taken_over.borrow_under("dma1", own).unwrap();
+}
+
 /// A network peer's handover of the device from VM `a`.
 pub fn take(
     address: &Address,
@@ -343,7 +455,8 @@ fn what_a_list_shows_is_no_proof() {
             device: device(),
             secret: shown.secret,
         };
-        assert_eq!(peer.refused(end, &[], &["secret"]), ErrorKind::Denied);
+        let mut tool = Peer::connect(port).of_tool();
+        assert_eq!(tool.refused(end, &[], &["secret"]), ErrorKind::Denied);
         // Nor on this host.
         let error = lender
             .hello("a")

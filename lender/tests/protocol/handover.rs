@@ -217,7 +217,7 @@ fn ids_that_make_no_sense_are_refused() {
         secret: secret("m1"),
     };
     let name = "VM name \"../a\"";
-    let mut peer = lender.hello("tool");
+    let mut peer = lender.tool();
     for (device, vm, migration, word) in [
         (DEVICE, "a", "", "migration's id"),
         (DEVICE, "a", "a b", "migration's id"),

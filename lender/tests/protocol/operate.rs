@@ -111,7 +111,7 @@ fn a_revoked_device_is_taken_after_the_limit_and_stays_unavailable() {
 fn a_revocation_goes_on_without_its_requester_and_can_be_shortened() {
     let lender = Running::new();
     let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
-    let mut gone = lender.hello("tool");
+    let mut gone = lender.tool();
     gone.post(revoking(HOUR), &[]);
     release_request(&mut registers);
     drop(gone);
@@ -126,7 +126,7 @@ fn a_revocation_goes_on_without_its_requester_and_can_be_shortened() {
 fn a_lender_stops_during_a_revocation() {
     let mut lender = Running::new();
     let (mut peer, mut registers) = lender.borrow(DEVICE, "a");
-    let mut command = lender.hello("tool");
+    let mut command = lender.tool();
     command.post(revoking(HOUR), &[]);
     release_request(&mut registers);
     let begin = Instant::now();
@@ -149,7 +149,7 @@ fn a_device_that_is_not_lent_becomes_unavailable_at_once() {
     let error = lender.hello("a").borrow(DEVICE).unwrap_err();
     assert!(error.message.contains("is unavailable"), "{error}");
     let too_long = revoking(HOUR + Duration::from_millis(1));
-    lender.hello("tool").refused(too_long, &[], &["3600s"]);
+    lender.tool().refused(too_long, &[], &["3600s"]);
 }
 
 /// A table in the form of the configuration file.

@@ -169,6 +169,11 @@ impl Running {
         self.peer().greeted(vm)
     }
 
+    /// A peer that has sent Hello for no VM.
+    pub fn tool(&self) -> Peer {
+        self.peer().of_tool()
+    }
+
     /// A peer with a lease of the device for `vm`, and the register channel.
     pub fn borrow(&self, device: &str, vm: &str) -> (Peer, Channel) {
         let mut peer = self.hello(vm);
@@ -232,6 +237,13 @@ impl Peer {
     /// The peer, after Hello for `vm`.
     pub fn greeted(mut self, vm: &str) -> Self {
         let reply = self.hello(VERSION, Some(vm)).unwrap();
+        assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
+        self
+    }
+
+    /// The peer, after Hello for no VM.
+    pub fn of_tool(mut self) -> Self {
+        let reply = self.hello(VERSION, None).unwrap();
         assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
         self
     }

@@ -237,32 +237,14 @@ impl Ledger {
         if let Some(fence) = known {
             let shown = shown.expect("a fenced VM has come in without its fence");
             let proof = self.secret(fence);
-            let newer = shown.generation > fence.generation && is_operator(host);
             assert!(shown.generation >= fence.generation, "with an older fence");
-            let proven = match proof {
-                Some(proof) => shown.secret == Some(proof),
-                None => is_operator(host),
-            };
-            assert!(newer || proven, "without the secret");
+            let proven = proof.is_some() && shown.secret == proof;
+            assert!(proven, "without the secret");
         }
-        // The fence stays, no longer reserved, unless an operator's VM presents a newer one.
+        // The fence stays, no longer reserved.
         let mut expected = before.fences.clone();
-        let newer = shown.filter(|shown| {
-            is_operator(host) && known.is_none_or(|fence| shown.generation > fence.generation)
-        });
-        match (newer, now.fences.get(vm)) {
-            (Some(shown), Some(adopted)) => {
-                assert_eq!(adopted.generation, shown.generation);
-                let key = (vm.clone(), shown.generation);
-                self.secrets.insert(key, shown.secret);
-                expected.insert(vm.clone(), adopted.clone());
-            }
-            (Some(_), None) => panic!("the operator's fence is not kept"),
-            (None, _) => {
-                if let Some(fence) = expected.get_mut(vm) {
-                    fence.reserved = false;
-                }
-            }
+        if let Some(fence) = expected.get_mut(vm) {
+            fence.reserved = false;
         }
         assert_eq!(now.fences, expected, "fences changed by a borrow");
     }

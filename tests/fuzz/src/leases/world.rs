@@ -245,7 +245,11 @@ impl World {
             return End::Gone;
         }
         let identity = identity(host);
-        self.cause = cause(host, &request);
+        self.cause = match self.connections[at].vm {
+            // A VM's connection only borrows.
+            Some(_) => None,
+            None => cause(host, &request),
+        };
         self.connections[at].device = self.cause.as_ref().map(|(device, _)| *device);
         let hello = match &request {
             Request::Hello { vm, .. } => vm.clone(),
@@ -261,7 +265,8 @@ impl World {
         );
         match answered {
             Ok(Answer::Operate(request)) => {
-                let answered = self.operate(host, request);
+                let rights = viewer(&identity, peer.as_ref()).names_no_vm("tools operate");
+                let answered = rights.and_then(|()| self.operate(host, request));
                 self.reply(at, channel, peer, answered)
             }
             Ok(Answer::LimitsInUse) => {
@@ -286,17 +291,15 @@ impl World {
             vm,
             route,
             fence,
-            operator,
         } = borrow;
         let host = self.connections[at].host;
-        assert_eq!(operator, is_operator(host));
         let cause = Cause::Borrow {
             host,
             vm: vm.clone(),
             shown: fence,
         };
         self.cause = index(&device).map(|index| (index, cause));
-        let error = match self.registry.grant(&device, &vm, fence, operator) {
+        let error = match self.registry.grant(&device, &vm, fence) {
             Ok(grant) => {
                 let generation = grant.generation();
                 let lease = Lease {
@@ -346,7 +349,8 @@ impl World {
             assert!(may(*host, device, vm.as_ref()), "listed to {host}");
             for fence in &entry.fences {
                 let own = vm.as_ref() == Some(&fence.vm);
-                assert!(own || is_operator(*host), "another VM's fence");
+                let tool = vm.is_none() && is_operator(*host);
+                assert!(own || tool, "another VM's fence");
             }
         };
         match reply {
@@ -462,9 +466,7 @@ impl World {
             for vm in VMS {
                 let vm: VmName = name(vm);
                 let held = self.ledgers[at].rightful(&vm);
-                // A fence that an operator's VM presented may have no secret.
-                let operator = held.is_some_and(|held| held.secret.is_none());
-                let granted = self.registry.grant(&id, &vm, held, operator);
+                let granted = self.registry.grant(&id, &vm, held);
                 let generation = match granted {
                     Ok(grant) => grant.generation(),
                     Err(error) => panic!("{vm} is locked out of {id}: {error}"),
