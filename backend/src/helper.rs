@@ -2,6 +2,9 @@
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
 //! descriptors it sends; reads the VM's fences; and unplugs a device that its lender takes back.
 //!
+//! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
+//! exchanges Hello, which binds a connection to the VM, before it passes the connection on.
+//!
 //! Each order has a channel of its own for its answer, so a slow one holds up no other.
 
 use std::{
@@ -11,13 +14,14 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farside_daemon::{DeviceId, OwnedListener, SocketGroup, VmName};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    Address, Channel, ChannelError, Dial, Fences, HeldFence, MAX_REVOKE_LIMIT, Target, dial,
+    Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
+    MAX_REVOKE_LIMIT, RemoteError, Target, dial,
 };
 use rustix::{io::Errno, net::getpeername};
 use serde::{Deserialize, Serialize};
@@ -29,6 +33,9 @@ use crate::{
 
 /// Time limit for a message to be taken: neither process does anything else with the channel.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum time limit of connecting, whatever the backend asks for.
+const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time limit for name resolution, beside that of connecting.
 const RESOLUTION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -72,16 +79,36 @@ impl Start {
 #[derive(Debug, Serialize, Deserialize)]
 enum Order {
     Start(Start),
-    Connect { target: Target, timeout: Duration },
+    /// To a lender at a UNIX socket.
+    Greet {
+        lender: PathBuf,
+        timeout: Duration,
+    },
+    /// To another lender.
+    Connect {
+        target: Target,
+        timeout: Duration,
+    },
     Bind(SocketName),
     Fence(DeviceId),
-    Release { device: DeviceId, limit: Duration },
+    Release {
+        device: DeviceId,
+        limit: Duration,
+    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     /// With a descriptor.
     Opened,
+    /// With the connection to the lender of this name, which knows the VM.
+    Welcome {
+        lender: String,
+    },
+    /// Of the lender, to Hello.
+    Refused(RemoteError),
+    /// The lender has not answered Hello.
+    Late,
     Fence(Option<HeldFence>),
     Done,
     Failed {
@@ -97,6 +124,17 @@ impl From<io::Error> for Answer {
         Self::Failed {
             errno: error.raw_os_error().or(errno),
             text: Chain(&error).to_string(),
+        }
+    }
+}
+
+impl From<CallError> for Answer {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Refused(error) => Self::Refused(error),
+            CallError::Late(_) => Self::Late,
+            CallError::Unreachable { source, .. } => source.into(),
+            other => io::Error::other(other).into(),
         }
     }
 }
@@ -181,6 +219,25 @@ impl Dial for Helper {
         let limit = timeout + resolution + CONNECTED_TIMEOUT;
         self.open(&Order::Connect { target, timeout }, limit)
     }
+
+    fn greet(&self, lender: &Path, timeout: Duration) -> Result<Greeted, CallError> {
+        let unreachable = |source| CallError::Unreachable {
+            address: lender.to_owned().into(),
+            source,
+        };
+        let order = Order::Greet {
+            lender: lender.to_owned(),
+            timeout,
+        };
+        let answered = self.ask(&order, timeout + CONNECTED_TIMEOUT);
+        let (answer, fds) = answered.map_err(unreachable)?;
+        match (answer, fds.into_iter().next()) {
+            (Answer::Welcome { lender }, Some(socket)) => Ok(Greeted { socket, lender }),
+            (Answer::Refused(error), _) => Err(error.into()),
+            (Answer::Late, _) => Err(CallError::Late(timeout)),
+            _ => Err(unreachable(unexpected())),
+        }
+    }
 }
 
 fn gone(error: ChannelError) -> io::Error {
@@ -249,6 +306,13 @@ impl Server {
         let mut opened = None;
         let mut bound = None;
         let answer = match order {
+            Order::Greet { lender, timeout } => Ok(match self.greet(&lender, timeout) {
+                Ok(Greeted { socket, lender }) => {
+                    opened = Some(socket);
+                    Answer::Welcome { lender }
+                }
+                Err(error) => error.into(),
+            }),
             Order::Connect { target, timeout } => self.connect(&target, timeout).map(|socket| {
                 opened = Some(socket);
                 Answer::Opened
@@ -281,18 +345,34 @@ impl Server {
         }
     }
 
-    /// Connects to the VM's lenders alone.
+    /// Connects to one of the VM's lenders, and binds the connection to the VM. Without that it would
+    /// have the rights of this user, so it is not passed on.
+    fn greet(&self, lender: &Path, timeout: Duration) -> Result<Greeted, CallError> {
+        let address = Address::Unix(lender.to_owned());
+        if !self.start.lenders.contains(&address) {
+            let source = Errno::ACCESS.into();
+            return Err(CallError::Unreachable { address, source });
+        }
+        let deadline = Instant::now() + timeout.min(MAX_CONNECT_TIMEOUT);
+        // A UNIX socket takes no certificates.
+        let pki = Path::new("");
+        let client = Client::connect_by(&address, Some(&self.start.vm), pki, Some(deadline))?;
+        Ok(client.into_greeted())
+    }
+
+    /// Connects to the VM's lenders at TCP ports alone.
     fn connect(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {
         let mut lenders = self.start.lenders.iter();
         let peers = || self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let is_lender = match target {
+            Target::Unix(_) => false,
             Target::Peer(address) => peers().contains(address),
             named => lenders.any(|lender| Target::from(lender) == *named),
         };
         if !is_lender {
             return Err(Errno::ACCESS.into());
         }
-        let socket = dial(target, timeout)?;
+        let socket = dial(target, timeout.min(MAX_CONNECT_TIMEOUT))?;
         if let Target::Tcp { .. } = target
             && let Some(peer) = getpeername(&socket)?
             && let Ok(peer) = peer.try_into()
@@ -328,68 +408,4 @@ pub(crate) fn held_fence(
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::TcpListener;
-
-    use farside_lender_protocol::Listener;
-
-    use super::*;
-
-    /// A helper on a thread, of a VM with these lenders and its sockets in `directory`.
-    fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
-        let (ours, theirs) = Channel::pair().unwrap();
-        std::thread::spawn(|| serve_backend(theirs.into_socket(), |_, _, _| ()).unwrap());
-        let helper = Helper(Arc::new(Mutex::new(ours)));
-        let start = Start {
-            vm: "web1".parse().unwrap(),
-            lenders,
-            directory: directory.to_owned(),
-            socket_group: None,
-            fences: None,
-        };
-        helper.configure(start).unwrap();
-        helper
-    }
-
-    #[test]
-    fn a_helper_connects_to_the_lenders_of_its_vm_only() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = |name: &str| directory.path().join(name);
-        let _lender = Listener::bind(&path("lender.sock")).unwrap();
-        let _other = Listener::bind(&path("other.sock")).unwrap();
-        let tcp = || TcpListener::bind("127.0.0.1:0").unwrap();
-        let (port, other_port) = (tcp(), tcp());
-        let number = |port: &TcpListener| port.local_addr().unwrap().port();
-        let named = format!("tcp:localhost:{}", number(&port));
-        let lenders = vec![path("lender.sock").into(), named.parse().unwrap()];
-        let helper = helper(directory.path(), lenders);
-        let dial = |target| helper.dial(&target, Duration::from_secs(5));
-        let refused = |target| {
-            let error = dial(target).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
-        };
-
-        dial(Target::Unix(path("lender.sock"))).unwrap();
-        refused(Target::Unix(path("other.sock")));
-        let host = |port: u16| Target::Tcp {
-            host: "localhost".into(),
-            port,
-        };
-        refused(host(number(&other_port)));
-        let peer = port.local_addr().unwrap();
-        // Not before it was reached by name.
-        refused(Target::Peer(peer));
-        dial(host(number(&port))).unwrap();
-        dial(Target::Peer(peer)).unwrap();
-        refused(Target::Peer(other_port.local_addr().unwrap()));
-    }
-
-    #[test]
-    fn an_error_keeps_its_kind() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("lender.sock");
-        let helper = helper(directory.path(), vec![path.clone().into()]);
-        let error = helper.dial(&Target::Unix(path), Duration::from_secs(5));
-        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::NotFound);
-    }
-}
+mod tests;

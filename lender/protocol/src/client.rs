@@ -18,8 +18,8 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
-    Envelope, Generation, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken, Registers,
-    RemoteError, Reply, Request, Route, Secret, VERSION, channel::tls_hint,
+    Envelope, Generation, Greeted, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken,
+    Registers, RemoteError, Reply, Request, Route, Secret, VERSION, channel::tls_hint,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -142,7 +142,7 @@ impl Client {
         Self::connect_through(&Dialer::new(pki), address, vm, deadline)
     }
 
-    /// As [`Client::connect_by`], through `dialer`.
+    /// As [`Client::connect_by`], through `dialer`, whose [other process](crate::Dial) names its own VM.
     pub fn connect_through(
         dialer: &Dialer,
         address: &Address,
@@ -151,23 +151,33 @@ impl Client {
     ) -> Result<Self, CallError> {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
-        let connected = Channel::connect_by(address, &address.into(), dialer, timeout);
-        let channel = connected.map_err(|source| CallError::Unreachable {
-            address: address.clone(),
-            source,
-        })?;
+        let (channel, greeted) = match (address, dialer.other()) {
+            (Address::Unix(path), Some(other)) => {
+                let Greeted { socket, lender } = other.greet(path, timeout)?;
+                (Channel::from_socket(socket), Some(lender))
+            }
+            _ => {
+                let connected = Channel::connect_by(address, &address.into(), dialer, timeout);
+                let address = address.clone();
+                let unreachable = |source| CallError::Unreachable { address, source };
+                (connected.map_err(unreachable)?, None)
+            }
+        };
         let mut client = Self {
             address: address.clone(),
             dialer: dialer.clone(),
             channel,
             generation: Generation(0),
             accesses: Arc::default(),
-            lender: String::new(),
+            lender: greeted.clone().unwrap_or_default(),
             deadline,
             fence: None,
             answers_due: 0,
             failed: false,
         };
+        if greeted.is_some() {
+            return Ok(client);
+        }
         let hello = Request::Hello {
             version: VERSION,
             vm: vm.map(VmName::to_string),
@@ -190,6 +200,14 @@ impl Client {
             (other, _) => return Err(client.unexpected(&other)),
         }
         Ok(client)
+    }
+
+    /// The connection to a lender at a UNIX socket, for another process to go on with.
+    pub fn into_greeted(self) -> Greeted {
+        Greeted {
+            socket: self.channel.into_socket(),
+            lender: self.lender,
+        }
     }
 
     /// Sets a common deadline for all further calls. Each call also has a timeout of 4 s.

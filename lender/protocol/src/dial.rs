@@ -12,7 +12,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Address,
+    Address, CallError,
     channel::{connect_tcp, connect_tcp_to, connect_unix},
     identity::check_listener,
 };
@@ -45,13 +45,29 @@ impl From<&Address> for Target {
     }
 }
 
-/// Opens connections for a process that may not do so itself.
+/// Opens connections for a process that may not do so itself, for one VM.
 pub trait Dial: fmt::Debug + Send + Sync {
-    /// As [`dial`].
+    /// As [`dial`], to a target other than a UNIX socket.
     ///
     /// # Errors
     /// As [`dial`].
     fn dial(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd>;
+
+    /// Connects to the lender at a UNIX socket, and exchanges Hello for the VM. The lender knows this
+    /// peer by its user, whose rights the connection has only if its Hello names no VM.
+    ///
+    /// # Errors
+    /// As [`Client::connect`](crate::Client::connect).
+    fn greet(&self, lender: &Path, timeout: Duration) -> Result<Greeted, CallError>;
+}
+
+/// A connection whose Hello the lender has accepted.
+#[derive(Debug)]
+pub struct Greeted {
+    /// Connected, nonblocking.
+    pub socket: OwnedFd,
+    /// The lender's name.
+    pub lender: String,
 }
 
 /// Connects to `target`. Waits at most `timeout` for a full backlog or an unresponsive host, not
@@ -88,7 +104,7 @@ impl Dialer {
         }
     }
 
-    /// As [`Dialer::new`], by means of another process.
+    /// As [`Dialer::new`], by means of another process, for its VM.
     pub fn by(pki: &Path, by: Arc<dyn Dial>) -> Self {
         Self {
             pki: pki.to_owned(),
@@ -98,6 +114,10 @@ impl Dialer {
 
     pub(crate) fn pki(&self) -> &Path {
         &self.pki
+    }
+
+    pub(crate) fn other(&self) -> Option<&dyn Dial> {
+        self.by.as_deref()
     }
 
     pub(crate) fn dial(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {

@@ -52,7 +52,7 @@ mod secret;
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE, TlsError};
 pub use client::{CallError, Client, Lease, MAX_DEVICES};
-pub use dial::{Dial, Dialer, Target, dial};
+pub use dial::{Dial, Dialer, Greeted, Target, dial};
 pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
 pub use identity::{Identity, UntrustedListener};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
