@@ -23,7 +23,11 @@ use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
     MAX_REVOKE_LIMIT, RemoteError, Target, dial,
 };
-use rustix::{io::Errno, net::getpeername};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::getpeername,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -141,7 +145,15 @@ impl From<CallError> for Answer {
 
 /// The backend's end.
 #[derive(Clone, Debug)]
-pub struct Helper(Arc<Mutex<Channel>>);
+pub struct Helper(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    /// Locked for calls that do not block: the event loop has orders, too.
+    orders: Mutex<Channel>,
+    /// The channel's socket, to wait for it without the lock.
+    socket: OwnedFd,
+}
 
 impl Helper {
     /// Starts `program`, which calls [`serve_backend`] with its standard input. It ends with this
@@ -155,18 +167,31 @@ impl Helper {
             .stdin(Stdio::from(theirs.into_socket()))
             .stdout(Stdio::null())
             .spawn()?;
-        Ok(Self(Arc::new(Mutex::new(ours))))
+        Self::new(ours)
+    }
+
+    fn new(orders: Channel) -> io::Result<Self> {
+        let socket = orders.as_fd().try_clone_to_owned()?;
+        let orders = Mutex::new(orders);
+        Ok(Self(Arc::new(Shared { orders, socket })))
     }
 
     pub(crate) fn configure(&self, start: Start) -> io::Result<()> {
         self.send(&Order::Start(start), &[])
     }
 
-    /// Unplugs a device from the VM, for up to `limit`. Does not wait.
+    /// Unplugs a device from the VM, for up to `limit`. Does not wait: an order that the helper does
+    /// not take now is lost, and logged.
     pub fn release(&self, device: &DeviceId, limit: Duration) {
-        let device = device.clone();
-        if let Err(error) = self.send(&Order::Release { device, limit }, &[]) {
-            log::error!("cannot unplug the device for its lender: {}", Chain(&error));
+        let order = Order::Release {
+            device: device.clone(),
+            limit,
+        };
+        if let Err(error) = self.post(&order) {
+            log::error!(
+                "device {device}: its guest is not asked to release it, and its lender takes it back without that within {limit:?}: {}",
+                Chain(&error)
+            );
         }
     }
 
@@ -201,11 +226,40 @@ impl Helper {
         }
     }
 
+    /// Sends an order without an answer, now or not at all.
+    fn post(&self, order: &Order) -> io::Result<()> {
+        match self.try_send(order, &[])? {
+            true => Ok(()),
+            false => Err(io::Error::other(
+                "the backend's helper process is stopped or slow: orders that it was sent before fill its queue",
+            )),
+        }
+    }
+
     fn send(&self, order: &Order, answer: &[Channel]) -> io::Result<()> {
+        let deadline = Instant::now() + SEND_TIMEOUT;
+        while !self.try_send(order, answer)? {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(gone(ChannelError::TimedOut(SEND_TIMEOUT)));
+            }
+            let left = Timespec::try_from(left).unwrap_or_default();
+            match poll(
+                &mut [PollFd::new(&self.0.socket, PollFlags::OUT)],
+                Some(&left),
+            ) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn try_send(&self, order: &Order, answer: &[Channel]) -> io::Result<bool> {
         // A message is sent as a whole or not at all.
-        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut orders = self.0.orders.lock().unwrap_or_else(PoisonError::into_inner);
         let fds: Vec<_> = answer.iter().map(AsFd::as_fd).collect();
-        orders.send(order, &fds, SEND_TIMEOUT).map_err(gone)
+        orders.try_send(order, &fds).map_err(gone)
     }
 }
 

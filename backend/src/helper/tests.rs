@@ -16,7 +16,7 @@ use super::*;
 fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
     let (ours, theirs) = Channel::pair().unwrap();
     std::thread::spawn(|| serve_backend(theirs.into_socket(), |_, _, _| ()).unwrap());
-    let helper = Helper(Arc::new(Mutex::new(ours)));
+    let helper = Helper::new(ours).unwrap();
     let start = Start {
         vm: "web1".parse().unwrap(),
         lenders,
@@ -160,6 +160,30 @@ fn a_connection_from_the_helper_operates_nothing() {
     assert_eq!(devices[0].availability, Availability::Available);
     stop.raise();
     thread.join().unwrap();
+}
+
+/// As one that was stopped (SIGSTOP).
+#[test]
+fn a_helper_that_reads_nothing_does_not_hold_up_the_event_loop() {
+    let (ours, unread) = Channel::pair().unwrap();
+    let helper = Helper::new(ours).unwrap();
+    let device: DeviceId = "dma0".parse().unwrap();
+    let order = || Order::Fence(device.clone());
+    while helper.try_send(&order(), &[]).unwrap() {}
+    // Another thread waits for room meanwhile.
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| helper.send(&order(), &[]));
+        let begin = Instant::now();
+        for _ in 0..10 {
+            helper.release(&device, Duration::from_secs(60));
+            let error = helper.post(&order()).unwrap_err().to_string();
+            assert!(error.contains("stopped or slow"), "{error}");
+        }
+        assert!(begin.elapsed() < SEND_TIMEOUT, "{:?}", begin.elapsed());
+        assert!(!waits.is_finished());
+        drop(unread);
+        waits.join().unwrap().unwrap_err();
+    });
 }
 
 #[test]
