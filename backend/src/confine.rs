@@ -18,7 +18,6 @@ use crate::Config;
 /// Gives up privileges and paths, before threads are started. With an NTB endpoint it keeps both: at
 /// its end it returns the endpoint to the driver of the host.
 pub(crate) fn give_up_privileges(config: &Config) -> Result<(), ConfineError> {
-    farside_daemon::connect_to_service_manager();
     if config.ntb.is_some() {
         return Ok(());
     }

@@ -1,6 +1,7 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
-//! descriptors it sends; reads the VM's fences; and unplugs a device that its lender takes back.
+//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; and
+//! notifies the service manager.
 //!
 //! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
 //! exchanges Hello, which binds a connection to the VM, before it passes the connection on.
@@ -17,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, OwnedListener, SocketGroup, VmName};
+use farside_daemon::{DeviceId, Notice, OwnedListener, SocketGroup, VmName};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
@@ -99,6 +100,7 @@ enum Order {
         device: DeviceId,
         limit: Duration,
     },
+    Notify(Notice),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -192,6 +194,13 @@ impl Helper {
                 "device {device}: its guest is not asked to release it, and its lender takes it back without that within {limit:?}: {}",
                 Chain(&error)
             );
+        }
+    }
+
+    /// Notifies the service manager. Does not wait, as [`Helper::release`].
+    pub(crate) fn notify(&self, notice: Notice) {
+        if let Err(error) = self.post(&Order::Notify(notice)) {
+            log::warn!("cannot notify the service manager: {}", Chain(&error));
         }
     }
 
@@ -381,9 +390,13 @@ impl Server {
                 (self.release)(&self.start.vm, &device, limit.min(MAX_REVOKE_LIMIT));
                 Ok(Answer::Done)
             }
+            Order::Notify(notice) => {
+                notice.send();
+                Ok(Answer::Done)
+            }
             Order::Start(_) => Err(unexpected()),
         };
-        // A release is not answered.
+        // Neither a release nor a notice is answered.
         let Some(socket) = fds.into_iter().next() else {
             return;
         };

@@ -4,7 +4,7 @@ use std::{os::fd::AsFd, process::Command, time::Duration};
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Helper, Interrupts, ReleaseHook, serve_backend};
-use farside_daemon::{Activated, Wakeup, paths, ready};
+use farside_daemon::{Activated, Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
 use farside_vm_config::{DeviceConfig, VmConfig};
 
@@ -89,11 +89,6 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     signals
         .raise(&stop, |signal| log::info!("{signal} received"))
         .context("cannot wait for signals")?;
-    ready(&format!(
-        "serving {} to VM {}",
-        config.devices.join(", "),
-        config.vm
-    ));
     backend.run(stop)?;
     Ok(())
 }

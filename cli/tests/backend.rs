@@ -2,8 +2,12 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    os::{fd::AsFd, unix::net::UnixListener, unix::net::UnixStream},
+    io::{BufRead, BufReader, IoSliceMut, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::AsFd,
+        unix::net::{UnixDatagram, UnixListener, UnixStream},
+    },
     path::PathBuf,
     process::{Child, ChildStderr, Command, Stdio},
     time::Duration,
@@ -11,11 +15,17 @@ use std::{
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg, sockopt::set_socket_passcred,
+    },
     process::{Pid, PidfdFlags, Resource, Signal, getrlimit, kill_process, pidfd_open},
     thread::{CapabilitySet, capabilities},
 };
 
 const DEADLINE: Duration = Duration::from_secs(20);
+
+/// The service manager's socket, in a test's directory.
+const NOTIFY: &str = "notify";
 
 /// A process with a log.
 struct Process {
@@ -25,7 +35,12 @@ struct Process {
 
 impl Process {
     fn start(dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_farside"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+        let notify = dir.path().join(NOTIFY);
+        if notify.exists() {
+            command.env("NOTIFY_SOCKET", notify);
+        }
+        let mut child = command
             .args(args)
             .env("FARSIDE_RUNTIME_DIR", dir.path())
             .env("FARSIDE_STATE_DIR", dir.path())
@@ -34,12 +49,18 @@ impl Process {
             .expect("the program starts");
         let log = BufReader::new(child.stderr.take().expect("a pipe"));
         let mut process = Self { child, log };
+        process.logs(ready);
+        process
+    }
+
+    /// Waits for a line of its log.
+    fn logs(&mut self, words: &str) {
         loop {
             let mut line = String::new();
-            let read = process.log.read_line(&mut line).expect("UTF-8");
-            assert!(read > 0, "it ended before {ready:?}");
-            if line.contains(ready) {
-                return process;
+            let read = self.log.read_line(&mut line).expect("UTF-8");
+            assert!(read > 0, "it ended before {words:?}");
+            if line.contains(words) {
+                return;
             }
         }
     }
@@ -81,11 +102,16 @@ impl Drop for Process {
 /// A lender of two devices, and a backend of one of them.
 fn start() -> (tempfile::TempDir, Process, Process) {
     let dir = tempfile::tempdir().expect("a directory");
-    let devices = ["--dma-test", "dma0", "--dma-test", "dma1"];
-    let lender = Process::start(&dir, &[&["lend"], &devices[..]].concat(), "listens at");
-    let args = ["serve", "--vm", "web1", "--device", "dma0"];
-    let backend = Process::start(&dir, &args, "served at");
+    let (lender, backend) = start_in(&dir);
     (dir, lender, backend)
+}
+
+fn start_in(dir: &tempfile::TempDir) -> (Process, Process) {
+    let devices = ["--dma-test", "dma0", "--dma-test", "dma1"];
+    let lender = Process::start(dir, &[&["lend"], &devices[..]].concat(), "listens at");
+    let args = ["serve", "--vm", "web1", "--device", "dma0"];
+    let backend = Process::start(dir, &args, "served at");
+    (lender, backend)
 }
 
 /// The answer to a request at the control socket.
@@ -186,6 +212,72 @@ fn a_confined_backend_attaches_a_device_and_leaves_nothing() {
     assert!(!log.contains("WARN"), "{log}");
     assert!(!vm.exists());
     wait(helper);
+}
+
+/// The next message for the service manager, and its sender.
+fn notice(socket: &UnixDatagram) -> (Option<Pid>, String) {
+    let mut text = [0; 1024];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [IoSliceMut::new(&mut text)];
+    let received = recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::empty());
+    let bytes = received.expect("a message").bytes;
+    let sender = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmCredentials(sender) => Some(sender.pid),
+        _ => None,
+    });
+    (sender, String::from_utf8_lossy(&text[..bytes]).into_owned())
+}
+
+/// The inodes of all datagram sockets of this network namespace.
+fn datagram_sockets() -> Vec<String> {
+    let sockets = fs::read_to_string("/proc/net/unix").expect("a list");
+    let fields = sockets.lines().map(|line| line.split_whitespace());
+    let inode = |mut fields: std::str::SplitWhitespace<'_>| {
+        let is_datagram = fields.nth(4) == Some("0002");
+        fields.nth(1).filter(|_| is_datagram).map(str::to_owned)
+    };
+    fields.filter_map(inode).collect()
+}
+
+/// By a datagram socket it could reach the journal's, and those of others.
+#[test]
+fn a_confined_backend_has_no_datagram_socket() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = UnixDatagram::bind(dir.path().join(NOTIFY)).expect("a socket");
+    set_socket_passcred(&socket, true).expect("an option");
+    socket.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+    let (_lender, backend) = start_in(&dir);
+    let (pid, helper) = (backend.pid(), backend.helper());
+    loop {
+        let (sender, text) = notice(&socket);
+        if sender == Some(pid) {
+            assert_eq!(text, "READY=1\nSTATUS=serving dma0 to VM web1\n");
+            break;
+        }
+        // Of the lender.
+        assert!(text.contains("lend"), "{text}");
+    }
+    // Now it is confined.
+    request(&dir, "\"status\"");
+    match fs::read_dir(format!("/proc/{pid}/fd", pid = pid.as_raw_nonzero())) {
+        Ok(open) => {
+            let datagrams = datagram_sockets();
+            assert!(!datagrams.is_empty(), "the test's own");
+            let links = open.flatten().flat_map(|fd| fs::read_link(fd.path()));
+            for link in links.map(|link| link.to_string_lossy().into_owned()) {
+                let inode = link.strip_prefix("socket:[");
+                let inode = inode.and_then(|rest| rest.strip_suffix(']'));
+                let is_datagram = datagrams.iter().any(|one| Some(&**one) == inode);
+                assert!(!is_datagram, "{link}");
+            }
+        }
+        Err(error) => println!("skipped in part: only root sees its descriptors: {error}"),
+    }
+    kill_process(pid, Signal::TERM).expect("a process");
+    let stopping = "STOPPING=1\nSTATUS=returning the devices\n".to_owned();
+    assert_eq!(notice(&socket), (Some(helper), stopping));
+    backend.end();
 }
 
 #[test]
