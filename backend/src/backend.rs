@@ -191,7 +191,7 @@ impl Backend {
         if let Some(ntb) = &ntb {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
-        let directory = Directory::hold(&config.vm, &config.directory)?;
+        let directory = Directory::hold(&config.vm, &config.directory, config.helper.clone())?;
         if let Some(helper) = &config.helper {
             helper.configure(helper::Start::new(config))?;
             confine::give_up_privileges(config)?;

@@ -12,6 +12,7 @@ use farside_daemon::confine::{
 };
 use farside_error_chain::Chain;
 use farside_lender_protocol::Address;
+use farside_pki::{CA_CERT, CA_CRL, Side};
 
 use crate::Config;
 
@@ -35,30 +36,25 @@ pub(crate) fn give_up_privileges(config: &Config) -> Result<(), ConfineError> {
 }
 
 fn kept(config: &Config) -> Vec<(PathBuf, Right)> {
-    let directory = &config.directory;
     let mut kept = vec![
-        (directory.clone(), Right::Remove),
+        (config.directory.clone(), Right::Remove),
         // Of how much memory is left, and locked.
         ("/proc".into(), Right::Read),
         ("/sys/fs/cgroup".into(), Right::Read),
         ("/sys/kernel/mm".into(), Right::Read),
     ];
-    kept.extend(
-        directory
-            .parent()
-            .map(|parent| (parent.to_owned(), Right::RemoveDirectory)),
-    );
     let has_tls = |lender: &Address| matches!(lender, Address::Tls { .. });
     if config.lenders.iter().any(has_tls) {
-        // Renewed while the backend runs.
+        // Directories: a rule for a file is for its inode, and renewal replaces files by rename(2).
+        // All files there can be read, such as the key of a CA.
         kept.push((config.pki.clone(), Right::Read));
-        // Symbolic links may be, too.
-        let entries = std::fs::read_dir(&config.pki)
-            .into_iter()
-            .flatten()
-            .flatten();
-        let files = entries.filter_map(|entry| entry.path().canonicalize().ok());
-        kept.extend(files.filter_map(|file| Some((file.parent()?.to_owned(), Right::Read))));
+        let own = Side::Client.files();
+        // Those that symbolic links lead to are renewed, too.
+        for name in [CA_CERT, CA_CRL, own.certificate, own.key] {
+            let file = config.pki.join(name).canonicalize();
+            let directory = file.ok().and_then(|file| Some(file.parent()?.to_owned()));
+            kept.extend(directory.map(|directory| (directory, Right::Read)));
+        }
     }
     kept
 }
@@ -108,8 +104,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_epoll_wait,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_rmdir,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_unlink,
 ];
@@ -173,7 +167,10 @@ mod tests {
         fs::File,
         io,
         net::{TcpListener, TcpStream, UdpSocket},
-        os::unix::net::{UnixListener, UnixStream},
+        os::unix::{
+            fs::symlink,
+            net::{UnixListener, UnixStream},
+        },
         path::Path,
         process::Command,
     };
@@ -210,12 +207,19 @@ mod tests {
     fn a_confined_thread_opens_starts_and_connects_nothing_of_others() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        for made in ["vm/web1", "vm/web2", "pki"] {
+        for made in ["vm/web1", "vm/web2", "vm/web3", "pki", "certs", "private"] {
             std::fs::create_dir_all(path(made)).unwrap();
         }
-        for made in ["vm/web1/lock", "vm/web2/lock", "pki/client.pem", "image"] {
+        let [cert, key] = ["pki/client-cert.pem", "pki/client-key.pem"];
+        let renewed = "certs/2.pem";
+        let other = "private/other.pem";
+        for made in ["vm/web1/lock", "vm/web2/lock", key, renewed, other, "image"] {
             std::fs::write(path(made), "x").unwrap();
         }
+        std::fs::write(path("certs/1.pem"), "x").unwrap();
+        symlink(path("certs/1.pem"), path(cert)).unwrap();
+        // Of no use to a backend.
+        symlink(path(other), path("pki/server-key.pem")).unwrap();
         let _listener = UnixListener::bind(path("vm/web2/qmp")).unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap();
         let config = config(directory.path());
@@ -226,7 +230,7 @@ mod tests {
             filter(false, eperm).unwrap().install_for_thread().unwrap();
 
             let denied = |error: io::Error| error.raw_os_error() == Some(libc::EACCES);
-            for other in ["vm/web2/lock", "image"] {
+            for other in ["vm/web2/lock", "image", other] {
                 assert!(denied(File::open(path(other)).unwrap_err()), "{other}");
                 assert!(
                     denied(std::fs::remove_file(path(other)).unwrap_err()),
@@ -234,6 +238,7 @@ mod tests {
                 );
             }
             assert!(denied(File::create(path("vm/web1/new")).unwrap_err()));
+            std::fs::remove_dir(path("vm/web3")).unwrap_err();
             let refused = |error: io::Error| error.raw_os_error() == Some(libc::EPERM);
             let target = port.local_addr().unwrap();
             assert!(refused(TcpStream::connect(target).unwrap_err()));
@@ -259,9 +264,10 @@ mod tests {
             // What it needs.
             std::thread::spawn(|| ()).join().unwrap();
             std::fs::read_to_string("/proc/self/status").unwrap();
-            std::fs::read_to_string(path("pki/client.pem")).unwrap();
+            for file in [cert, key, renewed] {
+                std::fs::read_to_string(path(file)).unwrap();
+            }
             std::fs::remove_file(path("vm/web1/lock")).unwrap();
-            std::fs::remove_dir(path("vm/web1")).unwrap();
         };
         std::thread::scope(|scope| scope.spawn(confined).join().unwrap());
     }

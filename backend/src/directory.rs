@@ -8,25 +8,37 @@ use std::{
 
 use farside_daemon::{FileLock, LockError, VmName, paths};
 
-use crate::StartError;
+use crate::{StartError, helper::Helper};
 
 /// The VM's directory, held by a lock on a file in it. Drop removes the file, and the directory if
-/// it is then empty.
+/// it is then empty, by the helper of a backend that has one.
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
     lock: PathBuf,
+    helper: Option<Helper>,
     _held: FileLock,
 }
 
 impl Directory {
     /// Creates the directory and locks it.
-    pub(crate) fn hold(vm: &VmName, directory: &Path) -> Result<Self, StartError> {
+    pub(crate) fn hold(
+        vm: &VmName,
+        directory: &Path,
+        helper: Option<Helper>,
+    ) -> Result<Self, StartError> {
         let (path, lock) = (directory.to_owned(), directory.join("lock"));
         loop {
             paths::create_directory(&path).map_err(at(&path))?;
             match FileLock::take(&lock, Duration::ZERO) {
-                Ok(_held) => return Ok(Self { path, lock, _held }),
+                Ok(_held) => {
+                    return Ok(Self {
+                        path,
+                        lock,
+                        helper,
+                        _held,
+                    });
+                }
                 Err(LockError::Held(_)) => {
                     return Err(StartError::Running {
                         vm: vm.to_owned(),
@@ -47,7 +59,10 @@ impl Drop for Directory {
             log::warn!("cannot remove {}: {error}", self.lock.display());
         }
         // Fails if the directory still holds QEMU's monitor or sockets of the service manager.
-        let _ = std::fs::remove_dir(&self.path);
+        let _ = match &self.helper {
+            Some(helper) => helper.remove_directory(),
+            None => std::fs::remove_dir(&self.path),
+        };
     }
 }
 
@@ -64,8 +79,8 @@ mod tests {
     fn one_holds_it_and_leaves_nothing() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Directory::hold(&"web1".parse().unwrap(), &path).unwrap();
-        let second = Directory::hold(&"web1".parse().unwrap(), &path).unwrap_err();
+        let held = Directory::hold(&"web1".parse().unwrap(), &path, None).unwrap();
+        let second = Directory::hold(&"web1".parse().unwrap(), &path, None).unwrap_err();
         assert!(matches!(second, StartError::Running { .. }), "{second}");
         drop(held);
         assert!(!path.exists());
@@ -75,11 +90,11 @@ mod tests {
     fn what_others_have_in_it_stays() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("web1");
-        let held = Directory::hold(&"web1".parse().unwrap(), &path).unwrap();
+        let held = Directory::hold(&"web1".parse().unwrap(), &path, None).unwrap();
         std::fs::File::create(path.join("qmp")).unwrap();
         drop(held);
         let left: Vec<_> = std::fs::read_dir(&path).unwrap().collect();
         assert_eq!(left.len(), 1);
-        drop(Directory::hold(&"web1".parse().unwrap(), &path).unwrap());
+        drop(Directory::hold(&"web1".parse().unwrap(), &path, None).unwrap());
     }
 }

@@ -1,7 +1,7 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
-//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; and
-//! notifies the service manager.
+//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; notifies
+//! the service manager; and removes the directory of the sockets at the end.
 //!
 //! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
 //! exchanges Hello, which binds a connection to the VM, before it passes the connection on.
@@ -101,6 +101,7 @@ enum Order {
         limit: Duration,
     },
     Notify(Notice),
+    RemoveDirectory,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -213,6 +214,11 @@ impl Helper {
             (Answer::Fence(fence), _) => Ok(fence),
             _ => Err(unexpected()),
         }
+    }
+
+    /// Removes the directory of the VM's sockets, if it is empty.
+    pub(crate) fn remove_directory(&self) -> io::Result<()> {
+        self.ask(&Order::RemoveDirectory, ANSWER_TIMEOUT).map(drop)
     }
 
     fn open(&self, order: &Order, timeout: Duration) -> io::Result<OwnedFd> {
@@ -393,6 +399,9 @@ impl Server {
             Order::Notify(notice) => {
                 notice.send();
                 Ok(Answer::Done)
+            }
+            Order::RemoveDirectory => {
+                std::fs::remove_dir(&self.start.directory).map(|()| Answer::Done)
             }
             Order::Start(_) => Err(unexpected()),
         };

@@ -55,8 +55,6 @@ pub enum Right {
     Read,
     /// Removing files.
     Remove,
-    /// Removing empty directories.
-    RemoveDirectory,
 }
 
 impl Right {
@@ -64,7 +62,6 @@ impl Right {
         match self {
             Self::Read => AccessFs::ReadFile,
             Self::Remove => AccessFs::RemoveFile,
-            Self::RemoveDirectory => AccessFs::RemoveDir,
         }
     }
 }
