@@ -5,7 +5,7 @@ use std::{
     os::fd::AsRawFd,
     path::PathBuf,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -212,7 +212,16 @@ impl Backend {
         served.apply(&mut manager);
         let mut made = lookup.sockets();
         let status = made.open(&SocketName::Status)?;
-        let status = StatusServer::new(&config.vm, status, served.clone());
+        let problem = Arc::<OnceLock<&'static str>>::default();
+        if let Some(helper) = config.helper.clone() {
+            let watch = HelperWatch {
+                helper,
+                vm: config.vm.clone(),
+                problem: Arc::clone(&problem),
+            };
+            manager.add_subscriber(Arc::new(Mutex::new(watch)) as Subscriber);
+        }
+        let status = StatusServer::new(&config.vm, status, served.clone(), problem);
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
         // Created last, so that a client that can connect to it finds all other sockets.
         let control = made.open(&SocketName::Control)?;
@@ -307,6 +316,41 @@ impl MutEventSubscriber for Stop {
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
         self.asked.fetch_add(self.wakeup.take(), Ordering::Relaxed);
+    }
+}
+
+/// What a backend without its helper process cannot do any more, and the remedy.
+const NO_HELPER: &str = "its helper process has ended: its devices go on, but it can neither attach one, nor borrow from a lender again, nor ask the guest to release one; stop the VM when that suits, and restart the backend";
+
+/// Notices the end of the helper process.
+struct HelperWatch {
+    helper: Helper,
+    vm: VmName,
+    /// For the status.
+    problem: Arc<OnceLock<&'static str>>,
+}
+
+impl HelperWatch {
+    fn events(&self, set: EventSet) -> Events {
+        Events::new_raw(self.helper.socket().as_raw_fd(), set)
+    }
+}
+
+impl MutEventSubscriber for HelperWatch {
+    fn init(&mut self, ops: &mut EventOps) {
+        // A hang-up is reported in any case. The helper sends nothing.
+        if let Err(error) = ops.add(self.events(EventSet::empty())) {
+            log::error!("the end of the helper process will not be noticed: event loop: {error}");
+        }
+    }
+
+    fn process(&mut self, _events: Events, ops: &mut EventOps) {
+        log::error!("backend of VM {}: {NO_HELPER}", self.vm);
+        let _ = self.problem.set(NO_HELPER);
+        // It would be reported in each round.
+        if let Err(error) = ops.remove(self.events(EventSet::empty())) {
+            log::error!("backend of VM {}: event loop: {error}", self.vm);
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 use std::{
     collections::HashSet,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
@@ -164,12 +164,14 @@ impl Helper {
     ///
     /// # Errors
     /// Those of starting it.
-    pub fn start(program: &mut Command) -> io::Result<Self> {
+    pub fn start(mut program: Command) -> io::Result<Self> {
         let (ours, theirs) = Channel::pair()?;
+        // `program` has the helper's end: kept, it would hide that the helper has ended.
         program
             .stdin(Stdio::from(theirs.into_socket()))
             .stdout(Stdio::null())
             .spawn()?;
+        drop(program);
         Self::new(ours)
     }
 
@@ -177,6 +179,11 @@ impl Helper {
         let socket = orders.as_fd().try_clone_to_owned()?;
         let orders = Mutex::new(orders);
         Ok(Self(Arc::new(Shared { orders, socket })))
+    }
+
+    /// Hangs up when the helper has ended.
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.0.socket.as_fd()
     }
 
     pub(crate) fn configure(&self, start: Start) -> io::Result<()> {

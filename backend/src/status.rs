@@ -10,6 +10,7 @@ use std::{
         fd::{AsRawFd, RawFd},
         unix::net::UnixStream,
     },
+    sync::{Arc, OnceLock},
 };
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
@@ -26,6 +27,7 @@ pub(crate) struct StatusServer {
     vm: VmName,
     socket: OwnedListener,
     served: Served,
+    problem: Arc<OnceLock<&'static str>>,
     peers: Vec<Peer>,
     /// Limits the log lines on requests that cannot be answered.
     unanswered: RateLimit,
@@ -54,11 +56,18 @@ impl Peer {
 }
 
 impl StatusServer {
-    pub(crate) fn new(vm: &VmName, socket: OwnedListener, served: Served) -> Self {
+    /// `problem` is set when there is one.
+    pub(crate) fn new(
+        vm: &VmName,
+        socket: OwnedListener,
+        served: Served,
+        problem: Arc<OnceLock<&'static str>>,
+    ) -> Self {
         Self {
             vm: vm.to_owned(),
             socket,
             served,
+            problem,
             peers: Vec::new(),
             unanswered: RateLimit::new(),
         }
@@ -69,6 +78,7 @@ impl StatusServer {
             format: FORMAT,
             vm: self.vm.clone(),
             pid: std::process::id(),
+            problem: self.problem.get().map(|&problem| problem.to_owned()),
             devices: self.served.reports(),
         })
     }

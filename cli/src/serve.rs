@@ -62,8 +62,8 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let signals = Termination::catch().context("cannot wait for signals")?;
     // This program, also after its file was replaced by a later version.
     let mut program = Command::new("/proc/self/exe");
-    let helper = Helper::start(program.args(["serve-helper", vm.as_str()]))
-        .context("cannot start the backend's helper process")?;
+    program.args(["serve-helper", vm.as_str()]);
+    let helper = Helper::start(program).context("cannot start the backend's helper process")?;
     let asked = helper.clone();
     let release = ReleaseHook::new(move |device, limit| asked.release(device, limit));
     let config = Config {

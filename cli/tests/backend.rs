@@ -214,6 +214,32 @@ fn a_confined_backend_attaches_a_device_and_leaves_nothing() {
     wait(helper);
 }
 
+#[test]
+fn a_helper_that_ends_is_noticed() {
+    let (dir, _lender, mut backend) = start();
+    // It answers when it runs, until when it needs its helper.
+    request(&dir, "\"status\"");
+    kill_process(backend.helper(), Signal::KILL).expect("a process");
+    backend.logs("its helper process has ended");
+    let mut status = String::new();
+    let stream = UnixStream::connect(dir.path().join("vm/web1/status"));
+    stream
+        .and_then(|mut stream| stream.read_to_string(&mut status))
+        .expect("a status");
+    assert!(status.contains("restart the backend"), "{status}");
+    // The rest goes on.
+    let answer = request(&dir, "\"status\"");
+    assert!(answer.contains("dma0.sock"), "{answer}");
+    let answer = request(&dir, "{\"attach\":{\"device\":\"dma1\"}}");
+    assert!(
+        answer.contains("helper process does not answer"),
+        "{answer}"
+    );
+    kill_process(backend.pid(), Signal::TERM).expect("a process");
+    let log = backend.end();
+    assert!(!log.contains("its helper process has ended"), "{log}");
+}
+
 /// The next message for the service manager, and its sender.
 fn notice(socket: &UnixDatagram) -> (Option<Pid>, String) {
     let mut text = [0; 1024];

@@ -166,6 +166,7 @@ fn status_is_documented() {
         format: farside_backend_api::status::FORMAT,
         vm: "web1".parse().unwrap(),
         pid: 7,
+        problem: Some("its helper process has ended".to_owned()),
         devices: vec![borrowed, idle],
     };
     let fault = Fault {

@@ -35,6 +35,9 @@ pub struct BackendReport {
     pub vm: VmName,
     /// The backend's process.
     pub pid: u32,
+    /// A problem of the backend for the operator, with its remedy.
+    #[serde(default)]
+    pub problem: Option<String>,
     /// The devices that it serves.
     pub devices: Vec<DeviceReport>,
 }

@@ -11,6 +11,7 @@ fn document() -> Value {
             "format": 1,
             "vm": "web1",
             "pid": 7,
+            "problem": null,
             "devices": [{
                 "device": "disk0",
                 "summary": "NVMe, 1 GiB",
