@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, Notice, OwnedListener, SocketGroup, VmName};
+use farside_daemon::{DeviceId, Notice, OwnedListener, RateLimit, SocketGroup, VmName};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
@@ -348,6 +348,7 @@ pub fn serve_backend(
         peers: Mutex::default(),
         release,
     });
+    let refused = RateLimit::new();
     loop {
         let (order, fds) = match orders.receive::<Order>(IDLE) {
             Ok(received) => received,
@@ -356,7 +357,11 @@ pub fn serve_backend(
             Err(error) => return Err(error),
         };
         if Arc::strong_count(&server) > MAX_ORDERS {
-            log::warn!("the backend has more than {MAX_ORDERS} orders at a time: one is refused");
+            if let Some(held_back) = refused.allow() {
+                log::warn!(
+                    "the backend has more than {MAX_ORDERS} orders at a time: one is refused{held_back}"
+                );
+            }
             continue;
         }
         let server = Arc::clone(&server);
