@@ -12,7 +12,7 @@ use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{
-    Address, CallError, Client, Described, Dialer, ErrorKind, RamRange, Route,
+    Address, CallError, Client, Described, Dialer, ErrorKind, RamRange, Transport,
 };
 use farside_ntb::Adapter;
 
@@ -90,7 +90,7 @@ impl Lookup {
     /// Looks a device up. Borrows nothing.
     pub(crate) fn find(&self, device: &DeviceId) -> Result<Found, StartError> {
         let (lender, described) = self.describe(device)?;
-        if lender.route() == Route::Ntb && self.ntb.is_none() {
+        if lender.transport() == Transport::Ntb && self.ntb.is_none() {
             return Err(StartError::NoNtb {
                 device: device.to_owned(),
                 lender,
@@ -103,8 +103,8 @@ impl Lookup {
     /// Creates a device's socket and server.
     pub(crate) fn serve(&self, id: &DeviceId, found: Found) -> Result<DeviceServer, StartError> {
         let Found { lender, described } = found;
-        let (ntb, windows) = match (lender.route(), &self.ntb) {
-            (Route::Ntb, Some((adapter, windows))) => (Some(adapter.clone()), windows),
+        let (ntb, windows) = match (lender.transport(), &self.ntb) {
+            (Transport::Ntb, Some((adapter, windows))) => (Some(adapter.clone()), windows),
             _ => (None, &self.windows),
         };
         let settings = Settings {
@@ -113,7 +113,7 @@ impl Lookup {
             // Eventfds cannot be sent to another host.
             relay_interrupts: self.interrupts == Interrupts::Relayed || lender.is_tcp(),
             ntb,
-            route: lender.route(),
+            transport: lender.transport(),
             lender,
             dialer: self.dialer.clone(),
             helper: self.helper.clone(),
@@ -186,12 +186,12 @@ impl Lookup {
         if self.ram.is_empty() {
             return Ok(());
         }
-        if let (Route::Ntb, Some((ntb, _))) = (lender.route(), &self.ntb) {
+        if let (Transport::Ntb, Some((ntb, _))) = (lender.transport(), &self.ntb) {
             let spans: Vec<u64> = self.ram.iter().map(|range| range.len).collect();
             ntb.check_ram(&spans)?;
         }
         let mut client = self.connect(lender)?;
-        client.check(device, lender.route(), self.ram.clone())?;
+        client.check(device, lender.transport(), self.ram.clone())?;
         Ok(())
     }
 }

@@ -121,7 +121,7 @@ fn open_timeout(backend: &BackendReport) -> Duration {
 fn check(vm: &Vm, device: &DeviceId, lender: &Address) -> anyhow::Result<()> {
     let ram = ram_ranges(vm.machine, vm.ram);
     let checked = Client::connect(lender, None)
-        .and_then(|mut client| client.check(device, lender.route(), ram));
+        .and_then(|mut client| client.check(device, lender.transport(), ram));
     match checked {
         Ok(()) => Ok(()),
         Err(error @ CallError::Refused(_)) => {

@@ -11,7 +11,7 @@ use std::{
 
 use farside_fabric::{Iova, PeerAddress, memory::create_sealed};
 use farside_lender_protocol::{
-    Channel, ChannelError, Client, Resource, Route, Secret, registers::Event,
+    Channel, ChannelError, Client, Resource, Secret, Transport, registers::Event,
 };
 use rustix::{
     io::{FdFlags, fcntl_setfd},
@@ -168,7 +168,7 @@ fn borrow(lender: &Lender, device: &str, vm: &str) -> (Client, Channel) {
     let memory = device.starts_with("dma").then_some(memory.as_fd());
     let mut client = lender.client(Some(vm));
     let device = device.parse().expect("an id");
-    let lease = client.borrow_device(&device, Route::Memory, memory.as_slice());
+    let lease = client.borrow_device(&device, Transport::SharedMemory, memory.as_slice());
     (client, lease.expect("a free device").registers)
 }
 

@@ -52,6 +52,6 @@ pub use index::{IrqCounts, IrqCountsError, IrqIndex, IrqInfo, IrqRange};
 pub use relay::Relay;
 pub use set_irqs::{Action, IrqData, SetIrqs, SetIrqsError, SetIrqsMessage, wire};
 pub use state::IrqEvent;
-pub use trigger::{IrqTarget, TriggerFd};
+pub use trigger::{IrqEventFd, IrqTarget};
 pub use vectors::{VectorCount, Vectors, VectorsStatus};
 pub use watch::watch_eventfds;

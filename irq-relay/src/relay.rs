@@ -5,7 +5,7 @@ use std::array;
 use rustix::io::Errno;
 
 use crate::{
-    IrqEvent, IrqIndex, TriggerFd,
+    IrqEvent, IrqEventFd, IrqIndex,
     sync::{AtomicU64, Ordering},
 };
 
@@ -26,7 +26,7 @@ pub struct Relay {
     summary: AtomicU64,
     words: [AtomicU64; WORDS],
     coalesced: AtomicU64,
-    waker: Option<TriggerFd>,
+    waker: Option<IrqEventFd>,
 }
 
 impl Relay {
@@ -42,7 +42,7 @@ impl Relay {
 
     /// A relay that signals `waker` when there is something to drain. The
     /// consumer takes the waker's counter first and drains then.
-    pub fn with_waker(waker: TriggerFd) -> Self {
+    pub fn with_waker(waker: IrqEventFd) -> Self {
         Self {
             waker: Some(waker),
             ..Self::new()

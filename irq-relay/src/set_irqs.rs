@@ -5,7 +5,7 @@ use std::{io, os::fd::OwnedFd};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use crate::{IrqCounts, IrqIndex, IrqRange, IrqTarget, TriggerFd};
+use crate::{IrqCounts, IrqEventFd, IrqIndex, IrqRange, IrqTarget};
 
 /// Flag bits of `linux/vfio.h`.
 pub mod wire {
@@ -179,7 +179,7 @@ impl SetIrqs {
                     IrqData::Targets(vec![None; vectors])
                 } else if fds.len() == vectors {
                     let targets = fds.into_iter().map(|fd| {
-                        TriggerFd::try_from(fd).map(|trigger| Some(IrqTarget::EventFd(trigger)))
+                        IrqEventFd::try_from(fd).map(|trigger| Some(IrqTarget::EventFd(trigger)))
                     });
                     IrqData::Targets(targets.collect::<Result<_, _>>()?)
                 } else {

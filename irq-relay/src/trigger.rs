@@ -30,7 +30,7 @@ const ANON_INODE_FS: u64 = 0x0904_1934;
 /// vmm-sys-util's `EventFd` cannot be made from an [`OwnedFd`] without unsafe
 /// code, which is why this type stands on rustix.
 #[derive(Clone, Debug)]
-pub struct TriggerFd {
+pub struct IrqEventFd {
     fd: Arc<OwnedFd>,
     owner: Owner,
 }
@@ -45,7 +45,7 @@ enum Owner {
     BlockingClient,
 }
 
-impl TriggerFd {
+impl IrqEventFd {
     /// A new non-blocking eventfd, with counter 0.
     pub fn new() -> io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -89,7 +89,7 @@ impl TriggerFd {
     }
 }
 
-impl TryFrom<OwnedFd> for TriggerFd {
+impl TryFrom<OwnedFd> for IrqEventFd {
     type Error = SetIrqsError;
 
     fn try_from(fd: OwnedFd) -> Result<Self, SetIrqsError> {
@@ -110,7 +110,7 @@ impl TryFrom<OwnedFd> for TriggerFd {
     }
 }
 
-impl AsFd for TriggerFd {
+impl AsFd for IrqEventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -120,7 +120,7 @@ impl AsFd for TriggerFd {
 #[derive(Clone, Debug)]
 pub enum IrqTarget {
     /// To an eventfd, at once.
-    EventFd(TriggerFd),
+    EventFd(IrqEventFd),
     /// Into a relay, from where it goes to the borrower's host.
     Relay(Arc<Relay>),
 }
@@ -134,7 +134,7 @@ impl IrqTarget {
     }
 
     /// The eventfd, when it is one.
-    pub fn trigger(&self) -> Option<&TriggerFd> {
+    pub fn trigger(&self) -> Option<&IrqEventFd> {
         match self {
             Self::EventFd(trigger) => Some(trigger),
             Self::Relay(_) => None,
@@ -142,8 +142,8 @@ impl IrqTarget {
     }
 }
 
-impl From<TriggerFd> for IrqTarget {
-    fn from(trigger: TriggerFd) -> Self {
+impl From<IrqEventFd> for IrqTarget {
+    fn from(trigger: IrqEventFd) -> Self {
         Self::EventFd(trigger)
     }
 }

@@ -5,7 +5,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{disable, request, set_masked, taken, vectors};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqTarget, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqTarget};
 use proptest::{collection::vec, prelude::*};
 
 /// Few vectors, so that operations collide; across a word boundary.
@@ -133,7 +133,7 @@ proptest! {
         let places = (FIRST..FIRST + VECTORS).map(|v| (IrqIndex::Msix, v));
         let fds: BTreeMap<_, _> = places
             .chain([(IrqIndex::Intx, 0)])
-            .map(|place| (place, TriggerFd::new().unwrap()))
+            .map(|place| (place, IrqEventFd::new().unwrap()))
             .collect();
         for op in &ops {
             let accepted = match *op {

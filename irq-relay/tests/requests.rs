@@ -10,7 +10,7 @@ use std::{
 
 use common::all_counts;
 use farside_irq_relay::{
-    IrqCounts, IrqData, IrqIndex, SetIrqs, SetIrqsError, SetIrqsMessage, TriggerFd, wire::*,
+    IrqCounts, IrqData, IrqEventFd, IrqIndex, SetIrqs, SetIrqsError, SetIrqsMessage, wire::*,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -144,7 +144,7 @@ fn threads_that_block_are_freed_again_and_again() {
                 for _ in 0..2 {
                     let fd = eventfds(1, EventfdFlags::NONBLOCK).remove(0);
                     let client = fd.try_clone().unwrap();
-                    let trigger = TriggerFd::try_from(fd).unwrap();
+                    let trigger = IrqEventFd::try_from(fd).unwrap();
                     rustix::fs::fcntl_setfl(&client, OFlags::empty()).unwrap();
                     rustix::io::write(&client, &(u64::MAX - 1).to_ne_bytes()).unwrap();
                     assert_eq!(trigger.signal(), Err(Errno::TIMEDOUT));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::{all_counts, disable, request, set_masked, set_triggers, taken, vectors};
 use farside_irq_relay::{
-    Action, IrqData, IrqEvent, IrqIndex, IrqTarget, Relay, SetIrqsError, TriggerFd, Vectors,
+    Action, IrqData, IrqEvent, IrqEventFd, IrqIndex, IrqTarget, Relay, SetIrqsError, Vectors,
 };
 
 #[test]
@@ -179,7 +179,7 @@ fn error_and_request_interrupts_stand_beside_the_others() {
 fn intx_msi_and_msix_exclude_each_other() {
     let mut vectors = vectors();
     let fds = set_triggers(&mut vectors, IrqIndex::Intx, 0, 1);
-    let data = IrqData::Targets(vec![Some(TriggerFd::new().unwrap().into())]);
+    let data = IrqData::Targets(vec![Some(IrqEventFd::new().unwrap().into())]);
     let set = request(IrqIndex::Msi, 0, 1, Action::Trigger, data).unwrap();
     let error = vectors.apply(set).unwrap_err();
     assert_eq!(
@@ -289,7 +289,7 @@ impl TwoHosts {
     }
 
     /// The client's eventfds stay at the borrower; the lender gets the relay.
-    fn set_triggers(&mut self, index: IrqIndex, count: u32) -> Vec<TriggerFd> {
+    fn set_triggers(&mut self, index: IrqIndex, count: u32) -> Vec<IrqEventFd> {
         let targets = vec![Some(IrqTarget::from(Arc::clone(&self.relay))); count as usize];
         let data = IrqData::Targets(targets);
         let set = request(index, 0, count, Action::Trigger, data).unwrap();
@@ -380,7 +380,7 @@ fn a_hostile_message_names_no_vector_beyond_pci() {
 #[test]
 fn no_interrupt_is_lost_between_two_threads() {
     const ROUNDS: u64 = 20_000;
-    let waker = TriggerFd::new().unwrap();
+    let waker = IrqEventFd::new().unwrap();
     let relay = Arc::new(Relay::with_waker(waker.clone()));
     let event = |vector| IrqEvent::new(IrqIndex::Msix, vector).unwrap();
     let poster = std::thread::spawn({

@@ -269,7 +269,7 @@ fn lend(
     Borrow {
         device,
         vm,
-        route,
+        transport,
         fence,
     }: Borrow,
     registry: &Registry,
@@ -286,7 +286,7 @@ fn lend(
         connection,
         vm,
         generation,
-        route,
+        transport,
         bar_memory,
     });
     if let Err(error) = posted

@@ -2,7 +2,7 @@
 //! either.
 //!
 //! ```text
-//!   DeviceSource --Mail::Lease--> LeasedDevice --Return / peer gone / stop--> DeviceSource
+//!   DeviceSource --DeviceRequest::Lease--> LeasedDevice --Return / peer gone / stop--> DeviceSource
 //! ```
 //!
 //! A lease always ends in the same order: bus mastering off, DMA in flight drained, windows closed,
@@ -32,7 +32,7 @@ use farside_lender_protocol::{Generation, LimitUse, RemoteError, Resource};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
-    registry::{Lease, MAX_MAIL, Mail, Mailbox},
+    registry::{DeviceRequest, Lease, MAX_REQUESTS, RequestQueue},
     source::{Available, DeviceSource, LeasedDevice, Report},
     worker::WorkerDevice,
 };
@@ -42,8 +42,8 @@ use lease::LeaseLoop;
 pub(crate) struct DeviceLoop {
     id: DeviceId,
     home: Box<dyn Home>,
-    mail: mpsc::Receiver<Mail>,
-    mail_wake: Wakeup,
+    requests: mpsc::Receiver<DeviceRequest>,
+    requests_wake: Wakeup,
     stop: Wakeup,
     poll_time: Duration,
     /// The device's share of the memory that this process may map for borrowers.
@@ -87,7 +87,7 @@ impl Device<'_> {
 pub(crate) enum Lendable {
     /// Its leases are served by the device thread.
     Here(Box<dyn DeviceSource>),
-    /// Each lease is served by a process of its own, unless its route needs the lender's.
+    /// Each lease is served by a process of its own, unless its transport needs the lender's.
     InWorker(Box<WorkerDevice>),
 }
 
@@ -110,22 +110,22 @@ pub(crate) enum Stopped {
 }
 
 impl DeviceLoop {
-    /// Creates the loop and the mailbox of its thread.
+    /// Creates the loop and the queue of its thread.
     pub(crate) fn new(
         id: DeviceId,
         home: Box<dyn Home>,
         stop: Wakeup,
         poll_time: Duration,
         quota: SharedQuota,
-    ) -> io::Result<(Self, Mailbox)> {
-        let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
-        let mail_wake = Wakeup::new()?;
-        let mailbox = Mailbox::new(sender, mail_wake.clone());
+    ) -> io::Result<(Self, RequestQueue)> {
+        let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
+        let requests_wake = Wakeup::new()?;
+        let queue = RequestQueue::new(sender, requests_wake.clone());
         let device_loop = Self {
             id,
             home,
-            mail,
-            mail_wake,
+            requests,
+            requests_wake,
             stop,
             poll_time,
             quota,
@@ -134,7 +134,7 @@ impl DeviceLoop {
             handovers: Vec::new(),
             problem: None,
         };
-        Ok((device_loop, mailbox))
+        Ok((device_loop, queue))
     }
 
     /// Serves leases, one at a time, until stopped or removed.
@@ -146,7 +146,7 @@ impl DeviceLoop {
                     None => return Stopped::Unclosed,
                 },
                 Lendable::InWorker(mut device) => {
-                    let closed = match device.in_thread(lease.route) {
+                    let closed = match device.in_thread(lease.transport) {
                         Some(source) => LeaseLoop::serve(&mut self, source, lease).is_some(),
                         None => device.serve(&mut self, lease),
                     };
@@ -179,15 +179,15 @@ impl DeviceLoop {
         loop {
             // No lease has to end first.
             self.answer_handovers(source, |_| true);
-            if let Ok(mail) = self.mail.try_recv() {
-                match self.take_mail(mail, Device::Available(source)) {
+            if let Ok(request) = self.requests.try_recv() {
+                match self.take_request(request, Device::Available(source)) {
                     Some(lease) => return Some(lease),
                     None if self.end.is_some() => return None,
                     None => continue,
                 }
             }
             let mut fds = [
-                PollFd::new(&self.mail_wake, PollFlags::IN),
+                PollFd::new(&self.requests_wake, PollFlags::IN),
                 PollFd::new(&self.stop, PollFlags::IN),
             ];
             if let Err(errno) = poll(&mut fds, None)
@@ -199,15 +199,15 @@ impl DeviceLoop {
             if !fds[1].revents().is_empty() {
                 return None;
             }
-            self.mail_wake.lower();
+            self.requests_wake.lower();
         }
     }
 
     /// Answers a message, or returns the lease that it contains.
-    fn take_mail(&mut self, mail: Mail, mut device: Device<'_>) -> Option<Lease> {
+    fn take_request(&mut self, request: DeviceRequest, mut device: Device<'_>) -> Option<Lease> {
         // Fails if the requester has gone.
-        match mail {
-            Mail::Report(reply) => {
+        match request {
+            DeviceRequest::Report(reply) => {
                 let report = match device {
                     Device::Available(source) => source.report(),
                     Device::Leased(device) => self.report(device),
@@ -215,21 +215,21 @@ impl DeviceLoop {
                 let _ = reply.try_send(report);
                 None
             }
-            Mail::Check {
+            DeviceRequest::Check {
                 vm,
-                route,
+                transport,
                 ram,
                 reply,
             } => {
-                let checked = device.source().check(vm.as_ref(), route, &ram);
+                let checked = device.source().check(vm.as_ref(), transport, &ram);
                 let _ = reply.try_send(checked);
                 None
             }
-            Mail::HandOver { fence, reply } => {
+            DeviceRequest::HandOver { fence, reply } => {
                 self.handovers.push((fence, reply));
                 None
             }
-            Mail::Revoke { generation, until } => {
+            DeviceRequest::Revoke { generation, until } => {
                 self.revoke = Some(match self.revoke {
                     // Asked again: the limit can only be shortened.
                     Some(before) if before.generation == generation => Revoke {
@@ -249,11 +249,11 @@ impl DeviceLoop {
                 None
             }
             // The registry ends the thread of a device that is not lent.
-            Mail::End(end) => {
+            DeviceRequest::End(end) => {
                 self.end = Some(end);
                 None
             }
-            Mail::Lease(lease) => Some(lease),
+            DeviceRequest::Lease(lease) => Some(lease),
         }
     }
 
@@ -304,9 +304,9 @@ impl DeviceLoop {
 
     /// Answers messages during the lease `generation`. Returns false if the lease has to end.
     fn answer_mail(&mut self, device: &mut dyn LeasedDevice, generation: Generation) -> bool {
-        self.mail_wake.lower();
-        while let Ok(mail) = self.mail.try_recv() {
-            if let Some(lease) = self.take_mail(mail, Device::Leased(device)) {
+        self.requests_wake.lower();
+        while let Ok(request) = self.requests.try_recv() {
+            if let Some(lease) = self.take_request(request, Device::Leased(device)) {
                 // The registry grants one lease at a time.
                 log::error!(
                     "device {}: a second lease (generation {}) while there is one",

@@ -19,7 +19,8 @@ use farside_fabric::{
 };
 use farside_irq_relay::IrqCounts;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, LimitUse, RamRange, RemoteError, Resource, Route, irq_counts,
+    BarMemory, BarOwner, Described, LimitUse, RamRange, RemoteError, Resource, Transport,
+    irq_counts,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -73,11 +74,11 @@ impl ModelDevice {
     /// Attaches the device to the fabric, with the borrower's memory as its BARs.
     fn attach(
         &mut self,
-        route: Route,
+        transport: Transport,
         vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Path, RemoteError> {
-        local(route)?;
+        local(transport)?;
         let path = self.adapter.attach(&self.id, vm).map_err(refused)?;
         if let Err(error) = self.take_bar_memory(bar_memory) {
             self.drop_bar_memory();
@@ -97,12 +98,17 @@ impl Available for ModelDevice {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, route: Route, ram: &[RamRange]) -> Result<(), RemoteError> {
-        check_model(&self.adapter, route, ram)
+    fn check(
+        &self,
+        _: Option<&VmName>,
+        transport: Transport,
+        ram: &[RamRange],
+    ) -> Result<(), RemoteError> {
+        check_model(&self.adapter, transport, ram)
     }
 
     fn flush(&mut self) -> Result<(), RemoteError> {
-        let settled = self.device.settle();
+        let settled = self.device.flush();
         settled.map_err(|error| not_flushed(&self.id, &error))
     }
 
@@ -124,12 +130,12 @@ impl Available for ModelDevice {
 impl DeviceSource for ModelDevice {
     fn lease(
         mut self: Box<Self>,
-        route: Route,
+        transport: Transport,
         vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bars = vec![BarMemory::Borrowers; bar_memory.len()];
-        match self.attach(route, vm, bar_memory) {
+        match self.attach(transport, vm, bar_memory) {
             Ok(path) => Ok(Leased {
                 device: Box::new(LeasedModel {
                     path,
@@ -223,7 +229,7 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn prepare_to_block(&mut self) -> bool {
-        self.with_bus(|device, bus| device.arm(bus))
+        self.with_bus(|device, bus| device.enable_notifications(bus))
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -287,10 +293,10 @@ impl LeasedDevice for LeasedModel {
 /// Whether a guest with this RAM could borrow a model behind `adapter`.
 pub(crate) fn check_model(
     adapter: &Adapter,
-    route: Route,
+    transport: Transport,
     ram: &[RamRange],
 ) -> Result<(), RemoteError> {
-    local(route)?;
+    local(transport)?;
     let spans: Vec<u64> = ram.iter().map(|range| range.len).collect();
     fits(&spans, adapter.limits()).map_err(limit)?;
     Ok(())
@@ -304,10 +310,10 @@ pub(crate) fn not_flushed(id: &DeviceId, error: &io::Error) -> RemoteError {
 }
 
 /// Refuses NTBs: a model's DMA consists of copies by the lender's process.
-fn local(route: Route) -> Result<(), RemoteError> {
-    match route {
-        Route::Memory => Ok(()),
-        Route::Ntb => Err(unsupported(
+fn local(transport: Transport) -> Result<(), RemoteError> {
+    match transport {
+        Transport::SharedMemory => Ok(()),
+        Transport::Ntb => Err(unsupported(
             "a software model cannot be borrowed through an NTB: its DMA is the lender's own \
              copying; borrow it on the lender's machine",
         )),

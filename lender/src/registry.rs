@@ -11,7 +11,7 @@ use std::{
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Fence, Generation,
-    HeldFence, Identity, MAX_DEVICES, RamRange, RemoteError, Revocation, Route, Secret,
+    HeldFence, Identity, MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,
 };
 
 use crate::{
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// A message to a device's thread.
-pub(crate) enum Mail {
+pub(crate) enum DeviceRequest {
     /// Serve this borrower.
     Lease(Lease),
     /// Report the device's state.
@@ -32,7 +32,7 @@ pub(crate) enum Mail {
     Check {
         /// The VM, if known.
         vm: Option<VmName>,
-        route: Route,
+        transport: Transport,
         ram: Vec<RamRange>,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
@@ -60,31 +60,31 @@ pub(crate) struct Lease {
     /// The fencing token.
     pub(crate) generation: Generation,
     /// The transport of the device's DMA path.
-    pub(crate) route: Route,
+    pub(crate) transport: Transport,
     /// Files behind the BARs with sparse mmap areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
 }
 
 /// Maximum number of queued messages for a device thread: one lease, and requests of peers that
 /// each wait for the answer. Bounds memory while a stuck medium blocks the thread.
-pub(crate) const MAX_MAIL: usize = 64;
+pub(crate) const MAX_REQUESTS: usize = 64;
 
 /// The request queue of a device thread.
-pub(crate) struct Mailbox {
-    sender: mpsc::SyncSender<Mail>,
+pub(crate) struct RequestQueue {
+    sender: mpsc::SyncSender<DeviceRequest>,
     wake: Wakeup,
 }
 
-impl Mailbox {
-    pub(crate) fn new(sender: mpsc::SyncSender<Mail>, wake: Wakeup) -> Self {
+impl RequestQueue {
+    pub(crate) fn new(sender: mpsc::SyncSender<DeviceRequest>, wake: Wakeup) -> Self {
         Self { sender, wake }
     }
 
     /// Fails if the thread is gone or its queue is full.
-    pub(crate) fn post(&self, mail: Mail) -> Result<(), RemoteError> {
-        self.sender.try_send(mail).map_err(|error| match error {
+    pub(crate) fn post(&self, request: DeviceRequest) -> Result<(), RemoteError> {
+        self.sender.try_send(request).map_err(|error| match error {
             mpsc::TrySendError::Full(_) => limit(format_args!(
-                "the device's thread is held up: {MAX_MAIL} messages wait for it"
+                "the device's thread is held up: {MAX_REQUESTS} messages wait for it"
             )),
             mpsc::TrySendError::Disconnected(_) => {
                 failed("the device's thread has stopped; see the lender's log")
@@ -96,7 +96,7 @@ impl Mailbox {
 
     /// Ends the thread. Fails if its queue is full.
     fn end(&self, ended: mpsc::SyncSender<Infallible>) -> Result<(), RemoteError> {
-        match self.post(Mail::End(ended)) {
+        match self.post(DeviceRequest::End(ended)) {
             Err(error) if error.kind == ErrorKind::Limit => Err(error),
             // It has ended already.
             Ok(()) | Err(_) => Ok(()),
@@ -108,7 +108,7 @@ struct Slot {
     summary: String,
     source: &'static str,
     described: Arc<Described>,
-    mailbox: Arc<Mailbox>,
+    queue: Arc<RequestQueue>,
     access: Arc<Access>,
     /// The last issued generation.
     generation: Generation,
@@ -226,7 +226,7 @@ impl Grant<'_> {
     pub(crate) fn post(mut self, lease: Lease) -> Result<(), RemoteError> {
         let slot = self.records.slots.get_mut(self.id);
         let slot = slot.ok_or_else(|| unknown(self.id))?;
-        let posted = slot.mailbox.post(Mail::Lease(lease));
+        let posted = slot.queue.post(DeviceRequest::Lease(lease));
         if posted.is_err() {
             slot.lease = None;
         }
@@ -262,7 +262,7 @@ impl Registry {
         id: &DeviceId,
         source: &'static str,
         described: Described,
-        mailbox: Mailbox,
+        queue: RequestQueue,
         access: Access,
         generation: Generation,
     ) -> Result<(), RemoteError> {
@@ -282,7 +282,7 @@ impl Registry {
             summary: described.description.summary.clone(),
             source,
             described: Arc::new(described),
-            mailbox: Arc::new(mailbox),
+            queue: Arc::new(queue),
             access: Arc::new(access),
             generation,
             lease: None,
@@ -309,7 +309,7 @@ impl Registry {
             });
         }
         let (ended, end) = mpsc::sync_channel(1);
-        slot.mailbox.end(ended)?;
+        slot.queue.end(ended)?;
         records.slots.remove(id);
         Ok(end)
     }
@@ -352,7 +352,7 @@ impl Registry {
             return Ok(slot.revoked);
         };
         let generation = held.generation;
-        slot.mailbox.post(Mail::Revoke {
+        slot.queue.post(DeviceRequest::Revoke {
             generation,
             until: Instant::now() + limit,
         })?;
@@ -433,7 +433,7 @@ impl Registry {
                 generation
             }
         };
-        slot.mailbox.post(Mail::HandOver { fence, reply })?;
+        slot.queue.post(DeviceRequest::HandOver { fence, reply })?;
         Ok(fence)
     }
 
@@ -487,10 +487,10 @@ impl Registry {
         Ok(Arc::clone(&slot.described))
     }
 
-    pub(crate) fn mailbox(&self, id: &DeviceId) -> Result<Arc<Mailbox>, RemoteError> {
+    pub(crate) fn queue(&self, id: &DeviceId) -> Result<Arc<RequestQueue>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
-        Ok(Arc::clone(&slot.mailbox))
+        Ok(Arc::clone(&slot.queue))
     }
 
     pub(crate) fn access(&self, id: &DeviceId) -> Result<Arc<Access>, RemoteError> {

@@ -9,13 +9,13 @@ use std::{
 use farside_daemon::{DeviceId, LenderName, VmName};
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    ErrorKind, Generation, HeldFence, Identity, RemoteError, Reply, Request, Route, VERSION,
+    ErrorKind, Generation, HeldFence, Identity, RemoteError, Reply, Request, Transport, VERSION,
 };
 
 use crate::{
     fences::Claim,
     refusals::invalid,
-    registry::{Mail, Registry, Viewer},
+    registry::{DeviceRequest, Registry, Viewer},
     source::Report,
 };
 
@@ -56,7 +56,7 @@ pub(crate) enum Answer {
 pub(crate) struct Borrow {
     pub(crate) device: DeviceId,
     pub(crate) vm: VmName,
-    pub(crate) route: Route,
+    pub(crate) transport: Transport,
     pub(crate) fence: Option<HeldFence>,
 }
 
@@ -181,12 +181,21 @@ pub(crate) fn answer(
         (Request::Status { device }, _) => {
             may_borrow(&device, viewer.vm)?;
             let (reply, report) = sync_channel(1);
-            registry.mailbox(&device)?.post(Mail::Report(reply))?;
+            registry
+                .queue(&device)?
+                .post(DeviceRequest::Report(reply))?;
             return Ok(later(device, Awaited::Status(report), None));
         }
-        (Request::Check { device, route, ram }, _) => {
+        (
+            Request::Check {
+                device,
+                transport,
+                ram,
+            },
+            _,
+        ) => {
             may_borrow(&device, viewer.vm)?;
-            carries(route, identity)?;
+            carries(transport, identity)?;
             if ram.len() > MAX_RAM_RANGES {
                 return Err(invalid(format!(
                     "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
@@ -194,29 +203,29 @@ pub(crate) fn answer(
                 )));
             }
             let (reply, checked) = sync_channel(1);
-            let mail = Mail::Check {
+            let request = DeviceRequest::Check {
                 vm: viewer.vm.cloned(),
-                route,
+                transport,
                 ram,
                 reply,
             };
-            registry.mailbox(&device)?.post(mail)?;
+            registry.queue(&device)?.post(request)?;
             return Ok(later(device, Awaited::Check(checked), None));
         }
         (
             Request::Borrow {
                 device,
-                route,
+                transport,
                 fence,
             },
             Some(Peer { vm: Some(vm) }),
         ) => {
             may_borrow(&device, Some(vm))?;
-            carries(route, identity)?;
+            carries(transport, identity)?;
             return Ok(Answer::Borrow(Borrow {
                 device,
                 vm: vm.clone(),
-                route,
+                transport,
                 fence,
             }));
         }
@@ -276,13 +285,13 @@ pub(crate) fn answer(
     Ok(Answer::Reply(reply))
 }
 
-/// Refuses a route that the peer's transport does not support.
-fn carries(route: Route, identity: &Identity) -> Result<(), RemoteError> {
-    match route {
-        Route::Memory if identity.is_network() => Err(invalid(
+/// Refuses a transport that the peer's transport does not support.
+fn carries(transport: Transport, identity: &Identity) -> Result<(), RemoteError> {
+    match transport {
+        Transport::SharedMemory if identity.is_network() => Err(invalid(
             "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
         )),
-        Route::Memory | Route::Ntb => Ok(()),
+        Transport::SharedMemory | Transport::Ntb => Ok(()),
     }
 }
 

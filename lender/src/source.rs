@@ -16,7 +16,7 @@ use farside_fabric::{
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{
     BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, LimitUse, RamRange, RemoteError,
-    Route,
+    Transport,
 };
 use serde::{Deserialize, Serialize};
 
@@ -35,8 +35,12 @@ pub(crate) trait Available: Send {
     fn described(&self) -> &Described;
 
     /// Whether a guest with this RAM, of `vm` if known, could borrow it.
-    fn check(&self, vm: Option<&VmName>, route: Route, ram: &[RamRange])
-    -> Result<(), RemoteError>;
+    fn check(
+        &self,
+        vm: Option<&VmName>,
+        transport: Transport,
+        ram: &[RamRange],
+    ) -> Result<(), RemoteError>;
 
     /// Flushes all writes to the medium, if the lender is responsible for that, so that a crash of
     /// this host after the VM has moved loses no data. May block.
@@ -57,7 +61,7 @@ pub(crate) trait DeviceSource: Available {
     /// `bar_memory` comes from the borrower.
     fn lease(
         self: Box<Self>,
-        route: Route,
+        transport: Transport,
         vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased>;

@@ -39,7 +39,7 @@ use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::{FaultLog, Iova, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
-use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Route};
+use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Transport};
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
@@ -230,7 +230,7 @@ impl Available for VfioDevice {
     fn check(
         &self,
         vm: Option<&VmName>,
-        route: Route,
+        transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         self.check_clean()?;
@@ -246,14 +246,14 @@ impl Available for VfioDevice {
             .check(&ranges)
             .map_err(|error| named(&Chain(&error)))?;
         check_width(self.0.address_bits, ram).map_err(|error| named(&error))?;
-        match route {
-            Route::Memory => {
+        match transport {
+            Transport::SharedMemory => {
                 let total = ranges
                     .iter()
                     .fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
                 check_memlock(total).map_err(|error| named(&error))
             }
-            Route::Ntb => {
+            Transport::Ntb => {
                 let adapter = adapter(self.0.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
                 adapter.check_link().map_err(|error| named(&error))?;
@@ -280,16 +280,16 @@ impl Available for VfioDevice {
 impl DeviceSource for VfioDevice {
     fn lease(
         self: Box<Self>,
-        route: Route,
+        transport: Transport,
         vm: &VmName,
         bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
         let opened = self.check_lease(&bar_memory).and_then(|()| {
             let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
-            match route {
-                Route::Memory => Opened::local(&bound.described, function),
-                Route::Ntb => {
+            match transport {
+                Transport::SharedMemory => Opened::local(&bound.described, function),
+                Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
                     Opened::across(adapter, &bound.id, vm, &bound.described, function)
                 }

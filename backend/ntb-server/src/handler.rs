@@ -186,7 +186,7 @@ impl PortHandler<'_> {
         let size = self.machine.hosts.side(self.port).region_size(region);
         match size {
             0 => RegionInfo::absent(region),
-            // Without mappable areas QEMU may post writes.
+            // Without sparse mmap areas QEMU may post writes.
             _ => RegionInfo {
                 region,
                 size,

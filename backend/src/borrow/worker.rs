@@ -20,7 +20,7 @@ use farside_fabric::pin::PinPolicy;
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    Address, CallError, Channel, Described, Dialer, ErrorKind, Generation, Route,
+    Address, CallError, Channel, Described, Dialer, ErrorKind, Generation, Transport,
 };
 use farside_ntb::Adapter;
 
@@ -45,7 +45,7 @@ pub(crate) struct Settings {
     /// The backend signals interrupts, instead of the device signalling the VMM directly.
     pub(crate) relay_interrupts: bool,
     /// How the device reaches guest RAM.
-    pub(crate) route: Route,
+    pub(crate) transport: Transport,
     /// This host's NTB, for devices that are reached through it.
     pub(crate) ntb: Option<Adapter>,
     /// The file with the fences of the VM.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use farside_fabric::memory::{SharedMemory, create_sealed};
 use farside_fabric::{BorrowerDomain, Iova, LenderPath, MemoryRange, PeerAddress};
-use farside_irq_relay::TriggerFd;
+use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::FunctionOps;
 use farside_ntb::{Adapter, BorrowerNtb, EndpointOptions};
 use farside_pci::Bdf;
@@ -58,14 +58,14 @@ fn main() -> Outcome {
 /// An endpoint, and the eventfd of its doorbell 0.
 struct End {
     adapter: Adapter,
-    bell: TriggerFd,
+    bell: IrqEventFd,
 }
 
 impl End {
     fn open(ntb: Bdf) -> Outcome<Self> {
         let adapter = EndpointOptions::new(ntb, Api::detect()?).open()?;
         println!("endpoint: {:?}", adapter.capabilities());
-        let bell = TriggerFd::new()?;
+        let bell = IrqEventFd::new()?;
         let vector = adapter.with_driver(|driver| driver.doorbell_vector(0));
         FunctionOps::signal(&**adapter.function(), vector, bell.clone())?;
         adapter.with_driver(|driver| driver.unmask_doorbells(1));

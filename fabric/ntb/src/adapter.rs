@@ -9,7 +9,7 @@ use farside_fabric::{
     AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress,
     TakenWindow, fits,
 };
-use farside_irq_relay::TriggerFd;
+use farside_irq_relay::IrqEventFd;
 use farside_pci::Bdf;
 use farside_vfio::Function;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -50,7 +50,7 @@ struct Shared<F: FunctionOps> {
     peer_space: PeerSpace,
     guest_memory: GuestMemory,
     flush: Arc<dyn Flush>,
-    event: TriggerFd,
+    event: IrqEventFd,
     state: Mutex<State>,
 }
 
@@ -91,7 +91,7 @@ impl<F: FunctionOps> Adapter<F> {
         let tables = NtbTables::new(limits.clone())?;
         let alignment = address_alignment(capabilities.address_alignment, capabilities.segment());
         let peer_space = PeerSpace::new(function.domain().usable()?, alignment);
-        let event = TriggerFd::new().map_err(|source| NtbError::System {
+        let event = IrqEventFd::new().map_err(|source| NtbError::System {
             bdf,
             what: "make an eventfd",
             source,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use farside_error_chain::Chain;
 use farside_fabric::{PAGE_SIZE, PeerAddress};
-use farside_pci::MappableArea;
+use farside_pci::SparseMmapArea;
 use serde::{Deserialize, Serialize};
 
 use crate::peer_space::{PeerRange, endpoint_iova};
@@ -35,7 +35,7 @@ pub struct ExportedBar {
     /// Bytes of the whole BAR.
     pub size: u64,
     /// The mapped areas of the BAR. The rest traps.
-    pub areas: Vec<MappableArea>,
+    pub areas: Vec<SparseMmapArea>,
 }
 
 impl ExportedBars {
@@ -130,7 +130,7 @@ impl<F: FunctionOps> Drop for Export<F> {
 
 /// Lays out BARs, as (number, bytes, areas), each naturally aligned: the largest first, so that
 /// there are no gaps. Returns them by number, and their total size.
-fn place(mut bars: Vec<(u8, u64, Vec<MappableArea>)>) -> (Vec<ExportedBar>, u64) {
+fn place(mut bars: Vec<(u8, u64, Vec<SparseMmapArea>)>) -> (Vec<ExportedBar>, u64) {
     bars.sort_by_key(|&(bar, size, _)| (Reverse(size), bar));
     let mut len = 0;
     let mut placed: Vec<_> = bars

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{FabricError, Iova};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs};
 use farside_pci::{Bdf, Description};
 use farside_vfio::{Domain, Function, RegionMemory, VfioError};
 
@@ -93,7 +93,7 @@ pub trait FunctionOps: Send + Sync + 'static {
     ///
     /// # Errors
     /// What the system reports.
-    fn signal(&self, vector: u16, to: TriggerFd) -> Result<(), FabricError>;
+    fn signal(&self, vector: u16, to: IrqEventFd) -> Result<(), FabricError>;
 }
 
 /// A mapped part of a BAR of a function of this kind.
@@ -175,7 +175,7 @@ impl FunctionOps for Function {
         Ok(self.bar_file(bar)?)
     }
 
-    fn signal(&self, vector: u16, to: TriggerFd) -> Result<(), FabricError> {
+    fn signal(&self, vector: u16, to: IrqEventFd) -> Result<(), FabricError> {
         let other = |error| FabricError::Other(error);
         let index = IrqIndex::Msix;
         let range = IrqRange::new(&self.irq_counts(), index as u32, vector.into(), 1)

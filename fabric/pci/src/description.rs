@@ -32,7 +32,7 @@ pub struct Bar {
     pub kind: BarKind,
     /// Page-aligned areas that the borrower's CPU may reach without a trap.
     /// All else traps.
-    pub mappable: Vec<MappableArea>,
+    pub mappable: Vec<SparseMmapArea>,
 }
 
 /// Address space and width of a BAR.
@@ -102,7 +102,7 @@ impl BarKind {
 
 /// A page-aligned part of a BAR that can be mapped into the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MappableArea {
+pub struct SparseMmapArea {
     /// Offset in the BAR, bytes, a multiple of 4096.
     pub offset: u64,
     /// Bytes, a multiple of 4096.

@@ -10,5 +10,5 @@ mod image;
 pub mod regs;
 
 pub use bdf::{Bdf, BdfError};
-pub use description::{Bar, BarKind, Description, MappableArea};
+pub use description::{Bar, BarKind, Description, SparseMmapArea};
 pub use image::ConfigImage;

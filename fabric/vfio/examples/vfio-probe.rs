@@ -12,7 +12,7 @@ use std::sync::Arc;
 use farside_config_space::ConfigSpace;
 use farside_fabric::memory::{SharedMemory, create_sealed};
 use farside_fabric::{BorrowerDomain, FabricError, Iova, LenderPath, MemoryRange, PeerAddress};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, LocalPath, VfioError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -212,7 +212,7 @@ fn interrupts(function: &Function) -> Outcome {
         let range = IrqRange::new(&counts, IrqIndex::Msix as u32, start, count)?;
         Ok(SetIrqs::new(range, action, data)?)
     };
-    let trigger = |start, fds: &[&TriggerFd]| {
+    let trigger = |start, fds: &[&IrqEventFd]| {
         let targets = fds.iter().map(|fd| Some(IrqTarget::EventFd((*fd).clone())));
         let data = IrqData::Targets(targets.collect());
         request(start, fds.len() as u32, Action::Trigger, data)
@@ -224,7 +224,7 @@ fn interrupts(function: &Function) -> Outcome {
     let disable = request(0, 0, Action::Trigger, IrqData::None)?;
     // Twice is no error.
     function.set_irqs(&disable)?;
-    let (first, second) = (TriggerFd::new()?, TriggerFd::new()?);
+    let (first, second) = (IrqEventFd::new()?, IrqEventFd::new()?);
     function.set_irqs(&trigger(0, &[&first])?)?;
     // Beyond what is enabled.
     let last = u32::from(counts.count(IrqIndex::Msix)) - 1;

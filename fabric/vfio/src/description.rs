@@ -3,7 +3,7 @@
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
 use farside_pci::regs::*;
-use farside_pci::{Bar, BarKind, Bdf, ConfigImage, Description, MappableArea};
+use farside_pci::{Bar, BarKind, Bdf, ConfigImage, Description, SparseMmapArea};
 use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP};
 
 use crate::VfioError;
@@ -96,7 +96,7 @@ pub(crate) fn describe(
 
 /// The page-aligned areas of a BAR that the guest may access without a trap: those that the kernel
 /// allows to be mapped, without pages that `traps` (as (offset, bytes)) touch.
-fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<MappableArea> {
+fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<SparseMmapArea> {
     if region.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 || region.size < PAGE_SIZE {
         return Vec::new();
     }
@@ -129,7 +129,7 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<MappableArea> {
     areas.sort_unstable();
     areas
         .iter()
-        .map(|&(start, end)| MappableArea {
+        .map(|&(start, end)| SparseMmapArea {
             offset: start,
             len: end - start,
         })

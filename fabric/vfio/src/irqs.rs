@@ -15,7 +15,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use farside_error_chain::Chain;
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqInfo, IrqTarget, SetIrqs, TriggerFd, wire};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqInfo, IrqTarget, SetIrqs, wire};
 use farside_pci::Bdf;
 
 use crate::VfioError;
@@ -30,12 +30,12 @@ pub(crate) trait Kernel {
 #[derive(Debug)]
 pub(crate) struct Irqs {
     bdf: Bdf,
-    banks: [Bank; 5],
+    tables: [VectorTable; 5],
 }
 
 /// One interrupt index.
 #[derive(Debug)]
-struct Bank {
+struct VectorTable {
     index: IrqIndex,
     /// Vectors that the function has.
     available: usize,
@@ -50,9 +50,9 @@ struct Bank {
 #[derive(Clone, Debug, Default)]
 struct Vector {
     /// Its eventfd.
-    trigger: Option<TriggerFd>,
+    trigger: Option<IrqEventFd>,
     /// While masked: what the kernel signals instead.
-    parked: Option<TriggerFd>,
+    parked: Option<IrqEventFd>,
 }
 
 impl Vector {
@@ -66,9 +66,9 @@ impl Vector {
 impl Irqs {
     /// Nothing is enabled.
     pub(crate) fn new(bdf: Bdf, infos: [IrqInfo; 5]) -> Self {
-        let banks = IrqIndex::ALL.map(|index| {
+        let tables = IrqIndex::ALL.map(|index| {
             let info = infos[index as usize];
-            Bank {
+            VectorTable {
                 index,
                 available: info.count as usize,
                 no_resize: info.flags & wire::INFO_NORESIZE != 0,
@@ -76,7 +76,7 @@ impl Irqs {
                 vectors: Vec::new(),
             }
         });
-        Self { bdf, banks }
+        Self { bdf, tables }
     }
 
     /// Executes a request. An error rolls back, as far as the kernel allows.
@@ -87,10 +87,10 @@ impl Irqs {
     ) -> Result<(), VfioError> {
         let range = request.range();
         let index = range.index();
-        let (bdf, bank) = (self.bdf, &mut self.banks[index as usize]);
+        let (bdf, table) = (self.bdf, &mut self.tables[index as usize]);
         let start = usize::from(range.start());
         let done = match (request.action(), request.data()) {
-            (Action::Trigger, IrqData::None) if range.count() == 0 => bank.disable(kernel),
+            (Action::Trigger, IrqData::None) if range.count() == 0 => table.disable(kernel),
             (Action::Trigger, IrqData::Targets(targets)) => {
                 let triggers = (range.vectors().zip(targets))
                     .map(|(vector, target)| match target {
@@ -101,16 +101,16 @@ impl Irqs {
                         }
                     })
                     .collect::<Result<Vec<_>, _>>()?;
-                bank.set_triggers(kernel, start, triggers)
+                table.set_triggers(kernel, start, triggers)
             }
             // A software trigger, to test the path.
             (Action::Trigger, IrqData::None) => {
                 let all = IrqSetData::All(range.count().into());
-                bank.send(kernel, wire::SET_ACTION_TRIGGER, start, all)
+                table.send(kernel, wire::SET_ACTION_TRIGGER, start, all)
             }
             (Action::Trigger, IrqData::Bool(chosen)) => {
                 let chosen = IrqSetData::Chosen(chosen);
-                bank.send(kernel, wire::SET_ACTION_TRIGGER, start, chosen)
+                table.send(kernel, wire::SET_ACTION_TRIGGER, start, chosen)
             }
             (action @ (Action::Mask | Action::Unmask), data) => {
                 let masked = action == Action::Mask;
@@ -124,7 +124,7 @@ impl Irqs {
                     IrqData::Targets(_) => Vec::new(),
                 };
                 let mut chosen = chosen.into_iter();
-                chosen.try_for_each(|vector| bank.set_masked(kernel, vector, masked))
+                chosen.try_for_each(|vector| table.set_masked(kernel, vector, masked))
             }
         };
         done.map_err(|source| VfioError::Irqs {
@@ -138,9 +138,9 @@ impl Irqs {
 
     /// Disables every index; logs failures.
     pub(crate) fn disable_all(&mut self, kernel: &dyn Kernel) {
-        for bank in &mut self.banks {
-            if let Err(error) = bank.disable(kernel) {
-                let (bdf, index) = (self.bdf, bank.index);
+        for table in &mut self.tables {
+            if let Err(error) = table.disable(kernel) {
+                let (bdf, index) = (self.bdf, table.index);
                 log::error!(
                     "{bdf}: cannot disable {index}: {error}",
                     error = Chain(&error)
@@ -150,7 +150,7 @@ impl Irqs {
     }
 }
 
-impl Bank {
+impl VectorTable {
     fn send(
         &self,
         kernel: &dyn Kernel,
@@ -184,7 +184,7 @@ impl Bank {
         &mut self,
         kernel: &dyn Kernel,
         start: usize,
-        triggers: Vec<Option<TriggerFd>>,
+        triggers: Vec<Option<IrqEventFd>>,
     ) -> io::Result<()> {
         let end = start + triggers.len();
         let before = self.vectors.clone();
@@ -281,7 +281,7 @@ impl Bank {
             return Ok(());
         }
         let new = if masked {
-            Some(TriggerFd::new()?)
+            Some(IrqEventFd::new()?)
         } else {
             None
         };

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError, TriggerFd,
+    Action, IrqCounts, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs, SetIrqsError,
     Vectors,
 };
 
@@ -39,8 +39,8 @@ pub fn set_triggers(
     index: IrqIndex,
     start: u32,
     count: u32,
-) -> Vec<TriggerFd> {
-    let triggers: Vec<_> = (0..count).map(|_| TriggerFd::new().unwrap()).collect();
+) -> Vec<IrqEventFd> {
+    let triggers: Vec<_> = (0..count).map(|_| IrqEventFd::new().unwrap()).collect();
     let targets = triggers.iter().cloned().map(|fd| Some(IrqTarget::from(fd)));
     let data = IrqData::Targets(targets.collect());
     let set = request(index, start, count, Action::Trigger, data).unwrap();
@@ -60,6 +60,6 @@ pub fn disable(vectors: &mut Vectors, index: IrqIndex) {
 }
 
 /// How often the eventfd was signalled since the last query.
-pub fn taken(trigger: &TriggerFd) -> u64 {
+pub fn taken(trigger: &IrqEventFd) -> u64 {
     trigger.take().unwrap().unwrap_or(0)
 }

@@ -23,7 +23,7 @@ use farside_pci::Description;
 
 /// The model of a PCIe function.
 ///
-/// All calls come from one thread. Except for [`Device::settle`], a call waits for the medium only for a
+/// All calls come from one thread. Except for [`Device::flush`], a call waits for the medium only for a
 /// copy to or from the page cache that the kernel throttles, and then uses workers for a while: other
 /// operations are started by one call and finished by [`Device::poll`].
 pub trait Device: Send {
@@ -39,7 +39,7 @@ pub trait Device: Send {
     /// BAR `bar`.
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8], bus: &mut Bus<'_>);
 
-    /// Sets the memory behind mappable area `area` of BAR `bar` (see
+    /// Sets the memory behind sparse mmap area `area` of BAR `bar` (see
     /// [`farside_pci::Bar::mappable`]), which the borrower's CPU accesses without a
     /// trap. `None` removes it.
     fn set_bar_memory(&mut self, bar: u8, area: usize, memory: Option<HostSlice>);
@@ -50,7 +50,7 @@ pub trait Device: Send {
 
     /// Enables notifications, then checks for work again. Returns true if there is none:
     /// the owner may sleep until a BAR access arrives or [`Device::wake_fd`] is readable.
-    fn arm(&mut self, bus: &mut Bus<'_>) -> bool;
+    fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool;
 
     /// Readable when there is work for [`Device::poll`] that no BAR access triggers,
     /// such as completions of the medium.
@@ -80,7 +80,7 @@ pub trait Device: Send {
 
     /// Flushes all writes to the medium and waits for completion, after
     /// [`Device::quiesce`] has succeeded. A no-op for a device without a medium.
-    fn settle(&mut self) -> std::io::Result<()> {
+    fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
 }

@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
 };
 
-use crate::Route;
+use crate::Transport;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
 /// Prefix of a TCP address without TLS.
@@ -67,10 +67,10 @@ impl Address {
     }
 
     /// The DMA path from this lender's devices to the memory of a VM on this host.
-    pub fn route(&self) -> Route {
+    pub fn transport(&self) -> Transport {
         match self.is_tcp() {
-            true => Route::Ntb,
-            false => Route::Memory,
+            true => Transport::Ntb,
+            false => Transport::SharedMemory,
         }
     }
 

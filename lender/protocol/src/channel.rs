@@ -113,12 +113,12 @@ impl From<Errno> for ChannelError {
 /// messages without descriptors.
 #[derive(Debug)]
 pub struct Channel {
-    transport: Transport,
+    framing: Framing,
     sent: Arc<AtomicU64>,
 }
 
 #[derive(Debug)]
-enum Transport {
+enum Framing {
     Packets(Packets),
     Stream(Box<Stream>),
 }
@@ -175,7 +175,7 @@ impl Channel {
         let (connection, presented) = credentials.connect(host).map_err(io::Error::other)?;
         tcp::prepare(&socket)?;
         let stream = Stream::with_tls(socket.into(), connection, presented);
-        let mut channel = Self::new(Transport::Stream(Box::new(stream)));
+        let mut channel = Self::new(Framing::Stream(Box::new(stream)));
         channel
             .shake(deadline, timeout)
             .map_err(|error| match error {
@@ -188,7 +188,7 @@ impl Channel {
 
     fn shake(&mut self, deadline: Instant, timeout: Duration) -> Result<(), ChannelError> {
         loop {
-            let Transport::Stream(stream) = &mut self.transport else {
+            let Framing::Stream(stream) = &mut self.framing else {
                 return Ok(());
             };
             if stream.shake()? {
@@ -206,7 +206,7 @@ impl Channel {
 
     /// Wraps a connected, nonblocking UNIX socket of type `SOCK_SEQPACKET`.
     pub fn from_socket(socket: OwnedFd) -> Self {
-        Self::new(Transport::Packets(Packets::new(socket)))
+        Self::new(Framing::Packets(Packets::new(socket)))
     }
 
     /// Wraps a TCP socket that a lender has accepted, for TLS. Receiving includes the handshake, so
@@ -215,19 +215,19 @@ impl Channel {
         let (connection, presented) = credentials.accept().map_err(io::Error::other)?;
         tcp::prepare(&socket)?;
         let stream = Stream::with_tls(socket.into(), connection, presented);
-        Ok(Self::new(Transport::Stream(Box::new(stream))))
+        Ok(Self::new(Framing::Stream(Box::new(stream))))
     }
 
     /// Wraps a connected TCP socket, without TLS.
     pub fn from_tcp(socket: TcpStream) -> io::Result<Self> {
         tcp::prepare(&socket)?;
         let stream = Stream::new(socket.into());
-        Ok(Self::new(Transport::Stream(Box::new(stream))))
+        Ok(Self::new(Framing::Stream(Box::new(stream))))
     }
 
-    fn new(transport: Transport) -> Self {
+    fn new(framing: Framing) -> Self {
         Self {
-            transport,
+            framing,
             sent: Arc::default(),
         }
     }
@@ -235,22 +235,22 @@ impl Channel {
     /// The socket, for passing to another process. Over TCP this loses buffered data, and ends a TLS
     /// session.
     pub fn into_socket(self) -> OwnedFd {
-        match self.transport {
-            Transport::Packets(packets) => packets.into_socket(),
-            Transport::Stream(stream) => stream.into_socket(),
+        match self.framing {
+            Framing::Packets(packets) => packets.into_socket(),
+            Framing::Stream(stream) => stream.into_socket(),
         }
     }
 
     /// Whether it is a TCP connection, which cannot carry descriptors.
     pub fn is_tcp(&self) -> bool {
-        matches!(self.transport, Transport::Stream(_))
+        matches!(self.framing, Framing::Stream(_))
     }
 
     /// The peer's process or address, for log lines.
     pub fn peer(&self) -> String {
-        match &self.transport {
-            Transport::Packets(packets) => packets.peer(),
-            Transport::Stream(stream) => {
+        match &self.framing {
+            Framing::Packets(packets) => packets.peer(),
+            Framing::Stream(stream) => {
                 let address = match tcp::peer(stream.as_fd()) {
                     Ok(address) => address.to_string(),
                     Err(error) => format!("unknown host ({error})"),
@@ -267,9 +267,9 @@ impl Channel {
     /// disconnected, or if its TLS handshake is not complete: then nothing was received from
     /// it, either.
     pub fn identity(&self) -> io::Result<Identity> {
-        let stream = match &self.transport {
-            Transport::Packets(packets) => return packets.identity(),
-            Transport::Stream(stream) => stream,
+        let stream = match &self.framing {
+            Framing::Packets(packets) => return packets.identity(),
+            Framing::Stream(stream) => stream,
         };
         let address = tcp::peer(stream.as_fd())?;
         let Some(session) = stream.session() else {
@@ -291,7 +291,7 @@ impl Channel {
 
     /// Resets the counter of sent messages.
     pub(crate) fn counted_anew(self) -> Self {
-        Self::new(self.transport)
+        Self::new(self.framing)
     }
 
     /// Shuts down sending: the peer sees EOF. Messages from the peer can still be
@@ -299,7 +299,7 @@ impl Channel {
     pub fn shut_down_sending(&mut self) -> io::Result<()> {
         // shutdown(2) below fails as well if this does.
         let _ = self.flush();
-        if let Transport::Stream(stream) = &mut self.transport {
+        if let Framing::Stream(stream) = &mut self.framing {
             stream.close();
         }
         Ok(shutdown(&*self, Shutdown::Write)?)
@@ -317,17 +317,17 @@ impl Channel {
     /// false for a UNIX socket. Every send and receive flushes first, so a loop that polls
     /// for [`Channel::interest`] and then receives need not call [`Channel::flush`].
     pub fn wants_write(&self) -> bool {
-        match &self.transport {
-            Transport::Packets(_) => false,
-            Transport::Stream(stream) => stream.wants_write(),
+        match &self.framing {
+            Framing::Packets(_) => false,
+            Framing::Stream(stream) => stream.wants_write(),
         }
     }
 
     /// Sends as much of the unsent part as the socket takes.
     pub fn flush(&mut self) -> Result<(), ChannelError> {
-        match &mut self.transport {
-            Transport::Packets(_) => Ok(()),
-            Transport::Stream(stream) => stream.flush(),
+        match &mut self.framing {
+            Framing::Packets(_) => Ok(()),
+            Framing::Stream(stream) => stream.flush(),
         }
     }
 
@@ -338,12 +338,12 @@ impl Channel {
         message: &T,
         fds: &[BorrowedFd<'_>],
     ) -> Result<bool, ChannelError> {
-        let sent = match &mut self.transport {
-            Transport::Packets(packets) => packets.try_send(message, fds)?,
-            Transport::Stream(_) if !fds.is_empty() => {
+        let sent = match &mut self.framing {
+            Framing::Packets(packets) => packets.try_send(message, fds)?,
+            Framing::Stream(_) if !fds.is_empty() => {
                 return Err(ChannelError::NoDescriptors(fds.len()));
             }
-            Transport::Stream(stream) => stream.try_send(message)?,
+            Framing::Stream(stream) => stream.try_send(message)?,
         };
         if sent {
             // Pairs with the Acquire load in `Client::call`.
@@ -381,12 +381,12 @@ impl Channel {
     ) -> Result<Option<(T, Vec<OwnedFd>)>, ChannelError> {
         // Ignores trailing bytes: a later version's Hello may be longer, and must be
         // refused by its version number.
-        match &mut self.transport {
-            Transport::Packets(packets) => match packets.try_receive()? {
+        match &mut self.framing {
+            Framing::Packets(packets) => match packets.try_receive()? {
                 Some((bytes, fds)) => Ok(Some((postcard::from_bytes(bytes)?, fds))),
                 None => Ok(None),
             },
-            Transport::Stream(stream) => match stream.try_receive()? {
+            Framing::Stream(stream) => match stream.try_receive()? {
                 Some(bytes) => Ok(Some((postcard::from_bytes(bytes)?, Vec::new()))),
                 None => Ok(None),
             },
@@ -430,9 +430,9 @@ impl Channel {
 
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.transport {
-            Transport::Packets(packets) => packets.as_fd(),
-            Transport::Stream(stream) => stream.as_fd(),
+        match &self.framing {
+            Framing::Packets(packets) => packets.as_fd(),
+            Framing::Stream(stream) => stream.as_fd(),
         }
     }
 }

@@ -19,7 +19,7 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
     Envelope, Generation, Greeted, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken,
-    Registers, RemoteError, Reply, Request, Route, Secret, VERSION, channel::tls_hint,
+    Registers, RemoteError, Reply, Request, Transport, VERSION, channel::tls_hint,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -95,7 +95,7 @@ impl From<ChannelError> for CallError {
 pub struct Lease {
     /// The register channel.
     pub registers: Channel,
-    /// How the CPU accesses the mappable areas: one entry for each BAR with such areas.
+    /// How the CPU accesses the sparse mmap areas: one entry for each BAR with such areas.
     pub bars: Vec<BarMemory>,
     /// The files of [`BarMemory::File`], in the same order.
     pub files: Vec<OwnedFd>,
@@ -312,11 +312,18 @@ impl Client {
     pub fn check(
         &mut self,
         device: &DeviceId,
-        route: Route,
+        transport: Transport,
         ram: Vec<RamRange>,
     ) -> Result<(), CallError> {
         let device = device.to_owned();
-        self.done(Request::Check { device, route, ram }, &[])
+        self.done(
+            Request::Check {
+                device,
+                transport,
+                ram,
+            },
+            &[],
+        )
     }
 
     /// Borrows a device. `bar_memory` holds the files behind its BARs with mappable
@@ -325,12 +332,12 @@ impl Client {
     pub fn borrow_device(
         &mut self,
         device: &DeviceId,
-        route: Route,
+        transport: Transport,
         bar_memory: &[BorrowedFd<'_>],
     ) -> Result<Lease, CallError> {
         let request = Request::Borrow {
             device: device.to_owned(),
-            route,
+            transport,
             fence: self.fence,
         };
         match self.call(request, bar_memory)? {
@@ -367,38 +374,6 @@ impl Client {
             }
             (other, _) => Err(self.unexpected(&other)),
         }
-    }
-
-    /// See [`Request::Handover`]. Returns the VM's fence.
-    pub fn hand_over(
-        &mut self,
-        device: &DeviceId,
-        vm: &VmName,
-        migration: &str,
-        supersedes: Option<HeldFence>,
-        secret: Secret,
-    ) -> Result<Generation, CallError> {
-        let request = Request::Handover {
-            device: device.to_owned(),
-            vm: vm.to_string(),
-            migration: migration.to_owned(),
-            supersedes,
-            secret,
-        };
-        match self.call(request, &[])? {
-            (Reply::Fence { generation }, _) => Ok(generation),
-            (other, _) => Err(self.unexpected(&other)),
-        }
-    }
-
-    /// See [`Request::EndReservation`].
-    pub fn end_reservation(
-        &mut self,
-        device: &DeviceId,
-        secret: Option<Secret>,
-    ) -> Result<(), CallError> {
-        let device = device.to_owned();
-        self.done(Request::EndReservation { device, secret }, &[])
     }
 
     /// Opens the second connection, the register channel.

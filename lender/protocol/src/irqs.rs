@@ -6,8 +6,8 @@ use std::{
 };
 
 use farside_irq_relay::{
-    Action, IrqCounts, IrqCountsError, IrqData, IrqRange, IrqTarget, Relay, SetIrqs, SetIrqsError,
-    TriggerFd,
+    Action, IrqCounts, IrqCountsError, IrqData, IrqEventFd, IrqRange, IrqTarget, Relay, SetIrqs,
+    SetIrqsError,
 };
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
@@ -52,7 +52,7 @@ impl IrqUpdate {
                     IrqVectors::Relay(present)
                 } else {
                     let triggers = targets.iter().flatten().filter_map(IrqTarget::trigger);
-                    fds.extend(triggers.map(TriggerFd::as_fd));
+                    fds.extend(triggers.map(IrqEventFd::as_fd));
                     IrqVectors::EventFds(present)
                 }
             }
@@ -108,7 +108,7 @@ impl IrqUpdate {
                 for present in present {
                     targets.push(match (present, present.then(|| fds.next()).flatten()) {
                         (false, _) => None,
-                        (true, Some(fd)) => Some(IrqTarget::EventFd(TriggerFd::try_from(fd)?)),
+                        (true, Some(fd)) => Some(IrqTarget::EventFd(IrqEventFd::try_from(fd)?)),
                         (true, None) => return Err(wrong_count),
                     });
                 }

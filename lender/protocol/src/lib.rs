@@ -61,6 +61,6 @@ pub use listener::Listener;
 pub use message::{
     Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope,
     ErrorKind, Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers, RemoteError,
-    Reply, Request, Revocation, Route, TOKEN_LIFE, VERSION,
+    Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;

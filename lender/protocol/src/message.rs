@@ -9,7 +9,7 @@ use crate::{Fence, HeldFence, IrqUpdate, LimitUse, MAX_MESSAGE, Secret};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -72,19 +72,19 @@ pub enum Request {
         /// Device id.
         device: DeviceId,
         /// How the device would reach the guest.
-        route: Route,
+        transport: Transport,
         /// The guest's RAM.
         ram: Vec<RamRange>,
     },
     /// Borrows the device exclusively and resets it. Descriptors, for a device whose BARs
     /// the [borrower](BarOwner::Borrower) provides: a file of the BAR's size for each BAR
-    /// with mappable areas, in BAR order. After the reply the connection is the lease:
+    /// with sparse mmap areas, in BAR order. After the reply the connection is the lease:
     /// closing it returns the device.
     Borrow {
         /// Device id.
         device: DeviceId,
         /// How the device reaches the guest.
-        route: Route,
+        transport: Transport,
         /// The fence of the last [handover](Request::Handover) to this host, if any. The
         /// borrow is refused if the VM was moved elsewhere since.
         fence: Option<HeldFence>,
@@ -102,7 +102,7 @@ pub enum Request {
         /// The bit.
         disabled: bool,
     },
-    /// Maps memory into the borrower's IOMMU domain, for [`Route::Memory`], where the
+    /// Maps memory into the borrower's IOMMU domain, for [`Transport::SharedMemory`], where the
     /// lender manages both domains. Descriptor: the memory's file.
     MapPeer {
         /// Peer address.
@@ -257,7 +257,7 @@ pub enum Reply {
         generation: Generation,
         /// How to obtain the register channel.
         registers: Registers,
-        /// How the borrower's CPU accesses the mappable areas: one entry for each BAR
+        /// How the borrower's CPU accesses the sparse mmap areas: one entry for each BAR
         /// with such areas, in BAR order.
         bars: Vec<BarMemory>,
     },
@@ -337,11 +337,11 @@ impl std::fmt::Display for Availability {
 pub struct Described {
     /// Its configuration space, BARs and interrupts.
     pub description: Description,
-    /// The provider of the memory of its mappable areas.
+    /// The provider of the memory of its sparse mmap areas.
     pub bars: BarOwner,
 }
 
-/// The provider of the memory behind the mappable areas of a device's BARs.
+/// The provider of the memory behind the sparse mmap areas of a device's BARs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BarOwner {
     /// The borrower: the device is a model, which reads memory that the guest writes.
@@ -350,7 +350,7 @@ pub enum BarOwner {
     Lender,
 }
 
-/// How the borrower's CPU accesses the mappable areas of one BAR.
+/// How the borrower's CPU accesses the sparse mmap areas of one BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BarMemory {
     /// Through the borrower's own file.
@@ -372,11 +372,11 @@ pub enum BarMemory {
 
 /// The DMA path from a device to the guest's RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Route {
+pub enum Transport {
     /// Shared memory, on one host: the lender maps the memory's files, which the borrower
     /// passes ([`Request::MapPeer`]).
     #[default]
-    Memory,
+    SharedMemory,
     /// An NTB, between two hosts: the borrower maps its memory in the IOMMU domain of its
     /// own NTB endpoint, and the lender opens windows onto that domain.
     Ntb,

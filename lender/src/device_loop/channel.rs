@@ -70,7 +70,7 @@ impl Offer {
                 PollFd::new(&awaited, PollFlags::IN),
                 // Not `IN`: an early request stays in the socket.
                 PollFd::new(connection, PollFlags::RDHUP),
-                PollFd::new(&owner.mail_wake, PollFlags::IN),
+                PollFd::new(&owner.requests_wake, PollFlags::IN),
                 PollFd::from_borrowed_fd(owner.stop.as_fd(), PollFlags::IN),
             ];
             let left = Timespec::try_from(left).unwrap_or_default();
@@ -80,14 +80,14 @@ impl Offer {
                 return Err(End::PeerGone(io::Error::from(errno).into()));
             }
             let is_ready = |n: usize| !fds[n].revents().is_empty();
-            let (gone, mail, stop) = (is_ready(1), is_ready(2), is_ready(3));
+            let (gone, requests, stop) = (is_ready(1), is_ready(2), is_ready(3));
             if gone {
                 return Err(End::PeerGone(farside_lender_protocol::ChannelError::Closed));
             }
             if stop {
                 return Err(End::Stopped);
             }
-            if mail && !owner.answer_mail(device, generation) {
+            if requests && !owner.answer_mail(device, generation) {
                 return Err(End::HandedOver);
             }
         }

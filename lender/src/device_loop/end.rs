@@ -145,13 +145,13 @@ fn pause_for_mail(
         }
         let left = Timespec::try_from(left).unwrap_or_default();
         let mut fds = [
-            PollFd::new(&owner.mail_wake, PollFlags::IN),
+            PollFd::new(&owner.requests_wake, PollFlags::IN),
             PollFd::new(&owner.stop, PollFlags::IN),
         ];
         // An interrupted wait is only shorter.
         let _ = poll(&mut fds, Some(&left));
-        let (mail, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-        if mail && !owner.answer_mail(device, generation) {
+        let (requests, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if requests && !owner.answer_mail(device, generation) {
             owner.refuse_handovers(error);
         }
         if stop {

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     refusals::{failed, internal, refused, unsupported},
-    registry::{Lease, MAX_MAIL, Mail},
+    registry::{DeviceRequest, Lease, MAX_REQUESTS},
     source::{Available, Report},
     worker::{
         Answer, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable, printable_error,
@@ -165,10 +165,10 @@ impl<'a> WorkerLease<'a> {
                 break self.worker.status();
             }
             if self.is_leased() {
-                self.take_mail();
+                self.take_request();
             }
         };
-        self.settle(status.unwrap_or_default())
+        self.flush(status.unwrap_or_default())
     }
 
     /// Has the worker killed after `patience`, unless it ends.
@@ -181,7 +181,7 @@ impl<'a> WorkerLease<'a> {
         self.connection.is_some()
     }
 
-    /// Waits for the worker, for mail and for the lender's stop. Returns whether the worker has
+    /// Waits for the worker, for requests and for the lender's stop. Returns whether the worker has
     /// ended.
     fn wait(&mut self, open: &Open) -> bool {
         let left = self
@@ -192,7 +192,7 @@ impl<'a> WorkerLease<'a> {
         let fds = [
             (true, worker.pidfd.as_fd()),
             (!self.stopped, owner.stop.as_fd()),
-            (self.is_leased(), owner.mail_wake.as_fd()),
+            (self.is_leased(), owner.requests_wake.as_fd()),
             (open.calls, worker.calls.as_fd()),
             (open.orders, worker.orders.as_fd()),
             (open.log, worker.log.as_fd()),
@@ -377,44 +377,44 @@ impl<'a> WorkerLease<'a> {
         true
     }
 
-    /// Passes mail to the worker as orders.
-    fn take_mail(&mut self) {
-        self.owner.mail_wake.lower();
-        while let Ok(mail) = self.owner.mail.try_recv() {
-            let (order, waiting) = match mail {
-                Mail::Report(reply) => (Order::Status, Waiting::Report(reply)),
-                Mail::HandOver { fence, reply } => {
+    /// Passes requests to the worker as orders.
+    fn take_request(&mut self) {
+        self.owner.requests_wake.lower();
+        while let Ok(request) = self.owner.requests.try_recv() {
+            let (order, waiting) = match request {
+                DeviceRequest::Report(reply) => (Order::Status, Waiting::Report(reply)),
+                DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
-                Mail::Check {
+                DeviceRequest::Check {
                     vm,
-                    route,
+                    transport,
                     ram,
                     reply,
                 } => {
                     // Fails if the requester has gone.
-                    let _ = reply.try_send(self.device.check(vm.as_ref(), route, &ram));
+                    let _ = reply.try_send(self.device.check(vm.as_ref(), transport, &ram));
                     continue;
                 }
-                Mail::Revoke { until, .. } => {
+                DeviceRequest::Revoke { until, .. } => {
                     let limit = until.saturating_duration_since(Instant::now());
                     // A worker that does not end the lease is ended.
                     self.kill_in(limit + STOP_TIMEOUT);
                     (Order::Revoke { limit }, Waiting::Revoke)
                 }
                 // The registry ends the thread of a device that is not lent.
-                Mail::End(end) => {
+                DeviceRequest::End(end) => {
                     self.owner.end = Some(end);
                     continue;
                 }
                 // The registry grants one lease at a time.
-                Mail::Lease(lease) => {
+                DeviceRequest::Lease(lease) => {
                     let (id, generation) = (&self.owner.id, lease.generation);
                     log::error!("device {id}: a second lease (generation {generation})");
                     continue;
                 }
             };
-            let fits = self.waiting.len() < MAX_MAIL;
+            let fits = self.waiting.len() < MAX_REQUESTS;
             match fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
                 true => self.waiting.push_back(waiting),
                 false => self.answer_later(waiting),
@@ -430,14 +430,14 @@ impl<'a> WorkerLease<'a> {
             return;
         }
         // Of those that are dropped, the requesters hear at once.
-        if self.late.len() < MAX_MAIL {
+        if self.late.len() < MAX_REQUESTS {
             self.late.push(waiting);
         }
     }
 
     /// Cleans up after the worker. Returns false if the device's DMA could not be stopped before the
     /// lender stopped.
-    fn settle(mut self, status: ExitStatus) -> bool {
+    fn flush(mut self, status: ExitStatus) -> bool {
         // What is left in the pipe, of 64 KiB.
         let _ = (0..16).all(|_| self.log.read(&self.worker.log));
         self.gone = true;
@@ -514,20 +514,20 @@ impl<'a> WorkerLease<'a> {
         true
     }
 
-    /// Takes mail for the length of `pause`. Returns false when the lender stops.
+    /// Takes requests for the length of `pause`. Returns false when the lender stops.
     fn pause_for_mail(&mut self, pause: Duration) -> bool {
         let until = Instant::now() + pause;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let left = Timespec::try_from(left).unwrap_or_default();
-            let fds = [self.owner.stop.as_fd(), self.owner.mail_wake.as_fd()];
+            let fds = [self.owner.stop.as_fd(), self.owner.requests_wake.as_fd()];
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             // An interrupted wait is only shorter.
             let ready = poll(&mut fds, Some(&left));
-            let [stop, mail] = fds.map(|fd| !fd.revents().is_empty());
+            let [stop, requests] = fds.map(|fd| !fd.revents().is_empty());
             match ready {
                 Ok(_) if stop => return false,
-                Ok(_) if mail => self.take_mail(),
+                Ok(_) if requests => self.take_request(),
                 _ => return true,
             }
         }

@@ -74,7 +74,7 @@ impl<'a> LeaseLoop<'a> {
             mut connection,
             vm,
             generation,
-            route,
+            transport,
             bar_memory,
         } = lease;
         let id = owner.id.clone();
@@ -82,7 +82,7 @@ impl<'a> LeaseLoop<'a> {
         let tokens = owner.home.tokens();
         let granted = match Offer::new(&connection, tokens) {
             Ok(offer) => source
-                .lease(route, &vm, bar_memory)
+                .lease(transport, &vm, bar_memory)
                 .map(|leased| (leased, offer)),
             Err(error) => Err(NotLeased {
                 source,
@@ -250,7 +250,7 @@ impl<'a> LeaseLoop<'a> {
         let mut fds = [
             PollFd::new(&self.registers, registers),
             PollFd::new(&self.connection, requests),
-            PollFd::new(&owner.mail_wake, PollFlags::IN),
+            PollFd::new(&owner.requests_wake, PollFlags::IN),
             PollFd::new(&owner.stop, PollFlags::IN),
             PollFd::from_borrowed_fd(device, PollFlags::IN),
         ];
@@ -268,11 +268,11 @@ impl<'a> LeaseLoop<'a> {
         }
         let is_ready = |n: usize| !fds[n].revents().is_empty();
         let (registers, connection) = (is_ready(0), is_ready(1));
-        let (mail, stop) = (is_ready(2), is_ready(3));
+        let (requests, stop) = (is_ready(2), is_ready(3));
         if registers {
             self.serve_registers(ACCESSES)?;
         }
-        if mail && !self.owner.answer_mail(&mut *self.device, self.generation) {
+        if requests && !self.owner.answer_mail(&mut *self.device, self.generation) {
             return Err(End::HandedOver);
         }
         if self.held.is_some() {

@@ -18,7 +18,7 @@ impl ModelDevice {
             .collect();
         if files.len() != bars.len() {
             return Err(invalid(format!(
-                "device {} has {} BARs with mappable areas, but the borrower gave memory for {}",
+                "device {} has {} BARs with sparse mmap areas, but the borrower gave memory for {}",
                 self.id,
                 bars.len(),
                 files.len()

@@ -50,7 +50,7 @@ impl Device for Keeper {
         false
     }
 
-    fn arm(&mut self, _bus: &mut Bus<'_>) -> bool {
+    fn enable_notifications(&mut self, _bus: &mut Bus<'_>) -> bool {
         true
     }
 
@@ -104,8 +104,11 @@ impl Stage {
         };
         let adapter = Adapter::new(NtbLimits::default()).unwrap();
         let model = ModelDevice::new(&"keeper".parse().unwrap(), Box::new(keeper), adapter);
-        let leased =
-            Box::new(model.unwrap()).lease(Route::Memory, &"vm".parse().unwrap(), Vec::new());
+        let leased = Box::new(model.unwrap()).lease(
+            Transport::SharedMemory,
+            &"vm".parse().unwrap(),
+            Vec::new(),
+        );
         let mut stage = Self {
             model: leased.map_err(|not| not.error).unwrap().device,
             // Mapped once.

@@ -16,7 +16,7 @@ use farside_fabric::{
 };
 use farside_irq_relay::{IrqEvent, Relay};
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route, irq_counts,
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Transport, irq_counts,
 };
 
 use crate::{
@@ -100,7 +100,7 @@ impl Available for Recorder {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -124,7 +124,7 @@ impl Available for Recorder {
 impl DeviceSource for Recorder {
     fn lease(
         self: Box<Self>,
-        _route: Route,
+        _route: Transport,
         _vm: &VmName,
         _bar_memory: Vec<OwnedFd>,
     ) -> Result<Leased, NotLeased> {

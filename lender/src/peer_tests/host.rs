@@ -12,7 +12,7 @@ use farside_daemon::{DeviceId, Wakeup};
 use farside_fabric::{Budget, soft::Adapter};
 use farside_lender_protocol::{
     Address, Channel, Client, Envelope, Generation, Listener, RegisterToken, Registers,
-    RemoteError, Reply, Request, Route, VERSION,
+    RemoteError, Reply, Request, Transport, VERSION,
 };
 use farside_pki::Renewed;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -109,7 +109,7 @@ impl Host {
             let id: DeviceId = id.parse().unwrap();
             let (kind, described) = (source.kind(), source.described().clone());
             let home = InLender::new(id.clone(), Arc::clone(&registry));
-            let (device_loop, mailbox) = DeviceLoop::new(
+            let (device_loop, queue) = DeviceLoop::new(
                 id.clone(),
                 Box::new(home),
                 stop.clone(),
@@ -120,7 +120,7 @@ impl Host {
             let user = rustix::process::geteuid().as_raw();
             let access = Access::new(&id, user, vec![borrower.clone()]);
             registry
-                .add(&id, kind, described, mailbox, access, Generation(1))
+                .add(&id, kind, described, queue, access, Generation(1))
                 .unwrap();
             threads.push(std::thread::spawn(move || {
                 device_loop.run(Lendable::Here(source))
@@ -221,12 +221,12 @@ impl Host {
     pub(super) fn borrow(&self, vm: &str) -> (Peer, RegisterToken) {
         let mut peer = self.hello(vm);
         let device = DEVICE.parse().unwrap();
-        let route = Route::Ntb;
+        let transport = Transport::Ntb;
         match peer
             .call(
                 Request::Borrow {
                     device,
-                    route,
+                    transport,
                     fence: None,
                 },
                 0,

@@ -3,9 +3,10 @@
 use std::{io::Write, os::fd::AsFd, time::Duration};
 
 use farside_fabric::{Iova, PeerAddress};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs};
 use farside_lender_protocol::{
-    BarMemory, CallError, ChannelError, ErrorKind, IrqUpdate, Reply, Request, Route, irq_counts,
+    BarMemory, CallError, ChannelError, ErrorKind, IrqUpdate, Reply, Request, Transport,
+    irq_counts,
     registers::{Access, Event},
 };
 use rustix::net::sockopt::{set_socket_linger, set_socket_recv_buffer_size};
@@ -35,10 +36,10 @@ fn a_device_is_used_and_returned_without_any_descriptor() {
     let host = Host::new();
     let mut client = host.client("a");
     client
-        .check(&DEVICE.parse().unwrap(), Route::Ntb, Vec::new())
+        .check(&DEVICE.parse().unwrap(), Transport::Ntb, Vec::new())
         .unwrap();
     let lease = client
-        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .borrow_device(&DEVICE.parse().unwrap(), Transport::Ntb, &[])
         .unwrap();
     assert_eq!(lease.bars, [BarMemory::Peer { address: BAR }]);
     assert!(lease.files.is_empty());
@@ -78,9 +79,13 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     let host = Host::new();
     let mut client = host.client("a");
     for refused in [
-        client.check(&DEVICE.parse().unwrap(), Route::Memory, Vec::new()),
+        client.check(
+            &DEVICE.parse().unwrap(),
+            Transport::SharedMemory,
+            Vec::new(),
+        ),
         client
-            .borrow_device(&DEVICE.parse().unwrap(), Route::Memory, &[])
+            .borrow_device(&DEVICE.parse().unwrap(), Transport::SharedMemory, &[])
             .map(|_| ()),
     ] {
         let error = refused.unwrap_err();
@@ -88,7 +93,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
         assert!(error.to_string().contains("through an NTB"), "{error}");
     }
     let _lease = client
-        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .borrow_device(&DEVICE.parse().unwrap(), Transport::Ntb, &[])
         .unwrap();
     let counts = irq_counts(
         &host
@@ -99,7 +104,7 @@ fn what_needs_a_descriptor_is_refused_and_the_lease_stays() {
     )
     .unwrap();
     let range = IrqRange::new(&counts, IrqIndex::Msix as u32, 0, 1).unwrap();
-    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(TriggerFd::new().unwrap()))]);
+    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(IrqEventFd::new().unwrap()))]);
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
     let (update, fds) = IrqUpdate::new(&request, false);
     let file = tempfile::tempfile().unwrap();
@@ -184,7 +189,7 @@ fn a_lender_that_stops_is_noticed() {
     let host = Host::new();
     let mut client = host.client("a");
     let lease = client
-        .borrow_device(&DEVICE.parse().unwrap(), Route::Ntb, &[])
+        .borrow_device(&DEVICE.parse().unwrap(), Transport::Ntb, &[])
         .unwrap();
     let mut registers = lease.registers;
     drop(host);
@@ -232,7 +237,7 @@ fn a_borrower_that_does_not_read_is_given_up() {
     let host = Host::new();
     let mut other = host.client("b");
     let lease = other
-        .borrow_device(&DEVICES[1].parse().unwrap(), Route::Ntb, &[])
+        .borrow_device(&DEVICES[1].parse().unwrap(), Transport::Ntb, &[])
         .unwrap();
     let mut others = lease.registers;
     let (_peer, token) = host.borrow("a");

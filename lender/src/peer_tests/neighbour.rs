@@ -19,7 +19,7 @@ use farside_fabric::{
 };
 use farside_irq_relay::Relay;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Route,
+    BarMemory, BarOwner, Described, IrqUpdate, RamRange, RemoteError, Transport,
 };
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -123,7 +123,7 @@ impl Available for Echo {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -133,7 +133,12 @@ impl Available for Echo {
 }
 
 impl DeviceSource for Echo {
-    fn lease(self: Box<Self>, _: Route, _: &VmName, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
+    fn lease(
+        self: Box<Self>,
+        _: Transport,
+        _: &VmName,
+        _: Vec<OwnedFd>,
+    ) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
         Ok(Leased {
             device: self,

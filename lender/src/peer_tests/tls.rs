@@ -4,7 +4,7 @@ use std::{io::Write, path::PathBuf};
 
 use farside_lender_protocol::{
     CallError, Channel, ChannelError, Client, Envelope, Generation, Registers, RemoteError, Reply,
-    Request, Route, VERSION,
+    Request, Transport, VERSION,
     registers::{Access, Event},
 };
 use farside_pki::{
@@ -47,7 +47,7 @@ fn a_host_borrows_with_tls_and_returns_the_device_when_it_goes() {
     let connect = || Client::connect_by(&host.address, vm.as_ref(), &site.of("a"), None);
     let mut client = connect().unwrap();
     let device = DEVICE.parse().unwrap();
-    let mut lease = client.borrow_device(&device, Route::Ntb, &[]).unwrap();
+    let mut lease = client.borrow_device(&device, Transport::Ntb, &[]).unwrap();
     let read = Access::Read {
         bar: 0,
         offset: 8,
@@ -76,7 +76,7 @@ fn a_host_borrows_with_tls_and_returns_the_device_when_it_goes() {
         entry.borrowed_by.is_none()
     });
     let mut client = connect().unwrap();
-    let _lease = client.borrow_device(&device, Route::Ntb, &[]).unwrap();
+    let _lease = client.borrow_device(&device, Transport::Ntb, &[]).unwrap();
     client.return_device().unwrap();
 }
 
@@ -106,7 +106,7 @@ fn another_host_cannot_use_the_token_of_a_lease() {
     call(&mut lease, hello).unwrap();
     let borrow = Request::Borrow {
         device: DEVICE.parse().unwrap(),
-        route: Route::Ntb,
+        transport: Transport::Ntb,
         fence: None,
     };
     let token = match call(&mut lease, borrow).unwrap() {
@@ -150,7 +150,7 @@ fn a_host_without_a_rule_borrows_nothing() {
         let device = DEVICE.parse().unwrap();
         let error = client
             .unwrap()
-            .borrow_device(&device, Route::Ntb, &[])
+            .borrow_device(&device, Transport::Ntb, &[])
             .unwrap_err();
         assert!(matches!(error, CallError::Refused(_)), "{error}");
         assert!(

@@ -10,7 +10,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     let file = directory.path().join("lender.json");
     let registry = Registry::new(FenceBook::load(Some(file)).unwrap());
     let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
-    let (sender, mail) = mpsc::sync_channel(MAX_MAIL);
+    let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
     let description = farside_pci::Description {
         config: vec![0; 256],
         bars: Default::default(),
@@ -23,10 +23,10 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         description,
         bars: BarOwner::Borrower,
     };
-    let mailbox = Mailbox::new(sender, Wakeup::new().unwrap());
+    let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
     let access = Access::new(&id, 0, Vec::new());
     registry
-        .add(&id, "model", described, mailbox, access, Generation(1))
+        .add(&id, "model", described, queue, access, Generation(1))
         .unwrap();
 
     let grant = registry.grant(&id, &vm, None).unwrap();
@@ -34,7 +34,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         connection: Channel::pair().unwrap().0,
         vm: vm.clone(),
         generation: grant.generation(),
-        route: Route::Ntb,
+        transport: Transport::Ntb,
         bar_memory: Vec::new(),
     };
     let claim = Claim {
@@ -55,11 +55,11 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         grant.post(lease).unwrap();
         handover.join().unwrap().unwrap();
     });
-    let generations: Vec<_> = mail
+    let generations: Vec<_> = requests
         .try_iter()
-        .map(|mail| match mail {
-            Mail::Lease(lease) => ("lease", lease.generation.0),
-            Mail::HandOver { fence, .. } => ("handover", fence.0),
+        .map(|request| match request {
+            DeviceRequest::Lease(lease) => ("lease", lease.generation.0),
+            DeviceRequest::HandOver { fence, .. } => ("handover", fence.0),
             _ => unreachable!(),
         })
         .collect();

@@ -100,7 +100,7 @@ impl Devices {
         let available = device.available();
         let (kind, described) = (available.kind(), available.described().clone());
         let home = InLender::new(id.clone(), Arc::clone(&self.registry));
-        let (device_loop, mailbox) = DeviceLoop::new(
+        let (device_loop, queue) = DeviceLoop::new(
             id.clone(),
             Box::new(home),
             self.stop.clone(),
@@ -108,7 +108,7 @@ impl Devices {
             quota.clone(),
         )?;
         self.registry
-            .add(&id, kind, described, mailbox, access, first_generation())
+            .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
         let started = threads.start(format!("dev-{id}"), move || device_loop.run(device));
         if let Err(error) = started {

@@ -3,7 +3,7 @@
 use std::{os::fd::OwnedFd, sync::Arc};
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
-use farside_lender_protocol::{Described, RamRange, RemoteError, Route};
+use farside_lender_protocol::{Described, RamRange, RemoteError, Transport};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Function, HandleParts};
 use serde::{Deserialize, Serialize};
@@ -66,7 +66,7 @@ impl Available for WorkerFunction {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Route, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
         Err(unsupported("the lender's process checks that"))
     }
 
@@ -82,7 +82,12 @@ impl Available for WorkerFunction {
 }
 
 impl DeviceSource for WorkerFunction {
-    fn lease(self: Box<Self>, _: Route, vm: &VmName, _: Vec<OwnedFd>) -> Result<Leased, NotLeased> {
+    fn lease(
+        self: Box<Self>,
+        _: Transport,
+        vm: &VmName,
+        _: Vec<OwnedFd>,
+    ) -> Result<Leased, NotLeased> {
         match Opened::local(&self.described, Arc::clone(&self.function)) {
             Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),
             Err(error) => Err(NotLeased {

@@ -13,7 +13,7 @@ use std::{
 use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqEvent, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd,
+    Action, IrqCounts, IrqData, IrqEvent, IrqEventFd, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs,
 };
 use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
 use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
@@ -40,7 +40,7 @@ pub(super) struct FunctionIrqs {
     counts: IrqCounts,
     relay: Arc<Relay>,
     /// The lender's eventfds, by index and vector.
-    ours: BTreeMap<(IrqIndex, u16), TriggerFd>,
+    ours: BTreeMap<(IrqIndex, u16), IrqEventFd>,
     /// Readable when one of `ours` is.
     epoll: OwnedFd,
 }
@@ -65,13 +65,13 @@ impl FunctionIrqs {
         &self,
         range: IrqRange,
         targets: Vec<Option<IrqTarget>>,
-    ) -> Result<(IrqData, Vec<(u16, TriggerFd)>), RemoteError> {
+    ) -> Result<(IrqData, Vec<(u16, IrqEventFd)>), RemoteError> {
         let mut ours = Vec::new();
         let mut triggers = Vec::with_capacity(targets.len());
         for (vector, target) in range.vectors().zip(targets) {
             triggers.push(match target {
                 Some(IrqTarget::Relay(_)) => {
-                    let trigger = TriggerFd::new().map_err(internal)?;
+                    let trigger = IrqEventFd::new().map_err(internal)?;
                     ours.push((vector, trigger.clone()));
                     Some(IrqTarget::EventFd(trigger))
                 }
@@ -81,7 +81,7 @@ impl FunctionIrqs {
         Ok((IrqData::Targets(triggers), ours))
     }
 
-    fn adopt(&mut self, index: IrqIndex, ours: Vec<(u16, TriggerFd)>) -> Result<(), RemoteError> {
+    fn adopt(&mut self, index: IrqIndex, ours: Vec<(u16, IrqEventFd)>) -> Result<(), RemoteError> {
         for (vector, trigger) in ours {
             let data = epoll::EventData::new_u64(key(index, vector));
             epoll::add(&self.epoll, &trigger, data, epoll::EventFlags::IN).map_err(internal)?;

@@ -16,7 +16,7 @@ use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, RamRange, RemoteError, Route,
+    BarOwner, Channel, ChannelError, Described, DeviceEntry, RamRange, RemoteError, Transport,
 };
 use farside_vfio::SecondHandle;
 use rustix::{
@@ -112,11 +112,11 @@ impl WorkerDevice {
         }
     }
 
-    /// The device for the device thread, if that serves leases by this route.
-    pub(crate) fn in_thread(&self, route: Route) -> Option<Box<dyn DeviceSource>> {
-        match (&self.device, route) {
+    /// The device for the device thread, if that serves leases by this transport.
+    pub(crate) fn in_thread(&self, transport: Transport) -> Option<Box<dyn DeviceSource>> {
+        match (&self.device, transport) {
             // The adapter's registers are mapped into this process.
-            (Kind::Function(function), Route::Ntb) => Some(Box::new(function.clone())),
+            (Kind::Function(function), Transport::Ntb) => Some(Box::new(function.clone())),
             _ => None,
         }
     }
@@ -199,7 +199,7 @@ impl WorkerDevice {
             poll_us,
             vm: lease.vm.clone(),
             generation: lease.generation,
-            route: lease.route,
+            transport: lease.transport,
         }));
         let their_calls = their_calls.into_socket();
         let fds: Vec<BorrowedFd<'_>> = [their_calls.as_fd(), lease.connection.as_fd()]
@@ -269,12 +269,12 @@ impl Available for WorkerDevice {
     fn check(
         &self,
         vm: Option<&VmName>,
-        route: Route,
+        transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         match &self.device {
-            Kind::Model(model) => check_model(&model.adapter, route, ram),
-            Kind::Function(function) => function.check(vm, route, ram),
+            Kind::Model(model) => check_model(&model.adapter, transport, ram),
+            Kind::Function(function) => function.check(vm, transport, ram),
         }
     }
 

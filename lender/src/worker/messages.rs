@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use farside_daemon::VmName;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
-use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Revocation, Route};
+use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Revocation, Transport};
 use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +40,7 @@ pub(crate) struct Start {
     pub(crate) poll_us: u64,
     pub(crate) vm: VmName,
     pub(crate) generation: Generation,
-    pub(crate) route: Route,
+    pub(crate) transport: Transport,
 }
 
 /// What is lent.

@@ -33,7 +33,7 @@ use super::{
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
-    registry::{Lease, Mail, Mailbox},
+    registry::{DeviceRequest, Lease, RequestQueue},
     requests::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     source::DeviceSource,
     tokens::RegisterTokens,
@@ -89,7 +89,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         poll_us,
         vm,
         generation,
-        route,
+        transport,
     } = *start;
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
@@ -141,7 +141,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         tokens: Arc::default(),
         calls,
     };
-    let (device_loop, mailbox) = DeviceLoop::new(
+    let (device_loop, queue) = DeviceLoop::new(
         id,
         Box::new(home),
         stop.clone(),
@@ -163,13 +163,13 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         connection,
         vm,
         generation,
-        route,
+        transport,
         bar_memory: fds.collect(),
     };
-    mailbox
-        .post(Mail::Lease(lease))
+    queue
+        .post(DeviceRequest::Lease(lease))
         .map_err(|error| WorkerError::Device(error.into()))?;
-    relay(&mut orders, &mailbox, generation, &stop, &ended)?;
+    relay(&mut orders, &queue, generation, &stop, &ended)?;
     // If the thread has panicked, the broker sees how this process ends.
     let report = thread
         .join()
@@ -231,7 +231,7 @@ fn open_function(
 /// Passes orders to the device thread until that has ended.
 fn relay(
     orders: &mut Channel,
-    mailbox: &Mailbox,
+    queue: &RequestQueue,
     generation: Generation,
     stop: &Wakeup,
     ended: &Wakeup,
@@ -249,7 +249,7 @@ fn relay(
         }
         match orders.try_receive::<Order>() {
             Ok(Some((order, _))) => {
-                let answer = ask(mailbox, generation, order);
+                let answer = ask(queue, generation, order);
                 broker_lives = orders.send(&answer, &[], CALL_TIMEOUT).is_ok();
             }
             Ok(None) => {}
@@ -262,32 +262,32 @@ fn relay(
 }
 
 /// The device thread's answer.
-fn ask(mailbox: &Mailbox, generation: Generation, order: Order) -> Answer {
+fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
     fn wait<T>(
-        mailbox: &Mailbox,
+        queue: &RequestQueue,
         timeout: Duration,
-        mail: impl FnOnce(mpsc::SyncSender<T>) -> Mail,
+        request: impl FnOnce(mpsc::SyncSender<T>) -> DeviceRequest,
         answer: impl FnOnce(T) -> Answer,
     ) -> Answer {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let posted = mailbox.post(mail(sender)).ok();
+        let posted = queue.post(request(sender)).ok();
         let came = posted.and_then(|()| receiver.recv_timeout(timeout).ok());
         came.map_or(Answer::Nothing, answer)
     }
     match order {
-        Order::Status => wait(mailbox, ANSWER_TIMEOUT, Mail::Report, |report| {
+        Order::Status => wait(queue, ANSWER_TIMEOUT, DeviceRequest::Report, |report| {
             Answer::Status(Box::new(report))
         }),
         Order::HandOver { fence } => wait(
-            mailbox,
+            queue,
             HANDOVER_TIMEOUT,
-            |reply| Mail::HandOver { fence, reply },
+            |reply| DeviceRequest::HandOver { fence, reply },
             Answer::HandedOver,
         ),
         Order::Revoke { limit } => {
             let until = Instant::now() + limit;
             // Fails if the lease is about to end.
-            let _ = mailbox.post(Mail::Revoke { generation, until });
+            let _ = queue.post(DeviceRequest::Revoke { generation, until });
             Answer::Nothing
         }
         Order::Start(_) => Answer::Nothing,

@@ -9,7 +9,7 @@ use farside_lender::{
 };
 use farside_lender_protocol::{
     Address, CallError, Client, ErrorKind, Generation, HeldFence, RemoteError, Reply, Request,
-    Route, Secret, VERSION,
+    Secret, Transport, VERSION,
 };
 use rustix::process::Uid;
 
@@ -43,9 +43,9 @@ pub fn as_user<T: Send>(uid: u32, peer: impl FnOnce() -> T + Send) -> Option<T> 
 /// Requests that take a device from its borrower or read it, with their refusals.
 pub fn attack(address: &Address) -> Vec<RemoteError> {
     let device = || DEVICE.parse().unwrap();
-    let route = match address.is_tcp() {
-        true => Route::Ntb,
-        false => Route::Memory,
+    let transport = match address.is_tcp() {
+        true => Transport::Ntb,
+        false => Transport::SharedMemory,
     };
     let mut peer = Peer::connect(address).greeted("a");
     let refusals = [
@@ -53,7 +53,7 @@ pub fn attack(address: &Address) -> Vec<RemoteError> {
         Request::Status { device: device() },
         Request::Check {
             device: device(),
-            route,
+            transport,
             ram: Vec::new(),
         },
         Request::Handover {
@@ -69,7 +69,7 @@ pub fn attack(address: &Address) -> Vec<RemoteError> {
         },
         Request::Borrow {
             device: device(),
-            route,
+            transport,
             fence: None,
         },
     ]
@@ -447,7 +447,7 @@ fn what_a_list_shows_is_no_proof() {
         let mut peer = Peer::connect(port).greeted("a");
         let borrow = Request::Borrow {
             device: device(),
-            route: Route::Ntb,
+            transport: Transport::Ntb,
             fence: Some(shown),
         };
         assert_eq!(peer.refused(borrow, &[], &["secret"]), ErrorKind::Denied);
@@ -494,7 +494,7 @@ fn a_fence_that_is_made_up_leaves_no_trace() {
     // A model is not lent through an NTB, which is found after the fence was looked at.
     let borrow = Request::Borrow {
         device: DEVICE.parse().unwrap(),
-        route: Route::Ntb,
+        transport: Transport::Ntb,
         fence: Some(held(issued, "guess")),
     };
     peer.refused(borrow, &[], &[]);

@@ -6,7 +6,7 @@ use farside_daemon::DeviceId;
 use farside_devices::dma_test::SRAM_SIZE;
 use farside_fabric::{Iova, PeerAddress};
 use farside_lender_protocol::{
-    Address, Client, ErrorKind, Generation, MAX_FDS, Reply, Request, Route, VERSION,
+    Address, Client, ErrorKind, Generation, MAX_FDS, Reply, Request, Transport, VERSION,
 };
 
 use crate::peer::{DEVICE, Peer, Running, memory, pki};
@@ -42,12 +42,12 @@ fn tool_sees_everything_and_cannot_borrow(address: &Address) {
     );
     assert!(client.status(&DEVICE.parse().unwrap()).unwrap().usage == Default::default());
     client.limits().unwrap();
-    let route = match address.is_tcp() {
-        true => Route::Ntb,
-        false => Route::Memory,
+    let transport = match address.is_tcp() {
+        true => Transport::Ntb,
+        false => Transport::SharedMemory,
     };
     let error = client
-        .borrow_device(&DEVICE.parse().unwrap(), route, &[])
+        .borrow_device(&DEVICE.parse().unwrap(), transport, &[])
         .unwrap_err();
     assert!(error.to_string().contains("only a VM can borrow"));
     // A refusal does not close the connection.
@@ -71,7 +71,7 @@ fn nothing_before_hello(mut peer: Peer) {
         },
         Request::Borrow {
             device: named(DEVICE),
-            route: Route::Memory,
+            transport: Transport::SharedMemory,
             fence: None,
         },
         Request::Return,
@@ -132,7 +132,7 @@ fn unknown_devices_are_unknown() {
         Request::Status { device: device() },
         Request::Borrow {
             device: device(),
-            route: Route::Memory,
+            transport: Transport::SharedMemory,
             fence: None,
         },
     ] {
@@ -207,7 +207,7 @@ fn bar_memory_that_does_not_fit_the_device_is_refused() {
         peer.call(
             Request::Borrow {
                 device,
-                route: Route::Memory,
+                transport: Transport::SharedMemory,
                 fence: None,
             },
             fds,

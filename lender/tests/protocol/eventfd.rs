@@ -7,7 +7,7 @@ use std::{
 
 use farside_devices::dma_test::{self, Command, reg};
 use farside_fabric::NtbLimits;
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs};
 use farside_lender_protocol::{Channel, Client, IrqUpdate, Request, irq_counts};
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -30,7 +30,7 @@ fn with_full_eventfds(lender: &Running, vectors: u32) -> (Peer, Channel, Vec<Own
         .map(|_| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap())
         .collect();
     let targets = fds.iter().map(|fd| {
-        let trigger = TriggerFd::try_from(fd.try_clone().unwrap()).unwrap();
+        let trigger = IrqEventFd::try_from(fd.try_clone().unwrap()).unwrap();
         Some(IrqTarget::from(trigger))
     });
     let targets = IrqData::Targets(targets.collect());

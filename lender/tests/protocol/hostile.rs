@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use farside_devices::dma_test::{self, reg};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
-use farside_lender_protocol::{ErrorKind, MAX_FDS, Request, Route, registers::Access};
+use farside_lender_protocol::{ErrorKind, MAX_FDS, Request, Transport, registers::Access};
 
 use crate::peer::{DEADLINE, DEVICE, Running, memory, read, until, write};
 
@@ -160,7 +160,7 @@ fn requests_that_have_no_place_in_a_lease_are_refused() {
         Request::Describe { device: device() },
         Request::Borrow {
             device: device(),
-            route: Route::Memory,
+            transport: Transport::SharedMemory,
             fence: None,
         },
     ] {

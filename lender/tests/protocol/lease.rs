@@ -4,9 +4,9 @@ use std::os::{fd::AsFd, unix::fs::FileExt};
 
 use farside_devices::dma_test::{self, Command, MAX_LENGTH, SRAM_SIZE, reg, status};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
-use farside_irq_relay::{Action, IrqData, IrqIndex, IrqRange, IrqTarget, SetIrqs, TriggerFd};
+use farside_irq_relay::{Action, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs};
 use farside_lender_protocol::{
-    Channel, Client, ErrorKind, Generation, IrqUpdate, Reply, Request, Route, irq_counts,
+    Channel, Client, ErrorKind, Generation, IrqUpdate, Reply, Request, Transport, irq_counts,
     registers::{Access, Event},
 };
 
@@ -76,7 +76,7 @@ fn closing_the_connection_returns_the_device_whenever_it_happens() {
     peer.post(
         Request::Borrow {
             device,
-            route: Route::Memory,
+            transport: Transport::SharedMemory,
             fence: None,
         },
         &[sram.as_fd()],
@@ -222,7 +222,7 @@ fn a_relayed_interrupt_comes_before_the_read_after_it() {
             .description,
     );
     let range = IrqRange::new(&counts.unwrap(), IrqIndex::Msix as u32, 0, 1).unwrap();
-    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(TriggerFd::new().unwrap()))]);
+    let sinks = IrqData::Targets(vec![Some(IrqTarget::from(IrqEventFd::new().unwrap()))]);
     let request = SetIrqs::new(range, Action::Trigger, sinks).unwrap();
     let (update, _) = IrqUpdate::new(&request, true);
     peer.call(Request::SetIrqs(update), &[]).unwrap();

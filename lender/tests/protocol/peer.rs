@@ -23,7 +23,7 @@ use farside_lender::{
 };
 use farside_lender_protocol::{
     Address, Channel, ChannelError, Client, DeviceStatus, Envelope, ErrorKind, Generation,
-    HeldFence, RemoteError, Reply, Request, Route, Secret, VERSION,
+    HeldFence, RemoteError, Reply, Request, Secret, Transport, VERSION,
     registers::{Access, Event},
 };
 use farside_pki::issue::{self, Validity};
@@ -316,7 +316,7 @@ impl Peer {
         self.post(
             Request::Borrow {
                 device,
-                route: Route::Memory,
+                transport: Transport::SharedMemory,
                 fence,
             },
             &[sram.as_fd()],

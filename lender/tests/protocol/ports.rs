@@ -7,7 +7,7 @@ use farside_lender::{
     Lender, StartError,
     config::{Config, DeviceConfig, Model, TlsConfig},
 };
-use farside_lender_protocol::{Address, Request, Route, VERSION};
+use farside_lender_protocol::{Address, Request, Transport, VERSION};
 
 use crate::peer::{DEVICE, Peer, Running, pki, until};
 
@@ -118,20 +118,20 @@ fn a_crowd_at_the_port_locks_nobody_out_of_the_socket() {
 fn a_model_is_not_lent_to_another_host() {
     let lender = Running::new();
     let mut peer = Peer::connect(&lender.addresses[1]).greeted("a");
-    let mut borrow = |route| {
+    let mut borrow = |transport| {
         let device = DEVICE.parse().unwrap();
         peer.call(
             Request::Borrow {
                 device,
-                route,
+                transport,
                 fence: None,
             },
             &[],
         )
         .unwrap_err()
     };
-    let error = borrow(Route::Memory);
+    let error = borrow(Transport::SharedMemory);
     assert!(error.message.contains("through an NTB"), "{error}");
-    borrow(Route::Ntb);
+    borrow(Transport::Ntb);
     assert_eq!(lender.holder(DEVICE), None);
 }

@@ -41,7 +41,7 @@ impl Lenders for LocalHost {
         }
         let ram = ram_ranges(config.machine.unwrap_or_default(), config.memory());
         let mut client = Client::connect_by(&device.lender, None, &config.pki(), None)?;
-        Ok(client.check(&device.id, device.lender.route(), ram)?)
+        Ok(client.check(&device.id, device.lender.transport(), ram)?)
     }
 
     fn hand_over(

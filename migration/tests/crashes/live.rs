@@ -34,7 +34,7 @@ fn a_live_migration_that_was_cut_off_goes_on_or_back() {
                 let _ = resume(&world, "a", "b", last, false);
                 assert!(
                     world.running().is_some(),
-                    "{crash:?}: the guest stands still"
+                    "{crash:?}: the guest does not run"
                 );
             }
             match world.running() {

@@ -5,7 +5,7 @@ use std::{fmt::Debug, fs, path::Path};
 
 use farside_irq_relay::{IrqEvent, IrqIndex};
 use farside_lender_protocol::{
-    Envelope, ErrorKind, Generation, HeldFence, RemoteError, Reply, Request, Revocation, Route,
+    Envelope, ErrorKind, Generation, HeldFence, RemoteError, Reply, Request, Revocation, Transport,
     VERSION,
     registers::{Access, Event},
 };
@@ -324,7 +324,7 @@ fn lender_messages() -> Vec<Vec<u8>> {
         Request::Devices { after: None },
         Request::Borrow {
             device: device(),
-            route: Route::Ntb,
+            transport: Transport::Ntb,
             fence: Some(held),
         },
         Request::Handover {

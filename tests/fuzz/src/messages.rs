@@ -130,7 +130,7 @@ impl Peer {
     /// Checks that the last message of a client that sent only whole messages is answered.
     fn last_is_answered(&mut self) {
         self.device.defer_reset = self.device.defer_reset.map(|_| None);
-        self.settle();
+        self.flush();
         self.device.defer_reset = None;
         self.received.clear();
         let command = if self.session.negotiated().is_some() {
@@ -144,7 +144,7 @@ impl Peer {
             version()
         };
         self.send(&last, 0);
-        self.settle();
+        self.flush();
         if self.closed {
             return;
         }
@@ -152,7 +152,7 @@ impl Peer {
     }
 
     /// Runs both ends until neither makes progress.
-    fn settle(&mut self) {
+    fn flush(&mut self) {
         for _ in 0..10_000 {
             self.answer_deferred();
             self.pump(usize::MAX);

@@ -110,7 +110,7 @@ fn step(driver: &mut Driver, input: &mut Input<'_>) {
             driver.poll();
         }
         12 => {
-            driver.arm();
+            driver.enable_notifications();
         }
         13 => {
             driver.take(0);

@@ -26,7 +26,7 @@ use irq_relay::{
     relay::Relay,
     set_irqs::{SetIrqsError, wire},
     state::IrqEvent,
-    trigger::{IrqTarget, TriggerFd},
+    trigger::{IrqTarget, IrqEventFd},
     watch,
 };
 use loom::{sync::Arc, thread};

@@ -11,7 +11,7 @@ const LONGEST: usize = 600;
 const CONTRIBUTING: &str = "CONTRIBUTING.md";
 
 /// Former terms and their replacements. The list grows as files are rewritten.
-const WORDS: [(&str, &str); 16] = [
+const WORDS: [(&str, &str); 20] = [
     ("folder", "directory"),
     ("makes no sense", "is invalid, or malformed"),
     ("no good", "invalid"),
@@ -28,6 +28,10 @@ const WORDS: [(&str, &str); 16] = [
     ("tombstone", "moved marker"),
     ("whereabouts", "transfer status"),
     ("vector fires", "vector is raised, or signalled"),
+    ("mappable area", "sparse mmap area"),
+    ("mappable areas", "sparse mmap areas"),
+    ("far address", "peer address"),
+    ("stands still", "is paused, or does not run"),
 ];
 
 /// The file of [`WORDS`], which is exempt.

@@ -63,7 +63,7 @@ fn stores_loads_and_rings() {
     // Signalled before the reply to the write.
     assert_eq!(bell.read().unwrap(), 1);
 
-    // No mappable area: QEMU posts its writes.
+    // No sparse mmap area: QEMU posts its writes.
     for region in 0..9 {
         assert!(
             a.region(region)

@@ -376,7 +376,7 @@ impl Borrower {
         if self.described.bars == BarOwner::Lender {
             // The guest has not booted yet, so the client can still fail early.
             let ram = guest_ram(&setup.memory)?;
-            client.check(device, self.settings.route, ram)?;
+            client.check(device, self.settings.transport, ram)?;
         }
         if self.borrow_unanswered {
             self.when_left(&mut client)?;
@@ -384,7 +384,7 @@ impl Borrower {
         }
         client.set_fence(self.fence()?);
         let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
-        let granted = client.borrow_device(device, self.settings.route, &files)?;
+        let granted = client.borrow_device(device, self.settings.transport, &files)?;
         let generation = client.generation();
         self.log(
             "borrowed",

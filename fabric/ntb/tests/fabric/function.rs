@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use farside_fabric::FabricError;
 use farside_fabric::memory::SharedMemory;
-use farside_irq_relay::TriggerFd;
+use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::FunctionOps;
 use farside_ntb::regs::WINDOW_BAR;
 use farside_ntb_server::model::Port;
-use farside_pci::{Bar, BarKind, Bdf, Description, MappableArea};
+use farside_pci::{Bar, BarKind, Bdf, Description, SparseMmapArea};
 
 use crate::world::{Hosts, Kind, ModelBar, ModelDomain, Table, World, refused};
 
@@ -22,7 +22,7 @@ pub struct ModelFunction {
     bdf: Bdf,
     domain: ModelDomain,
     bus_master: AtomicBool,
-    bars: Vec<(u8, Arc<SharedMemory>, Vec<MappableArea>)>,
+    bars: Vec<(u8, Arc<SharedMemory>, Vec<SparseMmapArea>)>,
 }
 
 impl ModelFunction {
@@ -40,7 +40,7 @@ impl ModelFunction {
     pub fn device(number: u8, bars: &[DeviceBar<'_>]) -> Arc<Self> {
         let bars = bars.iter().map(|&(bar, size, areas)| {
             let memory = SharedMemory::anonymous(size as usize).expect("memory");
-            let area = |&(offset, len): &(u64, u64)| MappableArea { offset, len };
+            let area = |&(offset, len): &(u64, u64)| SparseMmapArea { offset, len };
             (bar, memory, areas.iter().map(area).collect())
         });
         Arc::new(Self {
@@ -123,7 +123,7 @@ impl FunctionOps for ModelFunction {
     fn map_region(&self, bar: u8, offset: u64, len: u64) -> Result<Arc<ModelBar>, FabricError> {
         let found = self.bars.iter().find(|it| it.0 == bar);
         let (_, memory, areas) = found.expect("only BARs that it has");
-        let area = MappableArea { offset, len };
+        let area = SparseMmapArea { offset, len };
         assert!(areas.contains(&area), "only areas that can be mapped");
         let kind = Kind::Device(Arc::clone(memory));
         Ok(Arc::new(ModelBar { offset, kind }))
@@ -134,7 +134,7 @@ impl FunctionOps for ModelFunction {
         Err(refused("the model has no descriptor"))
     }
 
-    fn signal(&self, vector: u16, to: TriggerFd) -> Result<(), FabricError> {
+    fn signal(&self, vector: u16, to: IrqEventFd) -> Result<(), FabricError> {
         let ModelDomain::Endpoint(world, port) = &self.domain else {
             panic!("only an endpoint's vectors are asked for");
         };

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange};
-use farside_irq_relay::TriggerFd;
+use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
 use farside_ntb::{Adapter, FarsideNtb, Parts, Registers};
@@ -34,7 +34,7 @@ pub struct Host {
     /// Its port ignores writes, as after a fault.
     pub stuck: AtomicBool,
     /// The eventfds of the endpoint's vectors.
-    pub vectors: Mutex<BTreeMap<u16, TriggerFd>>,
+    pub vectors: Mutex<BTreeMap<u16, IrqEventFd>>,
 }
 
 /// The mappings of a domain.

@@ -1,7 +1,7 @@
 use super::*;
 
-fn area(offset: u64, len: u64) -> MappableArea {
-    MappableArea { offset, len }
+fn area(offset: u64, len: u64) -> SparseMmapArea {
+    SparseMmapArea { offset, len }
 }
 
 fn region(size: u64) -> Region {

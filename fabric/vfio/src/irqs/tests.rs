@@ -117,7 +117,7 @@ fn request(index: IrqIndex, start: u16, count: u16, action: Action, data: IrqDat
     SetIrqs::new(range, action, data).unwrap()
 }
 
-fn triggers(index: IrqIndex, start: u16, fds: &[Option<TriggerFd>]) -> SetIrqs {
+fn triggers(index: IrqIndex, start: u16, fds: &[Option<IrqEventFd>]) -> SetIrqs {
     let targets = fds
         .iter()
         .map(|fd| fd.clone().map(IrqTarget::EventFd))
@@ -136,7 +136,7 @@ fn disable(index: IrqIndex) -> SetIrqs {
     request(index, 0, 0, Action::Trigger, IrqData::None)
 }
 
-fn raw(fd: &TriggerFd) -> Option<i32> {
+fn raw(fd: &IrqEventFd) -> Option<i32> {
     Some(fd.as_fd().as_raw_fd())
 }
 
@@ -144,7 +144,7 @@ fn raw(fd: &TriggerFd) -> Option<i32> {
 fn vectors_are_added_where_the_kernel_cannot() {
     let kernel = FakeKernel::new(true, 64);
     let mut irqs = kernel.irqs();
-    let fds: Vec<_> = (0..3).map(|_| TriggerFd::new().unwrap()).collect();
+    let fds: Vec<_> = (0..3).map(|_| IrqEventFd::new().unwrap()).collect();
     let some = |i: usize| Some(fds[i].clone());
     irqs.apply(&kernel, &triggers(IrqIndex::Msi, 0, &[some(0)]))
         .unwrap();
@@ -157,7 +157,7 @@ fn vectors_are_added_where_the_kernel_cannot() {
 
 #[test]
 fn msix_is_enabled_once_for_all_vectors_where_the_host_has_them() {
-    let fd = TriggerFd::new().unwrap();
+    let fd = IrqEventFd::new().unwrap();
     for (host, calls) in [(64, 2), (4, 6)] {
         let kernel = FakeKernel::new(true, host);
         let mut irqs = kernel.irqs();
@@ -176,7 +176,7 @@ fn msix_is_enabled_once_for_all_vectors_where_the_host_has_them() {
 fn what_the_host_cannot_give_leaves_the_rest() {
     let kernel = FakeKernel::new(true, 2);
     let mut irqs = kernel.irqs();
-    let fd = TriggerFd::new().unwrap();
+    let fd = IrqEventFd::new().unwrap();
     irqs.apply(
         &kernel,
         &triggers(IrqIndex::Msix, 0, &[Some(fd.clone()), None]),
@@ -194,12 +194,12 @@ fn what_the_host_cannot_give_leaves_the_rest() {
 fn an_interrupt_while_masked_comes_on_unmask() {
     let kernel = FakeKernel::new(false, 64);
     let mut irqs = kernel.irqs();
-    let fd = TriggerFd::new().unwrap();
+    let fd = IrqEventFd::new().unwrap();
     let mask = |action| request(IrqIndex::Msix, 0, 1, action, IrqData::None);
     irqs.apply(&kernel, &triggers(IrqIndex::Msix, 0, &[Some(fd.clone())]))
         .unwrap();
     irqs.apply(&kernel, &mask(Action::Mask)).unwrap();
-    let parked = irqs.banks[IrqIndex::Msix as usize].vectors[0]
+    let parked = irqs.tables[IrqIndex::Msix as usize].vectors[0]
         .parked
         .clone();
     let parked = parked.unwrap();
@@ -231,7 +231,7 @@ fn disabling_twice_is_no_error() {
     let mut irqs = kernel.irqs();
     irqs.apply(&kernel, &disable(IrqIndex::Msix)).unwrap();
     assert_eq!(kernel.state.borrow().calls, 0);
-    let fd = TriggerFd::new().unwrap();
+    let fd = IrqEventFd::new().unwrap();
     irqs.apply(&kernel, &triggers(IrqIndex::Msix, 0, &[Some(fd)]))
         .unwrap();
     irqs.disable_all(&kernel);
@@ -269,13 +269,13 @@ proptest! {
     ) {
         let kernel = FakeKernel::new(no_resize, host);
         let mut irqs = kernel.irqs();
-        let mut goes: Vec<Option<TriggerFd>> = vec![None; MSIX.into()];
+        let mut goes: Vec<Option<IrqEventFd>> = vec![None; MSIX.into()];
         let mut masked = [false; MSIX as usize];
         for step in steps {
             let asked = match step {
                 Step::Set { start, there } => {
                     let fds: Vec<_> = (there.iter())
-                        .map(|there| there.then(|| TriggerFd::new().unwrap()))
+                        .map(|there| there.then(|| IrqEventFd::new().unwrap()))
                         .collect();
                     let from = usize::from(start);
                     goes[from..from + fds.len()].clone_from_slice(&fds);

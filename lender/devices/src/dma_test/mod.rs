@@ -77,7 +77,7 @@ use std::os::fd::BorrowedFd;
 
 use farside_fabric::{Access, Fault, FaultReason, memory::HostSlice};
 
-use farside_pci::{Bar, BarKind, Description, MappableArea};
+use farside_pci::{Bar, BarKind, Description, SparseMmapArea};
 
 use crate::{Bus, Device};
 use job::{Job, Step};
@@ -485,7 +485,7 @@ impl Device for DmaTest {
         self.advance(bus)
     }
 
-    fn arm(&mut self, _bus: &mut Bus<'_>) -> bool {
+    fn enable_notifications(&mut self, _bus: &mut Bus<'_>) -> bool {
         // All work is started by BAR accesses.
         self.quiesced || self.job.is_none()
     }
@@ -535,7 +535,7 @@ fn description() -> Description {
     let plain = |size| Some(Bar::new(size, BarKind::Memory32 { prefetchable }));
     let prefetchable = true;
     let mut sram = Bar::new(SRAM_SIZE, BarKind::Memory64 { prefetchable });
-    sram.mappable.push(MappableArea {
+    sram.mappable.push(SparseMmapArea {
         offset: 0,
         len: SRAM_SIZE,
     });

@@ -176,11 +176,11 @@ fn a_long_command_goes_on_in_poll_and_halts_while_quiesced() {
     bench.set(reg::COMMAND, Command::Copy as u32);
     assert_eq!(bench.get(reg::STATUS), status::BUSY);
     assert_eq!(bench.get(reg::MOVED), CHUNK as u32);
-    assert!(!bench.with_bus(|device, bus| device.arm(bus)));
+    assert!(!bench.with_bus(|device, bus| device.enable_notifications(bus)));
 
     assert!(bench.with_bus(|device, bus| device.quiesce(bus)));
     assert!(!bench.poll());
-    assert!(bench.with_bus(|device, bus| device.arm(bus)));
+    assert!(bench.with_bus(|device, bus| device.enable_notifications(bus)));
     assert_eq!(bench.get(reg::MOVED), CHUNK as u32);
 
     bench.with_bus(|device, bus| device.resume(bus));
@@ -195,7 +195,7 @@ fn a_long_command_goes_on_in_poll_and_halts_while_quiesced() {
         bench.memory(BASE + 0x80_000, len as usize),
         noise(len as usize)
     );
-    assert!(bench.with_bus(|device, bus| device.arm(bus)));
+    assert!(bench.with_bus(|device, bus| device.enable_notifications(bus)));
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use farside_daemon::DeviceId;
+use farside_daemon::{DeviceId, VmName};
 
 use super::{CallError, Client};
-use crate::{Reply, Request, Revocation};
+use crate::{Generation, HeldFence, Reply, Request, Revocation, Secret};
 
 impl Client {
     /// See [`Request::Revoke`]. Waits for a part of `limit` only.
@@ -35,5 +35,37 @@ impl Client {
     pub fn remove_device(&mut self, device: &DeviceId) -> Result<(), CallError> {
         let device = device.to_owned();
         self.done(Request::RemoveDevice { device }, &[])
+    }
+
+    /// See [`Request::Handover`]. Returns the VM's fence.
+    pub fn hand_over(
+        &mut self,
+        device: &DeviceId,
+        vm: &VmName,
+        migration: &str,
+        supersedes: Option<HeldFence>,
+        secret: Secret,
+    ) -> Result<Generation, CallError> {
+        let request = Request::Handover {
+            device: device.to_owned(),
+            vm: vm.to_string(),
+            migration: migration.to_owned(),
+            supersedes,
+            secret,
+        };
+        match self.call(request, &[])? {
+            (Reply::Fence { generation }, _) => Ok(generation),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// See [`Request::EndReservation`].
+    pub fn end_reservation(
+        &mut self,
+        device: &DeviceId,
+        secret: Option<Secret>,
+    ) -> Result<(), CallError> {
+        let device = device.to_owned();
+        self.done(Request::EndReservation { device, secret }, &[])
     }
 }

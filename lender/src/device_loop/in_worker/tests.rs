@@ -7,7 +7,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_fabric::{Budget, soft::Adapter};
-use farside_lender_protocol::{DeviceEntry, Route};
+use farside_lender_protocol::{DeviceEntry, Transport};
 
 use super::*;
 use crate::{config::Model, device_loop::Home, tokens::RegisterTokens, worker::Program};
@@ -53,7 +53,7 @@ fn idle() -> Program {
 fn status_is_answered_while_a_function_cannot_be_taken_down() {
     let (problems, problem) = mpsc::channel();
     let stop = Wakeup::new().unwrap();
-    let (mut owner, mailbox) = DeviceLoop::new(
+    let (mut owner, queue) = DeviceLoop::new(
         "dma0".parse().unwrap(),
         Box::new(Problems(problems, Arc::default())),
         stop.clone(),
@@ -68,7 +68,7 @@ fn status_is_answered_while_a_function_cannot_be_taken_down() {
         connection: Channel::pair().unwrap().0,
         vm: "web1".parse().unwrap(),
         generation: Generation(1),
-        route: Route::Memory,
+        transport: Transport::SharedMemory,
         bar_memory: Vec::new(),
     };
     let entry = DeviceEntry {
@@ -95,7 +95,7 @@ fn status_is_answered_while_a_function_cannot_be_taken_down() {
     assert!(said.contains("cannot stop its DMA"), "{said}");
     for _ in 0..3 {
         let (reply, report) = mpsc::sync_channel(1);
-        mailbox.post(Mail::Report(reply)).unwrap();
+        queue.post(DeviceRequest::Report(reply)).unwrap();
         report.recv_timeout(DEADLINE).unwrap();
     }
     stop.raise();

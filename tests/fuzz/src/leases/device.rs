@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     input::Input,
-    registry::{Lease, Mail},
+    registry::{DeviceRequest, Lease},
     source::Report,
 };
 
@@ -33,7 +33,7 @@ pub enum State {
 }
 
 pub struct Device {
-    pub mail: Receiver<Mail>,
+    pub requests: Receiver<DeviceRequest>,
     pub state: State,
     /// Its DMA does not stop.
     pub jammed: bool,
@@ -47,9 +47,9 @@ pub struct Device {
 }
 
 impl Device {
-    pub fn new(mail: Receiver<Mail>) -> Self {
+    pub fn new(requests: Receiver<DeviceRequest>) -> Self {
         Self {
-            mail,
+            requests,
             state: State::Quiet,
             jammed: false,
             ended: false,
@@ -108,10 +108,10 @@ impl World {
     pub fn step(&mut self, at: usize) {
         let id: DeviceId = name(DEVICES[at]);
         let device = &mut self.devices[at];
-        let mail = device.mail.try_recv();
-        assert!(mail.is_err() || !device.ended, "a message after the end");
-        match mail {
-            Ok(Mail::Lease(mut lease)) => {
+        let request = device.requests.try_recv();
+        assert!(request.is_err() || !device.ended, "a message after the end");
+        match request {
+            Ok(DeviceRequest::Lease(mut lease)) => {
                 assert!(matches!(device.state, State::Quiet), "two holders");
                 let ledger = &self.ledgers[at];
                 assert!(lease.generation > ledger.answered, "of a fenced VM");
@@ -127,20 +127,20 @@ impl World {
                     Err(_) => State::Ending(lease, Revocation::Released),
                 };
             }
-            Ok(Mail::HandOver { fence, reply }) => device.keep(fence, reply),
-            Ok(Mail::Report(reply)) => {
+            Ok(DeviceRequest::HandOver { fence, reply }) => device.keep(fence, reply),
+            Ok(DeviceRequest::Report(reply)) => {
                 // Fails if the requester has gone.
                 let _ = reply.try_send(Report::default());
             }
-            Ok(Mail::Revoke { generation, .. }) => {
+            Ok(DeviceRequest::Revoke { generation, .. }) => {
                 assert!(generation <= device.last, "overtook the lease that it ends");
                 device.revoked = Some(generation);
             }
-            Ok(Mail::End(_)) => {
+            Ok(DeviceRequest::End(_)) => {
                 assert!(matches!(device.state, State::Quiet), "removed with a lease");
                 device.ended = true;
             }
-            Ok(Mail::Check { reply, .. }) => {
+            Ok(DeviceRequest::Check { reply, .. }) => {
                 // Fails if the requester has gone.
                 let _ = reply.try_send(Ok(()));
             }

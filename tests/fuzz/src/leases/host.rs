@@ -3,7 +3,9 @@
 use std::{collections::BTreeMap, net::Ipv4Addr};
 
 use farside_daemon::{DeviceId, VmName};
-use farside_lender_protocol::{Envelope, Generation, HeldFence, Identity, Request, Route, Secret};
+use farside_lender_protocol::{
+    Envelope, Generation, HeldFence, Identity, Request, Secret, Transport,
+};
 
 use super::world::{World, name};
 use crate::{access::Borrower, input::Input};
@@ -135,9 +137,9 @@ impl World {
         let request = match kind % 16 {
             0..=6 => Request::Borrow {
                 device: id,
-                route: match choice >> 2 & 7 {
-                    0 => Route::Memory,
-                    _ => Route::Ntb,
+                transport: match choice >> 2 & 7 {
+                    0 => Transport::SharedMemory,
+                    _ => Transport::Ntb,
                 },
                 fence: {
                     let claimed = self.connections[at].vm.as_deref();
@@ -198,7 +200,7 @@ impl World {
                 },
                 6 => Request::Check {
                     device: id,
-                    route: Route::Ntb,
+                    transport: Transport::Ntb,
                     ram: Vec::new(),
                 },
                 _ => Request::Describe { device: id },

@@ -43,5 +43,5 @@ pub fn run(input: &[u8]) {
         }
         world.check();
     }
-    world.settle();
+    world.flush();
 }

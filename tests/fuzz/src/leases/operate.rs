@@ -18,25 +18,25 @@ use crate::{
     access::Access,
     image::Image,
     refusals::invalid,
-    registry::{MAX_MAIL, Mailbox, Registry},
+    registry::{MAX_REQUESTS, Registry, RequestQueue},
 };
 
-/// Adds a device, with the mailbox of its thread.
+/// Adds a device, with the queue of its thread.
 pub fn add_device(
     registry: &Registry,
     at: usize,
     generation: Generation,
 ) -> Result<Device, RemoteError> {
-    let (sender, mail) = sync_channel(MAX_MAIL);
-    let mailbox = Mailbox::new(sender, Wakeup::new().expect("an eventfd"));
+    let (sender, requests) = sync_channel(MAX_REQUESTS);
+    let queue = RequestQueue::new(sender, Wakeup::new().expect("an eventfd"));
     let id: DeviceId = name(DEVICES[at]);
     let described = Described {
         description: Image::nvme().0,
         bars: BarOwner::Borrower,
     };
     let access = Access::new(&id, OPERATOR, borrowers(at));
-    registry.add(&id, "model", described, mailbox, access, generation)?;
-    Ok(Device::new(mail))
+    registry.add(&id, "model", described, queue, access, generation)?;
+    Ok(Device::new(requests))
 }
 
 impl World {

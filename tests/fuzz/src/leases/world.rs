@@ -289,7 +289,7 @@ impl World {
         let Borrow {
             device,
             vm,
-            route,
+            transport,
             fence,
         } = borrow;
         let host = self.connections[at].host;
@@ -306,7 +306,7 @@ impl World {
                     connection: channel,
                     vm,
                     generation,
-                    route,
+                    transport,
                     bar_memory: Vec::new(),
                 };
                 grant.post(lease).expect("the device's thread has room");
@@ -425,7 +425,7 @@ impl World {
 
     /// All hosts disconnect, the devices' DMA stops, and an operator ends the reservations: then
     /// each VM can borrow each device at the host that it was moved to.
-    pub fn settle(&mut self) {
+    pub fn flush(&mut self) {
         for connection in &mut self.connections {
             connection.client = None;
         }

@@ -22,7 +22,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_bench::Section;
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, TriggerFd, Vectors,
+    Action, IrqCounts, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs, Vectors,
 };
 use farside_lender_protocol::{Channel, ChannelError, registers::Event};
 use rustix::{
@@ -216,7 +216,7 @@ fn vectors(target: IrqTarget) -> Result<Vectors> {
 
 /// An eventfd with QEMU's flags.
 fn event() -> Result<OwnedFd> {
-    let event = TriggerFd::new().context("making an eventfd")?;
+    let event = IrqEventFd::new().context("making an eventfd")?;
     Ok(event.as_fd().try_clone_to_owned()?)
 }
 
@@ -225,7 +225,7 @@ fn duplicate(fd: &OwnedFd) -> Result<OwnedFd> {
 }
 
 /// The same eventfd, as the product takes one from a client.
-fn trigger(fd: &OwnedFd) -> Result<TriggerFd> {
+fn trigger(fd: &OwnedFd) -> Result<IrqEventFd> {
     Ok(duplicate(fd)?.try_into()?)
 }
 

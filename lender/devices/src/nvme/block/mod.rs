@@ -189,7 +189,7 @@ impl BlockQueue {
     }
 
     /// Flushes all completed writes to the medium, and waits.
-    pub fn settle(&self) -> io::Result<()> {
+    pub fn sync(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 

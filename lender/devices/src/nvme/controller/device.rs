@@ -48,14 +48,14 @@ impl Device for Nvme {
         }
     }
 
-    /// BAR 0 has no mappable area.
+    /// BAR 0 has no sparse mmap area.
     fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
 
     fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
         self.run(bus)
     }
 
-    fn arm(&mut self, bus: &mut Bus<'_>) -> bool {
+    fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         let pending = match self.enable_notifications(bus) {
             Ok(pending) => pending,
             Err(fault) => {
@@ -104,8 +104,8 @@ impl Device for Nvme {
         self.quiesced = false;
     }
 
-    fn settle(&mut self) -> std::io::Result<()> {
-        self.block.settle()
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.block.sync()
     }
 
     fn problem(&self) -> Option<&str> {

@@ -95,7 +95,9 @@ fn an_armed_device_is_rung_every_time() {
     on_each_engine(|driver| {
         driver.configure_doorbells();
         for round in 0..300 {
-            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            driver.until("sleep", |driver| {
+                !driver.poll() && driver.enable_notifications()
+            });
             let rings = driver.rings;
             driver.submit(1, read(round));
             assert_eq!(driver.rings, rings + 1, "round {round}");
@@ -111,7 +113,7 @@ fn arm_sees_what_came_before_the_event_index() {
         driver.io(read(0));
         driver.until("idle device", |driver| !driver.poll());
         driver.submit(1, read(1));
-        assert!(!driver.arm(), "a command is there");
+        assert!(!driver.enable_notifications(), "a command is there");
         assert_eq!(driver.wait(1).status, OK);
     });
 }
@@ -169,7 +171,9 @@ fn a_full_completion_queue_asks_for_the_head() {
             for block in 0..7 {
                 driver.submit(at, read(block));
             }
-            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            driver.until("sleep", |driver| {
+                !driver.poll() && driver.enable_notifications()
+            });
             for _ in 0..7 {
                 assert_eq!(driver.wait(at).status, OK, "round {round}");
             }
@@ -182,11 +186,15 @@ fn the_line_falls_without_a_trap_only_when_it_must() {
     let mut driver = Driver::ready_with(|_| {});
     driver.irq.intx = true;
     driver.configure_doorbells();
-    driver.until("sleep", |driver| !driver.poll() && driver.arm());
+    driver.until("sleep", |driver| {
+        !driver.poll() && driver.enable_notifications()
+    });
     for _ in 0..20 {
         driver.submit(1, Sqe::new(0).nsid(1));
         driver.until("interrupt", |driver| driver.irq.line);
-        driver.until("sleep", |driver| !driver.poll() && driver.arm());
+        driver.until("sleep", |driver| {
+            !driver.poll() && driver.enable_notifications()
+        });
         // The device sleeps; consuming the entry must wake it.
         let rings = driver.rings;
         assert_eq!(driver.take(1).unwrap().status, OK);
@@ -225,7 +233,7 @@ fn unreachable_doorbells_are_fatal() {
     driver.poll();
     driver.poll();
     assert_eq!(driver.read32(0x1c), 3);
-    driver.with(|nvme, bus| nvme.arm(bus));
+    driver.with(|nvme, bus| nvme.enable_notifications(bus));
     driver.enable();
     driver.create_pair(1, 64);
     assert_eq!(driver.io(read(0)).status, OK);
@@ -261,7 +269,9 @@ fn take_all(driver: &mut Driver, ids: [Vec<u16>; 2]) {
             ids.swap_remove(at.unwrap_or_else(|| panic!("{cqe:?} on queue {queue}, not {ids:?}")));
         }
     }
-    driver.until("sleep", |driver| !driver.poll() && driver.arm());
+    driver.until("sleep", |driver| {
+        !driver.poll() && driver.enable_notifications()
+    });
     for queue in [1, 2] {
         assert_eq!(driver.take(queue), None, "nothing is done twice");
     }
@@ -366,7 +376,9 @@ fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consum
                 for block in 0..ENTRIES - 1 {
                     driver.submit(2, read(block.into()));
                 }
-                driver.until("sleep", |driver| !driver.poll() && driver.arm());
+                driver.until("sleep", |driver| {
+                    !driver.poll() && driver.enable_notifications()
+                });
                 let done = driver.stat("io_commands") - u64::from(place);
                 assert_eq!(done, u64::from(ENTRIES - 1));
             }
@@ -378,7 +390,9 @@ fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consum
                 rings + 1,
                 "place {place}, {consumed} consumed"
             );
-            driver.until("sleep", |driver| !driver.poll() && driver.arm());
+            driver.until("sleep", |driver| {
+                !driver.poll() && driver.enable_notifications()
+            });
             let done = driver.stat("io_commands") - u64::from(place);
             assert_eq!(done, u64::from(ENTRIES - 1 + consumed));
             for _ in 0..2 * (ENTRIES - 1) - consumed {

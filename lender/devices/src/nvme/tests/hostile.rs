@@ -110,7 +110,7 @@ fn perform(driver: &mut Driver, act: &Act) {
             driver.poll();
         }
         Act::Arm => {
-            driver.arm();
+            driver.enable_notifications();
         }
         Act::Quiesce => {
             while !driver.with(|nvme, bus| nvme.quiesce(bus)) {

@@ -119,7 +119,7 @@ fn quiesce_drains_then_holds_then_resumes() {
         driver.submit(1, Sqe::new(0).nsid(1));
         let translations = driver.memory.translations;
         driver.poll();
-        assert!(driver.arm(), "nothing to do");
+        assert!(driver.enable_notifications(), "nothing to do");
         assert_eq!(driver.memory.translations, translations, "no DMA");
         driver.with(|nvme, bus| nvme.resume(bus));
         assert_eq!(driver.wait(1).status, OK);
@@ -135,7 +135,7 @@ fn without_bus_master_enable_an_enabled_controller_waits() {
         driver.submit(1, Sqe::new(0).nsid(1));
         let translations = driver.memory.translations;
         driver.poll();
-        assert!(driver.arm(), "nothing to do");
+        assert!(driver.enable_notifications(), "nothing to do");
         assert_eq!(driver.memory.translations, translations, "no DMA");
         driver.memory.bus_master = true;
         assert_eq!(driver.wait(1).status, OK);

@@ -353,11 +353,11 @@ impl Driver {
         self.with(|nvme, bus| nvme.poll(bus))
     }
 
-    pub fn arm(&mut self) -> bool {
-        self.with(|nvme, bus| nvme.arm(bus))
+    pub fn enable_notifications(&mut self) -> bool {
+        self.with(|nvme, bus| nvme.enable_notifications(bus))
     }
 
-    /// Sleeps as an owner does if [`Device::arm`] returns true.
+    /// Sleeps as an owner does if [`Device::enable_notifications`] returns true.
     fn sleep(&mut self) {
         let fd = self.nvme.wake_fd().unwrap();
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
@@ -375,7 +375,7 @@ impl Driver {
         let start = Instant::now();
         while !done(self) {
             assert!(start.elapsed() < Duration::from_secs(20), "no {what}");
-            if !self.poll() && self.arm() {
+            if !self.poll() && self.enable_notifications() {
                 if done(self) {
                     return;
                 }
