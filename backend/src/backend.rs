@@ -231,10 +231,9 @@ impl Backend {
         manager.add_subscriber(Arc::new(Mutex::new(admin)) as Subscriber);
         let devices: Vec<_> = config.devices.iter().map(DeviceId::as_str).collect();
         let (devices, vm) = (devices.join(", "), &config.vm);
-        // By this process: by default the service manager takes messages of no other.
         farside_daemon::ready(&format!("serving {devices} to VM {vm}"));
-        if let Some(helper) = config.helper.clone() {
-            farside_daemon::notify_through(move |notice| helper.notify(notice));
+        if config.helper.is_some() {
+            farside_daemon::end_notices();
             confine::restrict_system_calls(config)?;
         }
         Ok(Self {

@@ -1,7 +1,7 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
-//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; notifies
-//! the service manager; and removes the directory of the sockets at the end.
+//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; and
+//! removes the directory of the sockets at the end.
 //!
 //! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
 //! exchanges Hello, which binds a connection to the VM, before it passes the connection on.
@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, Notice, OwnedListener, RateLimit, SocketGroup, VmName};
+use farside_daemon::{DeviceId, OwnedListener, RateLimit, SocketGroup, VmName};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
@@ -100,7 +100,6 @@ enum Order {
         device: DeviceId,
         limit: Duration,
     },
-    Notify(Notice),
     RemoveDirectory,
 }
 
@@ -202,13 +201,6 @@ impl Helper {
                 "device {device}: its guest is not asked to release it, and its lender takes it back without that within {limit:?}: {}",
                 Chain(&error)
             );
-        }
-    }
-
-    /// Notifies the service manager. Does not wait, as [`Helper::release`].
-    pub(crate) fn notify(&self, notice: Notice) {
-        if let Err(error) = self.post(&Order::Notify(notice)) {
-            log::warn!("cannot notify the service manager: {}", Chain(&error));
         }
     }
 
@@ -408,16 +400,12 @@ impl Server {
                 (self.release)(&self.start.vm, &device, limit.min(MAX_REVOKE_LIMIT));
                 Ok(Answer::Done)
             }
-            Order::Notify(notice) => {
-                notice.send();
-                Ok(Answer::Done)
-            }
             Order::RemoveDirectory => {
                 std::fs::remove_dir(&self.start.directory).map(|()| Answer::Done)
             }
             Order::Start(_) => Err(unexpected()),
         };
-        // Neither a release nor a notice is answered.
+        // A release is not answered.
         let Some(socket) = fds.into_iter().next() else {
             return;
         };

@@ -14,7 +14,7 @@
 //! - [`user_id`], [`user_name`]: the users of this host. [`peer_credentials`]: the user and process
 //!   at the other end of a UNIX socket.
 //! - [`ready`], [`status`], [`stopping`]: readiness and a status line
-//!   (`sd_notify(3)`). No-ops without a service manager. [`notify_through`]: by another process.
+//!   (`sd_notify(3)`). No-ops without a service manager, and after [`end_notices`].
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
 //! - [`Wakeup`]: wakes a thread that polls.
 //! - [`output_within`], [`ends_by`]: run or await a child process with a deadline.
@@ -53,6 +53,6 @@ pub use network::is_private;
 pub use open_files::{close_inherited, raise_open_files};
 pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
-pub use readiness::{Notice, notify_through, ready, status, stopping};
+pub use readiness::{end_notices, ready, status, stopping};
 pub use user::{UserError, user_id, user_name};
 pub use wakeup::Wakeup;
