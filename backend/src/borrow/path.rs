@@ -157,8 +157,13 @@ impl OpenPath {
             drop(memory);
             return shared().try_for_each(|mapping| self.map(client, mapping, pinning));
         }
+        // Behind a vIOMMU, where each device has addresses of its own, a guest maps no RAM there.
+        let is_guest_ram = shared().any(|mapping| mapping.range.contains(LOW_MEMORY));
         for window in &plan.windows {
-            self.open_shared_window(client, window.range, mappings)?;
+            match is_guest_ram {
+                true => self.open_shared_window(client, window.range, mappings)?,
+                false => self.open_own_window(client, window.range)?,
+            }
         }
         // All of it first, so that none of too much is populated.
         let all: Vec<_> = shared().filter_map(Mapping::memory).collect();
@@ -319,11 +324,8 @@ impl OpenPath {
         let open: Vec<_> = self.windows.iter().map(|window| window.range).collect();
         let mut refused = None;
         for span in spans(ram, region, &open) {
-            let opened = match paged {
-                true => self.open_own_window(client, span),
-                false => self.open_shared_window(client, span, std::slice::from_ref(mapping)),
-            };
-            match opened {
+            // A VMM may add and remove this memory device by device.
+            match self.open_own_window(client, span) {
                 Ok(()) => {
                     self.adding.windows.push(span.start());
                     return Ok(());

@@ -2,8 +2,7 @@
 //! windows to the device's BARs.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farside_error_chain::Chain;
 use farside_fabric::memory::{MemoryId, SharedMemory};
@@ -18,17 +17,11 @@ use crate::peer_space::{PeerRange, endpoint_iova};
 use crate::platform::{DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
-/// Maximum wait until the other devices that share a mapping have unmapped it, too. A VMM changes
-/// the memory of all its devices at once.
-const OTHERS_TIMEOUT: Duration = Duration::from_millis(2500);
-
 /// The memory that the borrows of this host have mapped in the endpoint's domain: the same memory at
 /// the same peer address once, until no borrow maps it.
 #[derive(Debug, Default)]
 pub(crate) struct GuestMemory {
     rows: Mutex<RangeTable<PeerAddress, Row>>,
-    /// Notified when a row is removed.
-    unmapped: Condvar,
 }
 
 #[derive(Debug)]
@@ -106,7 +99,7 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         let mut result = Ok(());
         for range in all {
             let released = self.release(range);
-            result = result.and(released.map(drop));
+            result = result.and(released);
         }
         result
     }
@@ -122,22 +115,18 @@ impl<F: FunctionOps> BorrowerNtb<F> {
         usage
     }
 
-    /// Ends the use of a mapping, and unmaps it if no other borrow uses it. What is returned is alive
-    /// until it is unmapped.
-    fn release(&mut self, range: AddressRange<PeerAddress>) -> Result<Weak<()>, FabricError> {
-        let memory = self.adapter.guest_memory();
-        let mut rows = memory.lock();
+    /// Ends the use of a mapping, and unmaps it if no other borrow uses it.
+    fn release(&mut self, range: AddressRange<PeerAddress>) -> Result<(), FabricError> {
+        let mut rows = self.adapter.guest_memory().lock();
         let mapped = self.mapped.inside(range)?.first();
-        let alive = mapped.map_or_else(Weak::new, |(_, mapped)| Arc::downgrade(&mapped.holder));
-        // That of the row, and this borrow's.
-        if alive.strong_count() == 2 {
+        // The row has one holder, and this borrow another.
+        if mapped.is_some_and(|(_, mapped)| Arc::strong_count(&mapped.holder) == 2) {
             let domain = self.adapter.function().domain();
             domain.unmap(endpoint_iova(range.start()), range.len())?;
             rows.unmap(range)?;
         }
         self.mapped.unmap(range)?;
-        memory.unmapped.notify_all();
-        Ok(alive)
+        Ok(())
     }
 }
 
@@ -186,27 +175,12 @@ impl<F: FunctionOps> BorrowerDomain for BorrowerNtb<F> {
         self.mapped.map(range, row)
     }
 
-    /// Waits until the other borrows have unmapped it, too: their window is this one's.
+    /// Memory that another borrow of the VM still maps stays mapped for that one. This one's device can
+    /// reach it until its window is closed or the other borrow unmaps it, too.
     fn unmap(&mut self, at: PeerAddress, len: u64) -> Result<(), FabricError> {
         let inside = self.mapped.inside(AddressRange::new(at, len)?)?;
         let ranges: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
-        let released = ranges.into_iter().map(|range| self.release(range));
-        let alive = released.collect::<Result<Vec<_>, _>>()?;
-        let memory = self.adapter.guest_memory();
-        let is_mapped = |_: &mut _| alive.iter().any(|row| row.strong_count() > 0);
-        let waited = memory
-            .unmapped
-            .wait_timeout_while(memory.lock(), OTHERS_TIMEOUT, is_mapped);
-        let (_rows, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        match waited.timed_out() {
-            false => Ok(()),
-            true => Err(NtbError::StillMapped {
-                at,
-                len,
-                waited: OTHERS_TIMEOUT,
-            }
-            .into()),
-        }
+        ranges.into_iter().try_for_each(|range| self.release(range))
     }
 }
 

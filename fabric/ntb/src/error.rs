@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use farside_fabric::{FabricError, LimitError, PeerAddress, Size};
+use farside_fabric::{FabricError, LimitError, Size};
 use farside_pci::Bdf;
 use farside_vfio::VfioError;
 
@@ -97,17 +97,6 @@ pub enum NtbError {
         bytes: u64,
         alignment: u64,
         largest: u64,
-    },
-    /// Other borrows, through the same window, have not unmapped it.
-    #[error(
-        "another device of the VM still maps the {len:#x} bytes at peer address {at} after {} s, where \
-         this device can reach them",
-        waited.as_secs_f32()
-    )]
-    StillMapped {
-        at: PeerAddress,
-        len: u64,
-        waited: Duration,
     },
     /// The adapter's resources are exhausted or too small.
     #[error(transparent)]
