@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{LenderName, Wakeup};
+use farside_daemon::{LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::{NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     listening::{PeerCount, PeerLines},
-    refusals::invalid,
+    refusals::{invalid, limit},
     registry::{Lease, Registry, Viewer},
     requests::{ANSWER_TIMEOUT, Answer, Borrow, Pending, answer, viewer},
     server::Devices,
@@ -74,13 +74,15 @@ impl About {
 }
 
 /// Answers requests until the peer disconnects, `stop` is readable, or a lease takes over the
-/// connection. With TLS the handshake comes first, in the time for Hello.
+/// connection. With TLS the handshake comes first, in the time for Hello. `count` counts a peer of the
+/// VM that its Hello names.
 pub(crate) fn serve(
     mut channel: Channel,
     lender: &About,
     registry: &Arc<Registry>,
     stop: &Wakeup,
     lines: &PeerLines,
+    count: &dyn Fn(&VmName) -> Result<(), String>,
 ) {
     let name = channel.peer();
     let mut peer = None;
@@ -121,6 +123,7 @@ pub(crate) fn serve(
         if let (Request::Registers { token }, None) = (&envelope.request, &peer) {
             return become_registers(channel, *token, identity, registry, lines);
         }
+        let is_hello = peer.is_none();
         let answered = answer(
             envelope.request,
             &lender.name,
@@ -129,6 +132,16 @@ pub(crate) fn serve(
             &mut peer,
             identity,
         );
+        let vm = peer.as_ref().and_then(|peer| peer.vm.as_ref());
+        if let Some(Err(most)) = vm.filter(|_| is_hello).map(count) {
+            if let Some(held_back) = lines.refused.allow() {
+                log::warn!("refusing {name}: {most} are connected already{held_back}");
+            }
+            let refused = limit(format_args!("{most} are connected already"));
+            // The peer may be gone.
+            let _ = channel.send(&Reply::Refused(refused), &[], ANSWER_TIMEOUT);
+            return;
+        }
         let reply = match answered {
             Ok(Answer::Reply(reply)) => Ok(reply),
             Ok(Answer::Later(pending)) => {

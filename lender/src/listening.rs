@@ -16,12 +16,12 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
-use farside_daemon::{Activated, RateLimit, SocketKind, paths};
+use farside_daemon::{Activated, RateLimit, SocketKind, VmName, paths};
 use farside_lender_protocol::{Address, Channel, Identity, LimitUse, Listener, Resource};
 use farside_pki::{Renewed, Side};
 
@@ -34,16 +34,12 @@ use crate::{
 /// lock out this host. Bounds threads.
 const MAX_PEERS: usize = 256;
 
-/// How many of these may belong to one user other than root and the lender's own, so that no user
-/// locks out the others.
-const MAX_PEERS_OF_USER: usize = 64;
+/// How many of these may belong to one user other than root and the lender's own, or to backends of
+/// one VM of these two, so that none locks out the others.
+const MAX_PEERS_OF_ONE: usize = 64;
 
 /// How many more peers root and the lender's own user may have.
 const MAX_OPERATORS: usize = 64;
-
-/// All users that no rule names, who can be told so, but have the places of one user. No user has
-/// this uid (`chown(2)`).
-const UNNAMED: u32 = u32::MAX;
 
 /// Limits the log lines that peers without a lease cause. Per listener, so that a flood on a TCP
 /// port does not suppress lines about this host's peers.
@@ -69,15 +65,39 @@ struct Peers {
     connected: AtomicUsize,
     /// Users that a rule names.
     named: BTreeSet<u32>,
-    /// By uid, without root and the lender's own user; [`UNNAMED`] for all users that no rule names.
-    of_users: Mutex<HashMap<u32, usize>>,
+    of: Mutex<HashMap<Owner, usize>>,
     lines: PeerLines,
 }
 
+/// Whose peers have a limit together.
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Owner {
+    /// A user that a rule names, by uid.
+    User(u32),
+    /// All other users, but for root and the lender's own. They are served for the text of their
+    /// refusal. (One user may have many uids, `subuid(5)`.)
+    Unnamed,
+    /// The backends of a VM, of root or the lender's own user.
+    Vm(VmName),
+}
+
 impl Peers {
-    fn of_users(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+    fn of(&self) -> MutexGuard<'_, HashMap<Owner, usize>> {
         // A panic cannot leave a count half changed.
-        self.of_users.lock().unwrap_or_else(PoisonError::into_inner)
+        self.of.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, owner: &Owner) -> Result<(), String> {
+        let mut of = self.of();
+        let count = of.entry(owner.clone()).or_default();
+        if *count >= MAX_PEERS_OF_ONE {
+            return Err(match owner {
+                Owner::User(_) | Owner::Unnamed => format!("{MAX_PEERS_OF_ONE} peers of its user"),
+                Owner::Vm(vm) => format!("{MAX_PEERS_OF_ONE} peers of VM {vm}"),
+            });
+        }
+        *count += 1;
+        Ok(())
     }
 }
 
@@ -344,8 +364,10 @@ fn checked(listener: Listener, address: &Address, plain: bool) -> Result<Listene
 /// A guard that counts a connected peer.
 pub(crate) struct Counted {
     peers: Arc<Peers>,
-    /// The peer's user, if that has a limit.
-    user: Option<u32>,
+    /// It is root, or the lender's own user.
+    is_own: bool,
+    /// Set if the owner has a limit.
+    owner: OnceLock<Owner>,
 }
 
 impl Counted {
@@ -353,27 +375,45 @@ impl Counted {
     /// `user` is that of a local peer.
     fn new(peers: &Arc<Peers>, user: Option<u32>) -> Result<Self, String> {
         let own = [0, rustix::process::geteuid().as_raw()];
-        let (user, most) = match user {
-            Some(uid) if own.contains(&uid) => (None, MAX_PEERS + MAX_OPERATORS),
-            Some(uid) if peers.named.contains(&uid) => (Some(uid), MAX_PEERS),
-            // One user may have many uids (`subuid(5)`).
-            Some(_) => (Some(UNNAMED), MAX_PEERS),
-            None => (None, MAX_PEERS),
+        let is_own = user.is_some_and(|uid| own.contains(&uid));
+        let most = match is_own {
+            true => MAX_PEERS + MAX_OPERATORS,
+            false => MAX_PEERS,
         };
+        let owner = user
+            .filter(|_| !is_own)
+            .map(|uid| match peers.named.contains(&uid) {
+                true => Owner::User(uid),
+                false => Owner::Unnamed,
+            });
         if peers.connected.load(Ordering::Relaxed) >= most {
             return Err(format!("{most} peers"));
         }
-        if let Some(uid) = user {
-            let mut of_users = peers.of_users();
-            let count = of_users.entry(uid).or_default();
-            if *count >= MAX_PEERS_OF_USER {
-                return Err(format!("{MAX_PEERS_OF_USER} peers of its user"));
-            }
-            *count += 1;
+        if let Some(owner) = &owner {
+            peers.take(owner)?;
         }
         peers.connected.fetch_add(1, Ordering::Relaxed);
-        let peers = Arc::clone(peers);
-        Ok(Self { peers, user })
+        Ok(Self {
+            peers: Arc::clone(peers),
+            is_own,
+            owner: owner.map_or_else(OnceLock::new, OnceLock::from),
+        })
+    }
+
+    /// Counts the peer as one of the VM that its Hello names, or fails with the limit that is reached.
+    /// The places that only root and the lender's own user have are not for VMs.
+    pub(crate) fn name(&self, vm: &VmName) -> Result<(), String> {
+        if !self.is_own || self.owner.get().is_some() {
+            return Ok(());
+        }
+        if self.peers.connected.load(Ordering::Relaxed) > MAX_PEERS {
+            return Err(format!("{MAX_PEERS} peers"));
+        }
+        let owner = Owner::Vm(vm.clone());
+        self.peers.take(&owner)?;
+        // Only this thread sets it.
+        let _ = self.owner.set(owner);
+        Ok(())
     }
 
     /// The rate limits of log lines about the listener's peers.
@@ -385,12 +425,12 @@ impl Counted {
 impl Drop for Counted {
     fn drop(&mut self) {
         self.peers.connected.fetch_sub(1, Ordering::Relaxed);
-        if let Some(uid) = self.user {
-            let mut of_users = self.peers.of_users();
-            if let Some(count) = of_users.get_mut(&uid).filter(|count| **count > 1) {
+        if let Some(owner) = self.owner.get() {
+            let mut of = self.peers.of();
+            if let Some(count) = of.get_mut(owner).filter(|count| **count > 1) {
                 *count -= 1;
             } else {
-                of_users.remove(&uid);
+                of.remove(owner);
             }
         }
     }

@@ -36,7 +36,7 @@ const MIGRATION: &str = "`farside migrate` and `farside migration` hand devices 
 
 /// The peer's claim, from its Hello.
 pub(crate) struct Peer {
-    vm: Option<VmName>,
+    pub(crate) vm: Option<VmName>,
 }
 
 /// The answer to a request.

@@ -6,7 +6,7 @@ mod threads;
 use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 
 use farside_daemon::{
-    Activated, ActivationError, DeviceId, ListenError, RateLimit, Wakeup, raise_open_files,
+    Activated, ActivationError, DeviceId, ListenError, RateLimit, VmName, Wakeup, raise_open_files,
 };
 use farside_error_chain::Chain;
 use farside_fabric::{LimitError, soft::Adapter};
@@ -254,7 +254,8 @@ impl Lender {
             .name("peer".into())
             .spawn(move || {
                 let lines = counted.lines();
-                connection::serve(channel, &about, &registry, &stop, lines);
+                let name = |vm: &VmName| counted.name(vm);
+                connection::serve(channel, &about, &registry, &stop, lines, &name);
             });
         if let Err(error) = started
             && let Some(held_back) = self.no_thread.allow()

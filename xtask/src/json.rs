@@ -169,6 +169,10 @@ fn status_is_documented() {
         problem: Some("its helper process has ended".to_owned()),
         devices: vec![borrowed, idle],
     };
+    let without_problem = BackendReport {
+        problem: None,
+        ..backend.clone()
+    };
     let fault = Fault {
         iova: Iova::new(4096),
         len: 64,
@@ -206,7 +210,7 @@ fn status_is_documented() {
         devices: vec![lent, free],
         limits: vec![LimitUse::new(Resource::LutEntries, 4, 256)],
     };
-    let status = to_value(Status::new(vec![backend], vec![lender])).unwrap();
+    let status = to_value(Status::new(vec![backend, without_problem], vec![lender])).unwrap();
     is_documented("farside status --json", &[&status]);
 }
 

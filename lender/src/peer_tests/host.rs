@@ -147,7 +147,7 @@ impl Host {
             let stopped = stopped.clone();
             std::thread::spawn(move || {
                 let lines = PeerLines::default();
-                connection::serve(channel, &about, &registry, &stopped, &lines);
+                connection::serve(channel, &about, &registry, &stopped, &lines, &|_| Ok(()));
             });
         });
         let (accepted, stopped) = (Arc::clone(&serve), stop.clone());

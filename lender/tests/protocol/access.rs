@@ -3,6 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use farside_daemon::raise_open_files;
+use farside_error_chain::Chain;
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model},
@@ -265,6 +266,29 @@ fn a_crowd_of_uids_locks_nobody_out_whom_a_rule_names() {
         as_user(uid, || drop(Peer::connect(&socket).greeted("a")));
     }
     drop(first);
+}
+
+/// A backend that its guest has taken over has the uid of the lender's operator.
+#[test]
+fn a_crowd_of_one_vm_locks_neither_operators_nor_other_vms_out() {
+    raise_open_files();
+    let lender = Running::lending(&[&[]]);
+    let socket = lender.socket().into();
+    let greet = |_| Peer::connect(&socket).greeted("a");
+    let crowd: Vec<Peer> = (0..MAX_PEERS_OF_USER).map(greet).collect();
+    let vm = "a".parse().unwrap();
+    let refused = Client::connect(&socket, Some(&vm)).unwrap_err();
+    let refused = Chain(&refused).to_string();
+    assert!(
+        refused.contains("64 peers of VM a are connected already"),
+        "{refused}"
+    );
+    Client::connect(&socket, None).unwrap().devices().unwrap();
+    Peer::connect(&socket).greeted("b").borrow(DEVICE).unwrap();
+    drop(crowd);
+    until("there is room", || {
+        Client::connect(&socket, Some(&vm)).is_ok()
+    });
 }
 
 /// A backend that its guest has taken over has the uid of the lender's operator.
