@@ -514,14 +514,22 @@ impl<'a> WorkerLease<'a> {
         true
     }
 
-    /// Takes requests for the length of `pause`. Returns false when the lender stops.
+    /// Takes requests for the length of `pause`, while leased. Returns false when the lender stops.
     fn pause_for_mail(&mut self, pause: Duration) -> bool {
         let until = Instant::now() + pause;
         loop {
             let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
             let left = Timespec::try_from(left).unwrap_or_default();
-            let fds = [self.owner.stop.as_fd(), self.owner.requests_wake.as_fd()];
-            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let stop = self.owner.stop.as_fd();
+            // Requests after the lease has been released include the next lease: they stay.
+            let requests = match self.is_leased() {
+                true => self.owner.requests_wake.as_fd(),
+                false => stop,
+            };
+            let mut fds = [stop, requests].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             // An interrupted wait is only shorter.
             let ready = poll(&mut fds, Some(&left));
             let [stop, requests] = fds.map(|fd| !fd.revents().is_empty());

@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     sync::{Arc, mpsc::Sender},
+    thread::JoinHandle,
 };
 
 use farside_daemon::Wakeup;
@@ -10,7 +11,10 @@ use farside_fabric::{Budget, soft::Adapter};
 use farside_lender_protocol::{DeviceEntry, Transport};
 
 use super::*;
-use crate::{config::Model, device_loop::Home, tokens::RegisterTokens, worker::Program};
+use crate::{
+    config::Model, device_loop::Home, registry::RequestQueue, tokens::RegisterTokens,
+    worker::Program,
+};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -49,8 +53,22 @@ fn idle() -> Program {
     }
 }
 
-#[test]
-fn status_is_answered_while_a_function_cannot_be_taken_down() {
+fn lease(generation: u64) -> Lease {
+    Lease {
+        connection: Channel::pair().unwrap().0,
+        vm: "web1".parse().unwrap(),
+        generation: Generation(generation),
+        transport: Transport::SharedMemory,
+        bar_memory: Vec::new(),
+    }
+}
+
+/// What posts requests to the device, a sender of its stop, and its thread, which passes on whether
+/// the function was taken down, and the device.
+type Stuck = (RequestQueue, Wakeup, JoinHandle<(bool, DeviceLoop)>);
+
+/// A device whose function cannot be taken down. Its lease has been released before unless `leased`.
+fn stuck(leased: bool) -> Stuck {
     let (problems, problem) = mpsc::channel();
     let stop = Wakeup::new().unwrap();
     let (mut owner, queue) = DeviceLoop::new(
@@ -64,13 +82,7 @@ fn status_is_answered_while_a_function_cannot_be_taken_down() {
     let adapter = Adapter::new(Default::default()).unwrap();
     let model = Model::DmaTest(Default::default());
     let mut device = WorkerDevice::open(&owner.id, model, adapter, idle()).unwrap();
-    let lease = Lease {
-        connection: Channel::pair().unwrap().0,
-        vm: "web1".parse().unwrap(),
-        generation: Generation(1),
-        transport: Transport::SharedMemory,
-        bar_memory: Vec::new(),
-    };
+    let lease = lease(1);
     let entry = DeviceEntry {
         id: owner.id.clone(),
         source: "model".into(),
@@ -89,15 +101,36 @@ fn status_is_answered_while_a_function_cannot_be_taken_down() {
         let null = || File::open("/dev/null").unwrap().into();
         let handle = SecondHandle::new(serde_json::from_str(parts).unwrap(), [null(), null()]);
         lease.function = Some(handle);
-        lease.run()
+        if !leased {
+            lease.connection = None;
+        }
+        let down = lease.run();
+        (down, owner)
     });
     let said = problem.recv_timeout(DEADLINE).unwrap().unwrap();
     assert!(said.contains("cannot stop its DMA"), "{said}");
+    (queue, stop, serving)
+}
+
+#[test]
+fn status_is_answered_while_a_function_cannot_be_taken_down() {
+    let (queue, stop, serving) = stuck(true);
     for _ in 0..3 {
         let (reply, report) = mpsc::sync_channel(1);
         queue.post(DeviceRequest::Report(reply)).unwrap();
         report.recv_timeout(DEADLINE).unwrap();
     }
     stop.raise();
-    assert!(!serving.join().unwrap(), "the function was taken down");
+    let (down, _) = serving.join().unwrap();
+    assert!(!down, "the function was taken down");
+}
+
+#[test]
+fn the_next_lease_stays_in_the_queue_while_a_function_cannot_be_taken_down() {
+    let (queue, stop, serving) = stuck(false);
+    queue.post(DeviceRequest::Lease(lease(2))).unwrap();
+    stop.raise();
+    let (_, owner) = serving.join().unwrap();
+    let next = owner.requests.try_recv();
+    assert!(matches!(next, Ok(DeviceRequest::Lease(lease)) if lease.generation == Generation(2)));
 }
