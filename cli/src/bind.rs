@@ -17,8 +17,8 @@ pub(crate) struct Bind {
     /// The lender's configuration [default: lender.toml in /etc/farside].
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Group of the lender's user.
-    #[arg(long, value_name = "GROUP", default_value = "farside")]
+    /// Group of the lender, and of no VMM.
+    #[arg(long, value_name = "GROUP", default_value = "farside-vfio")]
     group: String,
     /// Return the functions to their drivers, except virtual functions and those that a
     /// process has open.

@@ -73,11 +73,11 @@ pub fn a_lender_without_privileges_lends_what_root_has_bound(host: &Host) -> Res
     let bind = format!(
         "set -e
         grep -q ^op: /etc/passwd 2>/dev/null || echo op:x:1000:1000::/tmp:/bin/sh >>/etc/passwd
-        grep -q ^op: /etc/group 2>/dev/null || echo op:x:1000: >>/etc/group
+        grep -q ^op: /etc/group 2>/dev/null || printf 'op:x:1000:\\nop-vfio:x:1001:op\\n' >>/etc/group
         mkdir -p /run/op && chown 1000:1000 /run/op
         printf 'name = \"op\"\\n[[device]]\\nid = \"disk0\"\\n' >/tmp/op.toml
         echo 'vfio = {{ function = \"{DRIVE}\" }}' >>/tmp/op.toml
-        farside bind --config /tmp/op.toml --group op"
+        farside bind --config /tmp/op.toml --group op-vfio"
     );
     host.exec_ok(&bind, SHORT)?;
     ensure!(host.driver(DRIVE)? == "vfio-pci");

@@ -331,6 +331,12 @@ fn has_vfio_where_it_is_configured(machine: &Machine) -> Result<()> {
             && seen.matches("\t0000000000000000").count() == 2,
         "{seen}"
     );
+    // Of the user's services, which VMMs are among, the lender alone is in the functions' group.
+    let gid = machine.sh("getent group farside-vfio | cut -d : -f 3")?;
+    let groups = machine.sh(&format!("grep Groups /proc/{pid}/status"))?;
+    let of_user = machine.sh("id -G farside")?;
+    let has = |groups: &str| groups.split_whitespace().any(|id| id == gid.trim());
+    ensure!(has(&groups) && !has(&of_user), "{gid}{groups}{of_user}");
     exposure::is_small(&|script| machine.sh(script), LENDER)?;
     machine.sh(&format!(
         "set -e
