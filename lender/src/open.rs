@@ -1,6 +1,6 @@
 //! Opens the devices of a configuration.
 
-use std::{collections::BTreeSet, sync::Arc, thread::JoinHandle};
+use std::{collections::BTreeSet, convert::identity, sync::Arc, thread::JoinHandle};
 
 use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::{Device, dma_test, nvme};
@@ -63,7 +63,7 @@ pub(crate) fn open(
             });
         }
     }
-    let found = vfio::find(&host, config)?;
+    let found = vfio::find(&host, config, identity)?;
     let mut fault_reader = None;
     if !found.is_empty() {
         let api = vfio::api(config).map_err(vfio::BindError::from)?;

@@ -160,6 +160,13 @@ impl Binding {
         &self.former
     }
 
+    /// Has the drop leave a function on vfio-pci that an earlier run bound: a process may have it
+    /// open.
+    pub fn leave_earlier(mut self) -> Self {
+        self.done |= self.former == Former::Unknown;
+        self
+    }
+
     /// Leaves the function bound, without undoing anything on drop.
     pub fn leave(mut self) {
         self.done = true;

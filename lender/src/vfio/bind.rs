@@ -4,7 +4,7 @@ use std::path::Path;
 
 use farside_daemon::SocketGroup;
 use farside_error_chain::Chain;
-use farside_host_pci::{CreatedVfs, Force, HostPci};
+use farside_host_pci::{Binding, CreatedVfs, Force, HostPci};
 use farside_pci::Bdf;
 use farside_vfio::{Api, VfioError, check_free, nodes};
 
@@ -12,7 +12,8 @@ use super::find::{BindError, api, create_vfs, find};
 use crate::config::{Config, Source};
 
 /// Binds all functions of `config` to vfio-pci, creates its virtual functions first, and lets members
-/// of `group` open them. On an error all functions are returned to their drivers.
+/// of `group` open them. On an error all functions are returned to their drivers, except those that
+/// were on vfio-pci before: a VM may use them.
 ///
 /// # Errors
 /// A [`BindError`].
@@ -22,9 +23,10 @@ pub fn bind(config: &Config, group: &SocketGroup) -> Result<(), BindError> {
     // Dropped, and thereby undone, before the virtual functions.
     let mut bindings = Vec::new();
     if let Some(ntb) = config.ntb {
-        bindings.push((host.bind_to_vfio(&ntb.function, Force::No)?, Api::detect()?));
+        let binding = host.bind_to_vfio(&ntb.function, Force::No)?;
+        bindings.push((binding.leave_earlier(), Api::detect()?));
     }
-    for found in find(&host, config)? {
+    for found in find(&host, config, Binding::leave_earlier)? {
         bindings.push((found.binding, api(config)?));
     }
     if bindings.is_empty() {

@@ -56,12 +56,17 @@ pub(crate) fn create_vfs(host: &HostPci, config: &Config) -> Result<Vec<CreatedV
     Ok(config.vfs.iter().map(create).collect::<Result<_, _>>()?)
 }
 
-/// Binds all functions of `config`, and checks that each can have its own IOMMU domain.
-pub(crate) fn find(host: &HostPci, config: &Config) -> Result<Vec<Found>, BindError> {
+/// Binds all functions of `config`, and checks that each can have its own IOMMU domain. `bound` gets
+/// each binding at once: on an error they are dropped.
+pub(crate) fn find(
+    host: &HostPci,
+    config: &Config,
+    bound: fn(Binding) -> Binding,
+) -> Result<Vec<Found>, BindError> {
     let mut found = Vec::new();
     for device in &config.device {
         if let Source::Vfio(vfio) = &device.source {
-            find_of(host, device, vfio, &mut found).map_err(|error| BindError::Device {
+            find_of(host, device, vfio, bound, &mut found).map_err(|error| BindError::Device {
                 id: device.id.clone(),
                 source: error.into(),
             })?;
@@ -84,6 +89,7 @@ fn find_of(
     host: &HostPci,
     device: &DeviceConfig,
     config: &VfioConfig,
+    bound: fn(Binding) -> Binding,
     found: &mut Vec<Found>,
 ) -> Result<(), FindError> {
     let id = &device.id;
@@ -105,7 +111,7 @@ fn find_of(
                 false => id.clone(),
             },
             bdf,
-            binding: host.bind_to_vfio(&bdf, force)?,
+            binding: bound(host.bind_to_vfio(&bdf, force)?),
             allow_dirty: config.allow_dirty,
             host: host.clone(),
             borrowers: device.borrowers.clone(),

@@ -89,6 +89,9 @@ fn after_a_kill_the_function_is_kept_and_later_goes_to_whatever_wants_it() {
     std::mem::forget(killed);
     host.writes();
     let binding = host.pci().bind_to_vfio(&bdf(DRIVE), Force::No).unwrap();
+    drop(binding.leave_earlier());
+    assert_eq!(host.driver_of(DRIVE).as_deref(), Some("vfio-pci"));
+    let binding = host.pci().bind_to_vfio(&bdf(DRIVE), Force::No).unwrap();
     assert_eq!(binding.former(), &Former::Unknown);
     assert!(host.writes().is_empty(), "it is there already");
     binding.restore().unwrap();
