@@ -3,6 +3,7 @@
 use std::{
     ffi::OsStr,
     io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
@@ -80,6 +81,17 @@ impl SocketGroup {
             self.give(&Directory::open(parent, Owner::Ours)?, name, 0o660)
         };
         give().map_err(|source| self.not_given(path, source))
+    }
+
+    /// Whether members can read and write the file at `path` already.
+    pub fn can_open(&self, path: &Path) -> bool {
+        std::fs::metadata(path).is_ok_and(|file| {
+            let wanted = match file.gid() == self.gid {
+                true => 0o060,
+                false => 0o006,
+            };
+            file.mode() & wanted == wanted
+        })
     }
 
     /// Lets members search, but not list, `directory` (mode 0710), and everyone search
@@ -162,7 +174,13 @@ mod tests {
         let own = Group::from_gid(gid.into()).unwrap().expect("a group entry");
         let group = SocketGroup::named(&own.name).unwrap();
         assert_eq!(group.name(), own.name);
+        for (before, open) in [(0o606, false), (0o660, true)] {
+            std::fs::set_permissions(&path, Permissions::from_mode(before)).unwrap();
+            assert_eq!(group.can_open(&path), open, "{before:o}");
+        }
+        std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
         group.admit(&path).unwrap();
+        assert!(group.can_open(&path));
         let inner = directory.path().join("vm");
         std::fs::create_dir(&inner).unwrap();
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o700)).unwrap();

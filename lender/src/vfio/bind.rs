@@ -34,7 +34,11 @@ pub fn bind(config: &Config, group: &SocketGroup) -> Result<(), BindError> {
     }
     for (binding, api) in &bindings {
         for node in nodes(binding.bdf(), *api)? {
-            group.admit(Path::new(&node))?;
+            let path = Path::new(&node);
+            // The functions' own nodes are for the group alone; other programs use this one, too.
+            if path != Path::new("/dev/iommu") || !group.can_open(path) {
+                group.admit(path)?;
+            }
             log::info!("{}: group {} may open {node}", binding.bdf(), group.name());
         }
     }
