@@ -53,25 +53,42 @@ pub fn bind(config: &Config, group: &SocketGroup) -> Result<(), BindError> {
 /// open, and virtual functions: these stay as they are.
 ///
 /// # Errors
-/// A [`BindError`]. The functions after the one that failed stay.
+/// [`BindError::NotReturned`], after all functions were tried.
 pub fn release(config: &Config) -> Result<(), BindError> {
     let host = HostPci::new();
+    let mut failed = Vec::new();
+    let mut tried = |what: String, result: Result<(), BindError>| {
+        if let Err(error) = result {
+            log::error!("{what}: {error}", error = Chain(&error));
+            failed.push(what);
+        }
+    };
     let mut functions: Vec<Bdf> = config.ntb.iter().map(|ntb| ntb.function).collect();
     for device in &config.device {
         if let Source::Vfio(vfio) = &device.source {
-            functions.extend(host.select(&vfio.function)?.iter().map(|info| info.bdf));
+            match host.select(&vfio.function) {
+                Ok(selected) => functions.extend(selected.iter().map(|info| info.bdf)),
+                Err(error) => tried(format!("device {}", device.id), Err(error.into())),
+            }
         }
     }
     for bdf in functions {
-        if !host.was_bound(&bdf)? {
-            continue;
-        }
-        // Unbinding it would wait for the process.
-        if let Err(error @ VfioError::Busy { .. }) = check_free(bdf, api(config)?) {
-            log::warn!("{bdf} stays on vfio-pci: {error}", error = Chain(&error));
-            continue;
-        }
-        host.bind_to_vfio(&bdf, Force::No)?.restore()?;
+        tried(bdf.to_string(), release_function(&host, config, bdf));
     }
-    Ok(())
+    match failed.is_empty() {
+        true => Ok(()),
+        false => Err(BindError::NotReturned(failed)),
+    }
+}
+
+fn release_function(host: &HostPci, config: &Config, bdf: Bdf) -> Result<(), BindError> {
+    if !host.was_bound(&bdf)? {
+        return Ok(());
+    }
+    // Unbinding it would wait for the process.
+    if let Err(error @ VfioError::Busy { .. }) = check_free(bdf, api(config)?) {
+        log::warn!("{bdf} stays on vfio-pci: {error}", error = Chain(&error));
+        return Ok(());
+    }
+    Ok(host.bind_to_vfio(&bdf, Force::No)?.restore()?)
 }

@@ -38,6 +38,9 @@ pub enum BindError {
     /// A device node cannot be given to the lender's group.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// Functions that stay on vfio-pci, each with its own message in the log.
+    #[error("not returned to their drivers: {}: see above", .0.join(", "))]
+    NotReturned(Vec<String>),
 }
 
 #[derive(Debug, thiserror::Error)]
