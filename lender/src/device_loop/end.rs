@@ -116,7 +116,7 @@ fn revoke(
         owner.publish_problem(Some(&format!(
             "cannot stop its DMA: {error}; VM {vm} keeps the lease (generation {generation}) until that succeeds, trying again"
         )));
-        if !pause_for_mail(owner, device, generation, pause, &error) {
+        if !pause_for_request(owner, device, generation, pause, &error) {
             log::error!(
                 "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
                 owner.id
@@ -130,7 +130,7 @@ fn revoke(
 }
 
 /// Answers messages for the length of `pause`. Returns false when the lender stops.
-fn pause_for_mail(
+fn pause_for_request(
     owner: &mut DeviceLoop,
     device: &mut dyn LeasedDevice,
     generation: Generation,

@@ -501,7 +501,7 @@ impl<'a> WorkerLease<'a> {
                 "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
                 self.vm, self.generation
             )));
-            if !self.pause_for_mail(pause) {
+            if !self.pause_for_request(pause) {
                 log::error!(
                     "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
                     self.owner.id
@@ -515,7 +515,7 @@ impl<'a> WorkerLease<'a> {
     }
 
     /// Takes requests for the length of `pause`, while leased. Returns false when the lender stops.
-    fn pause_for_mail(&mut self, pause: Duration) -> bool {
+    fn pause_for_request(&mut self, pause: Duration) -> bool {
         let until = Instant::now() + pause;
         loop {
             let left = until.saturating_duration_since(Instant::now());
