@@ -303,7 +303,7 @@ impl DeviceLoop {
     }
 
     /// Answers messages during the lease `generation`. Returns false if the lease has to end.
-    fn answer_mail(&mut self, device: &mut dyn LeasedDevice, generation: Generation) -> bool {
+    fn answer_requests(&mut self, device: &mut dyn LeasedDevice, generation: Generation) -> bool {
         self.requests_wake.lower();
         while let Ok(request) = self.requests.try_recv() {
             if let Some(lease) = self.take_request(request, Device::Leased(device)) {

@@ -87,7 +87,7 @@ impl Offer {
             if stop {
                 return Err(End::Stopped);
             }
-            if requests && !owner.answer_mail(device, generation) {
+            if requests && !owner.answer_requests(device, generation) {
                 return Err(End::HandedOver);
             }
         }

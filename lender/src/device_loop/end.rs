@@ -151,7 +151,7 @@ fn pause_for_request(
         // An interrupted wait is only shorter.
         let _ = poll(&mut fds, Some(&left));
         let (requests, stop) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-        if requests && !owner.answer_mail(device, generation) {
+        if requests && !owner.answer_requests(device, generation) {
             owner.refuse_handovers(error);
         }
         if stop {

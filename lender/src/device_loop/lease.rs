@@ -272,7 +272,11 @@ impl<'a> LeaseLoop<'a> {
         if registers {
             self.serve_registers(ACCESSES)?;
         }
-        if requests && !self.owner.answer_mail(&mut *self.device, self.generation) {
+        if requests
+            && !self
+                .owner
+                .answer_requests(&mut *self.device, self.generation)
+        {
             return Err(End::HandedOver);
         }
         if self.held.is_some() {
