@@ -52,7 +52,8 @@ impl Stage {
         let log = path.join(format!("{vm}.log"));
         let mut backend = Child::spawn("a backend", serve, &log)?;
         let socket = scene::socket(path, vm);
-        await_socket(&socket, &mut backend)?;
+        // The control socket is the last that a backend creates.
+        await_socket(&socket.with_file_name("control"), &mut backend)?;
         self.backends.push(backend);
         Ok(socket)
     }
