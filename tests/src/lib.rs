@@ -37,7 +37,7 @@ pub use guest::{FunctionId, Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Lent, Status};
-pub use told::{Weight, told, trial};
+pub use told::{Weight, from_env, told, trial};
 
 use std::time::Duration;
 

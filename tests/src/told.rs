@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::Context;
 use libtest_mimic::{Completion, Failed, Trial};
 
 /// Runs a test; if it fails or panics, `story` is shown with the reason.
@@ -23,6 +24,15 @@ pub fn told<T>(
             .unwrap_or_else(|| "a panic without words".to_owned()),
     };
     Err(format!("{what}\n{}", story()).into())
+}
+
+/// The number in the environment variable `name`, if it is set: `cargo xtask soak` sets more
+/// repetitions than a test has by default.
+pub fn from_env(name: &str) -> anyhow::Result<Option<u64>> {
+    match std::env::var(name) {
+        Ok(text) => text.parse().map(Some).with_context(|| name.to_owned()),
+        Err(_) => Ok(None),
+    }
 }
 
 /// The load of a test, which sets its limit on a busy host.

@@ -46,7 +46,7 @@ const ROUNDS: [Round; 9] = [
     },
     Round {
         arguments: "test --no-fail-fast --test guests -- hotplug",
-        variables: &[],
+        variables: &[("FARSIDE_HOTPLUGS", "10")],
         seed: None,
     },
     Round {

@@ -41,7 +41,7 @@ pub struct Facts {
     pub bme_to_ready_us: u64,
     /// From the start of the nested QEMU until its guest agent answers, seconds.
     pub nested_boot_s: f64,
-    /// Duration of writing and reading 8 MiB in the guest, seconds.
+    /// Duration of writing and reading 2 MiB in the guest, seconds.
     pub nested_io_s: f64,
     /// Total duration, seconds.
     pub wall_s: f64,

@@ -18,7 +18,7 @@ use std::time::Duration;
 use stage::Stage;
 
 /// Operations in the suite; `cargo xtask soak` does a million.
-const OPERATIONS: u64 = 20_000;
+const OPERATIONS: u64 = 10_000;
 
 /// Operations between two checks of the canaries.
 const ROUND: u64 = 1000;

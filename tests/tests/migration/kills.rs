@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::Vm;
-use farside_tests::{Daemon, SHORT};
+use farside_tests::{Daemon, SHORT, from_env};
 use libtest_mimic::Completion;
 
 use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill};
@@ -61,13 +61,6 @@ impl Random {
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
         (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % end
-    }
-}
-
-fn from_env(name: &str) -> Result<Option<u64>> {
-    match std::env::var(name) {
-        Ok(text) => text.parse().map(Some).with_context(|| name.to_owned()),
-        Err(_) => Ok(None),
     }
 }
 
