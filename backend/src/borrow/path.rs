@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use farside_fabric::{
     Iova, MemoryRange, PeerAddress,
-    pin::{PinOptions, PinProgress},
+    pin::{PinOptions, PinProgress, RoomWatch},
 };
 use farside_guest_layout::{Gpa, GpaRange, Plan, spans};
 use farside_lender_protocol::{CallError, Client};
@@ -15,7 +15,7 @@ use super::{
     error::PathError,
     page_pins::PagePins,
     peer_mapper::PeerMapper,
-    vm_memory::{LockedMemory, PeerWindows, SharedPins, VmMemory},
+    vm_memory::{PeerWindows, SharedPins, VmMemory},
 };
 use crate::dma_table::{LOW_MEMORY, Mapping};
 
@@ -136,8 +136,7 @@ impl OpenPath {
     /// error the path may be partly open; the caller closes it.
     ///
     /// Windows come first, so that a guest that does not fit is refused before the slow pinning of
-    /// its RAM. Bus mastering is disabled meanwhile. Other devices of the VM may pin theirs, which is
-    /// the same, as soon as this one has.
+    /// its RAM. Other devices of the VM wait while this one pins, but not for its lender.
     ///
     /// The plan covers guest RAM. Behind a vIOMMU there are only pages, such as those of queues
     /// that outlive a controller reset; they are mapped one by one.
@@ -146,27 +145,35 @@ impl OpenPath {
         client: &mut Client,
         plan: &Plan,
         mappings: &[Mapping],
-        mut memory: LockedMemory<'_>,
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
         let shared = || mappings.iter().filter(|mapping| mapping.is_shared());
-        let is_ram = |mapping: &Mapping| {
+        let has_ram = shared().any(|mapping| {
             mapping.range.start() <= LOW_MEMORY || !PagePins::fits(mapping.range.len())
-        };
-        if !shared().any(is_ram) {
-            drop(memory);
-            return shared().try_for_each(|mapping| self.map(client, mapping, pinning));
-        }
+        });
         // Behind a vIOMMU, where each device has addresses of its own, a guest maps no RAM there.
         let is_guest_ram = shared().any(|mapping| mapping.range.contains(LOW_MEMORY));
-        for window in &plan.windows {
+        for window in plan.windows.iter().filter(|_| has_ram) {
             match is_guest_ram {
                 true => self.open_shared_window(client, window.range, mappings)?,
                 false => self.open_own_window(client, window.range)?,
             }
         }
+        let vm = self.vm.clone();
         // All of it first, so that none of too much is populated.
         let all: Vec<_> = shared().filter_map(Mapping::memory).collect();
+        let mut memory = vm.lock();
+        let absent = memory.check(&all, pinning.policy)?;
+        let watch = RoomWatch::new(&absent);
+        let room = || watch.check();
+        let pinning = &PinOptions {
+            room: Some(&room),
+            ..*pinning
+        };
+        if !has_ram {
+            drop(memory);
+            return shared().try_for_each(|mapping| self.map(client, mapping, pinning));
+        }
         let counted = memory.count(all.iter())?;
         let total = plan.ram_bytes();
         let mut before = 0;

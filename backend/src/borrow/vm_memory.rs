@@ -9,7 +9,7 @@ use std::{
 use farside_fabric::{
     MemoryRange,
     memory::MemoryId,
-    pin::{PinError, PinOptions, PinReport, Pins},
+    pin::{self, PinError, PinOptions, PinPolicy, PinReport, Pins},
 };
 use farside_guest_layout::GpaRange;
 use farside_ntb::{NtbError, PeerRange, PeerSpace};
@@ -68,8 +68,20 @@ pub(crate) struct LockedMemory<'a> {
 }
 
 impl LockedMemory<'_> {
-    /// Whether a device of the VM has pinned `memory`.
-    pub(crate) fn is_pinned(&self, memory: &MemoryRange) -> bool {
+    /// Checks that those of `memory` that no device of the VM has pinned can be pinned together, and
+    /// returns them.
+    pub(crate) fn check(
+        &self,
+        memory: &[MemoryRange],
+        policy: PinPolicy,
+    ) -> Result<Vec<MemoryRange>, PinError> {
+        let absent = memory.iter().filter(|memory| !self.is_pinned(memory));
+        let absent: Vec<_> = absent.cloned().collect();
+        pin::check(&absent, policy)?;
+        Ok(absent)
+    }
+
+    fn is_pinned(&self, memory: &MemoryRange) -> bool {
         let pins = memory.id().ok().and_then(|id| self.pins.get(&id));
         pins.is_some_and(|pins| pins.strong_count() > 0)
     }
@@ -155,7 +167,7 @@ impl PeerWindows {
 mod tests {
     use std::fs::File;
 
-    use farside_fabric::{memory::create_sealed, pin::PinPolicy};
+    use farside_fabric::memory::create_sealed;
     use farside_guest_layout::Gpa;
 
     use super::*;

@@ -147,7 +147,7 @@ pub struct Muted {
 
 impl Muted {
     /// Listens when it returns.
-    fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
+    pub fn start(socket: std::path::PathBuf, mute: Mute) -> Self {
         let listener = Listener::bind(&socket).unwrap();
         let (hang_up, hung_up) = mpsc::channel();
         let (asks, asked) = mpsc::channel();

@@ -7,7 +7,8 @@ use farside_fabric::NtbLimits;
 
 use crate::{
     guest::{Job, MEMORY, Ram, SMALL, enable, fill, run, set_command},
-    host::{DMA, Host, Served, assert_closed, assert_open, dma_test, until},
+    host::{DEADLINE, DMA, Host, Served, assert_closed, assert_open, dma_test, until},
+    lender_loss::{Kind, Mute, Muted},
     vmm::Vmm,
 };
 
@@ -143,6 +144,38 @@ fn an_unmap_takes_memory_from_its_device_although_another_maps_it() {
     assert!(!fill(&mut first, 0, 0x1000, 3).faulted());
     private.assert_filled(0, 0x1000, 3);
     ram.assert_filled(0, 0x1000, 2);
+}
+
+/// The bus-master enable of one device is held by its lender. That of another device of the VM, which
+/// pins the same RAM, is not.
+#[test]
+fn a_lender_that_stalls_holds_up_no_other_device_of_the_vm() {
+    let host = Host::lending(NtbLimits::default(), |_| vec![dma_test(OTHER)]);
+    let socket = host.directory("stalls.sock");
+    let stalls = Muted::start(socket.clone(), Mute::Until(Kind::OpenWindow));
+    let mut served = Served::start(farside_backend::Config {
+        lenders: vec![host.lender(), socket.into()],
+        // The stalled enable fails after that.
+        open_timeout: DEADLINE,
+        ..host.config("a", &[DMA, OTHER])
+    });
+    let ram = Ram::new(SMALL);
+    let mut first = client(&served, DMA, &ram);
+    let mut second = client(&served, OTHER, &ram);
+    std::thread::scope(|scope| {
+        let stalled = scope.spawn(|| enable(&mut first));
+        while stalls.asked.recv_timeout(DEADLINE).unwrap() != Kind::OpenWindow {}
+        assert!(enable(&mut second));
+        assert!(!fill(&mut second, MIB, 0x1000, 1).faulted());
+        stalls.answer.send(()).unwrap();
+        assert!(stalled.join().unwrap(), "it waited for the other's lender");
+    });
+    ram.assert_filled(MIB, 0x1000, 1);
+    drop(first);
+    let leave = stalls.hung_up.recv_timeout(DEADLINE).unwrap();
+    leave.send(()).unwrap();
+    served.stop();
+    stalls.thread.join().unwrap();
 }
 
 #[test]

@@ -425,23 +425,21 @@ impl Borrower {
         let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
         let plan = plan(&layout, &PlanRules::default());
         let mappings: Vec<Mapping> = memory.iter().cloned().collect();
-        let vm = self.settings.memory.clone();
-        let locked = vm.lock();
-        let memory = mappings.iter().filter_map(Mapping::memory);
-        let memory: Vec<_> = memory.filter(|memory| !locked.is_pinned(memory)).collect();
-        pin::check(&memory, self.settings.pin_policy).map_err(PathError::from)?;
+        // Again when the windows are open. RAM that exceeds both has the host's limit as its error.
+        let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
+        let vm = &self.settings.memory;
+        vm.lock()
+            .check(&memory, self.settings.pin_policy)
+            .map_err(PathError::from)?;
         let progress = Progress::new(self.name(), &self.settings);
         let show = |at| progress.show(at);
-        let watch = pin::RoomWatch::new(&memory);
-        let room = || watch.check();
         let cancel = Arc::clone(&self.cancel);
         let pinning = PinOptions {
             progress: Some(&show),
-            room: Some(&room),
             ..self.pinning(&cancel)
         };
         let (client, path) = self.borrow.path()?;
-        path.open(client, &plan, &mappings, locked, &pinning)?;
+        path.open(client, &plan, &mappings, &pinning)?;
         client.enable_bus_master()?;
         let report = path.report();
         let bme_to_ready_us = started.elapsed().as_micros() as u64;
