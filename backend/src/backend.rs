@@ -168,6 +168,7 @@ pub struct Backend {
     manager: EventManager<Subscriber>,
     served: Served,
     vm: VmName,
+    helper: Option<Helper>,
     /// Released after the devices.
     _ntb: Option<HostEndpoint>,
     _directory: Directory,
@@ -240,6 +241,7 @@ impl Backend {
             manager,
             served,
             vm: config.vm.clone(),
+            helper: config.helper.clone(),
             _ntb: ntb,
             _directory: directory,
         })
@@ -276,6 +278,9 @@ impl Backend {
             self.served.apply(&mut self.manager);
         }
         farside_daemon::stopping("returning the devices");
+        if let Some(helper) = &self.helper {
+            helper.stop_waiting();
+        }
         let vm = self.vm.clone();
         drop(self);
         log::info!("backend of VM {vm} stopped");

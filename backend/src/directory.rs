@@ -7,6 +7,7 @@ use std::{
 };
 
 use farside_daemon::{FileLock, LockError, VmName, paths};
+use farside_error_chain::Chain;
 
 use crate::{StartError, helper::Helper};
 
@@ -58,11 +59,14 @@ impl Drop for Directory {
         if let Err(error) = std::fs::remove_file(&self.lock) {
             log::warn!("cannot remove {}: {error}", self.lock.display());
         }
-        // Fails if the directory still holds QEMU's monitor or sockets of the service manager.
-        let _ = match &self.helper {
-            Some(helper) => helper.remove_directory(),
-            None => std::fs::remove_dir(&self.path),
+        let Some(helper) = &self.helper else {
+            // Fails if the directory still holds QEMU's monitor or sockets of the service manager.
+            let _ = std::fs::remove_dir(&self.path);
+            return;
         };
+        if let Err(error) = helper.remove_directory() {
+            log::warn!("{} is left: {}", self.path.display(), Chain(&error));
+        }
     }
 }
 

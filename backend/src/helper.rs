@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, OwnedListener, RateLimit, SocketGroup, VmName};
+use farside_daemon::{DeviceId, OwnedListener, RateLimit, SocketGroup, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
@@ -30,6 +30,7 @@ use rustix::{
     net::getpeername,
 };
 use serde::{Deserialize, Serialize};
+
 
 use crate::{
     Config,
@@ -50,6 +51,9 @@ const CONNECTED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time limit for an answer that depends on this host alone.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time limit for the last answer, of the 5 s in which a backend ends.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Interval of a wait without a limit.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -155,6 +159,8 @@ struct Shared {
     orders: Mutex<Channel>,
     /// The channel's socket, to wait for it without the lock.
     socket: OwnedFd,
+    /// Raised when the backend ends.
+    stopping: Wakeup,
 }
 
 impl Helper {
@@ -177,7 +183,18 @@ impl Helper {
     fn new(orders: Channel) -> io::Result<Self> {
         let socket = orders.as_fd().try_clone_to_owned()?;
         let orders = Mutex::new(orders);
-        Ok(Self(Arc::new(Shared { orders, socket })))
+        let stopping = Wakeup::new()?;
+        let shared = Shared {
+            orders,
+            socket,
+            stopping,
+        };
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Ends the waits of all threads for the helper, which may be stopped: the backend ends.
+    pub(crate) fn stop_waiting(&self) {
+        self.0.stopping.raise();
     }
 
     /// Hangs up when the helper has ended.
@@ -196,7 +213,7 @@ impl Helper {
             device: device.clone(),
             limit,
         };
-        if let Err(error) = self.post(&order) {
+        if let Err(error) = self.post(&order, &[]) {
             log::error!(
                 "device {device}: its guest is not asked to release it, and its lender takes it back without that within {limit:?}: {}",
                 Chain(&error)
@@ -215,9 +232,13 @@ impl Helper {
         }
     }
 
-    /// Removes the directory of the VM's sockets, if it is empty.
+    /// Removes the directory of the VM's sockets, if it is empty. Waits for a helper that is slow or
+    /// stopped no longer than the end of a backend may take.
     pub(crate) fn remove_directory(&self) -> io::Result<()> {
-        self.ask(&Order::RemoveDirectory, ANSWER_TIMEOUT).map(drop)
+        let (mut ours, theirs) = Channel::pair()?;
+        self.post(&Order::RemoveDirectory, &[theirs])?;
+        let answered = ours.receive::<Answer>(END_TIMEOUT);
+        answered.map(drop).map_err(gone)
     }
 
     fn open(&self, order: &Order, timeout: Duration) -> io::Result<OwnedFd> {
@@ -231,7 +252,8 @@ impl Helper {
     fn ask(&self, order: &Order, timeout: Duration) -> io::Result<(Answer, Vec<OwnedFd>)> {
         let (mut ours, theirs) = Channel::pair()?;
         self.send(order, &[theirs])?;
-        match ours.receive(timeout).map_err(gone)? {
+        self.wait(&ours, PollFlags::IN, timeout)?;
+        match ours.receive(Duration::ZERO).map_err(gone)? {
             (Answer::Failed { errno, text }, _) => Err(match errno {
                 Some(errno) => io::Error::from_raw_os_error(errno),
                 None => io::Error::other(text),
@@ -240,9 +262,9 @@ impl Helper {
         }
     }
 
-    /// Sends an order without an answer, now or not at all.
-    fn post(&self, order: &Order) -> io::Result<()> {
-        match self.try_send(order, &[])? {
+    /// Sends an order, now or not at all.
+    fn post(&self, order: &Order, answer: &[Channel]) -> io::Result<()> {
+        match self.try_send(order, answer)? {
             true => Ok(()),
             false => Err(io::Error::other(
                 "the backend's helper process is stopped or slow: orders that it was sent before fill its queue",
@@ -254,19 +276,29 @@ impl Helper {
         let deadline = Instant::now() + SEND_TIMEOUT;
         while !self.try_send(order, answer)? {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(gone(ChannelError::TimedOut(SEND_TIMEOUT)));
-            }
-            let left = Timespec::try_from(left).unwrap_or_default();
-            match poll(
-                &mut [PollFd::new(&self.0.socket, PollFlags::OUT)],
-                Some(&left),
-            ) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+            self.wait(&self.0.socket, PollFlags::OUT, left)?;
         }
         Ok(())
+    }
+
+    /// Waits until `socket` is ready. Fails after `timeout`, and when the backend ends.
+    fn wait(&self, socket: &impl AsFd, flags: PollFlags, timeout: Duration) -> io::Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).unwrap_or_default();
+            let stopping = PollFd::new(&self.0.stopping, PollFlags::IN);
+            let mut fds = [PollFd::new(socket, flags), stopping];
+            match poll(&mut fds, Some(&left)) {
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+                Ok(_) if !fds[1].revents().is_empty() => {
+                    return Err(io::Error::other("the backend is stopping"));
+                }
+                Ok(0) => return Err(gone(ChannelError::TimedOut(timeout))),
+                Ok(_) => return Ok(()),
+            }
+        }
     }
 
     fn try_send(&self, order: &Order, answer: &[Channel]) -> io::Result<bool> {

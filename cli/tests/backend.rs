@@ -10,7 +10,7 @@ use std::{
     },
     path::PathBuf,
     process::{Child, ChildStderr, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -238,6 +238,36 @@ fn a_helper_that_ends_is_noticed() {
     kill_process(backend.pid(), Signal::TERM).expect("a process");
     let log = backend.end();
     assert!(!log.contains("its helper process has ended"), "{log}");
+}
+
+/// Not even while it waits for the helper on behalf of a client: to connect to the lender.
+#[test]
+fn a_backend_ends_in_time_although_its_helper_is_stopped() {
+    let (dir, _lender, mut backend) = start();
+    request(&dir, "\"status\"");
+    let helper = backend.helper();
+    kill_process(helper, Signal::STOP).expect("a process");
+    let socket = dir.path().join("vm/web1/dma0.sock");
+    let mut client = UnixStream::connect(socket).expect("a backend");
+    // VFIO_USER_VERSION, of 0.1 without capabilities.
+    let version = [&[1, 0, 1, 0, 23, 0, 0, 0], &[0; 8][..], b"\0\0\x01\0{}\0"].concat();
+    client.write_all(&version).expect("a backend");
+    let begin = Instant::now();
+    while !request(&dir, "\"status\"").contains("\"in_use\":true") {
+        assert!(begin.elapsed() < DEADLINE, "the client is not seen");
+    }
+    kill_process(backend.pid(), Signal::TERM).expect("a process");
+    backend.logs("not stopping yet");
+    let begin = Instant::now();
+    kill_process(backend.pid(), Signal::TERM).expect("a process");
+    wait(backend.pid());
+    let took = begin.elapsed();
+    // It has the log open, too.
+    kill_process(helper, Signal::CONT).expect("a process");
+    let log = backend.end();
+    assert!(took < Duration::from_secs(5), "{took:?}: {log}");
+    assert!(log.contains("vm/web1 is left"), "{log}");
+    wait(helper);
 }
 
 /// The next message for the service manager, and its sender.

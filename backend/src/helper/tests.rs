@@ -176,7 +176,7 @@ fn a_helper_that_reads_nothing_does_not_hold_up_the_event_loop() {
         let begin = Instant::now();
         for _ in 0..10 {
             helper.release(&device, Duration::from_secs(60));
-            let error = helper.post(&order()).unwrap_err().to_string();
+            let error = helper.post(&order(), &[]).unwrap_err().to_string();
             assert!(error.contains("stopped or slow"), "{error}");
         }
         assert!(begin.elapsed() < SEND_TIMEOUT, "{:?}", begin.elapsed());
