@@ -31,11 +31,14 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
+use releases::Releases;
 
 use crate::{
     Config,
     sockets::{self, SocketName},
 };
+
+mod releases;
 
 /// Time limit for a message to be taken: neither process does anything else with the channel.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
@@ -371,6 +374,7 @@ pub fn serve_backend(
         start,
         peers: Mutex::default(),
         release,
+        releases: Releases::default(),
     });
     let refused = RateLimit::new();
     loop {
@@ -404,6 +408,7 @@ struct Server {
     /// The addresses of the lenders that were reached by name.
     peers: Mutex<HashSet<std::net::SocketAddr>>,
     release: fn(&VmName, &DeviceId, Duration),
+    releases: Releases,
 }
 
 impl Server {
@@ -428,8 +433,9 @@ impl Server {
             }),
             Order::Fence(device) => self.fence(&device).map(Answer::Fence),
             Order::Release { device, limit } => {
-                // It holds the VM's lock meanwhile.
-                (self.release)(&self.start.vm, &device, limit.min(MAX_REVOKE_LIMIT));
+                let release = |left| (self.release)(&self.start.vm, &device, left);
+                let limit = limit.min(MAX_REVOKE_LIMIT);
+                self.releases.run(&device, limit, release);
                 Ok(Answer::Done)
             }
             Order::RemoveDirectory => {
