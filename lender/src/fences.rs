@@ -129,7 +129,7 @@ impl FenceBook {
             let fence = &kept.fence;
             if fence.vm == *vm && !kept.is_passed_by(shown) {
                 return Err(match shown {
-                    Some(shown) if shown.generation >= fence.generation => unproven(device, fence),
+                    Some(shown) if shown.generation >= fence.generation => fence.unproven(device),
                     shown => fence.refusal(device, shown.map(|shown| shown.generation)),
                 });
             }
@@ -181,7 +181,7 @@ impl FenceBook {
                 };
                 return match same {
                     true => Ok(Some(fence.generation)),
-                    false => Err(unproven(device, fence)),
+                    false => Err(fence.unproven(device)),
                 };
             }
             if fence.vm == *vm && fence.generation > supersedes.unwrap_or_default() {
@@ -219,7 +219,7 @@ impl FenceBook {
                 ),
             }),
             Some(known) if known.is_passed_by(claim.supersedes) => Ok(()),
-            Some(known) => Err(unproven(device, &known.fence)),
+            Some(known) => Err(known.fence.unproven(device)),
         }
     }
 
@@ -257,7 +257,7 @@ impl FenceBook {
             return Ok(());
         };
         if !operator && (secret.is_none() || secret != reserved.secret) {
-            return Err(unproven(device, &reserved.fence));
+            return Err(reserved.fence.unproven(device));
         }
         reserved.fence.reserved = false;
         self.put(device, reserved)
@@ -293,17 +293,6 @@ impl FenceBook {
         files::replace_private(path, &text).map_err(internal)?;
         self.devices = kept.devices;
         Ok(())
-    }
-}
-
-/// The refusal for a peer that does not present the secret of `fence`.
-fn unproven(device: &DeviceId, fence: &Fence) -> RemoteError {
-    RemoteError {
-        kind: ErrorKind::Denied,
-        message: format!(
-            "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; at the lender's UNIX socket, root and the lender's user need none (`farside migration claim {}`), nor does, at a port with TLS, a host with the option claim in `borrowers` (host=NAME,claim)",
-            fence.generation, fence.vm, fence.migration, fence.vm
-        ),
     }
 }
 

@@ -92,6 +92,7 @@ impl Host {
         let lender = Lender::start(farside_lender::config::Config {
             name: "test".parse().unwrap(),
             socket: self.lender_socket(),
+            state: Some(self.directory("lender.json")),
             fabric: self.limits.clone(),
             device: self.devices.clone(),
             ..Default::default()

@@ -5,6 +5,7 @@ use std::time::Duration;
 use farside_backend::{Backend, StartError};
 use farside_devices::dma_test::{self, reg};
 use farside_fabric::NtbLimits;
+use farside_lender_protocol::{Client, Fences, HeldFence, Secret};
 use rustix::io::Errno;
 
 use crate::{
@@ -32,6 +33,34 @@ fn a_taken_device_is_refused_at_the_version_by_its_holders_name() {
     let mut vmm = second.client(DMA);
     vmm.reset().unwrap();
     assert_eq!(second.state(), "leased");
+}
+
+/// As after an upgrade of a host to which a VM was moved. Otherwise it would boot without its device.
+#[test]
+fn a_fence_without_a_secret_is_refused_at_the_version_with_the_remedy() {
+    let host = Host::new();
+    let device = DMA.parse().unwrap();
+    let secret = Secret::random().unwrap();
+    let mut operator = Client::connect(&host.lender(), None).unwrap();
+    let hand_over = operator.hand_over(&device, &"a".parse().unwrap(), "m1", None, secret);
+    let generation = hand_over.unwrap();
+    let fences = host.directory("fences.json");
+    std::fs::write(&fences, format!("{{\"{DMA}\":{generation}}}")).unwrap();
+    let served = Served::start(farside_backend::Config {
+        fences: Some(fences.clone()),
+        ..host.config("a", &[DMA])
+    });
+    let mut refused = served.connect(DMA);
+    assert!(refused.negotiate().is_err());
+    refused.expect_closed();
+    let error = served.last_error();
+    for words in ["had no secret", "`farside migration claim a`"] {
+        assert!(error.contains(words), "no {words:?} in {error}");
+    }
+    let secret = Some(secret);
+    let held = HeldFence { generation, secret };
+    Fences([(device, held)].into()).save(&fences).unwrap();
+    served.client(DMA).reset().unwrap();
 }
 
 /// Both have connected; the first reset borrows it.

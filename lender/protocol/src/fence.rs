@@ -54,6 +54,41 @@ impl Fence {
         }
     }
 
+    /// The refusal for a peer that does not present the secret.
+    pub fn unproven(&self, device: &DeviceId) -> RemoteError {
+        RemoteError {
+            kind: ErrorKind::Denied,
+            message: format!(
+                "device {device}: the secret of fence {} of VM {} (migration {}) was not presented, which the host that the VM moved to has in its fences.json; at the lender's UNIX socket, root and the lender's user need none (`farside migration claim {}`), nor does, at a port with TLS, a host with the option claim in `borrowers` (host=NAME,claim)",
+                self.generation, self.vm, self.migration, self.vm
+            ),
+        }
+    }
+
+    /// Checks what this host has of the VM's fence, as far as that is possible without its secret:
+    /// the lender refuses a borrow with another generation, or without a secret.
+    pub fn check_held(
+        &self,
+        device: &DeviceId,
+        held: Option<HeldFence>,
+    ) -> Result<(), RemoteError> {
+        match held {
+            Some(held) if held.generation < self.generation => {
+                Err(self.refusal(device, Some(held.generation)))
+            }
+            None => Err(self.refusal(device, None)),
+            Some(held) if held.secret.is_none() => Err(RemoteError {
+                kind: ErrorKind::Denied,
+                message: format!(
+                    "device {device}: VM {} was moved to this host by a farside whose fences had no secret (migration {}, fence {}), and its lender asks for one: take the device with `farside migration claim {}`, as root or the lender's user",
+                    self.vm, self.migration, held.generation, self.vm
+                ),
+            }),
+            Some(held) if held.generation > self.generation => Err(self.unproven(device)),
+            Some(_) => Ok(()),
+        }
+    }
+
     /// The refusal of a borrow by another VM while the device is reserved.
     pub fn reservation(&self, device: &DeviceId) -> RemoteError {
         RemoteError {
@@ -156,5 +191,42 @@ mod tests {
         std::fs::write(&path, "{\"disk0\":").unwrap();
         let error = Fences::load(&path).unwrap_err().to_string();
         assert!(error.contains("fences.json"), "{error}");
+    }
+
+    #[test]
+    fn a_fence_that_no_lender_accepts_is_refused_with_the_remedy() {
+        let device = "disk0".parse().unwrap();
+        let fence = Fence {
+            vm: "web1".parse().unwrap(),
+            generation: Generation(7),
+            migration: "m1".into(),
+            reserved: false,
+        };
+        let secret = Secret::random().unwrap();
+        let check = |generation, secret| {
+            let generation = Generation(generation);
+            fence.check_held(&device, Some(HeldFence { generation, secret }))
+        };
+        check(7, Some(secret)).unwrap();
+        for (held, kind, words) in [
+            (
+                fence.check_held(&device, None),
+                ErrorKind::Fenced,
+                "no fence",
+            ),
+            (check(6, Some(secret)), ErrorKind::Fenced, "fence 6"),
+            (
+                check(8, Some(secret)),
+                ErrorKind::Denied,
+                "the secret of fence 7",
+            ),
+            (check(7, None), ErrorKind::Denied, "had no secret"),
+        ] {
+            let error = held.unwrap_err();
+            assert_eq!(error.kind, kind, "{error}");
+            for words in [words, "`farside migration claim web1`"] {
+                assert!(error.message.contains(words), "no {words:?} in {error}");
+            }
+        }
     }
 }

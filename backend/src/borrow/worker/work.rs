@@ -309,12 +309,10 @@ impl Borrower {
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
-        let shown = self.fence()?.map(|fence| fence.generation);
+        let held = self.fence()?;
         let entry = self.when_left(&mut client)?;
-        if let Some(fence) = entry.fence(vm)
-            && shown.unwrap_or_default() < fence.generation
-        {
-            return Err(CallError::from(fence.refusal(device, shown)).into());
+        if let Some(fence) = entry.fence(vm) {
+            fence.check_held(device, held).map_err(CallError::from)?;
         }
         match entry.borrowed_by {
             None => Ok(entry.availability.check(device).map_err(CallError::from)?),
