@@ -39,5 +39,5 @@ pub use probe::{ProbeError, QemuBinary, SANDBOX_OPTION, Version};
 pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;
-pub use viommu::{ViommuError, check_viommu};
+pub use viommu::{ViommuError, check_viommu, has_viommu};
 pub use vm::{Accel, Device, Firmware, HugePages, Machine, Vm, qemu_id};

@@ -7,6 +7,9 @@ use crate::shared_memory::Properties;
 /// dma-remap=1").
 const QUIET: [(&str, &str); 2] = [("intel-iommu", "caching-mode"), ("amd-iommu", "dma-remap")];
 
+/// The names of vIOMMUs, or what they begin with (`virtio-iommu-pci`).
+const VIOMMUS: [&str; 3] = ["intel-iommu", "amd-iommu", "virtio-iommu"];
+
 /// A vIOMMU with which QEMU exits when the guest enables it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -18,6 +21,18 @@ pub struct ViommuError {
     pub driver: &'static str,
     /// Its missing property.
     pub property: &'static str,
+}
+
+/// Whether QEMU's arguments have a vIOMMU that translates the DMA of borrowed devices.
+pub fn has_viommu(args: &[impl AsRef<str>]) -> bool {
+    args.windows(2).any(|pair| {
+        let option = pair[0].as_ref().trim_start_matches('-');
+        let device = Properties::parse(pair[1].as_ref(), "driver");
+        let translates = device.switch("dma-translation") != Some(false);
+        let driver = device.get("driver");
+        let is_viommu = |known: &str| driver.is_some_and(|driver| driver.starts_with(known));
+        option == "device" && translates && VIOMMUS.into_iter().any(is_viommu)
+    })
 }
 
 /// Checks QEMU's arguments. Configuration files are not read.

@@ -10,7 +10,7 @@ use crate::{
 const CHECK: &str = "iommu";
 const VFIO: &str = "vfio";
 const DROP_IN: &str = "/etc/systemd/system/farside-lender.service.d/vfio.conf";
-const EXAMPLE: &str = "/usr/share/doc/farside/examples/lender-vfio.conf";
+pub(super) const EXAMPLE: &str = "/usr/share/doc/farside/examples/lender-vfio.conf";
 
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let hardware = &facts.hardware;

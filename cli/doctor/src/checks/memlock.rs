@@ -1,7 +1,7 @@
 //! The limit of locked memory, against guest RAM.
 
 use farside_fabric::{Size, pin::PinPolicy};
-use farside_qemu_configs::HugePages;
+use farside_qemu_configs::{HugePages, has_viommu};
 use farside_vm_config::VmConfig;
 
 use crate::{
@@ -54,13 +54,17 @@ fn pinned_by_lender(facts: &Facts) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// Bytes that the backend of a VM locks: all of RAM, once for all devices. Huge pages are never
-/// swapped and not counted.
+/// Bytes that the backend of a VM locks, which the kernel counts once for each mapping. It maps RAM
+/// once for all devices; behind a vIOMMU, pages that are mapped read-only and writable, twice. Huge
+/// pages are never swapped and not counted. The NTB endpoint's IOMMU domain locks all of RAM again.
 fn needed(config: &VmConfig) -> u64 {
-    match config.hugepages.unwrap_or_default() {
-        HugePages::None => config.memory(),
+    let mapped = match config.hugepages.unwrap_or_default() {
+        HugePages::None if has_viommu(&config.qemu_args) => 2,
+        HugePages::None => 1,
         _ => 0,
-    }
+    };
+    let endpoint = u64::from(config.ntb.is_some());
+    config.memory().saturating_mul(mapped + endpoint)
 }
 
 /// A process that locks memory.
@@ -188,6 +192,23 @@ mod tests {
             Level::Ok,
             "needs no lock",
         );
+
+        // Pages with other rights, and the NTB endpoint's domain, count again.
+        let viommu = "qemu-args = [\"-device\", \"intel-iommu,caching-mode=on\"]";
+        let ntb = "ntb = \"0000:03:00.0\"";
+        for (more, needed) in [
+            (viommu.to_owned(), 2),
+            (ntb.to_owned(), 2),
+            (format!("{viommu}\n{ntb}"), 3),
+            (format!("{viommu}\n{ntb}\nhugepages = \"2M\""), 1),
+        ] {
+            let vm = format!("memory = \"1G\"\npin = \"require\"\n{more}");
+            let limit = needed << 30;
+            let judged = |limit| judge(&host(&vm, Some(limit)));
+            let enough = format!("may lock {needed} GiB");
+            says(judged(limit), Level::Ok, &enough);
+            says(judged(limit - 1), Level::Problem, "guest RAM to lock is");
+        }
 
         let mut facts = host("pin = \"require\"", Some(0));
         facts.users.may_lock = true;

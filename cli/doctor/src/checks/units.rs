@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use farside_daemon::paths;
 
+use super::iommu::EXAMPLE;
 use crate::{Facts, Finding, finding::quoted};
 
 const CHECK: &str = "units";
@@ -38,6 +39,19 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
             .fix(format!("journalctl --no-pager -n 20 -u {unit}"))
             .fix(format!(
                 "systemctl reset-failed {unit} && systemctl start {unit}"
+            )),
+        );
+    }
+    if let Some(path) = &units.former_drop_in {
+        let path = quoted(&path.display().to_string());
+        findings.push(
+            Finding::problem(
+                CHECK,
+                format!("{path} makes the lender root"),
+                "it is of a version whose lender took physical devices from their drivers itself; farside-vfio.service does that now, and the lender needs no privileges",
+            )
+            .fix(format!(
+                "install -m 644 {EXAMPLE} {path} && systemctl daemon-reload && systemctl restart farside-lender"
             )),
         );
     }
@@ -118,6 +132,15 @@ mod tests {
         assert!(said.fix[0].contains("farside@web1.socket"), "{said:?}");
 
         facts.systemd.generated.clear();
+        facts.systemd.former_drop_in = Some("/etc/x.conf".into());
+        let said = says(
+            judge(&facts),
+            Level::Problem,
+            "/etc/x.conf makes the lender root",
+        );
+        let fix = format!("install -m 644 {EXAMPLE} /etc/x.conf && systemctl daemon-reload");
+        assert!(said.fix[0].starts_with(&fix), "{said:?}");
+        facts.systemd.former_drop_in = None;
         facts.systemd.failed = vec!["farside-lender.service".into()];
         says(
             judge(&facts),

@@ -19,6 +19,8 @@ const DIRECTORIES: [&str; 4] = [
 /// systemd's default limit of locked memory for its services, since version 252.
 const DEFAULT_MEMLOCK: u64 = 8 << 20;
 
+const LENDER: &str = "farside-lender.service";
+
 /// A limit of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limit {
@@ -46,6 +48,8 @@ pub(crate) struct Systemd {
     pub(crate) backend: Option<Unit>,
     /// `farside-lender.service`.
     pub(crate) lender: Option<Unit>,
+    /// The lender's drop-in for physical devices of a former farside, which makes it root.
+    pub(crate) former_drop_in: Option<PathBuf>,
     /// For each VM whose socket unit has a part from the generator, where that
     /// has systemd listen.
     pub(crate) generated: BTreeMap<String, BTreeSet<String>>,
@@ -66,7 +70,11 @@ pub(crate) fn look(host: &Host, vms: &[VmFacts]) -> Systemd {
     Systemd {
         runs,
         backend: unit(host, "farside@.service"),
-        lender: unit(host, "farside-lender.service"),
+        lender: unit(host, LENDER),
+        former_drop_in: drop_ins(host, LENDER).into_iter().find(|path| {
+            let text = read(path).unwrap_or_default();
+            values(&text, "CapabilityBoundingSet").any(|set| set.contains("CAP_SYS_ADMIN"))
+        }),
         generated: generated.collect(),
         failed: if runs { failed(host) } else { Vec::new() },
     }
@@ -76,12 +84,7 @@ fn unit(host: &Host, name: &str) -> Option<Unit> {
     let files_of = DIRECTORIES.map(|directory| host.system(directory).join(name));
     let path = files_of.into_iter().find(|path| path.exists())?;
     let mut text = read(&path)?;
-    // By name, whichever directory they are in.
-    let drop_ins = DIRECTORIES
-        .map(|directory| files(&host.system(directory).join(format!("{name}.d")), ".conf"));
-    let mut drop_ins: Vec<_> = drop_ins.into_iter().flatten().collect();
-    drop_ins.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
-    for drop_in in drop_ins {
+    for drop_in in drop_ins(host, name) {
         text.push('\n');
         text += &read(&drop_in).unwrap_or_default();
     }
@@ -93,6 +96,15 @@ fn unit(host: &Host, name: &str) -> Option<Unit> {
         binds: values(&text, "Requires").any(|units| units.contains("farside-vfio.service")),
         path,
     })
+}
+
+/// The drop-ins of a unit, by name, whichever directory they are in.
+fn drop_ins(host: &Host, unit: &str) -> Vec<PathBuf> {
+    let found = DIRECTORIES
+        .map(|directory| files(&host.system(directory).join(format!("{unit}.d")), ".conf"));
+    let mut found: Vec<_> = found.into_iter().flatten().collect();
+    found.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
+    found
 }
 
 /// The values of a key of a unit's file.
@@ -184,5 +196,10 @@ mod tests {
             BTreeMap::from([("web1".to_owned(), listens)])
         );
         assert_eq!(limit("infinity"), Some(Limit::None));
+        assert_eq!(units.former_drop_in, None);
+        let former = host.system("etc/systemd/system/farside-lender.service.d/vfio.conf");
+        let text = "[Service]\nUser=root\nCapabilityBoundingSet=CAP_DAC_OVERRIDE CAP_SYS_ADMIN\n";
+        std::fs::write(&former, text).unwrap();
+        assert_eq!(look(&host, &[]).former_drop_in, Some(former));
     }
 }
