@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::{LenderName, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::{NtbLimits, soft::Adapter};
+use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_REVOKE_LIMIT,
     RegisterToken, RemoteError, Reply, Request, Resource, TOKEN_LIFE,
@@ -40,8 +40,26 @@ pub(crate) struct About {
     pub(crate) devices: Devices,
     /// The adapter of software models.
     pub(crate) adapter: Adapter,
+    /// This host's NTB endpoint, if functions are lent through it.
+    pub(crate) ntb: Option<farside_ntb::Adapter>,
     /// The peers of each listener.
     pub(crate) peers: Vec<PeerCount>,
+}
+
+/// What is used of an adapter's requester and LUT entries.
+fn of_adapter(usage: &AdapterUsage, resources: (Resource, Resource)) -> [LimitUse; 2] {
+    let AdapterUsage {
+        limits,
+        devices,
+        lut_entries,
+        ..
+    } = usage;
+    let (requesters, most) = (devices.len() as u64, limits.max_devices().into());
+    let (used, entries) = ((*lut_entries).into(), limits.lut_entries.into());
+    [
+        LimitUse::new(resources.0, requesters, most),
+        LimitUse::new(resources.1, used, entries),
+    ]
 }
 
 impl About {
@@ -49,13 +67,12 @@ impl About {
     fn limits_in_use(&self, registry: &Registry) -> Vec<LimitUse> {
         let mut limits = Vec::new();
         if let Some(usage) = self.adapter.tables().usage() {
-            let entries = usage.limits.max_devices().into();
-            let requesters = usage.devices.len() as u64;
-            let (used, lut_entries) = (usage.lut_entries.into(), usage.limits.lut_entries.into());
-            limits.extend([
-                LimitUse::new(Resource::RequesterEntries, requesters, entries),
-                LimitUse::new(Resource::LutEntries, used, lut_entries),
-            ]);
+            let resources = (Resource::RequesterEntries, Resource::LutEntries);
+            limits.extend(of_adapter(&usage, resources));
+        }
+        if let Some(ntb) = &self.ntb {
+            let resources = (Resource::NtbRequesterEntries, Resource::NtbLutEntries);
+            limits.extend(of_adapter(&ntb.usage(), resources));
         }
         let devices = registry.count() as u64;
         limits.push(LimitUse::new(
@@ -308,4 +325,36 @@ fn lend(
         log::error!("device {device}: {error}{held_back}", error = Chain(&error));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_of_both_adapters_are_shown_apart() {
+        let usage = AdapterUsage {
+            limits: NtbLimits::default(),
+            devices: vec!["nvme0".into(), "nvme1".into()],
+            windows: 1,
+            lut_entries: 128,
+            largest_free_run: 128,
+        };
+        let shown = |resources| of_adapter(&usage, resources).map(|limit| limit.to_string());
+        let devices = usage.limits.max_devices();
+        assert_eq!(
+            shown((Resource::RequesterEntries, Resource::LutEntries)),
+            [
+                format!("2 of {devices} requester entries"),
+                "128 of 256 LUT entries".into()
+            ]
+        );
+        assert_eq!(
+            shown((Resource::NtbRequesterEntries, Resource::NtbLutEntries)),
+            [
+                format!("2 of {devices} NTB requester entries"),
+                "128 of 256 NTB LUT entries".into()
+            ]
+        );
+    }
 }

@@ -174,13 +174,16 @@ impl LeasedDevice for LeasedModel {
         let of = |resource, used: u32, limit| LimitUse::new(resource, used.into(), limit);
         let (mappings, most) = (self.path.mappings() as u32, MAX_MAPPINGS as u64);
         let lut_entries = self.model.adapter.limits().lut_entries.into();
+        let commands = self.model.device.in_flight();
+        let mut limits = vec![
+            of(Resource::Mappings, mappings, most),
+            of(Resource::Windows, usage.windows, most),
+            of(Resource::LutEntries, usage.lut_entries, lut_entries),
+            self.irq.eventfds(),
+        ];
+        limits.extend(commands.map(|(used, most)| LimitUse::new(Resource::Commands, used, most)));
         Report {
-            limits: vec![
-                of(Resource::Mappings, mappings, most),
-                of(Resource::Windows, usage.windows, most),
-                of(Resource::LutEntries, usage.lut_entries, lut_entries),
-                self.irq.eventfds(),
-            ],
+            limits,
             bus_master: self.path.bus_master(),
             usage,
             interrupts: self.irq.raised(),

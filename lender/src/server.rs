@@ -175,6 +175,7 @@ impl Lender {
                 },
                 devices,
                 adapter,
+                ntb: opened.ntb.as_ref().map(|ntb| ntb.adapter().clone()),
                 peers: listeners.iter().map(PeerListener::count).collect(),
             }),
             listeners,

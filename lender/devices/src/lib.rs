@@ -69,6 +69,12 @@ pub trait Device: Send {
         None
     }
 
+    /// How many commands are in flight, and the most that may be; `None` for a device without
+    /// commands.
+    fn in_flight(&self) -> Option<(u64, u64)> {
+        None
+    }
+
     /// Counters for the user, by name, since the device was created.
     fn stats(&self) -> Vec<(&'static str, u64)> {
         Vec::new()

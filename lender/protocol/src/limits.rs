@@ -27,6 +27,12 @@ pub enum Resource {
     Peers,
     /// Devices that the lender lends.
     Devices,
+    /// Commands that the device has in flight.
+    Commands,
+    /// Entries for devices in the requester table of the lender's NTB endpoint.
+    NtbRequesterEntries,
+    /// LUT entries of the lender's NTB endpoint.
+    NtbLutEntries,
 }
 
 /// How much of a limit is used.
@@ -69,6 +75,9 @@ impl fmt::Display for LimitUse {
             Resource::Eventfds => "eventfds",
             Resource::Peers => "connections without a lease",
             Resource::Devices => "devices",
+            Resource::Commands => "commands in flight",
+            Resource::NtbRequesterEntries => "NTB requester entries",
+            Resource::NtbLutEntries => "NTB LUT entries",
         };
         write!(f, "{used} of {limit} {what}")
     }

@@ -139,6 +139,7 @@ impl Host {
                 stop.clone(),
             ),
             adapter,
+            ntb: None,
             peers: Vec::new(),
         });
         let stopped = stop.clone();

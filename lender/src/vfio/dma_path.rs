@@ -33,6 +33,14 @@ impl DmaPath {
         }
     }
 
+    /// How many LUT entries the NTB has, if the borrower is across one.
+    pub(super) fn lut_entries(&self) -> Option<u32> {
+        match self {
+            Self::Local(_) => None,
+            Self::Ntb(path) => Some(path.adapter().limits().lut_entries),
+        }
+    }
+
     /// Flushes device writes to the borrower's memory, ahead of anything that this host sends from
     /// now on.
     pub(super) fn flush(&self) {

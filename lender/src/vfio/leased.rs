@@ -9,7 +9,7 @@ use std::{
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::{LenderPath, PeerAddress, memory::SharedMemory};
-use farside_lender_protocol::{BarMemory, Described, RemoteError};
+use farside_lender_protocol::{BarMemory, Described, LimitUse, RemoteError, Resource};
 use farside_ntb::Adapter;
 use farside_vfio::{Domain, Function, LocalPath, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -138,9 +138,18 @@ impl LeasedDevice for LeasedFunction {
     }
 
     fn report(&mut self) -> Report {
+        let usage = self.path.lender().usage();
+        let limits = self.path.lut_entries().map(|most| {
+            LimitUse::new(
+                Resource::NtbLutEntries,
+                usage.lut_entries.into(),
+                most.into(),
+            )
+        });
         Report {
             bus_master: self.function.bus_master().unwrap_or(false),
-            usage: self.path.lender().usage(),
+            limits: limits.into_iter().collect(),
+            usage,
             ..self.owner.report()
         }
     }

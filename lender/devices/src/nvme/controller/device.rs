@@ -112,6 +112,11 @@ impl Device for Nvme {
         self.medium.problem()
     }
 
+    fn in_flight(&self) -> Option<(u64, u64)> {
+        let most = u64::from(IO_SLOTS + RESERVED_SLOTS);
+        Some((self.slots.busy() as u64, most))
+    }
+
     fn stats(&self) -> Vec<(&'static str, u64)> {
         let stats = &self.stats;
         vec![

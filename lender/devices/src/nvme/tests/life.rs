@@ -110,10 +110,18 @@ fn quiesce_drains_then_holds_then_resumes() {
             driver.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(block * 8, 8));
         }
         driver.poll();
+        let (in_flight, most) = driver.with(|nvme, _| nvme.in_flight()).unwrap();
+        let mut done = 0;
+        while let Some(finished) = driver.take(1) {
+            assert_eq!(finished.status, OK);
+            done += 1;
+        }
+        assert!(in_flight + done == 10 && most > 10, "{in_flight}, {done}");
         while !driver.with(|nvme, bus| nvme.quiesce(bus)) {
             std::thread::yield_now();
         }
-        for _ in 0..10 {
+        assert_eq!(driver.with(|nvme, _| nvme.in_flight()), Some((0, most)));
+        for _ in done..10 {
             assert_eq!(driver.take(1).expect("finished in flight").status, OK);
         }
         driver.submit(1, Sqe::new(0).nsid(1));
