@@ -2,8 +2,8 @@
 //! its own, and those that its [helper](crate::helper) opens for it.
 //!
 //! It parses the messages of QEMU, which is not trusted. It opens no connection and no socket, starts
-//! no program or process, and makes no memory executable. It reads certificates of this host and the
-//! kernel's figures on memory, and removes the sockets of its VM.
+//! no program or process, and makes no memory executable. It reads the kernel's figures on memory, and
+//! removes the sockets of its VM.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,6 @@ use farside_daemon::confine::{
     self, Argument, COMMON, ConfineError, Filter, Right, SeccompAction, SystemCalls,
 };
 use farside_error_chain::Chain;
-use farside_lender_protocol::Address;
-use farside_pki::{CA_CERT, CA_CRL, Side};
 
 use crate::Config;
 
@@ -36,27 +34,13 @@ pub(crate) fn give_up_privileges(config: &Config) -> Result<(), ConfineError> {
 }
 
 fn kept(config: &Config) -> Vec<(PathBuf, Right)> {
-    let mut kept = vec![
+    vec![
         (config.directory.clone(), Right::Remove),
         // Of how much memory is left, and locked.
         ("/proc".into(), Right::Read),
         ("/sys/fs/cgroup".into(), Right::Read),
         ("/sys/kernel/mm".into(), Right::Read),
-    ];
-    let has_tls = |lender: &Address| matches!(lender, Address::Tls { .. });
-    if config.lenders.iter().any(has_tls) {
-        // Directories: a rule for a file is for its inode, and renewal replaces files by rename(2).
-        // All files there can be read, such as the key of a CA.
-        kept.push((config.pki.clone(), Right::Read));
-        let own = Side::Client.files();
-        // Those that symbolic links lead to are renewed, too.
-        for name in [CA_CERT, CA_CRL, own.certificate, own.key] {
-            let file = config.pki.join(name).canonicalize();
-            let directory = file.ok().and_then(|file| Some(file.parent()?.to_owned()));
-            kept.extend(directory.map(|directory| (directory, Right::Read)));
-        }
-    }
-    kept
+    ]
 }
 
 /// System calls of a backend beside the common ones.
@@ -167,10 +151,7 @@ mod tests {
         fs::File,
         io,
         net::{TcpListener, TcpStream, UdpSocket},
-        os::unix::{
-            fs::symlink,
-            net::{UnixListener, UnixStream},
-        },
+        os::unix::net::{UnixListener, UnixStream},
         path::Path,
         process::Command,
     };
@@ -207,19 +188,13 @@ mod tests {
     fn a_confined_thread_opens_starts_and_connects_nothing_of_others() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        for made in ["vm/web1", "vm/web2", "vm/web3", "pki", "certs", "private"] {
+        for made in ["vm/web1", "vm/web2", "vm/web3", "pki"] {
             std::fs::create_dir_all(path(made)).unwrap();
         }
-        let [cert, key] = ["pki/client-cert.pem", "pki/client-key.pem"];
-        let renewed = "certs/2.pem";
-        let other = "private/other.pem";
-        for made in ["vm/web1/lock", "vm/web2/lock", key, renewed, other, "image"] {
+        let key = "pki/client-key.pem";
+        for made in ["vm/web1/lock", "vm/web2/lock", key, "image"] {
             std::fs::write(path(made), "x").unwrap();
         }
-        std::fs::write(path("certs/1.pem"), "x").unwrap();
-        symlink(path("certs/1.pem"), path(cert)).unwrap();
-        // Of no use to a backend.
-        symlink(path(other), path("pki/server-key.pem")).unwrap();
         let _listener = UnixListener::bind(path("vm/web2/qmp")).unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap();
         let config = config(directory.path());
@@ -230,7 +205,7 @@ mod tests {
             filter(false, eperm).unwrap().install_for_thread().unwrap();
 
             let denied = |error: io::Error| error.raw_os_error() == Some(libc::EACCES);
-            for other in ["vm/web2/lock", "image", other] {
+            for other in ["vm/web2/lock", "image", key] {
                 assert!(denied(File::open(path(other)).unwrap_err()), "{other}");
                 assert!(
                     denied(std::fs::remove_file(path(other)).unwrap_err()),
@@ -264,9 +239,6 @@ mod tests {
             // What it needs.
             std::thread::spawn(|| ()).join().unwrap();
             std::fs::read_to_string("/proc/self/status").unwrap();
-            for file in [cert, key, renewed] {
-                std::fs::read_to_string(path(file)).unwrap();
-            }
             std::fs::remove_file(path("vm/web1/lock")).unwrap();
         };
         std::thread::scope(|scope| scope.spawn(confined).join().unwrap());

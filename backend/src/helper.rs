@@ -1,6 +1,6 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
-//! descriptors it sends; reads the VM's fences; unplugs a device that its lender takes back; and
+//! descriptors it sends; opens this host's certificates; reads the VM's fences; unplugs a device that its lender takes back; and
 //! removes the directory of the sockets at the end.
 //!
 //! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
@@ -10,6 +10,7 @@
 
 use std::{
     collections::HashSet,
+    fs::File,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
@@ -24,6 +25,7 @@ use farside_lender_protocol::{
     Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
     MAX_REVOKE_LIMIT, RemoteError, Target, dial,
 };
+use farside_pki::{CA_CERT, CA_CRL, Side};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -72,6 +74,8 @@ pub(crate) struct Start {
     /// The directory of the VM's sockets.
     pub(crate) directory: PathBuf,
     pub(crate) socket_group: Option<String>,
+    /// The directory of this host's certificates.
+    pub(crate) pki: PathBuf,
     /// The file with the VM's fences.
     pub(crate) fences: Option<PathBuf>,
 }
@@ -83,6 +87,7 @@ impl Start {
             lenders: config.lenders.clone(),
             directory: config.directory.clone(),
             socket_group: config.socket_group.clone(),
+            pki: config.pki.clone(),
             fences: config.fences.clone(),
         }
     }
@@ -102,6 +107,8 @@ enum Order {
         timeout: Duration,
     },
     Bind(SocketName),
+    /// A file in the directory of the certificates.
+    Certificate(String),
     Fence(DeviceId),
     Release {
         device: DeviceId,
@@ -323,6 +330,11 @@ impl Dial for Helper {
         self.open(&Order::Connect { target, timeout }, limit)
     }
 
+    fn certificate(&self, name: &str) -> io::Result<File> {
+        let order = Order::Certificate(name.to_owned());
+        self.open(&order, ANSWER_TIMEOUT).map(File::from)
+    }
+
     fn greet(&self, lender: &Path, timeout: Duration) -> Result<Greeted, CallError> {
         let unreachable = |source| CallError::Unreachable {
             address: lender.to_owned().into(),
@@ -431,6 +443,10 @@ impl Server {
                 bound = Some(listener);
                 Answer::Opened
             }),
+            Order::Certificate(name) => self.certificate(&name).map(|file| {
+                opened = Some(file.into());
+                Answer::Opened
+            }),
             Order::Fence(device) => self.fence(&device).map(Answer::Fence),
             Order::Release { device, limit } => {
                 let release = |left| (self.release)(&self.start.vm, &device, left);
@@ -505,6 +521,15 @@ impl Server {
         let group = socket_group.as_deref().map(SocketGroup::named);
         let group = group.transpose().map_err(io::Error::other)?;
         sockets::bind(directory, group.as_ref(), name).map_err(io::Error::other)
+    }
+
+    /// Opens a file of a client's certificates, and not the key of a CA beside them.
+    fn certificate(&self, name: &str) -> io::Result<File> {
+        let own = Side::Client.files();
+        match [CA_CERT, CA_CRL, own.certificate, own.key].contains(&name) {
+            true => File::open(self.start.pki.join(name)),
+            false => Err(Errno::ACCESS.into()),
+        }
     }
 
     fn fence(&self, device: &DeviceId) -> io::Result<Option<HeldFence>> {

@@ -1,6 +1,6 @@
 //! A helper on a thread.
 
-use std::net::TcpListener;
+use std::{io::Read, net::TcpListener, os::unix::fs::symlink};
 
 use farside_lender::{
     Lender,
@@ -22,6 +22,7 @@ fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
         lenders,
         directory: directory.to_owned(),
         socket_group: None,
+        pki: directory.join("pki"),
         fences: None,
     };
     helper.configure(start).unwrap();
@@ -95,6 +96,33 @@ fn a_helper_connects_to_the_lenders_of_its_vm_only() {
     dial(host(number(&port))).unwrap();
     dial(Target::Peer(peer)).unwrap();
     refused(Target::Peer(other_port.local_addr().unwrap()));
+}
+
+/// Landlock's rules are for inodes: a backend that opened them itself would not see the renewal.
+#[test]
+fn certificates_that_are_renewed_by_another_link_are_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    for year in ["2026", "2027"] {
+        std::fs::create_dir(path(year)).unwrap();
+        for name in ["client-cert.pem", "ca-key.pem"] {
+            std::fs::write(path(year).join(name), year).unwrap();
+        }
+    }
+    let helper = helper(directory.path(), Vec::new());
+    for year in ["2026", "2027"] {
+        symlink(year, path("new")).unwrap();
+        std::fs::rename(path("new"), path("pki")).unwrap();
+        let mut text = String::new();
+        let mut file = helper.certificate("client-cert.pem").unwrap();
+        file.read_to_string(&mut text).unwrap();
+        assert_eq!(text, year);
+    }
+    let refused = |name| helper.certificate(name).unwrap_err().kind();
+    assert_eq!(refused("ca-crl.pem"), io::ErrorKind::NotFound);
+    for name in ["ca-key.pem", "../pki/client-cert.pem", "server-key.pem"] {
+        assert_eq!(refused(name), io::ErrorKind::PermissionDenied, "{name}");
+    }
 }
 
 /// What a backend that its guest has taken over would send to a lender of its user.

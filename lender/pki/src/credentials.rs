@@ -108,13 +108,18 @@ pub struct Credentials {
 impl Credentials {
     /// Loads the files of `side` from `directory`, and checks them.
     pub fn load(directory: &Path, side: Side) -> Result<Self, PkiError> {
+        Self::load_by(directory, side, &open)
+    }
+
+    /// As [`Credentials::load`]; `open` opens the files, for a process that may not.
+    pub fn load_by(directory: &Path, side: Side, open: Open<'_>) -> Result<Self, PkiError> {
         let files = side.files();
         let provider = Arc::new(default_provider());
-        let (roots, cas_until) = load_roots(&directory.join(CA_CERT))?;
-        let crls = load_crls(&directory.join(CA_CRL))?;
+        let (roots, cas_until) = load_roots(&directory.join(CA_CERT), open)?;
+        let crls = load_crls(&directory.join(CA_CRL), open)?;
         let certificate = directory.join(files.certificate);
-        let chain = load_chain(&certificate)?;
-        let key = load_key(&directory.join(files.key))?;
+        let chain = load_chain(&certificate, open)?;
+        let key = load_key(&directory.join(files.key), open)?;
         let invalid = |why: String| PkiError::Invalid {
             path: certificate.clone(),
             why,
@@ -274,14 +279,25 @@ impl Credentials {
     }
 }
 
-/// Reads a file of bounded length.
+/// Opens a file.
+pub type Open<'a> = &'a dyn Fn(&Path) -> io::Result<File>;
+
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    File::open(path)
+}
+
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>, PkiError> {
+    read_by(path, &open)
+}
+
+/// Reads a file of bounded length.
+fn read_by(path: &Path, open: Open<'_>) -> Result<Vec<u8>, PkiError> {
     let failed = |source| PkiError::Read {
         path: path.to_owned(),
         source,
     };
     let mut bytes = Vec::new();
-    let file = File::open(path).map_err(failed)?;
+    let file = open(path).map_err(failed)?;
     file.take(MAX_FILE + 1)
         .read_to_end(&mut bytes)
         .map_err(failed)?;
@@ -295,12 +311,12 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>, PkiError> {
 }
 
 /// The CAs that are valid now, and until when the last of them is.
-fn load_roots(path: &Path) -> Result<(RootCertStore, Date), PkiError> {
+fn load_roots(path: &Path, open: Open<'_>) -> Result<(RootCertStore, Date), PkiError> {
     let now = Date::now();
     let mut roots = RootCertStore::empty();
     let mut until = None;
     let mut fault = None;
-    for der in load_chain(path)? {
+    for der in load_chain(path, open)? {
         let invalid = |why: String| PkiError::Invalid {
             path: path.to_owned(),
             why,
@@ -334,8 +350,9 @@ fn load_roots(path: &Path) -> Result<(RootCertStore, Date), PkiError> {
 
 pub(crate) fn load_crls(
     path: &Path,
+    open: Open<'_>,
 ) -> Result<Vec<CertificateRevocationListDer<'static>>, PkiError> {
-    let text = match read(path) {
+    let text = match read_by(path, open) {
         Ok(text) => text,
         Err(PkiError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             return Ok(Vec::new());
@@ -354,8 +371,8 @@ pub(crate) fn load_crls(
     })
 }
 
-fn load_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, PkiError> {
-    let text = read(path)?;
+fn load_chain(path: &Path, open: Open<'_>) -> Result<Vec<CertificateDer<'static>>, PkiError> {
+    let text = read_by(path, open)?;
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
     match chain {
         Ok(chain) if chain.is_empty() => Err(PkiError::Empty {
@@ -369,9 +386,11 @@ fn load_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, PkiError> {
     }
 }
 
-fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, PkiError> {
+fn load_key(path: &Path, open: Open<'_>) -> Result<PrivateKeyDer<'static>, PkiError> {
     const OTHERS_READ: u32 = 0o004;
-    let meta = std::fs::metadata(path).map_err(|source| PkiError::Read {
+    let file = open(path);
+    let meta = file.and_then(|file| file.metadata());
+    let meta = meta.map_err(|source| PkiError::Read {
         path: path.to_owned(),
         source,
     })?;
@@ -381,7 +400,7 @@ fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, PkiError> {
             mode: meta.mode() & 0o7777,
         });
     }
-    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|error| PkiError::Invalid {
+    PrivateKeyDer::from_pem_slice(&read_by(path, open)?).map_err(|error| PkiError::Invalid {
         path: path.to_owned(),
         why: error.to_string(),
     })

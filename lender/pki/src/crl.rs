@@ -13,7 +13,7 @@ use x509_parser::{
 
 use crate::{
     CA_CRL, Date, PkiError,
-    credentials::{load_crls, read},
+    credentials::{load_crls, open, read},
     issue::{Ca, Output, Validity},
 };
 
@@ -50,7 +50,7 @@ impl RevocationList {
                 revoked: revoked.collect(),
             })
         };
-        load_crls(path)?.iter().map(parse).collect()
+        load_crls(path, &open)?.iter().map(parse).collect()
     }
 }
 

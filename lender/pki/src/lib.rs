@@ -24,7 +24,7 @@ mod renewed;
 mod verifier;
 
 pub use certificate::{Certificate, Date, is_host_name};
-pub use credentials::{CA_CERT, CA_CRL, CA_KEY, Credentials, KeyPair, Side, is_farside};
+pub use credentials::{CA_CERT, CA_CRL, CA_KEY, Credentials, KeyPair, Open, Side, is_farside};
 pub use crl::{RevocationList, revoke};
 pub use error::{Fault, PkiError};
 pub use renewed::Renewed;

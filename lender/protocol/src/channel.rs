@@ -146,7 +146,7 @@ impl Channel {
             Address::Tcp { .. } => Self::from_tcp(dialer.dial(target, timeout)?.into()),
             Address::Tls { host, .. } => {
                 // First, so that a fault of this host is told by name.
-                let credentials = load(dialer.pki())?;
+                let credentials = load(dialer)?;
                 let socket = dialer.dial(target, timeout)?.into();
                 Self::connect_tls(socket, host, &credentials, deadline, timeout)
             }
@@ -437,8 +437,9 @@ impl AsFd for Channel {
     }
 }
 
-fn load(pki: &Path) -> io::Result<Credentials> {
-    Credentials::load(pki, Side::Client).map_err(io::Error::other)
+fn load(dialer: &Dialer) -> io::Result<Credentials> {
+    let open = |path: &Path| dialer.open(path);
+    Credentials::load_by(dialer.pki(), Side::Client, &open).map_err(io::Error::other)
 }
 
 /// Encodes a message into `buffer`.

@@ -1,7 +1,10 @@
 //! Opening connections to lenders.
 
 use std::{
-    fmt, io,
+    ffi::OsStr,
+    fmt,
+    fs::File,
+    io,
     net::SocketAddr,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -52,6 +55,12 @@ pub trait Dial: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`dial`].
     fn dial(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd>;
+
+    /// Opens a file of this host's certificates.
+    ///
+    /// # Errors
+    /// Those of open(2).
+    fn certificate(&self, name: &str) -> io::Result<File>;
 
     /// Connects to the lender at a UNIX socket, and exchanges Hello for the VM. The lender knows this
     /// peer by its user, whose rights the connection has only if its Hello names no VM.
@@ -114,6 +123,14 @@ impl Dialer {
 
     pub(crate) fn pki(&self) -> &Path {
         &self.pki
+    }
+
+    /// Opens a file in the directory of the certificates.
+    pub(crate) fn open(&self, path: &Path) -> io::Result<File> {
+        match (&self.by, path.file_name().and_then(OsStr::to_str)) {
+            (Some(by), Some(name)) => by.certificate(name),
+            _ => File::open(path),
+        }
     }
 
     pub(crate) fn other(&self) -> Option<&dyn Dial> {
