@@ -1,11 +1,15 @@
 //! `farside bind`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use farside_daemon::SocketGroup;
 use farside_lender::config::Config;
 use farside_vm_config::places;
+
+/// The functions that are bound, in root's own directory: lender.toml may have changed by the time that
+/// they are returned.
+const RECORD: &str = "/run/farside-vfio/bound";
 
 /// Bind the physical functions of lender.toml to vfio-pci, for a lender without privileges
 ///
@@ -20,7 +24,8 @@ pub(crate) struct Bind {
     /// Group of the lender, and of no VMM.
     #[arg(long, value_name = "GROUP", default_value = "farside-vfio")]
     group: String,
-    /// Return the functions to their drivers, except virtual functions and those that a
+    /// Return the functions to their drivers, also those that the configuration no longer has,
+    /// except virtual functions and those that a
     /// process has open.
     #[arg(long, conflicts_with = "group")]
     release: bool,
@@ -30,8 +35,12 @@ pub(crate) fn run(args: &Bind) -> anyhow::Result<()> {
     let default = || places::config_dir().join("lender.toml");
     let config = Config::load(&args.config.clone().unwrap_or_else(default))?;
     match args.release {
-        true => farside_lender::release(&config)?,
-        false => farside_lender::bind(&config, &SocketGroup::named(&args.group)?)?,
+        true => farside_lender::release(&config, Path::new(RECORD))?,
+        false => farside_lender::bind(
+            &config,
+            &SocketGroup::named(&args.group)?,
+            Path::new(RECORD),
+        )?,
     }
     Ok(())
 }

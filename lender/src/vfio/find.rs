@@ -1,5 +1,7 @@
 //! Finds the configured functions and binds them to vfio-pci.
 
+use std::path::PathBuf;
+
 use farside_daemon::{DeviceId, GroupError, NameError};
 use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
@@ -38,6 +40,14 @@ pub enum BindError {
     /// A device node cannot be given to the lender's group.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// The record of the functions that are bound.
+    #[error("cannot use {}, the record of the functions that are bound", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
     /// Functions that stay on vfio-pci, each with its own message in the log.
     #[error("not returned to their drivers: {}: see above", .0.join(", "))]
     NotReturned(Vec<String>),

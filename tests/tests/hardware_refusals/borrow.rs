@@ -106,6 +106,10 @@ pub fn a_lender_without_privileges_lends_what_root_has_bound(host: &Host) -> Res
         ensure!(!log.contains(complaint), "{log}");
     }
     ensure!(host.driver(DRIVE)? == "vfio-pci");
+    // Also when lender.toml does not have it any more.
+    let other =
+        "printf 'name = \"op\"\n[[device]]\nid = \"dma0\"\nmodel.dma-test = {}\n' >/tmp/op.toml";
+    host.exec_ok(other, SHORT)?;
     host.exec_ok(release, SHORT)?;
     let after = host.look()?;
     ensure!(before == after, "before:\n{before}\nafter:\n{after}");
