@@ -168,8 +168,8 @@ impl Connection {
     /// Fails if the client has closed the connection or the socket fails.
     pub fn receive(&mut self) -> Result<Option<Message<'_>>, ConnectionError> {
         match self.arrived()? {
-            true => Ok(Some(self.hand_out())),
-            false => Ok(None),
+            Some(header) => Ok(Some(self.hand_out(header))),
+            None => Ok(None),
         }
     }
 
@@ -180,41 +180,37 @@ impl Connection {
     ///
     /// As [`receive`](Self::receive).
     pub fn peek(&mut self) -> Result<Option<Header>, ConnectionError> {
-        match self.arrived()? {
-            true => Ok(self.header()),
-            false => Ok(None),
-        }
+        self.arrived()
     }
 
-    /// Receives until the next message is complete. Returns whether it is.
-    fn arrived(&mut self) -> Result<bool, ConnectionError> {
+    /// Receives until the next message is complete or refused, and returns its header.
+    fn arrived(&mut self) -> Result<Option<Header>, ConnectionError> {
         self.discard_consumed();
         loop {
             let have = self.filled - self.front;
             if self.to_drain > 0 && have == 0 {
                 if !self.drain()? {
-                    return Ok(false);
+                    return Ok(None);
                 }
                 continue;
             }
             let want = match self.header() {
                 Some(header) => match frame_size(&header) {
-                    Some(size) if size <= have => break,
+                    Some(size) if size <= have => return Ok(Some(header)),
                     Some(size) => size,
                     None => {
                         // Too long: refused now, its body discarded as it arrives.
                         // `have` bytes of it are in the input.
                         self.to_drain = header.size as usize - have;
-                        break;
+                        return Ok(Some(header));
                     }
                 },
                 None => 0,
             };
             if !self.fill(want.max(self.least_read))? {
-                return Ok(false);
+                return Ok(None);
             }
         }
-        Ok(true)
     }
 
     /// Sends a reply, or queues it if the socket is full. Does nothing if the command
@@ -298,9 +294,8 @@ impl Connection {
         }
     }
 
-    /// Returns the message at the front, which is complete or too long.
-    fn hand_out(&mut self) -> Message<'_> {
-        let header = self.header().expect("the caller has seen the header");
+    /// Returns the message at the front, of this header, which is complete or too long.
+    fn hand_out(&mut self, header: Header) -> Message<'_> {
         let (front, filled) = (self.front, self.filled);
         let (payload, end) = match frame_size(&header) {
             Some(size) => (front + HEADER_SIZE..front + size, front + size),
