@@ -17,10 +17,16 @@ use crate::{Api, VfioError, ioctl};
 
 /// The shared open descriptor of a function.
 pub(crate) struct Handle {
-    bdf: Bdf,
     // Closed before `device`, which takes the group out of its container.
-    file: Option<File>,
-    device: Option<VfioDevice>,
+    file: File,
+    device: Device,
+}
+
+/// The device of `vfio-ioctls`, whose drop may panic.
+struct Device {
+    bdf: Bdf,
+    /// Present until the drop.
+    inner: Option<VfioDevice>,
 }
 
 impl Handle {
@@ -42,25 +48,25 @@ impl Handle {
             source,
         })?;
         Ok(Self {
-            bdf,
-            file: Some(file.into()),
-            device: Some(device),
+            file: file.into(),
+            device: Device {
+                bdf,
+                inner: Some(device),
+            },
         })
     }
 
     pub(crate) fn bdf(&self) -> Bdf {
-        self.bdf
+        self.device.bdf
     }
 
     pub(crate) fn file(&self) -> &File {
-        // Both are there until the drop.
-        self.file.as_ref().expect("a handle that is being dropped")
+        &self.file
     }
 
     fn device(&self) -> &VfioDevice {
-        self.device
-            .as_ref()
-            .expect("a handle that is being dropped")
+        let device = self.device.inner.as_ref();
+        device.expect("only the drop takes the device out")
     }
 
     /// BARs 0 to 5, the expansion ROM and configuration space, by index.
@@ -95,7 +101,7 @@ impl Handle {
         let vectors = |index: IrqIndex| u16::try_from(infos[index as usize].count);
         let there = |index: IrqIndex| infos[index as usize].count != 0;
         let unsupported = |problem: String| VfioError::Unsupported {
-            bdf: self.bdf,
+            bdf: self.bdf(),
             problem,
         };
         let too_many = || unsupported("the kernel reports more than 65535 vectors".to_owned());
@@ -137,10 +143,9 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for Device {
     fn drop(&mut self) {
-        self.file = None;
-        let device = self.device.take();
+        let device = self.inner.take();
         // It reads the function's group from sysfs once more, and panics when
         // the function is gone by then. Its descriptor is closed before that,
         // and the rest of it on unwinding.
@@ -152,7 +157,7 @@ impl Drop for Handle {
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Handle").field(&self.bdf).finish()
+        f.debug_tuple("Handle").field(&self.bdf()).finish()
     }
 }
 
