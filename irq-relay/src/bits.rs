@@ -24,7 +24,6 @@ impl Bits {
 
     /// Returns the former value of the bit. Bits beyond the end stay clear.
     pub(crate) fn replace(&mut self, bit: u16, value: bool) -> bool {
-        debug_assert!(bit < self.len, "vector {bit} of {}", self.len);
         if bit >= self.len {
             return false;
         }

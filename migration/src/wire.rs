@@ -158,11 +158,11 @@ pub(crate) fn receive<T: DeserializeOwned>(mut stream: impl Read) -> Result<Opti
             Err(error) => return Err(broke(error)),
         }
     }
-    let (mark, len) = head.split_at(4);
-    if mark != MARK {
+    let [_, _, _, _, len @ ..] = head;
+    if !head.starts_with(&MARK) {
         return Err(unclean(&head));
     }
-    let len = u32::from_le_bytes(len.try_into().expect("four bytes")) as usize;
+    let len = u32::from_le_bytes(len) as usize;
     if len > MAX_MESSAGE {
         return Err(Error::lost(format!(
             "a message of {len} bytes was announced; at most {MAX_MESSAGE} are taken"

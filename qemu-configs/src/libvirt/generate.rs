@@ -37,7 +37,7 @@ impl Vm {
         let devices = self.devices.iter().zip(ports);
         let devices = devices.map(|(device, port)| DomainDevice {
             id: device.id.clone(),
-            port: u16::try_from(port).expect("it was checked"),
+            port: u16::try_from(port).expect("`Vm::check` limits ports"),
             bootindex: device.bootindex,
         });
         let metadata = Metadata {

@@ -42,19 +42,19 @@ impl<'a> Source<'a> {
     /// The end of the start tag (after its `>`), and whether it is the whole element.
     pub(super) fn start_tag(&self, node: Node) -> (usize, bool) {
         let range = node.range();
+        let text = &self.text[range.clone()];
         let mut quote = None;
-        let mut before = 0;
-        for (offset, byte) in self.text[range.clone()].bytes().enumerate() {
+        let end = text.bytes().position(|byte| {
             match (quote, byte) {
                 (Some(open), _) if open == byte => quote = None,
-                (Some(_), _) => {}
                 (None, b'"' | b'\'') => quote = Some(byte),
-                (None, b'>') => return (range.start + offset + 1, before == b'/'),
-                (None, _) => {}
+                _ => {}
             }
-            before = byte;
-        }
-        unreachable!("the element was parsed, so its start tag ends")
+            quote.is_none() && byte == b'>'
+        });
+        // The element was parsed, so its start tag ends.
+        let tag = &text[..end.map_or(text.len(), |end| end + 1)];
+        (range.start + tag.len(), tag.ends_with("/>"))
     }
 
     /// The name as it is written, with its prefix.

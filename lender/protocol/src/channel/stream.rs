@@ -103,17 +103,15 @@ impl Input {
 
     /// The length in the header, checked.
     fn message_len(&self) -> Result<usize, ChannelError> {
-        let header = self
-            .frame
-            .first_chunk::<HEADER>()
-            .expect("a frame has a header");
-        let len = u32::from_le_bytes(*header) as usize;
+        let [a, b, c, d, ..] = *self.frame;
+        let header = [a, b, c, d];
+        let len = u32::from_le_bytes(header) as usize;
         match len {
             1..=MAX_MESSAGE => Ok(len),
             // No message is empty.
             0 => Err(postcard::Error::DeserializeUnexpectedEnd.into()),
             // For example "HTTP": the text of another protocol is a large number.
-            _ if self.is_first => Err(ChannelError::Foreign(*header)),
+            _ if self.is_first => Err(ChannelError::Foreign(header)),
             len => Err(ChannelError::TooLarge { len, fds: 0 }),
         }
     }

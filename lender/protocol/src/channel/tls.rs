@@ -270,7 +270,7 @@ impl Session {
 
     /// The length in the record's header, checked before anything is read into memory.
     fn body(&self) -> Result<usize, TlsError> {
-        let [kind, major, minor, high, low] = self.header();
+        let [kind, major, minor, high, low, ..] = *self.record;
         if !self.is_tls && (!TYPES.contains(&kind) || major != 3) {
             // Tells a lender's client without TLS by its first bytes.
             let _ = send(&*self.socket, &NOT_TLS, SendFlags::NOSIGNAL);
@@ -281,11 +281,6 @@ impl Session {
             len if len > MAX_BODY => Err(TlsError::Record("over the limit")),
             len => Ok(len),
         }
-    }
-
-    fn header(&self) -> [u8; HEADER] {
-        let header = self.record.first_chunk::<HEADER>();
-        *header.expect("a record has a header")
     }
 
     /// The peer has closed the socket, or the connection failed.
