@@ -19,10 +19,15 @@ use farside_fabric::memory::{SharedMemory, create_sealed};
 use farside_fabric::{BorrowerDomain, Iova, LenderPath, MemoryRange, PeerAddress};
 use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::FunctionOps;
+use farside_ntb::regs::{REGISTERS_BAR, REGISTERS_SIZE};
 use farside_ntb::{Adapter, BorrowerNtb, EndpointOptions};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, RegionMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+#[path = "../tests/fabric/messages.rs"]
+mod messages;
+use messages::Messages;
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
@@ -58,6 +63,7 @@ fn main() -> Outcome {
 /// An endpoint, and the eventfd of its doorbell 0.
 struct End {
     adapter: Adapter,
+    messages: Messages,
     bell: IrqEventFd,
 }
 
@@ -66,24 +72,28 @@ impl End {
         let adapter = EndpointOptions::new(ntb, Api::detect()?).open()?;
         println!("endpoint: {:?}", adapter.capabilities());
         let bell = IrqEventFd::new()?;
-        let vector = adapter.with_driver(|driver| driver.doorbell_vector(0));
-        FunctionOps::signal(&**adapter.function(), vector, bell.clone())?;
-        adapter.with_driver(|driver| driver.unmask_doorbells(1));
+        let function = &**adapter.function();
+        FunctionOps::signal(function, 0, bell.clone())?;
+        let registers = FunctionOps::map_region(function, REGISTERS_BAR, 0, REGISTERS_SIZE)?;
+        let messages = Messages(registers);
+        messages.unmask_doorbells(1);
         let started = Instant::now();
         adapter.wait_link(PATIENCE)?;
         println!("link: up after {:?}", started.elapsed());
-        Ok(Self { adapter, bell })
+        Ok(Self {
+            adapter,
+            messages,
+            bell,
+        })
     }
 
     /// Sends two numbers to the peer.
     fn say(&self, words: [u64; 2]) {
-        self.adapter.with_driver(|driver| {
-            for (index, word) in (0..).step_by(2).zip(words) {
-                driver.set_scratchpad(index, word as u32);
-                driver.set_scratchpad(index + 1, (word >> 32) as u32);
-            }
-            driver.ring_doorbell(0);
-        });
+        for (index, word) in (0..).step_by(2).zip(words) {
+            self.messages.set_scratchpad(index, word as u32);
+            self.messages.set_scratchpad(index + 1, (word >> 32) as u32);
+        }
+        self.messages.ring_doorbell(0);
     }
 
     /// Waits for a message of the peer.
@@ -94,12 +104,10 @@ impl End {
             return Err("the other end said nothing".into());
         }
         self.bell.take()?;
-        Ok(self.adapter.with_driver(|driver| {
-            assert_eq!(driver.take_doorbells(), 1);
-            [0, 2].map(|index| {
-                let halves = [index, index + 1].map(|index| driver.peer_scratchpad(index));
-                u64::from(halves[0]) | u64::from(halves[1]) << 32
-            })
+        assert_eq!(self.messages.take_doorbells(), 1);
+        Ok([0, 2].map(|index| {
+            let halves = [index, index + 1].map(|index| self.messages.peer_scratchpad(index));
+            u64::from(halves[0]) | u64::from(halves[1]) << 32
         }))
     }
 }
@@ -161,8 +169,8 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     println!("guest RAM: {len:#x} bytes at {peer_address:#x}");
 
     let mut path = adapter.attach("drive", "vm", Arc::clone(&drive))?;
-    path.check(&[(Iova::new(0), len)])?;
-    let refused = path.check(&[(Iova::new(0), 4 << 30)]);
+    adapter.check_windows(None, &[len])?;
+    let refused = adapter.check_windows(None, &[4 << 30]);
     println!("refused: {}", refused.expect_err("it cannot fit"));
     assert_eq!(drive.domain().usage().mappings, 0);
     let started = Instant::now();

@@ -274,12 +274,6 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(self.shared.function.bar_file(bar)?)
     }
 
-    /// Doorbells and scratchpads, which the fabric itself does not use. Leave
-    /// windows, requesters and the link to the adapter.
-    pub fn with_driver<T>(&self, what: impl FnOnce(&mut dyn NtbDriver) -> T) -> T {
-        what(&mut *self.state().driver)
-    }
-
     pub(crate) fn guest_memory(&self) -> &GuestMemory {
         &self.shared.guest_memory
     }

@@ -186,30 +186,6 @@ pub trait NtbDriver: Send {
     /// What the hardware reports.
     fn remove_requester(&mut self, requester: u16) -> Result<(), NtbError>;
 
-    /// Raises a doorbell at the peer; below [`Capabilities::doorbells`].
-    fn ring_doorbell(&mut self, doorbell: u32);
-
-    /// Doorbells that the peer raised since the last call, one bit each.
-    fn take_doorbells(&mut self) -> u64;
-
-    /// Sets which doorbells of this port raise their vectors, one bit each.
-    fn unmask_doorbells(&mut self, doorbells: u64);
-
-    /// This port's scratchpad `index`, below [`Capabilities::scratchpads`].
-    fn scratchpad(&self, index: u32) -> u32;
-
-    /// Writes this port's scratchpad.
-    fn set_scratchpad(&mut self, index: u32, value: u32);
-
-    /// The peer's scratchpad `index`; all ones while the link is down.
-    fn peer_scratchpad(&self, index: u32) -> u32;
-
-    /// Writes the peer's scratchpad, as far as the link is up.
-    fn set_peer_scratchpad(&mut self, index: u32, value: u32);
-
-    /// MSI-X vector of `doorbell`.
-    fn doorbell_vector(&self, doorbell: u32) -> u16;
-
     /// MSI-X vector of events.
     fn event_vector(&self) -> u16;
 

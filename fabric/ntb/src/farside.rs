@@ -11,8 +11,7 @@ use farside_pci::Bdf;
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities, Refused};
 use crate::regs::{
     DOORBELLS, EVENT_VECTOR, ID, REQUESTERS, SCRATCHPADS, VERSION, WINDOW_BAR, caps, counts, error,
-    event, link_control, link_status, lut, lut_entry, peer_scratchpad, reg, requester,
-    requester_entry, scratchpad,
+    event, link_control, link_status, lut, lut_entry, reg, requester, requester_entry,
 };
 use crate::{NtbError, Registers};
 
@@ -223,54 +222,6 @@ impl NtbDriver for FarsideNtb {
         let value = requester::VALID | u32::from(requester);
         self.replace_requester(|entry| entry == value, 0)
             .unwrap_or(Ok(()))
-    }
-
-    fn ring_doorbell(&mut self, doorbell: u32) {
-        if doorbell < self.capabilities.doorbells {
-            self.registers
-                .write32(reg::DOORBELL_SET_PEER, 1 << doorbell);
-        }
-    }
-
-    fn take_doorbells(&mut self) -> u64 {
-        let raised = self.registers.read32(reg::DOORBELL_STATUS);
-        self.registers.write32(reg::DOORBELL_STATUS, raised);
-        raised.into()
-    }
-
-    fn unmask_doorbells(&mut self, doorbells: u64) {
-        self.registers
-            .write32(reg::DOORBELL_MASK, !(doorbells as u32));
-    }
-
-    fn scratchpad(&self, index: u32) -> u32 {
-        match index < self.capabilities.scratchpads {
-            true => self.registers.read32(scratchpad(index)),
-            false => u32::MAX,
-        }
-    }
-
-    fn set_scratchpad(&mut self, index: u32, value: u32) {
-        if index < self.capabilities.scratchpads {
-            self.registers.write32(scratchpad(index), value);
-        }
-    }
-
-    fn peer_scratchpad(&self, index: u32) -> u32 {
-        match index < self.capabilities.scratchpads {
-            true => self.registers.read32(peer_scratchpad(index)),
-            false => u32::MAX,
-        }
-    }
-
-    fn set_peer_scratchpad(&mut self, index: u32, value: u32) {
-        if index < self.capabilities.scratchpads {
-            self.registers.write32(peer_scratchpad(index), value);
-        }
-    }
-
-    fn doorbell_vector(&self, doorbell: u32) -> u16 {
-        doorbell.min(DOORBELLS - 1) as u16 // 31 at most
     }
 
     fn event_vector(&self) -> u16 {

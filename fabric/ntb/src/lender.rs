@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AddressRange, BusAddress, FabricError, Iova, LenderPath, NtbUse, PageCounts, PeerAddress,
-    RangeTable, Usage, WindowUse,
+    AddressRange, BusAddress, FabricError, Iova, LenderPath, PageCounts, PeerAddress, RangeTable,
+    Usage, WindowUse,
 };
 use farside_vfio::Function;
 
@@ -57,19 +57,6 @@ impl<F: FunctionOps> LenderNtb<F> {
     /// The adapter that it goes through.
     pub fn adapter(&self) -> &Adapter<F> {
         self.requester.adapter()
-    }
-
-    /// Checks that windows, as (IOVA, bytes), could all be opened now, and returns their resources.
-    /// Allocates nothing; call it before the VM boots.
-    ///
-    /// # Errors
-    /// [`FabricError::Limit`] names what would fit; other errors name an IOVA range that the device
-    /// cannot use (such as the MSI window).
-    pub fn check(&self, windows: &[(Iova, u64)]) -> Result<NtbUse, FabricError> {
-        let spans: Vec<u64> = windows.iter().map(|window| window.1).collect();
-        let needed = self.adapter().check_windows(None, &spans)?;
-        self.device.domain().check(windows)?;
-        Ok(needed)
     }
 
     /// Lets the borrower's CPUs access the device's BARs: maps their mappable parts into the

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use farside_fabric::{
     BorrowerDomain, FabricError, Iova, LenderPath, LimitError, MemoryRange, PeerAddress,
 };
+use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{WINDOW_BAR, reg};
 use farside_ntb::{BorrowerNtb, NtbError};
 use farside_ntb_server::model::Port;
@@ -40,8 +41,9 @@ fn what_a_device_writes_is_in_the_guest() {
 
     let device = ModelFunction::device(1, &[]);
     let mut path = b.attach("drive", "vm", device.clone()).unwrap();
-    path.check(&[(Iova::new(0), 4 * MIB), (Iova::new(HIGH), 2 * MIB)])
-        .unwrap();
+    b.check_windows(None, &[4 * MIB, 2 * MIB]).unwrap();
+    let ranges = [(Iova::new(0), 4 * MIB), (Iova::new(HIGH), 2 * MIB)];
+    device.domain().check(&ranges).unwrap();
     let window = path
         .open_window(Iova::new(0), low.start(), 4 * MIB)
         .unwrap();
@@ -240,15 +242,12 @@ fn a_refused_window_takes_nothing() {
 fn what_the_device_cannot_address_is_told_before_the_vm_boots() {
     let world = World::small();
     let [_a, b] = world.start_both();
-    let path = b
-        .attach("drive", "vm", ModelFunction::device(1, &[]))
-        .unwrap();
-    let error = path
-        .check(&[(Iova::new(0xfe00_0000), 32 * MIB)])
-        .unwrap_err();
+    let device = ModelFunction::device(1, &[]);
+    let _path = b.attach("drive", "vm", device.clone()).unwrap();
+    let range = (Iova::new(0xfe00_0000), 32 * MIB);
+    let error = device.domain().check(&[range]).unwrap_err();
     assert!(error.to_string().contains("0xfee00000"), "{error}");
-    let error = path.check(&[(Iova::new(0), 65 * MIB)]).unwrap_err();
-    assert!(matches!(error, FabricError::Limit(_)), "{error}");
+    b.check_windows(None, &[65 * MIB]).unwrap_err();
 }
 
 #[test]

@@ -10,6 +10,7 @@ use farside_ntb::{FarsideNtb, NtbDriver, NtbError, Registers};
 use farside_ntb_server::model::{Port, PortConfig};
 use farside_pci::Bdf;
 
+use crate::messages::Messages;
 use crate::world::{MIB, World};
 
 fn driver(world: &Arc<World>, port: Port) -> FarsideNtb {
@@ -124,27 +125,23 @@ fn requesters_take_free_entries_until_there_is_none() {
 #[test]
 fn doorbells_and_scratchpads_reach_the_peer() {
     let world = World::small();
-    let mut a = driver(&world, Port::A);
-    let mut b = driver(&world, Port::B);
+    let mut drivers = [Port::A, Port::B].map(|port| driver(&world, port));
+    let [a, b] = [Port::A, Port::B].map(|port| Messages(world.bars(port).0));
     a.set_peer_scratchpad(3, 7);
     assert_eq!(a.peer_scratchpad(3), u32::MAX, "the link is down");
-    a.enable_link().unwrap();
-    b.enable_link().unwrap();
+    for driver in &mut drivers {
+        driver.enable_link().unwrap();
+    }
     a.set_peer_scratchpad(3, 7);
     assert_eq!((b.scratchpad(3), a.peer_scratchpad(3)), (7, 7));
     b.set_scratchpad(3, 8);
     assert_eq!(a.peer_scratchpad(3), 8);
-    assert_eq!(a.scratchpad(16), u32::MAX, "there are sixteen");
     b.unmask_doorbells(1 << 31);
     a.ring_doorbell(31);
     a.ring_doorbell(0);
-    a.ring_doorbell(32);
     assert_eq!(b.take_doorbells(), 1 << 31 | 1);
     assert_eq!(b.take_doorbells(), 0);
-    assert_eq!(
-        (b.doorbell_vector(31), b.event_vector()),
-        (31, EVENT_VECTOR)
-    );
+    assert_eq!(drivers[1].event_vector(), EVENT_VECTOR);
 }
 
 #[test]

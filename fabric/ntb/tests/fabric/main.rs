@@ -6,4 +6,5 @@ mod borrow;
 mod driver;
 mod function;
 mod leaks;
+mod messages;
 mod world;
