@@ -93,8 +93,9 @@ pub struct Condition {
     pub read_only: bool,
 }
 
-/// An operation of an engine.
-#[derive(Clone, Copy, Debug)]
+/// An operation of an engine, on the vectors of the [`Transfer`] that made it. Not `Clone`: it is
+/// queued once.
+#[derive(Debug)]
 enum RawOp {
     Read {
         iovecs: *const libc::iovec,
