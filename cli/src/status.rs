@@ -227,8 +227,9 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
         writeln!(text, "    problem: {problem}")?;
     }
     let mut counters = device.counters.iter();
-    let media_errors = counters.find(|(name, _)| name == "media_errors");
-    if let Some((_, count @ 1..)) = media_errors {
+    let media_errors = counters.find(|counter| counter.name == "media_errors");
+    let count = media_errors.map_or(0, |counter| counter.value);
+    if count != 0 {
         writeln!(text, "    {count} commands failed at the medium")?;
     }
     let usage = &device.usage;
@@ -241,7 +242,7 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
         if device.bus_master { "on" } else { "off" }
     )?;
     limits(text, "    ", &device.limits)?;
-    let interrupts: u64 = device.interrupts.iter().map(|(_, _, count)| count).sum();
+    let interrupts: u64 = device.interrupts.iter().map(|count| count.fired).sum();
     let vectors = device.interrupts.len();
     writeln!(text, "    {interrupts} interrupts on {vectors} vectors")?;
     writeln!(text, "    {} DMA faults", device.faults.total)?;

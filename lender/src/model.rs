@@ -19,7 +19,7 @@ use farside_fabric::{
 };
 use farside_irq_relay::IrqCounts;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Described, LimitUse, RamRange, RemoteError, Resource, Transport,
+    BarMemory, BarOwner, Counter, Described, LimitUse, RamRange, RemoteError, Resource, Transport,
     irq_counts,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -118,7 +118,10 @@ impl Available for ModelDevice {
 
     fn report(&self) -> Report {
         let counters = self.device.stats().into_iter();
-        let counters = counters.map(|(name, value)| (name.to_owned(), value));
+        let counters = counters.map(|(name, value)| Counter {
+            name: name.to_owned(),
+            value,
+        });
         Report {
             faults: self.last_faults.clone(),
             counters: counters.collect(),

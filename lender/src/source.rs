@@ -13,10 +13,10 @@ use farside_daemon::VmName;
 use farside_fabric::{
     FaultLog, FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory,
 };
-use farside_irq_relay::Relay;
+use farside_irq_relay::{Relay, VectorCount};
 use farside_lender_protocol::{
-    BarMemory, Described, DeviceEntry, DeviceStatus, IrqUpdate, LimitUse, RamRange, RemoteError,
-    Transport,
+    BarMemory, Counter, Described, DeviceEntry, DeviceStatus, IrqUpdate, LimitUse, RamRange,
+    RemoteError, Transport,
 };
 use serde::{Deserialize, Serialize};
 
@@ -166,12 +166,12 @@ pub(crate) struct Report {
     pub(crate) bus_master: bool,
     /// Windows and mappings.
     pub(crate) usage: Usage,
-    /// (index, vector, count) of each raised vector.
-    pub(crate) interrupts: Vec<(u8, u16, u64)>,
+    /// Every raised vector.
+    pub(crate) interrupts: Vec<VectorCount>,
     /// Refused DMA.
     pub(crate) faults: FaultSummary,
     /// The device's own counters.
-    pub(crate) counters: Vec<(String, u64)>,
+    pub(crate) counters: Vec<Counter>,
     /// What the lease uses of its limits.
     pub(crate) limits: Vec<LimitUse>,
 }
@@ -184,7 +184,7 @@ impl Report {
         const NAME: usize = 32;
         let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
         self.counters
-            .retain(|(name, _)| name.len() <= NAME && name.chars().all(is_name));
+            .retain(|Counter { name, .. }| name.len() <= NAME && name.chars().all(is_name));
         self.counters.truncate(COUNTERS);
         self.interrupts.truncate(MAX_VECTORS);
         self.faults.recent.truncate(FaultLog::REMEMBERED);

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use farside_backend_api::{DeviceReport, Status as Document};
 use farside_fabric::Fault;
-use farside_lender_protocol::DeviceStatus;
+use farside_lender_protocol::{Counter, DeviceStatus};
 
 /// The whole status.
 #[derive(Clone, Debug)]
@@ -27,7 +27,7 @@ pub struct Lent {
     pub fault_total: u64,
     pub faults: Vec<Fault>,
     is_closed: bool,
-    counters: Vec<(String, u64)>,
+    counters: Vec<Counter>,
 }
 
 impl Status {
@@ -62,7 +62,11 @@ impl From<&DeviceStatus> for Lent {
             windows: status.usage.windows,
             lut_entries: status.usage.lut_entries,
             bytes_mapped: status.usage.bytes_mapped,
-            interrupts: status.interrupts.clone(),
+            interrupts: status
+                .interrupts
+                .iter()
+                .map(|count| (count.index as u8, count.vector, count.fired))
+                .collect(),
             fault_total: status.faults.total,
             faults: status.faults.recent.iter().map(|r| r.fault).collect(),
             is_closed: status.is_closed(),
@@ -81,8 +85,8 @@ impl Lent {
     pub fn counter(&self, name: &str) -> Result<u64> {
         self.counters
             .iter()
-            .find(|(key, _)| key == name)
-            .map(|(_, value)| *value)
+            .find(|counter| counter.name == name)
+            .map(|counter| counter.value)
             .with_context(|| format!("no counter {name} in {:?}", self.counters))
     }
 }

@@ -195,12 +195,12 @@ fn status_is_documented() {
     };
     let lent = DeviceStatus {
         entry: entry(Some("the medium fails")),
-        interrupts: vec![(2, 1, 40)],
+        interrupts: vec![fired],
         faults: FaultSummary {
             recent: vec![recent],
             ..FaultSummary::default()
         },
-        counters: vec![("io_commands".to_owned(), 12)],
+        counters: vec![("io_commands".to_owned(), 12).into()],
         limits: vec![LimitUse::new(Resource::MemoryBytes, 1, 2)],
         ..free.clone()
     };

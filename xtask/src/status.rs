@@ -1,6 +1,7 @@
 //! `farside status --json`, with the fields used here.
 
 use farside_backend_api::{DeviceReport, Status};
+use farside_irq_relay::{IrqIndex, VectorCount};
 use farside_lender_protocol::DeviceStatus;
 
 /// The reports on `device` of its backend and of its lender.
@@ -14,12 +15,15 @@ pub(crate) fn device<'a>(
 }
 
 /// One entry of [`DeviceStatus::interrupts`] as text.
-pub(crate) fn fired((index, vector, count): (u8, u16, u64)) -> String {
+pub(crate) fn fired(count: &VectorCount) -> String {
+    let VectorCount {
+        index,
+        vector,
+        fired,
+    } = count;
     match index {
-        0 => format!("INTx: {count}"),
-        1 => format!("MSI {vector}: {count}"),
-        2 => format!("MSI-X {vector}: {count}"),
-        _ => format!("interrupt {index}.{vector}: {count}"),
+        IrqIndex::Msi | IrqIndex::Msix => format!("{index} {vector}: {fired}"),
+        IrqIndex::Intx | IrqIndex::Err | IrqIndex::Req => format!("{index}: {fired}"),
     }
 }
 
@@ -29,10 +33,19 @@ mod tests {
 
     #[test]
     fn interrupts_have_the_specifications_names() {
-        let shown = [(0, 0, 8), (1, 3, 2), (2, 1, 40), (7, 0, 1)].map(fired);
-        assert_eq!(
-            shown,
-            ["INTx: 8", "MSI 3: 2", "MSI-X 1: 40", "interrupt 7.0: 1"]
-        );
+        let shown = [
+            (IrqIndex::Intx, 0, 8),
+            (IrqIndex::Msi, 3, 2),
+            (IrqIndex::Msix, 1, 40),
+            (IrqIndex::Req, 0, 1),
+        ]
+        .map(|(index, vector, count)| {
+            fired(&VectorCount {
+                index,
+                vector,
+                fired: count,
+            })
+        });
+        assert_eq!(shown, ["INTx: 8", "MSI 3: 2", "MSI-X 1: 40", "request: 1"]);
     }
 }

@@ -4,6 +4,7 @@ use std::io::{Write, stdout};
 
 use farside_backend::Interrupts;
 use farside_devices::dma_test::{VECTORS, reg, status};
+use farside_irq_relay::IrqIndex;
 use rustix::{
     io::Errno,
     process::{Resource, getrlimit, setrlimit},
@@ -95,7 +96,7 @@ fn every_vector_fires_once(test: &str, interrupts: Interrupts) {
     assert!(
         fired
             .iter()
-            .all(|(index, _, count)| (*index, *count) == (2, 1))
+            .all(|count| (count.index, count.fired) == (IrqIndex::Msix, 1))
     );
 
     vmm.set_irqs::<Event>(MSIX, DATA_NONE | TRIGGER, 0, 0, &[])

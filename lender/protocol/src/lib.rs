@@ -59,8 +59,8 @@ pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
-    Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, DeviceStatus, Envelope,
-    ErrorKind, Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers, RemoteError,
-    Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
+    Availability, BarMemory, BarOwner, BorrowedBy, Counter, Described, DeviceEntry, DeviceStatus,
+    Envelope, ErrorKind, Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers,
+    RemoteError, Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;

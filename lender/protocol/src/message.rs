@@ -2,6 +2,7 @@
 
 use farside_daemon::{DeviceId, VmName};
 use farside_fabric::{FaultSummary, Iova, NtbLimits, PeerAddress, Usage};
+use farside_irq_relay::VectorCount;
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
@@ -503,16 +504,68 @@ pub struct DeviceStatus {
     pub bus_master: bool,
     /// Windows and mappings of the current borrow.
     pub usage: Usage,
-    /// Interrupts raised in the current borrow: (index, vector, count) with a nonzero
-    /// count.
-    pub interrupts: Vec<(u8, u16, u64)>,
+    /// Interrupts raised in the current borrow, of vectors with a nonzero count. Encoded as
+    /// (index, vector, count).
+    #[serde(with = "rows")]
+    pub interrupts: Vec<VectorCount>,
     /// DMA faults of the current borrow, or else of the last one.
     pub faults: FaultSummary,
     /// Counters of the device model.
-    pub counters: Vec<(String, u64)>,
+    pub counters: Vec<Counter>,
     /// What the current borrow uses of its limits.
     #[serde(default)]
     pub limits: Vec<LimitUse>,
+}
+
+/// A counter of a device model. Encoded as (name, value).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(String, u64)", into = "(String, u64)")]
+pub struct Counter {
+    /// Its name, in lower case.
+    pub name: String,
+    /// Its value.
+    pub value: u64,
+}
+
+impl From<(String, u64)> for Counter {
+    fn from((name, value): (String, u64)) -> Self {
+        Self { name, value }
+    }
+}
+
+impl From<Counter> for (String, u64) {
+    fn from(Counter { name, value }: Counter) -> Self {
+        (name, value)
+    }
+}
+
+mod rows {
+    use farside_irq_relay::{IrqIndex, VectorCount};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(
+        counts: &[VectorCount],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let rows = counts.iter().map(|c| (c.index as u8, c.vector, c.fired));
+        serializer.collect_seq(rows)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<VectorCount>, D::Error> {
+        let rows = Vec::<(u8, u16, u64)>::deserialize(deserializer)?.into_iter();
+        let counts = rows.map(|(index, vector, fired)| {
+            let index = IrqIndex::try_from(u32::from(index))?;
+            Ok(VectorCount {
+                index,
+                vector,
+                fired,
+            })
+        });
+        let counts: Result<_, farside_irq_relay::SetIrqsError> = counts.collect();
+        counts.map_err(Error::custom)
+    }
 }
 
 impl DeviceStatus {

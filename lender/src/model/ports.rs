@@ -4,7 +4,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 
 use farside_devices::{Dma, Interrupts};
 use farside_fabric::{Access, Fault, Iova, memory::HostSlice, soft::Path};
-use farside_irq_relay::{IrqCounts, IrqIndex, Relay, Vectors};
+use farside_irq_relay::{IrqCounts, IrqIndex, Relay, VectorCount, Vectors};
 use farside_lender_protocol::{IrqUpdate, LimitUse, RemoteError, Resource};
 
 use crate::{refusals::invalid_irqs, source::Irqs};
@@ -50,13 +50,8 @@ impl IrqPort {
     }
 
     /// (index, vector, count) of each raised vector.
-    pub(super) fn raised(&self) -> Vec<(u8, u16, u64)> {
-        self.vectors
-            .status()
-            .fired
-            .iter()
-            .map(|count| (count.index as u8, count.vector, count.fired))
-            .collect()
+    pub(super) fn raised(&self) -> Vec<VectorCount> {
+        self.vectors.status().fired
     }
 }
 

@@ -13,7 +13,8 @@ use std::{
 use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
-    Action, IrqCounts, IrqData, IrqEvent, IrqEventFd, IrqIndex, IrqRange, IrqTarget, Relay, SetIrqs,
+    Action, IrqCounts, IrqData, IrqEvent, IrqEventFd, IrqIndex, IrqRange, IrqTarget, Relay,
+    SetIrqs, VectorCount,
 };
 use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
 use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
@@ -210,8 +211,8 @@ fn unkey(key: u64) -> (IrqIndex, u16) {
     )
 }
 
-/// (index, vector, count) of the interrupts that the kernel has received from the function.
-pub(super) fn counts(host: &HostPci, bdf: Bdf) -> Vec<(u8, u16, u64)> {
+/// The interrupts that the kernel has received from the function.
+pub(super) fn counts(host: &HostPci, bdf: Bdf) -> Vec<VectorCount> {
     let counts = host.interrupt_counts(&bdf).unwrap_or_default();
     let counts = counts.into_iter().map(|count| {
         let index = match count.kind {
@@ -219,7 +220,11 @@ pub(super) fn counts(host: &HostPci, bdf: Bdf) -> Vec<(u8, u16, u64)> {
             IrqKind::Msi => IrqIndex::Msi,
             IrqKind::Msix => IrqIndex::Msix,
         };
-        (index as u8, count.vector as u16, count.count)
+        VectorCount {
+            index,
+            vector: count.vector as u16,
+            fired: count.count,
+        }
     });
-    counts.filter(|(_, _, count)| *count != 0).collect()
+    counts.filter(|count| count.fired != 0).collect()
 }

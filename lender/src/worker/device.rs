@@ -236,9 +236,10 @@ impl WorkerDevice {
         if let Kind::Function(function) = &self.device {
             report = function.completed(report);
         }
-        for (name, value) in &mut report.counters {
-            let former = self.last.counters.iter().find(|(known, _)| known == name);
-            *value = value.saturating_add(former.map_or(0, |(_, value)| *value));
+        for counter in &mut report.counters {
+            let mut former = self.last.counters.iter();
+            let former = former.find(|former| former.name == counter.name);
+            counter.value = counter.value.saturating_add(former.map_or(0, |c| c.value));
         }
         report
     }

@@ -72,7 +72,7 @@ fn host_with_image() -> (Host, std::path::PathBuf) {
 fn fired(status: &DeviceStatus) -> Vec<(u32, u64)> {
     let fired = status.interrupts.iter();
     fired
-        .map(|(_, vector, count)| (u32::from(*vector), *count))
+        .map(|count| (u32::from(count.vector), count.fired))
         .collect()
 }
 

@@ -252,6 +252,8 @@ impl Seen {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use farside_irq_relay::{IrqIndex, VectorCount};
+
     use super::*;
 
     /// The facts of a successful demo.
@@ -279,7 +281,13 @@ pub(super) mod tests {
                     bytes_mapped: ram,
                     ..Usage::default()
                 },
-                interrupts: vec![(2, 0, 14), (2, 1, 1000)],
+                interrupts: [(0, 14), (1, 1000)]
+                    .map(|(vector, fired)| VectorCount {
+                        index: IrqIndex::Msix,
+                        vector,
+                        fired,
+                    })
+                    .to_vec(),
                 ..Seen::default().lent
             },
             kernel: KernelView {

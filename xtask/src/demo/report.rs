@@ -96,12 +96,7 @@ pub(super) fn text(facts: &Facts) -> String {
         "BME to DMA-ready",
         micros(borrow.bme_to_ready_us as f64),
     );
-    let fired: Vec<String> = running
-        .lent
-        .interrupts
-        .iter()
-        .map(|f| status::fired(*f))
-        .collect();
+    let fired: Vec<String> = running.lent.interrupts.iter().map(status::fired).collect();
     line(&mut text, "interrupts", fired.join(", "));
     line(&mut text, "DMA faults", facts.dma_faults().to_string());
 
@@ -217,10 +212,10 @@ impl From<&Facts> for Document {
             accel: facts.accel.to_lowercase(),
             sha256: facts.guest.sha256_written.clone(),
             interrupts: interrupts
-                .map(|&(index, vector, count)| InterruptCount {
-                    index,
-                    vector,
-                    count,
+                .map(|count| InterruptCount {
+                    index: count.index as u8,
+                    vector: count.vector,
+                    count: count.fired,
                 })
                 .collect(),
             checks: checks
