@@ -1,6 +1,6 @@
 //! Recorded facts.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use serde::Serialize;
 
@@ -62,6 +62,26 @@ pub struct VfFacts {
     pub wall_s: f64,
 }
 
+/// Facts about two NVMe devices of one VM across an NTB. LUT entries are those of the lender's
+/// endpoint.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SharingFacts {
+    /// LUT entries that each device uses, while the guest uses both.
+    pub of_devices: Vec<u64>,
+    /// LUT entries in use then.
+    pub of_both: u64,
+    /// LUT entries in use when the guest's driver has released one device.
+    pub of_one: u64,
+    /// LUT entries in use when it has released both.
+    pub of_none: u64,
+    /// Checksums of what the guest wrote to each device, and read back.
+    pub read_back: BTreeSet<String>,
+    /// Checksum of what it read from one device when it had released the other.
+    pub read_after: String,
+    /// Checksums of the images.
+    pub on_images: BTreeSet<String>,
+}
+
 impl Facts {
     /// The conditions to hold, and whether they do.
     pub fn checks(&self) -> Vec<(String, bool)> {
@@ -100,6 +120,32 @@ impl Facts {
             check(
                 "the guest got each of the drive's interrupts",
                 self.msix_device > 0 && self.msix_device == self.msix_guest,
+            ),
+        ]
+    }
+}
+
+impl SharingFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        let of_all = self.of_devices.iter().all(|used| *used == self.of_both);
+        vec![
+            check(
+                "both devices use the LUT entries of one",
+                self.of_both > 0 && self.of_devices.len() == 2 && of_all,
+            ),
+            check(
+                "which are in use until the second is released",
+                self.of_one == self.of_both && self.of_none == 0,
+            ),
+            check(
+                "each device has what the guest wrote to it",
+                self.read_back.len() == 2 && self.read_back == self.on_images,
+            ),
+            check(
+                "a device works on without the other",
+                self.read_back.contains(&self.read_after),
             ),
         ]
     }

@@ -3,6 +3,7 @@
 //!
 //! - [`same_host`]: lender and borrower are one host;
 //! - [`two_hosts`]: each is a separate host, connected by an NTB and a network;
+//! - [`shared_windows`]: the same, with two devices of one guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
@@ -15,10 +16,11 @@ mod iommufd;
 mod play;
 mod programs;
 mod scripted;
+mod sharing;
 mod stage;
 mod vfs;
 
-pub use facts::{Facts, VfFacts};
+pub use facts::{Facts, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
 
@@ -50,6 +52,11 @@ pub fn same_host(set: &Set<'_>) -> Result<Facts> {
 /// Lender on one host, backend and guest on another.
 pub fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     stage::two_hosts(set)
+}
+
+/// Two devices of one VM, lent across an NTB.
+pub fn shared_windows(set: &Set<'_>) -> Result<SharingFacts> {
+    sharing::sharing(set)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

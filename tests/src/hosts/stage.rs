@@ -66,6 +66,38 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     let started = Instant::now();
     let mut facts = Facts::default();
     let image = image(set, "two-hosts.img")?;
+    across_ntb(set, &drive(&image), |a, b| {
+        let lender = b.lend(&format!(
+            "--name b --listen tls:10.0.0.2:4000 --borrower host=a --vfio {DEVICE}={DRIVE} --ntb {NTB}"
+        ))?;
+        let backend = a.serve(
+            VM,
+            DEVICE,
+            &format!("--lender tls:10.0.0.2:4000 --ntb {NTB}"),
+        )?;
+        let stage = Stage {
+            borrower: a,
+            lender: b,
+            ntb: true,
+            huge_pages: false,
+            image: &image,
+        };
+        play::guest_uses_drive(&stage, set, &mut facts)?;
+        play::rogue(&stage, set, &mut facts)?;
+        backend.stop()?;
+        lender.stop()
+    })?;
+    facts.wall_s = seconds(started.elapsed());
+    Ok(facts)
+}
+
+/// Plays a scene with the hosts `a` and `b`, which an NTB and a network connect; `b` has the devices
+/// of `drives`.
+pub(super) fn across_ntb(
+    set: &Set<'_>,
+    drives: &[String],
+    scene: impl FnOnce(&Host, &Host) -> Result<()>,
+) -> Result<()> {
     let at = |name: &str| set.cluster.directory().join(name).display().to_string();
     (set.tell)("starting the NTB between the hosts");
     let ports = [format!("A={}", at("a.sock")), format!("B={}", at("b.sock"))];
@@ -94,7 +126,7 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
             format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:00:00:{mac:02x}"),
         ])
     };
-    let b = Host::launch(host("b", "on", 2).args(drive(&image)), set.programs)?;
+    let b = Host::launch(host("b", "on", 2).args(drives), set.programs)?;
     let a = Host::launch(host("a", "off", 1), set.programs)?;
     for (host, address) in [(&a, "10.0.0.1"), (&b, "10.0.0.2")] {
         let up = format!(
@@ -107,35 +139,14 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
         .context("the hosts' network")?;
 
     certify(&a, &b)?;
-    let played = (|| {
-        let lender = b.lend(&format!(
-            "--name b --listen tls:10.0.0.2:4000 --borrower host=a --vfio {DEVICE}={DRIVE} --ntb {NTB}"
-        ))?;
-        let backend = a.serve(
-            VM,
-            DEVICE,
-            &format!("--lender tls:10.0.0.2:4000 --ntb {NTB}"),
-        )?;
-        let stage = Stage {
-            borrower: &a,
-            lender: &b,
-            ntb: true,
-            huge_pages: false,
-            image: &image,
-        };
-        play::guest_uses_drive(&stage, set, &mut facts)?;
-        play::rogue(&stage, set, &mut facts)?;
-        backend.stop()?;
-        lender.stop()
-    })();
+    let played = scene(&a, &b);
     played.map_err(|error: anyhow::Error| error.context(format!("{}{}", a.story(), b.story())))?;
     a.shutdown()?;
     b.shutdown()?;
     ntb.terminate()?;
     let ended = ntb.wait_exit(SHORT)?;
     ensure!(ended.success(), "farside ntb ended badly: {ended}");
-    facts.wall_s = seconds(started.elapsed());
-    Ok(facts)
+    Ok(())
 }
 
 /// Gives the borrower `a` and the lender `b` certificates of one CA.
