@@ -1,7 +1,7 @@
 //! `farside bench`: measures disks in the guest where it runs, makes reports,
 //! compares two measurements.
 
-mod drive;
+mod disk;
 mod fio_run;
 
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use farside_bench::{
     output, tables,
 };
 
-use drive::Drive;
+use disk::Disk;
 
 /// Before a job is measured, seconds.
 const RAMP: u32 = 1;
@@ -59,10 +59,10 @@ enum What {
 #[derive(Debug, ClapArgs)]
 struct Run {
     /// The borrowed disk, such as /dev/nvme0n1.
-    #[arg(long, value_name = "DRIVE")]
+    #[arg(long, value_name = "DISK")]
     borrowed: PathBuf,
     /// The disk to compare it with, such as /dev/nvme1n1.
-    #[arg(long, value_name = "DRIVE")]
+    #[arg(long, value_name = "DISK")]
     beside: PathBuf,
     /// Run the write jobs, too: DATA ON BOTH DISKS IS OVERWRITTEN.
     #[arg(long)]
@@ -106,8 +106,8 @@ fn compare(before: &std::path::Path, after: &std::path::Path) -> Result<()> {
 impl Run {
     fn run(&self) -> Result<()> {
         let version = fio_run::version()?;
-        let borrowed = Drive::open(&self.borrowed)?;
-        let beside = Drive::open(&self.beside)?;
+        let borrowed = Disk::open(&self.borrowed)?;
+        let beside = Disk::open(&self.beside)?;
         ensure!(
             borrowed.name != beside.name,
             "--borrowed and --beside are the same disk, {}",
@@ -137,7 +137,7 @@ impl Run {
         Ok(())
     }
 
-    fn job(&self, job: &Job, borrowed: &Drive, beside: &Drive) -> Result<JobResult> {
+    fn job(&self, job: &Job, borrowed: &Disk, beside: &Disk) -> Result<JobResult> {
         let timing = Timing {
             ramp: RAMP,
             seconds: self.seconds,

@@ -17,7 +17,7 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Lend an NVMe drive to a VM, use it there, and prove where the bytes went
+    /// Lend an NVMe device to a VM, use it there, and prove where the bytes went
     Demo(Demo),
     /// Run every test of the workspace, those that boot guests included
     Test(Test),
@@ -29,7 +29,7 @@ pub(crate) enum Verb {
     Miri,
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
-    /// Compare the borrowed NVMe drive with QEMU's own, in one guest
+    /// Compare the borrowed NVMe device with QEMU's own, in one guest
     Bench(Bench),
     /// Make the Debian package: program, systemd units, man pages, completions
     Deb(Deb),
@@ -37,8 +37,8 @@ pub(crate) enum Verb {
     Tidy,
 }
 
-/// Lends an NVMe drive to a VM: boots the guest, makes a file system on the
-/// drive, writes and reads 256 MiB, shuts down, and proves by checksum that the
+/// Lends an NVMe device to a VM: boots the guest, makes a file system on the
+/// disk, writes and reads 256 MiB, shuts down, and proves by checksum that the
 /// bytes are in the lender's image.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Demo {
@@ -91,8 +91,8 @@ pub(crate) struct Fuzz {
 }
 
 /// Boots VMs that play hosts, each with an emulated VT-d and Linux's VFIO, lends a
-/// physical NVMe drive to a guest in such a VM, and shows from the kernels' own
-/// output what the drive could reach and when: on one host, and between two that
+/// physical NVMe device to a guest in such a VM, and shows from the kernels' own
+/// output what the device could reach and when: on one host, and between two that
 /// an NTB joins.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Cluster {
@@ -115,7 +115,7 @@ pub(crate) enum Only {
     Vfs,
 }
 
-/// Measures in one guest, on equal images: fio on the borrowed NVMe drive and on
+/// Measures in one guest, on equal images: fio on the borrowed NVMe device and on
 /// QEMU's own `nvme` device, in turns; one transfer at a time of 4 KiB to 128 MiB;
 /// how long a device's answer takes, by DMA and by interrupts. And without a
 /// guest: single things, such as a trapped read, or locking a guest's memory; and
@@ -137,7 +137,7 @@ pub(crate) struct Bench {
     /// Write the results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Measurements of each job and size on each drive [default: of jobs 5, or 2 with
+    /// Measurements of each job and size on each disk [default: of jobs 5, or 2 with
     /// --quick; of sizes 2].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1000))]
     pub(crate) repeats: Option<u32>,
@@ -152,7 +152,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "HOW", default_value = "io_uring",
           value_parser = ["io_uring", "threads"])]
     pub(crate) own_aio: String,
-    /// Put both drives behind a vIOMMU that translates all DMA, so that the guest maps
+    /// Put both disks behind a vIOMMU that translates all DMA, so that the guest maps
     /// and unmaps the pages of each I/O.
     #[arg(long)]
     pub(crate) viommu: bool,
@@ -182,7 +182,7 @@ pub(crate) struct Deb {
 /// A part of `cargo xtask bench`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Chapter {
-    /// fio's jobs on both drives.
+    /// fio's jobs on both disks.
     Fio,
     /// Bandwidth over transfer size.
     Sweep,

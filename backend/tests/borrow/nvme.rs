@@ -177,7 +177,7 @@ fn reads_in_flight_are_drained_before_memory_is_let_go() {
         }
         vec![disk]
     });
-    let image = image.expect("an NVMe drive has an image");
+    let image = image.expect("an NVMe device has an image");
     image.sync_all().unwrap();
     let served = host.serve(DISK);
     let (mut vmm, ram) = guest(&served);

@@ -40,7 +40,7 @@ pub fn html(results: &Results, plots: &[Plot]) -> Result<String, Error> {
             .collect()
     };
     if !results.jobs.is_empty() {
-        let [borrowed, beside] = &results.drives;
+        let [borrowed, beside] = &results.disks;
         body += &format!(
             "<h2>fio: {} over {}</h2>\n",
             escape(borrowed),

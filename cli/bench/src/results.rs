@@ -18,7 +18,8 @@ pub struct Results {
     /// The environment.
     pub environment: Environment,
     /// What the two disks are called in tables: first the borrowed one.
-    pub drives: [String; 2],
+    #[serde(rename = "drives")]
+    pub disks: [String; 2],
     /// fio's jobs on both disks.
     pub jobs: Vec<JobResult>,
     /// Everything else.
@@ -64,11 +65,11 @@ impl Finding {
 
 impl Results {
     /// Nothing measured yet.
-    pub fn new(environment: Environment, drives: [&str; 2]) -> Self {
+    pub fn new(environment: Environment, disks: [&str; 2]) -> Self {
         Self {
             format: FORMAT,
             environment,
-            drives: drives.map(str::to_owned),
+            disks: disks.map(str::to_owned),
             jobs: Vec::new(),
             sections: Vec::new(),
         }

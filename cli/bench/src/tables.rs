@@ -49,8 +49,8 @@ pub fn job_figures(results: &Results) -> Rows {
     for job in &results.jobs {
         let sides: [fn(&JobResult, &crate::Metric) -> Vec<f64>; 2] =
             [JobResult::borrowed, JobResult::beside];
-        for (drive, side) in results.drives.iter().zip(sides) {
-            let mut row = vec![job.job.clone(), drive.clone()];
+        for (disk, side) in results.disks.iter().zip(sides) {
+            let mut row = vec![job.job.clone(), disk.clone()];
             row.extend(METRICS.iter().map(|metric| {
                 let median = Spread::of(side(job, metric)).map(|spread| spread.median);
                 median.map_or(DASH.to_owned(), |median| metric.unit.show(median))
@@ -103,7 +103,7 @@ pub fn section(section: &Section) -> Rows {
 pub fn text(results: &Results) -> String {
     let mut text = String::new();
     if !results.jobs.is_empty() {
-        let [borrowed, beside] = &results.drives;
+        let [borrowed, beside] = &results.disks;
         text += &format!(
             "\n{borrowed} over {beside}\n\n{}",
             table(&job_ratios(results))

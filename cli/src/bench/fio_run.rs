@@ -12,7 +12,7 @@ use farside_bench::{
     job::Job,
 };
 
-use super::drive::Drive;
+use super::disk::Disk;
 
 /// fio's version, or the command that installs it.
 pub(super) fn version() -> Result<String> {
@@ -21,14 +21,14 @@ pub(super) fn version() -> Result<String> {
 }
 
 /// Runs a job once.
-pub(super) fn measure(job: &Job, drive: &Drive, timing: Timing) -> Result<Measurement> {
+pub(super) fn measure(job: &Job, disk: &Disk, timing: Timing) -> Result<Measurement> {
     let directory = tempfile::tempdir().context("creating a directory for fio")?;
-    let sample = fio::sample_command(&drive.name);
+    let sample = fio::sample_command(&disk.name);
     let hooks = Hooks {
         begin: sample.clone(),
         end: sample,
     };
-    let arguments = fio::arguments(job, &drive.name, timing, &hooks);
+    let arguments = fio::arguments(job, &disk.name, timing, &hooks);
     let output = call(
         Command::new("fio")
             .args(arguments)

@@ -177,7 +177,7 @@ fn disks(host: &Host) -> (&'static str, &'static str) {
     match host.shell(&at).trim() {
         "nvme0" => (first, second),
         "nvme1" => (second, first),
-        other => panic!("the drive is {other:?}"),
+        other => panic!("the device is {other:?}"),
     }
 }
 

@@ -220,14 +220,14 @@ fn identify(drive: &Function, registers: &RegionMemory, queues: &Arc<SharedMemor
     let status = |bits| move || registers.load_u32(nvme::CSTS).unwrap_or(0) & 3 == bits;
     let store = |at, value| registers.store_u32(at, value).ok_or("inside");
     store(nvme::CC, 0)?;
-    wait("the drive to stop", &status(0))?;
+    wait("the device to stop", &status(0))?;
     store(nvme::AQA, 0x0001_0001)?;
     for (at, address) in [(nvme::ASQ, QUEUES), (nvme::ACQ, QUEUES + 4096)] {
         store(at, address as u32)?;
         store(at + 4, (address >> 32) as u32)?;
     }
     store(nvme::CC, 0x0046_0001)?;
-    wait("the drive to start", &status(1))?;
+    wait("the device to start", &status(1))?;
     // Identify (opcode 6), command 1, controller (CNS 1), data at 0.
     let command = queues.slice(0, 64).ok_or("inside")?;
     command.store_u32(0, 1 << 16 | 6, Ordering::SeqCst);

@@ -139,7 +139,7 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<SparseMmapArea> {
 /// The name of a class code (24 bits: base class, sub-class, interface), for display.
 fn class_text(class: u32) -> String {
     let text = match (class >> 16, class >> 8 & 0xff, class & 0xff) {
-        (0x01, 0x08, 0x02) => "NVMe drive",
+        (0x01, 0x08, 0x02) => "NVMe controller",
         (0x01, 0x06, _) => "SATA controller",
         (0x01, 0x07, _) => "SAS controller",
         (0x01, ..) => "storage controller",

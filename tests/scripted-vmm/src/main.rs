@@ -43,10 +43,10 @@ struct Args {
     /// MSI-X vectors to set up [default: all].
     #[arg(long, value_name = "N")]
     vectors: Option<u32>,
-    /// I/O queues of the drive, each with a vector of its own.
+    /// I/O queues of the device, each with a vector of its own.
     #[arg(long, value_name = "N", default_value_t = 1)]
     queues: u16,
-    /// The drive's namespace.
+    /// The device's namespace.
     #[arg(long, value_name = "ID", default_value_t = 1)]
     namespace: u32,
     /// The pattern of the first `io`; each further one takes the next number.

@@ -310,7 +310,7 @@ impl Session {
         let class = pci::class(&mut self.machine.device)?;
         ensure!(
             class == NVM_EXPRESS,
-            "the function is of class {class:#08x}: the driver is for NVMe drives, {NVM_EXPRESS:#08x}"
+            "the function is of class {class:#08x}: the driver is for NVMe devices, {NVM_EXPRESS:#08x}"
         );
         self.drive = None;
         let (queues, namespace) = (self.options.queues, self.options.namespace);

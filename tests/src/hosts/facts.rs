@@ -97,7 +97,7 @@ impl Facts {
                 self.dmar_mappings_before_bme == 0,
             ),
             check(
-                "then exactly guest RAM was mapped for the drive",
+                "then exactly guest RAM was mapped for the device",
                 ram > 0 && self.bytes_mapped_after_bme == ram && self.ranges_equal,
             ),
             check(
@@ -118,7 +118,7 @@ impl Facts {
             ),
             check("it changed nothing", self.rogue_bytes_written == 0),
             check(
-                "the guest got each of the drive's interrupts",
+                "the guest got each of the device's interrupts",
                 self.msix_device > 0 && self.msix_device == self.msix_guest,
             ),
         ]

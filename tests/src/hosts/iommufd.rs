@@ -81,7 +81,7 @@ impl IommufdFacts {
             ),
             check("it changed nothing", self.rogue_bytes_written == 0),
             check(
-                "the guest got each of the drive's interrupts",
+                "the guest got each of the device's interrupts",
                 self.msix_guest > 0 && self.msix_device == self.msix_guest,
             ),
         ]
@@ -126,14 +126,14 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     vmm.step("place")?;
     vmm.step("before-bme")?;
     facts.mappings_before_bme = mapped()?.count();
-    (set.tell)("a scripted guest uses the drive");
+    (set.tell)("a scripted guest uses the device");
     vmm.step("bme")?;
     facts.bytes_mapped_after_bme = mapped()?.bytes();
     let io = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
     facts.checksum_ok = io["checksum_ok"] == true;
     facts.msix_guest = number(&vmm.step("irqs")?["interrupts"]["sum"])?;
     facts.msix_device = interrupts(host)?;
-    (set.tell)("a scripted guest points the drive outside of its RAM");
+    (set.tell)("a scripted guest points the device outside of its RAM");
     vmm.step("rogue hole")?;
     facts.rogue_dma_faults = host.wait_dmar_faults(DRIVE, 1)?;
     facts.rogue_faults_in_status = host.wait_faults_in_status(DEVICE, facts.rogue_dma_faults)?;

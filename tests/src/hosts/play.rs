@@ -139,7 +139,7 @@ pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Fac
     facts.msix_device = after.0 - before.0;
     facts.msix_guest = after.1 - before.1;
 
-    (set.tell)("the guest lets the drive go");
+    (set.tell)("the guest lets the device go");
     guest.exec_ok(
         &format!("echo {drive} >/sys/bus/pci/devices/{drive}/driver/unbind"),
         LONG,
@@ -166,7 +166,7 @@ fn find_drive(guest: &Guest) -> Result<String> {
         SHORT,
     )?;
     let found = found.trim();
-    ensure!(!found.is_empty(), "the guest finds no drive");
+    ensure!(!found.is_empty(), "the guest finds no NVMe device");
     Ok(found.to_owned())
 }
 
@@ -227,7 +227,7 @@ fn write_and_read(guest: &Guest) -> Result<Sums> {
 /// A guest that makes the device access addresses outside its RAM: the hole behind it, and
 /// addresses at which the lending host has its own memory.
 pub(super) fn rogue(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Facts) -> Result<()> {
-    (set.tell)("a scripted guest points the drive outside of its RAM");
+    (set.tell)("a scripted guest points the device outside of its RAM");
     stage.trace()?;
     let logged = stage.lender.wait_dmar_faults(DRIVE, 0)?;
     let reported = stage.lender.wait_faults_in_status(DEVICE, 0)?;

@@ -23,7 +23,7 @@ pub fn two_vms_use_their_own_drives_of_one_lender(cluster: &Cluster) -> anyhow::
         .machine(farside_tests::Machine::I440fx)
         .boot()?;
     let (left, right, other) = (disk(&a, 0x10, 0)?, disk(&a, 0x10, 1)?, disk(&b, 0x10, 0)?);
-    ensure!(left != right, "two drives, one name: {left}");
+    ensure!(left != right, "two disks, one name: {left}");
 
     // All three concurrently.
     let write = |guest: &Guest<'_>, seed: u64| -> anyhow::Result<String> {

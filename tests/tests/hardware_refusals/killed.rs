@@ -25,7 +25,7 @@ impl<'a> Busy<'a> {
         host.trace_iommu()?;
         let mut vmm = Scripted::start(host, HERE, "a", "disk0")?;
         vmm.step("driver")?;
-        ensure!(mapped(host)? > 0, "nothing is mapped for the drive");
+        ensure!(mapped(host)? > 0, "nothing is mapped for the device");
         let done = interrupts(host)?;
         vmm.begin("interrupts 1000000")?;
         host.wait_for(&format!("[ $({INTERRUPTS}) -gt {} ]", done + 20))?;

@@ -44,10 +44,7 @@ pub fn a_domain_keeps_its_data_when_it_is_destroyed_started_and_shut_down(
     let guest = domain.boot()?;
     ensure!(read(&guest, "/dev/nvme0n1")? == written, "the data is gone");
     let again = guest.exec_ok("readlink -f /sys/block/nvme0n1", BOOT)?;
-    ensure!(
-        place == again,
-        "the drive was at {place}, and is at {again}"
-    );
+    ensure!(place == again, "the disk was at {place}, and is at {again}");
 
     stage.virsh(&["shutdown", "web1"])?;
     guest.wait_gone(BOOT)?;

@@ -73,7 +73,7 @@ pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(
     );
     ensure!(
         !failed.is_ok_and(|output| output.success()),
-        "a drive without a backend was read"
+        "a disk without a backend was read"
     );
     // A restarted libvirtd does not end such a domain either.
     restart_libvirtd(stage, || Ok(()))?;

@@ -111,7 +111,7 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
     ensure!(files(stage)? == before, "{:?}, {before:?}", files(stage));
 
     // No check can predict this: the guest does not release the device.
-    let (_, generation) = stage.holder()?.context("nobody has the drive")?;
+    let (_, generation) = stage.holder()?.context("nobody has the disk")?;
     let late = [&live("b")[..], &["--shutdown-timeout", "2"]].concat();
     stage.refused(
         "a",

@@ -31,13 +31,10 @@ pub fn a_running_guest_goes_there_and_back(stage: &Stage) -> Result<Completion> 
         guest = arrived(stage)?;
         ensure!(stage.running()? == [to], "{:?}", stage.running());
         counter.goes_on(&guest)?;
-        ensure!(checksum(&guest)? == sum, "the drive has other data");
+        ensure!(checksum(&guest)? == sum, "the disk has other data");
         let now = guest.exec_ok(ADDRESS, SHORT)?;
-        ensure!(
-            now == address,
-            "the drive was at {address}, and is at {now}"
-        );
-        let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+        ensure!(now == address, "the disk was at {address}, and is at {now}");
+        let (holder, generation) = stage.holder()?.context("nobody has the disk")?;
         ensure!(
             holder == VM && generation > last_generation,
             "{holder} {generation}"

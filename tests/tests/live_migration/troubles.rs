@@ -20,15 +20,15 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     let guest = start(stage)?;
     let sum = fill(&guest)?;
     let mut counter = Counter::start(&guest)?;
-    let (_, first) = stage.holder()?.context("nobody has the drive")?;
+    let (_, first) = stage.holder()?.context("nobody has the disk")?;
     let mut stayed = |what: &str, after: u64| -> Result<u64> {
         let mut all = || -> Result<u64> {
             ensure!(stage.running()? == ["a"], "{:?}", stage.running());
             guest.wait_path(DRIVE, SHORT)?;
-            ensure!(checksum(&guest)? == sum, "the drive has other data");
+            ensure!(checksum(&guest)? == sum, "the disk has other data");
             counter.goes_on(&guest)?;
             ensure!(!described(stage, "b"), "it is described at b");
-            let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+            let (holder, generation) = stage.holder()?.context("nobody has the disk")?;
             ensure!(holder == VM && generation > after, "{holder} {generation}");
             Ok(generation)
         };
@@ -40,8 +40,8 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     nowhere[6] = "10.99.0.77";
     stage.refused("a", &nowhere, &["cannot listen at 10.99.0.77", "as it was"])?;
     stayed("address", first - 1)?;
-    let (_, same) = stage.holder()?.context("nobody has the drive")?;
-    ensure!(same == first, "the drive was returned");
+    let (_, same) = stage.holder()?.context("nobody has the disk")?;
+    ensure!(same == first, "the disk was returned");
 
     // QEMU there does not start, which no check predicts.
     let text = stage.description()?;
@@ -63,7 +63,7 @@ pub fn a_guest_that_cannot_go_stays_and_gets_its_drive_back(stage: &Stage) -> Re
     speed(&guest, 0)?;
     stage.ok("a", &live("b"))?;
     let guest = arrived(stage)?;
-    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    ensure!(checksum(&guest)? == sum, "the disk has other data");
     counter.stop(&guest, &root_image(stage))?;
     Ok(Completion::Completed)
 }
@@ -81,7 +81,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     stage.ok("a", &["migration", "resume", VM, "--back"])?;
     ensure!(stage.running()? == ["a"], "{:?}", stage.running());
     guest.wait_path(DRIVE, SHORT)?;
-    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    ensure!(checksum(&guest)? == sum, "the disk has other data");
     counter.goes_on(&guest)?;
 
     // Resumed without a direction: it waits for the transfer.
@@ -93,7 +93,7 @@ pub fn a_transfer_goes_on_without_the_command_that_began_it(stage: &Stage) -> Re
     ensure!(said.contains("stood still for"), "{said}");
     let guest = arrived(stage)?;
     ensure!(stage.running()? == ["b"], "{:?}", stage.running());
-    ensure!(checksum(&guest)? == sum, "the drive has other data");
+    ensure!(checksum(&guest)? == sum, "the disk has other data");
     ensure!(!described(stage, "a"));
     counter.stop(&guest, &root_image(stage))?;
     Ok(Completion::Completed)

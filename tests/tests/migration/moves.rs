@@ -69,12 +69,9 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
             .verify(&guest)
             .with_context(|| format!("after migration {n}"))?;
         let now = guest.exec_ok("readlink -f /sys/class/nvme/nvme0/device", crate::SHORT)?;
-        ensure!(
-            now == address,
-            "the drive was at {address}, and is at {now}"
-        );
+        ensure!(now == address, "the disk was at {address}, and is at {now}");
         ensure!(stage.running()? == [to], "{:?}", stage.running());
-        let (holder, generation) = stage.holder()?.context("nobody has the drive")?;
+        let (holder, generation) = stage.holder()?.context("nobody has the disk")?;
         ensure!(
             holder == VM && generation > last_generation,
             "{holder} {generation}"
@@ -94,7 +91,7 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
     let backends = stage.processes(at, &["serve --vm"])?;
     // It connects for the backend.
     let helpers = stage.processes(at, &["serve-helper"])?;
-    let holder = leases.holder.context("nobody has the drive")?;
+    let holder = leases.holder.context("nobody has the disk")?;
     ensure!(
         backends.len() == 1 && helpers == [holder.cast_signed()],
         "{backends:?}, {helpers:?}, {leases:?}"
@@ -137,7 +134,7 @@ pub fn a_host_that_was_left_does_not_get_the_drive_whatever_it_does(
     );
     stage.ok("b", &["start", VM])?;
     let _guest = stage.guest()?;
-    let (holder, _) = stage.holder()?.context("nobody has the drive")?;
+    let (holder, _) = stage.holder()?.context("nobody has the disk")?;
     ensure!(holder == VM);
     // The administrator declares the new host lost, and takes the VM back.
     stage.ok("a", &["migration", "claim", VM])?;
@@ -191,7 +188,7 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
         ensure!(stage.running()? == ["a"], "{what}: {:?}", stage.running());
         ensure!(
             stage.holder()?.is_some_and(|(holder, _)| holder == VM),
-            "{what}: nobody has the drive"
+            "{what}: nobody has the disk"
         );
         guest.exec_ok(
             "dd if=/dev/nvme0n1 of=/dev/null bs=4096 count=1",

@@ -26,7 +26,7 @@ pub(super) fn environment(
         ("seconds", settings.seconds.to_string()),
         ("images", images.display().to_string()),
         ("vIOMMU", if args.viommu { "on" } else { "off" }.to_owned()),
-        ("own drive", format!("cache=writeback,aio={}", args.own_aio)),
+        ("own disk", format!("cache=writeback,aio={}", args.own_aio)),
     ];
     let commit = git(&["rev-parse", "--short=12", "HEAD"]);
     Environment {

@@ -131,10 +131,10 @@ impl Both<'_> {
         Ok(Section {
             name: "sweep".into(),
             title: "Bandwidth over transfer size".into(),
-            about: "fio reads or writes the drive from its beginning to its end, one request of \
-                    the given size at a time, for a second, on both drives in turns. Small \
+            about: "fio reads or writes the disk from its beginning to its end, one request of \
+                    the given size at a time, for a second, on both disks in turns. Small \
                     transfers show what a request costs, large ones what a byte costs. The \
-                    guest's kernel cuts what exceeds the drive's largest transfer into several \
+                    guest's kernel cuts what exceeds the disk's largest transfer into several \
                     commands."
                 .into(),
             series,

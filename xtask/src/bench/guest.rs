@@ -63,8 +63,8 @@ fn find_drives(vm: &Vm) -> Result<Drives> {
     let serials = vm.exec_ok("cat /sys/block/nvme[01]n1/device/serial", SHORT)?;
     let serials: Vec<&str> = serials.lines().map(str::trim).collect();
     let own = serials.iter().position(|serial| *serial == OWN_SERIAL);
-    let own = own.with_context(|| format!("no drive {OWN_SERIAL} among {serials:?}"))?;
-    ensure!(serials.len() == 2, "not two drives: {serials:?}");
+    let own = own.with_context(|| format!("no disk {OWN_SERIAL} among {serials:?}"))?;
+    ensure!(serials.len() == 2, "not two disks: {serials:?}");
     Ok(Drives {
         borrowed: format!("nvme{}n1", 1 - own),
         own: format!("nvme{own}n1"),

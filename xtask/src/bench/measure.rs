@@ -51,7 +51,7 @@ impl Run<'_> {
         ensure!(fio.success(), "fio failed: {fio}");
         let outcome = fio::read_output(&fio.stdout)?;
         let work = Sample::parse(&end)?.since(&Sample::parse(&begin)?);
-        ensure!(work.bytes > 0, "the drive did no I/O: {fio}");
+        ensure!(work.bytes > 0, "the disk did no I/O: {fio}");
         Ok(Measurement::new(job, &outcome, &work, Some(cpu)))
     }
 

@@ -223,12 +223,12 @@ impl Stage<'_> {
         let (borrow, lent) = scene.device()?;
         ensure!(
             lent.faults.total == 0 && borrow.last_error.is_none(),
-            "the borrowed drive met {} DMA faults, last error {:?}: the figures mean nothing",
+            "the borrowed disk met {} DMA faults, last error {:?}: the figures mean nothing",
             lent.faults.total,
             borrow.last_error
         );
         guest.shutdown()?;
-        scene.wait_for("the drive's return to the lender", |scene| {
+        scene.wait_for("the disk's return to the lender", |scene| {
             Ok(scene.device()?.1.is_free())
         })
     }

@@ -127,7 +127,7 @@ fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
         (
             "MSI-X interrupts",
             format!(
-                "{} by the drive, {} in the guest",
+                "{} by the device, {} in the guest",
                 facts.msix_device, facts.msix_guest
             ),
         ),

@@ -149,10 +149,10 @@ impl Facts {
                 format!("{:?}, {:?}", running.lent.usage, running.kernel),
             ),
             check(
-                "the guest read back from the drive what it had written",
+                "the guest read back from the disk what it had written",
                 self.guest_ok(),
                 format!(
-                    "written {}, read {}, {} of it from the drive",
+                    "written {}, read {}, {} of it from the disk",
                     self.guest.sha256_written,
                     self.guest.sha256_read,
                     bytes(self.guest.bytes_read_back)

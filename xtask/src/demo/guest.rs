@@ -67,7 +67,7 @@ pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
     };
     vm.wait_path("/dev/nvme0n1", SHORT)?;
     facts.lspci = step(
-        "Guest: finding the drive",
+        "Guest: finding the disk",
         "lspci -v -s $(basename $(readlink -f /sys/block/nvme0n1/device/device))",
         SHORT,
     )?;
@@ -88,7 +88,7 @@ pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
     )?)?;
     let before = bytes_read(vm)?;
     facts.sha256_read = checksum(&step(
-        "Guest: reading it back from the drive",
+        "Guest: reading it back from the disk",
         &format!("echo 3 > /proc/sys/vm/drop_caches; sha256sum /mnt{FILE}"),
         LONG,
     )?)?;

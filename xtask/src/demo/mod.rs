@@ -97,7 +97,7 @@ fn play(
 
     let task = progress.spinner("Shutting the guest down");
     guest.shutdown()?;
-    scene.wait_for("the drive's return to the lender", |scene| {
+    scene.wait_for("the disk's return to the lender", |scene| {
         let (borrow, lent) = scene.device()?;
         Ok(lent.is_free() && borrow.state == BorrowState::Unleased)
     })?;
@@ -134,7 +134,7 @@ fn boot(
                     .is_ok_and(|(borrow, _)| borrow.dma_windows > 0)
                 {
                     task.set(3);
-                    task.detail("the drive can reach guest RAM");
+                    task.detail("the disk can reach guest RAM");
                     break;
                 }
                 thread::sleep(Duration::from_millis(200));

@@ -11,7 +11,7 @@ const LONGEST: usize = 600;
 const CONTRIBUTING: &str = "CONTRIBUTING.md";
 
 /// Former terms and their replacements. The list grows as files are rewritten.
-const WORDS: [(&str, &str); 20] = [
+const WORDS: [(&str, &str); 24] = [
     ("folder", "directory"),
     ("makes no sense", "is invalid, or malformed"),
     ("no good", "invalid"),
@@ -32,6 +32,10 @@ const WORDS: [(&str, &str); 20] = [
     ("mappable areas", "sparse mmap areas"),
     ("far address", "peer address"),
     ("stands still", "is paused, or does not run"),
+    ("NVMe drive", "NVMe device"),
+    ("NVMe drives", "NVMe devices"),
+    ("the drive", "the disk, or the device"),
+    ("both drives", "both disks"),
 ];
 
 /// The file of [`WORDS`], which is exempt.

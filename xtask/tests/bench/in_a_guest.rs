@@ -58,7 +58,7 @@ pub(crate) fn run() -> Result<()> {
     for image in &images {
         ensure!(
             hash(image)? == before,
-            "a drive that was only read has changed"
+            "a disk that was only read has changed"
         );
     }
 

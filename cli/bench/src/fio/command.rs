@@ -22,18 +22,18 @@ pub struct Hooks {
     pub end: String,
 }
 
-/// Prints what [`Sample`](super::Sample) reads. `drive` is the name of a block
+/// Prints what [`Sample`](super::Sample) reads. `disk` is the name of a block
 /// device, as in `/sys/class/block`.
-pub fn sample_command(drive: &str) -> String {
-    format!("cat /sys/class/block/{drive}/stat /proc/stat")
+pub fn sample_command(disk: &str) -> String {
+    format!("cat /sys/class/block/{disk}/stat /proc/stat")
 }
 
-/// The arguments of one run of a job on `/dev/DRIVE`.
-pub fn arguments(job: &Job, drive: &str, timing: Timing, hooks: &Hooks) -> Vec<String> {
+/// The arguments of one run of a job on `/dev/DISK`.
+pub fn arguments(job: &Job, disk: &str, timing: Timing, hooks: &Hooks) -> Vec<String> {
     let Timing { ramp, seconds } = timing;
     let mut arguments = vec![
         "--name=job".to_owned(),
-        format!("--filename=/dev/{drive}"),
+        format!("--filename=/dev/{disk}"),
         format!("--rw={}", job.pattern.fio()),
         format!("--bs={}", job.block),
         format!("--iodepth={}", job.depth),

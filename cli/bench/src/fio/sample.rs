@@ -33,15 +33,15 @@ impl Sample {
     pub fn parse(text: &str) -> Result<Self, Error> {
         let parsed = || {
             // Sectors of 512 bytes, whatever the disk's own are.
-            let drive = numbers(text.lines().next()?)?;
+            let disk = numbers(text.lines().next()?)?;
             let busy = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
             let busy = numbers(busy)?;
             // user nice system idle iowait irq softirq steal; guest time is in
             // user time already.
             let busy: u64 = [0, 1, 2, 5, 6, 7].iter().filter_map(|i| busy.get(*i)).sum();
             Some(Self {
-                read: drive.get(2)?.checked_mul(512)?,
-                written: drive.get(6)?.checked_mul(512)?,
+                read: disk.get(2)?.checked_mul(512)?,
+                written: disk.get(6)?.checked_mul(512)?,
                 busy: TICK.checked_mul(u32::try_from(busy).ok()?)?,
             })
         };

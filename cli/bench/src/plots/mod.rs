@@ -108,7 +108,7 @@ pub fn all(results: &Results) -> Vec<Plot> {
             let ratios = METRICS.iter().map(|metric| job.ratio(metric));
             (job.job.clone(), ratios.collect())
         });
-        let [borrowed, beside] = &results.drives;
+        let [borrowed, beside] = &results.disks;
         plots.push(Plot {
             name: "fio-ratios".into(),
             title: format!("{borrowed} over {beside}"),

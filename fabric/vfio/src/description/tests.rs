@@ -67,7 +67,7 @@ fn a_used_drive_is_described_as_after_a_reset() {
     assert_eq!(word(0x40), 0x0040_6011, "MSI-X");
     assert_eq!(word(0x64), 0x0008, "power state");
     assert_eq!(word(0x80), 0x0086_0005, "MSI");
-    assert_eq!(found.summary, "1b36:0010 NVMe drive at 0000:03:00.0");
+    assert_eq!(found.summary, "1b36:0010 NVMe controller at 0000:03:00.0");
     assert!(found.intx);
     assert_eq!((found.msi_vectors, found.msix_vectors), (8, 65));
     farside_config_space::ConfigSpace::new(&found).unwrap();
@@ -140,7 +140,7 @@ fn configuration_space_is_as_large_as_the_kernel_says() {
 
 #[test]
 fn classes_have_names() {
-    assert_eq!(class_text(0x01_08_02), "NVMe drive");
+    assert_eq!(class_text(0x01_08_02), "NVMe controller");
     assert_eq!(class_text(0x02_00_00), "Ethernet adapter");
     assert_eq!(class_text(0xff_00_00), "device of class ff0000");
 }

@@ -135,7 +135,7 @@ impl Completion {
     pub fn success(self, what: &str) -> Result<Self> {
         ensure!(
             self.status == 0,
-            "{what}: the drive answers with status type {:#x} code {:#x}",
+            "{what}: the device answers with status type {:#x} code {:#x}",
             self.status >> 8,
             self.status & 0xff
         );

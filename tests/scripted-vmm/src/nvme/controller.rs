@@ -41,7 +41,7 @@ pub fn start(machine: &mut Machine) -> Result<Queue> {
     let capabilities = Capabilities::read(machine)?;
     ensure!(
         capabilities.max_entries() >= ENTRIES.into() && capabilities.min_page() == PAGE,
-        "the drive's capabilities are {:#x}: this driver needs queues of {ENTRIES} entries and \
+        "the device's capabilities are {:#x}: this driver needs queues of {ENTRIES} entries and \
          pages of {PAGE} bytes",
         capabilities.0
     );
@@ -68,7 +68,7 @@ pub fn is_ready(machine: &mut Machine) -> Result<bool> {
 /// Clears enable, and waits until the controller is no longer ready.
 pub fn stop(machine: &mut Machine) -> Result<()> {
     machine.device.store(0, CC, 0)?;
-    machine.poll("disabling the drive", CSTS, |csts| csts & READY == 0)?;
+    machine.poll("disabling the device", CSTS, |csts| csts & READY == 0)?;
     Ok(())
 }
 
@@ -85,12 +85,12 @@ impl Controller {
             machine.vectors.len()
         );
         let mut admin = start(machine)?;
-        let csts = machine.poll("enabling the drive", CSTS, |csts| {
+        let csts = machine.poll("enabling the device", CSTS, |csts| {
             csts & (READY | FATAL) != 0
         })?;
         ensure!(
             csts & FATAL == 0,
-            "the drive's status is fatal ({csts:#x}) after its enable"
+            "the device's status is fatal ({csts:#x}) after its enable"
         );
         let identity = identify(machine, &mut admin, namespace)?;
         let mut controller = Self {
@@ -124,7 +124,7 @@ impl Controller {
         let granted = (granted & 0xffff).min(granted >> 16) + 1;
         ensure!(
             granted >= u32::from(queues),
-            "the drive has {granted} queues, and {queues} are wanted"
+            "the device has {granted} queues, and {queues} are wanted"
         );
         let capabilities = Capabilities::read(machine)?;
         const CONTIGUOUS: u32 = 1 << 0;
@@ -188,7 +188,7 @@ impl Controller {
                 && transfer.bytes.is_multiple_of(block)
                 && transfer.bytes <= self.identity.transfer_bytes
                 && end.is_some_and(|end| end <= self.identity.bytes()),
-            "{transfer:x?} does not fit a drive of {:#x} bytes in blocks of {block}, with \
+            "{transfer:x?} does not fit a device of {:#x} bytes in blocks of {block}, with \
              transfers of up to {:#x} bytes",
             self.identity.bytes(),
             self.identity.transfer_bytes
@@ -227,7 +227,7 @@ impl Controller {
     /// If the controller does not clear its ready bit.
     pub fn shut_down(self, machine: &mut Machine) -> Result<bool> {
         machine.device.store(0, CC, ENABLE | SHUT_DOWN)?;
-        let csts = machine.poll("shutting the drive down", CSTS, |csts| {
+        let csts = machine.poll("shutting the device down", CSTS, |csts| {
             is_shut_down(csts) || csts & FATAL != 0
         })?;
         stop(machine)?;

@@ -6,12 +6,12 @@ use anyhow::{Context, Result, ensure};
 
 /// A block device.
 #[derive(Debug)]
-pub(super) struct Drive {
+pub(super) struct Disk {
     /// As in `/sys/class/block`.
     pub(super) name: String,
 }
 
-impl Drive {
+impl Disk {
     /// Refuses a path that is not a block device, or a disk in use.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
@@ -128,8 +128,8 @@ mod tests {
 
     #[test]
     fn what_is_no_drive_is_refused() {
-        let error = |path: &str| format!("{:#}", Drive::open(Path::new(path)).unwrap_err());
+        let error = |path: &str| format!("{:#}", Disk::open(Path::new(path)).unwrap_err());
         assert!(error("/dev/null").contains("/dev/null is not a block device"));
-        assert!(error("/no/drive").contains("/no/drive"));
+        assert!(error("/no/disk").contains("/no/disk"));
     }
 }
