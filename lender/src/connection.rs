@@ -117,16 +117,10 @@ pub(crate) fn serve(
                 if left.is_zero() {
                     return log_idle(&name, peer.is_some(), lines);
                 }
-                let left = Timespec::try_from(left).unwrap_or_default();
-                let mut fds = [
-                    PollFd::new(&channel, channel.interest()),
-                    PollFd::new(stop, PollFlags::IN),
-                ];
-                match poll(&mut fds, Some(&left)) {
-                    Err(errno) if errno != rustix::io::Errno::INTR => return,
-                    _ if !fds[1].revents().is_empty() => return,
-                    _ => continue,
+                if !wait(&channel, stop, left) {
+                    return;
                 }
+                continue;
             }
             Err(ChannelError::Closed) => return,
             Err(error) => return log_broken(&name, &error, lines),
@@ -159,25 +153,22 @@ pub(crate) fn serve(
             let _ = channel.send(&Reply::Refused(refused), &[], ANSWER_TIMEOUT);
             return;
         }
+        let asking = viewer(identity, peer.as_ref());
         let reply = match answered {
             Ok(Answer::Reply(reply)) => Ok(reply),
             Ok(Answer::Later(pending)) => {
-                let answered = pending.wait(registry, &viewer(identity, peer.as_ref()));
+                let answered = pending.wait(registry, &asking);
                 log_handover(&pending, &answered, lines);
                 answered
             }
             Ok(Answer::LimitsInUse) => {
-                let asking = viewer(identity, peer.as_ref());
                 let is_operator = lender.devices.check_operator(&asking).is_ok();
                 Ok(Reply::LimitsInUse(match is_operator {
                     true => lender.limits_in_use(registry),
                     false => Vec::new(),
                 }))
             }
-            Ok(Answer::Operate(request)) => {
-                let asking = viewer(identity, peer.as_ref());
-                operate(request, &lender.devices, registry, &asking)
-            }
+            Ok(Answer::Operate(request)) => operate(request, &lender.devices, registry, &asking),
             Ok(Answer::Borrow(borrow)) => match lend(channel, fds, borrow, registry, lines) {
                 Ok(()) => return,
                 Err((kept, error)) => {
@@ -197,6 +188,19 @@ pub(crate) fn serve(
             None if asked.elapsed() >= HELLO_TIMEOUT => return log_idle(&name, false, lines),
             None => {}
         }
+    }
+}
+
+/// Waits for the channel. Returns whether to go on.
+fn wait(channel: &Channel, stop: &Wakeup, timeout: Duration) -> bool {
+    let timeout = Timespec::try_from(timeout).unwrap_or_default();
+    let mut fds = [
+        PollFd::new(channel, channel.interest()),
+        PollFd::new(stop, PollFlags::IN),
+    ];
+    match poll(&mut fds, Some(&timeout)) {
+        Err(errno) if errno != rustix::io::Errno::INTR => false,
+        _ => fds[1].revents().is_empty(),
     }
 }
 

@@ -9,7 +9,8 @@ use std::{
 use farside_daemon::{DeviceId, LenderName, VmName};
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    ErrorKind, Generation, HeldFence, Identity, RemoteError, Reply, Request, Transport, VERSION,
+    ErrorKind, Generation, HeldFence, Identity, RamRange, RemoteError, Reply, Request, Secret,
+    Transport, VERSION,
 };
 
 use crate::{
@@ -138,151 +139,190 @@ pub(crate) fn answer(
     peer: &mut Option<Peer>,
     identity: &Identity,
 ) -> Result<Answer, RemoteError> {
-    let viewer = viewer(identity, peer.as_ref());
-    let may_borrow = |device: &DeviceId, vm: Option<&VmName>| {
-        let access = registry.access(device)?;
-        access.may(identity, vm)?;
-        Ok::<_, RemoteError>(access)
-    };
-    let later = |device: DeviceId, answer, handover| {
-        Answer::Later(Pending {
-            device,
-            answer,
-            handover,
-        })
-    };
     let reply = match (request, &*peer) {
         (Request::Hello { version, vm }, None) => {
-            if version != VERSION {
-                return Err(RemoteError {
-                    kind: ErrorKind::Version,
-                    message: format!(
-                        "lender {lender} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both"
-                    ),
-                });
-            }
-            let vm = vm.map(VmName::try_from).transpose();
-            let vm = vm.map_err(|error| invalid(error.to_string()))?;
-            *peer = Some(Peer { vm });
+            *peer = Some(hello(lender, version, vm)?);
             Reply::Welcome {
                 lender: lender.to_string(),
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),
-        (Request::Devices { after }, _) => {
-            Reply::Devices(registry.entries(after.as_ref(), &viewer))
+        (Request::Hello { .. }, Some(_)) => return Err(invalid("Hello was said already".into())),
+        (Request::Limits, Some(_)) => Reply::Limits(limits.clone()),
+        (request, Some(_)) => {
+            return answer_peer(request, registry, &viewer(identity, peer.as_ref()));
         }
-        (Request::Limits, _) => Reply::Limits(limits.clone()),
-        (Request::LimitsInUse, _) => return Ok(Answer::LimitsInUse),
-        (Request::Describe { device }, _) => {
-            may_borrow(&device, viewer.vm)?;
-            Reply::Description(Box::new((*registry.described(&device)?).clone()))
+    };
+    Ok(Answer::Reply(reply))
+}
+
+fn hello(lender: &LenderName, version: u32, vm: Option<String>) -> Result<Peer, RemoteError> {
+    if version != VERSION {
+        return Err(RemoteError {
+            kind: ErrorKind::Version,
+            message: format!(
+                "lender {lender} speaks version {VERSION} of the control protocol, not {version}: install the same farside on both"
+            ),
+        });
+    }
+    let vm = vm.map(VmName::try_from).transpose();
+    let vm = vm.map_err(|error| invalid(error.to_string()))?;
+    Ok(Peer { vm })
+}
+
+/// Answers a request of a peer that has sent Hello.
+fn answer_peer(
+    request: Request,
+    registry: &Registry,
+    viewer: &Viewer<'_>,
+) -> Result<Answer, RemoteError> {
+    let may_borrow = |device: &DeviceId| registry.access(device)?.may(viewer.identity, viewer.vm);
+    Ok(match request {
+        Request::Devices { after } => {
+            Answer::Reply(Reply::Devices(registry.entries(after.as_ref(), viewer)))
         }
-        (Request::Status { device }, _) => {
-            may_borrow(&device, viewer.vm)?;
+        Request::LimitsInUse => Answer::LimitsInUse,
+        Request::Describe { device } => {
+            may_borrow(&device)?;
+            let described = (*registry.described(&device)?).clone();
+            Answer::Reply(Reply::Description(Box::new(described)))
+        }
+        Request::Status { device } => {
+            may_borrow(&device)?;
             let (reply, report) = sync_channel(1);
             registry
                 .queue(&device)?
                 .post(DeviceRequest::Report(reply))?;
-            return Ok(later(device, Awaited::Status(report), None));
+            later(device, Awaited::Status(report))
         }
-        (
-            Request::Check {
-                device,
-                transport,
-                ram,
-            },
-            _,
-        ) => {
-            may_borrow(&device, viewer.vm)?;
-            carries(transport, identity)?;
-            if ram.len() > MAX_RAM_RANGES {
-                return Err(invalid(format!(
-                    "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
-                    ram.len()
-                )));
-            }
-            let (reply, checked) = sync_channel(1);
-            let request = DeviceRequest::Check {
-                vm: viewer.vm.cloned(),
-                transport,
-                ram,
-                reply,
+        Request::Check {
+            device,
+            transport,
+            ram,
+        } => {
+            may_borrow(&device)?;
+            check(registry, viewer, device, transport, ram)?
+        }
+        Request::Borrow {
+            device,
+            transport,
+            fence,
+        } => {
+            let Some(vm) = viewer.vm.cloned() else {
+                return Err(invalid("only a VM can borrow: Hello named none".into()));
             };
-            registry.queue(&device)?.post(request)?;
-            return Ok(later(device, Awaited::Check(checked), None));
-        }
-        (
-            Request::Borrow {
-                device,
-                transport,
-                fence,
-            },
-            Some(Peer { vm: Some(vm) }),
-        ) => {
-            may_borrow(&device, Some(vm))?;
-            carries(transport, identity)?;
-            return Ok(Answer::Borrow(Borrow {
-                device,
-                vm: vm.clone(),
-                transport,
-                fence,
-            }));
-        }
-        (Request::Borrow { .. }, Some(Peer { vm: None })) => {
-            return Err(invalid("only a VM can borrow: Hello named none".into()));
-        }
-        (
-            Request::Handover {
+            may_borrow(&device)?;
+            carries(transport, viewer.identity)?;
+            Answer::Borrow(Borrow {
                 device,
                 vm,
-                migration,
-                supersedes,
-                secret,
-            },
-            _,
-        ) => {
-            let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
-            let operator = may_borrow(&device, Some(&vm))?.may_claim(identity, Some(&vm));
-            viewer.names_no_vm(MIGRATION)?;
-            check_migration(&migration)?;
-            let claim = Claim {
-                device: &device,
-                vm: &vm,
-                migration: &migration,
-                supersedes,
-                secret,
-                operator,
-            };
-            let (reply, ended) = sync_channel(1);
-            let fence = registry.hand_over(&claim, reply)?;
-            let line = format!(
-                "device {device}: handed over to where VM {vm} goes (migration {migration}, fence {fence})"
-            );
-            return Ok(later(device, Awaited::Handover(ended, fence), Some(line)));
+                transport,
+                fence,
+            })
         }
-        (Request::EndReservation { device, secret }, _) => {
-            let operator = may_borrow(&device, None)?.may_claim(identity, None);
-            viewer.names_no_vm(MIGRATION)?;
+        Request::Handover {
+            device,
+            vm,
+            migration,
+            supersedes,
+            secret,
+        } => hand_over(registry, viewer, device, vm, migration, supersedes, secret)?,
+        Request::EndReservation { device, secret } => {
+            let operator = may_claim(registry, viewer, &device, None)?;
             registry.end_reservation(&device, secret, operator)?;
-            Reply::Done
+            Answer::Reply(Reply::Done)
         }
-        (
-            request @ (Request::Revoke { .. }
-            | Request::SetAvailable { .. }
-            | Request::AddDevice { .. }
-            | Request::RemoveDevice { .. }),
-            _,
-        ) => return Ok(Answer::Operate(request)),
-        (Request::Registers { .. }, Some(_)) => {
+        request @ (Request::Revoke { .. }
+        | Request::SetAvailable { .. }
+        | Request::AddDevice { .. }
+        | Request::RemoveDevice { .. }) => Answer::Operate(request),
+        Request::Registers { .. } => {
             return Err(invalid(
                 "Registers must be the first message of a connection".into(),
             ));
         }
-        (Request::Hello { .. }, Some(_)) => return Err(invalid("Hello was said already".into())),
-        (_, Some(_)) => return Err(invalid("that needs a lease: Borrow first".into())),
+        _ => return Err(invalid("that needs a lease: Borrow first".into())),
+    })
+}
+
+/// Asks the device's thread whether a borrow could work.
+fn check(
+    registry: &Registry,
+    viewer: &Viewer<'_>,
+    device: DeviceId,
+    transport: Transport,
+    ram: Vec<RamRange>,
+) -> Result<Answer, RemoteError> {
+    carries(transport, viewer.identity)?;
+    if ram.len() > MAX_RAM_RANGES {
+        return Err(invalid(format!(
+            "guest RAM in {} ranges; at most {MAX_RAM_RANGES} are looked at",
+            ram.len()
+        )));
+    }
+    let (reply, checked) = sync_channel(1);
+    let request = DeviceRequest::Check {
+        vm: viewer.vm.cloned(),
+        transport,
+        ram,
+        reply,
     };
-    Ok(Answer::Reply(reply))
+    registry.queue(&device)?.post(request)?;
+    Ok(later(device, Awaited::Check(checked)))
+}
+
+/// Reserves the device for `vm` where it goes, and ends its lease here.
+fn hand_over(
+    registry: &Registry,
+    viewer: &Viewer<'_>,
+    device: DeviceId,
+    vm: String,
+    migration: String,
+    supersedes: Option<HeldFence>,
+    secret: Secret,
+) -> Result<Answer, RemoteError> {
+    let vm = VmName::try_from(vm).map_err(|error| invalid(error.to_string()))?;
+    let operator = may_claim(registry, viewer, &device, Some(&vm))?;
+    check_migration(&migration)?;
+    let claim = Claim {
+        device: &device,
+        vm: &vm,
+        migration: &migration,
+        supersedes,
+        secret,
+        operator,
+    };
+    let (reply, ended) = sync_channel(1);
+    let fence = registry.hand_over(&claim, reply)?;
+    let line = format!(
+        "device {device}: handed over to where VM {vm} goes (migration {migration}, fence {fence})"
+    );
+    Ok(Answer::Later(Pending {
+        device,
+        answer: Awaited::Handover(ended, fence),
+        handover: Some(line),
+    }))
+}
+
+fn later(device: DeviceId, answer: Awaited) -> Answer {
+    Answer::Later(Pending {
+        device,
+        answer,
+        handover: None,
+    })
+}
+
+/// Checks that a tool may change the fences of `vm`. Returns whether it needs no proof.
+fn may_claim(
+    registry: &Registry,
+    viewer: &Viewer<'_>,
+    device: &DeviceId,
+    vm: Option<&VmName>,
+) -> Result<bool, RemoteError> {
+    let access = registry.access(device)?;
+    access.may(viewer.identity, vm)?;
+    viewer.names_no_vm(MIGRATION)?;
+    Ok(access.may_claim(viewer.identity, vm))
 }
 
 /// Refuses a transport that the peer's transport does not support.
