@@ -48,6 +48,7 @@ mod limits;
 mod listener;
 mod message;
 mod secret;
+mod status;
 
 pub use address::{Address, AddressError};
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE, TlsError};
@@ -59,8 +60,9 @@ pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
 pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
-    Availability, BarMemory, BarOwner, BorrowedBy, Counter, Described, DeviceEntry, DeviceStatus,
-    Envelope, ErrorKind, Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers,
-    RemoteError, Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
+    Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind,
+    Generation, MAX_REVOKE_LIMIT, RamRange, RegisterToken, Registers, RemoteError, Reply, Request,
+    Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
+pub use status::{Counter, DeviceStatus};
