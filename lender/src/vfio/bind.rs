@@ -15,8 +15,8 @@ use crate::config::{Config, Source};
 const MAX_RECORD: u64 = 1 << 20;
 
 /// Binds all functions of `config` to vfio-pci, creates its virtual functions first, and lets members
-/// of `group` open them. Adds the functions to those in the file `record`. On an error all functions are returned to their drivers, except those that
-/// were on vfio-pci before: a VM may use them.
+/// of `group` open them. Adds the functions to those in the file `record`. On an error all functions
+/// are returned to their drivers, except those that were on vfio-pci before: a VM may use them.
 ///
 /// # Errors
 /// A [`BindError`].
@@ -81,16 +81,22 @@ pub fn release(config: &Config, record: &Path) -> Result<(), BindError> {
             }
         }
     }
-    let recorded = recorded(record).unwrap_or_else(|error| {
-        tried("the record of bound functions".into(), Err(error));
-        BTreeSet::new()
-    });
+    let recorded = match recorded(record) {
+        Ok(recorded) => recorded,
+        Err(error) => {
+            tried(record.display().to_string(), Err(error));
+            BTreeSet::new()
+        }
+    };
     functions.extend(still_bound(&host, &recorded));
     for bdf in functions {
         tried(bdf.to_string(), release_function(&host, config, bdf));
     }
-    let left = still_bound(&host, &recorded).collect();
-    tried(record.display().to_string(), write_record(record, &left));
+    // A record that could not be read stays for the administrator.
+    if !recorded.is_empty() {
+        let left = still_bound(&host, &recorded).collect();
+        tried(record.display().to_string(), write_record(record, &left));
+    }
     match failed.is_empty() {
         true => Ok(()),
         false => Err(BindError::NotReturned(failed)),
@@ -185,5 +191,8 @@ mod tests {
         fs::write(&record, "eth0\n").unwrap();
         let error = Chain(&recorded(&record).unwrap_err()).to_string();
         assert!(error.contains("run/bound"), "{error}");
+        let released = release(&Config::default(), &record);
+        assert!(matches!(released, Err(BindError::NotReturned(failed)) if failed.len() == 1));
+        assert!(record.exists());
     }
 }

@@ -41,7 +41,10 @@ pub enum BindError {
     #[error(transparent)]
     Group(#[from] GroupError),
     /// The record of the functions that are bound.
-    #[error("cannot use {}, the record of the functions that are bound", path.display())]
+    #[error(
+        "cannot use {}, the record of the functions that are bound: if it is damaged, return functions that lender.toml no longer has to their drivers by hand, and remove it",
+        path.display()
+    )]
     Record {
         /// The file.
         path: PathBuf,
