@@ -1,7 +1,7 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
 //! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
-//! descriptors it sends; opens this host's certificates; reads the VM's fences; unplugs a device that its lender takes back; and
-//! removes the directory of the sockets at the end.
+//! descriptors it sends; opens this host's certificates; reads the VM's fences; unplugs a device that
+//! its lender takes back; and removes the directory of the sockets at the end.
 //!
 //! A lender at a UNIX socket knows its peers by their user, who is often its operator. So the helper
 //! exchanges Hello, which binds a connection to the VM, before it passes the connection on.

@@ -25,8 +25,7 @@ pub(crate) struct Bind {
     #[arg(long, value_name = "GROUP", default_value = "farside-vfio")]
     group: String,
     /// Return the functions to their drivers, also those that the configuration no longer has,
-    /// except virtual functions and those that a
-    /// process has open.
+    /// except virtual functions and those that a process has open.
     #[arg(long, conflicts_with = "group")]
     release: bool,
 }

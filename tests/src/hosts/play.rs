@@ -32,7 +32,7 @@ const NTB_WINDOW: usize = 2;
 /// Guest RAM, bytes.
 pub(super) const GUEST_RAM: u64 = 256 * MIB;
 /// Bytes that the guest writes and reads. Through an NTB, the emulated NVMe device of the lending
-/// host accesses them by eight bytes at a time, at some ten microseconds each.
+/// host accesses them by eight bytes at a time, at some thirty microseconds each.
 const IO: u64 = 2 * MIB;
 /// Timeout of transfers of megabytes in an emulated nested guest.
 const LONG: Duration = Duration::from_secs(600);
