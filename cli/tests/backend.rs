@@ -24,6 +24,10 @@ use rustix::{
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
+/// Maximum resident memory of a process that serves no guest, without what it shares: the program
+/// and libraries.
+const MAX_OWN_KIB: u32 = 4 << 10;
+
 /// The service manager's socket, in a test's directory.
 const NOTIFY: &str = "notify";
 
@@ -268,6 +272,25 @@ fn a_backend_ends_in_time_although_its_helper_is_stopped() {
     assert!(took < Duration::from_secs(5), "{took:?}: {log}");
     assert!(log.contains("vm/web1 is left"), "{log}");
     wait(helper);
+}
+
+#[test]
+fn lender_backend_and_helper_are_small() {
+    let (dir, lender, backend) = start();
+    request(&dir, "\"status\"");
+    for (process, pid) in [
+        ("lender", lender.pid()),
+        ("backend", backend.pid()),
+        ("helper", backend.helper()),
+    ] {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+        let own = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = own.and_then(|own| own.trim().strip_suffix(" kB"));
+        let kib: u32 = kib.expect("a size").parse().expect("KiB");
+        assert!(kib <= MAX_OWN_KIB, "{process}: {kib} KiB");
+    }
 }
 
 /// The next message for the service manager, and its sender.

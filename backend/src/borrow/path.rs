@@ -153,12 +153,10 @@ impl OpenPath {
         });
         // Behind a vIOMMU, where each device has addresses of its own, a guest maps no RAM there.
         let is_guest_ram = shared().any(|mapping| mapping.range.contains(LOW_MEMORY));
-        if has_ram {
-            for window in &plan.windows {
-                match is_guest_ram {
-                    true => self.open_shared_window(client, window.range, mappings)?,
-                    false => self.open_own_window(client, window.range)?,
-                }
+        for window in plan.windows.iter().filter(|_| has_ram) {
+            match is_guest_ram {
+                true => self.open_shared_window(client, window.range, mappings)?,
+                false => self.open_own_window(client, window.range)?,
             }
         }
         let vm = self.vm.clone();
