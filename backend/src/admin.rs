@@ -14,6 +14,7 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_backend_api::admin::{Answer, Command, Refusal, RefusalKind, Request, Status, VERSION};
 use farside_daemon::{DeviceId, OwnedListener, RateLimit, Wakeup};
 use farside_error_chain::Chain;
+use farside_lender_protocol::FindError;
 
 use crate::{
     StartError,
@@ -322,7 +323,7 @@ impl AdminServer {
             }
             Err(error) => {
                 let kind = match error {
-                    StartError::UnknownDevice { .. } => RefusalKind::UnknownDevice,
+                    StartError::Find(FindError::Unknown { .. }) => RefusalKind::UnknownDevice,
                     _ => RefusalKind::Failed,
                 };
                 refused(kind, Chain(&error).to_string())

@@ -19,7 +19,7 @@ use farside_daemon::{
 use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
-use farside_lender_protocol::{Address, CallError, RamRange};
+use farside_lender_protocol::{Address, CallError, FindError, RamRange};
 use farside_ntb::{HostEndpoint, NtbError};
 use farside_pci::Bdf;
 
@@ -107,11 +107,9 @@ impl std::fmt::Debug for ReleaseHook {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum StartError {
-    /// No lender has the device.
-    #[error(
-        "no lender has device {device:?} (asked: {asked}); `farside devices` lists what can be borrowed"
-    )]
-    UnknownDevice { device: DeviceId, asked: String },
+    /// The device was not found at one lender.
+    #[error(transparent)]
+    Find(#[from] FindError),
     /// A call to a lender failed.
     #[error(transparent)]
     Lender(#[from] CallError),

@@ -8,11 +8,10 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
-use farside_error_chain::Chain;
 use farside_fabric::pin::PinPolicy;
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{
-    Address, CallError, Client, Described, Dialer, ErrorKind, RamRange, Transport,
+    Address, CallError, Client, Described, Dialer, FindError, RamRange, Transport, find_device,
 };
 use farside_ntb::Adapter;
 
@@ -143,38 +142,10 @@ impl Lookup {
     }
 
     /// The lender that has the device, and its description.
-    fn describe(&self, device: &DeviceId) -> Result<(Address, Described), StartError> {
-        let mut unreachable = None;
-        for lender in &self.lenders {
-            let described = self
-                .connect(lender)
-                .and_then(|mut client| client.describe(device));
-            match described {
-                Ok(described) => return Ok((lender.clone(), described)),
-                Err(CallError::Refused(error)) if error.kind == ErrorKind::UnknownDevice => {}
-                Err(error) => {
-                    if self.lenders.len() > 1 {
-                        log::warn!(
-                            "looking for device {device}: {error}",
-                            error = Chain(&error)
-                        );
-                    }
-                    unreachable.get_or_insert(error);
-                }
-            }
-        }
-        match unreachable {
-            Some(error) => Err(error.into()),
-            None => Err(StartError::UnknownDevice {
-                device: device.to_owned(),
-                asked: self
-                    .lenders
-                    .iter()
-                    .map(Address::to_string)
-                    .collect::<Vec<_>>()
-                    .join(", "),
-            }),
-        }
+    fn describe(&self, device: &DeviceId) -> Result<(Address, Described), FindError> {
+        find_device(device, &self.lenders, |lender| {
+            self.connect(lender)?.describe(device)
+        })
     }
 
     fn connect(&self, lender: &Address) -> Result<Client, CallError> {

@@ -1,28 +1,63 @@
 //! `farside devices`.
 
+use std::collections::BTreeMap;
+
 use anyhow::bail;
 use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
-use farside_lender_protocol::{Availability, Client};
+use farside_error_chain::Chain;
+use farside_lender_protocol::{Address, Availability, CallError, Client};
 
 use crate::{args::Devices, terminal::Plain};
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     set_availability(args)?;
     let mut listed = Vec::new();
+    let mut errors = Vec::new();
+    let mut at = BTreeMap::new();
     for address in args.lenders.addresses() {
-        let mut client = Client::connect(&address, None)?;
-        let lender = client.lender().to_owned();
-        listed.extend(client.devices()?.into_iter().map(|device| ListedDevice {
-            lender: lender.clone(),
-            device,
-        }));
+        match list(&address) {
+            Ok(devices) => {
+                for ListedDevice { device, .. } in &devices {
+                    let first = at.entry(device.id.clone()).or_insert(address.clone());
+                    if *first != address {
+                        errors.push(format!(
+                            "device {} is at two lenders, {first} and {address}: rename it at one of them",
+                            device.id
+                        ));
+                    }
+                }
+                listed.extend(devices);
+            }
+            Err(error) => errors.push(Chain(&error).to_string()),
+        }
+    }
+    if listed.is_empty() && !errors.is_empty() {
+        bail!("{}", errors.join("\n"));
     }
     if args.json {
         let document = DeviceList::new(listed);
         println!("{}", serde_json::to_string_pretty(&document)?);
-        return Ok(());
+    } else {
+        print_table(listed);
     }
+    match errors.is_empty() {
+        true => Ok(()),
+        false => bail!("{}", errors.join("\n")),
+    }
+}
+
+fn list(address: &Address) -> Result<Vec<ListedDevice>, CallError> {
+    let mut client = Client::connect(address, None)?;
+    let lender = client.lender().to_owned();
+    let devices = client.devices()?.into_iter().map(|device| ListedDevice {
+        lender: lender.clone(),
+        device,
+    });
+    Ok(devices.collect())
+}
+
+fn print_table(listed: Vec<ListedDevice>) {
     let problems: Vec<String> = listed
         .iter()
         .filter_map(|ListedDevice { device, .. }| {
@@ -66,7 +101,6 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     for problem in problems {
         println!("{}", Plain(problem));
     }
-    Ok(())
 }
 
 fn set_availability(args: &Devices) -> anyhow::Result<()> {

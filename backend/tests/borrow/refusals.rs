@@ -168,6 +168,12 @@ fn a_backend_that_cannot_start_says_why() {
     let message = |config| start_error(config).to_string();
     assert!(message(host.config("a", &[DMA, DMA])).contains("named twice"));
     assert!(message(host.config("a", &["dma7"])).contains("no lender has device \"dma7\""));
+    let other = Host::new();
+    let mut at_both = host.config("b", &[DMA]);
+    at_both.lenders.push(other.lender());
+    let both = format!("at two lenders, {} and {}", host.lender(), other.lender());
+    let refused = message(at_both);
+    assert!(refused.contains(&both), "{refused}");
     let _served = host.serve(DMA);
     assert!(message(host.config("a", &[DMA])).contains("VM a has a backend already"));
     host.stop_lender();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{
-    Address, CallError, Client, ErrorKind as Remote, Generation, HeldFence, Secret,
+    Address, CallError, Client, FindError, Generation, HeldFence, Secret, find_device,
 };
 use farside_vm_config::{VmConfig, places, ram_ranges};
 
@@ -72,24 +72,11 @@ fn find(
     lenders: &[Address],
     pki: &Path,
 ) -> Result<FoundDevice> {
-    let mut unreachable = None;
-    for lender in lenders {
-        match look(vm, id, port, lender, pki) {
-            Ok(found) => return Ok(found),
-            Err(CallError::Refused(error)) if error.kind == Remote::UnknownDevice => {}
-            Err(error) => {
-                unreachable.get_or_insert(error);
-            }
-        }
+    match find_device(id, lenders, |lender| look(vm, id, port, lender, pki)) {
+        Ok((_, found)) => Ok(found),
+        Err(FindError::Lender(error)) => Err(Error::from(error).at(&format!("device {id}"))),
+        Err(error) => Err(Error::new(ErrorKind::Lender, error.to_string())),
     }
-    let asked: Vec<String> = lenders.iter().map(Address::to_string).collect();
-    Err(match unreachable {
-        Some(error) => Error::from(error).at(&format!("device {id}")),
-        None => Error::new(
-            ErrorKind::Lender,
-            format!("no lender has device {id} (queried: {})", asked.join(", ")),
-        ),
-    })
 }
 
 fn look(

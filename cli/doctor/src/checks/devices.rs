@@ -1,7 +1,7 @@
 //! Checks that the lenders have the devices in VM configurations, and that no other VM has borrowed
 //! them.
 
-use farside_lender_protocol::DeviceEntry;
+use farside_lender_protocol::{Address, DeviceEntry};
 use farside_vm_config::VmConfig;
 
 use crate::{
@@ -24,12 +24,20 @@ fn of_vm(facts: &Facts, vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
         .lenders
         .iter()
         .filter(|lender| addresses.contains(&lender.address));
-    let answers: Option<Vec<_>> = asked.map(|lender| lender.answer.as_ref().ok()).collect();
+    let answers: Option<Vec<_>> = asked
+        .map(|lender| {
+            let (_, devices) = lender.answer.as_ref().ok()?;
+            Some((&lender.address, devices))
+        })
+        .collect();
     // The devices of an unresponsive lender are unknown.
     let Some(answers) = answers.filter(|answers| answers.len() == addresses.len()) else {
         return Vec::new();
     };
-    let lent: Vec<_> = answers.iter().flat_map(|(_, devices)| devices).collect();
+    let lent = answers
+        .into_iter()
+        .flat_map(|(at, devices)| devices.iter().map(move |device| (at, device)));
+    let lent: Vec<_> = lent.collect();
     let ids = config.device_ids();
     let findings: Vec<_> = ids
         .iter()
@@ -42,23 +50,23 @@ fn of_vm(facts: &Facts, vm: &VmFacts, config: &VmConfig) -> Vec<Finding> {
     findings
 }
 
-fn of_device(vm: &VmFacts, id: &str, lent: &[&DeviceEntry]) -> Option<Finding> {
+fn of_device(vm: &VmFacts, id: &str, lent: &[(&Address, &DeviceEntry)]) -> Option<Finding> {
     let problem = |what: String, why| {
         let finding = Finding::problem(CHECK, what, why).of_vm(&vm.name);
         Some(finding.fix(edit(&vm.path)))
     };
-    let mut having = lent.iter().filter(|device| device.id == id);
-    let Some(device) = having.next() else {
-        let ids: Vec<_> = lent.iter().map(|device| device.id.as_str()).collect();
+    let mut having = lent.iter().filter(|(_, device)| device.id == id);
+    let Some((at, device)) = having.next() else {
+        let ids: Vec<_> = lent.iter().map(|(_, device)| device.id.as_str()).collect();
         let what = match ids.as_slice() {
             [] => format!("no lender has {id} or any other device"),
             ids => format!("no lender has {id}; they have {}", ids.join(", ")),
         };
         return problem(what, "the VM's backend does not start");
     };
-    if having.next().is_some() {
-        let what = format!("more than one lender has a device {id}");
-        let why = "which of them the VM gets is left to chance: ids are to be unique";
+    if let Some((second, _)) = having.next() {
+        let what = format!("two lenders have a device {id}: {at} and {second}");
+        let why = "the VM's backend does not start: which of the devices is meant cannot be known";
         return problem(what, why);
     }
     if device.borrowed_by.is_none()
@@ -133,7 +141,7 @@ mod tests {
             mine.clone(),
             lender("tcp:b:1", &[entry("disk0", None)]),
         ]);
-        says(found, Level::Problem, "more than one");
+        says(found, Level::Problem, "disk0: /a and tcp:b:1");
         let mut away = entry("disk0", None);
         away.availability = Availability::Unavailable;
         let found = with(vec![lender("/a", &[away]), other.clone()]);
