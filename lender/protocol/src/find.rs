@@ -7,6 +7,10 @@ use farside_error_chain::Chain;
 
 use crate::{Address, CallError, ErrorKind};
 
+/// Lenders that are asked at the same time, each by a thread; fewer than the orders that a backend's
+/// helper process takes.
+const MAX_ASKED: usize = 16;
+
 /// An error of [`find_device`].
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the fields are what the messages name")]
@@ -30,9 +34,9 @@ pub enum FindError {
     Lender(CallError),
 }
 
-/// Asks all `lenders` for `device` at the same time, by `look`, which fails with
+/// Asks all `lenders` for `device`, several at a time, by `look`, which fails with
 /// [`ErrorKind::UnknownDevice`] where the device is not. Waits for all of them; a lender that does
-/// not answer is logged if another one has the device.
+/// not answer is logged if there are others.
 ///
 /// # Errors
 /// A [`FindError`].
@@ -41,27 +45,9 @@ pub fn find_device<T: Send>(
     lenders: &[Address],
     look: impl Fn(&Address) -> Result<T, CallError> + Sync,
 ) -> Result<(Address, T), FindError> {
-    let look = &look;
-    let answers: Vec<_> = thread::scope(|scope| {
-        let started = lenders.iter().map(|lender| {
-            let asking = thread::Builder::new().name("find".into());
-            (lender, asking.spawn_scoped(scope, move || look(lender)))
-        });
-        let started: Vec<_> = started.collect();
-        let answers = started.into_iter().map(|(lender, asking)| {
-            let answer = match asking {
-                Ok(asking) => asking
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-                Err(source) => Err(CallError::Unreachable {
-                    address: lender.clone(),
-                    source,
-                }),
-            };
-            (lender, answer)
-        });
-        answers.collect()
-    });
+    let answers = lenders
+        .chunks(MAX_ASKED)
+        .flat_map(|lenders| ask(lenders, &look));
     let mut found: Option<(Address, T)> = None;
     let mut failed = Vec::new();
     for (lender, answer) in answers {
@@ -97,6 +83,33 @@ pub fn find_device<T: Send>(
                 .join(", "),
         }),
     }
+}
+
+fn ask<'a, T: Send>(
+    lenders: &'a [Address],
+    look: &(impl Fn(&Address) -> Result<T, CallError> + Sync),
+) -> Vec<(&'a Address, Result<T, CallError>)> {
+    thread::scope(|scope| {
+        let started = lenders.iter().map(|lender| {
+            let asking = thread::Builder::new().name("find".into());
+            (lender, asking.spawn_scoped(scope, move || look(lender)))
+        });
+        // All of them, before the first is waited for.
+        let started: Vec<_> = started.collect();
+        let answers = started.into_iter().map(|(lender, asking)| {
+            let answer = match asking {
+                Ok(asking) => asking
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(source) => Err(CallError::Unreachable {
+                    address: lender.clone(),
+                    source,
+                }),
+            };
+            (lender, answer)
+        });
+        answers.collect()
+    })
 }
 
 #[cfg(test)]
@@ -138,6 +151,13 @@ mod tests {
                 ("/has", "/has")
             );
         }
+    }
+
+    #[test]
+    fn any_number_of_lenders_is_asked() {
+        let mut lenders = vec!["/none"; 5 * MAX_ASKED];
+        lenders.push("/has");
+        assert_eq!(find(&lenders).unwrap().1, "/has");
     }
 
     #[test]
