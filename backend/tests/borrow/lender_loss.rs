@@ -13,8 +13,8 @@ use farside_devices::{
     dma_test::{self, DmaTest, reg},
 };
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, Generation,
-    Listener, Registers, Reply, Request,
+    BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, ErrorKind,
+    Generation, Listener, Registers, RemoteError, Reply, Request,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -162,19 +162,19 @@ impl Muted {
             }
         };
         let thread = std::thread::spawn(move || {
-            // Lookup, check, lease.
-            for lease in [false, false, true] {
+            // Lookups and checks, then the lease.
+            loop {
                 let mut peer = loop {
                     if let Some(peer) = listener.accept().unwrap() {
                         break peer;
                     }
                     poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
                 };
-                Self::serve(&mut peer, mute, &mut hold);
-                if lease {
+                if Self::serve(&mut peer, mute, &mut hold) {
                     let (go, wait) = mpsc::channel();
                     hang_up.send(go).unwrap();
                     wait.recv().unwrap();
+                    return;
                 }
             }
         });
@@ -186,7 +186,8 @@ impl Muted {
         }
     }
 
-    fn serve(peer: &mut Channel, mute: Mute, hold: &mut impl FnMut(&Request)) {
+    /// Serves a connection to its end. Returns whether it was a lease.
+    fn serve(peer: &mut Channel, mute: Mute, hold: &mut impl FnMut(&Request)) -> bool {
         let mut registers = Vec::new();
         while let Ok((Envelope { request, .. }, _)) = peer.receive::<Envelope>(DEADLINE) {
             let mut fds = Vec::new();
@@ -195,6 +196,10 @@ impl Muted {
                 Request::Hello { .. } => Reply::Welcome {
                     lender: "muted".into(),
                 },
+                Request::Describe { device } if device != DMA => Reply::Refused(RemoteError {
+                    kind: ErrorKind::UnknownDevice,
+                    message: format!("no device {device}"),
+                }),
                 Request::Describe { .. } => Reply::Description(Box::new(Described {
                     description: DmaTest::new().description().clone(),
                     bars: BarOwner::Borrower,
@@ -237,6 +242,7 @@ impl Muted {
                 break;
             }
         }
+        !registers.is_empty()
     }
 }
 
