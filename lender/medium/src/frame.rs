@@ -1,0 +1,407 @@
+//! Frames.
+
+/// Bytes of a frame before its data.
+pub const HEADER: usize = 32;
+
+/// Most bytes of data of a frame, and of a read.
+pub const MAX_DATA: usize = 1 << 20;
+
+/// An operation on the medium, or its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Frame {
+    /// To the lender: read `len` bytes at `offset`.
+    Read {
+        /// Identifies the operation until it is [`Frame::Done`].
+        tag: u16,
+        /// Byte of the medium.
+        offset: u64,
+        /// At most [`MAX_DATA`].
+        len: u32,
+    },
+    /// To the lender: write the `len` bytes of data at `offset`.
+    Write {
+        /// As in [`Frame::Read`].
+        tag: u16,
+        /// Byte of the medium.
+        offset: u64,
+        /// At most [`MAX_DATA`].
+        len: u32,
+        /// Done once it is on the medium, rather than in the cache.
+        durable: bool,
+    },
+    /// To the lender: bring all completed writes onto the medium.
+    Sync {
+        /// As in [`Frame::Read`].
+        tag: u16,
+    },
+    /// To the lender: fallocate(2).
+    Allocate {
+        /// As in [`Frame::Read`].
+        tag: u16,
+        /// `FALLOC_FL_KEEP_SIZE` with `FALLOC_FL_PUNCH_HOLE` or `FALLOC_FL_ZERO_RANGE`.
+        mode: i32,
+        /// Byte of the medium.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// To the lender: the last frame, with which the borrower returns the device.
+    Return,
+    /// To the borrower: an operation has ended.
+    Done {
+        /// The operation's.
+        tag: u16,
+        /// Bytes, or a negative errno. A [`Frame::Read`] has as many bytes of data.
+        result: i32,
+        /// Bytes of data.
+        data: u32,
+        /// The medium's condition.
+        condition: Condition,
+    },
+    /// To the borrower: the lender takes the device back.
+    Release {
+        /// Time for the guest to release it, in milliseconds.
+        limit_ms: u64,
+    },
+    /// In both directions: the sender is there, and has nothing else to send.
+    Alive,
+}
+
+/// The medium's condition, independent of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// Bytes.
+    pub size: u64,
+    /// Its file system has no free block.
+    pub full: bool,
+    /// It cannot be written.
+    pub read_only: bool,
+}
+
+/// A frame that the peer must not send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// No frame has this number.
+    #[error("a frame of an unknown kind, {0}")]
+    Kind(u8),
+    /// More data than a frame may have, or other than it says.
+    #[error("a frame of kind {kind} with {len} bytes of data")]
+    Data {
+        /// The kind.
+        kind: u8,
+        /// Bytes.
+        len: u32,
+    },
+    /// A field that is zero in frames of this kind is not, or has an undefined value.
+    #[error("a frame of kind {0} with an undefined field")]
+    Field(u8),
+    /// No answer to an operation of this end, or an operation that is not over.
+    #[error("a frame that answers no operation: {0:?}")]
+    Unexpected(Frame),
+}
+
+mod kind {
+    pub const READ: u8 = 1;
+    pub const WRITE: u8 = 2;
+    pub const SYNC: u8 = 3;
+    pub const ALLOCATE: u8 = 4;
+    pub const RETURN: u8 = 5;
+    pub const DONE: u8 = 6;
+    pub const RELEASE: u8 = 7;
+    pub const ALIVE: u8 = 8;
+}
+
+/// Of [`Frame::Write`].
+const DURABLE: u8 = 1 << 0;
+/// Of [`Frame::Done`].
+const FULL: u8 = 1 << 0;
+const READ_ONLY: u8 = 1 << 1;
+
+/// The fields of a header.
+#[derive(Default, PartialEq, Eq)]
+struct Fields {
+    data: u32,
+    kind: u8,
+    flags: u8,
+    tag: u16,
+    offset: u64,
+    len: u64,
+    number: i32,
+}
+
+impl Fields {
+    fn read(header: &[u8; HEADER]) -> Option<Self> {
+        let mut rest = &header[..];
+        Some(Self {
+            data: u32::from_le_bytes(take(&mut rest)?),
+            kind: u8::from_le_bytes(take(&mut rest)?),
+            flags: u8::from_le_bytes(take(&mut rest)?),
+            tag: u16::from_le_bytes(take(&mut rest)?),
+            offset: u64::from_le_bytes(take(&mut rest)?),
+            len: u64::from_le_bytes(take(&mut rest)?),
+            number: i32::from_le_bytes(take(&mut rest)?),
+        })
+        .filter(|_| rest == [0; 4])
+    }
+
+    fn write(&self) -> [u8; HEADER] {
+        let mut header = [0; HEADER];
+        header[0..4].copy_from_slice(&self.data.to_le_bytes());
+        header[4] = self.kind;
+        header[5] = self.flags;
+        header[6..8].copy_from_slice(&self.tag.to_le_bytes());
+        header[8..16].copy_from_slice(&self.offset.to_le_bytes());
+        header[16..24].copy_from_slice(&self.len.to_le_bytes());
+        header[24..28].copy_from_slice(&self.number.to_le_bytes());
+        header
+    }
+}
+
+fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+    let (first, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(*first)
+}
+
+impl Frame {
+    /// Bytes of data after the header.
+    pub fn data_len(&self) -> usize {
+        match *self {
+            Self::Write { len, .. } | Self::Done { data: len, .. } => len as usize,
+            _ => 0,
+        }
+    }
+
+    fn fields(&self) -> Fields {
+        match *self {
+            Self::Read { tag, offset, len } => Fields {
+                kind: kind::READ,
+                tag,
+                offset,
+                len: len.into(),
+                ..Fields::default()
+            },
+            Self::Write {
+                tag,
+                offset,
+                len,
+                durable,
+            } => Fields {
+                kind: kind::WRITE,
+                data: len,
+                flags: if durable { DURABLE } else { 0 },
+                tag,
+                offset,
+                ..Fields::default()
+            },
+            Self::Sync { tag } => Fields {
+                kind: kind::SYNC,
+                tag,
+                ..Fields::default()
+            },
+            Self::Allocate {
+                tag,
+                mode,
+                offset,
+                len,
+            } => Fields {
+                kind: kind::ALLOCATE,
+                tag,
+                offset,
+                len,
+                number: mode,
+                ..Fields::default()
+            },
+            Self::Return => Fields {
+                kind: kind::RETURN,
+                ..Fields::default()
+            },
+            Self::Done {
+                tag,
+                result,
+                data,
+                condition,
+            } => Fields {
+                kind: kind::DONE,
+                data,
+                flags: [(condition.full, FULL), (condition.read_only, READ_ONLY)]
+                    .iter()
+                    .fold(0, |flags, (set, flag)| flags | if *set { *flag } else { 0 }),
+                tag,
+                offset: condition.size,
+                number: result,
+                ..Fields::default()
+            },
+            Self::Release { limit_ms } => Fields {
+                kind: kind::RELEASE,
+                len: limit_ms,
+                ..Fields::default()
+            },
+            Self::Alive => Fields {
+                kind: kind::ALIVE,
+                ..Fields::default()
+            },
+        }
+    }
+
+    /// The header.
+    pub fn encode(&self) -> [u8; HEADER] {
+        self.fields().write()
+    }
+
+    /// The frame of a header.
+    ///
+    /// # Errors
+    /// A [`FrameError`] unless it is one that [`Frame::encode`] makes.
+    pub fn decode(header: &[u8; HEADER]) -> Result<Self, FrameError> {
+        let undefined = FrameError::Field(header[4]);
+        let fields = Fields::read(header).ok_or(undefined)?;
+        let Fields {
+            data,
+            kind,
+            flags,
+            tag,
+            offset,
+            len,
+            number,
+        } = fields;
+        if data as usize > MAX_DATA {
+            return Err(FrameError::Data { kind, len: data });
+        }
+        let frame = match kind {
+            kind::READ => Self::Read {
+                tag,
+                offset,
+                len: match u32::try_from(len) {
+                    Ok(len) if len as usize <= MAX_DATA => len,
+                    _ => return Err(undefined),
+                },
+            },
+            kind::WRITE => Self::Write {
+                tag,
+                offset,
+                len: data,
+                durable: flags & DURABLE != 0,
+            },
+            kind::SYNC => Self::Sync { tag },
+            kind::ALLOCATE => Self::Allocate {
+                tag,
+                mode: number,
+                offset,
+                len,
+            },
+            kind::RETURN => Self::Return,
+            kind::DONE => Self::Done {
+                tag,
+                result: number,
+                data,
+                condition: Condition {
+                    size: offset,
+                    full: flags & FULL != 0,
+                    read_only: flags & READ_ONLY != 0,
+                },
+            },
+            kind::RELEASE => Self::Release { limit_ms: len },
+            kind::ALIVE => Self::Alive,
+            kind => return Err(FrameError::Kind(kind)),
+        };
+        // What the frame does not have is zero.
+        match frame.fields() == fields {
+            true => Ok(frame),
+            false => Err(undefined),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn frames() -> impl Strategy<Value = Frame> {
+        let most = MAX_DATA as u32;
+        let condition = (any::<u64>(), any::<bool>(), any::<bool>());
+        let condition = condition.prop_map(|(size, full, read_only)| Condition {
+            size,
+            full,
+            read_only,
+        });
+        prop_oneof![
+            (any::<u16>(), any::<u64>(), 0..=most).prop_map(|(tag, offset, len)| Frame::Read {
+                tag,
+                offset,
+                len
+            }),
+            (any::<u16>(), any::<u64>(), 0..=most, any::<bool>()).prop_map(
+                |(tag, offset, len, durable)| Frame::Write {
+                    tag,
+                    offset,
+                    len,
+                    durable
+                }
+            ),
+            any::<u16>().prop_map(|tag| Frame::Sync { tag }),
+            (any::<u16>(), any::<i32>(), any::<u64>(), any::<u64>()).prop_map(
+                |(tag, mode, offset, len)| Frame::Allocate {
+                    tag,
+                    mode,
+                    offset,
+                    len
+                }
+            ),
+            Just(Frame::Return),
+            (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
+                |(tag, result, data, condition)| Frame::Done {
+                    tag,
+                    result,
+                    data,
+                    condition
+                }
+            ),
+            any::<u64>().prop_map(|limit_ms| Frame::Release { limit_ms }),
+            Just(Frame::Alive),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_frame_survives_the_encoding(frame in frames()) {
+            prop_assert_eq!(Frame::decode(&frame.encode()), Ok(frame));
+        }
+
+        /// One encoding of each frame: what is decoded is encoded to the same bytes.
+        #[test]
+        fn any_header_is_refused_or_a_frame(bytes: [u8; HEADER], frame in frames(), at in 0..HEADER, value: u8) {
+            let mut changed = frame.encode();
+            changed[at] = value;
+            for header in [bytes, changed] {
+                if let Ok(frame) = Frame::decode(&header) {
+                    prop_assert_eq!(frame.encode(), header);
+                    prop_assert!(frame.data_len() <= MAX_DATA);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn data_is_bounded() {
+        let mut header = Frame::Alive.encode();
+        header[0] = 1;
+        assert_eq!(Frame::decode(&header), Err(FrameError::Field(8)));
+        let write = Frame::Write {
+            tag: 1,
+            offset: 0,
+            len: MAX_DATA as u32 + 1,
+            durable: false,
+        };
+        assert_eq!(
+            Frame::decode(&write.encode()),
+            Err(FrameError::Data {
+                kind: 2,
+                len: MAX_DATA as u32 + 1
+            })
+        );
+        assert_eq!(Frame::decode(&[0; HEADER]), Err(FrameError::Kind(0)));
+    }
+}
