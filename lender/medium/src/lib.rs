@@ -13,14 +13,17 @@
 //! control protocol; with TLS, the keys of that session are taken over by [`Secrets`], since the processes
 //! that move data have no certificates.
 //!
-//! Only [`link`] has `unsafe` code: it passes pointers to guest memory to the kernel.
+//! Only `link` and `memory` have `unsafe` code: they pass pointers to guest memory to the kernel, or copy from
+//! and to it.
 
 #![deny(unsafe_code)]
 
 mod frame;
 mod link;
+mod memory;
 mod records;
 
 pub use frame::{Condition, Frame, FrameError, HEADER, MAX_DATA};
-pub use link::{Link, LinkError, Memory};
+pub use link::{Link, LinkError};
+pub use memory::Memory;
 pub use records::{Cipher, Direction, Secrets};

@@ -20,7 +20,7 @@ use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 
 use super::{
     admin,
-    block::{BlockError, BlockQueue, Durability, Image, Tag},
+    block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag},
     command::DataPointer,
     config::{Config, ConfigError},
     events::{Event, Events},
@@ -104,22 +104,53 @@ impl Nvme {
     ///
     /// A [`ConfigError`].
     pub fn with_image(id: &str, config: &Config, image: Image) -> Result<Self, ConfigError> {
+        let Image {
+            file,
+            size,
+            punches_holes,
+        } = image;
+        let block = BlockQueue::open(file, config.engine, IO_SLOTS + RESERVED_SLOTS);
+        Self::with_block(id, config, block, (size, punches_holes))
+    }
+
+    /// As [`Nvme::open`], on a medium of `size` bytes that another host has, and whose deallocated
+    /// blocks read as zeroes if it `punches_holes`.
+    ///
+    /// # Errors
+    ///
+    /// A [`ConfigError`].
+    pub fn with_remote(
+        id: &str,
+        config: &Config,
+        medium: RemoteMedium,
+        (size, punches_holes): (u64, bool),
+    ) -> Result<Self, ConfigError> {
+        config.validate()?;
+        let block = BlockQueue::remote(medium, IO_SLOTS + RESERVED_SLOTS);
+        Self::with_block(id, config, block, (size, punches_holes))
+    }
+
+    fn with_block(
+        id: &str,
+        config: &Config,
+        block: std::io::Result<BlockQueue>,
+        (size, punches_holes): (u64, bool),
+    ) -> Result<Self, ConfigError> {
         let serial = config.serial_for(id);
         let block_shift = config.block_size.trailing_zeros();
         let namespace = Namespace {
             block_shift,
-            blocks: image.size >> block_shift,
+            blocks: size >> block_shift,
             read_only: config.read_only,
-            punches_holes: image.punches_holes,
+            punches_holes,
             uuid: uuid_from(&serial),
         };
-        let block = BlockQueue::open(image.file, config.engine, IO_SLOTS + RESERVED_SLOTS)
-            .map_err(|source| ConfigError::Engine {
-                image: config.image.clone(),
-                source,
-            })?;
+        let block = block.map_err(|source| ConfigError::Engine {
+            image: config.image.clone(),
+            source,
+        })?;
         Ok(Self {
-            description: config.description(image.size),
+            description: config.description(size),
             names: Names {
                 serial,
                 model: config.model.clone(),
@@ -131,7 +162,7 @@ impl Nvme {
             block,
             features: Features::new(config.queues),
             logs: Logs::new(),
-            medium: Medium::new(&config.image, image.size),
+            medium: Medium::new(&config.image, size),
             events: Events::default(),
             stats: Stats::default(),
             msix_table: power_on_table(config.vectors()),
@@ -251,8 +282,11 @@ impl Nvme {
         {
             self.start_shutdown_flush();
         }
-        if self.draining && self.slots.busy() == 0 {
-            self.finish_disable(bus);
+        if self.draining {
+            match self.slots.busy() {
+                0 => self.finish_disable(bus),
+                _ => self.block.hurry(),
+            }
         }
     }
 

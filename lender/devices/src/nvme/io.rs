@@ -401,6 +401,7 @@ fn status_of(work: Work, error: BlockError) -> Status {
     match (error, work) {
         (BlockError::GuestMemory, _) => Status::DATA_TRANSFER_ERROR,
         (BlockError::NoSpace, _) => Status::CAPACITY_EXCEEDED,
+        (BlockError::Unreachable, _) => Status::NAMESPACE_NOT_READY,
         (_, Work::Read { .. } | Work::Compare { .. } | Work::Verify { .. }) => {
             Status::UNRECOVERED_READ
         }

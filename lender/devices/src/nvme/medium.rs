@@ -11,7 +11,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::block::{BlockError, Condition};
+use farside_medium::Condition;
+
+use super::block::BlockError;
 
 /// Time without a failed command before a failure can end.
 const QUIET: Duration = Duration::from_secs(10);
@@ -133,7 +135,7 @@ impl Medium {
     ) {
         let cause = match error {
             // Not failures of the medium.
-            BlockError::GuestMemory | BlockError::Unsupported => return,
+            BlockError::GuestMemory | BlockError::Unsupported | BlockError::Unreachable => return,
             BlockError::ReadOnly => Cause::ReadOnly,
             // A block device returns ENOSPC past its end.
             _ if condition.size < self.size => Cause::Shrunk { to: condition.size },

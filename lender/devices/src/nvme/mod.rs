@@ -53,7 +53,10 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-pub use block::{EngineChoice, Image, ImageError};
+pub use block::{
+    Ended, EngineChoice, Image, ImageError, LentMedium, MediumKeeper, Notice, RemoteMedium, Supply,
+    remote_medium,
+};
 pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};

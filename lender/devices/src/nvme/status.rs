@@ -40,6 +40,7 @@ impl Status {
     pub const WRITE_PROTECTED: Self = fatal(GENERIC, 0x20);
     pub const LBA_OUT_OF_RANGE: Self = fatal(GENERIC, 0x80);
     pub const CAPACITY_EXCEEDED: Self = fatal(GENERIC, 0x81);
+    pub const NAMESPACE_NOT_READY: Self = transient(GENERIC, 0x82);
 
     // Command specific status (figure 128).
     pub const INVALID_CQ: Self = fatal(SPECIFIC, 0x00);

@@ -14,6 +14,8 @@
 
 mod image;
 mod inline;
+mod lent;
+mod network;
 mod threads;
 mod transfer;
 mod uring;
@@ -32,11 +34,15 @@ use std::{
 };
 
 use farside_fabric::memory::HostSlice;
+use farside_medium::Condition;
 use serde::{Deserialize, Serialize};
 
 pub use image::{Image, ImageAccess, ImageError};
+pub use lent::{Ended, LentMedium};
+pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 
 use inline::Inline;
+use network::Network;
 use threads::Threads;
 use transfer::{Job, Step, Transfer};
 use uring::Uring;
@@ -81,16 +87,23 @@ pub enum BlockError {
     EndsEarly,
     /// The medium failed, with this errno.
     Medium(i32),
+    /// The host that has the medium is out of reach, and the operation was given up.
+    Unreachable,
 }
 
-/// The medium's condition, independent of I/O.
-#[derive(Clone, Copy, Debug)]
-pub struct Condition {
-    /// Bytes.
-    pub size: u64,
-    /// Its file system has no free block.
-    pub full: bool,
-    pub read_only: bool,
+impl BlockError {
+    /// The errno of a system call that fails so.
+    fn errno(self) -> i32 {
+        match self {
+            Self::GuestMemory => libc::EFAULT,
+            Self::NoSpace => libc::ENOSPC,
+            Self::Unsupported => libc::EOPNOTSUPP,
+            Self::ReadOnly => libc::EROFS,
+            Self::EndsEarly => 0,
+            Self::Medium(errno) => errno,
+            Self::Unreachable => libc::ECANCELED,
+        }
+    }
 }
 
 /// An operation of an engine, on the vectors of the [`Transfer`] that made it. Not `Clone`: it is
@@ -147,6 +160,16 @@ trait Engine: Send {
 
     /// Blocks until a started operation has finished, or a signal arrives.
     fn wait(&mut self);
+
+    /// The medium's condition. Values that cannot be queried count as good.
+    fn condition(&self) -> Condition;
+
+    /// Flushes all completed writes to the medium, and waits.
+    fn sync(&self) -> io::Result<()>;
+
+    /// The owner waits for everything in flight: an engine whose medium may be out of reach finishes
+    /// what it cannot complete soon, with ECANCELED; at once if it is `now`.
+    fn hurry(&mut self, _now: bool) {}
 }
 
 /// I/O on an image, by tag.
@@ -154,12 +177,12 @@ pub struct BlockQueue {
     // Dropped first: waits for the kernel, which uses the memory of `transfers`.
     engine: Box<dyn Engine>,
     transfers: Box<[Transfer]>,
-    inline: Inline,
+    /// For a file of this host.
+    inline: Option<(Inline, Arc<File>)>,
     in_flight: usize,
     finished: Vec<(Tag, i32)>,
     done: Vec<(Tag, Result<(), BlockError>)>,
     all_submitted: bool,
-    file: Arc<File>,
 }
 
 impl BlockQueue {
@@ -177,46 +200,42 @@ impl BlockQueue {
                 }
             },
         };
-        Ok(Self {
+        let inline = Inline::new(&file)?;
+        Ok(Self::new(engine, depth, Some((inline, file))))
+    }
+
+    /// I/O on the medium of another host, for up to `depth` transfers in flight.
+    pub fn remote(medium: RemoteMedium, depth: u16) -> io::Result<Self> {
+        let engine = Box::new(Network::start(medium, depth)?);
+        Ok(Self::new(engine, depth, None))
+    }
+
+    fn new(engine: Box<dyn Engine>, depth: u16, inline: Option<(Inline, Arc<File>)>) -> Self {
+        Self {
             engine,
             transfers: (0..depth).map(|_| Transfer::default()).collect(),
-            inline: Inline::new(&file)?,
+            inline,
             in_flight: 0,
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
             all_submitted: true,
-            file,
-        })
-    }
-
-    /// Flushes all completed writes to the medium, and waits.
-    pub fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()
-    }
-
-    /// The medium's condition. Values that cannot be queried count as good.
-    pub fn condition(&self) -> Condition {
-        let size = (&*self.file).seek(SeekFrom::End(0)).unwrap_or(u64::MAX);
-        let is_device = self
-            .file
-            .metadata()
-            .is_ok_and(|meta| meta.file_type().is_block_device());
-        if is_device {
-            return Condition {
-                size,
-                full: false,
-                read_only: is_read_only(&self.file).unwrap_or(false),
-            };
         }
-        let system = rustix::fs::fstatvfs(&self.file).ok();
-        Condition {
-            size,
-            full: system.as_ref().is_some_and(|system| system.f_bavail == 0),
-            read_only: system.is_some_and(|system| {
-                system
-                    .f_flag
-                    .contains(rustix::fs::StatVfsMountFlags::RDONLY)
-            }),
+    }
+
+    /// See [`Engine::sync`].
+    pub fn sync(&self) -> io::Result<()> {
+        self.engine.sync()
+    }
+
+    /// See [`Engine::condition`].
+    pub fn condition(&self) -> Condition {
+        self.engine.condition()
+    }
+
+    /// See [`Engine::hurry`].
+    pub fn hurry(&mut self) {
+        if self.in_flight > 0 {
+            self.engine.hurry(false);
         }
     }
 
@@ -271,10 +290,14 @@ impl BlockQueue {
         self.start(tag, Job::Flush);
     }
 
-    /// Deallocates `[offset, offset + len)` (FALLOC_FL_PUNCH_HOLE), which then reads as
-    /// zeroes.
+    /// Deallocates `[offset, offset + len)`, which then reads as zeroes.
     pub fn punch(&mut self, tag: Tag, offset: u64, len: u64) {
-        self.start(tag, Job::Punch { offset, len });
+        self.allocate(tag, PUNCH_HOLE, offset, len);
+    }
+
+    /// fallocate(2) on `[offset, offset + len)`, with [`PUNCH_HOLE`] or [`ZERO_RANGE`].
+    fn allocate(&mut self, tag: Tag, mode: i32, offset: u64, len: u64) {
+        self.start(tag, Job::Allocate { mode, offset, len });
     }
 
     /// Zeroes `[offset, offset + len)` by any method that the medium supports; with
@@ -295,13 +318,15 @@ impl BlockQueue {
     }
 
     fn queue(&mut self, tag: Tag, op: RawOp) {
-        // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
-        // `tag`, which point it at the transfer's own iovecs. These and their memory
-        // (guest slices, which keep their mapping alive; scratch; the static zeroes) are
-        // owned by `self.transfers` or static, and not changed before this call returns.
-        if let Some(result) = unsafe { self.inline.try_now(&self.file, &op) } {
-            self.finished.push((tag, result));
-            return;
+        if let Some((inline, file)) = &mut self.inline {
+            // SAFETY: `op` comes from `Transfer::begin` or `Transfer::finish` of
+            // `tag`, which point it at the transfer's own iovecs. These and their memory
+            // (guest slices, which keep their mapping alive; scratch; the static zeroes) are
+            // owned by `self.transfers` or static, and not changed before this call returns.
+            if let Some(result) = unsafe { inline.try_now(file, &op) } {
+                self.finished.push((tag, result));
+                return;
+            }
         }
         // SAFETY: the pointers are valid, as argued above, and stay so: the
         // methods of `Transfer` refuse to change an entry in flight, and this
@@ -371,8 +396,10 @@ impl BlockQueue {
         self.engine.wake_fd()
     }
 
-    /// Blocks until no transfer is in flight, and drops all results.
+    /// Blocks until no transfer is in flight, and drops all results. Does not wait for a medium that is
+    /// out of reach.
     pub fn drain(&mut self) {
+        self.engine.hurry(true);
         while self.in_flight > 0 {
             self.turn();
             if self.in_flight > 0 && self.all_submitted && self.finished.is_empty() {
@@ -386,6 +413,35 @@ impl BlockQueue {
 impl Drop for BlockQueue {
     fn drop(&mut self) {
         self.drain();
+    }
+}
+
+/// The modes of fallocate(2) that are used.
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// The condition of a file or block device.
+fn condition(mut file: &File) -> Condition {
+    let size = file.seek(SeekFrom::End(0)).unwrap_or(u64::MAX);
+    let is_device = file
+        .metadata()
+        .is_ok_and(|meta| meta.file_type().is_block_device());
+    if is_device {
+        return Condition {
+            size,
+            full: false,
+            read_only: is_read_only(file).unwrap_or(false),
+        };
+    }
+    let system = rustix::fs::fstatvfs(file).ok();
+    Condition {
+        size,
+        full: system.as_ref().is_some_and(|system| system.f_bavail == 0),
+        read_only: system.is_some_and(|system| {
+            system
+                .f_flag
+                .contains(rustix::fs::StatVfsMountFlags::RDONLY)
+        }),
     }
 }
 

@@ -12,6 +12,8 @@ use std::{
     thread::JoinHandle,
 };
 
+use farside_medium::Condition;
+
 use super::{Durability, Engine, RawOp, Tag, eventfd, last_errno, raw};
 
 /// Threads of the pool: enough to overlap the medium's latency.
@@ -223,6 +225,14 @@ impl Engine for Threads {
 
     fn wake_fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
+    }
+
+    fn condition(&self) -> Condition {
+        super::condition(&self.shared.file)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.shared.file.sync_data()
     }
 
     fn wait(&mut self) {

@@ -3,7 +3,7 @@
 
 use farside_fabric::memory::HostSlice;
 
-use super::{BlockError, BlockQueue, Durability, RawOp};
+use super::{BlockError, BlockQueue, Durability, PUNCH_HOLE, RawOp, ZERO_RANGE};
 
 /// Most vectors of one system call (`IOV_MAX`).
 const MAX_IOVECS: usize = 1024;
@@ -31,7 +31,9 @@ pub(super) enum Job {
         len: usize,
     },
     Flush,
-    Punch {
+    /// fallocate(2).
+    Allocate {
+        mode: i32,
         offset: u64,
         len: u64,
     },
@@ -142,7 +144,7 @@ impl Transfer {
                     iov_len: len,
                 });
             }
-            Job::Flush | Job::Punch { .. } | Job::Zero { .. } => {}
+            Job::Flush | Job::Allocate { .. } | Job::Zero { .. } => {}
         }
         let op = Self::op(&job, &self.iovecs, self.next, self.moved)?;
         self.job = job;
@@ -185,11 +187,7 @@ impl Transfer {
                 durability,
             }),
             Job::Flush => Some(RawOp::Sync),
-            Job::Punch { offset, len } => Some(RawOp::Allocate {
-                mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
-                offset,
-                len,
-            }),
+            Job::Allocate { mode, offset, len } => Some(RawOp::Allocate { mode, offset, len }),
             Job::Zero {
                 offset,
                 len,
@@ -205,12 +203,7 @@ impl Transfer {
                         durability: Durability::Cached,
                     }),
                     _ => Some(RawOp::Allocate {
-                        mode: libc::FALLOC_FL_KEEP_SIZE
-                            | if hole {
-                                libc::FALLOC_FL_PUNCH_HOLE
-                            } else {
-                                libc::FALLOC_FL_ZERO_RANGE
-                            },
+                        mode: if hole { PUNCH_HOLE } else { ZERO_RANGE },
                         offset,
                         len,
                     }),
@@ -247,7 +240,7 @@ impl Transfer {
         }
         self.retries = 0;
         match self.job {
-            Job::Idle | Job::Flush | Job::Punch { .. } => Ok(true),
+            Job::Idle | Job::Flush | Job::Allocate { .. } => Ok(true),
             Job::Zero {
                 len,
                 method: ZeroMethod::Write,
@@ -335,6 +328,7 @@ impl Transfer {
             libc::ENOSPC | libc::EDQUOT => Err(BlockError::NoSpace),
             libc::EOPNOTSUPP | libc::ENOSYS => Err(BlockError::Unsupported),
             libc::EROFS | libc::EPERM => Err(BlockError::ReadOnly),
+            libc::ECANCELED => Err(BlockError::Unreachable),
             _ => Err(BlockError::Medium(errno)),
         }
     }

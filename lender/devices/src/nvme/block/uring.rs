@@ -15,6 +15,8 @@ use std::{
 
 use io_uring::{IoUring, Probe, opcode, register::Restriction, squeue, types};
 
+use farside_medium::Condition;
+
 use super::{Durability, Engine, RawOp, Tag, raw};
 
 pub(super) struct Uring {
@@ -24,7 +26,7 @@ pub(super) struct Uring {
     /// Started or waiting, not reaped.
     in_flight: usize,
     // Closed after the ring.
-    _file: Arc<File>,
+    file: Arc<File>,
 }
 
 /// The operations in use.
@@ -79,7 +81,7 @@ impl Uring {
             ring,
             waiting: VecDeque::with_capacity(depth as usize),
             in_flight: 0,
-            _file: file,
+            file,
         })
     }
 
@@ -211,6 +213,14 @@ impl Engine for Uring {
         // SAFETY: the ring keeps its descriptor open for the lifetime of `self`, which
         // the result borrows.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
+    }
+
+    fn condition(&self) -> Condition {
+        super::condition(&self.file)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
     }
 
     fn wait(&mut self) {

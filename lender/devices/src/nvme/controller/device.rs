@@ -72,6 +72,7 @@ impl Device for Nvme {
 
     fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
         self.quiesced = true;
+        self.block.hurry();
         self.turn_block(bus);
         self.advance(bus);
         self.queues

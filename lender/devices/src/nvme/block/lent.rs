@@ -1,0 +1,396 @@
+//! The lender's half of a medium: serves operations of a borrower on another host.
+//!
+//! What a borrower can use is bounded: each operation has a tag below the queue's depth, and data waits
+//! in [`MEMORY`] bytes. While these are in use nothing more is received, so TCP holds the borrower back.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farside_fabric::memory::{HostSlice, SharedMemory};
+use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
+
+use super::{BlockError, BlockQueue, Durability, EngineChoice, PUNCH_HOLE, Tag, ZERO_RANGE};
+use crate::nvme::slots::{IO_SLOTS, RESERVED_SLOTS};
+
+/// Bytes for the data of operations in flight.
+const MEMORY: usize = 16 << 20;
+
+/// Bytes of a part of it.
+const PART: usize = 64 << 10;
+
+/// Parts of the longest operation, without which no frame is received.
+const MOST_PARTS: usize = MAX_DATA / PART;
+
+/// Most frames that are received before everything else is looked at.
+const BURST: usize = 64;
+
+/// Time after a failure for which answers have the medium's condition.
+const CONDITION_AGE: Duration = Duration::from_secs(60);
+
+/// Why a borrower's connection is over.
+#[derive(Debug)]
+pub enum Ended {
+    /// The borrower has returned the device.
+    Returned,
+    /// The connection was lost, or the borrower violated the protocol.
+    Cut(LinkError),
+}
+
+/// An operation in flight, or an answer that is being sent.
+#[derive(Default)]
+struct Slot {
+    frame: Option<Frame>,
+    parts: Vec<u16>,
+    /// The vectors that name its memory.
+    iovecs: Vec<libc::iovec>,
+}
+
+/// A medium that is served over a connection.
+pub struct LentMedium {
+    // Dropped first: both use the memory of `slots`.
+    block: BlockQueue,
+    link: Link,
+    slots: Box<[Slot]>,
+    memory: Arc<SharedMemory>,
+    free: Vec<u16>,
+    /// The tags of answers with data, and their frames' numbers.
+    unsent: VecDeque<(u64, Tag)>,
+    posted: u64,
+    size: u64,
+    read_only: bool,
+    condition: Condition,
+    /// The last failure.
+    failed: Option<Instant>,
+    stats: Stats,
+}
+
+#[derive(Default)]
+struct Stats {
+    reads: u64,
+    writes: u64,
+    bytes_read: u64,
+    bytes_written: u64,
+    flushes: u64,
+    errors: u64,
+}
+
+impl LentMedium {
+    /// Serves the open image `file` of `size` bytes.
+    ///
+    /// # Errors
+    /// Those of starting an engine, and of memory.
+    pub fn new(
+        file: File,
+        engine: EngineChoice,
+        (size, read_only): (u64, bool),
+        link: Link,
+    ) -> io::Result<Self> {
+        let depth = IO_SLOTS + RESERVED_SLOTS;
+        let parts = (MEMORY / PART) as u16;
+        Ok(Self {
+            block: BlockQueue::open(file, engine, depth)?,
+            link,
+            slots: (0..depth).map(|_| Slot::default()).collect(),
+            memory: SharedMemory::anonymous(MEMORY)?,
+            free: (0..parts).rev().collect(),
+            unsent: VecDeque::new(),
+            posted: 0,
+            size,
+            read_only,
+            condition: Condition {
+                size,
+                full: false,
+                read_only,
+            },
+            failed: None,
+            stats: Stats::default(),
+        })
+    }
+
+    /// Receives, serves and answers, without blocking. `on_failed_sync` is called before the borrower
+    /// learns that a flush has failed: the kernel reports that once.
+    ///
+    /// # Errors
+    /// The connection is over.
+    pub fn turn(&mut self, on_failed_sync: &mut dyn FnMut()) -> Result<(), Ended> {
+        loop {
+            let received = self.receive()?;
+            self.block.turn();
+            let mut finished = false;
+            while let Some((tag, result)) = self.block.next_done() {
+                finished = true;
+                self.answer(tag, result, on_failed_sync);
+            }
+            self.link.flush().map_err(Ended::Cut)?;
+            self.release_sent();
+            if !received && !finished {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether there is work for [`LentMedium::turn`] that its descriptors do not report.
+    pub fn is_busy(&mut self) -> bool {
+        self.block.is_busy()
+    }
+
+    /// To be called every [`Link::TICK`].
+    ///
+    /// # Errors
+    /// The connection is over.
+    pub fn tick(&mut self) -> Result<(), Ended> {
+        self.link.tick().map_err(Ended::Cut)
+    }
+
+    /// The connection, and whether it has to be readable and writable.
+    pub fn link(&self) -> (BorrowedFd<'_>, bool, bool) {
+        (self.link.as_fd(), self.has_room(), self.link.wants_write())
+    }
+
+    /// Readable when an operation has finished.
+    pub fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.block.wake_fd()
+    }
+
+    /// Asks the borrower to return the device.
+    pub fn release(&mut self, limit: Duration) {
+        let limit_ms = limit.as_millis() as u64;
+        self.post(Frame::Release { limit_ms }, Memory::NONE);
+    }
+
+    /// Counters, by name.
+    pub fn stats(&self) -> Vec<(&'static str, u64)> {
+        let stats = &self.stats;
+        vec![
+            ("reads", stats.reads),
+            ("writes", stats.writes),
+            ("bytes_read", stats.bytes_read),
+            ("bytes_written", stats.bytes_written),
+            ("flushes", stats.flushes),
+            ("errors", stats.errors),
+        ]
+    }
+
+    /// How many operations are in flight, and the most that may be.
+    pub fn in_flight(&self) -> (u64, u64) {
+        let busy = self.slots.iter().filter(|slot| slot.frame.is_some());
+        (busy.count() as u64, self.slots.len() as u64)
+    }
+
+    fn has_room(&self) -> bool {
+        self.free.len() >= MOST_PARTS
+    }
+
+    fn post(&mut self, frame: Frame, memory: Memory) {
+        self.link.post(frame, memory);
+        self.posted += 1;
+    }
+
+    /// Receives frames, and starts what they ask for. Returns whether there were any.
+    fn receive(&mut self) -> Result<bool, Ended> {
+        for count in 0..BURST {
+            if !self.has_room() {
+                return Ok(count > 0);
+            }
+            let (slots, free, memory) = (&mut self.slots, &mut self.free, &self.memory);
+            let received = self.link.receive(|frame| place(slots, free, memory, frame));
+            match received.map_err(Ended::Cut)? {
+                Some(Frame::Return) => return Err(Ended::Returned),
+                Some(frame) => self.start(frame),
+                None => return Ok(count > 0),
+            }
+        }
+        Ok(true)
+    }
+
+    fn start(&mut self, frame: Frame) {
+        let (tag, refusal) = match frame {
+            Frame::Read { tag, offset, len } => (tag, self.outside(offset, len.into())),
+            Frame::Write {
+                tag, offset, len, ..
+            } => (tag, self.refuses_write(offset, len.into())),
+            Frame::Allocate {
+                tag,
+                mode,
+                offset,
+                len,
+            } => match mode {
+                PUNCH_HOLE | ZERO_RANGE => (tag, self.refuses_write(offset, len)),
+                _ => (tag, Some(BlockError::Unsupported)),
+            },
+            Frame::Sync { tag } => (tag, None),
+            _ => return,
+        };
+        if let Some(error) = refusal {
+            return self.answer(tag, Err(error), &mut || {});
+        }
+        let slot = &self.slots[usize::from(tag)];
+        let slices = self.block.slices(tag);
+        slices.clear();
+        let mut left = match frame {
+            Frame::Read { len, .. } | Frame::Write { len, .. } => len as usize,
+            _ => 0,
+        };
+        for part in &slot.parts {
+            let len = left.min(PART);
+            slices.extend(part_of(&self.memory, *part, len));
+            left -= len;
+        }
+        match frame {
+            Frame::Read { offset, len, .. } => {
+                self.stats.reads += 1;
+                self.stats.bytes_read += u64::from(len);
+                self.block.read(tag, offset);
+            }
+            Frame::Write {
+                offset,
+                len,
+                durable,
+                ..
+            } => {
+                self.stats.writes += 1;
+                self.stats.bytes_written += u64::from(len);
+                let durability = match durable {
+                    true => Durability::Durable,
+                    false => Durability::Cached,
+                };
+                self.block.write(tag, offset, durability);
+            }
+            Frame::Sync { .. } => {
+                self.stats.flushes += 1;
+                self.block.flush(tag);
+            }
+            Frame::Allocate {
+                mode, offset, len, ..
+            } => self.block.allocate(tag, mode, offset, len),
+            _ => {}
+        }
+    }
+
+    fn outside(&self, offset: u64, len: u64) -> Option<BlockError> {
+        let end = offset.checked_add(len);
+        let inside = end.is_some_and(|end| end <= self.size);
+        (!inside).then_some(BlockError::Medium(libc::EINVAL))
+    }
+
+    fn refuses_write(&self, offset: u64, len: u64) -> Option<BlockError> {
+        match self.read_only {
+            true => Some(BlockError::ReadOnly),
+            false => self.outside(offset, len),
+        }
+    }
+
+    fn answer(
+        &mut self,
+        tag: Tag,
+        result: Result<(), BlockError>,
+        on_failed_sync: &mut dyn FnMut(),
+    ) {
+        self.block.release(tag);
+        let slot = &self.slots[usize::from(tag)];
+        let Some(frame) = slot.frame else {
+            return;
+        };
+        if result.is_err() {
+            self.stats.errors += 1;
+            self.failed = Some(Instant::now());
+            if let Frame::Sync { .. } = frame {
+                on_failed_sync();
+            }
+        }
+        if self.failed.is_some_and(|at| at.elapsed() < CONDITION_AGE) {
+            self.condition = self.block.condition();
+        }
+        let bytes = match frame {
+            Frame::Read { len, .. } | Frame::Write { len, .. } => len,
+            _ => 0,
+        };
+        let (result, data) = match (result, frame) {
+            (Ok(()), Frame::Read { .. }) => (bytes as i32, bytes),
+            (Ok(()), _) => (bytes as i32, 0),
+            (Err(error), _) => (-error.errno(), 0),
+        };
+        let done = Frame::Done {
+            tag,
+            result,
+            data,
+            condition: self.condition,
+        };
+        let memory = match data {
+            0 => Memory::NONE,
+            // SAFETY: the slot's vectors name its parts of `self.memory`, and neither are changed before
+            // the frame is sent (`release_sent`); the link is dropped before both.
+            _ => unsafe { Memory::new(slot.iovecs.as_ptr(), slot.iovecs.len()) },
+        };
+        if data == 0 {
+            self.free_slot(tag);
+        } else {
+            self.unsent.push_back((self.posted, tag));
+        }
+        self.post(done, memory);
+    }
+
+    /// Makes the memory of sent answers free.
+    fn release_sent(&mut self) {
+        while let Some(&(number, tag)) = self.unsent.front() {
+            if number >= self.link.sent() {
+                return;
+            }
+            self.unsent.pop_front();
+            self.free_slot(tag);
+        }
+    }
+
+    fn free_slot(&mut self, tag: Tag) {
+        let slot = &mut self.slots[usize::from(tag)];
+        self.free.append(&mut slot.parts);
+        slot.iovecs.clear();
+        slot.frame = None;
+    }
+}
+
+fn part_of(memory: &Arc<SharedMemory>, part: u16, len: usize) -> Option<HostSlice> {
+    memory.slice(usize::from(part) * PART, len)
+}
+
+/// Takes a slot for an operation, with memory for its data. Refuses frames that a borrower must not
+/// send.
+fn place(
+    slots: &mut [Slot],
+    free: &mut Vec<u16>,
+    memory: &Arc<SharedMemory>,
+    frame: &Frame,
+) -> Result<Memory, FrameError> {
+    let (tag, len) = match *frame {
+        Frame::Read { tag, len, .. } | Frame::Write { tag, len, .. } => (tag, len as usize),
+        Frame::Sync { tag } | Frame::Allocate { tag, .. } => (tag, 0),
+        Frame::Return | Frame::Alive => return Ok(Memory::NONE),
+        Frame::Done { .. } | Frame::Release { .. } => return Err(FrameError::Unexpected(*frame)),
+    };
+    let slot = slots.get_mut(usize::from(tag));
+    let Some(slot) = slot.filter(|slot| slot.frame.is_none()) else {
+        return Err(FrameError::Unexpected(*frame));
+    };
+    slot.frame = Some(*frame);
+    let mut left = len;
+    while left > 0 {
+        let part = free.pop().ok_or(FrameError::Unexpected(*frame))?;
+        slot.parts.push(part);
+        let len = left.min(PART);
+        let slice = part_of(memory, part, len).ok_or(FrameError::Unexpected(*frame))?;
+        slot.iovecs.push(libc::iovec {
+            iov_base: slice.as_ptr().cast(),
+            iov_len: len,
+        });
+        left -= len;
+    }
+    // SAFETY: the vectors name parts of `memory`, which outlives the link, and belong to this slot
+    // until its answer is sent.
+    Ok(unsafe { Memory::new(slot.iovecs.as_ptr(), slot.iovecs.len()) })
+}

@@ -1,0 +1,478 @@
+//! I/O on a medium in another host.
+//!
+//! An operation is one frame to the lender and one back. It stays in the engine's table until its
+//! answer has come: after a cut, all that are there are sent again over the next connection, in the
+//! order in which they were started. A write that was done already is so done twice, which nobody sees:
+//! what the guest started after its answer was not started before.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
+use rustix::{
+    buffer::spare_capacity,
+    event::{PollFd, PollFlags, Timespec, epoll, poll},
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create,
+        timerfd_settime,
+    },
+};
+
+use super::{Durability, Engine, RawOp, Tag, eventfd};
+
+/// Time for operations to end while the owner waits for that, before they are given up: shorter than
+/// it waits for DMA in flight.
+const HURRY: Duration = Duration::from_secs(2);
+
+/// What an engine tells the owner of its connections.
+#[derive(Debug)]
+pub enum Notice {
+    /// The connection has ended: the engine waits for the next.
+    Lost(LinkError),
+    /// The lender takes the device back, within this time.
+    Release(Duration),
+}
+
+/// What the owner of the connections answers.
+#[derive(Debug)]
+pub enum Supply {
+    /// The next connection.
+    Link(Box<Link>),
+    /// There will be none: all I/O fails from here on.
+    GivenUp,
+}
+
+/// A medium in another host, for an engine.
+#[derive(Debug)]
+pub struct RemoteMedium {
+    size: u64,
+    first: Link,
+    notices: mpsc::Sender<Notice>,
+    supply: mpsc::Receiver<Supply>,
+    wake: Arc<OwnedFd>,
+}
+
+/// The end of a [`RemoteMedium`] that keeps it connected.
+#[derive(Debug)]
+pub struct MediumKeeper {
+    /// Disconnected when the engine has ended.
+    pub notices: mpsc::Receiver<Notice>,
+    supply: mpsc::Sender<Supply>,
+    wake: Arc<OwnedFd>,
+}
+
+/// A medium of `size` bytes behind a connection, and what keeps it connected.
+///
+/// # Errors
+/// The system is out of descriptors.
+pub fn remote_medium(size: u64, first: Link) -> io::Result<(RemoteMedium, MediumKeeper)> {
+    let wake = Arc::new(eventfd()?);
+    let (notices, noticed) = mpsc::channel();
+    let (supply, supplied) = mpsc::channel();
+    let medium = RemoteMedium {
+        size,
+        first,
+        notices,
+        supply: supplied,
+        wake: Arc::clone(&wake),
+    };
+    let keeper = MediumKeeper {
+        notices: noticed,
+        supply,
+        wake,
+    };
+    Ok((medium, keeper))
+}
+
+impl MediumKeeper {
+    /// Answers [`Notice::Lost`].
+    pub fn supply(&self, supply: Supply) {
+        // Fails if the engine has ended.
+        let _ = self.supply.send(supply);
+        // Cannot fail: the counter is far below its maximum.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+struct Operation {
+    op: RawOp,
+    /// In the order of [`Engine::queue`].
+    number: u64,
+}
+
+// SAFETY: only the kernel and the link use the pointers in `op`, to memory that `Engine::queue`'s
+// caller keeps valid until the tag is reaped or the engine is dropped.
+unsafe impl Send for Operation {}
+
+enum State {
+    Connected(Link),
+    Waiting,
+    GivenUp,
+}
+
+pub(super) struct Network {
+    state: State,
+    notices: mpsc::Sender<Notice>,
+    supply: mpsc::Receiver<Supply>,
+    wake: Arc<OwnedFd>,
+    /// By tag: not answered.
+    operations: Box<[Option<Operation>]>,
+    outstanding: usize,
+    number: u64,
+    finished: Vec<(Tag, i32)>,
+    condition: Condition,
+    /// Since when the owner waits for everything in flight.
+    hurried: Option<Instant>,
+    epoll: OwnedFd,
+    timer: OwnedFd,
+}
+
+impl Network {
+    pub(super) fn start(medium: RemoteMedium, depth: u16) -> io::Result<Self> {
+        let RemoteMedium {
+            size,
+            first,
+            notices,
+            supply,
+            wake,
+        } = medium;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let tick = Timespec::try_from(Link::TICK).map_err(io::Error::other)?;
+        let every = Itimerspec {
+            it_interval: tick,
+            it_value: tick,
+        };
+        timerfd_settime(&timer, TimerfdTimerFlags::empty(), &every)?;
+        for fd in [timer.as_fd(), wake.as_fd()] {
+            let data = epoll::EventData::new_u64(0);
+            epoll::add(&epoll, fd, data, epoll::EventFlags::IN)?;
+        }
+        watch(&epoll, &first)?;
+        Ok(Self {
+            state: State::Connected(first),
+            notices,
+            supply,
+            wake,
+            operations: (0..depth).map(|_| None).collect(),
+            outstanding: 0,
+            number: 0,
+            finished: Vec::with_capacity(depth.into()),
+            condition: Condition {
+                size,
+                full: false,
+                read_only: false,
+            },
+            hurried: None,
+            epoll,
+            timer,
+        })
+    }
+
+    /// Ends the connection.
+    fn lose(&mut self, error: LinkError) {
+        // Its descriptor leaves the epoll instance as it is closed.
+        self.state = State::Waiting;
+        if let LinkError::Memory(frame) = &error {
+            let tag = match *frame {
+                Frame::Write { tag, .. } | Frame::Done { tag, .. } => Some(tag),
+                _ => None,
+            };
+            tag.into_iter()
+                .for_each(|tag| self.finish(tag, -libc::EFAULT));
+        }
+        // Fails if nobody keeps the connection any more: then the process is about to end.
+        if self.notices.send(Notice::Lost(error)).is_err() {
+            self.give_up();
+        }
+    }
+
+    fn finish(&mut self, tag: Tag, result: i32) {
+        let operation = self.operations.get_mut(usize::from(tag));
+        if operation.and_then(Option::take).is_some() {
+            self.outstanding -= 1;
+            self.finished.push((tag, result));
+        }
+    }
+
+    fn finish_all(&mut self, result: i32) {
+        for tag in 0..self.operations.len() as Tag {
+            self.finish(tag, result);
+        }
+    }
+
+    fn give_up(&mut self) {
+        self.state = State::GivenUp;
+        self.finish_all(-libc::ENODEV);
+    }
+
+    /// Takes the next connection, and sends over it what has no answer.
+    fn reconnect(&mut self, mut link: Link) {
+        if let Err(error) = watch(&self.epoll, &link) {
+            return self.lose(LinkError::System(error));
+        }
+        let mut again: Vec<_> = (0..)
+            .zip(&self.operations)
+            .filter_map(|(tag, operation)| Some((operation.as_ref()?, tag)))
+            .collect();
+        again.sort_unstable_by_key(|(operation, _)| operation.number);
+        for (operation, tag) in again {
+            post(&mut link, tag, &operation.op);
+        }
+        self.state = State::Connected(link);
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        if let State::Connected(link) = &mut self.state
+            && let Err(error) = link.flush()
+        {
+            self.lose(error);
+        }
+    }
+
+    /// Takes what has arrived.
+    fn receive(&mut self) {
+        for _ in 0..self.operations.len() {
+            let State::Connected(link) = &mut self.state else {
+                return;
+            };
+            let operations = &self.operations;
+            match link.receive(|frame| place(operations, frame)) {
+                Ok(Some(frame)) => self.take(frame),
+                Ok(None) => return,
+                Err(error) => return self.lose(error),
+            }
+        }
+    }
+
+    fn take(&mut self, frame: Frame) {
+        match frame {
+            Frame::Done {
+                tag,
+                result,
+                condition,
+                ..
+            } => {
+                self.condition = condition;
+                self.finish(tag, result);
+            }
+            Frame::Release { limit_ms } => {
+                // Fails if the process is about to end.
+                let _ = self
+                    .notices
+                    .send(Notice::Release(Duration::from_millis(limit_ms)));
+            }
+            // That it came is all.
+            _ => {}
+        }
+    }
+
+    /// Looks at all descriptors, and clears their readiness.
+    fn look(&mut self) {
+        // EAGAIN: not expired, or not raised.
+        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+        let ticked = rustix::io::read(&self.timer, &mut [0u8; 8]).is_ok();
+        let mut events = Vec::with_capacity(4);
+        let now = Timespec::default();
+        // What was ready is looked at in any case.
+        let _ = epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&now));
+        while let Ok(supply) = self.supply.try_recv() {
+            match (supply, &self.state) {
+                (Supply::Link(link), State::Waiting) => self.reconnect(*link),
+                (Supply::GivenUp, _) => self.give_up(),
+                (Supply::Link(_), _) => {}
+            }
+        }
+        if let State::Connected(link) = &mut self.state
+            && ticked
+            && let Err(error) = link.tick()
+        {
+            self.lose(error);
+        }
+        self.flush();
+        self.receive();
+    }
+}
+
+/// Watches a connection, edge-triggered: it is read until it is empty, and written until it is full.
+fn watch(epoll: &OwnedFd, link: &Link) -> io::Result<()> {
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
+    Ok(epoll::add(
+        epoll,
+        link,
+        epoll::EventData::new_u64(0),
+        flags,
+    )?)
+}
+
+/// Where the data of a frame belongs; refuses what answers no operation.
+fn place(operations: &[Option<Operation>], frame: &Frame) -> Result<Memory, FrameError> {
+    let Frame::Done {
+        tag, result, data, ..
+    } = *frame
+    else {
+        return match frame {
+            Frame::Release { .. } | Frame::Alive => Ok(Memory::NONE),
+            other => Err(FrameError::Unexpected(*other)),
+        };
+    };
+    let operation = operations.get(usize::from(tag)).and_then(Option::as_ref);
+    let (memory, most, data_len) = match operation.map(|operation| &operation.op) {
+        Some(RawOp::Read { iovecs, count, .. }) => {
+            // SAFETY: by the contract of `Engine::queue` the vectors and their memory are valid until
+            // the tag is reaped, which is when this frame has arrived, or the engine is dropped with
+            // its link. `finish_all` ends the connection first.
+            let memory = unsafe { Memory::new(*iovecs, *count as usize) };
+            (memory, len(*iovecs, *count), result.max(0))
+        }
+        Some(RawOp::Write { iovecs, count, .. }) => (Memory::NONE, len(*iovecs, *count), 0),
+        Some(RawOp::Sync | RawOp::Allocate { .. }) => (Memory::NONE, 0, 0),
+        None => return Err(FrameError::Unexpected(*frame)),
+    };
+    match i64::from(result) <= i64::from(most) && data as i32 == data_len {
+        true => Ok(memory),
+        false => Err(FrameError::Unexpected(*frame)),
+    }
+}
+
+/// Bytes of vectors, at most those of a frame; the rest is another operation.
+fn len(iovecs: *const libc::iovec, count: u32) -> u32 {
+    // SAFETY: `count` valid vectors, by the contract of `Engine::queue`.
+    let iovecs = unsafe { std::slice::from_raw_parts(iovecs, count as usize) };
+    let len = iovecs
+        .iter()
+        .fold(0usize, |len, iovec| len.saturating_add(iovec.iov_len));
+    len.min(MAX_DATA) as u32
+}
+
+fn post(link: &mut Link, tag: Tag, op: &RawOp) {
+    let (frame, memory) = match *op {
+        RawOp::Read {
+            iovecs,
+            count,
+            offset,
+        } => {
+            let len = len(iovecs, count);
+            (Frame::Read { tag, offset, len }, Memory::NONE)
+        }
+        RawOp::Write {
+            iovecs,
+            count,
+            offset,
+            durability,
+        } => {
+            let frame = Frame::Write {
+                tag,
+                offset,
+                len: len(iovecs, count),
+                durable: durability == Durability::Durable,
+            };
+            // SAFETY: by the contract of `Engine::queue` the vectors and their memory are valid until
+            // the tag is reaped: after its answer, which comes after the frame was sent, or when its
+            // link has been dropped.
+            (frame, unsafe { Memory::new(iovecs, count as usize) })
+        }
+        RawOp::Sync => (Frame::Sync { tag }, Memory::NONE),
+        RawOp::Allocate { mode, offset, len } => {
+            let frame = Frame::Allocate {
+                tag,
+                mode,
+                offset,
+                len,
+            };
+            (frame, Memory::NONE)
+        }
+    };
+    link.post(frame, memory);
+}
+
+impl Engine for Network {
+    unsafe fn queue(&mut self, tag: Tag, op: RawOp) {
+        self.hurried = None;
+        match &mut self.state {
+            State::Connected(link) => post(link, tag, &op),
+            State::Waiting => {}
+            State::GivenUp => return self.finished.push((tag, -libc::ENODEV)),
+        }
+        let number = self.number;
+        self.number += 1;
+        self.operations[usize::from(tag)] = Some(Operation { op, number });
+        self.outstanding += 1;
+    }
+
+    fn submit(&mut self) -> bool {
+        self.flush();
+        // What the socket does not take is sent when it has room.
+        true
+    }
+
+    fn reap(&mut self, done: &mut Vec<(Tag, i32)>) {
+        if self.outstanding > 0 {
+            self.receive();
+        }
+        done.append(&mut self.finished);
+    }
+
+    fn has_finished(&mut self) -> bool {
+        self.look();
+        !self.finished.is_empty()
+    }
+
+    fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    fn wait(&mut self) {
+        if !self.has_finished() {
+            // An interrupted wait is only shorter.
+            let _ = poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], None);
+        }
+    }
+
+    fn condition(&self) -> Condition {
+        self.condition
+    }
+
+    /// The lender does this when the lease ends.
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn hurry(&mut self, now: bool) {
+        if self.outstanding == 0 {
+            return;
+        }
+        let since = *self.hurried.get_or_insert_with(Instant::now);
+        let connected = matches!(self.state, State::Connected(_));
+        if now || !connected || since.elapsed() >= HURRY {
+            if connected {
+                // What was sent may be done at the lender until the next connection is there, and what
+                // was not is never done.
+                self.lose(LinkError::Closed);
+            }
+            self.finish_all(-libc::ECANCELED);
+        }
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        if let State::Connected(link) = &mut self.state
+            && self.outstanding == 0
+        {
+            link.post(Frame::Return, Memory::NONE);
+            // The device is kept for this VM for a while if the lender does not receive this.
+            let _ = link.flush();
+            link.shut_down();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
