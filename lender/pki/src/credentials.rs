@@ -247,6 +247,8 @@ impl Credentials {
             .with_client_cert_verifier(verifier)
             .with_cert_resolver(self.resolver());
         config.alpn_protocols = vec![ALPN.to_vec()];
+        // For the processes that move data over the connection, and have no certificates.
+        config.enable_secret_extraction = true;
         // Each connection presents its certificate, so an expired one is not resumed.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -270,6 +272,8 @@ impl Credentials {
             .with_custom_certificate_verifier(verifier)
             .with_client_cert_resolver(self.resolver());
         config.alpn_protocols = vec![ALPN.to_vec()];
+        // For the processes that move data over the connection, and have no certificates.
+        config.enable_secret_extraction = true;
         config.resumption = Resumption::disabled();
         Ok((ClientConnection::new(Arc::new(config), name)?, presented))
     }

@@ -30,6 +30,7 @@ use rustix::{
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Address, Dialer, Identity, Target};
+use farside_medium::Secrets;
 use farside_pki::{Credentials, Side};
 use packets::Packets;
 use stream::Stream;
@@ -238,6 +239,26 @@ impl Channel {
         match self.framing {
             Framing::Packets(packets) => packets.into_socket(),
             Framing::Stream(stream) => stream.into_socket(),
+        }
+    }
+
+    /// A TCP connection for data: what was received is used up, and everything is sent, which takes at
+    /// most `timeout`.
+    ///
+    /// # Errors
+    /// The connection has ended, is too slow, or is none over TCP.
+    pub fn into_link(
+        mut self,
+        timeout: Duration,
+    ) -> Result<(OwnedFd, Option<Secrets>), ChannelError> {
+        let deadline = Instant::now() + timeout;
+        while self.wants_write() {
+            self.wait(PollFlags::OUT, deadline, timeout)?;
+            self.flush()?;
+        }
+        match self.framing {
+            Framing::Packets(_) => Err(Errno::NOTSUP.into()),
+            Framing::Stream(stream) => stream.into_data(),
         }
     }
 

@@ -15,6 +15,7 @@ use std::{
     sync::Arc,
 };
 
+use farside_medium::Secrets;
 use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags, recv, send},
@@ -168,9 +169,15 @@ impl Stream {
 
     /// The socket. Ends a TLS session.
     pub(super) fn into_socket(self) -> OwnedFd {
-        let Self { tls, socket, .. } = self;
-        drop(tls);
+        let socket = Arc::clone(&self.socket);
+        drop(self);
         Arc::into_inner(socket).expect("only a session shares the socket")
+    }
+
+    /// The socket, and the secrets of its TLS session. The caller has sent everything.
+    pub(super) fn into_data(mut self) -> Result<(OwnedFd, Option<Secrets>), ChannelError> {
+        let secrets = self.tls.take().map(|tls| tls.into_secrets()).transpose()?;
+        Ok((self.into_socket(), secrets))
     }
 
     pub(super) fn wants_write(&self) -> bool {
@@ -306,6 +313,14 @@ impl Stream {
         }
         let error = TlsError::Record("with bytes of two messages");
         Err(self.end_read(ReadError::Tls(error)))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let Some(tls) = &mut self.tls {
+            tls.end();
+        }
     }
 }
 

@@ -10,12 +10,13 @@ use std::{
     sync::Arc,
 };
 
+use farside_medium::{Cipher, Direction, Secrets};
 use farside_pki::{Fault, Presented, is_farside};
 use rustix::{
     io::Errno,
     net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg},
 };
-use rustls::{AlertDescription, Connection, Error};
+use rustls::{AlertDescription, Connection, ConnectionTrafficSecrets, Error, ExtractedSecrets};
 
 /// Type, version, length (RFC 8446, 5.1).
 const HEADER: usize = 5;
@@ -119,6 +120,26 @@ pub(super) struct Session {
     is_broken: bool,
 }
 
+fn direction((sequence, secrets): (u64, ConnectionTrafficSecrets)) -> Result<Direction, TlsError> {
+    use ConnectionTrafficSecrets as From;
+    let (cipher, key, iv) = match secrets {
+        From::Aes128Gcm { key, iv } => (Cipher::Aes128Gcm, key, iv),
+        From::Aes256Gcm { key, iv } => (Cipher::Aes256Gcm, key, iv),
+        From::Chacha20Poly1305 { key, iv } => (Cipher::Chacha20Poly1305, key, iv),
+        _ => {
+            let unknown = Error::General("secrets of an unknown cipher".to_owned());
+            return Err(TlsError::Session(unknown));
+        }
+    };
+    let iv = iv.as_ref().try_into();
+    Ok(Direction {
+        cipher,
+        key: key.as_ref().to_vec(),
+        iv: iv.map_err(|_| TlsError::Record("with an iv of another length"))?,
+        sequence,
+    })
+}
+
 /// What reading has found.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
@@ -182,6 +203,24 @@ impl Session {
     pub(super) fn put(&mut self, message: &[u8]) -> Result<(), TlsError> {
         let written = self.connection.writer().write_all(message);
         written.map_err(|error| TlsError::Session(Error::General(error.to_string())))
+    }
+
+    /// The secrets of the session, for a process that moves data. What was received is used up, and what
+    /// was sent is out.
+    pub(super) fn into_secrets(self) -> Result<Secrets, TlsError> {
+        let secrets = self.connection.dangerous_extract_secrets();
+        let ExtractedSecrets { tx, rx } = secrets.map_err(TlsError::Session)?;
+        Ok(Secrets {
+            sending: direction(tx)?,
+            receiving: direction(rx)?,
+        })
+    }
+
+    /// Ends the session in this direction, if it was established.
+    pub(super) fn end(&mut self) {
+        if self.host.is_some() {
+            self.close();
+        }
     }
 
     /// Ends the session in this direction.
@@ -362,14 +401,6 @@ impl Session {
             (Error::AlertReceived(alert), _) => TlsError::Refused(alert),
             (Error::NoApplicationProtocol, _) => TlsError::OtherProtocol,
             (other, _) => TlsError::Session(other),
-        }
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        if self.host.is_some() {
-            self.close();
         }
     }
 }
